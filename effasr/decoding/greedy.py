@@ -41,7 +41,12 @@ def choose_method(model: ASRModel, method: str) -> str:
         "ctc": model.config.ctc,
     }
     if method == "auto":
-        method = next(name for name, there in has.items() if there)
+        method = next((name for name, there in has.items() if there), "")
+    if not any(has.values()):
+        raise ValueError(
+            "the model must have a decoder, a transducer or a CTC head to write text, but was "
+            "pretrained on audio alone (best_rq): fine-tune it with init_from."
+        )
     if not has[method]:
         part = _PARTS[method]
         raise ValueError(f"`method` must not be {method}, because this model has no {part}.")

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from effasr import ranges
 from effasr.data.batch import Batch
-from effasr.data.features.log_mel import FeatureConfig, LogMel
+from effasr.data.features.log_mel import FeatureConfig, LogMel, MelFrames
 from effasr.data.features.spec_augment import SpecAugmentConfig, spec_augment
+from effasr.model.best_rq import BestRQ, BestRQConfig, RandomQuantizer
 from effasr.model.checks import check
 from effasr.model.decoder import Decoder, DecoderConfig
 from effasr.model.encoder import FastConformerConfig, FastConformerEncoder
@@ -39,10 +40,12 @@ _RESETTABLE = (
     nn.Conv2d,
     nn.LayerNorm,
     BatchNorm,
+    BestRQ,
     Decoder,
     DepthwiseConv,
     LogMel,
     LSTMPredictor,
+    RandomQuantizer,
     RelativeSelfAttention,
     StatelessPredictor,
     TextEncoder,
@@ -62,6 +65,7 @@ class ModelConfig:
         ctc: Whether the encoder has a CTC head.
         transducer: The transducer; null for none.
         text_encoder: Reads text-only batches, which the decoder translates; null for none.
+        best_rq: Pretraining of the encoder on audio alone, in place of all outputs; null for none.
     """
 
     features: FeatureConfig = field(default_factory=FeatureConfig)
@@ -71,6 +75,7 @@ class ModelConfig:
     ctc: bool = False
     transducer: TransducerConfig | None = None
     text_encoder: TextEncoderConfig | None = None
+    best_rq: BestRQConfig | None = None
 
     def __post_init__(self) -> None:
         needed, given = self.encoder.subsampling, self.features.subsampling
@@ -81,7 +86,9 @@ class ModelConfig:
                 f"`features.subsampling` must be {needed} for this encoder of kind "
                 f"{self.encoder.kind}, but is {given}: leave it out, or change `encoder`."
             )
-        if self.decoder is None and not self.ctc and self.transducer is None:
+        if self.best_rq is not None:
+            self._check_pretraining()
+        elif self.decoder is None and not self.ctc and self.transducer is None:
             raise ValueError(
                 "`ctc` must be true where `decoder` and `transducer` are null, because the model "
                 "needs an output: set `ctc` or give a `decoder` or a `transducer`."
@@ -93,6 +100,15 @@ class ModelConfig:
                     "what it writes: give a `decoder`, or leave `text_encoder` out."
                 )
             self.text_encoder.check_width(self.encoder.width)
+
+    def _check_pretraining(self) -> None:
+        for name in ("decoder", "ctc", "transducer", "text_encoder"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"`{name}` must be {'false' if name == 'ctc' else 'null'} where `best_rq` is "
+                    "given, because pretraining on audio alone has no text: leave it out here, and "
+                    "give it to the run that starts from this one with `init_from`."
+                )
 
 
 class ASRModel(nn.Module):
@@ -131,6 +147,9 @@ class ASRModel(nn.Module):
         self.text_encoder = None
         if config.text_encoder is not None:
             self.text_encoder = TextEncoder(config.text_encoder, width, vocab_size)
+        self.best_rq = None
+        if config.best_rq is not None:
+            self.best_rq = BestRQ(config.best_rq, config.features, width)
         self.reset_parameters()
 
     @classmethod
@@ -187,6 +206,8 @@ class ASRModel(nn.Module):
         Returns:
             Sums, which the caller weights and divides by the counts of the whole step.
         """
+        if self.best_rq is not None:
+            return self._pretrain(self.best_rq, batch)
         encoded = self.encode(batch)
         # Called through the module, so that sharded layers gather their parameters.
         passed = [encoded.values]
@@ -231,6 +252,23 @@ class ASRModel(nn.Module):
             losses = replace(losses, cross_entropy=reached)
         return losses
 
+    def _pretrain(self, best_rq: BestRQ, batch: Batch) -> Losses:
+        """Compute the loss of BEST-RQ, as the cross-entropy, whose targets are frames."""
+        with ranges.range("features"):
+            mel = self.features(batch.audio, batch.frames)
+            values, masked = best_rq.mask(mel, self._augmented(mel))
+        with ranges.range("encoder"):
+            encoded = self.encoder(mel.with_values(values))
+        losses = best_rq(mel, masked, encoded)
+        total = losses.sum()
+        if is_empty(batch.frames):
+            total = touch_unused_parameters(total, self.parameters())
+        zero = torch.zeros((), device=total.device)
+        return Losses(total, zero, zero, zero, per_utterance=losses.detach())
+
+    def _augmented(self, mel: MelFrames) -> Tensor:
+        return spec_augment(mel, self.config.spec_augment) if self.training else mel.values
+
     def _idle(self, is_speech: bool) -> Iterator[nn.Parameter]:
         """Yield the parameters that a batch of this kind does not use."""
         of_speech = self.encoder, self.ctc_head, self.transducer
@@ -254,8 +292,7 @@ class ASRModel(nn.Module):
             return self.text_encoder(batch.source, self.encoder.layers)
         with ranges.range("features"):
             mel = self.features(batch.audio, batch.frames)
-            if self.training:
-                mel = mel.with_values(spec_augment(mel, self.config.spec_augment))
+            mel = mel.with_values(self._augmented(mel))
         with ranges.range("encoder"):
             encoded = self.encoder(mel)
         if self.text_encoder is None:

@@ -35,6 +35,9 @@ def learning_cost(model: ASRModel) -> CostModel:
     if model.transducer is not None:
         count.transducer(model, reached)
     count.decoder(model, reached)
+    if model.best_rq is not None:
+        for head in model.best_rq.heads:
+            count.product("frame", head, reached)  # type: ignore[arg-type]
     return count.shared(forward)
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from effasr import checkpoint
 from effasr import config as configuration
 from effasr.data.features.log_mel import SAMPLE_RATE, FeatureConfig
-from effasr.data.tokenizer import Tokenizer, load_tokenizer
+from effasr.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from effasr.distributed.averager import Averager
 from effasr.distributed.batch_norm import running_statistics
 from effasr.distributed.grad_sync import gradient_sync
@@ -44,6 +44,8 @@ from effasr.training.step import StepConfig, TrainState
 from effasr.training.step_stats import HostCopy, StepCosts
 from effasr.training.strategies.parallelism import check_strategy, distribute, is_bfloat16
 from effasr.training.strategies.parallelism import make_averager as default_averager
+from effasr.training.untranscribed.checks import check_text
+from effasr.training.untranscribed.gauge import CodeUse, Gauge
 
 if TYPE_CHECKING:
     from effasr.data.index.corpus import Corpus
@@ -73,6 +75,7 @@ def resolve(config: TrainConfig, saved: Saved | None) -> TrainConfig:
     _check_static_shapes(config)
     check_strategy(config)
     check_trained(config)
+    check_text(config)
     if config.optimizer.adascale is not None:
         _adascale_scale(config)
     loss = resolve_losses(config.loss, config.model)
@@ -124,14 +127,18 @@ def find_tokenizer(config: TrainConfig, saved: Saved | None) -> Tokenizer:
     Raises:
         ValueError: None or two of these are given.
     """
+    if config.model.best_rq is not None:
+        return NoTokenizer()
     source = _source_of_model(config, saved)
-    if config.init_from is not None and config.data.tokenizer:
-        raise ValueError(
-            f"`data.tokenizer` must be left out where `init_from` is given, because the model has "
-            f"its own, but is {config.data.tokenizer!r}."
-        )
-    if source is not None:
-        return checkpoint.read_tokenizer(source)
+    own = None if source is None else checkpoint.read_tokenizer(source)
+    if own is not None and not isinstance(own, NoTokenizer):
+        # A run that began with a pretrained encoder has the tokenizer of its configuration.
+        if saved is None and config.data.tokenizer:
+            raise ValueError(
+                "`data.tokenizer` must be left out where `init_from` is given, because the model "
+                f"has its own, but is {config.data.tokenizer!r}."
+            )
+        return own
     if not config.data.tokenizer:
         raise ValueError(
             "`data.tokenizer` must be a folder that `effasr tokenizer` wrote, but is not given."
@@ -155,8 +162,10 @@ def build_model(
     """
     source = _source_of_model(config, saved)
     if source is not None:
-        # A model from Hugging Face may have more classes than its tokenizer has tokens.
-        vocab_size = checkpoint.read_description(source).vocab_size
+        description = checkpoint.read_description(source)
+        if description.model.best_rq is None or config.model.best_rq is not None:
+            # A model from Hugging Face may have more classes than its tokenizer has tokens.
+            vocab_size = description.vocab_size
     torch.manual_seed(config.seed)
     model = ASRModel(config.model, vocab_size)
     prepare_weights(model, config, source, is_resumed=saved is not None)
@@ -228,6 +237,11 @@ def build_train_state(
         phases=PhaseTracker(on_gpu=context.device.type == "cuda"),
     )
     return recorded(state, trained) if settings.cuda_graph else state
+
+
+def build_gauges(model: ASRModel) -> dict[str, Gauge]:
+    """Return what counts figures of training on audio without text, by name in a checkpoint."""
+    return {} if model.best_rq is None else {"code_use": CodeUse(model.best_rq)}
 
 
 def _average(config: TrainConfig, model: nn.Module) -> WeightAverage | None:

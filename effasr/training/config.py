@@ -178,7 +178,9 @@ class TrainConfig:
         output: Folder of runs.
         seed: Seed of the weights, the order of the data, dropout and augmentation.
         init_from: A model directory, or a run, to start from: its weights, its tokenizer and its
-            architecture, of which ``model`` overrides single fields.
+            architecture, of which ``model`` overrides single fields. Of a model that was pretrained
+            with ``best_rq``, a ``model`` without it takes the encoder, and has a tokenizer of its
+            own.
         lora: Adapters that are trained in place of the weights of ``init_from``; null for none.
         model: The architecture.
         data: The utterances, the tokenizer and the batches.
@@ -220,7 +222,11 @@ class TrainConfig:
                 model = checkpoint.read_description(checkpoint.resolve(path)).model
             except (checkpoint.CheckpointError, OSError):
                 continue
-            whole = configuration.merged(configuration.to_mapping(model), given)
+            own = configuration.to_mapping(model)
+            if model.best_rq is not None and given.get("best_rq") is None:
+                # Of pretraining, any output takes the encoder and what it reads.
+                own = {name: own[name] for name in ("features", "spec_augment", "encoder")}
+            whole = configuration.merged(own, given)
             _follow_encoder(whole, given)
             return {**mapping, "model": whole}
         return mapping
@@ -256,6 +262,13 @@ def resolve_losses(loss: LossConfig, model: ModelConfig) -> LossConfig:
             f"`loss.transducer_weight` must be 0 or null for a model without transducer, but is "
             f"{loss.transducer_weight}: give model.transducer, or leave the weight out."
         )
+    if model.best_rq is not None:
+        if loss.guided_weight:
+            raise ValueError(
+                f"`loss.guided_weight` must be 0 where `model.best_rq` is given, but is "
+                f"{loss.guided_weight}: leave it out."
+            )
+        return replace(loss, ctc_weight=0.0, transducer_weight=0.0)
     has_other = model.decoder is not None or model.transducer is not None
     if loss.ctc_weight is None:
         weight = 0.0 if not model.ctc else DEFAULT_CTC_WEIGHT if has_other else 1.0

@@ -50,8 +50,11 @@ def prepare_weights(
             would never be trained.
     """
     if source is not None and not is_resumed:
-        # A model to begin with may never have read text.
-        checkpoint.load_weights(model, source, may_lack=("text_encoder.",))
+        if _is_pretrained(source) and model.best_rq is None:
+            checkpoint.load_weights(model, source, only=("encoder.",))
+        else:
+            # A model to begin with may never have read text.
+            checkpoint.load_weights(model, source, may_lack=("text_encoder.",))
     if config.lora is not None:
         adapt(model, config.lora)
     elif config.training.freeze:
@@ -60,16 +63,26 @@ def prepare_weights(
         return
     if is_resumed:
         checkpoint.load_weights(model, source)
+    elif _is_pretrained(source) and model.best_rq is None:
+        _check_drawn(model, config, "ctc_head", "decoder", "projection", "transducer")
     elif checkpoint.read_description(source).model.text_encoder is None:
-        _check_drawn(model, config)
+        _check_drawn(model, config, "text_encoder")
 
 
-def _check_drawn(model: ASRModel, config: TrainConfig) -> None:
-    parameters = [] if model.text_encoder is None else model.text_encoder.named_parameters()
-    stuck = [name for name, parameter in parameters if not parameter.requires_grad]
-    if stuck:
-        how = "be in `lora.also_train`" if config.lora else "not be in `training.freeze`"
-        raise ValueError(
-            f"`model.text_encoder` must {how}, because `init_from` has none and it is drawn anew, "
-            f"but {stuck[0]} would not be trained."
-        )
+def _is_pretrained(source: Path) -> bool:
+    """Return whether a model was pretrained on audio alone, and has nothing but an encoder."""
+    return checkpoint.read_description(source).model.best_rq is not None
+
+
+def _check_drawn(model: ASRModel, config: TrainConfig, *parts: str) -> None:
+    """Check that the parts that ``init_from`` lacks are trained."""
+    for part in parts:
+        module = getattr(model, part)
+        parameters = [] if module is None else module.named_parameters(prefix=part)
+        stuck = [name for name, parameter in parameters if not parameter.requires_grad]
+        if stuck:
+            how = "be in `lora.also_train`" if config.lora else "not be in `training.freeze`"
+            raise ValueError(
+                f"`model.{part}` must {how}, because `init_from` has none and it is drawn anew, "
+                f"but {stuck[0]} would not be trained."
+            )

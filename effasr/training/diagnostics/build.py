@@ -24,7 +24,7 @@ def build_diagnostics(config: TrainConfig, model: ASRModel, corpus: Corpus) -> D
         corpus: Training corpus.
     """
     settings = config.training.diagnostics
-    if settings is None:
+    if settings is None or config.model.best_rq is not None:
         return None
     baseline = None
     if config.model.ctc and (config.loss.ctc_weight or config.loss.ctc_weight_before):
