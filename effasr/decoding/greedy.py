@@ -15,7 +15,7 @@ from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.decoding.ctc_alignment import align_tokens
 from effasr.decoding.ctc_beam import ctc_beam
 from effasr.decoding.ctc_greedy import ctc_greedy
-from effasr.decoding.decoded import Decoded
+from effasr.decoding.decoded import Decoded, with_scores
 from effasr.decoding.lm.neural import load_neural_lm
 from effasr.decoding.lm.ngram import TokenLM, load_ngrams
 from effasr.decoding.tdt_beam import tdt_beam
@@ -162,6 +162,8 @@ def decode(
             for prompt, frames in zip(prompts, batch.frames.lengths, strict=False)
         ]
         decoded = _attention(model, tokenizer, encoded, prompts, limits, config, lm)
+    if config.confidence:
+        decoded = with_scores(model, method, encoded, prompts, decoded, tokenizer.eos_id)
     if not config.words:
         return decoded
     spans = align_tokens(model, encoded, [one.tokens for one in decoded])
