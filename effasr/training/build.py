@@ -46,6 +46,7 @@ from effasr.training.strategies.parallelism import check_strategy, distribute, i
 from effasr.training.strategies.parallelism import make_averager as default_averager
 from effasr.training.untranscribed.checks import check_text
 from effasr.training.untranscribed.gauge import CodeUse, Gauge
+from effasr.training.untranscribed.teacher import Teacher
 
 if TYPE_CHECKING:
     from effasr.data.index.corpus import Corpus
@@ -209,6 +210,11 @@ def build_train_state(
     build_optimizer = build_lamb if config.optimizer.name == "lamb" else build_adamw
     optimizer = build_optimizer(groups, config.optimizer, context.device)
     statistics = running_statistics(trained)
+    average = _average(config, trained)
+    autocast = make_autocast(settings.precision, context.device)
+    teacher = None
+    if settings.teacher is not None and average is not None:
+        teacher = Teacher(model, average, settings.teacher, autocast)
     if make_averager is None:
         averager = default_averager(config, trained, optimizer, statistics, context)
     else:
@@ -219,7 +225,7 @@ def build_train_state(
             learning_rate=lambda made: (
                 peak * learning_rate_ratio(config.schedule, made, settings.max_steps)
             ),
-            autocast=make_autocast(settings.precision, context.device),
+            autocast=autocast,
             costs=costs,
             seed=config.seed,
             clip=settings.clip,
@@ -232,16 +238,22 @@ def build_train_state(
         grad_sync=gradient_sync(wrapped),
         averager=averager,
         statistics=statistics,
-        average=_average(config, trained),
+        average=average,
         adascale=_adascale(config, trained, context),
         phases=PhaseTracker(on_gpu=context.device.type == "cuda"),
+        teacher=teacher,
     )
     return recorded(state, trained) if settings.cuda_graph else state
 
 
-def build_gauges(model: ASRModel) -> dict[str, Gauge]:
+def build_gauges(model: ASRModel, state: TrainState) -> dict[str, Gauge]:
     """Return what counts figures of training on audio without text, by name in a checkpoint."""
-    return {} if model.best_rq is None else {"code_use": CodeUse(model.best_rq)}
+    gauges: dict[str, Gauge] = {}
+    if model.best_rq is not None:
+        gauges["code_use"] = CodeUse(model.best_rq)
+    if state.teacher is not None:
+        gauges["teacher"] = state.teacher
+    return gauges
 
 
 def _average(config: TrainConfig, model: nn.Module) -> WeightAverage | None:

@@ -26,6 +26,7 @@ from effasr.training.loss import (
     LossConfig,
 )
 from effasr.training.profiler import ProfileConfig
+from effasr.training.untranscribed.config import TeacherConfig
 
 ASYNCHRONOUS = ("adpsgd", "h_adpsgd")
 """Strategies whose learners do not wait for each other."""
@@ -59,6 +60,8 @@ class LoopConfig:
         ema_reference_micro_batches: The micro-batches of a step, over all ranks, that ``ema_decay``
             is meant for: with k times as many, an update keeps ``ema_decay ** k``. null: always
             ``ema_decay``.
+        teacher: A teacher that labels utterances without text (``data.text`` optional); null for
+            none.
         on_nan: A non-finite loss or gradient never reaches the weights. ``stop`` ends the run there
             and names the utterances; ``skip`` lists them in skipped.jsonl.
         restart: Start again; the files of an earlier run of this name are renamed, not removed.
@@ -106,6 +109,7 @@ class LoopConfig:
     freeze: tuple[str, ...] = ()
     ema_decay: float | None = None
     ema_reference_micro_batches: int | None = None
+    teacher: TeacherConfig | None = None
     on_nan: Literal["stop", "skip"] = "stop"
     restart: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -27,6 +27,8 @@ from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
 from effasr.training.loss import Objective
 from effasr.training.seeds import micro_batch_seed
 from effasr.training.step_stats import HostCopy, StepCosts, StepCounts
+from effasr.training.untranscribed import teacher
+from effasr.training.untranscribed.teacher import Teacher
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +69,7 @@ class TrainState:
         adascale: Measures the gain of a step, or None.
         graph: Replays the micro-batches as a CUDA graph; None to run each.
         phases: Tracks the phase that this rank is in.
+        teacher: Labels utterances without text, or None.
     """
 
     config: StepConfig
@@ -81,6 +84,7 @@ class TrainState:
     adascale: AdaScale | None = None
     graph: MicroBatchGraph | None = None
     phases: PhaseTracker = field(default_factory=PhaseTracker)
+    teacher: Teacher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +138,12 @@ def train_step(
         OutOfMemory: A single utterance, or a recorded micro-batch, does not fit in memory.
     """
     config, context, adascale = state.config, state.context, state.adascale
+    labelled = None
+    if state.teacher is not None:
+        micro_batches, labelled = state.teacher.label(micro_batches, step)
     with ranges.range("counts"):
         counted = StepCounts.of(micro_batches, context, stopping, config.costs)
-        counts = context.all_reduce(counted.tensor(context.device))
+        counts = context.all_reduce(counted.tensor(context.device, labelled))
         counts_copy = HostCopy(counts)
     if places is None:
         places = [context.rank + context.size * index for index in range(len(micro_batches))]
@@ -227,6 +234,8 @@ def _oom_recovery(state: TrainState, counts: Tensor) -> OOMRecovery:
         return gradients, share.detach(), losses
 
     reason = sync.unsplittable_reason if state.graph is None else UNSPLITTABLE_REASON
+    if state.teacher is not None:
+        reason = teacher.UNSPLITTABLE_REASON
     return OOMRecovery(gradient, sync, state.statistics, reason)
 
 

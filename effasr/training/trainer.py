@@ -128,7 +128,7 @@ class Trainer:
         self.validator = self._make_validator()
         self.metrics = TrainingMetrics(context.device, group.size)
         self.mixture_stats = MixtureStats(self.data.corpus)
-        self.gauges = build.build_gauges(self.model)
+        self.gauges = build.build_gauges(self.model, self.state)
         self.diagnostics = build_diagnostics(config, self.model, self.data.corpus)
         autocast, on_nan = self.state.config.autocast, config.training.on_nan
         self.guard = NonFiniteGuard(self.model, autocast, on_nan, group, self.log.skipped)
