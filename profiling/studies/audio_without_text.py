@@ -133,10 +133,13 @@ class Study:
 
         spent = _once(out / "cpu_s.json", label)
         report = json.loads((out / "report.json").read_text())
-        mix = self._mix("labels", out / "manifest.jsonl")
-        before = replace(teacher, cpu_s=teacher.cpu_s + spent)
-        made = self._train(name, *MODEL, mix, self._tokens, before=before)
         kept = report["kept"]
+        data = self._mix("labels", out / "manifest.jsonl")
+        if not kept["utterances"]:
+            # A teacher that says nothing leaves the transcripts; the row has 0 labels.
+            data = self._on("transcripts")
+        before = replace(teacher, cpu_s=teacher.cpu_s + spent)
+        made = self._train(name, *MODEL, data, self._tokens, before=before)
         return replace(made, labels=kept["utterances"], label_hours=kept["hours"])
 
     def teacher(self, *, times: int = 1, rule: bool = True) -> Stage:
