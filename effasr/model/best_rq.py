@@ -86,7 +86,7 @@ class RandomQuantizer(nn.Module):
         self.config, self.inputs = config, inputs
         width = config.code_width
         for name, rows in (("projection", inputs), ("codes", config.codes)):
-            empty = torch.empty(config.codebooks, rows, width, dtype=torch.int16)
+            empty = torch.empty(config.codebooks, rows, width, dtype=torch.int32)
             # Integers, which casts of the weights leave as they are.
             self.register_buffer(name, empty, persistent=False)
         self.reset_parameters()
@@ -102,9 +102,9 @@ class RandomQuantizer(nn.Module):
         projection = draw.randint(-_LARGEST_WEIGHT, _LARGEST_WEIGHT + 1, shape)
         codes = draw.standard_normal((config.codebooks, config.codes, config.code_width))
         codes /= np.linalg.norm(codes, axis=-1, keepdims=True)
-        self.projection = torch.tensor(projection, dtype=torch.int16, device=device)
+        self.projection = torch.tensor(projection, dtype=torch.int32, device=device)
         rounded = np.rint(_CODE_SCALE * codes)
-        self.codes = torch.tensor(rounded, dtype=torch.int16, device=device)
+        self.codes = torch.tensor(rounded, dtype=torch.int32, device=device)
 
     @torch.no_grad()
     def forward(self, frames: Tensor) -> Tensor:

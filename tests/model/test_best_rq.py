@@ -98,7 +98,7 @@ def test_the_seed_gives_the_codebooks_and_the_weights_no_part_of_it() -> None:
     assert first.codes.equal(again.codes)
     assert not first.codes.equal(other.codes)
     assert not first.state_dict()
-    assert first.half().codes.dtype == torch.int16
+    assert first.half().codes.dtype == torch.int32
     norms = first.codes.double().norm(dim=-1)
     torch.testing.assert_close(norms, torch.full_like(norms, 256.0), rtol=0.01, atol=0)
 

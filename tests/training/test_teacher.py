@@ -30,8 +30,10 @@ PLAIN = LossConfig(ctc_weight=0.5)
 def untranscribed(make_config, tones):
     """Makes configurations whose training set has a text in every second line."""
     rows = [json.loads(line) for line in (tones / "train.jsonl").read_text().splitlines()]
-    for row in rows[1::2]:
+    for row in rows[1::4]:
         row["text"] = ""
+    for row in rows[3::4]:
+        del row["text"]
     path = tones / "half.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
