@@ -142,7 +142,7 @@ def load_weights(
     directory: Path,
     *,
     may_lack: tuple[str, ...] = (),
-    parts: tuple[str, ...] = ("",),
+    only: tuple[str, ...] = ("",),
 ) -> None:
     """Load the weights of a model directory into a model.
 
@@ -150,7 +150,7 @@ def load_weights(
         model: Model of the same architecture; if it has adapters, the directory has the same.
         directory: The model directory.
         may_lack: Prefixes of names that the directory may lack; the model keeps its own then.
-        parts: Prefixes of the names that are read; by default all.
+        only: Prefixes of names to load, all by default; the model keeps its own of the others.
 
     Raises:
         CheckpointError: The file is missing or damaged, or has another architecture.
@@ -158,10 +158,15 @@ def load_weights(
     _verify(directory)
     remedy = " Leave `model` out of the recipe to take the architecture with the weights."
     with _explaining(directory / WEIGHTS, remedy) as path:
-        own = {k: v for k, v in model.state_dict().items() if k.startswith(may_lack)}
+        own = {
+            name: value
+            for name, value in model.state_dict().items()
+            if name.startswith(may_lack) or not name.startswith(only)
+        }
         weights = safetensors.torch.load_file(path)
-        weights = {name: value for name, value in weights.items() if name.startswith(parts)}
-        model.load_state_dict(own | (weights if adapters(model) else without_adapters(weights)))
+        weights = weights if adapters(model) else without_adapters(weights)
+        chosen = {name: value for name, value in weights.items() if name.startswith(only)}
+        model.load_state_dict(own | chosen)
 
 
 def _verify(directory: Path) -> None:

@@ -32,6 +32,7 @@ from effasr.cli import (
 )
 from effasr.cli.installation import completion, doctor, recipes
 from effasr.cli.options import print_line
+from effasr.cli.untranscribed import label
 from effasr.untrusted.display import TerminalFormatter, escape_controls, escape_line
 from effasr.untrusted.streams import (
     STANDARD_OUTPUT,
@@ -205,6 +206,7 @@ def build_parser() -> argparse.ArgumentParser:
         evaluate.add,
         compare.add,
         transcribe.add,
+        label.add,
         convert.add_import,
         convert.add_export,
         recipes.add,

@@ -208,6 +208,11 @@ class DataConfig:
                 f"`text` must be required or ignored for strategy {self.strategy}, whose batches "
                 "have no room for the labels of a teacher, but is optional: use strategy packed."
             )
+        if self.text == "ignored" and self.padded:
+            raise ValueError(
+                "`padded` must be false where `text` is ignored, because silence put behind an "
+                "utterance would be a target, but is true: set it to false."
+            )
         if self.text == "ignored" and self.text_share is not None:
             raise ValueError(
                 f"`text_share` must be null where `text` is ignored, but is {self.text_share:g}: "

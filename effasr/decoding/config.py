@@ -63,6 +63,8 @@ class DecodingConfig:
         precision: Autocast precision of matrix products.
         workers: Threads that load audio.
         words: Whether to compute word timestamps; needs a model with a CTC head.
+        confidence: Whether to compute the confidence of each transcript: see
+            `effasr.transcription.results.confidence`.
     """
 
     method: Literal["auto", "attention", "transducer", "ctc"] = "auto"
@@ -84,6 +86,7 @@ class DecodingConfig:
     precision: Literal["float32", "bfloat16"] = "float32"
     workers: int = 4
     words: bool = False
+    confidence: bool = False
 
     def __post_init__(self) -> None:
         check_positive(self, *_COUNTS)

@@ -15,7 +15,7 @@ from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.decoding.ctc_alignment import align_tokens
 from effasr.decoding.ctc_beam import ctc_beam
 from effasr.decoding.ctc_greedy import ctc_greedy
-from effasr.decoding.decoded import Decoded
+from effasr.decoding.decoded import Decoded, with_scores
 from effasr.decoding.lm.neural import load_neural_lm
 from effasr.decoding.lm.ngram import TokenLM, load_ngrams
 from effasr.decoding.tdt_beam import tdt_beam
@@ -41,7 +41,12 @@ def choose_method(model: ASRModel, method: str) -> str:
         "ctc": model.config.ctc,
     }
     if method == "auto":
-        method = next(name for name, there in has.items() if there)
+        method = next((name for name, there in has.items() if there), "")
+    if not any(has.values()):
+        raise ValueError(
+            "the model must have a decoder, a transducer or a CTC head to write text, but was "
+            "pretrained on audio alone (best_rq): fine-tune it with init_from."
+        )
     if not has[method]:
         part = _PARTS[method]
         raise ValueError(f"`method` must not be {method}, because this model has no {part}.")
@@ -157,6 +162,8 @@ def decode(
             for prompt, frames in zip(prompts, batch.frames.lengths, strict=False)
         ]
         decoded = _attention(model, tokenizer, encoded, prompts, limits, config, lm)
+    if config.confidence:
+        decoded = with_scores(model, method, encoded, prompts, decoded, tokenizer.eos_id)
     if not config.words:
         return decoded
     spans = align_tokens(model, encoded, [one.tokens for one in decoded])

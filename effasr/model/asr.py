@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from effasr import ranges
 from effasr.data.batch import Batch
 from effasr.data.conversation.batch import ConversationBatch
-from effasr.data.features.log_mel import FeatureConfig, LogMel
+from effasr.data.features.log_mel import FeatureConfig, LogMel, MelFrames
 from effasr.data.features.spec_augment import SpecAugmentConfig, spec_augment
+from effasr.model.best_rq import BestRQ, BestRQConfig, RandomQuantizer
 from effasr.model.checks import check
 from effasr.model.decoder import Decoder, DecoderConfig
 from effasr.model.encoder import FastConformerConfig, FastConformerEncoder
@@ -44,10 +45,12 @@ _RESETTABLE = (
     nn.Conv2d,
     nn.LayerNorm,
     BatchNorm,
+    BestRQ,
     Decoder,
     DepthwiseConv,
     LogMel,
     LSTMPredictor,
+    RandomQuantizer,
     RelativeSelfAttention,
     StatelessPredictor,
     TextEncoder,
@@ -72,6 +75,7 @@ class ModelConfig:
         residual_in_fp32: Whether the sums of the outputs of a stack's modules (the residual stream)
             are float32 where a GPU trains in bfloat16 or float16, as under PyTorch's autocast; else
             they are rounded to the narrow dtype after each addition.
+        best_rq: Pretraining of the encoder on audio alone, in place of all outputs; null for none.
     """
 
     features: FeatureConfig = field(default_factory=FeatureConfig)
@@ -83,6 +87,7 @@ class ModelConfig:
     text_encoder: TextEncoderConfig | None = None
     language_model: LanguageModelConfig | None = None
     residual_in_fp32: bool = True
+    best_rq: BestRQConfig | None = None
 
     def __post_init__(self) -> None:
         needed, given = self.encoder.subsampling, self.features.subsampling
@@ -93,7 +98,9 @@ class ModelConfig:
                 f"`features.subsampling` must be {needed} for this encoder of kind "
                 f"{self.encoder.kind}, but is {given}: leave it out, or change `encoder`."
             )
-        if self.language_model is not None:
+        if self.best_rq is not None:
+            self._check_pretraining()
+        elif self.language_model is not None:
             self._check_only_output()
         elif self.decoder is None and not self.ctc and self.transducer is None:
             raise ValueError(
@@ -116,6 +123,15 @@ class ModelConfig:
                 raise ValueError(
                     f"`{name}` must be {'false' if name == 'ctc' else 'null'} where "
                     f"`language_model` is given, which is then the only output, but is {given}."
+                )
+
+    def _check_pretraining(self) -> None:
+        for name in ("decoder", "ctc", "transducer", "text_encoder", "language_model"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"`{name}` must be {'false' if name == 'ctc' else 'null'} where `best_rq` is "
+                    "given, because pretraining on audio alone has no text: leave it out here, and "
+                    "give it to the run that starts from this one with `init_from`."
                 )
 
 
@@ -164,6 +180,9 @@ class ASRModel(nn.Module):
             from effasr.model.language_model.model import LanguageModel
 
             self.language_model = LanguageModel(config.language_model, width)
+        self.best_rq = None
+        if config.best_rq is not None:
+            self.best_rq = BestRQ(config.best_rq, config.features, width)
         self.reset_parameters()
 
     @classmethod
@@ -227,6 +246,8 @@ class ASRModel(nn.Module):
         """
         if self.language_model is not None:
             return self._converse(batch, label_smoothing)
+        if self.best_rq is not None:
+            return self._pretrain(self.best_rq, batch)
         encoded = self.encode(batch)
         # Called through the module, so that sharded layers gather their parameters.
         passed = [encoded.values]
@@ -321,6 +342,23 @@ class ASRModel(nn.Module):
         with ranges.range("language_model"):
             return model(x, batch.tokens.layout)
 
+    def _pretrain(self, best_rq: BestRQ, batch: Batch) -> Losses:
+        """Compute the loss of BEST-RQ, as the cross-entropy, whose targets are frames."""
+        with ranges.range("features"):
+            mel = self.features(batch.audio, batch.frames.with_tile_tables())
+            values, masked = best_rq.mask(mel, self._augmented(mel))
+        with ranges.range("encoder"):
+            encoded = self.encoder(mel.with_values(values))
+        losses = best_rq(mel, masked, encoded)
+        total = losses.sum()
+        if is_empty(batch.frames):
+            total = touch_unused_parameters(total, self.parameters())
+        zero = torch.zeros((), device=total.device)
+        return Losses(total, zero, zero, zero, per_utterance=losses.detach())
+
+    def _augmented(self, mel: MelFrames) -> Tensor:
+        return spec_augment(mel, self.config.spec_augment) if self.training else mel.values
+
     def _idle(self, is_speech: bool) -> Iterator[nn.Parameter]:
         """Yield the parameters that a batch of this kind does not use."""
         of_speech = self.encoder, self.ctc_head, self.transducer
@@ -347,8 +385,7 @@ class ASRModel(nn.Module):
             audio, frames = batch.clips, batch.clip_frames
         with ranges.range("features"):
             mel = self.features(audio, frames.with_tile_tables())
-            if self.training:
-                mel = mel.with_values(spec_augment(mel, self.config.spec_augment))
+            mel = mel.with_values(self._augmented(mel))
         with ranges.range("encoder"):
             encoded = self.encoder(mel)
         if self.text_encoder is None:

@@ -28,6 +28,7 @@ def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
         raise ValueError(f"`vocab_size` must be at least 1, but is {vocab_size}.")
     width = config.encoder.width
     frame, frame_pair = _encoder(config)
+    frame += best_rq_cost(config)
     token = token_pair = token_frame = 0
     if config.ctc:
         frame += 2 * width * (vocab_size + 1)
@@ -53,6 +54,16 @@ def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
         token_pair=token_pair,
         token_frame=token_frame,
     )
+
+
+def best_rq_cost(config: ModelConfig) -> int:
+    """Return FLOPs per frame of the targets and softmaxes of BEST-RQ; 0 without it."""
+    best_rq, features = config.best_rq, config.features
+    if best_rq is None:
+        return 0
+    inputs = features.rows_per_frame * features.mel_bins
+    target = best_rq.code_width * (inputs + best_rq.codes)
+    return 2 * best_rq.codebooks * (target + config.encoder.width * best_rq.codes)
 
 
 def text_cost_model(config: ModelConfig, vocab_size: int) -> CostModel | None:

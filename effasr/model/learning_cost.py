@@ -47,6 +47,9 @@ def learning_cost(model: ASRModel) -> CostModel:
     count.decoder(model, reached)
     if model.language_model is not None:
         count.language_model(model.language_model, reached)
+    if model.best_rq is not None:
+        for head in model.best_rq.heads:
+            count.product("frame", head, reached)  # type: ignore[arg-type]
     return count.shared(forward)
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from effasr import checkpoint
 from effasr import config as configuration
 from effasr.data.features.log_mel import SAMPLE_RATE, FeatureConfig
-from effasr.data.tokenizer import Tokenizer, load_tokenizer
+from effasr.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from effasr.distributed.averager import Averager
 from effasr.distributed.batch_norm import running_statistics
 from effasr.distributed.grad_sync import gradient_sync
@@ -56,6 +56,9 @@ from effasr.training.strategies.parallelism import (
 )
 from effasr.training.strategies.parallelism import make_averager as default_averager
 from effasr.training.strategies.weight_copies import WeightCopies
+from effasr.training.untranscribed.checks import check_text
+from effasr.training.untranscribed.gauge import CodeUse, Gauge
+from effasr.training.untranscribed.teacher import Teacher
 
 if TYPE_CHECKING:
     from effasr.data.conversation.corpus import ConversationCorpus
@@ -88,6 +91,7 @@ def resolve(config: TrainConfig, saved: Saved | None) -> TrainConfig:
     _check_static_shapes(config)
     check_strategy(config)
     check_trained(config)
+    check_text(config)
     if config.optimizer.adascale is not None:
         _adascale_scale(config)
     loss = resolve_losses(config.loss, config.model)
@@ -130,17 +134,21 @@ def find_tokenizer(config: TrainConfig, saved: Saved | None) -> Tokenizer:
     Raises:
         ValueError: None or two of these are given.
     """
+    if config.model.best_rq is not None:
+        return NoTokenizer()
     source = _source_of_model(config, saved)
     if saved is None and joins_language_model(config, source):
         assert config.model.language_model is not None
         return load_tokenizer(config.data.tokenizer or config.model.language_model.path)
-    if config.init_from is not None and config.data.tokenizer:
-        raise ValueError(
-            f"`data.tokenizer` must be left out where `init_from` is given, because the model has "
-            f"its own, but is {config.data.tokenizer!r}."
-        )
-    if source is not None:
-        return checkpoint.read_tokenizer(source)
+    own = None if source is None else checkpoint.read_tokenizer(source)
+    if own is not None and not isinstance(own, NoTokenizer):
+        # A run that began with a pretrained encoder has the tokenizer of its configuration.
+        if saved is None and config.data.tokenizer:
+            raise ValueError(
+                "`data.tokenizer` must be left out where `init_from` is given, because the model "
+                f"has its own, but is {config.data.tokenizer!r}."
+            )
+        return own
     if not config.data.tokenizer:
         raise ValueError(
             "`data.tokenizer` must be a folder that `effasr tokenizer` wrote, but is not given."
@@ -165,8 +173,10 @@ def build_model(
     source = _source_of_model(config, saved)
     joins = saved is None and joins_language_model(config, source)
     if source is not None and not joins:
-        # A model from Hugging Face may have more classes than its tokenizer has tokens.
-        vocab_size = checkpoint.read_description(source).vocab_size
+        description = checkpoint.read_description(source)
+        if description.model.best_rq is None or config.model.best_rq is not None:
+            # A model from Hugging Face may have more classes than its tokenizer has tokens.
+            vocab_size = description.vocab_size
     torch.manual_seed(config.seed)
     model = ASRModel(config.model, vocab_size)
     check_vocabulary(model)
@@ -216,6 +226,11 @@ def build_train_state(
     build_optimizer = build_lamb if config.optimizer.name == "lamb" else build_adamw
     optimizer = build_optimizer(groups, config.optimizer, context.device)
     statistics = running_statistics(trained)
+    average = _average(config, trained)
+    autocast = make_autocast(settings.precision, context.device)
+    teacher = None
+    if settings.teacher is not None and average is not None:
+        teacher = Teacher(model, average, settings.teacher, autocast)
     if make_averager is None:
         averager = default_averager(config, trained, optimizer, statistics, context)
     else:
@@ -226,7 +241,7 @@ def build_train_state(
             learning_rate=lambda made: (
                 peak * learning_rate_ratio(config.schedule, made, settings.max_steps)
             ),
-            autocast=make_autocast(settings.precision, context.device),
+            autocast=autocast,
             costs=costs,
             seed=config.seed,
             clip=settings.clip,
@@ -239,9 +254,10 @@ def build_train_state(
         grad_sync=gradient_sync(wrapped),
         averager=averager,
         statistics=statistics,
-        average=_average(config, trained),
+        average=average,
         adascale=_adascale(config, trained, context),
         phases=PhaseTracker(on_gpu=context.device.type == "cuda"),
+        teacher=teacher,
     )
     state = replace(state, weights=_weight_copies(state, trained, config))
     return recorded(state, trained) if is_recorded else state
@@ -253,6 +269,16 @@ def _weight_copies(state: TrainState, model: nn.Module, config: TrainConfig) -> 
     # A hook for every gradient is that of adascale; that of ddp, for the last micro-batch alone.
     settings, accumulate = config.training, state.adascale is None
     return WeightCopies(model, lazily=not settings.compile, accumulate=accumulate)
+
+
+def build_gauges(model: ASRModel, state: TrainState) -> dict[str, Gauge]:
+    """Return what counts figures of training on audio without text, by name in a checkpoint."""
+    gauges: dict[str, Gauge] = {}
+    if model.best_rq is not None:
+        gauges["code_use"] = CodeUse(model.best_rq)
+    if state.teacher is not None:
+        gauges["teacher"] = state.teacher
+    return gauges
 
 
 def _average(config: TrainConfig, model: nn.Module) -> WeightAverage | None:

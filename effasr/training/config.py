@@ -26,6 +26,7 @@ from effasr.training.loss import (
     LossConfig,
 )
 from effasr.training.profiler import ProfileConfig
+from effasr.training.untranscribed.config import TeacherConfig
 
 ASYNCHRONOUS = ("adpsgd", "h_adpsgd")
 """Strategies whose learners do not wait for each other."""
@@ -63,6 +64,8 @@ class LoopConfig:
         ema_reference_micro_batches: The micro-batches of a step, over all ranks, that ``ema_decay``
             is meant for: with k times as many, an update keeps ``ema_decay ** k``. null: always
             ``ema_decay``.
+        teacher: A teacher that labels utterances without text (``data.text`` optional); null for
+            none.
         on_nan: A non-finite loss or gradient never reaches the weights. ``stop`` ends the run there
             and names the utterances; ``skip`` lists them in skipped.jsonl.
         restart: Start again; the files of an earlier run of this name are renamed, not removed.
@@ -112,6 +115,7 @@ class LoopConfig:
     freeze: tuple[str, ...] = ()
     ema_decay: float | None = None
     ema_reference_micro_batches: int | None = None
+    teacher: TeacherConfig | None = None
     on_nan: Literal["stop", "skip"] = "stop"
     restart: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -184,7 +188,9 @@ class TrainConfig:
         output: Folder of runs.
         seed: Seed of the weights, the order of the data, dropout and augmentation.
         init_from: A model directory, or a run, to start from: its weights, its tokenizer and its
-            architecture, of which ``model`` overrides single fields.
+            architecture, of which ``model`` overrides single fields. Of a model that was pretrained
+            with ``best_rq``, a ``model`` without it takes the encoder, and has a tokenizer of its
+            own.
         lora: Adapters that are trained in place of the weights of ``init_from``; null for none.
         model: The architecture.
         data: The utterances, the tokenizer and the batches.
@@ -226,11 +232,14 @@ class TrainConfig:
                 model = checkpoint.read_description(checkpoint.resolve(path)).model
             except (checkpoint.CheckpointError, OSError):
                 continue
-            base = configuration.to_mapping(model)
+            own = configuration.to_mapping(model)
+            if model.best_rq is not None and given.get("best_rq") is None:
+                # Of pretraining, any output takes the encoder and what it reads.
+                own = {name: own[name] for name in ("features", "spec_augment", "encoder")}
             if given.get("language_model") and model.language_model is None:
                 # It takes the place of all outputs.
-                base |= {"decoder": None, "transducer": None, "text_encoder": None, "ctc": False}
-            whole = configuration.merged(base, given)
+                own |= {"decoder": None, "transducer": None, "text_encoder": None, "ctc": False}
+            whole = configuration.merged(own, given)
             _follow_encoder(whole, given)
             return {**mapping, "model": whole}
         return mapping
@@ -266,11 +275,12 @@ def resolve_losses(loss: LossConfig, model: ModelConfig) -> LossConfig:
             f"`loss.transducer_weight` must be 0 or null for a model without transducer, but is "
             f"{loss.transducer_weight}: give model.transducer, or leave the weight out."
         )
-    if model.language_model is not None:
+    only = "best_rq" if model.best_rq is not None else "language_model"
+    if getattr(model, only) is not None:
         if loss.guided_weight or loss.guided_after_ctc:
             raise ValueError(
-                "`loss.guided_weight` must be 0 for a language model, which has no cross-attention "
-                f"to guide, but is {loss.guided_weight}: leave it out."
+                f"`loss.guided_weight` must be 0 where `model.{only}` is given, which has no "
+                f"cross-attention to guide, but is {loss.guided_weight}: leave it out."
             )
         return replace(loss, ctc_weight=0.0, transducer_weight=0.0)
     has_other = model.decoder is not None or model.transducer is not None

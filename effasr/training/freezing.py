@@ -55,8 +55,11 @@ def prepare_weights(
     if joins:
         _join(model, config, source)
     elif source is not None and not is_resumed:
-        # A model to begin with may never have read text.
-        checkpoint.load_weights(model, source, may_lack=("text_encoder.",))
+        if _is_pretrained(source) and model.best_rq is None:
+            checkpoint.load_weights(model, source, only=("encoder.",))
+        else:
+            # A model to begin with may never have read text.
+            checkpoint.load_weights(model, source, may_lack=("text_encoder.",))
     if config.lora is not None:
         adapt(model, config.lora)
     elif config.training.freeze:
@@ -68,6 +71,8 @@ def prepare_weights(
         return
     if is_resumed:
         checkpoint.load_weights(model, source)
+    elif _is_pretrained(source) and model.best_rq is None:
+        _check_drawn(model, config, "ctc_head", "decoder", "projection", "transducer")
     elif checkpoint.read_description(source).model.text_encoder is None:
         _check_drawn(model, config, "text_encoder")
 
@@ -88,20 +93,25 @@ def _join(model: ASRModel, config: TrainConfig, source: Path | None) -> None:
     assert settings is not None
     assert language_model is not None
     if source is not None:
-        parts = ("encoder.", "features.")
-        checkpoint.load_weights(model, source, may_lack=("language_model.",), parts=parts)
+        checkpoint.load_weights(model, source, only=("encoder.", "features."))
     if settings.weights == "pretrained":
         read_language_model(settings.path, language_model)
     language_model.check_against_transformers()
 
 
-def _check_drawn(model: ASRModel, config: TrainConfig, part: str) -> None:
-    """Check that a part which is drawn anew is trained."""
-    named = model.named_parameters()
-    stuck = [name for name, x in named if name.startswith(f"{part}.") and not x.requires_grad]
-    if stuck:
-        how = "be in `lora.also_train`" if config.lora else "not be in `training.freeze`"
-        raise ValueError(
-            f"`model.{part}` must {how}, because it is drawn anew and `init_from` has none, but "
-            f"{stuck[0]} would not be trained."
-        )
+def _is_pretrained(source: Path) -> bool:
+    """Return whether a model was pretrained on audio alone, and has nothing but an encoder."""
+    return checkpoint.read_description(source).model.best_rq is not None
+
+
+def _check_drawn(model: ASRModel, config: TrainConfig, *parts: str) -> None:
+    """Check that parts which are drawn anew are trained."""
+    for part in parts:
+        named = model.named_parameters()
+        stuck = [name for name, x in named if name.startswith(f"{part}.") and not x.requires_grad]
+        if stuck:
+            how = "be in `lora.also_train`" if config.lora else "not be in `training.freeze`"
+            raise ValueError(
+                f"`model.{part}` must {how}, because `init_from` has none and it is drawn anew, "
+                f"but {stuck[0]} would not be trained."
+            )

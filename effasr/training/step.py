@@ -28,6 +28,8 @@ from effasr.training.loss import Objective
 from effasr.training.seeds import micro_batch_seed
 from effasr.training.step_stats import HostCopy, StepCosts, StepCounts
 from effasr.training.strategies.weight_copies import WeightCopies
+from effasr.training.untranscribed import teacher
+from effasr.training.untranscribed.teacher import Teacher
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +71,7 @@ class TrainState:
         weights: Copies of the weights in the precision of autocast; None to cast at every use.
         graph: Replays the micro-batches as a CUDA graph; None to run each.
         phases: Tracks the phase that this rank is in.
+        teacher: Labels utterances without text, or None.
     """
 
     config: StepConfig
@@ -84,6 +87,7 @@ class TrainState:
     weights: WeightCopies | None = None
     graph: MicroBatchGraph | None = None
     phases: PhaseTracker = field(default_factory=PhaseTracker)
+    teacher: Teacher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +141,12 @@ def train_step(
         OutOfMemory: A single utterance, or a recorded micro-batch, does not fit in memory.
     """
     config, context, adascale = state.config, state.context, state.adascale
+    labelled = None
+    if state.teacher is not None:
+        micro_batches, labelled = state.teacher.label(micro_batches, step)
     with ranges.range("counts"):
         counted = StepCounts.of(micro_batches, context, stopping, config.costs)
-        counts = context.all_reduce(counted.tensor(context.device))
+        counts = context.all_reduce(counted.tensor(context.device, labelled))
         counts_copy = HostCopy(counts)
     if places is None:
         places = [context.rank + context.size * index for index in range(len(micro_batches))]
@@ -242,6 +249,8 @@ def _oom_recovery(state: TrainState, counts: Tensor) -> OOMRecovery:
         return gradients, share.detach(), losses
 
     reason = sync.unsplittable_reason if state.graph is None else UNSPLITTABLE_REASON
+    if state.teacher is not None:
+        reason = teacher.UNSPLITTABLE_REASON
     return OOMRecovery(gradient, sync, state.statistics, reason)
 
 

@@ -85,13 +85,19 @@ class StepCounts:
             work=tuple(work if rank == context.rank else 0.0 for rank in range(context.size)),
         )
 
-    def tensor(self, device: torch.device) -> Tensor:
-        """Return the counts as float64 (10 + ranks,) on the device: exact, and one all-reduce."""
+    def tensor(self, device: torch.device, labelled: Tensor | None = None) -> Tensor:
+        """Return the counts as float64 (10 + ranks,) on the device: exact, and one all-reduce.
+
+        ``labelled``, float64 (), are more ``monotonic_targets``, of which only the device knows.
+        """
         values = [getattr(self, name) for name in _SCALARS]
         host = torch.tensor(
             [*values, *self.work], dtype=torch.float64, pin_memory=device.type == "cuda"
         )
-        return host.to(device, non_blocking=True)
+        counts = host.to(device, non_blocking=True)
+        if labelled is not None:
+            counts[_SCALARS.index("monotonic_targets")] += labelled
+        return counts
 
     @classmethod
     def from_values(cls, values: Sequence[float]) -> StepCounts:

@@ -47,7 +47,8 @@ from effasr.training.run_dir.summary import describe_alignment, describe_data, d
 from effasr.training.step import train_step
 from effasr.training.strategies.asynchronous import make_strategy
 from effasr.training.strategies.parallelism import average_over_ranks, full_weights, is_sharded
-from effasr.training.validation import Validator
+from effasr.training.untranscribed.loss_validator import LossResult, LossValidator
+from effasr.training.validation import SetResult, Validator
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ class Trainer:
         self.validator = self._make_validator()
         self.metrics = TrainingMetrics(context.device, group.size)
         self.mixture_stats = MixtureStats(self.data.corpus)
+        self.gauges = build.build_gauges(self.model, self.state)
         self.diagnostics = build_diagnostics(config, self.model, self.data.corpus)
         autocast, on_nan = self.state.config.autocast, config.training.on_nan
         self.guard = NonFiniteGuard(self.model, autocast, on_nan, group, self.log.skipped)
@@ -203,6 +205,8 @@ class Trainer:
             line = metrics.line(progress.step, progress.epoch)
             changes = [] if self.diagnostics is None else self.diagnostics.observe(line)
             line |= {} if self.diagnostics is None else self.diagnostics.flags()
+            for gauge in self.gauges.values():
+                line |= gauge.line()
             if is_sync_point:
                 self._write_unreadable()
             if strategy.context.is_main:
@@ -278,6 +282,19 @@ class Trainer:
         average_over_ranks(self.state, self.strategy.context)
         with ranges.range("validation"), self._published_weights(), merged(self.model):
             results = self.validator()
+        if isinstance(self.validator, LossValidator):
+            self._record_losses(results)  # type: ignore[arg-type]
+        else:
+            self._record_transcripts(results)  # type: ignore[arg-type]
+
+    def _record_losses(self, results: dict[str, LossResult]) -> None:
+        for name, result in results.items():
+            self.log.validation_loss(self.progress.step, self.progress.epoch, name, result)
+        total = sum(result.total for result in results.values())
+        frames = sum(result.frames for result in results.values())
+        self.progress.record_error_rate(LossResult(total, frames).loss)
+
+    def _record_transcripts(self, results: dict[str, SetResult]) -> None:
         evaluations = {name: result.evaluation for name, result in results.items()}
         settings = self.config.training.diagnostics
         step, epoch = self.progress.step, self.progress.epoch
@@ -355,6 +372,7 @@ class Trainer:
             "adascale": self.state.adascale,
             "diagnostics": self.diagnostics,
             "files": self.log.directory,
+            **self.gauges,
         }
 
     def _optimizer_state(self) -> OptimizerState:
@@ -406,9 +424,11 @@ class Trainer:
             check_same_plan(saved.state, loader.fingerprint)
         return RunData(tokenizer, corpus, loader)
 
-    def _make_validator(self) -> Validator | None:
+    def _make_validator(self) -> Validator | LossValidator | None:
         if not self.config.data.validation:
             return None
+        if self.config.model.best_rq is not None:
+            return LossValidator(self.config, self.model, self.strategy.context)
         return Validator(self.config, self.model, self.data.tokenizer, self.strategy.context)
 
     def _open_log(self) -> None:

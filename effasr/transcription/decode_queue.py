@@ -13,7 +13,7 @@ from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.decoding.ctc_alignment import align_tokens
-from effasr.decoding.decoded import Decoded
+from effasr.decoding.decoded import Decoded, with_scores
 from effasr.decoding.greedy import decode, limit_of
 from effasr.decoding.lm.ngram import TokenLM
 from effasr.model.asr import ASRModel
@@ -84,6 +84,7 @@ class _Fed:
     """A batch with unfinished utterances."""
 
     encoded: PackedSequence
+    prompts: list[list[int]]
     names: list[Any]
     results: list[Decoded | None]
 
@@ -125,7 +126,7 @@ class ContinuousSearch:
             encoded = self._model.encode(batch)
         if self._engine is None:
             self._engine = self._build(len(names))
-        fed = _Fed(encoded, list(names), [None] * len(names))
+        fed = _Fed(encoded, list(prompts), list(names), [None] * len(names))
         for index, one in enumerate(utterances):
             one.name = fed, index
         self._fed.append(fed)
@@ -144,7 +145,7 @@ class ContinuousSearch:
             name
             for one in fed
             for name, result in zip(one.names, one.results, strict=True)
-            if result is None or self._config.words
+            if result is None or self._needs_batch
         ]
 
     def _results(self, *, drain: bool) -> Iterator[Named]:
@@ -155,13 +156,25 @@ class ContinuousSearch:
             complete = None not in fed.results
             if complete:
                 self._fed.remove(fed)
-            if not self._config.words:
+            if not self._needs_batch:
                 yield fed.names[index], result
             elif complete:
-                yield from zip(fed.names, self._with_spans(fed), strict=True)
+                yield from zip(fed.names, self._with_details(fed), strict=True)
 
-    def _with_spans(self, fed: _Fed) -> list[Decoded]:
+    @property
+    def _needs_batch(self) -> bool:
+        """Whether results need the encoder output of their batch."""
+        return self._config.words or self._config.confidence
+
+    def _with_details(self, fed: _Fed) -> list[Decoded]:
+        """Add scores and spans, where they are requested."""
         results = [one for one in fed.results if one is not None]
+        if self._config.confidence:
+            eos = self._tokenizer.eos_id
+            what = self._model, "attention", fed.encoded, fed.prompts
+            results = with_scores(*what, results, eos)
+        if not self._config.words:
+            return results
         with torch.no_grad():
             spans = align_tokens(self._model, fed.encoded, [one.tokens for one in results])
         return [

@@ -250,7 +250,7 @@ class Recognizer:
                 fed = search.feed(*self._collated(pieces), pieces) if pieces else search.finish()
                 for piece, result in fed:
                     piece.text = self.tokenizer.decode(list(result.tokens)).strip()
-                    piece.truncated = result.truncated
+                    piece.truncated, piece.score = result.truncated, result.score
                     piece.words = self._words(piece, result)
                     done += self._done(piece)
         except torch.OutOfMemoryError:

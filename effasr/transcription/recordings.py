@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
+from effasr.decoding.decoded import Score
 from effasr.transcription.inputs.audio_stream import AudioStream
 from effasr.transcription.inputs.chunking import Chunk
 from effasr.transcription.inputs.prefetch import prefetch
@@ -51,6 +52,7 @@ class Piece:
     text: str = ""
     truncated: bool = False
     words: tuple[Word, ...] | None = ()
+    score: Score | None = None
     decoded: bool = False
 
 
@@ -111,6 +113,7 @@ class Recording:
                 piece.text,
                 piece.truncated,
                 piece.words,
+                piece.score,
             )
             for piece in self.pieces
         )

@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from effasr.decoding.decoded import Score
 from effasr.transcription.word_timestamps import Word
+
+
+def confidence(scores: Iterable[Score | None]) -> float | None:
+    """Return the confidence in transcripts: the geometric mean of the probability of a symbol.
+
+    It is ``exp(log p / n)``, from 0 to 1, with the probability p that the model gives to the text
+    (of the attention decoder, or of CTC or the transducer over all alignments), and its n symbols:
+    the tokens, with the end token except for CTC. Values of different methods do not compare.
+
+    Args:
+        scores: Of the chunks of a recording.
+
+    Returns:
+        None if there is none, or one is unknown.
+    """
+    known = list(scores)
+    if not known or None in known:
+        return None
+    total = sum(score.log_prob for score in known if score is not None)
+    symbols = sum(score.symbols for score in known if score is not None)
+    return math.exp(min(0.0, total / symbols))
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +42,7 @@ class Segment:
         text: Transcript.
         truncated: Whether the decoder reached its limit: it probably repeated itself.
         words: Words with times, if requested; None if they could not be found.
+        score: Score of the text, if requested.
     """
 
     start: float
@@ -25,9 +50,15 @@ class Segment:
     text: str
     truncated: bool = False
     words: tuple[Word, ...] | None = ()
+    score: Score | None = None
+
+    @property
+    def confidence(self) -> float | None:
+        """Confidence in the text; None if it was not requested."""
+        return confidence([self.score])
 
     def as_row(self) -> dict[str, Any]:
-        """Return the JSON object: start, end, text; truncated and words if present."""
+        """Return the JSON object: start, end, text; truncated, words and confidence if present."""
         row: dict[str, Any] = {
             "start": round(self.start, 3),
             "end": round(self.end, 3),
@@ -35,6 +66,8 @@ class Segment:
         }
         if self.truncated:
             row["truncated"] = True
+        if self.score is not None:
+            row["confidence"] = self.confidence
         if self.words is None:
             row["words"] = None
         elif self.words:

@@ -15,6 +15,7 @@ from effasr.data.config import DataConfig
 from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader
 from effasr.data.manifest.reader import iterate, read
+from effasr.data.statistics.survey import survey
 from effasr.data.tokenizer import Tokenizer
 from effasr.planning.listing import read_listing
 from effasr.planning.selection import select
@@ -202,6 +203,12 @@ def test_a_plan_counts_frames_alone(half, tmp_path) -> None:
         file.write("1.5\n2.5\n")
     rows = read_listing([tmp_path / "durations.txt.gz"], limits=config.limits())
     assert rows.texts.tolist() == [0, 0]
+
+
+def test_a_survey_counts_texts_alone(half) -> None:
+    found = survey([half], untranscribed=True)
+    assert found.utterances == 5
+    assert len(found.languages["en"].texts) == 5
 
 
 @pytest.mark.parametrize(

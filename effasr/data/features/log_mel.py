@@ -251,7 +251,7 @@ class LogMel(nn.Module):
             values, lengths = self._log_mel(audio, frames), self._lengths(audio.layout, frames)
             spoken = self._spoken(audio.layout, lengths)
             mel = MelFrames(values, frames, lengths, self.config.rows_per_frame, spoken)
-            values = self._normalized(mel) if self.config.normalize else mel.values
+            values = normalized(mel) if self.config.normalize else mel.values
             mel.values.copy_(values.masked_fill_(~mel.mask[:, None], 0.0))
             return mel
 
@@ -418,12 +418,18 @@ class LogMel(nn.Module):
         previous.index_fill_(0, audio.layout.cu_seqlens.long(), 0.0)
         return torch.sub(audio.values, previous[:-1], alpha=self.config.preemphasis)
 
-    def _normalized(self, mel: MelFrames) -> Tensor:
-        mask = mel.mask[:, None]
-        mean = _utterance_sum(mel.values * mask, mel) / mel.lengths.clamp(min=1)[:, None]
-        centred = (mel.values - mel.per_row(mean)).mul_(mask)
-        variance = _utterance_sum(centred.square(), mel) / (mel.lengths - 1).clamp(min=1)[:, None]
-        return centred.div_(mel.per_row(variance.sqrt()).add_(_NORM_EPS))
+
+def normalized(mel: MelFrames) -> Tensor:
+    """Give each band zero mean and unit variance over the real rows of each utterance.
+
+    Returns:
+        float32 (s T, mel_bins); zero in the rows that are not real.
+    """
+    mask = mel.mask[:, None]
+    mean = _utterance_sum(mel.values * mask, mel) / mel.lengths.clamp(min=1)[:, None]
+    centred = (mel.values - mel.per_row(mean)).mul_(mask)
+    variance = _utterance_sum(centred.square(), mel) / (mel.lengths - 1).clamp(min=1)[:, None]
+    return centred.div_(mel.per_row(variance.sqrt()).add_(_NORM_EPS))
 
 
 def _utterance_sum(values: Tensor, mel: MelFrames) -> Tensor:

@@ -23,6 +23,7 @@ from effasr.data.filters.config import TooManyDropped, check_share
 from effasr.data.filters.rules import Dropped, Reason, rate_outliers
 from effasr.data.index.columns import AudioColumns, Ragged
 from effasr.data.index.index_reader import Reader, build_table
+from effasr.data.index.label_room import with_label_room
 from effasr.data.index.utterance_table import UtteranceTable
 from effasr.data.manifest.cuts import audio_of
 from effasr.data.mixture_summary import Mixture, MixtureSummary
@@ -34,10 +35,6 @@ from effasr.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from effasr.data.index.text_corpus import TextCorpus
-
-
-_ROOM_FOR_LABELS = 1.25
-"""Tokens per second that are reserved for labels, relative to the most that a transcript has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -266,7 +263,10 @@ class _Derivation:
         self._config = config
         self._framing = framing
         self._has_text = table.token_lengths > 0
-        self._lengths = UtteranceLengths(table.frames, self._tokens())
+        tokens = table.token_lengths
+        if config.text == "optional":
+            tokens = with_label_room(table, config.label_tokens_per_second)
+        self._lengths = UtteranceLengths(table.frames, tokens)
 
     def corpus(self, paths: Sequence[str | Path], tokenizer: Tokenizer) -> Corpus:
         """Return the corpus, with the shape derived where the configuration leaves it open.
@@ -336,28 +336,6 @@ class _Derivation:
             _prompt_lengths=table.prompt_lengths[kept],
             _monotonic=monotonic[table.prompt_ids[kept]] & self._has_text[kept],
         )
-
-    def _tokens(self) -> np.ndarray:
-        """Return the tokens of each utterance, int32 (n,), and room for the labels of a teacher.
-
-        Raises:
-            ValueError: Nothing says how much room a label needs.
-        """
-        table, has_text = self._table, self._has_text
-        if self._config.text != "optional" or has_text.all():
-            return table.token_lengths
-        rate = self._config.label_tokens_per_second
-        if rate is None:
-            if not has_text.any():
-                raise ValueError(
-                    "`label_tokens_per_second` must be given where no utterance has a text, but is "
-                    "null: 10 is enough for most languages and vocabularies."
-                )
-            texts = (table.token_lengths - table.prompt_lengths)[has_text]
-            rate = _ROOM_FOR_LABELS * float((texts / table.durations[has_text]).max())
-        # CTC writes at most a token for each frame.
-        room = np.minimum(np.ceil(rate * table.durations) + 1, table.frames).astype(np.int32)
-        return np.where(has_text, table.token_lengths, room)
 
     def _within(self, token_budget: int | None) -> tuple[np.ndarray, list[Dropped]]:
         """Return the utterances within a budget, and all dropped so far in manifest order."""

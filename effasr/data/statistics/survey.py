@@ -180,7 +180,13 @@ class Survey:
         return np.array(seconds), ids
 
 
-def survey(paths: Iterable[str | Path], *, language: str = "en", most: int | None = None) -> Survey:
+def survey(
+    paths: Iterable[str | Path],
+    *,
+    language: str = "en",
+    most: int | None = None,
+    untranscribed: bool = False,
+) -> Survey:
     """Count the utterances of manifests with audio.
 
     Audio files are opened only where a manifest gives no duration, and only their headers.
@@ -189,21 +195,24 @@ def survey(paths: Iterable[str | Path], *, language: str = "en", most: int | Non
         paths: Manifests of any kind that `effasr.data.manifest.reader.read` accepts.
         language: Language of utterances that name none.
         most: Number of utterances to read from the beginning of each manifest; None for all.
+        untranscribed: Whether utterances may lack a text; these are not counted.
 
     Raises:
         ValueError: A manifest is malformed; AudioError: a file's header cannot be read.
     """
     found = Survey()
     for path in paths:
-        for utterance in _utterances(path, language, most):
-            found.add(*utterance)
+        for utterance in _utterances(path, language, most, untranscribed):
+            if utterance[1] or not untranscribed:
+                found.add(*utterance)
     return found
 
 
 def _utterances(
-    path: str | Path, language: str, most: int | None
+    path: str | Path, language: str, most: int | None, untranscribed: bool
 ) -> Iterator[tuple[Prompt, str, float, str | None]]:
-    for name, utterance in islice(named(path, language=language), most):
+    every = named(path, language=language, untranscribed=untranscribed)
+    for name, utterance in islice(every, most):
         if isinstance(utterance, FileUtterance) and utterance.duration is not None:
             yield utterance.prompt, utterance.text, utterance.duration, utterance.speaker
         else:

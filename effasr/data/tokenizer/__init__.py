@@ -16,6 +16,7 @@ from effasr.data.tokenizer.hugging_face import (
     read_tokenizer_json,
 )
 from effasr.data.tokenizer.nemo import NEMO_FILE, NeMoTokenizer
+from effasr.data.tokenizer.no_tokenizer import NO_TOKENIZER_FILE, NoTokenizer
 from effasr.data.tokenizer.sentence_piece import METADATA_FILE, SentencePieceTokenizer
 from effasr.data.tokenizer.training import train_tokenizer
 from effasr.data.tokenizer.whisper import WhisperTokenizer, is_whisper
@@ -26,6 +27,7 @@ __all__ = [
     "ChatTokenizer",
     "HuggingFaceTokenizer",
     "NeMoTokenizer",
+    "NoTokenizer",
     "ParakeetTokenizer",
     "SentencePieceTokenizer",
     "Tokenizer",
@@ -44,6 +46,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         ValueError: The folder holds none, or its files are broken.
     """
     folder = Path(directory)
+    if (folder / NO_TOKENIZER_FILE).is_file():
+        return NoTokenizer()
     for name, kind in ((METADATA_FILE, SentencePieceTokenizer), (NEMO_FILE, NeMoTokenizer)):
         if (folder / name).is_file():
             try:

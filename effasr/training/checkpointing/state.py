@@ -35,7 +35,7 @@ class RunProgress:
         step: Updates made.
         epoch: Epoch of the last step, from 0.
         position: Epoch of the next step, and its index there.
-        best: Lowest word error rate of a validation.
+        best: Lowest word error rate of a validation; in pretraining, its lowest loss.
         is_best: Whether the last validation reached it and no step was made since.
         must_validate: Whether a validation is due.
     """

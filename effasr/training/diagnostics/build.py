@@ -28,7 +28,8 @@ def build_diagnostics(
     """
     settings = config.training.diagnostics
     # They watch the outputs of an encoder-decoder model, CTC or a transducer.
-    if settings is None or config.model.language_model is not None:
+    watched = config.model.language_model is None and config.model.best_rq is None
+    if settings is None or not watched:
         return None
     baseline = None
     if config.model.ctc and (config.loss.ctc_weight or config.loss.ctc_weight_before):

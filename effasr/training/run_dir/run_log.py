@@ -18,6 +18,7 @@ from effasr.training.diagnostics import examples
 from effasr.training.diagnostics.monitor import Change
 from effasr.training.run_dir.progress import ProgressDisplay, SilentDisplay
 from effasr.training.run_dir.run_directory import RunDirectory
+from effasr.training.untranscribed.loss_validator import LossResult
 from effasr.training.validation import SetResult
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,14 @@ class RunLog:
                 ]
             self.directory.validation(line)
             save_evaluation(evaluation, self.directory.path / "evaluation" / name)
+
+    def validation_loss(self, step: int, epoch: int, name: str, result: LossResult) -> None:
+        """Write and show the loss on a set, in pretraining on audio alone."""
+        self.show(f"step {step}: {name}: loss {result.loss:.4f} over {result.frames} frames")
+        if self._is_main:
+            line = {"step": step, "epoch": epoch, "set": name}
+            line |= {"cross_entropy": result.loss, "frames": result.frames}
+            self.directory.validation(line)
 
     def changes(self, step: int, epoch: int, changes: Iterable[Change]) -> None:
         """Write and show conditions that have begun or ended."""

@@ -130,7 +130,14 @@ def describe_alignment(
             with_subsampling=lambda other: _frames_per_token(
                 corpus, replace(framing, subsampling=other)
             ),
-            survey=None if fixed else lambda: survey(paths, language=data.language, most=SAMPLE),
+            survey=None
+            if fixed
+            else lambda: survey(
+                paths,
+                language=data.language,
+                most=SAMPLE,
+                untranscribed=data.text != "required",
+            ),
         )
 
 

@@ -73,19 +73,21 @@ def find(arguments: Iterable[str]) -> list[Source]:
     return list(found.values())
 
 
-def of_manifest(path: Path, *, language: str) -> list[Source]:
+def of_manifest(path: Path, *, language: str, untranscribed: bool = False) -> list[Source]:
     """Return the recordings of a manifest of any kind that `effasr.data.manifest.reader` reads.
 
     Args:
         path: The manifest.
         language: Default language of lines.
+        untranscribed: Whether lines may lack a text.
 
     Raises:
         ValueError: It is no manifest, or a line is malformed.
     """
     from effasr.data.manifest.reader import named
 
-    sources = [_of_utterance(name, one) for name, one in named(path, language=language)]
+    every = named(path, language=language, untranscribed=untranscribed)
+    sources = [_of_utterance(name, one) for name, one in every]
     if not sources:
         raise ValueError(f"{path}: holds no utterances.")
     return sources

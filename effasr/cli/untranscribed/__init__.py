@@ -1,0 +1,1 @@
+"""Commands for audio without text."""

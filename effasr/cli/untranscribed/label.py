@@ -1,0 +1,129 @@
+"""``effasr label``: transcribes audio into a manifest to train on."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effasr.cli.options import (
+    MANIFEST_HELP,
+    RUN_HELP,
+    AddCommand,
+    add_decoding,
+    decoding_config,
+    folder,
+    log,
+    print_line,
+)
+
+if TYPE_CHECKING:
+    from effasr.transcription.inputs.sources import Source
+
+
+def add(command: AddCommand) -> None:
+    """Add the command to the parser."""
+    parser = command(
+        "label",
+        run,
+        "Transcribe audio without text into a manifest to train on.",
+        "OUT/manifest.jsonl has a line for each segment, with `confidence` and `pseudo: true`;",
+        "OUT/dropped.jsonl has those left out, with the reason. The confidence is the probability",
+        "that the model gives to the text, as the geometric mean over its tokens: of the attention",
+        "decoder, or with --method ctc or transducer over all alignments.",
+        "",
+        "The same command goes on after an interruption. Another --min-confidence, once all is",
+        "transcribed, takes no time.",
+        example="effasr label runs/mine calls labels --method ctc --min-confidence 0.8",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help=RUN_HELP)
+    parser.add_argument(
+        "audio",
+        metavar="AUDIO",
+        help=f"an audio file, a folder of such, a pattern, or a manifest ({MANIFEST_HELP}), whose "
+        "texts are not read",
+    )
+    parser.add_argument("out", type=folder, metavar="OUT", help="folder for the labels")
+    parser.add_argument(
+        "--min-confidence",
+        type=float,
+        default=0.0,
+        metavar="C",
+        help="leave out segments below it, 0 to 1 (default: 0)",
+    )
+    parser.add_argument(
+        "--language",
+        metavar="LANG",
+        help="that is spoken, where no manifest says so (default: what the model was trained on "
+        "most)",
+    )
+    add_decoding(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Label what is not labelled yet; the exit code is 1 if a recording failed."""
+    from dataclasses import replace
+
+    from effasr.checkpoint import WEIGHTS, load_model, resolve
+    from effasr.data.prompt import Prompt
+    from effasr.distributed.process_group import choose_device
+    from effasr.transcription.label import FAILED, MANIFEST_FILE, LabelFolder, fingerprint
+    from effasr.transcription.progress import TranscriptionProgress
+    from effasr.transcription.transcribe import transcribe
+
+    if not 0 <= options.min_confidence <= 1:
+        raise ValueError(
+            f"`--min-confidence` must be from 0 to 1, but is {options.min_confidence:g}."
+        )
+    directory = resolve(options.run)
+    config = replace(decoding_config(options), confidence=True)
+    loaded = load_model(directory, choose_device(options.device))
+    default = loaded.prompt
+    if options.language:
+        default = Prompt(options.language, options.language, punctuation=default.punctuation)
+    sources = _sources(options.audio, default.source)
+    names = ("method", "beam", "length_penalty", "coverage_penalty", "ctc_weight")
+    names += ("no_repeat_ngram", "lm_weight", "gap_seconds", "chunk_seconds")
+    settings = {name: getattr(config, name) for name in names}
+    settings |= {"model": fingerprint(directory / WEIGHTS), "lm": config.lm and str(config.lm)}
+    settings["language"] = default.source
+    labels = LabelFolder(options.out, settings)
+    left = labels.missing(sources)
+    if len(left) < len(sources):
+        log("label", f"{len(sources) - len(left)} of {len(sources)} are labelled already")
+    with TranscriptionProgress(len(left)) as progress:
+        results = transcribe(
+            loaded.model,
+            loaded.tokenizer,
+            left,
+            prompt=default,
+            config=config,
+            on_audio=progress.heard,
+        )
+        for source, result in zip(left, results, strict=True):
+            labels.add(source, result, default)
+            progress.done()
+    report = labels.finish(options.min_confidence)
+    print_line(
+        f"{report.kept.utterances} segments, {report.kept.hours:.2f} h, in "
+        f"{options.out / MANIFEST_FILE}"
+    )
+    for reason, share in sorted(report.by_reason.items()):
+        print_line(f"left out: {reason} {share.utterances}, {share.hours:.2f} h")
+    return 1 if FAILED in report.by_reason else 0
+
+
+def _sources(audio: str, language: str) -> list[Source]:
+    """Return the recordings of an argument.
+
+    Raises:
+        ValueError: There is none, or a manifest is malformed.
+    """
+    from effasr.data.manifest.reader import deciding_files
+    from effasr.transcription.inputs.sources import find, of_manifest
+
+    path = Path(audio)
+    suffixes = {".jsonl", ".gz"}
+    if path.suffix in suffixes or (path.is_dir() and deciding_files(path) is not None):
+        return of_manifest(path, language=language, untranscribed=True)
+    return find([audio])

@@ -1,0 +1,228 @@
+"""Labels of recordings by a model: manifest lines with a confidence, to train another model on.
+
+The folder of labels:
+
+    journal.jsonl       one object for each recording that was transcribed, in that order
+    labels.json         the model and the decoding that the journal is of
+    manifest.jsonl      the lines to train on
+    dropped.jsonl       what was left out, with the reason
+    report.json         counts and hours of both
+
+Only the journal is written while the model works. The others follow from it, so that another
+threshold needs no new transcription.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from effasr.data.audio.waveform import read_header
+from effasr.data.manifest.lines import numbered_lines, parse_object
+from effasr.data.manifest.prepare import DROPPED_FILE, REPORT_FILE, Share
+from effasr.data.prompt import Prompt
+from effasr.transcription.inputs.sources import Source
+from effasr.transcription.json_files import json_line, write_json, write_json_lines
+from effasr.transcription.results import Failure, Result, Transcription
+from effasr.untrusted.documents import read_json
+
+JOURNAL_FILE, SETTINGS_FILE, MANIFEST_FILE = "journal.jsonl", "labels.json", "manifest.jsonl"
+
+LOW_CONFIDENCE, EMPTY_TEXT, TRUNCATED, FAILED = (
+    "low_confidence",
+    "empty_text",
+    "truncated",
+    "failed",
+)
+"""Why a segment, or with the last a recording, has no line in the manifest."""
+
+
+@dataclass(slots=True)
+class LabelReport:
+    """Numbers of labelled and dropped segments; the same as report.json.
+
+    Attributes:
+        min_confidence: The threshold.
+        recordings: Recordings of the journal.
+        kept: Lines of the manifest.
+        dropped: All others.
+        by_reason: The others by reason.
+    """
+
+    min_confidence: float
+    recordings: int
+    kept: Share
+    dropped: Share
+    by_reason: dict[str, Share]
+
+
+class LabelFolder:
+    """The labels of recordings, which grow by `add` and are written out by `finish`.
+
+    Args:
+        folder: The folder; made if it does not exist.
+        settings: Identity of model and decoding. A folder of others is refused.
+
+    Raises:
+        ValueError: The folder is a file, has other files, or labels by other settings.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self._folder = folder
+        self._journal = folder / JOURNAL_FILE
+        self._prepare(json.loads(json.dumps(settings)))
+        self.done = {row["id"] for row in self._rows()}
+
+    def _prepare(self, settings: dict[str, Any]) -> None:
+        folder, path = self._folder, self._folder / SETTINGS_FILE
+        if folder.is_dir() and path.is_file():
+            before = read_json(path)
+            for name in settings:
+                if before.get(name) != settings[name]:
+                    raise ValueError(
+                        f"{folder}: `OUT` must hold labels by the same model and decoding, but its "
+                        f"`{name}` was {before.get(name)!r} and is {settings[name]!r}: choose "
+                        "another folder."
+                    )
+            self._cut_torn_line()
+            return
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(
+                f"{folder}: `OUT` must be new, empty or a folder of labels, but is not: choose "
+                "another."
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, settings)
+
+    def _cut_torn_line(self) -> None:
+        """Remove what a killed process had written of a line."""
+        if not self._journal.is_file():
+            return
+        with self._journal.open("rb+") as file:
+            whole = file.read().rfind(b"\n") + 1
+            file.truncate(whole)
+
+    def missing(self, sources: Sequence[Source]) -> list[Source]:
+        """Return the recordings that are not in the journal."""
+        return [source for source in sources if source.id not in self.done]
+
+    def add(self, source: Source, result: Result, default: Prompt) -> None:
+        """Add a recording to the journal.
+
+        Args:
+            source: The recording.
+            result: Its transcript, with confidences, or why there is none.
+            default: Prompt of a recording without one.
+        """
+        row: dict[str, Any] = {"id": source.id}
+        problem = _problem(source)
+        if isinstance(result, Failure):
+            row |= {"audio": source.audio, "problem": result.reason}
+        elif problem is not None:
+            row |= {"audio": source.audio, "problem": problem}
+        else:
+            row["segments"] = list(_segments(source, result, source.prompt or default))
+        with self._journal.open("ab") as file:
+            file.write(json_line(row).encode())
+        self.done.add(source.id)
+
+    def finish(self, min_confidence: float) -> LabelReport:
+        """Write manifest, dropped segments and report from the journal."""
+        report = LabelReport(min_confidence, 0, Share(), Share(), {})
+        kept, dropped = [], []
+        for row in self._rows():
+            report.recordings += 1
+            if "problem" in row:
+                shown = {"id": row["id"], "reason": FAILED, "details": row["problem"]}
+                dropped.append(shown | {"audio": row["audio"], "duration": None})
+            for line in row.get("segments", ()):
+                truncated = line.pop("truncated")
+                reason = _reason(line, min_confidence, truncated=truncated)
+                if reason is None:
+                    kept.append(line)
+                    report.kept.add(line["duration"])
+                else:
+                    dropped.append(_dropped(line, reason, min_confidence))
+        for one in dropped:
+            report.dropped.add(one["duration"])
+            report.by_reason.setdefault(one["reason"], Share()).add(one["duration"])
+        for share in (report.kept, report.dropped, *report.by_reason.values()):
+            share.hours = round(share.hours, 6)
+        write_json_lines(self._folder / DROPPED_FILE, dropped)
+        write_json(self._folder / REPORT_FILE, asdict(report))
+        write_json_lines(self._folder / MANIFEST_FILE, kept)
+        return report
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        if self._journal.is_file():
+            for number, line in numbered_lines(self._journal):
+                yield parse_object(line, f"{self._journal}:{number}")
+
+
+def fingerprint(weights: Path) -> str:
+    """Return a digest of a file of weights."""
+    with weights.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _problem(source: Source) -> str | None:
+    """Return why a line of a manifest cannot name the audio of a recording."""
+    if source.cut is not None or not source.audio:
+        return "only lhotse reads this audio: save it with `cuts.save_audios()`."
+    if source.channels is not None:
+        channels = read_header(source.audio).channels
+        if tuple(source.channels) != tuple(range(channels)):
+            return (
+                f"channels {list(source.channels)} are not all {channels} of the file: save them "
+                "as files of their own."
+            )
+    return None
+
+
+def _segments(source: Source, result: Transcription, prompt: Prompt) -> Iterator[dict[str, Any]]:
+    for number, segment in enumerate(result.segments):
+        name = source.id if len(result.segments) == 1 else f"{source.id}#{number}"
+        line: dict[str, Any] = {
+            "id": name,
+            "audio_filepath": str(Path(source.audio).absolute()),
+            "offset": round(source.offset + segment.start, 6),
+            "duration": round(segment.end - segment.start, 6),
+            "text": segment.text.strip(),
+            "source_lang": prompt.source,
+            "target_lang": prompt.target,
+            "pnc": prompt.punctuation,
+            "confidence": segment.confidence,
+            "pseudo": True,
+            "truncated": segment.truncated,
+        }
+        yield line
+
+
+def _reason(line: dict[str, Any], least: float, *, truncated: bool) -> str | None:
+    """Return why a segment is left out; None if it is not."""
+    if truncated:
+        return TRUNCATED
+    if not line["text"]:
+        return EMPTY_TEXT
+    return LOW_CONFIDENCE if (line["confidence"] or 0.0) < least else None
+
+
+def _dropped(line: dict[str, Any], reason: str, least: float) -> dict[str, Any]:
+    details = {
+        TRUNCATED: "the decoder reached its limit: it probably repeated itself",
+        EMPTY_TEXT: "the model heard no text",
+        LOW_CONFIDENCE: f"{line['confidence'] or 0.0:.4f}, under {least:g}",
+    }[reason]
+    return {
+        "id": line["id"],
+        "reason": reason,
+        "details": details,
+        "audio": line["audio_filepath"],
+        "duration": line["duration"],
+        "text": line["text"],
+        "confidence": line["confidence"],
+    }

@@ -1,0 +1,252 @@
+"""A teacher that labels utterances without text inside training."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from effasr import checkpoint
+from effasr.data.batch import StaticShape
+from effasr.data.collate import Example, collate
+from effasr.decoding.ctc_greedy import ctc_greedy
+from effasr.optim.ema import WeightAverage
+from effasr.training import build
+from effasr.training.config import LossConfig, TrainConfig
+from effasr.training.run_dir.run_directory import read_lines
+from effasr.training.step import train_step
+from effasr.training.trainer import run
+from effasr.training.untranscribed.config import TeacherConfig
+from effasr.training.untranscribed.labels import add_labels, emitted
+from effasr.training.untranscribed.teacher import averaged
+from effasr_kernels import PackedLayout, PackedSequence
+
+SHAPE = StaticShape(90, 60, 8)
+PLAIN = LossConfig(ctc_weight=0.5)
+
+
+@pytest.fixture
+def untranscribed(make_config, tones):
+    """Makes configurations whose training set has a text in every second line."""
+    rows = [json.loads(line) for line in (tones / "train.jsonl").read_text().splitlines()]
+    for row in rows[1::4]:
+        row["text"] = ""
+    for row in rows[3::4]:
+        del row["text"]
+    path = tones / "half.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(*, data: dict | None = None, training: dict | None = None, **settings) -> TrainConfig:
+        data = {"text": "optional", "train": str(path)} | (data or {})
+        training = {"teacher": TeacherConfig()} | (training or {})
+        return make_config(data=data, training=training, **{"loss": PLAIN} | settings)
+
+    return make
+
+
+@pytest.fixture
+def state(untranscribed):
+    """A model, its state, and a teacher whose weights are not those of the model."""
+    config = build.resolve(untranscribed(), None)
+    model = build.build_model(config, 12, None, torch.device("cpu"))
+    context = build.DistributedContext(0, 1, torch.device("cpu"))
+    made = build.build_train_state(config, model, context)
+    with torch.no_grad():
+        for value in made.average.average.values():
+            value += 0.2 * torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
+    return model, made
+
+
+def audio(count: int) -> list[np.ndarray]:
+    draw = np.random.default_rng(0)
+    return [draw.normal(size=int(n)).astype(np.float32) for n in draw.integers(9e3, 2e4, count)]
+
+
+def batch_of(waves, texts, rooms):
+    every = zip(waves, texts, rooms, strict=True)
+    examples = [
+        Example(str(n), wave, [] if text is None else [2], text, reserved=room)
+        for n, (wave, text, room) in enumerate(every)
+    ]
+    return collate(examples, SHAPE, eos_id=1, pad_id=0)
+
+
+def texts_of(text: PackedSequence) -> list[list[int]]:
+    return [one.tolist() for one in text.unpack()]
+
+
+def test_greedy_labels_in_rows_of_a_static_shape() -> None:
+    frames = PackedLayout.from_lengths([6, 0, 5, 4], rows=20, num_sequences=6)
+    best = torch.tensor([9, 3, 3, 9, 3, 4, 5, 5, 9, 9, 6, 7, 8, 7, 8, *[2] * 5])
+    says = emitted(best, frames, blank_id=9)
+    assert says[15:].sum() == 0
+    text = PackedSequence(
+        torch.tensor([1, 2, 0, 0, 0, 0, 0, 0, 0, 0]),
+        PackedLayout.from_lengths([0, 2, 0, 0], rows=10, num_sequences=6, static_max_seqlen=5),
+    )
+    room = torch.tensor([5, 0, 2, 3, 0, 0])
+    labelled, tokens = add_labels(text, best, says, frames, room)
+    # The last has one token too many.
+    assert tokens.tolist() == [3, 0, 2, 4, 0, 0]
+    assert labelled.values.shape == (10,)
+    assert texts_of(labelled) == [[3, 3, 4], [1, 2], [5, 6], [], [], []]
+    assert not labelled.layout.known_on_host
+    assert labelled.layout.max_seqlen_bound == 5
+    nothing = torch.zeros(6, dtype=torch.int64)
+    same, none = add_labels(text, best, says, frames, nothing)
+    assert texts_of(same) == texts_of(text)
+    assert not none.any()
+
+
+def test_the_teacher_writes_what_the_average_says(state) -> None:
+    model, made = state
+    waves = audio(4)
+    texts, rooms = [[4, 5], None, None, [6]], [0, 20, 20, 0]
+    batch = batch_of(waves, texts, rooms)
+    (labelled,), added = made.teacher.label([batch], 0)
+    with made.average.in_place(), torch.no_grad():
+        model.eval()
+        expected = ctc_greedy(model, model.encode(batch), blank_id=12)
+        model.train()
+    found = texts_of(labelled.text)
+    assert found[0] == [4, 5]
+    assert found[3] == [6]
+    assert found[1:3] == expected[1:3]
+    assert expected[1]
+    assert labelled.monotonic.tolist()[:4] == [True] * 4
+    assert added.item() == len(expected[1]) + len(expected[2]) + 2
+    assert labelled.label_room is None
+    assert labelled.text.values.shape == batch.text.values.shape
+    line = made.teacher.line()
+    assert (line["teacher_utterances"], line["teacher_used"]) == (2, 1.0)
+    assert 0 < line["teacher_confidence"] < 1
+    assert made.teacher.line()["teacher_used"] is None
+
+
+def test_labels_train_as_transcripts_do(state) -> None:
+    model, made = state
+    waves = audio(3)
+    batch = batch_of(waves, [[4, 5], None, None], [0, 20, 20])
+    (labelled,), added = made.teacher.label([batch], 0)
+    written = texts_of(labelled.text)
+    same = batch_of(waves, [[4, 5], *written[1:3]], [0, 0, 0])
+    assert same.num_monotonic_targets == batch.num_monotonic_targets + int(added)
+    model.eval()
+    one, other = model(labelled), model(same)
+    torch.testing.assert_close(one.ctc, other.ctc)
+    gradients = [torch.autograd.grad(x.ctc, model.ctc_head.weight)[0] for x in (one, other)]
+    torch.testing.assert_close(*gradients)
+    # The decoder learns from transcripts alone.
+    alone = model(batch_of(waves[:1], [[4, 5]], [0]))
+    torch.testing.assert_close(one.cross_entropy, alone.cross_entropy)
+
+
+def test_a_step_divides_by_the_labels_too(state) -> None:
+    _, made = state
+    batch = batch_of(audio(3), [[4, 5], None, None], [0, 20, 20])
+    (labelled,), added = made.teacher.label([batch], 0)
+    report = train_step(made, [batch], 0)
+    counts = report.counts.read()
+    assert counts[1] == batch.num_monotonic_targets + added.item()
+    assert counts[0] == batch.num_targets
+    assert report.values.read()[6] == 1
+    assert labelled.num_targets == batch.num_targets
+
+
+def test_labels_that_are_long_or_unsure_are_not_used(state) -> None:
+    _, made = state
+    batch = batch_of(audio(3), [[4, 5], None, None], [0, 1, 20])
+    (labelled,), added = made.teacher.label([batch], 0)
+    lengths = labelled.text.layout.cu_seqlens.diff().tolist()
+    assert lengths[1] == 0
+    assert labelled.monotonic.tolist()[:3] == [True, False, True]
+    assert made.teacher.line()["teacher_over_room"] == 0.5
+    made.teacher._config = TeacherConfig(min_confidence=1.0)
+    (unsure,), none = made.teacher.label([batch], 0)
+    assert none.item() == 0 < added.item()
+    assert unsure.monotonic.tolist()[:3] == [True, False, False]
+    made.teacher._config = TeacherConfig(after_step=3)
+    (early,), none = made.teacher.label([batch], 2)
+    assert none.item() == 0
+    assert early.text is batch.text
+    assert made.teacher.label([batch], 3)[1].item() == added.item()
+
+
+def test_the_teacher_has_the_weights_of_the_average_without_a_copy(state) -> None:
+    model, made = state
+    teacher, average = averaged(model, made.average), made.average.average
+    for name, parameter in teacher.named_parameters():
+        assert parameter.data_ptr() == average[name].data_ptr()
+        assert not parameter.requires_grad
+    for (_, one), (_, other) in zip(teacher.named_buffers(), model.named_buffers(), strict=True):
+        assert one is other
+    assert {p.data_ptr() for p in model.parameters()}.isdisjoint(
+        p.data_ptr() for p in teacher.parameters()
+    )
+    before = teacher.ctc_head.weight.clone()
+    made.average.update(5)
+    assert not teacher.ctc_head.weight.equal(before)
+
+
+def test_a_resumed_run_is_the_same_bit_by_bit(untranscribed, tmp_path) -> None:
+    training = {"max_steps": 6, "checkpoint_every": 2, "log_every": 3}
+    training["teacher"] = TeacherConfig(after_step=1)
+    assert run(untranscribed(name="whole", training=training)) == 0
+    assert run(untranscribed(name="parts", training={**training, "stop_at": 4})) == 0
+    assert run(untranscribed(name="parts", training=training)) == 0
+    one, other = (
+        checkpoint.load_model(tmp_path / name / "checkpoints/step_00000006").model.state_dict()
+        for name in ("whole", "parts")
+    )
+    assert all(one[name].equal(other[name]) for name in one)
+    lines = [list(read_lines(tmp_path / n / "metrics.jsonl")) for n in ("whole", "parts")]
+    names = ("step", "loss", "ctc", "teacher_utterances", "teacher_used", "teacher_confidence")
+    first, second = ([[line[n] for n in names] for line in every] for every in lines)
+    assert first == second
+    assert all(line["teacher_utterances"] > 0 for line in lines[0])
+
+
+def test_four_times_the_batch_keeps_the_same_average(untranscribed) -> None:
+    """With the rule, a step of a fourfold batch moves the average as four steps do."""
+
+    def average_of(**settings) -> WeightAverage:
+        config = build.resolve(untranscribed(**settings), None)
+        model = build.build_model(config, 12, None, torch.device("cpu"))
+        average = build._average(config, model)
+        assert average is not None
+        return average
+
+    small = average_of(data={"micro_batches": 2})
+    training = {"ema_reference_micro_batches": 2}
+    ruled = average_of(data={"micro_batches": 8}, training=training)
+    plain = average_of(data={"micro_batches": 8})
+    assert (small.scale, ruled.scale, plain.scale) == (1, 4, 1)
+    shifted = []
+    for one, steps in ((small, 400), (ruled, 100), (plain, 100)):
+        for value in one._parameters.values():
+            value.data += 1.0
+        # Late, when the decay is the configured one.
+        for step in range(1000, 1000 + steps // 100):
+            one.update(step)
+        name = next(iter(one.average))
+        shifted.append(1 - (one._parameters[name] - one.average[name]).mean().item())
+    assert shifted[1] == pytest.approx(shifted[0], rel=1e-4)
+    assert shifted[2] < 0.4 * shifted[0]
+
+
+def test_settings_that_contradict_each_other(untranscribed, make_config, model_config) -> None:
+    cases = [
+        (untranscribed(training={"teacher": None}), r"`training\.teacher` must be given"),
+        (make_config(training={"teacher": TeacherConfig()}), r"`training\.teacher` must be given"),
+        (untranscribed(training={"ema_decay": None}), r"`training\.ema_decay` must be given"),
+        (untranscribed(training={"strategy": "fsdp2"}), r"`training\.strategy` must be ddp"),
+        (untranscribed(model=replace(model_config, ctc=False), loss=LossConfig()), r"`model\.ctc`"),
+        (untranscribed(loss=LossConfig(ctc_weight=0.0)), r"`loss\.ctc_weight` must be greater"),
+    ]
+    for config, message in cases:
+        with pytest.raises(ValueError, match=message):
+            build.resolve(config, None)
+    for options in ({"after_step": -1}, {"min_confidence": 1.5}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            TeacherConfig(**options)

@@ -1,0 +1,219 @@
+"""Labels of recordings: confidences, thresholds, and continuing after an interruption."""
+
+import dataclasses
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from effasr import checkpoint
+from effasr.cli.main import main
+from effasr.data.collate import Example, collate
+from effasr.data.manifest.reader import read
+from effasr.data.prompt import Prompt
+from effasr.decoding.config import DecodingConfig
+from effasr.decoding.decoded import Decoded, Score, with_scores
+from effasr.decoding.greedy import decode
+from effasr.transcription.label import LabelFolder
+from effasr.transcription.results import Failure, confidence
+from effasr.transcription.transcribe import transcribe
+
+RATE = 16_000
+
+
+@pytest.fixture
+def recordings(tmp_path, noise):
+    folder = tmp_path / "audio"
+    folder.mkdir()
+    for number, seconds in enumerate((1.0, 2.0, 1.5, 0.8)):
+        soundfile.write(folder / f"r{number}.wav", noise(seconds, seed=number), RATE)
+    return folder
+
+
+@pytest.fixture
+def saved(tmp_path, model, tokenizer):
+    checkpoint.save_model(tmp_path / "model", model, tokenizer)
+    return tmp_path / "model"
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def encode(model, tokenizer, audio):
+    examples = [
+        Example(str(number), one, tokenizer.prompt(Prompt()), [], monotonic=False)
+        for number, one in enumerate(audio)
+    ]
+    framing = model.config.features.framing
+    return collate(examples, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id, framing=framing)
+
+
+@torch.no_grad()
+def test_ctc_scores_sum_over_all_alignments(model, tokenizer, noise) -> None:
+    model.eval()
+    batch = encode(model, tokenizer, [noise(0.32, seed=1), noise(0.4, seed=2)])
+    encoded = model.encode(batch)
+    texts = [(5,), (6, 6)]
+    found = with_scores(model, "ctc", encoded, [], [Decoded(t) for t in texts], 1)
+    for one, rows, text in zip(found, encoded.unpack(), texts, strict=True):
+        logs = model.ctc_logits(rows).log_softmax(-1).double()
+        total, blank = 0.0, model.vocab_size
+        for path in itertools.product({blank, *text}, repeat=len(rows)):
+            merged = [symbol for symbol, _ in itertools.groupby(path)]
+            if tuple(symbol for symbol in merged if symbol != blank) == text:
+                total += math.exp(sum(float(logs[t, s]) for t, s in enumerate(path)))
+        assert one.score is not None
+        assert one.score.symbols == len(text)
+        assert one.score.log_prob == pytest.approx(math.log(total), rel=1e-5)
+
+
+@torch.no_grad()
+def test_attention_scores_are_those_of_the_decoder(model, tokenizer, noise) -> None:
+    model.eval()
+    batch = encode(model, tokenizer, [noise(0.6, seed=1), noise(0.9, seed=2)])
+    prompts = [tokenizer.prompt(Prompt())] * 2
+    config = DecodingConfig(method="attention", confidence=True, extra_tokens=5)
+    found = decode(model, tokenizer, batch, prompts, config)
+    encoded = model.encode(batch)
+    for number, (one, prompt) in enumerate(zip(found, prompts, strict=True)):
+        alone = encode(model, tokenizer, [[noise(0.6, seed=1), noise(0.9, seed=2)][number]])
+        state = model.start_decoding(model.encode(alone), 64)
+        ids = [*prompt, *one.tokens, tokenizer.eos_id]
+        total = 0.0
+        for place, (token, following) in enumerate(itertools.pairwise(ids)):
+            hidden = model.decode_step(torch.tensor([token]), state)
+            if place >= len(prompt) - 1:
+                total += float(model.logits(hidden).log_softmax(-1)[0, following])
+        assert one.score is not None
+        assert one.score.symbols == len(one.tokens) + 1
+        assert one.score.log_prob == pytest.approx(total, rel=1e-4)
+    assert encoded.layout.num_sequences == 2
+
+
+def test_continuous_batching_gives_the_scores_of_a_batch(model, tokenizer, recordings) -> None:
+    files = sorted(recordings.iterdir())
+    config = DecodingConfig(method="attention", confidence=True, extra_tokens=5)
+    # Two thirds of a beam: the same greedy search, but by `decode`.
+    other = dataclasses.replace(config, no_repeat_ngram=50)
+    one, two = (
+        [result.segments[0].confidence for result in transcribe(model, tokenizer, files, config=c)]
+        for c in (config, other)
+    )
+    assert one == pytest.approx(two, rel=1e-4)
+    assert all(0 < value < 1 for value in one)
+
+
+def test_confidence_is_a_geometric_mean_over_symbols() -> None:
+    assert confidence([Score(math.log(0.25), 2)]) == pytest.approx(0.5)
+    both = confidence([Score(math.log(0.25), 2), Score(math.log(0.125), 1)])
+    assert both == pytest.approx((0.25 * 0.125) ** (1 / 3))
+    assert confidence([Score(-math.inf, 3)]) == 0.0
+    assert confidence([]) is None
+    assert confidence([Score(0.0, 1), None]) is None
+
+
+@pytest.mark.parametrize("method", ["ctc", "attention"])
+def test_labels_are_a_manifest_to_train_on(saved, recordings, tmp_path, method) -> None:
+    out = tmp_path / "labels"
+    options = ["--method", method, "--device", "cpu"]
+    assert main(["label", str(saved), str(recordings), str(out), *options]) == 0
+    rows = lines(out / "manifest.jsonl")
+    report = json.loads((out / "report.json").read_text())
+    assert report["recordings"] == 4
+    assert report["kept"]["utterances"] == len(rows)
+    assert report["dropped"]["utterances"] == len(lines(out / "dropped.jsonl"))
+    assert len(rows) + report["dropped"]["utterances"] == 4
+    if method == "ctc":
+        assert len(rows) >= 2
+    for row in rows:
+        assert row["pseudo"] is True
+        assert 0 < row["confidence"] <= 1
+        assert row["text"]
+    if rows:
+        cuts = list(read(out / "manifest.jsonl"))
+        assert [cut.supervisions[0].text for cut in cuts] == [row["text"] for row in rows]
+        assert [cut.duration for cut in cuts] == [row["duration"] for row in rows]
+
+
+def test_another_threshold_needs_no_transcription(saved, recordings, tmp_path, monkeypatch) -> None:
+    out = tmp_path / "labels"
+    command = ["label", str(saved), str(recordings), str(out), "--method", "ctc"]
+    assert main(command) == 0
+    rows = lines(out / "manifest.jsonl")
+    monkeypatch.setattr(
+        "effasr.transcription.recognizer.Recognizer._collated",
+        lambda *_: pytest.fail("transcribed"),
+    )
+    values = sorted(row["confidence"] for row in rows)
+    assert main([*command, "--min-confidence", str(values[-1])]) == 0
+    (kept,) = lines(out / "manifest.jsonl")
+    assert kept["confidence"] == values[-1]
+    low = [one for one in lines(out / "dropped.jsonl") if one["reason"] == "low_confidence"]
+    assert len(low) == len(rows) - 1
+    assert all(one["text"] and one["confidence"] < values[-1] for one in low)
+
+
+def test_an_interrupted_command_goes_on(saved, recordings, tmp_path, monkeypatch) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    command = ["label", str(saved), str(recordings)]
+    options = ["--method", "ctc"]
+    assert main([*command, str(whole), *options]) == 0
+    add, count = LabelFolder.add, itertools.count()
+
+    def stopping(self, *arguments) -> None:
+        if next(count) == 2:
+            raise KeyboardInterrupt
+        add(self, *arguments)
+
+    monkeypatch.setattr(LabelFolder, "add", stopping)
+    assert main([*command, str(parts), *options]) == 130
+    assert not (parts / "manifest.jsonl").exists()
+    with (parts / "journal.jsonl").open("a") as file:
+        file.write('{"id": "torn')
+    monkeypatch.setattr(LabelFolder, "add", add)
+    assert main([*command, str(parts), *options]) == 0
+    for name in ("manifest.jsonl", "dropped.jsonl", "report.json", "journal.jsonl"):
+        assert (parts / name).read_text() == (whole / name).read_text()
+
+
+def test_labels_by_another_model_are_not_mixed(saved, recordings, tmp_path, capsys) -> None:
+    out = tmp_path / "labels"
+    assert main(["label", str(saved), str(recordings), str(out), "--method", "ctc"]) == 0
+    assert main(["label", str(saved), str(recordings), str(out), "--method", "attention"]) == 2
+    assert "its `method` was 'ctc' and is 'attention'" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/file").touch()
+    assert main(["label", str(saved), str(recordings), str(tmp_path / "other")]) == 2
+    assert main(["label", str(saved), str(recordings), str(out), "--min-confidence", "2"]) == 2
+
+
+def test_failures_are_listed_and_manifests_may_lack_texts(saved, recordings, tmp_path) -> None:
+    (recordings / "r1.wav").write_bytes(b"no audio")
+    stereo = np.zeros((RATE, 2), np.float32)
+    soundfile.write(recordings / "stereo.wav", stereo, RATE)
+    rows = [{"audio_filepath": f"audio/r{n}.wav", "id": f"u{n}"} for n in range(3)]
+    manifest = tmp_path / "audio.jsonl"
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "labels"
+    assert main(["label", str(saved), str(manifest), str(out), "--method", "ctc"]) == 1
+    failed = [one for one in lines(out / "dropped.jsonl") if one["reason"] == "failed"]
+    assert [one["id"] for one in failed] == ["u1"]
+    named = {row["id"] for row in lines(out / "manifest.jsonl")}
+    assert named <= {"u0", "u2"}
+
+
+def test_a_failure_is_kept_in_the_journal(tmp_path) -> None:
+    from effasr.transcription.inputs.sources import Source
+
+    labels = LabelFolder(tmp_path / "labels", {"method": "ctc"})
+    labels.add(Source("a", "a", "a.wav"), Failure("a", "broken"), Prompt())
+    again = LabelFolder(tmp_path / "labels", {"method": "ctc"})
+    assert again.done == {"a"}
+    assert again.missing([Source("a", "a"), Source("b", "b")]) == [Source("b", "b")]
+    report = again.finish(0.0)
+    assert (report.recordings, report.kept.utterances, report.dropped.utterances) == (1, 0, 1)
