@@ -30,6 +30,7 @@ from effasr.cli import (
     train,
     transcribe,
 )
+from effasr.cli.conversations import chat
 from effasr.cli.installation import completion, doctor, recipes
 from effasr.cli.options import print_line
 from effasr.untrusted.display import TerminalFormatter, escape_controls, escape_line
@@ -184,6 +185,7 @@ def build_parser() -> argparse.ArgumentParser:
         evaluate.add,
         compare.add,
         transcribe.add,
+        chat.add,
         convert.add_import,
         convert.add_export,
         recipes.add,
