@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -449,7 +449,7 @@ def _taken(ragged: Ragged, kept: np.ndarray) -> Ragged:
 
 def _taken_clips(clips: AudioColumns, kept: np.ndarray) -> AudioColumns:
     kept = kept.astype(np.int64)
-    values = {one.name: getattr(clips, one.name) for one in fields(AudioColumns)}
+    values: dict[str, Any] = {one.name: getattr(clips, one.name) for one in fields(AudioColumns)}
     return AudioColumns(
         **{
             name: _taken(x, kept) if isinstance(x, Ragged) else x[kept]
