@@ -139,11 +139,29 @@ def run_export(options: argparse.Namespace) -> int:
         sources = newest_checkpoints(options.model, options.averaged)
         loaded = average(sources)
     with working(f"exporting {options.model}"):
+        if loaded.model.language_model is not None:
+            return _language_model(options, loaded, format_)
         if format_ == "onnx":
             return _onnx(options, loaded)
         if format_ == "nemo":
             return _nemo(options, loaded)
         return _hugging_face(options, loaded, sources)
+
+
+def _language_model(options: argparse.Namespace, loaded: LoadedModel, format_: str) -> int:
+    """Write the language model for transformers, and how to put the speech in front of it."""
+    from effasr.interop.huggingface.speech_llm import export_speech_llm
+
+    if format_ != "huggingface":
+        raise ValueError(
+            f"`--format` must be huggingface for a model with a language model, but is {format_}."
+        )
+    export_speech_llm(loaded.model, options.out, loaded.tokenizer)
+    print_line(
+        f"{options.out}: load the language model with AutoModelForCausalLM.from_pretrained; "
+        "README.md says how the speech joins it"
+    )
+    return 0
 
 
 def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path]) -> int:

@@ -23,6 +23,12 @@ def add(command: AddCommand) -> None:
         "--multilingual", action="store_true", help="English, German, and German to English"
     )
     parser.add_argument(
+        "--conversations",
+        action="store_true",
+        help="also write conversations about the recordings and their texts, and the folder of a "
+        "small chat model, for speech_llm_demo",
+    )
+    parser.add_argument(
         "--utterances",
         type=at_least(8),
         default=4000,
@@ -47,4 +53,9 @@ def run(options: argparse.Namespace) -> int:
             f"{name:6} {split.rows:6} utterances {split.hours:6.2f} h  {split.voices:4} voices  "
             f"{split.shortest_s:.1f} to {split.longest_s:.1f} s, median {split.median_s:.1f} s"
         )
+    if options.conversations:
+        from effasr.data.demo.chat_model import write_conversations
+
+        files = write_conversations(corpus.root)
+        print_line(f"conversations: {files.speech}, {files.text}; chat model: {files.model}")
     return 0

@@ -30,6 +30,7 @@ from effasr.cli import (
     train,
     transcribe,
 )
+from effasr.cli.conversations import chat
 from effasr.cli.installation import completion, doctor, recipes
 from effasr.cli.options import print_line
 from effasr.cli.untranscribed import label
@@ -207,6 +208,7 @@ def build_parser() -> argparse.ArgumentParser:
         compare.add,
         transcribe.add,
         label.add,
+        chat.add,
         convert.add_import,
         convert.add_export,
         recipes.add,

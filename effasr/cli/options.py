@@ -80,7 +80,7 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--method",
-        choices=("auto", "attention", "transducer", "ctc"),
+        choices=("auto", "attention", "transducer", "ctc", "language_model"),
         default="auto",
         help="auto (the default): the first of the others that the model has",
     )
@@ -130,6 +130,12 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
         "--lm-weight", type=float, metavar="W", help="of it in the scores (default: 0.3)"
     )
     parser.add_argument(
+        "--instruction",
+        default="Transcribe the speech.",
+        metavar="TEXT",
+        help="with a language model: what to do with the speech (default: Transcribe the speech.)",
+    )
+    parser.add_argument(
         "--gap",
         type=float,
         default=2.0,
@@ -152,7 +158,7 @@ def decoding_config(options: argparse.Namespace, *, words: bool = False) -> Deco
     names = (
         *("method", "beam", "length_penalty", "coverage_penalty", "ctc_weight"),
         "no_repeat_ngram",
-        *("lm", "lm_weight", "frame_budget"),
+        *("lm", "lm_weight", "instruction", "frame_budget"),
     )
     return DecodingConfig(
         **{name: getattr(options, name) for name in names},

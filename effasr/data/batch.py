@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -110,11 +110,11 @@ class Batch:
         """Tokens of all utterances, without any padding."""
         return sum(self.token_lengths)
 
-    def to(self, device: torch.device | str) -> Batch:
+    def to(self, device: torch.device | str) -> Self:
         """Return the same batch on another device; asynchronous from pinned memory."""
         return self._mapped(lambda part: part.to(device=device, non_blocking=True))
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> Self:
         """Return the same batch in pinned memory; called by torch's DataLoader."""
         return self._mapped(lambda part: part.pin_memory())
 
@@ -133,7 +133,7 @@ class Batch:
             *([] if self.source is None else [self.source.values]),
         )
 
-    def rewritable(self) -> Batch:
+    def rewritable(self) -> Self:
         """Return a copy in separate memory, which may be overwritten with another batch's tensors.
 
         Counts and names stay those of this batch.
@@ -152,7 +152,7 @@ class Batch:
             monotonic=self.monotonic.clone(),
         )
 
-    def _mapped(self, function: Callable[[Any], Any]) -> Batch:
+    def _mapped(self, function: Callable[[Any], Any]) -> Self:
         """Apply a function to each tensor, layout and packed sequence."""
         names = ["audio", "frames", "tokens", "targets", "text", "monotonic"]
         names += [name for name in ("source", "label_room") if getattr(self, name) is not None]

@@ -25,8 +25,8 @@ class DecodingConfig:
     """Splitting, batching and decoding of recordings.
 
     Attributes:
-        method: ``attention``, ``transducer``, ``ctc``, or ``auto``: the first of them that the
-            model has.
+        method: ``attention``, ``transducer``, ``ctc``, ``language_model``, or ``auto``: the first
+            of them that the model has.
         beam: Hypotheses of each utterance; 1 for greedy search.
         length_penalty: With the attention decoder and a beam, the exponent a by which a transcript
             of score s and n tokens, its end included, ranks: ``s / ((5 + n) / 6) ** a``. 0 takes
@@ -65,9 +65,11 @@ class DecodingConfig:
         words: Whether to compute word timestamps; needs a model with a CTC head.
         confidence: Whether to compute the confidence of each transcript: see
             `effasr.transcription.results.confidence`.
+        instruction: With a language model, the text that follows the speech in the turn of the
+            user, which the answer transcribes or translates.
     """
 
-    method: Literal["auto", "attention", "transducer", "ctc"] = "auto"
+    method: Literal["auto", "attention", "transducer", "ctc", "language_model"] = "auto"
     beam: int = 1
     length_penalty: float | None = None
     coverage_penalty: float | None = None
@@ -87,6 +89,7 @@ class DecodingConfig:
     workers: int = 4
     words: bool = False
     confidence: bool = False
+    instruction: str = "Transcribe the speech."
 
     def __post_init__(self) -> None:
         check_positive(self, *_COUNTS)

@@ -25,7 +25,12 @@ from effasr.model.asr import ASRModel
 from effasr.model.checks import check
 from effasr_kernels import PackedSequence
 
-_PARTS = {"attention": "decoder", "transducer": "transducer", "ctc": "CTC head"}
+_PARTS = {
+    "attention": "decoder",
+    "transducer": "transducer",
+    "ctc": "CTC head",
+    "language_model": "language model",
+}
 """The part of a model that each method needs."""
 
 
@@ -39,6 +44,7 @@ def choose_method(model: ASRModel, method: str) -> str:
         "attention": model.config.decoder is not None,
         "transducer": model.config.transducer is not None,
         "ctc": model.config.ctc,
+        "language_model": model.config.language_model is not None,
     }
     if method == "auto":
         method = next((name for name, there in has.items() if there), "")
@@ -64,7 +70,8 @@ def check_config(model: ASRModel, config: DecodingConfig) -> str:
         ("length_penalty", "transcripts of different lengths"),
         ("coverage_penalty", "what transcripts attend to"),
     ):
-        used = getattr(config, name) is None or (method == "attention" and config.beam > 1)
+        compares = method == "attention" or (method, name) == ("language_model", "length_penalty")
+        used = getattr(config, name) is None or (compares and config.beam > 1)
         rule = f"be left out for the method {method} with a beam of {config.beam}"
         remedy = f"only a beam of 2 or more of the attention decoder compares {what}"
         check(used, name, rule, getattr(config, name), remedy)
@@ -79,9 +86,9 @@ def check_config(model: ASRModel, config: DecodingConfig) -> str:
         attends = method == "attention"
         check(attends, "no_repeat_ngram", rule, config.no_repeat_ngram, remedy)
     if config.lm is not None:
-        rule = "be left out for the method transducer"
+        rule = f"be left out for the method {method}"
         remedy = "only the attention decoder and CTC can be joined with a language model"
-        check(method != "transducer", "lm", rule, config.lm, remedy)
+        check(method not in ("transducer", "language_model"), "lm", rule, config.lm, remedy)
         rule = f"be at least 2 for CTC with the language model {config.lm}"
         check(method != "ctc" or config.beam > 1, "beam", rule, config.beam)
     check_words(model, config)
@@ -132,7 +139,8 @@ def decode(
         model: The model.
         tokenizer: Tokenizer of the model.
         batch: Batch whose ``tokens`` and ``text`` are unused.
-        prompts: Tokens that the attention decoder reads first, for each utterance of the batch.
+        prompts: Tokens that the attention decoder reads first, for each utterance of the batch;
+            those of a language model are in the batch, one of conversations.
         config: The default configuration by default.
         lm: The result of `load_lm` for the configuration, to read it once for many batches; read
             here by default.
@@ -152,6 +160,8 @@ def decode(
     if not count:
         return []
     lm = load_lm(config, model, tokenizer) if lm is None else lm
+    if method == "language_model":
+        return _answers(model, tokenizer, batch, config)
     encoded = model.encode(batch)
     if method != "attention":
         texts = _aligned(model, method, encoded, config, lm)
@@ -171,6 +181,43 @@ def decode(
         replace(one, spans=None if found is None else tuple(found))
         for one, found in zip(decoded, spans, strict=True)
     ]
+
+
+def _answers(
+    model: ASRModel, tokenizer: Tokenizer, batch: Batch, config: DecodingConfig
+) -> list[Decoded]:
+    """Decode conversations by the language model."""
+    # Imported here, because transformers takes seconds.
+    from effasr.data.conversation.batch import ConversationBatch
+    from effasr.data.tokenizer import ChatTokenizer
+    from effasr.decoding.language_model.search import answers
+    from effasr.model.language_model.architecture import max_rows
+
+    if not isinstance(batch, ConversationBatch) or not isinstance(tokenizer, ChatTokenizer):
+        raise ValueError(
+            "`batch` and `tokenizer` must be of conversations for a language model, but are a "
+            f"{type(batch).__name__} and a {type(tokenizer).__name__}."
+        )
+    settings = model.config.language_model
+    assert settings is not None  # checked by choose_method
+    assert settings.architecture is not None
+    most = max_rows(settings.architecture)
+    limits = []
+    for name, frames, rows in zip(batch.ids, batch.frame_lengths, batch.token_lengths, strict=True):
+        limit = config.max_tokens(frames)
+        if most is not None:
+            check(rows < most, name, f"have fewer rows than the language model's {most}", rows)
+            limit = min(limit, most - rows)
+        limits.append(limit)
+    return answers(
+        model,
+        batch,
+        limits,
+        tokenizer.stop_ids,
+        classes=tokenizer.vocab_size,
+        beam=config.beam,
+        length_penalty=(LENGTH_PENALTY if config.length_penalty is None else config.length_penalty),
+    )
 
 
 def is_plain_greedy(config: DecodingConfig) -> bool:

@@ -164,9 +164,10 @@ class _Count:
     def language_model(self, model: LanguageModel, reached: bool) -> None:
         """Count adapter and language model, after an encoder that is trained if ``reached``."""
         sizes = language_model_sizes(model.config)
-        for number, layer in enumerate(x for x in model.adapter.children()):
-            flops = 2 * layer.weight.numel() / model.config.stack  # type: ignore[union-attr]
-            learns = layer.weight.requires_grad  # type: ignore[union-attr]
+        for number, layer in enumerate(model.adapter.children()):
+            assert isinstance(layer, nn.Linear)
+            flops = 2 * layer.weight.numel() // model.config.stack
+            learns = layer.weight.requires_grad
             self.left["frame"] += flops * (not learns) + flops * (not reached and number == 0)
             reached = reached or _learns(layer)
         reached = reached or _learns(model.embed_tokens)

@@ -67,7 +67,9 @@ class Validator:
             part = shard(cuts, context.rank, context.size)
             name = _free_name(path, self._sets)
             self._sets[name] = part
-            if diagnostics is not None and diagnostics.probe_utterances:
+            # A probe computes losses of utterances, which a language model has not.
+            probes = config.model.language_model is None and diagnostics is not None
+            if probes and diagnostics is not None and diagnostics.probe_utterances:
                 self._probes[name] = Probe(
                     part,
                     model,

@@ -14,8 +14,11 @@ from torch import nn
 
 from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
+from effasr.data.conversation.collate import asking, collate_conversations
+from effasr.data.conversation.messages import AudioPart, Message
+from effasr.data.conversation.tokenize import prompt_rows
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
-from effasr.data.tokenizer import Tokenizer
+from effasr.data.tokenizer import ChatTokenizer, Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.greedy import check_config, is_plain_greedy, load_lm
@@ -77,10 +80,15 @@ class Recognizer:
     def prompt(self, prompt: Prompt) -> list[int]:
         """Return the tokens that the decoder reads first.
 
+        For a language model, they are the rows of a conversation with the instruction, in which the
+        speech has its place; see `effasr.data.conversation.rows`.
+
         Raises:
             ValueError: The tokenizer does not know a language, or the prompt asks CTC or the
                 transducer to translate.
         """
+        if self._method == "language_model":
+            return self._conversation(self.config.instruction)
         if self._method != "attention" and not prompt.monotonic:
             name = {"ctc": "CTC", "transducer": "a transducer"}[self._method]
             raise ValueError(
@@ -97,6 +105,17 @@ class Recognizer:
                 "`words` must be false for a translation, whose words have no place in the speech."
             )
         return self.tokenizer.prompt(prompt)
+
+    def _conversation(self, instruction: str) -> list[int]:
+        """Return the rows of a conversation whose user speaks and gives an instruction."""
+        tokenizer = self.tokenizer
+        if not isinstance(tokenizer, ChatTokenizer):
+            raise ValueError(
+                "`tokenizer` must have a chat template for a language model, but is a "
+                f"{type(tokenizer).__name__}."
+            )
+        turn = Message("user", (AudioPart(""), instruction))
+        return prompt_rows([turn], tokenizer).tolist()
 
     def results(
         self, requests: Iterable[Request], on_audio: Callable[[float], None] | None = None
@@ -280,6 +299,20 @@ class Recognizer:
 
     def _collated(self, pieces: list[Piece]) -> tuple[Batch, list[list[int]]]:
         """Return the batch of these pieces on the model's device, and their prompts."""
+        device = next(self.model.parameters()).device
+        settings = self.model.config.language_model
+        if settings is not None:
+            conversations = [
+                asking(piece.recording.request.id, piece.recording.prompt, (piece.audio,))
+                for piece in pieces
+            ]
+            packed = collate_conversations(
+                conversations,
+                stack=settings.stack,
+                pad_id=self.tokenizer.pad_id,
+                framing=self._features.framing,
+            )
+            return packed.to(device), [piece.recording.prompt for piece in pieces]
         examples = [
             Example(
                 id=piece.recording.request.id,
@@ -296,7 +329,6 @@ class Recognizer:
             pad_id=self.tokenizer.pad_id,
             framing=self._features.framing,
         )
-        device = next(self.model.parameters()).device
         return batch.to(device), [example.prompt for example in examples]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -55,20 +55,22 @@ class ConversationBatch(Batch):
         )
         return (*Batch.tensors(self), *own)
 
-    def rewritable(self) -> ConversationBatch:
+    def rewritable(self) -> Self:
         """Return a copy in separate memory; see `Batch.rewritable`."""
-        return replace(
-            Batch.rewritable(self),  # type: ignore[arg-type]
+        copied = replace(
+            Batch.rewritable(self),
             clip_samples=self.clip_samples.rewritable(),
             clip_frames=self.clip_frames.rewritable(),
             stacks=self.stacks.clone(),
             speech_rows=self.speech_rows.clone(),
         )
+        return cast("Self", copied)
 
-    def _mapped(self, function: Callable[[Any], Any]) -> ConversationBatch:
+    def _mapped(self, function: Callable[[Any], Any]) -> Self:
         names = ("clip_samples", "clip_frames", "stacks", "speech_rows")
         mapped = Batch._mapped(self, function)
-        return replace(mapped, **{name: function(getattr(self, name)) for name in names})  # type: ignore[return-value]
+        own = {name: function(getattr(self, name)) for name in names}
+        return cast("Self", replace(mapped, **own))
 
     def part(self, begin: int, end: int) -> ConversationBatch:
         """Return conversations ``begin`` to ``end - 1`` on the host, without a static shape."""

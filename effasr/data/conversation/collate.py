@@ -34,6 +34,20 @@ class ConversationExample:
         return replace(self, clips=tuple(function(clip) for clip in self.clips))
 
 
+def asking(
+    name: str, rows: Sequence[int], clips: tuple[np.ndarray, ...] = ()
+) -> ConversationExample:
+    """Return a conversation of which every row is read, so that an answer can follow.
+
+    Args:
+        name: Name of the conversation.
+        rows: Its rows, as `effasr.data.conversation.tokenize.prompt_rows` codes them.
+        clips: Waveform of each clip.
+    """
+    # The last row of a conversation is only predicted: this one stands for the answer.
+    return ConversationExample(name, np.array([*rows, ~0], dtype=np.int32), clips)
+
+
 def collate_conversations(
     examples: Sequence[ConversationExample],
     shape: StaticShape | None = None,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from effasr.data.batch import StaticShape
 from effasr.data.config import DataConfig
 from effasr.data.conversation.batch import ConversationBatch
 from effasr.data.conversation.collate import ConversationExample, collate_conversations
+from effasr.data.conversation.epochs import epoch_mixture, of_whole_steps, token_budget
 from effasr.data.conversation.messages import Conversation, conversations
 from effasr.data.conversation.rows import num_rows, num_targets
 from effasr.data.conversation.tokenize import conversation_rows
@@ -34,13 +35,9 @@ from effasr.data.index.columns import (
 )
 from effasr.data.mixture_summary import Mixture, MixtureSummary
 from effasr.data.prompt import Prompt
-from effasr.data.sampling.packing import suggest_token_budget
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.population import Population
 from effasr.data.tokenizer.chat import ChatTokenizer
-
-_FILL = 0.9975
-"""Share of the budgets that an epoch of drawn conversations is to fill; the planner reaches it."""
 
 _SHORTEST = 8
 """Rows of a very short conversation, for the number of sequences of a batch."""
@@ -387,8 +384,8 @@ class _Builder:
             digest.update(np.ascontiguousarray(values).data)
         amounts, mixture = lengths.tokens, None
         if config.mix is not None:
-            mixture = Mixture.of(config.mix, sources, amounts, unit="tokens", draws_tokens=True)
-            mixture = _whole_steps(mixture, lengths, sources, shape, config.micro_batches)
+            mixture = epoch_mixture(config.mix, lengths, sources)
+            mixture = of_whole_steps(mixture, lengths, sources, shape, config.micro_batches)
         return ConversationCorpus(
             lengths=lengths,
             shape=shape,
@@ -417,30 +414,24 @@ class _Builder:
                 "`data.token_budget` must be given for conversations without speech, but is null: "
                 "set it to the rows of the language model in a micro-batch."
             )
+        mixture, sources = None, to_numpy(self.sources)
         if config.mix is not None:
-            sources = to_numpy(self.sources)
-            mixture = Mixture.of(
-                config.mix, sources, lengths.tokens, unit="tokens", draws_tokens=True
-            )
-            draw = mixture.populations(sources, lengths.tokens, seed=0)
-            if draw is not None:
-                members = draw(0)
-                lengths = UtteranceLengths(lengths.frames[members], lengths.tokens[members])
-        return suggest_token_budget(lengths, config.known_frame_budget)
+            mixture = epoch_mixture(config.mix, lengths, sources)
+        return token_budget(lengths, sources, mixture, config.known_frame_budget)
 
     def _shape(
-        self, lengths: UtteranceLengths, token_budget: int, most_clips: int
+        self, lengths: UtteranceLengths, rows: int, most_clips: int
     ) -> tuple[StaticShape, int]:
         """Return the static shape, and the most clips of a batch."""
         config, has_speech = self.config, bool(lengths.frames.any())
         frame_budget = config.known_frame_budget if has_speech else 1
         shortest = max(_SHORTEST, int(lengths.tokens.min()))
         sequences = config.max_sequences or max(
-            self.framing.sequences(frame_budget), -(-token_budget // shortest)
+            self.framing.sequences(frame_budget), -(-rows // shortest)
         )
         shape = StaticShape(
             frame_budget,
-            token_budget,
+            rows,
             sequences,
             longest_frames=max(1, int(lengths.frames.max())),
             longest_tokens=max(1, int(lengths.tokens.max())),
@@ -448,28 +439,6 @@ class _Builder:
         )
         by_frames = frame_budget // max(1, self.fewest)
         return shape, max(1, min(by_frames, sequences * most_clips))
-
-
-def _whole_steps(
-    mixture: Mixture,
-    lengths: UtteranceLengths,
-    sources: np.ndarray,
-    shape: StaticShape,
-    micro_batches: int,
-) -> Mixture:
-    """Return a mixture whose epochs fill a whole number of steps, the nearest to its own.
-
-    An epoch of drawn conversations has no natural length, and the room in its last step is lost.
-    """
-    if mixture.quotas is None:
-        return mixture
-    count = len(mixture.names)
-    frames = np.bincount(sources, weights=lengths.frames, minlength=count)
-    rate = frames / np.maximum(mixture.amounts, 1)
-    rows = sum(mixture.quotas) / shape.token_budget
-    fill = max(rows, float(rate @ np.array(mixture.quotas)) / shape.frame_budget) / micro_batches
-    scale = max(1, round(fill)) * _FILL / fill
-    return replace(mixture, quotas=tuple(round(quota * scale) for quota in mixture.quotas))
 
 
 def _taken(ragged: Ragged, kept: np.ndarray) -> Ragged:
@@ -480,7 +449,7 @@ def _taken(ragged: Ragged, kept: np.ndarray) -> Ragged:
 
 def _taken_clips(clips: AudioColumns, kept: np.ndarray) -> AudioColumns:
     kept = kept.astype(np.int64)
-    values = {one.name: getattr(clips, one.name) for one in fields(AudioColumns)}
+    values: dict[str, Any] = {one.name: getattr(clips, one.name) for one in fields(AudioColumns)}
     return AudioColumns(
         **{
             name: _taken(x, kept) if isinstance(x, Ragged) else x[kept]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer.hugging_face import HuggingFaceTokenizer
@@ -77,7 +77,7 @@ class ChatTokenizer(HuggingFaceTokenizer):
                 conversations=[[dict(message) for message in messages]],
                 chat_template=self._template,
                 add_generation_prompt=asks,
-                **self._tokens,
+                **cast("dict[str, Any]", self._tokens),
             )
         except ImportError:
             raise

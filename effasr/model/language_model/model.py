@@ -62,7 +62,7 @@ class LanguageModel(nn.Module):
         self.vocab_size: int = output.weight.shape[0]
 
     @property
-    def embed_tokens(self) -> nn.Module:
+    def embed_tokens(self) -> nn.Embedding:
         """The embedding of tokens."""
         return self.model.get_input_embeddings()
 
@@ -116,7 +116,8 @@ class LanguageModel(nn.Module):
         """Recompute every ``every``-th layer in the backward, where the layer is in training."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        layers = [x for x in self.model.modules() if isinstance(x, GradientCheckpointingLayer)]
+        modules = self.model.modules()
+        layers: list[Any] = [x for x in modules if isinstance(x, GradientCheckpointingLayer)]
         for number, layer in enumerate(layers):
             layer.gradient_checkpointing = number % every == 0
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)

@@ -132,7 +132,7 @@ def mixed(tmp_path_factory):
     return [str(path) for path in paths]
 
 
-@pytest.mark.parametrize("temperature", [None, 1.0, 0.5, 0.0])
+@pytest.mark.parametrize("temperature", [None, 1.0])
 def test_mixed_data_leaves_little_padding_at_8000_frames(mixed, tokenizer, temperature):
     mix = None
     if temperature is not None:

@@ -1,0 +1,137 @@
+"""``effasr chat``: questions to a speech language model, about recordings or without."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effasr.cli.options import RUN_HELP, AddCommand, at_least, print_line
+
+if TYPE_CHECKING:
+    from effasr.checkpoint import LoadedModel
+    from effasr.data.conversation.messages import Conversation, Message
+
+
+def add(command: AddCommand) -> None:
+    """Add the command to the parser."""
+    parser = command(
+        "chat",
+        run,
+        "Ask a speech language model, about recordings or without them.",
+        "The recordings and the question are one turn of the user. Without a question, each line",
+        "of standard input is one, and the model knows the turns before it. With --manifest, the",
+        "last turn of the assistant in each conversation is answered anew: JSON lines with id,",
+        "answer and reference.",
+        example="effasr chat --run runs/mine --audio call.wav 'Who calls, and why?'",
+    )
+    parser.add_argument("--run", type=Path, required=True, help=RUN_HELP)
+    parser.add_argument("question", nargs="?", metavar="QUESTION", help="what to answer")
+    parser.add_argument(
+        "--audio",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a recording, before the question; may be given several times",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="instructions before the first turn")
+    parser.add_argument(
+        "--manifest", type=Path, metavar="FILE", help="conversations, JSON lines with `messages`"
+    )
+    parser.add_argument(
+        "--beam",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="hypotheses of each answer in beam search (default: 1, greedy)",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=at_least(1),
+        default=256,
+        metavar="N",
+        help="of an answer (default: 256)",
+    )
+    parser.add_argument(
+        "--device", default="auto", help="auto (the default), cpu, cuda, or cuda:1 for the second"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the answers."""
+    from effasr.checkpoint import load_model, resolve
+    from effasr.distributed.process_group import choose_device
+
+    if options.manifest is not None and (options.question or options.audio):
+        raise ValueError(
+            "`--manifest` must be given alone, because its conversations have questions and "
+            "recordings of their own: leave out QUESTION and --audio."
+        )
+    loaded = load_model(resolve(options.run), choose_device(options.device))
+    if loaded.model.language_model is None:
+        raise ValueError(
+            f"{options.run} must have a language model to chat with, but has none: use `effasr "
+            "transcribe`."
+        )
+    if options.manifest is not None:
+        return _answer_manifest(options, loaded)
+    for answer in _dialogue(options, loaded):
+        print_line(answer)
+    return 0
+
+
+def _dialogue(options: argparse.Namespace, loaded: LoadedModel) -> Iterator[str]:
+    """Yield the answer to the question, or to each line of standard input."""
+    from effasr.data.conversation.messages import AudioPart, Message
+    from effasr.transcription.answers import answer
+
+    messages: list[Message] = []
+    if options.system:
+        messages.append(Message("system", (options.system,)))
+    parts = tuple(AudioPart(str(path.absolute())) for path in options.audio)
+    questions = sys.stdin if options.question is None else [options.question]
+    for question in questions:
+        if not question.strip():
+            continue
+        messages.append(Message("user", (*parts, question.strip())))
+        parts = ()
+        found = answer(loaded, messages, beam=options.beam, max_tokens=options.max_tokens)
+        messages.append(Message("assistant", (found.text,)))
+        yield found.text
+
+
+def _answer_manifest(options: argparse.Namespace, loaded: LoadedModel) -> int:
+    """Print a JSON line for each conversation; 1 if one cannot be answered."""
+    from effasr.data.audio.audio_file import AudioError
+    from effasr.data.conversation.messages import conversations
+    from effasr.data.filters.rules import Unfit
+    from effasr.transcription.answers import answer
+
+    code = 0
+    for conversation in conversations(options.manifest):
+        row: dict[str, object] = {"id": conversation.id}
+        try:
+            if conversation.problem is not None:
+                raise conversation.problem
+            found = answer(
+                loaded,
+                conversation.messages[:-1],
+                beam=options.beam,
+                max_tokens=options.max_tokens,
+            )
+            row |= {"answer": found.text, "reference": _text(conversation)}
+            if found.truncated:
+                row["truncated"] = True
+        except (AudioError, Unfit) as error:
+            row["error"] = str(error)
+            code = 1
+        print_line(json.dumps(row, ensure_ascii=False))
+    return code
+
+
+def _text(conversation: Conversation) -> str:
+    return "".join(part for part in conversation.messages[-1].parts if isinstance(part, str))

@@ -1,0 +1,1 @@
+"""Answers of a speech language model: its cache, greedy and beam search."""

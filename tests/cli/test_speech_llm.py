@@ -1,0 +1,144 @@
+"""A speech language model is trained, asked, evaluated and exported by commands."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from effasr.checkpoint import load_model, resolve, save_model
+from effasr.cli.main import main
+from effasr.config import from_mapping
+from effasr.data.tokenizer import load_tokenizer
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr_kernels import PackedLayout
+from tests.support.chat_folder import write_chat_model
+from tests.support.talks import write_talks
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("speech_llm")
+    write_talks(root / "data")
+    write_chat_model(root / "llm")
+    rows = [json.loads(line) for line in (root / "data/speech.jsonl").read_text().splitlines()]
+    with (root / "data/dev.jsonl").open("w") as file:
+        for row in rows[1:4]:
+            audio = row["messages"][0]["content"][0]["audio"]
+            text = row["messages"][1]["content"]
+            file.write(json.dumps({"id": row["id"], "audio_filepath": audio, "text": text}) + "\n")
+    recipe = {
+        "name": "talks",
+        "output": str(root / "runs"),
+        "model": {
+            "features": {"mel_bins": 16},
+            "encoder": {
+                "width": 32,
+                "layers": 1,
+                "heads": 2,
+                "feed_forward": 48,
+                "subsampling_channels": 8,
+                "conv_norm": "layer_norm",
+            },
+            "decoder": None,
+            "language_model": {"path": str(root / "llm"), "stack": 2},
+        },
+        "data": {
+            "train": [str(root / "data/speech.jsonl"), str(root / "data/text.jsonl")],
+            "validation": str(root / "data/dev.jsonl"),
+            "frame_budget": 60,
+            "workers": 0,
+            "cache": None,
+        },
+        "training": {
+            "max_steps": 3,
+            "validate_every": 3,
+            "device": "cpu",
+            "threads": 1,
+            "tensorboard": False,
+        },
+    }
+    (root / "talks.yaml").write_text(yaml.safe_dump(recipe))
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    assert main(["train", str(folder / "talks.yaml")]) == 0
+    return folder / "runs/talks"
+
+
+def test_validation_transcribes_utterances_by_the_instruction(run):
+    (line,) = map(json.loads, (run / "validation.jsonl").read_text().splitlines())
+    assert line["utterances"] == 3
+    assert line["wer"] > 0
+
+
+def test_transcribe_and_evaluate(effasr, folder, run):
+    clips = [str(folder / f"data/s{n}.wav") for n in (1, 2)]
+    common = ("--run", str(run), "--device", "cpu")
+    found = effasr("transcribe", *common, *clips, "--instruction", "what is said here")
+    assert [line.split("\t")[0] for line in found.out.splitlines()] == clips
+    wide = effasr("transcribe", *common, *clips, "--beam", "3")
+    assert len(wide.out.splitlines()) == 2
+    manifest = str(folder / "data/dev.jsonl")
+    assert "WER" in effasr("evaluate", *common, "--manifest", manifest).out
+
+
+def test_chat(effasr, folder, run):
+    common = ("chat", "--run", str(run), "--device", "cpu", "--max-tokens", "5")
+    asked = effasr(*common, "--audio", str(folder / "data/s1.wav"), "what is said here")
+    assert len(asked.out.splitlines()) == 1
+    again = effasr(*common, "--audio", str(folder / "data/s2.wav"), "what is said here")
+    written = effasr(*common, "hello world")
+    assert written.code == asked.code == again.code == 0
+    # Relative paths are relative to the manifest.
+    path = folder / "data/questions.jsonl"
+    lines = (folder / "data/speech.jsonl").read_text().splitlines()[:2]
+    wrong = {"id": "wrong", "messages": [{"role": "user", "content": "a"}]}
+    path.write_text("\n".join([*lines, json.dumps(wrong)]) + "\n")
+    found = effasr(*common, "--manifest", str(path))
+    assert found.code == 1
+    rows = [json.loads(line) for line in found.out.splitlines()]
+    assert [row["id"] for row in rows] == ["s0", "s1", "wrong"]
+    assert rows[0]["reference"] == json.loads(lines[0])["messages"][1]["content"]
+    assert isinstance(rows[0]["answer"], str)
+    assert "last turn is of user" in rows[2]["error"]
+
+
+def test_the_exported_folder_is_transformers(effasr, folder, run, tmp_path):
+    out = tmp_path / "exported"
+    assert "AutoModelForCausalLM" in effasr("export", str(run), str(out)).out
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    loaded = load_model(resolve(run))
+    model = loaded.model
+    turns = [{"role": "user", "content": "hello"}]
+    ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    assert ids == loaded.tokenizer.encode(loaded.tokenizer.render(turns, asks=True), "")
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0]
+        x = model.language_model.embed_tokens(torch.tensor(ids))
+        hidden = model.language_model(x, PackedLayout.from_lengths([len(ids)]))
+    torch.testing.assert_close(model.language_model.logits(hidden), expected, rtol=1e-4, atol=1e-4)
+    assert (out / "speech/speech.safetensors").is_file()
+    assert "Stack\n2 neighbouring frames" in (out / "README.md").read_text()
+
+
+def test_an_exported_folder_begins_another_run(effasr, folder, run, tmp_path):
+    out = tmp_path / "exported"
+    effasr("export", str(run), str(out))
+    settings = (f"model.language_model.path={out}", "name=again", f"output={tmp_path}")
+    effasr("train", str(folder / "talks.yaml"), *settings, "training.max_steps=1")
+    assert (tmp_path / "again/checkpoints/step_00000001").is_dir()
+
+
+def test_a_model_without_a_language_model_cannot_chat(effasr, folder, tmp_path):
+    recipe = yaml.safe_load((folder / "talks.yaml").read_text())["model"]
+    plain = from_mapping(ModelConfig, {**recipe, "language_model": None, "ctc": True})
+    save_model(tmp_path / "m", ASRModel(plain, 320), load_tokenizer(folder / "llm"))
+    refused = effasr("chat", "--run", str(tmp_path / "m"), "hello")
+    assert refused.code == 2
+    assert "must have a language model" in refused.error

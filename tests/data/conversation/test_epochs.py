@@ -1,0 +1,51 @@
+import numpy as np
+import pytest
+
+from effasr.data.batch import StaticShape
+from effasr.data.conversation.epochs import epoch_mixture, of_whole_steps, token_budget
+from effasr.data.mixture import MixConfig
+from effasr.data.sampling.packing import plan_epoch
+from effasr.data.sampling.plan import UtteranceLengths
+
+STACK = 4
+
+
+@pytest.fixture(scope="module")
+def lengths():
+    """Speech with instruction and answer, and texts of a few to several hundred rows."""
+    random = np.random.default_rng(0)
+    frames = np.clip(random.lognormal(4.8, 0.6, 12_000), 8, 490).astype(np.int32)
+    spoken = -(-frames // STACK) + 20 + random.poisson(frames / 3)
+    written = np.clip(random.lognormal(4.5, 0.8, 6_000), 10, 1_500)
+    return UtteranceLengths(
+        np.concatenate([frames, np.zeros(6_000, np.int32)]),
+        np.concatenate([spoken, written]).astype(np.int32),
+    ), np.repeat(np.array([0, 1], np.uint16), [12_000, 6_000])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
+def test_epochs_of_mixed_conversations_fill_whole_steps(lengths, temperature):
+    lengths, sources = lengths
+    mix = MixConfig(sources={"speech": "s.jsonl", "text": "t.jsonl"}, temperature=temperature)
+    mixture = epoch_mixture(mix, lengths, sources)
+    budget = token_budget(lengths, sources, mixture, 8_000)
+    shape = StaticShape(8_000, budget, 2_000)
+    mixture = of_whole_steps(mixture, lengths, sources, shape, micro_batches=2)
+    draw = mixture.populations(sources, lengths.tokens, seed=5)
+    for epoch in (0, 7):
+        members = draw(epoch)
+        plan = plan_epoch(
+            lengths, shape=shape, micro_batches=2, seed=5, epoch=epoch, population=members
+        )
+        assert plan.padding_frames < 0.005
+        assert plan.padding_tokens < 0.005
+        drawn = np.bincount(sources[plan.indices], weights=lengths.tokens[plan.indices])
+        assert drawn / drawn.sum() == pytest.approx(mixture.asked, abs=2e-3)
+    if temperature == 0:
+        assert mixture.asked == pytest.approx([0.5, 0.5])
+
+
+def test_an_epoch_in_hours_is_refused(lengths):
+    mix = MixConfig(sources={"speech": "s.jsonl", "text": "t.jsonl"}, epoch_hours=2.0)
+    with pytest.raises(ValueError, match="epoch_hours"):
+        epoch_mixture(mix, *lengths)
