@@ -47,7 +47,7 @@ MODEL = (
 )
 BATCH = 2
 """Micro-batches of a step."""
-VOCABULARY = 48
+VOCABULARY = 128
 LABELLED_SHARE = 0.3
 """Share of the transcripts in an epoch with labels."""
 
@@ -185,10 +185,10 @@ class Study:
         before: Stage | None = None,
     ) -> Stage:
         """Train a stage, unless it has been trained."""
-        steps = steps or self.options.steps
+        updates: int = steps or self.options.steps
         output, run = self.options.work / "runs", f"{name}_{self.seed}"
         base = [f"name={run}", f"output={output}", f"seed={self.seed}", *QUIET]
-        base += [f"training.max_steps={steps}", f"training.checkpoint_every={10**9}"]
+        base += [f"training.max_steps={updates}", f"training.checkpoint_every={10**9}"]
         base += [f"schedule.warmup_steps={self._warmup}", "training.profile=null"]
         if not any(one.startswith("data.train=") for one in given):
             base.append("data.train=[]")
@@ -198,7 +198,7 @@ class Study:
 
         spent = _once(output / run / "cpu_s.json", train)
         earlier = Stage(Path(), 0, 0.0, 0.0) if before is None else before
-        return Stage(output / run, earlier.updates + steps, earlier.cpu_s + spent, spent)
+        return Stage(output / run, earlier.updates + updates, earlier.cpu_s + spent, spent)
 
 
 SYSTEMS: dict[str, Callable[[Study], Stage]] = {

@@ -37,6 +37,8 @@ def describe_batches(
     )
     if shape is not None:
         budgets = shape.frame_budget, shape.token_budget
+        if not lengths.tokens.any():
+            return f"{begin}each {budgets[0]} {paddings[0]}, without tokens"
         return f"{begin}each {budgets[0]} {paddings[0]} and {budgets[1]} {paddings[1]}"
     count = len(plan.offsets) - 1
     frames, tokens = (
