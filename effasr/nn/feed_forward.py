@@ -28,7 +28,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.linear1 = Linear(width, hidden, bias=bias)
         self.linear2 = Linear(hidden, width, bias=bias)
-        self.activation = activation
+        self.activation: Literal["silu", "relu", "gelu"] = activation
         self.dropout = dropout
 
     def forward(self, x: Tensor, residual: Residual | None = None, *, offset: int = 0) -> Tensor:

@@ -46,7 +46,7 @@ def test_matches_torch_with_dropout(activation: Any) -> None:
     layout = PackedLayout.from_lengths((3, 4))
     options = {"dropout": 0.25, "seed": 11, "offset": 2}
     y = bias_activation_dropout(x, bias, layout, activation=activation, **options)
-    keep = kept_elements(torch.tensor(11), 7, CHANNELS, 0.25, 2)
+    keep = kept_elements(torch.tensor(11), (7, CHANNELS), 0.25, 2)
     expected = getattr(F, activation)(x + bias) * keep / 0.75
     torch.testing.assert_close(y, expected)
     upstream = torch.randn_like(y)

@@ -62,7 +62,7 @@ def test_matches_torch_with_dropout() -> None:
     y, s = dropout_add_layer_norm(
         *leaves, layout, scale=0.5, dropout=0.25, eps=1e-3, seed=11, offset=2
     )
-    keep = kept_elements(torch.tensor(11), 7, CHANNELS, 0.25, 2)
+    keep = kept_elements(torch.tensor(11), (7, CHANNELS), 0.25, 2)
     expected = residual + 0.5 * (x * keep) / 0.75
     centred = expected - expected.mean(1, keepdim=True)
     scale = (centred.square().mean(1, keepdim=True) + 1e-3).rsqrt()
@@ -124,7 +124,7 @@ def test_the_stream_keeps_its_dtype_under_autocast(stream: torch.dtype) -> None:
 
 def test_dropout_depends_on_the_seed_and_the_offset() -> None:
     keep = {
-        (seed, offset): kept_elements(torch.tensor(seed), 64, 50, 0.3, offset)
+        (seed, offset): kept_elements(torch.tensor(seed), (64, 50), 0.3, offset)
         for seed in (1, 2**61 + 1)
         for offset in (0, 1)
     }
@@ -134,7 +134,7 @@ def test_dropout_depends_on_the_seed_and_the_offset() -> None:
         assert abs(one.double().mean() - 0.7) < 4 * (0.21 / one.numel()) ** 0.5
         for other in masks[i + 1 :]:
             assert abs((one == other).double().mean() - 0.58) < 4 * (0.2436 / one.numel()) ** 0.5
-    assert torch.equal(kept_elements(torch.tensor(1), 9, 7, 0.3, 0), keep[1, 0][:9, :7])
+    assert torch.equal(kept_elements(torch.tensor(1), (9, 7), 0.3, 0), keep[1, 0][:9, :7])
 
 
 def test_a_backward_drops_what_the_forward_dropped_without_a_seed() -> None:

@@ -20,7 +20,7 @@ def run(a: ActivationArguments) -> Tensor:
         y = y + widen(a.bias)
     y = getattr(F, a.activation)(y)
     if a.dropout:
-        keep = kept_elements(a.seed, *y.shape, a.dropout, a.offset).to(y.device)
+        keep = kept_elements(a.seed, y.shape, a.dropout, a.offset).to(y.device)
         y = torch.where(keep, y, 0) / (1 - a.dropout)
     y = y.to(a.x.dtype)
     return y if total == rows else F.pad(y, (0, 0, 0, rows - total))

@@ -19,7 +19,7 @@ def run(a: NormArguments) -> tuple[Tensor, Tensor]:
     if a.x is not None:
         x = widen(_real(a.x, total))
         if a.dropout:
-            keep = kept_elements(a.seed, *x.shape, a.dropout, a.offset).to(x.device)
+            keep = kept_elements(a.seed, x.shape, a.dropout, a.offset).to(x.device)
             x = torch.where(keep, x, 0) / (1 - a.dropout)
         summed = torch.add(widen(summed), x, alpha=a.scale).to(a.residual.dtype)
     normed = none

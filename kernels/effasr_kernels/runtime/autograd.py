@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from effasr_kernels.runtime import inplace_grad
 
 if TYPE_CHECKING:
-    from effasr_kernels.runtime.torch_op import TorchOp
+    from effasr_kernels.runtime.torch_op import DifferentiableOp
 
 
 class ImplementationFunction(Function):
@@ -19,7 +19,7 @@ class ImplementationFunction(Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, op: TorchOp, implementation: Any, arguments: Any, *tensors: Tensor | None
+        ctx: Any, op: DifferentiableOp, implementation: Any, arguments: Any, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Run the forward. ``tensors`` are the tensor fields of ``arguments``."""
         results, saved = implementation.forward(arguments)

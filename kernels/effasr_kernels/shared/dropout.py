@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -42,13 +44,14 @@ def seed_tensor(seed: Tensor | None, device: torch.device) -> Tensor:
 
 
 def kept_elements(
-    seed: Tensor | None, rows: int, columns: int, probability: float, offset: int
+    seed: Tensor | None, shape: Sequence[int], probability: float, offset: int
 ) -> Tensor:
     """Which elements of a matrix survive dropout, bool (rows, columns), as kernels decide it.
 
     See `effasr_kernels.shared.philox.keep_elements`.
     """
     assert seed is not None
+    rows, columns = shape
     device = seed.device
     low = 0xFFFFFFFF
     i = torch.arange(-(-rows // 2), device=device)[:, None]
