@@ -1,4 +1,4 @@
-"""Backward kernel of `depthwise_conv`, which reads its inputs once for all gradients."""
+"""Backward kernels of `depthwise_conv`: one pass over the rows, and the sum of its partial sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from effasr_kernels.runtime.tiles import find_tile
 def convolve_backward(
     dy,
     x,
-    taps,
+    weight,
     dx,
     partials,
     cu_seqlens,
@@ -39,7 +39,7 @@ def convolve_backward(
     Args:
         dy: (rows, C).
         x: (rows, C), or (rows, 2C) if GATED.
-        taps: float32 (TAPS, C).
+        weight: (C, TAPS), contiguous.
         dx: The shape of ``x``, contiguous, written.
         partials: float32 (tiles, TAPS + 1, C), written: gradients of the taps, then of the bias.
         cu_seqlens: int32 (N + 1,).
@@ -68,7 +68,7 @@ def convolve_backward(
     size, each, group = span(length, start, BLOCK, GROUPS, STEP)
 
     # The taps are masked in the tail, so that its rows become zero.
-    w = load_taps(taps, c, inside & (sequence < sequences), group, channels, TAPS)
+    w = load_taps(weight, c, inside & (sequence < sequences), group, TAPS)
     dx_stride = 2 * channels if GATED else channels
     dy += (first + start) * channels + group * channels + c
     x += (first + start) * x_stride + group * x_stride + c
@@ -117,3 +117,43 @@ def convolve_backward(
     for k in tl.static_range(TAPS + 1):
         total = tl.sum(dw[k], axis=0, keep_dims=True)
         tl.store(partials + k * channels, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def sum_partials(
+    partials,
+    dweight,
+    dbias,
+    tiles,
+    channels,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Sum the gradients of one tap, or of the bias, over all tiles; program (tap, channels).
+
+    Args:
+        partials: float32 (tiles, TAPS + 1, C), gradients of the taps, then of the bias.
+        dweight: (C, TAPS), contiguous, written.
+        dbias: (C,), written; or None.
+        tiles: Number of tiles.
+        channels: C.
+        TAPS: K.
+        BLOCK: Tiles loaded at a time.
+        BLOCK_C: Channels of a program.
+    """
+    k = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    known = c < channels
+    index = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK, BLOCK_C), dtype=tl.float32)
+    for begin in range(0, tiles, BLOCK):
+        tile = begin + index
+        at = tile.to(tl.int64)[:, None] * ((TAPS + 1) * channels) + (k * channels + c)[None, :]
+        mask = (tile < tiles)[:, None] & known[None, :]
+        total += tl.load(partials + at, mask=mask, other=0.0)
+    found = tl.sum(total, axis=0)
+    if k < TAPS:
+        tl.store(dweight + c * TAPS + k, found.to(dweight.dtype.element_ty), mask=known)
+    elif dbias is not None:
+        tl.store(dbias + c, found.to(dbias.dtype.element_ty), mask=known)

@@ -14,7 +14,7 @@ from effasr_kernels.runtime.tiles import find_tile
 @triton.jit(do_not_specialize=["sequences", "rows"])
 def convolve(
     x,
-    taps,
+    weight,
     bias,
     y,
     counts,
@@ -42,7 +42,7 @@ def convolve(
 
     Args:
         x: (rows, C), or (rows, 2C) if GATED.
-        taps: float32 (TAPS, C).
+        weight: (C, TAPS), contiguous.
         bias: (C,), or None.
         y: (rows, C), written.
         counts: float32 (tiles,), number of rows of each tile, written if STATISTICS.
@@ -80,7 +80,7 @@ def convolve(
 
     # Taps and bias are masked in the tail, so that its rows become zero.
     known = inside & (sequence < sequences)
-    w = load_taps(taps, c, known, group, channels, TAPS)
+    w = load_taps(weight, c, known, group, TAPS)
     offset = tl.zeros((GROUPS, BLOCK_C), dtype=tl.float32)
     if bias is not None:
         offset += tl.load(bias + c, mask=known, other=0.0).to(tl.float32)

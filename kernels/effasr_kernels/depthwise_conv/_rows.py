@@ -23,15 +23,16 @@ def span(length, start, BLOCK: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.cons
 
 
 @triton.jit
-def load_taps(taps, c, inside, group, channels, TAPS: tl.constexpr):
-    """Load the taps of channels c, float32, as one tensor for each tap.
+def load_taps(weight, c, inside, group, TAPS: tl.constexpr):
+    """Load the taps of channels c from (C, TAPS), in float32, as one tensor for each tap.
 
     The tensors have the shape of the rows, so several threads load the same value. No exchange
     between threads is needed then: every thread multiplies its own channels.
     """
     found = ()
     for k in tl.static_range(TAPS):
-        found = found + (tl.load(taps + (k * channels + c + group * 0), mask=inside, other=0.0),)
+        tap = tl.load(weight + (c * TAPS + k + group * 0), mask=inside, other=0.0)
+        found = found + (tap.to(tl.float32),)
     return found
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effasr_kernels.depthwise_conv._backward import convolve_backward
+from effasr_kernels.depthwise_conv._backward import convolve_backward, sum_partials
 from effasr_kernels.depthwise_conv._forward import convolve, merge
 from effasr_kernels.depthwise_conv.definition import ConvArguments
 from effasr_kernels.runtime.launch import launch, refusal
@@ -22,7 +22,7 @@ _MOST_TAPS = 32
 _GROUPS, _STEP = 4, 4
 # The gradients of the taps are written once for each tile, so the backward takes larger ones.
 _BLOCK, _BLOCK_BACKWARD = 128, 256
-_MERGED, _MERGED_C = 128, 32
+_MERGED, _SUMMED, _MERGED_C = 128, 64, 32
 
 
 def unsupported_reason(a: ConvArguments) -> str | None:
@@ -32,12 +32,10 @@ def unsupported_reason(a: ConvArguments) -> str | None:
     return refusal(a.x)
 
 
-def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor]]:
-    """See `effasr_kernels.depthwise_conv.depthwise_conv`; saves the taps, float32 (K, C)."""
+def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[()]]:
+    """See `effasr_kernels.depthwise_conv.depthwise_conv`; saves nothing."""
     x, layout = _with_unit_stride(a.x), a.layout
     channels, width = a.weight.shape
-    (taps,) = saved_like(a)
-    taps.copy_(a.weight.T)
     tiles = count_tiles(layout.rows, layout.num_sequences, _BLOCK)
     y = x.new_empty(layout.rows, channels)
     partials: tuple[Tensor | None, ...] = (None, None, None)
@@ -48,7 +46,7 @@ def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tens
     launch(
         convolve,
         (tiles, _cover(channels, config["BLOCK_C"])),
-        *(x, taps, None if a.bias is None else a.bias.contiguous(), y, *partials),
+        *(x, a.weight.contiguous(), None if a.bias is None else a.bias.contiguous(), y, *partials),
         *(layout.cu_seqlens, layout.num_sequences, layout.rows, x.stride(0), channels),
         **options,
         **config,
@@ -67,12 +65,12 @@ def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tens
             BLOCK=_MERGED,
             BLOCK_C=_MERGED_C,
         )
-    return (y, mean, variance), (taps,)
+    return (y, mean, variance), ()
 
 
-def saved_like(a: ConvArguments) -> tuple[Tensor]:
-    """Return empty tensors with the shapes and dtypes of what `forward` saves."""
-    return (_wide(a.weight, a.weight.shape[1], a.weight.shape[0]),)
+def saved_like(a: ConvArguments) -> tuple[()]:
+    """Return no tensors, because the backward only uses the arguments."""
+    return ()
 
 
 def backward(
@@ -91,7 +89,7 @@ def backward(
     launch(
         convolve_backward,
         (tiles, _cover(channels, config["BLOCK_C"])),
-        *(grads[0], x, saved[0], dx, partials),
+        *(grads[0], x, a.weight.contiguous(), dx, partials),
         *(layout.cu_seqlens, layout.num_sequences, layout.rows, x.stride(0), channels),
         **options,
         **config,
@@ -100,12 +98,17 @@ def backward(
         GATED=a.gated,
         BLOCK=_BLOCK_BACKWARD,
     )
-    total = partials.sum(0)
-    return {
-        "x": dx,
-        "weight": total[:-1].T.to(a.weight.dtype, memory_format=torch.contiguous_format),
-        "bias": None if a.bias is None else total[-1].to(a.bias.dtype),
-    }
+    dweight = a.weight.new_empty(channels, width)
+    dbias = None if a.bias is None else a.bias.new_empty(channels)
+    launch(
+        sum_partials,
+        (width + 1, _cover(channels, _MERGED_C)),
+        *(partials, dweight, dbias, tiles, channels),
+        TAPS=width,
+        BLOCK=_SUMMED,
+        BLOCK_C=_MERGED_C,
+    )
+    return {"x": dx, "weight": dweight, "bias": dbias}
 
 
 def _configuration(taps: int, channels: int) -> tuple[dict[str, int], dict[str, int]]:
