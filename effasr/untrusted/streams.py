@@ -40,9 +40,8 @@ def open_standard_streams() -> None:
         buffered = io.BufferedWriter(_Output(1, "w", closefd=False))
         sys.stdout = _text(buffered, sys.stdout, line_buffering=interactive)
     if sys.stderr is sys.__stderr__:
-        options = {"line_buffering": True, "write_through": True}
         # Without a buffer: nothing is left to be written when the interpreter ends.
-        sys.stderr = _text(_Messages(2, "w", closefd=False), sys.stderr, **options)
+        sys.stderr = _text(_Messages(2, "w", closefd=False), sys.stderr, line_buffering=True)
 
 
 def discard_standard_output() -> None:
@@ -50,11 +49,17 @@ def discard_standard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _text(file: Any, before: Any, **options: bool) -> io.TextIOWrapper:
+def _text(file: Any, before: Any, *, line_buffering: bool) -> io.TextIOWrapper:
     if before is not None:
         before.flush()
     encoding = getattr(before, "encoding", None) or "utf-8"
-    return io.TextIOWrapper(file, encoding=encoding, errors="backslashreplace", **options)
+    return io.TextIOWrapper(
+        file,
+        encoding=encoding,
+        errors="backslashreplace",
+        line_buffering=line_buffering,
+        write_through=isinstance(file, _Messages),
+    )
 
 
 class _Output(io.FileIO):
