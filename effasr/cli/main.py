@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from effasr.cli import (
@@ -62,6 +63,7 @@ _PEER_GRACE_S = 3.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     open_standard_streams()
+    _name_home()
     command = ""
     try:
         parser = build_parser()
@@ -92,6 +94,14 @@ def _log_to_standard_error(command: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(TerminalFormatter(f"effasr {command}: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
+
+
+def _name_home() -> None:
+    """Name a home folder that cannot exist where the user has none: lhotse needs a name."""
+    try:
+        Path.home()
+    except RuntimeError:
+        os.environ["HOME"] = os.devnull
 
 
 def _show(parser: argparse.ArgumentParser, *, version: bool) -> None:
