@@ -97,8 +97,12 @@ def _linear(weight: Tensor, bias: Tensor | None, x: Tensor, activation: str = "n
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], kind)
 
 
-def _joined(first: Callable[[Tensor], Tensor], second: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda x: second(first(x))
+def _joined(first: Callable[[Tensor], Tensor], second: nn.Module) -> Callable[..., Tensor]:
+    # `FeedForward.forward`, without its dropout: this is evaluation mode.
+    def forward(x: Tensor, residual: object = None, *, offset: int = 0) -> Tensor:
+        return second(first(x))
+
+    return forward
 
 
 def _linears(model: ASRModel) -> Iterator[tuple[nn.Linear, int]]:
