@@ -37,10 +37,10 @@ def resolve_language_model(config: TrainConfig, saved: Saved | None) -> TrainCon
                 f"`training.{name}` must be false for a language model, with which it is not "
                 "supported yet, but is true: set it to false."
             )
-    if training.strategy == "fsdp2":
+    if training.strategy == "fsdp2" and (config.lora is not None or training.freeze):
         raise ValueError(
-            "`training.strategy` must not be fsdp2 for a language model, with which it is not "
-            "supported yet: use ddp."
+            "`training.strategy` must not be fsdp2 where a language model has `lora` or "
+            "`training.freeze`, with which it is not supported yet: use ddp."
         )
     if config.data.frame_budget == "auto":
         raise ValueError(

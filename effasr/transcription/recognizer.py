@@ -15,8 +15,6 @@ from torch import nn
 from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
 from effasr.data.conversation.collate import asking, collate_conversations
-from effasr.data.conversation.messages import AudioPart, Message
-from effasr.data.conversation.tokenize import prompt_rows
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
 from effasr.data.tokenizer import ChatTokenizer, Tokenizer
 from effasr.decoding.config import DecodingConfig
@@ -108,6 +106,10 @@ class Recognizer:
 
     def _conversation(self, instruction: str) -> list[int]:
         """Return the rows of a conversation whose user speaks and gives an instruction."""
+        # Imported here, because they import lhotse, which takes a third of a second.
+        from effasr.data.conversation.messages import AudioPart, Message
+        from effasr.data.conversation.tokenize import prompt_rows
+
         tokenizer = self.tokenizer
         if not isinstance(tokenizer, ChatTokenizer):
             raise ValueError(

@@ -8,7 +8,7 @@ from effasr.cli.main import build_parser
 RUN = ["--run RUN!"]
 DECODING = [
     "--device DEVICE",
-    "--method {auto,attention,transducer,ctc}",
+    "--method {auto,attention,transducer,ctc,language_model}",
     "--beam N",
     "--length-penalty A",
     "--coverage-penalty B",
@@ -16,6 +16,7 @@ DECODING = [
     "--no-repeat-ngram N",
     "--lm FILE",
     "--lm-weight W",
+    "--instruction TEXT",
     "--gap S",
     "--frame-budget N",
 ]
@@ -32,7 +33,7 @@ SURFACE = {
         "TRAIN...", "--dev MANIFEST", "--output FILE.yaml", "--tokenizer FOLDER",
         "--init-from MODEL", "--no-timing", "--language LANG",
     ],
-    "demo-data": ["OUT", "--multilingual", "--utterances N"],
+    "demo-data": ["OUT", "--multilingual", "--conversations", "--utterances N"],
     "plan": [
         "--manifest MANIFEST",
         "--strategy {packed,random,bucketed,sync_bucketed,sync_bucketed_2d,all}",
@@ -56,6 +57,10 @@ SURFACE = {
         "--punctuation --no-punctuation", "--format {text,json,srt,vtt,ctm}", "--json", "--words",
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
         "--encoding {s16le,f32le}", "--latency S", *DECODING,
+    ],
+    "chat": [
+        *RUN, "QUESTION", "--audio FILE", "--system TEXT", "--manifest FILE", "--beam N",
+        "--max-tokens N", "--device DEVICE",
     ],
     "import": ["MODEL", "OUT"],
     "export": [

@@ -450,9 +450,6 @@ def _taken(ragged: Ragged, kept: np.ndarray) -> Ragged:
 def _taken_clips(clips: AudioColumns, kept: np.ndarray) -> AudioColumns:
     kept = kept.astype(np.int64)
     values: dict[str, Any] = {one.name: getattr(clips, one.name) for one in fields(AudioColumns)}
-    return AudioColumns(
-        **{
-            name: _taken(x, kept) if isinstance(x, Ragged) else x[kept]
-            for name, x in values.items()
-        }
-    )
+    for name, value in values.items():
+        values[name] = _taken(value, kept) if isinstance(value, Ragged) else value[kept]
+    return AudioColumns(**values)

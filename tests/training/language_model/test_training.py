@@ -10,12 +10,13 @@ import yaml
 from safetensors.torch import load_file
 
 from effasr import checkpoint
-from effasr.config import ConfigError, from_mapping
+from effasr.config import ConfigError, dump, from_mapping
 from effasr.data.tokenizer import load_tokenizer
 from effasr.model.asr import ASRModel
 from effasr.training.config import TrainConfig
 from effasr.training.trainer import run
 from tests.support.chat_folder import write_chat_model
+from tests.support.run_ranks import run_module
 from tests.support.talks import write_talks
 
 pytest.importorskip("transformers")
@@ -96,6 +97,23 @@ def test_a_run_learns_and_continues_bit_by_bit(folders, tmp_path):
     assert whole.keys() == again.keys()
     for name, value in whole.items():
         assert torch.equal(value, again[name]), name
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_train_as_one(folders, tmp_path, strategy):
+    loop = {"max_steps": 3, "log_every": 1, "device": "cpu", "threads": 1, "tensorboard": False}
+    # A large epsilon, so that Adam does not turn rounding into steps.
+    options = {"optimizer": {"lr": 3e-3, "eps": 1e-3}, "training": loop}
+    assert run(config(folders, tmp_path / "one", **options)) == 0
+    options["training"] = {**loop, "strategy": strategy}
+    recipe = tmp_path / "talks.yaml"
+    recipe.write_text(dump(config(folders, tmp_path / "two", **options)))
+    for finished in run_module("effasr.cli", "train", str(recipe)):
+        assert finished.returncode == 0, finished.stderr
+    alone, together = weights(tmp_path / "one", 3), weights(tmp_path / "two", 3)
+    assert alone.keys() == together.keys()
+    for name, value in alone.items():
+        torch.testing.assert_close(value, together[name], rtol=1e-4, atol=1e-5)
 
 
 def test_a_checkpoint_is_whole_without_the_folder(folders, tmp_path):
@@ -202,7 +220,7 @@ def test_wrong_conversations_are_listed(folders, tmp_path):
     ("sections", "message"),
     [
         ({"training": {"max_steps": 1, "compile": True}}, "training.compile"),
-        ({"training": {"max_steps": 1, "strategy": "fsdp2"}}, "fsdp2"),
+        ({"training": {"max_steps": 1, "strategy": "fsdp2", "freeze": ["encoder"]}}, "fsdp2"),
         ({"loss": {"guided_weight": 1.0}}, "guided_weight"),
     ],
 )
