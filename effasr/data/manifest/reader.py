@@ -254,6 +254,11 @@ def _reader(path: Path) -> tuple[Iterator[tuple[int, str]], _Read]:
             f"{path}:{number}: a text-only line, with `{SOURCE_TEXT}` but without "
             "`audio_filepath`: only training reads such manifests."
         )
+    if row.keys() & {"messages", "conversations"}:
+        raise ValueError(
+            f"{path}:{number}: a conversation, with `messages`: only training of a language model "
+            "and `effasr chat` read such manifests; dropped.jsonl of the run lists what is wrong."
+        )
     raise ValueError(
         f"{path}:{number}: neither a NeMo line (no `audio_filepath`) nor a lhotse cut (no "
         f"`supervisions`): its fields are {', '.join(sorted(row)) or 'none'}."

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from effasr.data.conversation.messages import AudioPart, conversations, is_conversations
+from effasr.data.manifest.reader import named
 
 SPEECH = {"type": "audio", "audio": "a.wav", "offset": 1, "duration": 2.5}
 
@@ -100,6 +101,12 @@ def test_a_second_conversation_of_one_name_is_a_problem(tmp_path):
     row = ours(("user", "a"), ("assistant", "b"))
     _, second = conversations(write(tmp_path, row, row))
     assert second.problem.reason == "malformed_message"
+
+
+def test_readers_of_utterances_name_the_command_for_conversations(tmp_path):
+    path = write(tmp_path, ours(("user", "a"), ("assistant", "b")))
+    with pytest.raises(ValueError, match="effasr chat"):
+        list(named(path))
 
 
 def test_other_manifests_are_none_of_conversations(tmp_path):
