@@ -111,7 +111,7 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         message, given, _, _ = socket.recv_fds(channel, _MOST_BYTES, 2)
         if not message:
             return None
-        assert len(os.listdir("/proc/self/task")) == 1, "a fork has none of the other threads"
+        _wait_for_other_threads()
         read, write = os.pipe()
         between = os.fork()
         if not between:
@@ -130,6 +130,14 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         channel.send(os.read(read, 64))
         for descriptor in (read, write, *given):
             os.close(descriptor)
+
+
+def _wait_for_other_threads(most_s: float = 60.0) -> None:
+    """Wait until this is the only thread, because a fork has none of the others."""
+    until = time.monotonic() + most_s
+    while len(os.listdir("/proc/self/task")) > 1:
+        assert time.monotonic() < until, "another thread does not end, which a fork would lack"
+        time.sleep(0.01)
 
 
 def _main(channel: int) -> None:

@@ -6,9 +6,9 @@ import enum
 import re
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
-from lhotse.cut import Cut
 
 from effasr.data.audio.speed_perturbation import duration_at, name_at
 from effasr.data.audio.waveform import samples_in
@@ -16,6 +16,9 @@ from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.limits import Limits
 from effasr.data.manifest.reader import request
 from effasr.data.tokenizer import Tokenizer, UnknownLanguageError
+
+if TYPE_CHECKING:
+    from lhotse.cut import Cut
 
 
 class Reason(enum.StrEnum):
