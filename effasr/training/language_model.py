@@ -31,12 +31,11 @@ def resolve_language_model(config: TrainConfig, saved: Saved | None) -> TrainCon
     settings = config.model.language_model
     assert settings is not None
     training = config.training
-    for name in ("compile", "cuda_graph"):
-        if getattr(training, name):
-            raise ValueError(
-                f"`training.{name}` must be false for a language model, with which it is not "
-                "supported yet, but is true: set it to false."
-            )
+    if training.compile:
+        raise ValueError(
+            "`training.compile` must be false for a language model, with which it is not "
+            "supported yet, but is true: set it to false."
+        )
     if training.strategy == "fsdp2" and (config.lora is not None or training.freeze):
         raise ValueError(
             "`training.strategy` must not be fsdp2 where a language model has `lora` or "

@@ -58,6 +58,9 @@ SURFACE = {
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
         "--encoding {s16le,f32le}", "--latency S", *DECODING,
     ],
+    "label": [
+        "RUN", "AUDIO", "OUT", "--min-confidence C", "--language LANG", *DECODING,
+    ],
     "chat": [
         *RUN, "QUESTION", "--audio FILE", "--system TEXT", "--manifest FILE", "--beam N",
         "--max-tokens N", "--device DEVICE",

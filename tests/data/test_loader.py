@@ -271,9 +271,10 @@ def test_loading_leaves_the_global_generator_alone(make: Callable[..., Loader]) 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_closing_ends_the_workers(make: Callable[..., Loader]) -> None:
+    before = set(children(os.getpid()))
     steps = make(workers=2).steps()
     next(steps)
-    workers = children(os.getpid())
+    workers = sorted(set(children(os.getpid())) - before)
     assert len(workers) >= 2
     steps.close()
     assert not running(workers)
@@ -327,9 +328,10 @@ def test_an_error_ends_the_workers(make: Callable[..., Loader], tmp_path: Path) 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_workers_ignore_signals_that_are_not_their_parent_s(make: Callable[..., Loader]) -> None:
+    before = set(children(os.getpid()))
     with closing(make(workers=1).steps()) as steps:
         next(steps)
-        (worker,) = children(os.getpid())
+        (worker,) = set(children(os.getpid())) - before
         for name in ("INT", "TERM"):
             subprocess.run(["kill", f"-{name}", str(worker)], check=True)
         assert running([worker], patience=0.2)

@@ -31,6 +31,8 @@ _IMPORTED = (
     "effasr.cli.main",
     "effasr.training.trainer",
 )
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Libraries start no threads then when they are imported, which a fork would lack."""
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_BYTES = 2**18
 
@@ -89,7 +91,7 @@ def _server() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.preloaded", str(theirs.fileno())],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"},
+        env=os.environ | _ENVIRONMENT | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"},
         cwd=ROOT,
         pass_fds=[theirs.fileno()],
         # No terminal: Python would write there line by line, as its forks would.

@@ -122,7 +122,7 @@ def test_ranks_exchange_the_gradients_of_autocast() -> None:
 
 
 class _Casts(TorchDispatchMode):
-    """Counts casts from float32 to bfloat16 of the shapes of given weights, one by one."""
+    """Counts casts of given weights to bfloat16, one by one, and casts of many tensors at once."""
 
     def __init__(self, weights: list[Tensor]) -> None:
         super().__init__()
@@ -134,7 +134,8 @@ class _Casts(TorchDispatchMode):
         name = func._schema.name
         if name == "aten::_to_copy" and out.dtype == torch.bfloat16:
             self.count += args[0].data_ptr() in self._addresses
-        self.together += name == "aten::_foreach_copy_"
+        if name == "aten::_foreach_copy_":
+            self.together += args[0][0].dtype != args[1][0].dtype
         return out
 
 

@@ -331,8 +331,8 @@ def test_the_mode_of_each_module_is_left_as_it_was(model, tokenizer, waveforms) 
 def test_bfloat16_computes_in_bfloat16(model, tokenizer, waveforms, monkeypatch) -> None:
     forward, seen = FeedForward.forward, []
 
-    def watched(module, x):
-        y = forward(module, x)
+    def watched(module, x, *others, **options):
+        y = forward(module, x, *others, **options)
         seen.append((len(x), y.dtype))
         return y
 

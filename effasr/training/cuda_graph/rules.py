@@ -93,6 +93,13 @@ def obstacles_of_model(model: ModelConfig, device: torch.device) -> Iterator[Obs
             "`training.cuda_graph` cannot record a transducer, whose loss the host divides by "
             "lengths, but model.transducer is given: set it to false.",
         )
+    if model.language_model is not None:
+        yield Obstacle(
+            "model.language_model",
+            "the modules of transformers have not been recorded yet",
+            "`training.cuda_graph` must be false for a language model, with which it is not "
+            "supported yet, but is true: set it to false.",
+        )
     if device.type != "cuda":
         yield Obstacle(
             "training.device",
