@@ -29,7 +29,7 @@ DIFFERENTIABLE = {
     for example in op.examples
 }
 
-WIDE_UNDER_AUTOCAST = {"batch_norm": ("weight", "bias")}
+WIDE_UNDER_AUTOCAST = {"batch_norm": ("weight", "bias"), "bias_activation_dropout": ("bias",)}
 """Parameters that keep their dtype under autocast, by the operations that say so."""
 
 

@@ -77,7 +77,9 @@ def configs(
 
 # float32 does not use tensor cores, whose TF32 has only 11 bits of precision.
 _SINGLE = {
-    64: Configs(Config(32, 16, 4, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
+    # With 32 queries a step, the gradient of keys and values spills on sm_90: with 4 warps with
+    # dropout, with 8 warps with relative positions, dropout and a causal mask.
+    64: Configs(Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(32, 32, 8, 1)),
     128: Configs(Config(32, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
     256: Configs(Config(16, 16, 4, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
 }
