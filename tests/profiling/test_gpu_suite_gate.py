@@ -30,6 +30,7 @@ from suite.parts import Setting
 from suite.steps import LeftOut, Step
 
 from effasr.nn import feed_forward, residual
+from effasr.transcription import packed_weights
 from effasr_kernels.runtime import native
 from effasr_kernels.runtime.torch_op import TorchOp
 
@@ -230,6 +231,8 @@ def test_a_step_uses_what_its_gate_asks_for(
     # A GPU joins what lies between products; here references compute it.
     for module in (residual, feed_forward):
         monkeypatch.setattr(module, "is_fused", lambda x: True)
+    # Nor are weights packed on one, whose networks have no operation of ours.
+    monkeypatch.setattr(packed_weights, "_can_be_packed", lambda weight: False)
     tiny = [*models.TINY, "--steps", "1", "--systems", "packed_static"]
     assert bench_training.main(tiny) == 0
     assert used == set(TRAINING) - {MODEL}
