@@ -32,7 +32,8 @@ _PROCESSES = 12
 _HANGING_S = 150
 """Seconds after which a test hangs; a process that compiles beside eleven others is slow."""
 _REFERENCES = "check_order and odd or a_static_pack_is_the_sum or alone_to_the_bit or "
-_REFERENCES += "writes_each_row or leave_and_others_enter or batch_has_the_same_shape"
+_REFERENCES += "writes_each_row or leave_and_others_enter or batch_has_the_same_shape or "
+_REFERENCES += "moves_as_the_module"
 """A few tests of references, models and the engine, which take a CPU little time."""
 
 

@@ -5,7 +5,9 @@ from effasr_kernels import PackedLayout, update_running_statistics
 
 
 @pytest.mark.parametrize("channels", [3, 300])
-@pytest.mark.parametrize("sizes", [(4, 0, 7), (1,), (0, 0)])
+@pytest.mark.parametrize(
+    "sizes", [(4, 0, 7), (1,), (0, 0)], ids=["empty_among_others", "one_row", "no_row"]
+)
 def test_running_statistics_are_those_of_the_reference(
     sizes: tuple[int, ...], channels: int, device: torch.device
 ) -> None:

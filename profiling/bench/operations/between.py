@@ -16,9 +16,15 @@ _DROPOUT = 0.1
 _EXPANSION = 4
 
 
-def cases(workload: Workload) -> list[Case]:
-    """Return cases of a residual addition with its norm, and of a feed-forward network's inside."""
-    return [residual(workload), activation(workload)]
+def cases(workload: Workload, *, dropout: float = _DROPOUT) -> list[Case]:
+    """Return cases of a residual addition with its norm, and of a feed-forward network's inside.
+
+    Args:
+        workload: Sizes and device.
+        dropout: Probability to drop an element. Peers drop other elements than ours, so that their
+            results can be compared only with 0.
+    """
+    return [residual(workload, dropout), activation(workload, dropout)]
 
 
 def _peers(
@@ -29,7 +35,7 @@ def _peers(
     return {"torch": lambda: make(lambda call: call), "torch.compile": lambda: make(compiled)}
 
 
-def residual(workload: Workload) -> Case:
+def residual(workload: Workload, dropout: float) -> Case:
     """Return dropout, addition to a float32 stream, and LayerNorm in the dtype of the branch."""
     layout, width = workload.frame_layout, workload.width
     x = workload.rows_of(layout, width)
@@ -42,24 +48,22 @@ def residual(workload: Workload) -> Case:
         return Contender(
             leaves,
             lambda: kernels.dropout_add_layer_norm(
-                *leaves.values(), layout, dropout=_DROPOUT, seed=0, backend=backend
+                *leaves.values(), layout, dropout=dropout, seed=0, backend=backend
             ),
             upstream,
         )
 
     def torch_calls(wrap: Callable[..., object]) -> Contender:
         def call(x: Tensor, stream: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-            added = stream + F.dropout(x, _DROPOUT)
+            added = stream + F.dropout(x, dropout)
             return F.layer_norm(added, (width,), weight, bias).to(x.dtype), added
 
         run = wrap(call)
-        # Other elements are dropped.
-        return Contender(leaves, lambda: run(*leaves.values()), upstream, exact=False)
+        return Contender(leaves, lambda: run(*leaves.values()), upstream, exact=not dropout)
 
     def flash_attn() -> Contender:
         from flash_attn.ops.triton.layer_norm import layer_norm_fn
 
-        # Other elements are dropped.
         return Contender(
             leaves,
             lambda: layer_norm_fn(
@@ -68,12 +72,12 @@ def residual(workload: Workload) -> Case:
                 bias,
                 residual=stream,
                 eps=1e-5,
-                dropout_p=_DROPOUT,
+                dropout_p=dropout,
                 prenorm=True,
                 residual_in_fp32=True,
             ),
             upstream,
-            exact=False,
+            exact=not dropout,
         )
 
     shape = f"{workload.describe()} C={width}"
@@ -81,7 +85,7 @@ def residual(workload: Workload) -> Case:
     return Case("dropout_add_layer_norm", "", shape, ours, peers)
 
 
-def activation(workload: Workload) -> Case:
+def activation(workload: Workload, dropout: float) -> Case:
     """Return bias, SiLU and dropout between the two products of a feed-forward network."""
     layout, width = workload.frame_layout, _EXPANSION * workload.width
     x, bias = workload.rows_of(layout, width), leaf(workload.draw(width).float())
@@ -92,18 +96,17 @@ def activation(workload: Workload) -> Case:
         return Contender(
             leaves,
             lambda: kernels.bias_activation_dropout(
-                x, bias, layout, activation="silu", dropout=_DROPOUT, seed=0, backend=backend
+                x, bias, layout, activation="silu", dropout=dropout, seed=0, backend=backend
             ),
             upstream,
         )
 
     def torch_calls(wrap: Callable[..., object]) -> Contender:
         def call(x: Tensor, bias: Tensor) -> Tensor:
-            return F.dropout(F.silu(x + bias.to(x.dtype)), _DROPOUT)
+            return F.dropout(F.silu(x + bias.to(x.dtype)), dropout)
 
         run = wrap(call)
-        # Other elements are dropped.
-        return Contender(leaves, lambda: run(x, bias), upstream, exact=False)
+        return Contender(leaves, lambda: run(x, bias), upstream, exact=not dropout)
 
     shape = f"{workload.describe()} C={width}"
     return Case("bias_activation_dropout", "silu", shape, ours, _peers(torch_calls))
