@@ -13,9 +13,9 @@ def slow_rank() -> None:
     """Rank 1 needs 200 ms more for every micro-batch."""
     run_micro_batch = step.run_micro_batch
 
-    def slow(*arguments):
+    def slow(*arguments, **options):
         time.sleep(0.2)
-        return run_micro_batch(*arguments)
+        return run_micro_batch(*arguments, **options)
 
     if os.environ["RANK"] == "1":
         step.run_micro_batch = slow
