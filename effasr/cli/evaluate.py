@@ -11,6 +11,7 @@ from effasr.cli.options import (
     RUN_HELP,
     AddCommand,
     add_decoding,
+    add_nbest,
     at_least,
     decoding_config,
     folder,
@@ -56,6 +57,7 @@ def add(command: AddCommand) -> None:
         help="utterances with the most errors to show (default: 5)",
     )
     add_decoding(parser)
+    add_nbest(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from effasr.cli.options import (
     RUN_HELP,
     AddCommand,
     add_decoding,
+    add_nbest,
     at_least,
     decoding_config,
     folder,
@@ -115,6 +116,7 @@ def add(command: AddCommand) -> None:
         help="wait no longer than this for a pause (default: 10 seconds)",
     )
     add_decoding(parser)
+    add_nbest(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -220,6 +222,8 @@ class _MissingTimestamps:
 
 
 def _check(options: argparse.Namespace) -> None:
+    if options.nbest is not None and _style(options) != "json":
+        raise ValueError("`--nbest` must have `--json`: no other format holds several texts.")
     if options.stream:
         _check_stream(options)
         return

@@ -62,6 +62,8 @@ class DecodingConfig:
         extra_tokens: See ``tokens_per_frame``.
         precision: Autocast precision of matrix products.
         workers: Threads that load audio.
+        nbest: Hypotheses of each utterance to report with their scores, the transcript included,
+            from 1 to ``beam``; None for the transcript alone.
         words: Whether to compute word timestamps; needs a model with a CTC head.
         confidence: Whether to compute the confidence of each transcript: see
             `effasr.transcription.results.confidence`.
@@ -87,6 +89,7 @@ class DecodingConfig:
     extra_tokens: int = 16
     precision: Literal["float32", "bfloat16"] = "float32"
     workers: int = 4
+    nbest: int | None = None
     words: bool = False
     confidence: bool = False
     instruction: str = "Transcribe the speech."
@@ -111,6 +114,10 @@ class DecodingConfig:
         if self.no_repeat_ngram is not None:
             size, remedy = self.no_repeat_ngram, "leave it out to allow all repetitions"
             check(size >= 2, "no_repeat_ngram", "be at least 2", size, remedy)
+        if self.nbest is not None:
+            rule = f"be from 1 to `beam` = {self.beam}"
+            remedy = "a search finds at most as many transcripts as its beam has places"
+            check(1 <= self.nbest <= self.beam, "nbest", rule, self.nbest, remedy)
         if self.lm_weight is not None:
             weight = self.lm_weight
             check(self.lm is not None, "lm_weight", "be left out where there is no `lm`", weight)

@@ -19,7 +19,7 @@ from effasr.evaluation.result import Evaluation, ScoredUtterance
 from effasr.evaluation.wer import count_errors
 from effasr.model.asr import ASRModel
 from effasr.transcription.recognizer import Recognizer, Request
-from effasr.transcription.results import Failure, Result
+from effasr.transcription.results import Failure, Result, Transcription
 
 
 def openable_cuts(path: str | Path, *, language: str) -> tuple[list[Cut], list[Failure]]:
@@ -81,21 +81,33 @@ def evaluate(
         if isinstance(result, Failure):
             failed.append(result)
         else:
-            utterances.append(
-                ScoredUtterance(
-                    id=result.id,
-                    group=_group(wanted.prompt),
-                    reference=reference,
-                    hypothesis=result.text,
-                    duration=result.duration,
-                    errors=count_errors(normalize(reference), normalize(result.text)),
-                    truncated=result.truncated,
-                )
-            )
+            utterances.append(_scored(reference, wanted.prompt, result, normalize))
         if on_result is not None:
             on_result(result)
     seconds = time.perf_counter() - started
     return Evaluation(normalizer, tuple(utterances), tuple(failed), seconds)
+
+
+def _scored(
+    reference: str, prompt: Prompt, result: Transcription, normalize: Callable[[str], str]
+) -> ScoredUtterance:
+    """Count the errors of a transcript, and of its alternatives."""
+    wanted, alternatives = normalize(reference), result.alternatives
+    errors = count_errors(wanted, normalize(result.text))
+    # Different alternatives are often the same words.
+    others = {normalize(one.text) for one in alternatives} - {normalize(result.text)}
+    every = [errors, *(count_errors(wanted, text) for text in sorted(others))]
+    return ScoredUtterance(
+        id=result.id,
+        group=_group(prompt),
+        reference=reference,
+        hypothesis=result.text,
+        duration=result.duration,
+        errors=errors,
+        truncated=result.truncated,
+        alternatives=alternatives,
+        oracle=min(every, key=lambda one: one.errors) if alternatives else None,
+    )
 
 
 def shard(cuts: Iterable[Cut], rank: int, world_size: int) -> list[Cut]:

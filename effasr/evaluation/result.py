@@ -16,7 +16,7 @@ from effasr.evaluation.bootstrap import interval
 from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.wer import ErrorCounts, total
 from effasr.transcription.json_files import one_line, write_json, write_json_lines, write_text
-from effasr.transcription.results import Failure
+from effasr.transcription.results import Alternative, Failure
 
 HYPOTHESES = "hypotheses.jsonl"
 
@@ -33,6 +33,8 @@ class ScoredUtterance:
         duration: Seconds.
         errors: Word errors after normalisation of both texts.
         truncated: Whether the decoder reached its limit.
+        alternatives: The best texts of the search, the best first, if requested.
+        oracle: Errors of the alternative with the fewest; those of the transcript by default.
     """
 
     id: str
@@ -42,6 +44,8 @@ class ScoredUtterance:
     duration: float
     errors: ErrorCounts
     truncated: bool = False
+    alternatives: tuple[Alternative, ...] = ()
+    oracle: ErrorCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,16 @@ class Evaluation:
         for utterance in self.utterances:
             parts[utterance.group].append(utterance.errors)
         return {group: total(parts[group]) for group in sorted(parts)}
+
+    @property
+    def nbest(self) -> int:
+        """The most alternatives of an utterance; 0 where they were not requested."""
+        return max((len(utterance.alternatives) for utterance in self.utterances), default=0)
+
+    @property
+    def oracle(self) -> ErrorCounts:
+        """Errors of the whole set, if the best alternative of each utterance were chosen."""
+        return total(utterance.oracle or utterance.errors for utterance in self.utterances)
 
     @property
     def wer(self) -> float:
@@ -109,6 +123,7 @@ class Evaluation:
         return {
             **_rates(self.errors),
             "wer_interval": self.interval,
+            **self._oracle_row(),
             "rtfx": round(self.rtfx, 2),
             "audio_seconds": round(self.audio_seconds, 3),
             "seconds": round(self.seconds, 3),
@@ -118,6 +133,9 @@ class Evaluation:
             "failures": [failure.as_row() for failure in self.failures],
             "groups": {group: _rates(errors) for group, errors in self.groups.items()},
         }
+
+    def _oracle_row(self) -> dict[str, Any]:
+        return {"oracle": {"nbest": self.nbest, **_rates(self.oracle)}} if self.nbest else {}
 
 
 def merge(evaluations: Sequence[Evaluation]) -> Evaluation:
@@ -160,6 +178,7 @@ def save(evaluation: Evaluation, folder: str | Path) -> None:
             "reference": utterance.reference,
             "hypothesis": utterance.hypothesis,
             "duration": round(utterance.duration, 3),
+            **_listed(utterance.alternatives),
         }
         for utterance in evaluation.utterances
     )
@@ -168,6 +187,10 @@ def save(evaluation: Evaluation, folder: str | Path) -> None:
     # A process may be killed between the files, and what is read must be of one evaluation.
     files = {HYPOTHESES: checksum(folder / HYPOTHESES)}
     write_json(folder / "wer.json", evaluation.summary() | {"files": files})
+
+
+def _listed(alternatives: Sequence[Alternative]) -> dict[str, Any]:
+    return {"alternatives": [one.as_row() for one in alternatives]} if alternatives else {}
 
 
 def _write_alignments(evaluation: Evaluation, folder: Path) -> None:

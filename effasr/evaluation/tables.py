@@ -51,6 +51,9 @@ def wer_table(evaluation: Evaluation) -> str:
     if (interval := evaluation.interval) is not None:
         low, high = map(percent, interval)
         lines.append(f"WER of such sets, 95 of 100 times: {low} to {high} %")
+    if evaluation.nbest:
+        oracle = percent(evaluation.oracle.wer)
+        lines.append(f"WER of the best of {evaluation.nbest} alternatives (oracle): {oracle} %")
     if evaluation.truncated:
         lines.append(f"{evaluation.truncated} stopped at the longest text allowed")
     if evaluation.failures:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -36,7 +36,7 @@ from effasr.transcription.recordings import (
     Request,
     take_finished,
 )
-from effasr.transcription.results import Result
+from effasr.transcription.results import Alternative, Result
 from effasr.transcription.word_timestamps import Word, word_timestamps
 
 _WINDOW_BATCHES = 2
@@ -270,13 +270,20 @@ class Recognizer:
             with torch.autocast(kind, torch.bfloat16, enabled=half), self._packed.active():
                 fed = search.feed(*self._collated(pieces), pieces) if pieces else search.finish()
                 for piece, result in fed:
-                    piece.text = self.tokenizer.decode(list(result.tokens)).strip()
+                    piece.text = self._text(result.tokens)
                     piece.truncated, piece.score = result.truncated, result.score
+                    piece.alternatives = tuple(
+                        Alternative(self._text(one.tokens), one.score, one.rank)
+                        for one in result.alternatives
+                    )
                     piece.words = self._words(piece, result)
                     done += self._done(piece)
         except torch.OutOfMemoryError:
             return done, False
         return done, True
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens)).strip()
 
     def _done(self, piece: Piece) -> float:
         """Drop the audio of a piece, and return its seconds."""
