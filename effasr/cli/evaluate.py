@@ -10,6 +10,7 @@ from effasr.cli.options import (
     MANIFEST_HELP,
     RUN_HELP,
     AddCommand,
+    add_confidence,
     add_decoding,
     add_nbest,
     at_least,
@@ -58,6 +59,7 @@ def add(command: AddCommand) -> None:
     )
     add_decoding(parser)
     add_nbest(parser)
+    add_confidence(parser)
 
 
 def run(options: argparse.Namespace) -> int:

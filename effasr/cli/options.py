@@ -162,10 +162,27 @@ def add_nbest(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_confidence(parser: argparse.ArgumentParser) -> None:
+    """Add ``--confidence`` and ``--calibration``."""
+    parser.add_argument(
+        "--confidence",
+        action="store_true",
+        help="also compute the confidence of each word, from the entropy of the model's "
+        "distributions",
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="with --confidence: calibration.json of an evaluation of a dev set, which makes "
+        "confidences probabilities",
+    )
+
+
 def decoding_config(options: argparse.Namespace, *, words: bool = False) -> DecodingConfig:
     """Return the decoding configuration that the options of `add_decoding` ask for.
 
-    Those of `add_nbest` count as well, where the command has them.
+    Those of `add_nbest` and `add_confidence` count as well, where the command has them.
     """
     from effasr.decoding.config import DecodingConfig
 
@@ -178,6 +195,8 @@ def decoding_config(options: argparse.Namespace, *, words: bool = False) -> Deco
         **{name: getattr(options, name) for name in names},
         gap_seconds=options.gap or None,
         nbest=getattr(options, "nbest", None),
+        word_confidence=getattr(options, "confidence", False),
+        calibration=getattr(options, "calibration", None),
         words=words,
     )
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from effasr.cli.options import (
     RUN_HELP,
     AddCommand,
+    add_confidence,
     add_decoding,
     add_nbest,
     at_least,
@@ -117,6 +118,7 @@ def add(command: AddCommand) -> None:
     )
     add_decoding(parser)
     add_nbest(parser)
+    add_confidence(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -224,6 +226,8 @@ class _MissingTimestamps:
 def _check(options: argparse.Namespace) -> None:
     if options.nbest is not None and _style(options) != "json":
         raise ValueError("`--nbest` must have `--json`: no other format holds several texts.")
+    if options.confidence and _style(options) != "json":
+        raise ValueError("`--confidence` must have `--json`: no other format holds confidences.")
     if options.stream:
         _check_stream(options)
         return

@@ -67,6 +67,10 @@ class DecodingConfig:
         words: Whether to compute word timestamps; needs a model with a CTC head.
         confidence: Whether to compute the confidence of each transcript: see
             `effasr.transcription.results.confidence`.
+        word_confidence: Whether to compute the confidence of each word from the entropy of the
+            model's distributions: see `effasr.decoding.confidence.tokens`.
+        calibration: File that maps these to probabilities, from ``effasr evaluate --confidence`` on
+            a dev set; None for the raw values.
         instruction: With a language model, the text that follows the speech in the turn of the
             user, which the answer transcribes or translates.
     """
@@ -92,6 +96,8 @@ class DecodingConfig:
     nbest: int | None = None
     words: bool = False
     confidence: bool = False
+    word_confidence: bool = False
+    calibration: Path | None = None
     instruction: str = "Transcribe the speech."
 
     def __post_init__(self) -> None:
@@ -123,6 +129,9 @@ class DecodingConfig:
             check(self.lm is not None, "lm_weight", "be left out where there is no `lm`", weight)
             rule, remedy = "be above 0", "leave out `lm` for none"
             check(0.0 < weight < math.inf, "lm_weight", rule, weight, remedy)
+        if self.calibration is not None:
+            rule = "be left out without `word_confidence`"
+            check(self.word_confidence, "calibration", rule, self.calibration)
         per_frame = self.tokens_per_frame
         check(per_frame >= 0.0, "tokens_per_frame", "be at least 0", per_frame)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from effasr.data.batch import IGNORED
 from effasr.data.features.segments import segment_sum
+from effasr.decoding.confidence.tokens import token_confidences
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_alignment import Span, align_tokens
 from effasr.decoding.nbest.hypothesis import Hypothesis
@@ -40,6 +41,8 @@ class Decoded:
         truncated: Whether the decoder reached its limit before the end token.
         spans: Encoder frames of each token; None if not requested, or if there are too few frames.
         score: Score by the model; None if not requested.
+        confidences: Confidence of each token, from 0 to 1; None if not requested, or if no path of
+            the model spells the transcript.
         alternatives: The best hypotheses of the search, this one first; none if not requested. Of
             greedy search, this one alone, with its score by the model.
     """
@@ -49,6 +52,7 @@ class Decoded:
     spans: tuple[Span, ...] | None = None
     score: Score | None = None
     alternatives: tuple[Hypothesis, ...] = ()
+    confidences: tuple[float, ...] | None = None
 
 
 @torch.no_grad()
@@ -61,7 +65,7 @@ def with_details(
     config: DecodingConfig,
     eos_id: int,
 ) -> list[Decoded]:
-    """Add what a configuration requests beside the tokens: scores, alternatives and spans.
+    """Add the scores, alternatives, confidences and spans that a configuration requests.
 
     Args:
         model: The model, in evaluation mode.
@@ -80,9 +84,14 @@ def with_details(
         results = [_with_itself(one) for one in results]
     if listed and not config.confidence:
         results = [replace(one, score=None) for one in results]
+    texts = [one.tokens for one in results]
+    if config.word_confidence:
+        sure = token_confidences(model, method, encoded, prompts, texts)
+        pairs = zip(results, sure, strict=True)
+        results = [replace(one, confidences=found) for one, found in pairs]
     if not config.words:
         return results
-    spans = align_tokens(model, encoded, [one.tokens for one in results])
+    spans = align_tokens(model, encoded, texts)
     return [
         replace(one, spans=None if found is None else tuple(found))
         for one, found in zip(results, spans, strict=True)

@@ -88,6 +88,8 @@ def check_config(model: ASRModel, config: DecodingConfig) -> str:
     if method == "language_model":
         remedy = "lists are those of the attention decoder, CTC and transducers"
         check(config.nbest is None, "nbest", rule, config.nbest, remedy)
+        remedy = "words have confidences with the attention decoder, CTC and transducers"
+        check(not config.word_confidence, "word_confidence", rule, True, remedy)
     if config.lm is not None:
         remedy = "only the attention decoder and CTC can be joined with a language model"
         check(method not in ("transducer", "language_model"), "lm", rule, config.lm, remedy)

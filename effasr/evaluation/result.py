@@ -6,7 +6,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,17 @@ from effasr.evaluation.alignment import align, trn_line
 from effasr.evaluation.bootstrap import interval
 from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.wer import ErrorCounts, total
+from effasr.evaluation.word_confidence import (
+    ConfidenceReport,
+    Judged,
+    confidence_report,
+    fit_calibration,
+)
 from effasr.transcription.json_files import one_line, write_json, write_json_lines, write_text
 from effasr.transcription.results import Alternative, Failure
 
 HYPOTHESES = "hypotheses.jsonl"
+CALIBRATION = "calibration.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,7 @@ class ScoredUtterance:
         errors: Word errors after normalisation of both texts.
         truncated: Whether the decoder reached its limit.
         alternatives: The best texts of the search, the best first, if requested.
+        judged: Confidence of each word, and whether it is right; None if not requested or unknown.
         oracle: Errors of the alternative with the fewest; those of the transcript by default.
     """
 
@@ -46,6 +54,7 @@ class ScoredUtterance:
     truncated: bool = False
     alternatives: tuple[Alternative, ...] = ()
     oracle: ErrorCounts | None = None
+    judged: tuple[Judged, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +66,16 @@ class Evaluation:
         utterances: All that were transcribed.
         failures: Recordings that were not transcribed; they count in no rate.
         seconds: Duration of the whole call, loading of audio included.
+        method: Method of decoding; empty for evaluations without one.
+        calibrated: Whether the confidences of words are calibrated; None without any.
     """
 
     normalizer: str
     utterances: tuple[ScoredUtterance, ...] = ()
     failures: tuple[Failure, ...] = ()
     seconds: float = 0.0
+    method: str = ""
+    calibrated: bool | None = None
 
     @property
     def errors(self) -> ErrorCounts:
@@ -86,6 +99,19 @@ class Evaluation:
     def oracle(self) -> ErrorCounts:
         """Errors of the whole set, if the best alternative of each utterance were chosen."""
         return total(utterance.oracle or utterance.errors for utterance in self.utterances)
+
+    @property
+    def judged(self) -> list[Judged]:
+        """Confidence of each word of the set, and whether it is right."""
+        return [pair for utterance in self.utterances for pair in utterance.judged or ()]
+
+    @property
+    def confidence(self) -> ConfidenceReport | None:
+        """Quality of the confidences of words, if they were requested."""
+        if self.calibrated is None:
+            return None
+        skipped = sum(utterance.judged is None for utterance in self.utterances)
+        return confidence_report(self.judged, skipped)
 
     @property
     def wer(self) -> float:
@@ -124,6 +150,7 @@ class Evaluation:
             **_rates(self.errors),
             "wer_interval": self.interval,
             **self._oracle_row(),
+            **self._confidence_row(),
             "rtfx": round(self.rtfx, 2),
             "audio_seconds": round(self.audio_seconds, 3),
             "seconds": round(self.seconds, 3),
@@ -136,6 +163,12 @@ class Evaluation:
 
     def _oracle_row(self) -> dict[str, Any]:
         return {"oracle": {"nbest": self.nbest, **_rates(self.oracle)}} if self.nbest else {}
+
+    def _confidence_row(self) -> dict[str, Any]:
+        found = self.confidence
+        if found is None:
+            return {}
+        return {"word_confidence": {"calibrated": self.calibrated, **found.as_row()}}
 
 
 def merge(evaluations: Sequence[Evaluation]) -> Evaluation:
@@ -156,6 +189,8 @@ def merge(evaluations: Sequence[Evaluation]) -> Evaluation:
         utterances=tuple(u for evaluation in evaluations for u in evaluation.utterances),
         failures=tuple(f for evaluation in evaluations for f in evaluation.failures),
         seconds=max(evaluation.seconds for evaluation in evaluations),
+        method=evaluations[0].method,
+        calibrated=evaluations[0].calibrated,
     )
 
 
@@ -169,7 +204,8 @@ def save(evaluation: Evaluation, folder: str | Path) -> None:
     """Write the files of an evaluation, each atomically; ``wer.json`` is the last.
 
     ``hypotheses.jsonl`` has the original texts. The normalised texts are in ``ref.trn`` and
-    ``hyp.trn``, which sclite reads, and in ``alignments.txt``.
+    ``hyp.trn``, which sclite reads, and in ``alignments.txt``. With raw confidences of right and
+    wrong words, ``calibration.json`` is the map that makes them probabilities.
     """
     folder = Path(folder)
     rows = (
@@ -184,6 +220,10 @@ def save(evaluation: Evaluation, folder: str | Path) -> None:
     )
     write_json_lines(folder / HYPOTHESES, rows)
     _write_alignments(evaluation, folder)
+    if evaluation.calibrated is False:
+        fitted = fit_calibration(evaluation.judged, evaluation.method)
+        if fitted is not None:
+            write_json(folder / CALIBRATION, asdict(fitted))
     # A process may be killed between the files, and what is read must be of one evaluation.
     files = {HYPOTHESES: checksum(folder / HYPOTHESES)}
     write_json(folder / "wer.json", evaluation.summary() | {"files": files})

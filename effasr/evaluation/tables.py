@@ -54,6 +54,13 @@ def wer_table(evaluation: Evaluation) -> str:
     if evaluation.nbest:
         oracle = percent(evaluation.oracle.wer)
         lines.append(f"WER of the best of {evaluation.nbest} alternatives (oracle): {oracle} %")
+    if (found := evaluation.confidence) is not None and found.words:
+        ece, auc = percent(found.ece), "-" if found.auc is None else f"{found.auc:.3f}"
+        kind = "calibrated" if evaluation.calibrated else "raw"
+        lines.append(
+            f"confidence of {found.words} words ({kind}): calibration error {ece} %, area under "
+            f"the curve {auc}"
+        )
     if evaluation.truncated:
         lines.append(f"{evaluation.truncated} stopped at the longest text allowed")
     if evaluation.failures:

@@ -164,10 +164,11 @@ class ContinuousSearch:
     def _needs_batch(self) -> bool:
         """Whether results need the encoder output of their batch."""
         config = self._config
-        return config.words or config.confidence or config.nbest is not None
+        scored = config.confidence or config.word_confidence or config.nbest is not None
+        return config.words or scored
 
     def _with_details(self, fed: _Fed) -> list[Decoded]:
-        """Add scores, alternatives and spans, where they are requested."""
+        """Add scores, alternatives, confidences and spans, where they are requested."""
         results = [one for one in fed.results if one is not None]
         what = self._model, "attention", fed.encoded, fed.prompts
         return with_details(*what, results, self._config, self._tokenizer.eos_id)

@@ -15,7 +15,14 @@ from effasr.decoding.decoded import Score
 from effasr.transcription.inputs.audio_stream import AudioStream
 from effasr.transcription.inputs.chunking import Chunk
 from effasr.transcription.inputs.prefetch import prefetch
-from effasr.transcription.results import Alternative, Failure, Result, Segment, Transcription
+from effasr.transcription.results import (
+    Alternative,
+    Failure,
+    Result,
+    Segment,
+    Transcription,
+    WordConfidence,
+)
 from effasr.transcription.word_timestamps import Word
 
 FIRST_CHUNKS = 2
@@ -54,6 +61,7 @@ class Piece:
     words: tuple[Word, ...] | None = ()
     score: Score | None = None
     alternatives: tuple[Alternative, ...] = ()
+    word_confidences: tuple[WordConfidence, ...] | None = ()
     decoded: bool = False
 
 
@@ -116,6 +124,7 @@ class Recording:
                 piece.words,
                 piece.score,
                 piece.alternatives,
+                piece.word_confidences,
             )
             for piece in self.pieces
         )

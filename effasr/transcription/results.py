@@ -85,6 +85,14 @@ def joined(lists: Iterable[Sequence[Alternative]], space: str = " ") -> tuple[Al
 
 
 @dataclass(frozen=True, slots=True)
+class WordConfidence:
+    """A word, and the confidence in it from 0 to 1: the least of its tokens', then calibrated."""
+
+    text: str
+    confidence: float
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """The text of one chunk of a recording.
 
@@ -96,6 +104,7 @@ class Segment:
         words: Words with times, if requested; None if they could not be found.
         score: Score of the text, if requested.
         alternatives: The best texts of the search, this one first, if requested.
+        word_confidences: Words with confidences, if requested; None if they could not be found.
     """
 
     start: float
@@ -105,6 +114,13 @@ class Segment:
     words: tuple[Word, ...] | None = ()
     score: Score | None = None
     alternatives: tuple[Alternative, ...] = ()
+    word_confidences: tuple[WordConfidence, ...] | None = ()
+
+    @property
+    def mean_word_confidence(self) -> float | None:
+        """Confidence in the text as the mean over its words; None without any."""
+        values = [word.confidence for word in self.word_confidences or ()]
+        return math.fsum(values) / len(values) if values else None
 
     @property
     def confidence(self) -> float | None:
@@ -124,6 +140,13 @@ class Segment:
             row["confidence"] = self.confidence
         if self.alternatives:
             row["alternatives"] = [one.as_row() for one in self.alternatives]
+        if self.word_confidences is None:
+            row |= {"mean_word_confidence": None, "word_confidences": None}
+        elif self.word_confidences:
+            row["mean_word_confidence"] = self.mean_word_confidence
+            row["word_confidences"] = [
+                {"word": word.text, "confidence": word.confidence} for word in self.word_confidences
+            ]
         if self.words is None:
             row["words"] = None
         elif self.words:
@@ -151,6 +174,14 @@ class Transcription:
     def alternatives(self) -> tuple[Alternative, ...]:
         """The best texts of the recording, if requested; see `joined`."""
         return joined((segment.alternatives for segment in self.segments), self.space)
+
+    @property
+    def word_confidences(self) -> tuple[WordConfidence, ...] | None:
+        """Words of all segments with confidences; None if a segment lacks them."""
+        every = [segment.word_confidences for segment in self.segments]
+        if any(words is None for words in every):
+            return None
+        return tuple(word for words in every for word in words or ())
 
     @property
     def truncated(self) -> bool:

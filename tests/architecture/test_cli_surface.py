@@ -50,6 +50,7 @@ SURFACE = {
     "evaluate": [
         *RUN, "--manifest MANIFEST!", "--language LANG", "--normalizer NORMALIZER",
         "--output FOLDER", "--worst N", *DECODING, "--nbest N",
+        "--confidence", "--calibration FILE",
     ],
     "compare": ["RUN...", "--normalizer NORMALIZER", "--set NAME"],
     "transcribe": [
@@ -57,6 +58,7 @@ SURFACE = {
         "--punctuation --no-punctuation", "--format {text,json,srt,vtt,ctm}", "--json", "--words",
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
         "--encoding {s16le,f32le}", "--latency S", *DECODING, "--nbest N",
+        "--confidence", "--calibration FILE",
     ],
     "chat": [
         *RUN, "QUESTION", "--audio FILE", "--system TEXT", "--manifest FILE", "--beam N",
