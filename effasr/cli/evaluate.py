@@ -10,7 +10,9 @@ from effasr.cli.options import (
     MANIFEST_HELP,
     RUN_HELP,
     AddCommand,
+    add_confidence,
     add_decoding,
+    add_nbest,
     at_least,
     decoding_config,
     folder,
@@ -56,6 +58,8 @@ def add(command: AddCommand) -> None:
         help="utterances with the most errors to show (default: 5)",
     )
     add_decoding(parser)
+    add_nbest(parser)
+    add_confidence(parser)
 
 
 def run(options: argparse.Namespace) -> int:

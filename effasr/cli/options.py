@@ -151,8 +151,39 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_nbest(parser: argparse.ArgumentParser) -> None:
+    """Add ``--nbest``; None where it is not given."""
+    parser.add_argument(
+        "--nbest",
+        type=at_least(1),
+        metavar="N",
+        help="also write the N best texts of each utterance with their scores, as JSON; N is at "
+        "most --beam",
+    )
+
+
+def add_confidence(parser: argparse.ArgumentParser) -> None:
+    """Add ``--confidence`` and ``--calibration``."""
+    parser.add_argument(
+        "--confidence",
+        action="store_true",
+        help="also compute the confidence of each word, from the entropy of the model's "
+        "distributions",
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="with --confidence: calibration.json of an evaluation of a dev set, which makes "
+        "confidences probabilities",
+    )
+
+
 def decoding_config(options: argparse.Namespace, *, words: bool = False) -> DecodingConfig:
-    """Return the decoding configuration that the options of `add_decoding` ask for."""
+    """Return the decoding configuration that the options of `add_decoding` ask for.
+
+    Those of `add_nbest` and `add_confidence` count as well, where the command has them.
+    """
     from effasr.decoding.config import DecodingConfig
 
     names = (
@@ -163,6 +194,9 @@ def decoding_config(options: argparse.Namespace, *, words: bool = False) -> Deco
     return DecodingConfig(
         **{name: getattr(options, name) for name in names},
         gap_seconds=options.gap or None,
+        nbest=getattr(options, "nbest", None),
+        word_confidence=getattr(options, "confidence", False),
+        calibration=getattr(options, "calibration", None),
         words=words,
     )
 

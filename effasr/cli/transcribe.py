@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 from effasr.cli.options import (
     RUN_HELP,
     AddCommand,
+    add_confidence,
     add_decoding,
+    add_nbest,
     at_least,
     decoding_config,
     folder,
@@ -115,6 +117,8 @@ def add(command: AddCommand) -> None:
         help="wait no longer than this for a pause (default: 10 seconds)",
     )
     add_decoding(parser)
+    add_nbest(parser)
+    add_confidence(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -220,6 +224,10 @@ class _MissingTimestamps:
 
 
 def _check(options: argparse.Namespace) -> None:
+    if options.nbest is not None and _style(options) != "json":
+        raise ValueError("`--nbest` must have `--json`: no other format holds several texts.")
+    if options.confidence and _style(options) != "json":
+        raise ValueError("`--confidence` must have `--json`: no other format holds confidences.")
     if options.stream:
         _check_stream(options)
         return

@@ -12,6 +12,7 @@ from effasr.decoding.coverage import Coverage
 from effasr.decoding.ctc_prefix_scorer import CTCPrefixScorer
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.lm.ngram import TokenLM
+from effasr.decoding.nbest.hypothesis import NBest
 from effasr.decoding.repetition import repeats_ngram
 from effasr.decoding.suppression import FORBIDDEN, Suppression
 from effasr.model.asr import ASRModel
@@ -40,6 +41,7 @@ def attention_beam(
     no_repeat_ngram: int | None = None,
     lm: TokenLM | None = None,
     lm_weight: float = 0.0,
+    nbest: int | None = None,
 ) -> list[Decoded]:
     """Find a transcript with a high score for each sequence of encoder output.
 
@@ -57,6 +59,9 @@ def attention_beam(
     With ``ctc_weight`` w, a score is (1 - w) times the decoder's log-probability plus w times the
     CTC prefix score, over the tokens that the decoder ranks highest. ``lm_weight`` times the
     log-probability of the language model is added (shallow fusion).
+
+    With ``nbest`` N, the search goes on until nothing can outrank the N-th best complete
+    hypothesis.
 
     With ``no_repeat_ngram`` n, no token ends an n-gram that its transcript has already. Where every
     token that the decoder ranks highest would, the transcript ends.
@@ -76,6 +81,7 @@ def attention_beam(
         no_repeat_ngram: n, at least 2; None to allow all repetitions.
         lm: Language model over the same tokens; None for no language model.
         lm_weight: Weight of the language model, at least 0.
+        nbest: Alternatives of each result, the transcript itself included; None for none.
 
     Returns:
         One result for each prompt.
@@ -85,9 +91,9 @@ def attention_beam(
         and Jaitly, 2017, https://arxiv.org/abs/1612.02695 (coverage); Watanabe et al., 2017,
         https://doi.org/10.1109/JSTSP.2017.2763455 (joint scores).
     """
-    found = [Decoded(())] * len(prompts)
-    if not found:
-        return found
+    if not prompts:
+        return []
+    found = NBest(len(prompts), nbest or 1)
     classes = model.vocab_size if classes is None else classes
     alone = ctc_weight == 0 and lm is None and no_repeat_ngram is None
     candidates = min(beam if alone else max(_FEWEST_CANDIDATES, 2 * beam), classes - 1)
@@ -109,7 +115,14 @@ def attention_beam(
     shortest = min(map(len, prompts))
     state = model.start_decoding(encoded, room, [prompt[: shortest - 1] for prompt in prompts])
     search = _Search.begin(
-        model, encoded, prompts, limits, beam, ctc=ctc_weight > 0, coverage=coverage_penalty > 0
+        model,
+        encoded,
+        prompts,
+        limits,
+        beam,
+        found.size,
+        ctc=ctc_weight > 0,
+        coverage=coverage_penalty > 0,
     )
     state.widen(beam)
     if search.coverage is not None:
@@ -121,9 +134,9 @@ def attention_beam(
             reading = (search.starts > state.length)[:, None]
             search = replace(search, coverage=search.coverage.extended(state.weights, reading))
         search, parents = _advance(model.logits(hidden), search, scoring, state.length)
-        search, going = _recorded(search, scoring, limits, found)
+        search, going = _recorded(search, scoring, found)
         if not going:
-            return found
+            return _results(found, limits, with_alternatives=nbest is not None)
         if beam > 1:
             state.reorder(parents)
         if len(going) <= KEPT_SHARE * len(search.names):
@@ -172,7 +185,7 @@ class _Search:
         starts: int64 (N,), tokens of each prompt.
         limits: int64 (N,), of tokens after it.
         counts: int64 (N,), tokens after the prompt so far; 0 while the prompt is being read.
-        best: float64 (N,), rank of the best complete hypothesis so far.
+        best: float64 (N, nbest), ranks of the best complete hypotheses so far, the best first.
         scores: float64 (N, K).
         spoken: float64 (N, K), log-probabilities of the decoder; finite for empty places, too.
         written: float64 (N, K), log-probabilities of the language model, or 0.
@@ -206,6 +219,7 @@ class _Search:
         prompts: Sequence[Sequence[int]],
         limits: Sequence[int],
         beam: int,
+        nbest: int,
         *,
         ctc: bool,
         coverage: bool,
@@ -225,7 +239,7 @@ class _Search:
             starts=torch.tensor(starts, device=device),
             limits=torch.tensor(limits, device=device),
             counts=torch.zeros_like(table[:, 0]),
-            best=spoken[:, 0] + _NONE,
+            best=spoken.new_full((len(prompts), nbest), _NONE),
             scores=scores,
             spoken=spoken,
             written=torch.zeros_like(spoken),
@@ -341,20 +355,28 @@ def _pick(symbols: Tensor, parent: Tensor, which: Tensor) -> Tensor:
     return symbols[number, parent, which.clamp(max=symbols.shape[-1] - 1)]
 
 
-def _recorded(
-    search: _Search, scoring: _Scoring, limits: Sequence[int], found: list[Decoded]
-) -> tuple[_Search, list[int]]:
+def _recorded(search: _Search, scoring: _Scoring, found: NBest) -> tuple[_Search, list[int]]:
     """Record complete hypotheses; also return which utterances go on."""
     complete = scoring.rank(search.scores, search.counts[:, None], search.shares())
     complete = complete.masked_fill(~search.ends, _NONE)
-    ranks, winner = complete.max(1)
-    better = (ranks > search.best).nonzero()[:, 0]
-    if len(better):
-        names = search.names[better].tolist()
-        for name, labels in zip(names, search.labels[better, winner[better]].tolist(), strict=True):
-            said = tuple(label for label in labels[:-1] if label >= 0)
-            found[name] = Decoded(said, truncated=len(said) == limits[name])
-    best = torch.maximum(search.best, ranks)
+    row, place = (complete > search.best[:, -1:]).nonzero(as_tuple=True)
+    if len(row):
+        # The last label is the end.
+        labels = search.labels[row, place, :-1]
+        names, scores = search.names[row].tolist(), search.scores[row, place]
+        found.add_rows(names, labels, scores, complete[row, place])
+    best = torch.cat([search.best, complete], 1).topk(found.size).values
     scores = search.scores.masked_fill(search.ends, _NONE)
-    going = scoring.rank(scores.max(1).values, search.limits + 1, 1.0) > best
+    going = scoring.rank(scores.max(1).values, search.limits + 1, 1.0) > best[:, -1]
     return replace(search, best=best, scores=scores), going.nonzero()[:, 0].tolist()
+
+
+def _results(found: NBest, limits: Sequence[int], *, with_alternatives: bool) -> list[Decoded]:
+    """Return the best hypothesis of each utterance, and the others if they are requested."""
+    results = []
+    for hypotheses, limit in zip(found.lists(), limits, strict=True):
+        tokens = hypotheses[0].tokens if hypotheses else ()
+        alternatives = tuple(hypotheses) if with_alternatives else ()
+        truncated = bool(hypotheses) and len(tokens) == limit
+        results.append(Decoded(tokens, truncated=truncated, alternatives=alternatives))
+    return results

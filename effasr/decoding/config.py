@@ -62,9 +62,15 @@ class DecodingConfig:
         extra_tokens: See ``tokens_per_frame``.
         precision: Autocast precision of matrix products.
         workers: Threads that load audio.
+        nbest: Hypotheses of each utterance to report with their scores, the transcript included,
+            from 1 to ``beam``; None for the transcript alone.
         words: Whether to compute word timestamps; needs a model with a CTC head.
         confidence: Whether to compute the confidence of each transcript: see
             `effasr.transcription.results.confidence`.
+        word_confidence: Whether to compute the confidence of each word from the entropy of the
+            model's distributions: see `effasr.decoding.confidence.tokens`.
+        calibration: File that maps these to probabilities, from ``effasr evaluate --confidence`` on
+            a dev set; None for the raw values.
         instruction: With a language model, the text that follows the speech in the turn of the
             user, which the answer transcribes or translates.
     """
@@ -87,8 +93,11 @@ class DecodingConfig:
     extra_tokens: int = 16
     precision: Literal["float32", "bfloat16"] = "float32"
     workers: int = 4
+    nbest: int | None = None
     words: bool = False
     confidence: bool = False
+    word_confidence: bool = False
+    calibration: Path | None = None
     instruction: str = "Transcribe the speech."
 
     def __post_init__(self) -> None:
@@ -111,11 +120,18 @@ class DecodingConfig:
         if self.no_repeat_ngram is not None:
             size, remedy = self.no_repeat_ngram, "leave it out to allow all repetitions"
             check(size >= 2, "no_repeat_ngram", "be at least 2", size, remedy)
+        if self.nbest is not None:
+            rule = f"be from 1 to `beam` = {self.beam}"
+            remedy = "a search finds at most as many transcripts as its beam has places"
+            check(1 <= self.nbest <= self.beam, "nbest", rule, self.nbest, remedy)
         if self.lm_weight is not None:
             weight = self.lm_weight
             check(self.lm is not None, "lm_weight", "be left out where there is no `lm`", weight)
             rule, remedy = "be above 0", "leave out `lm` for none"
             check(0.0 < weight < math.inf, "lm_weight", rule, weight, remedy)
+        if self.calibration is not None:
+            rule = "be left out without `word_confidence`"
+            check(self.word_confidence, "calibration", rule, self.calibration)
         per_frame = self.tokens_per_frame
         check(per_frame >= 0.0, "tokens_per_frame", "be at least 0", per_frame)
 

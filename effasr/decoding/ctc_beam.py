@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from effasr.decoding.ctc_greedy import ctc_log_probs
 from effasr.decoding.lm.ngram import TokenLM
+from effasr.decoding.nbest.hypothesis import Hypothesis, NBest
 from effasr.model.asr import ASRModel
 from effasr_kernels import PackedSequence
 
@@ -21,8 +23,9 @@ def ctc_beam(
     beam: int,
     lm: TokenLM | None = None,
     lm_weight: float = 0.0,
-) -> list[list[int]]:
-    """Find the likeliest transcript of each sequence of encoder output.
+    nbest: int = 1,
+) -> list[list[Hypothesis]]:
+    """Find the likeliest transcripts of each sequence of encoder output.
 
     After each frame the ``beam`` likeliest prefixes are kept. The score of a prefix is the sum over
     all paths to it whose prefixes were kept, so the search is exact with a beam that is wide
@@ -35,9 +38,10 @@ def ctc_beam(
         beam: K, prefixes of each sequence.
         lm: Language model over the same tokens; None for no language model.
         lm_weight: Weight of the language model, at least 0.
+        nbest: Hypotheses of each sequence to return, from 1 to ``beam``.
 
     Returns:
-        The tokens of each sequence; none for an empty one.
+        The hypotheses of each sequence, the best first: for an empty one the empty transcript.
 
     References:
         Hannun et al., 2014, https://arxiv.org/abs/1408.2873.
@@ -45,7 +49,7 @@ def ctc_beam(
     lengths = encoded.layout.lengths
     # Sorted by length, the longest first, so that active utterances are always the first ones.
     order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
-    found: list[list[int]] = [[] for _ in lengths]
+    found = NBest(len(lengths), nbest)
     log_probs = ctc_log_probs(model, encoded)
     starts = encoded.layout.cu_seqlens[:-1].long()[torch.tensor(order, device=log_probs.device)]
     going = len(order)
@@ -53,14 +57,13 @@ def ctc_beam(
     prefixes = _Prefixes.begin(going, beam, log_probs.device)
     for frame in range(encoded.layout.max_seqlen + 1):
         on = sum(lengths[n] > frame for n in order[:going])
-        for place, labels in enumerate(prefixes.best(on, fusion), on):
-            found[order[place]] = labels
+        prefixes.record(order[on:going], on, fusion, found)
         going = on
         if not going:
             break
         steps = log_probs[starts[:going] + frame].double()
         prefixes = prefixes.first(going).read(steps, fusion)
-    return found
+    return found.lists()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,20 +115,24 @@ class _Prefixes:
         parts = self.blank, self.label, self.written, self.counts, self.labels
         return _Prefixes(*(part[:count] for part in parts))
 
-    def best(self, begin: int, fusion: _Fusion | None) -> list[list[int]]:
-        """Return the best prefix of each utterance from index ``begin`` on, as a transcript."""
+    def record(
+        self, names: Sequence[int], begin: int, fusion: _Fusion | None, found: NBest
+    ) -> None:
+        """Record the best prefixes of the utterances from index ``begin`` on, as transcripts."""
         scores = (torch.logaddexp(self.blank, self.label) + self.written)[begin:]
         if not len(scores):
-            return []
+            return
         if fusion is not None:
             labels, counts = self.labels[begin:], self.counts[begin:]
             scores = (
                 scores + fusion.scores(labels, counts, counts.new_empty(*counts.shape, 0))[..., 0]
             )
-        winner = scores.argmax(1)
-        number = torch.arange(len(scores), device=winner.device)
-        said = self.labels[begin:][number, winner].tolist()
-        return [[label for label in labels if label >= 0] for labels in said]
+        best, place = scores.sort(dim=1, descending=True, stable=True)
+        place = place[:, : found.size]
+        number = torch.arange(len(scores), device=place.device)[:, None]
+        labels = self.labels[begin:][number, place].flatten(0, 1)
+        several = [name for name in names for _ in range(place.shape[1])]
+        found.add_rows(several, labels, best[:, : found.size].flatten())
 
     def read(self, steps: Tensor, fusion: _Fusion | None) -> _Prefixes:
         """Extend by a frame: log-probabilities of tokens and blank, float64 (N, V + 1)."""

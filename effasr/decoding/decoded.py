@@ -10,7 +10,10 @@ from torch import Tensor
 
 from effasr.data.batch import IGNORED
 from effasr.data.features.segments import segment_sum
-from effasr.decoding.ctc_alignment import Span
+from effasr.decoding.confidence.tokens import token_confidences
+from effasr.decoding.config import DecodingConfig
+from effasr.decoding.ctc_alignment import Span, align_tokens
+from effasr.decoding.nbest.hypothesis import Hypothesis
 from effasr.model.asr import ASRModel
 from effasr_kernels import PackedLayout, PackedSequence, ctc_loss, linear_cross_entropy
 
@@ -38,12 +41,70 @@ class Decoded:
         truncated: Whether the decoder reached its limit before the end token.
         spans: Encoder frames of each token; None if not requested, or if there are too few frames.
         score: Score by the model; None if not requested.
+        confidences: Confidence of each token, from 0 to 1; None if not requested, or if no path of
+            the model spells the transcript.
+        alternatives: The best hypotheses of the search, this one first; none if not requested. Of
+            greedy search, this one alone, with its score by the model.
     """
 
     tokens: tuple[int, ...]
     truncated: bool = False
     spans: tuple[Span, ...] | None = None
     score: Score | None = None
+    alternatives: tuple[Hypothesis, ...] = ()
+    confidences: tuple[float, ...] | None = None
+
+
+@torch.no_grad()
+def with_details(
+    model: ASRModel,
+    method: str,
+    encoded: PackedSequence,
+    prompts: Sequence[Sequence[int]],
+    decoded: Sequence[Decoded],
+    config: DecodingConfig,
+    eos_id: int,
+) -> list[Decoded]:
+    """Add the scores, alternatives, confidences and spans that a configuration requests.
+
+    Args:
+        model: The model, in evaluation mode.
+        method: ``attention``, ``ctc`` or ``transducer``.
+        encoded: (T, C), from ``model.encode``; sequences past ``len(decoded)`` are ignored.
+        prompts: Tokens that the decoder reads first.
+        decoded: Transcripts of the sequences.
+        config: The configuration of the search.
+        eos_id: The end token.
+    """
+    results = list(decoded)
+    listed = config.nbest is not None and not all(one.alternatives for one in results)
+    if config.confidence or listed:
+        results = with_scores(model, method, encoded, prompts, results, eos_id)
+    if listed:
+        results = [_with_itself(one) for one in results]
+    if listed and not config.confidence:
+        results = [replace(one, score=None) for one in results]
+    texts = [one.tokens for one in results]
+    if config.word_confidence:
+        sure = token_confidences(model, method, encoded, prompts, texts)
+        pairs = zip(results, sure, strict=True)
+        results = [replace(one, confidences=found) for one, found in pairs]
+    if not config.words:
+        return results
+    spans = align_tokens(model, encoded, texts)
+    return [
+        replace(one, spans=None if found is None else tuple(found))
+        for one, found in zip(results, spans, strict=True)
+    ]
+
+
+def _with_itself(one: Decoded) -> Decoded:
+    """Return a transcript with itself as the only alternative, if it has none."""
+    if one.alternatives:
+        return one
+    assert one.score is not None
+    log_prob = one.score.log_prob
+    return replace(one, alternatives=(Hypothesis(one.tokens, log_prob, log_prob),))
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -12,12 +11,12 @@ from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.config import LENGTH_PENALTY, LM_WEIGHT, DecodingConfig
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
-from effasr.decoding.ctc_alignment import align_tokens
 from effasr.decoding.ctc_beam import ctc_beam
 from effasr.decoding.ctc_greedy import ctc_greedy
-from effasr.decoding.decoded import Decoded, with_scores
+from effasr.decoding.decoded import Decoded, with_details
 from effasr.decoding.lm.neural import load_neural_lm
 from effasr.decoding.lm.ngram import TokenLM, load_ngrams
+from effasr.decoding.nbest.hypothesis import Hypothesis
 from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import transducer_beam
 from effasr.decoding.transducer_greedy import transducer_greedy
@@ -85,8 +84,13 @@ def check_config(model: ASRModel, config: DecodingConfig) -> str:
         rule, remedy = f"be left out for the method {method}", "only the attention decoder loops"
         attends = method == "attention"
         check(attends, "no_repeat_ngram", rule, config.no_repeat_ngram, remedy)
+    rule = f"be left out for the method {method}"
+    if method == "language_model":
+        remedy = "lists are those of the attention decoder, CTC and transducers"
+        check(config.nbest is None, "nbest", rule, config.nbest, remedy)
+        remedy = "words have confidences with the attention decoder, CTC and transducers"
+        check(not config.word_confidence, "word_confidence", rule, True, remedy)
     if config.lm is not None:
-        rule = f"be left out for the method {method}"
         remedy = "only the attention decoder and CTC can be joined with a language model"
         check(method not in ("transducer", "language_model"), "lm", rule, config.lm, remedy)
         rule = f"be at least 2 for CTC with the language model {config.lm}"
@@ -164,23 +168,14 @@ def decode(
         return _answers(model, tokenizer, batch, config)
     encoded = model.encode(batch)
     if method != "attention":
-        texts = _aligned(model, method, encoded, config, lm)
-        decoded = [Decoded(tuple(tokens)) for tokens in texts[:count]]
+        decoded = _aligned(model, method, encoded, config, lm)[:count]
     else:
         limits = [
             limit_of(model, prompt, config.max_tokens(frames))
             for prompt, frames in zip(prompts, batch.frames.lengths, strict=False)
         ]
         decoded = _attention(model, tokenizer, encoded, prompts, limits, config, lm)
-    if config.confidence:
-        decoded = with_scores(model, method, encoded, prompts, decoded, tokenizer.eos_id)
-    if not config.words:
-        return decoded
-    spans = align_tokens(model, encoded, [one.tokens for one in decoded])
-    return [
-        replace(one, spans=None if found is None else tuple(found))
-        for one, found in zip(decoded, spans, strict=True)
-    ]
+    return with_details(model, method, encoded, prompts, decoded, config, tokenizer.eos_id)
 
 
 def _answers(
@@ -232,18 +227,38 @@ def _aligned(
     encoded: PackedSequence,
     config: DecodingConfig,
     lm: TokenLM | None,
-) -> list[list[int]]:
+) -> list[Decoded]:
     """Decode each sequence by CTC or the transducer."""
-    if method == "ctc" and config.beam == 1:
-        return ctc_greedy(model, encoded, blank_id=model.vocab_size)
-    if method == "ctc":
-        return ctc_beam(model, encoded, config.beam, lm, _lm_weight(config))
-    assert model.transducer is not None  # checked by choose_method
     if config.beam == 1:
-        return transducer_greedy(model.transducer, encoded, config.max_symbols)
-    limits = [config.max_tokens(frames) for frames in encoded.layout.lengths]
-    search = transducer_beam if model.transducer.config.durations is None else tdt_beam
-    return search(model.transducer, encoded, config.beam, limits)
+        return [
+            Decoded(tuple(tokens)) for tokens in _likeliest_path(model, method, encoded, config)
+        ]
+    nbest = config.nbest or 1
+    if method == "ctc":
+        lists = ctc_beam(model, encoded, config.beam, lm, _lm_weight(config), nbest)
+    else:
+        assert model.transducer is not None  # checked by choose_method
+        limits = [config.max_tokens(frames) for frames in encoded.layout.lengths]
+        search = transducer_beam if model.transducer.config.durations is None else tdt_beam
+        lists = search(model.transducer, encoded, config.beam, limits, nbest)
+    return [_listed(found, with_alternatives=config.nbest is not None) for found in lists]
+
+
+def _likeliest_path(
+    model: ASRModel, method: str, encoded: PackedSequence, config: DecodingConfig
+) -> list[list[int]]:
+    """Decode each sequence by greedy search of CTC or the transducer."""
+    if method == "ctc":
+        return ctc_greedy(model, encoded, blank_id=model.vocab_size)
+    assert model.transducer is not None  # checked by choose_method
+    return transducer_greedy(model.transducer, encoded, config.max_symbols)
+
+
+def _listed(found: Sequence[Hypothesis], *, with_alternatives: bool) -> Decoded:
+    """Return the best hypothesis, and all of them if they are requested."""
+    # A duration may lead past the end on every path.
+    tokens = found[0].tokens if found else ()
+    return Decoded(tokens, alternatives=tuple(found) if with_alternatives else ())
 
 
 def _attention(
@@ -268,6 +283,7 @@ def _attention(
         no_repeat_ngram=config.no_repeat_ngram,
         lm=lm,
         lm_weight=_lm_weight(config),
+        nbest=config.nbest,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from effasr.decoding.nbest.hypothesis import Hypothesis
 from effasr.decoding.transducer_hypotheses import (
     NO_SCORE,
     Hypotheses,
@@ -15,15 +16,16 @@ from effasr.decoding.transducer_hypotheses import (
     mapped,
     merge_equal,
     with_equal_room,
+    without_frames,
 )
 from effasr.model.transducer import Transducer
 from effasr_kernels import PackedSequence
 
 
 def tdt_beam(
-    head: Transducer, encoded: PackedSequence, beam: int, limits: Sequence[int]
-) -> list[list[int]]:
-    """Find the likeliest transcript of each sequence of encoder output.
+    head: Transducer, encoded: PackedSequence, beam: int, limits: Sequence[int], nbest: int = 1
+) -> list[list[Hypothesis]]:
+    """Find the likeliest transcripts of each sequence of encoder output.
 
     The search is synchronous in frames: hypotheses at the same frame are compared, and each
     transcript has one of them, whose score is the sum over all paths to it that the beam has kept.
@@ -40,13 +42,14 @@ def tdt_beam(
         encoded: (T, encoder width), from ``model.encode``.
         beam: K, hypotheses of each sequence at each frame.
         limits: Most labels of each sequence's transcript.
+        nbest: Hypotheses of each sequence to return, from 1 to ``beam``.
 
     Returns:
-        The labels of each sequence; none for an empty one.
+        The hypotheses of each sequence, the best first: for an empty one the empty transcript.
     """
     frames = head.encoder_projection(encoded.values)
     assert head.config.durations is not None
-    found: list[list[int]] = [[] for _ in limits]
+    found = without_frames(encoded, len(limits), nbest)
     utterances = Utterances.of(encoded, limits)
     now = Hypotheses.begin(head, len(utterances), beam)
     empty = replace(now, scores=torch.full_like(now.scores, NO_SCORE))
@@ -58,12 +61,10 @@ def tdt_beam(
         at_end = utterances.ends - utterances.begins == passed
         index = at_end.nonzero()[:, 0]
         if len(index):
-            names = utterances.names[index].tolist()
-            for name, labels in zip(names, ahead[0].keep(index).transcripts(), strict=True):
-                found[name] = labels
+            ahead[0].keep(index).record(utterances.keep(index), NO_SCORE, found)
             going = (~at_end).nonzero()[:, 0]
             utterances, ahead = utterances.keep(going), tuple(one.keep(going) for one in ahead)
-    return found
+    return found.lists()
 
 
 def _advance(

@@ -8,20 +8,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from effasr.decoding.nbest.hypothesis import Hypothesis, NBest
 from effasr.decoding.transducer_hypotheses import (
     NO_SCORE,
     Hypotheses,
     Utterances,
     merge_equal,
+    without_frames,
 )
 from effasr.model.transducer import Transducer
 from effasr_kernels import PackedSequence
 
 
 def transducer_beam(
-    head: Transducer, encoded: PackedSequence, beam: int, limits: Sequence[int]
-) -> list[list[int]]:
-    """Find the likeliest transcript of each sequence of encoder output.
+    head: Transducer, encoded: PackedSequence, beam: int, limits: Sequence[int], nbest: int = 1
+) -> list[list[Hypothesis]]:
+    """Find the likeliest transcripts of each sequence of encoder output.
 
     Step i compares hypotheses with t frames read and u labels, t + u = i. In each step a transcript
     has one hypothesis, whose score is the sum over all paths to it that the beam has kept: paths
@@ -34,27 +36,28 @@ def transducer_beam(
         encoded: (T, encoder width), from ``model.encode``.
         beam: K, the hypotheses that are kept of each sequence.
         limits: The most labels of each sequence's transcript.
+        nbest: Hypotheses of each sequence to return, from 1 to ``beam``.
 
     Returns:
-        The labels of each sequence; none for an empty one.
+        The hypotheses of each sequence, the best first: for an empty one the empty transcript.
 
     References:
         Saon et al., 2020, https://ieeexplore.ieee.org/document/9053040 (alignment-length
         synchronous decoding).
     """
     frames = head.encoder_projection(encoded.values)
-    found: list[list[int]] = [[] for _ in limits]
+    found = without_frames(encoded, len(limits), nbest)
     utterances = Utterances.of(encoded, limits)
     hypotheses = Hypotheses.begin(head, len(utterances), beam)
     search = _Search(
         utterances,
-        best=torch.full_like(hypotheses.scores[:, 0], NO_SCORE),
+        best=hypotheses.scores.new_full((len(utterances), nbest), NO_SCORE),
         at=utterances.begins[:, None].expand(-1, beam),
         hypotheses=hypotheses,
     )
     while len(search.utterances):
         search = _recorded(_advance(head, frames, search), found)
-    return found
+    return found.lists()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class _Search:
 
     Attributes:
         utterances: N of them.
-        best: (N,), score of the likeliest complete hypothesis so far.
+        best: (N, nbest), scores of the likeliest complete hypotheses so far, the best first.
         at: int64 (N, K), the row of the next frame of each hypothesis.
         hypotheses: The beam.
     """
@@ -94,21 +97,16 @@ def _advance(head: Transducer, frames: Tensor, search: _Search) -> _Search:
     )
 
 
-def _recorded(search: _Search, found: list[list[int]]) -> _Search:
+def _recorded(search: _Search, found: NBest) -> _Search:
     """Record complete hypotheses, and drop utterances that no other hypothesis can improve."""
     hypotheses = search.hypotheses
     complete = search.at == search.utterances.ends[:, None]
     ended = replace(hypotheses, scores=hypotheses.scores.masked_fill(~complete, NO_SCORE))
-    scores = ended.scores.amax(1)
-    better = (scores > search.best).nonzero()[:, 0]
-    if len(better):
-        names = search.utterances.names[better].tolist()
-        for name, labels in zip(names, ended.keep(better).transcripts(), strict=True):
-            found[name] = labels
-    best = torch.maximum(search.best, scores)
+    ended.record(search.utterances, search.best[:, -1:], found)
+    best = torch.cat([search.best, ended.scores], 1).topk(found.size).values
     left = hypotheses.scores.masked_fill(complete, NO_SCORE)
     # The sum of the remaining scores bounds the score of any transcript still reachable.
-    going = (left.logsumexp(1) > best).nonzero()[:, 0]
+    going = (left.logsumexp(1) > best[:, -1]).nonzero()[:, 0]
     at = torch.minimum(search.at, (search.utterances.ends - 1)[:, None])
     return _Search(
         search.utterances.keep(going),

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from effasr.decoding.nbest.hypothesis import Hypothesis, NBest
 from effasr.model.transducer import Transducer
 from effasr.nn.predictor import PredictorState
 from effasr_kernels import PackedSequence
@@ -132,11 +133,21 @@ class Hypotheses:
             state=tuple(put(part, value) for part, value in zip(self.state, state, strict=True)),
         )
 
-    def transcripts(self) -> list[list[int]]:
-        """Return the labels of the best hypothesis of each utterance."""
-        winner = self.scores.argmax(1)
-        best = self.labels[torch.arange(len(winner), device=winner.device), winner].tolist()
-        return [[label for label in labels if label >= 0] for labels in best]
+    def record(self, utterances: Utterances, least: Tensor | float, found: NBest) -> None:
+        """Record the hypotheses with scores above ``least``, (N, 1) or one number."""
+        row, place = (self.scores > least).nonzero(as_tuple=True)
+        if len(row):
+            names = utterances.names[row].tolist()
+            found.add_rows(names, self.labels[row, place], self.scores[row, place])
+
+
+def without_frames(encoded: PackedSequence, count: int, nbest: int) -> NBest:
+    """Return the lists of a search, with the empty transcript for utterances without a frame."""
+    found = NBest(count, nbest)
+    for name, frames in enumerate(encoded.layout.lengths[:count]):
+        if not frames:
+            found.add(name, Hypothesis((), 0.0, 0.0))
+    return found
 
 
 def mapped(change: Callable[..., Tensor], *several: Hypotheses) -> Hypotheses:

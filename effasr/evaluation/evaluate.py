@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,15 +12,16 @@ from lhotse.cut import Cut
 
 from effasr.data.audio.waveform import AudioError, load_audio
 from effasr.data.manifest.reader import named, request
-from effasr.data.prompt import Prompt
+from effasr.data.prompt import WITHOUT_SPACES, Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.result import Evaluation, ScoredUtterance
 from effasr.evaluation.wer import count_errors
+from effasr.evaluation.word_confidence import judge
 from effasr.model.asr import ASRModel
 from effasr.transcription.recognizer import Recognizer, Request
-from effasr.transcription.results import Failure, Result
+from effasr.transcription.results import Failure, Result, Transcription
 
 
 def openable_cuts(path: str | Path, *, language: str) -> tuple[list[Cut], list[Failure]]:
@@ -81,21 +83,46 @@ def evaluate(
         if isinstance(result, Failure):
             failed.append(result)
         else:
-            utterances.append(
-                ScoredUtterance(
-                    id=result.id,
-                    group=_group(wanted.prompt),
-                    reference=reference,
-                    hypothesis=result.text,
-                    duration=result.duration,
-                    errors=count_errors(normalize(reference), normalize(result.text)),
-                    truncated=result.truncated,
-                )
-            )
+            scored = _scored(reference, wanted.prompt, result, normalize)
+            words, spaces = result.word_confidences, wanted.prompt.target not in WITHOUT_SPACES
+            if recognizer.config.word_confidence and words is not None and spaces:
+                pairs = judge(normalize(reference), words, normalize)
+                scored = replace(scored, judged=pairs)
+            utterances.append(scored)
         if on_result is not None:
             on_result(result)
     seconds = time.perf_counter() - started
-    return Evaluation(normalizer, tuple(utterances), tuple(failed), seconds)
+    settings = recognizer.config
+    return Evaluation(
+        normalizer,
+        tuple(utterances),
+        tuple(failed),
+        seconds,
+        method=recognizer.method,
+        calibrated=settings.calibration is not None if settings.word_confidence else None,
+    )
+
+
+def _scored(
+    reference: str, prompt: Prompt, result: Transcription, normalize: Callable[[str], str]
+) -> ScoredUtterance:
+    """Count the errors of a transcript, and of its alternatives."""
+    wanted, alternatives = normalize(reference), result.alternatives
+    errors = count_errors(wanted, normalize(result.text))
+    # Different alternatives are often the same words.
+    others = {normalize(one.text) for one in alternatives} - {normalize(result.text)}
+    every = [errors, *(count_errors(wanted, text) for text in sorted(others))]
+    return ScoredUtterance(
+        id=result.id,
+        group=_group(prompt),
+        reference=reference,
+        hypothesis=result.text,
+        duration=result.duration,
+        errors=errors,
+        truncated=result.truncated,
+        alternatives=alternatives,
+        oracle=min(every, key=lambda one: one.errors) if alternatives else None,
+    )
 
 
 def shard(cuts: Iterable[Cut], rank: int, world_size: int) -> list[Cut]:

@@ -6,7 +6,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,17 @@ from effasr.evaluation.alignment import align, trn_line
 from effasr.evaluation.bootstrap import interval
 from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.wer import ErrorCounts, total
+from effasr.evaluation.word_confidence import (
+    ConfidenceReport,
+    Judged,
+    confidence_report,
+    fit_calibration,
+)
 from effasr.transcription.json_files import one_line, write_json, write_json_lines, write_text
-from effasr.transcription.results import Failure
+from effasr.transcription.results import Alternative, Failure
 
 HYPOTHESES = "hypotheses.jsonl"
+CALIBRATION = "calibration.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,9 @@ class ScoredUtterance:
         duration: Seconds.
         errors: Word errors after normalisation of both texts.
         truncated: Whether the decoder reached its limit.
+        alternatives: The best texts of the search, the best first, if requested.
+        judged: Confidence of each word, and whether it is right; None if not requested or unknown.
+        oracle: Errors of the alternative with the fewest; those of the transcript by default.
     """
 
     id: str
@@ -42,6 +52,9 @@ class ScoredUtterance:
     duration: float
     errors: ErrorCounts
     truncated: bool = False
+    alternatives: tuple[Alternative, ...] = ()
+    oracle: ErrorCounts | None = None
+    judged: tuple[Judged, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +66,16 @@ class Evaluation:
         utterances: All that were transcribed.
         failures: Recordings that were not transcribed; they count in no rate.
         seconds: Duration of the whole call, loading of audio included.
+        method: Method of decoding; empty for evaluations without one.
+        calibrated: Whether the confidences of words are calibrated; None without any.
     """
 
     normalizer: str
     utterances: tuple[ScoredUtterance, ...] = ()
     failures: tuple[Failure, ...] = ()
     seconds: float = 0.0
+    method: str = ""
+    calibrated: bool | None = None
 
     @property
     def errors(self) -> ErrorCounts:
@@ -72,6 +89,29 @@ class Evaluation:
         for utterance in self.utterances:
             parts[utterance.group].append(utterance.errors)
         return {group: total(parts[group]) for group in sorted(parts)}
+
+    @property
+    def nbest(self) -> int:
+        """The most alternatives of an utterance; 0 where they were not requested."""
+        return max((len(utterance.alternatives) for utterance in self.utterances), default=0)
+
+    @property
+    def oracle(self) -> ErrorCounts:
+        """Errors of the whole set, if the best alternative of each utterance were chosen."""
+        return total(utterance.oracle or utterance.errors for utterance in self.utterances)
+
+    @property
+    def judged(self) -> list[Judged]:
+        """Confidence of each word of the set, and whether it is right."""
+        return [pair for utterance in self.utterances for pair in utterance.judged or ()]
+
+    @property
+    def confidence(self) -> ConfidenceReport | None:
+        """Quality of the confidences of words, if they were requested."""
+        if self.calibrated is None:
+            return None
+        skipped = sum(utterance.judged is None for utterance in self.utterances)
+        return confidence_report(self.judged, skipped)
 
     @property
     def wer(self) -> float:
@@ -109,6 +149,8 @@ class Evaluation:
         return {
             **_rates(self.errors),
             "wer_interval": self.interval,
+            **self._oracle_row(),
+            **self._confidence_row(),
             "rtfx": round(self.rtfx, 2),
             "audio_seconds": round(self.audio_seconds, 3),
             "seconds": round(self.seconds, 3),
@@ -118,6 +160,15 @@ class Evaluation:
             "failures": [failure.as_row() for failure in self.failures],
             "groups": {group: _rates(errors) for group, errors in self.groups.items()},
         }
+
+    def _oracle_row(self) -> dict[str, Any]:
+        return {"oracle": {"nbest": self.nbest, **_rates(self.oracle)}} if self.nbest else {}
+
+    def _confidence_row(self) -> dict[str, Any]:
+        found = self.confidence
+        if found is None:
+            return {}
+        return {"word_confidence": {"calibrated": self.calibrated, **found.as_row()}}
 
 
 def merge(evaluations: Sequence[Evaluation]) -> Evaluation:
@@ -138,6 +189,8 @@ def merge(evaluations: Sequence[Evaluation]) -> Evaluation:
         utterances=tuple(u for evaluation in evaluations for u in evaluation.utterances),
         failures=tuple(f for evaluation in evaluations for f in evaluation.failures),
         seconds=max(evaluation.seconds for evaluation in evaluations),
+        method=evaluations[0].method,
+        calibrated=evaluations[0].calibrated,
     )
 
 
@@ -151,7 +204,8 @@ def save(evaluation: Evaluation, folder: str | Path) -> None:
     """Write the files of an evaluation, each atomically; ``wer.json`` is the last.
 
     ``hypotheses.jsonl`` has the original texts. The normalised texts are in ``ref.trn`` and
-    ``hyp.trn``, which sclite reads, and in ``alignments.txt``.
+    ``hyp.trn``, which sclite reads, and in ``alignments.txt``. With raw confidences of right and
+    wrong words, ``calibration.json`` is the map that makes them probabilities.
     """
     folder = Path(folder)
     rows = (
@@ -160,14 +214,23 @@ def save(evaluation: Evaluation, folder: str | Path) -> None:
             "reference": utterance.reference,
             "hypothesis": utterance.hypothesis,
             "duration": round(utterance.duration, 3),
+            **_listed(utterance.alternatives),
         }
         for utterance in evaluation.utterances
     )
     write_json_lines(folder / HYPOTHESES, rows)
     _write_alignments(evaluation, folder)
+    if evaluation.calibrated is False:
+        fitted = fit_calibration(evaluation.judged, evaluation.method)
+        if fitted is not None:
+            write_json(folder / CALIBRATION, asdict(fitted))
     # A process may be killed between the files, and what is read must be of one evaluation.
     files = {HYPOTHESES: checksum(folder / HYPOTHESES)}
     write_json(folder / "wer.json", evaluation.summary() | {"files": files})
+
+
+def _listed(alternatives: Sequence[Alternative]) -> dict[str, Any]:
+    return {"alternatives": [one.as_row() for one in alternatives]} if alternatives else {}
 
 
 def _write_alignments(evaluation: Evaluation, folder: Path) -> None:

@@ -51,6 +51,16 @@ def wer_table(evaluation: Evaluation) -> str:
     if (interval := evaluation.interval) is not None:
         low, high = map(percent, interval)
         lines.append(f"WER of such sets, 95 of 100 times: {low} to {high} %")
+    if evaluation.nbest:
+        oracle = percent(evaluation.oracle.wer)
+        lines.append(f"WER of the best of {evaluation.nbest} alternatives (oracle): {oracle} %")
+    if (found := evaluation.confidence) is not None and found.words:
+        ece, auc = percent(found.ece), "-" if found.auc is None else f"{found.auc:.3f}"
+        kind = "calibrated" if evaluation.calibrated else "raw"
+        lines.append(
+            f"confidence of {found.words} words ({kind}): calibration error {ece} %, area under "
+            f"the curve {auc}"
+        )
     if evaluation.truncated:
         lines.append(f"{evaluation.truncated} stopped at the longest text allowed")
     if evaluation.failures:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,8 +12,7 @@ from effasr.data.batch import Batch
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
-from effasr.decoding.ctc_alignment import align_tokens
-from effasr.decoding.decoded import Decoded, with_scores
+from effasr.decoding.decoded import Decoded, with_details
 from effasr.decoding.greedy import decode, limit_of
 from effasr.decoding.lm.ngram import TokenLM
 from effasr.model.asr import ASRModel
@@ -164,23 +163,15 @@ class ContinuousSearch:
     @property
     def _needs_batch(self) -> bool:
         """Whether results need the encoder output of their batch."""
-        return self._config.words or self._config.confidence
+        config = self._config
+        scored = config.confidence or config.word_confidence or config.nbest is not None
+        return config.words or scored
 
     def _with_details(self, fed: _Fed) -> list[Decoded]:
-        """Add scores and spans, where they are requested."""
+        """Add scores, alternatives, confidences and spans, where they are requested."""
         results = [one for one in fed.results if one is not None]
-        if self._config.confidence:
-            eos = self._tokenizer.eos_id
-            what = self._model, "attention", fed.encoded, fed.prompts
-            results = with_scores(*what, results, eos)
-        if not self._config.words:
-            return results
-        with torch.no_grad():
-            spans = align_tokens(self._model, fed.encoded, [one.tokens for one in results])
-        return [
-            replace(one, spans=None if found is None else tuple(found))
-            for one, found in zip(results, spans, strict=True)
-        ]
+        what = self._model, "attention", fed.encoded, fed.prompts
+        return with_details(*what, results, self._config, self._tokenizer.eos_id)
 
     def _build(self, utterances: int) -> Engine:
         """Make an engine for this many utterances at a time, or fewer if memory runs out."""

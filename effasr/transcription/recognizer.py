@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -17,6 +17,7 @@ from effasr.data.collate import Example, collate
 from effasr.data.conversation.collate import asking, collate_conversations
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
 from effasr.data.tokenizer import ChatTokenizer, Tokenizer
+from effasr.decoding.confidence.calibration import Calibration
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.greedy import check_config, is_plain_greedy, load_lm
@@ -36,8 +37,8 @@ from effasr.transcription.recordings import (
     Request,
     take_finished,
 )
-from effasr.transcription.results import Result
-from effasr.transcription.word_timestamps import Word, word_timestamps
+from effasr.transcription.results import Alternative, Result, WordConfidence
+from effasr.transcription.word_timestamps import Word, word_groups, word_timestamps
 
 _WINDOW_BATCHES = 2
 """Batches of audio that are loaded before batches are planned by length."""
@@ -68,7 +69,25 @@ class Recognizer:
         self._frame_samples = self._features.framing.samples
         self._method = check_config(model, self.config)
         self._lm = load_lm(self.config, model, tokenizer)
+        self._calibration = self._load_calibration()
         self._packed: PackedWeights | None = None
+
+    def _load_calibration(self) -> Calibration | None:
+        path = self.config.calibration
+        if path is None:
+            return None
+        found = Calibration.load(path)
+        if found.method != self._method:
+            raise ValueError(
+                f"`calibration` {path} must be of the method {self._method}, but is of "
+                f"{found.method}: confidences of different methods do not compare."
+            )
+        return found
+
+    @property
+    def method(self) -> str:
+        """Method of decoding, which ``auto`` has been resolved to."""
+        return self._method
 
     @property
     def sample_rate(self) -> int:
@@ -270,13 +289,21 @@ class Recognizer:
             with torch.autocast(kind, torch.bfloat16, enabled=half), self._packed.active():
                 fed = search.feed(*self._collated(pieces), pieces) if pieces else search.finish()
                 for piece, result in fed:
-                    piece.text = self.tokenizer.decode(list(result.tokens)).strip()
+                    piece.text = self._text(result.tokens)
                     piece.truncated, piece.score = result.truncated, result.score
+                    piece.alternatives = tuple(
+                        Alternative(self._text(one.tokens), one.score, one.rank)
+                        for one in result.alternatives
+                    )
                     piece.words = self._words(piece, result)
+                    piece.word_confidences = self._word_confidences(piece, result)
                     done += self._done(piece)
         except torch.OutOfMemoryError:
             return done, False
         return done, True
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens)).strip()
 
     def _done(self, piece: Piece) -> float:
         """Drop the audio of a piece, and return its seconds."""
@@ -298,6 +325,18 @@ class Recognizer:
         end = piece.chunk.end / self.sample_rate
         # The number of frames is rounded up, so the last frame may extend beyond the audio.
         return tuple(replace(word, end=min(word.end, end)) for word in found)
+
+    def _word_confidences(self, piece: Piece, result: Decoded) -> tuple[WordConfidence, ...] | None:
+        if result.confidences is None:
+            return None if self.config.word_confidence else ()
+        spaces = piece.recording.request.prompt.target not in WITHOUT_SPACES
+        places = [(n, n + 1) for n in range(len(result.tokens))]
+        words = []
+        for group in word_groups(result.tokens, places, self.tokenizer.decode, spaces):
+            value = min(result.confidences[group.first : group.last])
+            value = value if self._calibration is None else self._calibration(value)
+            words += [WordConfidence(text, value) for text in group.texts]
+        return tuple(words)
 
     def _collated(self, pieces: list[Piece]) -> tuple[Batch, list[list[int]]]:
         """Return the batch of these pieces on the model's device, and their prompts."""

@@ -15,7 +15,14 @@ from effasr.decoding.decoded import Score
 from effasr.transcription.inputs.audio_stream import AudioStream
 from effasr.transcription.inputs.chunking import Chunk
 from effasr.transcription.inputs.prefetch import prefetch
-from effasr.transcription.results import Failure, Result, Segment, Transcription
+from effasr.transcription.results import (
+    Alternative,
+    Failure,
+    Result,
+    Segment,
+    Transcription,
+    WordConfidence,
+)
 from effasr.transcription.word_timestamps import Word
 
 FIRST_CHUNKS = 2
@@ -53,6 +60,8 @@ class Piece:
     truncated: bool = False
     words: tuple[Word, ...] | None = ()
     score: Score | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    word_confidences: tuple[WordConfidence, ...] | None = ()
     decoded: bool = False
 
 
@@ -114,12 +123,14 @@ class Recording:
                 piece.truncated,
                 piece.words,
                 piece.score,
+                piece.alternatives,
+                piece.word_confidences,
             )
             for piece in self.pieces
         )
         space = "" if self.request.prompt.target in WITHOUT_SPACES else " "
         text = space.join(segment.text for segment in segments if segment.text)
-        return Transcription(self.request.id, self.duration, text, segments)
+        return Transcription(self.request.id, self.duration, text, segments, space)
 
 
 def take_finished(recordings: deque[Recording]) -> Iterator[Result]:

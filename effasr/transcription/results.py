@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,66 @@ def confidence(scores: Iterable[Score | None]) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternative:
+    """One of the texts that a search has found for some audio.
+
+    Attributes:
+        text: The text; different tokens may spell the same one.
+        score: Log-probability in nats; see `effasr.decoding.nbest.hypothesis.Hypothesis`.
+        rank: What the list is ordered by, the best first.
+    """
+
+    text: str
+    score: float
+    rank: float
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the JSON object: text, score; null for a score of -inf."""
+        return {"text": self.text, "score": self.score if math.isfinite(self.score) else None}
+
+
+def joined(lists: Iterable[Sequence[Alternative]], space: str = " ") -> tuple[Alternative, ...]:
+    """Return the best alternatives of a recording from those of its chunks.
+
+    Scores and ranks are sums over the chunks, so the result is the best of all combinations; it is
+    as long as the longest list, if there are so many combinations.
+
+    Args:
+        lists: The alternatives of each chunk, each list in its order.
+        space: What separates the texts of chunks.
+
+    Returns:
+        The best first; none if a chunk has none, or there is no chunk.
+    """
+    every = list(lists)
+    if not every or not all(every):
+        return ()
+    size = max(map(len, every))
+    best = list(every[0])
+    for following in every[1:]:
+        # Both lists are ordered: combination (i, j) has (i + 1) (j + 1) - 1 others before it.
+        pairs = [
+            Alternative(
+                space.join(text for text in (a.text, b.text) if text),
+                a.score + b.score,
+                a.rank + b.rank,
+            )
+            for i, a in enumerate(best)
+            for b in following[: max(1, size // (i + 1))]
+        ]
+        best = sorted(pairs, key=lambda one: -one.rank)[:size]
+    return tuple(best)
+
+
+@dataclass(frozen=True, slots=True)
+class WordConfidence:
+    """A word, and the confidence in it from 0 to 1: the least of its tokens', then calibrated."""
+
+    text: str
+    confidence: float
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """The text of one chunk of a recording.
 
@@ -43,6 +103,8 @@ class Segment:
         truncated: Whether the decoder reached its limit: it probably repeated itself.
         words: Words with times, if requested; None if they could not be found.
         score: Score of the text, if requested.
+        alternatives: The best texts of the search, this one first, if requested.
+        word_confidences: Words with confidences, if requested; None if they could not be found.
     """
 
     start: float
@@ -51,6 +113,14 @@ class Segment:
     truncated: bool = False
     words: tuple[Word, ...] | None = ()
     score: Score | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    word_confidences: tuple[WordConfidence, ...] | None = ()
+
+    @property
+    def mean_word_confidence(self) -> float | None:
+        """Confidence in the text as the mean over its words; None without any."""
+        values = [word.confidence for word in self.word_confidences or ()]
+        return math.fsum(values) / len(values) if values else None
 
     @property
     def confidence(self) -> float | None:
@@ -58,7 +128,7 @@ class Segment:
         return confidence([self.score])
 
     def as_row(self) -> dict[str, Any]:
-        """Return the JSON object: start, end, text; truncated, words and confidence if present."""
+        """Return the JSON object: start, end, text, and what else is present."""
         row: dict[str, Any] = {
             "start": round(self.start, 3),
             "end": round(self.end, 3),
@@ -68,6 +138,15 @@ class Segment:
             row["truncated"] = True
         if self.score is not None:
             row["confidence"] = self.confidence
+        if self.alternatives:
+            row["alternatives"] = [one.as_row() for one in self.alternatives]
+        if self.word_confidences is None:
+            row |= {"mean_word_confidence": None, "word_confidences": None}
+        elif self.word_confidences:
+            row["mean_word_confidence"] = self.mean_word_confidence
+            row["word_confidences"] = [
+                {"word": word.text, "confidence": word.confidence} for word in self.word_confidences
+            ]
         if self.words is None:
             row["words"] = None
         elif self.words:
@@ -80,12 +159,29 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Transcription:
-    """The text of a recording, ``duration`` seconds long, and of its chunks."""
+    """The text of a recording, ``duration`` seconds long, and of its chunks.
+
+    ``space`` separates the texts of chunks.
+    """
 
     id: str
     duration: float
     text: str
     segments: tuple[Segment, ...]
+    space: str = " "
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """The best texts of the recording, if requested; see `joined`."""
+        return joined((segment.alternatives for segment in self.segments), self.space)
+
+    @property
+    def word_confidences(self) -> tuple[WordConfidence, ...] | None:
+        """Words of all segments with confidences; None if a segment lacks them."""
+        every = [segment.word_confidences for segment in self.segments]
+        if any(words is None for words in every):
+            return None
+        return tuple(word for words in every for word in words or ())
 
     @property
     def truncated(self) -> bool:

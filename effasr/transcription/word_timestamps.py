@@ -64,7 +64,7 @@ def word_timestamps(
         offset: Added to all times; seconds.
         spaces: Whether spaces separate words; else each character is one.
     """
-    groups = _groups(tokens, spans, decode, spaces)
+    groups = word_groups(tokens, spans, decode, spaces)
     centres = [group.first * frame_seconds for group in groups]
     # Each boundary is midway between the last frame of the previous word and the frame after it.
     bounds = [0.0, *((group.last - 0.5) * frame_seconds for group in groups)][: len(groups)]
@@ -87,25 +87,39 @@ def word_timestamps(
 
 
 @dataclass(slots=True)
-class _Group:
-    """Words that share tokens, usually one word, and their frames."""
+class WordGroup:
+    """Words that share tokens, usually one word.
+
+    Attributes:
+        texts: The words.
+        first: Beginning of the first span of their tokens.
+        last: End of the last one.
+    """
 
     texts: list[str]
     first: int
     last: int
 
 
-def _groups(
+def word_groups(
     tokens: Sequence[int], spans: Sequence[Span], decode: Callable[[list[int]], str], spaces: bool
-) -> list[_Group]:
-    groups: list[_Group] = []
+) -> list[WordGroup]:
+    """Join tokens to words.
+
+    Args:
+        tokens: Tokens of a transcript.
+        spans: What ``first`` and ``last`` of the groups are taken from, for each token.
+        decode: The tokenizer's, from tokens to text.
+        spaces: Whether spaces separate words; else each character is one.
+    """
+    groups: list[WordGroup] = []
     pieces, begun = _pieces(decode(list(tokens)), spaces), 0
     for index, (first, last) in enumerate(spans):
         # The number of decoded words shows to which one the token belongs: tokenizers mark words
         # in different ways, but all of them decode to spaces.
         count = min(len(_pieces(decode(list(tokens[: index + 1])), spaces)), len(pieces))
         if count > begun:
-            groups.append(_Group(pieces[begun:count], first, last))
+            groups.append(WordGroup(pieces[begun:count], first, last))
             begun = count
         elif groups:
             groups[-1].last = last

@@ -49,14 +49,16 @@ SURFACE = {
     "train": ["RECIPE", "path.to.field=value...", "--show"],
     "evaluate": [
         *RUN, "--manifest MANIFEST!", "--language LANG", "--normalizer NORMALIZER",
-        "--output FOLDER", "--worst N", *DECODING,
+        "--output FOLDER", "--worst N", *DECODING, "--nbest N",
+        "--confidence", "--calibration FILE",
     ],
     "compare": ["RUN...", "--normalizer NORMALIZER", "--set NAME"],
     "transcribe": [
         *RUN, "FILE...", "--manifest MANIFEST", "--language LANG", "--target-language LANG",
         "--punctuation --no-punctuation", "--format {text,json,srt,vtt,ctm}", "--json", "--words",
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
-        "--encoding {s16le,f32le}", "--latency S", *DECODING,
+        "--encoding {s16le,f32le}", "--latency S", *DECODING, "--nbest N",
+        "--confidence", "--calibration FILE",
     ],
     "label": [
         "RUN", "AUDIO", "OUT", "--min-confidence C", "--language LANG", *DECODING,

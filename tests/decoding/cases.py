@@ -9,8 +9,12 @@ from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
+from effasr.decoding.ctc_beam import ctc_beam
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.greedy import decode
+from effasr.decoding.nbest.hypothesis import Hypothesis
+from effasr.decoding.tdt_beam import tdt_beam
+from effasr.decoding.transducer_beam import transducer_beam
 from effasr.model.asr import ASRModel
 from effasr.model.transducer import Transducer, TransducerConfig
 from effasr_kernels import PackedSequence, pack
@@ -98,3 +102,20 @@ def make_frames(*lengths: int, seed: int = 0) -> PackedSequence:
     draw = torch.Generator().manual_seed(seed)
     sizes = [(length, FRAME_WIDTH) for length in lengths]
     return pack([2 * torch.randn(size, generator=draw, dtype=torch.float64) for size in sizes])
+
+
+def best_of(lists: Sequence[Sequence[Hypothesis]]) -> list[list[int]]:
+    """The transcripts alone."""
+    return [list(found[0].tokens) if found else [] for found in lists]
+
+
+def best_ctc_beam(*arguments, **options) -> list[list[int]]:
+    return best_of(ctc_beam(*arguments, **options))
+
+
+def best_transducer_beam(*arguments, **options) -> list[list[int]]:
+    return best_of(transducer_beam(*arguments, **options))
+
+
+def best_tdt_beam(*arguments, **options) -> list[list[int]]:
+    return best_of(tdt_beam(*arguments, **options))

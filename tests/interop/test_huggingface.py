@@ -14,11 +14,14 @@ from effasr.data.batch import IGNORED, Batch
 from effasr.data.collate import Example
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
+from effasr.decoding.attention_beam import attention_beam
+from effasr.decoding.ctc_beam import ctc_beam
 from effasr.interop.huggingface.canary import export_canary, import_canary
 from effasr.interop.huggingface.parakeet import export_parakeet_ctc, import_parakeet_ctc
 from effasr.interop.huggingface.special_tokens import SpecialTokens
 from effasr.interop.huggingface.weights import CANARY
 from effasr.model.asr import ASRModel, ModelConfig
+from effasr_kernels import pack
 from tests.interop.parakeet import (
     BINS,
     ENCODER,
@@ -98,6 +101,25 @@ def test_each_utterance_gives_the_same_logits_and_loss(
         # Theirs is the mean over the counted targets.
         loss = ours(batch).cross_entropy / batch.num_targets
         assert_same(loss, expected.loss, f"loss of {example.id}")
+
+
+@torch.no_grad()
+def test_scores_of_a_list_are_sums_of_their_log_probabilities(
+    theirs: Any, ours: ASRModel, examples: Sequence[Example], make_batch: Callable[..., Batch]
+) -> None:
+    encoded = ours.encode(make_batch(examples))
+    prompts = [example.prompt for example in examples]
+    limits = [6] * len(examples)
+    found = attention_beam(ours, encoded, prompts, limits, 3, beam=4, length_penalty=0.0, nbest=4)
+    for example, one in zip(examples, found, strict=True):
+        assert len(one.alternatives) == 4
+        for other in one.alternatives:
+            inputs = their_inputs(dataclasses.replace(example, text=list(other.tokens)))
+            targets = inputs.pop("labels")[0]
+            steps = theirs(**inputs).logits[0].double().log_softmax(-1)
+            counted = targets != IGNORED
+            expected = steps[counted].gather(1, targets[counted, None]).sum()
+            assert other.score == other.rank == pytest.approx(float(expected), abs=1e-4)
 
 
 def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
@@ -194,6 +216,16 @@ def test_parakeet_ctc_is_the_same_function(
     expected = theirs(**features, labels=torch.tensor([examples[0].text]))
     assert_same(model.ctc_logits(model.encode(batch).values), expected.logits[0], "logits")
     assert_same(model(batch).ctc, expected.loss, "loss")
+
+    with torch.no_grad():
+        # Over two frames, a beam with room for all tokens and the blank drops no path.
+        frames = pack([model.encode(batch).values[:2]])
+        (listed,) = ctc_beam(model, frames, VOCABULARY + 1, nbest=4)
+    steps = expected.logits[0, :2].detach().log_softmax(-1)
+    for one in listed:
+        text = torch.tensor(one.tokens, dtype=torch.int64)
+        loss = F.ctc_loss(steps, text, [2], [len(text)], blank=VOCABULARY, reduction="sum")
+        assert one.score == pytest.approx(-float(loss), abs=1e-4)
 
     export_parakeet_ctc(model, tmp_path / "ours")
     again = transformers.ParakeetForCTC.from_pretrained(tmp_path / "ours").eval()

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from effasr.data.batch import Batch
 from effasr.data.collate import Example
+from effasr.decoding.tdt_beam import tdt_beam
+from effasr.decoding.transducer_beam import transducer_beam
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.interop.huggingface.canary import export_canary
 from effasr.interop.huggingface.checkpoint import export_model, import_model
@@ -207,6 +209,28 @@ def test_greedy_transcripts_are_those_of_generate(
     assert found == [their_transcripts(theirs, example)[0] for example in examples]
     assert len({label for transcript in found for label in transcript}) > 3
     assert len(found[0]) < 10 * encoded.layout.lengths[0], "no blank was said"
+
+
+@torch.no_grad()
+def test_scores_of_a_list_are_their_losses(
+    theirs: Any, ours: ASRModel, examples: Sequence[Example], make_batch: Callable[..., Batch]
+) -> None:
+    """With room for all transcripts of one label at all frames ahead, a beam drops no path."""
+    head, encoded = head_of(ours), ours.encode(make_batch(examples))
+    search = transducer_beam if head.config.durations is None else tdt_beam
+    beam = (VOCABULARY + 1) * (1 + max(DURATIONS))
+    found = search(head, encoded, beam, [1] * len(examples), 3)
+    compared = 0
+    for example, listed in zip(examples, found, strict=True):
+        assert len(listed) == 3
+        # transformers' loss of TDT takes labels that are its padding for none.
+        for one in listed:
+            if not one.tokens or one.tokens[0] == theirs.config.pad_token_id:
+                continue
+            compared += 1
+            loss = their_loss(theirs, dataclasses.replace(example, text=list(one.tokens)))
+            assert one.score == pytest.approx(-float(loss), abs=1e-4)
+    assert compared >= 2 * len(examples)
 
 
 def test_export_is_the_inverse_of_import(ours: ASRModel, kind: str, tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Confidence of tokens and words from the entropy of a model's distributions."""

@@ -1,0 +1,56 @@
+"""Map from raw confidences to probabilities that a word is right."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from effasr.untrusted.documents import read_json_object
+
+_LEAST = 1e-6
+
+
+def logit(confidence: float) -> float:
+    """Return the log-odds of a confidence, which is taken to be at least 1e-6 from 0 and 1."""
+    inner = min(max(confidence, _LEAST), 1 - _LEAST)
+    return math.log(inner / (1 - inner))
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """An affine map of log-odds: ``slope`` is an inverse temperature.
+
+    Attributes:
+        slope: Factor of the log-odds.
+        intercept: Added to it.
+        method: The method of decoding whose confidences it was fitted to.
+    """
+
+    slope: float
+    intercept: float
+    method: str
+
+    def __call__(self, confidence: float) -> float:
+        """Return the probability that a word of this raw confidence is right."""
+        odds = self.slope * logit(confidence) + self.intercept
+        return 1 / (1 + math.exp(-odds)) if odds > -700 else 0.0
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file that ``effasr evaluate --confidence`` has written.
+
+        Raises:
+            OSError: It cannot be read.
+            ValueError: It is no such file.
+        """
+        found = read_json_object(path)
+        numbers = [found.get(name) for name in ("slope", "intercept")]
+        valid = all(isinstance(x, int | float) and math.isfinite(x) for x in numbers)
+        if not valid or not isinstance(found.get("method"), str):
+            raise ValueError(
+                f"`calibration` {path} must have numbers `slope` and `intercept` and the `method`, "
+                "but has not: fit it by `effasr evaluate --confidence` on a dev set."
+            )
+        return cls(float(found["slope"]), float(found["intercept"]), found["method"])

@@ -1,0 +1,75 @@
+"""Hypotheses of a search, and the best of them for each utterance."""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A complete transcript that a search has found.
+
+    Attributes:
+        tokens: Token ids without prompt and end token.
+        score: Log-probability in nats. With CTC scores or a language model, their weighted sum. Of
+            CTC and transducers, the sum over the alignments that the beam has kept.
+        rank: What the search orders hypotheses by: the score, after penalties if there are any.
+    """
+
+    tokens: tuple[int, ...]
+    score: float
+    rank: float
+
+
+class NBest:
+    """The best hypotheses so far of each utterance of a batch.
+
+    Args:
+        utterances: Number of utterances.
+        size: N, hypotheses of each that are kept, at least 1.
+    """
+
+    def __init__(self, utterances: int, size: int = 1) -> None:
+        self.size = size
+        self._lists: list[list[Hypothesis]] = [[] for _ in range(utterances)]
+
+    def add(self, name: int, hypothesis: Hypothesis) -> None:
+        """Add a hypothesis of an utterance; of equal ranks the earlier one goes first.
+
+        One with a rank of -inf is no transcript, and is left out.
+        """
+        if hypothesis.rank == -math.inf:
+            return
+        own = self._lists[name]
+        insort(own, hypothesis, key=lambda one: -one.rank)
+        del own[self.size :]
+
+    def add_rows(
+        self,
+        names: Sequence[int],
+        labels: Tensor,
+        scores: Tensor,
+        ranks: Tensor | None = None,
+    ) -> None:
+        """Add hypotheses from tensors.
+
+        Args:
+            names: The utterance of each row.
+            labels: int64 (M, longest); negative ids are no tokens.
+            scores: (M,).
+            ranks: (M,); the scores by default.
+        """
+        ranks = scores if ranks is None else ranks
+        rows = zip(names, labels.tolist(), scores.tolist(), ranks.tolist(), strict=True)
+        for name, row, score, rank in rows:
+            tokens = tuple(label for label in row if label >= 0)
+            self.add(name, Hypothesis(tokens, score, rank))
+
+    def lists(self) -> list[list[Hypothesis]]:
+        """Return the hypotheses of each utterance, the best first."""
+        return self._lists

@@ -1,0 +1,171 @@
+"""Confidences of tokens against their definitions, and paths against all paths."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from effasr.data.collate import Example
+from effasr.data.prompt import Prompt
+from effasr.decoding.confidence.entropy import ALPHA, entropy_confidence
+from effasr.decoding.confidence.tokens import token_confidences
+from effasr.decoding.confidence.transducer_alignment import likeliest_frames
+from effasr.model.transducer import TransducerConfig
+from effasr_kernels import pack
+from tests.decoding.cases import batch_of, decode_all, make_examples, make_frames, make_head
+
+
+@pytest.fixture(scope="module")
+def examples(tokenizer, noise) -> list[Example]:
+    return make_examples(noise, [tokenizer.prompt(Prompt())], monotonic=True)
+
+
+def measure(p: np.ndarray, alpha: float = 1 / 3) -> float:
+    """The definition, for one distribution."""
+    entropy = (sum(float(x) ** alpha for x in p) - 1) / (1 - alpha)
+    most = (len(p) * (1 / len(p)) ** alpha - 1) / (1 - alpha)
+    return (math.exp(-entropy) - math.exp(-most)) / (1 - math.exp(-most))
+
+
+@pytest.mark.parametrize("alpha", [ALPHA, 0.7])
+@pytest.mark.parametrize("classes", [2, 5, 1000])
+def test_confidence_is_the_normalized_entropy(classes, alpha) -> None:
+    draw = torch.Generator().manual_seed(classes)
+    logs = (4 * torch.randn(6, classes, generator=draw)).log_softmax(-1)
+    found = entropy_confidence(logs, alpha)
+    for row, value in zip(logs.double().exp().numpy(), found.tolist(), strict=True):
+        assert value == pytest.approx(measure(row, alpha), rel=1e-5, abs=1e-9)
+    uniform, certain = torch.zeros(classes).log_softmax(-1), torch.full((classes,), -math.inf)
+    certain[0] = 0.0
+    assert float(entropy_confidence(uniform, alpha)) == pytest.approx(0.0, abs=1e-6)
+    assert float(entropy_confidence(certain, alpha)) == 1.0
+    with pytest.raises(ValueError, match="`alpha` must be between 0 and 1"):
+        entropy_confidence(uniform, 1.0)
+
+
+def every_path(blank, label, lasting, durations) -> dict[tuple[int, ...], float]:
+    """The best log-probability of a path for each list of frames of the labels."""
+    frames, count = blank.shape[0], label.shape[1]
+    found: dict[tuple[int, ...], float] = {}
+
+    def go(frame: int, said: tuple[int, ...], score: float) -> None:
+        after = len(said)
+        if frame == frames:
+            if after == count:
+                found[said] = max(found.get(said, -math.inf), score)
+            return
+        steps = ([(0, 0.0)], [(1, 0.0)])
+        if lasting is not None:
+            every = [(d, lasting[frame, after, n]) for n, d in enumerate(durations)]
+            steps = every, [(d, s) for d, s in every if d]
+        for lasts, own in steps[1]:
+            if frame + lasts <= frames:
+                go(frame + lasts, said, score + blank[frame, after] + own)
+        for lasts, own in steps[0]:
+            if after < count and frame + lasts < frames:
+                go(frame + lasts, (*said, frame), score + label[frame, after] + own)
+
+    go(0, (), 0.0)
+    return found
+
+
+@pytest.mark.parametrize("durations", [None, (0, 1), (0, 1, 3)])
+@pytest.mark.parametrize(("frames", "count"), [(4, 3), (1, 2), (5, 1), (3, 0), (2, 4)])
+def test_the_path_is_the_likeliest_of_all(frames, count, durations) -> None:
+    seen = set()
+    for seed in range(6):
+        draw = np.random.default_rng(seed)
+        blank, label = (-4 * draw.random((frames, n)) for n in (count + 1, count))
+        lasting = (
+            None if durations is None else -4 * draw.random((frames, count + 1, len(durations)))
+        )
+        every = every_path(blank, label, lasting, durations)
+        found = likeliest_frames(blank, label, lasting, durations or ())
+        assert found is not None
+        assert every[tuple(found)] == max(every.values())
+        assert all(a <= b for a, b in pairwise(found))
+        seen.add(tuple(found))
+    assert len(seen) > 1 or frames == 1 or count == 0
+
+
+def test_there_is_no_path_without_frames() -> None:
+    assert likeliest_frames(np.zeros((0, 3)), np.zeros((0, 2))) is None
+    assert likeliest_frames(np.zeros((0, 1)), np.zeros((0, 0))) == []
+
+
+@torch.no_grad()
+def test_the_decoders_distributions_are_measured(examples, model, tokenizer) -> None:
+    found = decode_all(examples, model, tokenizer, word_confidence=True, extra_tokens=4)
+    encoded = model.encode(batch_of(examples, tokenizer))
+    for example, rows, one in zip(examples, encoded.unpack(), found, strict=False):
+        state = model.start_decoding(pack([rows]), 64)
+        expected = []
+        for place, token in enumerate([*example.prompt, *one.tokens][:-1]):
+            hidden = model.decode_step(torch.tensor([token]), state)
+            if place >= len(example.prompt) - 1:
+                p = model.logits(hidden)[0, : model.vocab_size].double().softmax(-1)
+                expected.append(measure(p.numpy()))
+        assert one.confidences == pytest.approx(expected[: len(one.tokens)], rel=1e-4)
+        assert len(one.confidences) == len(one.tokens)
+
+
+@torch.no_grad()
+def test_frames_of_ctc_are_measured(examples, model, tokenizer) -> None:
+    found = decode_all(examples, model, tokenizer, method="ctc", word_confidence=True)
+    encoded = model.encode(batch_of(examples, tokenizer))
+    for rows, one in zip(encoded.unpack(), found, strict=False):
+        p = model.ctc_logits(rows).double().softmax(-1)
+        best = p.argmax(-1).tolist()
+        expected, before = [], model.vocab_size
+        for frame, symbol in enumerate(best):
+            value = measure(p[frame].numpy())
+            if symbol != model.vocab_size and symbol == before:
+                expected[-1] = min(expected[-1], value)
+            elif symbol != model.vocab_size:
+                expected.append(value)
+            before = symbol
+        assert one.confidences == pytest.approx(expected, rel=1e-4)
+    assert any(len(one.tokens) > 3 for one in found)
+
+
+@pytest.mark.parametrize("durations", [None, (0, 1, 2)])
+@torch.no_grad()
+def test_frames_of_transducers_are_measured(durations) -> None:
+    """A text of one label: the likeliest frame of it, by its definition."""
+    config = TransducerConfig(
+        predictor="stateless", width=8, joint=7, activation="tanh", durations=durations
+    )
+    head = make_head(config, 4, 1)
+    encoded = make_frames(5, 0, 3)
+
+    class Model:
+        transducer = head
+
+    found = token_confidences(Model(), "transducer", encoded, [], [[2], [1], []])  # type: ignore[arg-type]
+    assert found[1:] == [None, ()]
+    rows = encoded.unpack()[0]
+    labels = pack([torch.tensor([2])])
+    predicted = head.predictor_projection(head.predictor(labels.values, labels.layout))
+    logits = head.logits(head.encoder_projection(rows)[:, None], predicted[None])
+    logs = logits[..., :5].log_softmax(-1)
+    lasting = None if durations is None else logits[..., 5:].log_softmax(-1).numpy()
+    arrays = logs[..., 4].numpy(), logs[:, :1, 2].numpy(), lasting, durations
+    every = every_path(*arrays)
+    (frame,) = max(every, key=lambda path: every[path])
+    assert found[0] == pytest.approx([measure(logs[frame, 0].exp().numpy())], rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["attention", "ctc", "transducer"])
+@pytest.mark.parametrize("beam", [1, 3])
+def test_every_search_has_confidences(method, beam, examples, model, tdt_model, tokenizer) -> None:
+    used = tdt_model if method == "transducer" else model
+    options = {"method": method, "beam": beam}
+    plain = decode_all(examples, used, tokenizer, **options)
+    found = decode_all(examples, used, tokenizer, **options, word_confidence=True)
+    for one, other in zip(plain, found, strict=True):
+        assert one.tokens == other.tokens
+        assert one.confidences is None
+        assert len(other.confidences) == len(other.tokens)
+        assert all(0 <= value <= 1 for value in other.confidences)

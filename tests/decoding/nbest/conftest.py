@@ -1,0 +1,3 @@
+from tests.support.recognition import model, noise, tdt_model, tokenizer
+
+__all__ = ["model", "noise", "tdt_model", "tokenizer"]

@@ -1,0 +1,175 @@
+"""Lists of the best hypotheses: every search against all transcripts of tiny cases."""
+
+import math
+from collections import defaultdict
+from itertools import groupby, product
+
+import numpy as np
+import pytest
+import torch
+
+from effasr.data.collate import Example
+from effasr.data.prompt import Prompt
+from effasr.decoding.attention_beam import attention_beam
+from effasr.decoding.config import DecodingConfig
+from effasr.decoding.ctc_beam import ctc_beam
+from effasr.decoding.decoded import with_scores
+from effasr.decoding.greedy import check_config, decode
+from effasr.decoding.nbest.hypothesis import Hypothesis, NBest
+from effasr.decoding.tdt_beam import tdt_beam
+from effasr.decoding.transducer_beam import transducer_beam
+from effasr.model.transducer import TransducerConfig
+from effasr_kernels import PackedSequence, pack
+from tests.decoding.cases import batch_of, decode_all, make_examples, make_frames, make_head
+
+SIZE = 5
+
+
+class Given:
+    """A CTC head that returns its input."""
+
+    def ctc_logits(self, encoded: torch.Tensor) -> torch.Tensor:
+        return encoded
+
+
+@pytest.fixture(scope="module")
+def examples(tokenizer, noise) -> list[Example]:
+    return make_examples(noise, [tokenizer.prompt(Prompt())], monotonic=True)
+
+
+def assert_best_of(
+    every: dict[tuple[int, ...], float], found: list[Hypothesis], **tolerance
+) -> None:
+    """The list is the beginning of all transcripts in the order of their log-probabilities."""
+    expected = sorted(every.values(), reverse=True)[:SIZE]
+    assert [one.score for one in found] == pytest.approx(expected, **tolerance)
+    for one in found:
+        assert one.score == pytest.approx(every[one.tokens], **tolerance)
+    assert len({one.tokens for one in found}) == len(found)
+    assert [one.rank for one in found] == sorted((one.rank for one in found), reverse=True)
+
+
+def test_ctc_finds_the_likeliest_of_all_transcripts() -> None:
+    draw = torch.Generator().manual_seed(0)
+    lengths = (4, 5, 3)
+    encoded = pack([1.5 * torch.randn(length, 4, generator=draw) for length in lengths], rows=15)
+    found = ctc_beam(Given(), encoded, 400, nbest=SIZE)  # type: ignore[arg-type]
+    for one, frames in zip(found, encoded.unpack(), strict=False):
+        steps = frames.double().softmax(-1).numpy()
+        every: dict[tuple[int, ...], float] = defaultdict(float)
+        for path in product(range(4), repeat=len(steps)):
+            text = tuple(symbol for symbol, _ in groupby(path) if symbol != 3)
+            every[text] += float(np.prod([steps[t, symbol] for t, symbol in enumerate(path)]))
+        assert_best_of({text: math.log(p) for text, p in every.items()}, one, rel=1e-6)
+
+
+@pytest.mark.parametrize("durations", [None, (0, 1), (0, 1, 2)])
+@torch.no_grad()
+def test_transducers_find_the_likeliest_of_all_transcripts(durations) -> None:
+    labels = 3
+    texts = [text for n in range(3) for text in product(range(labels), repeat=n)]
+    config = TransducerConfig(
+        predictor="stateless", width=8, joint=7, activation="tanh", durations=durations
+    )
+    search = transducer_beam if durations is None else tdt_beam
+    for seed in range(3):
+        head = make_head(config, labels, seed, blank=1.0)
+        encoded = make_frames(3, 0, 2, 4, seed=seed)
+        found = search(head, encoded, 80, [2] * 4, SIZE)
+        assert found[1] == [Hypothesis((), 0.0, 0.0)]
+        for one, frames in zip(found, encoded.unpack(), strict=True):
+            if not len(frames):
+                continue
+            packed = pack([torch.tensor(text, dtype=torch.int64) for text in texts])
+            losses = head(pack([frames] * len(texts)), packed).tolist()
+            assert_best_of({t: -x for t, x in zip(texts, losses, strict=True)}, one, rel=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("penalty", [0.0, 0.6])
+def test_attention_finds_the_best_ranks_and_their_scores(
+    penalty, examples, model, tokenizer
+) -> None:
+    """Whatever is left out of the list ranks below its last hypothesis."""
+    encoded = model.encode(batch_of(examples, tokenizer))
+    prompts, limits = [one.prompt for one in examples], [2] * len(examples)
+    eos, classes = tokenizer.eos_id, tokenizer.vocab_size
+    others = [token for token in range(classes) if token != eos]
+    found = attention_beam(
+        model, encoded, prompts, limits, eos, classes,
+        beam=classes**2, length_penalty=penalty, nbest=SIZE,
+    )  # fmt: skip
+    texts = [t for n in range(3) for t in product(others, repeat=n)]
+    for result, rows, prompt in zip(found, encoded.unpack(), prompts, strict=False):
+        scores = _spoken(model, rows, prompt, texts, eos, classes)
+        ranks = {t: s / ((6 + len(t)) / 6) ** penalty for t, s in scores.items()}
+        expected = sorted(ranks.values(), reverse=True)[:SIZE]
+        assert [one.rank for one in result.alternatives] == pytest.approx(expected, abs=1e-4)
+        for one in result.alternatives:
+            assert one.score == pytest.approx(scores[one.tokens], abs=1e-4)
+        assert result.tokens == result.alternatives[0].tokens
+
+
+def _spoken(model, rows, prompt, texts, eos, classes) -> dict[tuple[int, ...], float]:
+    """Log-probabilities of transcripts and their ends, by the decoder without caches."""
+    scores = {}
+    for begin in range(0, len(texts), 400):
+        some = texts[begin : begin + 400]
+        tokens = pack([torch.tensor([*prompt, *text]) for text in some])
+        hidden, _ = model.decode(tokens, pack([rows] * len(some)))
+        steps = model.logits(hidden)[:, :classes].double().log_softmax(-1)
+        for own, text in zip(PackedSequence(steps, tokens.layout).unpack(), some, strict=True):
+            said = torch.tensor([*text, eos])[:, None]
+            scores[text] = float(own[len(prompt) - 1 :].gather(1, said).sum())
+    return scores
+
+
+@pytest.mark.parametrize("options", [
+    {"method": "attention"}, {"method": "attention", "ctc_weight": 0.3}, {"method": "ctc"},
+])  # fmt: skip
+def test_the_list_begins_with_the_transcript(options, examples, model, tokenizer) -> None:
+    plain = decode_all(examples, model, tokenizer, beam=4, **options)
+    listed = decode_all(examples, model, tokenizer, beam=4, nbest=3, **options)
+    for one, other in zip(plain, listed, strict=True):
+        assert (one.tokens, one.truncated) == (other.tokens, other.truncated)
+        assert not one.alternatives
+        assert 1 <= len(other.alternatives) <= 3
+        assert other.alternatives[0].tokens == one.tokens
+        assert other.score is None
+    assert any(len(one.alternatives) == 3 for one in listed)
+
+
+@pytest.mark.parametrize("method", ["attention", "ctc", "transducer"])
+def test_greedy_search_has_the_score_of_the_model(
+    method, examples, model, tdt_model, tokenizer
+) -> None:
+    used = tdt_model if method == "transducer" else model
+    found = decode_all(examples, used, tokenizer, method=method, nbest=1)
+    batch = batch_of(examples, tokenizer)
+    with torch.no_grad():
+        encoded = used.encode(batch)
+        prompts = [example.prompt for example in examples]
+        scored = with_scores(used, method, encoded, prompts, found, tokenizer.eos_id)
+    for one, other in zip(found, scored, strict=True):
+        (alternative,) = one.alternatives
+        assert other.score is not None
+        assert alternative.tokens == one.tokens
+        assert alternative.score == alternative.rank == other.score.log_prob
+
+
+def test_a_list_of_equal_ranks_keeps_the_order_of_arrival() -> None:
+    found = NBest(2, 2)
+    for rank, token in ((-2.0, 1), (-1.0, 2), (-2.0, 3), (-math.inf, 4), (-1.0, 5)):
+        found.add(1, Hypothesis((token,), rank, rank))
+    assert [one.tokens for one in found.lists()[1]] == [(2,), (5,)]
+    assert found.lists()[0] == []
+
+
+def test_a_list_is_not_longer_than_the_beam(examples, model, tokenizer) -> None:
+    with pytest.raises(ValueError, match="`nbest` must be from 1 to `beam` = 2, but is 3"):
+        DecodingConfig(beam=2, nbest=3)
+    with pytest.raises(ValueError, match="`nbest`"):
+        DecodingConfig(nbest=0)
+    config = DecodingConfig(method="ctc", beam=2, nbest=2)
+    assert check_config(model, config) == "ctc"
+    assert decode(model, tokenizer, batch_of([], tokenizer), [], config) == []

@@ -1,0 +1,97 @@
+"""Alternatives of segments and recordings, in results, evaluations and on the command line."""
+
+import json
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import soundfile
+
+from effasr import checkpoint
+from effasr.cli.main import main
+from effasr.decoding.config import DecodingConfig
+from effasr.transcription.results import Alternative, Transcription, joined
+from effasr.transcription.transcribe import Waveform, transcribe
+
+RATE = 16_000
+
+
+def test_alternatives_of_a_recording_are_the_best_combinations() -> None:
+    draw = np.random.default_rng(0)
+    lists = [
+        [
+            Alternative(f"{n}{k}", rank, rank)
+            for k, rank in enumerate(sorted(-draw.random(size))[::-1])
+        ]
+        for n, size in enumerate((5, 3, 5, 1))
+    ]
+    every = sorted((sum(one.rank for one in row) for row in product(*lists)), reverse=True)
+    found = joined(lists)
+    assert [one.rank for one in found] == pytest.approx(every[:5])
+    assert found[0].text == "00 10 20 30"
+    assert len({one.text for one in found}) == 5
+    assert joined([]) == joined([lists[0], []]) == ()
+    assert (
+        joined([[Alternative("a", -1.0, -1.0)], [Alternative("b", -1.0, -1.0)]], "")[0].text == "ab"
+    )
+    assert Alternative("", -math.inf, -1.0).as_row() == {"text": "", "score": None}
+
+
+@pytest.mark.parametrize("method", ["attention", "ctc"])
+@pytest.mark.parametrize("beam", [1, 3])
+def test_long_recordings_have_lists_of_their_own(method, beam, model, tokenizer, noise) -> None:
+    waveform = Waveform("long", noise(3.5, seed=2), RATE)
+    config = DecodingConfig(
+        method=method, beam=beam, nbest=beam, chunk_seconds=1.0, search_seconds=0.2, extra_tokens=3
+    )
+    (result,) = transcribe(model, tokenizer, [waveform], config=config)
+    assert isinstance(result, Transcription)
+    assert len(result.segments) > 2
+    assert result.alternatives[0].text == result.text
+    assert 1 <= len(result.alternatives) <= beam
+    for segment in result.segments:
+        row = segment.as_row()["alternatives"]
+        assert row[0]["text"] == segment.text
+        assert all(one["score"] < 0 for one in row)
+
+
+@pytest.fixture
+def saved(tmp_path, model, tokenizer, noise):
+    checkpoint.save_model(tmp_path / "model", model, tokenizer)
+    rows = []
+    for number in range(3):
+        path = tmp_path / f"u{number}.wav"
+        soundfile.write(path, noise(0.8 + 0.4 * number, seed=number), RATE)
+        text = "one two three"
+        rows.append({"audio_filepath": str(path), "text": text, "id": f"u{number}"})
+    (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_commands_write_alternatives(saved, capsys) -> None:
+    options = ["--run", str(saved / "model"), "--device", "cpu", "--method", "ctc", "--beam", "4"]
+    command = ["transcribe", *options, str(saved / "u1.wav"), "--nbest", "3"]
+    assert main([*command, "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    (segment,) = json.loads(line)["segments"]
+    assert len(segment["alternatives"]) == 3
+    assert segment["alternatives"][0]["text"] == segment["text"]
+    assert main(command) == 2
+    assert "`--nbest` must have `--json`" in capsys.readouterr().err
+
+    out = saved / "out"
+    command = ["evaluate", *options, "--manifest", str(saved / "set.jsonl"), "--output", str(out)]
+    assert main([*command, "--nbest", "4"]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads((out / "wer.json").read_text())
+    assert result["oracle"]["nbest"] == 4
+    assert result["oracle"]["wer"] <= result["wer"]
+    assert "of 4 alternatives (oracle)" in printed
+    for text in (out / "hypotheses.jsonl").read_text().splitlines():
+        row = json.loads(text)
+        assert row["alternatives"][0]["text"] == row["hypothesis"]
+        scores = [one["score"] for one in row["alternatives"]]
+        assert scores == sorted(scores, reverse=True)
+    assert main(command) == 0
+    assert "oracle" not in json.loads((out / "wer.json").read_text())
