@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -19,9 +19,34 @@ from effasr.model.encoder import FastConformerConfig
 from effasr.model.streaming_encoder import StreamingEncoder, check_streamable
 from effasr.transcription.recognizer import evaluating
 from effasr.transcription.results import Segment
+from effasr.transcription.streaming import ahead
 from effasr_kernels import Context, PackedLayout, PackedSequence
 
 Method = Literal["auto", "transducer", "ctc"]
+
+
+def transcribe_online(
+    recognizer: OnlineRecognizer, blocks: Iterable[np.ndarray]
+) -> Iterator[Segment]:
+    """Transcribe audio while it arrives; yields segments as soon as they are final.
+
+    Samples are read on a thread, so that the recorder need not wait during decoding.
+
+    Args:
+        recognizer: It has room for one more stream.
+        blocks: float32 (samples,) each, mono, at the recognizer's rate, as they arrive.
+
+    Raises:
+        ValueError: The stream is damaged.
+    """
+    stream = recognizer.open()
+    for block in ahead(blocks):
+        stream.feed(block)
+        recognizer.decode()
+        yield from stream.take()
+    stream.finish()
+    recognizer.decode()
+    yield from stream.take()
 
 
 def is_streamable(model: ASRModel) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import cost_model
 from effasr.model.encoder import FastConformerConfig, FastConformerEncoder
 from effasr.model.streaming_encoder import StreamingEncoder
+from effasr.training import step as training_step
+from effasr.training.cuda_graph.rules import obstacles_of_model
 from effasr.training.seeds import drawn
 from effasr_kernels import Context, PackedLayout
 from tests.support.small_model import shake
@@ -203,3 +206,24 @@ def test_a_step_draws_the_same_context_everywhere() -> None:
     assert draws != [drawn(contexts, 6, step) for step in range(300)]
     # Each is expected 100 times, with a standard deviation of 8.
     assert all(60 < draws.count(context) < 140 for context in contexts)
+
+
+def test_each_step_trains_with_its_context(tiny_config: ModelConfig) -> None:
+    contexts = CONTEXT, Context(8, 0, 6), Context(8, 0, 2)
+    encoder = dataclasses.replace(tiny_config.encoder, context=contexts)
+    model = ASRModel(dataclasses.replace(tiny_config, encoder=encoder), VOCABULARY)
+    state = SimpleNamespace(grad_sync=SimpleNamespace(module=model), config=SimpleNamespace(seed=3))
+    for step in range(5):
+        training_step._draw_context(state, step)  # type: ignore[arg-type]
+        assert model.train().encoder.context == drawn(contexts, 3, step)
+        assert model.eval().encoder.context == CONTEXT
+
+
+def test_a_graph_has_one_context(tiny_config: ModelConfig) -> None:
+    def settings(*contexts: Context) -> list[str]:
+        encoder = dataclasses.replace(tiny_config.encoder, context=contexts)
+        model = dataclasses.replace(tiny_config, encoder=encoder)
+        return [one.setting for one in obstacles_of_model(model, torch.device("cuda"))]
+
+    assert settings() == settings(CONTEXT) == []
+    assert settings(CONTEXT, Context(8, 0, 6)) == ["model.encoder.context"]
