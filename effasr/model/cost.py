@@ -11,6 +11,7 @@ from effasr.model.language_model.architecture import ModelSizes, model_sizes
 from effasr.model.language_model.config import LanguageModelConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
+from effasr.nn.subsampling import bands
 from effasr_kernels import Context
 
 
@@ -164,8 +165,8 @@ def subsampling_cost(config: ModelConfig) -> int:
         return features + 2 * 3 * width * (2 * bins + width)
     channels = encoder.subsampling_channels
     # Places of a frame after each convolution, of 3 x 3 taps: for 8, 4 x F/2, 2 x F/4, 1 x F/8.
-    factors = (2, 4, 8) if encoder.subsampling == 8 else (2, 4)
-    places = [encoder.subsampling // factor * (bins // factor) for factor in factors]
+    after = bands(bins, encoder.subsampling, causal=encoder.causal_subsampling)
+    places = [encoder.subsampling // 2**n * count for n, count in enumerate(after, 1)]
     taps, pointwise = 2 * 9 * channels * sum(places), 2 * channels**2 * sum(places[1:])
     return features + taps + pointwise + 2 * channels * places[-1] * width
 

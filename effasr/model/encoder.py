@@ -59,7 +59,10 @@ class FastConformerConfig:
             evaluation takes the first. To decode a stream frame by frame, a context is limited to
             the left, and ``right`` is 0: the delay is then that of a chunk.
         causal_convolution: Whether the depthwise convolution reads no later frames, as streaming
-            needs. Subsampling reads no row after those of its frame in any case.
+            needs.
+        causal_subsampling: Whether frame f reads the mel rows up to s f, as NeMo's streaming models
+            do, instead of those up to s f + s - 1. A stream needs neither: both wait for the rows
+            of a chunk. There is one frame more, and one band more.
         max_frames: Fixed reach of the table of relative positions, for a static shape; by default
             the longest utterance of the batch, rounded up.
     """
@@ -86,6 +89,7 @@ class FastConformerConfig:
     position_dropout: float = 0.0
     context: tuple[Context, ...] = ()
     causal_convolution: bool = False
+    causal_subsampling: bool = False
     max_frames: int | None = None
 
     def __post_init__(self) -> None:
@@ -195,7 +199,11 @@ class FastConformerEncoder(nn.Module):
         self._trained = self._evaluated = first
         width = config.width
         self.subsampling = ConvSubsampling(
-            mel_bins, config.subsampling_channels, width, config.subsampling
+            mel_bins,
+            config.subsampling_channels,
+            width,
+            config.subsampling,
+            causal=config.causal_subsampling,
         )
         self.subsampling_norm = nn.LayerNorm(width) if config.subsampling_norm else None
         self.layers = nn.ModuleList(ConformerLayer(config) for _ in range(config.layers))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from effasr.data.features.frame_geometry import Framing
 from effasr.data.features.log_mel import MelFrames
 from effasr.model.checks import check
 from effasr.model.encoder import ConformerLayer, FastConformerConfig, FastConformerEncoder
@@ -98,7 +99,10 @@ class StreamingEncoder:
         # Keys and values, and the input of the depthwise convolution, which is zero before a start.
         self._keys, self._values = (zeros(left, heads, head_dim) for _ in range(2))
         self._convolved = zeros(config.conv_kernel - 1, 2 * config.width)
-        self._mel = weight.new_zeros(slots, config.subsampling, mel_bins, dtype=torch.float32)
+        # Slots of mel rows that a frame reads beside its own.
+        self._kept = 2 if config.causal_subsampling else 1
+        rows = self._kept * config.subsampling
+        self._mel = weight.new_zeros(slots, rows, mel_bins, dtype=torch.float32)
         self._seen = [0] * slots
         self._tables = [self._table(layer.self_attn) for layer in self._layers()]
         self._rows = PackedLayout.from_lengths([slots * context.chunk], weight.device)
@@ -111,7 +115,7 @@ class StreamingEncoder:
             state[:, slot] = 0
 
     @torch.inference_mode()
-    def step(self, mel: Tensor, rows: Sequence[int]) -> Tensor:
+    def step(self, mel: Tensor, rows: Sequence[int], frames: Sequence[int] | None = None) -> Tensor:
         """Encode the next chunk of each stream.
 
         Args:
@@ -119,12 +123,15 @@ class StreamingEncoder:
                 of a slot is ignored.
             rows: Real mel rows of each slot: s c; fewer only in the last chunk of a stream; 0 for a
                 slot that is left as it is.
+            frames: Frames of each slot, ``ceil(rows / s)`` by default; causal subsampling gives
+                more of them at the end of a stream.
 
         Returns:
-            (S, c, width); the frames of a slot are its first ``ceil(rows / s)``.
+            (S, c, width); the frames of a slot come first.
         """
         chunk, factor = self.context.chunk, self._encoder.config.subsampling
-        frames = [-(-count // factor) for count in rows]
+        if frames is None:
+            frames = [-(-count // factor) for count in rows]
         x = self._subsample(mel, rows, frames)
         device = x.device
         counts = torch.tensor([frames, self._seen], device=device)
@@ -132,7 +139,7 @@ class StreamingEncoder:
         seen = self._visible(*counts)
         for number, layer in enumerate(self._layers()):
             x = self._layer(number, layer, x, seen, active)
-        last = mel.unflatten(1, (chunk, factor))[:, -1]
+        last = torch.cat([self._mel, mel], 1)[:, -self._kept * factor :]
         self._mel = torch.where(active[:, None, None], last, self._mel)
         self._seen = [before + count for before, count in zip(self._seen, frames, strict=True)]
         return x.unflatten(0, (self.slots, chunk))
@@ -143,22 +150,27 @@ class StreamingEncoder:
     def _subsample(self, mel: Tensor, rows: Sequence[int], frames: Sequence[int]) -> Tensor:
         """Return the input of the first layer, (S c, width).
 
-        A frame reads the rows of its own slot of s rows and of the slot before, which is kept.
+        A frame reads the rows of its own slot of s rows and of those before it that are kept.
         """
         encoder, config, chunk = self._encoder, self._encoder.config, self.context.chunk
-        factor, device = config.subsampling, mel.device
-        both = torch.cat([self._mel[:, None], mel.unflatten(1, (chunk, factor))], 1)
+        factor, device, most = config.subsampling, mel.device, self._kept
+        framing = Framing(hop=1, subsampling=factor, causal=config.causal_subsampling)
+        both = torch.cat([self._mel, mel], 1).unflatten(1, (most + chunk, factor))
         lengths, real, places, targets = [], [], [], [0] * (self.slots * chunk)
         for slot, (count, before) in enumerate(zip(frames, self._seen, strict=True)):
-            kept = int(before > 0 and count > 0)
-            first = slot * (chunk + 1) + 1 - kept
+            kept = min(before, most) if count else 0
+            first = slot * (most + chunk) + most - kept
             for index in range(count):
                 targets[slot * chunk + index] = len(places) + kept + index
-            places += range(first, first + kept + count)
-            lengths.append(kept + count)
             real.append(factor * kept + rows[slot])
-        total = self.slots * (chunk + 1)
-        layout = PackedLayout.from_lengths(lengths, device, rows=total, static_max_seqlen=chunk + 1)
+            # Causal convolutions need the zeros of the frame that would follow.
+            lengths.append(framing.frames(real[-1]))
+            places += range(first, first + kept + count)
+            places += [0] * (lengths[-1] - kept - count)
+        total = self.slots * (most + chunk + 1)
+        layout = PackedLayout.from_lengths(
+            lengths, device, rows=total, static_max_seqlen=most + chunk + 1
+        )
         places += [0] * (total - len(places))
         values = both.flatten(0, 1)[torch.tensor(places, device=device)].flatten(0, 1)
         packed = MelFrames(values, layout, torch.tensor(real, device=device), factor)

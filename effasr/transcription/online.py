@@ -144,6 +144,7 @@ class OnlineRecognizer:
         self.sample_rate, self.frame_seconds = features.sample_rate, features.framing.seconds
         self.endpoint_seconds = endpoint_seconds
         self._hop, self._factor = features.hop, features.rows_per_frame
+        self._framing = features.framing
         # Samples that a window reaches beyond the beginning of its hop.
         self._window = features.window // 2 + 1
         with evaluating(model):
@@ -216,8 +217,12 @@ class OnlineRecognizer:
 
     def _step(self, chunks: dict[int, np.ndarray]) -> None:
         rows, mel = self._features(chunks)
-        encoded = self._encoder.step(mel, rows)
-        frames = [-(-count // self._factor) for count in rows]
+        frames = [0] * len(self._open)
+        for slot in chunks:
+            stream = self._open[slot]
+            assert stream is not None
+            frames[slot] = min(self.context.chunk, stream._left())
+        encoded = self._encoder.step(mel, rows, frames)
         for slot, tokens in enumerate(self._search.step(encoded, frames)):
             stream = self._open[slot]
             if stream is not None and frames[slot]:
@@ -321,9 +326,7 @@ class OnlineStream:
 
     def _next(self, needed: int) -> np.ndarray | None:
         """The held samples up to ``needed``, or to the end of a finished stream; None to wait."""
-        hop = self.recognizer._hop
-        rows = self.recognizer._factor * self.frames
-        if self._end_sample < needed and not (self.finished and self._end_sample // hop > rows):
+        if self._end_sample < needed and not (self.finished and self._left()):
             return None
         if len(self._parts) > 1:
             self._parts = [np.concatenate(self._parts)]
@@ -334,8 +337,12 @@ class OnlineStream:
         if self._parts:
             self._parts = [self._parts[0][sample - self._begin :].copy()]
         self._begin = sample
-        rows = self.recognizer._factor * self.frames
-        return self.finished and self._end_sample // self.recognizer._hop <= rows
+        return self.finished and not self._left()
+
+    def _left(self) -> int:
+        """Frames of the samples so far that are not decoded; more than a chunk while more come."""
+        most = self.recognizer._framing.frames(self._end_sample) - self.frames
+        return most if self.finished else max(most, self.recognizer.context.chunk)
 
     def _add(self, tokens: Sequence[tuple[int, int]], frames: int) -> None:
         """Add the tokens of a chunk, each with its frame, and end a segment after a pause."""

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from effasr import config as configuration
 from effasr.data.batch import Batch
 from effasr.data.collate import Example
+from effasr.data.features.frame_geometry import Framing
 from effasr.data.features.log_mel import MelFrames
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import cost_model
@@ -45,7 +46,8 @@ def _mel(rows: Sequence[int], factor: int = 8) -> list[Tensor]:
 
 def _offline(encoder: FastConformerEncoder, mel: Sequence[Tensor]) -> list[Tensor]:
     factor = encoder.config.subsampling
-    lengths = [-(-len(one) // factor) for one in mel]
+    framing = Framing(hop=1, subsampling=factor, causal=encoder.config.causal_subsampling)
+    lengths = [framing.frames(len(one)) for one in mel]
     slots = [
         torch.nn.functional.pad(one, (0, 0, 0, factor * frames - len(one)))
         for one, frames in zip(mel, lengths, strict=True)
@@ -62,6 +64,7 @@ def _streamed(
     """Streams begin as slots become free, so that they are at different places."""
     factor, size = encoder.config.subsampling, context.chunk * encoder.config.subsampling
     streams = StreamingEncoder(encoder, BINS, slots, context)
+    framing = Framing(hop=1, subsampling=factor, causal=encoder.config.causal_subsampling)
     waiting, open_streams = list(range(len(mel))), dict[int, int]()
     at, found = [0] * len(mel), [list[Tensor]() for _ in mel]
     turn = 0
@@ -71,17 +74,20 @@ def _streamed(
             if slot not in open_streams and waiting and turn >= slot:
                 open_streams[slot] = waiting.pop(0)
                 streams.start(slot)
-        block, rows = torch.full((slots, size, BINS), torch.nan), [0] * slots
+        block, rows, frames = torch.full((slots, size, BINS), torch.nan), [0] * slots, [0] * slots
         for slot, name in open_streams.items():
             part = mel[name][at[name] : at[name] + size]
             # Streams that wait must stay as they are.
             if (turn + slot) % 3:
                 block[slot, : len(part)], rows[slot] = part, len(part)
                 at[name] += len(part)
-        encoded = streams.step(block, rows)
+                done = sum(map(len, found[name]))
+                left = framing.frames(len(mel[name])) - done
+                frames[slot] = min(context.chunk, left)
+        encoded = streams.step(block, rows, frames)
         for slot, name in list(open_streams.items()):
-            found[name].append(encoded[slot, : -(-rows[slot] // factor)])
-            if at[name] == len(mel[name]):
+            found[name].append(encoded[slot, : frames[slot]])
+            if sum(map(len, found[name])) == framing.frames(len(mel[name])):
                 del open_streams[slot]
         turn += 1
     return [torch.cat(pieces) for pieces in found]
@@ -106,6 +112,8 @@ def test_chunks_give_what_the_whole_gives(chunk: int, left: int, position: str) 
         {"conv_norm": "layer_norm", "subsampling_norm": True, "input_positions": 0.3},
         {"scale_input": True, "bias": False, "convolution_bias": False, "conv_kernel": 9},
         {"subsampling": 4, "conv_kernel": 1},
+        {"causal_subsampling": True},
+        {"causal_subsampling": True, "subsampling": 4},
     ],
 )
 def test_chunks_give_what_the_whole_gives_with_all_options(options: dict) -> None:

@@ -38,12 +38,13 @@ Make = Callable[..., ASRModel]
 def streaming_model(tokenizer: Tokenizer) -> Make:
     """``streaming_model(head, **features)``, of random weights that give many tokens."""
 
-    def make(head: str, **features: object) -> ASRModel:
+    def make(head: str, *, causal: bool = False, **features: object) -> ASRModel:
         config = ModelConfig(
             features=FeatureConfig(**{"mel_bins": 16, "normalize": False} | features),
             encoder=FastConformerConfig(
                 width=32, layers=2, heads=2, feed_forward=32, subsampling_channels=4,
                 subsampling_norm=True, context=CONTEXTS, causal_convolution=True,
+                causal_subsampling=causal,
             ),
             decoder=None,
             ctc=head == "ctc",
@@ -134,23 +135,24 @@ def test_a_stream_is_the_whole_recording(
             assert len(tokens) > 5
 
 
-@pytest.mark.parametrize(("window", "hop", "subsampling"), [(512, 160, 8), (300, 200, 8)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("window", "hop"), [(512, 160), (300, 200)])
 def test_other_windows_and_the_last_rows(
     streaming_model: Make,
     tokenizer: Tokenizer,
     noise: Callable[..., np.ndarray],
     window: int,
     hop: int,
-    subsampling: int,
+    causal: bool,
 ) -> None:
     """Lengths that end in every place of a row, of a frame and of a chunk."""
-    model = streaming_model("ctc", window=window, hop=hop)
+    model = streaming_model("ctc", causal=causal, window=window, hop=hop)
     model.encoder.evaluate_with(CONTEXTS[0])
     recognizer = OnlineRecognizer(model, tokenizer, context=CONTEXTS[0])
     encoded = _recorded(recognizer)
     audio = noise(2)
-    chunk = hop * subsampling * CONTEXTS[0].chunk
-    around = (0, 1, hop - 1, hop, window // 2 - 1, window // 2 + 1, window, hop * subsampling)
+    chunk = hop * 8 * CONTEXTS[0].chunk
+    around = (0, 1, hop - 1, hop, window // 2 - 1, window // 2 + 1, window, hop * 8)
     for samples in [chunk * n + more for n in (0, 1, 2) for more in around]:
         stream = recognizer.open()
         stream.feed(audio[:samples])
