@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Iterable
@@ -42,6 +43,8 @@ def add(command: AddCommand) -> None:
         "where the shell's would be too long. Put -- before a name that begins with a dash.",
         "With --stream, raw samples on standard input are transcribed while they arrive:",
         "arecord -t raw -f S16_LE -r 16000 | effasr transcribe --run RUN --stream",
+        "A model that is trained with a limited context decodes frame by frame; --latency 480ms",
+        "takes its longest chunk up to that. Others wait for pauses.",
         "Any --format will do: what was written so far is a whole file at any time.",
         "",
         "What cannot be read is reported in a line of its own and the rest goes on; the exit code",
@@ -112,9 +115,11 @@ def add(command: AddCommand) -> None:
     )
     stream.add_argument(
         "--latency",
-        type=float,
+        type=_seconds,
         metavar="S",
-        help="wait no longer than this for a pause (default: 10 seconds)",
+        help="longest delay, such as 480ms: of a model with a limited context, which decodes frame "
+        "by frame, its longest chunk (default: its first); of others, how long to wait for a pause "
+        "(default: 10 seconds)",
     )
     add_decoding(parser)
     add_nbest(parser)
@@ -177,6 +182,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _stream(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt) -> int:
     """Transcribe standard input, writing each segment as soon as it is known."""
+    from effasr.transcription.online import OnlineRecognizer, context_for, transcribe_online
     from effasr.transcription.outputs.writers import StreamWriter
     from effasr.transcription.recognizer import Recognizer
     from effasr.transcription.streaming import RawFormat, raw_blocks, transcribe_stream
@@ -186,18 +192,57 @@ def _stream(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt) ->
         channels=options.channels or 1,
         encoding=options.encoding or "s16le",
     )
-    recognizer = Recognizer(
-        loaded.model, loaded.tokenizer, decoding_config(options, words=options.words)
-    )
-    blocks = raw_blocks(sys.stdin.buffer, form, recognizer.sample_rate)
-    latency = 10.0 if options.latency is None else options.latency
-    segments = transcribe_stream(recognizer, blocks, prompt, latency_seconds=latency)
+    decoding = decoding_config(options, words=options.words)
+    blocks = raw_blocks(sys.stdin.buffer, form, loaded.model.config.features.sample_rate)
+    if _is_online(options, loaded):
+        online = OnlineRecognizer(
+            loaded.model,
+            loaded.tokenizer,
+            context=context_for(loaded.model, options.latency),
+            method=options.method,
+        )
+        segments = transcribe_online(online, blocks)
+    else:
+        recognizer = Recognizer(loaded.model, loaded.tokenizer, decoding)
+        latency = 10.0 if options.latency is None else options.latency
+        segments = transcribe_stream(recognizer, blocks, prompt, latency_seconds=latency)
     missing, writer = _MissingTimestamps(), StreamWriter(_style(options), "stream")
     for segment in segments:
         writer.write(segment)
         missing.add([segment])
     missing.report(options)
     return 0
+
+
+def _is_online(options: argparse.Namespace, loaded: LoadedModel) -> bool:
+    """Return whether to decode frame by frame: if the model can, and no option prevents it."""
+    from effasr.transcription.online import is_streamable
+
+    if not is_streamable(loaded.model) or options.method in ("attention", "language_model"):
+        return False
+    given = {"--words": options.words, "--beam": options.beam > 1, "--lm": options.lm is not None}
+    against = [name for name, is_given in given.items() if is_given]
+    if against:
+        _note(f"waits for pauses, not frame by frame, because of {' and '.join(against)}")
+    return not against
+
+
+def _seconds(text: str) -> float:
+    """Read a duration: 480ms, 0.48s or 0.48."""
+    number, scale = text, 1.0
+    for unit, size in (("ms", 1e-3), ("s", 1.0)):
+        if text.endswith(unit):
+            number, scale = text.removesuffix(unit), size
+            break
+    try:
+        seconds = float(number) * scale
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"must be seconds above 0, such as 480ms or 0.48, but is {text!r}"
+        )
+    return seconds
 
 
 def _style(options: argparse.Namespace) -> Style:

@@ -41,7 +41,7 @@ def transducer_greedy(
     predicted, state = head.begin(rows)
     names = torch.arange(rows, device=device)
     while True:
-        reached, symbols, lasts = _next_labels(head, frames, predicted, at, end)
+        reached, symbols, lasts = next_labels(head, frames, predicted, at, end)
         kept = reached < end
         # Number of labels of the current frame, or of the next one.
         emitted = torch.where(reached == at, emitted, 0) + 1
@@ -58,7 +58,7 @@ def transducer_greedy(
         predicted, state = head.step(symbols[index], tuple(part[index] for part in state))
 
 
-def _next_labels(
+def next_labels(
     head: Transducer, frames: Tensor, predicted: Tensor, at: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Move over blanks to the next label of each transcript.

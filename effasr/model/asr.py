@@ -98,6 +98,15 @@ class ModelConfig:
                 f"`features.subsampling` must be {needed} for this encoder of kind "
                 f"{self.encoder.kind}, but is {given}: leave it out, or change `encoder`."
             )
+        causal = isinstance(self.encoder, FastConformerConfig) and self.encoder.causal_subsampling
+        if self.features.causal_subsampling and not causal:
+            raise ValueError(
+                "`features.causal_subsampling` must be false for this encoder, but is true: set "
+                "`encoder.causal_subsampling`, which sets both."
+            )
+        if causal:
+            features = replace(self.features, causal_subsampling=True)
+            object.__setattr__(self, "features", features)
         if self.best_rq is not None:
             self._check_pretraining()
         elif self.language_model is not None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
-from effasr.data.sampling.cost import CostModel
+from effasr.data.sampling.cost import FACTORS, CostModel
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.language_model.architecture import ModelSizes, model_sizes
 from effasr.model.language_model.config import LanguageModelConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
+from effasr.nn.subsampling import bands
+from effasr_kernels import Context
 
 
 def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
     """Return forward FLOPs of an utterance by its lengths, for planning.
+
+    A mean over the contexts of the encoder is counted, if there are several.
 
     Matrix products and convolutions are counted, as by `torch.utils.flop_counter.FlopCounterMode`.
     The table of relative positions is not, as it does not grow with the utterance. All decoder
@@ -53,7 +57,14 @@ def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
         token=token,
         token_pair=token_pair,
         token_frame=token_frame,
+        contexts=contexts_of(config),
     )
+
+
+def contexts_of(config: ModelConfig) -> tuple[Context, ...]:
+    """Return the contexts of the encoder; none if it sees whole utterances."""
+    encoder = config.encoder
+    return () if isinstance(encoder, WhisperEncoderConfig) else encoder.context
 
 
 def best_rq_cost(config: ModelConfig) -> int:
@@ -137,8 +148,7 @@ def recomputed_costs(
 
 
 def _difference(more: CostModel, less: CostModel) -> CostModel:
-    names = [field.name for field in fields(CostModel)]
-    return CostModel(**{name: getattr(more, name) - getattr(less, name) for name in names})
+    return replace(more, **{name: getattr(more, name) - getattr(less, name) for name in FACTORS})
 
 
 def _more(layers: int, every: int) -> int:
@@ -155,8 +165,8 @@ def subsampling_cost(config: ModelConfig) -> int:
         return features + 2 * 3 * width * (2 * bins + width)
     channels = encoder.subsampling_channels
     # Places of a frame after each convolution, of 3 x 3 taps: for 8, 4 x F/2, 2 x F/4, 1 x F/8.
-    factors = (2, 4, 8) if encoder.subsampling == 8 else (2, 4)
-    places = [encoder.subsampling // factor * (bins // factor) for factor in factors]
+    after = bands(bins, encoder.subsampling, causal=encoder.causal_subsampling)
+    places = [encoder.subsampling // 2**n * count for n, count in enumerate(after, 1)]
     taps, pointwise = 2 * 9 * channels * sum(places), 2 * channels**2 * sum(places[1:])
     return features + taps + pointwise + 2 * channels * places[-1] * width
 

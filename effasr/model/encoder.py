@@ -20,7 +20,7 @@ from effasr.nn.positions import relative_sinusoids
 from effasr.nn.residual import Residual, residual_stream
 from effasr.nn.stack import Layer, checkpointed_forward, run_layers
 from effasr.nn.subsampling import ConvSubsampling
-from effasr_kernels import PackedLayout, PackedSequence, Rotary
+from effasr_kernels import Context, PackedLayout, PackedSequence, Rotary
 
 _REACH_STEP = 64
 
@@ -54,6 +54,15 @@ class FastConformerConfig:
         activation_dropout: Inside the feed-forward networks.
         attention_dropout: Dropout of attention weights.
         position_dropout: Dropout of the embeddings of relative positions.
+        context: Contexts of self-attention, in encoder frames; none for whole utterances. With
+            several, each training step draws one, so that one model serves several delays;
+            evaluation takes the first. To decode a stream frame by frame, a context is limited to
+            the left, and ``right`` is 0: the delay is then that of a chunk.
+        causal_convolution: Whether the depthwise convolution reads no later frames, as streaming
+            needs.
+        causal_subsampling: Whether frame f reads the mel rows up to s f, as NeMo's streaming models
+            do, instead of those up to s f + s - 1. A stream needs neither: both wait for the rows
+            of a chunk. There is one frame more, and one band more.
         max_frames: Fixed reach of the table of relative positions, for a static shape; by default
             the longest utterance of the batch, rounded up.
     """
@@ -78,6 +87,9 @@ class FastConformerConfig:
     activation_dropout: float = 0.0
     attention_dropout: float = 0.0
     position_dropout: float = 0.0
+    context: tuple[Context, ...] = ()
+    causal_convolution: bool = False
+    causal_subsampling: bool = False
     max_frames: int | None = None
 
     def __post_init__(self) -> None:
@@ -123,10 +135,12 @@ class _Context:
         layout: The sequences, T rows.
         embeddings: Embeddings of the distances, (2 L - 1, width); None unless positions are
             relative.
+        seen: The frames that a frame attends to; None for all of its utterance.
     """
 
     layout: PackedLayout
     embeddings: Tensor | None
+    seen: Context | None
 
 
 class ConformerLayer(Layer):
@@ -142,7 +156,11 @@ class ConformerLayer(Layer):
         self.self_attn = _self_attention(config)
         self.norm_conv = nn.LayerNorm(width)
         self.conv = ConformerConvolution(
-            width, config.conv_kernel, norm=config.conv_norm, bias=config.convolution_bias
+            width,
+            config.conv_kernel,
+            norm=config.conv_norm,
+            bias=config.convolution_bias,
+            causal=config.causal_convolution,
         )
         self.norm_feed_forward2 = nn.LayerNorm(width)
         self.feed_forward2 = _feed_forward(config)
@@ -156,7 +174,7 @@ class ConformerLayer(Layer):
         y, x = residual.norm(x, self.norm_feed_forward1)
         y = self.feed_forward1(y, residual, offset=4)
         y, x = residual.add_norm(x, y, self.norm_self_att, offset=0, scale=0.5)
-        y = self.self_attn(y, layout, context.embeddings)
+        y = self.self_attn(y, layout, context.embeddings, context.seen)
         y, x = residual.add_norm(x, y, self.norm_conv, offset=1)
         y = self.conv(y, layout)
         y, x = residual.add_norm(x, y, self.norm_feed_forward2, offset=2)
@@ -177,12 +195,31 @@ class FastConformerEncoder(nn.Module):
         """Build the layers; ``residual_in_fp32`` as in `effasr.model.asr.ModelConfig`."""
         super().__init__()
         self.config, self.residual_in_fp32 = config, residual_in_fp32
+        first = config.context[0] if config.context else None
+        self._trained = self._evaluated = first
         width = config.width
         self.subsampling = ConvSubsampling(
-            mel_bins, config.subsampling_channels, width, config.subsampling
+            mel_bins,
+            config.subsampling_channels,
+            width,
+            config.subsampling,
+            causal=config.causal_subsampling,
         )
         self.subsampling_norm = nn.LayerNorm(width) if config.subsampling_norm else None
         self.layers = nn.ModuleList(ConformerLayer(config) for _ in range(config.layers))
+
+    @property
+    def context(self) -> Context | None:
+        """The context in this mode; None for whole utterances."""
+        return self._trained if self.training else self._evaluated
+
+    def train_with(self, context: Context | None) -> None:
+        """Set the context in training mode, for the micro-batches that follow."""
+        self._trained = context
+
+    def evaluate_with(self, context: Context | None) -> None:
+        """Set the context in evaluation mode; the first of the configuration by default."""
+        self._evaluated = context
 
     def forward(self, mel: MelFrames) -> PackedSequence:
         """Encode (s T, mel_bins), s = ``config.subsampling``, into (T, width).
@@ -226,10 +263,16 @@ class FastConformerEncoder(nn.Module):
         return relative_sinusoids(reach, config.width, layout.device).to(dtype)
 
     def _context(self, layout: PackedLayout, embeddings: Tensor | None) -> _Context:
+        seen = self.context
         if self.config.position != "relative" or embeddings is None:
-            return _Context(layout, None)
+            return _Context(layout, None, seen)
+        if seen is not None:
+            # No layer projects distances that its queries do not see.
+            middle = embeddings.shape[0] // 2
+            reach = min(middle + 1, seen.reach)
+            embeddings = embeddings[middle + 1 - reach : middle + reach]
         dropped = F.dropout(embeddings, self.config.position_dropout, self.training)
-        return _Context(layout, dropped)
+        return _Context(layout, dropped, seen)
 
 
 def _feed_forward(config: FastConformerConfig) -> FeedForward:

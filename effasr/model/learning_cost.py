@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from effasr.data.sampling.cost import CostModel
+from effasr.data.sampling.cost import FACTORS, CostModel
 from effasr.model.asr import ASRModel
 from effasr.model.cost import (
     cost_model,
@@ -84,10 +84,10 @@ class _Count:
 
     def shared(self, forward: CostModel) -> CostModel:
         """Return a third of the FLOPs of a step with this forward."""
-        names = [field.name for field in fields(CostModel)]
-        whole = {name: _FORWARD_AND_BACKWARD * getattr(forward, name) for name in names}
-        return CostModel(
-            **{name: (whole[name] - self.left[name]) / _FORWARD_AND_BACKWARD for name in names}
+        whole = {name: _FORWARD_AND_BACKWARD * getattr(forward, name) for name in FACTORS}
+        return replace(
+            forward,
+            **{name: (whole[name] - self.left[name]) / _FORWARD_AND_BACKWARD for name in FACTORS},
         )
 
     def product(self, kind: str, module: nn.Linear, reached: bool) -> None:

@@ -8,7 +8,14 @@ from torch import Tensor, nn
 from effasr.nn.cache.contiguous import ContiguousCache
 from effasr.nn.cache.paged import PagedCache
 from effasr.nn.linear import Linear, joined_linear
-from effasr_kernels import PackedLayout, RelativeBias, Rotary, attention, guided_attention
+from effasr_kernels import (
+    Context,
+    PackedLayout,
+    RelativeBias,
+    Rotary,
+    attention,
+    guided_attention,
+)
 from effasr_kernels.shared.joined import unbind_parts
 
 
@@ -46,12 +53,29 @@ class SelfAttention(nn.Module):
         self.qkv_proj = joined_linear(width, heads * head_dim, (bias, bias and key_bias, bias))
         self.o_proj = Linear(heads * head_dim, width, bias=bias)
 
-    def forward(self, x: Tensor, layout: PackedLayout, embeddings: Tensor | None = None) -> Tensor:
-        """Attend within each sequence; ``embeddings`` are those of `RelativeSelfAttention`."""
-        return self.read(x, layout, embeddings)[0]
+    def forward(
+        self,
+        x: Tensor,
+        layout: PackedLayout,
+        embeddings: Tensor | None = None,
+        context: Context | None = None,
+    ) -> Tensor:
+        """Attend within each sequence.
+
+        Args:
+            x: (T, width).
+            layout: The sequences.
+            embeddings: Of the distances, for `RelativeSelfAttention`.
+            context: The rows that a row attends to; by default all of its sequence.
+        """
+        return self.read(x, layout, embeddings, context)[0]
 
     def read(
-        self, x: Tensor, layout: PackedLayout, embeddings: Tensor | None = None
+        self,
+        x: Tensor,
+        layout: PackedLayout,
+        embeddings: Tensor | None = None,
+        context: Context | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Attend as `forward`; also return keys and values, (T, H, D) each, for the cache."""
         q, k, v = self._qkv(x)
@@ -61,6 +85,7 @@ class SelfAttention(nn.Module):
             v,
             layout,
             causal=self.causal,
+            context=context,
             position=self._position(embeddings),
             dropout=self.dropout if self.training else 0.0,
         )

@@ -20,9 +20,14 @@ class DepthwiseConv(nn.Module):
     The input is gated as by `torch.nn.GLU`, without storing the gated tensor.
     """
 
-    def __init__(self, channels: int, taps: int, *, bias: bool = True):
-        """Build the filters: ``taps`` is the kernel size K, odd."""
+    def __init__(self, channels: int, taps: int, *, bias: bool = True, causal: bool = False):
+        """Build the filters: ``taps`` is the kernel size K, odd.
+
+        If ``causal``, a row depends on itself and the K - 1 rows before it, else on (K - 1) / 2
+        rows on either side.
+        """
         super().__init__()
+        self.causal = causal
         self.weight = nn.Parameter(torch.empty(channels, taps))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
@@ -43,7 +48,13 @@ class DepthwiseConv(nn.Module):
         result, for `effasr.nn.norms.BatchNorm`.
         """
         return depthwise_conv(
-            x, self.weight, layout, bias=self.bias, gated=True, statistics=statistics
+            x,
+            self.weight,
+            layout,
+            bias=self.bias,
+            causal=self.causal,
+            gated=True,
+            statistics=statistics,
         )
 
 
@@ -61,6 +72,7 @@ class ConformerConvolution(nn.Module):
         *,
         norm: Literal["batch_norm", "layer_norm"],
         bias: bool = True,
+        causal: bool = False,
     ):
         """Build the module.
 
@@ -70,10 +82,11 @@ class ConformerConvolution(nn.Module):
             norm: Published models use batch normalisation; layer normalisation does not depend on
                 the rest of the batch and suits small batches.
             bias: Whether the linear layers and the convolution have biases.
+            causal: Whether the depthwise convolution reads no later rows.
         """
         super().__init__()
         self.pointwise1 = Linear(width, 2 * width, bias=bias)
-        self.depthwise = DepthwiseConv(width, taps, bias=bias)
+        self.depthwise = DepthwiseConv(width, taps, bias=bias, causal=causal)
         self.norm = BatchNorm(width) if norm == "batch_norm" else nn.LayerNorm(width)
         self.pointwise2 = Linear(width, width, bias=bias)
 

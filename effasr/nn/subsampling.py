@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effasr.data.features.log_mel import MelFrames
@@ -19,22 +20,29 @@ class ConvSubsampling(nn.Module):
     each utterance alone, with zeros beyond its real rows after every layer. Channels are last
     between the layers, so that a 1 x 1 convolution is a matrix product over all places. The first
     layer's activation, by far the largest of the model, exists only within `subsampling_stem`.
+
+    If ``causal``, it is NeMo's ``dw_striding`` with ``causal_downsampling``: output o of a layer
+    reads the inputs 2 o - 2 to 2 o, in time and in frequency. `Framing` counts its frames.
     """
 
-    def __init__(self, mel_bins: int, channels: int, width: int, factor: int = 8):
+    def __init__(
+        self, mel_bins: int, channels: int, width: int, factor: int = 8, *, causal: bool = False
+    ):
         """Build the layers; ``mel_bins`` is a multiple of ``factor``, which is 4 or 8."""
         super().__init__()
-        self.factor = factor
+        self.factor, self.causal = factor, causal
         self.conv = nn.Conv2d(1, channels, 3, stride=2, padding=1)
         self.depthwise1 = nn.Conv2d(channels, channels, 3, stride=2, padding=1, groups=channels)
         self.pointwise1 = Linear(channels, channels)
         if factor == 8:
             self.depthwise2 = nn.Conv2d(channels, channels, 3, stride=2, padding=1, groups=channels)
             self.pointwise2 = Linear(channels, channels)
-        self.linear = Linear(channels * (mel_bins // factor), width)
+        self.linear = Linear(channels * bands(mel_bins, factor, causal=causal)[-1], width)
 
     def forward(self, mel: MelFrames) -> Tensor:
         """Subsample mel rows to (T, width); rows of the tail are finite."""
+        if self.causal:
+            return self.project(self._causal(mel).relu_().flatten(1))
         x = subsampling_stem(
             mel.values.to(self.conv.weight.dtype),
             *_taps(self.conv),
@@ -51,6 +59,25 @@ class ConvSubsampling(nn.Module):
             x = self.pointwise2(x)
         return self.project(x.relu_().flatten(1))
 
+    def _causal(self, mel: MelFrames) -> Tensor:
+        """Compute all layers but the last: (T, bands, channels), before the last ReLU.
+
+        Every layer is the symmetric one of inputs that come one row and one band later.
+        """
+        x = mel.values.to(self.conv.weight.dtype)
+        # At least 7 rows of zeros follow an utterance, which none after it reads otherwise.
+        x = F.conv2d(F.pad(x[None, None], (2, 1, 2, 1)), self.conv.weight, self.conv.bias, stride=2)
+        layout = mel.layout.scaled(self.factor // 2)
+        x, lengths = x[0, :, : layout.rows].permute(1, 2, 0), mel.lengths // 2 + 1
+        for number, (depthwise, pointwise) in enumerate(self.stages(), 2):
+            begins = (layout.positions() == 0)[:, None, None]
+            later = F.pad(x, (0, 0, 1, 1 - x.shape[1] % 2, 1, 0))[:-1].masked_fill(begins, 0.0)
+            layout = mel.layout.scaled(self.factor >> number)
+            taps = _taps(depthwise)
+            x = pointwise(strided_depthwise(later, *taps, layout, lengths + 1, relu=True))
+            lengths = lengths // 2 + 1
+        return x
+
     def stages(self) -> Iterator[tuple[nn.Conv2d, Linear]]:
         """Yield the depthwise and pointwise convolutions after the first one, in order."""
         yield self.depthwise1, self.pointwise1
@@ -65,6 +92,14 @@ class ConvSubsampling(nn.Module):
         """Return the last layer's weight for channels last, stored as (channel, frequency)."""
         weight, channels = self.linear.weight, self.conv.weight.shape[0]
         return weight.view(weight.shape[0], channels, -1).transpose(1, 2).flatten(1)
+
+
+def bands(mel_bins: int, factor: int, *, causal: bool) -> list[int]:
+    """Return the number of bands after each convolution of stride 2."""
+    found = [mel_bins]
+    for _ in range(factor.bit_length() - 1):
+        found.append(found[-1] // 2 + 1 if causal else found[-1] // 2)
+    return found[1:]
 
 
 def _taps(conv: nn.Conv2d) -> tuple[Tensor, Tensor]:

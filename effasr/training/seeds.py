@@ -1,9 +1,13 @@
-"""Seeds of dropout and augmentation."""
+"""Seeds of dropout and augmentation, and random choices of a step."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def micro_batch_seed(seed: int, step: int, index: int) -> int:
@@ -13,3 +17,12 @@ def micro_batch_seed(seed: int, step: int, index: int) -> int:
     """
     digest = hashlib.blake2b(struct.pack("<qqq", seed, step, index), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def drawn(choices: Sequence[T], seed: int, step: int) -> T:
+    """Return the choice of a global step: the same for all its micro-batches, on every rank.
+
+    So ranks compute equally long, and the gradient does not depend on the number of ranks.
+    """
+    digest = hashlib.blake2b(struct.pack("<qq", seed, step), digest_size=8, person=b"choice")
+    return choices[int.from_bytes(digest.digest(), "little") % len(choices)]

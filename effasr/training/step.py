@@ -17,6 +17,7 @@ from effasr.distributed.batch_norm import restore_unless
 from effasr.distributed.fsdp import full_tensor
 from effasr.distributed.grad_sync import GradientSync
 from effasr.distributed.process_group import DistributedContext
+from effasr.model.encoder import FastConformerEncoder
 from effasr.model.losses import Losses
 from effasr.optim.adamw import apply_update, set_learning_rate
 from effasr.optim.adascale import AdaScale, Reading
@@ -25,7 +26,7 @@ from effasr.training.cuda_graph.graph import UNSPLITTABLE_REASON, MicroBatchGrap
 from effasr.training.fault_tolerance.oom_recovery import OOMRecovery, Piece, gradients_of
 from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
 from effasr.training.loss import Objective
-from effasr.training.seeds import micro_batch_seed
+from effasr.training.seeds import drawn, micro_batch_seed
 from effasr.training.step_stats import HostCopy, StepCosts, StepCounts
 from effasr.training.strategies.weight_copies import WeightCopies
 from effasr.training.untranscribed import teacher
@@ -158,6 +159,7 @@ def train_step(
         state.weights.refresh()
     if adascale is not None:
         adascale.begin()
+    _draw_context(state, step)
     for index, batch in enumerate(micro_batches):
         exchanging = index + 1 == len(micro_batches) and not is_local
         piece = Piece(batch, micro_batch_seed(config.seed, step, places[index]))
@@ -178,6 +180,13 @@ def train_step(
     losses = [(outcome.piece.batch, outcome.losses) for outcome in recovery.outcomes]
     gain = None if adascale is None else adascale.reading
     return StepReport(step, lr, counts_copy, values_copy, losses, gain)
+
+
+def _draw_context(state: TrainState, step: int) -> None:
+    """Give the encoder the context of this step, if it is trained with several."""
+    encoder = getattr(state.grad_sync.module, "encoder", None)
+    if isinstance(encoder, FastConformerEncoder) and len(encoder.config.context) > 1:
+        encoder.train_with(drawn(encoder.config.context, state.config.seed, step))
 
 
 def run_micro_batch(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -39,6 +40,9 @@ from effasr.transcription.recordings import (
 )
 from effasr.transcription.results import Alternative, Result, WordConfidence
 from effasr.transcription.word_timestamps import Word, word_groups, word_timestamps
+
+if TYPE_CHECKING:
+    from effasr.transcription.online import OnlineStream
 
 _WINDOW_BATCHES = 2
 """Batches of audio that are loaded before batches are planned by length."""
@@ -137,6 +141,29 @@ class Recognizer:
             )
         turn = Message("user", (AudioPart(""), instruction))
         return prompt_rows([turn], tokenizer).tolist()
+
+    def stream(self, latency_seconds: float | None = None) -> OnlineStream:
+        """Begin to transcribe audio that arrives, frame by frame, by greedy search.
+
+        For many streams at a time see `effasr.transcription.online.OnlineRecognizer`, which
+        ``stream.recognizer`` is, for one.
+
+        Args:
+            latency_seconds: Longest chunk; by default that of the model's first context.
+
+        Raises:
+            ValueError: The model looks ahead, or has no context with so short a chunk.
+        """
+        # Imported here, because it imports this module.
+        from effasr.transcription.online import OnlineRecognizer, context_for
+
+        return OnlineRecognizer(
+            self.model,
+            self.tokenizer,
+            context=context_for(self.model, latency_seconds),
+            method=self._method if self._method in ("ctc", "transducer") else "auto",  # type: ignore[arg-type]
+            max_symbols=self.config.max_symbols,
+        ).open()
 
     def results(
         self, requests: Iterable[Request], on_audio: Callable[[float], None] | None = None

@@ -232,7 +232,7 @@ def transcribe_stream(
         ValueError: The stream is damaged, or the prompt is refused.
     """
     recognizer.prompt(prompt)
-    chunks = cut_stream(_ahead(blocks), recognizer.sample_rate, latency_seconds=latency_seconds)
+    chunks = cut_stream(ahead(blocks), recognizer.sample_rate, latency_seconds=latency_seconds)
     return _transcribed(recognizer, chunks, prompt)
 
 
@@ -250,8 +250,8 @@ def _transcribed(
                     yield _later(segment, chunk.start / rate)
 
 
-def _ahead(blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield the same blocks, read on a thread."""
+def ahead(blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yield the same blocks, read on a thread, so that a recorder need not wait."""
     source = iter(blocks)
     for block in prefetch(lambda _: next(source, None), itertools.count(), workers=1, ahead=_AHEAD):
         if block is None:

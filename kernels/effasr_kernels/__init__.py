@@ -4,6 +4,7 @@ To add an operation, import its function here, which adds its definition to `OPE
 """
 
 from effasr_kernels.append_to_pages import append_to_pages as append_to_pages
+from effasr_kernels.attention import Context as Context
 from effasr_kernels.attention import RelativeBias as RelativeBias
 from effasr_kernels.attention import Rotary as Rotary
 from effasr_kernels.attention import attention as attention

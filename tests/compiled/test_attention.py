@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from effasr_kernels import PackedLayout, RelativeBias, Rotary
+from effasr_kernels import Context, PackedLayout, RelativeBias, Rotary
 from effasr_kernels.attention.triton import backend
 from effasr_kernels.runtime.launch import Launch, recording
 from effasr_kernels.testing import aot
@@ -22,6 +22,8 @@ FEATURES = {
     "dropout": {"dropout": 0.1},
     "all_with_rotary": {"kind": "rotary", "dropout": 0.1, "causal": True},
     "all_with_relative": {"kind": "relative", "dropout": 0.1, "causal": True},
+    "context_with_rotary": {"kind": "rotary", "dropout": 0.1, "context": Context(70, 0, 14)},
+    "context_with_relative": {"kind": "relative", "dropout": 0.1, "context": Context(70, 0, 14)},
 }
 
 _REGISTERS = 65_536
@@ -47,6 +49,7 @@ def _launches(
     spare: int = 3,
     longest: int | None = REACH,
     tables: bool = False,
+    context: Context | None = None,
 ) -> list[Launch]:
     """The launches of forward and backward, but for those that only relative positions need."""
     rows = sum(lengths) + spare
@@ -66,6 +69,7 @@ def _launches(
         position=positions[kind],
         dropout=dropout,
         seed=1,
+        context=context,
     )
     with recording(capability) as launches:
         results, saved = backend.forward(arguments)
@@ -76,7 +80,9 @@ def _launches(
 
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("architecture", [80, 90, 100])
-@pytest.mark.representative(features=["plain", "all_with_rotary", "all_with_relative"])
+@pytest.mark.representative(
+    features=["plain", "all_with_rotary", "all_with_relative", "context_with_relative"]
+)
 def test_compiles_for_every_architecture(
     compiled_ok: CompiledOk, architecture: int, features: str
 ) -> None:
@@ -105,7 +111,16 @@ def test_compiles_with_tile_tables(compiled_ok: CompiledOk, width: int, features
         assert "tt.reduce" not in reading[name].ttir.split("scf.for")[0], name
 
 
-@pytest.mark.parametrize("features", ["plain", "all_with_rotary", "all_with_relative"])
+@pytest.mark.parametrize(
+    "features",
+    [
+        "plain",
+        "all_with_rotary",
+        "all_with_relative",
+        "context_with_rotary",
+        "context_with_relative",
+    ],
+)
 @pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.representative(width=128, features="all_with_relative")
@@ -117,7 +132,9 @@ def test_compiles_for_wide_heads(
     compiled_ok(launches, architecture, products=_kernels(**FEATURES[features]))
 
 
-@pytest.mark.parametrize("features", ["plain", "all_with_rotary", "all_with_relative"])
+@pytest.mark.parametrize(
+    "features", ["plain", "all_with_rotary", "all_with_relative", "context_with_relative"]
+)
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.representative(width=64, features="all_with_relative")
 def test_compiles_for_float32(compiled_ok: CompiledOk, width: int, features: str) -> None:
@@ -143,7 +160,10 @@ def test_compiles_for_other_widths(compiled_ok: CompiledOk, width: int, kind: st
     compiled_ok(_launches(width=width, kind=kind), 90, products=_kernels(kind))
 
 
-@pytest.mark.parametrize("features", ["all_with_rotary", "all_with_relative"])
+@pytest.mark.parametrize(
+    "features",
+    ["all_with_rotary", "all_with_relative", "context_with_rotary", "context_with_relative"],
+)
 def test_loads_are_wide_and_fetched_ahead(compiled_ok: CompiledOk, features: str) -> None:
     """A mask or a loop bound in the wrong form would undo both without an error."""
     found = compiled_ok(_launches(**FEATURES[features]), 90)
@@ -173,5 +193,15 @@ def test_a_new_batch_compiles_nothing(kind: str) -> None:
             lengths, kind=kind, dropout=0.1, spare=generator.randint(1, 50), longest=None
         )
         keys.append({aot.key(launch) for launch in launches})
+    assert keys[0]
+    assert all(found == keys[0] for found in keys)
+
+
+def test_all_contexts_share_a_binary() -> None:
+    contexts = (Context(70, 0, 14), Context(0, 0, 1), Context(None, 7, 16), Context(1, None, 3))
+    keys = [
+        {aot.key(launch) for launch in _launches(kind="relative", context=context)}
+        for context in contexts
+    ]
     assert keys[0]
     assert all(found == keys[0] for found in keys)

@@ -1,7 +1,9 @@
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from effasr.data.features.frame_geometry import Framing
 from effasr.data.features.log_mel import MelFrames
 from effasr.nn.subsampling import ConvSubsampling
 from effasr_kernels import PackedLayout
@@ -53,6 +55,49 @@ def alone(module: ConvSubsampling, rows: torch.Tensor) -> torch.Tensor:
     for depthwise, pointwise in stages:
         x = pointwise(depthwise(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2).relu()
     return module.linear(x[0].transpose(0, 1).flatten(1))
+
+
+def causally_alone(module: ConvSubsampling, rows: torch.Tensor) -> torch.Tensor:
+    """NeMo's causal layers of one utterance: two zeros before, one after, in time and bands."""
+    before = lambda x: nn.functional.pad(x, (2, 1, 2, 1))
+    plain = lambda conv, x: nn.functional.conv2d(
+        before(x), conv.weight, conv.bias, stride=2, groups=conv.groups
+    )
+    x = plain(module.conv, rows[None, None]).relu()
+    for depthwise, pointwise in module.stages():
+        x = plain(depthwise, x)
+        x = pointwise(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).relu()
+    return module.linear(x[0].transpose(0, 1).flatten(1))
+
+
+@pytest.mark.parametrize("bins", [16, 80])
+def test_a_causal_pack_is_each_utterance_alone(factor: int, bins: int) -> None:
+    torch.manual_seed(0)
+    lengths = (37, 1, 0, 8, 9, 64, 3, 7, 2, 15, 16, 24, 6, 5, 4)
+    module = ConvSubsampling(bins, CHANNELS, WIDTH, factor, causal=True).double()
+    framing = Framing(hop=1, subsampling=factor, causal=True)
+    frames = [framing.frames(length) for length in lengths]
+    layout = PackedLayout.from_lengths(frames, rows=sum(frames) + 3, num_sequences=17)
+    real = torch.tensor([*lengths, 0, 0])
+    mel = MelFrames(torch.randn(factor * layout.rows, bins).double(), layout, real, factor)
+    mel.values.masked_fill_(~mel.mask[:, None], 0.0)
+    mel.values.requires_grad_()
+    out = module(mel)
+    for n, length in enumerate(lengths):
+        start = factor * layout.cu_seqlens_host[n]
+        found = out[layout.cu_seqlens_host[n] : layout.cu_seqlens_host[n + 1]]
+        if not length:
+            continue
+        rows = mel.values.detach()[start : start + length].requires_grad_()
+        expected = causally_alone(module, rows)
+        torch.testing.assert_close(found, expected)
+        weights = torch.randn_like(expected)
+        (grad,) = torch.autograd.grad((found * weights).sum(), mel.values, retain_graph=True)
+        (own,) = torch.autograd.grad((expected * weights).sum(), rows)
+        torch.testing.assert_close(grad[start : start + length], own)
+        assert framing.frames(framing.samples_of(len(expected))) == len(expected)
+    counted = framing.frames(np.array(lengths))
+    assert counted.tolist() == frames
 
 
 def test_a_pack_is_each_utterance_alone(factor: int) -> None:

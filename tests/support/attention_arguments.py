@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effasr_kernels import PackedLayout, RelativeBias, Rotary
+from effasr_kernels import Context, PackedLayout, RelativeBias, Rotary
 from effasr_kernels.attention.definition import AttentionArguments
 from effasr_kernels.shared.dropout import seed_for
 
@@ -21,6 +21,7 @@ def attention_arguments(
     position: Rotary | RelativeBias | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
+    context: Context | None = None,
 ) -> AttentionArguments:
     """What the public function makes of these, unchecked."""
     relative = position if isinstance(position, RelativeBias) else None
@@ -32,4 +33,5 @@ def attention_arguments(
         None if relative is None else relative.table,
         dropout,
         seed_for(dropout, seed, q.device),
+        context,
     )

@@ -25,11 +25,14 @@ class Framing:
         subsampling: Mel rows per encoder frame.
         minimum: Least number of encoder frames of an utterance: a shorter one is extended with
             silence, unless it has no samples.
+        causal: Whether the convolutions that subsample read no later rows. Frame f then reads the
+            mel rows up to s f, instead of s f + s - 1, and there is one frame more.
     """
 
     hop: int = 160
     subsampling: int = 8
     minimum: int = 0
+    causal: bool = False
 
     @property
     def samples(self) -> int:
@@ -45,9 +48,22 @@ class Framing:
         """Return the utterances that fit into a batch of ``frames``, unless they are very short."""
         return max(8, -(-frames // max(_SHORT_ROWS // self.subsampling, self.minimum)))
 
+    def samples_of(self, frames: int) -> int:
+        """Samples of an utterance of so many frames; one of several numbers."""
+        if self.causal and frames:
+            return max((frames - 1) * self.samples, self.hop)
+        return frames * self.samples
+
     def frames(self, samples: Count) -> Count:
         """Encoder frames of utterances of so many samples at `SAMPLE_RATE`."""
-        frames = -(-(samples // self.hop) // self.subsampling)
+        rows = samples // self.hop
+        if self.causal:
+            frames = rows
+            for _ in range(self.subsampling.bit_length() - 1):
+                frames = frames // 2 + 1
+            frames = frames * (rows > 0)
+        else:
+            frames = -(-rows // self.subsampling)
         least = self.minimum * (samples > 0)
         return np.maximum(frames, least) if isinstance(frames, np.ndarray) else max(frames, least)
 

@@ -45,6 +45,8 @@ class FeatureConfig:
         minimum_s: Seconds that an utterance lasts at least: silence follows a shorter one, and the
             encoder sees it. 30 is what Whisper models were trained with; 0 for none, so that
             nothing is computed but the utterance.
+        causal_subsampling: Whether the convolutions of the encoder read no later rows, which gives
+            one frame more; the encoder of a model sets it.
         mel_bins: Mel bands from 0 Hz to half the sample rate; for a FastConformer a multiple of
             ``subsampling``.
         n_fft: Points of the Fourier transform.
@@ -58,6 +60,7 @@ class FeatureConfig:
     sample_rate: int = SAMPLE_RATE
     # Before it could be null it was 8, also where a stored configuration does not have it.
     subsampling: int | None = field(default=None, metadata={"before": 8})
+    causal_subsampling: bool = False
     minimum_s: float = 0.0
     mel_bins: int = 80
     n_fft: int = 512
@@ -127,7 +130,9 @@ class FeatureConfig:
     def framing(self) -> Framing:
         """Framing, which gives the number of encoder frames of an utterance."""
         minimum = round(self.minimum_s * self.sample_rate)
-        plain = Framing(hop=self.hop, subsampling=self.rows_per_frame)
+        plain = Framing(
+            hop=self.hop, subsampling=self.rows_per_frame, causal=self.causal_subsampling
+        )
         return replace(plain, minimum=plain.frames(minimum))
 
     def mel_frames(self, samples: int) -> int:

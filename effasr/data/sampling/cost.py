@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
+
+from effasr_kernels import Context
+
+FACTORS = ("frame", "frame_pair", "token", "token_pair", "token_frame")
+"""Fields of a `CostModel` that are FLOPs."""
 
 _MOST = 2**62
 """Upper limit of a cost, so that several can be added in int64."""
@@ -15,17 +20,19 @@ _MOST = 2**62
 class CostModel:
     r"""Predicted FLOPs of the forward of an utterance of f encoder frames and u decoder tokens.
 
-    .. math:: a f + b f^2 + c u + d u^2 + e u f
+    .. math:: a f + b p + c u + d u^2 + e u f
 
     A multiply-add is two FLOPs. `effasr.model.cost.cost_model` derives the factors of a model.
     The backward of matrix products is twice the forward, so it changes no comparison.
 
     Attributes:
         frame: a, FLOPs per frame: convolutions, projections, feed-forward networks.
-        frame_pair: b, FLOPs per pair of frames: self-attention of the encoder.
+        frame_pair: b, FLOPs per pair of frames: self-attention of the encoder. There are p of them,
+            f^2 without a context.
         token: c, FLOPs per token.
         token_pair: d, FLOPs per pair of tokens: self-attention of the decoder.
         token_frame: e, FLOPs per pair of a token and a frame: cross-attention, transducer joint.
+        contexts: Contexts of the encoder, over which p is a mean, rounded down; none for all pairs.
     """
 
     frame: float
@@ -33,16 +40,17 @@ class CostModel:
     token: float
     token_pair: float
     token_frame: float
+    contexts: tuple[Context, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name in FACTORS:
+            value = getattr(self, name)
             if not (value == 0 or 1 <= value < math.inf):
                 raise ValueError(
-                    f"`{field.name}` must be 0 or at least 1 FLOP, but is {value}: costs are "
+                    f"`{name}` must be 0 or at least 1 FLOP, but is {value}: costs are "
                     "counted in whole FLOPs."
                 )
-        if not any(getattr(self, field.name) for field in fields(self)):
+        if not any(getattr(self, name) for name in FACTORS):
             raise ValueError("`frame` or another factor must be at least 1 FLOP, but all are 0.")
 
     def of(self, frames: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -58,7 +66,7 @@ class CostModel:
         Raises:
             ValueError: A cost is too large for int64.
         """
-        a, b, c, d, e = (round(getattr(self, field.name)) for field in fields(self))
+        a, b, c, d, e = (round(getattr(self, name)) for name in FACTORS)
         f = np.asarray(frames).astype(np.int64)
         u = np.asarray(tokens).astype(np.int64)
         longest, most = int(f.max(initial=0)), int(u.max(initial=0))
@@ -67,15 +75,29 @@ class CostModel:
                 f"`frames` and `tokens` must cost less than 2**62 FLOPs, but {longest} frames and "
                 f"{most} tokens may cost more under {self}."
             )
-        cost = b * f
-        cost += e * u
-        cost += a
-        cost *= f
+        cost = e * u
+        if self.contexts:
+            cost += a
+            cost *= f
+            cost += b * self._pairs(f)
+        else:
+            cost += b * f
+            cost += a
+            cost *= f
         u_cost = d * u
         u_cost += c
         u_cost *= u
         cost += u_cost
         return cost
+
+    def _pairs(self, frames: np.ndarray) -> np.ndarray:
+        """Return p for each number of frames, from a table of the numbers that occur."""
+        table = np.zeros(int(frames.max(initial=0)) + 1, np.int64)
+        table[frames] = 1
+        for count in np.flatnonzero(table):
+            total = sum(context.pairs(int(count)) for context in self.contexts)
+            table[count] = total // len(self.contexts)
+        return table[frames]
 
 
 CANARY_180M_FLASH = CostModel(

@@ -149,6 +149,8 @@ def encoder_mapping(config: ModelConfig) -> dict[str, Any]:
             f"position={encoder.position} (only relative)": encoder.position != "relative",
             f"conv_norm={encoder.conv_norm} (only batch_norm)": encoder.conv_norm != "batch_norm",
             "subsampling_norm": encoder.subsampling_norm,
+            "context": bool(encoder.context),
+            "causal_convolution": encoder.causal_convolution,
             f"input_positions={encoder.input_positions} (only 0)": encoder.input_positions != 0,
             "features.normalize=False": not config.features.normalize,
         },

@@ -59,6 +59,8 @@ def check_expressible(config: ModelConfig) -> None:
     reasons = {
         f"encoder.position={encoder.position} (only relative)": encoder.position != "relative",
         "encoder.subsampling_norm": encoder.subsampling_norm,
+        "encoder.context with this subsampling": bool(encoder.context),
+        "encoder.causal_convolution with this subsampling": encoder.causal_convolution,
         f"encoder.input_positions={encoder.input_positions} (only 0)": encoder.input_positions != 0,
         f"encoder.feed_forward={encoder.feed_forward}, not a multiple of the width": (
             encoder.feed_forward % encoder.width != 0

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from effasr.interop.export_checks import refuse
 from effasr.interop.onnx.description import DESCRIPTION, describe
 from effasr.interop.onnx.graph import Graph, check_packages, write_graph
 from effasr.interop.onnx.padded_model import PaddedDecoderStep, PaddedEncoder
 from effasr.interop.onnx.transducer_steps import JointStep, in_model_layout, predictor_step
 from effasr.model.asr import ASRModel
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import Transducer
 
 _GRAPHS = ("encoder.onnx", "decoder_step.onnx", "predictor.onnx", "joint.onnx")
@@ -51,9 +53,17 @@ def export_onnx(model: ASRModel, directory: Path, texts: Mapping[str, Any]) -> l
         Names of the graphs.
 
     Raises:
-        ValueError: Required packages are missing.
+        ValueError: Required packages are missing, or the encoder has a context.
     """
     check_packages()
+    if isinstance(model.config.encoder, FastConformerConfig):
+        refuse(
+            "the ONNX graph of whole utterances",
+            {
+                "encoder.context": bool(model.config.encoder.context),
+                "encoder.causal_convolution": model.config.encoder.causal_convolution,
+            },
+        )
     model = _on_host(model)
     encoder = PaddedEncoder(model).eval()
     features, lengths = _features(model, _EXAMPLE)

@@ -179,7 +179,8 @@ def batch_of(lengths: Lengths, shape: StaticShape, vocab_size: int, seed: int) -
     generator = np.random.default_rng(seed)
     examples = []
     for number, (frames, tokens) in enumerate(lengths):
-        audio = generator.standard_normal(frames * shape.framing.samples, dtype=np.float32) * 0.1
+        audio = generator.standard_normal(shape.framing.samples_of(frames), dtype=np.float32)
+        audio *= 0.1
         if not tokens:
             examples.append(Example(f"trial-{number}", audio, [], None))
             continue

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from effasr.model.asr import ModelConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.training.config import TrainConfig
 
 
@@ -99,6 +100,14 @@ def obstacles_of_model(model: ModelConfig, device: torch.device) -> Iterator[Obs
             "the modules of transformers have not been recorded yet",
             "`training.cuda_graph` must be false for a language model, with which it is not "
             "supported yet, but is true: set it to false.",
+        )
+    if isinstance(model.encoder, FastConformerConfig) and len(model.encoder.context) > 1:
+        count = len(model.encoder.context)
+        yield Obstacle(
+            "model.encoder.context",
+            "a graph has one context, and each step draws one of several",
+            "`training.cuda_graph` must be false where `model.encoder.context` has several, of "
+            f"which each step draws one, but it has {count}: set it to false, or train with one.",
         )
     if device.type != "cuda":
         yield Obstacle(

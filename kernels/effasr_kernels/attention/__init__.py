@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from effasr_kernels.attention.context import Context
 from effasr_kernels.attention.definition import OPERATION, AttentionArguments
 from effasr_kernels.attention.position import RelativeBias, Rotary
 from effasr_kernels.packed import PackedLayout
@@ -22,6 +23,7 @@ def attention(
     layout_k: PackedLayout | None = None,
     *,
     causal: bool = False,
+    context: Context | None = None,
     scale: float | None = None,
     position: Rotary | RelativeBias | None = None,
     dropout: float = 0.0,
@@ -45,6 +47,8 @@ def attention(
         layout_q: Layout of ``q``.
         layout_k: Layout of ``k`` and ``v``, with as many sequences as ``layout_q``, the default.
         causal: Whether query i attends only to keys 0 to i of its sequence.
+        context: Limits each query to the keys near its chunk, in self-attention; by default a query
+            attends to all keys of its sequence. Work falls with it.
         scale: Factor of the scores, ``D ** -0.5`` by default.
         position: Position encoding of the scores; None by default. Its floating tensors have the
             dtype of ``q``.
@@ -82,12 +86,24 @@ def attention(
         *(content_bias, position_bias, table),
         dropout,
         seed_for(dropout, seed, q.device),
+        context,
     )
+    if context is not None:
+        _check_context(arguments)
     if table is None:
         checks.check_floating(_NAME, q=q, k=k, v=v)
     else:
         _check_relative(arguments)
     return OPERATION(arguments, backend)
+
+
+def _check_context(a: AttentionArguments) -> None:
+    if a.layout_k is not a.layout_q:
+        rule = "be None where keys have a layout of their own, for it is of self-attention"
+        raise checks.wrong(_NAME, "context", rule, a.context)
+    if a.causal:
+        rule = "be None with `causal`: Context(None, 0, 1) is causal, too"
+        raise checks.wrong(_NAME, "context", rule, a.context)
 
 
 def _check_relative(a: AttentionArguments) -> None:
@@ -108,6 +124,6 @@ def _check_relative(a: AttentionArguments) -> None:
     checks.check_floating(_NAME, **tensors)
     # If the host does not know the lengths, kernels read zeros for missing rows of the table.
     if a.layout_q.known_on_host:
-        position.reach(a.layout_q)
+        position.reach(a.layout_q, context=a.context)
     if a.layout_k is not a.layout_q and a.layout_k.known_on_host:
         position.reach(a.layout_k)

@@ -17,6 +17,8 @@ from effasr_kernels.shared.ragged import widen
 
 def unsupported_reason(a: AttentionArguments) -> str | None:
     """Return why this backend does not support these arguments, or None if it does."""
+    if a.context is not None:
+        return "does not support a context"
     return cpu_attention.refusal(a.q)
 
 

@@ -7,19 +7,31 @@ from typing import Any
 
 from torch import Tensor
 
+from effasr_kernels.attention.context import Context
 from effasr_kernels.attention.order import order
 from effasr_kernels.attention.position import RelativeBias, Rotary
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.arguments import Kind
 from effasr_kernels.runtime.dispatch import Backend
 from effasr_kernels.runtime.example import FRAMES, HEADS, WIDTH, Example, ExampleInputs, Keywords
-from effasr_kernels.runtime.flops import pairs
+from effasr_kernels.runtime.flops import known_lengths, pairs
 from effasr_kernels.runtime.torch_op import DifferentiableOp
 
 _ROTARY = Kind(
     ("float[]? {}",),
     lambda rotary: (None if rotary is None else [rotary.base, rotary.fraction],),
     lambda values: None if values is None else Rotary(*values),
+)
+
+_CONTEXT = Kind(
+    ("int[]? {}",),
+    # Schemas have no lists of optional numbers; -1 stands for no limit.
+    lambda context: (
+        None
+        if context is None
+        else [-1 if x is None else x for x in (context.left, context.right)] + [context.chunk],
+    ),
+    lambda values: None if values is None else Context(*[None if x < 0 else x for x in values]),
 )
 
 
@@ -44,6 +56,7 @@ class AttentionArguments:
     position_table: Tensor | None
     dropout: float
     seed: Tensor | None
+    context: Context | None = field(default=None, metadata={"kind": _CONTEXT})
 
     @property
     def relative(self) -> RelativeBias | None:
@@ -56,7 +69,11 @@ class AttentionArguments:
 def _flops(a: AttentionArguments) -> int:
     # Scores and weighted sum; a relative position adds one product per pair.
     products = 2 if a.content_bias is None else 3
-    return 2 * products * pairs(a.layout_q, a.layout_k, a.causal) * a.q.shape[1] * a.q.shape[2]
+    if a.context is None:
+        seen = pairs(a.layout_q, a.layout_k, a.causal)
+    else:
+        seen = sum(map(a.context.pairs, known_lengths(a.layout_q)))
+    return 2 * products * seen * a.q.shape[1] * a.q.shape[2]
 
 
 def _self_attention(inputs: ExampleInputs, **options: Any) -> Keywords:
@@ -65,8 +82,8 @@ def _self_attention(inputs: ExampleInputs, **options: Any) -> Keywords:
     return {"q": q, "k": k, "v": v, "layout_q": layout, **options}
 
 
-def _relative(inputs: ExampleInputs) -> Keywords:
-    given = _self_attention(inputs)
+def _relative(inputs: ExampleInputs, **options: Any) -> Keywords:
+    given = _self_attention(inputs, **options)
     biases = inputs.floating(HEADS, WIDTH), inputs.floating(HEADS, WIDTH)
     table = inputs.floating(2 * max(FRAMES) - 1, HEADS, WIDTH)
     return {**given, "position": RelativeBias(*biases, table)}
@@ -98,6 +115,12 @@ OPERATION = DifferentiableOp(
             "attention, causal",
             lambda inputs: _self_attention(inputs, causal=True),
             4 * HEADS * WIDTH * (24 * 25 // 2 + 16 * 17 // 2),
+        ),
+        Example(
+            "attention, relative in chunks",
+            lambda inputs: _relative(inputs, context=Context(4, 0, 8)),
+            # The first chunk of 8 sees itself, the others 4 keys more.
+            6 * HEADS * WIDTH * (8 * (8 + 12 + 12) + 8 * (8 + 12)),
         ),
     ],
 )

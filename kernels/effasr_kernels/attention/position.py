@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from effasr_kernels.attention.context import Context
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.checks import wrong
 
@@ -54,7 +55,7 @@ class RelativeBias:
         content_bias: u, (H, D).
         position_bias: v, (H, D).
         table: r, (2 L - 1, H, D). Row ``L - 1 + d`` belongs to distance d = i - j; L is at least
-            the longest sequence.
+            the longest sequence, or `Context.reach` if that is less.
 
     References:
         Dai et al., 2019, https://arxiv.org/abs/1901.02860.
@@ -64,16 +65,19 @@ class RelativeBias:
     position_bias: Tensor
     table: Tensor
 
-    def reach(self, *layouts: PackedLayout) -> int:
-        """Return L, checked against the longest sequence of the layouts.
+    def reach(self, *layouts: PackedLayout, context: Context | None = None) -> int:
+        """Return L, checked against the longest sequence of the layouts, or what a context sees.
 
         Raises:
             ValueError: The table is too short.
         """
         reach = (self.table.shape[0] + 1) // 2
         longest = max(layout.max_seqlen_bound for layout in layouts)
+        sees = "the longest sequence"
+        if context is not None and context.reach < longest:
+            longest, sees = context.reach, "all distances in the context"
         if reach < longest:
-            rule = f"have at least 2 * {longest} - 1 rows, for the longest sequence"
+            rule = f"have at least 2 * {longest} - 1 rows, for {sees}"
             raise wrong("attention", "position.table", rule, tuple(self.table.shape))
         return reach
 

@@ -29,22 +29,34 @@ def run(a: AttentionArguments) -> Tensor:
     for q_n, k_n, v_n in split_attention(q, k, v, a.layout_q, a.layout_k):
         if a.dropout:
             scores = q_n @ k_n.mT * a.scale
-            out.append(_attend(scores, v_n, a.causal, drop))
+            out.append(_attend(scores, v_n, _hidden(a, scores), drop))
         elif k_n.shape[1] == 0:
             out.append(zeroed(q_n.transpose(0, 1)))
         else:
             # The fused CPU kernel requires four dimensions.
+            seen = None if a.context is None else ~a.context.hidden(len(k_n[0]), q.device)
             y = F.scaled_dot_product_attention(
-                q_n[None], k_n[None], v_n[None], is_causal=a.causal, scale=a.scale
+                *(q_n[None], k_n[None], v_n[None], seen), is_causal=a.causal, scale=a.scale
             )
             out.append(y[0].transpose(0, 1))
     return join_rows(out, a.layout_q, a.q)
 
 
-def _attend(scores: Tensor, v: Tensor, causal: bool, drop: Dropout) -> Tensor:
+def _hidden(a: AttentionArguments, scores: Tensor) -> Tensor | None:
+    """The keys that the queries of a sequence do not see, bool (T_q, T_k); None if there are none.
+
+    Scores are (H, T_q, T_k).
+    """
+    if a.context is not None:
+        return a.context.hidden(scores.shape[1], scores.device)
+    if a.causal:
+        return torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
+    return None
+
+
+def _attend(scores: Tensor, v: Tensor, hidden: Tensor | None, drop: Dropout) -> Tensor:
     """Apply softmax, dropout and weighted sum: (H, T_q, T_k), (H, T_k, D) -> (T_q, H, D)."""
-    if causal:
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
+    if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
     return (drop(scores.softmax(-1)) @ v).transpose(0, 1)
 
@@ -58,9 +70,12 @@ def _relative(
     drop: Dropout,
 ) -> list[Tensor]:
     """Compute attention with Transformer-XL scores: (T_q, H, D) per sequence with queries."""
-    reach = position.reach(a.layout_q, a.layout_k)
+    reach = position.reach(a.layout_q, a.layout_k, context=a.context)
+    # A context hides the distances that a table leaves out.
+    beyond = max(0, a.layout_q.max_seqlen_bound - reach)
+    reach += beyond
     # Descending distance, (H, D, 2L-1), so that the scores of a query are in the order of its keys.
-    table = widen(position.table).flip(0).permute(1, 2, 0) * a.scale
+    table = F.pad(widen(position.table).flip(0).permute(1, 2, 0) * a.scale, (beyond, beyond))
     by_content = (q + widen(position.content_bias)) * a.scale
     by_position = q + widen(position.position_bias)
     sequences = split_attention(by_content, k, v, a.layout_q, a.layout_k)
@@ -74,7 +89,8 @@ def _relative(
         # Columns of distances t_q - 1 down to -(t_k - 1).
         window = table[..., reach - t_q : reach - 1 + t_k]
         distances = _skew(p_n.transpose(0, 1) @ window, t_k)
-        out.append(_attend(torch.baddbmm(distances, q_n, k_n.mT), v_n, a.causal, drop))
+        scores = torch.baddbmm(distances, q_n, k_n.mT)
+        out.append(_attend(scores, v_n, _hidden(a, scores), drop))
     return out
 
 

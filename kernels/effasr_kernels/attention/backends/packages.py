@@ -47,6 +47,8 @@ def refusal(a: AttentionArguments) -> str | None:
         return "does not support rotary positions, and rotating before would round once more"
     if a.dropout:
         return "does not support dropout with a seed"
+    if a.context is not None:
+        return "does not support a context of chunks"
     q = a.q
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"computes in float16 and bfloat16, not in {str(q.dtype).removeprefix('torch.')}"

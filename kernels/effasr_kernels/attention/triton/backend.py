@@ -30,6 +30,7 @@ from effasr_kernels.attention.triton.config import (
 from effasr_kernels.attention.triton.delta import row_delta
 from effasr_kernels.attention.triton.forward import attention_forward
 from effasr_kernels.attention.triton.relative import (
+    bounds,
     relative_backward,
     relative_scores,
 )
@@ -93,6 +94,11 @@ class _Call:
         }
 
     @property
+    def context(self) -> tuple[int, int, int] | tuple[None, None, None]:
+        """The context's numbers, or None; they follow strides in all kernels."""
+        return bounds(self.arguments.context, self.arguments.layout_k)
+
+    @property
     def numbers(self) -> tuple[float, float]:
         """Probability to drop a weight, and narrowness: the last numbers of all kernels."""
         return self.arguments.dropout, self.narrowness or 0.0
@@ -125,7 +131,8 @@ def forward(
         None if a.content_bias is None else a.content_bias.contiguous(),
         *(this.q, this.k, this.v, this.bias, *this.pointers),
         *(tile_table(a.layout_q, config.block_m), out, lse, penalty),
-        *(sequences, rows, this.bias_eighths, *this.sizes, a.scale * _LOG2_E, *this.numbers),
+        *(sequences, rows, this.bias_eighths, *this.sizes, *this.context),
+        *(a.scale * _LOG2_E, *this.numbers),
         **this.options(config),
         BIAS=a.content_bias is not None,
     )
@@ -161,7 +168,7 @@ def backward(
         return gradients
     names = "q", "content_bias", "position_bias", "position_table"
     shared = relative_backward(
-        this.bias, a.q, this.k, a.relative, a.layout_q, a.layout_k, a.scale, grad_q
+        this.bias, a.q, this.k, a.relative, a.layout_q, a.layout_k, a.scale, grad_q, a.context
     )
     return gradients | dict(zip(names, shared, strict=True))
 
@@ -186,7 +193,9 @@ def _prepare(a: AttentionArguments, narrowness: float | None, *, backward: bool)
         q = q + a.content_bias
     bias = None
     if a.position_bias is not None and a.position_table is not None:
-        bias = relative_scores(a.q, a.position_bias, a.position_table, a.layout_q, a.layout_k)
+        bias = relative_scores(
+            a.q, a.position_bias, a.position_table, a.layout_q, a.layout_k, a.context
+        )
     cos, sin = angles if angles is not None and in_kernel else (None, None)
     return _Call(
         *(a, q, k, v, angles, in_kernel),
@@ -202,6 +211,7 @@ def _prepare(a: AttentionArguments, narrowness: float | None, *, backward: bool)
             *(q.dtype, width, capability(q.device)[0]),
             plain=a.rotary is None and a.content_bias is None and not a.dropout,
             guided=narrowness is not None,
+            context=a.context is not None,
         ),
     )
 
@@ -229,7 +239,7 @@ def _backward_kv(
         *(this.q, this.k, this.v, this.bias, *this.pointers),
         *(tile_table(a.layout_k, config.block_n), lse, delta, grad_out, grad_k, grad_v),
         *(sequences, a.layout_q.rows, rows, this.bias_eighths, *this.sizes, grad_k.stride(0)),
-        *(a.scale, *this.numbers),
+        *(*this.context, a.scale, *this.numbers),
         **this.options(config),
         BIAS=this.bias is not None,
     )
@@ -243,6 +253,7 @@ def _backward_q(this: _Call, lse: Tensor, delta: Tensor, grad_out: Tensor, grad_
         (count_tiles(rows, sequences, config.block_m), this.q.shape[1]),
         *(this.q, this.k, this.v, *this.pointers),
         *(tile_table(a.layout_q, config.block_m), lse, delta, grad_out, grad_q),
-        *(sequences, rows, *this.sizes, grad_q.stride(0), a.scale, *this.numbers),
+        *(sequences, rows, *this.sizes, grad_q.stride(0), *this.context, a.scale),
+        *this.numbers,
         **this.options(config),
     )

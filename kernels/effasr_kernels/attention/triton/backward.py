@@ -14,6 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from effasr_kernels.attention.triton.context import (
+    groups_seen,
+    keys_of_tile,
+    keys_seen,
+    queries_of_tile,
+)
 from effasr_kernels.attention.triton.diagonal import distance
 from effasr_kernels.attention.triton.forward import as_scores
 from effasr_kernels.attention.triton.rotary import store_rotated_back
@@ -23,7 +29,9 @@ from effasr_kernels.shared.philox import keep_mask
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["sequences", "rows_q", "rows_k", "bias_eighths"])
+@triton.jit(
+    do_not_specialize=["sequences", "rows_q", "rows_k", "bias_eighths", "left", "right", "chunk"]
+)
 def attention_backward_kv(
     q,
     k,
@@ -52,6 +60,9 @@ def attention_backward_kv(
     v_row,
     v_head,
     grad_row,
+    left,
+    right,
+    chunk,
     scale,
     probability,
     narrowness,
@@ -105,6 +116,9 @@ def attention_backward_kv(
         v_row: Row stride of ``v``.
         v_head: Head stride of ``v``.
         grad_row: Row stride of ``grad_k`` and ``grad_v``.
+        left: See `effasr_kernels.attention.triton.forward.attention_forward`, like the next two.
+        right: Of a context, or None.
+        chunk: Of a context, or None.
         scale: Factor of the scores.
         probability: Probability to drop a weight.
         narrowness: ``1 / (2 sigma^2)`` of `guided_attention`.
@@ -144,8 +158,13 @@ def attention_backward_kv(
 
     # With a causal mask, the first query that attends to this tile has the tile's position. The
     # loop still starts at zero, with moved pointers: otherwise the compiler does not prefetch. A
-    # bias needs its gradient written at every key, including zeros.
+    # bias needs its gradient written at every key, including zeros, but for those that a context
+    # hides.
     begin = start if CAUSAL and not BIAS else 0
+    if chunk is not None:
+        begin, length_q = queries_of_tile(  # pyright: ignore[reportGeneralTypeIssues]
+            start, tl.minimum(start + BLOCK_N, length_k) - 1, length_q, left, right, chunk, BLOCK_M
+        )
     first_row = first_q + begin
     q += first_row * q_row + wide_head * q_head
     grad_out += (first_row * heads + head) * WIDTH
@@ -177,6 +196,12 @@ def attention_backward_kv(
         row_delta = tl.load(delta + m, mask=in_rows, other=0.0)
         if BIAS:
             b_mask = in_rows[None, :] & b_columns
+            if chunk is not None:
+                first_group, end_group = groups_seen(  # pyright: ignore[reportGeneralTypeIssues]
+                    begin + step + m, left, right, chunk
+                )
+                group = (start + n // 8 * 8)[:, None]
+                b_mask = b_mask & (group >= first_group[None, :]) & (group < end_group[None, :])
             b_tile = tl.load(bias + bias_offset, mask=b_mask, other=0.0)
             scores = tl.dot(k_tile, tl.trans(q_tile), as_scores(b_tile), input_precision="ieee")
         else:
@@ -186,9 +211,22 @@ def attention_backward_kv(
             seen = in_columns[:, None]
             if CAUSAL:
                 seen = seen & (step + m[None, :] >= start + n[:, None])
+            if chunk is not None:
+                first_seen, end_seen = keys_seen(  # pyright: ignore[reportGeneralTypeIssues]
+                    begin + step + m, left, right, chunk
+                )
+                key = start + n[:, None]
+                seen = seen & (key >= first_seen[None, :]) & (key < end_seen[None, :])
             scores = tl.where(seen, scores, float("-inf"))
         elif CAUSAL:
             scores = tl.where(step + m[None, :] >= n[:, None], scores, float("-inf"))
+        elif chunk is not None:
+            first_seen, end_seen = keys_seen(  # pyright: ignore[reportGeneralTypeIssues]
+                begin + step + m, left, right, chunk
+            )
+            key = start + n[:, None]
+            seen = (key >= first_seen[None, :]) & (key < end_seen[None, :])
+            scores = tl.where(seen, scores, float("-inf"))
         weights = tl.exp2(scores - row_lse[None, :])
         grad_weights = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")
         if DROPOUT:
@@ -241,7 +279,7 @@ def attention_backward_kv(
         tl.store(grad_k + k_offset, acc_k.to(grad_k.dtype.element_ty), mask=k_mask)
 
 
-@triton.jit(do_not_specialize=["sequences", "rows_q"])
+@triton.jit(do_not_specialize=["sequences", "rows_q", "left", "right", "chunk"])
 def attention_backward_q(
     q,
     k,
@@ -266,6 +304,9 @@ def attention_backward_q(
     v_row,
     v_head,
     grad_row,
+    left,
+    right,
+    chunk,
     scale,
     probability,
     narrowness,
@@ -308,6 +349,9 @@ def attention_backward_q(
         v_row: Row stride of ``v``.
         v_head: Head stride of ``v``.
         grad_row: Row stride of ``grad_q``.
+        left: See `effasr_kernels.attention.triton.forward.attention_forward`, like the next two.
+        right: Of a context, or None.
+        chunk: Of a context, or None.
         scale: Factor of the scores.
         probability: Probability to drop a weight.
         narrowness: ``1 / (2 sigma^2)`` of `guided_attention`.
@@ -360,7 +404,18 @@ def attention_backward_q(
         token = (start + m) * (1.0 / length_q)
         frame_step = 1.0 / tl.maximum(length_k, 1)
     end = tl.minimum(length_k, start + BLOCK_M) if CAUSAL else length_k
-    for column in range(0, end, BLOCK_N):
+    begin = 0
+    if chunk is not None:
+        begin, end = keys_of_tile(  # pyright: ignore[reportGeneralTypeIssues]
+            start, tl.minimum(start + BLOCK_M, length_q) - 1, end, left, right, chunk, BLOCK_N
+        )
+        first_seen, end_seen = keys_seen(  # pyright: ignore[reportGeneralTypeIssues]
+            start + m, left, right, chunk
+        )
+        k += begin * k_row
+        v += begin * v_row
+    for step in range(0, end - begin, BLOCK_N):
+        column = begin + step
         in_columns = column + n < length_k
         k_mask = in_columns[:, None] & in_width[None, :]
         k_tile = tl.load(k + k_offset, mask=k_mask, other=0.0)
@@ -369,6 +424,9 @@ def attention_backward_q(
         seen = in_columns[None, :]
         if CAUSAL:
             seen = seen & (start + m[:, None] >= column + n[None, :])
+        if chunk is not None:
+            key = column + n[None, :]
+            seen = seen & (key >= first_seen[:, None]) & (key < end_seen[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         weights = tl.exp2(scores - row_lse[:, None])
         grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")

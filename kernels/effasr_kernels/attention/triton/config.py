@@ -13,7 +13,7 @@ several compute the same scores, so 8 warps are for 128 rows, where registers al
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,7 +53,13 @@ def padded_width(head_width: int) -> int:
 
 @functools.cache
 def configs(
-    dtype: torch.dtype, head_width: int, major: int, *, plain: bool, guided: bool = False
+    dtype: torch.dtype,
+    head_width: int,
+    major: int,
+    *,
+    plain: bool,
+    guided: bool = False,
+    context: bool = False,
 ) -> Configs:
     """Select the configurations of the kernels; they do not depend on lengths.
 
@@ -63,6 +69,7 @@ def configs(
         major: Major compute capability; one that is not in the table uses the choice for 8.
         plain: Whether there are neither positions nor dropout, which need registers.
         guided: Whether the kernels compute `guided_attention`.
+        context: Whether keys are masked by a context, which needs registers, too.
     """
     width = max(64, padded_width(head_width))
     if guided:
@@ -72,6 +79,8 @@ def configs(
     if dtype == torch.float32:
         return _SINGLE[width]
     table = _HALF.get(major, _HALF[8])
+    if context:
+        return replace(table[width, False], **_HALF_CONTEXT.get((major, width), {}))
     return table.get((width, plain)) or table[width, False]
 
 
@@ -103,6 +112,13 @@ _HALF = {
         (128, False): Configs(Config(64, 32, 8, 2), Config(32, 64, 4, 2), Config(64, 64, 8, 3)),
         (256, False): Configs(Config(64, 64, 8, 2), Config(16, 64, 8, 2), Config(64, 16, 8, 2)),
     },
+}
+# By major compute capability and padded width, where the choices above spill with a context.
+_HALF_CONTEXT = {
+    (9, 256): {"forward": Config(64, 32, 8, 2)},
+    (10, 64): {"backward_kv": Config(64, 32, 4, 3)},
+    (10, 128): {"forward": Config(64, 32, 4, 2)},
+    (10, 256): {"forward": Config(64, 32, 8, 2)},
 }
 # Of guided attention. Its queries are the tokens of transcripts, which are few, so the kernel that
 # loops over them has small steps.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from effasr_kernels.attention.triton.context import groups_seen, keys_of_tile, keys_seen
 from effasr_kernels.attention.triton.diagonal import distance
 from effasr_kernels.attention.triton.rotary import load_rotated
 from effasr_kernels.runtime.tiles import find_sequence, locate_tile
@@ -35,7 +36,7 @@ def as_scores(b_tile):
     return scores
 
 
-@triton.jit(do_not_specialize=["sequences", "rows_q", "bias_eighths"])
+@triton.jit(do_not_specialize=["sequences", "rows_q", "bias_eighths", "left", "right", "chunk"])
 def attention_forward(
     content_bias,
     q,
@@ -61,6 +62,9 @@ def attention_forward(
     k_head,
     v_row,
     v_head,
+    left,
+    right,
+    chunk,
     scale_log2,
     probability,
     narrowness,
@@ -77,8 +81,9 @@ def attention_forward(
     """Compute the output of one tile of queries of one head: program (tile, head).
 
     The softmax is computed online, as in FlashAttention-2 (https://arxiv.org/abs/2307.08691), in
-    powers of two. Every query attends to the first key, so the largest score is finite after one
-    step. With ``GUIDED`` there is one more sum: the weights times their distance from the diagonal.
+    powers of two. Without a context every query attends to the first key, so the largest score is
+    finite after one step. With ``GUIDED`` there is one more sum: the weights times their distance
+    from the diagonal.
 
     Args:
         content_bias: (H, D), contiguous, added to ``q``; None without ``BIAS``. A pointer, like
@@ -109,6 +114,9 @@ def attention_forward(
         k_head: Head stride of ``k``.
         v_row: Row stride of ``v``.
         v_head: Head stride of ``v``.
+        left: Of a context; see `effasr_kernels.attention.triton.context`. None without.
+        right: Of a context, or None.
+        chunk: Of a context, or None.
         scale_log2: Factor of the scores, for powers of two.
         probability: Probability to drop a weight.
         narrowness: ``1 / (2 sigma^2)`` of `guided_attention`.
@@ -165,12 +173,31 @@ def attention_forward(
         token = (start + m) * (1.0 / length_q)
         frame_step = 1.0 / tl.maximum(length_k, 1)
     end = tl.minimum(length_k, start + BLOCK_M) if CAUSAL else length_k
-    for column in range(0, end, BLOCK_N):
+    begin = 0
+    if chunk is not None:
+        begin, end = keys_of_tile(  # pyright: ignore[reportGeneralTypeIssues]
+            start, tl.minimum(start + BLOCK_M, length_q) - 1, end, left, right, chunk, BLOCK_N
+        )
+        first_seen, end_seen = keys_seen(  # pyright: ignore[reportGeneralTypeIssues]
+            start + m, left, right, chunk
+        )
+        if BIAS:
+            first_group, end_group = groups_seen(  # pyright: ignore[reportGeneralTypeIssues]
+                start + m, left, right, chunk
+            )
+        k += begin * k_row
+        v += begin * v_row
+    # From zero, as otherwise the compiler does not prefetch.
+    for step in range(0, end - begin, BLOCK_N):
+        column = begin + step
         in_columns = column + n < length_k
         k_mask = in_columns[:, None] & in_width[None, :]
         k_tile = tl.load(k + k_offset, mask=k_mask, other=0.0)
         if BIAS:
             b_mask = in_rows[:, None] & (column + by_eight < length_k)[None, :]
+            if chunk is not None:
+                group = (column + by_eight)[None, :]
+                b_mask = b_mask & (group >= first_group[:, None]) & (group < end_group[:, None])
             b_tile = tl.load(bias + column + bias_offset, mask=b_mask, other=0.0)
             scores = tl.dot(q_tile, tl.trans(k_tile), as_scores(b_tile), input_precision="ieee")
         else:
@@ -178,10 +205,17 @@ def attention_forward(
         seen = in_columns[None, :]
         if CAUSAL:
             seen = seen & (start + m[:, None] >= column + n[None, :])
+        if chunk is not None:
+            key = column + n[None, :]
+            seen = seen & (key >= first_seen[:, None]) & (key < end_seen[:, None])
         scores = tl.where(seen, scores * scale_log2, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
-        shrink = tl.exp2(largest - larger)
-        weights = tl.exp2(scores - larger[:, None])
+        pivot = larger
+        if chunk is not None:
+            # A query may see nothing of the first tiles.
+            pivot = tl.where(larger == float("-inf"), 0.0, larger)
+        shrink = tl.exp2(largest - pivot)
+        weights = tl.exp2(scores - pivot[:, None])
         total = total * shrink + tl.sum(weights, 1)
         if GUIDED:
             frame = (column + n) * frame_step

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from effasr_kernels.attention.context import Context
 from effasr_kernels.attention.position import RelativeBias
 from effasr_kernels.attention.triton import relative_grads as backward
 from effasr_kernels.attention.triton import relative_scores as forward
@@ -41,6 +42,7 @@ def relative_scores(
     table: Tensor,
     layout_q: PackedLayout,
     layout_k: PackedLayout,
+    context: Context | None = None,
 ) -> Tensor:
     r"""Compute the part of the scores that depends on distance, before scaling.
 
@@ -56,11 +58,12 @@ def relative_scores(
             least every length of both layouts.
         layout_q: Layout of ``q``.
         layout_k: Layout of the keys.
+        context: The keys that a query sees; by default all of its sequence.
 
     Returns:
         (T_q, H, W), the dtype of ``q``, with W the `bias_width` of ``layout_k.max_seqlen_bound``.
-        Past the keys of its sequence a row is finite up to the next multiple of 8 columns; the
-        other columns and the tail are undefined.
+        Before and past the keys that it sees a row is finite in the rest of a group of 8 columns;
+        the other columns and the tail are undefined.
     """
     q, table = _dense_rows(q), _dense_rows(table)
     heads, width = q.shape[1:]
@@ -72,6 +75,7 @@ def relative_scores(
         *(out, q, position_bias.contiguous(), table),
         *_sizes(layout_q, layout_k, table, out, block_m),
         *(heads, *q.stride()[:2], *table.stride()[:2]),
+        *bounds(context, layout_k),
         **_options(width, block_m, block_w, warps, stages),
     )
     return out
@@ -86,13 +90,14 @@ def relative_backward(
     layout_k: PackedLayout,
     scale: float,
     grad_q: Tensor | None = None,
+    context: Context | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     r"""Compute the gradients of the scores of `RelativeBias`, except for that of the keys.
 
     Args:
         ds: Gradient of the scores, (T_q, H, W), contiguous, the dtype of ``q``. Zero past the keys
-            of a row up to the next multiple of 8 columns; the other columns and the tail are
-            ignored.
+            of a row up to the next multiple of 8 columns, and of a context likewise; the other
+            columns and the tail are ignored.
         q: (T_q, H, D).
         k: (T_k, H, D).
         position: Biases and table of the scores.
@@ -101,6 +106,7 @@ def relative_backward(
         scale: Factor of the scores.
         grad_q: Where to write the gradient of ``q``: (T_q, H, D), the dtype of ``q``, with
             contiguous channels of all heads of a row. By default a new tensor.
+        context: The keys that a query sees; by default all of its sequence.
 
     Returns:
         The gradients of ``q``, (T_q, H, D), zero in the tail; of the content and the position bias,
@@ -119,11 +125,14 @@ def relative_backward(
         *(grad_q, grad_biases, ds, k, table),
         *_sizes(layout_q, layout_k, table, ds, block_m),
         *(scale, heads, *k.stride()[:2], *table.stride()[:2], grad_q.stride(0)),
+        *bounds(context, layout_k),
         **_options(width, block_m, block_w, warps, 1),
         BLOCK_N=block_n,
     )
     by_content, by_position = grad_biases.sum(1).to(q.dtype)
-    grad_table = _grad_table(ds, q, position.position_bias, table, layout_q, layout_k, scale)
+    grad_table = _grad_table(
+        ds, q, position.position_bias, table, layout_q, layout_k, scale, context
+    )
     return grad_q, by_content, by_position, grad_table
 
 
@@ -135,6 +144,7 @@ def _grad_table(
     layout_q: PackedLayout,
     layout_k: PackedLayout,
     scale: float,
+    context: Context | None,
 ) -> Tensor:
     heads, width = q.shape[1:]
     block_m, block_w, warps, stages = _blocks_of_grad_table(q.dtype, padded_width(width))
@@ -149,10 +159,17 @@ def _grad_table(
         backward.grad_table,
         (splits * heads, blocks),
         *(by_split, ds, q, position_bias.contiguous(), *_sizes(layout_q, layout_k, table, ds)),
-        *(splits, scale, heads, *q.stride()[:2]),
+        *(splits, scale, heads, *q.stride()[:2], *bounds(context, layout_k)),
         **_options(width, block_m, block_w, warps, stages),
     )
     return by_split.sum(0).to(table.dtype)
+
+
+def bounds(
+    context: Context | None, layout: PackedLayout
+) -> tuple[int, int, int] | tuple[None, None, None]:
+    """Return the arguments of all kernels for a context: three numbers, or None without one."""
+    return (None, None, None) if context is None else context.bounds(layout.rows)
 
 
 def _sizes(

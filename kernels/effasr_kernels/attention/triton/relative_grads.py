@@ -5,11 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from effasr_kernels.attention.triton.context import (
+    diagonals_of_tile,
+    groups_seen,
+    keys_of_tile,
+)
 from effasr_kernels.attention.triton.relative_scores import STEP, is_below, is_spare
 from effasr_kernels.runtime.tiles import find_sequence, locate_tile
 
 
-@triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths"])
+@triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths", "left", "right", "chunk"])
 def grad_queries(
     grad_q,
     grad_biases,
@@ -30,6 +35,9 @@ def grad_queries(
     stride_distance,
     stride_table_head,
     grad_row,
+    left,
+    right,
+    chunk,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -65,6 +73,9 @@ def grad_queries(
         stride_distance: Row stride of ``table``.
         stride_table_head: Head stride of ``table``.
         grad_row: Row stride of ``grad_q``.
+        left: Of a context; see `effasr_kernels.attention.triton.context`. None without.
+        right: Of a context, or None.
+        chunk: Of a context, or None.
         WIDTH: D.
         BLOCK_D: The power of two at or above D.
         BLOCK_M: Queries of a tile.
@@ -107,12 +118,22 @@ def grad_queries(
     k += first_k * k_row + head * k_head
     key_offset = n[:, None] * k_row + channel[None, :]
     by_content = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    for first in range(0, keys, BLOCK_N):
-        ds = tl.load(
-            grad_scores + first + offset,
-            mask=(first + by_eight < keys)[None, :] & in_range[:, None],
-            other=0.0,
+    low, high = 0, keys
+    if chunk is not None:
+        low, high = keys_of_tile(  # pyright: ignore[reportGeneralTypeIssues]
+            start, start + last * STEP, keys, left, right, chunk, BLOCK_N
         )
+        first_group, end_group = groups_seen(  # pyright: ignore[reportGeneralTypeIssues]
+            start + row * STEP, left, right, chunk
+        )
+        k += low * k_row
+    for step in range(0, high - low, BLOCK_N):
+        first = low + step
+        seen = (first + by_eight < keys)[None, :] & in_range[:, None]
+        if chunk is not None:
+            group = (first + by_eight)[None, :]
+            seen = seen & (group >= first_group[:, None]) & (group < end_group[:, None])
+        ds = tl.load(grad_scores + first + offset, mask=seen, other=0.0)
         key = tl.load(
             k + key_offset,
             mask=(first + n < keys)[:, None] & in_width[None, :],
@@ -131,12 +152,19 @@ def grad_queries(
     table += head * stride_table_head
     by_distance = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     # Without keys, as in the tail, there is no step.
-    for first in range(0, tl.where(keys > 0, keys + last * STEP, 0), BLOCK_W):
-        ds = tl.load(
-            grad_scores + first + offset,
-            mask=is_below(first + first_key, keys) & in_range[:, None],
-            other=0.0,
+    low, high = 0, tl.where(keys > 0, keys + last * STEP, 0)
+    if chunk is not None:
+        low, high = diagonals_of_tile(  # pyright: ignore[reportGeneralTypeIssues]
+            start + last * STEP, keys, last * STEP, left, right, chunk, 16
         )
+        high = tl.where(keys > 0, high, 0)
+    for step in range(0, high - low, BLOCK_W):
+        first = low + step
+        seen = is_below(first + first_key, keys) & in_range[:, None]
+        if chunk is not None:
+            key = first + first_key
+            seen = seen & (key >= first_group[:, None]) & (key < end_group[:, None])
+        ds = tl.load(grad_scores + first + offset, mask=seen, other=0.0)
         entry = largest - first - diagonal
         window = tl.load(
             table + entry.to(tl.int64)[:, None] * stride_distance + channel[None, :],
@@ -180,7 +208,18 @@ def sequences_of(cu_seqlens, sequences, first_row, end_row):
     return first, end
 
 
-@triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths", "splits"])
+@triton.jit(
+    do_not_specialize=[
+        "sequences",
+        "rows",
+        "reach",
+        "eighths",
+        "splits",
+        "left",
+        "right",
+        "chunk",
+    ]
+)
 def grad_table(
     grad,
     grad_scores,
@@ -197,6 +236,9 @@ def grad_table(
     heads,
     stride_row,
     stride_head,
+    left,
+    right,
+    chunk,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -223,6 +265,9 @@ def grad_table(
         heads: H.
         stride_row: Row stride of ``q`` in elements.
         stride_head: Head stride of ``q``.
+        left: Of a context; see `effasr_kernels.attention.triton.context`. None without.
+        right: Of a context, or None.
+        chunk: Of a context, or None.
         WIDTH: D.
         BLOCK_D: The power of two at or above D.
         BLOCK_M: Queries of a step.
@@ -246,6 +291,10 @@ def grad_table(
     # Distances descend, so that the keys of a query ascend; STEP divides the first key of a row.
     back = (STEP - phase) % STEP
     largest = nearest + BLOCK_W - back
+    if chunk is not None:
+        # No query sees a key at one of these distances.
+        hidden = (nearest - back >= left + chunk) | (largest <= -(right + chunk))
+        end_sequence = tl.where(hidden, first_sequence, end_sequence)
     # (W, M): with (M, W) the compiler would load it in the layout of the queries.
     offset = diagonal[:, None] + (row * (STEP * (heads * eighths * 8 + 1)))[None, :]
     first_key = diagonal[:, None] + (row * STEP)[None, :] - BLOCK_W
@@ -275,9 +324,16 @@ def grad_table(
                 here = begin.to(tl.int64) + start + phase
                 # The key that the first query has at the largest distance.
                 skip = start - nearest + (phase + back) // STEP * STEP
+                seen = is_below(skip + first_key, keys) & in_range[None, :]
+                if chunk is not None:
+                    first_group, end_group = groups_seen(  # pyright: ignore[reportGeneralTypeIssues]
+                        start + phase + row * STEP, left, right, chunk
+                    )
+                    key = skip + first_key
+                    seen = seen & (key >= first_group[None, :]) & (key < end_group[None, :])
                 ds = tl.load(
                     grad_scores + here * (heads * eighths * 8) + skip + offset,
-                    mask=is_below(skip + first_key, keys) & in_range[None, :],
+                    mask=seen,
                     other=0.0,
                 )
                 query = tl.load(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from effasr_kernels.attention.triton.context import diagonals_of_tile, groups_seen
 from effasr_kernels.runtime.tiles import locate_tile
 
 STEP = tl.constexpr(2)
@@ -29,7 +30,7 @@ def is_spare(cu_seqlens, sequences, tile, BLOCK: tl.constexpr):
     return tl.load(cu_seqlens + n, mask=(n >= 0) & (n < sequences), other=-1) == total
 
 
-@triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths"])
+@triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths", "left", "right", "chunk"])
 def scores(
     out,
     q,
@@ -47,6 +48,9 @@ def scores(
     stride_head,
     stride_distance,
     stride_table_head,
+    left,
+    right,
+    chunk,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -77,6 +81,9 @@ def scores(
         stride_head: Head stride of ``q``.
         stride_distance: Row stride of ``table``.
         stride_table_head: Head stride of ``table``.
+        left: Of a context; see `effasr_kernels.attention.triton.context`. None without.
+        right: Of a context, or None.
+        chunk: Of a context, or None.
         WIDTH: D.
         BLOCK_D: The power of two at or above D.
         BLOCK_M: Queries of a tile.
@@ -119,7 +126,17 @@ def scores(
     first_key = diagonal[None, :] + tl.where(in_range, (row - last) * STEP, 2**30)[:, None]
     largest = reach - 1 + start + last * STEP
     table += head * stride_table_head
-    for first in range(0, keys + last * STEP, BLOCK_W):
+    low, high = 0, keys + last * STEP
+    if chunk is not None:
+        # A multiple of 16, for aligned stores.
+        low, high = diagonals_of_tile(  # pyright: ignore[reportGeneralTypeIssues]
+            start + last * STEP, keys, last * STEP, left, right, chunk, 16
+        )
+        first_group, end_group = groups_seen(  # pyright: ignore[reportGeneralTypeIssues]
+            start + row * STEP, left, right, chunk
+        )
+    for step in range(0, high - low, BLOCK_W):
+        first = low + step
         entry = largest - first - diagonal
         # (D, BLOCK_W), a column for each distance.
         window = tl.load(
@@ -128,8 +145,8 @@ def scores(
             other=0.0,
         )
         product = tl.dot(query, window, input_precision="ieee")
-        tl.store(
-            out + first + offset,
-            product.to(query.dtype),
-            mask=is_below(first + first_key, keys),
-        )
+        seen = is_below(first + first_key, keys)
+        if chunk is not None:
+            key = first + first_key
+            seen = seen & (key >= first_group[:, None]) & (key < end_group[:, None])
+        tl.store(out + first + offset, product.to(query.dtype), mask=seen)

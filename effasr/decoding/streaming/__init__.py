@@ -1,0 +1,1 @@
+"""Greedy searches of several streams that arrive chunk by chunk."""

@@ -1,0 +1,87 @@
+"""The keys that a query of self-attention sees, where they are limited."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+UNLIMITED = 2**29
+"""What stands for no limit in kernels: more than the rows of a sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    r"""Limit self-attention to keys near the query's chunk.
+
+    A sequence is cut into chunks of ``chunk`` rows. Query i, of chunk c = i // ``chunk``, sees the
+    keys of its sequence from ``c * chunk - left`` to ``(c + 1) * chunk + right - 1``. With chunks
+    of 1 that is a window that slides with the query; ``Context(None, 0, 1)`` is a causal mask.
+
+    NeMo's ``att_context_size: [L, R]`` with ``att_context_style: chunked_limited`` is
+    ``Context(L, 0, R + 1)``; with ``regular`` it is ``Context(L, R, 1)``.
+
+    Attributes:
+        left: Keys before the chunk; None for all.
+        right: Keys after the chunk; None for all.
+        chunk: Rows of a chunk.
+    """
+
+    left: int | None
+    right: int | None = 0
+    chunk: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("left", self.left, 0),
+            ("right", self.right, 0),
+            ("chunk", self.chunk, 1),
+        ):
+            if value is None and name != "chunk":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                others = "" if name == "chunk" else " or None, for no limit"
+                raise ValueError(
+                    f"Context: `{name}` must be a whole number of at least {least}{others}, but is "
+                    f"{value!r}."
+                )
+
+    @property
+    def reach(self) -> int:
+        """One more than the largest distance of a query and a key that it sees."""
+        sides = [UNLIMITED if side is None else side for side in (self.left, self.right)]
+        return max(sides) + self.chunk
+
+    def bounds(self, longest: int) -> tuple[int, int, int]:
+        """Return ``left``, ``right`` and ``chunk`` as numbers, for sequences of up to ``longest``.
+
+        They are limited to ``longest``, which changes nothing, so that sums of them and of places
+        in a sequence are 32-bit numbers.
+
+        Raises:
+            ValueError: ``longest`` is more than 2 ** 29.
+        """
+        if longest > UNLIMITED:
+            raise ValueError(
+                f"Context: sequences must have at most {UNLIMITED} rows, but one has {longest}."
+            )
+        most = max(longest, 1)
+        left, right = (most if x is None else min(x, most) for x in (self.left, self.right))
+        return left, right, min(self.chunk, most)
+
+    def hidden(self, rows: int, device: torch.device) -> Tensor:
+        """Which keys the queries of a sequence do not see: bool (rows, rows)."""
+        left, right, chunk = self.bounds(rows)
+        place = torch.arange(rows, device=device)
+        first = (place // chunk * chunk)[:, None]
+        return (place < first - left) | (place >= first + chunk + right)
+
+    def pairs(self, rows: int) -> int:
+        """Number of pairs of a query and a key that it sees, in a sequence."""
+        left, right, chunk = self.bounds(rows)
+        first = np.arange(0, rows, chunk, dtype=np.int64)
+        queries = np.minimum(chunk, rows - first)
+        keys = np.minimum(first + chunk + right, rows) - np.maximum(first - left, 0)
+        return int((queries * keys).sum())

@@ -1,0 +1,114 @@
+"""A model that is trained with contexts, and `effasr transcribe --stream` frame by frame."""
+
+import io
+import json
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from effasr.checkpoint import load_model, resolve
+from effasr.transcription import online
+from effasr_kernels import Context
+
+RATE = 16_000
+CONTEXTS = "[{left: 8, chunk: 4}, {left: 8, chunk: 2}, {left: 4, chunk: 1}]"
+
+
+@pytest.fixture(scope="module")
+def run(workplace, tmp_path_factory):
+    """A run of three steps, each with one of three contexts."""
+    from effasr.cli.main import main
+
+    folder = tmp_path_factory.mktemp("online")
+    overrides = (
+        f"model.encoder.context={CONTEXTS}",
+        "model.encoder.causal_convolution=true",
+        "model.features.normalize=false",
+        "training.max_steps=3",
+        "training.validate_every=3",
+        f"output={folder}",
+    )
+    assert main(["train", workplace.recipe, *overrides]) == 0
+    return folder / "first"
+
+
+@pytest.fixture
+def piped(monkeypatch):
+    def give(data: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+
+    return give
+
+
+@pytest.fixture
+def sharp(monkeypatch):
+    """Let the model, which has learnt too little, hear a token wherever two frames differ."""
+    load = load_model
+
+    def loaded(*given):
+        found = load(*given)
+        found.model.ctc_head.bias.data.zero_()
+        found.model.ctc_head.weight.data.mul_(30)
+        return found
+
+    monkeypatch.setattr("effasr.checkpoint.load_model", loaded)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("latency", "context"),
+    [
+        ((), Context(8, 0, 4)),
+        (("--latency", "160ms"), Context(8, 0, 2)),
+        (("--latency", "0.1s"), Context(4, 0, 1)),
+    ],
+)
+def test_the_latency_is_kept(effasr, run, piped, sharp, monkeypatch, latency, context) -> None:
+    used = []
+    monkeypatch.setattr(
+        online, "OnlineRecognizer", lambda *a, **k: used.append(Made(*a, **k)) or used[-1]
+    )
+    audio = (0.1 * np.random.default_rng(0).standard_normal(3 * RATE)).astype(np.float32)
+    piped(audio.astype("<f4").tobytes())
+    done = effasr("transcribe", "--run", run, "--stream", "--encoding", "f32le", "--json", *latency)
+    assert (done.code, done.err) == (0, "")
+    (recognizer,) = used
+    assert recognizer.context == context
+    stream = recognizer.open()
+    stream.feed(audio)
+    stream.finish()
+    recognizer.decode()
+    expected = [segment.as_row() for segment in stream.take()]
+    assert [json.loads(line) for line in done.out.splitlines()] == expected
+    assert expected
+
+
+Made = online.OnlineRecognizer
+
+
+def test_what_needs_pauses_says_so(effasr, run, piped) -> None:
+    piped(bytes(2 * RATE))
+    done = effasr("transcribe", "--run", run, "--stream", "--words", "--method", "ctc")
+    assert done.code == 0
+    assert "waits for pauses, not frame by frame, because of --words" in done.err
+
+
+@pytest.mark.parametrize(
+    ("latency", "message"),
+    [
+        ("50ms", "`latency_seconds` must be at least 0.08 for this model, its shortest chunk"),
+        ("soon", "must be seconds above 0, such as 480ms or 0.48, but is 'soon'"),
+    ],
+)
+def test_an_impossible_latency_is_named(effasr, run, piped, latency, message) -> None:
+    piped(bytes(2))
+    done = effasr("transcribe", "--run", run, "--stream", "--latency", latency)
+    assert done.code == 2
+    assert message in done.err
+
+
+def test_evaluation_takes_the_first_context(run) -> None:
+    model = load_model(resolve(run)).model
+    assert model.encoder.context == Context(8, 0, 4)

@@ -1,0 +1,237 @@
+"""Encoders with limited contexts: packed, alone, and chunk by chunk."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from effasr import config as configuration
+from effasr.data.batch import Batch
+from effasr.data.collate import Example
+from effasr.data.features.frame_geometry import Framing
+from effasr.data.features.log_mel import MelFrames
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.cost import cost_model
+from effasr.model.encoder import FastConformerConfig, FastConformerEncoder
+from effasr.model.streaming_encoder import StreamingEncoder
+from effasr.training import step as training_step
+from effasr.training.cuda_graph.rules import obstacles_of_model
+from effasr.training.seeds import drawn
+from effasr_kernels import Context, PackedLayout
+from tests.support.small_model import shake
+
+VOCABULARY, BINS = 40, 16
+CONTEXT = Context(4, 0, 3)
+
+
+def _encoder(context: Context, **options: object) -> FastConformerEncoder:
+    torch.manual_seed(0)
+    fields = {"conv_kernel": 5, "feed_forward": 48, "subsampling_channels": 8} | options
+    config = FastConformerConfig(
+        width=32, layers=3, heads=4, context=(context,), causal_convolution=True, **fields
+    )
+    encoder = FastConformerEncoder(config, BINS).eval()
+    shake(encoder)
+    return encoder
+
+
+def _mel(rows: Sequence[int], factor: int = 8) -> list[Tensor]:
+    return [torch.randn(count, BINS) for count in rows]
+
+
+def _offline(encoder: FastConformerEncoder, mel: Sequence[Tensor]) -> list[Tensor]:
+    factor = encoder.config.subsampling
+    framing = Framing(hop=1, subsampling=factor, causal=encoder.config.causal_subsampling)
+    lengths = [framing.frames(len(one)) for one in mel]
+    slots = [
+        torch.nn.functional.pad(one, (0, 0, 0, factor * frames - len(one)))
+        for one, frames in zip(mel, lengths, strict=True)
+    ]
+    real = torch.tensor([len(one) for one in mel])
+    layout = PackedLayout.from_lengths(lengths)
+    with torch.no_grad():
+        return encoder(MelFrames(torch.cat(slots), layout, real, factor)).unpack()
+
+
+def _streamed(
+    encoder: FastConformerEncoder, mel: Sequence[Tensor], context: Context, slots: int
+) -> list[Tensor]:
+    """Streams begin as slots become free, so that they are at different places."""
+    factor, size = encoder.config.subsampling, context.chunk * encoder.config.subsampling
+    streams = StreamingEncoder(encoder, BINS, slots, context)
+    framing = Framing(hop=1, subsampling=factor, causal=encoder.config.causal_subsampling)
+    waiting, open_streams = list(range(len(mel))), dict[int, int]()
+    at, found = [0] * len(mel), [list[Tensor]() for _ in mel]
+    turn = 0
+    while waiting or open_streams:
+        for slot in range(slots):
+            # Not all at once.
+            if slot not in open_streams and waiting and turn >= slot:
+                open_streams[slot] = waiting.pop(0)
+                streams.start(slot)
+        block, rows, frames = torch.full((slots, size, BINS), torch.nan), [0] * slots, [0] * slots
+        for slot, name in open_streams.items():
+            part = mel[name][at[name] : at[name] + size]
+            # Streams that wait must stay as they are.
+            if (turn + slot) % 3:
+                block[slot, : len(part)], rows[slot] = part, len(part)
+                at[name] += len(part)
+                done = sum(map(len, found[name]))
+                left = framing.frames(len(mel[name])) - done
+                frames[slot] = min(context.chunk, left)
+        encoded = streams.step(block, rows, frames)
+        for slot, name in list(open_streams.items()):
+            found[name].append(encoded[slot, : frames[slot]])
+            if sum(map(len, found[name])) == framing.frames(len(mel[name])):
+                del open_streams[slot]
+        turn += 1
+    return [torch.cat(pieces) for pieces in found]
+
+
+@pytest.mark.parametrize("position", ["relative", "rotary", "none"])
+@pytest.mark.parametrize("left", [0, 1, 5, 12])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 40])
+def test_chunks_give_what_the_whole_gives(chunk: int, left: int, position: str) -> None:
+    context = Context(left, 0, chunk)
+    encoder = _encoder(context, position=position)
+    mel = _mel([171, 8, 1, 90, 33, 160])
+    for expected, found in zip(
+        _offline(encoder, mel), _streamed(encoder, mel, context, 2), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"conv_norm": "layer_norm", "subsampling_norm": True, "input_positions": 0.3},
+        {"scale_input": True, "bias": False, "convolution_bias": False, "conv_kernel": 9},
+        {"subsampling": 4, "conv_kernel": 1},
+        {"causal_subsampling": True},
+        {"causal_subsampling": True, "subsampling": 4},
+    ],
+)
+def test_chunks_give_what_the_whole_gives_with_all_options(options: dict) -> None:
+    encoder = _encoder(CONTEXT, **options)
+    mel = _mel([171, 64, 5])
+    for expected, found in zip(
+        _offline(encoder, mel), _streamed(encoder, mel, CONTEXT, 3), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("position", ["relative", "rotary"])
+def test_packed_utterances_are_those_alone(position: str) -> None:
+    encoder = _encoder(Context(4, 2, 3), position=position)
+    mel = _mel([171, 8, 90])
+    for expected, one in zip(_offline(encoder, mel), mel, strict=True):
+        torch.testing.assert_close(_offline(encoder, [one])[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_model_serves_several_contexts() -> None:
+    encoder = _encoder(CONTEXT)
+    mel = _mel([100])
+    (first,) = _offline(encoder, mel)
+    encoder.evaluate_with(Context(8, 0, 6))
+    (second,) = _offline(encoder, mel)
+    assert (first - second).abs().max() > 1e-3
+    (found,) = _streamed(encoder, mel, Context(8, 0, 6), 1)
+    torch.testing.assert_close(found, second, rtol=1e-5, atol=1e-5)
+    encoder.evaluate_with(None)
+    (whole,) = _offline(encoder, mel)
+    assert (whole - second).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("context", "options", "message"),
+    [
+        (None, {}, "`encoder.context` must be given to decode a stream"),
+        (Context(None, 0, 3), {}, "`context.left` must be limited to decode a stream"),
+        (Context(3, 1, 3), {}, "`context.right` must be 0 to decode a stream, but is 1"),
+        (CONTEXT, {"causal_convolution": False}, "`encoder.causal_convolution` must be true"),
+    ],
+)
+def test_what_waits_for_later_frames_is_refused(
+    context: Context | None, options: dict, message: str
+) -> None:
+    config = FastConformerConfig(
+        **{"width": 32, "layers": 1, "heads": 4, "causal_convolution": True} | options
+    )
+    with pytest.raises(ValueError, match=message):
+        StreamingEncoder(FastConformerEncoder(config, BINS), BINS, 1, context)
+
+
+@pytest.mark.parametrize("contexts", [(CONTEXT,), (CONTEXT, CONTEXT), (Context(2, 1, 1),)])
+def test_the_cost_is_what_torch_counts(
+    contexts: tuple[Context, ...],
+    tiny_config: ModelConfig,
+    examples: Sequence[Example],
+    make_batch: Callable[..., Batch],
+) -> None:
+    encoder = dataclasses.replace(
+        tiny_config.encoder, position="rotary", context=contexts, causal_convolution=True
+    )
+    config = dataclasses.replace(tiny_config, encoder=encoder)
+    model = ASRModel(config, VOCABULARY).eval()
+    for example in examples[:2]:
+        batch = make_batch([dataclasses.replace(example, prompt=[7], monotonic=True)])
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(batch)
+        lengths = np.array([batch.frames.total]), np.array([batch.tokens.layout.total])
+        assert counter.get_total_flops() == cost_model(config, VOCABULARY).of(*lengths)[0]
+
+
+def test_the_cost_is_the_mean_over_contexts(tiny_config: ModelConfig) -> None:
+    def cost(*contexts: Context) -> int:
+        encoder = dataclasses.replace(tiny_config.encoder, context=contexts)
+        model = cost_model(dataclasses.replace(tiny_config, encoder=encoder), VOCABULARY)
+        return int(model.of(np.array([0, 300]), np.array([0, 0])).sum())
+
+    narrow, wide = Context(8, 0, 4), Context(64, 0, 16)
+    assert cost(narrow) < cost(narrow, wide) < cost(wide) < cost()
+
+
+def test_a_context_is_read_from_a_recipe() -> None:
+    given = {"context": [{"left": 56, "right": 0, "chunk": 7}, {"left": 56, "chunk": 14}]}
+    config = configuration.from_mapping(FastConformerConfig, given)
+    assert config.context == (Context(56, 0, 7), Context(56, 0, 14))
+    assert (
+        configuration.from_mapping(FastConformerConfig, configuration.to_mapping(config)) == config
+    )
+    with pytest.raises(configuration.ConfigError, match="`chunk` must be a whole number"):
+        configuration.from_mapping(FastConformerConfig, {"context": [{"left": 1, "chunk": 0}]})
+
+
+def test_a_step_draws_the_same_context_everywhere() -> None:
+    contexts = [Context(1), Context(2), Context(3)]
+    draws = [drawn(contexts, 5, step) for step in range(300)]
+    assert draws == [drawn(contexts, 5, step) for step in range(300)]
+    assert draws != [drawn(contexts, 6, step) for step in range(300)]
+    # Each is expected 100 times, with a standard deviation of 8.
+    assert all(60 < draws.count(context) < 140 for context in contexts)
+
+
+def test_each_step_trains_with_its_context(tiny_config: ModelConfig) -> None:
+    contexts = CONTEXT, Context(8, 0, 6), Context(8, 0, 2)
+    encoder = dataclasses.replace(tiny_config.encoder, context=contexts)
+    model = ASRModel(dataclasses.replace(tiny_config, encoder=encoder), VOCABULARY)
+    state = SimpleNamespace(grad_sync=SimpleNamespace(module=model), config=SimpleNamespace(seed=3))
+    for step in range(5):
+        training_step._draw_context(state, step)  # type: ignore[arg-type]
+        assert model.train().encoder.context == drawn(contexts, 3, step)
+        assert model.eval().encoder.context == CONTEXT
+
+
+def test_a_graph_has_one_context(tiny_config: ModelConfig) -> None:
+    def settings(*contexts: Context) -> list[str]:
+        encoder = dataclasses.replace(tiny_config.encoder, context=contexts)
+        model = dataclasses.replace(tiny_config, encoder=encoder)
+        return [one.setting for one in obstacles_of_model(model, torch.device("cuda"))]
+
+    assert settings() == settings(CONTEXT) == []
+    assert settings(CONTEXT, Context(8, 0, 6)) == ["model.encoder.context"]

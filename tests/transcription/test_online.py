@@ -1,0 +1,304 @@
+"""Streams are recognized frame by frame as whole recordings are with the same context."""
+
+import dataclasses
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from effasr.data.collate import Example, collate
+from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.tokenizer import Tokenizer
+from effasr.decoding.ctc_greedy import ctc_greedy
+from effasr.decoding.transducer_greedy import transducer_greedy
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.encoder import FastConformerConfig
+from effasr.model.transducer import TransducerConfig
+from effasr.transcription.online import OnlineRecognizer, OnlineStream, context_for, is_streamable
+from effasr.transcription.recognizer import Recognizer
+from effasr_kernels import Context, PackedSequence
+from tests.support.small_model import shake
+
+RATE = 16_000
+CONTEXTS = Context(9, 0, 3), Context(10, 0, 1), Context(14, 0, 7)
+HEADS = {
+    "ctc": None,
+    "stateless": TransducerConfig(predictor="stateless", width=24, joint=16),
+    "rnnt": TransducerConfig(width=24, joint=16),
+    "tdt": TransducerConfig(width=24, joint=16, activation="tanh", durations=(0, 1, 2, 4)),
+}
+Make = Callable[..., ASRModel]
+
+
+@pytest.fixture(scope="session")
+def streaming_model(tokenizer: Tokenizer) -> Make:
+    """``streaming_model(head, **features)``, of random weights that give many tokens."""
+
+    def make(head: str, *, causal: bool = False, **features: object) -> ASRModel:
+        config = ModelConfig(
+            features=FeatureConfig(**{"mel_bins": 16, "normalize": False} | features),
+            encoder=FastConformerConfig(
+                width=32, layers=2, heads=2, feed_forward=32, subsampling_channels=4,
+                subsampling_norm=True, context=CONTEXTS, causal_convolution=True,
+                causal_subsampling=causal,
+            ),
+            decoder=None,
+            ctc=head == "ctc",
+            transducer=HEADS[head],
+        )  # fmt: skip
+        torch.manual_seed(3)
+        model = ASRModel(config, tokenizer.vocab_size).eval()
+        shake(model)
+        with torch.no_grad():
+            if model.ctc_head is not None:
+                model.ctc_head.weight.mul_(4)
+            if model.transducer is not None:
+                model.transducer.output.weight.mul_(4)
+        return model
+
+    return make
+
+
+def _offline(model: ASRModel, audio: np.ndarray, context: Context) -> tuple[Tensor, list[int]]:
+    """Encoder output, (T, width), and tokens of a whole recording."""
+    example = Example(id="one", audio=audio, prompt=[1], text=[], monotonic=True)
+    batch = collate([example], eos_id=3, pad_id=2, framing=model.config.features.framing)
+    model.encoder.evaluate_with(context)
+    with torch.no_grad():
+        encoded: PackedSequence = model.encode(batch)
+        if model.transducer is not None:
+            (tokens,) = transducer_greedy(model.transducer, encoded, 10)
+        else:
+            (tokens,) = ctc_greedy(model, encoded, model.vocab_size)
+    return encoded.values, tokens
+
+
+def _pieces(audio: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    draw, start = np.random.default_rng(size), 0
+    while start < len(audio):
+        count = size or int(draw.integers(0, 9000))
+        yield audio[start : start + count]
+        start += count
+
+
+def _recorded(recognizer: OnlineRecognizer) -> dict[int, list[Tensor]]:
+    """What the encoder gives to the search, by slot."""
+    found: dict[int, list[Tensor]] = {slot: [] for slot in range(len(recognizer._open))}
+    search = recognizer._search.step
+
+    def step(encoded: Tensor, frames: Sequence[int]) -> list:
+        for slot, count in enumerate(frames):
+            found[slot].append(encoded[slot, :count].clone())
+        return search(encoded, frames)
+
+    recognizer._search.step = step  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.parametrize("size", [0, 4000, 1280, 100_000], ids=lambda size: f"pieces_{size}")
+@pytest.mark.parametrize("context", CONTEXTS, ids=str)
+@pytest.mark.parametrize("head", HEADS)
+def test_a_stream_is_the_whole_recording(
+    streaming_model: Make,
+    tokenizer: Tokenizer,
+    noise: Callable[..., np.ndarray],
+    head: str,
+    context: Context,
+    size: int,
+) -> None:
+    model = streaming_model(head)
+    for seconds in (3.7, 0.31):
+        audio = noise(seconds, seed=int(seconds))
+        expected, tokens = _offline(model, audio, context)
+        recognizer = OnlineRecognizer(model, tokenizer, context=context, endpoint_seconds=None)
+        encoded, stream = _recorded(recognizer), recognizer.open()
+        heard: list[int] = []
+        for piece in _pieces(audio, size):
+            stream.feed(piece)
+            recognizer.decode()
+            # What is recognized stays.
+            assert stream.tokens[: len(heard)] == heard
+            heard = stream.tokens
+        stream.finish()
+        before = list(stream.tokens)
+        recognizer.decode()
+        assert stream.done
+        torch.testing.assert_close(torch.cat(encoded[0]), expected, rtol=1e-5, atol=1e-5)
+        assert tokens[: len(before)] == before
+        text = " ".join(segment.text for segment in stream.take())
+        assert text == tokenizer.decode(tokens).strip()
+        if seconds > 1:
+            assert len(tokens) > 5
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("window", "hop"), [(512, 160), (300, 200)])
+def test_other_windows_and_the_last_rows(
+    streaming_model: Make,
+    tokenizer: Tokenizer,
+    noise: Callable[..., np.ndarray],
+    window: int,
+    hop: int,
+    causal: bool,
+) -> None:
+    """Lengths that end in every place of a row, of a frame and of a chunk."""
+    model = streaming_model("ctc", causal=causal, window=window, hop=hop)
+    model.encoder.evaluate_with(CONTEXTS[0])
+    recognizer = OnlineRecognizer(model, tokenizer, context=CONTEXTS[0])
+    encoded = _recorded(recognizer)
+    audio = noise(2)
+    chunk = hop * 8 * CONTEXTS[0].chunk
+    around = (0, 1, hop - 1, hop, window // 2 - 1, window // 2 + 1, window, hop * 8)
+    for samples in [chunk * n + more for n in (0, 1, 2) for more in around]:
+        stream = recognizer.open()
+        stream.feed(audio[:samples])
+        recognizer.decode()
+        stream.finish()
+        recognizer.decode()
+        assert stream.done
+        found = torch.cat([torch.zeros(0, 32), *encoded[0]])
+        encoded[0].clear()
+        expected, _ = _offline(model, audio[:samples], CONTEXTS[0])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_many_streams_do_not_touch_each_other(
+    streaming_model: Make, tokenizer: Tokenizer, noise: Callable[..., np.ndarray], head: str
+) -> None:
+    """They begin, pause and end at different times, in slots that others have used."""
+    model, context = streaming_model(head), CONTEXTS[0]
+    recordings = [noise(0.4 + 0.7 * seed, seed) for seed in range(5)]
+    recognizer = OnlineRecognizer(
+        model, tokenizer, context=context, streams=2, endpoint_seconds=None
+    )
+    waiting = list(enumerate(recordings))
+    running: dict[int, tuple[OnlineStream, Iterator[np.ndarray]]] = {}
+    texts = {}
+    while waiting or running:
+        while waiting and len(running) < 2:
+            name, audio = waiting.pop()
+            running[name] = recognizer.open(), _pieces(audio, 3000 + 500 * name)
+        for name, (stream, pieces) in list(running.items()):
+            piece = next(pieces, None)
+            if piece is None:
+                stream.finish()
+            else:
+                stream.feed(piece)
+            recognizer.decode()
+            if stream.done:
+                texts[name] = " ".join(segment.text for segment in stream.take())
+                del running[name]
+    for name, audio in enumerate(recordings):
+        assert texts[name] == tokenizer.decode(_offline(model, audio, context)[1]).strip()
+
+
+def test_pauses_end_segments(
+    streaming_model: Make, tokenizer: Tokenizer, noise: Callable[..., np.ndarray]
+) -> None:
+    model = streaming_model("ctc")
+    audio = noise(5)
+    _, tokens = _offline(model, audio, CONTEXTS[0])
+    recognizer = OnlineRecognizer(model, tokenizer, endpoint_seconds=0.24)
+    stream = recognizer.open()
+    stream.feed(audio)
+    stream.finish()
+    recognizer.decode()
+    segments = stream.take()
+    assert len(segments) > 1
+    assert stream.take() == []
+    for one, after in pairwise(segments):
+        # Three frames without a token.
+        assert after.start - one.end >= 0.24 - 1e-6
+    assert segments[-1].end <= 5
+    assert "".join(segment.text.replace(" ", "") for segment in segments) == tokenizer.decode(
+        tokens
+    ).replace(" ", "")
+
+
+def test_hostile_streams_end_cleanly(streaming_model: Make, tokenizer: Tokenizer) -> None:
+    model = streaming_model("rnnt")
+    recognizer = OnlineRecognizer(model, tokenizer)
+    stream = recognizer.open()
+    with pytest.raises(ValueError, match="`streams` must be more than 1 to open another one"):
+        recognizer.open()
+    for wrong, message in (
+        (np.array([0.1, np.nan]), "`samples` must be finite"),
+        (np.zeros((2, 2)), r"`samples` must be floating numbers \(samples,\)"),
+        (np.zeros(3, np.int16), "divide 16-bit integers by 32768"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            stream.feed(wrong)
+    for _ in range(500):
+        stream.feed(np.full(1, 0.1, np.float32))
+        recognizer.decode()
+    stream.feed(np.zeros(0, np.float32))
+    stream.finish()
+    recognizer.decode()
+    assert stream.done
+    with pytest.raises(ValueError, match="`samples` must come before `finish`"):
+        stream.feed(np.zeros(4, np.float32))
+    # A stream without samples, and one that stops within the first row.
+    for samples in (0, 50):
+        stream = recognizer.open()
+        stream.feed(np.zeros(samples))
+        stream.finish()
+        recognizer.decode()
+        assert stream.done
+        assert stream.take() == []
+
+
+def test_silence_for_minutes_takes_no_more_memory(
+    streaming_model: Make, tokenizer: Tokenizer
+) -> None:
+    recognizer = OnlineRecognizer(streaming_model("ctc"), tokenizer, context=CONTEXTS[2])
+    stream, held = recognizer.open(), []
+    tracemalloc.start()
+    for second in range(120):
+        stream.feed(np.zeros(RATE, np.float32))
+        recognizer.decode()
+        stream.take()
+        if second in (19, 119):
+            held.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert held[1] < held[0] + 100_000
+    assert sum(map(len, stream._parts)) < 2 * RATE
+
+
+def test_the_latency_chooses_the_context(streaming_model: Make, tokenizer: Tokenizer) -> None:
+    model = streaming_model("ctc")
+    assert context_for(model, None) == CONTEXTS[0]
+    assert context_for(model, 0.08) == CONTEXTS[1]
+    assert context_for(model, 0.24) == CONTEXTS[0]
+    assert context_for(model, 9) == CONTEXTS[2]
+    with pytest.raises(ValueError, match=r"`latency_seconds` must be at least 0\.08 .* is 0\.05"):
+        context_for(model, 0.05)
+    stream = Recognizer(model, tokenizer).stream(latency_seconds=0.1)
+    assert stream.recognizer.latency_seconds == pytest.approx(0.08)
+
+
+def test_a_model_that_looks_ahead_is_refused(
+    streaming_model: Make, model: ASRModel, tokenizer: Tokenizer
+) -> None:
+    assert is_streamable(streaming_model("tdt"))
+    assert not is_streamable(model)
+    with pytest.raises(ValueError, match=r"`encoder\.causal_convolution` must be true to decode"):
+        OnlineRecognizer(model, tokenizer)
+    normalized = streaming_model("ctc", normalize=True)
+    with pytest.raises(ValueError, match=r"`features\.normalize` must be false to decode a stream"):
+        OnlineRecognizer(normalized, tokenizer)
+    with pytest.raises(ValueError, match="`method` must be an output of the model, but is 'ctc'"):
+        OnlineRecognizer(streaming_model("tdt"), tokenizer, method="ctc")
+    whole = ASRModel(
+        dataclasses.replace(
+            streaming_model("ctc").config,
+            encoder=dataclasses.replace(streaming_model("ctc").config.encoder, context=()),
+        ),
+        tokenizer.vocab_size,
+    )
+    with pytest.raises(ValueError, match=r"`model\.encoder\.context` must be given"):
+        context_for(whole, 0.2)
