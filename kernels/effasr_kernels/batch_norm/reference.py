@@ -15,12 +15,14 @@ from effasr_kernels.shared.ragged import wide_dtype, widen
 
 def forward(a: BatchNormArguments) -> tuple[tuple[Tensor], tuple[Tensor]]:
     """See `effasr_kernels.batch_norm.batch_norm`; saves the normalized values in a wide dtype."""
-    normal = widen(_real(a.x, a.layout)) - a.mean
+    whole_normal, normal = _with_tail(a)
+    torch.sub(widen(_real(a.x, a.layout)), _like(a.mean, normal), out=normal)
     normal *= _rstd(a)
-    y = torch.addcmul(_like(a.bias, normal), normal, _like(a.weight, normal))
+    whole_y, y = _with_tail(a)
+    torch.addcmul(_like(a.bias, normal), normal, _like(a.weight, normal), out=y)
     if a.silu:
         F.silu(y, inplace=True)
-    return (_with_tail(y.to(a.x.dtype), a.layout),), (_with_tail(normal, a.layout),)
+    return (whole_y.to(a.x.dtype),), (whole_normal,)
 
 
 def saved_like(a: BatchNormArguments) -> tuple[Tensor]:
@@ -41,14 +43,15 @@ def backward(
         z = torch.addcmul(_like(a.bias, normal), normal, weight)
         dy = torch.ops.aten.silu_backward(dy, z)
     dweight, dbias = (dy * normal).sum(0), dy.sum(0)
+    whole_dx, dx = _with_tail(a)
     if a.fixed:
-        dx = dy * (weight * _rstd(a))
+        torch.mul(dy, weight * _rstd(a), out=dx)
     else:
         count = max(normal.shape[0], 1)
-        dx = torch.addcmul(dbias / -count, normal, dweight / -count).add_(dy)
+        torch.addcmul(dbias / -count, normal, dweight / -count, out=dx).add_(dy)
         dx *= weight * _rstd(a)
     return {
-        "x": _with_tail(dx.to(a.x.dtype), a.layout),
+        "x": whole_dx.to(a.x.dtype),
         "weight": dweight.to(a.weight.dtype),
         "bias": dbias.to(a.bias.dtype),
         "mean": None,
@@ -61,9 +64,11 @@ def _real(x: Tensor, layout: PackedLayout) -> Tensor:
     return x if total == layout.rows else x[:total]
 
 
-def _with_tail(x: Tensor, layout: PackedLayout) -> Tensor:
-    tail = layout.rows - x.shape[0]
-    return F.pad(x, (0, 0, 0, tail)) if tail else x
+def _with_tail(a: BatchNormArguments) -> tuple[Tensor, Tensor]:
+    """Return an empty wide tensor like x with zeros in the tail, and its other rows."""
+    whole = a.x.new_empty(a.x.shape, dtype=wide_dtype(a.x))
+    whole[a.layout.total :] = 0
+    return whole, whole[: a.layout.total]
 
 
 def _like(parameter: Tensor, x: Tensor) -> Tensor:
