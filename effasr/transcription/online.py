@@ -17,9 +17,9 @@ from effasr.model.asr import ASRModel
 from effasr.model.checks import check
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.streaming_encoder import StreamingEncoder, check_streamable
-from effasr.transcription.recognizer import evaluating
+from effasr.nn.parameters.evaluating import evaluating
+from effasr.transcription.inputs.prefetch import ahead
 from effasr.transcription.results import Segment
-from effasr.transcription.streaming import ahead
 from effasr_kernels import Context, PackedLayout, PackedSequence
 
 Method = Literal["auto", "transducer", "ctc"]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import nn
 
 from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
@@ -24,12 +21,14 @@ from effasr.decoding.decoded import Decoded
 from effasr.decoding.greedy import check_config, is_plain_greedy, load_lm
 from effasr.model.asr import ASRModel
 from effasr.model.encoder import FastConformerConfig
+from effasr.nn.parameters.evaluating import evaluating
 from effasr.transcription.batching import plan_batches
 from effasr.transcription.decode_queue import BatchSearch, ContinuousSearch, Search
 from effasr.transcription.inputs.audio_stream import AudioStream
 from effasr.transcription.inputs.chunking import Chunk, cut_at_pauses
 from effasr.transcription.inputs.prefetch import prefetch
 from effasr.transcription.inputs.vad import is_speech, loudness, without_gaps
+from effasr.transcription.online import OnlineRecognizer, OnlineStream, context_for
 from effasr.transcription.packed_weights import PackedWeights
 from effasr.transcription.recordings import (
     FIRST_CHUNKS,
@@ -40,9 +39,6 @@ from effasr.transcription.recordings import (
 )
 from effasr.transcription.results import Alternative, Result, WordConfidence
 from effasr.transcription.word_timestamps import Word, word_groups, word_timestamps
-
-if TYPE_CHECKING:
-    from effasr.transcription.online import OnlineStream
 
 _WINDOW_BATCHES = 2
 """Batches of audio that are loaded before batches are planned by length."""
@@ -154,9 +150,6 @@ class Recognizer:
         Raises:
             ValueError: The model looks ahead, or has no context with so short a chunk.
         """
-        # Imported here, because it imports this module.
-        from effasr.transcription.online import OnlineRecognizer, context_for
-
         return OnlineRecognizer(
             self.model,
             self.tokenizer,
@@ -405,15 +398,3 @@ def _check(audio: np.ndarray) -> None:
         raise ValueError(f"the audio must be mono and not empty, but has shape {audio.shape}")
     if not np.isfinite(audio).all():
         raise ValueError("the audio must be finite, but has NaN or infinite samples")
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for the length of a context; restores the mode of each module."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import BinaryIO, Literal
@@ -14,7 +13,7 @@ from effasr.data.audio.waveform import AudioError, AudioProblem
 from effasr.data.prompt import Prompt
 from effasr.model.checks import check, check_positive
 from effasr.transcription.inputs.chunking import Chunk, quietest
-from effasr.transcription.inputs.prefetch import prefetch
+from effasr.transcription.inputs.prefetch import ahead
 from effasr.transcription.inputs.vad import HOP_SECONDS, is_speech, loudness
 from effasr.transcription.recognizer import Recognizer, Request
 from effasr.transcription.results import Failure, Segment
@@ -29,8 +28,6 @@ _SEARCH_SHARE = 0.5
 """Without a pause, a chunk ends at the quietest moment of this last part of it."""
 _FEWEST_HOPS = 8
 """Shorter sounds are clicks."""
-_AHEAD = 1000
-"""Blocks that may wait, some minutes; then the recorder is blocked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,15 +245,6 @@ def _transcribed(
             for segment in result.segments:
                 if segment.text:
                     yield _later(segment, chunk.start / rate)
-
-
-def ahead(blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield the same blocks, read on a thread, so that a recorder need not wait."""
-    source = iter(blocks)
-    for block in prefetch(lambda _: next(source, None), itertools.count(), workers=1, ahead=_AHEAD):
-        if block is None:
-            return
-        yield block
 
 
 def _later(segment: Segment, seconds: float) -> Segment:

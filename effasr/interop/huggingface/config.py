@@ -151,6 +151,7 @@ def encoder_mapping(config: ModelConfig) -> dict[str, Any]:
             "subsampling_norm": encoder.subsampling_norm,
             "context": bool(encoder.context),
             "causal_convolution": encoder.causal_convolution,
+            "causal_subsampling": encoder.causal_subsampling,
             f"input_positions={encoder.input_positions} (only 0)": encoder.input_positions != 0,
             "features.normalize=False": not config.features.normalize,
         },

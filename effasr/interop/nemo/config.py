@@ -9,6 +9,7 @@ from typing import Any
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.interop.nemo import sections
+from effasr.interop.nemo.contexts import read_contexts, read_convolution
 from effasr.interop.nemo.options import integer, number, switch
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
@@ -114,12 +115,6 @@ def _encoder(mapping: Any, features: FeatureConfig, unused: list[str]) -> FastCo
             f"`encoder.reduction` must be null, but is {values['reduction']} by "
             f"{values['reduction_factor']}."
         )
-    half = (taps - 1) // 2
-    if values["conv_context_size"] not in (None, half, [half, half]):
-        raise ValueError(
-            f"`encoder.conv_context_size` must be null or [{half}, {half}], as many frames on "
-            f"both sides, but is {values['conv_context_size']}."
-        )
     norm = values["conv_norm_type"]
     if norm not in ("batch_norm", "layer_norm"):
         raise ValueError(
@@ -134,6 +129,8 @@ def _encoder(mapping: Any, features: FeatureConfig, unused: list[str]) -> FastCo
         **fields,
         feed_forward=width * integer("encoder.ff_expansion_factor", values["ff_expansion_factor"]),
         conv_norm=norm,
+        context=read_contexts(values["att_context_size"], values["att_context_style"]),
+        causal_convolution=read_convolution(values["conv_context_size"], taps),
         convolution_bias=fields["bias"],
         activation_dropout=fields["residual_dropout"],
     )

@@ -11,6 +11,7 @@ from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.interop.export_checks import refuse
 from effasr.interop.nemo import sections
 from effasr.interop.nemo.config import CTC, HYBRID, MULTITASK, TRANSDUCER
+from effasr.interop.nemo.contexts import write_contexts
 from effasr.interop.nemo.tokenizer import NemoTokens
 from effasr.model.asr import ModelConfig
 from effasr.model.decoder import DecoderConfig
@@ -59,8 +60,9 @@ def check_expressible(config: ModelConfig) -> None:
     reasons = {
         f"encoder.position={encoder.position} (only relative)": encoder.position != "relative",
         "encoder.subsampling_norm": encoder.subsampling_norm,
-        "encoder.context with this subsampling": bool(encoder.context),
-        "encoder.causal_convolution with this subsampling": encoder.causal_convolution,
+        "encoder.context with `right` and chunks, or with parts of chunks on the left": (
+            write_contexts(encoder.context) is None
+        ),
         f"encoder.input_positions={encoder.input_positions} (only 0)": encoder.input_positions != 0,
         f"encoder.feed_forward={encoder.feed_forward}, not a multiple of the width": (
             encoder.feed_forward % encoder.width != 0
@@ -171,18 +173,16 @@ def _encoder(encoder: FastConformerConfig, bands: int) -> dict[str, Any]:
         "feat_out": -1,
         "use_bias": encoder.bias or encoder.convolution_bias,
         "subsampling": "dw_striding",
-        "causal_downsampling": False,
         "reduction": None,
         "reduction_position": None,
         "reduction_factor": 1,
         "ff_expansion_factor": encoder.feed_forward // encoder.width,
         "self_attention_model": "rel_pos",
-        "att_context_size": [-1, -1],
-        "att_context_style": "regular",
+        **(write_contexts(encoder.context) or {}),
         "untie_biases": True,
         "pos_emb_max_len": _PLACES,
         "conv_norm_type": encoder.conv_norm,
-        "conv_context_size": None,
+        "conv_context_size": "causal" if encoder.causal_convolution else None,
         "stochastic_depth_drop_prob": 0.0,
         "stochastic_depth_mode": "linear",
         "stochastic_depth_start_layer": 1,

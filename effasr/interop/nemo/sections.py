@@ -7,7 +7,6 @@ from typing import Any
 
 from effasr.interop.nemo.options import Section, integer, number, one_of, only, switch
 
-_UNLIMITED = ([-1, -1], [[-1, -1]], None)
 PREPROCESSOR = Section(
     defaults={
         "sample_rate": 16_000,
@@ -51,12 +50,15 @@ ENCODER = Section(
         "feat_out": -1,
         "subsampling_factor": 4,
         "subsampling_conv_channels": -1,
+        "causal_downsampling": False,
         "ff_expansion_factor": 4,
         "n_heads": 4,
         "xscaling": True,
         "untie_biases": True,
         "conv_kernel_size": 31,
         "conv_context_size": None,
+        "att_context_size": None,
+        "att_context_style": "regular",
         "conv_norm_type": "batch_norm",
         "use_bias": True,
         "dropout": 0.1,
@@ -73,6 +75,7 @@ ENCODER = Section(
         "conv_kernel": ("conv_kernel_size", integer),
         "subsampling": ("subsampling_factor", one_of(4, 8)),
         "subsampling_channels": ("subsampling_conv_channels", integer),
+        "causal_subsampling": ("causal_downsampling", switch),
         "scale_input": ("xscaling", switch),
         "bias": ("use_bias", switch),
         "input_dropout": ("dropout_pre_encoder", number),
@@ -82,17 +85,18 @@ ENCODER = Section(
     },
     fixed={
         "subsampling": only("dw_striding", default="striding"),
-        "causal_downsampling": only(False),
         "self_attention_model": only("rel_pos"),
-        "att_context_size": (None, lambda size: size in _UNLIMITED, "[-1, -1], unlimited"),
         "att_chunk_context_size": (None, lambda size: size is None, "null"),
-        "att_context_style": only("regular"),
         "conv_context_style": only("regular"),
     },
-    training={"stochastic_depth_drop_prob": 0.0, "conv_dual_mode": False},
+    training={
+        "stochastic_depth_drop_prob": 0.0,
+        "conv_dual_mode": False,
+        "att_context_probs": None,
+    },
     ignored=(
         "subsampling_conv_chunking_factor reduction_position pos_emb_max_len "
-        "att_context_probs stochastic_depth_mode stochastic_depth_start_layer "
+        "stochastic_depth_mode stochastic_depth_start_layer "
         "global_tokens global_tokens_spacing global_attn_separate use_pytorch_sdpa "
         "use_pytorch_sdpa_backends sync_max_audio_length"
     ),

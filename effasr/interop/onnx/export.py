@@ -62,6 +62,7 @@ def export_onnx(model: ASRModel, directory: Path, texts: Mapping[str, Any]) -> l
             {
                 "encoder.context": bool(model.config.encoder.context),
                 "encoder.causal_convolution": model.config.encoder.causal_convolution,
+                "encoder.causal_subsampling": model.config.encoder.causal_subsampling,
             },
         )
     model = _on_host(model)

@@ -15,8 +15,8 @@ from effasr.data.manifest.reader import request
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel
+from effasr.nn.parameters.evaluating import evaluating
 from effasr.training.diagnostics.probe_sums import ProbeSums
-from effasr.transcription.recognizer import evaluating
 from effasr_kernels import PackedSequence, linear_cross_entropy, pack
 
 _MAX_SYMBOLS = 10

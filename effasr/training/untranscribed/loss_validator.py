@@ -17,8 +17,8 @@ from effasr.distributed.process_group import DistributedContext
 from effasr.evaluation.evaluate import shard
 from effasr.evaluation.result import set_name
 from effasr.model.asr import ASRModel
+from effasr.nn.parameters.evaluating import evaluating
 from effasr.training.config import TrainConfig
-from effasr.transcription.recognizer import evaluating
 
 _SEED = 0
 """Seed of the masks, which are the same in every validation."""
