@@ -61,7 +61,7 @@ def _made(kind: str, *, dropout: bool = False) -> Layer:
 
 def _arguments(kind: str, x: Tensor) -> tuple[Any, ...]:
     if kind == "conformer":
-        return x, _Context(LAYOUT, None)
+        return x, _Context(LAYOUT, None, None)
     if kind == "transformer":
         return x, LAYOUT
     return x, LAYOUT, PackedSequence(x.detach().flip(1), LAYOUT), None

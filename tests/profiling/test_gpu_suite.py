@@ -282,7 +282,9 @@ def test_the_kernels_whose_counters_are_read_exist() -> None:
         folder = parts.ROOT / "kernels" / "effasr_kernels"
         sources = [*(folder / "shared").glob("*.py"), *(folder / op).rglob("*.py")]
         text = "\n".join(path.read_text() for path in sources)
-        assert re.search(rf"@triton\.jit[^\n]*(?:\n@[^\n]*)*\ndef {kernel}\(", text), kernel
+        assert re.search(
+            rf"@triton\.jit(?:\([^)]*\))?[^\n]*(?:\n@[^\n]*)*\ndef {kernel}\(", text
+        ), kernel
 
 
 def test_every_operation_is_checked_by_the_sanitizer() -> None:
