@@ -25,7 +25,7 @@ def read_contexts(size: Any, style: Any) -> tuple[Context, ...]:
         raise ValueError(
             f"`encoder.att_context_style` must be {' or '.join(_STYLES)}, but is {style}."
         )
-    sizes = [[-1, -1]] if size is None else size
+    sizes: Any = [[-1, -1]] if size is None else size
     if isinstance(sizes, Sequence) and not any(isinstance(one, Sequence) for one in sizes):
         sizes = [sizes]
     if not isinstance(sizes, Sequence) or not sizes or not all(map(_is_size, sizes)):

@@ -23,6 +23,11 @@ _ROTARY = Kind(
     lambda values: None if values is None else Rotary(*values),
 )
 
+
+def _context(left: int, right: int, chunk: int) -> Context:
+    return Context(None if left < 0 else left, None if right < 0 else right, chunk)
+
+
 _CONTEXT = Kind(
     ("int[]? {}",),
     # Schemas have no lists of optional numbers; -1 stands for no limit.
@@ -31,7 +36,7 @@ _CONTEXT = Kind(
         if context is None
         else [-1 if x is None else x for x in (context.left, context.right)] + [context.chunk],
     ),
-    lambda values: None if values is None else Context(*[None if x < 0 else x for x in values]),
+    lambda values: None if values is None else _context(*values),
 )
 
 
