@@ -73,24 +73,34 @@ def add_recipe(parser: argparse.ArgumentParser, recipe_help: str, override_help:
     )
 
 
-def add_decoding(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `decoding_config` reads."""
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add ``--device``, which `effasr.distributed.process_group.choose_device` reads."""
     parser.add_argument(
         "--device", default="auto", help="auto (the default), cpu, cuda, or cuda:1 for the second"
     )
+
+
+def add_beam(parser: argparse.ArgumentParser, result: str) -> None:
+    """Add ``--beam``; ``result`` is what each search finds."""
+    parser.add_argument(
+        "--beam",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help=f"hypotheses of each {result} in beam search (default: 1, greedy)",
+    )
+
+
+def add_decoding(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `decoding_config` reads."""
+    add_device(parser)
     parser.add_argument(
         "--method",
         choices=("auto", "attention", "transducer", "ctc", "language_model"),
         default="auto",
         help="auto (the default): the first of the others that the model has",
     )
-    parser.add_argument(
-        "--beam",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="hypotheses of each utterance in beam search (default: 1, greedy)",
-    )
+    add_beam(parser, "utterance")
     parser.add_argument(
         "--length-penalty",
         type=float,

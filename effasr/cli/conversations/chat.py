@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effasr.cli.options import RUN_HELP, AddCommand, at_least, print_line
+from effasr.cli.options import RUN_HELP, AddCommand, add_beam, add_device, at_least, print_line
 
 if TYPE_CHECKING:
     from effasr.checkpoint import LoadedModel
@@ -42,13 +42,7 @@ def add(command: AddCommand) -> None:
     parser.add_argument(
         "--manifest", type=Path, metavar="FILE", help="conversations, JSON lines with `messages`"
     )
-    parser.add_argument(
-        "--beam",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="hypotheses of each answer in beam search (default: 1, greedy)",
-    )
+    add_beam(parser, "answer")
     parser.add_argument(
         "--max-tokens",
         type=at_least(1),
@@ -56,9 +50,7 @@ def add(command: AddCommand) -> None:
         metavar="N",
         help="of an answer (default: 256)",
     )
-    parser.add_argument(
-        "--device", default="auto", help="auto (the default), cpu, cuda, or cuda:1 for the second"
-    )
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
