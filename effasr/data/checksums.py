@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,12 @@ def checksum(path: Path) -> list[int]:
             size += len(chunk)
             value = zlib.crc32(chunk, value)
     return [size, value]
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal: an identity, where a checksum is too short."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def verify(folder: Path, files: Mapping[str, Any]) -> None:

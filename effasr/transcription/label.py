@@ -14,7 +14,6 @@ threshold needs no new transcription.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -161,12 +160,6 @@ class LabelFolder:
         if self._journal.is_file():
             for number, line in numbered_lines(self._journal):
                 yield parse_object(line, f"{self._journal}:{number}")
-
-
-def fingerprint(weights: Path) -> str:
-    """Return a digest of a file of weights."""
-    with weights.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _problem(source: Source) -> str | None:

@@ -65,9 +65,10 @@ def run(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from effasr.checkpoint import WEIGHTS, load_model, resolve
+    from effasr.data.checksums import sha256
     from effasr.data.prompt import Prompt
     from effasr.distributed.process_group import choose_device
-    from effasr.transcription.label import FAILED, MANIFEST_FILE, LabelFolder, fingerprint
+    from effasr.transcription.label import FAILED, MANIFEST_FILE, LabelFolder
     from effasr.transcription.progress import TranscriptionProgress
     from effasr.transcription.transcribe import transcribe
 
@@ -85,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     names = ("method", "beam", "length_penalty", "coverage_penalty", "ctc_weight")
     names += ("no_repeat_ngram", "lm_weight", "gap_seconds", "chunk_seconds")
     settings = {name: getattr(config, name) for name in names}
-    settings |= {"model": fingerprint(directory / WEIGHTS), "lm": config.lm and str(config.lm)}
+    settings |= {"model": sha256(directory / WEIGHTS), "lm": config.lm and str(config.lm)}
     settings["language"] = default.source
     labels = LabelFolder(options.out, settings)
     left = labels.missing(sources)

@@ -26,6 +26,7 @@ from typing import Any, TypeVar, get_type_hints
 import numpy as np
 
 from effasr.data.audio.waveform import AudioProblem, samples_in
+from effasr.data.checksums import sha256
 from effasr.data.filters.limits import Limits
 from effasr.data.filters.rules import Dropped
 from effasr.data.index.build_lock import PATIENCE_S, building
@@ -332,8 +333,7 @@ def _digests(files: list[Path]) -> list[list[str]]:
 
 def _digest(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256(path)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error}.") from error
 
