@@ -13,7 +13,7 @@ from effasr.data.tokenizer import load_tokenizer
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr_kernels import PackedLayout
 from tests.support.chat_folder import write_chat_model
-from tests.support.talks import write_talks
+from tests.support.talks import model_mapping, write_talks
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,19 +32,7 @@ def folder(tmp_path_factory):
     recipe = {
         "name": "talks",
         "output": str(root / "runs"),
-        "model": {
-            "features": {"mel_bins": 16},
-            "encoder": {
-                "width": 32,
-                "layers": 1,
-                "heads": 2,
-                "feed_forward": 48,
-                "subsampling_channels": 8,
-                "conv_norm": "layer_norm",
-            },
-            "decoder": None,
-            "language_model": {"path": str(root / "llm"), "stack": 2},
-        },
+        "model": model_mapping(root / "llm"),
         "data": {
             "train": [str(root / "data/speech.jsonl"), str(root / "data/text.jsonl")],
             "validation": str(root / "data/dev.jsonl"),

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import soundfile
@@ -45,3 +46,14 @@ def write_talks(folder: Path, *, speech: int = 12, texts: int = 8, seed: int = 0
             paths.append(folder / f"{name}.jsonl")
             paths[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
     return paths
+
+
+def model_mapping(language_model: str | Path) -> dict[str, Any]:
+    """Return `model` of a recipe: a small encoder before the language model of a folder."""
+    encoder = {"width": 32, "layers": 1, "heads": 2, "feed_forward": 48}
+    return {
+        "features": {"mel_bins": 16},
+        "encoder": encoder | {"subsampling_channels": 8, "conv_norm": "layer_norm"},
+        "decoder": None,
+        "language_model": {"path": str(language_model), "stack": 2},
+    }

@@ -17,7 +17,7 @@ from effasr.training.config import TrainConfig
 from effasr.training.trainer import run
 from tests.support.chat_folder import write_chat_model
 from tests.support.run_ranks import run_module
-from tests.support.talks import write_talks
+from tests.support.talks import model_mapping, write_talks
 
 pytest.importorskip("transformers")
 
@@ -33,19 +33,7 @@ def config(folders, output, steps=4, **sections):
     mapping = {
         "name": "talks",
         "output": str(output),
-        "model": {
-            "features": {"mel_bins": 16},
-            "encoder": {
-                "width": 32,
-                "layers": 1,
-                "heads": 2,
-                "feed_forward": 48,
-                "subsampling_channels": 8,
-                "conv_norm": "layer_norm",
-            },
-            "decoder": None,
-            "language_model": {"path": folders["llm"], "stack": 2},
-        },
+        "model": model_mapping(folders["llm"]),
         "data": {
             "mix": {"sources": {"speech": folders["speech"], "text": folders["text"]}},
             "frame_budget": 60,
