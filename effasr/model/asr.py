@@ -108,9 +108,14 @@ class ModelConfig:
             features = replace(self.features, causal_subsampling=True)
             object.__setattr__(self, "features", features)
         if self.best_rq is not None:
-            self._check_pretraining()
+            self._check_alone(
+                "best_rq",
+                "because pretraining on audio alone has no text",
+                "leave it out here, and give it to the run that starts from this one with "
+                "`init_from`",
+            )
         elif self.language_model is not None:
-            self._check_only_output()
+            self._check_alone("language_model", "which is then the only output")
         elif self.decoder is None and not self.ctc and self.transducer is None:
             raise ValueError(
                 "`ctc` must be true where `decoder` and `transducer` are null, because the model "
@@ -124,23 +129,13 @@ class ModelConfig:
                 )
             self.text_encoder.check_width(self.encoder.width)
 
-    def _check_only_output(self) -> None:
-        for name in ("decoder", "transducer", "text_encoder", "ctc"):
-            value = getattr(self, name)
-            if value:
-                given = "true" if value is True else "given"
+    def _check_alone(self, name: str, reason: str, remedy: str = "leave it out") -> None:
+        """Check that the output of this name is the only one."""
+        for other in ("decoder", "ctc", "transducer", "text_encoder", "language_model"):
+            if other != name and getattr(self, other):
                 raise ValueError(
-                    f"`{name}` must be {'false' if name == 'ctc' else 'null'} where "
-                    f"`language_model` is given, which is then the only output, but is {given}."
-                )
-
-    def _check_pretraining(self) -> None:
-        for name in ("decoder", "ctc", "transducer", "text_encoder", "language_model"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"`{name}` must be {'false' if name == 'ctc' else 'null'} where `best_rq` is "
-                    "given, because pretraining on audio alone has no text: leave it out here, and "
-                    "give it to the run that starts from this one with `init_from`."
+                    f"`{other}` must be {'false' if other == 'ctc' else 'null'} where `{name}` is "
+                    f"given, {reason}, but is given: {remedy}."
                 )
 
 
