@@ -148,13 +148,14 @@ class Recognizer:
             latency_seconds: Longest chunk; by default that of the model's first context.
 
         Raises:
-            ValueError: The model looks ahead, or has no context with so short a chunk.
+            ValueError: The model looks ahead, or has no context with so short a chunk, or the
+                configuration requests a method that needs the whole recording.
         """
         return OnlineRecognizer(
             self.model,
             self.tokenizer,
             context=context_for(self.model, latency_seconds),
-            method=self._method if self._method in ("ctc", "transducer") else "auto",  # type: ignore[arg-type]
+            method=self.config.method,  # type: ignore[arg-type]
             max_symbols=self.config.max_symbols,
         ).open()
 

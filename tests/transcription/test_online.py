@@ -277,8 +277,13 @@ def test_the_latency_chooses_the_context(streaming_model: Make, tokenizer: Token
     assert context_for(model, 9) == CONTEXTS[2]
     with pytest.raises(ValueError, match=r"`latency_seconds` must be at least 0\.08 .* is 0\.05"):
         context_for(model, 0.05)
-    stream = Recognizer(model, tokenizer).stream(latency_seconds=0.1)
+    recognizer = Recognizer(model, tokenizer)
+    stream = recognizer.stream(latency_seconds=0.1)
     assert stream.recognizer.latency_seconds == pytest.approx(0.08)
+    # What was requested is not replaced in silence.
+    recognizer.config = dataclasses.replace(recognizer.config, method="attention")
+    with pytest.raises(ValueError, match="`method` must be auto, transducer or ctc for a stream"):
+        recognizer.stream()
 
 
 def test_a_model_that_looks_ahead_is_refused(
