@@ -25,7 +25,7 @@ def checksum(path: Path) -> list[int]:
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal: an identity, where a checksum is too short."""
-    with open_regular(path) as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
