@@ -58,7 +58,8 @@ def training_summary() -> str:
     found = {
         (row["frame_budget"], row["system"]): float(row["audio_s_per_s"])
         for row in training_rows()
-        if (row["model"], row["precision"], row["threads"]) == ("small", "float32", "1")
+        if (row["model"], row["precision"], row["threads"], row["mode"])
+        == ("small", "float32", "1", "eager")
     }
     titles = [
         *("frame budget", "effasr (packed)", "2D buckets, padded", "random batches, padded"),
@@ -78,7 +79,8 @@ def training_summary() -> str:
 def training() -> str:
     """Throughput, step time and padding of every system."""
     titles = ["model", "frame budget", "system", "audio s / s", "step, s", "audio s / step"]
-    titles += ["padding: frames %", "tokens %", "useful TFLOP/s", "precision, threads", "revision"]
+    titles += ["padding: frames %", "tokens %", "useful TFLOP/s"]
+    titles += ["precision, threads, mode", "revision"]
     order = {name: n for n, name in enumerate(_SYSTEMS)}
     models = list(dict.fromkeys(row["model"] for row in training_rows()))
 
@@ -94,7 +96,7 @@ def training() -> str:
             f"{float(row['audio_s']):.0f}",
             *(percent(row[f"padding_{kind}"]) for kind in ("frames", "tokens")),
             row["tflops_useful"],
-            f"{row['precision']}, {row['threads']}",
+            f"{row['precision']}, {row['threads']}, {row['mode']}",
             f"{row['git'][:7]}, {row['date'][:10]}",
         ]
         for row in sorted(training_rows(), key=key)

@@ -92,7 +92,7 @@ def test_the_command_prints_the_script(effasr) -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_the_report_is_folded_to_a_width(width) -> None:
-    note = "; ".join(f"backend_{n}: not installed (pip install package-{n})" for n in range(9))
+    note = "; ".join(f"backend_{n}: does not support dropout of keys" for n in range(9))
     rows = (
         Row("system", "platform", "x" * 45, "note"),
         Row("operations", "attention, relative on cpu", "reference", note),
@@ -116,3 +116,14 @@ def test_what_all_operations_of_a_device_share_is_said_once() -> None:
     assert text.endswith("\nAll on cuda: triton: no GPU; cpp: slow.\n")
     assert text.count("cpp: slow") == 2
     assert text.count("cpp: fast") == 1
+
+
+def test_packages_that_are_absent_are_listed_once() -> None:
+    absent = "flash: not installed (pip install flash)"
+    rows = tuple(
+        Row("operations", f"{name} on cpu", "reference", note)
+        for name, note in (("a", absent), ("b", f"{absent}; cpp: slow"), ("c", ""))
+    )
+    text = Report(rows).text(100)
+    assert text.count("pip install flash") == 1
+    assert text.endswith("\nNot installed: flash (pip install flash).\n")

@@ -40,6 +40,8 @@ _PACKAGES = {
 }
 _WIDTH, _WIDEST_VALUE = 100, 30
 """Columns where there is no terminal, and of the column of versions and backends."""
+_ABSENT = ": not installed"
+"""Part of the reason of a backend whose package is absent, which is shown once."""
 _REQUIRED = frozenset({"lhotse", "sentencepiece", "jiwer", "tensorboard", "nvtx"})
 # The other backends exist for some operations only.
 _EXPECTED = (Backend.TRITON, Backend.REFERENCE)
@@ -94,12 +96,19 @@ class Report:
             table.add_column("note", overflow="fold")
             rows = [row for row in self.rows if row.section == section]
             shared = _shared_notes(rows)
+            absent = dict.fromkeys(
+                note for row in rows for note in row.notes if row.device and _ABSENT in note
+            )
             for row in rows:
-                own = [note for note in row.notes if note not in shared.get(row.device, ())]
+                once = {*absent, *shared.get(row.device, ())}
+                own = [note for note in row.notes if note not in once]
                 table.add_row(Text(row.name), Text(row.value), Text("; ".join(own)))
             lines = [to_text(table, width)]
             for device, notes in shared.items():
                 text = f"All on {device}: {'; '.join(notes)}."
+                lines.append(textwrap.fill(text, width, subsequent_indent="  "))
+            if absent:
+                text = f"Not installed: {'; '.join(absent).replace(_ABSENT, '')}."
                 lines.append(textwrap.fill(text, width, subsequent_indent="  "))
             parts.append("\n".join(lines))
         return "\n\n".join(parts) + "\n"
