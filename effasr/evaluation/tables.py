@@ -28,9 +28,9 @@ _WIDE = 10_000
 
 
 def report(evaluation: Evaluation, worst: int = 0) -> str:
-    """Return the table of error rates, the failures, and the ``worst`` utterances."""
+    """Return the ``worst`` utterances, and below them the error rates and the failures."""
     table, listed = wer_table(evaluation), worst_table(evaluation, worst)
-    return f"{table}\n{listed}" if listed else table
+    return f"{listed}\n{table}" if listed else table
 
 
 def wer_table(evaluation: Evaluation) -> str:

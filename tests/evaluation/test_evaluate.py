@@ -279,7 +279,7 @@ def test_tables() -> None:
     ]
     assert worst_table(result, count=1).count("REF:") == 1
     assert report(result) == wer_table(result)
-    assert report(result, 2) == wer_table(result) + "\n" + worst_table(result, 2)
+    assert report(result, 2) == worst_table(result, 2) + "\n" + wer_table(result)
 
 
 def test_one_language_needs_no_sum_and_no_word_no_rate() -> None:

@@ -61,8 +61,9 @@ class ProgressDisplay:
             self.show(f"step {line['step']}/{self._total}  {state}  ETA {_clock(left)}")
 
     def show(self, text: str) -> None:
-        """Show one line above the bar."""
-        self._console.print(escape_controls(text), markup=False, highlight=False, soft_wrap=True)
+        """Show one line above the bar, on a terminal folded between words."""
+        whole = not self._console.is_terminal
+        self._console.print(escape_controls(text), markup=False, highlight=False, soft_wrap=whole)
 
 
 class SilentDisplay(ProgressDisplay):
@@ -78,15 +79,14 @@ def describe(line: Mapping[str, Any], ranks: int) -> str:
     loss = "-" if line["loss"] is None else f"{line['loss']:.4f}"
     if line.get("transducer") and line["transducer"] != line["loss"]:
         loss += f" (transducer {line['transducer']:.4f})"
-    speed = line["audio_seconds"] / seconds / ranks
+    speed = f"{line['audio_seconds'] / seconds / ranks:.0f} audio-h/h"
+    if ranks > 1:
+        speed += " per rank"
     padding = 100 * line["padding_frames"]
     wait = 100 * line["data_wait_s"] / seconds
     mfu = "" if line.get("mfu") is None else f"  MFU {100 * line['mfu']:.1f} %"
     gain = f"  worth {line['progress']:.1f} steps" if "progress" in line else ""
-    return (
-        f"loss {loss}{gain}  {speed:.0f} audio-h/h per rank{mfu}  padding {padding:.1f} %  "
-        f"wait {wait:.0f} %"
-    )
+    return f"loss {loss}{gain}  {speed}{mfu}  padding {padding:.1f} %  wait {wait:.0f} %"
 
 
 def _clock(seconds: float) -> str:
