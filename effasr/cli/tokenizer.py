@@ -29,7 +29,7 @@ def add(command: AddCommand) -> None:
     parser = command(
         "tokenizer",
         run,
-        "Train a tokenizer: one SentencePiece model for each language.",
+        "Train a tokenizer: one SentencePiece model for each language, or one for all.",
         example="effasr tokenizer data/train data/tokenizer --vocab-size 256",
     )
     parser.add_argument(
@@ -42,8 +42,13 @@ def add(command: AddCommand) -> None:
         type=_size,
         default=_DEFAULT_SIZE,
         metavar="N",
-        help=f"pieces of each language (default: {_DEFAULT_SIZE}); auto: by its hours and "
-        "frames per token",
+        help=f"pieces of each language, or of all that share (default: {_DEFAULT_SIZE}); auto: by "
+        "the hours and frames per token of each language",
+    )
+    parser.add_argument(
+        "--shared",
+        action="store_true",
+        help="one model for all languages, for little speech in similar languages",
     )
     add_subsampling(parser)
     parser.add_argument(
@@ -81,13 +86,23 @@ def run(options: argparse.Namespace) -> int:
     if not texts:
         raise ValueError(f"{', '.join(map(str, options.manifests))}: no utterances to learn from.")
     size, subsampling, kind = options.vocab_size, options.subsampling, options.model_type
+    if options.shared and size == "auto":
+        raise ValueError(
+            "`--vocab-size` must be a number with --shared, but is auto, which chooses one for "
+            "each language."
+        )
     with working("training the tokenizer"):
         if size == "auto":
             choice = choose_vocabulary(survey, subsampling=subsampling, model_type=kind)
             size, subsampling = choice.sizes, choice.subsampling
         unspoken = sorted(spoken - texts.keys())
         tokenizer = train_tokenizer(
-            texts, options.out, vocab_size=size, model_type=kind, sources=unspoken
+            texts,
+            options.out,
+            vocab_size=size,
+            model_type=kind,
+            sources=unspoken,
+            shared=options.shared,
         )
     print_line(f"{options.out}: {tokenizer.vocab_size} tokens for {', '.join(sorted(texts))}")
     _report(survey, tokenizer, subsampling, chosen=options.vocab_size == "auto")

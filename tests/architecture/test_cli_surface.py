@@ -26,7 +26,7 @@ SURFACE = {
         "--subsampling {4,8}", "--jobs N",
     ],
     "tokenizer": [
-        "MANIFEST...", "OUT", "--language LANG", "--vocab-size N", "--subsampling {4,8}",
+        "MANIFEST...", "OUT", "--language LANG", "--vocab-size N", "--shared", "--subsampling {4,8}",
         "--model-type {unigram,bpe}",
     ],
     "init": [

@@ -59,6 +59,24 @@ def test_auto_chooses_a_vocabulary_that_needs_no_warning(effasr, fast, tmp_path)
     assert "must be an integer" in refused.error
 
 
+def test_languages_can_share_the_pieces(effasr, tmp_path) -> None:
+    lines = [
+        {"source_lang": "de", "target_lang": "de", "source_text": "ein haus", "text": "ein haus"},
+        {"source_lang": "de", "target_lang": "en", "source_text": "ein haus", "text": "a house"},
+    ]
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps(line) + "\n" for line in lines * 9))
+    given = ("tokenizer", texts, tmp_path / "shared", "--shared")
+    done = effasr(*given, "--vocab-size", "20")
+    assert done.code == 0, done.err
+    shared = load_tokenizer(tmp_path / "shared")
+    assert shared.encode("haus", "de") == shared.encode("haus", "en")
+    assert (
+        "`--vocab-size` must be a number with --shared"
+        in effasr(*given, "--vocab-size", "auto").error
+    )
+
+
 def test_prepare_reports_with_the_tokens_that_it_has_counted(
     effasr, fast, small_tokenizer, tmp_path
 ) -> None:

@@ -18,6 +18,7 @@ from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.interop.nemo.archive import read_archive
 from effasr.interop.nemo.export import export_nemo
 from effasr.interop.nemo.importer import NemoModel, import_nemo
+from effasr.interop.nemo.tokenizer import nemo_tokens
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
@@ -220,6 +221,13 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> list[SentencePieceTo
     folder = tmp_path_factory.mktemp("tokenizers")
     one = train_tokenizer({"en": TEXTS["en"]}, folder / "one", vocab_size=30)
     return [one, train_tokenizer(TEXTS, folder / "two", vocab_size=30, sources=["fr"])]
+
+
+def test_a_canary_with_a_shared_model_is_refused(tmp_path: Path) -> None:
+    shared = train_tokenizer(TEXTS, tmp_path, vocab_size=30, shared=True)
+    with pytest.raises(ValueError, match="a model for each language"):
+        nemo_tokens(shared, prompts=True)
+    assert len(nemo_tokens(shared, prompts=False).vocabulary) == 30
 
 
 @pytest.mark.parametrize(("name", "subsampling"), [*((name, 8) for name in OWN), ("ctc", 4)])

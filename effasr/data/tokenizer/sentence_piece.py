@@ -20,6 +20,9 @@ from effasr.untrusted.files import plain_name, read_bytes
 METADATA_FILE = "effasr_tokenizer.json"
 """File that identifies a folder of effasr: Hugging Face's folders have ``tokenizer.json``."""
 
+SHARED = "shared"
+"""Name of a model that languages share."""
+
 _VERSION = 1
 _PAD, _EOS, _START = "<pad>", "<|endoftext|>", "<|startoftranscript|>"
 _TASKS = ("<|transcribe|>", "<|translate|>")
@@ -74,34 +77,52 @@ class AggregateTokenizer(Tokenizer):
 class SentencePieceTokenizer(AggregateTokenizer):
     """Ids: the special tokens, then the pieces of each language in alphabetical order.
 
-    A prompt is ``<|startoftranscript|> <|source|> <|task|> <|target|> <|pnc|>``.
+    Languages may also share one model, and then have the same pieces. A prompt is
+    ``<|startoftranscript|> <|source|> <|task|> <|target|> <|pnc|>``.
     """
 
-    def __init__(self, models: Mapping[str, bytes], sources: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, bytes],
+        sources: Sequence[str] = (),
+        *,
+        sharing: Sequence[str] = (),
+    ) -> None:
         """Put languages together.
 
         Args:
-            models: A serialised SentencePiece model by language.
+            models: A serialised SentencePiece model by language; with ``sharing`` one model.
             sources: Further languages, spoken but never written (translated from).
+            sharing: Languages that share the model.
 
         Raises:
-            ValueError: There is no model, or one is no SentencePiece model.
+            ValueError: There is no model, one is no SentencePiece model, or languages share several
+                models.
         """
         if not models:
             raise ValueError("`models` must hold at least one language, but is empty.")
-        self.languages = tuple(sorted(models))
+        if sharing and len(models) != 1:
+            raise ValueError(
+                f"`models` must hold one model for `sharing`, but holds {len(models)}: "
+                f"{', '.join(models)}."
+            )
+        self.languages = tuple(sorted(sharing or models))
+        self.is_shared = bool(sharing)
         self.sources = tuple(sorted({*self.languages, *sources}))
         tags = [f"<|{language}|>" for language in self.sources]
         names = [_PAD, _EOS, _START, *_TASKS, *_PUNCTUATION, *tags]
         self.specials = {name: index for index, name in enumerate(names)}
         self.pad_id = self.specials[_PAD]
         self.eos_id = self.specials[_EOS]
-        super().__init__({language: models[language] for language in self.languages}, len(names))
+        super().__init__({name: models[name] for name in sorted(models)}, len(names))
+        self._places = {
+            language: 0 if sharing else place for place, language in enumerate(self.languages)
+        }
 
     def encode(self, text: str, language: str) -> list[int]:
         """See `Tokenizer.encode`."""
         check_language(language, self.languages, "text")
-        return self._encode(text, self.languages.index(language))
+        return self._encode(text, self._places[language])
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`; runs of pieces of different languages are joined by a space."""
@@ -121,14 +142,14 @@ class SentencePieceTokenizer(AggregateTokenizer):
         return [self.specials[name] for name in names]
 
     def save(self, directory: str | Path) -> None:
-        """Write one ``.model`` file per language and `METADATA_FILE`."""
+        """Write one ``.model`` file per language, or that of all, and `METADATA_FILE`."""
         metadata = {
             "vocab_size": self.vocab_size,
             "specials": list(self.specials),
             "sources": list(self.sources),
             "languages": {
-                language: {"model": f"{language}.model", "offset": offset}
-                for language, offset in zip(self.languages, self._offsets, strict=True)
+                language: {"model": f"{self._names[place]}.model", "offset": self._offsets[place]}
+                for language, place in self._places.items()
             },
         }
         self._write(directory, METADATA_FILE, metadata)
@@ -143,8 +164,11 @@ class SentencePieceTokenizer(AggregateTokenizer):
         path = Path(directory) / METADATA_FILE
         metadata = read_metadata(path, "train the tokenizer again")
         files = {name: entry["model"] for name, entry in metadata["languages"].items()}
+        sharing: Sequence[str] = ()
+        if set(files.values()) == {f"{SHARED}.model"}:
+            sharing, files = list(files), {SHARED: f"{SHARED}.model"}
         models = read_models(path.parent, files, "copy it there")
-        tokenizer = cls(models, metadata["sources"])
+        tokenizer = cls(models, metadata["sources"], sharing=sharing)
         if list(tokenizer.specials) != metadata["specials"] or (
             tokenizer.vocab_size != metadata["vocab_size"]
         ):

@@ -1,16 +1,17 @@
-"""Trains SentencePiece vocabularies, one per language."""
+"""Trains SentencePiece vocabularies, one per language or one for all."""
 
 from __future__ import annotations
 
 import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
 import sentencepiece
 
-from effasr.data.tokenizer.sentence_piece import SentencePieceTokenizer
+from effasr.data.tokenizer.sentence_piece import SHARED, SentencePieceTokenizer
 
 ModelType = Literal["unigram", "bpe"]
 
@@ -42,8 +43,9 @@ def train_tokenizer(
     model_type: ModelType = "unigram",
     byte_fallback: bool = False,
     sources: Sequence[str] = (),
+    shared: bool = False,
 ) -> SentencePieceTokenizer:
-    """Train a vocabulary for each language and write them together.
+    """Train a vocabulary for each language, or one for all, and write them together.
 
     The same texts in the same order give the same files. Of more than two million texts a
     fixed random part is used.
@@ -51,11 +53,12 @@ def train_tokenizer(
     Args:
         texts_by_language: Transcripts by language code.
         out: The folder to write.
-        vocab_size: Pieces of each language, or of all languages by their names; a small corpus gets
-            as many as it can fill.
+        vocab_size: Pieces of each language, or of all languages by their names; if shared, of all
+            together. A small corpus gets as many as it can fill.
         model_type: ``unigram`` or ``bpe``.
         byte_fallback: Spell unseen characters as UTF-8 bytes (256 more pieces each).
         sources: Languages that are spoken but never written (translated from).
+        shared: Train one model on the texts of all languages, which then have the same pieces.
 
     Returns:
         The tokenizer that was written.
@@ -65,6 +68,19 @@ def train_tokenizer(
     """
     if not texts_by_language:
         raise ValueError("`texts_by_language` must name at least one language, but is empty.")
+    if shared:
+        if not isinstance(vocab_size, int):
+            raise ValueError(
+                "`vocab_size` must be one number for a shared model, but is by language: "
+                f"{dict(vocab_size)}."
+            )
+        texts = chain.from_iterable(texts_by_language[name] for name in sorted(texts_by_language))
+        model = train_model(SHARED, texts, vocab_size, model_type, byte_fallback=byte_fallback)
+        tokenizer = SentencePieceTokenizer(
+            {SHARED: model}, sources, sharing=sorted(texts_by_language)
+        )
+        tokenizer.save(out)
+        return tokenizer
     models = {
         language: train_model(
             language,

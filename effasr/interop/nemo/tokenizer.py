@@ -128,6 +128,12 @@ def _ours(tokenizer: SentencePieceTokenizer, prompts: bool) -> NemoTokens:
             models = {UNIFIED: next(iter(models.values()))}
         section, files = _section(models, None)
         return NemoTokens(section, files, _pieces(models), ids, None)
+    if tokenizer.is_shared:
+        raise ValueError(
+            "`tokenizer` must have a model for each language, because NeMo finds the pieces of a "
+            "Canary's texts by their language, but its languages share one: export with --format "
+            "huggingface."
+        )
     models = {SPECIAL: _special_model(tokenizer.specials), **tokenizer.models}
     section, files = _section(models, _AGGREGATE)
     special: list[int | None] = [

@@ -89,10 +89,14 @@ class Commands:
                 self.call("prepare", str(corpus.manifest(split)), str(out))
 
     def tokenizer(self, manifests: Sequence[Path], name: str, vocab_size: int) -> Path:
-        """Run `effasr tokenizer` on manifests, once, and return the tokenizer's folder."""
-        out = self.folder / "data" / f"tokenizer_{name}_{vocab_size}"
+        """Run `effasr tokenizer` on manifests, once, and return the tokenizer's folder.
+
+        Languages share the pieces, as those of the peer do.
+        """
+        out = self.folder / "data" / f"tokenizer_{name}_{vocab_size}_shared"
         if not out.exists():
-            self.call("tokenizer", *map(str, manifests), str(out), "--vocab-size", str(vocab_size))
+            size = ("--shared", "--vocab-size", str(vocab_size))
+            self.call("tokenizer", *map(str, manifests), str(out), *size)
         return out
 
     def train(
