@@ -66,5 +66,14 @@ LADDER = (
     _choice("learning rate 3e-3", 128, _LEARNING, ["optimizer.lr=3e-3"]),
     _choice("learning rate 8e-4", 128, _LEARNING, ["optimizer.lr=8e-4"]),
     Choice("recipe small", "small", 128, (), _BOTH),
+    # With as many seconds of audio a step as at 4x.
+    *(
+        Choice(
+            *(f"recipe small, 8x, vocabulary {size}", "small", size),
+            ("model.encoder.subsampling=8", "data.frame_budget=250"),
+            _BOTH,
+        )
+        for size in (128, 500)
+    ),
 )
 """Overrides of ``base.yaml``: 8x subsampling, no augmentation, 80 s a step."""
