@@ -143,22 +143,26 @@ class Study:
         return replace(made, labels=kept["utterances"], label_hours=kept["hours"])
 
     def teacher(self, *, times: int = 1, rule: bool = True) -> Stage:
-        """Train with a teacher in the loop, at a batch of so many times the usual one.
+        """Go on from the supervised model with a teacher in the loop.
+
+        A teacher that began with random weights would label before its CTC is of use, and teach
+        its student to say nothing.
 
         Args:
             times: Factor of the batch; there are as many times fewer updates.
             rule: Whether the decay of the average follows the batch.
         """
+        before = self.supervised()
         name = "teacher" if times == 1 else f"teacher_x{times}_{'rule' if rule else 'plain'}"
         steps = max(1, self.options.steps // times)
-        given = [*MODEL, self._mix("audio", self.data / "audio.jsonl"), self._tokens]
-        given += ["data.text=optional", f"training.teacher.after_step={steps // 4}"]
+        given = [*MODEL, self._mix("audio", self.data / "audio.jsonl"), "data.text=optional"]
+        given += [f"init_from={before.run}", "data.tokenizer=''", "training.teacher.after_step=0"]
         given += [f"data.micro_batches={times * BATCH}"]
         given += [f"optimizer.lr_reference_micro_batches={BATCH}"]
         given += [f"schedule.warmup_steps={max(1, self._warmup // times)}"]
         if rule:
             given.append(f"training.ema_reference_micro_batches={BATCH}")
-        return self._train(name, *given, steps=steps)
+        return self._train(name, *given, steps=steps, before=before)
 
     @property
     def _warmup(self) -> int:
