@@ -124,7 +124,6 @@ def test_compiles_with_tile_tables(compiled_ok: CompiledOk, width: int, features
 @pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.representative(width=128, features="all_with_relative")
-@pytest.mark.representative(width=256, features="plain")
 def test_compiles_for_wide_heads(
     compiled_ok: CompiledOk, architecture: int, width: int, features: str
 ) -> None:
@@ -144,7 +143,7 @@ def test_compiles_for_float32(compiled_ok: CompiledOk, width: int, features: str
 @pytest.mark.parametrize(
     ("width", "features"), [(64, "all_with_relative"), (128, "plain"), (256, "all_with_rotary")]
 )
-@pytest.mark.representative(width=64)
+@pytest.mark.extended
 def test_compiles_for_float16(compiled_ok: CompiledOk, width: int, features: str) -> None:
     launches = _launches(width=width, dtype=torch.float16, **FEATURES[features])
     compiled_ok(launches, 90, products=_kernels(**FEATURES[features]))
@@ -155,7 +154,6 @@ def test_compiles_for_float16(compiled_ok: CompiledOk, width: int, features: str
     [(16, "rotary"), (36, "none"), (36, "rotary"), (80, "relative"), (96, "none"), (144, "none")],
 )
 @pytest.mark.representative(width=36, kind="rotary")
-@pytest.mark.representative(width=80)
 def test_compiles_for_other_widths(compiled_ok: CompiledOk, width: int, kind: str) -> None:
     compiled_ok(_launches(width=width, kind=kind), 90, products=_kernels(kind))
 

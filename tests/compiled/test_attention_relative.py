@@ -59,6 +59,7 @@ def test_other_widths(width: int, compiled_ok: Callable) -> None:
     compiled_ok(_launches(width, torch.bfloat16, 90), 90, products=_KERNELS)
 
 
+@pytest.mark.extended
 def test_float16(compiled_ok: Callable) -> None:
     compiled_ok(_launches(64, torch.float16, 90), 90, products=_KERNELS)
 

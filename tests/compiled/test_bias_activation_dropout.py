@@ -62,11 +62,13 @@ def test_compiles_for_every_architecture(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.representative(dtype=torch.float32, bias=False)
 def test_compiles_for_every_dtype(dtype: torch.dtype, bias: bool, compiled_ok: Check) -> None:
     compiled_ok(_launches(90, dtype=dtype, bias=bias), 90)
 
 
 @pytest.mark.parametrize("channels", [16, 144, 5120])
+@pytest.mark.representative(channels=144)
 def test_compiles_for_other_widths(channels: int, compiled_ok: Check) -> None:
     compiled_ok(_launches(90, channels=channels), 90)
 

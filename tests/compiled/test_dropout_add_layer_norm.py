@@ -79,6 +79,7 @@ def test_compiles_for_every_architecture(architecture: int, compiled_ok: Check) 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
+@pytest.mark.representative(stream=torch.bfloat16)
 def test_compiles_in_every_mode(mode: str, stream: torch.dtype, compiled_ok: Check) -> None:
     found = compiled_ok(_launches(90, mode, channels=512, stream=stream), 90)
     for needs in found.values():
@@ -89,11 +90,13 @@ def test_compiles_in_every_mode(mode: str, stream: torch.dtype, compiled_ok: Che
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.representative(dtype=torch.float32)
 def test_compiles_for_every_dtype(dtype: torch.dtype, compiled_ok: Check) -> None:
     compiled_ok(_launches(90, dtype=dtype, dropout=0.0), 90)
 
 
 @pytest.mark.parametrize("channels", [16, 144, 768, 1280, 4096])
+@pytest.mark.representative(channels=144)
 def test_compiles_for_other_widths(channels: int, compiled_ok: Check) -> None:
     compiled_ok(_launches(90, channels=channels), 90)
 

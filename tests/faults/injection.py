@@ -11,6 +11,7 @@ not one that the fault may leave.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -157,6 +158,9 @@ def main(module: str, fault: str, stride: str, root: str) -> None:
     before = Path(root) / "before"
     before.mkdir(parents=True)
     scenario.prepare(before)
+    # A collection in a child would write to the header of each object, and so copy its page.
+    gc.collect()
+    gc.freeze()
     call = 1
     while True:
         for path in (folder, folder.with_name("state.gone")):

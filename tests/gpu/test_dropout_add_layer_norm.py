@@ -114,11 +114,13 @@ def _compare(
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.representative(mode="pre-norm")
 def test_every_layout(mode: str, lengths: tuple[int, ...], device: torch.device) -> None:
     _compare(lengths, torch.float32, device, mode, rows=sum(lengths) + 6)
 
 
 @pytest.mark.parametrize("channels", [1, 6, 16, 37, 260])
+@pytest.mark.representative(channels=[1, 260])
 def test_any_number_of_channels(channels: int, dtype: torch.dtype, device: torch.device) -> None:
     _compare((3, 2), dtype, device, channels=channels, rows=6)
 
