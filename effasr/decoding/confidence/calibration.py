@@ -46,11 +46,13 @@ class Calibration:
             OSError: It cannot be read.
             ValueError: It is no such file, or was changed since it was written.
         """
-        found = read_json_object(path)
         try:
-            verify_content(found, f"`calibration` {path}")
+            found = read_json_object(path)
+            verify_content(found, str(path))
         except ValueError as error:
-            raise ValueError(f"{error} Fit it again by `effasr evaluate --confidence`.") from error
+            raise ValueError(
+                f"`calibration`: {error} Fit it again by `effasr evaluate --confidence`."
+            ) from error
         numbers = [found.get(name) for name in ("slope", "intercept")]
         valid = all(isinstance(x, int | float) and math.isfinite(x) for x in numbers)
         if not valid or not isinstance(found.get("method"), str):
