@@ -15,6 +15,7 @@ threshold needs no new transcription.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from effasr.data.prompt import Prompt
 from effasr.transcription.inputs.sources import Source
 from effasr.transcription.json_files import json_line, write_json, write_json_lines
 from effasr.transcription.results import Failure, Result, Transcription
-from effasr.untrusted.documents import read_json
+from effasr.untrusted.documents import read_json_object
 
 JOURNAL_FILE, SETTINGS_FILE, MANIFEST_FILE = "journal.jsonl", "labels.json", "manifest.jsonl"
 
@@ -79,7 +80,7 @@ class LabelFolder:
     def _prepare(self, settings: dict[str, Any]) -> None:
         folder, path = self._folder, self._folder / SETTINGS_FILE
         if folder.is_dir() and path.is_file():
-            before = read_json(path)
+            before = read_json_object(path)
             for name in settings:
                 if before.get(name) != settings[name]:
                     raise ValueError(
@@ -159,7 +160,38 @@ class LabelFolder:
     def _rows(self) -> Iterator[dict[str, Any]]:
         if self._journal.is_file():
             for number, line in numbered_lines(self._journal):
-                yield parse_object(line, f"{self._journal}:{number}")
+                origin = f"{self._journal}:{number}"
+                row = parse_object(line, origin)
+                if not _is_row(row):
+                    raise ValueError(
+                        f"{origin}: must be a line that `effasr label` wrote, but is "
+                        f"{line[:60]!r}: remove it, and its recording is transcribed again."
+                    )
+                yield row
+
+
+def _is_row(row: dict[str, Any]) -> bool:
+    """Return whether a line of the journal has the fields that are read again."""
+    if not isinstance(row.get("id"), str):
+        return False
+    if "problem" in row:
+        return isinstance(row["problem"], str) and isinstance(row.get("audio"), str)
+    segments = row.get("segments")
+    return isinstance(segments, list) and all(map(_is_segment, segments))
+
+
+def _is_segment(segment: Any) -> bool:
+    def is_number(name: str) -> bool:
+        value = segment.get(name)
+        return type(value) in (int, float) and math.isfinite(value)
+
+    return (
+        isinstance(segment, dict)
+        and all(isinstance(segment.get(name), str) for name in ("id", "audio_filepath", "text"))
+        and is_number("duration")
+        and (segment.get("confidence") is None or is_number("confidence"))
+        and isinstance(segment.get("truncated"), bool)
+    )
 
 
 def _problem(source: Source) -> str | None:

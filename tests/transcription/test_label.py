@@ -217,3 +217,23 @@ def test_a_failure_is_kept_in_the_journal(tmp_path) -> None:
     assert again.missing([Source("a", "a"), Source("b", "b")]) == [Source("b", "b")]
     report = again.finish(0.0)
     assert (report.recordings, report.kept.utterances, report.dropped.utterances) == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        '{"id": ["a"]}',
+        '{"id": "a"}',
+        '{"id": "a", "segments": 3}',
+        '{"id": "a", "segments": [true]}',
+        '{"id": "a", "segments": [{"id": "a", "duration": "1"}]}',
+        '{"id": "a", "problem": 1, "audio": "a"}',
+    ],
+)
+def test_a_damaged_journal_is_refused(tmp_path, line) -> None:
+    LabelFolder(tmp_path, {"method": "ctc"})
+    (tmp_path / "journal.jsonl").write_text(f"{line}\n")
+    with pytest.raises(ValueError, match=r"journal\.jsonl:1: ") as refused:
+        LabelFolder(tmp_path, {"method": "ctc"}).finish(0.5)
+    assert "\n" not in str(refused.value)
