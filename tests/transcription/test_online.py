@@ -228,6 +228,8 @@ def test_hostile_streams_end_cleanly(streaming_model: Make, tokenizer: Tokenizer
         recognizer.open()
     for wrong, message in (
         (np.array([0.1, np.nan]), "`samples` must be finite"),
+        (np.array([0.1, 1e300]), "`samples` must be finite"),
+        (np.array([-1e30, 0.1], np.float32), "`samples` must be finite"),
         (np.zeros((2, 2)), r"`samples` must be floating numbers \(samples,\)"),
         (np.zeros(3, np.int16), "divide 16-bit integers by 32768"),
     ):
