@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +33,8 @@ from effasr.transcription.results import Failure, Result, Transcription
 from effasr.untrusted.documents import read_json_object
 
 JOURNAL_FILE, SETTINGS_FILE, MANIFEST_FILE = "journal.jsonl", "labels.json", "manifest.jsonl"
+
+_BLOCK = 1 << 16
 
 LOW_CONFIDENCE, EMPTY_TEXT, TRUNCATED, FAILED = (
     "low_confidence",
@@ -100,11 +104,25 @@ class LabelFolder:
 
     def _cut_torn_line(self) -> None:
         """Remove what a killed process had written of a line."""
-        if not self._journal.is_file():
+        if not os.path.lexists(self._journal):
             return
+        if not stat.S_ISREG(self._journal.lstat().st_mode):
+            # What it leads to would be written to.
+            raise ValueError(
+                f"{self._journal} must be a regular file, but is a link, a pipe or a folder: "
+                "choose another folder for the labels."
+            )
         with self._journal.open("rb+") as file:
-            whole = file.read().rfind(b"\n") + 1
-            file.truncate(whole)
+            end = file.seek(0, os.SEEK_END)
+            while end:
+                begin = max(0, end - _BLOCK)
+                file.seek(begin)
+                place = file.read(end - begin).rfind(b"\n")
+                if place >= 0:
+                    end = begin + place + 1
+                    break
+                end = begin
+            file.truncate(end)
 
     def missing(self, sources: Sequence[Source]) -> list[Source]:
         """Return the recordings that are not in the journal."""

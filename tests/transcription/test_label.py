@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -237,3 +238,26 @@ def test_a_damaged_journal_is_refused(tmp_path, line) -> None:
     with pytest.raises(ValueError, match=r"journal\.jsonl:1: ") as refused:
         LabelFolder(tmp_path, {"method": "ctc"}).finish(0.5)
     assert "\n" not in str(refused.value)
+
+
+def test_a_journal_that_leads_elsewhere_is_not_written_to(tmp_path) -> None:
+    other = tmp_path / "other"
+    other.write_text("a text without an end of line")
+    folder = tmp_path / "labels"
+    LabelFolder(folder, {"method": "ctc"})
+    journal = folder / "journal.jsonl"
+    for make in (lambda: journal.symlink_to(other), lambda: os.mkfifo(journal)):
+        make()
+        with pytest.raises(ValueError, match=r"journal\.jsonl must be a regular file"):
+            LabelFolder(folder, {"method": "ctc"})
+        journal.unlink()
+    assert other.read_text() == "a text without an end of line"
+
+
+@pytest.mark.parametrize("torn", ["", '{"id": "b", ', "x" * 200_000])
+def test_a_torn_line_is_removed(tmp_path, torn: str) -> None:
+    LabelFolder(tmp_path, {"method": "ctc"})
+    whole = '{"id": "a", "problem": "damaged", "audio": "a"}\n'
+    (tmp_path / "journal.jsonl").write_text(whole + torn)
+    assert LabelFolder(tmp_path, {"method": "ctc"}).done == {"a"}
+    assert (tmp_path / "journal.jsonl").read_text() == whole

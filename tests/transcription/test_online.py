@@ -307,5 +307,8 @@ def test_a_model_that_looks_ahead_is_refused(
         ),
         tokenizer.vocab_size,
     )
+    for long in (Context(10**9, 0, 1), Context(0, 0, 10**9)):
+        with pytest.raises(ValueError, match=r"`context\.(left|chunk)` must be at most 10000"):
+            OnlineRecognizer(streaming_model("ctc"), tokenizer, context=long)
     with pytest.raises(ValueError, match=r"`model\.encoder\.context` must be given"):
         context_for(whole, 0.2)
