@@ -21,6 +21,10 @@ from effasr.nn.positions import sinusoids
 from effasr_kernels import Context, PackedLayout
 from effasr_kernels.attention.position import angles, rotate
 
+MOST_FRAMES = 10_000
+"""Frames of a chunk, or before it, in a stream: 13 minutes of 80 ms each. A model of others may ask
+for any number."""
+
 
 def check_streamable(config: object, context: Context | None) -> Context:
     """Return the context, checked to allow decoding frame by frame in constant memory.
@@ -60,6 +64,10 @@ def check_streamable(config: object, context: Context | None) -> Context:
         context.right,
         "each layer would wait for later frames: use a larger chunk",
     )
+    # The cache of a stream has so many frames from its beginning on.
+    for name, frames in (("left", context.left), ("chunk", context.chunk)):
+        rule = f"be at most {MOST_FRAMES} to decode a stream"
+        check((frames or 0) <= MOST_FRAMES, f"context.{name}", rule, frames, "choose another model")
     return context
 
 

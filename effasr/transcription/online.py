@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from effasr.data.audio.waveform import is_plausible
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.streaming.ctc import CTCStreams
 from effasr.decoding.streaming.transducer import TransducerStreams
@@ -293,8 +294,8 @@ class OnlineStream:
                 "`samples` must be floating numbers (samples,), but are "
                 f"{samples.dtype} {samples.shape}: divide 16-bit integers by 32768."
             )
-        if not np.isfinite(samples).all():
-            raise ValueError("`samples` must be finite, but have NaN or infinity.")
+        if not is_plausible(samples):
+            raise ValueError("`samples` must be finite, but have NaN or infinity, or nearly so.")
         if len(samples):
             self._parts.append(samples.astype(np.float32))
             self._end_sample += len(samples)

@@ -10,6 +10,7 @@ from itertools import islice
 import numpy as np
 import torch
 
+from effasr.data.audio.waveform import is_plausible
 from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
 from effasr.data.conversation.collate import asking, collate_conversations
@@ -397,5 +398,5 @@ class Recognizer:
 def _check(audio: np.ndarray) -> None:
     if audio.ndim != 1 or not len(audio):
         raise ValueError(f"the audio must be mono and not empty, but has shape {audio.shape}")
-    if not np.isfinite(audio).all():
-        raise ValueError("the audio must be finite, but has NaN or infinite samples")
+    if not is_plausible(audio):
+        raise ValueError("the audio must be finite, but has NaN or infinite samples, or nearly so")

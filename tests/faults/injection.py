@@ -59,13 +59,13 @@ class Outcome:
     problem: str
 
 
-def build(folder: Path) -> Path:
-    """Compile the library."""
-    library = folder / "libinject.so"
+def build(folder: Path, name: str = "inject") -> Path:
+    """Compile a library of this folder, to be loaded by LD_PRELOAD."""
+    library = folder / f"lib{name}.so"
     if not library.exists():
         own = folder / f"{os.getpid()}.so"
         command = ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", str(own)]
-        command += [str(Path(__file__).with_name("inject.c")), "-ldl"]
+        command += [str(Path(__file__).with_name(f"{name}.c")), "-ldl"]
         subprocess.run(command, check=True, capture_output=True, text=True)
         own.replace(library)
     return library

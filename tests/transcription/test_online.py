@@ -228,6 +228,8 @@ def test_hostile_streams_end_cleanly(streaming_model: Make, tokenizer: Tokenizer
         recognizer.open()
     for wrong, message in (
         (np.array([0.1, np.nan]), "`samples` must be finite"),
+        (np.array([0.1, 1e300]), "`samples` must be finite"),
+        (np.array([-1e30, 0.1], np.float32), "`samples` must be finite"),
         (np.zeros((2, 2)), r"`samples` must be floating numbers \(samples,\)"),
         (np.zeros(3, np.int16), "divide 16-bit integers by 32768"),
     ):
@@ -305,5 +307,8 @@ def test_a_model_that_looks_ahead_is_refused(
         ),
         tokenizer.vocab_size,
     )
+    for long in (Context(10**9, 0, 1), Context(0, 0, 10**9)):
+        with pytest.raises(ValueError, match=r"`context\.(left|chunk)` must be at most 10000"):
+            OnlineRecognizer(streaming_model("ctc"), tokenizer, context=long)
     with pytest.raises(ValueError, match=r"`model\.encoder\.context` must be given"):
         context_for(whole, 0.2)
