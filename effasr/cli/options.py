@@ -172,6 +172,26 @@ def add_nbest(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_second_pass(parser: argparse.ArgumentParser) -> None:
+    """Add ``--second-lm`` and its weights."""
+    parser.add_argument(
+        "--second-lm",
+        type=Path,
+        metavar="DIR",
+        help="causal language model of transformers with a tokenizer of its own, which chooses "
+        "among the --nbest texts of each segment (default of --nbest then: --beam)",
+    )
+    parser.add_argument(
+        "--second-lm-weight", type=float, metavar="W", help="of it in the ranks (default: 0.3)"
+    )
+    parser.add_argument(
+        "--second-word-bonus",
+        type=float,
+        metavar="B",
+        help="with --second-lm: added for each word (default: 0)",
+    )
+
+
 def add_confidence(parser: argparse.ArgumentParser) -> None:
     """Add ``--confidence`` and ``--calibration``."""
     parser.add_argument(
@@ -192,7 +212,8 @@ def add_confidence(parser: argparse.ArgumentParser) -> None:
 def decoding_config(options: argparse.Namespace, *, words: bool = False) -> DecodingConfig:
     """Return the decoding configuration that the options of `add_decoding` ask for.
 
-    Those of `add_nbest` and `add_confidence` count as well, where the command has them.
+    Those of `add_nbest`, `add_second_pass` and `add_confidence` count as well, where the command
+    has them.
     """
     from effasr.decoding.config import DecodingConfig
 
@@ -201,10 +222,16 @@ def decoding_config(options: argparse.Namespace, *, words: bool = False) -> Deco
         "no_repeat_ngram",
         *("lm", "lm_weight", "instruction", "frame_budget"),
     )
+    nbest = getattr(options, "nbest", None)
+    if nbest is None and getattr(options, "second_lm", None) is not None:
+        nbest = options.beam
     return DecodingConfig(
         **{name: getattr(options, name) for name in names},
         gap_seconds=options.gap or None,
-        nbest=getattr(options, "nbest", None),
+        nbest=nbest,
+        second_lm=getattr(options, "second_lm", None),
+        second_lm_weight=getattr(options, "second_lm_weight", None),
+        second_word_bonus=getattr(options, "second_word_bonus", None),
         word_confidence=getattr(options, "confidence", False),
         calibration=getattr(options, "calibration", None),
         words=words,

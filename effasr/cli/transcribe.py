@@ -18,6 +18,7 @@ from effasr.cli.options import (
     add_confidence,
     add_decoding,
     add_nbest,
+    add_second_pass,
     at_least,
     decoding_config,
     folder,
@@ -123,6 +124,7 @@ def add(command: AddCommand) -> None:
     )
     add_decoding(parser)
     add_nbest(parser)
+    add_second_pass(parser)
     add_confidence(parser)
 
 
@@ -269,7 +271,8 @@ class _MissingTimestamps:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.nbest is not None and _style(options) != "json":
+    listed = options.nbest is not None and options.second_lm is None
+    if listed and _style(options) != "json":
         raise ValueError("`--nbest` must have `--json`: no other format holds several texts.")
     if options.confidence and _style(options) != "json":
         raise ValueError("`--confidence` must have `--json`: no other format holds confidences.")
@@ -289,6 +292,11 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _check_stream(options: argparse.Namespace) -> None:
+    if options.second_lm is not None:
+        raise ValueError(
+            "`--second-lm` must be left out with `--stream`: it reads the earlier segments of a "
+            "recording, which is transcribed as a whole."
+        )
     if options.files not in ([], ["-"]) or options.manifest is not None:
         raise ValueError("`--stream` must have no other input than standard input: leave out FILE.")
     if options.output is not None or options.continued:

@@ -50,6 +50,7 @@ SURFACE = {
     "evaluate": [
         *RUN, "--manifest MANIFEST!", "--language LANG", "--normalizer NORMALIZER",
         "--output FOLDER", "--worst N", *DECODING, "--nbest N",
+        "--second-lm DIR", "--second-lm-weight W", "--second-word-bonus B",
         "--confidence", "--calibration FILE",
     ],
     "compare": ["RUN...", "--normalizer NORMALIZER", "--set NAME"],
@@ -58,6 +59,7 @@ SURFACE = {
         "--punctuation --no-punctuation", "--format {text,json,srt,vtt,ctm}", "--json", "--words",
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
         "--encoding {s16le,f32le}", "--latency S", *DECODING, "--nbest N",
+        "--second-lm DIR", "--second-lm-weight W", "--second-word-bonus B",
         "--confidence", "--calibration FILE",
     ],
     "label": [
