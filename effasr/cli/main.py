@@ -34,6 +34,7 @@ from effasr.cli import (
 from effasr.cli.conversations import chat
 from effasr.cli.installation import completion, doctor, recipes
 from effasr.cli.options import print_line
+from effasr.cli.second_pass import tune
 from effasr.cli.untranscribed import label
 from effasr.untrusted.display import TerminalFormatter, escape_controls, escape_line
 from effasr.untrusted.streams import (
@@ -215,6 +216,7 @@ def build_parser() -> argparse.ArgumentParser:
         calibrate.add,
         train.add,
         evaluate.add,
+        tune.add,
         compare.add,
         transcribe.add,
         label.add,

@@ -64,6 +64,8 @@ class DecodingConfig:
         workers: Threads that load audio.
         nbest: Hypotheses of each utterance to report with their scores, the transcript included,
             from 1 to ``beam``; None for the transcript alone.
+        score_parts: Whether to divide the scores of the ``nbest`` hypotheses, of which there are at
+            least 2, into the parts that the weights combine; for `effasr.evaluation.tuning`.
         second_lm: Folder of a causal language model of transformers, with a tokenizer of its own,
             which chooses among the ``nbest`` hypotheses of each segment: see
             `effasr.transcription.second_pass.rescore`. None for none.
@@ -99,6 +101,7 @@ class DecodingConfig:
     precision: Literal["float32", "bfloat16"] = "float32"
     workers: int = 4
     nbest: int | None = None
+    score_parts: bool = False
     second_lm: Path | None = None
     second_lm_weight: float | None = None
     second_word_bonus: float | None = None
@@ -132,6 +135,9 @@ class DecodingConfig:
             rule = f"be from 1 to `beam` = {self.beam}"
             remedy = "a search finds at most as many transcripts as its beam has places"
             check(1 <= self.nbest <= self.beam, "nbest", rule, self.nbest, remedy)
+        if self.score_parts:
+            rule = "be at least 2 with `score_parts`"
+            check((self.nbest or 0) >= 2, "nbest", rule, self.nbest)
         if self.lm_weight is not None:
             weight = self.lm_weight
             check(self.lm is not None, "lm_weight", "be left out where there is no `lm`", weight)

@@ -334,7 +334,7 @@ class Recognizer:
                     piece.text = self._text(result.tokens)
                     piece.truncated, piece.score = result.truncated, result.score
                     piece.alternatives = tuple(
-                        Alternative(self._text(one.tokens), one.score, one.rank)
+                        Alternative(self._text(one.tokens), one.score, one.rank, parts=one.parts)
                         for one in result.alternatives
                     )
                     piece.words = self._words(piece, result)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from effasr.decoding.decoded import Score
+from effasr.decoding.nbest.hypothesis import ScoreParts
 from effasr.transcription.word_timestamps import Word
 
 
@@ -41,12 +42,14 @@ class Alternative:
         score: Log-probability in nats; see `effasr.decoding.nbest.hypothesis.Hypothesis`.
         rank: What the list is ordered by, the best first.
         lm_score: Log-probability by the language model of a second pass; None without one.
+        parts: What the score is the sum of, if requested; None for a recording of several chunks.
     """
 
     text: str
     score: float
     rank: float
     lm_score: float | None = None
+    parts: ScoreParts | None = None
 
     def as_row(self) -> dict[str, Any]:
         """Return the JSON object: text, score, and lm_score if there is one; null for -inf."""

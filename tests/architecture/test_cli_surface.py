@@ -8,6 +8,7 @@ from effasr.cli.main import build_parser
 RUN = ["--run RUN!"]
 DECODING = [
     "--device DEVICE",
+    "--decoding FILE.yaml",
     "--method {auto,attention,transducer,ctc,language_model}",
     "--beam N",
     "--length-penalty A",
@@ -52,6 +53,11 @@ SURFACE = {
         "--output FOLDER", "--worst N", *DECODING, "--nbest N",
         "--second-lm DIR", "--second-lm-weight W", "--second-word-bonus B",
         "--confidence", "--calibration FILE",
+    ],
+    "tune": [
+        "RUN", "DEV", "--output FILE.yaml", "--language LANG", "--normalizer NORMALIZER",
+        *DECODING, "--nbest N",
+        "--second-lm DIR", "--second-lm-weight W", "--second-word-bonus B",
     ],
     "compare": ["RUN...", "--normalizer NORMALIZER", "--set NAME"],
     "transcribe": [

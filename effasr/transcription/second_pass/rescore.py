@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Protocol
 
 from effasr.model.checks import check
-from effasr.transcription.results import Alternative, Result, Segment, Transcription
+from effasr.transcription.results import Result, Segment, Transcription
 
 _RECORDINGS = 32
 """Recordings whose segments are scored together."""
@@ -99,7 +99,7 @@ class SecondPass:
         for one in segment.alternatives:
             written = of_text[one.text]
             rank = one.score + self.lm_weight * written + self.word_bonus * len(one.text.split())
-            ranked.append(Alternative(one.text, one.score, rank, written))
+            ranked.append(replace(one, rank=rank, lm_score=written))
         if not ranked:
             return segment
         # Of equal ranks the text decides, so that the order of the list does not matter.
