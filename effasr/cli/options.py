@@ -191,9 +191,10 @@ def add_second_pass(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--second-lm",
         type=Path,
-        metavar="DIR",
-        help="causal language model of transformers with a tokenizer of its own, which chooses "
-        "among the --nbest texts of each segment (default of --nbest then: --beam)",
+        metavar="LM",
+        help="language model which chooses among the --nbest texts of each segment (default of "
+        "--nbest then: --beam): folder of a causal language model of transformers with a tokenizer "
+        "of its own, or n-grams over words (ARPA, plain or .gz)",
     )
     parser.add_argument(
         "--second-lm-weight", type=float, metavar="W", help="of it in the ranks (default: 0.3)"

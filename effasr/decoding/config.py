@@ -66,8 +66,9 @@ class DecodingConfig:
             from 1 to ``beam``; None for the transcript alone.
         score_parts: Whether to divide the scores of the ``nbest`` hypotheses, of which there are at
             least 2, into the parts that the weights combine; for `effasr.evaluation.tuning`.
-        second_lm: Folder of a causal language model of transformers, with a tokenizer of its own,
-            which chooses among the ``nbest`` hypotheses of each segment: see
+        second_lm: Language model which chooses among the ``nbest`` hypotheses of each segment: the
+            folder of a causal language model of transformers, with a tokenizer of its own, or an
+            ARPA file of n-grams over words, plain or gzipped. See
             `effasr.transcription.second_pass.rescore`. None for none.
         second_lm_weight: Factor of its log-probability. None for 0.3, and where there is none.
         second_word_bonus: Added to the score for each word. None for 0, and where there is none.

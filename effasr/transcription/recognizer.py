@@ -19,6 +19,7 @@ from effasr.decoding.confidence.calibration import Calibration
 from effasr.decoding.config import LM_WEIGHT, DecodingConfig
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.greedy import check_config, is_plain_greedy, load_lm
+from effasr.decoding.lm.words import load_word_ngrams
 from effasr.model.asr import ASRModel
 from effasr.model.encoder import FastConformerConfig
 from effasr.nn.parameters.evaluating import evaluating
@@ -38,7 +39,7 @@ from effasr.transcription.recordings import (
     take_finished,
 )
 from effasr.transcription.results import Alternative, Result, WordConfidence
-from effasr.transcription.second_pass.rescore import SecondPass
+from effasr.transcription.second_pass.rescore import SecondPass, TextScorer
 from effasr.transcription.word_timestamps import Word, word_groups, word_timestamps
 
 _WINDOW_BATCHES = 2
@@ -78,10 +79,15 @@ class Recognizer:
         config = self.config
         if config.second_lm is None:
             return None
-        # Imported here, because transformers takes seconds.
-        from effasr.decoding.second_pass.causal_scorer import CausalScorer
+        if config.second_lm.is_dir():
+            # Imported here, because transformers takes seconds.
+            from effasr.decoding.second_pass.causal_scorer import CausalScorer
 
-        scorer = CausalScorer(config.second_lm, next(self.model.parameters()).device)
+            scorer: TextScorer = CausalScorer(
+                config.second_lm, next(self.model.parameters()).device
+            )
+        else:
+            scorer = load_word_ngrams(config.second_lm)
         weight = LM_WEIGHT if config.second_lm_weight is None else config.second_lm_weight
         return SecondPass(scorer, weight, config.second_word_bonus or 0.0)
 

@@ -51,13 +51,13 @@ SURFACE = {
     "evaluate": [
         *RUN, "--manifest MANIFEST!", "--language LANG", "--normalizer NORMALIZER",
         "--output FOLDER", "--worst N", *DECODING, "--nbest N",
-        "--second-lm DIR", "--second-lm-weight W", "--second-word-bonus B",
+        "--second-lm LM", "--second-lm-weight W", "--second-word-bonus B",
         "--confidence", "--calibration FILE",
     ],
     "tune": [
         "RUN", "DEV", "--output FILE.yaml", "--language LANG", "--normalizer NORMALIZER",
         *DECODING, "--nbest N",
-        "--second-lm DIR", "--second-lm-weight W", "--second-word-bonus B",
+        "--second-lm LM", "--second-lm-weight W", "--second-word-bonus B",
     ],
     "compare": ["RUN...", "--normalizer NORMALIZER", "--set NAME"],
     "transcribe": [
@@ -65,7 +65,7 @@ SURFACE = {
         "--punctuation --no-punctuation", "--format {text,json,srt,vtt,ctm}", "--json", "--words",
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
         "--encoding {s16le,f32le}", "--latency S", *DECODING, "--nbest N",
-        "--second-lm DIR", "--second-lm-weight W", "--second-word-bonus B",
+        "--second-lm LM", "--second-lm-weight W", "--second-word-bonus B",
         "--confidence", "--calibration FILE",
     ],
     "label": [

@@ -126,3 +126,26 @@ def test_commands_choose_by_the_second_model(tmp_path, model, tokenizer, noise, 
     capsys.readouterr()
     assert main([*asked, "--words"]) == 2
     assert "`words` must be false with `second_lm`" in capsys.readouterr().err
+
+
+def test_word_ngrams_choose_as_well(tmp_path, model, tokenizer, noise, capsys) -> None:
+    checkpoint.save_model(tmp_path / "model", model, tokenizer)
+    wave = tmp_path / "u.wav"
+    soundfile.write(wave, noise(2.6, seed=6), 16_000)
+    command = ["transcribe", "--run", str(tmp_path / "model"), "--device", "cpu", str(wave)]
+    command += ["--method", "ctc", "--beam", "4", "--json"]
+    assert main([*command, "--nbest", "4"]) == 0
+    (plain,) = json.loads(capsys.readouterr().out)["segments"]
+    texts = [one["text"] for one in plain["alternatives"]]
+    wanted = next(text for text in texts if set(text.split()) - set(texts[0].split()))
+    (word, *_) = sorted(set(wanted.split()) - set(texts[0].split()))
+    lines = ["\\data\\", "ngram 1=2", "\\1-grams:", "-9\t<unk>", f"-0.1\t{word}", "\\end\\"]
+    (tmp_path / "words.arpa").write_text("\n".join(lines) + "\n")
+    options = ["--second-lm", str(tmp_path / "words.arpa"), "--second-lm-weight", "9"]
+    assert main([*command, *options, "--second-word-bonus", "186"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["segments"]
+    assert word in found["text"].split()
+    best = found["alternatives"][0]
+    known = sum(one == word for one in best["text"].split())
+    others = len(best["text"].split()) - known
+    assert best["lm_score"] == pytest.approx(-math.log(10) * (0.1 * known + 9 * others))

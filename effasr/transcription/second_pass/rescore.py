@@ -15,7 +15,7 @@ _RECORDINGS = 32
 
 
 class TextScorer(Protocol):
-    """A language model over texts; see `effasr.decoding.second_pass.causal_scorer`."""
+    """A language model over texts, such as `CausalScorer` and `WordNgrams` of effasr.decoding."""
 
     def log_probs(self, texts: Sequence[tuple[str, str]]) -> list[float]:
         """Return the log-probability of each text after what was said before it."""
