@@ -71,6 +71,10 @@ SURFACE = {
     "label": [
         "RUN", "AUDIO", "OUT", "--min-confidence C", "--language LANG", *DECODING,
     ],
+    "make-correction-data": [
+        "RUN", "MANIFEST", "OUT.jsonl", "--language LANG", *DECODING, "--nbest N",
+        "--second-lm LM", "--second-lm-weight W", "--second-word-bonus B",
+    ],
     "chat": [
         *RUN, "QUESTION", "--audio FILE", "--system TEXT", "--manifest FILE", "--beam N",
         "--max-tokens N", "--device DEVICE",
