@@ -13,6 +13,7 @@ from effasr.cli.options import (
     add_confidence,
     add_decoding,
     add_nbest,
+    add_second_pass,
     at_least,
     decoding_config,
     folder,
@@ -59,6 +60,7 @@ def add(command: AddCommand) -> None:
     )
     add_decoding(parser)
     add_nbest(parser)
+    add_second_pass(parser)
     add_confidence(parser)
 
 

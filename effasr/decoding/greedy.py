@@ -17,6 +17,7 @@ from effasr.decoding.decoded import Decoded, with_details
 from effasr.decoding.lm.neural import load_neural_lm
 from effasr.decoding.lm.ngram import TokenLM, load_ngrams
 from effasr.decoding.nbest.hypothesis import Hypothesis
+from effasr.decoding.nbest.parts import with_parts
 from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import transducer_beam
 from effasr.decoding.transducer_greedy import transducer_greedy
@@ -175,7 +176,11 @@ def decode(
             for prompt, frames in zip(prompts, batch.frames.lengths, strict=False)
         ]
         decoded = _attention(model, tokenizer, encoded, prompts, limits, config, lm)
-    return with_details(model, method, encoded, prompts, decoded, config, tokenizer.eos_id)
+    eos_id = tokenizer.eos_id
+    decoded = with_details(model, method, encoded, prompts, decoded, config, eos_id)
+    if not config.score_parts:
+        return decoded
+    return with_parts(model, method, encoded, prompts, decoded, config, lm, eos_id)
 
 
 def _answers(

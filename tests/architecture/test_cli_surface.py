@@ -8,6 +8,7 @@ from effasr.cli.main import build_parser
 RUN = ["--run RUN!"]
 DECODING = [
     "--device DEVICE",
+    "--decoding FILE.yaml",
     "--method {auto,attention,transducer,ctc,language_model}",
     "--beam N",
     "--length-penalty A",
@@ -50,7 +51,13 @@ SURFACE = {
     "evaluate": [
         *RUN, "--manifest MANIFEST!", "--language LANG", "--normalizer NORMALIZER",
         "--output FOLDER", "--worst N", *DECODING, "--nbest N",
+        "--second-lm LM", "--second-lm-weight W", "--second-word-bonus B",
         "--confidence", "--calibration FILE",
+    ],
+    "tune": [
+        "RUN", "DEV", "--output FILE.yaml", "--language LANG", "--normalizer NORMALIZER",
+        *DECODING, "--nbest N",
+        "--second-lm LM", "--second-lm-weight W", "--second-word-bonus B",
     ],
     "compare": ["RUN...", "--normalizer NORMALIZER", "--set NAME"],
     "transcribe": [
@@ -58,10 +65,15 @@ SURFACE = {
         "--punctuation --no-punctuation", "--format {text,json,srt,vtt,ctm}", "--json", "--words",
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
         "--encoding {s16le,f32le}", "--latency S", *DECODING, "--nbest N",
+        "--second-lm LM", "--second-lm-weight W", "--second-word-bonus B",
         "--confidence", "--calibration FILE",
     ],
     "label": [
         "RUN", "AUDIO", "OUT", "--min-confidence C", "--language LANG", *DECODING,
+    ],
+    "make-correction-data": [
+        "RUN", "MANIFEST", "OUT.jsonl", "--language LANG", *DECODING, "--nbest N",
+        "--second-lm LM", "--second-lm-weight W", "--second-word-bonus B",
     ],
     "chat": [
         *RUN, "QUESTION", "--audio FILE", "--system TEXT", "--manifest FILE", "--beam N",

@@ -154,10 +154,11 @@ def _use_arpa(folder: Path) -> object:
     import torch
 
     from effasr.decoding.lm.ngram import load_ngrams
+    from effasr.decoding.lm.words import load_word_ngrams
 
-    return load_ngrams(folder / "lm.arpa.gz", 4, 3).scores(
-        torch.tensor([[[-1, 0]]]), torch.tensor([[[0, 1]]])
-    )
+    path = folder / "lm.arpa.gz"
+    tokens = load_ngrams(path, 4, 3).scores(torch.tensor([[[-1, 0]]]), torch.tensor([[[0, 1]]]))
+    return tokens, load_word_ngrams(path).log_probs([("", "0 1"), ("0", "x")])
 
 
 def _evaluation(folder: Path) -> None:
