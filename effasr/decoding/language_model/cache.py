@@ -12,7 +12,7 @@ from effasr.data.conversation.batch import ConversationBatch
 from effasr.model.asr import ASRModel
 from effasr.model.cost import language_model_sizes
 from effasr.model.language_model.model import LanguageModel
-from effasr.model.language_model.packed_attention import PackedContext, shared_by_groups
+from effasr.model.language_model.packed_attention import PackedContext
 from effasr.nn.cache.contiguous import CacheSizes, ContiguousCache
 
 
@@ -25,12 +25,15 @@ class _StepContext:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """See `effasr.model.language_model.packed_attention.AttentionContext.attend`."""
-        sizes = self.cache.sizes
-        new = torch.stack([shared_by_groups(x, sizes.heads) for x in (k, v)], 1).to(sizes.dtype)
+        sizes, group = self.cache.sizes, q.shape[1] // k.shape[1]
+        new = torch.stack([k, v], 1).to(sizes.dtype)
         if scale is not None:
             # The cache multiplies scores by its own factor.
             q = q * (scale * sizes.head_dim**0.5)
-        return self.cache.attend(layer, q.to(sizes.dtype), new).to(v.dtype)
+        # To the cache, heads that share keys are several queries of a row.
+        queries = q.unflatten(1, (-1, group)).transpose(1, 2).flatten(0, 1).to(sizes.dtype)
+        y = self.cache.attend(layer, queries, new)
+        return y.unflatten(0, (-1, group)).transpose(1, 2).flatten(1, 2).to(v.dtype)
 
 
 class CachedConversations:
@@ -56,7 +59,7 @@ class CachedConversations:
         dtype = x.dtype
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
-        shape = CacheSizes(sizes.layers, sizes.heads, sizes.head_dim, dtype, device)
+        shape = CacheSizes(sizes.layers, sizes.key_heads, sizes.head_dim, dtype, device)
         self._cache = ContiguousCache(shape, count, ahead=True)
         self._lengths = list(batch.tokens.layout.lengths[:count])
         write = self._cache.loader(range(count), self._lengths)
