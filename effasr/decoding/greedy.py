@@ -190,29 +190,17 @@ def _answers(
     # Imported here, because transformers takes seconds.
     from effasr.data.conversation.batch import ConversationBatch
     from effasr.data.tokenizer import ChatTokenizer
-    from effasr.decoding.language_model.search import answers
-    from effasr.model.language_model.architecture import max_rows
+    from effasr.decoding.language_model.search import answer_limits, answers
 
     if not isinstance(batch, ConversationBatch) or not isinstance(tokenizer, ChatTokenizer):
         raise ValueError(
             "`batch` and `tokenizer` must be of conversations for a language model, but are a "
             f"{type(batch).__name__} and a {type(tokenizer).__name__}."
         )
-    settings = model.config.language_model
-    assert settings is not None  # checked by choose_method
-    assert settings.architecture is not None
-    most = max_rows(settings.architecture)
-    limits = []
-    for name, frames, rows in zip(batch.ids, batch.frame_lengths, batch.token_lengths, strict=True):
-        limit = config.max_tokens(frames)
-        if most is not None:
-            check(rows < most, name, f"have fewer rows than the language model's {most}", rows)
-            limit = min(limit, most - rows)
-        limits.append(limit)
     return answers(
         model,
         batch,
-        limits,
+        answer_limits(model, batch, config.max_tokens),
         tokenizer.stop_ids,
         classes=tokenizer.vocab_size,
         beam=config.beam,

@@ -25,7 +25,12 @@ from effasr.model.asr import ASRModel
 from effasr.model.encoder import FastConformerConfig
 from effasr.nn.parameters.evaluating import evaluating
 from effasr.transcription.batching import plan_batches
-from effasr.transcription.decode_queue import BatchSearch, ContinuousSearch, Search
+from effasr.transcription.decode_queue import (
+    BatchSearch,
+    ContinuousSearch,
+    ConversationSearch,
+    Search,
+)
 from effasr.transcription.inputs.audio_stream import AudioStream
 from effasr.transcription.inputs.chunking import Chunk, cut_at_pauses
 from effasr.transcription.inputs.prefetch import prefetch
@@ -280,6 +285,8 @@ class Recognizer:
         return longest
 
     def _search(self) -> Search:
+        if self._method == "language_model" and isinstance(self.tokenizer, ChatTokenizer):
+            return ConversationSearch(self.model, self.tokenizer, self.config)
         if self._method != "attention" or not is_plain_greedy(self.config):
             return BatchSearch(self.model, self.tokenizer, self.config, self._lm)
         most = self._features.encoder_frames(int(self._longest_chunk() * self.sample_rate) + 1)

@@ -77,7 +77,7 @@ SURFACE = {
     ],
     "chat": [
         *RUN, "QUESTION", "--audio FILE", "--system TEXT", "--manifest FILE", "--beam N",
-        "--max-tokens N", "--device DEVICE",
+        "--max-tokens N", "--slots N", "--device DEVICE",
     ],
     "import": ["MODEL", "OUT"],
     "export": [

@@ -161,6 +161,7 @@ class ModelSizes:
         layers: Number of layers.
         attention: Channels of all query heads of a layer.
         heads: Query heads of a layer.
+        key_heads: Heads of keys and values of a layer.
         head_dim: Channels of a head.
         linear: Weights of all matrices but the embeddings and the output.
     """
@@ -170,6 +171,7 @@ class ModelSizes:
     layers: int
     attention: int
     heads: int
+    key_heads: int
     head_dim: int
     linear: int
 
@@ -196,6 +198,7 @@ def model_sizes(architecture: str) -> ModelSizes:
         layers=config.num_hidden_layers,
         attention=heads * head_dim,
         heads=heads,
+        key_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=head_dim,
         linear=linear,
     )

@@ -51,8 +51,8 @@ class _Call:
         arguments: Arguments of the call.
         q: (T_q, H, D). In the backward rotated, or with the content bias added; in the forward
             rotated unless ``rotates_in_kernel``.
-        k: (T_k, H, D); rotated for rotary positions.
-        v: (T_k, H, D).
+        k: (T_k, H_k, D); rotated for rotary positions.
+        v: (T_k, H_k, D).
         angles: Cosines and sines of rotary positions, or None.
         rotates_in_kernel: Whether the attention kernels rotate queries (forward) and gradients.
         pointers: Cosines, sines, offsets and seed, which follow queries, keys, values and bias in
@@ -87,6 +87,7 @@ class _Call:
             "BLOCK_D": padded_width(width),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
+            "GROUP": self.arguments.group,
             "CAUSAL": self.arguments.causal,
             "ROTARY": self.rotates_in_kernel,
             "DROPOUT": self.arguments.dropout > 0,
@@ -223,7 +224,7 @@ def _empty_gradients(this: _Call) -> list[Tensor]:
         # Rotated back, and then rounded, afterwards.
         wide = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (a.q, a.k)]
         return [*wide, a.v.new_empty(a.v.shape)]
-    if a.q.shape[0] == a.k.shape[0]:
+    if a.q.shape == a.k.shape:
         return empty_gradients(a.q, a.k, a.v)
     return [a.q.new_empty(a.q.shape), *empty_gradients(a.k, a.v)]
 
@@ -235,7 +236,7 @@ def _backward_kv(
     rows, sequences = a.layout_k.rows, a.layout_k.num_sequences
     launch(
         attention_backward_kv,
-        (count_tiles(rows, sequences, config.block_n), this.q.shape[1]),
+        (count_tiles(rows, sequences, config.block_n), this.k.shape[1]),
         *(this.q, this.k, this.v, this.bias, *this.pointers),
         *(tile_table(a.layout_k, config.block_n), lse, delta, grad_out, grad_k, grad_v),
         *(sequences, a.layout_q.rows, rows, this.bias_eighths, *this.sizes, grad_k.stride(0)),
