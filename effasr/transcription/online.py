@@ -123,7 +123,8 @@ class OnlineRecognizer:
             model: A FastConformer with causal convolutions and features without normalisation, and
                 a transducer or a CTC head; its weights must not change from now on.
             tokenizer: Tokenizer of the model.
-            context: Context of the encoder, one that it is trained with; the first by default.
+            context: Context of the encoder, one that it is trained with; by default the first that
+                waits for no later frames.
             streams: Most streams that are open at a time; a batch always has this size.
             method: Search; by default the transducer's, if there is one, else that of CTC.
             max_symbols: Most labels of a frame in the search of a transducer.
@@ -133,7 +134,7 @@ class OnlineRecognizer:
         Raises:
             ValueError: The model looks ahead, or has neither output.
         """
-        contexts = _contexts(model)[:1] if context is None else (context,)
+        contexts = _contexts(model)[:1] if context is None else [context]
         self.method = _check_model(model, method, contexts)
         self.context = contexts[0]
         check(max_symbols >= 1, "max_symbols", "be at least 1", max_symbols)
@@ -371,9 +372,11 @@ class OnlineStream:
         self._parts, self.done = [], True
 
 
-def _contexts(model: ASRModel) -> tuple[Context, ...]:
+def _contexts(model: ASRModel) -> list[Context]:
+    """The contexts of a model that allow to decode a stream, or if there are none, the others."""
     encoder = model.config.encoder
-    return encoder.context if isinstance(encoder, FastConformerConfig) else ()
+    every = encoder.context if isinstance(encoder, FastConformerConfig) else ()
+    return [one for one in every if one.left is not None and one.right == 0] or list(every)
 
 
 def _check_model(

@@ -25,6 +25,8 @@ from tests.support.small_model import shake
 
 RATE = 16_000
 CONTEXTS = Context(9, 0, 3), Context(10, 0, 1), Context(14, 0, 7)
+WHOLE = Context(None, None)
+"""Also trained with, and of no use for a stream."""
 HEADS = {
     "ctc": None,
     "stateless": TransducerConfig(predictor="stateless", width=24, joint=16),
@@ -43,7 +45,7 @@ def streaming_model(tokenizer: Tokenizer) -> Make:
             features=FeatureConfig(**{"mel_bins": 16, "normalize": False} | features),
             encoder=FastConformerConfig(
                 width=32, layers=2, heads=2, feed_forward=32, subsampling_channels=4,
-                subsampling_norm=True, context=CONTEXTS, causal_convolution=True,
+                subsampling_norm=True, context=(WHOLE, *CONTEXTS), causal_convolution=True,
                 causal_subsampling=causal,
             ),
             decoder=None,
