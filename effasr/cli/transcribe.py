@@ -87,7 +87,10 @@ def add(command: AddCommand) -> None:
     )
     parser.add_argument("--json", action="store_true", help="the same as --format json")
     parser.add_argument(
-        "--words", action="store_true", help="find when each word is said; needs a CTC head"
+        "--words",
+        action="store_true",
+        help="find when each word is said; needs a CTC head, except in a stream that is decoded "
+        "frame by frame",
     )
     parser.add_argument(
         "--output",
@@ -182,6 +185,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _stream(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt) -> int:
     """Transcribe standard input, writing each segment as soon as it is known."""
+    from effasr.data.prompt import WITHOUT_SPACES
     from effasr.transcription.online import OnlineRecognizer, context_for, transcribe_online
     from effasr.transcription.outputs.writers import StreamWriter
     from effasr.transcription.recognizer import Recognizer
@@ -194,12 +198,14 @@ def _stream(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt) ->
     )
     decoding = decoding_config(options, words=options.words)
     blocks = raw_blocks(sys.stdin.buffer, form, loaded.model.config.features.sample_rate)
-    if _is_online(options, loaded):
+    if _is_online(options, loaded, prompt):
         online = OnlineRecognizer(
             loaded.model,
             loaded.tokenizer,
             context=context_for(loaded.model, options.latency),
             method=options.method,
+            words=options.words,
+            spaces=prompt.target not in WITHOUT_SPACES,
         )
         segments = transcribe_online(online, blocks)
     else:
@@ -214,13 +220,18 @@ def _stream(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt) ->
     return 0
 
 
-def _is_online(options: argparse.Namespace, loaded: LoadedModel) -> bool:
+def _is_online(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt) -> bool:
     """Return whether to decode frame by frame: if the model can, and no option prevents it."""
     from effasr.transcription.online import is_streamable
 
     if not is_streamable(loaded.model) or options.method in ("attention", "language_model"):
         return False
-    given = {"--words": options.words, "--beam": options.beam > 1, "--lm": options.lm is not None}
+    given = {
+        "--beam": options.beam > 1,
+        "--lm": options.lm is not None,
+        "--confidence": options.confidence,
+        "--target-language": not prompt.monotonic,
+    }
     against = [name for name, is_given in given.items() if is_given]
     if against:
         _note(f"waits for pauses, not frame by frame, because of {' and '.join(against)}")
