@@ -263,7 +263,8 @@ class OnlineRecognizer:
             stream = self._open[slot]
             assert stream is not None
             before = self._factor if stream.frames else 0
-            rows[slot] = count = min(size, length // self._hop - before)
+            # Causal subsampling may leave a frame for a chunk without rows of its own.
+            rows[slot] = count = min(size, max(0, length // self._hop - before))
             first = begin * self._factor + before
             mel[slot, :count] = found[first : first + count]
         return rows, mel

@@ -157,7 +157,7 @@ def test_other_windows_and_the_last_rows(
     encoded = _recorded(recognizer)
     audio = noise(2)
     chunk = hop * 8 * CONTEXTS[0].chunk
-    around = (0, 1, hop - 1, hop, window // 2 - 1, window // 2 + 1, window, hop * 8)
+    around = (-3 * hop, 0, 1, hop - 1, hop, window // 2 - 1, window // 2 + 1, window, hop * 8)
     for samples in [chunk * n + more for n in (0, 1, 2) for more in around]:
         stream = recognizer.open()
         stream.feed(audio[:samples])
