@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from effasr.cli.options import (
     decoding_config,
     folder,
     log,
+    seconds,
 )
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def add(command: AddCommand) -> None:
     )
     stream.add_argument(
         "--latency",
-        type=_seconds,
+        type=seconds,
         metavar="S",
         help="longest delay, such as 480ms: of a model with a limited context, which decodes frame "
         "by frame, its longest chunk (default: its first); of others, how long to wait for a pause "
@@ -236,24 +236,6 @@ def _is_online(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt)
     if against:
         _note(f"waits for pauses, not frame by frame, because of {' and '.join(against)}")
     return not against
-
-
-def _seconds(text: str) -> float:
-    """Read a duration: 480ms, 0.48s or 0.48."""
-    number, scale = text, 1.0
-    for unit, size in (("ms", 1e-3), ("s", 1.0)):
-        if text.endswith(unit):
-            number, scale = text.removesuffix(unit), size
-            break
-    try:
-        seconds = float(number) * scale
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"must be seconds above 0, such as 480ms or 0.48, but is {text!r}"
-        )
-    return seconds
 
 
 def _style(options: argparse.Namespace) -> Style:

@@ -70,7 +70,7 @@ SURFACE = {
     "import": ["MODEL", "OUT"],
     "export": [
         "RUN_OR_MODEL", "OUT", "--format {huggingface,nemo,onnx}",
-        "--averaged N", "--license LICENCE", "--author NAME",
+        "--averaged N", "--license LICENCE", "--author NAME", "--latency S",
     ],
     "recipes": ["ACTION", "RECIPE", "FILE"],
     "completion": [],

@@ -111,6 +111,20 @@ def test_an_impossible_latency_is_named(effasr, run, piped, latency, message) ->
     assert message in done.err
 
 
+@pytest.mark.slow
+def test_the_export_is_of_the_context_of_a_latency(effasr, run, tmp_path) -> None:
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    done = effasr("export", run, tmp_path / "out", "--format", "onnx", "--latency", "160ms")
+    assert (done.code, done.err) == (0, "")
+    assert "encoder_step.onnx, the same as the model in onnxruntime" in done.out
+    says = json.loads((tmp_path / "out/onnx.json").read_text())
+    assert says["encoder_step"]["context"] == {"left": 8, "right": 0, "chunk": 2}
+    assert "encoder" not in says
+    failed = effasr("export", run, tmp_path / "other", "--latency", "160ms")
+    assert "`--latency` must be left out for `--format huggingface`" in failed.err
+
+
 def test_evaluation_takes_the_first_context(run) -> None:
     model = load_model(resolve(run)).model
     assert model.encoder.context == Context(8, 0, 4)
