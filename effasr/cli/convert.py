@@ -99,6 +99,9 @@ def add_export(command: AddCommand) -> None:
         "compared with the model. Of a model that decodes streams, encoder_step.onnx encodes the",
         "next chunk of each stream, with its caches as inputs and outputs.",
         "",
+        "With --format sherpa-onnx: model.onnx of a CTC head; encoder.onnx, decoder.onnx and",
+        "joiner.onnx of a transducer; and tokens.txt, as sherpa-onnx reads NeMo's models.",
+        "",
         "With --format nemo, or where OUT ends in .nemo: that file, which NeMo's",
         "ASRModel.restore_from loads. The tokenizer must be that of a .nemo file, or of",
         "`effasr tokenizer`.",
@@ -108,7 +111,7 @@ def add_export(command: AddCommand) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder or .nemo file to write")
     parser.add_argument(
         "--format",
-        choices=("huggingface", "nemo", "onnx"),
+        choices=("huggingface", "nemo", "onnx", "sherpa-onnx"),
         help="what to write (default: nemo where OUT ends in .nemo, else huggingface)",
     )
     parser.add_argument(
@@ -151,6 +154,8 @@ def run_export(options: argparse.Namespace) -> int:
             return _language_model(options, loaded, format_)
         if format_ == "onnx":
             return _onnx(options, loaded)
+        if format_ == "sherpa-onnx":
+            return _sherpa(options, loaded)
         if format_ == "nemo":
             return _nemo(options, loaded)
         return _hugging_face(options, loaded, sources)
@@ -269,6 +274,21 @@ def _onnx(options: argparse.Namespace, loaded: LoadedModel) -> int:
     *first, last = graphs
     names = f"{', '.join(first)} and {last}" if first else last
     print_line(f"{options.out}: {names}{how}")
+    return 0
+
+
+def _sherpa(options: argparse.Namespace, loaded: LoadedModel) -> int:
+    """Write the graphs and the tokens for sherpa-onnx."""
+    from effasr.data.tokenizer.sentence_piece import AggregateTokenizer
+    from effasr.interop.onnx.sherpa import export_sherpa
+
+    if not isinstance(loaded.tokenizer, AggregateTokenizer):
+        raise ValueError(
+            "`tokenizer` must be of SentencePiece for sherpa-onnx, but is a "
+            f"{type(loaded.tokenizer).__name__}."
+        )
+    graphs = export_sherpa(loaded.model, options.out, loaded.tokenizer.pieces())
+    print_line(f"{options.out}: {', '.join(graphs)} and tokens.txt, for sherpa-onnx")
     return 0
 
 

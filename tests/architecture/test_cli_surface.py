@@ -69,7 +69,7 @@ SURFACE = {
     ],
     "import": ["MODEL", "OUT"],
     "export": [
-        "RUN_OR_MODEL", "OUT", "--format {huggingface,nemo,onnx}",
+        "RUN_OR_MODEL", "OUT", "--format {huggingface,nemo,onnx,sherpa-onnx}",
         "--averaged N", "--license LICENCE", "--author NAME", "--latency S",
     ],
     "recipes": ["ACTION", "RECIPE", "FILE"],

@@ -75,7 +75,7 @@ def export_onnx(
                 "encoder.causal_subsampling": model.config.encoder.causal_subsampling,
             },
         )
-    model = _on_host(model)
+    model = on_host(model)
     encoder = PaddedEncoder(model).eval()
     features, lengths = _features(model, _EXAMPLE)
     with torch.no_grad():
@@ -117,7 +117,7 @@ def _export_step(
             "`model` must have a CTC head or a transducer for an ONNX graph of streams, but has "
             "neither: an attention decoder needs whole utterances."
         )
-    model = _on_host(model)
+    model = on_host(model)
     step = StreamingStep(model, context).eval()
     graphs = ["encoder_step.onnx"]
     inputs = {**_chunk(step, len(_EXAMPLE)), **step.begin(len(_EXAMPLE))}
@@ -209,7 +209,7 @@ def check_onnx(model: ASRModel, directory: Path, context: Context | None = None)
         ImportError: onnxruntime is not installed.
         ValueError: An output differs.
     """
-    model = _on_host(model)
+    model = on_host(model)
     if context is not None:
         _check_step(model, directory, context)
         return
@@ -293,7 +293,8 @@ def _joint_outputs(head: Transducer) -> list[str]:
     return ["logits"] + ["duration_logits"] * (head.config.durations is not None)
 
 
-def _on_host(model: ASRModel) -> ASRModel:
+def on_host(model: ASRModel) -> ASRModel:
+    """Return a copy in evaluation mode, on the host, float32."""
     state = {name: value.detach().cpu().float() if value.is_floating_point() else value.cpu()
              for name, value in model.state_dict().items()}  # fmt: skip
     return ASRModel.from_state_dict(model.config, model.vocab_size, state).eval()
