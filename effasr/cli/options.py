@@ -6,6 +6,7 @@ The modules of the commands import nothing heavy at the top, so that ``--help`` 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -42,6 +43,24 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def seconds(text: str) -> float:
+    """Parse a duration: 480ms, 0.48s or 0.48."""
+    number, scale = text, 1.0
+    for unit, size in (("ms", 1e-3), ("s", 1.0)):
+        if text.endswith(unit):
+            number, scale = text.removesuffix(unit), size
+            break
+    try:
+        found = float(number) * scale
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"must be seconds above 0, such as 480ms or 0.48, but is {text!r}"
+        )
+    return found
 
 
 def add_language(parser: argparse.ArgumentParser) -> None:

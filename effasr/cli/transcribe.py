@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Iterable
@@ -23,6 +22,7 @@ from effasr.cli.options import (
     decoding_config,
     folder,
     log,
+    seconds,
 )
 
 if TYPE_CHECKING:
@@ -89,7 +89,10 @@ def add(command: AddCommand) -> None:
     )
     parser.add_argument("--json", action="store_true", help="the same as --format json")
     parser.add_argument(
-        "--words", action="store_true", help="find when each word is said; needs a CTC head"
+        "--words",
+        action="store_true",
+        help="find when each word is said; needs a CTC head, except in a stream that is decoded "
+        "frame by frame",
     )
     parser.add_argument(
         "--output",
@@ -117,7 +120,7 @@ def add(command: AddCommand) -> None:
     )
     stream.add_argument(
         "--latency",
-        type=_seconds,
+        type=seconds,
         metavar="S",
         help="longest delay, such as 480ms: of a model with a limited context, which decodes frame "
         "by frame, its longest chunk (default: its first); of others, how long to wait for a pause "
@@ -188,6 +191,7 @@ def _stream(
     options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt, decoding: DecodingConfig
 ) -> int:
     """Transcribe standard input, writing each segment as soon as it is known."""
+    from effasr.data.prompt import WITHOUT_SPACES
     from effasr.transcription.online import OnlineRecognizer, context_for, transcribe_online
     from effasr.transcription.outputs.writers import StreamWriter
     from effasr.transcription.recognizer import Recognizer
@@ -199,12 +203,14 @@ def _stream(
         encoding=options.encoding or "s16le",
     )
     blocks = raw_blocks(sys.stdin.buffer, form, loaded.model.config.features.sample_rate)
-    if _is_online(options, loaded, decoding):
+    if _is_online(options, loaded, prompt, decoding):
         online = OnlineRecognizer(
             loaded.model,
             loaded.tokenizer,
             context=context_for(loaded.model, options.latency),
             method=decoding.method,  # type: ignore[arg-type]  # _is_online excludes the others
+            words=options.words,
+            spaces=prompt.target not in WITHOUT_SPACES,
         )
         segments = transcribe_online(online, blocks)
     else:
@@ -219,35 +225,24 @@ def _stream(
     return 0
 
 
-def _is_online(options: argparse.Namespace, loaded: LoadedModel, decoding: DecodingConfig) -> bool:
+def _is_online(
+    options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt, decoding: DecodingConfig
+) -> bool:
     """Return whether to decode frame by frame: if the model can, and no option prevents it."""
     from effasr.transcription.online import is_streamable
 
     if not is_streamable(loaded.model) or decoding.method in ("attention", "language_model"):
         return False
-    given = {"--words": options.words, "--beam": decoding.beam > 1, "--lm": decoding.lm is not None}
+    given = {
+        "--beam": decoding.beam > 1,
+        "--lm": decoding.lm is not None,
+        "--confidence": options.confidence,
+        "--target-language": not prompt.monotonic,
+    }
     against = [name for name, is_given in given.items() if is_given]
     if against:
         _note(f"waits for pauses, not frame by frame, because of {' and '.join(against)}")
     return not against
-
-
-def _seconds(text: str) -> float:
-    """Read a duration: 480ms, 0.48s or 0.48."""
-    number, scale = text, 1.0
-    for unit, size in (("ms", 1e-3), ("s", 1.0)):
-        if text.endswith(unit):
-            number, scale = text.removesuffix(unit), size
-            break
-    try:
-        seconds = float(number) * scale
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"must be seconds above 0, such as 480ms or 0.48, but is {text!r}"
-        )
-    return seconds
 
 
 def _style(options: argparse.Namespace) -> Style:

@@ -81,8 +81,8 @@ SURFACE = {
     ],
     "import": ["MODEL", "OUT"],
     "export": [
-        "RUN_OR_MODEL", "OUT", "--format {huggingface,nemo,onnx}",
-        "--averaged N", "--license LICENCE", "--author NAME",
+        "RUN_OR_MODEL", "OUT", "--format {huggingface,nemo,onnx,sherpa-onnx}",
+        "--averaged N", "--license LICENCE", "--author NAME", "--latency S",
     ],
     "recipes": ["ACTION", "RECIPE", "FILE"],
     "completion": [],
