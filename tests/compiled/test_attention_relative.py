@@ -42,7 +42,8 @@ def _launches(
 
 def _compiled(kernel: str) -> aot.Resources:
     launches = _launches(64, torch.bfloat16, 90)
-    return aot.compile_launch(launches[_KERNELS.index(kernel)], 90)
+    (one,) = (x for x in launches if x.kernel.fn.__name__ == kernel)
+    return aot.compile_launch(one, 90)
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 100])
@@ -95,4 +96,5 @@ def test_nothing_compiles_anew_for_other_lengths() -> None:
             64, torch.bfloat16, 90, layout=layout, spare=draw.randrange(40), heads=2
         ):
             keys.add(aot.key(launched))
-    assert len(keys) == len(_KERNELS)
+    # The sums of the biases' gradients and of the table's have tiles of their own.
+    assert len(keys) == len(_KERNELS) + 2

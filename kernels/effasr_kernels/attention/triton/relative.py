@@ -25,6 +25,7 @@ from effasr_kernels.attention.triton.config import padded_width
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import launch
 from effasr_kernels.runtime.tiles import count_tiles, tile_table
+from effasr_kernels.shared.partial_sums import summed
 
 _STEP = forward.STEP.value
 _PROGRAMS = 1024
@@ -118,7 +119,7 @@ def relative_backward(
     tiles = _tiles(layout_q, block_m)
     if grad_q is None:
         grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
-    grad_biases = q.new_empty(2, tiles, heads, width, dtype=torch.float32)
+    grad_biases = q.new_empty(tiles, 2, heads, width, dtype=torch.float32)
     launch(
         backward.grad_queries,
         (tiles, heads),
@@ -129,7 +130,7 @@ def relative_backward(
         **_options(width, block_m, block_w, warps, 1),
         BLOCK_N=block_n,
     )
-    by_content, by_position = grad_biases.sum(1).to(q.dtype)
+    by_content, by_position = summed(grad_biases, q.dtype)
     grad_table = _grad_table(
         ds, q, position.position_bias, table, layout_q, layout_k, scale, context
     )
@@ -162,7 +163,7 @@ def _grad_table(
         *(splits, scale, heads, *q.stride()[:2], *bounds(context, layout_k)),
         **_options(width, block_m, block_w, warps, stages),
     )
-    return by_split.sum(0).to(table.dtype)
+    return summed(by_split, table.dtype, rows=16)
 
 
 def bounds(
