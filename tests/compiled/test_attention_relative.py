@@ -34,7 +34,10 @@ def _launches(
     q, k, _ = torch.empty(layout.rows, 3, heads, width, dtype=dtype).unbind(1)
     bias, table = q.new_empty(heads, width), q.new_empty(2 * reach - 1, heads, width)
     with launch.recording(divmod(architecture, 10)) as launches:
-        scores = relative_scores(q, bias, table, layout, layout)
+        biased = q.new_empty(q.shape)
+        scores = relative_scores(
+            *(q, bias, table, layout, layout), content_bias=bias, biased=biased
+        )
         position = RelativeBias(bias, bias, table)
         relative_backward(scores, q, k, position, layout, layout, 0.125)
     return launches

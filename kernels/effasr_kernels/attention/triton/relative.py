@@ -44,6 +44,9 @@ def relative_scores(
     layout_q: PackedLayout,
     layout_k: PackedLayout,
     context: Context | None = None,
+    *,
+    content_bias: Tensor | None = None,
+    biased: Tensor | None = None,
 ) -> Tensor:
     r"""Compute the part of the scores that depends on distance, before scaling.
 
@@ -60,6 +63,9 @@ def relative_scores(
         layout_q: Layout of ``q``.
         layout_k: Layout of the keys.
         context: The keys that a query sees; by default all of its sequence.
+        content_bias: u, (H, D), to write the queries of the other part of the scores, too.
+        biased: Where to write q + u, rounded to the dtype of ``q``: (T_q, H, D), contiguous. The
+            tail is not written.
 
     Returns:
         (T_q, H, W), the dtype of ``q``, with W the `bias_width` of ``layout_k.max_seqlen_bound``.
@@ -74,6 +80,7 @@ def relative_scores(
         forward.scores,
         (_tiles(layout_q, block_m), heads),
         *(out, q, position_bias.contiguous(), table),
+        *(None if content_bias is None else content_bias.contiguous(), biased),
         *_sizes(layout_q, layout_k, table, out, block_m),
         *(heads, *q.stride()[:2], *table.stride()[:2]),
         *bounds(context, layout_k),
