@@ -88,12 +88,12 @@ def _partial_sums(frames: int) -> float:
     Each program of a backward writes one in float32, and their number is bounded by that of the
     multiprocessors: small batches have more of them per frame.
     """
-    width, hidden, norms, networks = 512, 2_048, 5, 2
+    width, hidden, networks = 512, 2_048, 2
     groups = -(-frames // 4)
-    # A weight and a bias.
-    of_norms = 2 * 4 * min(groups, norm._PROGRAMS // width)
+    # Weights and biases of five norms, and the biases of four branches.
+    of_norms = 14 * 4 * min(groups, norm._PROGRAMS // width)
     of_biases = 4 * min(groups, activation._PROGRAMS // (hidden // activation._MOST_COLUMNS))
-    return (norms * of_norms + networks * of_biases * hidden / width) / frames
+    return (of_norms + networks * of_biases * hidden / width) / frames
 
 
 def test_the_figures_of_a_step_agree_with_each_other() -> None:

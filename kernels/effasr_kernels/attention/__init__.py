@@ -27,7 +27,7 @@ def attention(
     scale: float | None = None,
     position: Rotary | RelativeBias | None = None,
     dropout: float = 0.0,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
     backend: Backend | str | None = None,
 ) -> Tensor:
     r"""Attend from each query to the keys of its own sequence.

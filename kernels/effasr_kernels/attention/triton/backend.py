@@ -189,14 +189,17 @@ def _prepare(a: AttentionArguments, narrowness: float | None, *, backward: bool)
         # The backward reads each query once for every tile of keys, so they are rotated before.
         if backward or not in_kernel:
             q = rotated(q, a.layout_q, angles, q.dtype)
-    if backward and a.content_bias is not None:
-        # Added here, as in the loop over queries it would prevent the compiler from prefetching.
-        q = q + a.content_bias
     bias = None
     if a.position_bias is not None and a.position_table is not None:
+        content_bias = a.content_bias if backward else None
+        biased = None if content_bias is None else q.new_empty(q.shape)
         bias = relative_scores(
-            a.q, a.position_bias, a.position_table, a.layout_q, a.layout_k, a.context
+            *(a.q, a.position_bias, a.position_table, a.layout_q, a.layout_k, a.context),
+            content_bias=content_bias,
+            biased=biased,
         )
+        # Added before, as in the loop over queries it would prevent the compiler from prefetching.
+        q = q if biased is None else biased
     cos, sin = angles if angles is not None and in_kernel else (None, None)
     return _Call(
         *(a, q, k, v, angles, in_kernel),
