@@ -27,8 +27,8 @@ SURFACE = {
         "--subsampling {4,8}", "--jobs N",
     ],
     "tokenizer": [
-        "MANIFEST...", "OUT", "--language LANG", "--vocab-size N", "--shared", "--subsampling {4,8}",
-        "--model-type {unigram,bpe}",
+        "MANIFEST...", "OUT", "--language LANG", "--vocab-size N", "--shared",
+        "--subsampling {4,8}", "--model-type {unigram,bpe}",
     ],
     "init": [
         "TRAIN...", "--dev MANIFEST", "--output FILE.yaml", "--tokenizer FOLDER",

@@ -123,7 +123,7 @@ def _compare(
 
 
 @pytest.mark.parametrize("mode", [*MODES, *BIASED])
-@pytest.mark.representative(mode=["pre-norm", "pre-norm, biased"])
+@pytest.mark.representative(mode=["pre-norm", "pre-norm, bias"])
 def test_every_layout(mode: str, lengths: tuple[int, ...], device: torch.device) -> None:
     _compare(lengths, torch.float32, device, mode, rows=sum(lengths) + 6)
 
