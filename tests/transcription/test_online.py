@@ -107,6 +107,8 @@ def _recorded(recognizer: OnlineRecognizer) -> dict[int, list[Tensor]]:
 @pytest.mark.parametrize("size", [0, 4000, 1280, 100_000], ids=lambda size: f"pieces_{size}")
 @pytest.mark.parametrize("context", CONTEXTS, ids=str)
 @pytest.mark.parametrize("head", HEADS)
+@pytest.mark.representative(size=0)
+@pytest.mark.representative(head="tdt", context=CONTEXTS[0])
 def test_a_stream_is_the_whole_recording(
     streaming_model: Make,
     tokenizer: Tokenizer,
