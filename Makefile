@@ -123,7 +123,8 @@ audit: $(VENV)/.audit
 	$(BIN)/bandit --quiet --severity-level medium --recursive effasr kernels/effasr_kernels
 	@if ! $(BIN)/pip-audit --skip-editable > $(VENV)/audit.log 2>&1; then \
 	  if grep -q "known vulnerabilit" $(VENV)/audit.log; then cat $(VENV)/audit.log; exit 1; fi; \
-	  echo "audit: pip-audit cannot reach its data, so dependencies were NOT checked"; \
+	  echo "audit: pip-audit cannot reach its data, so dependencies were NOT checked:"; \
+	  tail -n 1 $(VENV)/audit.log; \
 	fi
 
 lint: $(VENV)/.test
