@@ -17,7 +17,7 @@ from effasr.untrusted.documents import read_yaml
 
 DECODING_FILE = "decoding.yaml"
 
-_WEIGHTS = {"lm": ("lm_weight",), "second_lm": ("second_lm_weight", "second_word_bonus")}
+_WEIGHTS = {"lm": ("lm_unit", "lm_weight"), "second_lm": ("second_lm_weight", "second_word_bonus")}
 """What holds for one language model alone."""
 
 
@@ -32,6 +32,7 @@ class _Stored:
     ctc_weight: float | None = None
     no_repeat_ngram: int | None = None
     lm: str | None = None
+    lm_unit: Literal["token", "word"] | None = None
     lm_weight: float | None = None
     second_lm: str | None = None
     second_lm_weight: float | None = None
