@@ -56,13 +56,14 @@ SYSTEMS = ("best", "oracle", "tuned", "fusion", "word_fusion", "second_pass")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what has no row yet."""
     options = _parser().parse_args(arguments)
-    names = ("run", "method", "system")
+    names = ("beam", "order", "run", "method", "system")
     done = {tuple(row[name] for name in names) for row in rows.read(options.csv)}
+    same = (str(options.beam), str(options.order))
     for run in options.runs:
         loaded = load_model(resolve(run), choose_device(options.device))
         models = _estimate(options, loaded)
         for method in options.methods:
-            wanted = [name for name in SYSTEMS if (str(run), method, name) not in done]
+            wanted = [name for name in SYSTEMS if (*same, str(run), method, name) not in done]
             for row in measured(options, loaded, method, models, wanted):
                 rows.append(options.csv, COLUMNS, {"run": str(run), **row})
                 show(f"{run} {method} {row['system']}: WER {100 * row['wer']:.2f} %")
