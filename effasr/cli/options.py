@@ -170,6 +170,11 @@ def add_decoding(parser: argparse.ArgumentParser, *, beam: int = 1) -> None:
         "(ARPA, plain or .gz), or the folder of a causal language model of transformers",
     )
     parser.add_argument(
+        "--lm-unit",
+        choices=("token", "word"),
+        help="of the n-grams: token ids (the default), or words, which count where they end",
+    )
+    parser.add_argument(
         "--lm-weight", type=float, metavar="W", help="of it in the scores (default: 0.3)"
     )
     parser.add_argument(
@@ -254,7 +259,7 @@ def decoding_config(options: argparse.Namespace, *, words: bool = False) -> Deco
 
     names = (
         *("method", "beam", "length_penalty", "coverage_penalty", "ctc_weight"),
-        *("no_repeat_ngram", "lm", "lm_weight"),
+        *("no_repeat_ngram", "lm", "lm_unit", "lm_weight"),
         *("second_lm", "second_lm_weight", "second_word_bonus"),
     )
     given = {name: getattr(options, name, None) for name in names}

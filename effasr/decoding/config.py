@@ -40,9 +40,11 @@ class DecodingConfig:
         no_repeat_ngram: With the attention decoder, n: no n tokens in a row come twice in a
             transcript, which ends loops. A small n also forbids what is rightly said twice. None to
             allow all.
-        lm: Language model over token ids for shallow fusion with the attention decoder or a CTC
-            beam: an ARPA file of n-grams, plain or gzipped, or the folder of a causal language
-            model of transformers with the same vocabulary; None for none.
+        lm: Language model for shallow fusion with the attention decoder or a CTC beam: an ARPA file
+            of n-grams, plain or gzipped, or the folder of a causal language model of transformers
+            with the same vocabulary; None for none.
+        lm_unit: ``token`` for n-grams over token ids in decimal, ``word`` for n-grams over words,
+            whose scores are added where words end: see `effasr.decoding.lm.word_fusion`.
         lm_weight: Factor of its log-probability. None for 0.3, and where there is no ``lm``.
         max_symbols: Most labels per frame in the greedy search of a transducer.
         frame_budget: Encoder frames of a batch, of 80 ms each; twice as many for a FastConformer
@@ -90,6 +92,7 @@ class DecodingConfig:
     ctc_weight: float = 0.0
     no_repeat_ngram: int | None = None
     lm: Path | None = None
+    lm_unit: Literal["token", "word"] = "token"
     lm_weight: float | None = None
     max_symbols: int = 10
     frame_budget: int = 4096
@@ -136,6 +139,8 @@ class DecodingConfig:
             rule = f"be from 1 to `beam` = {self.beam}"
             remedy = "a search finds at most as many transcripts as its beam has places"
             check(1 <= self.nbest <= self.beam, "nbest", rule, self.nbest, remedy)
+        rule = "be token where there is no `lm`"
+        check(self.lm is not None or self.lm_unit == "token", "lm_unit", rule, self.lm_unit)
         if self.score_parts:
             rule = "be at least 2 with `score_parts`"
             check((self.nbest or 0) >= 2, "nbest", rule, self.nbest)

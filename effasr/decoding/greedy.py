@@ -16,6 +16,8 @@ from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.decoded import Decoded, with_details
 from effasr.decoding.lm.neural import load_neural_lm
 from effasr.decoding.lm.ngram import TokenLM, load_ngrams
+from effasr.decoding.lm.word_fusion import WordFusion
+from effasr.decoding.lm.words import load_word_ngrams
 from effasr.decoding.nbest.hypothesis import Hypothesis
 from effasr.decoding.nbest.parts import with_parts
 from effasr.decoding.tdt_beam import tdt_beam
@@ -105,13 +107,17 @@ def load_lm(config: DecodingConfig, model: ASRModel, tokenizer: Tokenizer) -> To
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is no model over the tokens of this model.
+        ValueError: It is no model over the tokens of this model, or over words.
     """
     if config.lm is None:
         return None
     if config.lm.is_dir():
+        rule = "be token for a folder, whose model is over tokens"
+        check(config.lm_unit == "token", "lm_unit", rule, config.lm_unit)
         device = next(model.parameters()).device
         return load_neural_lm(config.lm, model.vocab_size, tokenizer.eos_id, device)
+    if config.lm_unit == "word":
+        return WordFusion(load_word_ngrams(config.lm), tokenizer)
     return load_ngrams(config.lm, model.vocab_size, tokenizer.eos_id)
 
 

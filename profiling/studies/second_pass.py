@@ -11,6 +11,7 @@ CORPUS/dev.jsonl as `effasr tune` does, and error rates are of CORPUS/test.jsonl
 - oracle: the text with the fewest errors among those that it has found;
 - tuned: beam search with other shares of CTC and another length penalty;
 - fusion: beam search with n-grams over tokens, and the weights of tuned;
+- word_fusion: the same with n-grams over words;
 - second_pass: a choice by n-grams over words among the texts that beam search has found.
 
 Rows that are there already are not measured again.
@@ -32,7 +33,7 @@ from ngram_estimate import arpa
 from small_data.table import rates, show
 
 from effasr.checkpoint import LoadedModel, load_model, resolve
-from effasr.data.manifest.reader import named
+from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.decoding.config import DecodingConfig
 from effasr.distributed.process_group import choose_device
 from effasr.evaluation.evaluate import evaluate, openable_cuts
@@ -49,19 +50,20 @@ COLUMNS = (
 tuning; ``seconds``: of decoding the test set, with one process."""
 
 
-SYSTEMS = ("best", "oracle", "tuned", "fusion", "second_pass")
+SYSTEMS = ("best", "oracle", "tuned", "fusion", "word_fusion", "second_pass")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what has no row yet."""
     options = _parser().parse_args(arguments)
-    names = ("run", "method", "system")
+    names = ("beam", "order", "run", "method", "system")
     done = {tuple(row[name] for name in names) for row in rows.read(options.csv)}
+    same = (str(options.beam), str(options.order))
     for run in options.runs:
         loaded = load_model(resolve(run), choose_device(options.device))
         models = _estimate(options, loaded)
         for method in options.methods:
-            wanted = [name for name in SYSTEMS if (str(run), method, name) not in done]
+            wanted = [name for name in SYSTEMS if (*same, str(run), method, name) not in done]
             for row in measured(options, loaded, method, models, wanted):
                 rows.append(options.csv, COLUMNS, {"run": str(run), **row})
                 show(f"{run} {method} {row['system']}: WER {100 * row['wer']:.2f} %")
@@ -82,6 +84,7 @@ def measured(
         "oracle": replace(plain, nbest=options.beam),
         "tuned": plain,
         "fusion": replace(plain, lm=models["tokens"]),
+        "word_fusion": replace(plain, lm=models["words"], lm_unit="word"),
         "second_pass": replace(plain, nbest=options.beam, second_lm=models["words"]),
     }
     if method != "attention":
@@ -131,7 +134,9 @@ def _wer(errors: Sequence[Any]) -> float:
 def _estimate(options: argparse.Namespace, loaded: LoadedModel) -> dict[str, Path]:
     """Write n-grams over the tokens of a model, and over words; return the files."""
     language = loaded.prompt.source
-    texts = [one.text for _, one in named(options.corpus / "train.jsonl", language=language)]
+    path = options.corpus / "train.jsonl"
+    lines = (parse_object(line, f"{path}:{number}") for number, line in numbered_lines(path))
+    texts = [str(row["text"]) for row in lines]
     units = {
         "tokens": [
             [str(token) for token in loaded.tokenizer.encode(text, language)] for text in texts

@@ -16,6 +16,7 @@ DECODING = [
     "--ctc-weight W",
     "--no-repeat-ngram N",
     "--lm FILE",
+    "--lm-unit {token,word}",
     "--lm-weight W",
     "--instruction TEXT",
     "--gap S",

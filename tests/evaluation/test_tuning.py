@@ -1,6 +1,7 @@
 """Choice of weights on n-best lists: planted weights, chance, and the command."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,6 +146,8 @@ def test_options_of_a_file_are_those_of_the_command_line(tmp_path) -> None:
     )
     other = parsed(*again, "--lm", "other.arpa")
     assert (other.lm, other.lm_weight) == (Path("other.arpa"), None)
+    same = parsed(*again, "--lm", os.path.relpath(lm))
+    assert same.lm_weight == 0.2
     path.write_text("beams: 4\n")
     with pytest.raises(ValueError, match=r"unknown field.*did you mean `beam`"):
         parsed(*again)

@@ -57,11 +57,17 @@ def test_systems_are_measured_once(tmp_path, model, tokenizer, noise, capsys) ->
     options += ["--work", str(tmp_path / "work"), "--device", "cpu", "--limit", "2"]
     assert study.main([*options, "--methods", "ctc"]) == 0
     rows = list(csv.DictReader(out.read_text().splitlines()))
-    assert [row["system"] for row in rows] == ["best", "oracle", "fusion", "second_pass"]
+    assert [row["system"] for row in rows] == [
+        "best",
+        "oracle",
+        "fusion",
+        "word_fusion",
+        "second_pass",
+    ]
     found = {row["system"]: float(row["wer"]) for row in rows}
     assert found["oracle"] <= min(found["best"], found["second_pass"])
     assert {row["utterances"] for row in rows} == {"2"}
-    assert rows[3]["weights"].startswith("second_lm_weight=")
+    assert rows[4]["weights"].startswith("second_lm_weight=")
     capsys.readouterr()
     assert study.main([*options, "--methods", "ctc"]) == 0
     assert capsys.readouterr().out == ""

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 
-from effasr.decoding.lm.arpa import BEGIN, Arpa, Context, read_arpa
+from effasr.decoding.lm.arpa import BEGIN, Arpa, read_arpa
 
 _UNKNOWN = -2
 
@@ -23,6 +23,7 @@ class WordNgrams:
 
     Attributes:
         order: Words of the longest n-gram.
+        end_id: The id of the end of a text.
     """
 
     def __init__(self, arpa: Arpa, ids: dict[str, int]) -> None:
@@ -30,6 +31,7 @@ class WordNgrams:
         self.order = len(arpa.ngrams)
         self._ngrams, self._ids = arpa.ngrams, ids
         self._unknown = arpa.unknown * math.log(10)
+        self.end_id = ids.get("</s>", _UNKNOWN)
 
     def log_probs(self, texts: Sequence[tuple[str, str]]) -> list[float]:
         """Return the log-probability of each text after what was said before it, in nats.
@@ -39,7 +41,7 @@ class WordNgrams:
         Args:
             texts: What was said before, perhaps nothing, and the text to score.
         """
-        return [self._log_prob(self.word_ids(before), self.word_ids(own)) for before, own in texts]
+        return [self._of_text(self.word_ids(before), self.word_ids(own)) for before, own in texts]
 
     def word_ids(self, text: str) -> list[int]:
         """Return the ids of the words of a text, which white space separates."""
@@ -53,16 +55,22 @@ class WordNgrams:
                 return self._ids[form]
         return _UNKNOWN if plain else None
 
-    def _log_prob(self, before: Sequence[int], own: Sequence[int]) -> float:
-        said = (BEGIN, *before)
+    def _of_text(self, before: Sequence[int], own: Sequence[int]) -> float:
+        said = [BEGIN, *before]
         total = 0.0
         for word in own:
-            total += self._next(said[max(0, len(said) - self.order + 1) :], word)
-            said = (*said[-self.order :], word)
+            total += self.log_prob(said, word)
+            said.append(word)
         return total
 
-    def _next(self, context: Context, word: int) -> float:
-        """Return the log-probability of a word after at most ``order - 1`` others."""
+    def log_prob(self, said: Sequence[int], word: int) -> float:
+        """Return the log-probability of a word in nats after others, of which ``BEGIN`` is first.
+
+        Args:
+            said: Ids of `word_ids`; without ``BEGIN`` the text has begun before them.
+            word: An id, or ``end_id``.
+        """
+        context = tuple(said[max(0, len(said) - self.order + 1) :])
         weights = 0.0
         while True:
             found = self._ngrams[len(context)].get((*context, word))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from effasr.untrusted.documents import read_yaml
 
 DECODING_FILE = "decoding.yaml"
 
-_WEIGHTS = {"lm": ("lm_weight",), "second_lm": ("second_lm_weight", "second_word_bonus")}
+_WEIGHTS = {"lm": ("lm_unit", "lm_weight"), "second_lm": ("second_lm_weight", "second_word_bonus")}
 """What holds for one language model alone."""
 
 
@@ -32,6 +33,7 @@ class _Stored:
     ctc_weight: float | None = None
     no_repeat_ngram: int | None = None
     lm: str | None = None
+    lm_unit: Literal["token", "word"] | None = None
     lm_weight: float | None = None
     second_lm: str | None = None
     second_lm_weight: float | None = None
@@ -62,8 +64,8 @@ def read_decoding(path: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
     chosen = {name: value for name, value in given.items() if value is not None}
     for name, weights in _WEIGHTS.items():
         if name in fields:
-            fields[name] = Path(fields[name])
-        if name in chosen and chosen[name] != fields.get(name):
+            fields[name] = _absolute(fields[name])
+        if name in chosen and _absolute(chosen[name]) != fields.get(name):
             fields = {key: value for key, value in fields.items() if key not in weights}
     return fields | chosen
 
@@ -81,8 +83,12 @@ def write_decoding(path: str | Path, config: DecodingConfig, comment: str) -> No
     for name in asdict(_Stored()):
         value = getattr(config, name)
         if value != getattr(plain, name):
-            row[name] = str(value.absolute()) if isinstance(value, Path) else value
+            row[name] = str(_absolute(value)) if isinstance(value, Path) else value
     text = f"# {escape_line(comment)}\n{yaml.safe_dump(row, sort_keys=False, allow_unicode=True)}"
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text.encode("utf-8"))
+
+
+def _absolute(path: str | Path) -> Path:
+    return Path(os.path.abspath(path))

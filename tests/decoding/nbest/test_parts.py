@@ -9,6 +9,7 @@ from effasr.decoding.lm.texts import log_probs_of_texts
 from tests.decoding.cases import decode_all, make_examples
 
 WEIGHT = 0.4
+WORDS = ["one", "two", "three", "four", "five", "six"]
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +32,27 @@ def arpa(tokenizer, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3])
-def test_parts_of_the_decoder_add_up(share, examples, model, tokenizer, arpa) -> None:
+@pytest.fixture(scope="module")
+def words_arpa(tmp_path_factory):
+    """Words of the tokenizer's texts, and what follows them."""
+    lines = ["\\data\\", f"ngram 1={len(WORDS) + 3}", f"ngram 2={len(WORDS)}", "\\1-grams:"]
+    lines += ["-2.5\t<unk>", "-99\t<s>\t-0.6", "-1.1\t</s>"]
+    lines += [f"-{n}.25\t{word}\t-0.{n}" for n, word in enumerate(WORDS)]
+    pairs = zip(["<s>", *WORDS], [*WORDS[1:], "</s>"], strict=False)
+    lines += ["\\2-grams:", *(f"-0.3\t{a} {b}" for a, b in pairs), "\\end\\"]
+    path = tmp_path_factory.mktemp("words") / "lm.arpa"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(("share", "unit"), [(0.0, "token"), (0.3, "token"), (0.3, "word")])
+def test_parts_of_the_decoder_add_up(
+    share, unit, examples, model, tokenizer, arpa, words_arpa
+) -> None:
     found = decode_all(
         examples, model, tokenizer, method="attention", beam=4, nbest=3, score_parts=True,
-        ctc_weight=share, lm=arpa, lm_weight=WEIGHT, length_penalty=0.6,
+        ctc_weight=share, lm=words_arpa if unit == "word" else arpa, lm_unit=unit,
+        lm_weight=WEIGHT, length_penalty=0.6,
     )  # fmt: skip
     listed = [one for result in found for one in result.alternatives]
     assert len({one.tokens for one in listed}) > 6
