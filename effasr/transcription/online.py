@@ -436,12 +436,13 @@ class OnlineStream:
             offset=first * of.frame_seconds,
             spaces=of.spaces,
         )
-        after = self._tokens[-1][1] + 1
-        self._loudness.forget(after)
-        # The next segment's first word may start right there. Else the last frame may extend
-        # beyond the audio, as the number of frames is rounded up.
-        end = after * of.frame_seconds if goes_on else self.seconds
-        return tuple(replace(word, end=min(word.end, end)) for word in found)
+        last = self._tokens[-1][1]
+        # It stays for the next segment, which a transducer may begin at the same frame.
+        self._loudness.forget(last)
+        # The next word may start there. Else the last frame may extend beyond the audio, as the
+        # number of frames is rounded up.
+        end = last * of.frame_seconds if goes_on else self.seconds
+        return tuple(replace(word, end=max(word.start, min(word.end, end))) for word in found)
 
     def _end(self) -> None:
         self._end_segment()

@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections import deque
+from array import array
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +63,7 @@ class Served:
         audio_s: Seconds of audio.
         busy_s: Seconds in `OnlineRecognizer.decode`.
         texts: Transcript of each recording.
-        algorithmic_s: Algorithmic delay of each frame.
+        algorithmic_s: Number of frames by their algorithmic delay, of which there are few values.
         delays_s: The rest of the delay, of each chunk of each stream.
         rss_mb: Resident memory of the process after the first simulated minute, and at the end.
     """
@@ -70,8 +71,8 @@ class Served:
     audio_s: float = 0.0
     busy_s: float = 0.0
     texts: list[str] = field(default_factory=list)
-    algorithmic_s: list[float] = field(default_factory=list)
-    delays_s: list[float] = field(default_factory=list)
+    algorithmic_s: Counter[float] = field(default_factory=Counter)
+    delays_s: array[float] = field(default_factory=lambda: array("d"))
     rss_mb: tuple[float, float] = (0.0, 0.0)
 
 
@@ -89,7 +90,8 @@ def row(recognizer: OnlineRecognizer, served: Served, streams: int) -> dict[str,
 
 def measured(served: Served) -> dict[str, Any]:
     """Return the columns of the measured values."""
-    algorithmic = np.quantile(served.algorithmic_s, (0.5, 0.99))
+    counts = served.algorithmic_s
+    algorithmic = np.quantile(np.repeat(list(counts), list(counts.values())), (0.5, 0.99))
     delays = np.quantile(served.delays_s, (0.5, 0.9, 0.99))
     names = ("algorithmic_p50_s", "algorithmic_p99_s", "delay_p50_s", "delay_p90_s", "delay_p99_s")
     times = zip(names, (*algorithmic, *delays), strict=True)
@@ -203,7 +205,7 @@ def _note_delays(served: Served, recognizer: OnlineRecognizer, one: _Live, now: 
         beyond = one.stream.samples_needed - size * (one.stream.frames + chunk)
         needed = min(size * (one.decoded + chunk) + beyond, len(one.audio))
         served.delays_s.append(now - one.begin - needed / rate)
-        served.algorithmic_s += [max(0, needed - size * (frame + 1)) / rate for frame in frames]
+        served.algorithmic_s.update(max(0, needed - size * (frame + 1)) / rate for frame in frames)
         one.decoded = frames.stop
 
 

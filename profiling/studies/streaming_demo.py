@@ -96,10 +96,10 @@ def _full(
         served.busy_s += passed
         served.audio_s += len(audio) / rate
         served.delays_s.append(passed)
-        served.algorithmic_s += [
+        served.algorithmic_s.update(
             max(0, len(audio) - (frame + 1) * framing.samples) / rate
             for frame in range(framing.frames(len(audio)))
-        ]
+        )
     fields = {"method": method, "context": FULL, "streams": 1}
     threads = {"threads": torch.get_num_threads()}
     return _row() | fields | threads | streams.measured(served), served.texts

@@ -295,13 +295,19 @@ def test_words_are_timed_by_the_frames_of_their_tokens(
         assert found.end == pytest.approx(min(word.end, 4), abs=0.031)
 
 
+@pytest.mark.parametrize(("head", "seconds"), [("ctc", 20), ("rnnt", 4)])
 def test_words_late_in_a_stream_have_their_own_times(
-    streaming_model: Make, tokenizer: Tokenizer, noise: Callable[..., np.ndarray]
+    streaming_model: Make,
+    tokenizer: Tokenizer,
+    noise: Callable[..., np.ndarray],
+    head: str,
+    seconds: int,
 ) -> None:
+    """The transducer says ten labels in many frames, between which segments end."""
     recognizer = OnlineRecognizer(
-        streaming_model("ctc"), tokenizer, longest_seconds=1.0, words=True
+        streaming_model(head), tokenizer, longest_seconds=seconds / 20, words=True
     )
-    stream, audio = recognizer.open(), noise(20)
+    stream, audio = recognizer.open(), noise(seconds)
     segments = []
     for piece in _pieces(audio, 0):
         stream.feed(piece)
@@ -315,9 +321,10 @@ def test_words_late_in_a_stream_have_their_own_times(
     words = [word for segment in segments for word in segment.words or ()]
     assert [word.text for word in words] == [w for one in segments for w in one.text.split()]
     times = [time for word in words for time in (word.start, word.end)]
-    assert times == pytest.approx(sorted(times))
+    # Where words share a frame, a segment may end half a frame after the next one begins.
+    assert times == pytest.approx(sorted(times), abs=0.041)
     assert len(segments) > 3
-    assert times[-1] > 10
+    assert times[-1] > seconds / 2
     for segment in segments:
         for word in segment.words or ():
             assert segment.start - 0.5 <= word.start <= word.end <= segment.end + 0.7
