@@ -141,7 +141,7 @@ def padded_rows(planned: Lengths, lengths: UtteranceLengths, layout: Layout) -> 
     batches = shuffled[: len(shuffled) // count * count].reshape(-1, count, 2)
     used, taken = batches.sum((0, 1)), batches.max(1).sum(0) * count
     frames, tokens = (
-        # Multiples of 16 that are no width of a layer.
+        # Whole groups of 16 rows, and one for a tail.
         -(-int(np.ceil(sum(x[n] for x in planned) * taken[n] / used[n])) // 16) * 16 + 16
         for n in (0, 1)
     )
