@@ -42,16 +42,25 @@ help:
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 
+# $(1) is the extras. Modules are compiled afterwards, on all cores and without the models of
+# transformers, of which a few are imported; pip would take half a minute for them on one core. That
+# a package has a file for another version of Python is no failure.
+define install
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable ".[$(1)]"
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 -x transformers/models $(VENV)/lib || true
+endef
+TESTED := demo,huggingface,lamb,onnx,test
+
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/pip
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[demo]"
+	$(call install,demo)
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/pip
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[demo,huggingface,lamb,onnx,test]"
+	$(call install,$(TESTED))
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.audit: pyproject.toml constraints.txt | $(VENV)/.test
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[audit]"
+	$(call install,audit)
 	@touch $@
 
 $(VENV)/.wheels: pyproject.toml | $(VENV)/bin/pip
@@ -114,7 +123,8 @@ audit: $(VENV)/.audit
 	$(BIN)/bandit --quiet --severity-level medium --recursive effasr kernels/effasr_kernels
 	@if ! $(BIN)/pip-audit --skip-editable > $(VENV)/audit.log 2>&1; then \
 	  if grep -q "known vulnerabilit" $(VENV)/audit.log; then cat $(VENV)/audit.log; exit 1; fi; \
-	  echo "audit: pip-audit cannot reach its data, so dependencies were NOT checked"; \
+	  echo "audit: pip-audit cannot reach its data, so dependencies were NOT checked:"; \
+	  tail -n 1 $(VENV)/audit.log; \
 	fi
 
 lint: $(VENV)/.test

@@ -24,6 +24,7 @@ enum { kBestInstructions = 0, kBaseInstructions = 1, kAvx2 = 2, kAvx512 = 3 };
 
 // score(i, j) = scale * ((q_i + content_bias) . k_j + (q_i + position_bias) . table[reach-1 + i-j])
 // with i and j counted from zero in their own sequence; without `table` it is scale * q_i . k_j.
+// Head h of q reads head h / group of k and v.
 typedef struct {
   PackedHeads q, k, v;
   PackedHeads out;             // zero for a query without keys, and in the tail
@@ -43,7 +44,8 @@ typedef struct {
   float sigma;                 // width of the penalty
   float dropout;               // probability to drop a weight in `out`, in [0, 1)
   int32_t sequences;
-  int32_t heads;
+  int32_t heads;               // of q
+  int32_t group;               // heads of q that share a head of k and v; 1 with `table`
   int32_t width;
   int32_t reach;               // with `table`: at least the longest length
   int32_t causal;              // whether query i attends only to keys 0 to i

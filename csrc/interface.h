@@ -6,7 +6,7 @@
 
 #pragma once
 
-#define EFFASR_INTERFACE 2
+#define EFFASR_INTERFACE 3
 
 #ifdef __cplusplus
 extern "C" {

@@ -224,16 +224,18 @@ def resolve(path: str | Path) -> Path:
     """Return the model directory of a path: itself, or the best, else the latest, of a run.
 
     Raises:
-        CheckpointError: There is no model.
+        CheckpointError: There is no model, or ``best`` or ``latest`` names none.
     """
     path = Path(path)
     if (path / DESCRIPTION).is_file():
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    candidates = [follow(folder / "best"), follow(folder / "latest"), *newest_first(folder)]
-    for target in candidates:
+    for pointer in (folder / "best", folder / "latest"):
+        target = follow(pointer)
         if target is not None:
             return target
+    for target in newest_first(folder):
+        return target
     raise CheckpointError(
         f"{path} must be a model directory or a run with a checkpoint, but has neither "
         f"{DESCRIPTION} nor checkpoints/step_*."
@@ -383,7 +385,25 @@ def point(pointer: Path, target: Path) -> None:
 
 
 def follow(pointer: Path) -> Path | None:
-    """Return the model directory that `point` named; None if there is none."""
+    """Return the model directory that `point` named; None if there is no pointer.
+
+    Raises:
+        CheckpointError: It names none.
+    """
+    try:
+        # Twice, as a run may have pointed elsewhere and removed the former checkpoint meanwhile.
+        target = _target(pointer) or _target(pointer)
+    except ValueError:
+        target = None
+    if target is None and pointer.is_file():
+        raise CheckpointError(
+            f"{pointer} must name a checkpoint beside it, but does not: write the name of one into "
+            "it, or remove it."
+        )
+    return target
+
+
+def _target(pointer: Path) -> Path | None:
     if not pointer.is_file():
         return None
     target = pointer.parent / plain_name(read_text(pointer, 4096).strip(), str(pointer))

@@ -2,6 +2,8 @@
 
     python profiling/bench_inference.py [--size small|full] [--shapes 24/24 32/4 17/4 18/8]
         [--batch 16] [--peer] [--output ROWS.csv]
+    python profiling/bench_inference.py --streams 1 16 64 [--chunks 13 7 3] [--longest 30]
+        [--output ROWS.csv]
 
 Models of random weights, encoder layers / decoder layers, transcribe utterances as long as real
 ones, each by as many tokens as English of that length has, whatever they are: so depth alone
@@ -11,6 +13,10 @@ and the rest, the host's own bookkeeping; the split of the median pass is given.
 transformers' Canary generates from the same weights and audio, padded, as many tokens of each
 utterance; how far transcripts agree is checked before anything is timed. With random weights two
 tokens are now and then equally likely up to rounding; from there on an utterance goes its own way.
+
+With --streams, the encoder of each shape (17 layers by default) with a CTC head decodes that many
+streams at a time, frame by frame, with each chunk of --chunks frames, which sees about five seconds
+before it. All streams are noise of --longest seconds. See `bench.streams` for the delays.
 """
 
 from __future__ import annotations
@@ -21,14 +27,15 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
-from bench import rows
+from bench import rows, streams
 from bench.peer_features import parakeet_features
 from bench.provenance import provenance
 from bench.workload import LISTED, read_durations
@@ -36,14 +43,20 @@ from bench.workload import LISTED, read_durations
 from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
 from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
+from effasr.transcription.online import OnlineRecognizer
 from effasr.transcription.packed_weights import PackedWeights
+from effasr_kernels import Context
 
 TOKENS_PER_SECOND = 3.6
 PROMPT = (7, 4, 16, 5)
+SHAPES = ("24/24", "32/4", "17/4", "18/8")
+SEEN_FRAMES = 64
+"""Earlier frames that a chunk of a stream sees."""
 COLUMNS = (
     *("system", "shape", "size", "batch", "audio_s", "tokens", "rtfx", "p20_s", "p50_s", "p80_s"),
     *("encoder_s", "prefill_s", "decode_s", "host_s", "agreement", "dtype"),
@@ -98,23 +111,11 @@ def build(shape: str, size: Size, device: torch.device, dtype: torch.dtype) -> A
     Raises:
         ValueError: The shape is not two numbers of layers.
     """
-    parts = shape.split("/")
-    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
-        raise ValueError(
-            f"`shape` must be ENCODER_LAYERS/DECODER_LAYERS, such as 32/4, but is {shape!r}."
-        )
-    encoder, decoder = map(int, parts)
-    torch.manual_seed(0)
+    encoder, decoder = _layers(shape)
     config = ModelConfig(
         ctc=False,
         features=FeatureConfig(mel_bins=size.mel_bins),
-        encoder=FastConformerConfig(
-            width=size.width,
-            layers=encoder,
-            heads=size.heads,
-            feed_forward=4 * size.width,
-            subsampling_channels=size.channels,
-        ),
+        encoder=_encoder(encoder, size),
         decoder=DecoderConfig(
             width=size.width,
             layers=decoder,
@@ -123,6 +124,53 @@ def build(shape: str, size: Size, device: torch.device, dtype: torch.dtype) -> A
             max_positions=1024,
         ),
     )
+    return _drawn(config, size, device, dtype)
+
+
+def build_streaming(
+    shape: str, size: Size, chunk: int, device: torch.device, dtype: torch.dtype
+) -> ASRModel:
+    """Return a model of random weights that decodes streams by CTC, in chunks of so many frames.
+
+    Raises:
+        ValueError: The shape is not two numbers of layers; its decoder is left out.
+    """
+    context = Context(SEEN_FRAMES, 0, chunk)
+    config = ModelConfig(
+        ctc=True,
+        features=FeatureConfig(mel_bins=size.mel_bins, normalize=False),
+        encoder=replace(
+            _encoder(_layers(shape)[0], size),
+            conv_norm="layer_norm",
+            context=(context,),
+            causal_convolution=True,
+        ),
+        decoder=None,
+    )
+    return _drawn(config, size, device, dtype)
+
+
+def _layers(shape: str) -> tuple[int, int]:
+    parts = shape.split("/")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise ValueError(
+            f"`shape` must be ENCODER_LAYERS/DECODER_LAYERS, such as 32/4, but is {shape!r}."
+        )
+    return int(parts[0]), int(parts[1])
+
+
+def _encoder(layers: int, size: Size) -> FastConformerConfig:
+    return FastConformerConfig(
+        width=size.width,
+        layers=layers,
+        heads=size.heads,
+        feed_forward=4 * size.width,
+        subsampling_channels=size.channels,
+    )
+
+
+def _drawn(config: ModelConfig, size: Size, device: torch.device, dtype: torch.dtype) -> ASRModel:
+    torch.manual_seed(0)
     # Weights are drawn where they are used: on a host, a billion of them takes a quarter minute.
     with torch.device("meta"):
         model = ASRModel(config, size.classes)
@@ -321,9 +369,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = options.size or ("full" if device.type == "cuda" else "small")
     dtype = torch.bfloat16 if device.type == "cuda" and not options.peer else torch.float32
+    if options.streams:
+        _serve_streams(options, name, device)
+        return 0
     spoken = utterances(options.batch, device, options.longest)
     table = _Table(options.output)
-    for shape in options.shapes:
+    for shape in options.shapes or SHAPES:
         model = build(shape, SIZES[name], device, dtype)
         fields = {"shape": shape, "size": name, "batch": options.batch} | provenance(device)
         fields["dtype"] = str(dtype).removeprefix("torch.")
@@ -350,11 +401,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+class Numbers:
+    """Spells each token as its number; all that decoding a stream asks of a tokenizer."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the numbers."""
+        return " ".join(map(str, ids))
+
+
+def _serve_streams(options: argparse.Namespace, name: str, device: torch.device) -> None:
+    """Time each shape with each chunk and each number of streams, and write the rows."""
+    size, rate = SIZES[name], FeatureConfig().sample_rate
+    noise = 0.1 * np.random.default_rng(0).standard_normal(10 * rate).astype(np.float32)
+    audio = streams.Repeated(noise, round(options.longest * rate))
+    for shape in options.shapes or SHAPES[2:3]:
+        for chunk in options.chunks:
+            model = build_streaming(shape, size, chunk, device, torch.float32)
+            for count in options.streams:
+                recognizer = OnlineRecognizer(model, cast(Tokenizer, Numbers()), streams=count)
+                warm_up = [streams.Repeated(noise, rate)] * count
+                streams.serve(recognizer, warm_up, count)
+                served = streams.serve(recognizer, [audio] * count, count, options.tick)
+                one = dict.fromkeys(streams.COLUMNS, "") | streams.row(recognizer, served, count)
+                one |= provenance(device) | {
+                    "model": f"{name}, {shape.split('/')[0]} encoder layers",
+                    "tick_s": options.tick,
+                    "dtype": "float32",
+                }
+                sys.stdout.write(streams.described(one) + "\n")
+                sys.stdout.flush()
+                if options.output is not None:
+                    rows.append(options.output, streams.COLUMNS, one)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", nargs="+", default=["24/24", "32/4", "17/4", "18/8"])
+    parser.add_argument("--shapes", nargs="+", help=f"default: {' '.join(SHAPES)}")
     parser.add_argument("--size", choices=list(SIZES), help="small on a CPU, full on a GPU")
     parser.add_argument("--batch", type=int, default=16, help="utterances")
     parser.add_argument("--longest", type=float, default=30.0, help="seconds of an utterance")
@@ -362,6 +446,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--peer", action="store_true", help="also transformers' Canary, float32")
     parser.add_argument(
         "--agreement", type=float, default=0.9, help="share of tokens that must agree with it"
+    )
+    parser.add_argument("--streams", nargs="+", type=int, help="numbers of streams at a time")
+    parser.add_argument("--chunks", nargs="+", type=int, default=[13, 7, 3], help="frames")
+    parser.add_argument(
+        "--tick", type=float, default=0.0, help="least seconds between two steps of the streams"
     )
     parser.add_argument("--output", type=Path, help="CSV to append to")
     return parser

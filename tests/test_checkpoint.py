@@ -321,3 +321,31 @@ def test_the_manifest_lists_every_file(tmp_path, model, tokenizer) -> None:
 def test_keep_must_be_positive(tmp_path) -> None:
     with pytest.raises(ValueError, match="`keep` must be at least 1, but is 0"):
         RunCheckpoints(tmp_path, keep=0)
+
+
+def test_no_checkpoint_is_removed_while_the_best_is_not_known(
+    tmp_path, model, tokenizer, caplog
+) -> None:
+    checkpoints = RunCheckpoints(tmp_path, keep=1)
+    checkpoints.save(10, model, tokenizer, state(10), is_best=True)
+    (tmp_path / "best").write_text("step_00000090\n")
+    with caplog.at_level(logging.WARNING, "effasr"):
+        checkpoints.save(20, model, tokenizer, state(20))
+    assert folders(checkpoints) == ["step_00000010", "step_00000020"]
+    assert "best must name a checkpoint beside it, but does not: write the name" in caplog.text
+    with pytest.raises(CheckpointError, match="best must name a checkpoint beside it"):
+        resolve(tmp_path)
+    (tmp_path / "best").write_text("step_00000010\n")
+    checkpoints.save(30, model, tokenizer, state(30))
+    assert folders(checkpoints) == ["step_00000010", "step_00000030"]
+
+
+def test_a_best_that_was_damaged_is_no_longer_pointed_at(tmp_path, model, tokenizer) -> None:
+    checkpoints = RunCheckpoints(tmp_path, keep=3)
+    checkpoints.save(10, model, tokenizer, state(10))
+    checkpoints.save(20, model, tokenizer, state(20), is_best=True)
+    cut_short(checkpoints.path(20))
+    assert checkpoints.newest()[1]["step"] == 10
+    checkpoints.save(15, model, tokenizer, state(15))
+    assert folders(checkpoints) == ["step_00000010", "step_00000015"]
+    assert resolve(tmp_path).name == "step_00000015"

@@ -54,8 +54,9 @@ struct Backward {
       std::fill(sums.table, sums.table + static_cast<int64_t>(part.rows_of_table(s)) * pitch, 0.0f);
     }
     const bool copied = part.end - part.begin > 2 * kPanel;
-    const HeadRows k = gather(rows_of(a.k, s.first_key, s.head), s.keys, a.width, copied, k_rows);
-    const HeadRows v = gather(rows_of(a.v, s.first_key, s.head), s.keys, a.width, copied, v_rows);
+    const int head = s.key_head(a);
+    const HeadRows k = gather(rows_of(a.k, s.first_key, head), s.keys, a.width, copied, k_rows);
+    const HeadRows v = gather(rows_of(a.v, s.first_key, head), s.keys, a.width, copied, v_rows);
     for (int i = part.begin; i < part.end; i += kPanel) {
       const HeadRows dq = rows_of(g.q, s.first_query + i, s.head);
       if (s.keys > 0) {
@@ -67,8 +68,8 @@ struct Backward {
       }
     }
     if (!whole) return;
-    write_rows(sums.keys, s.keys, a.width, kLn2, rows_of(g.k, s.first_key, s.head));
-    write_rows(sums.values, s.keys, a.width, 1.0f, rows_of(g.v, s.first_key, s.head));
+    write_rows(sums.keys, s.keys, a.width, kLn2, rows_of(g.k, s.first_key, head));
+    write_rows(sums.values, s.keys, a.width, 1.0f, rows_of(g.v, s.first_key, head));
   }
 
   void add_panel(const PackedAttention& a, const AttentionGradients& g, const HeadSequence& s,

@@ -67,8 +67,9 @@ struct Forward {
     if (s.keys == 0) return write_nothing(a, s, begin, end);
     const bool copied = end - begin > 2 * kPanel;
     const int keys = a.causal ? std::min(s.keys, end) : s.keys;
-    const HeadRows k = gather(rows_of(a.k, s.first_key, s.head), keys, a.width, copied, k_rows);
-    const HeadRows v = gather(rows_of(a.v, s.first_key, s.head), keys, a.width, copied, v_rows);
+    const int head = s.key_head(a);
+    const HeadRows k = gather(rows_of(a.k, s.first_key, head), keys, a.width, copied, k_rows);
+    const HeadRows v = gather(rows_of(a.v, s.first_key, head), keys, a.width, copied, v_rows);
     for (int i = begin; i < end; i += kPanel) attend(a, s, Panel(a, s, i), k, v);
   }
 

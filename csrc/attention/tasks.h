@@ -42,8 +42,9 @@ struct Once {
   }
 };
 
-inline void clear_tail(const PackedAttention& a, const PackedHeads& x, int64_t from, int64_t to) {
-  for (int h = 0; h < a.heads; ++h) {
+inline void clear_tail(const PackedAttention& a, const PackedHeads& x, int heads, int64_t from,
+                       int64_t to) {
+  for (int h = 0; h < heads; ++h) {
     const HeadRows rows = rows_of(x, 0, h);
     for (int64_t t = from; t < to; ++t) std::fill(rows[t], rows[t] + a.width, 0.0f);
   }
@@ -55,7 +56,7 @@ int run_forward(const PackedAttention& a, int threads) {
     return a.heads * ((s.queries + kQueriesOfTask - 1) / kQueriesOfTask);
   });
   const int64_t end = a.sequences > 0 ? a.cu_q[a.sequences] : 0;
-  clear_tail(a, a.out, end, a.rows_q);
+  clear_tail(a, a.out, a.heads, end, a.rows_q);
   if (a.penalty != nullptr) {
     std::fill(a.penalty + end * a.heads, a.penalty + a.rows_q * a.heads, 0.0f);
   }
@@ -95,14 +96,15 @@ class BackwardTasks {
     backward.run(a_, g, s, part_of(s, (task - first_[n]) / a_.heads), sums_[task]);
   }
 
-  // Adds up the contributions of all parts of sequences for one head, in order.
+  // Adds up the contributions of all parts of sequences for one head, in order; the first head of a
+  // group adds those to its keys and values.
   void add_up(const AttentionGradients& g, int h) const {
     if (a_.table != nullptr) clear_shared(g, h);
     std::vector<double> content(a_.width, 0.0), position(a_.width, 0.0);
     for (int n = 0; n < a_.sequences; ++n) {
       const HeadSequence s(a_, n, h);
       const int parts = parts_of(s);
-      if (parts > 1) add_keys(g, s, parts);
+      if (shares_keys(a_, s) && h % a_.group == 0) add_keys(g, s, parts);
       if (a_.table == nullptr) continue;
       for (int i = 0; i < parts; ++i) {
         const Sums& sums = sums_[task_of(s, i)];
@@ -128,7 +130,7 @@ class BackwardTasks {
   int64_t place(int task, float* memory) {
     const int n = sequence_of(first_, task);
     const HeadSequence s(a_, n, 0);
-    const int64_t keys = parts_of(s) > 1 ? static_cast<int64_t>(s.keys) * pitch_ : 0;
+    const int64_t keys = shares_keys(a_, s) ? static_cast<int64_t>(s.keys) * pitch_ : 0;
     const Part part = part_of(s, (task - first_[n]) / a_.heads);
     const int64_t rows = a_.table == nullptr ? 0 : part.rows_of_table(s);
     if (memory != nullptr) {
@@ -140,9 +142,10 @@ class BackwardTasks {
   }
 
   void add_keys(const AttentionGradients& g, const HeadSequence& s, int parts) const {
-    const HeadRows dk = rows_of(g.k, s.first_key, s.head), dv = rows_of(g.v, s.first_key, s.head);
-    for (int i = 0; i < parts; ++i) {
-      const Sums& sums = sums_[task_of(s, i)];
+    const int head = s.key_head(a_);
+    const HeadRows dk = rows_of(g.k, s.first_key, head), dv = rows_of(g.v, s.first_key, head);
+    for (int i = 0; i < a_.group * parts; ++i) {
+      const Sums& sums = sums_[task_of(HeadSequence(a_, s.number, s.head + i / parts), i % parts)];
       for (int j = 0; j < s.keys; ++j) {
         const float *k = sums.keys + static_cast<int64_t>(j) * pitch_;
         const float *v = sums.values + static_cast<int64_t>(j) * pitch_;
@@ -185,9 +188,10 @@ class BackwardTasks {
 template <class Backward>
 int run_backward(const PackedAttention& a, const AttentionGradients& g, int pitch, int threads) {
   const int last = a.sequences;
-  clear_tail(a, g.q, last > 0 ? a.cu_q[last] : 0, a.rows_q);
-  clear_tail(a, g.k, last > 0 ? a.cu_k[last] : 0, a.rows_k);
-  clear_tail(a, g.v, last > 0 ? a.cu_k[last] : 0, a.rows_k);
+  const int key_heads = a.heads / a.group;
+  clear_tail(a, g.q, a.heads, last > 0 ? a.cu_q[last] : 0, a.rows_q);
+  clear_tail(a, g.k, key_heads, last > 0 ? a.cu_k[last] : 0, a.rows_k);
+  clear_tail(a, g.v, key_heads, last > 0 ? a.cu_k[last] : 0, a.rows_k);
   threads = worthwhile(a, threads);
   BackwardTasks tasks(a, pitch);
   const int failed = for_each_sequence<Once<Backward>>(

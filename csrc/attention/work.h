@@ -39,6 +39,9 @@ struct HeadSequence {
       : number(n), head(h), queries(a.cu_q[n + 1] - a.cu_q[n]), keys(a.cu_k[n + 1] - a.cu_k[n]),
         first_query(a.cu_q[n]), first_key(a.cu_k[n]) {}
 
+  // The head of keys and values, which the heads of a group share.
+  int key_head(const PackedAttention& a) const { return head / a.group; }
+
   // Index of query i in a tensor (rows_q, heads).
   int64_t place(const PackedAttention& a, int i) const {
     return (first_query + i) * a.heads + head;
@@ -65,6 +68,11 @@ inline int parts_of(const HeadSequence& s) {
 inline Part part_of(const HeadSequence& s, int number) {
   const int begin = number * queries_of_part(s);
   return {begin, std::min(s.queries, begin + queries_of_part(s))};
+}
+
+// Whether several tasks have a share in the gradients of the keys of a head.
+inline bool shares_keys(const PackedAttention& a, const HeadSequence& s) {
+  return a.group > 1 || parts_of(s) > 1;
 }
 
 // Contributions of a backward task to sums over tasks; null for results without such sums.

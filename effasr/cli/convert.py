@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effasr.cli.options import RUN_HELP, AddCommand, at_least, folder, log, print_line
+from effasr.cli.options import RUN_HELP, AddCommand, at_least, folder, log, print_line, seconds
 from effasr.cli.progress import working
 
 if TYPE_CHECKING:
@@ -96,7 +96,11 @@ def add_export(command: AddCommand) -> None:
         "With --format onnx: encoder.onnx; of an attention decoder decoder_step.onnx; of a",
         "transducer predictor.onnx and joint.onnx; onnx.json, which says what goes in and comes",
         "out, and how to search; and the tokenizer. Where onnxruntime is installed, the graphs are",
-        "compared with the model.",
+        "compared with the model. Of a model that decodes streams, encoder_step.onnx encodes the",
+        "next chunk of each stream, with its caches as inputs and outputs.",
+        "",
+        "With --format sherpa-onnx: model.onnx of a CTC head; encoder.onnx, decoder.onnx and",
+        "joiner.onnx of a transducer; and tokens.txt, as sherpa-onnx reads NeMo's models.",
         "",
         "With --format nemo, or where OUT ends in .nemo: that file, which NeMo's",
         "ASRModel.restore_from loads. The tokenizer must be that of a .nemo file, or of",
@@ -107,7 +111,7 @@ def add_export(command: AddCommand) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder or .nemo file to write")
     parser.add_argument(
         "--format",
-        choices=("huggingface", "nemo", "onnx"),
+        choices=("huggingface", "nemo", "onnx", "sherpa-onnx"),
         help="what to write (default: nemo where OUT ends in .nemo, else huggingface)",
     )
     parser.add_argument(
@@ -124,6 +128,13 @@ def add_export(command: AddCommand) -> None:
         help="as the hub names it, such as cc-by-4.0 or apache-2.0",
     )
     parser.add_argument("--author", metavar="NAME", help="who made the model")
+    parser.add_argument(
+        "--latency",
+        type=seconds,
+        metavar="S",
+        help="with --format onnx: longest chunk of a model that decodes streams, such as 480ms "
+        "(default: its first)",
+    )
 
 
 def run_export(options: argparse.Namespace) -> int:
@@ -143,6 +154,8 @@ def run_export(options: argparse.Namespace) -> int:
             return _language_model(options, loaded, format_)
         if format_ == "onnx":
             return _onnx(options, loaded)
+        if format_ == "sherpa-onnx":
+            return _sherpa(options, loaded)
         if format_ == "nemo":
             return _nemo(options, loaded)
         return _hugging_face(options, loaded, sources)
@@ -216,6 +229,8 @@ def _format(options: argparse.Namespace) -> str:
             f"`--license` and `--author` must be left out for `--format {chosen}`, which has no "
             "model card."
         )
+    if chosen != "onnx" and options.latency is not None:
+        raise ValueError(f"`--latency` must be left out for `--format {chosen}`.")
     return chosen
 
 
@@ -234,6 +249,7 @@ def _onnx(options: argparse.Namespace, loaded: LoadedModel) -> int:
 
     from effasr.decoding.config import DecodingConfig
     from effasr.interop.onnx.export import check_onnx, export_onnx
+    from effasr.transcription.online import context_for, is_streamable
 
     tokenizer = loaded.tokenizer
     texts: dict[str, Any] = {
@@ -244,17 +260,35 @@ def _onnx(options: argparse.Namespace, loaded: LoadedModel) -> int:
     }
     if loaded.model.transducer is not None:
         texts["max_symbols"] = DecodingConfig().max_symbols
-    graphs = export_onnx(loaded.model, options.out, texts)
+    context = None
+    if options.latency is not None or is_streamable(loaded.model):
+        context = context_for(loaded.model, options.latency)
+    graphs = export_onnx(loaded.model, options.out, texts, context)
     tokenizer.save(options.out)
     checked = importlib.util.find_spec("onnxruntime") is not None
     if checked:
-        check_onnx(loaded.model, options.out)
+        check_onnx(loaded.model, options.out, context)
     else:
         log("export", "the graphs are not checked, as onnxruntime is not installed")
     how = ", the same as the model in onnxruntime" if checked else ""
     *first, last = graphs
     names = f"{', '.join(first)} and {last}" if first else last
     print_line(f"{options.out}: {names}{how}")
+    return 0
+
+
+def _sherpa(options: argparse.Namespace, loaded: LoadedModel) -> int:
+    """Write the graphs and the tokens for sherpa-onnx."""
+    from effasr.data.tokenizer.sentence_piece import AggregateTokenizer
+    from effasr.interop.onnx.sherpa import export_sherpa
+
+    if not isinstance(loaded.tokenizer, AggregateTokenizer):
+        raise ValueError(
+            "`tokenizer` must be of SentencePiece for sherpa-onnx, but is a "
+            f"{type(loaded.tokenizer).__name__}."
+        )
+    graphs = export_sherpa(loaded.model, options.out, loaded.tokenizer.pieces())
+    print_line(f"{options.out}: {', '.join(graphs)} and tokens.txt, for sherpa-onnx")
     return 0
 
 

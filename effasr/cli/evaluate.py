@@ -13,6 +13,7 @@ from effasr.cli.options import (
     add_confidence,
     add_decoding,
     add_nbest,
+    add_second_pass,
     at_least,
     decoding_config,
     folder,
@@ -59,18 +60,21 @@ def add(command: AddCommand) -> None:
     )
     add_decoding(parser)
     add_nbest(parser)
+    add_second_pass(parser)
     add_confidence(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the error rates, and write the results next to the run."""
-    from effasr.checkpoint import load_model, resolve
+    from effasr.checkpoint import WEIGHTS, load_model, resolve
+    from effasr.data.checksums import sha256
     from effasr.distributed.process_group import choose_device
     from effasr.evaluation.evaluate import evaluate, openable_cuts
     from effasr.evaluation.result import save
     from effasr.evaluation.tables import report
 
-    loaded = load_model(resolve(options.run), choose_device(options.device))
+    directory = resolve(options.run)
+    loaded = load_model(directory, choose_device(options.device))
     cuts, unreadable = openable_cuts(
         options.manifest, language=options.language or loaded.prompt.source
     )
@@ -99,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
             f"written nowhere, as {options.run} is no run: --output FOLDER keeps the results"
         )
     else:
-        save(evaluation, folder)
+        save(evaluation, folder, model=sha256(directory / WEIGHTS))
         print_line(f"written to {folder}")
     if evaluation.failures:
         log("evaluate", f"{len(evaluation.failures)} utterances failed and are not counted")

@@ -34,6 +34,7 @@ from effasr.cli import (
 from effasr.cli.conversations import chat
 from effasr.cli.installation import completion, doctor, recipes
 from effasr.cli.options import print_line
+from effasr.cli.second_pass import correction_data, tune
 from effasr.cli.untranscribed import label
 from effasr.untrusted.display import TerminalFormatter, escape_controls, escape_line
 from effasr.untrusted.streams import (
@@ -215,9 +216,11 @@ def build_parser() -> argparse.ArgumentParser:
         calibrate.add,
         train.add,
         evaluate.add,
+        tune.add,
         compare.add,
         transcribe.add,
         label.add,
+        correction_data.add,
         chat.add,
         convert.add_import,
         convert.add_export,

@@ -6,6 +6,7 @@ The modules of the commands import nothing heavy at the top, so that ``--help`` 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -42,6 +43,24 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def seconds(text: str) -> float:
+    """Parse a duration: 480ms, 0.48s or 0.48."""
+    number, scale = text, 1.0
+    for unit, size in (("ms", 1e-3), ("s", 1.0)):
+        if text.endswith(unit):
+            number, scale = text.removesuffix(unit), size
+            break
+    try:
+        found = float(number) * scale
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"must be seconds above 0, such as 480ms or 0.48, but is {text!r}"
+        )
+    return found
 
 
 def add_language(parser: argparse.ArgumentParser) -> None:
@@ -91,16 +110,31 @@ def add_beam(parser: argparse.ArgumentParser, result: str) -> None:
     )
 
 
-def add_decoding(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `decoding_config` reads."""
+def add_decoding(parser: argparse.ArgumentParser, *, beam: int = 1) -> None:
+    """Add the options that `decoding_config` reads; ``beam`` is the default of ``--beam``.
+
+    Those that ``--decoding`` may set are None where they are not given.
+    """
     add_device(parser)
+    parser.set_defaults(default_beam=beam)
+    parser.add_argument(
+        "--decoding",
+        type=Path,
+        metavar="FILE.yaml",
+        help="options of the search that are not given, as `effasr tune` chose them",
+    )
     parser.add_argument(
         "--method",
         choices=("auto", "attention", "transducer", "ctc", "language_model"),
-        default="auto",
         help="auto (the default): the first of the others that the model has",
     )
-    add_beam(parser, "utterance")
+    greedy = ", greedy" if beam == 1 else ""
+    parser.add_argument(
+        "--beam",
+        type=at_least(1),
+        metavar="N",
+        help=f"hypotheses of each utterance in beam search (default: {beam}{greedy})",
+    )
     parser.add_argument(
         "--length-penalty",
         type=float,
@@ -118,7 +152,6 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ctc-weight",
         type=float,
-        default=0.0,
         metavar="W",
         help="share of CTC in the scores of the attention decoder, 0 to 1; needs both (default: 0)",
     )
@@ -135,6 +168,11 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="language model over token ids for the attention decoder or a beam of CTC: n-grams "
         "(ARPA, plain or .gz), or the folder of a causal language model of transformers",
+    )
+    parser.add_argument(
+        "--lm-unit",
+        choices=("token", "word"),
+        help="of the n-grams: token ids (the default), or words, which count where they end",
     )
     parser.add_argument(
         "--lm-weight", type=float, metavar="W", help="of it in the scores (default: 0.3)"
@@ -172,6 +210,27 @@ def add_nbest(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_second_pass(parser: argparse.ArgumentParser) -> None:
+    """Add ``--second-lm`` and its weights."""
+    parser.add_argument(
+        "--second-lm",
+        type=Path,
+        metavar="LM",
+        help="language model which chooses among the --nbest texts of each segment (default of "
+        "--nbest then: --beam): folder of a causal language model of transformers with a tokenizer "
+        "of its own, or n-grams over words (ARPA, plain or .gz)",
+    )
+    parser.add_argument(
+        "--second-lm-weight", type=float, metavar="W", help="of it in the ranks (default: 0.3)"
+    )
+    parser.add_argument(
+        "--second-word-bonus",
+        type=float,
+        metavar="B",
+        help="with --second-lm: added for each word (default: 0)",
+    )
+
+
 def add_confidence(parser: argparse.ArgumentParser) -> None:
     """Add ``--confidence`` and ``--calibration``."""
     parser.add_argument(
@@ -192,19 +251,31 @@ def add_confidence(parser: argparse.ArgumentParser) -> None:
 def decoding_config(options: argparse.Namespace, *, words: bool = False) -> DecodingConfig:
     """Return the decoding configuration that the options of `add_decoding` ask for.
 
-    Those of `add_nbest` and `add_confidence` count as well, where the command has them.
+    Those of `add_nbest`, `add_second_pass` and `add_confidence` count as well, where the command
+    has them. What is not given comes from the file of ``--decoding``, if there is one.
     """
     from effasr.decoding.config import DecodingConfig
+    from effasr.evaluation.tuning.decoding_file import read_decoding
 
     names = (
         *("method", "beam", "length_penalty", "coverage_penalty", "ctc_weight"),
-        "no_repeat_ngram",
-        *("lm", "lm_weight", "instruction", "frame_budget"),
+        *("no_repeat_ngram", "lm", "lm_unit", "lm_weight"),
+        *("second_lm", "second_lm_weight", "second_word_bonus"),
     )
+    given = {name: getattr(options, name, None) for name in names}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if options.decoding is not None:
+        chosen = read_decoding(options.decoding, chosen)
+    chosen.setdefault("beam", options.default_beam)
+    nbest = getattr(options, "nbest", None)
+    if nbest is None and "second_lm" in chosen:
+        nbest = chosen["beam"]
     return DecodingConfig(
-        **{name: getattr(options, name) for name in names},
+        **chosen,
+        instruction=options.instruction,
+        frame_budget=options.frame_budget,
         gap_seconds=options.gap or None,
-        nbest=getattr(options, "nbest", None),
+        nbest=nbest,
         word_confidence=getattr(options, "confidence", False),
         calibration=getattr(options, "calibration", None),
         words=words,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Iterable
@@ -18,15 +17,18 @@ from effasr.cli.options import (
     add_confidence,
     add_decoding,
     add_nbest,
+    add_second_pass,
     at_least,
     decoding_config,
     folder,
     log,
+    seconds,
 )
 
 if TYPE_CHECKING:
     from effasr.checkpoint import LoadedModel
     from effasr.data.prompt import Prompt
+    from effasr.decoding.config import DecodingConfig
     from effasr.transcription.inputs.sources import Source
     from effasr.transcription.outputs.writers import Style
     from effasr.transcription.results import Segment
@@ -87,7 +89,10 @@ def add(command: AddCommand) -> None:
     )
     parser.add_argument("--json", action="store_true", help="the same as --format json")
     parser.add_argument(
-        "--words", action="store_true", help="find when each word is said; needs a CTC head"
+        "--words",
+        action="store_true",
+        help="find when each word is said; needs a CTC head, except in a stream that is decoded "
+        "frame by frame",
     )
     parser.add_argument(
         "--output",
@@ -115,7 +120,7 @@ def add(command: AddCommand) -> None:
     )
     stream.add_argument(
         "--latency",
-        type=_seconds,
+        type=seconds,
         metavar="S",
         help="longest delay, such as 480ms: of a model with a limited context, which decodes frame "
         "by frame, its longest chunk (default: its first); of others, how long to wait for a pause "
@@ -123,6 +128,7 @@ def add(command: AddCommand) -> None:
     )
     add_decoding(parser)
     add_nbest(parser)
+    add_second_pass(parser)
     add_confidence(parser)
 
 
@@ -136,14 +142,15 @@ def run(options: argparse.Namespace) -> int:
     from effasr.transcription.results import Failure, Transcription
     from effasr.transcription.transcribe import transcribe
 
-    _check(options)
+    decoding = decoding_config(options, words=options.words)
+    _check(options, decoding)
     loaded = load_model(resolve(options.run), choose_device(options.device))
     source = options.language or loaded.prompt.source
     target = source if options.language else loaded.prompt.target
     task = "transcribe" if target == source else "translate"
     default = Prompt(source, target, task, loaded.prompt.punctuation)
     if options.stream:
-        return _stream(options, loaded, _asked(default, options))
+        return _stream(options, loaded, _asked(default, options), decoding)
     sources = _sources(options, default)
     writer = ResultWriter(_style(options), options.output, sources)
     if options.continued:
@@ -158,7 +165,7 @@ def run(options: argparse.Namespace) -> int:
             loaded.tokenizer,
             sources,
             prompt=_asked(default, options),
-            config=decoding_config(options, words=options.words),
+            config=decoding,
             on_audio=progress.heard,
         )
         for result in results:
@@ -180,8 +187,11 @@ def run(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _stream(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt) -> int:
+def _stream(
+    options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt, decoding: DecodingConfig
+) -> int:
     """Transcribe standard input, writing each segment as soon as it is known."""
+    from effasr.data.prompt import WITHOUT_SPACES
     from effasr.transcription.online import OnlineRecognizer, context_for, transcribe_online
     from effasr.transcription.outputs.writers import StreamWriter
     from effasr.transcription.recognizer import Recognizer
@@ -192,14 +202,15 @@ def _stream(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt) ->
         channels=options.channels or 1,
         encoding=options.encoding or "s16le",
     )
-    decoding = decoding_config(options, words=options.words)
     blocks = raw_blocks(sys.stdin.buffer, form, loaded.model.config.features.sample_rate)
-    if _is_online(options, loaded):
+    if _is_online(options, loaded, prompt, decoding):
         online = OnlineRecognizer(
             loaded.model,
             loaded.tokenizer,
             context=context_for(loaded.model, options.latency),
-            method=options.method,
+            method=decoding.method,  # type: ignore[arg-type]  # _is_online excludes the others
+            words=options.words,
+            spaces=prompt.target not in WITHOUT_SPACES,
         )
         segments = transcribe_online(online, blocks)
     else:
@@ -214,35 +225,24 @@ def _stream(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt) ->
     return 0
 
 
-def _is_online(options: argparse.Namespace, loaded: LoadedModel) -> bool:
+def _is_online(
+    options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt, decoding: DecodingConfig
+) -> bool:
     """Return whether to decode frame by frame: if the model can, and no option prevents it."""
     from effasr.transcription.online import is_streamable
 
-    if not is_streamable(loaded.model) or options.method in ("attention", "language_model"):
+    if not is_streamable(loaded.model) or decoding.method in ("attention", "language_model"):
         return False
-    given = {"--words": options.words, "--beam": options.beam > 1, "--lm": options.lm is not None}
+    given = {
+        "--beam": decoding.beam > 1,
+        "--lm": decoding.lm is not None,
+        "--confidence": options.confidence,
+        "--target-language": not prompt.monotonic,
+    }
     against = [name for name, is_given in given.items() if is_given]
     if against:
         _note(f"waits for pauses, not frame by frame, because of {' and '.join(against)}")
     return not against
-
-
-def _seconds(text: str) -> float:
-    """Read a duration: 480ms, 0.48s or 0.48."""
-    number, scale = text, 1.0
-    for unit, size in (("ms", 1e-3), ("s", 1.0)):
-        if text.endswith(unit):
-            number, scale = text.removesuffix(unit), size
-            break
-    try:
-        seconds = float(number) * scale
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"must be seconds above 0, such as 480ms or 0.48, but is {text!r}"
-        )
-    return seconds
 
 
 def _style(options: argparse.Namespace) -> Style:
@@ -268,13 +268,14 @@ class _MissingTimestamps:
             _note(what + (", and their words share their time evenly" if as_ctm else ""))
 
 
-def _check(options: argparse.Namespace) -> None:
-    if options.nbest is not None and _style(options) != "json":
+def _check(options: argparse.Namespace, decoding: DecodingConfig) -> None:
+    listed = options.nbest is not None and decoding.second_lm is None
+    if listed and _style(options) != "json":
         raise ValueError("`--nbest` must have `--json`: no other format holds several texts.")
     if options.confidence and _style(options) != "json":
         raise ValueError("`--confidence` must have `--json`: no other format holds confidences.")
     if options.stream:
-        _check_stream(options)
+        _check_stream(options, decoding)
         return
     for name in ("sample_rate", "channels", "encoding", "latency"):
         if getattr(options, name) is not None:
@@ -288,7 +289,12 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("`--continue` must have `--output FOLDER`, to see what is there already.")
 
 
-def _check_stream(options: argparse.Namespace) -> None:
+def _check_stream(options: argparse.Namespace, decoding: DecodingConfig) -> None:
+    if decoding.second_lm is not None:
+        raise ValueError(
+            "`--second-lm` must be left out with `--stream`: it reads the earlier segments of a "
+            "recording, which is transcribed as a whole."
+        )
     if options.files not in ([], ["-"]) or options.manifest is not None:
         raise ValueError("`--stream` must have no other input than standard input: leave out FILE.")
     if options.output is not None or options.continued:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from effasr.untrusted.files import open_regular
 
 _CHUNK = 1 << 22
+_FIELD = "checksum"
 
 
 def checksum(path: Path) -> list[int]:
@@ -48,3 +50,27 @@ def verify(folder: Path, files: Mapping[str, Any]) -> None:
             raise ValueError(f"{path} does not have its original {size} bytes.")
         if checksum(path) != [size, value]:
             raise ValueError(f"{path} does not match its checksum.")
+
+
+def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with a field more: ``checksum``, the CRC-32 of all others."""
+    return {**content, _FIELD: _crc32(content)}
+
+
+def verify_content(content: Mapping[str, Any], name: str) -> None:
+    """Compare a JSON object with its checksum, if it has one: older files have none.
+
+    Args:
+        content: The object, as read.
+        name: Name of the file, for messages.
+
+    Raises:
+        ValueError: It was changed.
+    """
+    others = {key: value for key, value in content.items() if key != _FIELD}
+    if _FIELD in content and content[_FIELD] != _crc32(others):
+        raise ValueError(f"{name} does not match its checksum: a value of it was changed.")
+
+
+def _crc32(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

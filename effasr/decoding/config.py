@@ -40,9 +40,11 @@ class DecodingConfig:
         no_repeat_ngram: With the attention decoder, n: no n tokens in a row come twice in a
             transcript, which ends loops. A small n also forbids what is rightly said twice. None to
             allow all.
-        lm: Language model over token ids for shallow fusion with the attention decoder or a CTC
-            beam: an ARPA file of n-grams, plain or gzipped, or the folder of a causal language
-            model of transformers with the same vocabulary; None for none.
+        lm: Language model for shallow fusion with the attention decoder or a CTC beam: an ARPA file
+            of n-grams, plain or gzipped, or the folder of a causal language model of transformers
+            with the same vocabulary; None for none.
+        lm_unit: ``token`` for n-grams over token ids in decimal, ``word`` for n-grams over words,
+            whose scores are added where words end: see `effasr.decoding.lm.word_fusion`.
         lm_weight: Factor of its log-probability. None for 0.3, and where there is no ``lm``.
         max_symbols: Most labels per frame in the greedy search of a transducer.
         frame_budget: Encoder frames of a batch, of 80 ms each; twice as many for a FastConformer
@@ -64,6 +66,14 @@ class DecodingConfig:
         workers: Threads that load audio.
         nbest: Hypotheses of each utterance to report with their scores, the transcript included,
             from 1 to ``beam``; None for the transcript alone.
+        score_parts: Whether to divide the scores of the ``nbest`` hypotheses, of which there are at
+            least 2, into the parts that the weights combine; for `effasr.evaluation.tuning`.
+        second_lm: Language model which chooses among the ``nbest`` hypotheses of each segment: the
+            folder of a causal language model of transformers, with a tokenizer of its own, or an
+            ARPA file of n-grams over words, plain or gzipped. See
+            `effasr.transcription.second_pass.rescore`. None for none.
+        second_lm_weight: Factor of its log-probability. None for 0.3, and where there is none.
+        second_word_bonus: Added to the score for each word. None for 0, and where there is none.
         words: Whether to compute word timestamps; needs a model with a CTC head.
         confidence: Whether to compute the confidence of each transcript: see
             `effasr.transcription.results.confidence`.
@@ -82,6 +92,7 @@ class DecodingConfig:
     ctc_weight: float = 0.0
     no_repeat_ngram: int | None = None
     lm: Path | None = None
+    lm_unit: Literal["token", "word"] = "token"
     lm_weight: float | None = None
     max_symbols: int = 10
     frame_budget: int = 4096
@@ -94,6 +105,10 @@ class DecodingConfig:
     precision: Literal["float32", "bfloat16"] = "float32"
     workers: int = 4
     nbest: int | None = None
+    score_parts: bool = False
+    second_lm: Path | None = None
+    second_lm_weight: float | None = None
+    second_word_bonus: float | None = None
     words: bool = False
     confidence: bool = False
     word_confidence: bool = False
@@ -124,6 +139,11 @@ class DecodingConfig:
             rule = f"be from 1 to `beam` = {self.beam}"
             remedy = "a search finds at most as many transcripts as its beam has places"
             check(1 <= self.nbest <= self.beam, "nbest", rule, self.nbest, remedy)
+        rule = "be token where there is no `lm`"
+        check(self.lm is not None or self.lm_unit == "token", "lm_unit", rule, self.lm_unit)
+        if self.score_parts:
+            rule = "be at least 2 with `score_parts`"
+            check((self.nbest or 0) >= 2, "nbest", rule, self.nbest)
         if self.lm_weight is not None:
             weight = self.lm_weight
             check(self.lm is not None, "lm_weight", "be left out where there is no `lm`", weight)
@@ -132,8 +152,31 @@ class DecodingConfig:
         if self.calibration is not None:
             rule = "be left out without `word_confidence`"
             check(self.word_confidence, "calibration", rule, self.calibration)
+        self._check_second_pass()
         per_frame = self.tokens_per_frame
         check(per_frame >= 0.0, "tokens_per_frame", "be at least 0", per_frame)
+
+    def _check_second_pass(self) -> None:
+        for name in ("second_lm_weight", "second_word_bonus"):
+            value = getattr(self, name)
+            if value is not None:
+                rule = "be left out where there is no `second_lm`"
+                check(self.second_lm is not None, name, rule, value)
+                check(math.isfinite(value), name, "be finite", value)
+        if self.second_lm_weight is not None:
+            check(
+                self.second_lm_weight >= 0,
+                "second_lm_weight",
+                "be at least 0",
+                self.second_lm_weight,
+            )
+        if self.second_lm is None:
+            return
+        rule, remedy = "be at least 2 with `second_lm`", "it chooses among alternatives"
+        check((self.nbest or 0) >= 2, "nbest", rule, self.nbest, remedy)
+        for name in ("words", "confidence", "word_confidence"):
+            rule = "be false with `second_lm`, which may choose another text"
+            check(not getattr(self, name), name, rule, True)
 
     def max_tokens(self, frames: int) -> int:
         """Limit of the tokens of a transcript of this many encoder frames."""

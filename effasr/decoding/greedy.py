@@ -16,7 +16,10 @@ from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.decoded import Decoded, with_details
 from effasr.decoding.lm.neural import load_neural_lm
 from effasr.decoding.lm.ngram import TokenLM, load_ngrams
+from effasr.decoding.lm.word_fusion import WordFusion
+from effasr.decoding.lm.words import load_word_ngrams
 from effasr.decoding.nbest.hypothesis import Hypothesis
+from effasr.decoding.nbest.parts import with_parts
 from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import transducer_beam
 from effasr.decoding.transducer_greedy import transducer_greedy
@@ -104,13 +107,17 @@ def load_lm(config: DecodingConfig, model: ASRModel, tokenizer: Tokenizer) -> To
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is no model over the tokens of this model.
+        ValueError: It is no model over the tokens of this model, or over words.
     """
     if config.lm is None:
         return None
     if config.lm.is_dir():
+        rule = "be token for a folder, whose model is over tokens"
+        check(config.lm_unit == "token", "lm_unit", rule, config.lm_unit)
         device = next(model.parameters()).device
         return load_neural_lm(config.lm, model.vocab_size, tokenizer.eos_id, device)
+    if config.lm_unit == "word":
+        return WordFusion(load_word_ngrams(config.lm), tokenizer)
     return load_ngrams(config.lm, model.vocab_size, tokenizer.eos_id)
 
 
@@ -175,7 +182,11 @@ def decode(
             for prompt, frames in zip(prompts, batch.frames.lengths, strict=False)
         ]
         decoded = _attention(model, tokenizer, encoded, prompts, limits, config, lm)
-    return with_details(model, method, encoded, prompts, decoded, config, tokenizer.eos_id)
+    eos_id = tokenizer.eos_id
+    decoded = with_details(model, method, encoded, prompts, decoded, config, eos_id)
+    if not config.score_parts:
+        return decoded
+    return with_parts(model, method, encoded, prompts, decoded, config, lm, eos_id)
 
 
 def _answers(
@@ -185,29 +196,17 @@ def _answers(
     # Imported here, because transformers takes seconds.
     from effasr.data.conversation.batch import ConversationBatch
     from effasr.data.tokenizer import ChatTokenizer
-    from effasr.decoding.language_model.search import answers
-    from effasr.model.language_model.architecture import max_rows
+    from effasr.decoding.language_model.search import answer_limits, answers
 
     if not isinstance(batch, ConversationBatch) or not isinstance(tokenizer, ChatTokenizer):
         raise ValueError(
             "`batch` and `tokenizer` must be of conversations for a language model, but are a "
             f"{type(batch).__name__} and a {type(tokenizer).__name__}."
         )
-    settings = model.config.language_model
-    assert settings is not None  # checked by choose_method
-    assert settings.architecture is not None
-    most = max_rows(settings.architecture)
-    limits = []
-    for name, frames, rows in zip(batch.ids, batch.frame_lengths, batch.token_lengths, strict=True):
-        limit = config.max_tokens(frames)
-        if most is not None:
-            check(rows < most, name, f"have fewer rows than the language model's {most}", rows)
-            limit = min(limit, most - rows)
-        limits.append(limit)
     return answers(
         model,
         batch,
-        limits,
+        answer_limits(model, batch, config.max_tokens),
         tokenizer.stop_ids,
         classes=tokenizer.vocab_size,
         beam=config.beam,

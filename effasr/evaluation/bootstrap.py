@@ -71,6 +71,43 @@ def probability_of_improvement(
     return float(((gains[0] > 0) + 0.5 * (gains[0] == 0)).mean())
 
 
+def chance_of_best(before: np.ndarray, tried: np.ndarray) -> float:
+    """Return how likely the gain of the best of many systems is by chance; deterministic.
+
+    The best of many makes fewer errors on the set that it was chosen on even where all are alike.
+    Utterances are drawn with replacement, a thousand times, to see how far the largest of all
+    gains, each in units of its standard deviation, strays from its own mean.
+
+    Args:
+        before: int64 (n,), word errors of each utterance by the first system.
+        tried: int64 (m, n), those of all systems that were tried.
+
+    Returns:
+        The p-value of the system with the fewest errors, from 0 to 1; 1 if it has no gain, or the
+        same in every utterance.
+
+    References:
+        Romano and Wolf, 2005, https://doi.org/10.1111/j.1468-0262.2005.00615.x.
+    """
+    gains = (before - tried).astype(np.float64)
+    if not gains.size:
+        return 1.0
+    count, totals = len(before), gains.sum(axis=1)
+    spread = gains.std(axis=1) * math.sqrt(count)
+    best = int(totals.argmax())
+    if totals[best] <= 0 or spread[best] == 0:
+        return 1.0
+    varies = spread > 0
+    gains, sums, spread = gains[varies], totals[varies, None], spread[varies, None]
+    rng, most = np.random.default_rng(_SEED), []
+    step = max(1, min(_DRAWS, _AT_A_TIME // max(gains.shape)))
+    for begin in range(0, _DRAWS, step):
+        drawn = rng.multinomial(count, np.full(count, 1 / count), size=min(step, _DRAWS - begin))
+        most.append(((gains @ drawn.T - sums) / spread).max(axis=0))
+    statistic = totals[best] / spread[int(varies[:best].sum()), 0]
+    return float((np.concatenate(most) >= statistic).mean())
+
+
 def _table(parts: Sequence[ErrorCounts]) -> np.ndarray:
     """Return errors and words, int64 (2, n)."""
     return np.array([[one.errors for one in parts], [one.words for one in parts]], dtype=np.int64)

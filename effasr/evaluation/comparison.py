@@ -14,10 +14,9 @@ from effasr.data.checksums import verify
 from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.evaluation.bootstrap import interval, probability_of_improvement
 from effasr.evaluation.normalizer import get_normalizer
-from effasr.evaluation.result import HYPOTHESES
+from effasr.evaluation.result import HYPOTHESES, SUMMARY, read_summary
 from effasr.evaluation.tables import percent, to_text
 from effasr.evaluation.wer import ErrorCounts, count_errors, total
-from effasr.untrusted.documents import read_json_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +49,9 @@ def read_run(run: str | Path, normalizer: str | None = None) -> list[Scored]:
         ValueError: There is no evaluation, or one of its files is damaged.
     """
     run = Path(run)
-    if (run / "wer.json").is_file():
+    if (run / SUMMARY).is_file():
         return [_read(run, run.parent.name, run.name, normalizer)]
-    folders = sorted(path.parent for path in run.glob("evaluation/*/wer.json"))
+    folders = sorted(path.parent for path in run.glob(f"evaluation/*/{SUMMARY}"))
     if not folders:
         raise ValueError(
             f"{run}: holds no evaluation: `effasr evaluate --run {run} --manifest M` makes one."
@@ -109,7 +108,7 @@ def _against(first: Scored, one: Scored) -> str:
 
 def _read(folder: Path, system: str, set_name: str, normalizer: str | None) -> Scored:
     try:
-        summary: dict[str, Any] = read_json_object(folder / "wer.json")
+        summary: dict[str, Any] = read_summary(folder)
         path = folder / HYPOTHESES
         verify(folder, summary.get("files", {}))
         rows = [parse_object(line, f"{path}:{number}") for number, line in numbered_lines(path)]

@@ -76,7 +76,7 @@ def evaluate(
     started = time.perf_counter()
     normalize = get_normalizer(normalizer)
     recognizer = Recognizer(model, tokenizer, config)
-    scorable, unscorable = _requests(cuts, recognizer.sample_rate)
+    scorable, unscorable = scorable_requests(cuts, recognizer.sample_rate)
     failed, utterances = [*failures, *unscorable], []
     results = recognizer.results(wanted for _, wanted in scorable)
     for (reference, wanted), result in zip(scorable, results, strict=True):
@@ -134,7 +134,7 @@ def shard(cuts: Iterable[Cut], rank: int, world_size: int) -> list[Cut]:
     return sorted(cuts, key=lambda cut: (-cut.duration, cut.id))[rank::world_size]
 
 
-def _requests(
+def scorable_requests(
     cuts: Iterable[Cut], sample_rate: int
 ) -> tuple[list[tuple[str, Request]], list[Failure]]:
     """Return references with their requests, and the cuts that have no such pair."""

@@ -12,10 +12,11 @@ from typing import Any
 
 import yaml
 
-from effasr.evaluation.result import set_name
+from effasr.data.checksums import sha256
+from effasr.evaluation.result import SUMMARY, read_summary, set_name
 from effasr.evaluation.tables import percent
 from effasr.untrusted.display import escape_line
-from effasr.untrusted.documents import read_json_object, read_yaml
+from effasr.untrusted.documents import WRONG_VALUES, read_yaml
 from effasr.untrusted.files import read_text
 
 _log = logging.getLogger(__name__)
@@ -149,14 +150,19 @@ class ModelCard:
 
 
 def read_tested(run: Path, weights: Path) -> list[TestedSet]:
-    """Return a run's evaluations newer than its weights; older ones give a warning."""
-    tested = []
-    for path in sorted((run / "evaluation").glob("*/wer.json")):
-        if path.stat().st_mtime < weights.stat().st_mtime:
-            _log.warning("%s is older than the weights, and is left out: evaluate again.", path)
-            continue
+    """Return a run's evaluations of the weights in a file; those of others give a warning."""
+    tested, paths = [], sorted((run / "evaluation").glob(f"*/{SUMMARY}"))
+    # Not by the ages of the files: copies have other ones, and a clock may have been set.
+    own = sha256(weights) if paths else None
+    for path in paths:
         try:
-            tested.append(TestedSet(path.parent.name, _checked(read_json_object(path))))
+            found = read_summary(path.parent)
+            if found.get("model") != own:
+                _log.warning(
+                    "%s is not known to be of %s, and is left out: evaluate again.", path, weights
+                )
+                continue
+            tested.append(TestedSet(path.parent.name, _checked(found)))
         except ValueError as error:
             message = f"{path} must be what `effasr evaluate` wrote: {error} Evaluate again."
             raise ValueError(message) from error
@@ -168,11 +174,17 @@ def read_data(run: Path) -> list[str]:
     path = run / "config.yaml"
     if not path.is_file():
         return []
-    data = read_yaml(path)["data"]
-    train = data.get("train") or ()
-    paths = [train] if isinstance(train, str) else list(train)
-    mix = data.get("mix") or {}
-    return list(dict.fromkeys([*map(set_name, paths), *(mix.get("sources") or ())]))
+    try:
+        data = read_yaml(path)["data"]
+        train = data.get("train") or ()
+        paths = [train] if isinstance(train, str) else list(train)
+        mix = data.get("mix") or {}
+        return list(dict.fromkeys([*map(set_name, paths), *(mix.get("sources") or ())]))
+    except WRONG_VALUES as error:
+        raise ValueError(
+            f"{path} must have the configuration of the run, but {type(error).__name__}: {error}: "
+            f"restore it, or remove it to leave the training sets out of the model card."
+        ) from error
 
 
 def is_replaceable(path: Path) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from effasr.data.checksums import checksum
+from effasr.data.checksums import checksum, verify_content, with_checksum
 from effasr.evaluation.alignment import align, trn_line
 from effasr.evaluation.bootstrap import interval
 from effasr.evaluation.normalizer import get_normalizer
@@ -23,8 +23,9 @@ from effasr.evaluation.word_confidence import (
 )
 from effasr.transcription.json_files import one_line, write_json, write_json_lines, write_text
 from effasr.transcription.results import Alternative, Failure
+from effasr.untrusted.documents import read_json_object
 
-HYPOTHESES = "hypotheses.jsonl"
+SUMMARY, HYPOTHESES = "wer.json", "hypotheses.jsonl"
 CALIBRATION = "calibration.json"
 
 
@@ -200,12 +201,18 @@ def set_name(manifest: str | Path) -> str:
     return name.removesuffix(".gz").removesuffix(".jsonl")
 
 
-def save(evaluation: Evaluation, folder: str | Path) -> None:
+def save(evaluation: Evaluation, folder: str | Path, *, model: str | None = None) -> None:
     """Write the files of an evaluation, each atomically; ``wer.json`` is the last.
 
     ``hypotheses.jsonl`` has the original texts. The normalised texts are in ``ref.trn`` and
     ``hyp.trn``, which sclite reads, and in ``alignments.txt``. With raw confidences of right and
     wrong words, ``calibration.json`` is the map that makes them probabilities.
+
+    Args:
+        evaluation: The evaluation.
+        folder: The folder; made if it does not exist.
+        model: SHA-256 of the weights that were evaluated; ``wer.json`` has it as ``model``. None
+            where they are not in a file yet.
     """
     folder = Path(folder)
     rows = (
@@ -223,10 +230,24 @@ def save(evaluation: Evaluation, folder: str | Path) -> None:
     if evaluation.calibrated is False:
         fitted = fit_calibration(evaluation.judged, evaluation.method)
         if fitted is not None:
-            write_json(folder / CALIBRATION, asdict(fitted))
+            write_json(folder / CALIBRATION, with_checksum(asdict(fitted)))
     # A process may be killed between the files, and what is read must be of one evaluation.
     files = {HYPOTHESES: checksum(folder / HYPOTHESES)}
-    write_json(folder / "wer.json", evaluation.summary() | {"files": files})
+    summary = evaluation.summary() | {"model": model, "files": files}
+    write_json(folder / SUMMARY, with_checksum(summary))
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Return the content of ``wer.json``.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no JSON object, or was changed since it was written.
+    """
+    path = folder / SUMMARY
+    found = read_json_object(path)
+    verify_content(found, str(path))
+    return found
 
 
 def _listed(alternatives: Sequence[Alternative]) -> dict[str, Any]:

@@ -310,6 +310,8 @@ class ASRModel(nn.Module):
                 batch.targets,
                 bias=model.output_bias,
                 label_smoothing=label_smoothing,
+                # `gather_losses` uses the sum; per utterance it has no gradient.
+                uniform_gradient=True,
             )
         losses = gather_losses(batch, cross_entropy=cross_entropy)
         without_speech = isinstance(batch, ConversationBatch) and is_empty(batch.clip_frames)

@@ -124,13 +124,18 @@ class DecoderLayer(Layer):
         self, x: Tensor, layout: PackedLayout, encoded: PackedSequence, sigma: float | None
     ) -> tuple[Tensor, Tensor | None]:
         """Transform (U, width); also return the penalty of guided attention, (U,) or None."""
-        residual = Residual.of(self, x, layout, self.dropout, self.mlp.dropout)
+        own, cross = self.self_attn, self.encoder_attn
+        residual = Residual.of(self, x, layout, self.dropout, self.mlp.dropout, own.dropout)
         y, x = residual.norm(x, self.input_layernorm)
-        y = self.self_attn(y, layout)
-        y, x = residual.add_norm(x, y, self.post_attention_layernorm, offset=0)
-        y, penalty = self.encoder_attn(y, layout, encoded.values, encoded.layout, sigma=sigma)
-        y, x = residual.add_norm(x, y, self.final_layernorm, offset=1)
-        return residual.add(x, self.mlp(y, residual, offset=3), offset=2), penalty
+        y = own(y, layout, residual=residual)
+        y, x = residual.add_norm(x, y, own.o_proj, self.post_attention_layernorm, offset=0)
+        # Cross-attention draws a seed: with the same one it would drop what self-attention drops.
+        y, penalty = cross(
+            y, layout, encoded.values, encoded.layout, sigma=sigma, residual=residual
+        )
+        y, x = residual.add_norm(x, y, cross.o_proj, self.final_layernorm, offset=1)
+        y = self.mlp(y, residual, offset=3)
+        return residual.add(x, y, self.mlp.linear2, offset=2), penalty
 
     def read(
         self, x: Tensor, layout: PackedLayout, speech: KeysValues, layout_speech: PackedLayout

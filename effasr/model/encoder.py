@@ -170,16 +170,18 @@ class ConformerLayer(Layer):
     def forward(self, x: Tensor, context: _Context) -> Tensor:
         """Transform (T, width)."""
         layout = context.layout
-        residual = Residual.of(self, x, layout, self.dropout, self.feed_forward1.dropout)
+        first, second = self.feed_forward1, self.feed_forward2
+        dropouts = self.dropout, first.dropout, self.self_attn.dropout
+        residual = Residual.of(self, x, layout, *dropouts)
         y, x = residual.norm(x, self.norm_feed_forward1)
-        y = self.feed_forward1(y, residual, offset=4)
-        y, x = residual.add_norm(x, y, self.norm_self_att, offset=0, scale=0.5)
-        y = self.self_attn(y, layout, context.embeddings, context.seen)
-        y, x = residual.add_norm(x, y, self.norm_conv, offset=1)
-        y = self.conv(y, layout)
-        y, x = residual.add_norm(x, y, self.norm_feed_forward2, offset=2)
-        y = self.feed_forward2(y, residual, offset=5)
-        return residual.add_post_norm(x, y, self.norm_out, offset=3, scale=0.5)
+        y = first(y, residual, offset=4)
+        y, x = residual.add_norm(x, y, first.linear2, self.norm_self_att, offset=0, scale=0.5)
+        y = self.self_attn(y, layout, context.embeddings, context.seen, residual=residual)
+        y, x = residual.add_norm(x, y, self.self_attn.o_proj, self.norm_conv, offset=1)
+        y = self.conv(y, layout, residual)
+        y, x = residual.add_norm(x, y, self.conv.pointwise2, self.norm_feed_forward2, offset=2)
+        y = second(y, residual, offset=5)
+        return residual.add_post_norm(x, y, second.linear2, self.norm_out, offset=3, scale=0.5)
 
 
 class FastConformerEncoder(nn.Module):

@@ -21,6 +21,10 @@ from effasr.nn.positions import sinusoids
 from effasr_kernels import Context, PackedLayout
 from effasr_kernels.attention.position import angles, rotate
 
+MOST_FRAMES = 10_000
+"""Frames of a chunk, or before it, in a stream: 13 minutes of 80 ms each. A model of others may ask
+for any number."""
+
 
 def check_streamable(config: object, context: Context | None) -> Context:
     """Return the context, checked to allow decoding frame by frame in constant memory.
@@ -60,6 +64,10 @@ def check_streamable(config: object, context: Context | None) -> Context:
         context.right,
         "each layer would wait for later frames: use a larger chunk",
     )
+    # The cache of a stream has so many frames from its beginning on.
+    for name, frames in (("left", context.left), ("chunk", context.chunk)):
+        rule = f"be at most {MOST_FRAMES} to decode a stream"
+        check((frames or 0) <= MOST_FRAMES, f"context.{name}", rule, frames, "choose another model")
     return context
 
 
@@ -104,12 +112,14 @@ class StreamingEncoder:
         rows = self._kept * config.subsampling
         self._mel = weight.new_zeros(slots, rows, mel_bins, dtype=torch.float32)
         self._seen = [0] * slots
+        # Rows that the last chunk of a stream lacks, where causal subsampling adds a frame to it.
+        self._missing = [0] * slots
         self._tables = [self._table(layer.self_attn) for layer in self._layers()]
         self._rows = PackedLayout.from_lengths([slots * context.chunk], weight.device)
 
     def start(self, slot: int) -> None:
         """Begin a stream in a slot, whose former stream is forgotten."""
-        self._seen[slot] = 0
+        self._seen[slot] = self._missing[slot] = 0
         # NaN times the weight 0 of a key that is not seen would be NaN.
         for state in (self._keys, self._values, self._convolved):
             state[:, slot] = 0
@@ -142,6 +152,10 @@ class StreamingEncoder:
         last = torch.cat([self._mel, mel], 1)[:, -self._kept * factor :]
         self._mel = torch.where(active[:, None, None], last, self._mel)
         self._seen = [before + count for before, count in zip(self._seen, frames, strict=True)]
+        self._missing = [
+            factor * chunk - real if count else before
+            for real, count, before in zip(rows, frames, self._missing, strict=True)
+        ]
         return x.unflatten(0, (self.slots, chunk))
 
     def _layers(self) -> list[ConformerLayer]:
@@ -162,7 +176,7 @@ class StreamingEncoder:
             first = slot * (most + chunk) + most - kept
             for index in range(count):
                 targets[slot * chunk + index] = len(places) + kept + index
-            real.append(factor * kept + rows[slot])
+            real.append(max(0, factor * kept - self._missing[slot]) + rows[slot])
             # Causal convolutions need the zeros of the frame that would follow.
             lengths.append(framing.frames(real[-1]))
             places += range(first, first + kept + count)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from effasr.nn.cache.contiguous import ContiguousCache
 from effasr.nn.cache.paged import PagedCache
 from effasr.nn.linear import Linear, joined_linear
+from effasr.nn.residual import Residual
 from effasr_kernels import (
     Context,
     PackedLayout,
@@ -59,6 +60,8 @@ class SelfAttention(nn.Module):
         layout: PackedLayout,
         embeddings: Tensor | None = None,
         context: Context | None = None,
+        *,
+        residual: Residual | None = None,
     ) -> Tensor:
         """Attend within each sequence.
 
@@ -67,8 +70,12 @@ class SelfAttention(nn.Module):
             layout: The sequences.
             embeddings: Of the distances, for `RelativeSelfAttention`.
             context: The rows that a row attends to; by default all of its sequence.
+            residual: Has the seed of dropout, and is given the result, with ``o_proj``.
         """
-        return self.read(x, layout, embeddings, context)[0]
+        if residual is None:
+            return self.read(x, layout, embeddings, context)[0]
+        y, _ = self._attend(x, layout, embeddings, context, residual.seed)
+        return residual.project(self.o_proj, y)
 
     def read(
         self,
@@ -78,6 +85,18 @@ class SelfAttention(nn.Module):
         context: Context | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Attend as `forward`; also return keys and values, (T, H, D) each, for the cache."""
+        y, keys_values = self._attend(x, layout, embeddings, context)
+        return self.o_proj(y), keys_values
+
+    def _attend(
+        self,
+        x: Tensor,
+        layout: PackedLayout,
+        embeddings: Tensor | None,
+        context: Context | None,
+        seed: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return the weighted values, (T, H D), and keys and values, (T, H, D) each."""
         q, k, v = self._qkv(x)
         y = attention(
             q,
@@ -88,8 +107,9 @@ class SelfAttention(nn.Module):
             context=context,
             position=self._position(embeddings),
             dropout=self.dropout if self.training else 0.0,
+            seed=seed,
         )
-        return self.o_proj(y.flatten(1)), (k, v)
+        return y.flatten(1), (k, v)
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Compute only the keys and values of `read`."""
@@ -183,6 +203,7 @@ class CrossAttention(nn.Module):
         layout_encoded: PackedLayout,
         *,
         sigma: float | None = None,
+        residual: Residual | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
@@ -193,6 +214,7 @@ class CrossAttention(nn.Module):
             layout_encoded: The sequences of ``encoded``.
             sigma: Width of the unpenalized diagonal of guided attention, as a share of the
                 sequences; None for no penalty.
+            residual: Is given the result, with ``o_proj``.
 
         Returns:
             (U, width), and the penalty of each row, averaged over the heads: (U,) or None.
@@ -208,7 +230,8 @@ class CrossAttention(nn.Module):
                 q, k, v, layout, layout_encoded, sigma=sigma, dropout=dropout
             )
             penalty = by_head.mean(1)
-        return self.o_proj(y.flatten(1)), penalty
+        y = y.flatten(1)
+        return self.o_proj(y) if residual is None else residual.project(self.o_proj, y), penalty
 
     def read(
         self,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from effasr.nn.linear import Linear
 from effasr.nn.norms import BatchNorm
+from effasr.nn.residual import Residual
 from effasr_kernels import PackedLayout, depthwise_conv
 
 
@@ -90,8 +91,11 @@ class ConformerConvolution(nn.Module):
         self.norm = BatchNorm(width) if norm == "batch_norm" else nn.LayerNorm(width)
         self.pointwise2 = Linear(width, width, bias=bias)
 
-    def forward(self, x: Tensor, layout: PackedLayout) -> Tensor:
-        """Transform the rows of each sequence: (T, width) to (T, width)."""
+    def forward(self, x: Tensor, layout: PackedLayout, residual: Residual | None = None) -> Tensor:
+        """Transform the rows of each sequence: (T, width) to (T, width).
+
+        If ``residual`` is given, it must be given the result, with ``pointwise2``.
+        """
         x = self.pointwise1(x)
         if not isinstance(self.norm, BatchNorm):
             x = F.silu(self.norm(self.depthwise(x, layout)))
@@ -100,4 +104,4 @@ class ConformerConvolution(nn.Module):
             x = self.norm(x, layout, tuple(statistics), silu=True)
         else:
             x = self.norm(self.depthwise(x, layout), layout, silu=True)
-        return self.pointwise2(x)
+        return self.pointwise2(x) if residual is None else residual.project(self.pointwise2, x)

@@ -37,7 +37,8 @@ class FeedForward(nn.Module):
         Args:
             x: (..., width).
             residual: Has the layout of ``x`` and the seed of dropout, for the operation that joins
-                bias, activation and dropout; None for separate steps.
+                bias, activation and dropout, and is given the result and ``linear2``; None for
+                separate steps.
             offset: Number of this dropout among those with the same seed.
         """
         if residual is None or not is_fused(x):
@@ -54,7 +55,7 @@ class FeedForward(nn.Module):
             seed=residual.seed,
             offset=offset,
         )
-        return self.linear2(y)
+        return residual.project(self.linear2, y)
 
 
 _ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}

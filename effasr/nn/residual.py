@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from effasr.nn.linear import Linear
 from effasr_kernels import PackedLayout, dropout_add_layer_norm
 from effasr_kernels.runtime.dispatch import load
 from effasr_kernels.shared.dropout import draw_seed
@@ -46,11 +47,15 @@ def residual_stream(x: Tensor, *, in_fp32: bool) -> Tensor:
 class Residual:
     """Adds the outputs of a layer's modules to the residual stream, and normalizes the sum.
 
+    The last linear layer of a module leaves its bias to the addition (`project`), whose backward
+    then sums the gradient of the bias with the rows that it computes anyway.
+
     Attributes:
         layout: Layout of the stream.
         dropout: Probability to drop an element of an output; 0 outside training.
-        seed: Seed that the layer's dropouts share, each with its own offset, int64 (); None on a
-            CPU, where they draw from the global generator, and where nothing is dropped.
+        seed: Seed that the layer's dropouts share, int64 (): those of rows, each with its own
+            offset, and self-attention, which decides independently of them. None on a CPU, where
+            they draw from the global generator, and where nothing is dropped.
     """
 
     layout: PackedLayout
@@ -74,6 +79,11 @@ class Residual:
         seed = draw_seed(x.device) if drops and is_fused(x) else None
         return cls(layout, dropout if layer.training else 0.0, seed)
 
+    @staticmethod
+    def project(last: nn.Linear, y: Tensor) -> Tensor:
+        """Apply the last layer of a module whose output `add` or a norm is given with ``last``."""
+        return last(y) if _bias_of(last, y) is None else last(y, with_bias=False)
+
     def norm(self, x: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
         """Return the normalized stream and the stream, which must replace ``x`` from here on.
 
@@ -83,8 +93,18 @@ class Residual:
             return norm(x), x
         return dropout_add_layer_norm(None, x, norm.weight, norm.bias, self.layout, eps=norm.eps)
 
-    def add(self, x: Tensor, output: Tensor, *, offset: int, scale: float = 1.0) -> Tensor:
-        """Return the stream with ``scale`` times the output of a module."""
+    def add(
+        self, x: Tensor, output: Tensor, last: nn.Linear, *, offset: int, scale: float = 1.0
+    ) -> Tensor:
+        """Return the stream with ``scale`` times the output of a module.
+
+        Args:
+            x: The stream, (T, width).
+            output: Output of the module, (T, width).
+            last: Its last layer, which `project` has applied.
+            offset: Number of this dropout among those with the same seed.
+            scale: Factor of the output.
+        """
         if not is_fused(x):
             return torch.add(x, F.dropout(output, self.dropout), alpha=scale)
         return dropout_add_layer_norm(
@@ -93,6 +113,7 @@ class Residual:
             None,
             None,
             self.layout,
+            x_bias=_bias_of(last, x),
             scale=scale,
             dropout=self.dropout,
             seed=self.seed,
@@ -100,11 +121,18 @@ class Residual:
         )
 
     def add_norm(
-        self, x: Tensor, output: Tensor, norm: nn.LayerNorm, *, offset: int, scale: float = 1.0
+        self,
+        x: Tensor,
+        output: Tensor,
+        last: nn.Linear,
+        norm: nn.LayerNorm,
+        *,
+        offset: int,
+        scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """Return the normalized result of `add`, and that result."""
         if not is_fused(x):
-            x = self.add(x, output, offset=offset, scale=scale)
+            x = self.add(x, output, last, offset=offset, scale=scale)
             return norm(x), x
         return dropout_add_layer_norm(
             output,
@@ -112,6 +140,7 @@ class Residual:
             norm.weight,
             norm.bias,
             self.layout,
+            x_bias=_bias_of(last, x),
             scale=scale,
             dropout=self.dropout,
             eps=norm.eps,
@@ -120,17 +149,25 @@ class Residual:
         )
 
     def add_post_norm(
-        self, x: Tensor, output: Tensor, norm: nn.LayerNorm, *, offset: int, scale: float = 1.0
+        self,
+        x: Tensor,
+        output: Tensor,
+        last: nn.Linear,
+        norm: nn.LayerNorm,
+        *,
+        offset: int,
+        scale: float = 1.0,
     ) -> Tensor:
         """Return the normalized result of `add`, which goes on as the stream."""
         if not is_fused(x):
-            return norm(self.add(x, output, offset=offset, scale=scale))
+            return norm(self.add(x, output, last, offset=offset, scale=scale))
         return dropout_add_layer_norm(
             output,
             x,
             norm.weight,
             norm.bias,
             self.layout,
+            x_bias=_bias_of(last, x),
             scale=scale,
             dropout=self.dropout,
             eps=norm.eps,
@@ -138,3 +175,11 @@ class Residual:
             seed=self.seed,
             offset=offset,
         )
+
+
+def _bias_of(last: nn.Linear, x: Tensor) -> Tensor | None:
+    """Return the bias that the addition of a module's output adds; None if its last layer does.
+
+    An adapter adds its own. Where the steps are separate, the product adds the bias for nothing.
+    """
+    return last.bias if is_fused(x) and type(last) is Linear else None

@@ -77,8 +77,10 @@ class TransformerLayer(Layer):
     @checkpointed_forward
     def forward(self, x: Tensor, layout: PackedLayout) -> Tensor:
         """Transform (T, width)."""
-        residual = Residual.of(self, x, layout, self.dropout, self.feed_forward.dropout)
+        dropouts = self.dropout, self.feed_forward.dropout, self.self_attn.dropout
+        residual = Residual.of(self, x, layout, *dropouts)
         y, x = residual.norm(x, self.norm_self_att)
-        y = self.self_attn(y, layout)
-        y, x = residual.add_norm(x, y, self.norm_feed_forward, offset=0)
-        return residual.add(x, self.feed_forward(y, residual, offset=2), offset=1)
+        y = self.self_attn(y, layout, residual=residual)
+        y, x = residual.add_norm(x, y, self.self_attn.o_proj, self.norm_feed_forward, offset=0)
+        y = self.feed_forward(y, residual, offset=2)
+        return residual.add(x, y, self.feed_forward.linear2, offset=1)

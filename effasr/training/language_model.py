@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,9 +12,43 @@ from effasr.data.tokenizer import ChatTokenizer, Tokenizer
 from effasr.model.asr import ASRModel
 from effasr.training.checkpointing.resume import Saved
 from effasr.training.config import TrainConfig
+from effasr.training.cuda_graph.rules import Obstacle
 
 if TYPE_CHECKING:
     from effasr.data.conversation.corpus import ConversationCorpus
+
+
+def unsupported_settings(config: TrainConfig) -> Iterator[Obstacle]:
+    """Yield the settings that a run with a language model refuses; none without one.
+
+    A CUDA graph has rules of its own; see `effasr.training.cuda_graph.rules.obstacles`.
+    """
+    training = config.training
+    if config.model.language_model is None:
+        return
+    if training.strategy == "fsdp2" and (config.lora is not None or training.freeze):
+        yield Obstacle(
+            "training.strategy",
+            "fsdp2 does not share out a language model of which a part is frozen yet",
+            "`training.strategy` must not be fsdp2 where a language model has `lora` or "
+            "`training.freeze`, with which it is not supported yet: use ddp.",
+        )
+    if training.compile and training.activation_checkpointing:
+        yield Obstacle(
+            "training.compile",
+            "the layers of transformers are not compiled where they are recomputed",
+            "`training.compile` must be false where a language model has "
+            "`training.activation_checkpointing`, with which it has not been tried, but is true: "
+            "set either to false.",
+        )
+    if config.data.frame_budget == "auto":
+        yield Obstacle(
+            "data.frame_budget",
+            "the trials of `effasr calibrate` are of utterances, not of conversations with a "
+            "budget of rows of the language model",
+            "`data.frame_budget` must be a number for a language model, for which `effasr "
+            "calibrate` does not measure yet, but is 'auto': give one, such as 8000.",
+        )
 
 
 def resolve_language_model(config: TrainConfig, saved: Saved | None) -> TrainConfig:
@@ -30,22 +65,8 @@ def resolve_language_model(config: TrainConfig, saved: Saved | None) -> TrainCon
 
     settings = config.model.language_model
     assert settings is not None
-    training = config.training
-    if training.compile:
-        raise ValueError(
-            "`training.compile` must be false for a language model, with which it is not "
-            "supported yet, but is true: set it to false."
-        )
-    if training.strategy == "fsdp2" and (config.lora is not None or training.freeze):
-        raise ValueError(
-            "`training.strategy` must not be fsdp2 where a language model has `lora` or "
-            "`training.freeze`, with which it is not supported yet: use ddp."
-        )
-    if config.data.frame_budget == "auto":
-        raise ValueError(
-            "`data.frame_budget` must be a number for a language model, for which `effasr "
-            "calibrate` does not measure yet, but is 'auto': give one, such as 8000."
-        )
+    for found in unsupported_settings(config):
+        raise ValueError(found.message)
     if settings.architecture is not None:
         return config
     if saved is not None:

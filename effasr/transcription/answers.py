@@ -1,22 +1,29 @@
-"""Answers a conversation with a speech language model."""
+"""Answers conversations with a speech language model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from effasr.checkpoint import LoadedModel
+from effasr.data.audio.audio_file import AudioError
 from effasr.data.audio.waveform import read_audio
-from effasr.data.conversation.collate import asking, collate_conversations
+from effasr.data.conversation.collate import (
+    ConversationExample,
+    asking,
+    collate_conversations,
+)
 from effasr.data.conversation.messages import AudioPart, Message, check_turns
 from effasr.data.conversation.tokenize import prompt_rows
 from effasr.data.filters.rules import Reason, Unfit
 from effasr.data.tokenizer import ChatTokenizer
 from effasr.decoding.config import LENGTH_PENALTY
-from effasr.decoding.language_model.search import answers
+from effasr.decoding.decoded import Decoded
+from effasr.decoding.language_model.engine import ConversationEngine
 from effasr.model.language_model.architecture import max_rows
+from effasr.model.language_model.config import LanguageModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,57 +34,114 @@ class Answer:
     truncated: bool
 
 
-@torch.no_grad()
-def answer(
-    loaded: LoadedModel, messages: Sequence[Message], *, beam: int = 1, max_tokens: int = 256
-) -> Answer:
-    """Answer the last turn of a conversation, which is of the user.
+class Responder:
+    """Answers conversations, several at a time; one that ends leaves its slot to the next."""
 
-    Args:
-        loaded: Model with a language model, and its tokenizer.
-        messages: The turns.
-        beam: Hypotheses of the answer; 1 for greedy search.
-        max_tokens: Most tokens of the answer.
+    def __init__(
+        self, loaded: LoadedModel, *, beam: int = 1, max_tokens: int = 256, slots: int = 1
+    ) -> None:
+        """Prepare the search.
 
-    Raises:
-        AudioError: A recording cannot be read.
-        Unfit: The turns are not in order, the chat template refuses them, or they are too long.
-        ValueError: The model has no language model.
-    """
-    model, tokenizer = loaded.model, loaded.tokenizer
-    settings = model.config.language_model
-    if settings is None or not isinstance(tokenizer, ChatTokenizer):
-        raise ValueError("`loaded` must have a language model and its tokenizer, but has none.")
-    assert settings.architecture is not None
-    check_turns(messages)
-    if messages[-1].role != "user":
-        raise Unfit(Reason.ROLES, f"the last turn must be of user, but is of {messages[-1].role}")
-    parts = [part for message in messages for part in message.parts]
-    rate = model.config.features.sample_rate
-    clips = [
-        read_audio(part.path, rate, offset=part.offset or 0.0, duration=part.duration)
-        for part in parts
-        if isinstance(part, AudioPart)
-    ]
-    batch = collate_conversations(
-        [asking("question", prompt_rows(messages, tokenizer).tolist(), tuple(clips))],
-        stack=settings.stack,
-        pad_id=tokenizer.pad_id,
-        framing=model.config.features.framing,
-    )
-    most, rows = max_rows(settings.architecture), batch.token_lengths[0]
-    if most is not None:
-        if rows >= most:
-            raise Unfit(Reason.MODEL, f"{rows} rows, but the language model has at most {most}")
-        max_tokens = min(max_tokens, most - rows)
-    device = next(model.parameters()).device
-    (found,) = answers(
-        model,
-        batch.to(device),
-        [max_tokens],
-        tokenizer.stop_ids,
-        classes=tokenizer.vocab_size,
-        beam=beam,
-        length_penalty=LENGTH_PENALTY,
-    )
-    return Answer(tokenizer.decode(found.tokens).strip(), found.truncated)
+        Args:
+            loaded: Model with a language model, and its tokenizer.
+            beam: Hypotheses of an answer; 1 for greedy search.
+            max_tokens: Most tokens of an answer.
+            slots: Conversations at a time.
+
+        Raises:
+            ValueError: The model has no language model, or there is no slot.
+        """
+        model, tokenizer = loaded.model, loaded.tokenizer
+        settings = model.config.language_model
+        if settings is None or not isinstance(tokenizer, ChatTokenizer):
+            raise ValueError("`loaded` must have a language model and its tokenizer, but has none.")
+        assert settings.architecture is not None
+        self._model, self._tokenizer = model, tokenizer
+        self._settings: LanguageModelConfig = settings
+        self._most = max_rows(settings.architecture)
+        self._max_tokens = max_tokens
+        self._engine = ConversationEngine(
+            model,
+            tokenizer.stop_ids,
+            slots=slots,
+            classes=tokenizer.vocab_size,
+            beam=beam,
+            length_penalty=LENGTH_PENALTY,
+        )
+
+    def answer(self, messages: Sequence[Message]) -> Answer:
+        """Answer the last turn of a conversation, which is of the user.
+
+        Raises:
+            AudioError: A recording cannot be read.
+            Unfit: The turns are not in order, the chat template refuses them, or they are too long.
+        """
+        self._submit(0, messages)
+        ((_, found),) = self._engine.results()
+        return self._written(found)
+
+    def answers(
+        self, conversations: Iterable[Sequence[Message] | Unfit]
+    ) -> Iterator[Answer | AudioError | Unfit]:
+        """Answer the last turn of each conversation, in order.
+
+        Args:
+            conversations: The turns of each, read a little ahead of the answers; or why it has
+                none, which is returned in the place of its answer.
+
+        Returns:
+            For each the answer, or what `answer` raises.
+        """
+        found: dict[int, Answer | AudioError | Unfit] = {}
+        given = 0
+        for number, messages in enumerate(conversations):
+            try:
+                if isinstance(messages, Unfit):
+                    raise messages
+                self._submit(number, messages)
+            except (AudioError, Unfit) as error:
+                found[number] = error
+            if len(self._engine.unfinished) > self._engine.slots:
+                # All slots are taken, and one more conversation is ready for the first that ends.
+                ended = self._engine.results(drain=False)
+                found |= {name: self._written(one) for name, one in ended}
+            while given in found:
+                yield found.pop(given)
+                given += 1
+        found |= {name: self._written(one) for name, one in self._engine.results()}
+        for number in sorted(found):
+            yield found[number]
+
+    @torch.no_grad()
+    def _submit(self, name: int, messages: Sequence[Message]) -> None:
+        device = next(self._model.parameters()).device
+        batch = collate_conversations(
+            [self._example(messages)],
+            stack=self._settings.stack,
+            pad_id=self._tokenizer.pad_id,
+            framing=self._model.config.features.framing,
+        )
+        rows, limit = batch.token_lengths[0], self._max_tokens
+        if self._most is not None:
+            if rows >= self._most:
+                reason = f"{rows} rows, but the language model has at most {self._most}"
+                raise Unfit(Reason.MODEL, reason)
+            limit = min(limit, self._most - rows)
+        self._engine.submit(batch.to(device), [limit], [name])
+
+    def _example(self, messages: Sequence[Message]) -> ConversationExample:
+        check_turns(messages)
+        if messages[-1].role != "user":
+            problem = f"the last turn must be of user, but is of {messages[-1].role}"
+            raise Unfit(Reason.ROLES, problem)
+        rate = self._model.config.features.sample_rate
+        clips = [
+            read_audio(part.path, rate, offset=part.offset or 0.0, duration=part.duration)
+            for message in messages
+            for part in message.parts
+            if isinstance(part, AudioPart)
+        ]
+        return asking("question", prompt_rows(messages, self._tokenizer).tolist(), tuple(clips))
+
+    def _written(self, found: Decoded) -> Answer:
+        return Answer(self._tokenizer.decode(found.tokens).strip(), found.truncated)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from effasr.data.batch import Batch
-from effasr.data.tokenizer import Tokenizer
-from effasr.decoding.config import DecodingConfig
+from effasr.data.tokenizer import ChatTokenizer, Tokenizer
+from effasr.decoding.config import LENGTH_PENALTY, DecodingConfig
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.decoding.decoded import Decoded, with_details
 from effasr.decoding.greedy import decode, limit_of
@@ -18,6 +18,9 @@ from effasr.decoding.lm.ngram import TokenLM
 from effasr.model.asr import ASRModel
 from effasr.nn.cache.paged import PAGE
 from effasr_kernels import PackedSequence
+
+if TYPE_CHECKING:
+    from effasr.decoding.language_model.engine import ConversationEngine
 
 _CPU_SLOTS = 32
 """A CPU gains nothing from more rows at a time."""
@@ -208,3 +211,60 @@ class ContinuousSearch:
             # With few utterances, capturing the step in a graph costs more than it saves.
             graph=slots > _FEWEST_SLOTS,
         )
+
+
+class ConversationSearch:
+    """Greedy or beam search of a language model by continuous batching across batches.
+
+    Args:
+        model: Model with a language model, in evaluation mode.
+        tokenizer: Its tokenizer.
+        config: Configuration of the search.
+    """
+
+    def __init__(self, model: ASRModel, tokenizer: ChatTokenizer, config: DecodingConfig) -> None:
+        self._model, self._tokenizer, self._config = model, tokenizer, config
+        self._engine: ConversationEngine | None = None
+        cpu = next(model.parameters()).device.type == "cpu"
+        self._most = min(config.max_sequences, _CPU_SLOTS) if cpu else config.max_sequences
+
+    def feed(
+        self, batch: Batch, prompts: Sequence[list[int]], names: Sequence[Any]
+    ) -> Iterator[Named]:
+        """See `Search`; yields results until all conversations of this batch have slots.
+
+        The prompts are in the batch, one of conversations.
+        """
+        # Imported here, because transformers takes seconds.
+        from effasr.data.conversation.batch import ConversationBatch
+        from effasr.decoding.language_model.engine import ConversationEngine
+        from effasr.decoding.language_model.search import answer_limits
+
+        assert isinstance(batch, ConversationBatch)
+        config = self._config
+        if self._engine is None:
+            penalty = config.length_penalty
+            self._engine = ConversationEngine(
+                self._model,
+                self._tokenizer.stop_ids,
+                slots=self._most,
+                classes=self._tokenizer.vocab_size,
+                beam=config.beam,
+                length_penalty=LENGTH_PENALTY if penalty is None else penalty,
+            )
+        limits = answer_limits(self._model, batch, config.max_tokens)
+        self._engine.submit(batch, limits, names)
+        yield from self._engine.results(drain=False)
+
+    def finish(self) -> Iterator[Named]:
+        """See `Search`."""
+        if self._engine is not None:
+            yield from self._engine.results()
+
+    def abandon(self) -> list[Any]:
+        """See `Search`; later batches have half as many conversations at a time."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return []
+        self._most = max(1, self._most // 2)
+        return engine.unfinished

@@ -15,6 +15,9 @@ threshold needs no new transcription.
 from __future__ import annotations
 
 import json
+import math
+import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,9 +30,11 @@ from effasr.data.prompt import Prompt
 from effasr.transcription.inputs.sources import Source
 from effasr.transcription.json_files import json_line, write_json, write_json_lines
 from effasr.transcription.results import Failure, Result, Transcription
-from effasr.untrusted.documents import read_json
+from effasr.untrusted.documents import read_json_object
 
 JOURNAL_FILE, SETTINGS_FILE, MANIFEST_FILE = "journal.jsonl", "labels.json", "manifest.jsonl"
+
+_BLOCK = 1 << 16
 
 LOW_CONFIDENCE, EMPTY_TEXT, TRUNCATED, FAILED = (
     "low_confidence",
@@ -79,7 +84,7 @@ class LabelFolder:
     def _prepare(self, settings: dict[str, Any]) -> None:
         folder, path = self._folder, self._folder / SETTINGS_FILE
         if folder.is_dir() and path.is_file():
-            before = read_json(path)
+            before = read_json_object(path)
             for name in settings:
                 if before.get(name) != settings[name]:
                     raise ValueError(
@@ -99,11 +104,25 @@ class LabelFolder:
 
     def _cut_torn_line(self) -> None:
         """Remove what a killed process had written of a line."""
-        if not self._journal.is_file():
+        if not os.path.lexists(self._journal):
             return
+        if not stat.S_ISREG(self._journal.lstat().st_mode):
+            # What it leads to would be written to.
+            raise ValueError(
+                f"{self._journal} must be a regular file, but is a link, a pipe or a folder: "
+                "choose another folder for the labels."
+            )
         with self._journal.open("rb+") as file:
-            whole = file.read().rfind(b"\n") + 1
-            file.truncate(whole)
+            end = file.seek(0, os.SEEK_END)
+            while end:
+                begin = max(0, end - _BLOCK)
+                file.seek(begin)
+                place = file.read(end - begin).rfind(b"\n")
+                if place >= 0:
+                    end = begin + place + 1
+                    break
+                end = begin
+            file.truncate(end)
 
     def missing(self, sources: Sequence[Source]) -> list[Source]:
         """Return the recordings that are not in the journal."""
@@ -159,7 +178,38 @@ class LabelFolder:
     def _rows(self) -> Iterator[dict[str, Any]]:
         if self._journal.is_file():
             for number, line in numbered_lines(self._journal):
-                yield parse_object(line, f"{self._journal}:{number}")
+                origin = f"{self._journal}:{number}"
+                row = parse_object(line, origin)
+                if not _is_row(row):
+                    raise ValueError(
+                        f"{origin}: must be a line that `effasr label` wrote, but is "
+                        f"{line[:60]!r}: remove it, and its recording is transcribed again."
+                    )
+                yield row
+
+
+def _is_row(row: dict[str, Any]) -> bool:
+    """Return whether a line of the journal has the fields that are read again."""
+    if not isinstance(row.get("id"), str):
+        return False
+    if "problem" in row:
+        return isinstance(row["problem"], str) and isinstance(row.get("audio"), str)
+    segments = row.get("segments")
+    return isinstance(segments, list) and all(map(_is_segment, segments))
+
+
+def _is_segment(segment: Any) -> bool:
+    def is_number(name: str) -> bool:
+        value = segment.get(name)
+        return type(value) in (int, float) and math.isfinite(value)
+
+    return (
+        isinstance(segment, dict)
+        and all(isinstance(segment.get(name), str) for name in ("id", "audio_filepath", "text"))
+        and is_number("duration")
+        and (segment.get("confidence") is None or is_number("confidence"))
+        and isinstance(segment.get("truncated"), bool)
+    )
 
 
 def _problem(source: Source) -> str | None:

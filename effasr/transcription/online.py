@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from effasr.data.audio.waveform import is_plausible
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.streaming.ctc import CTCStreams
 from effasr.decoding.streaming.transducer import TransducerStreams
@@ -19,10 +21,17 @@ from effasr.model.encoder import FastConformerConfig
 from effasr.model.streaming_encoder import StreamingEncoder, check_streamable
 from effasr.nn.parameters.evaluating import evaluating
 from effasr.transcription.inputs.prefetch import ahead
+from effasr.transcription.inputs.stream_loudness import StreamLoudness
+from effasr.transcription.inputs.vad import is_speech
 from effasr.transcription.results import Segment
+from effasr.transcription.word_timestamps import Word, word_timestamps
 from effasr_kernels import Context, PackedLayout, PackedSequence
 
 Method = Literal["auto", "transducer", "ctc"]
+
+_SHORT_SAMPLES = 1 << 16
+_BEFORE_SECONDS = 1.0
+"""Loudness that is kept before a segment, to find the start of its first word."""
 
 
 def transcribe_online(
@@ -91,8 +100,8 @@ def context_for(model: ASRModel, latency_seconds: float | None) -> Context:
 class OnlineRecognizer:
     """Transcribes streams while they arrive, several at a time in one batch.
 
-    The encoder and the search keep a state of constant size for each stream, so that the work and
-    the memory of a stream do not grow with its length, but for the tokens of its open segment. The
+    The encoder and the search keep a state of constant size for each stream, and segments have a
+    longest length, so that the work and the memory of a stream do not grow with its length. The
     tokens are those of `Recognizer` with the same context on the whole recording, if it decodes it
     as one chunk, whatever pieces the audio comes in.
 
@@ -116,6 +125,9 @@ class OnlineRecognizer:
         method: Method = "auto",
         max_symbols: int = 10,
         endpoint_seconds: float | None = 1.2,
+        longest_seconds: float | None = 30.0,
+        words: bool = False,
+        spaces: bool = True,
     ):
         """Prepare the states of a number of streams.
 
@@ -123,26 +135,34 @@ class OnlineRecognizer:
             model: A FastConformer with causal convolutions and features without normalisation, and
                 a transducer or a CTC head; its weights must not change from now on.
             tokenizer: Tokenizer of the model.
-            context: Context of the encoder, one that it is trained with; the first by default.
+            context: Context of the encoder, one that it is trained with; by default the first that
+                waits for no later frames.
             streams: Most streams that are open at a time; a batch always has this size.
             method: Search; by default the transducer's, if there is one, else that of CTC.
             max_symbols: Most labels of a frame in the search of a transducer.
-            endpoint_seconds: Time without a token that ends a segment; None to end none before the
-                stream.
+            endpoint_seconds: Time without a token that ends a segment; None to end none by it.
+            longest_seconds: A segment ends before the first word that begins so long after its
+                first token, and wherever it is twice as long; None for segments of any length.
+            words: Whether segments have the times of their words, of the frames at which the search
+                emits their tokens, and of the pauses in the audio.
+            spaces: Whether spaces separate words; else each character is one.
 
         Raises:
             ValueError: The model looks ahead, or has neither output.
         """
-        contexts = _contexts(model)[:1] if context is None else (context,)
+        contexts = _contexts(model)[:1] if context is None else [context]
         self.method = _check_model(model, method, contexts)
         self.context = contexts[0]
         check(max_symbols >= 1, "max_symbols", "be at least 1", max_symbols)
         if endpoint_seconds is not None:
             check(endpoint_seconds > 0, "endpoint_seconds", "be above 0", endpoint_seconds)
+        if longest_seconds is not None:
+            check(longest_seconds > 0, "longest_seconds", "be above 0", longest_seconds)
         self.model, self.tokenizer = model, tokenizer
         features = model.config.features
         self.sample_rate, self.frame_seconds = features.sample_rate, features.framing.seconds
-        self.endpoint_seconds = endpoint_seconds
+        self.endpoint_seconds, self.longest_seconds = endpoint_seconds, longest_seconds
+        self.words, self.spaces = words, spaces
         self._hop, self._factor = features.hop, features.rows_per_frame
         self._framing = features.framing
         # Samples that a window reaches beyond the beginning of its hop.
@@ -199,17 +219,12 @@ class OnlineRecognizer:
         for slot, stream in enumerate(self._open):
             if stream is None:
                 continue
-            samples = stream._next(self._needed(stream))
+            samples = stream._next(stream.samples_needed)
             if samples is not None:
                 found[slot] = samples
             elif stream.finished:
                 self._close(slot, stream)
         return found
-
-    def _needed(self, stream: OnlineStream) -> int:
-        """Samples from the beginning of a stream that its next chunk needs, if more follow."""
-        rows = self._factor * (stream.frames + self.context.chunk)
-        return max(self._hop * rows, self._hop * (rows - 1) + self._window)
 
     def _close(self, slot: int, stream: OnlineStream) -> None:
         stream._end()
@@ -249,7 +264,8 @@ class OnlineRecognizer:
             stream = self._open[slot]
             assert stream is not None
             before = self._factor if stream.frames else 0
-            rows[slot] = count = min(size, length // self._hop - before)
+            # Causal subsampling may leave a frame for a chunk without rows of its own.
+            rows[slot] = count = min(size, max(0, length // self._hop - before))
             first = begin * self._factor + before
             mel[slot, :count] = found[first : first + count]
         return rows, mel
@@ -274,6 +290,9 @@ class OnlineStream:
         self._begin = self._end_sample = 0
         self._tokens: list[tuple[int, int]] = []
         self._segments: deque[Segment] = deque()
+        self._loudness: StreamLoudness | None = None
+        if recognizer.words:
+            self._loudness = StreamLoudness(recognizer.sample_rate, recognizer.frame_seconds)
 
     def feed(self, samples: np.ndarray) -> None:
         """Add samples, any number; they are decoded by `OnlineRecognizer.decode`.
@@ -293,8 +312,8 @@ class OnlineStream:
                 "`samples` must be floating numbers (samples,), but are "
                 f"{samples.dtype} {samples.shape}: divide 16-bit integers by 32768."
             )
-        if not np.isfinite(samples).all():
-            raise ValueError("`samples` must be finite, but have NaN or infinity.")
+        if not is_plausible(samples):
+            raise ValueError("`samples` must be finite, but have NaN or infinity, or nearly so.")
         if len(samples):
             self._parts.append(samples.astype(np.float32))
             self._end_sample += len(samples)
@@ -307,6 +326,13 @@ class OnlineStream:
     def seconds(self) -> float:
         """Seconds of audio so far."""
         return self._end_sample / self.recognizer.sample_rate
+
+    @property
+    def samples_needed(self) -> int:
+        """Samples from the beginning of the stream that its next chunk needs, if more follow."""
+        of = self.recognizer
+        rows = of._factor * (self.frames + of.context.chunk)
+        return max(of._hop * rows, of._hop * (rows - 1) + of._window)
 
     @property
     def tokens(self) -> list[int]:
@@ -335,7 +361,11 @@ class OnlineStream:
     def _drop(self, sample: int) -> bool:
         """Forget the samples before one; returns whether nothing is left to decode."""
         if self._parts:
-            self._parts = [self._parts[0][sample - self._begin :].copy()]
+            rest = self._parts[0][sample - self._begin :]
+            # A view keeps its whole array alive, but a long rest is not copied for each chunk.
+            whole = rest if rest.base is None else rest.base
+            is_short = rest.size <= max(whole.size // 2, _SHORT_SAMPLES)
+            self._parts = [rest.copy() if is_short else rest]
         self._begin = sample
         return self.finished and not self._left()
 
@@ -346,34 +376,84 @@ class OnlineStream:
 
     def _add(self, tokens: Sequence[tuple[int, int]], frames: int) -> None:
         """Add the tokens of a chunk, each with its frame, and end a segment after a pause."""
-        pause = self.recognizer.endpoint_seconds
-        most = None if pause is None else pause / self.recognizer.frame_seconds
+        pause, seconds = self.recognizer.endpoint_seconds, self.recognizer.frame_seconds
+        most = None if pause is None else pause / seconds
+        self._listen(frames)
         for token, frame in tokens:
             self._split(self.frames + frame, most)
+            if self._is_long(token, self.frames + frame):
+                self._end_segment(goes_on=True)
             self._tokens.append((token, self.frames + frame))
         self.frames += frames
         self._split(self.frames, most)
+        if self._loudness is not None and not self._tokens:
+            self._loudness.forget(self.frames - round(_BEFORE_SECONDS / seconds))
+
+    def _listen(self, frames: int) -> None:
+        """Measure the loudness of the next frames."""
+        if self._loudness is not None:
+            size = self.recognizer._factor * self.recognizer._hop
+            first = self.frames * size - self._begin
+            self._loudness.add(self._parts[0][first : first + frames * size], frames)
+
+    def _is_long(self, token: int, frame: int) -> bool:
+        """Whether the segment is to end before a token, because it would be too long with it."""
+        longest = self.recognizer.longest_seconds
+        if longest is None or not self._tokens:
+            return False
+        length = (frame + 1 - self._tokens[0][1]) * self.recognizer.frame_seconds
+        if length <= longest:
+            return False
+        text = self.recognizer.tokenizer.decode([*self.tokens, token])
+        begins = not self.recognizer.spaces or len(text.split()) > len(self.text.split())
+        return begins or length > 2 * longest
 
     def _split(self, frame: int, most: float | None) -> None:
         """End the segment if its last token is too long before a frame."""
         if most is not None and self._tokens and frame - self._tokens[-1][1] - 1 >= most:
             self._end_segment()
 
-    def _end_segment(self) -> None:
+    def _end_segment(self, *, goes_on: bool = False) -> None:
+        """End the open segment, after which speech goes on without a pause, or not."""
         if self._tokens:
             seconds = self.recognizer.frame_seconds
             start, end = self._tokens[0][1] * seconds, (self._tokens[-1][1] + 1) * seconds
-            self._segments.append(Segment(start, min(end, max(self.seconds, start)), self.text))
+            end = min(end, max(self.seconds, start))
+            self._segments.append(Segment(start, end, self.text, words=self._words(goes_on)))
             self._tokens = []
+
+    def _words(self, goes_on: bool) -> tuple[Word, ...]:
+        """The words of the open segment with their times, if they are wanted."""
+        if self._loudness is None:
+            return ()
+        first, of = self._loudness.first, self.recognizer
+        found = word_timestamps(
+            self.tokens,
+            [(frame - first, frame - first + 1) for _, frame in self._tokens],
+            of.tokenizer.decode,
+            frame_seconds=of.frame_seconds,
+            speech=is_speech(self._loudness.levels),
+            offset=first * of.frame_seconds,
+            spaces=of.spaces,
+        )
+        last = self._tokens[-1][1]
+        # It stays for the next segment, which a transducer may begin at the same frame.
+        self._loudness.forget(last)
+        # The next word may start there. Else the last frame may extend beyond the audio, as the
+        # number of frames is rounded up.
+        end = last * of.frame_seconds if goes_on else self.seconds
+        return tuple(replace(word, end=max(word.start, min(word.end, end))) for word in found)
 
     def _end(self) -> None:
         self._end_segment()
         self._parts, self.done = [], True
 
 
-def _contexts(model: ASRModel) -> tuple[Context, ...]:
+def _contexts(model: ASRModel) -> list[Context]:
+    """The contexts of a model that allow to decode a stream, or if there are none, the others."""
     encoder = model.config.encoder
-    return encoder.context if isinstance(encoder, FastConformerConfig) else ()
+    every = encoder.context if isinstance(encoder, FastConformerConfig) else ()
+    return [one for one in every if one.left is not None and one.right == 0] or list(every)
 
 
 def _check_model(

@@ -10,20 +10,27 @@ from itertools import islice
 import numpy as np
 import torch
 
+from effasr.data.audio.waveform import is_plausible
 from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
 from effasr.data.conversation.collate import asking, collate_conversations
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
 from effasr.data.tokenizer import ChatTokenizer, Tokenizer
 from effasr.decoding.confidence.calibration import Calibration
-from effasr.decoding.config import DecodingConfig
+from effasr.decoding.config import LM_WEIGHT, DecodingConfig
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.greedy import check_config, is_plain_greedy, load_lm
+from effasr.decoding.lm.words import load_word_ngrams
 from effasr.model.asr import ASRModel
 from effasr.model.encoder import FastConformerConfig
 from effasr.nn.parameters.evaluating import evaluating
 from effasr.transcription.batching import plan_batches
-from effasr.transcription.decode_queue import BatchSearch, ContinuousSearch, Search
+from effasr.transcription.decode_queue import (
+    BatchSearch,
+    ContinuousSearch,
+    ConversationSearch,
+    Search,
+)
 from effasr.transcription.inputs.audio_stream import AudioStream
 from effasr.transcription.inputs.chunking import Chunk, cut_at_pauses
 from effasr.transcription.inputs.prefetch import prefetch
@@ -38,6 +45,7 @@ from effasr.transcription.recordings import (
     take_finished,
 )
 from effasr.transcription.results import Alternative, Result, WordConfidence
+from effasr.transcription.second_pass.rescore import SecondPass, TextScorer
 from effasr.transcription.word_timestamps import Word, word_groups, word_timestamps
 
 _WINDOW_BATCHES = 2
@@ -70,7 +78,24 @@ class Recognizer:
         self._method = check_config(model, self.config)
         self._lm = load_lm(self.config, model, tokenizer)
         self._calibration = self._load_calibration()
+        self._second = self._load_second_pass()
         self._packed: PackedWeights | None = None
+
+    def _load_second_pass(self) -> SecondPass | None:
+        config = self.config
+        if config.second_lm is None:
+            return None
+        if config.second_lm.is_dir():
+            # Imported here, because transformers takes seconds.
+            from effasr.decoding.second_pass.causal_scorer import CausalScorer
+
+            scorer: TextScorer = CausalScorer(
+                config.second_lm, next(self.model.parameters()).device
+            )
+        else:
+            scorer = load_word_ngrams(config.second_lm)
+        weight = LM_WEIGHT if config.second_lm_weight is None else config.second_lm_weight
+        return SecondPass(scorer, weight, config.second_word_bonus or 0.0)
 
     def _load_calibration(self) -> Calibration | None:
         path = self.config.calibration
@@ -164,6 +189,8 @@ class Recognizer:
     ) -> Iterator[Result]:
         """Transcribe recordings, in order, with a bounded amount of audio in memory.
 
+        With a second language model, results come some recordings later.
+
         Streams are read, decoded and dropped chunk by chunk. The model is in evaluation mode while
         it decodes, and in its former mode when a result is yielded. A recording that cannot be
         loaded, whose prompt is refused, or of which a single chunk exceeds the GPU's memory gives a
@@ -173,6 +200,12 @@ class Recognizer:
             requests: Read a little ahead of the results.
             on_audio: Called after each batch, with the seconds of audio that it finished.
         """
+        found = self._results(requests, on_audio)
+        return found if self._second is None else self._second.results(found)
+
+    def _results(
+        self, requests: Iterable[Request], on_audio: Callable[[float], None] | None
+    ) -> Iterator[Result]:
         search = self._search()
         # Streamed speech comes in many calls, each too short to justify packing all weights.
         if self._packed is None or not self._packed.is_current:
@@ -252,6 +285,8 @@ class Recognizer:
         return longest
 
     def _search(self) -> Search:
+        if self._method == "language_model" and isinstance(self.tokenizer, ChatTokenizer):
+            return ConversationSearch(self.model, self.tokenizer, self.config)
         if self._method != "attention" or not is_plain_greedy(self.config):
             return BatchSearch(self.model, self.tokenizer, self.config, self._lm)
         most = self._features.encoder_frames(int(self._longest_chunk() * self.sample_rate) + 1)
@@ -313,7 +348,7 @@ class Recognizer:
                     piece.text = self._text(result.tokens)
                     piece.truncated, piece.score = result.truncated, result.score
                     piece.alternatives = tuple(
-                        Alternative(self._text(one.tokens), one.score, one.rank)
+                        Alternative(self._text(one.tokens), one.score, one.rank, parts=one.parts)
                         for one in result.alternatives
                     )
                     piece.words = self._words(piece, result)
@@ -397,5 +432,5 @@ class Recognizer:
 def _check(audio: np.ndarray) -> None:
     if audio.ndim != 1 or not len(audio):
         raise ValueError(f"the audio must be mono and not empty, but has shape {audio.shape}")
-    if not np.isfinite(audio).all():
-        raise ValueError("the audio must be finite, but has NaN or infinite samples")
+    if not is_plausible(audio):
+        raise ValueError("the audio must be finite, but has NaN or infinite samples, or nearly so")

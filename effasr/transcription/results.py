@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from effasr.decoding.decoded import Score
+from effasr.decoding.nbest.hypothesis import ScoreParts
 from effasr.transcription.word_timestamps import Word
 
 
@@ -40,15 +41,20 @@ class Alternative:
         text: The text; different tokens may spell the same one.
         score: Log-probability in nats; see `effasr.decoding.nbest.hypothesis.Hypothesis`.
         rank: What the list is ordered by, the best first.
+        lm_score: Log-probability by the language model of a second pass; None without one.
+        parts: What the score is the sum of, if requested; None for a recording of several chunks.
     """
 
     text: str
     score: float
     rank: float
+    lm_score: float | None = None
+    parts: ScoreParts | None = None
 
     def as_row(self) -> dict[str, Any]:
-        """Return the JSON object: text, score; null for a score of -inf."""
-        return {"text": self.text, "score": self.score if math.isfinite(self.score) else None}
+        """Return the JSON object: text, score, and lm_score if there is one; null for -inf."""
+        row = {"text": self.text, "score": self.score if math.isfinite(self.score) else None}
+        return row if self.lm_score is None else row | {"lm_score": self.lm_score}
 
 
 def joined(lists: Iterable[Sequence[Alternative]], space: str = " ") -> tuple[Alternative, ...]:
@@ -76,6 +82,7 @@ def joined(lists: Iterable[Sequence[Alternative]], space: str = " ") -> tuple[Al
                 space.join(text for text in (a.text, b.text) if text),
                 a.score + b.score,
                 a.rank + b.rank,
+                None if a.lm_score is None or b.lm_score is None else a.lm_score + b.lm_score,
             )
             for i, a in enumerate(best)
             for b in following[: max(1, size // (i + 1))]

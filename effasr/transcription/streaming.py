@@ -9,7 +9,7 @@ from typing import BinaryIO, Literal
 import numpy as np
 import soxr
 
-from effasr.data.audio.waveform import AudioError, AudioProblem
+from effasr.data.audio.waveform import AudioError, AudioProblem, is_plausible
 from effasr.data.prompt import Prompt
 from effasr.model.checks import check, check_positive
 from effasr.transcription.inputs.chunking import Chunk, quietest
@@ -91,9 +91,11 @@ def raw_blocks(file: BinaryIO, form: RawFormat, sample_rate: int) -> Iterator[np
         block, held = np.frombuffer(held[:whole], sample), held[whole:]
         scale = 1 / 32768 if sample.kind == "i" else 1.0
         mono = block.reshape(-1, form.channels).mean(axis=1, dtype=np.float32) * np.float32(scale)
-        if not np.isfinite(mono).all():
+        if not is_plausible(mono):
             raise AudioError(
-                AudioProblem.NOT_FINITE, "the stream must be finite, but has NaN or infinity."
+                AudioProblem.NOT_FINITE,
+                "the stream must be finite, but has NaN or infinity, or nearly so: name the format "
+                "of its samples by --encoding.",
             )
         yield from _resampled(resampler, mono)
     yield from _resampled(resampler, np.zeros(0, np.float32), last=True)
@@ -140,9 +142,15 @@ def cut_stream(
 
 
 def _cut(blocks: Iterable[np.ndarray], cutter: _StreamCutter) -> Iterator[tuple[Chunk, np.ndarray]]:
+    # Loudness is that of 10 ms: to look at all that is held for each sample would take too long.
+    parts, count = [], 0
     for block in blocks:
-        cutter.held = np.concatenate([cutter.held, block])
-        yield from cutter.cut()
+        parts.append(block)
+        count += len(block)
+        if count >= cutter.hop:
+            cutter.held, parts, count = np.concatenate([cutter.held, *parts]), [], 0
+            yield from cutter.cut()
+    cutter.held = np.concatenate([cutter.held, *parts])
     yield from cutter.cut(ended=True)
 
 
@@ -154,7 +162,7 @@ class _StreamCutter:
         self._start = 0
         self._past = np.zeros(0)
         self._rate = sample_rate
-        self._hop = max(1, round(HOP_SECONDS * sample_rate))
+        self.hop = max(1, round(HOP_SECONDS * sample_rate))
         self._longest = int(latency_seconds * sample_rate)
         self._pause = round(pause_seconds / HOP_SECONDS)
         self._margin = min(round(_MARGIN_SECONDS / HOP_SECONDS), self._pause // 2)
@@ -163,15 +171,15 @@ class _StreamCutter:
         """Cut off every chunk whose end is known; all of them if the stream has ended."""
         while len(speech := self._speech()):
             if (quiet := int(speech[0]) - self._margin) > 0:
-                self._take(quiet * self._hop)
+                self._take(quiet * self.hop)
                 speech -= quiet
             end = self._end(speech, ended)
             if end is None:
                 return
             start, samples = self._take(end)
-            if np.count_nonzero(speech * self._hop < end) >= _FEWEST_HOPS:
+            if np.count_nonzero(speech * self.hop < end) >= _FEWEST_HOPS:
                 yield Chunk(start, start + end), samples
-        self._take(max(0, len(self.held) - self._margin * self._hop))
+        self._take(max(0, len(self.held) - self._margin * self.hop))
 
     def _speech(self) -> np.ndarray:
         """Return the hops of the held audio that may be speech, int64, ascending."""
@@ -184,13 +192,13 @@ class _StreamCutter:
 
     def _end(self, speech: np.ndarray, ended: bool) -> int | None:
         """Return the number of samples of the first chunk, once its end is known."""
-        hops = -(-len(self.held) // self._hop)
+        hops = -(-len(self.held) // self.hop)
         # The end of the held audio bounds a pause, as speech does.
         following = np.append(speech[1:], hops + self._pause if ended else hops)
         pauses = np.flatnonzero(following - speech - 1 >= self._pause)
         end = None
         if len(pauses):
-            end = min((int(speech[pauses[0]]) + 1 + self._margin) * self._hop, len(self.held))
+            end = min((int(speech[pauses[0]]) + 1 + self._margin) * self.hop, len(self.held))
         if len(self.held) < self._longest or (end is not None and end <= self._longest):
             return end
         low = int((1 - _SEARCH_SHARE) * self._longest)

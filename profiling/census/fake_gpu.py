@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from effasr.data.batch import Batch
+from effasr.data.conversation.batch import ConversationBatch
 from effasr.training import step
 from effasr_kernels import PackedLayout, PackedSequence
 from effasr_kernels.runtime import torch_op
@@ -148,6 +149,14 @@ def fake_batch(batch: Batch) -> Batch:
     def packed(x: PackedSequence) -> PackedSequence:
         return PackedSequence(mode.from_tensor(x.values), layout(x.layout))
 
+    own: dict[str, Any] = {}
+    if isinstance(batch, ConversationBatch):
+        own = {
+            "clip_samples": layout(batch.clip_samples),
+            "clip_frames": layout(batch.clip_frames),
+            "stacks": mode.from_tensor(batch.stacks),
+            "speech_rows": mode.from_tensor(batch.speech_rows),
+        }
     return replace(
         batch,
         audio=packed(batch.audio),
@@ -156,6 +165,7 @@ def fake_batch(batch: Batch) -> Batch:
         targets=mode.from_tensor(batch.targets),
         text=packed(batch.text),
         monotonic=mode.from_tensor(batch.monotonic),
+        **own,
     )
 
 

@@ -97,7 +97,10 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         tensors = operators.tensors_of(args, kwargs, out)
         on_device = [x for x in tensors if operators.is_on(x, self._device)]
-        count = operators.launches(func, args) if on_device else 0
+        made = operators.tensors_of(out)
+        # PyTorch launches nothing for an empty result.
+        is_empty = bool(made) and not any(x.numel() for x in made)
+        count = operators.launches(func, args) if on_device and not is_empty else 0
         if not count:
             return out
         self._add(

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from bench.workload import FRAMES_PER_SECOND, LISTED, read_durations
 
+from census import speech_llm
 from census.fake_gpu import fake_batch, fake_gpu, materialize
 from census.recorder import Entry, Recorder
 from effasr import config as configuration
@@ -41,29 +42,39 @@ class Recorded:
     parameters: int
 
 
-def record(model: str, frame_budget: int) -> Recorded:
+def record(model: str, frame_budget: int, layout: speech_llm.Layout = "packed") -> Recorded:
     """Record a step of one micro-batch: forward, backward and update, with dropout.
 
     The second step of a run is recorded, so that cached tables and optimizer moments exist.
 
     Args:
-        model: Name of a recipe whose architecture is in `effasr.model.presets`.
+        model: Name of a recipe whose architecture is in `effasr.model.presets`, or
+            `census.speech_llm.NAME`.
         frame_budget: Encoder frames of the micro-batch, including the tail.
+        layout: Of a speech language model: packed, or with as many rows as the conversations of the
+            packed batch have in padded ones.
 
     Raises:
         ValueError: The architecture is unknown, or a weight has ``frame_budget`` rows or columns.
     """
-    if model not in PRESETS:
-        known = ", ".join(sorted(PRESETS))
+    if model not in (*PRESETS, speech_llm.NAME):
+        known = ", ".join(sorted([*PRESETS, speech_llm.NAME]))
         raise ValueError(f"`model` must be one of {known}, but is {model!r}.")
     if frame_budget < 1:
         raise ValueError(f"`frame_budget` must be at least 1, but is {frame_budget}.")
-    given = [f"data.frame_budget={frame_budget}", "training.precision=bfloat16", "init_from=null"]
-    config = configuration.load(TrainConfig, model, given)
-    vocab_size = PRESET_VOCABULARIES[model]
-    batch = planned_batch(config, frame_budget, vocab_size)
-    with torch.device("meta"):
-        network = ASRModel(config.model, vocab_size).train()
+    if layout != "packed" and model != speech_llm.NAME:
+        raise ValueError(
+            f"`layout` must be packed for {model}, but is {layout}: only {speech_llm.NAME} is "
+            "counted padded."
+        )
+    if model == speech_llm.NAME:
+        config = speech_llm.configured(frame_budget)
+        batch = speech_llm.conversation_batch(config, frame_budget, layout)
+        network = speech_llm.network(config)
+        frame_budget = batch.frames.rows
+    else:
+        config, network = _of_preset(model, frame_budget)
+        batch = planned_batch(config, frame_budget, PRESET_VOCABULARIES[model])
     if any(frame_budget in x.shape for x in network.parameters()):
         raise ValueError(
             f"`frame_budget` must not be the size of a weight, as frames are told from channels by "
@@ -80,6 +91,13 @@ def record(model: str, frame_budget: int) -> Recorded:
                 train_step(state, [fake_batch(batch)], step)
     parameters = sum(x.numel() for x in network.parameters())
     return Recorded(config, batch, recorders[-1].entries, parameters)
+
+
+def _of_preset(model: str, frame_budget: int) -> tuple[TrainConfig, ASRModel]:
+    given = [f"data.frame_budget={frame_budget}", "training.precision=bfloat16", "init_from=null"]
+    config = configuration.load(TrainConfig, model, given)
+    with torch.device("meta"):
+        return config, ASRModel(config.model, PRESET_VOCABULARIES[model]).train()
 
 
 def planned_batch(config: TrainConfig, frame_budget: int, vocab_size: int) -> Batch:

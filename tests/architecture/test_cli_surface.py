@@ -8,6 +8,7 @@ from effasr.cli.main import build_parser
 RUN = ["--run RUN!"]
 DECODING = [
     "--device DEVICE",
+    "--decoding FILE.yaml",
     "--method {auto,attention,transducer,ctc,language_model}",
     "--beam N",
     "--length-penalty A",
@@ -15,6 +16,7 @@ DECODING = [
     "--ctc-weight W",
     "--no-repeat-ngram N",
     "--lm FILE",
+    "--lm-unit {token,word}",
     "--lm-weight W",
     "--instruction TEXT",
     "--gap S",
@@ -26,8 +28,8 @@ SURFACE = {
         "--subsampling {4,8}", "--jobs N",
     ],
     "tokenizer": [
-        "MANIFEST...", "OUT", "--language LANG", "--vocab-size N", "--shared", "--subsampling {4,8}",
-        "--model-type {unigram,bpe}",
+        "MANIFEST...", "OUT", "--language LANG", "--vocab-size N", "--shared",
+        "--subsampling {4,8}", "--model-type {unigram,bpe}",
     ],
     "init": [
         "TRAIN...", "--dev MANIFEST", "--output FILE.yaml", "--tokenizer FOLDER",
@@ -50,7 +52,13 @@ SURFACE = {
     "evaluate": [
         *RUN, "--manifest MANIFEST!", "--language LANG", "--normalizer NORMALIZER",
         "--output FOLDER", "--worst N", *DECODING, "--nbest N",
+        "--second-lm LM", "--second-lm-weight W", "--second-word-bonus B",
         "--confidence", "--calibration FILE",
+    ],
+    "tune": [
+        "RUN", "DEV", "--output FILE.yaml", "--language LANG", "--normalizer NORMALIZER",
+        *DECODING, "--nbest N",
+        "--second-lm LM", "--second-lm-weight W", "--second-word-bonus B",
     ],
     "compare": ["RUN...", "--normalizer NORMALIZER", "--set NAME"],
     "transcribe": [
@@ -58,19 +66,24 @@ SURFACE = {
         "--punctuation --no-punctuation", "--format {text,json,srt,vtt,ctm}", "--json", "--words",
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
         "--encoding {s16le,f32le}", "--latency S", *DECODING, "--nbest N",
+        "--second-lm LM", "--second-lm-weight W", "--second-word-bonus B",
         "--confidence", "--calibration FILE",
     ],
     "label": [
         "RUN", "AUDIO", "OUT", "--min-confidence C", "--language LANG", *DECODING,
     ],
+    "make-correction-data": [
+        "RUN", "MANIFEST", "OUT.jsonl", "--language LANG", *DECODING, "--nbest N",
+        "--second-lm LM", "--second-lm-weight W", "--second-word-bonus B",
+    ],
     "chat": [
         *RUN, "QUESTION", "--audio FILE", "--system TEXT", "--manifest FILE", "--beam N",
-        "--max-tokens N", "--device DEVICE",
+        "--max-tokens N", "--slots N", "--device DEVICE",
     ],
     "import": ["MODEL", "OUT"],
     "export": [
-        "RUN_OR_MODEL", "OUT", "--format {huggingface,nemo,onnx}",
-        "--averaged N", "--license LICENCE", "--author NAME",
+        "RUN_OR_MODEL", "OUT", "--format {huggingface,nemo,onnx,sherpa-onnx}",
+        "--averaged N", "--license LICENCE", "--author NAME", "--latency S",
     ],
     "recipes": ["ACTION", "RECIPE", "FILE"],
     "completion": [],

@@ -60,7 +60,7 @@ def start(*arguments: str, **options: bool) -> Preloaded:
 def test_a_preloaded_process_is_as_one_of_its_own() -> None:
     process = start("ends", "with spaces")
     out, error = process.communicate(timeout=120)
-    name, parent, leader, arguments, variable, folder, loaded = out.splitlines()
+    name, parent, leader, arguments, variable, folder, loaded, *later = out.splitlines()
     assert (process.returncode, error) == (3, "to standard error\n")
     assert name == "__main__"
     assert int(parent) == os.getpid()
@@ -69,6 +69,8 @@ def test_a_preloaded_process_is_as_one_of_its_own() -> None:
     assert variable == "yes"
     assert folder == str(ROOT)
     assert loaded == "True"
+    # At its end it waits for its threads, and then calls exit functions.
+    assert later == ["another thread", "an exit function"]
 
 
 def test_a_preloaded_process_gets_signals() -> None:

@@ -10,7 +10,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from effasr.checkpoint import resolve
+from effasr.checkpoint import WEIGHTS, resolve
+from effasr.data.checksums import sha256
 
 
 @pytest.fixture
@@ -18,10 +19,12 @@ def run(workplace, tmp_path) -> Path:
     """A run of this test, evaluated on a set of 4 utterances."""
     shutil.copytree(workplace.run, tmp_path / "runs" / "mine", ignore=lambda *_: ["evaluation"])
     folder = tmp_path / "runs" / "mine"
+    evaluated = sha256(resolve(folder) / WEIGHTS)
     for name, wer in (("dev", 0.125), ("no|words", None)):
         result = {
             "wer": wer, "cer": wer, "utterances": 4, "words": 8, "rtfx": 12.5,
             "normalizer": "basic", "wer_interval": None if wer is None else [0.1, 0.2],
+            "model": evaluated,
         }  # fmt: skip
         (folder / "evaluation" / name).mkdir(parents=True)
         (folder / "evaluation" / name / "wer.json").write_text(json.dumps(result))
@@ -59,11 +62,12 @@ def test_the_card_is_one_of_the_hub(effasr, run, tmp_path) -> None:
     assert str(tmp_path) not in card.content
 
 
-def test_results_of_other_weights_are_left_out(effasr, run, tmp_path) -> None:
-    old = run / "evaluation" / "dev" / "wer.json"
-    os.utime(old, (1e9, 1e9))
+def test_results_of_other_weights_are_left_out(effasr, run, tmp_path, caplog) -> None:
+    other = run / "evaluation" / "dev" / "wer.json"
+    other.write_text(json.dumps(json.loads(other.read_text()) | {"model": "0" * 64}))
     done = effasr("export", run, tmp_path / "hf")
     assert done.code == 0
+    assert f"{other} is not known to be of" in caplog.text
     assert "metrics" not in front(tmp_path / "hf" / "README.md")
     assert "license" not in front(tmp_path / "hf" / "README.md")
     averaged = effasr("export", run, tmp_path / "mean", "--averaged", "2")
@@ -71,6 +75,14 @@ def test_results_of_other_weights_are_left_out(effasr, run, tmp_path) -> None:
     text = (tmp_path / "mean" / "README.md").read_text()
     assert "| dev |" not in text
     assert "- Weights: the mean of the last 2 checkpoints" in text
+
+
+@pytest.mark.parametrize("seconds", [1e9, 4e9])
+def test_the_age_of_results_does_not_matter(effasr, run, tmp_path, seconds: float) -> None:
+    """Copies have other ages, and the clock may have been set between training and evaluation."""
+    os.utime(run / "evaluation" / "dev" / "wer.json", (seconds, seconds))
+    assert effasr("export", run, tmp_path / "hf").code == 0
+    assert front(tmp_path / "hf" / "README.md")["model-index"]
 
 
 def test_a_card_written_by_hand_is_left_alone(effasr, run, tmp_path) -> None:

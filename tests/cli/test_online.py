@@ -62,7 +62,7 @@ def sharp(monkeypatch):
     [
         ((), Context(8, 0, 4)),
         (("--latency", "160ms"), Context(8, 0, 2)),
-        (("--latency", "0.1s"), Context(4, 0, 1)),
+        (("--latency", "0.1s", "--words"), Context(4, 0, 1)),
     ],
 )
 def test_the_latency_is_kept(effasr, run, piped, sharp, monkeypatch, latency, context) -> None:
@@ -83,6 +83,7 @@ def test_the_latency_is_kept(effasr, run, piped, sharp, monkeypatch, latency, co
     expected = [segment.as_row() for segment in stream.take()]
     assert [json.loads(line) for line in done.out.splitlines()] == expected
     assert expected
+    assert all(("words" in row) == ("--words" in latency) for row in expected)
 
 
 Made = online.OnlineRecognizer
@@ -90,9 +91,10 @@ Made = online.OnlineRecognizer
 
 def test_what_needs_pauses_says_so(effasr, run, piped) -> None:
     piped(bytes(2 * RATE))
-    done = effasr("transcribe", "--run", run, "--stream", "--words", "--method", "ctc")
+    options = ("--json", "--confidence", "--beam", "2", "--method", "ctc")
+    done = effasr("transcribe", "--run", run, "--stream", *options)
     assert done.code == 0
-    assert "waits for pauses, not frame by frame, because of --words" in done.err
+    assert "waits for pauses, not frame by frame, because of --beam and --confidence" in done.err
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,20 @@ def test_an_impossible_latency_is_named(effasr, run, piped, latency, message) ->
     done = effasr("transcribe", "--run", run, "--stream", "--latency", latency)
     assert done.code == 2
     assert message in done.err
+
+
+@pytest.mark.slow
+def test_the_export_is_of_the_context_of_a_latency(effasr, run, tmp_path) -> None:
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    done = effasr("export", run, tmp_path / "out", "--format", "onnx", "--latency", "160ms")
+    assert (done.code, done.err) == (0, "")
+    assert "encoder_step.onnx, the same as the model in onnxruntime" in done.out
+    says = json.loads((tmp_path / "out/onnx.json").read_text())
+    assert says["encoder_step"]["context"] == {"left": 8, "right": 0, "chunk": 2}
+    assert "encoder" not in says
+    failed = effasr("export", run, tmp_path / "other", "--latency", "160ms")
+    assert "`--latency` must be left out for `--format huggingface`" in failed.err
 
 
 def test_evaluation_takes_the_first_context(run) -> None:

@@ -69,6 +69,10 @@ def test_transcribe_and_evaluate(effasr, folder, run):
     common = ("--run", str(run), "--device", "cpu")
     found = effasr("transcribe", *common, *clips, "--instruction", "what is said here")
     assert [line.split("\t")[0] for line in found.out.splitlines()] == clips
+    alone = [
+        effasr("transcribe", *common, one, "--instruction", "what is said here") for one in clips
+    ]
+    assert found.out.splitlines() == [line for one in alone for line in one.out.splitlines()]
     wide = effasr("transcribe", *common, *clips, "--beam", "3")
     assert len(wide.out.splitlines()) == 2
     manifest = str(folder / "data/dev.jsonl")
@@ -84,16 +88,18 @@ def test_chat(effasr, folder, run):
     assert written.code == asked.code == again.code == 0
     # Relative paths are relative to the manifest.
     path = folder / "data/questions.jsonl"
-    lines = (folder / "data/speech.jsonl").read_text().splitlines()[:2]
+    lines = (folder / "data/speech.jsonl").read_text().splitlines()[:5]
     wrong = {"id": "wrong", "messages": [{"role": "user", "content": "a"}]}
-    path.write_text("\n".join([*lines, json.dumps(wrong)]) + "\n")
+    path.write_text("\n".join([*lines[:2], json.dumps(wrong), *lines[2:]]) + "\n")
     found = effasr(*common, "--manifest", str(path))
     assert found.code == 1
     rows = [json.loads(line) for line in found.out.splitlines()]
-    assert [row["id"] for row in rows] == ["s0", "s1", "wrong"]
+    assert [row["id"] for row in rows] == ["s0", "s1", "wrong", "s2", "s3", "s4"]
     assert rows[0]["reference"] == json.loads(lines[0])["messages"][1]["content"]
     assert isinstance(rows[0]["answer"], str)
     assert "last turn is of user" in rows[2]["error"]
+    for slots in ("1", "2"):
+        assert effasr(*common, "--manifest", str(path), "--slots", slots).out == found.out
 
 
 def test_the_exported_folder_is_transformers(effasr, folder, run, tmp_path):

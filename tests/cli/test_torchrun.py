@@ -122,8 +122,8 @@ def test_the_launcher_names_the_end_of_a_process_that_could_not(tmp_path) -> Non
 
 
 def test_the_launcher_trains_as_torchrun_does(workplace, tmp_path) -> None:
-    done = start(
-        [*LAUNCH, TRAIN, workplace.recipe, "output=here", "training.max_steps=1"], tmp_path
-    )
+    # One rank: tests above have two.
+    launch = [*LAUNCH[:-1], "1", TRAIN, workplace.recipe]
+    done = start([*launch, "output=here", "training.max_steps=1"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in read_lines(tmp_path / "here/first/metrics.jsonl")] == [1]

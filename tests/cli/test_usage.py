@@ -11,7 +11,8 @@ from effasr import config
 
 COMMANDS = [
     "prepare", "tokenizer", "init", "demo-data", "plan", "calibrate", "train", "evaluate",
-    "compare", "transcribe", "import", "export", "recipes", "completion", "doctor",
+    "tune", "compare", "transcribe", "make-correction-data", "import", "export", "recipes",
+    "completion", "doctor",
 ]  # fmt: skip
 
 

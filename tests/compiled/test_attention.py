@@ -22,6 +22,8 @@ FEATURES = {
     "dropout": {"dropout": 0.1},
     "all_with_rotary": {"kind": "rotary", "dropout": 0.1, "causal": True},
     "all_with_relative": {"kind": "relative", "dropout": 0.1, "causal": True},
+    "grouped": {"causal": True, "group": 4},
+    "grouped_with_rotary": {"kind": "rotary", "dropout": 0.1, "causal": True, "group": 4},
     "context_with_rotary": {"kind": "rotary", "dropout": 0.1, "context": Context(70, 0, 14)},
     "context_with_relative": {"kind": "relative", "dropout": 0.1, "context": Context(70, 0, 14)},
 }
@@ -50,6 +52,7 @@ def _launches(
     longest: int | None = REACH,
     tables: bool = False,
     context: Context | None = None,
+    group: int = 1,
 ) -> list[Launch]:
     """The launches of forward and backward, but for those that only relative positions need."""
     rows = sum(lengths) + spare
@@ -57,6 +60,7 @@ def _launches(
     if tables:
         layout = layout.with_tile_tables()
     q, k, v = torch.zeros(rows, 3, HEADS, width, dtype=dtype).unbind(1)
+    k, v = (x[:, : HEADS // group] for x in (k, v))
     positions = {"none": None, "rotary": Rotary()}
     if kind == "relative":
         bias = torch.zeros(HEADS, width, dtype=dtype)
@@ -81,7 +85,10 @@ def _launches(
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 @pytest.mark.representative(
-    features=["plain", "all_with_rotary", "all_with_relative", "context_with_relative"]
+    features=[
+        *("plain", "all_with_rotary", "all_with_relative", "grouped", "grouped_with_rotary"),
+        "context_with_relative",
+    ]
 )
 def test_compiles_for_every_architecture(
     compiled_ok: CompiledOk, architecture: int, features: str
@@ -117,14 +124,14 @@ def test_compiles_with_tile_tables(compiled_ok: CompiledOk, width: int, features
         "plain",
         "all_with_rotary",
         "all_with_relative",
+        "grouped",
         "context_with_rotary",
         "context_with_relative",
     ],
 )
 @pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("architecture", [80, 90])
-@pytest.mark.representative(width=128, features="all_with_relative")
-@pytest.mark.representative(width=256, features="plain")
+@pytest.mark.representative(width=128, features=["all_with_relative", "grouped"])
 def test_compiles_for_wide_heads(
     compiled_ok: CompiledOk, architecture: int, width: int, features: str
 ) -> None:
@@ -144,7 +151,7 @@ def test_compiles_for_float32(compiled_ok: CompiledOk, width: int, features: str
 @pytest.mark.parametrize(
     ("width", "features"), [(64, "all_with_relative"), (128, "plain"), (256, "all_with_rotary")]
 )
-@pytest.mark.representative(width=64)
+@pytest.mark.extended
 def test_compiles_for_float16(compiled_ok: CompiledOk, width: int, features: str) -> None:
     launches = _launches(width=width, dtype=torch.float16, **FEATURES[features])
     compiled_ok(launches, 90, products=_kernels(**FEATURES[features]))
@@ -155,7 +162,6 @@ def test_compiles_for_float16(compiled_ok: CompiledOk, width: int, features: str
     [(16, "rotary"), (36, "none"), (36, "rotary"), (80, "relative"), (96, "none"), (144, "none")],
 )
 @pytest.mark.representative(width=36, kind="rotary")
-@pytest.mark.representative(width=80)
 def test_compiles_for_other_widths(compiled_ok: CompiledOk, width: int, kind: str) -> None:
     compiled_ok(_launches(width=width, kind=kind), 90, products=_kernels(kind))
 

@@ -46,6 +46,7 @@ def _launches(
 
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 @pytest.mark.parametrize("channels", [512, 1024])
+@pytest.mark.representative(channels=512)
 def test_compiles_for_every_architecture(
     architecture: int, channels: int, compiled_ok: Check
 ) -> None:
@@ -74,6 +75,8 @@ def test_compiles_for_every_architecture(
         (145, torch.bfloat16, True, True),
     ],
 )
+@pytest.mark.representative(dtype=torch.float32)
+@pytest.mark.representative(silu=False)
 def test_compiles_for_every_kind(
     channels: int, dtype: torch.dtype, silu: bool, fixed: bool, compiled_ok: Check
 ) -> None:

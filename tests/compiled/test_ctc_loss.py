@@ -91,6 +91,9 @@ def test_compiles_for_every_width_of_the_lattice(
     ],
     ids=["float16", "float32", "odd"],
 )
+@pytest.mark.representative(
+    options=[{"dtype": torch.float32}, {"classes": 1025, "width": 177, "blank_id": 1024}]
+)
 def test_compiles_for_other_inputs(
     compiled_ok: Callable[..., dict[str, aot.Resources]], options: dict
 ) -> None:

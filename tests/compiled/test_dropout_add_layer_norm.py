@@ -14,6 +14,7 @@ from effasr_kernels.testing import aot
 
 Check = Callable[..., dict[str, aot.Resources]]
 MODES = ["pre-norm", "post-norm", "addition", "norm"]
+BIASED = ["pre-norm, bias", "post-norm, bias", "addition, bias"]
 
 
 def _launches(
@@ -28,6 +29,7 @@ def _launches(
 ) -> list[launch.Launch]:
     layout = PackedLayout.from_lengths((150, 300), rows=512) if layout is None else layout
     rows = layout.rows
+    mode, _, biased = mode.partition(", ")
     has_branch = mode != "norm"
     parameter = None if mode == "addition" else torch.empty(channels)
     arguments: dict[str, Any] = {
@@ -35,6 +37,7 @@ def _launches(
         "x": torch.empty(rows, channels, dtype=dtype) if has_branch else None,
         "weight": parameter,
         "bias": parameter,
+        "x_bias": torch.empty(channels, dtype=dtype) if biased else None,
         "seed": torch.zeros((), dtype=torch.int64) if has_branch and dropout else None,
     }
     options: dict[str, Any] = {
@@ -70,17 +73,20 @@ def _accesses(ptx: str) -> tuple[set[str], set[str]]:
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_compiles_for_every_architecture(architecture: int, compiled_ok: Check) -> None:
     found = compiled_ok(_launches(architecture), architecture)
-    assert set(found) == {"add_norm", "add_norm_backward"}
+    assert set(found) == {"add_norm", "add_norm_backward", "sum_rows"}
+    found.pop("sum_rows")
     for needs in found.values():
         assert re.search(r"arith\.muli.*i64", needs.ttir), "offsets are not 64-bit"
         # 16 bytes of float32 and 8 of bfloat16, four columns of a thread.
         assert _accesses(needs.ptx) == ({"v4", "v2"}, {"v4", "v2"})
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, *BIASED])
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
+@pytest.mark.representative(stream=torch.bfloat16)
 def test_compiles_in_every_mode(mode: str, stream: torch.dtype, compiled_ok: Check) -> None:
     found = compiled_ok(_launches(90, mode, channels=512, stream=stream), 90)
+    found.pop("sum_rows", None)
     for needs in found.values():
         # Neither rows nor what is dropped is exchanged between threads.
         assert not re.search(r"convert_layout.*tensor<4x512x", needs.ttgir)
@@ -89,11 +95,13 @@ def test_compiles_in_every_mode(mode: str, stream: torch.dtype, compiled_ok: Che
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.representative(dtype=torch.float32)
 def test_compiles_for_every_dtype(dtype: torch.dtype, compiled_ok: Check) -> None:
     compiled_ok(_launches(90, dtype=dtype, dropout=0.0), 90)
 
 
 @pytest.mark.parametrize("channels", [16, 144, 768, 1280, 4096])
+@pytest.mark.representative(channels=144)
 def test_compiles_for_other_widths(channels: int, compiled_ok: Check) -> None:
     compiled_ok(_launches(90, channels=channels), 90)
 
@@ -105,4 +113,4 @@ def test_layouts_never_compile_anything() -> None:
         lengths = [draw.randrange(40) for _ in range(draw.randrange(20))]
         layout = PackedLayout.from_lengths(lengths, rows=sum(lengths) + draw.randrange(20))
         keys |= {aot.key(one) for one in _launches(90, channels=16, layout=layout)}
-    assert len(keys) == 2
+    assert len(keys) == 3

@@ -65,7 +65,6 @@ def _launches(
     ],
 )
 @pytest.mark.representative(width=64)
-@pytest.mark.representative(width=256)
 def test_compiles_for_every_architecture(
     compiled_ok: CompiledOk, architecture: int, width: int, dropout: float
 ) -> None:
@@ -83,7 +82,7 @@ def test_compiles_for_other_dtypes(compiled_ok: CompiledOk, width: int, dtype: t
 
 
 @pytest.mark.parametrize("width", [16, 36, 80, 144])
-@pytest.mark.representative(width=36)
+@pytest.mark.representative(width=80)
 def test_compiles_for_other_widths(compiled_ok: CompiledOk, width: int) -> None:
     compiled_ok(_launches(width=width), 90, products=KERNELS)
 

@@ -27,6 +27,7 @@ def _launches(
     label_smoothing: float = 0.1,
     z_loss: float = 1e-4,
     uniform_gradient: bool = False,
+    frozen: bool = False,
 ) -> list[Launch]:
     arguments = {
         "hidden": torch.empty(rows, width, dtype=dtype),
@@ -37,6 +38,7 @@ def _launches(
         "ignore_index": -100,
         "z_loss": z_loss,
         "uniform_gradient": uniform_gradient,
+        "frozen": frozen,
     }
     with recording(divmod(architecture, 10)) as launches:
         results, saved = _triton.forward(CrossEntropyArguments(**arguments))
@@ -110,7 +112,8 @@ def test_gradients_in_the_forward_need_one_binary_for_all_rows() -> None:
     keys = set()
     draw = random.Random(0)
     for rows in [1, 16, 128, *(draw.randint(1, 3000) for _ in range(200))]:
-        launches = _launches(90, rows=rows, width=64, classes=40, uniform_gradient=True)
+        options = {"uniform_gradient": True, "frozen": bool(rows % 2)}
+        launches = _launches(90, rows=rows, width=64, classes=40, **options)
         keys |= {aot.key(launch) for launch in launches}
     assert len(keys) == 2
 

@@ -67,7 +67,7 @@ def test_compiles_for_every_dtype(dtype: torch.dtype, compiled_ok: Check) -> Non
 
 
 @pytest.mark.parametrize(("bins", "channels"), [(16, 16), (32, 144)])
-@pytest.mark.representative(bins=32)
+@pytest.mark.extended
 def test_compiles_for_other_widths(bins: int, channels: int, compiled_ok: Check) -> None:
     compiled_ok(_launches(90, bins=bins, channels=channels), 90)
 

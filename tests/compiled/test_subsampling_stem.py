@@ -77,7 +77,7 @@ def test_compiles_for_every_dtype(dtype: torch.dtype, compiled_ok: Check) -> Non
 
 
 @pytest.mark.parametrize(("bins", "channels"), [(64, 16), (128, 144)])
-@pytest.mark.representative(bins=128)
+@pytest.mark.extended
 def test_compiles_for_other_widths(bins: int, channels: int, compiled_ok: Check) -> None:
     launches = _launches(90, bins=bins, channels=channels, lengths_dtype=torch.int32)
     compiled_ok(launches, 90, products=PRODUCTS)

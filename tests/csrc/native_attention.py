@@ -28,7 +28,7 @@ class _Attention(ctypes.Structure):
         *((name, _POINTER) for name in ("penalty", "cu_q", "cu_k")),
         *((name, _INT64) for name in ("rows_q", "rows_k", "seed")),
         *((name, _FLOAT) for name in ("scale", "sigma", "dropout")),
-        *((name, _INT32) for name in ("sequences", "heads", "width", "reach", "causal")),
+        *((name, _INT32) for name in ("sequences", "heads", "group", "width", "reach", "causal")),
         ("instructions", _INT32),
     ]
 
@@ -116,6 +116,7 @@ class NativeAttention:
         a.cu_q, a.cu_k = (layout.cu_seqlens.data_ptr() for layout in layouts)
         a.rows_q, a.rows_k = (layout.rows for layout in layouts)
         a.sequences, a.heads, a.width = layouts[0].num_sequences, q.shape[1], q.shape[2]
+        a.group = 1
         a.scale = q.shape[2] ** -0.5 if self.scale is None else self.scale
         a.sigma, a.dropout, a.seed = self.sigma or 1.0, self.dropout, self.seed
         a.causal, a.instructions = self.causal, INSTRUCTIONS[self.instructions]

@@ -427,6 +427,22 @@ def test_old_files_of_the_same_manifests_are_removed_unless_they_are_used(
     assert len(names()) == 4
 
 
+def test_a_clock_that_was_set_back_removes_older_files_and_not_the_new_one(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
+) -> None:
+    manifest, notes = nemo(3), []
+    for step in range(3):
+        load(manifest, tokenizer, folder, notes, max_duration=10.0 + step)
+    for file in folder.glob("*.corpus"):
+        # In the future, for what is written now.
+        os.utime(file, (4e9, 4e9))
+    plain = load(manifest, tokenizer, None, [], max_duration=20.0)
+    assert load(manifest, tokenizer, folder, notes, max_duration=20.0).name(2) == plain.name(2)
+    assert load(manifest, tokenizer, folder, notes, max_duration=20.0).name(2) == plain.name(2)
+    assert not was_read(notes)
+    assert len(list(folder.glob("*.corpus"))) == 3
+
+
 def test_batches_are_the_same_from_any_worker(
     nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
 ) -> None:

@@ -11,6 +11,7 @@ not one that the fault may leave.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -58,13 +59,13 @@ class Outcome:
     problem: str
 
 
-def build(folder: Path) -> Path:
-    """Compile the library."""
-    library = folder / "libinject.so"
+def build(folder: Path, name: str = "inject") -> Path:
+    """Compile a library of this folder, to be loaded by LD_PRELOAD."""
+    library = folder / f"lib{name}.so"
     if not library.exists():
         own = folder / f"{os.getpid()}.so"
         command = ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", str(own)]
-        command += [str(Path(__file__).with_name("inject.c")), "-ldl"]
+        command += [str(Path(__file__).with_name(f"{name}.c")), "-ldl"]
         subprocess.run(command, check=True, capture_output=True, text=True)
         own.replace(library)
     return library
@@ -157,6 +158,9 @@ def main(module: str, fault: str, stride: str, root: str) -> None:
     before = Path(root) / "before"
     before.mkdir(parents=True)
     scenario.prepare(before)
+    # A collection in a child would write to the header of each object, and so copy its page.
+    gc.collect()
+    gc.freeze()
     call = 1
     while True:
         for path in (folder, folder.with_name("state.gone")):

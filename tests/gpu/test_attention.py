@@ -40,15 +40,16 @@ def _case_for(
     lengths_k: tuple[int, ...] | None = None,
     width: int = 16,
     heads: int = HEADS,
+    group: int = 1,
     causal: bool = False,
     dropout: float = 0.0,
 ) -> Callable[[str], Case]:
     packed = {
-        name: [_exact(n, heads, width) for n in lengths_n]
-        for name, lengths_n in (
-            ("q", lengths),
-            ("k", lengths_k or lengths),
-            ("v", lengths_k or lengths),
+        name: [_exact(n, count, width) for n in lengths_n]
+        for name, lengths_n, count in (
+            ("q", lengths, heads),
+            ("k", lengths_k or lengths, heads // group),
+            ("v", lengths_k or lengths, heads // group),
         )
     }
     shared = {}
@@ -135,6 +136,33 @@ def test_is_right_across_tiles(
     """Several tiles of queries and keys, of unequal numbers; a query before and past all keys."""
     case_for = _case_for((38, 2), kind, lengths_k=(3, 41), causal=causal, heads=1)
     _check_values(case_for, dtype, device)
+
+
+@pytest.mark.parametrize("kind", ["none", "rotary", "part"])
+@pytest.mark.representative(kind=["none", "rotary"])
+def test_is_right_where_heads_share_keys(
+    kind: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Two groups of three."""
+    case_for = _case_for((38, 0, 2), kind, causal=True, heads=6, group=3)
+    _check_values(case_for, dtype, device)
+
+
+def test_heads_that_share_keys_drop_other_weights(dtype: torch.dtype, device: torch.device) -> None:
+    layout = PackedLayout.from_lengths([33, 2], device)
+    q, k, v = (_exact(35, heads, 16).to(device, dtype).requires_grad_() for heads in (4, 2, 2))
+
+    def run(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        y = attention(q, k, v, layout, dropout=0.25, seed=5, backend="triton")
+        return y, *torch.autograd.grad(y.float().square().sum(), (q, k, v))
+
+    repeated = [x.detach().repeat_interleave(2, dim=1).requires_grad_() for x in (k, v)]
+    y, *grads = run(*repeated)
+    grads[1:] = [x.view(35, 2, 2, 16).float().sum(2) for x in grads[1:]]
+    precise = dtype == torch.float32
+    for found, wanted in zip(run(k, v), (y, *grads), strict=True):
+        close = {"rtol": 1e-5, "atol": 1e-5} if precise else {"rtol": 2e-2, "atol": 5e-2}
+        torch.testing.assert_close(found.float(), wanted.float(), **close)
 
 
 def test_is_right_across_larger_tiles(dtype: torch.dtype, device: torch.device) -> None:

@@ -130,6 +130,26 @@ def test_scores_are_finite_to_whole_vectors(dtype: torch.dtype, device: torch.de
     assert scores.masked_fill(~given.defined(8), 0).isfinite().all()
 
 
+def test_the_backward_gets_the_queries_with_the_content_bias(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    """As a sum of its own rounds them; the scores are the same, to the bit."""
+    given = problem(dtype, device, (67, 0, 5, 150), heads=2)
+    position, layouts = given.position, (given.layout_q, given.layout_k)
+    biased = torch.full_like(given.q, -3, memory_format=torch.contiguous_format)
+    found = relative_scores(
+        *(given.q, position.position_bias, position.table, *layouts),
+        content_bias=position.content_bias,
+        biased=biased,
+    )
+    total = given.layout_q.total
+    assert torch.equal(biased[:total], (given.q + position.content_bias)[:total])
+    assert bool((biased[total:] == -3).all())
+    plain = relative_scores(given.q, position.position_bias, position.table, *layouts)
+    hidden = ~given.defined(8)
+    assert torch.equal(found.masked_fill(hidden, 0), plain.masked_fill(hidden, 0))
+
+
 def test_more_than_one_tile(dtype: torch.dtype, device: torch.device) -> None:
     problem(dtype, device, (2, 150, 65), heads=1).check()
 

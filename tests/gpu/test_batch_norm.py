@@ -91,6 +91,7 @@ def test_spans_of_rows_meet(dtype: torch.dtype, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 64, 176, 260])
+@pytest.mark.representative(channels=[1, 260])
 def test_any_number_of_channels(channels: int, dtype: torch.dtype, device: torch.device) -> None:
     _compare((9, 3), channels, dtype, device, rows=13, silu=channels != 64)
 

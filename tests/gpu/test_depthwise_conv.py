@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from effasr_kernels import BackendUnavailable, PackedLayout, depthwise_conv
+from effasr_kernels.depthwise_conv import _triton
 from effasr_kernels.testing.conformance import Case, check_kernel
 from effasr_kernels.testing.tolerance import assert_no_worse
 from tests.gpu.conftest import EMULATED
@@ -168,6 +169,28 @@ def test_statistics_repeat_to_the_bit_and_change_nothing_else(
     )
     assert all(map(torch.equal, first, second))
     assert torch.equal(plain, first[0])
+
+
+def test_no_gradients_of_the_statistics_are_made(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Autograd would write zeros, one launch for each."""
+    seen = []
+    backward = _triton.backward
+
+    def note(arguments, grads, *others):
+        seen.append(grads)
+        return backward(arguments, grads, *others)
+
+    monkeypatch.setattr(_triton, "backward", note)
+    layout = PackedLayout.from_lengths((3, 2), device)
+    x, weight = torch.randn(5, 4, device=device), torch.randn(4, 3, device=device)
+    x.requires_grad_()
+    y, *_ = depthwise_conv(x, weight, layout, statistics=True, backend="triton")
+    torch.autograd.grad(y.sum(), x)
+    ((of_y, *others),) = seen
+    assert of_y.all()
+    assert others == [None, None]
 
 
 def test_a_row_of_a_larger_tensor_may_be_given(dtype: torch.dtype, device: torch.device) -> None:

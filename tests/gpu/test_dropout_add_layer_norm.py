@@ -11,13 +11,17 @@ from effasr_kernels.testing.conformance import Case, check_kernel
 from effasr_kernels.testing.tolerance import assert_no_worse
 
 MODES = ["pre-norm", "post-norm", "addition", "norm"]
+BIASED = ["pre-norm, bias", "post-norm, bias", "addition, bias"]
+"""With a bias of the branch."""
 
 
 def _case_for(lengths: tuple[int, ...], mode: str, channels: int = 12) -> Callable[[str], Case]:
     packed = {"residual": [torch.randn(n, channels, dtype=torch.float64) for n in lengths]}
     if mode != "norm":
         packed["x"] = [torch.randn(n, channels, dtype=torch.float64) for n in lengths]
+    mode, _, biased = mode.partition(", ")
     names = [] if mode == "addition" else ["weight", "bias"]
+    names += ["x_bias"] if biased else []
     shared = {name: torch.randn(channels, dtype=torch.float64) for name in names}
 
     def case(backend: str) -> Case:
@@ -29,6 +33,7 @@ def _case_for(lengths: tuple[int, ...], mode: str, channels: int = 12) -> Callab
                 shared.get("weight"),
                 shared.get("bias"),
                 residual.layout,
+                x_bias=shared.get("x_bias"),
                 scale=0.5,
                 prenorm=mode != "post-norm",
                 backend=backend,
@@ -42,7 +47,7 @@ def _case_for(lengths: tuple[int, ...], mode: str, channels: int = 12) -> Callab
     return case
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, *BIASED])
 def test_keeps_the_contract(mode: str, dtype: torch.dtype, device: torch.device) -> None:
     check_kernel(_case_for((1, 0, 6), mode), dtype, device)
 
@@ -67,8 +72,11 @@ def _compare(
     given: dict[str, Any] = {"residual": residual.to(stream)}
     if mode != "norm":
         given["x"] = torch.randn(rows, channels, dtype=torch.float64).to(dtype)
+    mode, _, biased = mode.partition(", ")
     for name in () if mode == "addition" else ("weight", "bias"):
         given[name] = torch.randn(channels)
+    if biased:
+        given["x_bias"] = torch.randn(channels).to(dtype)
     for name in {"residual", "x"} & set(given):
         given[name][total:] = torch.nan
     upstream = [torch.randn(rows, channels).to(torch.float16).double() for _ in range(2)]
@@ -84,6 +92,7 @@ def _compare(
             leaves.get("weight"),
             leaves.get("bias"),
             layout.to(where),
+            x_bias=leaves.get("x_bias"),
             scale=0.5,
             dropout=dropout if mode != "norm" else 0.0,
             prenorm=mode != "post-norm",
@@ -113,17 +122,19 @@ def _compare(
             raise AssertionError(f"{name}: {error}") from None
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, *BIASED])
+@pytest.mark.representative(mode=["pre-norm", "pre-norm, bias"])
 def test_every_layout(mode: str, lengths: tuple[int, ...], device: torch.device) -> None:
     _compare(lengths, torch.float32, device, mode, rows=sum(lengths) + 6)
 
 
 @pytest.mark.parametrize("channels", [1, 6, 16, 37, 260])
+@pytest.mark.representative(channels=[1, 260])
 def test_any_number_of_channels(channels: int, dtype: torch.dtype, device: torch.device) -> None:
     _compare((3, 2), dtype, device, channels=channels, rows=6)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, *BIASED])
 def test_a_wide_stream_beside_a_narrow_branch(
     mode: str, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -134,7 +145,18 @@ def test_a_program_adds_several_tiles(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_triton, "_PROGRAMS", 2 * 16)
-    _compare((9, 0, 14), torch.float32, device, rows=29)
+    for mode in ("pre-norm", *BIASED):
+        _compare((9, 0, 14), torch.float32, device, mode, rows=29)
+
+
+def test_a_result_that_is_not_used_has_no_gradient(device: torch.device) -> None:
+    layout = PackedLayout.from_lengths((5,), device)
+    x, residual = (torch.randn(5, 8, device=device, requires_grad=True) for _ in range(2))
+    weight, bias = torch.randn(8, device=device), torch.zeros(8, device=device)
+    _, s = dropout_add_layer_norm(x, residual, weight, bias, layout, scale=0.5, backend="triton")
+    of_x, of_residual = torch.autograd.grad(s.sum(), (x, residual))
+    assert bool((of_x == 0.5).all())
+    assert bool((of_residual == 1).all())
 
 
 @pytest.mark.parametrize(("sequences", "rows"), [(0, 0), (0, 3), (2, 0), (1, 5)])

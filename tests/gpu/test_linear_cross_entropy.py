@@ -152,6 +152,28 @@ def test_gradients_of_the_forward_are_those_of_the_backward(
         assert_no_worse(new, truth, other)
 
 
+@pytest.mark.parametrize("uniform", [False, True])
+def test_frozen_classes_leave_out_one_product(
+    uniform: bool, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, device: torch.device
+) -> None:
+    """And the gradient of the rows is the same, to the bit."""
+    monkeypatch.setattr(projection, "chunk_rows", lambda width: 16)
+    hidden = torch.randn(21, WIDTH, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(CLASSES, WIDTH, device=device, dtype=dtype)
+    bias = torch.randn(CLASSES, device=device, dtype=dtype)
+    targets = _targets(21, CLASSES).to(device)
+    options = {"uniform_gradient": uniform, "label_smoothing": 0.1, "backend": "triton"}
+    found = []
+    for trained in (True, False):
+        if not trained:
+            # It is the product for the gradient of the weight alone.
+            monkeypatch.setattr(projection, "multiply_add", lambda *_: pytest.fail("computed"))
+        own = [x.clone().requires_grad_(trained) for x in (weight, bias)]
+        losses = linear_cross_entropy(hidden, own[0], targets, bias=own[1], **options)
+        found.append(torch.autograd.grad(losses.sum(), hidden)[0])
+    assert torch.equal(*found)
+
+
 def test_rows_with_several_upstream_gradients_have_none(
     dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -165,3 +165,17 @@ def test_families_that_compute_more_are_refused(kind):
     model = LanguageModel(LanguageModelConfig(architecture=text), 32)
     with pytest.raises(ValueError, match="family of language models"):
         model.check_against_transformers()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("vocab_size", 10**7), ("num_hidden_layers", 10**5), ("intermediate_size", 10**7)],
+)
+def test_sizes_that_the_weights_do_not_have_take_no_memory(folder, name, value):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(ValueError, match=f"config.json: must have the sizes .* `{name}` {value}"):
+        read_architecture(folder)
+    # Without weights they are drawn, with whatever sizes the user asks for.
+    (folder / "model.safetensors").unlink()
+    assert str(value) in read_architecture(folder)

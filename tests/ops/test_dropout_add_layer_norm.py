@@ -23,6 +23,7 @@ def _case(lengths: tuple[int, ...], mode: str) -> Case:
     if mode != "norm":
         packed["x"] = [torch.randn(n, CHANNELS, dtype=torch.float64) for n in lengths]
     names = [] if mode == "addition" else ["weight", "bias"]
+    names += ["x_bias"] if mode == "post-norm" else []
     shared = {name: torch.randn(CHANNELS, dtype=torch.float64) for name in names}
 
     def run(packed: Any, shared: Any) -> Any:
@@ -30,7 +31,9 @@ def _case(lengths: tuple[int, ...], mode: str) -> Case:
         residual = packed["residual"]
         parameters = shared.get("weight"), shared.get("bias")
         y = dropout_add_layer_norm(
-            x, residual.values, *parameters, residual.layout, **_options(mode)
+            *(x, residual.values, *parameters, residual.layout),
+            x_bias=shared.get("x_bias"),
+            **_options(mode),
         )
         # Without a branch, the second result is the residual itself.
         return y[0] if mode == "norm" else y
@@ -58,12 +61,14 @@ def _inputs(rows: int = 7, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 def test_matches_torch_with_dropout() -> None:
     x, residual, weight, bias = leaves = _inputs()
+    added = torch.randn(CHANNELS, dtype=torch.float64, requires_grad=True)
     layout = PackedLayout.from_lengths((3, 4))
     y, s = dropout_add_layer_norm(
-        *leaves, layout, scale=0.5, dropout=0.25, eps=1e-3, seed=11, offset=2
+        *leaves, layout, x_bias=added, scale=0.5, dropout=0.25, eps=1e-3, seed=11, offset=2
     )
+    leaves.append(added)
     keep = kept_elements(torch.tensor(11), (7, CHANNELS), 0.25, 2)
-    expected = residual + 0.5 * (x * keep) / 0.75
+    expected = residual + 0.5 * ((x + added) * keep) / 0.75
     centred = expected - expected.mean(1, keepdim=True)
     scale = (centred.square().mean(1, keepdim=True) + 1e-3).rsqrt()
     torch.testing.assert_close(s, expected)
@@ -154,6 +159,9 @@ def test_a_backward_drops_what_the_forward_dropped_without_a_seed() -> None:
         ({"x": torch.zeros(2, 4).double()}, "`x` must be float64 exactly if `residual` is"),
         ({"residual": torch.zeros(3, 4)}, "`residual` must have 2 rows, as `layout` does"),
         ({"weight": torch.zeros(3)}, r"`weight` must have shape \(C,\) = \(4,\)"),
+        ({"x_bias": torch.zeros(3)}, r"`x_bias` must have shape \(C,\) = \(4,\)"),
+        ({"x_bias": torch.zeros(4).double()}, "`x_bias` must be float64 exactly if `residual` is"),
+        ({"x_bias": torch.zeros(4), "x": None}, "`x_bias` must be None where `x` is"),
         ({"bias": None}, "`bias` must be given exactly where `weight` is"),
         ({"bias": torch.zeros(4).half()}, "`bias` must be torch.float32"),
         ({"x": None, "weight": None, "bias": None}, "`x` must be given where `weight` is not"),

@@ -2,8 +2,12 @@ import csv
 from pathlib import Path
 
 import bench_inference
+import numpy as np
 import pytest
 import torch
+from bench import streams
+
+from effasr.transcription.online import OnlineRecognizer
 
 CPU = torch.device("cpu")
 TINY = bench_inference.SIZES["tiny"]
@@ -78,3 +82,51 @@ def test_a_disagreement_stops_before_anything_is_timed(
 def test_wrong_shapes(shape: str) -> None:
     with pytest.raises(ValueError, match="must be ENCODER_LAYERS/DECODER_LAYERS"):
         bench_inference.build(shape, TINY, CPU, torch.float32)
+
+
+def test_rows_of_streams(tmp_path: Path) -> None:
+    out = tmp_path / "rows.csv"
+    options = ["--size", "tiny", "--shapes", "2/1", "--streams", "1", "3", "--chunks", "7"]
+    assert bench_inference.main([*options, "--longest", "1.5", "--output", str(out)]) == 0
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["streams"], row["utterances"], row["audio_s"]) for row in rows] == [
+        ("1", "1", "1.5"),
+        ("3", "3", "4.5"),
+    ]
+    for row in rows:
+        assert (row["model"], row["method"]) == ("tiny, 2 encoder layers", "ctc")
+        assert (row["context"], row["chunk_s"]) == ("64/0/7", "0.56")
+        delays = [float(row[f"delay_p{share}_s"]) for share in (50, 90, 99)]
+        assert 0 < delays[0] <= delays[1] <= delays[2]
+        assert 0 < float(row["algorithmic_p50_s"]) < float(row["algorithmic_p99_s"]) < 0.56
+        assert float(row["rtfx"]) > 0
+        assert float(row["rss_end_mb"]) >= float(row["rss_minute_1_mb"]) > 1
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.5])
+def test_the_delay_of_a_stream_is_that_of_its_steps(
+    monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """Each call of `decode` takes so long by the clock; a chunk comes every 0.24 s."""
+    clock = iter(np.arange(10_000) * seconds)
+    monkeypatch.setattr(streams.time, "perf_counter", lambda: next(clock))
+    model = bench_inference.build_streaming("1/1", TINY, 3, CPU, torch.float32)
+    recognizer = OnlineRecognizer(model, bench_inference.Numbers(), streams=2)  # type: ignore[arg-type]
+    recordings = [0.1 * np.ones(samples, np.float32) for samples in (33_000, 20_000, 1280)]
+    served = streams.serve(recognizer, recordings, 1)
+    assert served.audio_s == pytest.approx(54_280 / 16_000)
+    assert all(text.split() for text in served.texts)
+    # 9 + 6 + 1 chunks; the last of each recording is known to be when all of it has come.
+    assert len(served.delays_s) == 16
+    assert served.algorithmic_s.total() == 26 + 16 + 1
+    # The last window of a chunk reaches 41 samples beyond it.
+    expected = [(41 + 1280 * later) / 16_000 for later in (2, 1, 0)]
+    assert list(served.algorithmic_s)[:3] == pytest.approx(expected)
+    # All chunks but the last of a recording.
+    assert list(served.algorithmic_s.values())[:3] == [8 + 5] * 3
+    assert seconds - 1e-6 < min(served.delays_s) < 1.1 * seconds
+    late = sum(delay > seconds + 1e-6 for delay in served.delays_s)
+    # The end of a recording may come during the step before; slow steps are always late.
+    assert late <= 3 if seconds < 0.2 else late > 8
+    assert max(served.delays_s) < 2 * seconds

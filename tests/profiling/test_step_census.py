@@ -5,12 +5,14 @@ import subprocess
 import sys
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import step_census
 import torch
-from census import operators
+from census import operators, speech_llm
 from census.report import COMPARED, growth
 
+from effasr.data.sampling.plan import UtteranceLengths
 from effasr_kernels.bias_activation_dropout import _triton as activation
 from effasr_kernels.dropout_add_layer_norm import _triton as norm
 
@@ -75,6 +77,7 @@ def test_growth_beyond_the_limit_is_found(figure: str) -> None:
 
 
 @pytest.mark.parametrize("model", BASELINE)
+@pytest.mark.representative(model="canary_180m_flash")
 def test_a_step_has_not_grown(model: str) -> None:
     # In a process of its own, as the device of the census is registered for good.
     command = [sys.executable, step_census.__file__, "--check", "--model", model]
@@ -88,12 +91,12 @@ def _partial_sums(frames: int) -> float:
     Each program of a backward writes one in float32, and their number is bounded by that of the
     multiprocessors: small batches have more of them per frame.
     """
-    width, hidden, norms, networks = 512, 2_048, 5, 2
+    width, hidden, networks = 512, 2_048, 2
     groups = -(-frames // 4)
-    # A weight and a bias.
-    of_norms = 2 * 4 * min(groups, norm._PROGRAMS // width)
+    # Weights and biases of five norms, and the biases of four branches.
+    of_norms = 14 * 4 * min(groups, norm._PROGRAMS // width)
     of_biases = 4 * min(groups, activation._PROGRAMS // (hidden // activation._MOST_COLUMNS))
-    return (norms * of_norms + networks * of_biases * hidden / width) / frames
+    return (of_norms + networks * of_biases * hidden / width) / frames
 
 
 def test_the_figures_of_a_step_agree_with_each_other() -> None:
@@ -127,8 +130,38 @@ def test_the_figures_of_a_step_agree_with_each_other() -> None:
         (["--frame-budget", "512"], "`frame_budget` must not be the size of a weight"),
     ],
 )
-def test_what_cannot_be_counted_is_refused(given: list[str], message: str) -> None:
-    command = [sys.executable, step_census.__file__, *given]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_what_cannot_be_counted_is_refused(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert step_census.main(given) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_padded_conversations_have_the_rows_of_padded_batches() -> None:
+    """As many as the corpus' padding gives; sorted batches have less of it, equal lengths none."""
+    equal = UtteranceLengths(np.full(8, 10, np.int32), np.full(8, 6, np.int32))
+    assert speech_llm.padded_rows([(10, 6)] * 4, equal, "random") == speech_llm.Rows(64, 48)
+    lengths = speech_llm.conversation_lengths(stack=4)
+    planned = [(100, 60)] * 20
+    drawn, alike = (speech_llm.padded_rows(planned, lengths, x) for x in ("random", "sorted"))
+    # Of 20 that are drawn, the longest is about 2.5 times as long as the mean.
+    assert 2 * 2000 < drawn.frames < 4 * 2000
+    assert 2000 < alike.frames < 1.2 * 2000
+    assert 1200 < alike.tokens < drawn.tokens < drawn.frames
+
+
+def test_a_census_packs_every_conversation_of_a_micro_batch() -> None:
+    config = speech_llm.configured(800)
+    packed = speech_llm.conversation_batch(config, 800, "packed")
+    padded = speech_llm.conversation_batch(config, 800, "random")
+    assert packed.ids == padded.ids
+    assert packed.frame_lengths == padded.frame_lengths
+    assert packed.frames.rows == 800
+    assert padded.frames.rows > 800
+    assert padded.tokens.layout.rows > packed.tokens.layout.rows
+    assert packed.num_targets > len(packed.ids)
+
+
+def test_only_a_speech_language_model_is_counted_padded(capsys) -> None:
+    assert step_census.main(["--model", "canary_180m_flash", "--layout", "sorted"]) == 2
+    assert "`layout` must be packed for canary_180m_flash" in capsys.readouterr().err

@@ -26,6 +26,8 @@ from typing import Any
 from tests.security.mutations import OUTSIDE, mutate
 
 INPUT_SECONDS, START_SECONDS = 20.0, 240.0
+"""Of processor time; what waits for something else ends after `_WAITING` times as long."""
+_WAITING = 15
 SLACK_BYTES = 192 << 20
 """Resident memory that any input may take, beside twice its size and twice that of a valid one: a
 file of 64 MiB in an archive may be packed, and is held about twice while it is read."""
@@ -73,9 +75,8 @@ class Worker:
         assert process.stdout is not None
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
-        due = START_SECONDS if fresh or request.get("make") else INPUT_SECONDS
-        line = ""
-        if select.select([process.stdout], [], [], due)[0]:
+        limit = START_SECONDS if fresh or request.get("make") else INPUT_SECONDS
+        if _is_ready(process, limit):
             line = process.stdout.readline()
             if line:
                 outcome, detail, grown = json.loads(line)
@@ -96,6 +97,36 @@ class Worker:
             self._process = None
 
 
+def _is_ready(process: subprocess.Popen[str], seconds: float) -> bool:
+    """Wait for an answer; return whether it comes before the limit of processor time."""
+    begun, used = time.monotonic(), _processor_seconds(process.pid)
+    while not select.select([process.stdout], [], [], 1.0)[0]:
+        waited = time.monotonic() - begun
+        if waited < seconds:
+            continue
+        if waited > _WAITING * seconds or _processor_seconds(process.pid) - used > seconds:
+            return False
+    return True
+
+
+def _processor_seconds(parent: int) -> float:
+    """Return the processor time of a process and of its children."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = path.read_text().rpartition(")")
+        except OSError:
+            # It has ended meanwhile.
+            continue
+        fields = rest.split()
+        if parent in (int(name.split()[0]), int(fields[1])):
+            # Its own, and those of children that have ended.
+            ticks += sum(
+                map(int, fields[11:15] if name.startswith(f"{parent} ") else fields[11:13])
+            )
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def fuzz(names: Iterable[str], inputs: int, root: Path) -> Iterator[tuple[str, Count]]:
     """Try so many inputs of each reader; its name and a number make an input."""
     worker = Worker(root / "log")
@@ -106,7 +137,7 @@ def fuzz(names: Iterable[str], inputs: int, root: Path) -> Iterator[tuple[str, C
         worker.close()
 
 
-def _fuzz_one(worker: Worker, name: str, numbers: range, root: Path) -> Count:
+def _fuzz_one(worker: Worker, name: str, numbers: Iterable[int], root: Path) -> Count:
     seed, outside, case = root / "seed", root / OUTSIDE, root / "case"
     seed.mkdir(parents=True)
     outside.mkdir()

@@ -76,6 +76,8 @@ def _for_format(path: Path) -> list[Callable[[Path, Path, Random], str]]:
         return [_yaml, _yaml_bomb]
     if name.endswith(".safetensors"):
         return [_safetensors]
+    if name.endswith(".jinja"):
+        return [_template]
     if head[257:262] == b"ustar":
         return [_tar]
     if head[:4] == b"PK\3\4":
@@ -376,3 +378,20 @@ def _words(path: Path, folder: Path, random: Random) -> str:
     words[random.randrange(len(words))] = random.choice(values)
     _packed(path, "".join(words))
     return "word"
+
+
+def _template(path: Path, _: Path, random: Random) -> str:
+    """Add something to a Jinja template, between two statements or within one."""
+    text = _unpacked(path)
+    added = (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'x' * 10 ** 10 }}", "{{ 9 ** (9 ** 9) }}", "{{ 'x'.ljust(10 ** 9) }}",
+        "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", "{% include '/etc/passwd' %}",
+        "{{ messages.__class__.__mro__ }}", "{{ raise_exception('no') }}", "{{ cycler.__init__ }}",
+        "{{ messages.append(1) }}", "{{ '%999999999d' % 1 }}", "(" * 5000, "{%", "\0", "\u202e",
+        "{% generation %}", "{{ none.x }}", "{{ (range(9999) | list | join) * 9999 }}",
+    )  # fmt: skip
+    places = [0, len(text), *(found.start() for found in re.finditer(r"\{|\}|\s", text))]
+    place = random.choice(places)
+    _packed(path, text[:place] + random.choice(added) + text[place:])
+    return "template"

@@ -1,15 +1,7 @@
-"""The readers of foreign files: a valid input of each, and how it is read.
+"""The readers of data and of results: a valid input of each, and how it is read.
 
 | reader | what it reads | limits, checked before memory is taken |
 | --- | --- | --- |
-| nemo | .nemo: tar, YAML, weights, tokenizer | 10,000 files, 64 MiB each and 256 MiB together beside the weights; unpacks to 20 times its size; plain tensors |
-| nemo_folder | the same as a folder | as nemo |
-| huggingface | config.json, safetensors | JSON 64 MiB, depth 64, no key twice; shards in the folder alone |
-| tokenizer_json | tokenizer.json | 64 MiB |
-| tokenizer_own, tokenizer_nemo | SentencePiece models and their JSON | 64 MiB each, in the folder alone |
-| model_directory | model.yaml, safetensors, tokenizer | YAML 4 MiB, depth 64, 500,000 values after aliases |
-| checkpoint | a run's checkpoints | checksums; uncompressed; plain tensors |
-| recipe | YAML | as model_directory |
 | manifest, text_pairs | JSON lines | 32 MiB a line, depth 64; gzip to 300 times its size |
 | cuts | lhotse cuts, gzipped | as manifest; no programs, no URLs |
 | shar | cuts and tars of audio | as cuts; regular files of the tar |
@@ -22,23 +14,25 @@
 | bucket_table | JSON | as huggingface |
 | kineto | traces of torch.profiler, gzipped | 200 times its size and 16 MiB; regular files |
 | nsys | SQLite exports of nsys | values of 16 MiB; read-only, no functions of the file's schema |
+| labels | labels.json, journal.jsonl of `effasr label` | as manifest |
+
+`model_readers` has those of models, and `conversation_readers` those of speech language models.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import gzip
 import json
-import shutil
 import sys
-import tarfile
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import soundfile
+
+from tests.security.conversation_readers import CONVERSATION_READERS
+from tests.security.model_readers import MODEL_READERS
+from tests.security.reader import Reader, write_rows
 
 RATE = 16_000
 ARPA = """\\data\\
@@ -58,15 +52,6 @@ ngram 2=2
 \\end\\
 """
 PROFILING = Path(__file__).parents[2] / "profiling"
-NEMO = Path(__file__).parents[1] / "interop" / "nemo"
-
-
-@dataclass(frozen=True)
-class Reader:
-    """Writes a valid input into a folder, and reads the input in a folder."""
-
-    make: Callable[[Path], object]
-    read: Callable[[Path], object]
 
 
 def _sound(path: Path, seconds: float = 0.2) -> None:
@@ -74,140 +59,27 @@ def _sound(path: Path, seconds: float = 0.2) -> None:
     soundfile.write(path, draw.uniform(-0.5, 0.5, int(seconds * RATE)).astype(np.float32), RATE)
 
 
-def _rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+def _labels(folder: Path) -> None:
+    segment = {
+        "id": "a", "audio_filepath": "a.wav", "offset": 0.0, "duration": 1.0, "text": "the fox",
+        "source_lang": "en", "target_lang": "en", "pnc": True, "confidence": 0.5, "pseudo": True,
+        "truncated": False,
+    }  # fmt: skip
+    (folder / "labels.json").write_text('{"method": "ctc"}')
+    rows = [{"id": "a", "segments": [segment]}, {"id": "b", "audio": "b", "problem": "damaged"}]
+    write_rows(folder / "journal.jsonl", rows)
 
 
-@lru_cache
-def _model() -> Any:
-    from effasr.data.features.log_mel import FeatureConfig
-    from effasr.model.asr import ASRModel, ModelConfig
-    from effasr.model.encoder import FastConformerConfig
+def _use_labels(folder: Path) -> object:
+    from effasr.transcription.label import LabelFolder
 
-    encoder = FastConformerConfig(
-        width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4
-    )
-    return ASRModel(
-        ModelConfig(features=FeatureConfig(mel_bins=16), encoder=encoder, decoder=None, ctc=True),
-        21,
-    )
-
-
-@lru_cache
-def _tokenizer(folder: str) -> Any:
-    from effasr.data.tokenizer import train_tokenizer
-
-    text = ["the quick brown fox jumps over the lazy dog", "a large fawn jumped quickly"] * 20
-    return train_tokenizer({"en": text}, folder, vocab_size=40)
-
-
-def _own_tokenizer(folder: Path) -> None:
-    _tokenizer(str(folder.with_name("own"))).save(folder)
-
-
-def _nemo_tokenizer(folder: Path) -> None:
-    from effasr.data.tokenizer import NeMoTokenizer
-
-    models = _tokenizer(str(folder.with_name("own"))).models
-    NeMoTokenizer({"en": models["en"], "de": models["en"]}).save(folder)
-
-
-def _tokenizer_json(folder: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {"the": 0, "fox": 1, "<unk>": 2, "<pad>": 3}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.save(str(folder / "tokenizer.json"))
-
-
-def _use_tokenizer(folder: Path) -> object:
-    from effasr.data.tokenizer import load_tokenizer
-
-    found = load_tokenizer(folder)
-    language = found.languages[0] if found.languages else "en"
-    return found.decode(found.encode("the quick fox", language)[:50])
-
-
-def _huggingface(folder: Path) -> None:
-    from effasr.interop.huggingface.checkpoint import export_model
-
-    export_model(_model(), folder)
-
-
-def _use_huggingface(folder: Path) -> object:
-    from effasr.interop.huggingface.checkpoint import import_model
-    from effasr.model.asr import ASRModel
-
-    return ASRModel.from_state_dict(*import_model(folder))
-
-
-def _model_directory(folder: Path) -> None:
-    from effasr.checkpoint import save_model
-    from effasr.model.asr import ASRModel
-
-    tokenizer = _tokenizer(str(folder.with_name("own")))
-    save_model(folder, ASRModel(_model().config, tokenizer.vocab_size), tokenizer)
-
-
-def _use_model_directory(folder: Path) -> object:
-    from effasr.checkpoint import load_model
-
-    return load_model(folder)
-
-
-def _checkpoint(folder: Path) -> None:
-    import torch
-
-    from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
-
-    tokenizer = _tokenizer(str(folder.with_name("own")))
-    from effasr.model.asr import ASRModel
-
-    model = ASRModel(_model().config, tokenizer.vocab_size)
-    state = {"step": 1, "moment": torch.arange(3.0), "config": {"betas": [0.9, 0.98]}}
-    RunCheckpoints(folder, keep=1).save(1, model, tokenizer, state)
-
-
-def _use_checkpoint(folder: Path) -> object:
-    from effasr.checkpoint import load_model
-    from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
-
-    newest = RunCheckpoints(folder, keep=1).newest()
-    return newest and load_model(newest[0])
-
-
-def _nemo_folder(folder: Path) -> None:
-    with tarfile.open(NEMO / "ctc.nemo") as tar:
-        tar.extractall(folder, filter="data")
-
-
-def _import_nemo(path: Path) -> object:
-    from effasr.interop.nemo.importer import import_nemo
-    from effasr.model.asr import ASRModel
-
-    found = import_nemo(path)
-    return ASRModel.from_state_dict(found.config, found.vocab_size, found.state)
-
-
-def _recipe(folder: Path) -> None:
-    from effasr.config import RECIPES
-
-    shutil.copy(RECIPES / "demo.yaml", folder / "recipe.yaml")
-
-
-def _use_recipe(folder: Path) -> object:
-    from effasr.config import load
-    from effasr.training.config import TrainConfig
-
-    return load(TrainConfig, folder / "recipe.yaml")
+    return LabelFolder(folder, {"method": "ctc"}).finish(0.4)
 
 
 def _manifest(folder: Path) -> None:
     _sound(folder / "a.wav")
     row = {"audio_filepath": "a.wav", "text": "the fox", "duration": 0.2, "lang": "en"}
-    _rows(folder / "manifest.jsonl", [row | {"id": "1"}, row | {"id": "2", "speaker": "s"}])
+    write_rows(folder / "manifest.jsonl", [row | {"id": "1"}, row | {"id": "2", "speaker": "s"}])
 
 
 def _use_manifest(path: Path) -> object:
@@ -228,7 +100,7 @@ def _read_cuts(folder: Path) -> Any:
 
 
 def _cuts(folder: Path) -> None:
-    _rows(folder / "cuts.jsonl.gz", [cut.to_dict() for cut in list(_read_cuts(folder))])
+    write_rows(folder / "cuts.jsonl.gz", [cut.to_dict() for cut in list(_read_cuts(folder))])
 
 
 def _shar(folder: Path) -> None:
@@ -252,7 +124,7 @@ def _csv_folder(folder: Path) -> None:
 
 def _text_pairs(folder: Path) -> None:
     row = {"source_text": "the fox", "text": "der Fuchs", "source_lang": "en", "target_lang": "de"}
-    _rows(folder / "pairs.jsonl", [row, row])
+    write_rows(folder / "pairs.jsonl", [row, row])
 
 
 def _use_text_pairs(folder: Path) -> object:
@@ -262,7 +134,9 @@ def _use_text_pairs(folder: Path) -> object:
 
 
 def _clips(folder: Path) -> None:
-    _rows(folder / "clips.jsonl", [cut.recording.to_dict() for cut in list(_read_cuts(folder))])
+    write_rows(
+        folder / "clips.jsonl", [cut.recording.to_dict() for cut in list(_read_cuts(folder))]
+    )
 
 
 def _use_clips(folder: Path) -> object:
@@ -280,17 +154,18 @@ def _use_arpa(folder: Path) -> object:
     import torch
 
     from effasr.decoding.lm.ngram import load_ngrams
+    from effasr.decoding.lm.words import load_word_ngrams
 
-    return load_ngrams(folder / "lm.arpa.gz", 4, 3).scores(
-        torch.tensor([[[-1, 0]]]), torch.tensor([[[0, 1]]])
-    )
+    path = folder / "lm.arpa.gz"
+    tokens = load_ngrams(path, 4, 3).scores(torch.tensor([[[-1, 0]]]), torch.tensor([[[0, 1]]]))
+    return tokens, load_word_ngrams(path).log_probs([("", "0 1"), ("0", "x")])
 
 
 def _evaluation(folder: Path) -> None:
     summary = {"normalizer": "basic", "rtfx": 3.0, "failed": 0, "wer": 0.5, "words": 2}
     (folder / "wer.json").write_text(json.dumps(summary))
     rows = [{"id": str(n), "reference": "the fox", "hypothesis": "a fox"} for n in range(3)]
-    _rows(folder / "hypotheses.jsonl", rows)
+    write_rows(folder / "hypotheses.jsonl", rows)
 
 
 def _use_evaluation(folder: Path) -> object:
@@ -353,18 +228,7 @@ def _audio(suffix: str) -> Reader:
 
 
 READERS = {
-    "nemo": Reader(
-        lambda folder: (folder / "model.nemo").write_bytes((NEMO / "ctc.nemo").read_bytes()),
-        lambda folder: _import_nemo(folder / "model.nemo"),
-    ),
-    "nemo_folder": Reader(_nemo_folder, _import_nemo),
-    "huggingface": Reader(_huggingface, _use_huggingface),
-    "tokenizer_json": Reader(_tokenizer_json, _use_tokenizer),
-    "tokenizer_own": Reader(_own_tokenizer, _use_tokenizer),
-    "tokenizer_nemo": Reader(_nemo_tokenizer, _use_tokenizer),
-    "model_directory": Reader(_model_directory, _use_model_directory),
-    "checkpoint": Reader(_checkpoint, _use_checkpoint),
-    "recipe": Reader(_recipe, _use_recipe),
+    **MODEL_READERS,
     "manifest": Reader(_manifest, lambda folder: _use_manifest(folder / "manifest.jsonl")),
     "cuts": Reader(_cuts, _use_manifest),
     "shar": Reader(_shar, _use_manifest),
@@ -380,4 +244,6 @@ READERS = {
     "bucket_table": Reader(_buckets, _use_buckets),
     "kineto": Reader(_trace, _use_captures),
     "nsys": Reader(_nsys, _use_captures),
+    "labels": Reader(_labels, _use_labels),
+    **CONVERSATION_READERS,
 }

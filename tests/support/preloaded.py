@@ -4,12 +4,16 @@ Torch and the trainer take seconds of processor time to import, most of what a s
 ranks takes. `Preloaded` is ``python -m MODULE ARGUMENT...`` without that: a server, started with
 the first of them, imports once, and each process is a fork of it in which the module runs as
 ``__main__``. It is a child of the process that asked for it, which can wait for it and kill it.
+Unless it ends with an exception, it ends as a fork of `multiprocessing` does: without freeing what
+the server imported, which would copy most pages of memory that it shares with the server.
 
-What a test says of the start of a program, such as its imports or ``torchrun``, needs a real one.
+What a test says of the start or the end of an interpreter, such as imports, finalization or
+``torchrun``, needs a real one.
 """
 
 import atexit
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -17,10 +21,11 @@ import runpy
 import socket
 import subprocess
 import sys
+import threading
 import time
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,6 +150,9 @@ def _wait_for_other_threads(most_s: float = 60.0) -> None:
 def _main(channel: int) -> None:
     for name in _IMPORTED:
         importlib.import_module(name)
+    # A collection in a fork would write to the header of each object, and so copy its page.
+    gc.collect()
+    gc.freeze()
     found = _serve(socket.socket(fileno=channel))
     if found is None:
         return
@@ -159,7 +167,22 @@ def _main(channel: int) -> None:
     os.chdir(request["cwd"])
     module, *arguments = request["command"]
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        _end(end.code or 0)
+    _end(0)
+
+
+def _end(code: int) -> NoReturn:
+    """End the process without finalization, after threads and exit functions."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,15 @@
 """A run that is killed, and goes on on another number of ranks."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from effasr import config as configuration
 from effasr.optim.adamw import OptimizerConfig
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
-from tests.support.run_ranks import ROOT, started
+from tests.support.run_ranks import run_module, started
 from tests.training.test_faults import wait_for
 
 STEPS = 24
-
-
-def torchrun(recipe: Path, ranks: int) -> None:
-    command = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [sys.executable, "-m", *command, "-m", "effasr.train", str(recipe)],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert f"{ranks} x cpu" in done.stderr
-    assert "continuing from step" in done.stderr
 
 
 @pytest.mark.slow
@@ -45,7 +28,10 @@ def test_a_killed_run_goes_on_on_more_ranks_and_on_fewer(make_config, tmp_path) 
         wait_for(tmp_path / "run", 7, processes)
         for process in processes:
             process.kill()
-    torchrun(recipe, 3)
+    done = run_module("effasr.train", str(recipe), size=3)
+    assert [one.returncode for one in done] == [0] * 3, done
+    assert "3 x cpu" in done[0].stderr
+    assert "continuing from step" in done[0].stderr
     assert run(make_config(training=loop, **settings)) == 0
     ours, theirs = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("run", "straight"))
     assert [line["step"] for line in ours] == list(range(1, STEPS + 1))

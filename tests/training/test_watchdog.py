@@ -1,5 +1,6 @@
 """What a rank says of the others, by what they told the store."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -60,6 +61,22 @@ def test_who_is_silent_is_named(make, batches) -> None:
     assert " s: cannot reach the others. Rank 1 no longer answers: " in said
     assert " s ago it was at step 8, computing, utterances 1-0, 1-1, 1-2, for " in said
     assert said.endswith("(PyTorch: Connection closed by peer [127.0.0.1]:1)")
+
+
+@pytest.mark.parametrize("hour", [3600.0, -3600.0])
+def test_how_long_a_rank_is_silent_does_not_depend_on_the_time_of_day(
+    make, monkeypatch, hour: float
+) -> None:
+    (first, mine), (second, other) = make(0), make(1)
+    mine.begin("computing", 8)
+    other.begin("loading", 8)
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + hour)
+    with second:
+        time.sleep(0.2)
+    monkeypatch.setattr(time, "time", clock)
+    (ago,) = re.findall(r"no longer answers: (\S+) s ago", lose(first))
+    assert 0 <= int(ago) < 60
 
 
 def test_who_answers_but_is_late_is_named_with_what_it_reads(make) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -217,3 +218,46 @@ def test_a_failure_is_kept_in_the_journal(tmp_path) -> None:
     assert again.missing([Source("a", "a"), Source("b", "b")]) == [Source("b", "b")]
     report = again.finish(0.0)
     assert (report.recordings, report.kept.utterances, report.dropped.utterances) == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        '{"id": ["a"]}',
+        '{"id": "a"}',
+        '{"id": "a", "segments": 3}',
+        '{"id": "a", "segments": [true]}',
+        '{"id": "a", "segments": [{"id": "a", "duration": "1"}]}',
+        '{"id": "a", "problem": 1, "audio": "a"}',
+    ],
+)
+def test_a_damaged_journal_is_refused(tmp_path, line) -> None:
+    LabelFolder(tmp_path, {"method": "ctc"})
+    (tmp_path / "journal.jsonl").write_text(f"{line}\n")
+    with pytest.raises(ValueError, match=r"journal\.jsonl:1: ") as refused:
+        LabelFolder(tmp_path, {"method": "ctc"}).finish(0.5)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_journal_that_leads_elsewhere_is_not_written_to(tmp_path) -> None:
+    other = tmp_path / "other"
+    other.write_text("a text without an end of line")
+    folder = tmp_path / "labels"
+    LabelFolder(folder, {"method": "ctc"})
+    journal = folder / "journal.jsonl"
+    for make in (lambda: journal.symlink_to(other), lambda: os.mkfifo(journal)):
+        make()
+        with pytest.raises(ValueError, match=r"journal\.jsonl must be a regular file"):
+            LabelFolder(folder, {"method": "ctc"})
+        journal.unlink()
+    assert other.read_text() == "a text without an end of line"
+
+
+@pytest.mark.parametrize("torn", ["", '{"id": "b", ', "x" * 200_000])
+def test_a_torn_line_is_removed(tmp_path, torn: str) -> None:
+    LabelFolder(tmp_path, {"method": "ctc"})
+    whole = '{"id": "a", "problem": "damaged", "audio": "a"}\n'
+    (tmp_path / "journal.jsonl").write_text(whole + torn)
+    assert LabelFolder(tmp_path, {"method": "ctc"}).done == {"a"}
+    assert (tmp_path / "journal.jsonl").read_text() == whole

@@ -1,6 +1,7 @@
 """Streams are recognized frame by frame as whole recordings are with the same context."""
 
 import dataclasses
+import gc
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -18,13 +19,17 @@ from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
+from effasr.transcription.inputs.vad import is_speech, loudness
 from effasr.transcription.online import OnlineRecognizer, OnlineStream, context_for, is_streamable
 from effasr.transcription.recognizer import Recognizer
+from effasr.transcription.word_timestamps import word_timestamps
 from effasr_kernels import Context, PackedSequence
 from tests.support.small_model import shake
 
 RATE = 16_000
 CONTEXTS = Context(9, 0, 3), Context(10, 0, 1), Context(14, 0, 7)
+WHOLE = Context(None, None)
+"""Also trained with, and of no use for a stream."""
 HEADS = {
     "ctc": None,
     "stateless": TransducerConfig(predictor="stateless", width=24, joint=16),
@@ -43,7 +48,7 @@ def streaming_model(tokenizer: Tokenizer) -> Make:
             features=FeatureConfig(**{"mel_bins": 16, "normalize": False} | features),
             encoder=FastConformerConfig(
                 width=32, layers=2, heads=2, feed_forward=32, subsampling_channels=4,
-                subsampling_norm=True, context=CONTEXTS, causal_convolution=True,
+                subsampling_norm=True, context=(WHOLE, *CONTEXTS), causal_convolution=True,
                 causal_subsampling=causal,
             ),
             decoder=None,
@@ -102,6 +107,8 @@ def _recorded(recognizer: OnlineRecognizer) -> dict[int, list[Tensor]]:
 @pytest.mark.parametrize("size", [0, 4000, 1280, 100_000], ids=lambda size: f"pieces_{size}")
 @pytest.mark.parametrize("context", CONTEXTS, ids=str)
 @pytest.mark.parametrize("head", HEADS)
+@pytest.mark.representative(size=0)
+@pytest.mark.representative(head="tdt", context=CONTEXTS[0])
 def test_a_stream_is_the_whole_recording(
     streaming_model: Make,
     tokenizer: Tokenizer,
@@ -152,7 +159,7 @@ def test_other_windows_and_the_last_rows(
     encoded = _recorded(recognizer)
     audio = noise(2)
     chunk = hop * 8 * CONTEXTS[0].chunk
-    around = (0, 1, hop - 1, hop, window // 2 - 1, window // 2 + 1, window, hop * 8)
+    around = (-3 * hop, 0, 1, hop - 1, hop, window // 2 - 1, window // 2 + 1, window, hop * 8)
     for samples in [chunk * n + more for n in (0, 1, 2) for more in around]:
         stream = recognizer.open()
         stream.feed(audio[:samples])
@@ -220,6 +227,109 @@ def test_pauses_end_segments(
     ).replace(" ", "")
 
 
+def test_a_long_segment_ends_before_a_word(
+    streaming_model: Make, tokenizer: Tokenizer, noise: Callable[..., np.ndarray]
+) -> None:
+    """This model never makes a pause."""
+    model, audio = streaming_model("ctc"), noise(12)
+    _, tokens = _offline(model, audio, CONTEXTS[0])
+    texts = []
+    for longest in (3.0, 0.01, None):
+        recognizer = OnlineRecognizer(
+            model, tokenizer, endpoint_seconds=None, longest_seconds=longest
+        )
+        stream = recognizer.open()
+        for piece in _pieces(audio, 0):
+            stream.feed(piece)
+            recognizer.decode()
+            if longest is not None:
+                held = [frame for _, frame in stream._tokens]
+                assert not held or held[-1] - held[0] < 2 * longest / recognizer.frame_seconds
+        stream.finish()
+        recognizer.decode()
+        texts.append([segment.text for segment in stream.take()])
+    by_word, by_token, whole = texts
+    assert whole == [tokenizer.decode(tokens).strip()]
+    assert " ".join(by_word) == whole[0]
+    assert len(by_word) == 3
+    assert len(by_token) > len(whole[0].split())
+
+
+@pytest.mark.parametrize("head", ["ctc", "tdt"])
+def test_words_are_timed_by_the_frames_of_their_tokens(
+    streaming_model: Make, tokenizer: Tokenizer, noise: Callable[..., np.ndarray], head: str
+) -> None:
+    model, audio = streaming_model(head), noise(4)
+    # Pauses, which the words respect.
+    audio[: RATE // 2] = audio[2 * RATE : 3 * RATE] = 0
+    recognizer = OnlineRecognizer(model, tokenizer, endpoint_seconds=None, words=True)
+    emitted: list[tuple[int, int]] = []
+    search = recognizer._search.step
+
+    def step(encoded: Tensor, frames: Sequence[int]) -> list:
+        found = search(encoded, frames)
+        emitted.extend((one.token, stream.frames + one.frame) for one in found[0])
+        return found
+
+    recognizer._search.step = step  # type: ignore[method-assign]
+    stream = recognizer.open()
+    for piece in _pieces(audio, 0):
+        stream.feed(piece)
+        recognizer.decode()
+    stream.finish()
+    recognizer.decode()
+    (segment,) = stream.take()
+    assert segment.words is not None
+    expected = word_timestamps(
+        [token for token, _ in emitted],
+        [(frame, frame + 1) for _, frame in emitted],
+        tokenizer.decode,
+        frame_seconds=recognizer.frame_seconds,
+        speech=is_speech(loudness(audio, RATE)),
+    )
+    assert [word.text for word in segment.words] == segment.text.split()
+    assert [word.text for word in expected] == segment.text.split()
+    for found, word in zip(segment.words, expected, strict=True):
+        # Loudness is averaged over 50 ms, but not across chunks.
+        assert found.start == pytest.approx(word.start, abs=0.031)
+        assert found.end == pytest.approx(min(word.end, 4), abs=0.031)
+
+
+@pytest.mark.parametrize(("head", "seconds"), [("ctc", 20), ("rnnt", 4)])
+def test_words_late_in_a_stream_have_their_own_times(
+    streaming_model: Make,
+    tokenizer: Tokenizer,
+    noise: Callable[..., np.ndarray],
+    head: str,
+    seconds: int,
+) -> None:
+    """The transducer says ten labels in many frames, between which segments end."""
+    recognizer = OnlineRecognizer(
+        streaming_model(head), tokenizer, longest_seconds=seconds / 20, words=True
+    )
+    stream, audio = recognizer.open(), noise(seconds)
+    segments = []
+    for piece in _pieces(audio, 0):
+        stream.feed(piece)
+        recognizer.decode()
+        segments += stream.take()
+        assert stream._loudness is not None
+        assert len(stream._loudness.levels) < 500
+    stream.finish()
+    recognizer.decode()
+    segments += stream.take()
+    words = [word for segment in segments for word in segment.words or ()]
+    assert [word.text for word in words] == [w for one in segments for w in one.text.split()]
+    times = [time for word in words for time in (word.start, word.end)]
+    # Where words share a frame, a segment may end half a frame after the next one begins.
+    assert times == pytest.approx(sorted(times), abs=0.041)
+    assert len(segments) > 3
+    assert times[-1] > seconds / 2
+    for segment in segments:
+        for word in segment.words or ():
+            assert segment.start - 0.5 <= word.start <= word.end <= segment.end + 0.7
+
+
 def test_hostile_streams_end_cleanly(streaming_model: Make, tokenizer: Tokenizer) -> None:
     model = streaming_model("rnnt")
     recognizer = OnlineRecognizer(model, tokenizer)
@@ -228,6 +338,8 @@ def test_hostile_streams_end_cleanly(streaming_model: Make, tokenizer: Tokenizer
         recognizer.open()
     for wrong, message in (
         (np.array([0.1, np.nan]), "`samples` must be finite"),
+        (np.array([0.1, 1e300]), "`samples` must be finite"),
+        (np.array([-1e30, 0.1], np.float32), "`samples` must be finite"),
         (np.zeros((2, 2)), r"`samples` must be floating numbers \(samples,\)"),
         (np.zeros(3, np.int16), "divide 16-bit integers by 32768"),
     ):
@@ -263,10 +375,54 @@ def test_silence_for_minutes_takes_no_more_memory(
         recognizer.decode()
         stream.take()
         if second in (19, 119):
+            gc.collect()
             held.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     assert held[1] < held[0] + 100_000
     assert sum(map(len, stream._parts)) < 2 * RATE
+
+
+def _bytes_of_tensors() -> int:
+    """Bytes of all tensors that Python objects hold."""
+    gc.collect()
+    held = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+        for one in gc.get_objects()
+        # Storage of oneDNN's own layout is not accessible.
+        if type(one) is Tensor and one.layout == torch.strided
+    }
+    return sum(held.values())
+
+
+@pytest.mark.parametrize("head", ["ctc", "stateless"])
+def test_64_streams_take_no_more_memory_with_time(
+    streaming_model: Make, tokenizer: Tokenizer, noise: Callable[..., np.ndarray], head: str
+) -> None:
+    """`bench_inference.py --streams 64 --longest 3600 --tick 1` runs them for an hour."""
+    count, audio = 64, noise(3)
+    recognizer = OnlineRecognizer(
+        streaming_model(head), tokenizer, context=CONTEXTS[2], streams=count, max_symbols=1,
+        longest_seconds=1.0, words=True,
+    )  # fmt: skip
+    streams = [recognizer.open() for _ in range(count)]
+    chunk, tensors, samples, words = round(recognizer.latency_seconds * RATE), [], [], 0
+    for step in range(8):
+        for number, stream in enumerate(streams):
+            start = (number * 700 + step * chunk) % (len(audio) - chunk)
+            stream.feed(audio[start : start + chunk])
+        assert recognizer.decode() == (count if step else 0)
+        words += sum(len(segment.words or ()) for one in streams for segment in one.take())
+        tensors.append(_bytes_of_tensors())
+        held = [part if part.base is None else part.base for one in streams for part in one._parts]
+        samples.append(sum(map(len, held)))
+        assert all(len(one._loudness.levels) < 400 for one in streams if one._loudness)
+    assert words > 5
+    assert tensors[7] == tensors[3]
+    assert samples[1:] == [samples[1]] * 7
+    for stream in streams:
+        stream.finish()
+    recognizer.decode()
+    assert all(stream.done for stream in streams)
 
 
 def test_the_latency_chooses_the_context(streaming_model: Make, tokenizer: Tokenizer) -> None:
@@ -305,5 +461,8 @@ def test_a_model_that_looks_ahead_is_refused(
         ),
         tokenizer.vocab_size,
     )
+    for long in (Context(10**9, 0, 1), Context(0, 0, 10**9)):
+        with pytest.raises(ValueError, match=r"`context\.(left|chunk)` must be at most 10000"):
+            OnlineRecognizer(streaming_model("ctc"), tokenizer, context=long)
     with pytest.raises(ValueError, match=r"`model\.encoder\.context` must be given"):
         context_for(whole, 0.2)

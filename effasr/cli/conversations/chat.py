@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from itertools import tee
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,13 @@ def add(command: AddCommand) -> None:
         metavar="N",
         help="of an answer (default: 256)",
     )
+    parser.add_argument(
+        "--slots",
+        type=at_least(1),
+        default=16,
+        metavar="N",
+        help="conversations of --manifest at a time (default: 16)",
+    )
     add_device(parser)
 
 
@@ -79,8 +87,9 @@ def run(options: argparse.Namespace) -> int:
 def _dialogue(options: argparse.Namespace, loaded: LoadedModel) -> Iterator[str]:
     """Yield the answer to the question, or to each line of standard input."""
     from effasr.data.conversation.messages import AudioPart, Message
-    from effasr.transcription.answers import answer
+    from effasr.transcription.answers import Responder
 
+    responder = Responder(loaded, beam=options.beam, max_tokens=options.max_tokens)
     messages: list[Message] = []
     if options.system:
         messages.append(Message("system", (options.system,)))
@@ -91,35 +100,30 @@ def _dialogue(options: argparse.Namespace, loaded: LoadedModel) -> Iterator[str]
             continue
         messages.append(Message("user", (*parts, question.strip())))
         parts = ()
-        found = answer(loaded, messages, beam=options.beam, max_tokens=options.max_tokens)
+        found = responder.answer(messages)
         messages.append(Message("assistant", (found.text,)))
         yield found.text
 
 
 def _answer_manifest(options: argparse.Namespace, loaded: LoadedModel) -> int:
     """Print a JSON line for each conversation; 1 if one cannot be answered."""
-    from effasr.data.audio.audio_file import AudioError
     from effasr.data.conversation.messages import conversations
-    from effasr.data.filters.rules import Unfit
-    from effasr.transcription.answers import answer
+    from effasr.transcription.answers import Answer, Responder
 
     code = 0
-    for conversation in conversations(options.manifest):
+    responder = Responder(
+        loaded, beam=options.beam, max_tokens=options.max_tokens, slots=options.slots
+    )
+    asked, given = tee(conversations(options.manifest))
+    answers = responder.answers(one.problem or one.messages[:-1] for one in asked)
+    for conversation, found in zip(given, answers, strict=True):
         row: dict[str, object] = {"id": conversation.id}
-        try:
-            if conversation.problem is not None:
-                raise conversation.problem
-            found = answer(
-                loaded,
-                conversation.messages[:-1],
-                beam=options.beam,
-                max_tokens=options.max_tokens,
-            )
+        if isinstance(found, Answer):
             row |= {"answer": found.text, "reference": _text(conversation)}
             if found.truncated:
                 row["truncated"] = True
-        except (AudioError, Unfit) as error:
-            row["error"] = str(error)
+        else:
+            row["error"] = str(found)
             code = 1
         print_line(json.dumps(row, ensure_ascii=False))
     return code

@@ -11,6 +11,7 @@ from effasr.cli.installation.report import Row
 from effasr.distributed.process_group import choose_device
 from effasr.training.config import TrainConfig
 from effasr.training.cuda_graph.rules import obstacles, uses_graph
+from effasr.training.language_model import unsupported_settings
 from effasr.training.strategies.parallelism import is_bfloat16, reason_for_autocast
 
 
@@ -31,12 +32,32 @@ def recipe_rows(recipe: str | None, overrides: Sequence[str]) -> list[Row]:
     device = choose_device(config.training.device)
     precision = "bfloat16" if is_bfloat16(config.training.precision, device) else "float32"
     section = f"recipe {recipe} on {device.type}"
-    return [
+    refused = {x.setting: x.reason for x in unsupported_settings(config)}
+    values = {"training.compile": "yes" if config.training.compile else "no"}
+    if config.model.language_model is not None:
+        values |= {
+            "training.strategy": config.training.strategy,
+            "data.frame_budget": str(config.data.frame_budget),
+        }
+    rows = [
         Row(section, "training.precision", precision, "of matrix products"),
         _graph(config, section, device),
         _casts(config, section, device),
-        Row(section, "training.compile", "yes" if config.training.compile else "no"),
     ]
+    for name, value in values.items():
+        reason = refused.get(name)
+        rows.append(Row(section, name, value if reason is None else "refused", reason or ""))
+    if config.model.language_model is not None:
+        rows.append(_rows_of_language_model(config, section))
+    return rows
+
+
+def _rows_of_language_model(config: TrainConfig, section: str) -> Row:
+    budget = config.data.token_budget
+    note = "rows of the language model" + (
+        ", as the data fill along with the frames" if budget is None else ""
+    )
+    return Row(section, "data.token_budget", "by the data" if budget is None else f"{budget}", note)
 
 
 def _graph(config: TrainConfig, section: str, device: torch.device) -> Row:

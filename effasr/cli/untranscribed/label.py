@@ -87,6 +87,8 @@ def run(options: argparse.Namespace) -> int:
     names += ("no_repeat_ngram", "lm_weight", "gap_seconds", "chunk_seconds")
     settings = {name: getattr(config, name) for name in names}
     settings |= {"model": sha256(directory / WEIGHTS), "lm": config.lm and str(config.lm)}
+    if config.lm_unit != "token":  # Folders of earlier versions have no such setting.
+        settings["lm_unit"] = config.lm_unit
     settings["language"] = default.source
     labels = LabelFolder(options.out, settings)
     left = labels.missing(sources)

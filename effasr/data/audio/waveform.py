@@ -230,7 +230,7 @@ def mono_blocks(
             break
         left -= len(samples)
         chosen = _choose_channels(samples, path, channels)
-        if not (chosen.min() >= -_LOUDEST and chosen.max() <= _LOUDEST):  # NaN is neither
+        if not is_plausible(chosen):
             raise AudioError(
                 AudioProblem.NOT_FINITE, f"{path}: a sample is NaN or infinite, or nearly so."
             )
@@ -238,6 +238,12 @@ def mono_blocks(
     if left == wanted:
         raise AudioError(AudioProblem.EMPTY, f"{path}: no sample can be read.")
     _check_complete(path, wanted - left, wanted, rate)
+
+
+def is_plausible(samples: np.ndarray) -> bool:
+    """Return whether samples are numbers that features can be computed of: no NaN, none huge."""
+    # NaN is neither.
+    return not len(samples) or bool(samples.min() >= -_LOUDEST and samples.max() <= _LOUDEST)
 
 
 def _read_samples(

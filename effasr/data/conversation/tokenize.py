@@ -9,7 +9,8 @@ import numpy as np
 from effasr.data.conversation.messages import Message
 from effasr.data.conversation.rows import CLIP
 from effasr.data.filters.rules import Reason, Unfit
-from effasr.data.tokenizer.chat import ChatTokenizer, TemplateError
+from effasr.data.tokenizer.chat import ChatTokenizer
+from effasr.untrusted.chat_template import TemplateError
 
 _MARK = "\ue0fa"
 """A character for private use, which stands for a clip while the template is rendered."""

@@ -178,10 +178,12 @@ class CorpusCache:
             "writing the corpus: {:,} bytes, {:,.0f} a second", self._note, report_progress
         )
         size = write_columns(path, key, _columns(table), written)
-        for old in _by_age(path)[_KEPT:]:
+        # The age of a file is not reliable: a clock that was set back makes this one the oldest.
+        others = [file for file in _by_age(path) if file != path]
+        for old in others[_KEPT - 1 :]:
             if remove_unused(old):
                 old.with_suffix(".lock").unlink(missing_ok=True)
-                self._note(f"removed {old}: the same manifests have {_KEPT} newer files")
+                self._note(f"removed {old}: the same manifests have {_KEPT} other files")
         seconds = time.monotonic() - started
         self._note(
             f"read {len(table) + len(table.dropped):,} utterances in {seconds:.0f} s, cached "

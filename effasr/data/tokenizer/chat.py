@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer.hugging_face import HuggingFaceTokenizer
+from effasr.untrusted.chat_template import render_template
 from effasr.untrusted.documents import WRONG_VALUES, read_json_object
 from effasr.untrusted.files import read_text
 
 TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
 
+_TEMPLATE_BYTES = 1 << 20
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-class TemplateError(ValueError):
-    """A chat template cannot be rendered, or refuses a conversation."""
-
-
 class ChatTokenizer(HuggingFaceTokenizer):
-    """One with a chat template, which transformers renders in a sandbox.
+    """One with a chat template; see `effasr.untrusted.chat_template`.
 
     Attributes:
         stop_ids: Tokens that end a turn of the assistant.
@@ -36,7 +34,7 @@ class ChatTokenizer(HuggingFaceTokenizer):
         Raises:
             ValueError: The template is missing or cannot be rendered, or a special token is not in
                 the vocabulary.
-            ImportError: `tokenizers` or `transformers` is not installed.
+            ImportError: `tokenizers` is not installed.
         """
         super().__init__(directory)
         folder = Path(directory)
@@ -64,27 +62,16 @@ class ChatTokenizer(HuggingFaceTokenizer):
             asks: Whether the beginning of an assistant's turn follows.
 
         Raises:
-            TemplateError: The template refuses the conversation, or is broken.
+            TemplateError: The template refuses the conversation, is broken, or takes too long.
         """
-        try:
-            from transformers.utils.chat_template_utils import render_jinja_template
-        except ImportError as error:
-            raise ImportError(
-                "chat templates need the package `transformers`: pip install effasr[huggingface]."
-            ) from error
-        try:
-            texts, _ = render_jinja_template(
-                conversations=[[dict(message) for message in messages]],
-                chat_template=self._template,
-                add_generation_prompt=asks,
-                **cast("dict[str, Any]", self._tokens),
-            )
-        except ImportError:
-            raise
-        except Exception as error:  # A template raises whatever its expressions do.
-            problem = " ".join(str(error).split())[:200]
-            raise TemplateError(f"the chat template cannot be rendered: {problem}") from error
-        return texts[0]
+        variables = {
+            "messages": [dict(message) for message in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": asks,
+            **self._tokens,
+        }
+        return render_template(self._template, variables)
 
     def prompt(self, prompt: Prompt) -> list[int]:
         """Refuse: what a chat model reads is a conversation.
@@ -132,7 +119,7 @@ def read_template(folder: Path) -> str:
     """
     path = folder / TEMPLATE_FILE
     if path.is_file():
-        return read_text(path)
+        return read_text(path, _TEMPLATE_BYTES)
     template = _settings(folder).get("chat_template")
     if isinstance(template, list):
         named = {x.get("name"): x.get("template") for x in template if isinstance(x, dict)}

@@ -92,7 +92,7 @@ class NeMoTokenizer(AggregateTokenizer):
         return self._names == [UNIFIED]
 
     @property
-    def pieces(self) -> list[list[str]]:
+    def pieces_by_model(self) -> list[list[str]]:
         """The tokens of each model, in the order of their ids."""
         return [
             [processor.id_to_piece(index) for index in range(processor.vocab_size())]
@@ -175,7 +175,7 @@ class NeMoTokenizer(AggregateTokenizer):
         place = self._names.index(name)
         return {
             piece: self._offsets[place] + index
-            for index, piece in enumerate(self.pieces[place])
+            for index, piece in enumerate(self.pieces_by_model[place])
             if piece == _PAD or re.fullmatch(r"<\|.+\|>", piece)
         }
 

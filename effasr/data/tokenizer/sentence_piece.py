@@ -55,6 +55,14 @@ class AggregateTokenizer(Tokenizer):
         """See `Tokenizer.count_unknown`."""
         return sum(token in self._unknown for token in ids)
 
+    def pieces(self) -> list[str]:
+        """Return the piece of every id, with U+2581 for a space; special tokens by their names."""
+        names = {number: name for name, number in self.specials.items()}
+        for offset, processor in zip(self._offsets, self._processors, strict=True):
+            for piece in range(processor.vocab_size()):
+                names[offset + piece] = processor.id_to_piece(piece)
+        return [names.get(number, f"<{number}>") for number in range(self.vocab_size)]
+
     def _encode(self, text: str, place: int) -> list[int]:
         return [self._offsets[place] + piece for piece in self._processors[place].encode(text)]
 

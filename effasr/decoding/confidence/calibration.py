@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from effasr.data.checksums import verify_content
 from effasr.untrusted.documents import read_json_object
 
 _LEAST = 1e-6
@@ -43,9 +44,15 @@ class Calibration:
 
         Raises:
             OSError: It cannot be read.
-            ValueError: It is no such file.
+            ValueError: It is no such file, or was changed since it was written.
         """
-        found = read_json_object(path)
+        try:
+            found = read_json_object(path)
+            verify_content(found, str(path))
+        except ValueError as error:
+            raise ValueError(
+                f"`calibration`: {error} Fit it again by `effasr evaluate --confidence`."
+            ) from error
         numbers = [found.get(name) for name in ("slope", "intercept")]
         valid = all(isinstance(x, int | float) and math.isfinite(x) for x in numbers)
         if not valid or not isinstance(found.get("method"), str):

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from effasr.data.conversation.batch import ConversationBatch
-from effasr.model.asr import ASRModel
 from effasr.model.cost import language_model_sizes
 from effasr.model.language_model.model import LanguageModel
-from effasr.model.language_model.packed_attention import PackedContext, shared_by_groups
+from effasr.model.language_model.packed_attention import PackedContext
 from effasr.nn.cache.contiguous import CacheSizes, ContiguousCache
+from effasr_kernels import PackedSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,68 +24,90 @@ class _StepContext:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """See `effasr.model.language_model.packed_attention.AttentionContext.attend`."""
-        sizes = self.cache.sizes
-        new = torch.stack([shared_by_groups(x, sizes.heads) for x in (k, v)], 1).to(sizes.dtype)
+        sizes, group = self.cache.sizes, q.shape[1] // k.shape[1]
+        new = torch.stack([k, v], 1).to(sizes.dtype)
         if scale is not None:
             # The cache multiplies scores by its own factor.
             q = q * (scale * sizes.head_dim**0.5)
-        return self.cache.attend(layer, q.to(sizes.dtype), new).to(v.dtype)
+        # To the cache, heads that share keys are several queries of a row.
+        queries = q.unflatten(1, (-1, group)).transpose(1, 2).flatten(0, 1).to(sizes.dtype)
+        y = self.cache.attend(layer, queries, new)
+        return y.unflatten(0, (-1, group)).transpose(1, 2).flatten(1, 2).to(v.dtype)
 
 
 class CachedConversations:
     """Conversations that a language model has read, and continues token by token.
 
-    Rows are hypotheses, at first one for each conversation.
+    Rows are hypotheses, or idle. What is computed for a row does not depend on the others.
     """
 
-    def __init__(self, model: ASRModel, batch: ConversationBatch) -> None:
-        """Read a batch; the model is in evaluation mode, on the batch's device.
+    def __init__(self, model: LanguageModel, rows: int, dtype: torch.dtype) -> None:
+        """Start with idle rows.
 
-        Raises:
-            ValueError: The model has no language model.
+        Args:
+            model: The language model, in evaluation mode.
+            rows: N, at least 1.
+            dtype: Data type of keys and values.
         """
-        language_model = model.language_model
-        if language_model is None:
-            raise ValueError("`model` must have a language model, but has none.")
-        self._model: LanguageModel = language_model
-        sizes, device = language_model_sizes(language_model.config), batch.tokens.values.device
-        count = len(batch.ids)
-        encoded = model.encode(batch).values if sum(batch.clip_counts) else None
-        x = language_model.embed(batch, encoded)
-        dtype = x.dtype
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
-        shape = CacheSizes(sizes.layers, sizes.heads, sizes.head_dim, dtype, device)
-        self._cache = ContiguousCache(shape, count, ahead=True)
-        self._lengths = list(batch.tokens.layout.lengths[:count])
-        write = self._cache.loader(range(count), self._lengths)
-        layout = batch.tokens.layout
-        context = PackedContext(layout, observe=write)
-        hidden = language_model.run(x, layout.positions(), context)
-        self._hidden = hidden[layout.cu_seqlens[1 : count + 1].long() - 1]
+        sizes, device = language_model_sizes(model.config), model.output_weight.device
+        self._model = model
+        shape = CacheSizes(sizes.layers, sizes.key_heads, sizes.head_dim, dtype, device)
+        self._cache = ContiguousCache(shape, rows, ahead=True)
+        # Of idle rows 0.
+        self._lengths = [0] * rows
+        self._hidden = torch.zeros(rows, sizes.width, device=device)
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Rows of the language model that each hypothesis has read."""
+        """Rows of the language model that each hypothesis has read; 0 for idle rows."""
         return self._lengths
+
+    def admit(self, rows: Sequence[int], x: PackedSequence) -> None:
+        """Read whole conversations, in place of what these rows held.
+
+        Args:
+            rows: The row of each.
+            x: (U, width), their input rows, at least one of each; without other sequences.
+        """
+        lengths = x.layout.lengths
+        write = self._cache.loader(rows, lengths)
+        context = PackedContext(x.layout, observe=write)
+        hidden = self._model.run(x.values, x.layout.positions(), context)
+        last = hidden[x.layout.cu_seqlens[1:].long() - 1]
+        index = torch.tensor(rows, device=last.device)
+        self._hidden = self._hidden.to(last.dtype).index_copy(0, index, last)
+        for row, length in zip(rows, lengths, strict=True):
+            self._lengths[row] = length
+
+    def release(self, row: int) -> None:
+        """Make a row idle."""
+        self._lengths[row] = 0
 
     def logits(self) -> Tensor:
         """Return the logits of the next token of each hypothesis: (N, V) float32."""
         return self._model.logits(self._hidden).float()
 
-    def read(self, tokens: Tensor) -> None:
-        """Read one more token of each hypothesis: int64 (N,)."""
-        device = tokens.device
+    def read(self, tokens: Sequence[int]) -> None:
+        """Read one more token of each hypothesis; those of idle rows are not used."""
+        device = self._hidden.device
         positions = torch.tensor(self._lengths, device=device)
-        self._lengths = [length + 1 for length in self._lengths]
+        self._lengths = [length and length + 1 for length in self._lengths]
         self._cache.look(self._lengths, grouped=False)
-        x = self._model.embed_tokens(tokens)
+        x = self._model.embed_tokens(torch.tensor(tokens, device=device))
         context = _StepContext(self._cache, max(self._lengths))
         self._hidden = self._model.run(x, positions, context)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Continue with these hypotheses, which may repeat and take any order."""
+        """Continue with these hypotheses, which may repeat and take any order; at least one."""
         index = torch.tensor(rows, dtype=torch.int64, device=self._hidden.device)
         self._cache.reorder(index)
         self._hidden = self._hidden[index]
         self._lengths = [self._lengths[row] for row in rows]
+
+    def extend(self, rows: int) -> list[int]:
+        """Add idle rows; return them."""
+        before = len(self._lengths)
+        self.select([*range(before), *[0] * rows])
+        for row in range(before, before + rows):
+            self.release(row)
+        return list(range(before, before + rows))

@@ -11,6 +11,24 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreParts:
+    """Log-probabilities of a transcript in nats, of which its score is a weighted sum.
+
+    Attributes:
+        own: By the attention decoder, end included; of CTC and transducers, what their search has
+            summed.
+        ctc: By the CTC head beside an attention decoder, over all alignments; None without one.
+        lm: By the language model over tokens, end included; None without one.
+        symbols: Tokens and the end, by which the length penalty divides.
+    """
+
+    own: float
+    ctc: float | None
+    lm: float | None
+    symbols: int
+
+
+@dataclass(frozen=True, slots=True)
 class Hypothesis:
     """A complete transcript that a search has found.
 
@@ -19,11 +37,13 @@ class Hypothesis:
         score: Log-probability in nats. With CTC scores or a language model, their weighted sum. Of
             CTC and transducers, the sum over the alignments that the beam has kept.
         rank: What the search orders hypotheses by: the score, after penalties if there are any.
+        parts: What the score is the sum of; None if not requested.
     """
 
     tokens: tuple[int, ...]
     score: float
     rank: float
+    parts: ScoreParts | None = None
 
 
 class NBest:

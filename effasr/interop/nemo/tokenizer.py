@@ -113,7 +113,7 @@ def _own(tokenizer: NeMoTokenizer, prompts: bool) -> NemoTokens:
         )
     kind = _UNIFIED if tokenizer.is_unified else _AGGREGATE
     section, files = _section(tokenizer.models, kind if tokenizer.prompt_format else None)
-    vocabulary = [piece for pieces in tokenizer.pieces for piece in pieces]
+    vocabulary = [piece for pieces in tokenizer.pieces_by_model for piece in pieces]
     ids: list[int | None] = list(range(len(vocabulary)))
     return NemoTokens(section, files, vocabulary, ids, tokenizer.prompt_format if prompts else None)
 

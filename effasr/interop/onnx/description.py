@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from effasr.interop.onnx.streaming_step import StreamingStep
 from effasr.interop.onnx.transducer_steps import predictor_step
 from effasr.model.asr import ASRModel
 from effasr.model.decoder import DecoderConfig
@@ -18,7 +19,11 @@ DESCRIPTION = "onnx.json"
 
 
 def describe(
-    model: ASRModel, directory: Path, outputs: Sequence[str], texts: Mapping[str, Any]
+    model: ASRModel,
+    directory: Path,
+    outputs: Sequence[str],
+    texts: Mapping[str, Any],
+    step: StreamingStep | None = None,
 ) -> None:
     """Write ``onnx.json``.
 
@@ -27,25 +32,19 @@ def describe(
         directory: Folder of the graphs.
         outputs: Names of the outputs of the encoder's graph.
         texts: Further fields, such as the prompt and the end token.
+        step: The exported step of a streaming encoder, in place of an encoder.
     """
     features = model.config.features
     rows: dict[str, Any] = {
         "features": {**asdict(features), "definition": _FEATURES[features.kind]},
         "subsampling_factor": features.rows_per_frame,
         "vocabulary": model.vocab_size,
-        "encoder": {
-            "file": "encoder.onnx",
-            "inputs": {
-                "features": "float32 (batch, time, mel_bins): rows as `features` defines them",
-                "lengths": "int64 (batch,): real rows of each utterance, at least 1",
-            },
-            "outputs": {name: _OUTPUTS[name] for name in outputs},
-        },
+        **({"encoder": _encoder(outputs)} if step is None else {"encoder_step": _step(step)}),
         **texts,
     }
     if model.ctc_head is not None or model.transducer is not None:
         rows["blank_id"] = model.vocab_size
-    if model.config.decoder is not None:
+    if model.config.decoder is not None and step is None:
         rows["max_positions"] = model.config.decoder.max_positions
         rows["decoder_step"] = _decoder_step(model.config.decoder)
         # Tokens that must not be chosen, or not first: see DecoderConfig.
@@ -61,6 +60,53 @@ def describe(
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(temporary, path)
+
+
+def _encoder(outputs: Sequence[str]) -> dict[str, Any]:
+    return {
+        "file": "encoder.onnx",
+        "inputs": {
+            "features": "float32 (batch, time, mel_bins): rows as `features` defines them",
+            "lengths": "int64 (batch,): real rows of each utterance, at least 1",
+        },
+        "outputs": {name: _OUTPUTS[name] for name in outputs},
+    }
+
+
+def _step(step: StreamingStep) -> dict[str, Any]:
+    config, context = step.encoder.config, step.context
+    causal = config.causal_subsampling
+    caches = {
+        name: {
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": [
+                "batch" if axis == step.batch_axis(name) else size
+                for axis, size in enumerate(value.shape)
+            ],
+            "initial": 0,
+            "next": name.replace("cache", "next"),
+        }
+        for name, value in step.begin(1).items()
+    }
+    return {
+        "file": "encoder_step.onnx",
+        "inputs": {
+            "features": f"float32 (batch, {context.chunk * config.subsampling}, mel_bins): the "
+            "next rows as `features` defines them, without overlap; window t needs the samples up "
+            "to t * hop + window / 2",
+            "lengths": "int64 (batch,): real rows: all, fewer only in the last step of a stream",
+            "frames": f"int64 (batch,): frames of this step: {context.chunk}, fewer only in the "
+            "last one, and 0 for a stream that is to stay as it is",
+        },
+        "outputs": {
+            name: _OUTPUTS[name].replace("frames,", f"{context.chunk},", 1)
+            for name in step.outputs
+            if name in _OUTPUTS
+        },
+        "caches": caches,
+        "context": {"left": context.left, "right": context.right, "chunk": context.chunk},
+        "frames_of_a_stream": _CAUSAL_FRAMES if causal else _FRAMES,
+    }
 
 
 def _decoder_step(decoder: DecoderConfig) -> dict[str, Any]:
@@ -147,6 +193,11 @@ _WHISPER = (
     "the utterance - 8); (z + 4) / 4"
 )
 _FEATURES = {"parakeet": _PARAKEET, "whisper": _WHISPER}
+_FRAMES = "rows / subsampling_factor, rounded up"
+_CAUSAL_FRAMES = (
+    "none without rows; else begin with the rows, and as often as subsampling_factor halves to 1: "
+    "half of it, rounded down, and 1; a step may so have a frame but no rows"
+)
 _RNNT = (
     "From frame 0, take the largest of logits. If it is the blank, go on by one frame. Otherwise "
     "it is a label: the predictor reads it and the frame stays, unless it is the max_symbols-th "
@@ -159,7 +210,7 @@ _TDT = (
     "at least by one frame if it is the max_symbols-th label of this frame."
 )
 _OUTPUTS = {
-    "encoded": "float32 (batch, frames, width): frames is time / subsampling_factor, rounded up",
+    "encoded": "float32 (batch, frames, width): a frame for each subsampling_factor rows",
     "encoded_lengths": "int64 (batch,): real frames of each utterance",
     "cross_keys": "float32 (layers, batch, heads, frames, head_dim)",
     "cross_values": "as cross_keys",

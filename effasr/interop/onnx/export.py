@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,15 @@ from effasr.interop.export_checks import refuse
 from effasr.interop.onnx.description import DESCRIPTION, describe
 from effasr.interop.onnx.graph import Graph, check_packages, write_graph
 from effasr.interop.onnx.padded_model import PaddedDecoderStep, PaddedEncoder
+from effasr.interop.onnx.streaming_step import CACHES, StreamingStep
 from effasr.interop.onnx.transducer_steps import JointStep, in_model_layout, predictor_step
 from effasr.model.asr import ASRModel
+from effasr.model.checks import check
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import Transducer
+from effasr_kernels import Context
 
-_GRAPHS = ("encoder.onnx", "decoder_step.onnx", "predictor.onnx", "joint.onnx")
+_GRAPHS = ("encoder.onnx", "encoder_step.onnx", "decoder_step.onnx", "predictor.onnx", "joint.onnx")
 _STEP_INPUTS: tuple[str, ...] = (
     "tokens",
     "positions",
@@ -37,25 +40,32 @@ _OTHER = (57, 100)
 """Mel rows of the checked utterances: other sizes, to find sizes that became constants."""
 
 
-def export_onnx(model: ASRModel, directory: Path, texts: Mapping[str, Any]) -> list[str]:
+def export_onnx(
+    model: ASRModel, directory: Path, texts: Mapping[str, Any], context: Context | None = None
+) -> list[str]:
     """Write the graphs of a model and their description, ``onnx.json``.
 
     The graphs are ``encoder.onnx``, with the log-probabilities of a CTC head if there is one;
     ``decoder_step.onnx`` for a decoder; ``predictor.onnx`` and ``joint.onnx`` for a transducer.
+    With a context, ``encoder_step.onnx`` takes the place of the first two: a chunk of streams.
 
     Args:
         model: Model in any mode, on any device; exported in float32.
         directory: Created if needed; files of the same names are replaced, and other graphs of an
             earlier export removed.
         texts: Fields of the description about tokens, such as the prompt and the end token.
+        context: Context of a streaming encoder, one that it is trained with.
 
     Returns:
         Names of the graphs.
 
     Raises:
-        ValueError: Required packages are missing, or the encoder has a context.
+        ValueError: Required packages are missing; the encoder has a context and none is given; or
+            no stream can be decoded with it.
     """
     check_packages()
+    if context is not None:
+        return _export_step(model, directory, texts, context)
     if isinstance(model.config.encoder, FastConformerConfig):
         refuse(
             "the ONNX graph of whole utterances",
@@ -65,7 +75,7 @@ def export_onnx(model: ASRModel, directory: Path, texts: Mapping[str, Any]) -> l
                 "encoder.causal_subsampling": model.config.encoder.causal_subsampling,
             },
         )
-    model = _on_host(model)
+    model = on_host(model)
     encoder = PaddedEncoder(model).eval()
     features, lengths = _features(model, _EXAMPLE)
     with torch.no_grad():
@@ -86,11 +96,59 @@ def export_onnx(model: ASRModel, directory: Path, texts: Mapping[str, Any]) -> l
         write_transducer(model.transducer, directory)
     replaces = (directory / DESCRIPTION).exists()
     describe(model, directory, encoder.outputs, texts)
-    for name in _GRAPHS if replaces else ():
+    _remove_others(directory, graphs if replaces else _GRAPHS)
+    return graphs
+
+
+def _export_step(
+    model: ASRModel, directory: Path, texts: Mapping[str, Any], context: Context
+) -> list[str]:
+    """Write the graphs of a streaming encoder and of what decodes its frames."""
+    features = model.config.features
+    check(
+        not features.normalize,
+        "features.normalize",
+        "be false to decode a stream",
+        features.normalize,
+        "it needs the mean of the whole utterance; train with features.normalize=false",
+    )
+    if model.ctc_head is None and model.transducer is None:
+        raise ValueError(
+            "`model` must have a CTC head or a transducer for an ONNX graph of streams, but has "
+            "neither: an attention decoder needs whole utterances."
+        )
+    model = on_host(model)
+    step = StreamingStep(model, context).eval()
+    graphs = ["encoder_step.onnx"]
+    inputs = {**_chunk(step, len(_EXAMPLE)), **step.begin(len(_EXAMPLE))}
+    dynamic = {name: {step.batch_axis(name): "batch"} for name in inputs}
+    write_graph(step, directory / graphs[0], inputs, step.outputs, dynamic)
+    if model.transducer is not None:
+        graphs += ["predictor.onnx", "joint.onnx"]
+        write_transducer(model.transducer, directory)
+    replaces = (directory / DESCRIPTION).exists()
+    describe(model, directory, step.outputs, texts, step)
+    _remove_others(directory, graphs if replaces else _GRAPHS)
+    return graphs
+
+
+def _remove_others(directory: Path, graphs: Sequence[str]) -> None:
+    """Remove the graphs of an earlier export."""
+    for name in _GRAPHS:
         if name not in graphs:
             for file in (name, f"{name}.data"):
                 (directory / file).unlink(missing_ok=True)
-    return graphs
+
+
+def _chunk(step: StreamingStep, count: int) -> dict[str, Tensor]:
+    """Random features of a chunk of so many streams, the last of which ends in it."""
+    config, chunk = step.encoder.config, step.context.chunk
+    draw = torch.Generator().manual_seed(count)
+    rows = config.subsampling * chunk
+    lengths, frames = torch.full((count,), rows), torch.full((count,), chunk)
+    lengths[-1] -= 1
+    features = torch.randn(count, rows, step.mel_bins, generator=draw)
+    return {"features": features, "lengths": lengths, "frames": frames}
 
 
 def _write_decoder_step(model: ASRModel, path: Path, encoded: Mapping[str, Tensor]) -> None:
@@ -139,14 +197,22 @@ def write_transducer(head: Transducer, directory: Path) -> None:
     )
 
 
-def check_onnx(model: ASRModel, directory: Path) -> None:
+def check_onnx(model: ASRModel, directory: Path, context: Context | None = None) -> None:
     """Check that onnxruntime computes the same from the graphs as the model.
+
+    Args:
+        model: The exported model.
+        directory: Folder of the graphs.
+        context: That of `export_onnx`.
 
     Raises:
         ImportError: onnxruntime is not installed.
         ValueError: An output differs.
     """
-    model = _on_host(model)
+    model = on_host(model)
+    if context is not None:
+        _check_step(model, directory, context)
+        return
     encoder = PaddedEncoder(model).eval()
     features, lengths = _features(model, _OTHER)
     with torch.no_grad():
@@ -157,6 +223,22 @@ def check_onnx(model: ASRModel, directory: Path) -> None:
             _check_decoder_step(model, directory, encoded)
         if model.transducer is not None:
             check_transducer(model.transducer, directory, encoded["encoder_projected"])
+
+
+@torch.no_grad()
+def _check_step(model: ASRModel, directory: Path, context: Context) -> None:
+    """Check three steps of two streams, one of which pauses and then ends."""
+    step, graph = StreamingStep(model, context).eval(), Graph(directory / "encoder_step.onnx")
+    chunk, caches, found = _chunk(step, len(_OTHER)), step.begin(len(_OTHER)), dict[str, Tensor]()
+    whole = torch.full_like(chunk["lengths"], chunk["features"].shape[1])
+    for lengths, last in (whole, context.chunk), (whole, 0), (chunk["lengths"], context.chunk):
+        frames = torch.tensor([context.chunk, last])
+        inputs = {**chunk, "lengths": lengths, "frames": frames, **caches}
+        expected = dict(zip(step.outputs, step(**inputs), strict=True))
+        found = graph.compared(inputs, expected)
+        caches = {name: found[name.replace("cache", "next")] for name in CACHES}
+    if model.transducer is not None:
+        check_transducer(model.transducer, directory, found["encoder_projected"])
 
 
 def _check_decoder_step(model: ASRModel, directory: Path, encoded: Mapping[str, Tensor]) -> None:
@@ -211,7 +293,8 @@ def _joint_outputs(head: Transducer) -> list[str]:
     return ["logits"] + ["duration_logits"] * (head.config.durations is not None)
 
 
-def _on_host(model: ASRModel) -> ASRModel:
+def on_host(model: ASRModel) -> ASRModel:
+    """Return a copy in evaluation mode, on the host, float32."""
     state = {name: value.detach().cpu().float() if value.is_floating_point() else value.cpu()
              for name, value in model.state_dict().items()}  # fmt: skip
     return ASRModel.from_state_dict(model.config, model.vocab_size, state).eval()

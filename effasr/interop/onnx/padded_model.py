@@ -37,6 +37,7 @@ class PaddedEncoder(nn.Module):
         """Share the weights of a model."""
         super().__init__()
         self.encoder, self.projection = model.encoder, model.projection
+        self.mel_bins = model.config.features.mel_bins
         self.decoder, self.ctc_head = model.decoder, model.ctc_head
         head = model.transducer
         self.transducer_projection = None if head is None else head.encoder_projection
@@ -200,7 +201,7 @@ def _self_attention(module: SelfAttention, x: Tensor, real: Tensor) -> Tensor:
     mask = real[:, None, None]
     if not isinstance(module, RelativeSelfAttention):
         if module.rotary is not None:
-            q, k = _rotated(q, module.rotary), _rotated(k, module.rotary)
+            q, k = rotated(q, module.rotary), rotated(k, module.rotary)
         return _joined(module, _attend(q, k, v, mask))
     frames, scale = x.shape[1], module.head_dim**-0.5
     # Sorted from the largest distance to the smallest, so that they follow a query's keys in order.
@@ -222,13 +223,16 @@ def _convolution(module: ConformerConvolution, x: Tensor, real: Tensor) -> Tenso
     x = F.conv1d(
         x.mT, taps[:, None], module.depthwise.bias, padding=taps.shape[1] // 2, groups=taps.shape[0]
     ).mT
+    return module.pointwise2(F.silu(normalized(module, x)))
+
+
+def normalized(module: ConformerConvolution, x: Tensor) -> Tensor:
+    """Apply the norm of a convolution module to (B, T, width)."""
     norm = module.norm
-    if isinstance(norm, BatchNorm):
-        scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
-        x = x * scale + (norm.bias - norm.running_mean * scale)
-    else:
-        x = norm(x)
-    return module.pointwise2(F.silu(x))
+    if not isinstance(norm, BatchNorm):
+        return norm(x)
+    scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+    return x * scale + (norm.bias - norm.running_mean * scale)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -238,17 +242,20 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tens
     return scores.softmax(-1) @ v
 
 
-def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
-    """Apply rotary embedding to (B, heads, T, D); positions are equal as padding is at the end."""
+def rotated(x: Tensor, rotary: Rotary, first: int = 0) -> Tensor:
+    """Apply rotary embedding to (B, heads, T, D), whose places count from ``first``.
+
+    They are those of every utterance, as padding is at the end.
+    """
     half = rotary.rotated(x.shape[-1]) // 2
     if not half:
         return x
     rates = torch.tensor([rotary.base ** (-c / half) for c in range(half)], device=x.device)
-    angles = torch.arange(x.shape[2], device=x.device)[:, None] * rates
+    angles = (first + torch.arange(x.shape[2], device=x.device))[:, None] * rates
     cos, sin = angles.cos(), angles.sin()
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    rotated = [first * cos - second * sin, second * cos + first * sin]
-    return torch.cat([*rotated, rest] if rest.shape[-1] else rotated, -1)
+    one, other, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = [one * cos - other * sin, other * cos + one * sin]
+    return torch.cat([*turned, rest] if rest.shape[-1] else turned, -1)
 
 
 def _heads_qkv(module: SelfAttention, x: Tensor) -> tuple[Tensor, ...]:

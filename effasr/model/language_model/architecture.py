@@ -6,6 +6,7 @@ The modules are those of the installed transformers. Code that a folder may cont
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,13 +20,20 @@ from effasr.untrusted.documents import parse_json, read_json_object
 
 CONFIG_FILE = "config.json"
 
+_MATRICES = (
+    ("hidden_size", "vocab_size"),
+    ("hidden_size", "num_attention_heads", "head_dim"),
+    ("hidden_size", "intermediate_size", "num_hidden_layers"),
+)
+"""Fields of a configuration whose product is at most the number of weights."""
+
 
 def read_architecture(directory: str | Path) -> str:
     """Return the ``config.json`` of a language model as one line of JSON.
 
     Raises:
-        ValueError: The file is missing, or is not that of a causal language model of the installed
-            transformers.
+        ValueError: The file is missing, is not that of a causal language model of the installed
+            transformers, or has larger sizes than the weights beside it.
     """
     path = Path(directory) / CONFIG_FILE
     if not path.is_file():
@@ -40,8 +48,28 @@ def read_architecture(directory: str | Path) -> str:
             "model in bfloat16 or float32."
         )
     text = json.dumps(mapping, sort_keys=True)
-    model_config(text, str(path))
+    _check_sizes(model_config(text, str(path)), path)
     return text
+
+
+def _check_sizes(config: Any, path: Path) -> None:
+    """Check that matrices of the model fit the weights in the folder, before memory is taken."""
+    files = list(path.parent.glob("*.safetensors"))
+    if not files:
+        # Its weights are to be random.
+        return
+    # Not less than a byte for a value.
+    most = sum(file.stat().st_size for file in files)
+    for names in _MATRICES:
+        sizes = [getattr(config, name, None) for name in names]
+        # Some families have a size for each layer, or none.
+        values = math.prod(size for size in sizes if isinstance(size, int))
+        if values > most:
+            shown = ", ".join(f"`{name}` {size}" for name, size in zip(names, sizes, strict=True))
+            raise ValueError(
+                f"{path}: must have the sizes of the weights beside it, which have {most} bytes, "
+                f"but has {shown}: copy the folder again."
+            )
 
 
 def model_config(architecture: str, origin: str = "language_model.architecture") -> Any:
@@ -55,7 +83,7 @@ def model_config(architecture: str, origin: str = "language_model.architecture")
     mapping = parse_json(architecture, origin)
     kind = mapping.pop("model_type", None) if isinstance(mapping, dict) else None
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         raise ValueError(
             f"{origin}: `model_type` must be a causal language model of transformers "
             f"{transformers.__version__}, such as llama, qwen2, qwen3, gemma or gemma3_text, but "
@@ -133,6 +161,7 @@ class ModelSizes:
         layers: Number of layers.
         attention: Channels of all query heads of a layer.
         heads: Query heads of a layer.
+        key_heads: Heads of keys and values of a layer.
         head_dim: Channels of a head.
         linear: Weights of all matrices but the embeddings and the output.
     """
@@ -142,6 +171,7 @@ class ModelSizes:
     layers: int
     attention: int
     heads: int
+    key_heads: int
     head_dim: int
     linear: int
 
@@ -168,6 +198,7 @@ def model_sizes(architecture: str) -> ModelSizes:
         layers=config.num_hidden_layers,
         attention=heads * head_dim,
         heads=heads,
+        key_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=head_dim,
         linear=linear,
     )

@@ -26,7 +26,7 @@ class AttentionContext(Protocol):
     """How the rows of a forward attend."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """Attend causally: (T, H, D) each to (T, H, D); ``k`` and ``v`` may have fewer heads."""
+        """Attend causally: queries (T, H, D), keys and values (T, H_k, D), to (T, H, D)."""
         ...
 
     @property
@@ -42,7 +42,7 @@ class PackedContext:
     Attributes:
         layout: The sequences.
         dropout: Probability of dropping an attention weight.
-        observe: Called with the layer, keys and values, (T, H, D) each, for a cache; or None.
+        observe: Called with the layer, keys and values, (T, H_k, D) each, for a cache; or None.
     """
 
     layout: PackedLayout
@@ -58,7 +58,6 @@ class PackedContext:
         dropout: float = 0.0,
     ) -> Tensor:
         """See `AttentionContext.attend`."""
-        k, v = (shared_by_groups(x, q.shape[1]) for x in (k, v))
         if self.observe is not None:
             self.observe(layer, k, v)
         return attention(q, k, v, self.layout, causal=True, scale=scale, dropout=dropout)
@@ -67,12 +66,6 @@ class PackedContext:
     def longest(self) -> int:
         """See `AttentionContext.longest`."""
         return self.layout.max_seqlen_bound
-
-
-def shared_by_groups(x: Tensor, heads: int) -> Tensor:
-    """Repeat the heads of keys or values, each for its group of query heads: (T, heads, D)."""
-    groups = heads // x.shape[1]
-    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
 def packed_attention(
@@ -92,7 +85,7 @@ def packed_attention(
     Args:
         module: The attention layer, which knows its index.
         query: (1, H, T, D).
-        key: (1, H or fewer, T, D).
+        key: (1, H_k, T, D); H_k divides H.
         value: As ``key``.
         attention_mask: None; the context replaces it.
         scaling: Factor of the scores, ``D ** -0.5`` by default.

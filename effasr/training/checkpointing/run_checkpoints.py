@@ -20,6 +20,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -261,6 +262,9 @@ class RunCheckpoints:
         # Later ones are damaged, since the run continued from an earlier one; hidden ones were left
         # by a process that was killed while writing.
         later = [other for other in newest_first(self.folder) if other.name > path.name]
+        with suppress(CheckpointError):
+            if follow(self.folder / "best") in later:
+                (self.folder / "best").unlink()
         for useless in later:
             remove_folder(useless)
         self._remove_hidden()
@@ -280,8 +284,15 @@ class RunCheckpoints:
             shutil.rmtree(hidden, ignore_errors=True)
 
     def _prune(self) -> None:
-        best = follow(self.folder / "best")
-        for path in newest_first(self.folder)[self.keep :]:
+        outdated = newest_first(self.folder)[self.keep :]
+        try:
+            best = follow(self.folder / "best")
+        except CheckpointError as error:
+            # One of them may be the best.
+            if outdated:
+                log.warning("%s Until then no checkpoint is removed.", error)
+            return
+        for path in outdated:
             if path != best:
                 remove_folder(path)
 

@@ -14,12 +14,12 @@ from effasr.training.config import TrainConfig
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """A reason why micro-batches cannot be recorded.
+    """A reason why micro-batches cannot be recorded, or why a run refuses a setting.
 
     Attributes:
         setting: The field that it comes from; ``training.device`` for the device.
         reason: Why, in a few words.
-        message: The error where a graph is requested nevertheless.
+        message: The error where it is requested nevertheless.
     """
 
     setting: str

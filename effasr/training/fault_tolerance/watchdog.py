@@ -91,10 +91,12 @@ class Watchdog:
         self._judged_at = time.monotonic()
         self._warned: int | None = None
         self._running_since = 0.0
+        self._entered = time.monotonic()
 
     def __enter__(self) -> Self:
-        """Start the thread; all ranks enter."""
+        """Start the thread; all ranks enter, at about the same time."""
         self._ended.clear()
+        self._entered = time.monotonic()
         if self._context.store is not None:
             # A separate connection, because another thread may wait on the first.
             self._store = self._context.store.clone()  # type: ignore[attr-defined]
@@ -193,7 +195,9 @@ class Watchdog:
             "utterances": utterances[:_SHOWN],
             "more": max(0, len(utterances) - _SHOWN),
             "own": (now.steps, now.seconds),
-            "at": time.time(),
+            # Ranks have no other clock in common: the time of day differs between machines and may
+            # be set while they train.
+            "at": time.monotonic() - self._entered,
         }
 
     def _read(self) -> list[dict[str, Any]]:
@@ -217,13 +221,22 @@ class Watchdog:
         ranks = [rank for rank in range(self._context.size) if rank != self._context.rank]
         silent = [rank for rank in ranks if after[rank]["count"] == before[rank]["count"]]
         if silent:
-            return _listed(silent, after, "no longer answers")
+            return self._listed(silent, after, "no longer answers")
         newest = max(one["step"] for one in after)
         waiting = WAITING, COMPUTING
         late = [r for r in ranks if after[r]["step"] < newest or after[r]["phase"] not in waiting]
         if late:
-            return _listed(late, after, "answers, but is behind")
+            return self._listed(late, after, "answers, but is behind")
         return "All ranks answer, so the network between them may be at fault."
+
+    def _listed(self, ranks: Sequence[int], reports: Sequence[dict[str, Any]], what: str) -> str:
+        parts, now = [], time.monotonic() - self._entered
+        for rank in ranks[:_SHOWN]:
+            ago = max(0.0, now - reports[rank]["at"])
+            last = _describe(reports[rank])
+            parts.append(f"Rank {rank} {what}: {ago:.0f} s ago it was at {last}.")
+        rest = "" if len(ranks) <= _SHOWN else f" The same holds for {len(ranks) - _SHOWN} more."
+        return " ".join(parts) + rest
 
     def _excuse(self, late_s: float) -> None:
         """Restart the clocks if the process was suspended: by SIGSTOP, a scheduler, or a laptop."""
@@ -278,15 +291,6 @@ def _is_loss(error: BaseException | None) -> bool:
     if isinstance(error, PeerFailed) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS)
-
-
-def _listed(ranks: Sequence[int], reports: Sequence[dict[str, Any]], what: str) -> str:
-    parts, now = [], time.time()
-    for rank in ranks[:_SHOWN]:
-        ago = now - reports[rank]["at"]
-        parts.append(f"Rank {rank} {what}: {ago:.0f} s ago it was at {_describe(reports[rank])}.")
-    rest = "" if len(ranks) <= _SHOWN else f" The same holds for {len(ranks) - _SHOWN} more."
-    return " ".join(parts) + rest
 
 
 def _describe(report: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ def attention(
     scale: float | None = None,
     position: Rotary | RelativeBias | None = None,
     dropout: float = 0.0,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
     backend: Backend | str | None = None,
 ) -> Tensor:
     r"""Attend from each query to the keys of its own sequence.
@@ -36,14 +36,16 @@ def attention(
         y_i = \sum_j \mathrm{dropout}(A)_{ij} v_j, \qquad
         A_{ij} = \mathrm{softmax}_j(s_{ij}), \qquad s_{ij} = \mathrm{scale} \; q_i^\top k_j
 
-    for every head; see `Rotary` and `RelativeBias` for the scores s with a ``position``. Sums are
-    computed in float32 (float64 for float64). The output is zero for a query whose sequence has no
-    key, and in the tail. Under autocast the floating arguments are cast as for a matrix product.
+    for every head; see `Rotary` and `RelativeBias` for the scores s with a ``position``. Head h of
+    the queries reads head ``h // (H / H_k)`` of the keys and values: with H_k less than H that is
+    grouped-query attention, for which nothing is repeated. Sums are computed in float32 (float64
+    for float64). The output is zero for a query whose sequence has no key, and in the tail. Under
+    autocast the floating arguments are cast as for a matrix product.
 
     Args:
         q: (T_q, H, D), floating point.
-        k: (T_k, H, D), the dtype of ``q``.
-        v: (T_k, H, D), the dtype of ``q``.
+        k: (T_k, H_k, D), the dtype of ``q``; H_k divides H, and is H for a `RelativeBias`.
+        v: (T_k, H_k, D), the dtype of ``q``.
         layout_q: Layout of ``q``.
         layout_k: Layout of ``k`` and ``v``, with as many sequences as ``layout_q``, the default.
         causal: Whether query i attends only to keys 0 to i of its sequence.
@@ -65,7 +67,8 @@ def attention(
         BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
 
     References:
-        Vaswani et al., 2017, https://arxiv.org/abs/1706.03762.
+        Vaswani et al., 2017, https://arxiv.org/abs/1706.03762; Ainslie et al., 2023, for
+        grouped-query attention, https://arxiv.org/abs/2305.13245.
     """
     layout_k = layout_q if layout_k is None else layout_k
     content_bias = position_bias = table = None
@@ -78,7 +81,7 @@ def attention(
     q, k, v, content_bias, position_bias, table = checks.under_autocast(
         q, k, v, content_bias, position_bias, table
     )
-    checks.check_attention(_NAME, q, k, v, layout_q, layout_k, dropout)
+    checks.check_attention(_NAME, q, k, v, layout_q, layout_k, dropout, grouped=True)
     arguments = AttentionArguments(
         *(q, k, v, layout_q, layout_k, causal),
         q.shape[-1] ** -0.5 if scale is None else scale,
@@ -109,6 +112,9 @@ def _check_context(a: AttentionArguments) -> None:
 def _check_relative(a: AttentionArguments) -> None:
     position, (_, heads, width) = a.relative, a.q.shape
     assert position is not None
+    if a.group > 1:
+        rule = f"have {heads} heads, as `q`, where `position` is a RelativeBias"
+        raise checks.wrong(_NAME, "k", rule, tuple(a.k.shape))
     biases = {
         "position.content_bias": position.content_bias,
         "position.position_bias": position.position_bias,

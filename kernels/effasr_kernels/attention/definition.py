@@ -64,6 +64,11 @@ class AttentionArguments:
     context: Context | None = field(default=None, metadata={"kind": _CONTEXT})
 
     @property
+    def group(self) -> int:
+        """Heads of queries that share one head of keys and values."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
     def relative(self) -> RelativeBias | None:
         """The tensors of a relative position, else None."""
         if self.content_bias is None or self.position_bias is None or self.position_table is None:
@@ -85,6 +90,11 @@ def _self_attention(inputs: ExampleInputs, **options: Any) -> Keywords:
     layout = inputs.frames()
     q, k, v = (inputs.floating(layout.rows, HEADS, WIDTH) for _ in range(3))
     return {"q": q, "k": k, "v": v, "layout_q": layout, **options}
+
+
+def _grouped(inputs: ExampleInputs, **options: Any) -> Keywords:
+    given = _self_attention(inputs, **options)
+    return {**given, **{name: given[name][:, :1].contiguous() for name in "kv"}}
 
 
 def _relative(inputs: ExampleInputs, **options: Any) -> Keywords:
@@ -119,6 +129,11 @@ OPERATION = DifferentiableOp(
         Example(
             "attention, causal",
             lambda inputs: _self_attention(inputs, causal=True),
+            4 * HEADS * WIDTH * (24 * 25 // 2 + 16 * 17 // 2),
+        ),
+        Example(
+            "attention, grouped queries",
+            lambda inputs: _grouped(inputs, causal=True, position=Rotary()),
             4 * HEADS * WIDTH * (24 * 25 // 2 + 16 * 17 // 2),
         ),
         Example(

@@ -25,6 +25,8 @@ def run(a: AttentionArguments) -> Tensor:
         if a.layout_k is not a.layout_q:
             turned = angles(a.layout_k, a.rotary, k)
         k = rotate(k, *turned)
+    if a.group > 1:
+        k, v = (x.repeat_interleave(a.group, dim=1) for x in (k, v))
     out = []
     for q_n, k_n, v_n in split_attention(q, k, v, a.layout_q, a.layout_k):
         if a.dropout:

@@ -17,6 +17,7 @@ from effasr_kernels.bias_activation_dropout._kernels import activate, activate_b
 from effasr_kernels.bias_activation_dropout.definition import ActivationArguments
 from effasr_kernels.runtime.launch import launch, refusal
 from effasr_kernels.shared.dropout import seed_tensor
+from effasr_kernels.shared.partial_sums import summed
 
 _ROWS = 4
 _MOST_COLUMNS = 512
@@ -78,7 +79,7 @@ def backward(
     )
     bias = None
     if partials is not None and a.bias is not None:
-        bias = partials.sum(0).to(a.bias.dtype)
+        bias = summed(partials, a.bias.dtype)
     return {"x": dx, "bias": bias}
 
 

@@ -57,5 +57,6 @@ OPERATION = DifferentiableOp(
     outputs=_outputs,
     flops=lambda a: 2 * sum(known_lengths(a.layout)) * a.weight.numel(),
     results=3,
+    undifferentiated=(1, 2),
     examples=[Example("depthwise_conv", _example, 2 * 40 * CHANNELS * _TAPS)],
 )

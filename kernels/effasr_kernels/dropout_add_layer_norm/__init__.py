@@ -24,6 +24,7 @@ def dropout_add_layer_norm(
     bias: Tensor,
     layout: PackedLayout,
     *,
+    x_bias: Tensor | None = None,
     scale: float = 1.0,
     dropout: float = 0.0,
     eps: float = 1e-5,
@@ -42,6 +43,7 @@ def dropout_add_layer_norm(
     bias: Tensor,
     layout: PackedLayout,
     *,
+    x_bias: Tensor | None = None,
     scale: float = 1.0,
     dropout: float = 0.0,
     eps: float = 1e-5,
@@ -60,6 +62,7 @@ def dropout_add_layer_norm(
     bias: None,
     layout: PackedLayout,
     *,
+    x_bias: Tensor | None = None,
     scale: float = 1.0,
     dropout: float = 0.0,
     eps: float = 1e-5,
@@ -77,6 +80,7 @@ def dropout_add_layer_norm(
     bias: Tensor | None,
     layout: PackedLayout,
     *,
+    x_bias: Tensor | None = None,
     scale: float = 1.0,
     dropout: float = 0.0,
     eps: float = 1e-5,
@@ -88,7 +92,7 @@ def dropout_add_layer_norm(
     r"""Add a branch to the residual stream, after dropout, and normalize the sum.
 
     .. math::
-        s = r + \alpha \, \mathrm{dropout}(x), \qquad
+        s = r + \alpha \, \mathrm{dropout}(x + b_x), \qquad
         y_{tc} = w_c \, \frac{s_{tc} - \mu_t}{\sqrt{\sigma_t^2 + \epsilon}} + b_c
 
     with mean and biased variance of each row, as in `torch.nn.LayerNorm`. The sum is rounded to the
@@ -105,6 +109,8 @@ def dropout_add_layer_norm(
         weight: w, (C,); None only adds.
         bias: b, (C,), the dtype of ``weight``; None exactly if ``weight`` is.
         layout: Layout of the rows.
+        x_bias: b_x, (C,), of any floating dtype; float64 exactly if the others are. The bias of the
+            linear layer that made x, whose gradient then needs no pass of its own; None for zero.
         scale: alpha.
         dropout: Probability to drop an element of x, in [0, 1); the others are divided by
             ``1 - dropout``.
@@ -151,6 +157,11 @@ def dropout_add_layer_norm(
     if bias is not None:
         checks.check_shape(_NAME, "bias", bias, "(C,)", residual.shape[1])
         checks.check_floating(_NAME, weight=weight, bias=bias)
+    if x_bias is not None:
+        if x is None:
+            raise checks.wrong(_NAME, "x_bias", "be None where `x` is", "given")
+        checks.check_shape(_NAME, "x_bias", x_bias, "(C,)", residual.shape[1])
+        checks.check_beside(_NAME, "x_bias", x_bias, "residual", residual)
     if not 0 <= dropout < 1:
         raise checks.wrong(_NAME, "dropout", "be in [0, 1)", dropout)
     if not 0 <= offset < 2**31:
@@ -158,7 +169,7 @@ def dropout_add_layer_norm(
     dropout = 0.0 if x is None else dropout
     arguments = NormArguments(
         *(residual, x, weight, bias, seed_for(dropout, seed, residual.device), layout),
-        *(scale, dropout, eps, prenorm, offset, x is not None, str(narrow)[6:]),
+        *(scale, dropout, eps, prenorm, offset, x is not None, str(narrow)[6:], x_bias),
     )
     normed, summed = OPERATION(arguments, backend)
     if weight is None:

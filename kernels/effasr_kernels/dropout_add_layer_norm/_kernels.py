@@ -29,13 +29,19 @@ def _rows(tensor, row, c, stride, mask):
 
 @triton.jit
 def _sum(
-    residual, x, row, c, mask, residual_stride, x_stride, seed, first, scale, probability, offset,
-    DROPS: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    residual, x, x_bias, row, c, inside, mask, residual_stride, x_stride, seed, first, scale,
+    probability, offset, DROPS: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Return residual + scale * dropout(x), rounded to the dtype of the residual, float32."""
+    """Return residual + scale * dropout(x + bias), rounded to the dtype of the residual, float32.
+
+    It is zero outside the mask.
+    """
     total = _rows(residual, row, c, residual_stride, mask)
     if x is not None:
         branch = _rows(x, row, c, x_stride, mask)
+        if x_bias is not None:
+            added = tl.load(x_bias + c, mask=inside, other=0.0).to(tl.float32)
+            branch += tl.where(mask, added[None, :], 0.0)
         if DROPS:
             keep = keep_elements(tl.load(seed), first, 0, offset, probability, ROWS, BLOCK_C)
             branch = tl.where(keep, branch, 0.0)
@@ -48,6 +54,7 @@ def _sum(
 def add_norm(
     residual,
     x,
+    x_bias,
     weight,
     bias,
     seed,
@@ -75,6 +82,7 @@ def add_norm(
     Args:
         residual: (rows, C).
         x: (rows, C), or None.
+        x_bias: (C,), or None.
         weight: (C,), or None without a norm.
         bias: (C,), or None without a norm.
         seed: int64 (1,).
@@ -105,8 +113,8 @@ def add_norm(
     mask = real[:, None] & inside[None, :]
     whole = exists[:, None] & inside[None, :]
     total = _sum(
-        residual, x, row, c, mask, residual_stride, x_stride, seed, first, scale, probability,
-        offset, DROPS, ROWS, BLOCK_C,
+        residual, x, x_bias, row, c, inside, mask, residual_stride, x_stride, seed, first, scale,
+        probability, offset, DROPS, ROWS, BLOCK_C,
     )  # fmt: skip
     at = row.to(tl.int64)[:, None] * channels + c[None, :]
     if summed is not None:
@@ -130,6 +138,7 @@ def add_norm_backward(
     dsummed,
     summed,
     x,
+    x_bias,
     weight,
     means,
     rstds,
@@ -162,6 +171,7 @@ def add_norm_backward(
         summed: (rows, C): what was normalized if ``x`` is None, else the residual. None without a
             norm.
         x: (rows, C), to which the residual is added again, or None.
+        x_bias: (C,), or None. It is read with ``x``; without, it only has a gradient.
         weight: (C,), or None without a norm.
         means: float32 (rows,), or None without a norm.
         rstds: float32 (rows,), or None without a norm.
@@ -169,7 +179,8 @@ def add_norm_backward(
         cu_seqlens: int32 (N + 1,).
         dresidual: (rows, C), written.
         dx: (rows, C), written, or None.
-        partials: float32 (programs, 2, C), written: of weight and bias; None without a norm.
+        partials: float32 (programs, P, C), written: of weight and bias if there is a norm, then of
+            ``x_bias``; None if there is none of them.
         sequences: N.
         rows: Rows of all tensors, including the tail.
         offset: See `keep_elements`.
@@ -189,6 +200,8 @@ def add_norm_backward(
         w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)[None, :]
         dweight = tl.zeros((1, BLOCK_C), tl.float32)
         dbias = tl.zeros((1, BLOCK_C), tl.float32)
+    if x_bias is not None:
+        dadded = tl.zeros((1, BLOCK_C), tl.float32)
     for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
         mask = (row < count)[:, None] & inside[None, :]
@@ -198,8 +211,8 @@ def add_norm_backward(
             gradient = _rows(dsummed, row, c, channels, mask)
         if dnormed is not None:
             total = _sum(
-                summed, x, row, c, mask, summed_stride, x_stride, seed, first, scale, probability,
-                offset, DROPS, ROWS, BLOCK_C,
+                summed, x, x_bias, row, c, inside, mask, summed_stride, x_stride, seed, first,
+                scale, probability, offset, DROPS, ROWS, BLOCK_C,
             )  # fmt: skip
             mean = tl.load(means + row, mask=row < count, other=0.0)[:, None]
             rstd = tl.load(rstds + row, mask=row < count, other=0.0)[:, None]
@@ -218,8 +231,16 @@ def add_norm_backward(
             if DROPS:
                 keep = keep_elements(tl.load(seed), first, 0, offset, probability, ROWS, BLOCK_C)
                 gradient = tl.where(keep, gradient, 0.0)
-            tl.store(dx + at, (gradient * scale).to(dx.dtype.element_ty), mask=whole)
+            gradient *= scale
+            tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=whole)
+            if x_bias is not None:
+                dadded += tl.sum(gradient, 0, keep_dims=True)
+    to = tl.program_id(0).to(tl.int64) * channels
     if dnormed is not None:
-        to = partials + tl.program_id(0).to(tl.int64) * (2 * channels) + c[None, :]
+        to = partials + (to * (2 if x_bias is None else 3)) + c[None, :]
         tl.store(to, dweight, mask=inside[None, :])
         tl.store(to + channels, dbias, mask=inside[None, :])
+        if x_bias is not None:
+            tl.store(to + 2 * channels, dadded, mask=inside[None, :])
+    elif x_bias is not None:
+        tl.store(partials + to + c[None, :], dadded, mask=inside[None, :])

@@ -18,6 +18,7 @@ from effasr_kernels.dropout_add_layer_norm._kernels import add_norm, add_norm_ba
 from effasr_kernels.dropout_add_layer_norm.definition import NormArguments
 from effasr_kernels.runtime.launch import launch, refusal
 from effasr_kernels.shared.dropout import seed_tensor
+from effasr_kernels.shared.partial_sums import summed, summed_parts
 
 _ROWS, _ROWS_WIDE = 4, 2
 _WIDE = 2_048
@@ -54,7 +55,7 @@ def forward(a: NormArguments) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tens
     launch(
         add_norm,
         (-(-rows // options["ROWS"]),),
-        *(residual, x, _contiguous(a.weight), _contiguous(a.bias), *_seed_and_layout(a)),
+        *(residual, x, *map(_contiguous, (a.x_bias, a.weight, a.bias)), *_seed_and_layout(a)),
         *(summed, normed, *((None, None) if normed is None else (means, rstds))),
         *(a.layout.num_sequences, rows, a.offset, channels, residual.stride(0)),
         *(channels if x is None else x.stride(0), *_scale(a), a.eps),
@@ -76,7 +77,7 @@ def saved_like(a: NormArguments) -> tuple[Tensor, Tensor]:
 def backward(
     a: NormArguments, grads: Sequence[Tensor], results: Sequence[Tensor], saved: Sequence[Tensor]
 ) -> dict[str, Tensor | None]:
-    """Return the gradients of the branch, the residual and the parameters."""
+    """Return the gradients of the branch, its bias, the residual and the parameters."""
     dsummed = grads[1] if a.prenorm else None
     dnormed = None if a.weight is None else grads[0]
     given = results[1] if a.prenorm else a.residual
@@ -88,12 +89,12 @@ def backward(
     options = _configuration(channels, given, dnormed, dx)
     programs = max(1, min(-(-rows // options["ROWS"]), _PROGRAMS // options["BLOCK_C"]))
     partials = None
-    if dnormed is not None:
-        partials = given.new_empty(programs, 2, channels, dtype=torch.float32)
+    if sums := 2 * (dnormed is not None) + (a.x_bias is not None):
+        partials = given.new_empty(programs, sums, channels, dtype=torch.float32)
     launch(
         add_norm_backward,
         (programs,),
-        *(dnormed, dsummed, summed, x, _contiguous(a.weight)),
+        *(dnormed, dsummed, summed, x, *map(_contiguous, (a.x_bias, a.weight))),
         *((None, None) if dnormed is None else saved),
         *(*_seed_and_layout(a), dresidual, dx, partials),
         *(a.layout.num_sequences, rows, a.offset, channels),
@@ -104,10 +105,22 @@ def backward(
         DROPS=a.dropout > 0,
     )
     gradients: dict[str, Tensor | None] = {"x": dx, "residual": dresidual}
-    if partials is not None and a.weight is not None:
-        total = partials.sum(0).to(a.weight.dtype)
-        gradients |= {"weight": total[0], "bias": total[1]}
-    return gradients
+    return gradients | _of_parameters(a, partials)
+
+
+def _of_parameters(a: NormArguments, partials: Tensor | None) -> dict[str, Tensor | None]:
+    """Return the gradients of the norm's parameters and of the branch's bias, from one launch."""
+    none: dict[str, Tensor | None] = {"weight": None, "bias": None, "x_bias": None}
+    if partials is None:
+        return none
+    if a.weight is None:
+        assert a.x_bias is not None
+        return none | {"x_bias": summed(partials, a.x_bias.dtype)[0]}
+    if a.x_bias is None:
+        of_norm = summed(partials, a.weight.dtype)
+        return none | {"weight": of_norm[0], "bias": of_norm[1]}
+    of_norm, of_branch = summed_parts(partials, a.weight.dtype, a.x_bias.dtype)
+    return {"weight": of_norm[0], "bias": of_norm[1], "x_bias": of_branch}
 
 
 def _scale(a: NormArguments) -> tuple[float, float]:

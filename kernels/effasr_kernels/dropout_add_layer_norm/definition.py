@@ -22,6 +22,7 @@ class NormArguments:
     Attributes:
         has_branch: Whether ``x`` is given; the backward does not see it.
         dtype: Name of the dtype of ``x``, or without ``x`` of what a pre-norm returns.
+        x_bias: Added to ``x``.
     """
 
     residual: Tensor
@@ -37,6 +38,7 @@ class NormArguments:
     offset: int
     has_branch: bool
     dtype: str
+    x_bias: Tensor | None = None
 
     @property
     def narrow_dtype(self) -> torch.dtype:
@@ -75,7 +77,7 @@ def _example(inputs: ExampleInputs) -> Keywords:
 
 
 def _example_post_norm(inputs: ExampleInputs) -> Keywords:
-    return {**_example(inputs), "prenorm": False}
+    return {**_example(inputs), "x_bias": inputs.floating(CHANNELS), "prenorm": False}
 
 
 OPERATION = DifferentiableOp(

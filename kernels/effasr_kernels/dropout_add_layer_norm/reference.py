@@ -18,6 +18,8 @@ def run(a: NormArguments) -> tuple[Tensor, Tensor]:
     summed = _real(a.residual, total)
     if a.x is not None:
         x = widen(_real(a.x, total))
+        if a.x_bias is not None:
+            x = x + widen(a.x_bias)
         if a.dropout:
             keep = kept_elements(a.seed, x.shape, a.dropout, a.offset).to(x.device)
             x = torch.where(keep, x, 0) / (1 - a.dropout)

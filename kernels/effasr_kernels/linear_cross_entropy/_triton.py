@@ -47,11 +47,11 @@ def saved_like(a: CrossEntropyArguments) -> tuple[Tensor, ...]:
     """Return empty float32 tensors for what `forward` saves.
 
     They are the log-normalizers, (U,); with ``uniform_gradient`` the gradients of hidden, weight
-    and bias for an upstream gradient of 1, in the shapes of these.
+    and bias for an upstream gradient of 1, in the shapes of these; of hidden alone if ``frozen``.
     """
     if a.uniform_gradient:
-        parts = (a.hidden, a.weight) if a.bias is None else (a.hidden, a.weight, a.bias)
-        return tuple(x.new_empty(x.shape, dtype=torch.float32) for x in parts)
+        parts = (a.hidden,) if a.frozen else (a.hidden, a.weight, a.bias)
+        return tuple(x.new_empty(x.shape, dtype=torch.float32) for x in parts if x is not None)
     return (a.hidden.new_empty(a.hidden.shape[0], dtype=torch.float32),)
 
 
@@ -61,7 +61,7 @@ def backward(
     results: tuple[Tensor, ...],
     saved: tuple[Tensor, ...],
 ) -> dict[str, Tensor | None]:
-    r"""Return the gradients of hidden, weight and bias.
+    r"""Return the gradients of hidden, weight and bias; if ``frozen``, of hidden alone.
 
     .. math::
         \frac{\partial}{\partial z_{uv}} = g_u \Big( (1 + 2 \zeta L_u) e^{z_{uv} - L_u}
@@ -70,7 +70,8 @@ def backward(
     In addition to the arguments, peak memory is ``U C b`` bytes for the gradient of hidden,
     ``V C (4 + b)`` for the gradient of weight in float32 and rounded, and ``n V (4 + b)`` for
     n = `projection.chunk_rows` (V) rows of logits and their gradient, where b is the element size
-    of ``hidden`` in bytes and V >= C. For float32 the last two are ``4 V C`` and ``4 n V``.
+    of ``hidden`` in bytes and V >= C. For float32 the last two are ``4 V C`` and ``4 n V``. If
+    ``frozen``, there is no gradient of weight.
     """
     if a.uniform_gradient:
         return _scaled(a, grads[0], saved)
@@ -92,7 +93,9 @@ def backward(
         )
 
     d_hidden, d_weight, d_bias = projection.project_backward(
-        a.hidden, a.weight, a.bias, targets != a.ignore_index, fill, padded=True
+        *(a.hidden, a.weight, a.bias, targets != a.ignore_index, fill),
+        padded=True,
+        frozen=a.frozen,
     )
     return {"hidden": d_hidden, "weight": d_weight, "bias": d_bias}
 
@@ -121,7 +124,10 @@ def _with_gradients(
         )
 
     gradients = projection.project_backward(
-        *(a.hidden, a.weight, a.bias, targets != a.ignore_index, fill), padded=True, rounded=False
+        *(a.hidden, a.weight, a.bias, targets != a.ignore_index, fill),
+        padded=True,
+        rounded=False,
+        frozen=a.frozen,
     )
     return (losses,), tuple(x for x in gradients if x is not None)
 
@@ -140,7 +146,7 @@ def _scaled(
         BLOCK=_BLOCK_V,
     )
     named = zip(("hidden", "weight", "bias"), saved, strict=False)
-    gradients: dict[str, Tensor | None] = {"bias": None}
+    gradients: dict[str, Tensor | None] = {"weight": None, "bias": None}
     for name, gradient in named:
         out = gradient.new_empty(gradient.shape, dtype=getattr(a, name).dtype)
         gradients[name] = torch.mul(gradient, scale, out=out)

@@ -18,6 +18,9 @@ class CrossEntropyArguments:
     """Validated arguments of a call.
 
     See `effasr_kernels.linear_cross_entropy.linear_cross_entropy`.
+
+    Attributes:
+        frozen: Whether neither ``weight`` nor ``bias`` has a gradient, so that none is computed.
     """
 
     hidden: Tensor
@@ -28,6 +31,7 @@ class CrossEntropyArguments:
     ignore_index: int
     z_loss: float
     uniform_gradient: bool = False
+    frozen: bool = False
 
 
 def _flops(a: CrossEntropyArguments) -> int:

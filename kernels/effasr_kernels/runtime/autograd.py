@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -24,6 +26,8 @@ class ImplementationFunction(Function):
         """Run the forward. ``tensors`` are the tensor fields of ``arguments``."""
         results, saved = implementation.forward(arguments)
         ctx.op, ctx.implementation = op, implementation
+        # Autograd would launch a kernel that writes zeros for each result that was not used.
+        ctx.set_materialize_grads(False)
         # Tensors are saved through autograd, so that saved-tensor hooks and version checks apply.
         ctx.others, ctx.count = op.schema.others(arguments), len(results)
         ctx.overwritten = op.overwritten(arguments)
@@ -40,7 +44,7 @@ class ImplementationFunction(Function):
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: Tensor
+        ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Run the backward; a KeyError reports a required gradient that it does not return."""
         names, overwritten = ctx.op.schema.tensor_names, ctx.overwritten
@@ -49,10 +53,9 @@ class ImplementationFunction(Function):
         saved = ctx.saved_tensors
         inputs, results = len(names), len(names) + ctx.count
         arguments = ctx.op.schema.join(saved[:inputs], ctx.others)
-        upstream = tuple([gradient.contiguous() for gradient in grads])
-        gradients = ctx.implementation.backward(
-            arguments, upstream, saved[inputs:results], saved[results:]
-        )
+        outputs = saved[inputs:results]
+        upstream = _upstream(grads, outputs, ctx.op.undifferentiated)
+        gradients = ctx.implementation.backward(arguments, upstream, outputs, saved[results:])
         for name in overwritten:
             gradients[name] = inplace_grad.finish(getattr(arguments, name))
         required = [
@@ -60,3 +63,25 @@ class ImplementationFunction(Function):
             for name, is_needed in zip(names, ctx.needs_input_grad[3:], strict=True)
         ]
         return None, None, None, *required
+
+
+def _upstream(
+    grads: Sequence[Tensor | None], results: Sequence[Tensor], undifferentiated: Collection[int]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the results: zeros for those that were not used.
+
+    Args:
+        grads: Gradients of the results; None for a result that was not used.
+        results: The results.
+        undifferentiated: Indices of results whose gradients the backward does not read.
+    """
+    return tuple(
+        [
+            gradient.contiguous()
+            if gradient is not None
+            else None
+            if index in undifferentiated
+            else torch.zeros_like(result, memory_format=torch.contiguous_format)
+            for index, (gradient, result) in enumerate(zip(grads, results, strict=True))
+        ]
+    )

@@ -130,8 +130,20 @@ def check_attention(
     layout_q: PackedLayout,
     layout_k: PackedLayout,
     dropout: float,
+    *,
+    grouped: bool = False,
 ) -> None:
     """Check the arguments that all attention operations share, except for their dtypes.
+
+    Args:
+        op: The operation, for messages.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        layout_q: Layout of ``q``.
+        layout_k: Layout of ``k`` and ``v``.
+        dropout: Probability to drop a weight.
+        grouped: Whether several heads of ``q`` may share one of ``k`` and ``v``.
 
     Raises:
         ValueError: A shape, device, number of sequences or ``dropout`` is invalid.
@@ -139,6 +151,12 @@ def check_attention(
     check_shape(op, "q", q, "(T_q, H, D)", None, None, None)
     check_rows(op, "q", q, "layout_q", layout_q)
     heads, width = q.shape[1:]
+    if grouped:
+        check_shape(op, "k", k, "(T_k, H_k, D)", None, None, width)
+        if not k.shape[1] or heads % k.shape[1]:
+            rule = f"have a number of heads that divides {heads}, that of `q`"
+            raise wrong(op, "k", rule, tuple(k.shape))
+        heads = k.shape[1]
     for name, tensor in (("k", k), ("v", v)):
         check_shape(op, name, tensor, "(T_k, H, D)", None, heads, width)
         check_rows(op, name, tensor, "layout_k", layout_k)

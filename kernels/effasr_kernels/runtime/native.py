@@ -20,7 +20,7 @@ from effasr_kernels.runtime.dispatch import BackendUnavailable
 LIBRARY, FAILURE = "_cpu.so", "_cpu_failure.txt"
 """Files that ``setup.py`` writes to the package: the library, or why its build failed."""
 HOW_TO_BUILD = "with a C++ compiler, pip install . builds it: csrc/README.md"
-_INTERFACE = 2
+_INTERFACE = 3
 """Version of the structures; equals EFFASR_INTERFACE in csrc/interface.h."""
 _NO_MEMORY = 1
 

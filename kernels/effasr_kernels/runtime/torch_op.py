@@ -149,6 +149,7 @@ class DifferentiableOp(TorchOp):
         *definition: Any,
         overwritable: Sequence[str] = (),
         unread: Callable[[Any], Sequence[str]] = lambda _: (),
+        undifferentiated: Sequence[int] = (),
         **options: Any,
     ):
         """Define and register it.
@@ -161,10 +162,12 @@ class DifferentiableOp(TorchOp):
                 other gradients.
             unread: Returns the names of tensors of given arguments that a backward does not read.
                 They are not kept for it in eager mode, where it finds None in their place.
+            undifferentiated: Indices of results whose gradients a backward does not read. In eager
+                mode it finds None in their place where the result was not used.
             options: See `TorchOp`.
         """
         super().__init__(*definition, **options)
-        self.unread = unread
+        self.unread, self.undifferentiated = unread, frozenset(undifferentiated)
         self._may_overwrite = bool(overwritable)
         parts = ", ".join(self.schema.parts)
         upstream = "Tensor[] grads, Tensor[] outputs, bool[] required"

@@ -40,7 +40,7 @@ class _Attention(ctypes.Structure):
         *((name, POINTER) for name in ("penalty", "cu_q", "cu_k")),
         *((name, INT64) for name in ("rows_q", "rows_k", "seed")),
         *((name, FLOAT) for name in ("scale", "sigma", "dropout")),
-        *((name, INT32) for name in ("sequences", "heads", "width", "reach", "causal")),
+        *((name, INT32) for name in ("sequences", "heads", "group", "width", "reach", "causal")),
         ("instructions", INT32),
     ]
 
@@ -69,8 +69,8 @@ class Call:
         op: The operation, for messages.
         q: (T_q, H, D). Like ``k`` and ``v`` it may have any strides between rows and heads, such
             as a part of a joint projection; it is copied if its channels are not contiguous.
-        k: (T_k, H, D).
-        v: (T_k, H, D).
+        k: (T_k, H_k, D); H_k divides H, and is H with ``sigma`` or ``position``.
+        v: (T_k, H_k, D).
         layout_q: Layout of ``q``.
         layout_k: Layout of ``k`` and ``v``.
         scale: Factor of the scores.
@@ -159,7 +159,7 @@ class Call:
     def _inputs(self) -> list[Tensor]:
         """Check the tensors, and copy those whose strides the kernels do not support."""
         rows, heads, width = self.q.shape
-        shape_k = self.layout_k.rows, heads, width
+        shape_k = self.layout_k.rows, self.k.shape[1], width
         for name, x, shape in (
             ("q", self.q, (rows, heads, width)),
             ("k", self.k, shape_k),
@@ -209,6 +209,7 @@ class Call:
         a.scale, a.dropout = self.scale, self.dropout
         a.sigma = 1.0 if self.sigma is None else self.sigma
         a.sequences, a.heads, a.width = self.layout_q.num_sequences, q.shape[1], q.shape[2]
+        a.group = q.shape[1] // k.shape[1]
         a.causal, a.instructions = self.causal, _BEST_INSTRUCTIONS
         return a
 

@@ -123,7 +123,8 @@ def project_backward(
     *,
     padded: bool = False,
     rounded: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    frozen: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute the gradients of a projection from a function of its logits.
 
     Rows are processed in chunks of `chunk_rows`, which depends on shapes alone. The logits are
@@ -146,9 +147,11 @@ def project_backward(
         padded: Whether the row stride of ``logits`` may be V rounded up to a multiple of 16.
             Otherwise the products load single elements for other V (1,024 classes and a blank).
         rounded: Whether to round the gradients to the dtypes of the arguments.
+        frozen: Whether to leave out the gradients of weight and bias.
 
     Returns:
-        The gradients of hidden, weight and bias, in their dtypes or, if not ``rounded``, float32.
+        The gradients of hidden, weight and bias, in their dtypes or, if not ``rounded``, float32;
+        None for those that are left out.
     """
     (rows, width), count = hidden.shape, weight.shape[0]
     pitch = _ceil(count, 16) * 16 if padded else count
@@ -158,8 +161,10 @@ def project_backward(
     # The clean rows are stored where their gradient will be, so they need no further memory.
     in_place = d_hidden.dtype == hidden.dtype
     spare = d_hidden if in_place else hidden.new_empty(step, width)
-    d_weight = weight.new_zeros(weight.shape, dtype=torch.float32)
-    d_bias = bias if bias is None else bias.new_zeros(bias.shape, dtype=torch.float32)
+    d_weight = d_bias = None
+    if not frozen:
+        d_weight = weight.new_zeros(weight.shape, dtype=torch.float32)
+        d_bias = bias if bias is None else bias.new_zeros(bias.shape, dtype=torch.float32)
     buffer = hidden.new_empty(step * max(pitch, width), dtype=torch.float32)
     logits = d_logits = buffer[: step * pitch].view(step, pitch)[:, :count]
     if is_narrow:
@@ -172,7 +177,8 @@ def project_backward(
         torch.where(counted[first : first + n, None], hidden[first : first + n], zero, out=clean)
         multiply(clean, weight.t(), logits[:n])
         fill(first, logits[:n], d_logits[:n])
-        multiply_add(d_logits[:n].t(), clean, d_weight)
+        if d_weight is not None:
+            multiply_add(d_logits[:n].t(), clean, d_weight)
         if d_bias is not None:
             d_bias += d_logits[:n].sum(0, dtype=torch.float32)
         if is_narrow and in_place:
@@ -182,10 +188,9 @@ def project_backward(
             clean.copy_(wide)
         else:
             multiply(d_logits[:n], weight, d_hidden[first : first + n])
-    if not rounded:
-        return d_hidden, d_weight, d_bias
-    d_bias = d_bias if d_bias is None else d_bias.to(weight.dtype)
-    return d_hidden, d_weight.to(weight.dtype), d_bias
+    if rounded:
+        d_weight, d_bias = (x if x is None else x.to(weight.dtype) for x in (d_weight, d_bias))
+    return d_hidden, d_weight, d_bias
 
 
 def chunk_rows(width: int) -> int:

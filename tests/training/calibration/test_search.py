@@ -4,13 +4,15 @@ import dataclasses
 
 import pytest
 
+from effasr.data.batch import StaticShape
 from effasr.data.sampling.bucket_table import BucketTable
+from effasr.data.sampling.plan import UtteranceLengths
 from effasr.training.calibration.memory_model import Load, MemoryModel
 from effasr.training.calibration.search import Search, bucket_sizes, describe
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.speed_model import SpeedModel
 from effasr.training.calibration.waves import whole_waves
-from effasr.training.calibration.workload import Population, cells
+from effasr.training.calibration.workload import Lengths, Population, cells
 from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
 from tests.training.calibration.conftest import MODEL, lengths
 
@@ -21,6 +23,24 @@ SPEED = SpeedModel(0.02, 1e-5)
 
 def search(population, measure, target: float, note=lambda text: None, **settings) -> Search:
     return Search(population, MODEL, CalibrationConfig(**settings), int(target), 1, measure, note)
+
+
+_PLANNED: dict[tuple[int, StaticShape], tuple[UtteranceLengths, list[Lengths]]] = {}
+
+
+@pytest.fixture(autouse=True)
+def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches on the same corpus ask for the same plans, most of what a search takes."""
+    plan = Population.planned
+
+    def planned(self: Population, shape: StaticShape) -> list[Lengths]:
+        key = id(self.lengths), shape
+        if key not in _PLANNED:
+            # With the lengths, so that their id stays theirs.
+            _PLANNED[key] = self.lengths, plan(self, shape)
+        return _PLANNED[key][1]
+
+    monkeypatch.setattr(Population, "planned", planned)
 
 
 @pytest.fixture

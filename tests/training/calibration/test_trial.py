@@ -1,5 +1,6 @@
 """Trials in processes of their own, and how such a process may end."""
 
+import os
 import sys
 import time
 from dataclasses import replace
@@ -15,6 +16,7 @@ from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.trial import Measurement, Request
 from effasr.training.calibration.workload import Workload
 from effasr.training.config import LoopConfig, TrainConfig
+from tests.support.preloaded import Preloaded
 from tests.training.calibration.conftest import MODEL
 
 
@@ -62,14 +64,19 @@ def test_want_of_memory_is_a_result(request_of) -> None:
 
 
 @pytest.mark.slow
-def test_the_model_of_memory_predicts_what_is_measured(request_of, population) -> None:
+def test_the_model_of_memory_predicts_what_is_measured(request_of, population, tmp_path) -> None:
     """From the first trials to a budget that is larger than all of them."""
     endless = replace(population, total_frames=10**9)
     settings = CalibrationConfig(objective="memory", margin=0.03)
     target = 560 << 20
 
     def trial(work: Workload) -> Measurement:
-        return measure(replace(request_of(400), limit_bytes=target, workload=work))
+        file = tmp_path / "request.json"
+        file.write_text(replace(request_of(400), limit_bytes=target, workload=work).to_json())
+        module = "tests.training.calibration.trial_from_file"
+        process = Preloaded(module, str(file), str(os.getpid()), env=dict(os.environ))
+        out, error = process.communicate(timeout=240)
+        return runner._result(process.returncode, out, error)
 
     found = Search(endless, MODEL, settings, target, 1, trial).run()
     assert found.limited_by == "memory"

@@ -207,7 +207,10 @@ def test_wrong_conversations_are_listed(folders, tmp_path):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"training": {"max_steps": 1, "compile": True}}, "training.compile"),
+        (
+            {"training": {"max_steps": 1, "compile": True, "activation_checkpointing": True}},
+            "training.compile",
+        ),
         ({"training": {"max_steps": 1, "strategy": "fsdp2", "freeze": ["encoder"]}}, "fsdp2"),
         ({"loss": {"guided_weight": 1.0}}, "guided_weight"),
     ],

@@ -39,6 +39,8 @@ def unsupported_reason(a: AttentionArguments) -> str | None:
         return "torch was built without FlashAttention"
     if _replaced():
         return "torch.nn.attention.activate_flash_attention_impl has replaced FlashAttention 2"
+    if a.group > 1:
+        return "computes as many heads of keys as of queries"
     width = a.q.shape[-1]
     if width > _WIDEST_ON_SMALL_GPUS and packages.capability(a.q.device) in ((8, 6), (8, 9)):
         return f"supports head widths up to {_WIDEST_ON_SMALL_GPUS} on this GPU, not {width}"

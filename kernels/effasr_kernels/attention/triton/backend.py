@@ -51,8 +51,8 @@ class _Call:
         arguments: Arguments of the call.
         q: (T_q, H, D). In the backward rotated, or with the content bias added; in the forward
             rotated unless ``rotates_in_kernel``.
-        k: (T_k, H, D); rotated for rotary positions.
-        v: (T_k, H, D).
+        k: (T_k, H_k, D); rotated for rotary positions.
+        v: (T_k, H_k, D).
         angles: Cosines and sines of rotary positions, or None.
         rotates_in_kernel: Whether the attention kernels rotate queries (forward) and gradients.
         pointers: Cosines, sines, offsets and seed, which follow queries, keys, values and bias in
@@ -87,6 +87,7 @@ class _Call:
             "BLOCK_D": padded_width(width),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
+            "GROUP": self.arguments.group,
             "CAUSAL": self.arguments.causal,
             "ROTARY": self.rotates_in_kernel,
             "DROPOUT": self.arguments.dropout > 0,
@@ -188,14 +189,17 @@ def _prepare(a: AttentionArguments, narrowness: float | None, *, backward: bool)
         # The backward reads each query once for every tile of keys, so they are rotated before.
         if backward or not in_kernel:
             q = rotated(q, a.layout_q, angles, q.dtype)
-    if backward and a.content_bias is not None:
-        # Added here, as in the loop over queries it would prevent the compiler from prefetching.
-        q = q + a.content_bias
     bias = None
     if a.position_bias is not None and a.position_table is not None:
+        content_bias = a.content_bias if backward else None
+        biased = None if content_bias is None else q.new_empty(q.shape)
         bias = relative_scores(
-            a.q, a.position_bias, a.position_table, a.layout_q, a.layout_k, a.context
+            *(a.q, a.position_bias, a.position_table, a.layout_q, a.layout_k, a.context),
+            content_bias=content_bias,
+            biased=biased,
         )
+        # Added before, as in the loop over queries it would prevent the compiler from prefetching.
+        q = q if biased is None else biased
     cos, sin = angles if angles is not None and in_kernel else (None, None)
     return _Call(
         *(a, q, k, v, angles, in_kernel),
@@ -223,7 +227,7 @@ def _empty_gradients(this: _Call) -> list[Tensor]:
         # Rotated back, and then rounded, afterwards.
         wide = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (a.q, a.k)]
         return [*wide, a.v.new_empty(a.v.shape)]
-    if a.q.shape[0] == a.k.shape[0]:
+    if a.q.shape == a.k.shape:
         return empty_gradients(a.q, a.k, a.v)
     return [a.q.new_empty(a.q.shape), *empty_gradients(a.k, a.v)]
 
@@ -235,7 +239,7 @@ def _backward_kv(
     rows, sequences = a.layout_k.rows, a.layout_k.num_sequences
     launch(
         attention_backward_kv,
-        (count_tiles(rows, sequences, config.block_n), this.q.shape[1]),
+        (count_tiles(rows, sequences, config.block_n), this.k.shape[1]),
         *(this.q, this.k, this.v, this.bias, *this.pointers),
         *(tile_table(a.layout_k, config.block_n), lse, delta, grad_out, grad_k, grad_v),
         *(sequences, a.layout_q.rows, rows, this.bias_eighths, *this.sizes, grad_k.stride(0)),

@@ -70,25 +70,27 @@ def attention_backward_kv(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,
     ROTARY: tl.constexpr,
     DROPOUT: tl.constexpr,
     GUIDED: tl.constexpr,
 ):
-    """Gradients of one tile of keys and values of one head: program (tile, head).
+    """Gradients of one tile of keys and values of one of their heads: program (tile, head).
 
     All tiles are transposed, keys by queries, so that the weights, which are in registers, are the
-    left factor of the products that sum over queries. Keys past the end of a sequence need no mask:
-    their results stay in their own rows, which are not stored.
+    left factor of the products that sum over queries. The sum goes on over all heads of queries
+    that share the keys. Keys past the end of a sequence need no mask: their results stay in their
+    own rows, which are not stored.
 
     With ``BIAS`` the kernel also overwrites the bias with the gradient of the scores: this program
     alone reads each tile, before it writes it. The gradient of queries is a product with it.
 
     Args:
         q: (T_q, H, D), a pointer, like all up to ``grad_v``; rotated for rotary positions.
-        k: (T_k, H, D); rotated for rotary positions.
-        v: (T_k, H, D).
+        k: (T_k, H_k, D); rotated for rotary positions.
+        v: (T_k, H_k, D).
         bias: See `effasr_kernels.attention.triton.forward.attention_forward`. The columns of a
             row's keys are overwritten; masked keys, and columns up to a multiple of 8, with zeros.
         cos: See `effasr_kernels.attention.triton.forward.attention_forward`.
@@ -101,9 +103,9 @@ def attention_backward_kv(
         delta: float32 (H, T_q), or (2, H, T_q) with ``GUIDED``, contiguous, from
             `effasr_kernels.attention.triton.delta.row_delta`.
         grad_out: (T_q, H, D), contiguous.
-        grad_k: (T_k, H, D), written; zeros for keys without queries. The channels of all heads of
+        grad_k: (T_k, H_k, D), written; zeros for keys without queries. The channels of all heads of
             a row are contiguous.
-        grad_v: (T_k, H, D), written, with the strides of ``grad_k``.
+        grad_v: (T_k, H_k, D), written, with the strides of ``grad_k``.
         sequences: N.
         rows_q: T_q.
         rows_k: T_k.
@@ -126,6 +128,7 @@ def attention_backward_kv(
         BLOCK_D: The power of two, at least 16, that D is padded to.
         BLOCK_M: Queries of a step.
         BLOCK_N: Keys of a tile.
+        GROUP: H / H_k, the heads of queries that share a head of keys and values.
         CAUSAL: Whether query i attends only to keys 0 to i.
         BIAS: Whether scores have a bias; the content bias is already added to ``q``.
         ROTARY: Whether to rotate the gradient of keys back, all of its D = BLOCK_D channels.
@@ -137,8 +140,7 @@ def attention_backward_kv(
     )
     if start >= length_k:
         return
-    head = tl.program_id(1)
-    wide_head = head.to(tl.int64)
+    key_head = tl.program_id(1).to(tl.int64)
     first_q, length_q = find_sequence(cu_seqlens_q, sequences, sequence)
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
@@ -148,8 +150,8 @@ def attention_backward_kv(
     k_mask = in_columns[:, None] & in_width[None, :]
     first_key = first_k + start
 
-    k += first_key * k_row + wide_head * k_head
-    v += first_key * v_row + wide_head * v_head
+    k += first_key * k_row + key_head * k_head
+    v += first_key * v_row + key_head * v_head
     k_tile = tl.load(k + n[:, None] * k_row + d[None, :], mask=k_mask, other=0.0)
     v_tile = tl.load(v + n[:, None] * v_row + d[None, :], mask=k_mask, other=0.0)
     if DROPOUT:
@@ -166,100 +168,115 @@ def attention_backward_kv(
             start, tl.minimum(start + BLOCK_N, length_k) - 1, length_q, left, right, chunk, BLOCK_M
         )
     first_row = first_q + begin
-    q += first_row * q_row + wide_head * q_head
-    grad_out += (first_row * heads + head) * WIDTH
-    lse += wide_head * rows_q + first_row
-    delta += wide_head * rows_q + first_row
+    q += first_row * q_row
+    grad_out += first_row * heads * WIDTH
+    lse += first_row
+    delta += first_row
     q_offset = m[:, None] * q_row + d[None, :]
     out_row = heads * WIDTH
     out_offset = m[:, None] * out_row + d[None, :]
     if BIAS:
         bias_row = heads * bias_eighths * 8
-        bias += first_row * bias_row + wide_head * (bias_eighths * 8) + start
+        bias += first_row * bias_row + key_head * (bias_eighths * 8) + start
         bias_offset = m[None, :] * bias_row + n[:, None]
         # The mask is constant within vectors of 8, so that loads are vectorized; W is a multiple.
         b_columns = (start + n // 8 * 8 < length_k)[:, None]
     if GUIDED:
-        grad_penalty = delta + rows_q.to(tl.int64) * heads
         frame = (start + n) * (1.0 / length_k)
         token_step = 1.0 / tl.maximum(length_q, 1)
     acc_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     acc_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     length_q -= begin
-    for step in range(0, length_q, BLOCK_M):
-        in_rows = step + m < length_q
-        q_mask = in_rows[:, None] & in_width[None, :]
-        q_tile = tl.load(q + q_offset, mask=q_mask, other=0.0)
-        grad_tile = tl.load(grad_out + out_offset, mask=q_mask, other=0.0)
-        # lse = inf makes all weights past the end zero, whatever the bias there is.
-        row_lse = tl.load(lse + m, mask=in_rows, other=float("inf"))
-        row_delta = tl.load(delta + m, mask=in_rows, other=0.0)
-        if BIAS:
-            b_mask = in_rows[None, :] & b_columns
-            if chunk is not None:
-                first_group, end_group = groups_seen(  # pyright: ignore[reportGeneralTypeIssues]
-                    begin + step + m, left, right, chunk
-                )
-                group = (start + n // 8 * 8)[:, None]
-                b_mask = b_mask & (group >= first_group[None, :]) & (group < end_group[None, :])
-            b_tile = tl.load(bias + bias_offset, mask=b_mask, other=0.0)
-            scores = tl.dot(k_tile, tl.trans(q_tile), as_scores(b_tile), input_precision="ieee")
-        else:
-            scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
-        scores *= scale * _LOG2_E
-        if BIAS:
-            seen = in_columns[:, None]
-            if CAUSAL:
-                seen = seen & (step + m[None, :] >= start + n[:, None])
-            if chunk is not None:
+    for member in range(GROUP):
+        head = tl.program_id(1) * GROUP + member
+        wide_head = head.to(tl.int64)
+        q_rows = q + wide_head * q_head
+        grad_rows = grad_out + wide_head * WIDTH
+        lse_rows = lse + wide_head * rows_q
+        delta_rows = delta + wide_head * rows_q
+        if GUIDED:
+            grad_penalty = delta_rows + rows_q.to(tl.int64) * heads
+        for step in range(0, length_q, BLOCK_M):
+            in_rows = step + m < length_q
+            q_mask = in_rows[:, None] & in_width[None, :]
+            q_tile = tl.load(q_rows + q_offset, mask=q_mask, other=0.0)
+            grad_tile = tl.load(grad_rows + out_offset, mask=q_mask, other=0.0)
+            # lse = inf makes all weights past the end zero, whatever the bias there is.
+            row_lse = tl.load(lse_rows + m, mask=in_rows, other=float("inf"))
+            row_delta = tl.load(delta_rows + m, mask=in_rows, other=0.0)
+            if BIAS:
+                b_mask = in_rows[None, :] & b_columns
+                if chunk is not None:
+                    first_group, end_group = groups_seen(  # pyright: ignore[reportGeneralTypeIssues]
+                        begin + step + m, left, right, chunk
+                    )
+                    group = (start + n // 8 * 8)[:, None]
+                    b_mask = b_mask & (group >= first_group[None, :]) & (group < end_group[None, :])
+                b_tile = tl.load(bias + bias_offset, mask=b_mask, other=0.0)
+                scores = tl.dot(k_tile, tl.trans(q_tile), as_scores(b_tile), input_precision="ieee")
+            else:
+                scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+            scores *= scale * _LOG2_E
+            if BIAS:
+                seen = in_columns[:, None]
+                if CAUSAL:
+                    seen = seen & (step + m[None, :] >= start + n[:, None])
+                if chunk is not None:
+                    first_seen, end_seen = keys_seen(  # pyright: ignore[reportGeneralTypeIssues]
+                        begin + step + m, left, right, chunk
+                    )
+                    key = start + n[:, None]
+                    seen = seen & (key >= first_seen[None, :]) & (key < end_seen[None, :])
+                scores = tl.where(seen, scores, float("-inf"))
+            elif CAUSAL:
+                scores = tl.where(step + m[None, :] >= n[:, None], scores, float("-inf"))
+            elif chunk is not None:
                 first_seen, end_seen = keys_seen(  # pyright: ignore[reportGeneralTypeIssues]
                     begin + step + m, left, right, chunk
                 )
                 key = start + n[:, None]
-                seen = seen & (key >= first_seen[None, :]) & (key < end_seen[None, :])
-            scores = tl.where(seen, scores, float("-inf"))
-        elif CAUSAL:
-            scores = tl.where(step + m[None, :] >= n[:, None], scores, float("-inf"))
-        elif chunk is not None:
-            first_seen, end_seen = keys_seen(  # pyright: ignore[reportGeneralTypeIssues]
-                begin + step + m, left, right, chunk
-            )
-            key = start + n[:, None]
-            seen = (key >= first_seen[None, :]) & (key < end_seen[None, :])
-            scores = tl.where(seen, scores, float("-inf"))
-        weights = tl.exp2(scores - row_lse[None, :])
-        grad_weights = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")
-        if DROPOUT:
-            keep = tl.trans(
-                keep_mask(
-                    seed_value, sequence, head, begin + step, start, probability, BLOCK_M, BLOCK_N
+                seen = (key >= first_seen[None, :]) & (key < end_seen[None, :])
+                scores = tl.where(seen, scores, float("-inf"))
+            weights = tl.exp2(scores - row_lse[None, :])
+            grad_weights = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")
+            if DROPOUT:
+                keep = tl.trans(
+                    keep_mask(
+                        seed_value,
+                        sequence,
+                        head,
+                        begin + step,
+                        start,
+                        probability,
+                        BLOCK_M,
+                        BLOCK_N,
+                    )
                 )
-            )
-            grad_weights = tl.where(keep, grad_weights * scale_kept, 0.0)
-            kept = tl.where(keep, weights, 0.0).to(grad_tile.dtype)
-        else:
-            kept = weights.to(grad_tile.dtype)
-        acc_v += tl.dot(kept, grad_tile, input_precision="ieee")
-        if GUIDED:
-            row_grad = tl.load(grad_penalty + m, mask=in_rows, other=0.0)
-            token = (step + m) * token_step
-            away = distance(token[None, :], frame[:, None], narrowness)
-            grad_weights += row_grad[None, :] * away
-            grad_penalty += BLOCK_M
-        grad_scores = (weights * (grad_weights - row_delta[None, :])).to(q_tile.dtype)
-        acc_k += tl.dot(grad_scores, q_tile, input_precision="ieee")
-        if BIAS:
-            # A single key has weight 1 whatever its score, so its exact gradient is zero.
-            grad_bias = tl.where(length_k == 1, 0.0, grad_scores)
-            if b_tile.dtype.is_fp32():
-                # Several warps hold copies of a small tile; all must have read the old values.
-                tl.debug_barrier()
-            tl.store(bias + bias_offset, grad_bias.to(grad_scores.dtype), mask=b_mask)
-            bias += BLOCK_M * bias_row.to(tl.int64)
-        q += BLOCK_M * q_row
-        grad_out += BLOCK_M * out_row
-        lse += BLOCK_M
-        delta += BLOCK_M
+                grad_weights = tl.where(keep, grad_weights * scale_kept, 0.0)
+                kept = tl.where(keep, weights, 0.0).to(grad_tile.dtype)
+            else:
+                kept = weights.to(grad_tile.dtype)
+            acc_v += tl.dot(kept, grad_tile, input_precision="ieee")
+            if GUIDED:
+                row_grad = tl.load(grad_penalty + m, mask=in_rows, other=0.0)
+                token = (step + m) * token_step
+                away = distance(token[None, :], frame[:, None], narrowness)
+                grad_weights += row_grad[None, :] * away
+                grad_penalty += BLOCK_M
+            grad_scores = (weights * (grad_weights - row_delta[None, :])).to(q_tile.dtype)
+            acc_k += tl.dot(grad_scores, q_tile, input_precision="ieee")
+            if BIAS:
+                # A single key has weight 1 whatever its score, so its exact gradient is zero.
+                grad_bias = tl.where(length_k == 1, 0.0, grad_scores)
+                if b_tile.dtype.is_fp32():
+                    # Several warps hold copies of a small tile; all must have read the old values.
+                    tl.debug_barrier()
+                tl.store(bias + bias_offset, grad_bias.to(grad_scores.dtype), mask=b_mask)
+                bias += BLOCK_M * bias_row.to(tl.int64)
+            q_rows += BLOCK_M * q_row
+            grad_rows += BLOCK_M * out_row
+            lse_rows += BLOCK_M
+            delta_rows += BLOCK_M
 
     if DROPOUT:
         acc_v *= scale_kept
@@ -269,7 +286,7 @@ def attention_backward_kv(
     _, first_k, _, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
         tiles, cu_seqlens_k, sequences, rows_k, tl.program_id(0), BLOCK_N
     )
-    grad_begin = (first_k + start) * grad_row + wide_head * WIDTH
+    grad_begin = (first_k + start) * grad_row + key_head * WIDTH
     k_offset = n[:, None] * grad_row + d[None, :]
     tl.store(grad_v + grad_begin + k_offset, acc_v.to(grad_v.dtype.element_ty), mask=k_mask)
     grad_k += grad_begin
@@ -314,6 +331,7 @@ def attention_backward_q(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
     ROTARY: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -325,8 +343,8 @@ def attention_backward_q(
 
     Args:
         q: (T_q, H, D), a pointer, like all up to ``grad_q``; rotated for rotary positions.
-        k: (T_k, H, D); rotated for rotary positions.
-        v: (T_k, H, D).
+        k: (T_k, H_k, D); rotated for rotary positions.
+        v: (T_k, H_k, D).
         cos: See `effasr_kernels.attention.triton.forward.attention_forward`.
         sin: Same shape as ``cos``.
         cu_seqlens_q: int32 (N + 1,).
@@ -359,6 +377,7 @@ def attention_backward_q(
         BLOCK_D: The power of two, at least 16, that D is padded to.
         BLOCK_M: Queries of a tile.
         BLOCK_N: Keys of a step.
+        GROUP: H / H_k, the heads of queries that share a head of keys and values.
         CAUSAL: Whether query i attends only to keys 0 to i.
         ROTARY: Whether to rotate the gradient back, all of its D = BLOCK_D channels.
         DROPOUT: Whether weights are dropped.
@@ -394,8 +413,9 @@ def attention_backward_q(
         seed_value = tl.load(seed)
         scale_kept = 1 / (1 - probability)
 
-    k += first_k * k_row + wide_head * k_head
-    v += first_k * v_row + wide_head * v_head
+    key_head = wide_head // GROUP
+    k += first_k * k_row + key_head * k_head
+    v += first_k * v_row + key_head * v_head
     k_offset = n[:, None] * k_row + d[None, :]
     v_offset = n[:, None] * v_row + d[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)

@@ -72,6 +72,7 @@ def attention_forward(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -89,8 +90,8 @@ def attention_forward(
         content_bias: (H, D), contiguous, added to ``q``; None without ``BIAS``. A pointer, like
             all up to ``penalty``.
         q: (T_q, H, D).
-        k: (T_k, H, D); rotated for rotary positions.
-        v: (T_k, H, D).
+        k: (T_k, H_k, D); rotated for rotary positions.
+        v: (T_k, H_k, D).
         bias: (T_q, H, W), contiguous, added to the products of queries and keys; finite up to the
             next multiple of 8 columns. None without ``BIAS``.
         cos: float32 (positions, D / 2), contiguous; None without ``ROTARY``.
@@ -124,6 +125,7 @@ def attention_forward(
         BLOCK_D: The power of two, at least 16, that D is padded to.
         BLOCK_M: Queries of a tile.
         BLOCK_N: Keys of a tile.
+        GROUP: H / H_k, the heads of queries that share a head of keys and values.
         CAUSAL: Whether query i attends only to keys 0 to i.
         BIAS: Whether scores and queries have a bias.
         ROTARY: Whether to rotate all D = BLOCK_D channels of ``q`` by its position in the sequence.
@@ -137,6 +139,7 @@ def attention_forward(
         return
     head = tl.program_id(1)
     wide_head = head.to(tl.int64)
+    key_head = wide_head // GROUP
     first_k, length_k = find_sequence(cu_seqlens_k, sequences, sequence)
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
@@ -161,8 +164,8 @@ def attention_forward(
     if DROPOUT:
         seed_value = tl.load(seed)
 
-    k += first_k * k_row + wide_head * k_head
-    v += first_k * v_row + wide_head * v_head
+    k += first_k * k_row + key_head * k_head
+    v += first_k * v_row + key_head * v_head
     k_offset = n[:, None] * k_row + d[None, :]
     v_offset = n[:, None] * v_row + d[None, :]
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)

@@ -25,6 +25,7 @@ from effasr_kernels.attention.triton.config import padded_width
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import launch
 from effasr_kernels.runtime.tiles import count_tiles, tile_table
+from effasr_kernels.shared.partial_sums import summed
 
 _STEP = forward.STEP.value
 _PROGRAMS = 1024
@@ -43,6 +44,9 @@ def relative_scores(
     layout_q: PackedLayout,
     layout_k: PackedLayout,
     context: Context | None = None,
+    *,
+    content_bias: Tensor | None = None,
+    biased: Tensor | None = None,
 ) -> Tensor:
     r"""Compute the part of the scores that depends on distance, before scaling.
 
@@ -59,6 +63,9 @@ def relative_scores(
         layout_q: Layout of ``q``.
         layout_k: Layout of the keys.
         context: The keys that a query sees; by default all of its sequence.
+        content_bias: u, (H, D), to write the queries of the other part of the scores, too.
+        biased: Where to write q + u, rounded to the dtype of ``q``: (T_q, H, D), contiguous. The
+            tail is not written.
 
     Returns:
         (T_q, H, W), the dtype of ``q``, with W the `bias_width` of ``layout_k.max_seqlen_bound``.
@@ -73,6 +80,7 @@ def relative_scores(
         forward.scores,
         (_tiles(layout_q, block_m), heads),
         *(out, q, position_bias.contiguous(), table),
+        *(None if content_bias is None else content_bias.contiguous(), biased),
         *_sizes(layout_q, layout_k, table, out, block_m),
         *(heads, *q.stride()[:2], *table.stride()[:2]),
         *bounds(context, layout_k),
@@ -118,7 +126,7 @@ def relative_backward(
     tiles = _tiles(layout_q, block_m)
     if grad_q is None:
         grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
-    grad_biases = q.new_empty(2, tiles, heads, width, dtype=torch.float32)
+    grad_biases = q.new_empty(tiles, 2, heads, width, dtype=torch.float32)
     launch(
         backward.grad_queries,
         (tiles, heads),
@@ -129,7 +137,7 @@ def relative_backward(
         **_options(width, block_m, block_w, warps, 1),
         BLOCK_N=block_n,
     )
-    by_content, by_position = grad_biases.sum(1).to(q.dtype)
+    by_content, by_position = summed(grad_biases, q.dtype)
     grad_table = _grad_table(
         ds, q, position.position_bias, table, layout_q, layout_k, scale, context
     )
@@ -162,7 +170,7 @@ def _grad_table(
         *(splits, scale, heads, *q.stride()[:2], *bounds(context, layout_k)),
         **_options(width, block_m, block_w, warps, stages),
     )
-    return by_split.sum(0).to(table.dtype)
+    return summed(by_split, table.dtype, rows=16)
 
 
 def bounds(

@@ -53,7 +53,7 @@ def grad_queries(
     Args:
         grad_q: (T_q, H, D), a pointer, written; zeros in the tail. The channels of all heads of a
             row are contiguous.
-        grad_biases: float32 (2, tiles, H, D), a pointer, written: the sums of the content and the
+        grad_biases: float32 (tiles, 2, H, D), a pointer, written: the sums of the content and the
             distance part over the tile.
         grad_scores: (T_q, H, 8 eighths), a pointer; zeros past the last key up to a multiple of 8.
         k: (T_k, H, D), a pointer.
@@ -86,8 +86,8 @@ def grad_queries(
     tile, head = tl.program_id(0), tl.program_id(1)
     channel = tl.arange(0, BLOCK_D)
     in_width = channel < WIDTH
-    grad_biases += (tile.to(tl.int64) * heads + head) * WIDTH + channel
-    to_distance = tl.num_programs(0).to(tl.int64) * heads * WIDTH
+    grad_biases += (tile.to(tl.int64) * (2 * heads) + head) * WIDTH + channel
+    to_distance = heads * WIDTH
     nothing = tl.zeros((BLOCK_D,), dtype=tl.float32)
     if tiles is None:  # noqa: SIM102 -- a constant
         if is_spare(cu_seqlens_q, sequences, tile // STEP, BLOCK_M * STEP):

@@ -36,6 +36,8 @@ def scores(
     q,
     position_bias,
     table,
+    content_bias,
+    biased,
     cu_seqlens_q,
     cu_seqlens_k,
     tiles,
@@ -68,6 +70,8 @@ def scores(
         q: (T_q, H, D), a pointer.
         position_bias: (H, D), a pointer.
         table: (2 reach - 1, H, D), a pointer.
+        content_bias: (H, D), a pointer, or None.
+        biased: (T_q, H, D), a pointer, written: ``q`` plus ``content_bias``; None without.
         cu_seqlens_q: int32 (N + 1,), a pointer.
         cu_seqlens_k: int32 (N + 1,), a pointer.
         tiles: int32 (tiles, 4), of BLOCK_M * STEP queries; see
@@ -116,6 +120,15 @@ def scores(
         mask=in_range[:, None] & in_width[None, :],
         other=0.0,
     )
+    if content_bias is not None:
+        other = tl.load(content_bias + head * WIDTH + channel, mask=in_width, other=0.0)
+        both = query.to(tl.float32) + other.to(tl.float32)[None, :]
+        biased += ((begin + start) * heads + head) * WIDTH
+        tl.store(
+            biased + (row * (STEP * heads * WIDTH))[:, None] + channel[None, :],
+            both.to(query.dtype),
+            mask=in_range[:, None] & in_width[None, :],
+        )
     query = (query.to(tl.float32) + bias.to(tl.float32)[None, :]).to(query.dtype)
 
     diagonal = tl.arange(0, BLOCK_W)

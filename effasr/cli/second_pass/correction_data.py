@@ -1,0 +1,94 @@
+"""``effasr make-correction-data``: text pairs from n-best lists to references."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+from effasr.cli.options import (
+    MANIFEST_HELP,
+    RUN_HELP,
+    AddCommand,
+    add_decoding,
+    add_nbest,
+    add_second_pass,
+    decoding_config,
+    log,
+    print_line,
+)
+from effasr.cli.progress import progress_counter
+
+_BEAM = 8
+_MOST_SHOWN = 5
+
+
+def add(command: AddCommand) -> None:
+    """Add the command to the parser."""
+    parser = command(
+        "make-correction-data",
+        run,
+        "Write pairs of the N best texts and the reference to train on.",
+        "A line has the texts as `source_text`, the best first, separated by ` | `, and the",
+        "reference as `text`. A model with `model.text_encoder` trains on such a manifest beside",
+        "speech (data.text_share). Use audio that RUN was not trained on: on its own training",
+        "data it makes too few errors to learn from.",
+        example="effasr make-correction-data runs/mine held_out.jsonl pairs.jsonl --beam 8",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help=RUN_HELP)
+    parser.add_argument("manifest", type=Path, metavar="MANIFEST", help=MANIFEST_HELP)
+    parser.add_argument("out", type=Path, metavar="OUT.jsonl", help="the manifest to write")
+    parser.add_argument(
+        "--language",
+        metavar="LANG",
+        help="of lines that name none (default: what the model was trained on most)",
+    )
+    add_decoding(parser, beam=_BEAM)
+    add_nbest(parser)
+    add_second_pass(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the pairs; the exit code is 1 if an utterance gave none."""
+    from effasr.checkpoint import load_model, resolve
+    from effasr.data.atomic_files import atomic_file
+    from effasr.distributed.process_group import choose_device
+    from effasr.evaluation.correction_data import correction_pairs
+    from effasr.evaluation.evaluate import openable_cuts
+    from effasr.transcription.json_files import json_line
+    from effasr.transcription.results import Failure
+
+    config = decoding_config(options)
+    config = replace(config, nbest=config.nbest or config.beam)
+    loaded = load_model(resolve(options.run), choose_device(options.device))
+    cuts, failures = openable_cuts(
+        options.manifest, language=options.language or loaded.prompt.source
+    )
+    done, count = itertools.count(1), 0
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with progress_counter("utterances") as show, atomic_file(options.out) as file:
+        for one in correction_pairs(
+            loaded.model,
+            loaded.tokenizer,
+            cuts,
+            config,
+            on_result=lambda _: show(next(done), len(cuts)),
+        ):
+            if isinstance(one, Failure):
+                failures.append(one)
+            else:
+                file.write(json_line(one).encode("utf-8"))
+                count += 1
+        if not count:
+            first = failures[0]
+            raise ValueError(
+                f"{options.manifest}: none of its {len(failures)} utterances gives a pair; the "
+                f"first, {first.id}: {first.reason}"
+            )
+    print_line(f"{count} pairs in {options.out}")
+    for one in failures[:_MOST_SHOWN]:
+        log("make-correction-data", f"{one.id}: {one.reason}")
+    if failures:
+        log("make-correction-data", f"{len(failures)} utterances gave no pair")
+    return 1 if failures else 0

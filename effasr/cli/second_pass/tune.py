@@ -1,0 +1,106 @@
+"""``effasr tune``: chooses the weights of a search on a dev set."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+
+from effasr.cli.options import (
+    MANIFEST_HELP,
+    RUN_HELP,
+    AddCommand,
+    add_decoding,
+    add_nbest,
+    add_second_pass,
+    decoding_config,
+    log,
+    print_line,
+)
+from effasr.cli.progress import progress_counter
+
+_BEAM = 8
+"""The default: without a beam there is nothing to choose among."""
+
+
+def add(command: AddCommand) -> None:
+    """Add the command to the parser."""
+    parser = command(
+        "tune",
+        run,
+        "Choose the weights of a search by the word errors on a dev set.",
+        "The set is decoded once, with the N best texts of each utterance and their scores by each",
+        "part: decoder and CTC, --lm, --second-lm. --ctc-weight, --lm-weight, --length-penalty,",
+        "--second-lm-weight and --second-word-bonus are chosen among these texts, as far as they",
+        "have an effect. Weights stay as given unless others make fewer errors than the best of as",
+        "many would by chance (p < 0.05).",
+        "",
+        "transcribe, evaluate and label read the file with --decoding. Measure on another set.",
+        example="effasr tune runs/mine dev.jsonl --beam 8 --ctc-weight 0.3",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help=RUN_HELP)
+    parser.add_argument("manifest", type=Path, metavar="DEV", help=MANIFEST_HELP)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE.yaml",
+        help="for the options (default: RUN/decoding.yaml; needed for a model directory)",
+    )
+    parser.add_argument(
+        "--language",
+        metavar="LANG",
+        help="of lines that name none (default: what the model was trained on most)",
+    )
+    parser.add_argument(
+        "--normalizer", default="basic", help="of both texts before they are compared, as evaluate"
+    )
+    add_decoding(parser, beam=_BEAM)
+    add_nbest(parser)
+    add_second_pass(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the error rates before and after, and write the options."""
+    from effasr.checkpoint import load_model, resolve
+    from effasr.distributed.process_group import choose_device
+    from effasr.evaluation.evaluate import openable_cuts
+    from effasr.evaluation.result import set_name
+    from effasr.evaluation.tuning.decoding_file import DECODING_FILE, write_decoding
+    from effasr.evaluation.tuning.tune import tune
+
+    config = decoding_config(options)
+    if config.beam < 2:
+        raise ValueError(
+            f"`--beam` must be at least 2, which gives alternatives to choose among, but is "
+            f"{config.beam}."
+        )
+    path = options.output
+    if path is None:
+        if not (options.run / "checkpoints").is_dir():
+            raise ValueError(
+                f"`--output` must name a file for the options, because {options.run} is no run."
+            )
+        path = options.run / DECODING_FILE
+    loaded = load_model(resolve(options.run), choose_device(options.device))
+    cuts, unreadable = openable_cuts(
+        options.manifest, language=options.language or loaded.prompt.source
+    )
+    decoded, tried = itertools.count(1), itertools.count(1)
+    with progress_counter("utterances") as show, progress_counter("trials of weights") as trials:
+        found = tune(
+            loaded.model,
+            loaded.tokenizer,
+            cuts,
+            config,
+            normalizer=options.normalizer,
+            failures=unreadable,
+            on_result=lambda _: show(next(decoded), len(cuts)),
+            on_trial=lambda: trials(next(tried)),
+        )
+    print_line(found.report())
+    write_decoding(path, found.config, found.comment(set_name(options.manifest)))
+    print_line(f"written to {path}")
+    if found.failures:
+        log("tune", f"{len(found.failures)} utterances failed and are not counted")
+        return 1
+    return 0

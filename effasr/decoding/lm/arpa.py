@@ -1,0 +1,123 @@
+"""Reader of ARPA files, the text form of back-off n-gram models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from effasr.data.manifest.lines import numbered_lines
+
+BEGIN = -1
+"""The id of ``<s>``."""
+
+UNSEEN = -100.0
+"""log10 probability of an unknown word in a model without ``<unk>``, as in KenLM."""
+
+MOST_DIGITS = 18
+"""Digits of an integer, which fits into 64 bits."""
+
+Context = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arpa:
+    """The content of an ARPA file.
+
+    Attributes:
+        ngrams: N-grams by length, from 1 on, with log10 of probability and of back-off weight;
+            those with ``<unk>`` are left out.
+        unknown: log10 of the probability of an unknown word.
+    """
+
+    ngrams: list[dict[Context, tuple[float, float]]]
+    unknown: float
+
+
+def read_arpa(path: str | Path, id_of: Callable[[str, str], int]) -> Arpa:
+    """Read an ARPA file, plain or gzipped.
+
+    Args:
+        path: The file.
+        id_of: Returns the id of a word; takes the place in the file, for messages, and the word.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is not an ARPA file, or is truncated.
+    """
+    path = Path(path)
+    ngrams: list[dict[Context, tuple[float, float]]] = []
+    promised: list[int] = []
+    held: list[int] = []
+    unknown, section = UNSEEN, ""
+    for number, line in _lines(path):
+        if line.startswith("\\"):
+            section = line
+            if section.endswith("-grams:"):
+                ngrams.append({})
+                held.append(0)
+            continue
+        if section == "\\data\\":
+            promised.append(_count(path, number, line))
+        elif section == f"\\{len(ngrams)}-grams:":
+            gram, probability, backoff = _entry(path, number, line, len(ngrams))
+            held[-1] += 1
+            if gram == ["<unk>"]:
+                unknown = probability
+            elif "<unk>" not in gram:
+                ids = tuple(id_of(f"{path}:{number}", word) for word in gram)
+                ngrams[-1][ids] = probability, backoff
+        elif section:
+            raise ValueError(f"{path}:{number}: `{section}` is no section of an ARPA file.")
+    if section != "\\end\\" or not ngrams or not ngrams[0]:
+        raise ValueError(
+            f"{path} must be an ARPA file, from \\data\\ to \\end\\, but ends in "
+            f"{section or 'no section'}: KenLM's lmplz and SRILM write such files."
+        )
+    if held != promised:
+        raise ValueError(f"{path}: \\data\\ promises {promised} n-grams, but there are {held}.")
+    return Arpa(ngrams, unknown)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines that are not empty, with their numbers."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: there is no such file.")
+    try:
+        for number, line in numbered_lines(path):
+            yield number, line.strip()
+    except ValueError as error:
+        raise ValueError(
+            f"{path} must be an ARPA file, plain or .gz, but is not: {error}"
+        ) from None
+
+
+def _count(path: Path, number: int, line: str) -> int:
+    """Parse a line like ``ngram 2=120``."""
+    left, equals, count = line.partition("=")
+    count = count.strip()
+    is_number = count.isdecimal() and len(count) <= MOST_DIGITS
+    if not (left.startswith("ngram ") and equals and is_number):
+        raise ValueError(f"{path}:{number} must be like `ngram 1=120`, but is `{line[:60]}`.")
+    return int(count)
+
+
+def _entry(path: Path, number: int, line: str, length: int) -> tuple[list[str], float, float]:
+    """Return the words of a line, and log10 of their probability and of their back-off weight."""
+    parts = line.split()
+    try:
+        probability = float(parts[0])
+        backoff = float(parts[1 + length]) if len(parts) == 2 + length else 0.0
+        if (
+            len(parts) not in (1 + length, 2 + length)
+            or not -math.inf < probability <= 0
+            or not math.isfinite(backoff)
+        ):
+            raise ValueError
+    except (ValueError, IndexError):
+        raise ValueError(
+            f"{path}:{number} must be a log-probability, {length} words and perhaps a back-off "
+            f"weight, but is `{line[:60]}`."
+        ) from None
+    return parts[1 : 1 + length], probability, backoff

@@ -1,0 +1,1 @@
+"""Scores of texts by a second language model, with a tokenizer of its own."""

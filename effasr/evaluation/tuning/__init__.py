@@ -1,0 +1,1 @@
+"""Choice of the weights of a search on a dev set."""

@@ -1,0 +1,201 @@
+"""Export of models for sherpa-onnx, in the layout that it reads NeMo's models in.
+
+A CTC head becomes ``model.onnx``; a transducer ``encoder.onnx``, ``decoder.onnx`` (the predictor)
+and ``joiner.onnx``; and the tokenizer ``tokens.txt``. sherpa-onnx takes inputs and outputs by their
+order, and sizes from the metadata of the first graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from effasr.data.atomic_files import write_atomically
+from effasr.interop.export_checks import refuse
+from effasr.interop.onnx.export import on_host
+from effasr.interop.onnx.graph import check_packages, write_graph
+from effasr.interop.onnx.padded_model import PaddedEncoder
+from effasr.interop.onnx.transducer_steps import JointStep, predictor_step
+from effasr.model.asr import ASRModel
+from effasr.model.checks import check
+from effasr.model.encoder import FastConformerConfig
+from effasr.model.transducer import Transducer
+from effasr.nn.predictor import LSTMPredictor
+
+BLANK = "<blk>"
+_EXAMPLE_ROWS = (83, 40)
+
+
+class _Encoder(nn.Module):
+    """Mel rows (B, mel_bins, T) to what the joiner or CTC's search reads."""
+
+    def __init__(self, model: ASRModel, output: str):
+        super().__init__()
+        self.padded, self.output = PaddedEncoder(model), output
+
+    def forward(self, audio_signal: Tensor, length: Tensor) -> tuple[Tensor, ...]:
+        """Return log-probabilities (B, T', V + 1); or (B, J, T'), and its lengths."""
+        found = dict(zip(self.padded.outputs, self.padded(audio_signal.mT, length), strict=True))
+        if self.output == "ctc_log_probs":
+            return (found[self.output],)
+        return found[self.output].mT, found["encoded_lengths"]
+
+
+class _Decoder(nn.Module):
+    """The predictor, with the two float states of an LSTM whatever its kind.
+
+    Those of a stateless predictor are its labels plus 1, 0 for none, and a number not in use.
+    """
+
+    def __init__(self, head: Transducer):
+        super().__init__()
+        self.step = predictor_step(head)
+        self.is_lstm = isinstance(head.predictor, LSTMPredictor)
+        config = head.config
+        self.sizes = (
+            (config.layers, config.width) if self.is_lstm else (1, max(1, config.context - 1))
+        )
+
+    def forward(
+        self, targets: Tensor, target_length: Tensor, states_1: Tensor, states_2: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Read the label int32 (B, 1): (B, J, 1), the lengths, and the next states."""
+        label = targets[:, 0].long()
+        if self.is_lstm:
+            predicted, *states = self.step(label, states_1, states_2)
+        elif not self.step.states:
+            (predicted,), states = self.step(label), [states_1, states_2]
+        else:
+            predicted, seen = self.step(label, states_1[0].long() - 1)
+            states = [(seen + 1).float()[None], states_2]
+        return predicted[..., None], target_length, *states
+
+
+class _Joiner(nn.Module):
+    """Scores of one frame and one state of the predictor."""
+
+    def __init__(self, head: Transducer):
+        super().__init__()
+        self.step = JointStep(head)
+
+    def forward(self, encoder_outputs: Tensor, decoder_outputs: Tensor) -> Tensor:
+        """Return logits (B, 1, 1, V + 1), followed by those of the durations."""
+        scores = self.step(encoder_outputs[..., 0], decoder_outputs[..., 0])
+        return torch.cat(scores, -1)[:, None, None]
+
+
+def export_sherpa(model: ASRModel, directory: Path, pieces: Sequence[str]) -> list[str]:
+    """Write ``tokens.txt``, and the graphs of the CTC head and the transducer, whichever there are.
+
+    Args:
+        model: Model in any mode, on any device; exported in float32.
+        directory: Created if needed; files of the same names are replaced.
+        pieces: Text of every token, with the character U+2581 for a space.
+
+    Returns:
+        Names of the graphs.
+
+    Raises:
+        ValueError: Required packages are missing, or sherpa-onnx cannot run the model.
+    """
+    check_packages()
+    config, features = model.config.encoder, model.config.features
+    check(
+        features.kind == "parakeet" and features.sample_rate == 16_000,
+        "features.kind",
+        "be parakeet at 16 kHz for sherpa-onnx",
+        f"{features.kind} at {features.sample_rate} Hz",
+    )
+    # It computes windows of 25 ms at each 10 ms of its own.
+    for name, value in {"hop": 160, "window": 400, "n_fft": 512}.items():
+        given = getattr(features, name)
+        check(given == value, f"features.{name}", f"be {value} for sherpa-onnx", given)
+    if isinstance(config, FastConformerConfig):
+        names = ("context", "causal_convolution", "causal_subsampling")
+        found = {f"encoder.{name}": bool(getattr(config, name)) for name in names}
+        refuse("sherpa-onnx's graph of whole utterances", found)
+    if model.ctc_head is None and model.transducer is None:
+        raise ValueError("`model` must have a CTC head or a transducer for sherpa-onnx.")
+    if model.transducer is not None and (durations := model.transducer.config.durations):
+        check(
+            list(durations) == list(range(len(durations))),
+            "transducer.durations",
+            "be 0, 1, 2 and so on for sherpa-onnx",
+            durations,
+        )
+    if len(pieces) != model.vocab_size or any(not p or p.split() != [p] for p in pieces):
+        raise ValueError(
+            f"`pieces` must be {model.vocab_size} texts without white space, one for each token, "
+            f"but are {len(pieces)} with others among them."
+        )
+    model = on_host(model)
+    metadata: dict[str, object] = {
+        "vocab_size": model.vocab_size,
+        "normalize_type": "per_feature" if features.normalize else "",
+        "subsampling_factor": features.rows_per_frame,
+        "feat_dim": features.mel_bins,
+        "version": 1,
+        "model_author": "effasr",
+    }
+    graphs = []
+    if model.ctc_head is not None:
+        graphs.append("model.onnx")
+        _write_encoder(_Encoder(model, "ctc_log_probs"), directory / graphs[0], ["logprobs"])
+        _add_metadata(directory / graphs[0], metadata | {"model_type": "EncDecCTCModelBPE"})
+    if model.transducer is not None:
+        graphs += ["encoder.onnx", "decoder.onnx", "joiner.onnx"]
+        predictor = _write_transducer(model, model.transducer, directory)
+        # It knows transducers with durations by this word in the address of the model.
+        url = "" if model.transducer.config.durations is None else "tdt"
+        own = {"model_type": "EncDecRNNTBPEModel", "url": url, **predictor}
+        _add_metadata(directory / "encoder.onnx", metadata | own)
+    lines = [f"{piece} {number}\n" for number, piece in enumerate([*pieces, BLANK])]
+    write_atomically(directory / "tokens.txt", "".join(lines).encode())
+    return graphs
+
+
+def _write_encoder(module: _Encoder, path: Path, outputs: Sequence[str]) -> None:
+    bins = module.padded.mel_bins
+    inputs = {
+        "audio_signal": torch.randn(len(_EXAMPLE_ROWS), bins, max(_EXAMPLE_ROWS)),
+        "length": torch.tensor(_EXAMPLE_ROWS),
+    }
+    dynamic: dict[str, Mapping[int, str]] = {
+        "audio_signal": {0: "batch", 2: "time"},
+        "length": {0: "batch"},
+    }
+    write_graph(module.eval(), path, inputs, outputs, dynamic)
+
+
+def _write_transducer(model: ASRModel, head: Transducer, directory: Path) -> dict[str, object]:
+    """Write the three graphs; return the metadata of the predictor."""
+    encoder = _Encoder(model, "encoder_projected")
+    _write_encoder(encoder, directory / "encoder.onnx", ["outputs", "encoded_lengths"])
+    decoder, count = _Decoder(head).eval(), 3
+    layers, width = decoder.sizes
+    inputs = {
+        "targets": torch.full((count, 1), head.blank_id, dtype=torch.int32),
+        "target_length": torch.ones(count, dtype=torch.int32),
+        "states_1": torch.zeros(layers, count, width),
+        "states_2": torch.zeros(layers, count, width),
+    }
+    names = ["outputs", "prednet_lengths", "next_states_1", "next_states_2"]
+    axes = {name: {1 if name.startswith("states") else 0: "batch"} for name in inputs}
+    write_graph(decoder, directory / "decoder.onnx", inputs, names, axes)
+    frames = torch.zeros(count, head.config.joint, 1)
+    both = {"encoder_outputs": frames, "decoder_outputs": frames.clone()}
+    axes = {name: {0: "batch"} for name in both}
+    write_graph(_Joiner(head).eval(), directory / "joiner.onnx", both, ["outputs"], axes)
+    return {"pred_rnn_layers": layers, "pred_hidden": width}
+
+
+def _add_metadata(path: Path, metadata: Mapping[str, object]) -> None:
+    import onnx
+
+    graph: Any = onnx.load(path, load_external_data=False)
+    onnx.helper.set_model_props(graph, {name: str(value) for name, value in metadata.items()})
+    write_atomically(path, graph.SerializeToString())

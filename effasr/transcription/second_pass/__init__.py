@@ -1,0 +1,1 @@
+"""Second pass over lists of alternatives."""

@@ -1,0 +1,148 @@
+"""Answers by continuous batching are those of one conversation at a time."""
+
+import pytest
+import torch
+
+from effasr.data.conversation.collate import asking
+from effasr.decoding.language_model import engine as engine_module
+from effasr.decoding.language_model.cache import CachedConversations
+from effasr.decoding.language_model.engine import ConversationEngine
+from effasr.decoding.language_model.search import answers
+from effasr_kernels import PackedLayout, PackedSequence
+from tests.support.speech_llm import (
+    VOCABULARY,
+    conversations,
+    make_conversation_batch,
+    speech_llm,
+)
+
+pytest.importorskip("transformers")
+
+STOPS = (2, 7)
+
+
+def questions(count):
+    """Conversations of several lengths, with and without speech."""
+    found = []
+    for seed in range(-(-count // 4)):
+        for one in conversations(seed):
+            written = next(n for n, row in enumerate(one.rows) if -VOCABULARY <= row < 0)
+            clips = sum(row < -VOCABULARY for row in one.rows[:written].tolist())
+            rows = one.rows[:written].tolist()
+            found.append(asking(f"{seed}{one.id}", rows, one.clips[:clips]))
+    return found[:count]
+
+
+def limit_of(number):
+    return 3 + 5 * number % 11
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+@pytest.mark.parametrize("slots", [1, 3, 5])
+def test_slots_are_refilled(slots, beam, monkeypatch):
+    model = speech_llm("qwen2", seed=2)
+    asked = questions(11)
+    engine = ConversationEngine(model, STOPS, slots=slots, beam=beam, length_penalty=0.6)
+    rows, active = [], []
+    logits = CachedConversations.logits
+
+    def watched(cache):
+        rows.append(len(cache.lengths))
+        active.append(len(engine._active))
+        return logits(cache)
+
+    monkeypatch.setattr(CachedConversations, "logits", watched)
+    found = {}
+    for number in range(0, 11, 4):
+        part = asked[number : number + 4]
+        limits = [limit_of(number + n) for n in range(len(part))]
+        engine.submit(make_conversation_batch(part), limits)
+        found |= dict(engine.results(drain=False))
+        assert len(engine.unfinished) <= slots
+    found |= dict(engine.results())
+    assert not engine.unfinished
+    # All slots are taken while conversations wait, but those whose share is too small to admit.
+    assert max(active) == slots
+    assert max(rows) <= slots * beam
+    assert len(rows) < sum(limit_of(number) for number in range(11)) or slots == 1
+    monkeypatch.undo()
+    options = {"beam": beam, "length_penalty": 0.6}
+    for number, one in enumerate(asked):
+        batch = make_conversation_batch([one])
+        (alone,) = answers(model, batch, [limit_of(number)], STOPS, **options)
+        assert found[one.id] == alone, number
+
+
+def test_a_refilled_row_forgets_what_it_held():
+    """Logits after another conversation are those of an empty cache; other rows do not change."""
+    model = speech_llm("gemma", seed=1).language_model
+    torch.manual_seed(0)
+    width = model.embed_tokens.weight.shape[1]
+    long, short, other = (torch.randn(n, width) for n in (40, 5, 23))
+
+    def packed(*pieces):
+        return PackedSequence(torch.cat(pieces), PackedLayout.from_lengths(list(map(len, pieces))))
+
+    with torch.no_grad():
+        used = CachedConversations(model, 2, torch.float32)
+        used.admit([0, 1], packed(long, other))
+        used.read([4, 9])
+        used.release(0)
+        used.read([0, 11])
+        used.admit([0], packed(short))
+        alone = CachedConversations(model, 1, torch.float32)
+        alone.admit([0], packed(short))
+        kept = CachedConversations(model, 1, torch.float32)
+        kept.admit([0], packed(other))
+        for token in (9, 11):
+            kept.read([token])
+        for _ in range(3):
+            torch.testing.assert_close(used.logits()[0], alone.logits()[0], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(used.logits()[1], kept.logits()[0], atol=1e-5, rtol=1e-5)
+            used.read([6, 8])
+            alone.read([6])
+            kept.read([8])
+    assert used.lengths == [8, 28]
+
+
+def test_few_rows_are_read_together(monkeypatch):
+    """A conversation that is longer than the limit is still read, alone."""
+    monkeypatch.setattr(engine_module, "_ROWS_READ", 12)
+    model = speech_llm()
+    sizes = []
+    admit = CachedConversations.admit
+
+    def watched(cache, rows, x):
+        sizes.append(x.layout.lengths)
+        admit(cache, rows, x)
+
+    monkeypatch.setattr(CachedConversations, "admit", watched)
+    engine = ConversationEngine(model, (), slots=8)
+    batch = make_conversation_batch([*questions(7), asking("long", [5] * 20)])
+    engine.submit(batch, [2] * 8)
+    assert len(dict(engine.results())) == 8
+    assert sorted(n for lengths in sizes for n in lengths) == sorted(batch.token_lengths)
+    assert all(len(lengths) == 1 or sum(lengths) <= 12 for lengths in sizes)
+    assert max(batch.token_lengths) > 12
+    assert max(map(len, sizes)) > 1
+
+
+def test_a_failed_step_loses_no_name(monkeypatch):
+    model = speech_llm()
+    engine = ConversationEngine(model, (), slots=2)
+    engine.submit(make_conversation_batch(questions(3)), [1, 4, 2], ["a", "b", "c"])
+
+    def fail(cache, tokens):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(CachedConversations, "read", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        list(engine.results())
+    assert engine.unfinished == ["a", "b", "c"]
+
+
+def test_wrong_sizes_are_refused():
+    with pytest.raises(ValueError, match="`slots` must be at least 1"):
+        ConversationEngine(speech_llm(), STOPS, slots=0)
+    with pytest.raises(ValueError, match="`beam` must be at least 1"):
+        ConversationEngine(speech_llm(), STOPS, slots=1, beam=0)

@@ -1,0 +1,85 @@
+"""Parts of scores: with the weights of the search they give its scores again."""
+
+import pytest
+
+from effasr.data.prompt import Prompt
+from effasr.decoding.config import DecodingConfig
+from effasr.decoding.lm.ngram import load_ngrams
+from effasr.decoding.lm.texts import log_probs_of_texts
+from tests.decoding.cases import decode_all, make_examples
+
+WEIGHT = 0.4
+WORDS = ["one", "two", "three", "four", "five", "six"]
+
+
+@pytest.fixture(scope="module")
+def examples(tokenizer, noise):
+    return make_examples(noise, [tokenizer.prompt(Prompt())], monotonic=True)
+
+
+@pytest.fixture(scope="module")
+def arpa(tokenizer, tmp_path_factory):
+    """Bigrams that make the score of a text depend on its order, its start and its end."""
+    size = tokenizer.vocab_size
+    single = [f"-{1 + n % 3}.5\t{n}\t-0.{n % 7}" for n in range(size) if n != tokenizer.eos_id]
+    double = [f"-0.{1 + n % 8}\t{n} {(7 * n) % size}" for n in range(size)]
+    double = [line for line in double if str(tokenizer.eos_id) not in line.split()]
+    double += ["-0.3\t<s> 9", "-0.2\t11 </s>"]
+    lines = ["\\data\\", f"ngram 1={len(single) + 2}", f"ngram 2={len(double)}", "\\1-grams:"]
+    lines += ["-99\t<s>\t-0.6", "-1.1\t</s>", *single, "\\2-grams:", *double, "\\end\\"]
+    path = tmp_path_factory.mktemp("lm") / "lm.arpa"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def words_arpa(tmp_path_factory):
+    """Words of the tokenizer's texts, and what follows them."""
+    lines = ["\\data\\", f"ngram 1={len(WORDS) + 3}", f"ngram 2={len(WORDS)}", "\\1-grams:"]
+    lines += ["-2.5\t<unk>", "-99\t<s>\t-0.6", "-1.1\t</s>"]
+    lines += [f"-{n}.25\t{word}\t-0.{n}" for n, word in enumerate(WORDS)]
+    pairs = zip(["<s>", *WORDS], [*WORDS[1:], "</s>"], strict=False)
+    lines += ["\\2-grams:", *(f"-0.3\t{a} {b}" for a, b in pairs), "\\end\\"]
+    path = tmp_path_factory.mktemp("words") / "lm.arpa"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(("share", "unit"), [(0.0, "token"), (0.3, "token"), (0.3, "word")])
+def test_parts_of_the_decoder_add_up(
+    share, unit, examples, model, tokenizer, arpa, words_arpa
+) -> None:
+    found = decode_all(
+        examples, model, tokenizer, method="attention", beam=4, nbest=3, score_parts=True,
+        ctc_weight=share, lm=words_arpa if unit == "word" else arpa, lm_unit=unit,
+        lm_weight=WEIGHT, length_penalty=0.6,
+    )  # fmt: skip
+    listed = [one for result in found for one in result.alternatives]
+    assert len({one.tokens for one in listed}) > 6
+    for one in listed:
+        parts = one.parts
+        assert parts is not None
+        heard = share * parts.ctc if share else 0.0
+        score = (1 - share) * parts.own + heard + WEIGHT * parts.lm
+        assert one.score == pytest.approx(score, abs=1e-4)
+        assert one.rank == pytest.approx(score / ((5 + parts.symbols) / 6) ** 0.6, abs=1e-4)
+        assert parts.symbols == len(one.tokens) + 1
+
+
+def test_parts_of_ctc_leave_out_the_language_model(examples, model, tokenizer, arpa) -> None:
+    options = {"method": "ctc", "beam": 4, "nbest": 4, "score_parts": True}
+    found = decode_all(examples, model, tokenizer, lm=arpa, lm_weight=WEIGHT, **options)
+    lm = load_ngrams(arpa, tokenizer.vocab_size, tokenizer.eos_id)
+    for one in (one for result in found for one in result.alternatives):
+        (written,) = log_probs_of_texts(lm, [one.tokens])
+        assert one.parts.lm == pytest.approx(written)
+        assert one.parts.own == pytest.approx(one.score - WEIGHT * written)
+        assert one.parts.ctc is None
+    plain = decode_all(examples, model, tokenizer, **options)
+    assert all(one.parts.own == one.score for result in plain for one in result.alternatives)
+    assert log_probs_of_texts(lm, []) == []
+
+
+def test_parts_need_a_list() -> None:
+    with pytest.raises(ValueError, match="`nbest` must be at least 2 with `score_parts`"):
+        DecodingConfig(score_parts=True)

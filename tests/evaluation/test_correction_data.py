@@ -1,0 +1,64 @@
+"""Text pairs from n-best lists, as training reads them."""
+
+import json
+
+import numpy as np
+import soundfile
+
+from effasr import checkpoint
+from effasr.cli.main import main
+from effasr.data.manifest.pairs import is_text_only, pairs
+from effasr.evaluation.correction_data import listed_texts
+from effasr.transcription.results import Alternative, Segment, Transcription
+
+
+def test_texts_of_a_list_are_different_and_in_its_order() -> None:
+    def segment(*texts: str) -> Segment:
+        listed = tuple(Alternative(text, -n, -n) for n, text in enumerate(texts))
+        return Segment(0.0, 1.0, texts[0], alternatives=listed)
+
+    one = Transcription("u", 1.0, "b", (segment("b", "a  c", "b", "", "a c"),))
+    assert listed_texts(one) == "b | a c"
+    two = Transcription("u", 2.0, "b x", (segment("b", "a"), segment("x", "y")))
+    assert listed_texts(two).split(" | ")[0] == "b x"
+    assert listed_texts(Transcription("u", 1.0, "", (segment("", ""),))) == ""
+
+
+def test_the_command_writes_a_manifest_of_text_pairs(
+    tmp_path, model, tokenizer, noise, capsys
+) -> None:
+    checkpoint.save_model(tmp_path / "model", model, tokenizer)
+    rows, references = [], ["One, two.", "three four", "five"]
+    for number, text in enumerate(references):
+        wave = tmp_path / f"u{number}.wav"
+        soundfile.write(wave, noise(0.8 + 0.5 * number, seed=number), 16_000)
+        rows.append({"audio_filepath": str(wave), "text": text, "id": f"u{number}"})
+    manifest, out = tmp_path / "m.jsonl", tmp_path / "new" / "pairs.jsonl"
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = ["--device", "cpu", "--method", "ctc", "--beam", "4"]
+    command = ["make-correction-data", str(tmp_path / "model"), str(manifest), str(out), *common]
+    assert main([*command, "--nbest", "3"]) == 0
+    assert "3 pairs in" in capsys.readouterr().out
+    assert is_text_only(out)
+    found = {one.id: one for one in pairs(out)}
+    assert [found[f"u{n}"].text for n in range(3)] == references
+    assert {one.prompt.task for one in found.values()} == {"transcribe"}
+
+    asked = ["transcribe", "--run", str(tmp_path / "model"), *common, "--nbest", "3", "--json"]
+    assert main([*asked, *(row["audio_filepath"] for row in rows)]) == 0
+    for line, name in zip(capsys.readouterr().out.splitlines(), found, strict=True):
+        (segment,) = json.loads(line)["segments"]
+        texts = [one["text"] for one in segment["alternatives"]]
+        assert found[name].source == " | ".join(dict.fromkeys(text for text in texts if text))
+
+    (tmp_path / "broken.wav").write_bytes(b"no audio")
+    soundfile.write(tmp_path / "s.wav", np.zeros(16_000, np.float32), 16_000)
+    for row in (
+        {"audio_filepath": "broken.wav", "text": "a"},
+        {"audio_filepath": "s.wav", "text": "a"},
+    ):
+        manifest.write_text(json.dumps(row | {"id": "bad", "duration": 1.0}) + "\n")
+        before = out.read_bytes()
+        assert main(command) == 2
+        assert "none of its 1 utterances gives a pair; the first, bad" in capsys.readouterr().err
+        assert out.read_bytes() == before

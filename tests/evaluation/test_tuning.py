@@ -1,0 +1,182 @@
+"""Choice of weights on n-best lists: planted weights, chance, and the command."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from effasr import checkpoint
+from effasr.cli.main import build_parser, main
+from effasr.cli.options import decoding_config
+from effasr.decoding.config import DecodingConfig
+from effasr.decoding.nbest.hypothesis import ScoreParts
+from effasr.evaluation.tuning.decoding_file import write_decoding
+from effasr.evaluation.tuning.lists import NBestLists
+from effasr.evaluation.tuning.search import best_weights
+from effasr.evaluation.tuning.weights import GRIDS, Weights, tunable
+from effasr.transcription.results import Alternative, Segment, Transcription
+
+SECOND = DecodingConfig(beam=4, nbest=4, second_lm=Path("lm"))
+JOINT = DecodingConfig(beam=4, nbest=4, ctc_weight=0.3)
+
+
+def draw_lists(config, start, truth=None, *, count=150, size=4, segments=1, seed=0) -> NBestLists:
+    """Lists of random scores; the references are what ``truth`` chooses, or chance."""
+    draw = np.random.default_rng(seed)
+    utterances = []
+    for number in range(count):
+        parts, texts = [], []
+        for _ in range(segments):
+            listed, ranks = [], []
+            for place in range(size):
+                own, ctc, lm = draw.normal(-20, 3, 3)
+                # Without a truth, texts of one length: a shorter one has fewer insertions.
+                words = int(draw.integers(2, 7))
+                text = " ".join(f"w{place}x{n}" for n in range(4 if truth is None else words))
+                given = _rank(config, start, own, ctc, lm, words)
+                divided = ScoreParts(own, ctc, None, words + 1)
+                listed.append(Alternative(text, own, given, lm, divided))
+                ranks.append(
+                    draw.random() if truth is None else _rank(config, truth, own, ctc, lm, words)
+                )
+            parts.append(Segment(0.0, 1.0, listed[0].text, alternatives=tuple(listed)))
+            texts.append(listed[int(np.argmax(ranks))].text)
+        said = Transcription(str(number), 1.0, "", tuple(parts))
+        utterances.append((" ".join(texts), said))
+    return NBestLists(utterances, config, start, str)
+
+
+def _rank(config, weights, own, ctc, lm, words) -> float:
+    score = (1 - weights.ctc_weight) * own + weights.ctc_weight * ctc
+    if config.second_lm is None:
+        return score / ((6 + words) / 6) ** weights.length_penalty
+    return score + weights.second_lm_weight * lm + weights.second_word_bonus * words
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize(
+    ("config", "planted"),
+    [
+        (SECOND, {"second_lm_weight": 0.7, "second_word_bonus": 2.0}),
+        (JOINT, {"ctc_weight": 0.8, "length_penalty": 0.4}),
+    ],
+)
+def test_planted_weights_are_found(config, planted, segments) -> None:
+    start = Weights.of(config, "attention")
+    truth = replace(start, **planted)
+    lists = draw_lists(config, start, truth, segments=segments)
+    assert sum(lists.word_errors(start)) > 50
+    found = best_weights(lists, start, {name: GRIDS[name] for name in planted})
+    assert sum(lists.word_errors(found)) == 0
+    assert found == truth
+
+
+def test_a_gain_by_chance_changes_nothing() -> None:
+    """With references by chance, the best weights of many gain on every set."""
+    start = Weights.of(SECOND, "attention")
+    names = ("second_lm_weight", "ctc_weight", "second_word_bonus")
+    grids = {name: GRIDS[name] for name in names}
+    gains, changed = [], 0
+    for seed in range(20):
+        lists = draw_lists(SECOND, start, seed=seed, count=60, size=8)
+        changed += best_weights(lists, start, grids) != start
+        gains.append(lists.word_errors(start).sum() - lists.tried().sum(axis=1).min())
+    assert sum(gain > 0 for gain in gains) >= 19
+    assert changed <= 3
+
+
+def test_a_weight_without_effect_stays() -> None:
+    start = Weights.of(JOINT, "attention")
+    lists = draw_lists(JOINT, start, replace(start, ctc_weight=0.8))
+    found = best_weights(lists, start, {name: GRIDS[name] for name in ("ctc_weight", "lm_weight")})
+    assert found == replace(start, ctc_weight=0.8)
+
+
+def test_one_alternative_leaves_nothing_to_choose() -> None:
+    start = Weights.of(SECOND, "attention")
+    lists = draw_lists(SECOND, start, size=1)
+    grids = {name: GRIDS[name] for name in ("second_lm_weight", "second_word_bonus")}
+    assert best_weights(lists, start, grids) == start
+    assert best_weights(draw_lists(SECOND, start, count=0), start, grids) == start
+
+
+def test_what_the_weights_do_not_explain_is_kept() -> None:
+    """Ranks of the search may have more in them, such as coverage."""
+    start = Weights.of(JOINT, "attention")
+    pair = [("a", -5.0, 1.0), ("b", -4.0, 0.0)]
+    listed = tuple(
+        Alternative(text, own, own * 0.7 + 0.3 * own + more, None, ScoreParts(own, own, None, 1))
+        for text, own, more in pair
+    )
+    said = Transcription("u", 1.0, "a", (Segment(0.0, 1.0, "a", alternatives=listed),))
+    start = replace(start, length_penalty=0.0)
+    lists = NBestLists([("a", said)], JOINT, start, str)
+    assert lists.choices(start).tolist() == [0]
+
+
+def test_only_weights_with_an_effect_are_tuned(model, tdt_model) -> None:
+    assert tunable(model, JOINT, "attention") == ("ctc_weight", "length_penalty")
+    names = ("ctc_weight", "second_lm_weight", "second_word_bonus")
+    assert tunable(model, SECOND, "attention") == names
+    assert tunable(tdt_model, SECOND, "transducer") == names[1:]
+    with pytest.raises(ValueError, match="`method` transducer must have a weight to tune"):
+        tunable(tdt_model, DecodingConfig(beam=4), "transducer")
+
+
+def parsed(*words: str) -> DecodingConfig:
+    return decoding_config(build_parser().parse_args(["evaluate", "--run", "r", *words]))
+
+
+def test_options_of_a_file_are_those_of_the_command_line(tmp_path) -> None:
+    lm = tmp_path / "a.arpa"
+    options = ["--manifest", "m", "--beam", "6", "--method", "attention", "--ctc-weight", "0.4"]
+    options += ["--lm", str(lm), "--lm-weight", "0.2", "--second-lm", str(tmp_path / "b")]
+    options += ["--second-lm-weight", "0.5", "--second-word-bonus", "1"]
+    config, path = parsed(*options), tmp_path / "new" / "decoding.yaml"
+    write_decoding(path, config, "tuned on a\nset")
+    assert path.read_text().startswith("# tuned on a\\nset\n")
+    again = ["--manifest", "m", "--decoding", str(path)]
+    assert parsed(*again) == config
+    assert parsed(*again, "--ctc-weight", "0", "--beam", "3") == replace(
+        config, ctc_weight=0.0, beam=3, nbest=3
+    )
+    other = parsed(*again, "--lm", "other.arpa")
+    assert (other.lm, other.lm_weight) == (Path("other.arpa"), None)
+    same = parsed(*again, "--lm", os.path.relpath(lm))
+    assert same.lm_weight == 0.2
+    path.write_text("beams: 4\n")
+    with pytest.raises(ValueError, match=r"unknown field.*did you mean `beam`"):
+        parsed(*again)
+
+
+def test_the_command_tunes_on_a_set(tmp_path, model, tokenizer, noise, capsys) -> None:
+    checkpoint.save_model(tmp_path / "model", model, tokenizer)
+    rows = []
+    for number in range(3):
+        wave = tmp_path / f"u{number}.wav"
+        soundfile.write(wave, noise(0.8 + 0.3 * number, seed=number), 16_000)
+        rows.append({"audio_filepath": str(wave), "text": "one two three", "id": f"u{number}"})
+    manifest = tmp_path / "dev.jsonl"
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["tune", str(tmp_path / "model"), str(manifest), "--device", "cpu"]
+    out = tmp_path / "tuned.yaml"
+    assert main(command) == 2
+    assert "`--output` must name a file" in capsys.readouterr().err
+    assert main([*command, "--beam", "1", "--output", str(out)]) == 2
+    assert "`--beam` must be at least 2" in capsys.readouterr().err
+    assert not out.exists()
+    assert main([*command, "--beam", "4", "--output", str(out)]) == 0
+    printed = capsys.readouterr().out
+    given, tuned = (
+        line for line in printed.splitlines() if line.startswith(("| given", "| tuned"))
+    )
+    assert len(given.split("|")) == len(tuned.split("|")) == 7
+    assert "of 4 alternatives (oracle)" in printed
+    assert out.read_text().startswith("# effasr tune on dev: 3 utterances, WER of the choice among")
+    evaluate = ["evaluate", "--run", str(tmp_path / "model"), "--manifest", str(manifest)]
+    assert main([*evaluate, "--device", "cpu", "--decoding", str(out), "--nbest", "4"]) == 0
+    capsys.readouterr()

@@ -1,0 +1,134 @@
+"""Graphs for sherpa-onnx, called as it calls NeMo's: by the order of inputs, sizes by metadata."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from effasr.data.collate import Example, collate
+from effasr.data.features.log_mel import FeatureConfig
+from effasr.decoding.ctc_greedy import ctc_greedy
+from effasr.decoding.transducer_greedy import transducer_greedy
+from effasr.interop.onnx.sherpa import BLANK, export_sherpa
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.encoder import FastConformerConfig
+from effasr.model.transducer import TransducerConfig
+from tests.support.small_model import VOCABULARY, shake
+
+PIECES = [f"▁{number}" for number in range(VOCABULARY)]
+HEADS = {
+    "lstm": TransducerConfig(width=12, layers=2, joint=10),
+    "stateless tdt": TransducerConfig(
+        predictor="stateless", context=3, width=12, joint=10, durations=(0, 1, 2, 3)
+    ),
+}
+
+
+def make(head: TransducerConfig | None, *, ctc: bool = True, **features: Any) -> ASRModel:
+    config = ModelConfig(
+        features=FeatureConfig(**{"mel_bins": 16} | features),
+        encoder=FastConformerConfig(
+            width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4,
+            subsampling_norm=True, conv_norm="layer_norm",
+        ),
+        decoder=None,
+        ctc=ctc,
+        transducer=head,
+    )  # fmt: skip
+    torch.manual_seed(2)
+    model = ASRModel(config, VOCABULARY).eval()
+    shake(model)
+    return model
+
+
+class Graph:
+    """A graph whose inputs are known by their order."""
+
+    def __init__(self, path: Path) -> None:
+        onnxruntime = pytest.importorskip("onnxruntime")
+        self.session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        self.metadata = self.session.get_modelmeta().custom_metadata_map
+
+    def __call__(self, *values: np.ndarray) -> list[np.ndarray]:
+        names = [one.name for one in self.session.get_inputs()]
+        return self.session.run(None, dict(zip(names, values, strict=True)))
+
+
+def search(folder: Path, mel: np.ndarray, rows: np.ndarray) -> list[int]:
+    """Greedy search of one utterance by the three graphs: mel (1, bins, T)."""
+    encoder, decoder, joiner = (
+        Graph(folder / f"{name}.onnx") for name in ("encoder", "decoder", "joiner")
+    )
+    blank = int(encoder.metadata["vocab_size"])
+    lasting = "tdt" in encoder.metadata["url"]
+    sizes = int(encoder.metadata["pred_rnn_layers"]), 1, int(encoder.metadata["pred_hidden"])
+    encoded, lengths = encoder(mel, rows)
+
+    def read(token: int, *states: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+        targets = np.array([[token]], np.int32), np.array([1], np.int32)
+        predicted, _, *after = decoder(*targets, *states)
+        return predicted, after
+
+    predicted, states = read(blank, *np.zeros((2, *sizes), np.float32))
+    frame, said, tokens = 0, 0, list[int]()
+    while frame < lengths[0]:
+        (scores,) = joiner(encoded[:, :, frame : frame + 1], predicted)
+        scores = scores[0, 0, 0]
+        token = int(scores[: blank + 1].argmax())
+        skip = int(scores[blank + 1 :].argmax()) if lasting else int(token == blank)
+        if token != blank:
+            tokens.append(token)
+            said += 1
+            predicted, states = read(token, *states)
+        if token == blank or said == 10:
+            skip = max(skip, 1)
+        said = 0 if skip else said
+        frame += skip
+    return tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", HEADS)
+@torch.no_grad()
+def test_a_search_by_the_graphs_finds_the_same(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    model = make(HEADS[kind], ctc=kind == "lstm")
+    graphs = export_sherpa(model, tmp_path, PIECES)
+    audio = 0.1 * np.random.default_rng(0).standard_normal(31_000).astype(np.float32)
+    example = Example(id="one", audio=audio, prompt=[7], text=[], monotonic=True)
+    batch = collate([example], eos_id=3, pad_id=2, framing=model.config.features.framing)
+    mel = model.features(batch.audio, batch.frames)
+    rows = mel.lengths[:1].numpy()
+    features = mel.values[None, : rows[0]].mT.contiguous().numpy()
+    encoded = model.encode(batch)
+    assert model.transducer is not None
+    expected = transducer_greedy(model.transducer, encoded, 10)[0]
+    assert search(tmp_path, features, rows) == expected
+    assert len(set(expected)) > 1
+    if model.ctc_head is not None:
+        assert graphs == ["model.onnx", "encoder.onnx", "decoder.onnx", "joiner.onnx"]
+        graph = Graph(tmp_path / "model.onnx")
+        (log_probs,) = graph(features, rows)
+        best = log_probs[0].argmax(-1)
+        found = [
+            int(b) for a, b in zip([-1, *best], best, strict=False) if b not in (a, VOCABULARY)
+        ]
+        assert found == ctc_greedy(model, encoded, VOCABULARY)[0]
+        assert graph.metadata["subsampling_factor"] == "8"
+        assert graph.metadata["normalize_type"] == "per_feature"
+    lines = (tmp_path / "tokens.txt").read_text().splitlines()
+    assert lines == [*(f"▁{n} {n}" for n in range(VOCABULARY)), f"{BLANK} {VOCABULARY}"]
+
+
+def test_what_sherpa_cannot_run_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    tdt = TransducerConfig(width=12, joint=10, durations=(0, 1, 2, 4))
+    with pytest.raises(ValueError, match=r"`transducer\.durations` must be 0, 1, 2 and so on"):
+        export_sherpa(make(tdt), tmp_path, PIECES)
+    with pytest.raises(ValueError, match=r"`features\.hop` must be 160 for sherpa-onnx"):
+        export_sherpa(make(None, hop=200), tmp_path, PIECES)
+    with pytest.raises(ValueError, match="`pieces` must be 40 texts without white space"):
+        export_sherpa(make(None), tmp_path, ["a b", *PIECES[1:]])
+    assert not list(tmp_path.iterdir())

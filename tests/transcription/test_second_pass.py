@@ -1,0 +1,151 @@
+"""Second pass: ranks, earlier segments as context, order of lists, and the commands."""
+
+import itertools
+import json
+import math
+
+import pytest
+import soundfile
+import torch
+
+from effasr import checkpoint
+from effasr.cli.main import main
+from effasr.decoding.config import DecodingConfig
+from effasr.decoding.second_pass.causal_scorer import CausalScorer
+from effasr.transcription.results import Alternative, Failure, Segment, Transcription
+from effasr.transcription.second_pass.rescore import SecondPass
+from tests.support.chat_folder import write_chat_model
+
+
+class Scripted:
+    """Gives each text a score by its words, and a bonus for a word that was said before."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[tuple[str, str]]] = []
+
+    def log_probs(self, texts):
+        self.calls.append(list(texts))
+        return [
+            -1.0 * len(own.split()) + 3.0 * len(set(own.split()) & set(before.split()))
+            for before, own in texts
+        ]
+
+
+def segment(*pairs: tuple[str, float]) -> Segment:
+    listed = tuple(Alternative(text, score, score) for text, score in pairs)
+    return Segment(0.0, 1.0, listed[0].text, alternatives=listed)
+
+
+def recording(name: str, *segments: Segment) -> Transcription:
+    return Transcription(name, 1.0, " ".join(one.text for one in segments), segments)
+
+
+def test_earlier_segments_decide_between_equal_sounds() -> None:
+    second = segment(("blew away", -1.0), ("blue away", -1.5), ("blue away", -9.0))
+    results = [
+        recording("a", segment(("the blue sea", -1.0)), second),
+        Failure("b", "broken"),
+        recording("c", second),
+        recording("d"),
+    ]
+    scorer = Scripted()
+    found = list(SecondPass(scorer, 1.0).results(results))
+    assert found[1] is results[1]
+    assert found[3] == results[3]
+    assert [one.text for one in found[0].segments] == ["the blue sea", "blue away"]
+    assert found[0].text == "the blue sea blue away"
+    assert found[2].text == "blew away"
+    best, *_ = found[0].segments[1].alternatives
+    assert (best.score, best.lm_score, best.rank) == (-1.5, 1.0, -0.5)
+    # The first segments of all in one pass, then the second ones; equal texts once.
+    first, following = scorer.calls
+    assert first == [("", "the blue sea"), ("", "blew away"), ("", "blue away")]
+    assert following == [("the blue sea", "blew away"), ("the blue sea", "blue away")]
+    (alone,) = SecondPass(Scripted(), 1.0, context_segments=0).results(results[:1])
+    assert alone.segments[1].text == "blew away"
+
+
+def test_weights_are_those_of_the_rank() -> None:
+    one = recording("a", segment(("x y z", -3.0), ("x", -3.5)))
+    for weight, bonus in itertools.product((0.0, 0.2, 1.0), (0.0, 0.5)):
+        (found,) = SecondPass(Scripted(), weight, bonus).results([one])
+        ranks = {"x y z": -3.0 + 3 * (bonus - weight), "x": -3.5 + bonus - weight}
+        assert found.text == max(ranks, key=lambda text: ranks[text])
+        for other in found.segments[0].alternatives:
+            assert other.rank == pytest.approx(ranks[other.text])
+
+
+def test_the_order_of_a_list_does_not_matter() -> None:
+    pairs = [("a b", -1.0), ("c d", -1.0), ("a", -1.5), ("a b", -2.0)]
+    seen = set()
+    for order in itertools.permutations(pairs):
+        (found,) = SecondPass(Scripted(), 0.5).results([recording("r", segment(*order))])
+        seen.add((found.text, found.segments[0].alternatives))
+    assert len(seen) == 1
+
+
+def test_configurations_that_make_no_sense_are_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="`nbest` must be at least 2 with `second_lm`"):
+        DecodingConfig(second_lm=tmp_path)
+    with pytest.raises(ValueError, match="`second_lm_weight` must be left out"):
+        DecodingConfig(second_lm_weight=0.5)
+    with pytest.raises(ValueError, match="`words` must be false with `second_lm`"):
+        DecodingConfig(second_lm=tmp_path, beam=2, nbest=2, words=True)
+    with pytest.raises(ValueError, match="`second_lm_weight` must be at least 0"):
+        DecodingConfig(second_lm=tmp_path, beam=2, nbest=2, second_lm_weight=-1.0)
+
+
+def test_commands_choose_by_the_second_model(tmp_path, model, tokenizer, noise, capsys) -> None:
+    torch.manual_seed(1)
+    folder = write_chat_model(tmp_path / "lm")
+    checkpoint.save_model(tmp_path / "model", model, tokenizer)
+    wave = tmp_path / "u.wav"
+    soundfile.write(wave, noise(2.6, seed=6), 16_000)
+    options = ["--run", str(tmp_path / "model"), "--device", "cpu", "--method", "ctc"]
+    options += ["--beam", "4"]
+    asked = ["transcribe", *options, str(wave), "--json", "--second-lm", str(folder)]
+    assert main([*asked, "--second-lm-weight", "5"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["segments"]
+    listed = found["alternatives"]
+    assert len(listed) == 4
+    assert listed[0]["text"] == found["text"]
+    ranks = [one["score"] + 5 * one["lm_score"] for one in listed]
+    assert ranks == sorted(ranks, reverse=True)
+    scores = CausalScorer(folder).log_probs([("", one["text"]) for one in listed])
+    assert [one["lm_score"] for one in listed] == pytest.approx(scores, abs=1e-4)
+
+    assert main(["transcribe", *options, str(wave), "--second-lm", str(folder)]) == 0
+    row = {"audio_filepath": str(wave), "text": "one two", "id": "u"}
+    (tmp_path / "set.jsonl").write_text(json.dumps(row) + "\n")
+    command = ["evaluate", *options, "--manifest", str(tmp_path / "set.jsonl")]
+    command += ["--second-lm", str(folder), "--second-lm-weight", "5"]
+    assert main([*command, "--output", str(tmp_path / "out")]) == 0
+    hypothesis = json.loads((tmp_path / "out/hypotheses.jsonl").read_text())
+    assert hypothesis["hypothesis"] == found["text"]
+    assert math.isfinite(json.loads((tmp_path / "out/wer.json").read_text())["oracle"]["wer"])
+    capsys.readouterr()
+    assert main([*asked, "--words"]) == 2
+    assert "`words` must be false with `second_lm`" in capsys.readouterr().err
+
+
+def test_word_ngrams_choose_as_well(tmp_path, model, tokenizer, noise, capsys) -> None:
+    checkpoint.save_model(tmp_path / "model", model, tokenizer)
+    wave = tmp_path / "u.wav"
+    soundfile.write(wave, noise(2.6, seed=6), 16_000)
+    command = ["transcribe", "--run", str(tmp_path / "model"), "--device", "cpu", str(wave)]
+    command += ["--method", "ctc", "--beam", "4", "--json"]
+    assert main([*command, "--nbest", "4"]) == 0
+    (plain,) = json.loads(capsys.readouterr().out)["segments"]
+    texts = [one["text"] for one in plain["alternatives"]]
+    wanted = next(text for text in texts if set(text.split()) - set(texts[0].split()))
+    (word, *_) = sorted(set(wanted.split()) - set(texts[0].split()))
+    lines = ["\\data\\", "ngram 1=2", "\\1-grams:", "-9\t<unk>", f"-0.1\t{word}", "\\end\\"]
+    (tmp_path / "words.arpa").write_text("\n".join(lines) + "\n")
+    options = ["--second-lm", str(tmp_path / "words.arpa"), "--second-lm-weight", "9"]
+    assert main([*command, *options, "--second-word-bonus", "186"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["segments"]
+    assert word in found["text"].split()
+    best = found["alternatives"][0]
+    known = sum(one == word for one in best["text"].split())
+    others = len(best["text"].split()) - known
+    assert best["lm_score"] == pytest.approx(-math.log(10) * (0.1 * known + 9 * others))
