@@ -35,7 +35,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from bench import rows, streams
+from bench import rows
 from bench.peer_features import parakeet_features
 from bench.provenance import provenance
 from bench.workload import LISTED, read_durations
@@ -48,7 +48,6 @@ from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
-from effasr.transcription.online import OnlineRecognizer
 from effasr.transcription.packed_weights import PackedWeights
 from effasr_kernels import Context
 
@@ -411,6 +410,11 @@ class Numbers:
 
 def _serve_streams(options: argparse.Namespace, name: str, device: torch.device) -> None:
     """Time each shape with each chunk and each number of streams, and write the rows."""
+    # The recognizer needs packages that read audio, which the other benchmarks do without.
+    from bench import streams
+
+    from effasr.transcription.online import OnlineRecognizer
+
     size, rate = SIZES[name], FeatureConfig().sample_rate
     noise = 0.1 * np.random.default_rng(0).standard_normal(10 * rate).astype(np.float32)
     audio = streams.Repeated(noise, round(options.longest * rate))

@@ -29,7 +29,7 @@ def add(command: AddCommand) -> None:
     parser = command(
         "tokenizer",
         run,
-        "Train a tokenizer: one SentencePiece model for each language, or one for all.",
+        "Train a tokenizer: SentencePiece, a model for each language or one for all.",
         example="effasr tokenizer data/train data/tokenizer --vocab-size 256",
     )
     parser.add_argument(

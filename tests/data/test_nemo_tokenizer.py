@@ -85,7 +85,7 @@ def test_runs_of_languages_are_joined_as_their_pieces_say(tokenizers) -> None:
     tokenizer = tokenizers["canary"]
     english, german = tokenizer.encode("a dog", "en"), tokenizer.encode("ein hund", "de")
     assert tokenizer.decode(english + german) == "a dog ein hund"
-    names, pieces = list(tokenizer.models), tokenizer.pieces
+    names, pieces = list(tokenizer.models), tokenizer.pieces_by_model
     place = names.index("de")
     ending = next(piece for piece in pieces[place] if piece.isalpha() and not piece.startswith("▁"))
     token = sum(map(len, pieces[:place])) + pieces[place].index(ending)
@@ -160,4 +160,4 @@ def test_long_codes_are_found_by_short_ones(tokenizers) -> None:
     same = tokenizers["canary"]
     assert tokenizer.encode("hund", "de") == same.encode("hund", "de")
     pieces = sentencepiece.SentencePieceProcessor(model_proto=models["en"])
-    assert tokenizer.pieces[1][3] == pieces.id_to_piece(3)
+    assert tokenizer.pieces_by_model[1][3] == pieces.id_to_piece(3)

@@ -215,7 +215,10 @@ def _zeros(*shape: int) -> Tensor:
     [
         ({"q": _zeros(4, 2)}, r"`q` must have shape \(T_q, H, D\) = .*but is \(4, 2\)"),
         ({"q": _zeros(5, 2, 4)}, r"`q` must have 4 rows, as `layout_q` does, but is \(5, 2, 4\)"),
-        ({"k": _zeros(4, 3, 4)}, r"`k` must have shape .* = \(any, 2, 4\), but is \(4, 3, 4\)"),
+        (
+            {"k": _zeros(4, 3, 4)},
+            r"`k` must have a number of heads that divides 2, .* but is \(4, 3, 4\)",
+        ),
         ({"v": _zeros(3, 2, 4)}, r"`v` must have 4 rows, as `layout_k` does"),
         ({"v": _zeros(4, 2, 4).double()}, r"`v` must be torch.float32, as `q` is.*float64"),
         (

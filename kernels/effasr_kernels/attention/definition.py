@@ -86,15 +86,12 @@ def _flops(a: AttentionArguments) -> int:
     return 2 * products * seen * a.q.shape[1] * a.q.shape[2]
 
 
-def _self_attention(inputs: ExampleInputs, **options: Any) -> Keywords:
+def _self_attention(inputs: ExampleInputs, *, key_heads: int = HEADS, **options: Any) -> Keywords:
     layout = inputs.frames()
-    q, k, v = (inputs.floating(layout.rows, HEADS, WIDTH) for _ in range(3))
+    q, k, v = (
+        inputs.floating(layout.rows, heads, WIDTH) for heads in (HEADS, key_heads, key_heads)
+    )
     return {"q": q, "k": k, "v": v, "layout_q": layout, **options}
-
-
-def _grouped(inputs: ExampleInputs, **options: Any) -> Keywords:
-    given = _self_attention(inputs, **options)
-    return {**given, **{name: given[name][:, :1].contiguous() for name in "kv"}}
 
 
 def _relative(inputs: ExampleInputs, **options: Any) -> Keywords:
@@ -133,7 +130,7 @@ OPERATION = DifferentiableOp(
         ),
         Example(
             "attention, grouped queries",
-            lambda inputs: _grouped(inputs, causal=True, position=Rotary()),
+            lambda inputs: _self_attention(inputs, key_heads=1, causal=True, position=Rotary()),
             4 * HEADS * WIDTH * (24 * 25 // 2 + 16 * 17 // 2),
         ),
         Example(
