@@ -204,7 +204,10 @@ def build_parser() -> argparse.ArgumentParser:
         lines = [*epilog, *([""] if epilog else []), "example:", f"  {example}"]
         made = parsers.add_parser(name, description=text, epilog="\n".join(lines))
         made.set_defaults(action=action, parser=made, root=parser)
-        described.append(f"  {name:11} {text}")
+        # A long name has a line of its own.
+        described.extend(
+            [f"  {name}", f"{'':13} {text}"] if len(name) > 11 else [f"  {name:11} {text}"]
+        )
         return made
 
     for add in (

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effasr.data.features.frame_geometry import Framing
-from effasr.data.features.log_mel import MelFrames
+from effasr.data.features.log_mel import FeatureConfig, MelFrames
 from effasr.model.checks import check
 from effasr.model.encoder import ConformerLayer, FastConformerConfig, FastConformerEncoder
 from effasr.nn.attention import RelativeSelfAttention, SelfAttention
@@ -24,6 +24,21 @@ from effasr_kernels.attention.position import angles, rotate
 MOST_FRAMES = 10_000
 """Frames of a chunk, or before it, in a stream: 13 minutes of 80 ms each. A model of others may ask
 for any number."""
+
+
+def check_features(features: FeatureConfig) -> None:
+    """Check that the features of a frame need no later audio.
+
+    Raises:
+        ValueError: They do.
+    """
+    check(
+        not features.normalize,
+        "features.normalize",
+        "be false to decode a stream",
+        features.normalize,
+        "it needs the mean of the whole utterance; train with features.normalize=false",
+    )
 
 
 def check_streamable(config: object, context: Context | None) -> Context:

@@ -18,7 +18,7 @@ from effasr.decoding.streaming.transducer import TransducerStreams
 from effasr.model.asr import ASRModel
 from effasr.model.checks import check
 from effasr.model.encoder import FastConformerConfig
-from effasr.model.streaming_encoder import StreamingEncoder, check_streamable
+from effasr.model.streaming_encoder import StreamingEncoder, check_features, check_streamable
 from effasr.nn.parameters.evaluating import evaluating
 from effasr.transcription.inputs.prefetch import ahead
 from effasr.transcription.inputs.stream_loudness import StreamLoudness
@@ -461,14 +461,7 @@ def _check_model(
 ) -> Literal["transducer", "ctc"]:
     """Return the search, after checks that no part of the model waits for later audio."""
     check_streamable(model.config.encoder, contexts[0] if contexts else None)
-    features = model.config.features
-    check(
-        not features.normalize,
-        "features.normalize",
-        "be false to decode a stream",
-        features.normalize,
-        "it needs the mean of the whole utterance; train with features.normalize=false",
-    )
+    check_features(model.config.features)
     known = {"transducer": model.transducer is not None, "ctc": model.ctc_head is not None}
     if method == "auto":
         for name, has in known.items():

@@ -16,8 +16,8 @@ from effasr.interop.onnx.padded_model import PaddedDecoderStep, PaddedEncoder
 from effasr.interop.onnx.streaming_step import CACHES, StreamingStep
 from effasr.interop.onnx.transducer_steps import JointStep, in_model_layout, predictor_step
 from effasr.model.asr import ASRModel
-from effasr.model.checks import check
 from effasr.model.encoder import FastConformerConfig
+from effasr.model.streaming_encoder import check_features
 from effasr.model.transducer import Transducer
 from effasr_kernels import Context
 
@@ -104,14 +104,7 @@ def _export_step(
     model: ASRModel, directory: Path, texts: Mapping[str, Any], context: Context
 ) -> list[str]:
     """Write the graphs of a streaming encoder and of what decodes its frames."""
-    features = model.config.features
-    check(
-        not features.normalize,
-        "features.normalize",
-        "be false to decode a stream",
-        features.normalize,
-        "it needs the mean of the whole utterance; train with features.normalize=false",
-    )
+    check_features(model.config.features)
     if model.ctc_head is None and model.transducer is None:
         raise ValueError(
             "`model` must have a CTC head or a transducer for an ONNX graph of streams, but has "
