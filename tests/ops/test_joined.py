@@ -37,7 +37,11 @@ def _gradient(make: Fill, seen: list[int]) -> Tensor:
 
 
 def _keep(seen: list[int]) -> Fill:
+    # Kept, because other memory could otherwise get the same address.
+    kept: list[Tensor] = []
+
     def make(gradients: list[Tensor]) -> list[Tensor]:
+        kept.append(gradients[0])
         seen.append(gradients[0].untyped_storage().data_ptr())
         return gradients
 

@@ -83,7 +83,8 @@ def test_only_one_of_the_large_batches_follows_the_rule(options) -> None:
     for rule in (True, False):
         stage = made.teacher(times=4, rule=rule)
         call = made.commands.calls[-1]
-        assert stage.updates == 20
+        assert stage.updates == options.steps + 20
+        assert f"init_from={made.supervised().run}" in call
         assert "data.micro_batches=8" in call
         assert ("training.ema_reference_micro_batches=2" in call) is rule
 
