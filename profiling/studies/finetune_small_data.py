@@ -1,15 +1,18 @@
 """Fine-tuning against training from scratch on 10, 30 and 60 minutes of real speech.
 
     python profiling/studies/finetune_small_data.py CORPUS --csv FILE.csv [--minutes 10 30 60]
-        [--sets en en+nl] [--base-cpu-s 900] [--cpu-s 300] [--recipe small] [--vocab-size 128]
-        [--override FIELD=VALUE ...] [--lr 5e-4] [--utterances 4000] [--seed 0] [--work FOLDER]
+        [--sets en en+nl] [--base RUN | --base-cpu-s 900] [--cpu-s 300] [--recipe small]
+        [--vocab-size 128] [--override FIELD=VALUE ...] [--lr 5e-4] [--utterances 4000] [--seed 0]
+        [--work FOLDER]
 
 CORPUS is a folder with LANGUAGE_{train,dev,test}.jsonl, NeMo manifests with paths relative to it.
 The model to start from is trained on English that `effasr demo-data` synthesises (digits and
 commands). One tokenizer serves all: its texts are those of the demo and of all of CORPUS' training
 set, so that both ways learn the same tokens. Of a set with two languages each has the same
-minutes, and the model to start from has heard the first alone. Each training has the same CPU
-seconds of one thread, besides those of the model to start from.
+minutes, and the model to start from has heard the first alone. With ``--base`` a run that exists
+is the model to start from, such as one trained on another language; its tokenizer is kept, and
+training from scratch has one of the set's own texts, as a user would choose. Each training has the
+same CPU seconds of one thread, besides those of the model to start from.
 """
 
 from __future__ import annotations
@@ -36,18 +39,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train the model to start from, then both ways on each set that has no row yet."""
     options = _parser().parse_args(arguments)
     commands = Commands(options.work, table.show)
-    languages = sorted({part for name in options.sets for part in name.split("+")})
-    whole = write_corpus(options.corpus, languages, options.work / "corpora" / "texts")
-    demo = synthesise(commands, options.utterances)
-    tokenizer = commands.tokenizer(
-        [demo.manifest("train"), whole.manifest("train")], "demo+texts", options.vocab_size
-    )
     decoding = {"ctc": CTC} if options.ctc_only else {"ctc": CTC, "joint": JOINT}
     overrides = tuple(options.override)
     scratch = Choice("from scratch", options.recipe, options.vocab_size, overrides, decoding)
-    base = train_base(commands, scratch, demo, tokenizer, options)
     tuned = (*overrides, f"optimizer.lr={options.lr}")
     tuning = replace(scratch, name="fine-tuned", overrides=tuned)
+    tokenizer = None
+    if options.base is None:
+        languages = sorted({part for name in options.sets for part in name.split("+")})
+        whole = write_corpus(options.corpus, languages, options.work / "corpora" / "texts")
+        demo = synthesise(commands, options.utterances)
+        texts = [demo.manifest("train"), whole.manifest("train")]
+        tokenizer = commands.tokenizer(texts, "demo+texts", options.vocab_size)
+        base = train_base(commands, scratch, demo, tokenizer, options)
+    else:
+        base = options.base.resolve()
+        tuning = replace(tuning, name=f"fine-tuned from {base.name}")
     for name in options.sets:
         for minutes in options.minutes:
             folder = options.work / "corpora" / f"{name}_{minutes:g}"
@@ -99,7 +106,7 @@ def run(
     choice: Choice,
     corpus: Corpus,
     options: argparse.Namespace,
-    **start: Path,
+    **start: Path | None,
 ) -> None:
     """Train one way on one set, unless that has a row; evaluate and write the rows."""
     wanted = {"study": STUDY, "configuration": choice.name, "corpus": corpus.name}
@@ -122,7 +129,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--sets", nargs="+", default=["en", "en+nl"])
     parser.add_argument("--minutes", nargs="+", type=float, default=[10.0, 30.0, 60.0])
-    parser.add_argument("--base-cpu-s", type=float, default=900.0)
+    base = parser.add_mutually_exclusive_group()
+    base.add_argument("--base", type=Path, metavar="RUN", help="start from this run")
+    base.add_argument("--base-cpu-s", type=float, default=900.0)
     parser.add_argument("--cpu-s", type=float, default=300.0)
     parser.add_argument("--recipe", default="small")
     parser.add_argument("--override", nargs="*", default=[], help="fields of the recipe")
