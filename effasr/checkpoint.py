@@ -20,7 +20,7 @@ import errno
 import os
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,6 +143,7 @@ def load_weights(
     *,
     may_lack: tuple[str, ...] = (),
     only: tuple[str, ...] = ("",),
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda weights: weights,
 ) -> None:
     """Load the weights of a model directory into a model.
 
@@ -151,6 +152,7 @@ def load_weights(
         directory: The model directory.
         may_lack: Prefixes of names that the directory may lack; the model keeps its own then.
         only: Prefixes of names to load, all by default; the model keeps its own of the others.
+        change: Returns the weights to load from those that were read.
 
     Raises:
         CheckpointError: The file is missing or damaged, or has another architecture.
@@ -166,7 +168,7 @@ def load_weights(
         weights = safetensors.torch.load_file(path)
         weights = weights if adapters(model) else without_adapters(weights)
         chosen = {name: value for name, value in weights.items() if name.startswith(only)}
-        model.load_state_dict(own | chosen)
+        model.load_state_dict(own | change(chosen))
 
 
 def _verify(directory: Path) -> None:

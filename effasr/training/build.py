@@ -39,13 +39,14 @@ from effasr.training.config import TrainConfig, resolve_losses
 from effasr.training.cuda_graph.recording import check_recordable, recorded
 from effasr.training.cuda_graph.rules import obstacles_of_batches, uses_graph
 from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
-from effasr.training.freezing import check_trained, joins_language_model, prepare_weights
 from effasr.training.language_model import (
     check_vocabulary,
     load_conversations,
     resolve_language_model,
 )
 from effasr.training.loss import Objective
+from effasr.training.starting.vocabulary import replaces_tokenizer
+from effasr.training.starting.weights import check_trained, joins_language_model, prepare_weights
 from effasr.training.step import StepConfig, TrainState
 from effasr.training.step_stats import HostCopy, StepCosts
 from effasr.training.strategies.parallelism import (
@@ -129,10 +130,10 @@ def _check_static_shapes(config: TrainConfig) -> None:
 
 
 def find_tokenizer(config: TrainConfig, saved: Saved | None) -> Tokenizer:
-    """Return the tokenizer of the checkpoint, of ``init_from``, or of ``data.tokenizer``.
+    """Return the tokenizer of the checkpoint, or of ``data.tokenizer``, or of ``init_from``.
 
     Raises:
-        ValueError: None or two of these are given.
+        ValueError: None is given.
     """
     if config.model.best_rq is not None:
         return NoTokenizer()
@@ -141,13 +142,9 @@ def find_tokenizer(config: TrainConfig, saved: Saved | None) -> Tokenizer:
         assert config.model.language_model is not None
         return load_tokenizer(config.data.tokenizer or config.model.language_model.path)
     own = None if source is None else checkpoint.read_tokenizer(source)
-    if own is not None and not isinstance(own, NoTokenizer):
-        # A run that began with a pretrained encoder has the tokenizer of its configuration.
-        if saved is None and config.data.tokenizer:
-            raise ValueError(
-                "`data.tokenizer` must be left out where `init_from` is given, because the model "
-                f"has its own, but is {config.data.tokenizer!r}."
-            )
+    # A run that goes on has the tokenizer of its checkpoint.
+    is_kept = saved is not None or not config.data.tokenizer
+    if own is not None and is_kept and not isinstance(own, NoTokenizer):
         return own
     if not config.data.tokenizer:
         raise ValueError(
@@ -174,7 +171,9 @@ def build_model(
     joins = saved is None and joins_language_model(config, source)
     if source is not None and not joins:
         description = checkpoint.read_description(source)
-        if description.model.best_rq is None or config.model.best_rq is not None:
+        keeps_outputs = description.model.best_rq is None or config.model.best_rq is not None
+        is_replaced = saved is None and replaces_tokenizer(config.data.tokenizer, source)
+        if keeps_outputs and not is_replaced:
             # A model from Hugging Face may have more classes than its tokenizer has tokens.
             vocab_size = description.vocab_size
     torch.manual_seed(config.seed)

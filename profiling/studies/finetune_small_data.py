@@ -10,9 +10,9 @@ The model to start from is trained on English that `effasr demo-data` synthesise
 commands). One tokenizer serves all: its texts are those of the demo and of all of CORPUS' training
 set, so that both ways learn the same tokens. Of a set with two languages each has the same
 minutes, and the model to start from has heard the first alone. With ``--base`` a run that exists
-is the model to start from, such as one trained on another language; its tokenizer is kept, and
-training from scratch has one of the set's own texts, as a user would choose. Each training has the
-same CPU seconds of one thread, besides those of the model to start from.
+is the model to start from, such as one trained on another language, and both ways have a tokenizer
+of the set's own texts. Each training has the same CPU seconds of one thread, besides those of the
+model to start from.
 """
 
 from __future__ import annotations
@@ -62,8 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.corpus, name.split("+"), folder, minutes=minutes, seed=options.seed
             )
             commands.prepare(corpus)
+            if options.base is not None:
+                texts = [corpus.manifest("train")]
+                tokenizer = commands.tokenizer(texts, corpus.name, options.vocab_size)
+            kept = None if options.base is None else tokenizer
             run(commands, scratch, corpus, options, tokenizer=tokenizer)
-            run(commands, tuning, corpus, options, init_from=base)
+            run(commands, tuning, corpus, options, init_from=base, tokenizer=kept)
     return 0
 
 

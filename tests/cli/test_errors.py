@@ -178,12 +178,6 @@ def test_a_run_goes_on_only_with_its_own_model(effasr, workplace) -> None:
     assert "training.restart=true" in failed.error
 
 
-def test_a_model_to_begin_with_brings_its_tokenizer(train, model) -> None:
-    failed = train(f"init_from={model}")
-    assert failed.code == 2
-    assert "`data.tokenizer` must be left out where `init_from` is given" in failed.error
-
-
 def test_weights_of_another_subsampling_are_refused_by_name(train, model) -> None:
     failed = train(f"init_from={model}", "data.tokenizer=''", "model.encoder.subsampling=4")
     assert failed.code == 2

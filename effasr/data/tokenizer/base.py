@@ -61,6 +61,10 @@ class Tokenizer(ABC):
         """Return how many of these ids stand for text that the vocabulary cannot spell."""
 
     @abstractmethod
+    def pieces(self) -> list[str]:
+        """Return the piece of every id, with U+2581 for a space; special tokens by their names."""
+
+    @abstractmethod
     def save(self, directory: str | Path) -> None:
         """Write the tokenizer where `effasr.data.tokenizer.load_tokenizer` can read it."""
 

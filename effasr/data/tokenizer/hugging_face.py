@@ -76,6 +76,11 @@ class HuggingFaceTokenizer(Tokenizer):
         unknown = self._vocabulary.get(_UNKNOWN)
         return sum(token == unknown for token in ids)
 
+    def pieces(self) -> list[str]:
+        """See `Tokenizer.pieces`; byte-level pieces have the letters of GPT-2 for their bytes."""
+        names = {number: piece.replace("Ġ", "▁") for piece, number in self._vocabulary.items()}
+        return [names.get(number, f"<{number}>") for number in range(self.vocab_size)]
+
     def save(self, directory: str | Path) -> None:
         """Copy ``tokenizer.json`` and the files that belong to it, unchanged."""
         folder = Path(directory)

@@ -41,6 +41,10 @@ class NoTokenizer(Tokenizer):
         """Return 0: there are no texts."""
         return 0
 
+    def pieces(self) -> list[str]:
+        """Return nothing: there are no texts."""
+        return []
+
     def save(self, directory: str | Path) -> None:
         """Write the file by which `effasr.data.tokenizer.load_tokenizer` knows it."""
         folder = Path(directory)

@@ -56,7 +56,7 @@ class AggregateTokenizer(Tokenizer):
         return sum(token in self._unknown for token in ids)
 
     def pieces(self) -> list[str]:
-        """Return the piece of every id, with U+2581 for a space; special tokens by their names."""
+        """See `Tokenizer.pieces`."""
         names = {number: name for name, number in self.specials.items()}
         for offset, processor in zip(self._offsets, self._processors, strict=True):
             for piece in range(processor.vocab_size()):

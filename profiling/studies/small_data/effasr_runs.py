@@ -118,18 +118,19 @@ class Commands:
             cpu_s: CPU seconds of the training, without program start.
             seed: Seed of the run.
             name: Name of the run.
-            tokenizer: Folder of the tokenizer; by default that of the corpus' own training set.
-            init_from: Run to start from, whose tokenizer is kept; None to train from scratch.
+            tokenizer: Folder of the tokenizer; by default that of ``init_from``, or of the corpus'
+                own training set.
+            init_from: Run to start from; None to train from scratch.
         """
         output = self.folder / "runs"
         train = self.folder / "data" / corpus.name / "train"
         base = [choice.recipe, f"data.train={train}", f"seed={seed}", *QUIET]
         if init_from is not None:
-            base += [f"init_from={init_from}", "data.tokenizer=''"]
-        else:
+            base.append(f"init_from={init_from}")
+        elif tokenizer is None:
             texts = [corpus.manifest("train")]
-            tokenizer = tokenizer or self.tokenizer(texts, corpus.name, choice.vocab_size)
-            base.append(f"data.tokenizer={tokenizer}")
+            tokenizer = self.tokenizer(texts, corpus.name, choice.vocab_size)
+        base.append(f"data.tokenizer={tokenizer or repr('')}")
         base.append("data.validation=[]")
         base += [f"output={output}", f"training.checkpoint_every={10**9}", *choice.overrides]
 

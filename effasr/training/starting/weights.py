@@ -1,14 +1,16 @@
-"""Selects the weights that are trained: all, those that are not frozen, or adapters."""
+"""Reads the weights that a run starts from, and selects those that are trained."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from effasr import checkpoint
+from effasr.data.tokenizer import load_tokenizer
 from effasr.model.asr import ASRModel
 from effasr.nn.lora import adapt
 from effasr.nn.parameters.patterns import freeze
 from effasr.training.config import TrainConfig
+from effasr.training.starting import vocabulary
 
 
 def check_trained(config: TrainConfig) -> None:
@@ -52,11 +54,16 @@ def prepare_weights(
             would never be trained.
     """
     joins = not is_resumed and joins_language_model(config, source)
+    replaced = False
+    if source is not None and not is_resumed:
+        replaced = vocabulary.replaces_tokenizer(config.data.tokenizer, source)
     if joins:
         _join(model, config, source)
     elif source is not None and not is_resumed:
         if _is_pretrained(source) and model.best_rq is None:
             checkpoint.load_weights(model, source, only=("encoder.",))
+        elif replaced:
+            vocabulary.load_weights(model, source, load_tokenizer(config.data.tokenizer))
         else:
             # A model to begin with may never have read text.
             checkpoint.load_weights(model, source, may_lack=("text_encoder.",))
@@ -71,9 +78,14 @@ def prepare_weights(
         return
     if is_resumed:
         checkpoint.load_weights(model, source)
-    elif _is_pretrained(source) and model.best_rq is None:
+        return
+    if _is_pretrained(source) and model.best_rq is None:
         _check_drawn(model, config, "ctc_head", "decoder", "projection", "transducer")
-    elif checkpoint.read_description(source).model.text_encoder is None:
+        return
+    if replaced:
+        tables = [name for name in vocabulary.TABLES if name in dict(model.named_parameters())]
+        _check_drawn(model, config, *(name.rpartition(".")[0] for name in tables))
+    if checkpoint.read_description(source).model.text_encoder is None:
         _check_drawn(model, config, "text_encoder")
 
 

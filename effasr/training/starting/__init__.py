@@ -1,0 +1,1 @@
+"""Weights that a run starts from."""
