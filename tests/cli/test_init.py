@@ -57,6 +57,7 @@ def test_the_printed_commands_train_from_the_recipe(effasr, workplace, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", PRACTICE, ids=lambda row: f"{row.hours} h")
+@pytest.mark.representative(row=PRACTICE[0])
 def test_every_size_trains(row, effasr, workplace, tmp_path) -> None:
     found = Initial.of(
         [workplace.folder / "train"],

@@ -148,6 +148,7 @@ def _at_a_terminal(arguments: list[str], *, out_too: bool) -> tuple[bytes, bytes
 
 
 @pytest.mark.parametrize("out_too", [False, True])
+@pytest.mark.representative(out_too=True)
 def test_a_terminal_shows_how_far_it_is(workplace, tmp_path, out_too) -> None:
     files = [str(workplace.wav), str(tmp_path / "gone.wav")]
     out, shown = _at_a_terminal(

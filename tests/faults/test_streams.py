@@ -37,6 +37,9 @@ def shell(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         ("train /no/recipe.yaml 2> /dev/full", 2, "", ""),
     ],
 )
+@pytest.mark.representative(
+    command=["recipes >&- 2>&- <&-", "recipes > /dev/full", "train /no/recipe.yaml 2>&-"]
+)
 def test_a_closed_or_full_stream_changes_no_exit_code(
     command: str, code: int, out: str, error: str
 ) -> None:
@@ -48,6 +51,7 @@ def test_a_closed_or_full_stream_changes_no_exit_code(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [">&- 2>&- <&-", "2>&1 | true", "2> /dev/full"])
+@pytest.mark.representative(streams=">&- 2>&- <&-")
 def test_training_does_not_end_with_its_streams(streams: str, tmp_path) -> None:
     recipe = small_run(tmp_path)
     done = shell(f"{EFFASR} train {recipe} {streams}")

@@ -15,6 +15,7 @@ IS_CHECKOUT = (ROOT / ".git").exists()
 
 
 @pytest.mark.skipif(not IS_CHECKOUT, reason="the sources are not in a git checkout")
+@pytest.mark.extended
 def test_head_as_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "ops.csv"
     options = ["--device", "cpu", "--op", "depthwise_conv", "--frames", "40"]

@@ -96,6 +96,7 @@ def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.endswith("bench_training: 4 of 4 measured\n")
 
 
+@pytest.mark.extended
 def test_each_mode_has_a_process_and_a_graph_needs_a_gpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,6 +120,7 @@ def test_each_mode_has_a_process_and_a_graph_needs_a_gpu(
 
 # Torch's tracer of autograd functions does so itself.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.extended
 def test_a_compiled_step_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The default backend writes and compiles C++, which takes minutes.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

@@ -89,6 +89,7 @@ def test_ctranslate2_writes_the_same_tokens(precision: str, folder: Path) -> Non
     assert bench_whisper.agreement(found, theirs) > (0.9 if precision == "float32" else 0.3)
 
 
+@pytest.mark.extended
 def test_each_system_in_a_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "new" / "whisper.csv"
     systems = ["transformers", "effasr_silence"]

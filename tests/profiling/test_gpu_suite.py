@@ -66,6 +66,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.extended
 def test_a_dry_run_of_the_first_call(tmp_path: Path) -> None:
     shown, _, packed = dry_run(1, tmp_path)
     assert "call 1, 1800 s; a part has at least, and about:" in shown
@@ -92,6 +93,7 @@ def test_a_dry_run_of_the_first_call(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.extended
 def test_a_dry_run_of_the_second_call(tmp_path: Path) -> None:
     # The real run takes minutes, and has a test of its own.
     _, summary, packed = dry_run(2, tmp_path, "--skip", "train")
@@ -107,6 +109,18 @@ def test_a_dry_run_of_the_second_call(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+def test_a_dry_run_of_one_part(tmp_path: Path) -> None:
+    """All parts of the three calls take minutes."""
+    skipped = ("--skip", "warm up", "wide heads", "ncu", "sanitizer")
+    _, summary, packed = dry_run(3, tmp_path, *skipped)
+    assert "large 4x" in {row["kind"] for row in rows_of(tmp_path / "ops.csv")}
+    assert re.search(r"^\| transducer_loss +\| \d+ passed \|$", summary, re.MULTILINE)
+    assert {"ops.csv", "tests.json", "transducer_memory.csv"} <= packed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.extended
 def test_a_dry_run_of_the_third_call(tmp_path: Path) -> None:
     _, _, packed = dry_run(3, tmp_path)
     kinds = {(row["op"], row["kind"]) for row in rows_of(tmp_path / "ops.csv")}
@@ -287,6 +301,7 @@ def test_the_kernels_whose_counters_are_read_exist() -> None:
         ), kernel
 
 
+@pytest.mark.extended
 def test_every_operation_is_checked_by_the_sanitizer() -> None:
     (step,) = operations.sanitizer(Setting(Path(), dry=True), GREEN)
     done = subprocess.run(step.command, capture_output=True, text=True, check=False)  # type: ignore[union-attr]

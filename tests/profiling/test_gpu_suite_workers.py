@@ -111,6 +111,7 @@ def test_a_poisoned_worker_is_replaced_and_its_tests_are_run(tmp_path: Path) -> 
     assert len(Gate.read([out]).groups["ctc_loss"].failed) == 2
 
 
+@pytest.mark.extended
 def test_a_failure_that_poisons_nothing_ends_no_worker(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text("def test_x(): assert 0\ndef test_y(): pass\n")
     done, out = poisoned(tmp_path, "-n", "1")
@@ -118,6 +119,7 @@ def test_a_failure_that_poisons_nothing_ends_no_worker(tmp_path: Path) -> None:
     assert found_in(out) == {"test_x": "failed", "test_y": "passed"}
 
 
+@pytest.mark.extended
 def test_a_file_that_poisons_again_and_again_is_given_up(tmp_path: Path) -> None:
     write_tests(tmp_path / "gpu" / "test_ctc_loss.py", set(range(9)), 12)
     write_tests(tmp_path / "gpu" / "test_guided_attention.py", set(), 6)

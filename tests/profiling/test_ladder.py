@@ -20,6 +20,7 @@ def corpus(tmp_path) -> Path:
     return path
 
 
+@pytest.mark.extended
 def test_a_ladder(corpus, tmp_path, capsys) -> None:
     made = (tmp_path / "l.csv", tmp_path / "l.svg")
     options = ["--frame-budget", "800", "--world-size", "2", "--scale", "0.1", "--seconds", "0"]

@@ -112,6 +112,7 @@ def test_strategies_as_configurations(corpus, tmp_path) -> None:
         straggler_study.override(plain, Strategy.parse("fsdp2"))
 
 
+@pytest.mark.extended
 def test_a_small_run(tmp_path, capsys) -> None:
     """Two nodes of one process, one of them four times slower: ddp goes at its pace."""
     made = tmp_path / "straggler.csv", tmp_path / "straggler.svg"

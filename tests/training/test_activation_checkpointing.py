@@ -43,6 +43,7 @@ def test_weights_and_statistics_are_bitwise_the_same(make_train_state, batches, 
 
 # Torch's tracer of autograd functions does so itself.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.extended
 def test_the_compiled_model_is_the_same_as_well(make_train_state, batches, monkeypatch) -> None:
     """With dropout, and statistics that count a batch once."""
     compile_module = torch.nn.Module.compile

@@ -133,6 +133,7 @@ def test_a_choice_is_not_changed(asked) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 # Torch's tracer instantiates autograd functions.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.representative(compiled=False)
 def test_the_default_builds_a_recording_of_the_plain_or_the_compiled_model(
     model_config, batches, monkeypatch, compiled
 ) -> None:

@@ -127,6 +127,7 @@ def lose_one(make_config, tones, tmp_path, ranks: int, lost: int) -> list[str]:
     return said
 
 
+@pytest.mark.extended
 def test_the_other_goes_on_without_a_learner_that_was_killed(make_config, tones, tmp_path) -> None:
     said = lose_one(make_config, tones, tmp_path, ranks=2, lost=1)
     assert "learner 1 is lost, near step" in said[0]

@@ -207,6 +207,7 @@ def test_want_of_memory_is_made_good(
 
 # Torch's tracer of autograd functions does so itself.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.extended
 def test_the_compiled_model_trains_alike(
     make_lora_config, make_train_state, batches, base, monkeypatch
 ) -> None:

@@ -114,6 +114,7 @@ def test_a_micro_batch_without_utterances_adds_nothing_in_exact_sizes(
 
 
 @pytest.mark.parametrize("strategy", ["random", "sync_bucketed_2d"])
+@pytest.mark.representative(strategy="random")
 def test_a_killed_run_of_a_baseline_goes_on_where_it_was(
     make_config, tmp_path, monkeypatch, strategy
 ) -> None:

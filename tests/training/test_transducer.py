@@ -40,6 +40,7 @@ def _fresh_compiler() -> Iterator[None]:
 # Torch's tracer of autograd functions does so itself.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.usefixtures("_fresh_compiler", "without_onednn")
+@pytest.mark.representative(hybrid="lstm")
 def test_the_model_compiles_once_and_without_a_break(hybrid: ModelConfig) -> None:
     assert hybrid.transducer is not None
     quiet = replace(
@@ -93,6 +94,7 @@ def metrics(folder: Path) -> list[dict]:
     return [{name: line[name] for name in line.keys() - MEASURED} for line in lines]
 
 
+@pytest.mark.representative(hybrid="lstm")
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     make_config, tmp_path, hybrid, tones, capsys
 ) -> None:

@@ -395,6 +395,7 @@ def _bytes_of_tensors() -> int:
 
 
 @pytest.mark.parametrize("head", ["ctc", "stateless"])
+@pytest.mark.representative(head="stateless")
 def test_64_streams_take_no_more_memory_with_time(
     streaming_model: Make, tokenizer: Tokenizer, noise: Callable[..., np.ndarray], head: str
 ) -> None:
@@ -412,12 +413,13 @@ def test_64_streams_take_no_more_memory_with_time(
             stream.feed(audio[start : start + chunk])
         assert recognizer.decode() == (count if step else 0)
         words += sum(len(segment.words or ()) for one in streams for segment in one.take())
-        tensors.append(_bytes_of_tensors())
+        if step in (3, 7):
+            tensors.append(_bytes_of_tensors())
         held = [part if part.base is None else part.base for one in streams for part in one._parts]
         samples.append(sum(map(len, held)))
         assert all(len(one._loudness.levels) < 400 for one in streams if one._loudness)
     assert words > 5
-    assert tensors[7] == tensors[3]
+    assert tensors[0] == tensors[1]
     assert samples[1:] == [samples[1]] * 7
     for stream in streams:
         stream.finish()
