@@ -30,7 +30,7 @@ def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         # A file is what the tests below start.
         pytest.param([*TORCHRUN, "--nproc-per-node", "1", TRAIN], marks=pytest.mark.extended),
         [*TORCHRUN, "--nproc-per-node", "2", "-m", "effasr.train"],
-        [sys.executable, "-m", "effasr.cli", "train"],
+        pytest.param([sys.executable, "-m", "effasr.cli", "train"], marks=pytest.mark.extended),
     ],
     ids=["file", "module", "alone"],
 )

@@ -130,7 +130,7 @@ def test_foreign_certificates_and_plain_connections_are_refused(ours, foreign, m
     monkeypatch.setattr(sockets, "_WELCOME_S", 1.0)
     crossed = replace(ours, certificate=foreign.certificate, key=foreign.key)
     for other, reason in ((foreign, "CERTIFICATE_VERIFY_FAILED"), (crossed, ""), (None, "")):
-        active, passive = pair(other, ours, timeout_s=4.0)
+        active, passive = pair(other, ours, timeout_s=2.0)
         with pytest.raises(PeerLost, match=rf"cannot be reached.*{reason}"):
             active.send(torch.zeros(1), 1, 1.0)
         with pytest.raises(PeerLost, match="did not connect"):

@@ -95,7 +95,7 @@ def test_a_read_that_never_returns_is_named(make_config, tones, tmp_path, monkey
 
 @pytest.mark.slow
 def test_the_slow_rank_is_in_the_metrics(make_config, tmp_path) -> None:
-    loop = LONG | {"max_steps": 60, "log_every": 20, "timeout_s": 60.0}
+    loop = LONG | {"max_steps": 24, "log_every": 8, "timeout_s": 60.0}
     path = recipe(make_config(training=loop), tmp_path)
     with started("tests.training.faulty", "slow_rank", path) as processes:
         results = [process.communicate(timeout=240) for process in processes]
