@@ -33,7 +33,9 @@ def shard(
     for module in list(model.modules()):
         if isinstance(module, nn.ModuleList):
             for layer in module:
-                fully_shard(layer, mesh=mesh, mp_policy=policy)
+                # A linear layer in a list may never be called: its owner reads its weight.
+                if next(layer.children(), None) is not None:
+                    fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 

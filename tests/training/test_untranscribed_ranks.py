@@ -1,10 +1,12 @@
 """Training on audio without text over several ranks, and by replaying a recorded step."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
@@ -16,7 +18,7 @@ from effasr.training import build
 from effasr.training.config import LossConfig, TrainConfig
 from effasr.training.step import TrainState, train_step
 from effasr.training.untranscribed.config import TeacherConfig
-from tests.support.quiet_run import VOCABULARY, make, quiet_config
+from tests.support.quiet_run import VOCABULARY, make, quiet_config, weights
 from tests.support.run_ranks import check_ranks
 from tests.training.test_cuda_graph import graphed
 
@@ -87,8 +89,44 @@ def over_ranks(context: DistributedContext) -> None:
         assert results[0][-1].sum() > 0
 
 
+def sharded(context: DistributedContext) -> None:
+    """Two ranks with shards of all weights, of compiled layers too, make the steps of one."""
+    # The default backend writes and compiles C++, which takes minutes.
+    torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
+    alone, share = DistributedContext(0, 1, context.device), slice(context.rank, None, 2)
+    plain, fsdp = pretraining(), {"strategy": "fsdp2"}
+    results: list[list[Tensor]] = []
+    for config, ranks, own in (
+        (plain, alone, slice(None)),
+        (pretraining(**fsdp), context, share),
+        (pretraining(**fsdp, compile=True), context, share),
+    ):
+        model, state = make(config, ranks)
+        values = train(state, own, pretrain=True)
+        results.append([torch.tensor(values), *weights(model, state)])
+    for other in results[1:]:
+        for one, theirs in zip(results[0], other, strict=True):
+            torch.testing.assert_close(one, theirs, rtol=1e-5, atol=1e-5)
+
+
 def test_two_ranks_make_the_steps_of_one() -> None:
-    check_ranks(over_ranks, size=2, limit_s=240)
+    check_ranks(over_ranks, sharded, size=2, limit_s=240)
+
+
+# Torch's tracer instantiates autograd functions, and looks at the gradients of all inputs.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_compiled_step_is_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    compiled = partial(nn.Module.compile, backend="aot_eager")
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled(self, **options))
+    context, results = DistributedContext(0, 1, torch.device("cpu")), []
+    for is_compiled in (False, True):
+        model, state = make(pretraining(compile=is_compiled), context)
+        values = train(state, slice(None), pretrain=True)
+        results.append([torch.tensor(values), *(p.detach() for p in model.parameters())])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_a_recorded_step_is_that_step() -> None:
