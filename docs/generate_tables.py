@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "profiling"), str(ROOT / "profiling/studie
 from bench import rows as results  # noqa: E402 (found on the path above)
 from plot import newest  # noqa: E402
 
-PAGES = ("README.md", "docs/benchmarks.md")
+PAGES = ("README.md", "docs/audio-without-text.md", "docs/benchmarks.md")
 _TABLE = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.S)
 _SYSTEMS = ("packed_static", "packed", "sync_bucketed_2d", "random", "transformers")
 _NAMES = {
@@ -122,6 +122,59 @@ def padding() -> str:
     return markdown(titles, lines, texts=3)
 
 
+def streaming() -> str:
+    """Word errors and delay of a model by its latency."""
+    titles = ["latency", "chunk, s", "word errors", "algorithmic delay, s: median, 99 %"]
+    titles += ["further delay, ms: median, 99 %", "RTFx", "streams"]
+    lines = [
+        [
+            "whole recording" if row["context"] == "full" else f"context {row['context']}",
+            row["chunk_s"] or "-",
+            f"{100 * float(row['wer']):.2f} %",
+            f"{float(row['algorithmic_p50_s']):.2f}, {float(row['algorithmic_p99_s']):.2f}",
+            f"{1000 * float(row['delay_p50_s']):.0f}, {1000 * float(row['delay_p99_s']):.0f}",
+            f"{float(row['rtfx']):.0f}",
+            row["streams"],
+        ]
+        for row in read("streaming", "model", "method", "context", "streams", "device")
+        if row["wer"]
+    ]
+    return markdown(titles, lines)
+
+
+_WITHOUT_TEXT = {
+    "supervised": "transcripts alone",
+    "noisy_student_1": "noisy student, first generation",
+    "noisy_student_2": "noisy student, second generation",
+    "teacher": "a teacher in the loop, from the model of the transcripts",
+    "teacher_x4_rule": "the same with four times the batch, and the average's rule",
+    "teacher_x4_plain": "the same with four times the batch, without the rule",
+    "best_rq": "BEST-RQ, then the transcripts",
+    "oracle": "all 3 hours transcribed",
+}
+
+
+def audio_without_text() -> str:
+    """Word errors of ways to use audio without text: the mean and the extremes over seeds."""
+    titles = ["system", "updates", "core s", "seeds", "word errors: mean, least and most"]
+    found = read("audio_without_text", "system", "seed")
+    lines = []
+    for system, name in _WITHOUT_TEXT.items():
+        own = [row for row in found if row["system"] == system]
+        errors = [100 * float(row["wer"]) for row in own]
+        range_ = f" ({min(errors):.1f} to {max(errors):.1f})" if len(own) > 1 else ""
+        lines.append(
+            [
+                name,
+                f"{int(own[0]['updates']):,}",
+                f"{statistics.mean(float(row['cpu_s']) for row in own):.0f}",
+                str(len(own)),
+                f"{statistics.mean(errors):.1f} %{range_}",
+            ]
+        )
+    return markdown(titles, lines)
+
+
 def ladder() -> str:
     """Padding and measured time by strategy."""
     titles = ["strategy", "padding: frames / tokens / FLOPs %"]
@@ -216,7 +269,7 @@ TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
         *(training_summary, training, padding, ladder, whisper, decoder_depth, inference),
-        straggler,
+        *(straggler, streaming, audio_without_text),
     )
 }
 

@@ -65,7 +65,8 @@ class Served:
         texts: Transcript of each recording.
         algorithmic_s: Number of frames by their algorithmic delay, of which there are few values.
         delays_s: The rest of the delay, of each chunk of each stream.
-        rss_mb: Resident memory of the process after the first simulated minute, and at the end.
+        rss_mb: Resident memory of the process after the first simulated minute, and at the end;
+            None where it was not measured.
     """
 
     audio_s: float = 0.0
@@ -73,7 +74,7 @@ class Served:
     texts: list[str] = field(default_factory=list)
     algorithmic_s: Counter[float] = field(default_factory=Counter)
     delays_s: array[float] = field(default_factory=lambda: array("d"))
-    rss_mb: tuple[float, float] = (0.0, 0.0)
+    rss_mb: tuple[float, float] | None = None
 
 
 def row(recognizer: OnlineRecognizer, served: Served, streams: int) -> dict[str, Any]:
@@ -100,19 +101,20 @@ def measured(served: Served) -> dict[str, Any]:
         "audio_s": round(served.audio_s, 2),
         "rtfx": round(served.audio_s / served.busy_s, 2),
         **{name: round(float(value), 5) for name, value in times},
-        "rss_minute_1_mb": round(served.rss_mb[0], 1),
-        "rss_end_mb": round(served.rss_mb[1], 1),
+        "rss_minute_1_mb": "" if served.rss_mb is None else round(served.rss_mb[0], 1),
+        "rss_end_mb": "" if served.rss_mb is None else round(served.rss_mb[1], 1),
     }
 
 
 def described(one: Mapping[str, Any]) -> str:
     """Return a row as a line of text."""
     wer = "" if one["wer"] == "" else f"  WER {100 * one['wer']:.2f} %"
+    memory = ", memory {rss_minute_1_mb} to {rss_end_mb} MB".format(**one)
     return (
         f"{one['model']}, {one['streams']} streams, context {one['context']}: RTFx {one['rtfx']}, "
         f"delay {one['algorithmic_p50_s']:.2f} s + {1000 * one['delay_p50_s']:.1f} ms (90 %: "
-        f"{1000 * one['delay_p90_s']:.1f}, 99 %: {1000 * one['delay_p99_s']:.1f}), memory "
-        f"{one['rss_minute_1_mb']} to {one['rss_end_mb']} MB{wer}"
+        f"{1000 * one['delay_p90_s']:.1f}, 99 %: {1000 * one['delay_p99_s']:.1f})"
+        f"{memory if one['rss_end_mb'] else ''}{wer}"
     )
 
 
