@@ -16,7 +16,9 @@ def meet(server: TCPStore, ranks: list[int], size: int, timeout_s: float = 10.0)
     """What each rank comes to, or its error."""
 
     def one(rank: int):
-        store = TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=timeout_s))
+        # A connection alone may take longer than ranks shall be waited for.
+        store = TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=60))
+        store.set_timeout(timedelta(seconds=timeout_s))
         try:
             return agree_on_restart_id(store, rank, size, timeout_s)
         except RuntimeError as error:
