@@ -118,13 +118,17 @@ faults: $(VENV)/.test
 fuzz: $(VENV)/.test
 	PYTHONPATH=.:kernels $(BIN)/python -m tests.security.fuzz $(INPUTS)
 
-# Without a network pip-audit ends with an error, and nothing is claimed about dependencies.
+# Nothing is claimed about dependencies of which pip-audit has no data: without a network it ends
+# with an error, and of a mirror without advisories it says that nothing is known.
 audit: $(VENV)/.audit
 	$(BIN)/bandit --quiet --severity-level medium --recursive effasr kernels/effasr_kernels
 	@if ! $(BIN)/pip-audit --skip-editable > $(VENV)/audit.log 2>&1; then \
 	  if grep -q "known vulnerabilit" $(VENV)/audit.log; then cat $(VENV)/audit.log; exit 1; fi; \
 	  echo "audit: pip-audit cannot reach its data, so dependencies were NOT checked:"; \
 	  tail -n 1 $(VENV)/audit.log; \
+	elif grep -q "could not be audited" $(VENV)/audit.log; then \
+	  echo "audit: pip-audit has no data, so these dependencies were NOT checked:"; \
+	  sed -n 's/.*could not be audited: //p' $(VENV)/audit.log | paste -s -d, | fold -s -w 100; \
 	fi
 
 lint: $(VENV)/.test

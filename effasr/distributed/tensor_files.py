@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
+
+from effasr.untrusted.tensor_metadata import read_metadata
 
 
 def write(
@@ -54,10 +56,10 @@ def write(
 
 
 def describe(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return the full shape and the dtype of each tensor."""
+    """Return the full shape and the dtype of each tensor; raises as `read_metadata`."""
     return {
         name: (item.size, item.properties.dtype)
-        for name, item in _metadata(folder).state_dict_metadata.items()
+        for name, item in read_metadata(folder).state_dict_metadata.items()
         if isinstance(item, TensorStorageMetadata)
     }
 
@@ -67,16 +69,26 @@ def read(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
     Raises:
         KeyError: A name is not in the folder.
+        OSError, ValueError: As `read_metadata`.
     """
-    reader, metadata = FileSystemReader(folder), _metadata(folder)
+    reader, metadata = FileSystemReader(folder), read_metadata(folder)
     if missing := sorted(tensors.keys() - metadata.state_dict_metadata.keys()):
         raise KeyError(f"{folder} has no {missing[0]}")
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, True)
-    local = reader.prepare_local_plan(planner.create_local_plan())
-    (plan,) = reader.prepare_global_plan(planner.create_global_plan([local]))
-    reader.read_data(planner.finish_plan(plan), planner).wait()
+    try:
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
+        reader.set_up_storage_reader(metadata, True)
+        local = reader.prepare_local_plan(planner.create_local_plan())
+        (plan,) = reader.prepare_global_plan(planner.create_global_plan([local]))
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+    except (OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # torch and zipfile raise many kinds.
+        # The first line: a refusal of torch goes on with advice to load without limits.
+        (reason, *_) = str(error).splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"{folder} holds damaged tensors: {reason[:200]}. Restore the checkpoint."
+        ) from error
 
 
 def read_whole(folder: Path) -> dict[str, Tensor]:
@@ -85,7 +97,3 @@ def read_whole(folder: Path) -> dict[str, Tensor]:
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in described}
     read(tensors, folder)
     return tensors
-
-
-def _metadata(folder: Path) -> Metadata:
-    return FileSystemReader(folder).read_metadata()

@@ -78,6 +78,8 @@ def _for_format(path: Path) -> list[Callable[[Path, Path, Random], str]]:
         return [_safetensors]
     if name.endswith(".jinja"):
         return [_template]
+    if name == ".metadata":
+        return [_pickle]
     if head[257:262] == b"ustar":
         return [_tar]
     if head[:4] == b"PK\3\4":
@@ -364,6 +366,33 @@ def _zip(path: Path, folder: Path, random: Random) -> str:
         for part, data in parts.items():
             file.writestr(part, data)
     return f"zip {kind}"
+
+
+def _pickle(path: Path, folder: Path, random: Random) -> str:
+    """Change a value of a pickle, or let it run a program."""
+    kind = random.choice(("program", "program within", "bytes", "bytes", "name", "size"))
+    data, payload = path.read_bytes(), _Payload(folder.parent / OUTSIDE)
+    if kind == "program":
+        data = pickle.dumps({"a": payload}, protocol=2)
+    elif kind == "program within":
+        # Without the head and the end, as a value that is put away.
+        data = data[:2] + pickle.dumps(payload, protocol=2)[2:-1] + b"0" + data[2:]
+    elif kind == "bytes" and data:
+        changed = bytearray(data)
+        for _ in range(random.choice((1, 1, 4))):
+            changed[random.randrange(len(changed))] = random.randrange(256)
+        data = bytes(changed)
+    elif kind == "name":
+        # Of the same length, as the length is written before it.
+        name = random.choice(sorted(set(re.findall(rb"[A-Za-z_.0-9]{5,}", data))) or [b""])
+        data = data.replace(name, random.choice((b"../" + name[3:], b"/" + name[1:], name[::-1])))
+    else:
+        # K and a byte is an integer below 256, J and four bytes any other of 32 bits.
+        places = [found.start() for found in re.finditer(rb"K.", data, re.DOTALL)] or [0]
+        place, value = random.choice(places), random.choice((-1, 1 << 30, 2**31 - 1))
+        data = data[:place] + b"J" + struct.pack("<i", value) + data[place + 2 :]
+    path.write_bytes(data)
+    return f"pickle {kind}"
 
 
 def _words(path: Path, folder: Path, random: Random) -> str:

@@ -4,19 +4,28 @@ import gzip
 import io
 import json
 import os
+import pickle
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 
 from effasr.checkpoint import CheckpointError, load_weights
 from effasr.data.audio.augmentation.clips import Clips
 from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.data.manifest.reader import read
+from effasr.distributed import tensor_files
 from effasr.interop.huggingface.files import read_weights
 from effasr.interop.nemo.archive import CONFIG, WEIGHTS, read_archive
 from effasr.untrusted import files
@@ -190,6 +199,97 @@ def test_an_archive_unpacks_to_what_a_model_of_its_size_holds(tmp_path, monkeypa
     claim = nemo(tmp_path / "claim.nemo", (CONFIG, 1 << 40, b"a: 1"))
     with pytest.raises(ValueError, match=r"claim.nemo must be a .nemo file"):
         read_archive(claim)
+
+
+class _Program:
+    def __init__(self, target: Path) -> None:
+        self._target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self._target}",)
+
+
+def _rewrite(folder: Path, change: Callable[[Metadata], object]) -> None:
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    change(found)
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+
+
+def test_metadata_of_a_checkpoint_run_no_program(tmp_path) -> None:
+    folder = tmp_path / "training"
+    tensor_files.write({"a": torch.arange(3.0)}, folder)
+    assert torch.equal(tensor_files.read_whole(folder)["a"], torch.arange(3.0))
+
+    def add(found: Metadata) -> None:
+        found.planner_data = _Program(tmp_path / "pwned")
+
+    _rewrite(folder, add)
+    with pytest.raises(ValueError, match=r"\.metadata is damaged: it names posix\.system"):
+        tensor_files.describe(folder)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_tensors_of_a_checkpoint_run_no_program(tmp_path) -> None:
+    folder = tmp_path / "training"
+    tensor_files.write({"a": torch.arange(3.0)}, folder)
+    payload = pickle.dumps(_Program(tmp_path / "pwned"), protocol=2)
+    (folder / "__0_0.distcp").write_bytes(payload + bytes(2000))
+    with pytest.raises(
+        ValueError, match="holds damaged tensors: Weights only load failed"
+    ) as error:
+        tensor_files.read_whole(folder)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "pwned").exists()
+
+
+def _as_object(found: Metadata) -> None:
+    # The planner of torch unpickles these without limits.
+    found.state_dict_metadata["a"] = BytesStorageMetadata()
+
+
+def _nothing(found: Metadata) -> None:
+    found.state_dict_metadata["a"] = StorageMeta()  # pyright: ignore[reportArgumentType]
+
+
+def _elsewhere(found: Metadata) -> None:
+    for info in found.storage_data.values():
+        info.relative_path = "../other"
+
+
+def _missing(found: Metadata) -> None:
+    for info in found.storage_data.values():
+        info.relative_path = "missing"
+
+
+def _pipe(found: Metadata) -> None:
+    for info in found.storage_data.values():
+        info.relative_path = "fifo"
+
+
+def _large(found: Metadata) -> None:
+    tensor = found.state_dict_metadata["a"]
+    assert isinstance(tensor, TensorStorageMetadata)
+    tensor.size = torch.Size([1 << 40])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_as_object, "names .*BytesStorageMetadata"),
+        (_nothing, "'a' is no tensor"),
+        (_elsewhere, "must be the name of a file in the same folder, but is '../other'"),
+        (_missing, "No such file.*missing"),
+        (_pipe, "a pipe, a device or a socket"),
+        (_large, "claims 4398046511104 bytes in files of"),
+    ],
+)
+def test_tensors_of_a_checkpoint_lie_in_its_files(tmp_path, change, message: str) -> None:
+    folder = tmp_path / "training"
+    tensor_files.write({"a": torch.arange(3.0)}, folder)
+    os.mkfifo(folder / "fifo")
+    _rewrite(folder, change)
+    with pytest.raises((ValueError, OSError), match=message):
+        tensor_files.read_whole(folder)
 
 
 def test_weights_hold_what_they_claim(tmp_path) -> None:
