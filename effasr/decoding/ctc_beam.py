@@ -124,9 +124,7 @@ class Prefixes:
         """Return only these utterances, int64 (M,)."""
         return Prefixes(*(getattr(self, field.name)[index] for field in fields(self)))
 
-    def record(
-        self, names: Sequence[int], begin: int, fusion: Fusion | None, found: NBest
-    ) -> None:
+    def record(self, names: Sequence[int], begin: int, fusion: Fusion | None, found: NBest) -> None:
         """Record the best prefixes of the utterances from index ``begin`` on, as transcripts."""
         scores = (torch.logaddexp(self.blank, self.label) + self.written)[begin:]
         if not len(scores):
