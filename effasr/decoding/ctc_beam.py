@@ -124,22 +124,51 @@ class Prefixes:
         """Return only these utterances, int64 (M,)."""
         return Prefixes(*(getattr(self, field.name)[index] for field in fields(self)))
 
+    def put(self, index: Tensor, part: Prefixes) -> Prefixes:
+        """Return prefixes of which those of some utterances, int64 (M,), are replaced."""
+        longest = max(self.labels.shape[2], part.labels.shape[2])
+        whole, part = self._with_room(longest), part._with_room(longest)
+        names = [field.name for field in fields(self)]
+        return Prefixes(
+            *(getattr(whole, name).index_copy(0, index, getattr(part, name)) for name in names)
+        )
+
+    def trimmed(self) -> Prefixes:
+        """Return the same with no tokens in empty places, and no room that none needs."""
+        is_empty = torch.maximum(self.blank, self.label) == _NONE
+        kept = replace(
+            self,
+            counts=self.counts.masked_fill(is_empty, 0),
+            labels=self.labels.masked_fill(is_empty[..., None], -1),
+        )
+        return kept._with_room(int(kept.counts.max()))
+
+    def _with_room(self, longest: int) -> Prefixes:
+        room = longest - self.labels.shape[2]
+        return replace(
+            self,
+            labels=torch.nn.functional.pad(self.labels, (0, room), value=-1),
+            frames=torch.nn.functional.pad(self.frames, (0, room)),
+        )
+
+    def ranks(self, fusion: Fusion | None) -> Tensor:
+        """Return the scores of the prefixes as transcripts, float64 (N, K)."""
+        scores = torch.logaddexp(self.blank, self.label) + self.written
+        if fusion is None:
+            return scores
+        nothing = self.counts.new_empty(*self.counts.shape, 0)
+        return scores + fusion.scores(self.labels, self.counts, nothing)[..., 0]
+
     def record(self, names: Sequence[int], begin: int, fusion: Fusion | None, found: NBest) -> None:
         """Record the best prefixes of the utterances from index ``begin`` on, as transcripts."""
-        scores = (torch.logaddexp(self.blank, self.label) + self.written)[begin:]
-        if not len(scores):
+        if begin == len(self.counts):
             return
-        if fusion is not None:
-            labels, counts = self.labels[begin:], self.counts[begin:]
-            scores = (
-                scores + fusion.scores(labels, counts, counts.new_empty(*counts.shape, 0))[..., 0]
-            )
+        own = self.keep(slice(begin, None))
+        scores = own.ranks(fusion)
         best, place = scores.sort(dim=1, descending=True, stable=True)
         place = place[:, : found.size]
         number = torch.arange(len(scores), device=place.device)[:, None]
-        labels, frames = (
-            part[begin:][number, place].flatten(0, 1) for part in (self.labels, self.frames)
-        )
+        labels, frames = (part[number, place].flatten(0, 1) for part in (own.labels, own.frames))
         several = [name for name in names for _ in range(place.shape[1])]
         found.add_rows(several, labels, best[:, : found.size].flatten(), frames=frames)
 

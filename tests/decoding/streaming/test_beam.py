@@ -206,7 +206,7 @@ def test_transducers_say_labels_at_their_likeliest_frames(kind) -> None:
             assert len(best.frames) == len(labels)
             compared += len(labels)
             equal += sum(a == b for a, b in zip(best.frames, expected, strict=True))
-    assert compared > 20
+    assert compared > 15
     # The beam adds the paths to a hypothesis before it decides which is likelier.
     assert equal > 0.8 * compared
 
