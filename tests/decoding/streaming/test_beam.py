@@ -134,7 +134,7 @@ def test_tokens_that_are_final_stay(kind) -> None:
     search = streams_of(kind, 1, head, beam=60)
     search.start(0)
     final: tuple[int, ...] = ()
-    last = 14 if kind == "tdt" else 6
+    last = 28 if kind == "tdt" else 6
     for at in fed(search, [rows[0][:last]], 7 if kind == "tdt" else 3):
         if at[0] == last:
             open_ = search.transcript(0)
