@@ -46,7 +46,8 @@ def add(command: AddCommand) -> None:
         "With --stream, raw samples on standard input are transcribed while they arrive:",
         "arecord -t raw -f S16_LE -r 16000 | effasr transcribe --run RUN --stream",
         "A model that is trained with a limited context decodes frame by frame; --latency 480ms",
-        "takes its longest chunk up to that. Others wait for pauses.",
+        "takes its longest chunk up to that, with --beam, --nbest, --confidence and (CTC) --lm.",
+        "Others wait for pauses.",
         "Any --format will do: what was written so far is a whole file at any time.",
         "",
         "What cannot be read is reported in a line of its own and the rest goes on; the exit code",
@@ -192,7 +193,7 @@ def _stream(
 ) -> int:
     """Transcribe standard input, writing each segment as soon as it is known."""
     from effasr.data.prompt import WITHOUT_SPACES
-    from effasr.transcription.online import OnlineRecognizer, context_for, transcribe_online
+    from effasr.transcription.online import online_recognizer, transcribe_online
     from effasr.transcription.outputs.writers import StreamWriter
     from effasr.transcription.recognizer import Recognizer
     from effasr.transcription.streaming import RawFormat, raw_blocks, transcribe_stream
@@ -203,13 +204,12 @@ def _stream(
         encoding=options.encoding or "s16le",
     )
     blocks = raw_blocks(sys.stdin.buffer, form, loaded.model.config.features.sample_rate)
-    if _is_online(options, loaded, prompt, decoding):
-        online = OnlineRecognizer(
+    if _is_online(loaded, prompt, decoding):
+        online = online_recognizer(
             loaded.model,
             loaded.tokenizer,
-            context=context_for(loaded.model, options.latency),
-            method=decoding.method,  # type: ignore[arg-type]  # _is_online excludes the others
-            words=options.words,
+            decoding,
+            latency_seconds=options.latency,
             spaces=prompt.target not in WITHOUT_SPACES,
         )
         segments = transcribe_online(online, blocks)
@@ -225,24 +225,15 @@ def _stream(
     return 0
 
 
-def _is_online(
-    options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt, decoding: DecodingConfig
-) -> bool:
+def _is_online(loaded: LoadedModel, prompt: Prompt, decoding: DecodingConfig) -> bool:
     """Return whether to decode frame by frame: if the model can, and no option prevents it."""
     from effasr.transcription.online import is_streamable
 
     if not is_streamable(loaded.model) or decoding.method in ("attention", "language_model"):
         return False
-    given = {
-        "--beam": decoding.beam > 1,
-        "--lm": decoding.lm is not None,
-        "--confidence": options.confidence,
-        "--target-language": not prompt.monotonic,
-    }
-    against = [name for name, is_given in given.items() if is_given]
-    if against:
-        _note(f"waits for pauses, not frame by frame, because of {' and '.join(against)}")
-    return not against
+    if not prompt.monotonic:
+        _note("waits for pauses, not frame by frame, because of --target-language")
+    return prompt.monotonic
 
 
 def _style(options: argparse.Namespace) -> Style:

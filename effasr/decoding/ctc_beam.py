@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -53,8 +53,8 @@ def ctc_beam(
     log_probs = ctc_log_probs(model, encoded)
     starts = encoded.layout.cu_seqlens[:-1].long()[torch.tensor(order, device=log_probs.device)]
     going = len(order)
-    fusion = None if lm is None else _Fusion(lm, lm_weight)
-    prefixes = _Prefixes.begin(going, beam, log_probs.device)
+    fusion = None if lm is None else Fusion(lm, lm_weight)
+    prefixes = Prefixes.begin(going, beam, log_probs.device)
     for frame in range(encoded.layout.max_seqlen + 1):
         on = sum(lengths[n] > frame for n in order[:going])
         prefixes.record(order[on:going], on, fusion, found)
@@ -62,13 +62,13 @@ def ctc_beam(
         if not going:
             break
         steps = log_probs[starts[:going] + frame].double()
-        prefixes = prefixes.first(going).read(steps, fusion)
+        prefixes = prefixes.first(going).read(steps, frame, fusion)
     return found.lists()
 
 
 @dataclass(frozen=True, slots=True)
-class _Fusion:
-    """A language model, and its weight in the scores."""
+class Fusion:
+    """A language model, and its weight in the scores of a search."""
 
     lm: TokenLM
     weight: float
@@ -84,7 +84,7 @@ class _Fusion:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefixes:
+class Prefixes:
     """K different prefixes of each of N utterances; one with a score of -inf is an empty place.
 
     Attributes:
@@ -93,6 +93,8 @@ class _Prefixes:
         written: float64 (N, K), weighted log-probability of the language model, if any.
         counts: int64 (N, K), tokens.
         labels: int64 (N, K, longest), followed by -1.
+        frames: int64 (N, K, longest), the frame at which each token is said on the likeliest path.
+        before: int64 (N,), the token that the prefixes continue; -1 for none.
     """
 
     blank: Tensor
@@ -100,42 +102,84 @@ class _Prefixes:
     written: Tensor
     counts: Tensor
     labels: Tensor
+    frames: Tensor
+    before: Tensor
 
     @classmethod
-    def begin(cls, count: int, beam: int, device: torch.device) -> _Prefixes:
+    def begin(cls, count: int, beam: int, device: torch.device) -> Prefixes:
         """Return the empty prefix of each utterance."""
         none = torch.full((count, beam), _NONE, dtype=torch.float64, device=device)
         blank = none.clone()
         blank[:, 0] = 0
         counts = torch.zeros((count, beam), dtype=torch.int64, device=device)
-        return cls(blank, none, torch.zeros_like(none), counts, counts.new_empty(count, beam, 0))
+        empty = counts.new_empty(count, beam, 0)
+        before = counts.new_full((count,), -1)
+        return cls(blank, none, torch.zeros_like(none), counts, empty, empty, before)
 
-    def first(self, count: int) -> _Prefixes:
+    def first(self, count: int) -> Prefixes:
         """Return only the first utterances."""
-        parts = self.blank, self.label, self.written, self.counts, self.labels
-        return _Prefixes(*(part[:count] for part in parts))
+        return self.keep(slice(count))
 
-    def record(
-        self, names: Sequence[int], begin: int, fusion: _Fusion | None, found: NBest
-    ) -> None:
+    def keep(self, index: Tensor | slice) -> Prefixes:
+        """Return only these utterances, int64 (M,)."""
+        return Prefixes(*(getattr(self, field.name)[index] for field in fields(self)))
+
+    def put(self, index: Tensor, part: Prefixes) -> Prefixes:
+        """Return prefixes of which those of some utterances, int64 (M,), are replaced."""
+        longest = max(self.labels.shape[2], part.labels.shape[2])
+        whole, part = self._with_room(longest), part._with_room(longest)
+        names = [field.name for field in fields(self)]
+        return Prefixes(
+            *(getattr(whole, name).index_copy(0, index, getattr(part, name)) for name in names)
+        )
+
+    def trimmed(self) -> Prefixes:
+        """Return the same with no tokens in empty places, and no room that none needs."""
+        is_empty = torch.maximum(self.blank, self.label) == _NONE
+        kept = replace(
+            self,
+            counts=self.counts.masked_fill(is_empty, 0),
+            labels=self.labels.masked_fill(is_empty[..., None], -1),
+        )
+        return kept._with_room(int(kept.counts.max()))
+
+    def _with_room(self, longest: int) -> Prefixes:
+        room = longest - self.labels.shape[2]
+        return replace(
+            self,
+            labels=torch.nn.functional.pad(self.labels, (0, room), value=-1),
+            frames=torch.nn.functional.pad(self.frames, (0, room)),
+        )
+
+    def ranks(self, fusion: Fusion | None) -> Tensor:
+        """Return the scores of the prefixes as transcripts, float64 (N, K)."""
+        scores = torch.logaddexp(self.blank, self.label) + self.written
+        if fusion is None:
+            return scores
+        nothing = self.counts.new_empty(*self.counts.shape, 0)
+        return scores + fusion.scores(self.labels, self.counts, nothing)[..., 0]
+
+    def record(self, names: Sequence[int], begin: int, fusion: Fusion | None, found: NBest) -> None:
         """Record the best prefixes of the utterances from index ``begin`` on, as transcripts."""
-        scores = (torch.logaddexp(self.blank, self.label) + self.written)[begin:]
-        if not len(scores):
+        if begin == len(self.counts):
             return
-        if fusion is not None:
-            labels, counts = self.labels[begin:], self.counts[begin:]
-            scores = (
-                scores + fusion.scores(labels, counts, counts.new_empty(*counts.shape, 0))[..., 0]
-            )
+        own = self.keep(slice(begin, None))
+        scores = own.ranks(fusion)
         best, place = scores.sort(dim=1, descending=True, stable=True)
         place = place[:, : found.size]
         number = torch.arange(len(scores), device=place.device)[:, None]
-        labels = self.labels[begin:][number, place].flatten(0, 1)
+        labels, frames = (part[number, place].flatten(0, 1) for part in (own.labels, own.frames))
         several = [name for name in names for _ in range(place.shape[1])]
-        found.add_rows(several, labels, best[:, : found.size].flatten())
+        found.add_rows(several, labels, best[:, : found.size].flatten(), frames=frames)
 
-    def read(self, steps: Tensor, fusion: _Fusion | None) -> _Prefixes:
-        """Extend by a frame: log-probabilities of tokens and blank, float64 (N, V + 1)."""
+    def read(self, steps: Tensor, frame: int | Tensor, fusion: Fusion | None) -> Prefixes:
+        """Extend by a frame.
+
+        Args:
+            steps: Log-probabilities of tokens and blank, float64 (N, V + 1).
+            frame: Number of the frame; one for all utterances, or int64 (N, 1).
+            fusion: The language model, if any.
+        """
         beam = self.blank.shape[1]
         every = torch.logaddexp(self.blank, self.label)
         last = self._last()
@@ -151,6 +195,7 @@ class _Prefixes:
         # (N, b, a): prefix b is a with one more token, so the scores of both ways to it are added.
         before = torch.where(last[:, :, None] == last[:, None], self.blank[:, None], every[:, None])
         joined = (before + again[..., None]).masked_fill(~follows, _NONE)
+        frames = self._said_again(joined, torch.logaddexp(blank, label), frame)
         label = torch.cat([label[..., None], joined], -1).logsumexp(-1)
         # (N, a, C, b)
         same = symbols[:, None, :, None] == last[:, None, None]
@@ -163,19 +208,36 @@ class _Prefixes:
         heard = torch.cat([torch.logaddexp(blank, label), grown.flatten(1)], 1)
         written = torch.cat([self.written, written.flatten(1)], 1)
         chosen = (heard + written).topk(beam).indices
-        return self._chosen(
-            chosen, blank, label, heard.gather(1, chosen), written.gather(1, chosen), symbols
-        )
+        unchanged = replace(self, blank=blank, label=label, frames=frames)
+        heard, written = heard.gather(1, chosen), written.gather(1, chosen)
+        return self._chosen(chosen, unchanged, heard, written, symbols, frame)
+
+    def _said_again(self, joined: Tensor, stays: Tensor, frame: int | Tensor) -> Tensor:
+        """Return the frames of prefixes whose last token is rather said now than before.
+
+        Args:
+            joined: (N, b, a), scores of prefix b as a and the token.
+            stays: (N, b), scores of prefix b without the token being said now.
+            frame: The current frame.
+        """
+        if not self.labels.shape[2]:
+            return self.frames
+        said, source = joined.max(-1)
+        number = torch.arange(len(source), device=source.device)[:, None]
+        now = torch.as_tensor(frame, device=source.device).expand_as(source)
+        place = (self.counts - 1).clamp(min=0)[..., None]
+        others = self.frames[number, source].scatter(2, place, now[..., None])
+        return torch.where((said > stays)[..., None], others, self.frames)
 
     def _chosen(
         self,
         chosen: Tensor,
-        blank: Tensor,
-        label: Tensor,
+        unchanged: Prefixes,
         heard: Tensor,
         written: Tensor,
         symbols: Tensor,
-    ) -> _Prefixes:
+        frame: int | Tensor,
+    ) -> Prefixes:
         """Return the chosen prefixes, of K unchanged ones and K C that grow by a token."""
         beam, candidates = self.blank.shape[1], symbols.shape[1]
         grows = chosen >= beam
@@ -185,29 +247,39 @@ class _Prefixes:
         room = int((counts + grows).max()) - self.labels.shape[2]
         number = torch.arange(len(parent), device=parent.device)[:, None]
         labels = self.labels[number, parent]
+        # A prefix that grows goes on from where its tokens were said before this frame.
+        frames = torch.where(
+            grows[..., None], self.frames[number, parent], unchanged.frames[number, parent]
+        )
         if room > 0:
             labels = torch.nn.functional.pad(labels, (0, room), value=-1)
+            frames = torch.nn.functional.pad(frames, (0, room))
         if labels.shape[2]:
             # If nothing is added, a position is overwritten with its own value.
             place = counts.clamp(max=labels.shape[2] - 1)[..., None]
-            held = labels.gather(2, place)
+            held, said = labels.gather(2, place), frames.gather(2, place)
+            now = torch.as_tensor(frame, device=said.device).expand_as(grows)
             labels = labels.scatter(
                 2, place, torch.where(grows[..., None], symbol[..., None], held)
             )
-        return _Prefixes(
-            blank=blank.gather(1, parent).masked_fill(grows, _NONE),
-            label=torch.where(grows, heard, label.gather(1, parent)),
+            frames = frames.scatter(2, place, torch.where(grows[..., None], now[..., None], said))
+        return Prefixes(
+            blank=unchanged.blank.gather(1, parent).masked_fill(grows, _NONE),
+            label=torch.where(grows, heard, unchanged.label.gather(1, parent)),
             written=written,
             counts=counts + grows,
             labels=labels,
+            frames=frames,
+            before=self.before,
         )
 
     def _last(self) -> Tensor:
-        """Return the last token of each prefix, int64 (N, K); -1 for the empty one."""
+        """Return the last token of each prefix, int64 (N, K), or the one before; -1 for none."""
+        before = self.before[:, None].expand_as(self.counts)
         if not self.labels.shape[2]:
-            return self.counts - 1
+            return before
         last = self.labels.gather(2, (self.counts - 1).clamp(min=0)[..., None])[..., 0]
-        return last.masked_fill(self.counts == 0, -1)
+        return torch.where(self.counts == 0, before, last)
 
     def _follows(self) -> Tensor:
         """Return whether prefix b is prefix a with one more token: bool (N, b, a)."""

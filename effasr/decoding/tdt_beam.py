@@ -13,6 +13,7 @@ from effasr.decoding.transducer_hypotheses import (
     NO_SCORE,
     Hypotheses,
     Utterances,
+    likelier_frames,
     mapped,
     merge_equal,
     with_equal_room,
@@ -56,7 +57,7 @@ def tdt_beam(
     ahead = now, *[empty] * max(head.config.durations)
     passed = 0
     while len(utterances):
-        ahead = _advance(head, frames, utterances, ahead, passed)
+        ahead = advance(head, frames, utterances, ahead, passed)
         passed += 1
         at_end = utterances.ends - utterances.begins == passed
         index = at_end.nonzero()[:, 0]
@@ -67,12 +68,12 @@ def tdt_beam(
     return found.lists()
 
 
-def _advance(
+def advance(
     head: Transducer,
     frames: Tensor,
     utterances: Utterances,
     ahead: Sequence[Hypotheses],
-    passed: int,
+    passed: int | Tensor,
 ) -> tuple[Hypotheses, ...]:
     """Extend the hypotheses at a frame by all symbols and durations, until all have moved on.
 
@@ -81,7 +82,7 @@ def _advance(
         frames: (T, J), projected.
         utterances: N of them.
         ahead: Hypotheses at this frame, at the next one, and so on up to the longest duration.
-        passed: Number of earlier frames.
+        passed: Number of earlier frames; one for all utterances, or int64 (N,).
 
     Returns:
         The same from the next frame on.
@@ -91,6 +92,7 @@ def _advance(
     beam = now.scores.shape[1]
     row = utterances.begins + passed
     frame, left = frames[row][:, None], (utterances.ends - row)[:, None]
+    number = (row - utterances.begins)[:, None].expand(-1, beam)
     while (now.scores > NO_SCORE).any():
         now = now.read(head)
         logits = head.logits(frame, now.predicted).to(now.scores.dtype)
@@ -99,27 +101,29 @@ def _advance(
         said = now.scores[..., None] + symbols
         full = now.counts >= utterances.limits[:, None]
         label, blank = said[..., :-1].masked_fill(full[..., None], NO_SCORE), said[..., -1]
-        for number, frames_on in enumerate(durations):
+        for place, frames_on in enumerate(durations):
             if frames_on:
-                score = lasting[..., number]
+                score = lasting[..., place]
                 blanks = (blank + score).masked_fill(frames_on > left, NO_SCORE)
                 # A label must not reach the end, because a blank must come last.
                 past = (frames_on >= left)[..., None]
                 labels = (label + score[..., None]).masked_fill(past, NO_SCORE)
                 there = later[frames_on - 1]
-                later[frames_on - 1] = _extended(there, now, blanks, labels)
+                later[frames_on - 1] = _extended(there, now, blanks, labels, number)
         scores, chosen = (label + lasting[..., :1]).flatten(1).topk(beam)
         # Later hypotheses cannot become likelier.
         bar = torch.cat([one.scores for one in later], 1).topk(beam).values[:, -1:]
         scores = scores.masked_fill(scores <= bar, NO_SCORE)
-        place, new = chosen // label.shape[-1], chosen % label.shape[-1]
-        now = now.pick(place).with_labels(scores, scores > NO_SCORE, new)
+        parent, new = chosen // label.shape[-1], chosen % label.shape[-1]
+        now = now.pick(parent).with_labels(scores, scores > NO_SCORE, new, number)
     nothing = torch.full_like(now.scores, NO_SCORE)
     empty = replace(now, scores=nothing, counts=torch.zeros_like(now.counts))
     return with_equal_room((*later, empty))
 
 
-def _extended(there: Hypotheses, now: Hypotheses, blank: Tensor, label: Tensor) -> Hypotheses:
+def _extended(
+    there: Hypotheses, now: Hypotheses, blank: Tensor, label: Tensor, frame: Tensor
+) -> Hypotheses:
     """Return the best hypotheses at a later frame: existing ones, and extensions of current ones.
 
     Args:
@@ -127,24 +131,33 @@ def _extended(there: Hypotheses, now: Hypotheses, blank: Tensor, label: Tensor) 
         now: Hypotheses at this frame.
         blank: Scores of these with a blank, (N, K).
         label: Scores of these with each label, (N, K, V).
+        frame: int64 (N, K), this frame.
     """
     there, now = with_equal_room((there, now))
     beam, classes = now.scores.shape[1], label.shape[-1]
-    scores = _with_blanks(there, now, blank)
     both = mapped(lambda *parts: torch.cat(parts, 1), there, now)
-    scores, label = merge_equal(scores, replace(both, scores=scores), label, now)
-    best, chosen = torch.cat([scores, label.flatten(1)], 1).topk(beam)
+    reached = _with_blanks(there, now, both, blank)
+    merged, label = merge_equal(reached.scores, reached, label, now, frame)
+    best, chosen = torch.cat([merged.scores, label.flatten(1)], 1).topk(beam)
     new = chosen - 2 * beam
     is_label = new >= 0
     place = torch.where(is_label, beam + new.div(classes, rounding_mode="floor"), chosen)
-    return both.pick(place).with_labels(best, is_label & (best > NO_SCORE), new % classes)
+    picked = both.pick(place)
+    picked = replace(picked, frames=likelier_frames(picked, merged, place, ~is_label))
+    return picked.with_labels(best, is_label & (best > NO_SCORE), new % classes, frame)
 
 
-def _with_blanks(there: Hypotheses, now: Hypotheses, blank: Tensor) -> Tensor:
-    """Return scores of ``there`` and ``blank``, (N, 2 K), with equal transcripts merged."""
+def _with_blanks(there: Hypotheses, now: Hypotheses, both: Hypotheses, blank: Tensor) -> Hypotheses:
+    """Return ``there``, and ``now`` with ``blank`` as scores, with equal transcripts merged."""
     # (N, now, there)
     same = (now.labels[:, :, None] == there.labels[:, None]).all(-1)
     same &= (there.scores > NO_SCORE)[:, None] & (now.scores > NO_SCORE)[..., None]
     moved = blank[..., None].masked_fill(~same, NO_SCORE)
+    likeliest, origin = moved.max(1)
+    frames = likelier_frames(there, now, origin, likeliest > there.scores)
     scores = torch.cat([there.scores[:, None], moved], 1).logsumexp(1)
-    return torch.cat([scores, blank.masked_fill(same.any(2), NO_SCORE)], 1)
+    return replace(
+        both,
+        scores=torch.cat([scores, blank.masked_fill(same.any(2), NO_SCORE)], 1),
+        frames=torch.cat([frames, now.frames], 1),
+    )

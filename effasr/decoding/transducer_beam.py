@@ -13,6 +13,7 @@ from effasr.decoding.transducer_hypotheses import (
     NO_SCORE,
     Hypotheses,
     Utterances,
+    likelier_frames,
     merge_equal,
     without_frames,
 )
@@ -49,19 +50,19 @@ def transducer_beam(
     found = without_frames(encoded, len(limits), nbest)
     utterances = Utterances.of(encoded, limits)
     hypotheses = Hypotheses.begin(head, len(utterances), beam)
-    search = _Search(
+    search = Search(
         utterances,
         best=hypotheses.scores.new_full((len(utterances), nbest), NO_SCORE),
         at=utterances.begins[:, None].expand(-1, beam),
         hypotheses=hypotheses,
     )
     while len(search.utterances):
-        search = _recorded(_advance(head, frames, search), found)
+        search = recorded(advance(head, frames, search), found)
     return found.lists()
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
+class Search:
     """N utterances with K hypotheses each.
 
     Attributes:
@@ -77,7 +78,7 @@ class _Search:
     hypotheses: Hypotheses
 
 
-def _advance(head: Transducer, frames: Tensor, search: _Search) -> _Search:
+def advance(head: Transducer, frames: Tensor, search: Search) -> Search:
     """Extend every hypothesis by the blank and by each label, and keep the K best."""
     before = search.hypotheses
     logits = head.logits(frames[search.at], before.predicted)
@@ -85,19 +86,25 @@ def _advance(head: Transducer, frames: Tensor, search: _Search) -> _Search:
     label, blank = before.scores[..., None] + steps[..., :-1], before.scores + steps[..., -1]
     full = before.counts >= search.utterances.limits[:, None]
     label = label.masked_fill(full[..., None], NO_SCORE)
-    blank, label = merge_equal(blank, before, label, before)
-    pool = torch.cat([label, blank[..., None]], -1)
+    now = search.at - search.utterances.begins[:, None]
+    merged, label = merge_equal(blank, before, label, before, now)
+    pool = torch.cat([label, merged.scores[..., None]], -1)
     scores, chosen = pool.flatten(1).topk(before.scores.shape[1])
     parent, symbol = chosen // pool.shape[-1], chosen % pool.shape[-1]
     is_label = (symbol != head.blank_id) & (scores > NO_SCORE)
+    picked = before.pick(parent)
+    said = likelier_frames(picked, merged, parent, symbol == head.blank_id)
+    after = replace(picked, frames=said).with_labels(
+        scores, is_label, symbol, now.gather(1, parent)
+    )
     return replace(
         search,
         at=search.at.gather(1, parent) + (symbol == head.blank_id),
-        hypotheses=before.pick(parent).with_labels(scores, is_label, symbol).read(head),
+        hypotheses=after.read(head),
     )
 
 
-def _recorded(search: _Search, found: NBest) -> _Search:
+def recorded(search: Search, found: NBest) -> Search:
     """Record complete hypotheses, and drop utterances that no other hypothesis can improve."""
     hypotheses = search.hypotheses
     complete = search.at == search.utterances.ends[:, None]
@@ -108,7 +115,7 @@ def _recorded(search: _Search, found: NBest) -> _Search:
     # The sum of the remaining scores bounds the score of any transcript still reachable.
     going = (left.logsumexp(1) > best[:, -1]).nonzero()[:, 0]
     at = torch.minimum(search.at, (search.utterances.ends - 1)[:, None])
-    return _Search(
+    return Search(
         search.utterances.keep(going),
         best[going],
         at[going],

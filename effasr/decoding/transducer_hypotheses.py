@@ -24,7 +24,7 @@ class Utterances:
 
     Attributes:
         names: int64 (N,), the number of each utterance in the batch.
-        begins: int64 (N,), the row of its first frame.
+        begins: int64 (N,), the row of its first frame; its frames are counted from there.
         ends: int64 (N,), the row after its last frame.
         limits: int64 (N,), of labels.
     """
@@ -61,6 +61,7 @@ class Hypotheses:
         scores: (N, K), log-probabilities.
         counts: int64 (N, K), labels so far; 0 for an empty place.
         labels: int64 (N, K, longest), followed by -1.
+        frames: int64 (N, K, longest), the frame at which each label is said on the likeliest path.
         is_new: bool (N, K), whether the predictor has yet to read the last label.
         predicted: (N, K, J), the predictor's share of the joint network.
         state: State of the predictor, (N, K, ...) each.
@@ -69,6 +70,7 @@ class Hypotheses:
     scores: Tensor
     counts: Tensor
     labels: Tensor
+    frames: Tensor
     is_new: Tensor
     predicted: Tensor
     state: PredictorState
@@ -82,10 +84,12 @@ class Hypotheses:
         scores = torch.full(shape, NO_SCORE, dtype=wide, device=predicted.device)
         scores[:, 0] = 0
         counts = torch.zeros(shape, dtype=torch.int64, device=predicted.device)
+        empty = counts.new_empty(*shape, 0)
         return cls(
             scores=scores,
             counts=counts,
-            labels=counts.new_empty(*shape, 0),
+            labels=empty,
+            frames=empty,
             is_new=counts.bool(),
             predicted=predicted.unflatten(0, shape),
             state=tuple(part.unflatten(0, shape) for part in state),
@@ -100,8 +104,10 @@ class Hypotheses:
         rows = torch.arange(len(place), device=place.device)[:, None]
         return mapped(lambda part: part[rows, place], self)
 
-    def with_labels(self, scores: Tensor, is_label: Tensor, label: Tensor) -> Hypotheses:
-        """These scores, and one more label where ``is_label``; (N, K) each."""
+    def with_labels(
+        self, scores: Tensor, is_label: Tensor, label: Tensor, frame: Tensor
+    ) -> Hypotheses:
+        """These scores, and one more label where ``is_label``, said at a frame; (N, K) each."""
         padded = F.pad(self.labels, (0, 1), value=-1)
         # Without a new label, the position after the last one keeps its value.
         new = torch.where(is_label, label, -1)[..., None]
@@ -110,6 +116,7 @@ class Hypotheses:
             scores=scores,
             counts=(self.counts + is_label).masked_fill(scores == NO_SCORE, 0),
             labels=padded.scatter(2, self.counts[..., None], new),
+            frames=F.pad(self.frames, (0, 1)).scatter(2, self.counts[..., None], frame[..., None]),
             is_new=self.is_new | is_label,
         )
 
@@ -138,7 +145,12 @@ class Hypotheses:
         row, place = (self.scores > least).nonzero(as_tuple=True)
         if len(row):
             names = utterances.names[row].tolist()
-            found.add_rows(names, self.labels[row, place], self.scores[row, place])
+            found.add_rows(
+                names,
+                self.labels[row, place],
+                self.scores[row, place],
+                frames=self.frames[row, place],
+            )
 
 
 def without_frames(encoded: PackedSequence, count: int, nbest: int) -> NBest:
@@ -158,9 +170,15 @@ def mapped(change: Callable[..., Tensor], *several: Hypotheses) -> Hypotheses:
     return Hypotheses(**parts, state=state)
 
 
+def put(whole: Hypotheses, index: Tensor, part: Hypotheses) -> Hypotheses:
+    """Return hypotheses of which those of some utterances, int64 (M,), are replaced."""
+    whole, part = with_equal_room((whole, part))
+    return mapped(lambda all_, some: all_.index_copy(0, index, some), whole, part)
+
+
 def merge_equal(
-    scores: Tensor, reached: Hypotheses, label: Tensor, source: Hypotheses
-) -> tuple[Tensor, Tensor]:
+    scores: Tensor, reached: Hypotheses, label: Tensor, source: Hypotheses, frame: Tensor
+) -> tuple[Hypotheses, Tensor]:
     """Add the scores of new labels to hypotheses that already have the same transcript.
 
     Hypothesis b of ``source`` with one more label is hypothesis a of ``reached`` where b has all
@@ -171,12 +189,14 @@ def merge_equal(
         reached: A hypotheses of each utterance.
         label: (N, B, V), scores of each hypothesis of ``source`` with each label.
         source: B hypotheses, with room for as many labels as ``reached``.
+        frame: int64 (N, B), at which ``source`` says its next label.
 
     Returns:
-        ``scores`` with what is added, and ``label`` without it.
+        ``reached`` with ``scores`` and what is added, and the frames of the likeliest way; and
+        ``label`` without what is added.
     """
     if not reached.labels.shape[-1]:
-        return scores, label
+        return replace(reached, scores=scores), label
     before_last = (reached.counts - 1).clamp(min=0)[..., None]
     last = reached.labels.gather(2, before_last)[..., 0]
     shortened = reached.labels.scatter(2, before_last, -1)
@@ -186,15 +206,36 @@ def merge_equal(
     same &= (reached.scores > NO_SCORE)[:, None] & (source.scores > NO_SCORE)[..., None]
     index = last.clamp(min=0)[:, None].expand(same.shape)
     moved = label.gather(2, index).masked_fill(~same, NO_SCORE)
-    scores = torch.cat([scores[:, None], moved], 1).logsumexp(1)
+    likeliest, origin = moved.max(1)
+    said = likelier_frames(reached, source, origin, likeliest > scores)
+    now = torch.where(
+        likeliest > scores, frame.gather(1, origin), said.gather(2, before_last)[..., 0]
+    )
+    merged = replace(
+        reached,
+        scores=torch.cat([scores[:, None], moved], 1).logsumexp(1),
+        frames=said.scatter(2, before_last, now[..., None]),
+    )
     kept = torch.where(same, NO_SCORE, torch.inf).to(label.dtype)
-    return scores, label.scatter_reduce(2, index, kept, "amin")
+    return merged, label.scatter_reduce(2, index, kept, "amin")
+
+
+def likelier_frames(
+    reached: Hypotheses, source: Hypotheses, origin: Tensor, is_likelier: Tensor
+) -> Tensor:
+    """Return frames of labels: those of hypothesis ``origin``, (N, A), where it is likelier."""
+    rows = torch.arange(len(origin), device=origin.device)[:, None]
+    return torch.where(is_likelier[..., None], source.frames[rows, origin], reached.frames)
 
 
 def with_equal_room(several: Sequence[Hypotheses]) -> tuple[Hypotheses, ...]:
     """Return hypotheses with room for as many labels as the longest transcript has."""
     longest = max(int(one.counts.max()) for one in several)
     return tuple(
-        replace(one, labels=F.pad(one.labels, (0, longest - one.labels.shape[-1]), value=-1))
+        replace(
+            one,
+            labels=F.pad(one.labels, (0, longest - one.labels.shape[-1]), value=-1),
+            frames=F.pad(one.frames, (0, longest - one.frames.shape[-1])),
+        )
         for one in several
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -13,8 +15,20 @@ from torch import Tensor
 
 from effasr.data.audio.waveform import is_plausible
 from effasr.data.tokenizer import Tokenizer
+from effasr.decoding.confidence.calibration import Calibration, load_calibration
+from effasr.decoding.confidence.streaming import StreamConfidences
+from effasr.decoding.config import LM_WEIGHT, DecodingConfig
+from effasr.decoding.ctc_beam import Fusion
+from effasr.decoding.greedy import check_config, load_lm
+from effasr.decoding.lm.ngram import TokenLM
+from effasr.decoding.nbest.hypothesis import Hypothesis
+from effasr.decoding.streaming.beam import BeamStreams, OpenTranscript
 from effasr.decoding.streaming.ctc import CTCStreams
+from effasr.decoding.streaming.ctc_beam import CTCBeamStreams
+from effasr.decoding.streaming.emitted import Emitted
+from effasr.decoding.streaming.tdt_beam import TDTBeamStreams
 from effasr.decoding.streaming.transducer import TransducerStreams
+from effasr.decoding.streaming.transducer_beam import TransducerBeamStreams
 from effasr.model.asr import ASRModel
 from effasr.model.checks import check
 from effasr.model.encoder import FastConformerConfig
@@ -23,7 +37,12 @@ from effasr.nn.parameters.evaluating import evaluating
 from effasr.transcription.inputs.prefetch import ahead
 from effasr.transcription.inputs.stream_loudness import StreamLoudness
 from effasr.transcription.inputs.vad import is_speech
-from effasr.transcription.results import Segment
+from effasr.transcription.results import (
+    Alternative,
+    Segment,
+    WordConfidence,
+    word_confidences,
+)
 from effasr.transcription.word_timestamps import Word, word_timestamps
 from effasr_kernels import Context, PackedLayout, PackedSequence
 
@@ -97,13 +116,66 @@ def context_for(model: ASRModel, latency_seconds: float | None) -> Context:
     return max(short, key=lambda one: (one.chunk, one.left or 0))
 
 
+def online_recognizer(
+    model: ASRModel,
+    tokenizer: Tokenizer,
+    config: DecodingConfig,
+    *,
+    latency_seconds: float | None = None,
+    spaces: bool = True,
+) -> OnlineRecognizer:
+    """Return a recognizer of one stream, with the search of a configuration.
+
+    What it says of batches and of cutting recordings has no effect.
+
+    Args:
+        model: See `OnlineRecognizer`.
+        tokenizer: Tokenizer of the model.
+        config: The configuration.
+        latency_seconds: Longest chunk; by default that of the model's first context.
+        spaces: Whether spaces separate words; else each character is one.
+
+    Raises:
+        OSError: The language model or the calibration cannot be read.
+        ValueError: The model looks ahead or has no context with so short a chunk, or an option has
+            no effect, or needs the whole recording.
+    """
+    context = context_for(model, latency_seconds)
+    method = _check_model(model, config.method, [context])
+    for name, remedy in (
+        ("second_lm", "it reads the earlier segments of a recording, which is decoded as a whole"),
+        ("confidence", "a stream has confidences of its words: use `word_confidence`"),
+        ("score_parts", "scores are divided for tuning, on recordings"),
+    ):
+        value = getattr(config, name)
+        check(not value, name, "be left out for a stream", value, remedy)
+    # The times of words are those of the search, which needs no CTC head for them.
+    check_config(model, replace(config, method=method, words=False))
+    return OnlineRecognizer(
+        model,
+        tokenizer,
+        context=context,
+        method=method,
+        max_symbols=config.max_symbols,
+        beam=config.beam,
+        nbest=config.nbest,
+        lm=load_lm(config, model, tokenizer),
+        lm_weight=LM_WEIGHT if config.lm_weight is None else config.lm_weight,
+        words=config.words,
+        word_confidence=config.word_confidence,
+        calibration=load_calibration(config.calibration, method),
+        spaces=spaces,
+    )
+
+
 class OnlineRecognizer:
     """Transcribes streams while they arrive, several at a time in one batch.
 
     The encoder and the search keep a state of constant size for each stream, and segments have a
     longest length, so that the work and the memory of a stream do not grow with its length. The
     tokens are those of `Recognizer` with the same context on the whole recording, if it decodes it
-    as one chunk, whatever pieces the audio comes in.
+    as one chunk, whatever pieces the audio comes in. With a beam this holds for the first segment;
+    what a segment has made final does not change, and the following ones continue from it.
 
         recognizer = OnlineRecognizer(model, tokenizer)
         stream = recognizer.open()
@@ -124,9 +196,15 @@ class OnlineRecognizer:
         streams: int = 1,
         method: Method = "auto",
         max_symbols: int = 10,
+        beam: int = 1,
+        nbest: int | None = None,
+        lm: TokenLM | None = None,
+        lm_weight: float = LM_WEIGHT,
         endpoint_seconds: float | None = 1.2,
         longest_seconds: float | None = 30.0,
         words: bool = False,
+        word_confidence: bool = False,
+        calibration: Calibration | None = None,
         spaces: bool = True,
     ):
         """Prepare the states of a number of streams.
@@ -139,21 +217,38 @@ class OnlineRecognizer:
                 waits for no later frames.
             streams: Most streams that are open at a time; a batch always has this size.
             method: Search; by default the transducer's, if there is one, else that of CTC.
-            max_symbols: Most labels of a frame in the search of a transducer.
+            max_symbols: Most labels of a frame in the greedy search of a transducer.
+            beam: Hypotheses of each stream; 1 for greedy search.
+            nbest: Hypotheses of each segment to report with their scores, from 1 to ``beam``, which
+                is at least 2 then; None for none.
+            lm: Language model for shallow fusion with a CTC beam, which reads each segment as a
+                text of its own; None for none.
+            lm_weight: Factor of its log-probability, above 0.
             endpoint_seconds: Time without a token that ends a segment; None to end none by it.
             longest_seconds: A segment ends before the first word that begins so long after its
                 first token, and wherever it is twice as long; None for segments of any length.
             words: Whether segments have the times of their words, of the frames at which the search
                 emits their tokens, and of the pauses in the audio.
+            word_confidence: Whether segments have the confidences of their words: see
+                `effasr.decoding.confidence.tokens`.
+            calibration: Makes probabilities of these; None for the raw values.
             spaces: Whether spaces separate words; else each character is one.
 
         Raises:
-            ValueError: The model looks ahead, or has neither output.
+            ValueError: The model looks ahead or has neither output, or an option is out of range
+                or has no effect.
         """
         contexts = _contexts(model)[:1] if context is None else [context]
         self.method = _check_model(model, method, contexts)
         self.context = contexts[0]
         check(max_symbols >= 1, "max_symbols", "be at least 1", max_symbols)
+        _check_beam(self.method, beam, nbest, lm, lm_weight)
+        check(
+            calibration is None or word_confidence,
+            "calibration",
+            "be left out without `word_confidence`",
+            calibration,
+        )
         if endpoint_seconds is not None:
             check(endpoint_seconds > 0, "endpoint_seconds", "be above 0", endpoint_seconds)
         if longest_seconds is not None:
@@ -162,7 +257,8 @@ class OnlineRecognizer:
         features = model.config.features
         self.sample_rate, self.frame_seconds = features.sample_rate, features.framing.seconds
         self.endpoint_seconds, self.longest_seconds = endpoint_seconds, longest_seconds
-        self.words, self.spaces = words, spaces
+        self.nbest, self.words, self.spaces = nbest, words, spaces
+        self.word_confidence, self.calibration = word_confidence, calibration
         self._hop, self._factor = features.hop, features.rows_per_frame
         self._framing = features.framing
         # Samples that a window reaches beyond the beginning of its hop.
@@ -174,8 +270,11 @@ class OnlineRecognizer:
                 streams,
                 self.context,
             )
-            self._search: CTCStreams | TransducerStreams
-            if self.method == "ctc":
+            self._search: CTCStreams | TransducerStreams | BeamStreams
+            if beam > 1:
+                fusion = None if lm is None else Fusion(lm, lm_weight)
+                self._search = _beam_search(model, self.method, streams, beam, nbest or 1, fusion)
+            elif self.method == "ctc":
                 self._search = CTCStreams(model, streams)
             else:
                 assert model.transducer is not None
@@ -201,7 +300,7 @@ class OnlineRecognizer:
         slot = self._open.index(None)
         self._encoder.start(slot)
         self._search.start(slot)
-        stream = self._open[slot] = OnlineStream(self)
+        stream = self._open[slot] = OnlineStream(self, slot)
         return stream
 
     def decode(self) -> int:
@@ -227,7 +326,11 @@ class OnlineRecognizer:
         return found
 
     def _close(self, slot: int, stream: OnlineStream) -> None:
-        stream._end()
+        if isinstance(self._search, BeamStreams):
+            with evaluating(self.model):
+                stream._take_open(self._search.finish(slot))
+        with evaluating(self.model):
+            stream._end()
         self._open[slot] = None
 
     def _step(self, chunks: dict[int, np.ndarray]) -> None:
@@ -238,10 +341,10 @@ class OnlineRecognizer:
             assert stream is not None
             frames[slot] = min(self.context.chunk, stream._left())
         encoded = self._encoder.step(mel, rows, frames)
-        for slot, tokens in enumerate(self._search.step(encoded, frames)):
+        for slot, found in enumerate(self._search.step(encoded, frames)):
             stream = self._open[slot]
             if stream is not None and frames[slot]:
-                stream._add([(one.token, one.frame) for one in tokens], frames[slot])
+                stream._add(found, encoded[slot, : frames[slot]])
                 if stream._drop(self._factor * self._hop * max(0, stream.frames - 1)):
                     self._close(slot, stream)
 
@@ -281,9 +384,9 @@ class OnlineStream:
         frames: Encoder frames that are decoded.
     """
 
-    def __init__(self, recognizer: OnlineRecognizer):
+    def __init__(self, recognizer: OnlineRecognizer, slot: int):
         """Called by `OnlineRecognizer.open`."""
-        self.recognizer = recognizer
+        self.recognizer, self._slot = recognizer, slot
         self.finished = self.done = False
         self.frames = 0
         self._parts: list[np.ndarray] = []
@@ -293,6 +396,11 @@ class OnlineStream:
         self._loudness: StreamLoudness | None = None
         if recognizer.words:
             self._loudness = StreamLoudness(recognizer.sample_rate, recognizer.frame_seconds)
+        self._confidences: StreamConfidences | None = None
+        if recognizer.word_confidence:
+            self._confidences = StreamConfidences(recognizer.model, recognizer.method)
+        # What comes before this frame is final.
+        self._since = 0
 
     def feed(self, samples: np.ndarray) -> None:
         """Add samples, any number; they are decoded by `OnlineRecognizer.decode`.
@@ -341,8 +449,11 @@ class OnlineStream:
 
     @property
     def text(self) -> str:
-        """Text of the segment that is not yet final: a partial result, which only grows."""
-        return self.recognizer.tokenizer.decode(self.tokens).strip()
+        """Text of the segment that is not yet final: a partial result.
+
+        In greedy search it only grows. With a beam it is that of the likeliest hypothesis.
+        """
+        return self._text(self.tokens)
 
     def take(self) -> list[Segment]:
         """Return the final segments since the last call, in order."""
@@ -374,20 +485,68 @@ class OnlineStream:
         most = self.recognizer._framing.frames(self._end_sample) - self.frames
         return most if self.finished else max(most, self.recognizer.context.chunk)
 
-    def _add(self, tokens: Sequence[tuple[int, int]], frames: int) -> None:
-        """Add the tokens of a chunk, each with its frame, and end a segment after a pause."""
+    def _add(self, found: Sequence[Emitted] | OpenTranscript, encoded: Tensor) -> None:
+        """Add what the search has found in a chunk, and end segments.
+
+        Args:
+            found: The new tokens, or with a beam all of the open segment.
+            encoded: Frames of the chunk, (frames, encoder width).
+        """
+        self._listen(len(encoded))
+        if self._confidences is not None:
+            self._confidences.add(encoded)
+        if isinstance(found, OpenTranscript):
+            self.frames += len(encoded)
+            self._take_open(found)
+        else:
+            self._tokens += [(one.token, self.frames + one.frame) for one in found]
+            self.frames += len(encoded)
+            self._end_segments(self.frames)
+        if not self._tokens:
+            # A beam may still find that a segment has begun.
+            before = self.frames - round(_BEFORE_SECONDS / self.recognizer.frame_seconds)
+            if isinstance(found, OpenTranscript):
+                before = min(before, self._since)
+            if self._loudness is not None:
+                self._loudness.forget(before)
+            if self._confidences is not None:
+                self._confidences.forget(before)
+
+    def _take_open(self, found: OpenTranscript) -> None:
+        """Take the open transcript of a beam, and end segments."""
+        self._tokens = list(zip(found.tokens, found.frames, strict=True))
+        self._end_segments(found.read)
+
+    def _end_segments(self, read: int) -> None:
+        """End the segments that are complete, after so many frames are searched."""
+        while (end := self._next_end(read)) is not None:
+            self._end_segment(*end)
+
+    def _next_end(self, read: int) -> tuple[int, int, bool] | None:
+        """Return where the next segment ends, if it does.
+
+        Returns:
+            Its tokens, its frames, and whether speech goes on without a pause.
+        """
         pause, seconds = self.recognizer.endpoint_seconds, self.recognizer.frame_seconds
         most = None if pause is None else pause / seconds
-        self._listen(frames)
-        for token, frame in tokens:
-            self._split(self.frames + frame, most)
-            if self._is_long(token, self.frames + frame):
-                self._end_segment(goes_on=True)
-            self._tokens.append((token, self.frames + frame))
-        self.frames += frames
-        self._split(self.frames, most)
-        if self._loudness is not None and not self._tokens:
-            self._loudness.forget(self.frames - round(_BEFORE_SECONDS / seconds))
+        frames = [frame for _, frame in self._tokens]
+        for count, (before, frame) in enumerate(pairwise(frames), 1):
+            if most is not None and frame - before - 1 >= most:
+                return count, frame, False
+            if self._is_long(count):
+                return count, frame, True
+        if most is None or (frames and read - frames[-1] - 1 < most):
+            return None
+        silent = max(int(read - most), frames[-1] + 1 if frames else 0)
+        # Without tokens, a beam begins anew: what it has read counts no more.
+        if not frames and (silent <= self._since or not self._has_beam):
+            return None
+        return len(frames), silent, False
+
+    @property
+    def _has_beam(self) -> bool:
+        return isinstance(self.recognizer._search, BeamStreams)
 
     def _listen(self, frames: int) -> None:
         """Measure the loudness of the next frames."""
@@ -396,47 +555,64 @@ class OnlineStream:
             first = self.frames * size - self._begin
             self._loudness.add(self._parts[0][first : first + frames * size], frames)
 
-    def _is_long(self, token: int, frame: int) -> bool:
-        """Whether the segment is to end before a token, because it would be too long with it."""
+    def _is_long(self, count: int) -> bool:
+        """Whether the segment is to end after so many tokens, as with the next it is too long."""
         longest = self.recognizer.longest_seconds
-        if longest is None or not self._tokens:
+        if longest is None:
             return False
-        length = (frame + 1 - self._tokens[0][1]) * self.recognizer.frame_seconds
+        length = (self._tokens[count][1] + 1 - self._tokens[0][1]) * self.recognizer.frame_seconds
         if length <= longest:
             return False
-        text = self.recognizer.tokenizer.decode([*self.tokens, token])
-        begins = not self.recognizer.spaces or len(text.split()) > len(self.text.split())
+        text, longer = (self._text(self.tokens[:end]) for end in (count, count + 1))
+        begins = not self.recognizer.spaces or len(longer.split()) > len(text.split())
         return begins or length > 2 * longest
 
-    def _split(self, frame: int, most: float | None) -> None:
-        """End the segment if its last token is too long before a frame."""
-        if most is not None and self._tokens and frame - self._tokens[-1][1] - 1 >= most:
-            self._end_segment()
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self.recognizer.tokenizer.decode(list(tokens)).strip()
 
-    def _end_segment(self, *, goes_on: bool = False) -> None:
-        """End the open segment, after which speech goes on without a pause, or not."""
-        if self._tokens:
-            seconds = self.recognizer.frame_seconds
-            start, end = self._tokens[0][1] * seconds, (self._tokens[-1][1] + 1) * seconds
-            end = min(end, max(self.seconds, start))
-            self._segments.append(Segment(start, end, self.text, words=self._words(goes_on)))
-            self._tokens = []
+    def _end_segment(self, count: int, since: int, goes_on: bool = False) -> None:
+        """End a segment after its tokens, before a frame, with speech going on or not."""
+        of = self.recognizer
+        tokens, rest = self._tokens[:count], self._tokens[count:]
+        listed: list[Hypothesis] = []
+        if isinstance(of._search, BeamStreams):
+            listed = of._search.commit(self._slot, count, since)
+            found = of._search.transcript(self._slot)
+            rest = list(zip(found.tokens, found.frames, strict=True))
+        self._since = since
+        if tokens:
+            start = tokens[0][1] * of.frame_seconds
+            end = min((tokens[-1][1] + 1) * of.frame_seconds, max(self.seconds, start))
+            self._segments.append(
+                Segment(
+                    start,
+                    end,
+                    self._text([token for token, _ in tokens]),
+                    words=self._words(tokens, goes_on),
+                    alternatives=tuple(
+                        Alternative(self._text(one.tokens), one.score, one.rank)
+                        for one in listed[: of.nbest or 0]
+                    ),
+                    word_confidences=self._word_confidences(tokens, since, goes_on),
+                )
+            )
+        self._tokens = rest
 
-    def _words(self, goes_on: bool) -> tuple[Word, ...]:
-        """The words of the open segment with their times, if they are wanted."""
+    def _words(self, tokens: Sequence[tuple[int, int]], goes_on: bool) -> tuple[Word, ...]:
+        """The words of a segment with their times, if they are wanted."""
         if self._loudness is None:
             return ()
         first, of = self._loudness.first, self.recognizer
         found = word_timestamps(
-            self.tokens,
-            [(frame - first, frame - first + 1) for _, frame in self._tokens],
+            [token for token, _ in tokens],
+            [(frame - first, frame - first + 1) for _, frame in tokens],
             of.tokenizer.decode,
             frame_seconds=of.frame_seconds,
             speech=is_speech(self._loudness.levels),
             offset=first * of.frame_seconds,
             spaces=of.spaces,
         )
-        last = self._tokens[-1][1]
+        last = tokens[-1][1]
         # It stays for the next segment, which a transducer may begin at the same frame.
         self._loudness.forget(last)
         # The next word may start there. Else the last frame may extend beyond the audio, as the
@@ -444,9 +620,60 @@ class OnlineStream:
         end = last * of.frame_seconds if goes_on else self.seconds
         return tuple(replace(word, end=max(word.start, min(word.end, end))) for word in found)
 
+    def _word_confidences(
+        self, tokens: Sequence[tuple[int, int]], since: int, goes_on: bool
+    ) -> tuple[WordConfidence, ...] | None:
+        """The words of a segment before a frame with their confidences, if they are wanted."""
+        if self._confidences is None:
+            return ()
+        of, texts = self.recognizer, [token for token, _ in tokens]
+        # A transducer may say labels of both segments at the same frame.
+        end = since + 1 if goes_on and of.method == "transducer" else since
+        sure = self._confidences.of_segment(texts, end)
+        self._confidences.forget(since)
+        if sure is None:
+            return None
+        return word_confidences(
+            texts, sure, of.tokenizer.decode, spaces=of.spaces, calibration=of.calibration
+        )
+
     def _end(self) -> None:
-        self._end_segment()
+        self._end_segment(len(self._tokens), self.frames)
         self._parts, self.done = [], True
+
+
+def _check_beam(
+    method: str, beam: int, nbest: int | None, lm: TokenLM | None, lm_weight: float
+) -> None:
+    check(beam >= 1, "beam", "be at least 1", beam)
+    if nbest is not None:
+        rule = "be at least 2 with `nbest` for a stream"
+        remedy = "greedy search has no alternatives"
+        check(beam > 1, "beam", rule, beam, remedy)
+        check(1 <= nbest <= beam, "nbest", f"be from 1 to `beam` = {beam}", nbest)
+    if lm is not None:
+        rule, remedy = (
+            "be ctc with `lm`",
+            "only CTC can be joined with a language model in a stream",
+        )
+        check(method == "ctc", "method", rule, method, remedy)
+        check(beam > 1, "beam", "be at least 2 with `lm`", beam)
+        check(0 < lm_weight < math.inf, "lm_weight", "be above 0", lm_weight)
+
+
+def _beam_search(
+    model: ASRModel, method: str, streams: int, beam: int, nbest: int, fusion: Fusion | None
+) -> BeamStreams:
+    """Return the beam search of a number of streams."""
+    if method == "ctc":
+        return CTCBeamStreams(model, streams, beam, nbest, fusion)
+    assert model.transducer is not None
+    # As many tokens as in recordings: the default is of frames of 80 ms.
+    per_frame = DecodingConfig().tokens_per_frame * model.config.features.rows_per_frame / 8
+    limit = DecodingConfig(tokens_per_frame=per_frame).max_tokens
+    has_durations = model.transducer.config.durations is not None
+    search = TDTBeamStreams if has_durations else TransducerBeamStreams
+    return search(model.transducer, streams, beam, nbest, limit)
 
 
 def _contexts(model: ASRModel) -> list[Context]:

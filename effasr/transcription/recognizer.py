@@ -16,7 +16,7 @@ from effasr.data.collate import Example, collate
 from effasr.data.conversation.collate import asking, collate_conversations
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
 from effasr.data.tokenizer import ChatTokenizer, Tokenizer
-from effasr.decoding.confidence.calibration import Calibration
+from effasr.decoding.confidence.calibration import load_calibration
 from effasr.decoding.config import LM_WEIGHT, DecodingConfig
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.greedy import check_config, is_plain_greedy, load_lm
@@ -35,7 +35,7 @@ from effasr.transcription.inputs.audio_stream import AudioStream
 from effasr.transcription.inputs.chunking import Chunk, cut_at_pauses
 from effasr.transcription.inputs.prefetch import prefetch
 from effasr.transcription.inputs.vad import is_speech, loudness, without_gaps
-from effasr.transcription.online import OnlineRecognizer, OnlineStream, context_for
+from effasr.transcription.online import OnlineStream, online_recognizer
 from effasr.transcription.packed_weights import PackedWeights
 from effasr.transcription.recordings import (
     FIRST_CHUNKS,
@@ -44,9 +44,9 @@ from effasr.transcription.recordings import (
     Request,
     take_finished,
 )
-from effasr.transcription.results import Alternative, Result, WordConfidence
+from effasr.transcription.results import Alternative, Result, WordConfidence, word_confidences
 from effasr.transcription.second_pass.rescore import SecondPass, TextScorer
-from effasr.transcription.word_timestamps import Word, word_groups, word_timestamps
+from effasr.transcription.word_timestamps import Word, word_timestamps
 
 _WINDOW_BATCHES = 2
 """Batches of audio that are loaded before batches are planned by length."""
@@ -77,7 +77,7 @@ class Recognizer:
         self._frame_samples = self._features.framing.samples
         self._method = check_config(model, self.config)
         self._lm = load_lm(self.config, model, tokenizer)
-        self._calibration = self._load_calibration()
+        self._calibration = load_calibration(self.config.calibration, self._method)
         self._second = self._load_second_pass()
         self._packed: PackedWeights | None = None
 
@@ -96,18 +96,6 @@ class Recognizer:
             scorer = load_word_ngrams(config.second_lm)
         weight = LM_WEIGHT if config.second_lm_weight is None else config.second_lm_weight
         return SecondPass(scorer, weight, config.second_word_bonus or 0.0)
-
-    def _load_calibration(self) -> Calibration | None:
-        path = self.config.calibration
-        if path is None:
-            return None
-        found = Calibration.load(path)
-        if found.method != self._method:
-            raise ValueError(
-                f"`calibration` {path} must be of the method {self._method}, but is of "
-                f"{found.method}: confidences of different methods do not compare."
-            )
-        return found
 
     @property
     def method(self) -> str:
@@ -164,7 +152,7 @@ class Recognizer:
         return prompt_rows([turn], tokenizer).tolist()
 
     def stream(self, latency_seconds: float | None = None) -> OnlineStream:
-        """Begin to transcribe audio that arrives, frame by frame, by greedy search.
+        """Begin to transcribe audio that arrives, frame by frame, with the same configuration.
 
         For many streams at a time see `effasr.transcription.online.OnlineRecognizer`, which
         ``stream.recognizer`` is, for one.
@@ -174,14 +162,10 @@ class Recognizer:
 
         Raises:
             ValueError: The model looks ahead, or has no context with so short a chunk, or the
-                configuration requests a method that needs the whole recording.
+                configuration requests what needs the whole recording.
         """
-        return OnlineRecognizer(
-            self.model,
-            self.tokenizer,
-            context=context_for(self.model, latency_seconds),
-            method=self.config.method,  # type: ignore[arg-type]
-            max_symbols=self.config.max_symbols,
+        return online_recognizer(
+            self.model, self.tokenizer, self.config, latency_seconds=latency_seconds
         ).open()
 
     def results(
@@ -385,14 +369,13 @@ class Recognizer:
     def _word_confidences(self, piece: Piece, result: Decoded) -> tuple[WordConfidence, ...] | None:
         if result.confidences is None:
             return None if self.config.word_confidence else ()
-        spaces = piece.recording.request.prompt.target not in WITHOUT_SPACES
-        places = [(n, n + 1) for n in range(len(result.tokens))]
-        words = []
-        for group in word_groups(result.tokens, places, self.tokenizer.decode, spaces):
-            value = min(result.confidences[group.first : group.last])
-            value = value if self._calibration is None else self._calibration(value)
-            words += [WordConfidence(text, value) for text in group.texts]
-        return tuple(words)
+        return word_confidences(
+            result.tokens,
+            result.confidences,
+            self.tokenizer.decode,
+            spaces=piece.recording.request.prompt.target not in WITHOUT_SPACES,
+            calibration=self._calibration,
+        )
 
     def _collated(self, pieces: list[Piece]) -> tuple[Batch, list[list[int]]]:
         """Return the batch of these pieces on the model's device, and their prompts."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from effasr.decoding.confidence.calibration import Calibration
 from effasr.decoding.decoded import Score
 from effasr.decoding.nbest.hypothesis import ScoreParts
-from effasr.transcription.word_timestamps import Word
+from effasr.transcription.word_timestamps import Word, word_groups
 
 
 def confidence(scores: Iterable[Score | None]) -> float | None:
@@ -97,6 +98,32 @@ class WordConfidence:
 
     text: str
     confidence: float
+
+
+def word_confidences(
+    tokens: Sequence[int],
+    confidences: Sequence[float],
+    decode: Callable[[list[int]], str],
+    *,
+    spaces: bool = True,
+    calibration: Calibration | None = None,
+) -> tuple[WordConfidence, ...]:
+    """Join tokens to words with their confidences.
+
+    Args:
+        tokens: Tokens of a transcript.
+        confidences: Of each token.
+        decode: The tokenizer's, from tokens to text.
+        spaces: Whether spaces separate words; else each character is one.
+        calibration: Makes probabilities of the confidences; None for the raw values.
+    """
+    words = []
+    places = [(n, n + 1) for n in range(len(tokens))]
+    for group in word_groups(tokens, places, decode, spaces):
+        value = min(confidences[group.first : group.last])
+        value = value if calibration is None else calibration(value)
+        words += [WordConfidence(text, value) for text in group.texts]
+    return tuple(words)
 
 
 @dataclass(frozen=True, slots=True)

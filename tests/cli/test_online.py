@@ -89,12 +89,42 @@ def test_the_latency_is_kept(effasr, run, piped, sharp, monkeypatch, latency, co
 Made = online.OnlineRecognizer
 
 
-def test_what_needs_pauses_says_so(effasr, run, piped) -> None:
+@pytest.fixture
+def noise_piped(piped) -> np.ndarray:
+    audio = (0.1 * np.random.default_rng(0).standard_normal(3 * RATE)).astype(np.float32)
+    piped(audio.astype("<f4").tobytes())
+    return audio
+
+
+def test_a_beam_lists_alternatives_and_confidences(effasr, run, noise_piped, sharp) -> None:
+    options = ("--json", "--confidence", "--beam", "4", "--nbest", "3", "--method", "ctc")
+    done = effasr("transcribe", "--run", run, "--stream", "--encoding", "f32le", *options)
+    assert (done.code, done.err) == (0, "")
+    rows = [json.loads(line) for line in done.out.splitlines()]
+    assert rows
+    for row in rows:
+        assert 1 < len(row["alternatives"]) <= 3
+        assert row["alternatives"][0]["text"] == row["text"]
+        scores = [one["score"] for one in row["alternatives"]]
+        assert scores == sorted(scores, reverse=True)
+        words = row["word_confidences"]
+        assert [one["word"] for one in words] == row["text"].split()
+        assert all(0 <= one["confidence"] <= 1 for one in words)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--json", "--nbest", "1"), "`beam` must be at least 2 with `nbest` for a stream"),
+        (("--length-penalty", "1"), "`length_penalty` must be left out for the method ctc"),
+        (("--lm", "words.arpa"), "`beam` must be at least 2 for CTC with the language model"),
+    ],
+)
+def test_what_has_no_effect_in_a_stream_is_refused(effasr, run, piped, options, message) -> None:
     piped(bytes(2 * RATE))
-    options = ("--json", "--confidence", "--beam", "2", "--method", "ctc")
     done = effasr("transcribe", "--run", run, "--stream", *options)
-    assert done.code == 0
-    assert "waits for pauses, not frame by frame, because of --beam and --confidence" in done.err
+    assert done.code == 2
+    assert message in done.err
 
 
 @pytest.mark.parametrize(

@@ -12,60 +12,16 @@ import torch
 from torch import Tensor
 
 from effasr.data.collate import Example, collate
-from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.transducer_greedy import transducer_greedy
-from effasr.model.asr import ASRModel, ModelConfig
-from effasr.model.encoder import FastConformerConfig
-from effasr.model.transducer import TransducerConfig
+from effasr.model.asr import ASRModel
 from effasr.transcription.inputs.vad import is_speech, loudness
 from effasr.transcription.online import OnlineRecognizer, OnlineStream, context_for, is_streamable
 from effasr.transcription.recognizer import Recognizer
 from effasr.transcription.word_timestamps import word_timestamps
 from effasr_kernels import Context, PackedSequence
-from tests.support.small_model import shake
-
-RATE = 16_000
-CONTEXTS = Context(9, 0, 3), Context(10, 0, 1), Context(14, 0, 7)
-WHOLE = Context(None, None)
-"""Also trained with, and of no use for a stream."""
-HEADS = {
-    "ctc": None,
-    "stateless": TransducerConfig(predictor="stateless", width=24, joint=16),
-    "rnnt": TransducerConfig(width=24, joint=16),
-    "tdt": TransducerConfig(width=24, joint=16, activation="tanh", durations=(0, 1, 2, 4)),
-}
-Make = Callable[..., ASRModel]
-
-
-@pytest.fixture(scope="session")
-def streaming_model(tokenizer: Tokenizer) -> Make:
-    """``streaming_model(head, **features)``, of random weights that give many tokens."""
-
-    def make(head: str, *, causal: bool = False, **features: object) -> ASRModel:
-        config = ModelConfig(
-            features=FeatureConfig(**{"mel_bins": 16, "normalize": False} | features),
-            encoder=FastConformerConfig(
-                width=32, layers=2, heads=2, feed_forward=32, subsampling_channels=4,
-                subsampling_norm=True, context=(WHOLE, *CONTEXTS), causal_convolution=True,
-                causal_subsampling=causal,
-            ),
-            decoder=None,
-            ctc=head == "ctc",
-            transducer=HEADS[head],
-        )  # fmt: skip
-        torch.manual_seed(3)
-        model = ASRModel(config, tokenizer.vocab_size).eval()
-        shake(model)
-        with torch.no_grad():
-            if model.ctc_head is not None:
-                model.ctc_head.weight.mul_(4)
-            if model.transducer is not None:
-                model.transducer.output.weight.mul_(4)
-        return model
-
-    return make
+from tests.support.streaming_model import CONTEXTS, HEADS, RATE, Make, pieces
 
 
 def _offline(model: ASRModel, audio: np.ndarray, context: Context) -> tuple[Tensor, list[int]]:
@@ -80,14 +36,6 @@ def _offline(model: ASRModel, audio: np.ndarray, context: Context) -> tuple[Tens
         else:
             (tokens,) = ctc_greedy(model, encoded, model.vocab_size)
     return encoded.values, tokens
-
-
-def _pieces(audio: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    draw, start = np.random.default_rng(size), 0
-    while start < len(audio):
-        count = size or int(draw.integers(0, 9000))
-        yield audio[start : start + count]
-        start += count
 
 
 def _recorded(recognizer: OnlineRecognizer) -> dict[int, list[Tensor]]:
@@ -124,7 +72,7 @@ def test_a_stream_is_the_whole_recording(
         recognizer = OnlineRecognizer(model, tokenizer, context=context, endpoint_seconds=None)
         encoded, stream = _recorded(recognizer), recognizer.open()
         heard: list[int] = []
-        for piece in _pieces(audio, size):
+        for piece in pieces(audio, size):
             stream.feed(piece)
             recognizer.decode()
             # What is recognized stays.
@@ -189,9 +137,9 @@ def test_many_streams_do_not_touch_each_other(
     while waiting or running:
         while waiting and len(running) < 2:
             name, audio = waiting.pop()
-            running[name] = recognizer.open(), _pieces(audio, 3000 + 500 * name)
-        for name, (stream, pieces) in list(running.items()):
-            piece = next(pieces, None)
+            running[name] = recognizer.open(), pieces(audio, 3000 + 500 * name)
+        for name, (stream, coming) in list(running.items()):
+            piece = next(coming, None)
             if piece is None:
                 stream.finish()
             else:
@@ -239,7 +187,7 @@ def test_a_long_segment_ends_before_a_word(
             model, tokenizer, endpoint_seconds=None, longest_seconds=longest
         )
         stream = recognizer.open()
-        for piece in _pieces(audio, 0):
+        for piece in pieces(audio, 0):
             stream.feed(piece)
             recognizer.decode()
             if longest is not None:
@@ -273,7 +221,7 @@ def test_words_are_timed_by_the_frames_of_their_tokens(
 
     recognizer._search.step = step  # type: ignore[method-assign]
     stream = recognizer.open()
-    for piece in _pieces(audio, 0):
+    for piece in pieces(audio, 0):
         stream.feed(piece)
         recognizer.decode()
     stream.finish()
@@ -309,7 +257,7 @@ def test_words_late_in_a_stream_have_their_own_times(
     )
     stream, audio = recognizer.open(), noise(seconds)
     segments = []
-    for piece in _pieces(audio, 0):
+    for piece in pieces(audio, 0):
         stream.feed(piece)
         recognizer.decode()
         segments += stream.take()

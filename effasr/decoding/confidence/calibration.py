@@ -61,3 +61,21 @@ class Calibration:
                 "but has not: fit it by `effasr evaluate --confidence` on a dev set."
             )
         return cls(float(found["slope"]), float(found["intercept"]), found["method"])
+
+
+def load_calibration(path: Path | None, method: str) -> Calibration | None:
+    """Read the calibration of a method of decoding, if there is a file.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no such file, or of another method.
+    """
+    if path is None:
+        return None
+    found = Calibration.load(path)
+    if found.method != method:
+        raise ValueError(
+            f"`calibration` {path} must be of the method {method}, but is of "
+            f"{found.method}: confidences of different methods do not compare."
+        )
+    return found

@@ -94,6 +94,29 @@ def _of_transducer(head: Transducer, rows: Tensor, text: Sequence[int]) -> tuple
     labels = torch.tensor(text, dtype=torch.int64, device=rows.device)
     layout = PackedLayout.from_lengths([len(text)], rows.device)
     predicted = head.predictor_projection(head.predictor(labels, layout))
+    return transducer_confidences(head, rows, text, predicted)
+
+
+@torch.no_grad()
+def transducer_confidences(
+    head: Transducer, rows: Tensor, text: Sequence[int], predicted: Tensor
+) -> tuple[float, ...] | None:
+    """Return the confidence of each label of one transcript by a transducer.
+
+    Args:
+        head: Transducer of the model.
+        rows: Encoder output, (T, encoder width).
+        text: U labels.
+        predicted: (U + 1, J), the predictor's share before the first label and after each.
+
+    Returns:
+        The confidences; None if no path spells the transcript.
+    """
+    if not text:
+        return ()
+    if not len(rows):
+        return None
+    labels = torch.tensor(text, dtype=torch.int64, device=rows.device)
     blank, label, lasting, sure = [], [], [], []
     # One utterance and some frames at a time, as the scores of all classes would be large.
     for frames in head.encoder_projection(rows).split(max(1, _ROWS // len(predicted))):

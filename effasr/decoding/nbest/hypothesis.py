@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -38,12 +38,15 @@ class Hypothesis:
             CTC and transducers, the sum over the alignments that the beam has kept.
         rank: What the search orders hypotheses by: the score, after penalties if there are any.
         parts: What the score is the sum of; None if not requested.
+        frames: Encoder frame at which the search says each token, on the likeliest path that the
+            beam has kept; none of a search that does not know them.
     """
 
     tokens: tuple[int, ...]
     score: float
     rank: float
     parts: ScoreParts | None = None
+    frames: tuple[int, ...] = field(default=(), compare=False)
 
 
 class NBest:
@@ -75,6 +78,7 @@ class NBest:
         labels: Tensor,
         scores: Tensor,
         ranks: Tensor | None = None,
+        frames: Tensor | None = None,
     ) -> None:
         """Add hypotheses from tensors.
 
@@ -83,12 +87,14 @@ class NBest:
             labels: int64 (M, longest); negative ids are no tokens.
             scores: (M,).
             ranks: (M,); the scores by default.
+            frames: int64 (M, longest), of the labels; None if they are not known.
         """
         ranks = scores if ranks is None else ranks
-        rows = zip(names, labels.tolist(), scores.tolist(), ranks.tolist(), strict=True)
-        for name, row, score, rank in rows:
+        times = [()] * len(labels) if frames is None else frames.tolist()
+        rows = zip(names, labels.tolist(), scores.tolist(), ranks.tolist(), times, strict=True)
+        for name, row, score, rank, said in rows:
             tokens = tuple(label for label in row if label >= 0)
-            self.add(name, Hypothesis(tokens, score, rank))
+            self.add(name, Hypothesis(tokens, score, rank, frames=tuple(said[: len(tokens)])))
 
     def lists(self) -> list[list[Hypothesis]]:
         """Return the hypotheses of each utterance, the best first."""

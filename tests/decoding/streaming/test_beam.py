@@ -1,0 +1,242 @@
+"""Beams of streams against those of whole utterances, and what is final in them."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from effasr.decoding.confidence.transducer_alignment import likeliest_frames
+from effasr.decoding.ctc_beam import Fusion, ctc_beam
+from effasr.decoding.lm.ngram import TokenNgrams
+from effasr.decoding.nbest.hypothesis import Hypothesis
+from effasr.decoding.streaming.beam import BeamStreams
+from effasr.decoding.streaming.ctc_beam import CTCBeamStreams
+from effasr.decoding.streaming.tdt_beam import TDTBeamStreams
+from effasr.decoding.streaming.transducer_beam import TransducerBeamStreams
+from effasr.decoding.tdt_beam import tdt_beam
+from effasr.decoding.transducer_beam import transducer_beam
+from effasr.model.transducer import Transducer, TransducerConfig
+from effasr_kernels import PackedSequence, pack
+from tests.decoding.cases import make_frames, make_head
+
+KINDS = "ctc", "ctc_lm", "stateless", "lstm", "tdt"
+BEAM, NBEST, LIMIT, LABELS = 4, 3, 40, 5
+LENGTHS = 23, 1, 12, 30, 9, 2
+
+
+class Given(nn.Module):
+    """A CTC head that hands its input on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros(1))
+
+    def ctc_logits(self, encoded: Tensor) -> Tensor:
+        return encoded
+
+
+def small_lm() -> TokenNgrams:
+    """Bigrams that forbid nothing; the end is token 0."""
+    draw = np.random.default_rng(0)
+    one = {(n,): (float(p), -0.2) for n, p in enumerate(-draw.uniform(0.3, 1.5, LABELS))}
+    pairs = [(a, b) for a in (-1, 1, 2, 3) for b in range(LABELS)]
+    two = {pair: (float(-draw.uniform(0.1, 2)), 0.0) for pair in pairs}
+    return TokenNgrams([one, two], LABELS, eos_id=0)
+
+
+def head_of(kind: str, seed: int = 0, scale: float = 1.0) -> Transducer:
+    config = TransducerConfig(
+        predictor="lstm" if kind == "lstm" else "stateless", width=8, joint=7, activation="tanh",
+        durations=(0, 1, 2, 4) if kind == "tdt" else None,
+    )  # fmt: skip
+    return make_head(config, LABELS, seed, scale=scale, blank=1.5)
+
+
+def streams_of(kind: str, slots: int, head: Transducer | None, beam: int = BEAM) -> BeamStreams:
+    if head is None:
+        fusion = Fusion(small_lm(), 0.5) if kind == "ctc_lm" else None
+        return CTCBeamStreams(Given(), slots, beam, NBEST, fusion)  # type: ignore[arg-type]
+    made = TDTBeamStreams if kind == "tdt" else TransducerBeamStreams
+    return made(head, slots, beam, NBEST, lambda frames: LIMIT)
+
+
+def case(kind: str, seed: int = 0) -> tuple[Transducer | None, PackedSequence]:
+    if not kind.startswith("ctc"):
+        return head_of(kind, seed), make_frames(*LENGTHS, seed=seed)
+    draw = torch.Generator().manual_seed(seed)
+    return None, pack([2 * torch.randn(n, LABELS + 1, generator=draw) for n in LENGTHS])
+
+
+@torch.no_grad()
+def whole(
+    kind: str, head: Transducer | None, encoded: PackedSequence, beam: int = BEAM
+) -> list[list[Hypothesis]]:
+    if head is None:
+        lm = (small_lm(), 0.5) if kind == "ctc_lm" else (None, 0.0)
+        return ctc_beam(Given(), encoded, beam, *lm, NBEST)  # type: ignore[arg-type]
+    search = tdt_beam if kind == "tdt" else transducer_beam
+    return search(head, encoded, beam, [LIMIT] * encoded.layout.num_sequences, NBEST)
+
+
+def fed(
+    search: BeamStreams, rows: Sequence[Tensor], chunk: int, seed: int | None = None
+) -> Iterator[list[int]]:
+    """Feed sequences to the slots, in parts of a chunk or of random sizes; yields the parts."""
+    draw = np.random.default_rng(seed)
+    at = [0] * len(rows)
+    while any(begin < len(own) for begin, own in zip(at, rows, strict=True)):
+        counts = [
+            min(len(own) - begin, chunk if seed is None else int(draw.integers(0, chunk + 1)))
+            for begin, own in zip(at, rows, strict=True)
+        ]
+        if not any(counts):
+            continue
+        encoded = torch.full((len(rows), chunk, rows[0].shape[1]), torch.nan, dtype=rows[0].dtype)
+        for slot, count in enumerate(counts):
+            encoded[slot, :count] = rows[slot][at[slot] : at[slot] + count]
+            at[slot] += count
+        search.step(encoded, counts)
+        yield at
+
+
+@pytest.mark.parametrize(("chunk", "seed"), [(1, None), (7, None), (5, 1), (40, 2)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_has_the_hypotheses_of_the_whole_utterance(kind, chunk, seed) -> None:
+    head, encoded = case(kind)
+    expected, rows = whole(kind, head, encoded), encoded.unpack()
+    search = streams_of(kind, 3, head)
+    # Slots are used a second time.
+    for first in (0, 3):
+        for slot in range(3):
+            search.start(slot)
+        for _ in fed(search, rows[first : first + 3], chunk, seed):
+            pass
+        for slot, best in enumerate(expected[first : first + 3]):
+            found = search.finish(slot)
+            assert found.read == LENGTHS[first + slot]
+            listed = search.commit(slot, len(found.tokens), found.read)
+            assert [one.tokens for one in listed] == [one.tokens for one in best]
+            assert [one.score for one in listed] == pytest.approx([one.score for one in best])
+            assert found.tokens == best[0].tokens if best else not found.tokens
+            assert found.frames == (best[0].frames if best else ())
+    assert max(len(best[0].tokens) for best in expected if best) > 4
+    assert all(len(best) == NBEST for best in expected[2:5])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_that_are_final_stay(kind) -> None:
+    """The rest are the hypotheses that begin so, and their scores continue from the likeliest."""
+    head, encoded = case(kind, seed=1)
+    rows = encoded.unpack()[3:4]
+    search = streams_of(kind, 1, head, beam=60)
+    search.start(0)
+    final: tuple[int, ...] = ()
+    last = 28 if kind == "tdt" else 6
+    for at in fed(search, [rows[0][:last]], 7 if kind == "tdt" else 3):
+        if at[0] == last:
+            open_ = search.transcript(0)
+            assert len(open_.tokens) > 1
+            final = open_.tokens[:-1]
+            before = search._hypotheses(0)
+            search.commit(0, len(final), 0)
+    after = search._hypotheses(0)
+    agree = [one for one in before if one.tokens[: len(final)] == final]
+    assert 1 < len(agree) < len(before)
+    assert [one.tokens for one in after] == [one.tokens[len(final) :] for one in agree]
+    if kind != "ctc_lm":
+        found = [one.score - after[0].score for one in after]
+        assert found == pytest.approx([one.score - agree[0].score for one in agree], abs=1e-5)
+    assert search.transcript(0).tokens == open_.tokens[len(final) :]
+
+
+def test_a_symbol_that_lasts_across_segments_is_one_token() -> None:
+    """Frames of token 1 only: what follows its segment is the same token, as without segments."""
+    logits = torch.full((1, 2, 3), -9.0)
+    logits[..., 1] = 9.0
+    search = CTCBeamStreams(Given(), 1, BEAM, 1)  # type: ignore[arg-type]
+    search.start(0)
+    assert search.step(logits, [2])[0].tokens == (1,)
+    search.commit(0, 1, 2)
+    assert search.step(logits, [2])[0].tokens == ()
+    logits[0, 0] = torch.tensor([-9.0, -9.0, 9.0])
+    again = search.step(logits, [2])[0]
+    assert (again.tokens, again.frames, again.read) == ((1,), (5,), 6)
+
+
+def test_ctc_says_a_token_at_its_likeliest_frame() -> None:
+    """The beam has known the transcript from frame 1 on, where the token was unlikely."""
+    probabilities = torch.tensor([[0.01, 0.99], [0.03, 0.97], [0.01, 0.99], [0.98, 0.02]])
+    search = CTCBeamStreams(Given(), 1, 2, 1)  # type: ignore[arg-type]
+    search.start(0)
+    first = search.step(probabilities[None, :3].log(), [3])[0]
+    assert first.tokens == ()
+    assert [one.frames for one in search._hypotheses(0)] == [(), (1,)]
+    then = search.step(probabilities[None, 3:].log(), [1])[0]
+    assert (then.tokens, then.frames) == ((0,), (3,))
+
+
+@pytest.mark.parametrize("kind", ["stateless", "tdt"])
+@torch.no_grad()
+def test_transducers_say_labels_at_their_likeliest_frames(kind) -> None:
+    compared = equal = 0
+    for seed in range(2):
+        head = head_of(kind, seed)
+        # One path has nearly all of the probability, so that sums over paths do not decide.
+        head.output.weight.mul_(20)
+        encoded = make_frames(14, 20, seed=seed)
+        for rows, (best, *_) in zip(encoded.unpack(), whole(kind, head, encoded), strict=True):
+            labels = torch.tensor(best.tokens)
+            packed = pack([labels])
+            predicted = head.predictor_projection(head.predictor(packed.values, packed.layout))
+            logits = head.logits(head.encoder_projection(rows)[:, None], predicted[None])
+            symbols = logits[..., : LABELS + 1].log_softmax(-1)
+            said = labels[None, :, None].expand(len(rows), -1, 1)
+            lasting = logits[..., LABELS + 1 :].log_softmax(-1).numpy()
+            expected = likeliest_frames(
+                symbols[..., -1].numpy(),
+                symbols[:, :-1].gather(2, said)[..., 0].numpy(),
+                lasting if kind == "tdt" else None,
+                head.config.durations or (),
+            )
+            assert list(best.frames) == sorted(best.frames)
+            assert expected is not None
+            assert len(best.frames) == len(labels)
+            compared += len(labels)
+            equal += sum(a == b for a, b in zip(best.frames, expected, strict=True))
+    assert compared > 15
+    # The beam adds the paths to a hypothesis before it decides which is likelier.
+    assert equal > 0.8 * compared
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_stream_holds_what_is_open(kind) -> None:
+    """All that is older than ten frames becomes final."""
+    head, _ = case(kind)
+    search = streams_of(kind, 1, head)
+    search.start(0)
+    rows = make_frames(300).values if head else 2 * torch.randn(300, LABELS + 1)
+    sizes, told, count = [], 0, 0
+    for at in fed(search, [rows], 6):
+        open_ = search.transcript(0)
+        assert open_.frames == tuple(sorted(open_.frames))
+        since = max(0, at[0] - 10)
+        count = sum(frame < since for frame in open_.frames)
+        search.commit(0, count, since)
+        told += count
+        assert search.transcript(0).tokens == open_.tokens[count:]
+        sizes.append(_numbers_held(search))
+    assert told > 20
+    assert max(sizes[25:]) <= 1.5 * max(sizes[5:25])
+    assert math.isfinite(search._hypotheses(0)[0].score)
+
+
+def _numbers_held(search: BeamStreams) -> int:
+    """Elements of the tensors of a search."""
+    if isinstance(search, CTCBeamStreams):
+        return search._prefixes.labels.numel()
+    assert isinstance(search, TransducerBeamStreams | TDTBeamStreams)
+    beams = search._ahead if isinstance(search, TDTBeamStreams) else (search._beams,)
+    return sum(one.labels.numel() for one in beams) + search._frames._rows[0].numel()

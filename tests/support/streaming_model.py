@@ -1,0 +1,65 @@
+"""Small models with limited contexts, whose random weights give many tokens."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.tokenizer import Tokenizer
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.encoder import FastConformerConfig
+from effasr.model.transducer import TransducerConfig
+from effasr_kernels import Context
+from tests.support.small_model import shake
+
+RATE = 16_000
+CONTEXTS = Context(9, 0, 3), Context(10, 0, 1), Context(14, 0, 7)
+WHOLE = Context(None, None)
+"""Also trained with, and of no use for a stream."""
+HEADS = {
+    "ctc": None,
+    "stateless": TransducerConfig(predictor="stateless", width=24, joint=16),
+    "rnnt": TransducerConfig(width=24, joint=16),
+    "tdt": TransducerConfig(width=24, joint=16, activation="tanh", durations=(0, 1, 2, 4)),
+}
+Make = Callable[..., ASRModel]
+
+
+@pytest.fixture(scope="session")
+def streaming_model(tokenizer: Tokenizer) -> Make:
+    """``streaming_model(head, **features)``, of random weights that give many tokens."""
+
+    def make(head: str, *, causal: bool = False, **features: object) -> ASRModel:
+        config = ModelConfig(
+            features=FeatureConfig(**{"mel_bins": 16, "normalize": False} | features),
+            encoder=FastConformerConfig(
+                width=32, layers=2, heads=2, feed_forward=32, subsampling_channels=4,
+                subsampling_norm=True, context=(WHOLE, *CONTEXTS), causal_convolution=True,
+                causal_subsampling=causal,
+            ),
+            decoder=None,
+            ctc=head == "ctc",
+            transducer=HEADS[head],
+        )  # fmt: skip
+        torch.manual_seed(3)
+        model = ASRModel(config, tokenizer.vocab_size).eval()
+        shake(model)
+        with torch.no_grad():
+            if model.ctc_head is not None:
+                model.ctc_head.weight.mul_(4)
+            if model.transducer is not None:
+                model.transducer.output.weight.mul_(4)
+        return model
+
+    return make
+
+
+def pieces(audio: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """The audio in packets of so many samples; 0 for random sizes, some of them 0."""
+    draw, start = np.random.default_rng(size), 0
+    while start < len(audio):
+        count = size or int(draw.integers(0, 9000))
+        yield audio[start : start + count]
+        start += count

@@ -1,0 +1,259 @@
+"""Streams with a beam, alternatives and confidences are as whole recordings, and end cleanly."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from effasr.data.collate import Example, collate
+from effasr.data.tokenizer import Tokenizer
+from effasr.decoding.confidence.streaming import StreamConfidences
+from effasr.decoding.confidence.tokens import token_confidences
+from effasr.decoding.config import DecodingConfig
+from effasr.decoding.ctc_beam import ctc_beam
+from effasr.decoding.nbest.hypothesis import Hypothesis
+from effasr.decoding.streaming.beam import BeamStreams
+from effasr.decoding.streaming.ctc_beam import CTCBeamStreams
+from effasr.decoding.streaming.transducer_beam import TransducerBeamStreams
+from effasr.decoding.tdt_beam import tdt_beam
+from effasr.decoding.transducer_beam import transducer_beam
+from effasr.model.asr import ASRModel
+from effasr.transcription.online import OnlineRecognizer, OnlineStream, online_recognizer
+from effasr.transcription.recognizer import Recognizer
+from effasr.transcription.results import Segment, word_confidences
+from effasr_kernels import PackedSequence
+from tests.support.streaming_model import CONTEXTS, RATE, Make, pieces
+
+BEAM, NBEST = 4, 3
+Noise = Callable[..., np.ndarray]
+
+
+def calm(model: ASRModel) -> ASRModel:
+    """Make blanks likelier, so that no transcript reaches the limit of its length."""
+    head = model.transducer
+    if head is not None:
+        with torch.no_grad():
+            head.output.bias[head.blank_id] += 6 if head.config.durations else 9
+    return model
+
+
+@torch.no_grad()
+def encoded_by(model: ASRModel, audio: np.ndarray) -> PackedSequence:
+    example = Example(id="one", audio=audio, prompt=[1], text=[], monotonic=True)
+    batch = collate([example], eos_id=3, pad_id=2, framing=model.config.features.framing)
+    model.encoder.evaluate_with(CONTEXTS[0])
+    return model.encode(batch)
+
+
+@torch.no_grad()
+def offline(model: ASRModel, encoded: PackedSequence) -> list[Hypothesis]:
+    if model.transducer is None:
+        return ctc_beam(model, encoded, BEAM, nbest=NBEST)[0]
+    limits = [DecodingConfig().max_tokens(frames) for frames in encoded.layout.lengths]
+    search = transducer_beam if model.transducer.config.durations is None else tdt_beam
+    return search(model.transducer, encoded, BEAM, limits, NBEST)[0]
+
+
+def heard(
+    recognizer: OnlineRecognizer, packets: Sequence[np.ndarray]
+) -> tuple[OnlineStream, list[Segment]]:
+    stream, found = recognizer.open(), list[Segment]()
+    for samples in packets:
+        stream.feed(samples)
+        recognizer.decode()
+        found += stream.take()
+    stream.finish()
+    recognizer.decode()
+    assert stream.done
+    return stream, found + stream.take()
+
+
+@pytest.mark.parametrize("head", ["ctc", "stateless", "tdt"])
+def test_a_stream_has_the_list_of_the_whole_recording(
+    streaming_model: Make, tokenizer: Tokenizer, noise: Noise, head: str
+) -> None:
+    model, audio = calm(streaming_model(head)), noise(2.3)
+    encoded = encoded_by(model, audio)
+    expected = offline(model, encoded)
+    assert len(expected) == NBEST
+    assert 2 < len(expected[0].tokens) < 20
+    for size in (0, 9000):
+        recognizer = OnlineRecognizer(
+            model, tokenizer, context=CONTEXTS[0], beam=BEAM, nbest=NBEST, endpoint_seconds=None,
+            word_confidence=True,
+        )  # fmt: skip
+        _, (segment,) = heard(recognizer, list(pieces(audio, size)))
+        texts = [tokenizer.decode(list(one.tokens)).strip() for one in expected]
+        assert segment.text == texts[0]
+        assert [one.text for one in segment.alternatives] == texts
+        scores = [one.score for one in segment.alternatives]
+        assert scores == pytest.approx([one.score for one in expected], abs=1e-3)
+        tokens = expected[0].tokens
+        (sure,) = token_confidences(model, recognizer.method, encoded, [()], [tokens])
+        assert sure is not None
+        words = word_confidences(tokens, sure, tokenizer.decode)
+        assert segment.word_confidences is not None
+        assert [one.text for one in segment.word_confidences] == [one.text for one in words]
+        values = [one.confidence for one in segment.word_confidences]
+        assert values == pytest.approx([one.confidence for one in words], abs=1e-4)
+
+
+@pytest.mark.parametrize("head", ["ctc", "stateless", "tdt"])
+def test_segments_do_not_depend_on_packets(
+    streaming_model: Make, tokenizer: Tokenizer, noise: Noise, head: str
+) -> None:
+    """Segments end by pauses and by their length; each has its list, words and confidences."""
+    model, audio = calm(streaming_model(head)), noise(5)
+    audio[RATE : 2 * RATE] = 0
+    found = []
+    for size in (0, 20_000):
+        recognizer = OnlineRecognizer(
+            model, tokenizer, context=CONTEXTS[0], beam=BEAM, nbest=NBEST, endpoint_seconds=0.4,
+            longest_seconds=0.8, words=True, word_confidence=True,
+        )  # fmt: skip
+        _, segments = heard(recognizer, list(pieces(audio, size)))
+        found.append([segment.as_row() for segment in segments])
+        for segment in segments:
+            assert segment.text == segment.alternatives[0].text
+            assert len({one.text for one in segment.alternatives}) > 0
+            assert [word.text for word in segment.words or ()] == segment.text.split()
+            sure = [word.text for word in segment.word_confidences or ()]
+            assert sure == segment.text.split()
+            assert segment.end - segment.start < 1.7
+        for one, after in pairwise(segments):
+            assert one.end <= after.start + recognizer.frame_seconds + 1e-6
+    assert len(found[0]) > 1
+    assert any(len(row["alternatives"]) > 1 for row in found[0])
+    for one, other in zip(*found, strict=True):
+        assert one["text"] == other["text"]
+        assert one["start"] == other["start"]
+        scores = [[a["score"] for a in row["alternatives"]] for row in (one, other)]
+        assert scores[0] == pytest.approx(scores[1], abs=1e-3)
+
+
+@pytest.mark.parametrize("head", ["ctc", "tdt"])
+def test_greedy_streams_have_the_confidences_of_recordings(
+    streaming_model: Make, tokenizer: Tokenizer, noise: Noise, head: str
+) -> None:
+    model, audio = calm(streaming_model(head)), noise(2)
+    encoded = encoded_by(model, audio)
+    recognizer = OnlineRecognizer(
+        model, tokenizer, context=CONTEXTS[0], endpoint_seconds=None, word_confidence=True
+    )
+    stream = recognizer.open()
+    stream.feed(audio)
+    recognizer.decode()
+    stream.finish()
+    tokens = []
+    end = stream._end_segment
+    stream._end_segment = lambda *a: (tokens.append(stream.tokens), end(*a))  # type: ignore
+    recognizer.decode()
+    (segment,) = stream.take()
+    (sure,) = token_confidences(model, recognizer.method, encoded, [()], tokens)
+    assert sure is not None
+    expected = word_confidences(tokens[0], sure, tokenizer.decode)
+    assert segment.word_confidences is not None
+    assert len(expected) > 1
+    for word, other in zip(segment.word_confidences, expected, strict=True):
+        assert word.text == other.text
+        assert word.confidence == pytest.approx(other.confidence, abs=1e-4)
+
+
+@pytest.mark.parametrize("head", ["stateless", "rnnt"])
+@torch.inference_mode()
+def test_confidences_of_a_later_segment_know_the_labels_before(
+    streaming_model: Make, noise: Noise, head: str
+) -> None:
+    """Both segments together have those of one transcript in which blanks divide them."""
+    model = streaming_model(head)
+    rows = encoded_by(model, noise(1.5)).values
+    labels = [4, 9, 6, 11]
+    (whole,) = token_confidences(model, "transducer", encoded_by(model, noise(1.5)), [()], [labels])
+    for split in (0, 2):
+        found = StreamConfidences(model, "transducer")
+        found.add(rows)
+        found.of_segment(labels[:split], 0)
+        later = found._predicted(labels[split:])
+        alone = StreamConfidences(model, "transducer")._predicted(labels)
+        torch.testing.assert_close(later, alone[split:], rtol=1e-5, atol=1e-6)
+    found = StreamConfidences(model, "transducer")
+    found.add(rows)
+    assert found.of_segment(labels, len(rows)) == pytest.approx(whole, abs=1e-5)
+    found.forget(7)
+    assert (found.first, sum(map(len, found._rows))) == (7, len(rows) - 7)
+
+
+@pytest.mark.parametrize("head", ["ctc", "rnnt", "tdt"])
+def test_hostile_streams_with_a_beam_end_cleanly(
+    streaming_model: Make, tokenizer: Tokenizer, head: str
+) -> None:
+    """Models that say labels in each frame, packets of one sample, and next to no audio."""
+    recognizer = OnlineRecognizer(
+        streaming_model(head), tokenizer, beam=2, nbest=2, word_confidence=True, words=True
+    )
+    single = [np.full(1, 0.1, np.float32)] * 300
+    loud = [np.sign(np.sin(np.arange(RATE, dtype=np.float32)))]
+    for packets in ([], [np.zeros(50)], single, loud, [np.zeros(0, np.float32)]):
+        stream, segments = heard(recognizer, packets)
+        assert stream.tokens == []
+        for segment in segments:
+            assert np.isfinite([one.score for one in segment.alternatives]).all()
+    assert recognizer._open == [None]
+
+
+@pytest.mark.parametrize("head", ["ctc", "tdt"])
+def test_silence_takes_no_more_memory_with_a_beam(
+    streaming_model: Make, tokenizer: Tokenizer, head: str
+) -> None:
+    recognizer = OnlineRecognizer(
+        calm(streaming_model(head)), tokenizer, context=CONTEXTS[2], beam=2, word_confidence=True
+    )
+    stream, held = recognizer.open(), []
+    for second in range(24):
+        stream.feed(np.zeros(RATE, np.float32))
+        recognizer.decode()
+        stream.take()
+        assert stream._confidences is not None
+        search = recognizer._search
+        assert isinstance(search, BeamStreams)
+        rows = sum(map(len, stream._confidences._rows))
+        labels = max(len(one.tokens) for one in search._hypotheses(0))
+        held.append((rows, labels))
+        # What it has read long ago does not count in what comes.
+        if not stream.tokens and second > 4:
+            assert stream.frames - stream._since < 40
+    assert max(rows for rows, _ in held[6:]) < 450
+    assert max(labels for _, labels in held[6:]) < 200
+
+
+def test_the_configuration_chooses_the_search(streaming_model: Make, tokenizer: Tokenizer) -> None:
+    model = streaming_model("ctc")
+    config = DecodingConfig(beam=3, nbest=2, word_confidence=True)
+    recognizer = Recognizer(model, tokenizer, config).stream().recognizer
+    assert isinstance(recognizer._search, CTCBeamStreams)
+    assert (recognizer._search.beam, recognizer.nbest) == (3, 2)
+    assert recognizer.word_confidence
+    rnnt = streaming_model("stateless")
+    other = online_recognizer(rnnt, tokenizer, DecodingConfig(beam=2), latency_seconds=0.08)
+    assert isinstance(other._search, TransducerBeamStreams)
+    assert other.context == CONTEXTS[1]
+    lm = object()
+    for made, options, message in (
+        (model, {"beam": 0}, "`beam` must be at least 1, but is 0"),
+        (model, {"nbest": 1}, "`beam` must be at least 2 with `nbest` for a stream, but is 1"),
+        (model, {"beam": 2, "nbest": 3}, "`nbest` must be from 1 to `beam` = 2, but is 3"),
+        (model, {"lm": lm}, "`beam` must be at least 2 with `lm`, but is 1"),
+        (model, {"lm": lm, "beam": 2, "lm_weight": 0}, "`lm_weight` must be above 0, but is 0"),
+        (rnnt, {"lm": lm, "beam": 2}, "`method` must be ctc with `lm`, but is transducer"),
+        (model, {"calibration": lm}, "`calibration` must be left out without `word_confidence`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            OnlineRecognizer(made, tokenizer, **options)
+    for config, message in (
+        (DecodingConfig(confidence=True), "`confidence` must be left out for a stream"),
+        (DecodingConfig(length_penalty=1.0), "`length_penalty` must be left out for the method"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            online_recognizer(model, tokenizer, config)
