@@ -17,7 +17,12 @@ from effasr.data.batch import StaticShape
 from effasr.data.config import DataConfig
 from effasr.data.conversation.batch import ConversationBatch
 from effasr.data.conversation.collate import ConversationExample, collate_conversations
-from effasr.data.conversation.epochs import epoch_mixture, of_whole_steps, token_budget
+from effasr.data.conversation.epochs import (
+    epoch_mixture,
+    of_whole_steps,
+    populations,
+    token_budget,
+)
 from effasr.data.conversation.messages import Conversation, conversations
 from effasr.data.conversation.rows import num_rows, num_targets
 from effasr.data.conversation.tokenize import conversation_rows
@@ -136,9 +141,7 @@ class ConversationCorpus:
 
     def populations(self, seed: int) -> Population | None:
         """Return the function that draws an epoch's members; None if an epoch has each once."""
-        if self.mixture is None:
-            return None
-        return self.mixture.populations(self.sources, self.amounts, seed=seed)
+        return populations(self.mixture, self.lengths, self.sources, seed=seed)
 
     def steps(self, micro_batches: int) -> int:
         """Return the approximate global steps of an epoch."""

@@ -160,8 +160,12 @@ def matched(
     order = _first(utterances, scarce, amount, seed, number)
     ends = np.cumsum(values_of(utterances, scarce)[order], dtype=np.int64)
     count = int(np.searchsorted(ends, amount, side="right"))
-    target = [total * amount // totals[scarce] for total in totals]
-    part = _adjusted(utterances, order[:count], order[count : count + _WINDOW], target, scarce)
+    kinds = range(2) if scarce < 2 else range(3)
+    target = [totals[kind] * amount // totals[scarce] for kind in kinds]
+    values = [values_of(utterances, kind) for kind in kinds]
+    chosen, waiting = order[:count], order[count : count + _WINDOW]
+    missing = [t - int(v[chosen].sum(dtype=np.int64)) for t, v in zip(target, values, strict=True)]
+    part, _ = exchanged(values, missing, target, chosen, waiting)
     return np.sort(part)
 
 
@@ -177,20 +181,29 @@ def _first(utterances: Utterances, scarce: int, amount: int, seed: int, number: 
     return np.argsort(values, kind="stable")
 
 
-def _adjusted(
-    utterances: Utterances,
+def exchanged(
+    values: Sequence[np.ndarray],
+    missing: Sequence[int],
+    units: Sequence[int],
     chosen: np.ndarray,
     waiting: np.ndarray,
-    target: list[int],
-    scarce: int,
-) -> np.ndarray:
-    """Exchange chosen utterances for waiting ones, to meet the target of each quantity."""
-    kinds = [0, 1] if scarce < 2 else [0, 1, 2]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Exchange chosen utterances for waiting ones, to meet the target of each quantity.
+
+    Args:
+        values: int32 (n,), each quantity of the utterances.
+        missing: What the chosen ones lack of the target of each quantity; negative for too much.
+        units: Amount of each quantity that counts as much as that of the others.
+        chosen: int (c,), indices of utterances; the last 256 may be exchanged.
+        waiting: int (w,), indices of utterances that are not chosen.
+
+    Returns:
+        Chosen and waiting utterances: one may also be given or taken without another in return.
+    """
     # Index -1 stands for no utterance.
     chosen, waiting = np.append(chosen, -1), np.append(waiting, -1)
-    values = [np.append(values_of(utterances, kind), np.int32(0)) for kind in kinds]
-    missing = [target[k] - int(v[chosen].sum(dtype=np.int64)) for k, v in enumerate(values)]
-    scales = [2**40 // max(1, target[kind]) for kind in kinds]
+    values, missing = [np.append(v, np.int32(0)) for v in values], list(missing)
+    scales = [2**40 // max(1, unit) for unit in units]
     for _ in range(_ADJUSTMENTS):
         out = chosen[-_WINDOW:]
         miss = np.zeros((len(out), len(waiting)), np.int64)
@@ -204,7 +217,7 @@ def _adjusted(
         for k, each in enumerate(values):
             missing[k] += int(each[chosen[i]]) - int(each[waiting[j]])
         chosen[i], waiting[j] = waiting[j], chosen[i]
-    return chosen[chosen >= 0]
+    return chosen[chosen >= 0], waiting[waiting >= 0]
 
 
 def _sample(utterances: Utterances, count: int) -> Utterances:

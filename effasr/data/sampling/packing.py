@@ -15,7 +15,7 @@ from effasr.data.batch import StaticShape
 from effasr.data.sampling.balance import steps as grouped
 from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
 from effasr.data.sampling.ends import Ends, capacity
-from effasr.data.sampling.filling import Filled, Utterances, fill
+from effasr.data.sampling.filling import Filled, Utterances, budgets, fill
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.shuffle import shuffled
 
@@ -68,8 +68,11 @@ def plan_epoch(
     _check_fits(everything.tokens, members, shape.token_budget, "token_budget", "tokens")
     ends = Ends(everything, capacity(everything, shape), micro_batches, seed)
     deferred = members[:0]
+    usual = 0
     if epoch_end == "exact" or population is not None or not ends.fills_a_step:
-        num_steps = ends.least_steps
+        # These utterances may fill their budgets better than a sample of them did.
+        usual = ends.least_steps
+        num_steps = min(usual, _fewest_steps(everything, shape, micro_batches))
     else:
         num_steps = ends.num_steps(epoch)
         left = ends.carried(epoch)
@@ -84,21 +87,29 @@ def plan_epoch(
             if filled is not None:
                 return _plan(filled, utterances, order, deferred, shape, micro_batches, seed, epoch)
         # Rarely needed: all micro-batches become a little emptier.
-        num_steps += max(1, num_steps // 256)
+        num_steps = max(usual, num_steps + max(1, num_steps // 256))
 
 
-def suggest_token_budget(lengths: UtteranceLengths, frame_budget: int) -> int:
+def suggest_token_budget(
+    lengths: UtteranceLengths, frame_budget: int, sums: tuple[int, int] | None = None
+) -> int:
     """Return the token budget that this corpus fills along with the frame budget.
 
     It is raised if more than one utterance in a thousand would exceed it.
 
+    Args:
+        lengths: Lengths of the utterances.
+        frame_budget: Most frames of a micro-batch.
+        sums: Frames and tokens of which the budgets are to have the proportion; by default those
+            of the corpus.
+
     Raises:
         ValueError: The corpus has no frames.
     """
-    frames = int(lengths.frames.sum(dtype=np.int64))
+    totals = (int(x.sum(dtype=np.int64)) for x in (lengths.frames, lengths.tokens))
+    frames, tokens = totals if sums is None else sums
     if frames < 1:
         raise ValueError("`lengths` must hold at least one frame, but holds none.")
-    tokens = int(lengths.tokens.sum(dtype=np.int64))
     rank = len(lengths) - 1 - len(lengths) // 1000
     return max(
         -(-frame_budget * tokens // frames), int(np.partition(lengths.tokens, rank)[rank]), 1
@@ -156,6 +167,13 @@ def _check_fits(values: np.ndarray, members: np.ndarray, budget: int, name: str,
 def _taken(lengths: UtteranceLengths, members: np.ndarray, cost: CostModel | None) -> Utterances:
     frames, tokens = lengths.frames[members], lengths.tokens[members]
     return Utterances(frames, tokens, None if cost is None else cost.of(frames, tokens))
+
+
+def _fewest_steps(utterances: Utterances, shape: StaticShape, micro_batches: int) -> int:
+    """Return the steps that the utterances would need if they could fill every budget."""
+    limits = (limit * micro_batches for limit in budgets(shape))
+    totals = utterances.totals()
+    return max(1, *(-(-total // limit) for total, limit in zip(totals, limits, strict=True)))
 
 
 def _filled(utterances: Utterances, shape: StaticShape, micro_batches: int) -> Filled | None:

@@ -45,6 +45,15 @@ def population(
     Raises:
         ValueError: A source with a quota has no utterance, or an amount is less than 1.
     """
+    found = sequences(sources, amounts, quotas, seed=seed, epoch=epoch)
+    parts = [one.stretch(q * epoch, q * (epoch + 1)) for q, one in found]
+    return np.concatenate([*parts, np.arange(0, dtype=np.int32)])
+
+
+def sequences(
+    sources: np.ndarray, amounts: np.ndarray, quotas: Sequence[int], *, seed: int, epoch: int
+) -> list[tuple[int, SourceSequence]]:
+    """Return the quota and the sequence of each source that has a quota; see `population`."""
     if epoch < 0:
         raise ValueError(f"`epoch` must be at least 0, but is {epoch}.")
     if amounts.size and amounts.min() < 1:
@@ -52,7 +61,7 @@ def population(
         raise ValueError(f"`amounts[{worst}]` must be at least 1, but is {amounts[worst]}.")
     by_source = np.argsort(sources, kind="stable").astype(np.int32)
     bounds = np.searchsorted(sources[by_source], np.arange(len(quotas) + 1))
-    parts = []
+    found = []
     for source, quota in enumerate(quotas):
         members = by_source[bounds[source] : bounds[source + 1]]
         if not quota:
@@ -60,8 +69,50 @@ def population(
         if not members.size:
             raise ValueError(f"`quotas[{source}]` must be 0 for a source without utterances.")
         key = _source_seed(seed, source)
-        parts += _stretch(members, amounts[members], quota * epoch, quota * (epoch + 1), key)
-    return np.concatenate([*parts, np.arange(0, dtype=np.int32)])
+        found.append((quota, SourceSequence(members, amounts[members], key)))
+    return found
+
+
+class SourceSequence:
+    """A source as an endless sequence of its utterances, shuffled anew for each pass."""
+
+    def __init__(self, members: np.ndarray, amounts: np.ndarray, seed: int) -> None:
+        """Prepare the sequence.
+
+        Args:
+            members: int32 (n,), the utterances of the source.
+            amounts: int (n,), the size of each.
+            seed: Seed of the orders.
+        """
+        self.members, self._amounts, self._seed = members, amounts, seed
+        self.total = int(amounts.sum(dtype=np.int64))
+        self._passes: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def stretch(self, begin: int, end: int) -> np.ndarray:
+        """Return the utterances that begin at positions in ``[begin, end)``: int32."""
+        first, last = begin // self.total, (end - 1) // self.total
+        if first >= last:
+            return self._of_pass(first, begin, end)
+        # Passes in between are complete; their order does not matter, as the planner shuffles.
+        between = [self.members] * (last - first - 1)
+        head, tail = self._of_pass(first, begin, end), self._of_pass(last, begin, end)
+        return np.concatenate([head, *between, tail])
+
+    def begun(self, position: int) -> tuple[int, np.ndarray]:
+        """Return the complete passes before a position, and the utterances of the next one."""
+        number = position // self.total
+        return number, self._of_pass(number, number * self.total, position)
+
+    def _of_pass(self, number: int, begin: int, end: int) -> np.ndarray:
+        if number not in self._passes:
+            order = shuffled(len(self.members), self._seed, number)
+            ordered = self._amounts[order]
+            starts = np.cumsum(ordered, dtype=np.int64) - ordered
+            self._passes[number] = self.members[order], starts
+        members, starts = self._passes[number]
+        offset = number * self.total
+        low, high = np.searchsorted(starts, [begin - offset, end - offset])
+        return members[low:high]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,26 +149,6 @@ class PopulationPlanner:
         lengths = UtteranceLengths(self.lengths.frames[chosen], self.lengths.tokens[chosen])
         plan = self.make(lengths).plan(epoch)
         return replace(plan, indices=chosen[plan.indices], deferred=np.sort(chosen[plan.deferred]))
-
-
-def _stretch(
-    members: np.ndarray, amounts: np.ndarray, begin: int, end: int, seed: int
-) -> list[np.ndarray]:
-    """Return the utterances that begin in ``[begin, end)`` of a source's endless sequence."""
-    total = int(amounts.sum(dtype=np.int64))
-    first, last = begin // total, (end - 1) // total
-
-    def of_pass(number: int) -> np.ndarray:
-        order = shuffled(len(members), seed, number)
-        ends = np.cumsum(amounts[order], dtype=np.int64)
-        starts = ends - amounts[order]
-        low, high = np.searchsorted(starts, [begin - number * total, end - number * total])
-        return members[order[low:high]]
-
-    if first == last:
-        return [of_pass(first)]
-    # Passes in between are complete; their order does not matter, as the planner shuffles.
-    return [of_pass(first), *[members] * (last - first - 1), of_pass(last)]
 
 
 def _source_seed(seed: int, source: int) -> int:
