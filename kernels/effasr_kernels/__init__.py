@@ -18,6 +18,7 @@ from effasr_kernels.depthwise_conv import depthwise_conv as depthwise_conv
 from effasr_kernels.dropout_add_layer_norm import (
     dropout_add_layer_norm as dropout_add_layer_norm,
 )
+from effasr_kernels.grouped_linear import grouped_linear as grouped_linear
 from effasr_kernels.guided_attention import guided_attention as guided_attention
 from effasr_kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from effasr_kernels.packed import PackedLayout as PackedLayout

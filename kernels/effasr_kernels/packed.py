@@ -96,6 +96,17 @@ class PackedLayout:
             torch.tensor(host, dtype=torch.int32, device=device), host, rows, static_max_seqlen
         )
 
+    @classmethod
+    def from_offsets(cls, cu_seqlens: Tensor, rows: int) -> PackedLayout:
+        """Build a layout whose offsets a device has computed: the host does not read them.
+
+        Args:
+            cu_seqlens: Offsets, int32 (N + 1,), not decreasing from 0 to at most ``rows``.
+            rows: Rows of the tensors. No length is known, so `max_seqlen_bound` is ``rows``.
+        """
+        host = () if torch.compiler.is_compiling() else OffsetsOnDemand(cu_seqlens)
+        return cls(cu_seqlens, host, rows, rows)
+
     @property
     def num_sequences(self) -> int:
         """N, the number of sequences, including empty ones."""
