@@ -11,6 +11,7 @@ from effasr.cli.options import (
     RUN_HELP,
     AddCommand,
     add_confidence,
+    add_corrector,
     add_decoding,
     add_nbest,
     add_second_pass,
@@ -61,6 +62,7 @@ def add(command: AddCommand) -> None:
     add_decoding(parser)
     add_nbest(parser)
     add_second_pass(parser)
+    add_corrector(parser)
     add_confidence(parser)
 
 

@@ -231,6 +231,24 @@ def add_second_pass(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_corrector(parser: argparse.ArgumentParser) -> None:
+    """Add ``--corrector`` and its margin."""
+    parser.add_argument(
+        "--corrector",
+        type=Path,
+        metavar="RUN",
+        help="run of the recipe corrector, which reads the --nbest texts of each segment (default "
+        "of --nbest then: --beam) and writes the text",
+    )
+    parser.add_argument(
+        "--corrector-margin",
+        type=float,
+        metavar="M",
+        help="keep the text of the search unless the corrector's is likelier by more than M nats "
+        "(default: 0)",
+    )
+
+
 def add_confidence(parser: argparse.ArgumentParser) -> None:
     """Add ``--confidence`` and ``--calibration``."""
     parser.add_argument(
@@ -251,8 +269,9 @@ def add_confidence(parser: argparse.ArgumentParser) -> None:
 def decoding_config(options: argparse.Namespace, *, words: bool = False) -> DecodingConfig:
     """Return the decoding configuration that the options of `add_decoding` ask for.
 
-    Those of `add_nbest`, `add_second_pass` and `add_confidence` count as well, where the command
-    has them. What is not given comes from the file of ``--decoding``, if there is one.
+    Those of `add_nbest`, `add_second_pass`, `add_corrector` and `add_confidence` count as well,
+    where the command has them. What is not given comes from the file of ``--decoding``, if there is
+    one.
     """
     from effasr.decoding.config import DecodingConfig
     from effasr.evaluation.tuning.decoding_file import read_decoding
@@ -261,6 +280,7 @@ def decoding_config(options: argparse.Namespace, *, words: bool = False) -> Deco
         *("method", "beam", "length_penalty", "coverage_penalty", "ctc_weight"),
         *("no_repeat_ngram", "lm", "lm_unit", "lm_weight"),
         *("second_lm", "second_lm_weight", "second_word_bonus"),
+        *("corrector", "corrector_margin"),
     )
     given = {name: getattr(options, name, None) for name in names}
     chosen = {name: value for name, value in given.items() if value is not None}
@@ -268,7 +288,7 @@ def decoding_config(options: argparse.Namespace, *, words: bool = False) -> Deco
         chosen = read_decoding(options.decoding, chosen)
     chosen.setdefault("beam", options.default_beam)
     nbest = getattr(options, "nbest", None)
-    if nbest is None and "second_lm" in chosen:
+    if nbest is None and ("second_lm" in chosen or "corrector" in chosen):
         nbest = chosen["beam"]
     return DecodingConfig(
         **chosen,

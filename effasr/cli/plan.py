@@ -180,8 +180,8 @@ def _study_options(options: argparse.Namespace, request: Request) -> StudyOption
 
     data = request.data
     of_recipe = None
-    if options.recipe and not data.speech_micro_batches % options.world_size:
-        of_recipe = data.speech_micro_batches
+    if options.recipe and not data.corpus_micro_batches % options.world_size:
+        of_recipe = data.corpus_micro_batches
     given = data.strategy_options(request.limits.framing)
     return StudyOptions(
         world_size=options.world_size,

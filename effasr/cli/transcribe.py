@@ -15,6 +15,7 @@ from effasr.cli.options import (
     RUN_HELP,
     AddCommand,
     add_confidence,
+    add_corrector,
     add_decoding,
     add_nbest,
     add_second_pass,
@@ -130,6 +131,7 @@ def add(command: AddCommand) -> None:
     add_decoding(parser)
     add_nbest(parser)
     add_second_pass(parser)
+    add_corrector(parser)
     add_confidence(parser)
 
 
@@ -260,7 +262,8 @@ class _MissingTimestamps:
 
 
 def _check(options: argparse.Namespace, decoding: DecodingConfig) -> None:
-    listed = options.nbest is not None and decoding.second_lm is None
+    is_read = decoding.second_lm is not None or decoding.corrector is not None
+    listed = options.nbest is not None and not is_read
     if listed and _style(options) != "json":
         raise ValueError("`--nbest` must have `--json`: no other format holds several texts.")
     if options.confidence and _style(options) != "json":
@@ -285,6 +288,10 @@ def _check_stream(options: argparse.Namespace, decoding: DecodingConfig) -> None
         raise ValueError(
             "`--second-lm` must be left out with `--stream`: it reads the earlier segments of a "
             "recording, which is transcribed as a whole."
+        )
+    if decoding.corrector is not None:
+        raise ValueError(
+            "`--corrector` must be left out with `--stream`: it corrects recordings as a whole."
         )
     if options.files not in ([], ["-"]) or options.manifest is not None:
         raise ValueError("`--stream` must have no other input than standard input: leave out FILE.")

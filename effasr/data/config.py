@@ -63,9 +63,10 @@ class DataConfig:
         micro_batches: Micro-batches of a global step, over all ranks: the gradient of a step
             does not depend on the number of ranks that share them.
         text_share: The part of a step's micro-batches that are text-only: pairs of a text and its
-            translation, for the text encoder. Null where no manifest has such.
-        text_token_budget: Decoder tokens of a text-only micro-batch; by default as many as of
-            another.
+            translation, for the text encoder. Null where no manifest has such; 1 where all have,
+            and ``frame_budget`` are then the tokens that the text encoder reads.
+        text_token_budget: Decoder tokens of a text-only micro-batch beside others; by default as
+            many as of another.
         min_duration: Shorter utterances are dropped; seconds.
         max_duration: Longer utterances are dropped; seconds.
         filters: Further filters, and limits on what they drop.
@@ -167,13 +168,19 @@ class DataConfig:
         )
 
     @property
-    def text_micro_batches(self) -> int:
-        """Text-only micro-batches of a global step, over all ranks."""
-        return 0 if self.text_share is None else round(self.text_share * self.micro_batches)
+    def text_alone(self) -> bool:
+        """Whether all micro-batches are text-only."""
+        return self.text_share == 1
 
     @property
-    def speech_micro_batches(self) -> int:
-        """The others."""
+    def text_micro_batches(self) -> int:
+        """Text-only micro-batches beside the others of a global step, over all ranks."""
+        share = self.text_share
+        return 0 if share is None or self.text_alone else round(share * self.micro_batches)
+
+    @property
+    def corpus_micro_batches(self) -> int:
+        """The others: of speech, or of text where all are text-only."""
         return self.micro_batches - self.text_micro_batches
 
     def _check_text_share(self) -> None:
@@ -185,15 +192,21 @@ class DataConfig:
                     f"{self.text_token_budget}."
                 )
             return
-        if not 0 < share < 1 or abs(share * count - self.text_micro_batches) > 1e-6:
+        if self.text_alone:
+            if self.text_token_budget is not None:
+                raise ValueError(
+                    "`text_token_budget` must be left out where `text_share` is 1, but is "
+                    f"{self.text_token_budget}: use `token_budget`."
+                )
+        elif not 0 < share < 1 or abs(share * count - self.text_micro_batches) > 1e-6:
             if count == 1:
-                remedy = "use `micro_batches` = 2 or more"
+                remedy = "use `micro_batches` = 2 or more, or `text_share` = 1"
             else:
                 near = min(range(1, count), key=lambda number: abs(number - share * count))
                 remedy = f"use {near / count:g}, for {near} of {count}"
             raise ValueError(
-                f"`text_share` must make a whole number of micro-batches text-only, but neither "
-                f"none nor all of them; it is {share:g}, of {count}: {remedy}."
+                f"`text_share` must make a whole number of micro-batches text-only, but not none "
+                f"of them; it is {share:g}, of {count}: {remedy}."
             )
         if self.strategy != "packed":
             raise ValueError(

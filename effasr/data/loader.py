@@ -27,6 +27,7 @@ from effasr.data.batch import StaticShape
 from effasr.data.config import DataConfig
 from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.index.corpus import Corpus
+from effasr.data.index.pair_corpus import PairCorpus
 from effasr.data.micro_batch_loader import EMPTY, MicroBatchDataset, MicroBatchRef, StepBatch
 from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
 from effasr.data.sampling.plan import EpochPlan
@@ -48,7 +49,7 @@ class Loader:
 
     def __init__(
         self,
-        corpus: Corpus | ConversationCorpus,
+        corpus: Corpus | ConversationCorpus | PairCorpus,
         config: DataConfig,
         *,
         seed: int = 0,
@@ -89,7 +90,7 @@ class Loader:
             config.strategy,
             corpus.lengths,
             shape=corpus.shape,
-            micro_batches=config.speech_micro_batches,
+            micro_batches=config.corpus_micro_batches,
             # With text, a rank may have no micro-batch of speech.
             world_size=max(1, world_size - config.text_micro_batches),
             seed=seed,
@@ -128,7 +129,7 @@ class Loader:
             if corpus.text is not None:
                 text = corpus.text.plan(
                     epoch,
-                    steps=corpus.steps(config.speech_micro_batches),
+                    steps=corpus.steps(config.corpus_micro_batches),
                     micro_batches=config.text_micro_batches,
                     seed=self._seed,
                 )

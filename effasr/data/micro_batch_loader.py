@@ -18,6 +18,7 @@ from effasr.data.conversation.collate import ConversationExample
 from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.filters.rules import Dropped
 from effasr.data.index.corpus import Corpus
+from effasr.data.index.pair_corpus import PairCorpus
 
 EMPTY = np.zeros(0, dtype=np.int32)
 
@@ -89,7 +90,7 @@ class MicroBatchDataset(Dataset[StepBatch | AudioError]):
 
     def __init__(
         self,
-        corpus: Corpus | ConversationCorpus,
+        corpus: Corpus | ConversationCorpus | PairCorpus,
         config: DataConfig,
         shape: StaticShape | None,
         reading: MutableSequence[int],

@@ -74,6 +74,11 @@ class DecodingConfig:
             `effasr.transcription.second_pass.rescore`. None for none.
         second_lm_weight: Factor of its log-probability. None for 0.3, and where there is none.
         second_word_bonus: Added to the score for each word. None for 0, and where there is none.
+        corrector: Run or model directory of a model that reads the ``nbest`` hypotheses of each
+            segment and writes the text: see `effasr.transcription.second_pass.corrector`. None for
+            none.
+        corrector_margin: The text of the search stays unless the corrector's is likelier by more
+            than this, in nats. None for 0, and where there is none.
         words: Whether to compute word timestamps; needs a model with a CTC head.
         confidence: Whether to compute the confidence of each transcript: see
             `effasr.transcription.results.confidence`.
@@ -109,6 +114,8 @@ class DecodingConfig:
     second_lm: Path | None = None
     second_lm_weight: float | None = None
     second_word_bonus: float | None = None
+    corrector: Path | None = None
+    corrector_margin: float | None = None
     words: bool = False
     confidence: bool = False
     word_confidence: bool = False
@@ -153,6 +160,7 @@ class DecodingConfig:
             rule = "be left out without `word_confidence`"
             check(self.word_confidence, "calibration", rule, self.calibration)
         self._check_second_pass()
+        self._check_corrector()
         per_frame = self.tokens_per_frame
         check(per_frame >= 0.0, "tokens_per_frame", "be at least 0", per_frame)
 
@@ -176,6 +184,21 @@ class DecodingConfig:
         check((self.nbest or 0) >= 2, "nbest", rule, self.nbest, remedy)
         for name in ("words", "confidence", "word_confidence"):
             rule = "be false with `second_lm`, which may choose another text"
+            check(not getattr(self, name), name, rule, True)
+
+    def _check_corrector(self) -> None:
+        margin = self.corrector_margin
+        if margin is not None:
+            rule = "be left out where there is no `corrector`"
+            check(self.corrector is not None, "corrector_margin", rule, margin)
+            rule = "be at least 0 and finite"
+            check(0 <= margin < math.inf, "corrector_margin", rule, margin)
+        if self.corrector is None:
+            return
+        rule, remedy = "be at least 2 with `corrector`", "it reads alternatives"
+        check((self.nbest or 0) >= 2, "nbest", rule, self.nbest, remedy)
+        for name in ("confidence", "word_confidence"):
+            rule = "be false with `corrector`, which may write another text"
             check(not getattr(self, name), name, rule, True)
 
     def max_tokens(self, frames: int) -> int:

@@ -7,23 +7,19 @@ from typing import Any
 
 from lhotse.cut import Cut
 
-from effasr.data.manifest.pairs import SOURCE_TEXT
+from effasr.data.manifest.pairs import SOURCE_NAME, SOURCE_TEXT
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.evaluation.evaluate import scorable_requests
 from effasr.model.asr import ASRModel
 from effasr.transcription.recognizer import Recognizer
 from effasr.transcription.results import Failure, Result, Transcription
-
-SEPARATOR = " | "
-"""Between the texts of a list. A tokenizer without it reads its unknown token, which separates
-as well."""
+from effasr.transcription.second_pass.corrector import joined_texts, text_prompt
 
 
 def listed_texts(result: Transcription) -> str:
     """Return the different texts of a recording, the best first, with separators."""
-    texts = dict.fromkeys(" ".join(one.text.split()) for one in result.alternatives)
-    return SEPARATOR.join(text for text in texts if text)
+    return joined_texts(result.alternatives)
 
 
 def correction_pairs(
@@ -32,6 +28,7 @@ def correction_pairs(
     cuts: Iterable[Cut],
     config: DecodingConfig,
     on_result: Callable[[Result], None] | None = None,
+    source_name: str | None = None,
 ) -> Iterator[dict[str, Any] | Failure]:
     """Yield the lines of a manifest of text pairs, which `effasr.data.manifest.pairs` reads.
 
@@ -44,6 +41,8 @@ def correction_pairs(
         cuts: Cuts with one supervision each.
         config: With ``nbest``.
         on_result: Called with each result, for example to show progress.
+        source_name: Name of what the lists come from, which each line has as ``source``; None for
+            none.
 
     Yields:
         A failure for an utterance that was not transcribed, whose texts are all empty, or whose
@@ -67,12 +66,13 @@ def correction_pairs(
             what = "its reference" if source else "every text of its list"
             yield Failure(result.id, f"no pair: {what} is empty")
             continue
-        language = wanted.prompt.target
+        prompt = text_prompt(wanted.prompt)
         yield {
             "id": result.id,
             SOURCE_TEXT: source,
             "text": text,
-            "source_lang": language,
-            "target_lang": language,
-            "pnc": wanted.prompt.punctuation,
+            "source_lang": prompt.source,
+            "target_lang": prompt.target,
+            "pnc": prompt.punctuation,
+            **({} if source_name is None else {SOURCE_NAME: source_name}),
         }

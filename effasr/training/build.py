@@ -64,6 +64,7 @@ from effasr.training.untranscribed.teacher import Teacher
 if TYPE_CHECKING:
     from effasr.data.conversation.corpus import ConversationCorpus
     from effasr.data.index.corpus import Corpus
+    from effasr.data.index.pair_corpus import PairCorpus
 
 log = logging.getLogger(__name__)
 
@@ -330,8 +331,8 @@ def _adascale_scale(config: TrainConfig) -> float:
 
 def load_corpus(
     config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None
-) -> Corpus | ConversationCorpus:
-    """Load the utterances, or the conversations, to train on.
+) -> Corpus | ConversationCorpus | PairCorpus:
+    """Load the utterances, the conversations, or the text pairs to train on.
 
     Raises:
         ValueError: There are none, or they are not those of the checkpoint.
@@ -339,6 +340,7 @@ def load_corpus(
     # Imported here so that a model can be trained without the packages that read data.
     from effasr.data.index.corpus import Corpus
     from effasr.data.index.corpus_cache import CorpusCache
+    from effasr.data.index.pair_corpus import PairCorpus
     from effasr.data.index.text_corpus import TextCorpus
     from effasr.data.manifest.pairs import is_text_only
 
@@ -354,13 +356,19 @@ def load_corpus(
     for item in manifests:
         (text_only if is_text_only(item[0]) else spoken).append(item)
     _check_text(config, [path for path, _ in text_only])
+    _check_speech(config, where, [path for path, _ in spoken])
     decoder = config.model.decoder
     max_positions = None if decoder is None else decoder.max_positions
-    if not spoken:
-        raise ValueError(
-            f"`{where}` must name at least one manifest with audio, but all are text-only: "
-            "training goes by epochs of speech."
+    if config.data.text_alone:
+        pairs = PairCorpus.load(
+            [path for path, _ in text_only],
+            tokenizer,
+            config.data,
+            max_positions=max_positions,
+            sources=[source for _, source in text_only],
         )
+        _check_same(saved, pairs.fingerprint, where)
+        return pairs
     corpus = Corpus.load(
         [path for path, _ in spoken],
         tokenizer,
@@ -421,6 +429,20 @@ def _check_text(config: TrainConfig, paths: Sequence[str]) -> None:
         raise ValueError(
             "`model.text_encoder` must be given for text-only batches, but is null: give it, "
             "such as model.text_encoder.layers=6, or leave out data.text_share and the manifests."
+        )
+
+
+def _check_speech(config: TrainConfig, where: str, paths: Sequence[str]) -> None:
+    """Check that there is speech, unless the run is of text alone."""
+    if config.data.text_alone and paths:
+        raise ValueError(
+            f"`{where}` must name text-only manifests where `data.text_share` is 1, but "
+            f"{paths[0]} has audio: leave it out, or set a share below 1."
+        )
+    if not config.data.text_alone and not paths:
+        raise ValueError(
+            f"`{where}` must name at least one manifest with audio, but all are text-only: set "
+            "data.text_share=1 to train on text alone."
         )
 
 

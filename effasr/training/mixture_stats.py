@@ -8,6 +8,7 @@ import numpy as np
 
 from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.index.corpus import Corpus
+from effasr.data.index.pair_corpus import PairCorpus
 from effasr.data.micro_batch_loader import StepBatch
 from effasr.data.mixture_summary import Mixture, MixtureSummary
 from effasr.distributed.process_group import DistributedContext
@@ -16,7 +17,7 @@ from effasr.distributed.process_group import DistributedContext
 class MixtureStats:
     """Counts utterances and samples or tokens of each source since the start of the run."""
 
-    def __init__(self, corpus: Corpus | ConversationCorpus) -> None:
+    def __init__(self, corpus: Corpus | ConversationCorpus | PairCorpus) -> None:
         self._corpus = corpus
         # Rows: utterances, and samples or tokens. `_merged` holds those of all ranks until the last
         # `merge`, `_own` those of this rank since.

@@ -18,13 +18,15 @@ from effasr import ranges
 from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.filters.config import TooManyDropped
 from effasr.data.index.corpus import Corpus
+from effasr.data.index.pair_corpus import PairCorpus
 from effasr.data.loader import Loader
 from effasr.data.micro_batch_loader import StepBatch
+from effasr.data.sampling.cost import CostModel
 from effasr.data.tokenizer import Tokenizer
 from effasr.distributed.failures import TrainingFailed
 from effasr.distributed.process_group import DistributedContext, distributed_context
 from effasr.evaluation.result import merge
-from effasr.model.cost import cost_model
+from effasr.model.cost import cost_model, text_cost_model
 from effasr.nn.lora import merged
 from effasr.training import build
 from effasr.training.calibration.calibrate import settle as settle_budgets
@@ -92,8 +94,14 @@ class RunData:
     """Data of a run: tokenizer, utterances, and the loader of its micro-batches."""
 
     tokenizer: Tokenizer
-    corpus: Corpus | ConversationCorpus
+    corpus: Corpus | ConversationCorpus | PairCorpus
     loader: Loader
+
+
+def _cost_model(config: TrainConfig, vocab_size: int) -> CostModel:
+    """Return the cost of an utterance, or of a pair in a run of text alone."""
+    of_text = text_cost_model(config.model, vocab_size) if config.data.text_alone else None
+    return of_text or cost_model(config.model, vocab_size)
 
 
 class Trainer:
@@ -418,7 +426,7 @@ class Trainer:
             rank=context.rank,
             world_size=context.size,
             pin_memory=context.device.type == "cuda",
-            cost=cost_model(config.model, tokenizer.vocab_size),
+            cost=_cost_model(config, tokenizer.vocab_size),
         )
         if saved is not None:
             check_same_plan(saved.state, loader.fingerprint)

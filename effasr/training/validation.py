@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
@@ -9,17 +10,20 @@ from operator import add
 
 from lhotse.cut import Cut
 
+from effasr.data.manifest.pairs import TextPair, is_text_only, pairs
 from effasr.data.manifest.reader import iterate
 from effasr.data.tokenizer import Tokenizer
 from effasr.distributed.process_group import DistributedContext
 from effasr.evaluation.evaluate import evaluate, shard
 from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.result import Evaluation, merge, set_name
+from effasr.evaluation.text_pairs import evaluate_pairs
 from effasr.model.asr import ASRModel
 from effasr.training.config import TrainConfig
 from effasr.training.diagnostics.probe import Probe
 from effasr.training.diagnostics.probe_sums import ProbeSums
 from effasr.transcription.recognizer import Recognizer
+from effasr.transcription.second_pass.text_to_text import TextToText
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ class SetResult:
 
 class Validator:
     """Transcribes the validation sets with the current weights of a model.
+
+    Of text pairs, the text encoder reads the sources.
 
     Raises:
         ValueError: A manifest cannot be read, the normaliser is unknown, or the model does not
@@ -56,10 +62,15 @@ class Validator:
         self._context = context
         get_normalizer(self._config.normalizer)
         Recognizer(model, tokenizer, self._config.decoding)
-        self._sets: dict[str, list[Cut]] = {}
+        self._sets: dict[str, list[Cut] | list[TextPair]] = {}
         self._probes: dict[str, Probe] = {}
         diagnostics = config.training.diagnostics
         for path in config.data.validation:
+            if is_text_only(path):
+                TextToText(model, tokenizer, self._config.decoding)
+                found = list(islice(pairs(path), self._config.max_utterances))
+                self._sets[_free_name(path, self._sets)] = found[context.rank :: context.size]
+                continue
             every = iterate(path, language=config.data.language)
             cuts = list(islice(every, self._config.max_utterances))
             if not cuts:
@@ -84,11 +95,12 @@ class Validator:
         """Return the results of each set; all ranks call this."""
         return {name: self._evaluate(name, cuts) for name, cuts in self._sets.items()}
 
-    def _evaluate(self, name: str, cuts: list[Cut]) -> SetResult:
-        part = evaluate(
+    def _evaluate(self, name: str, members: list[Cut] | list[TextPair]) -> SetResult:
+        what = evaluate_pairs if isinstance(next(iter(members), None), TextPair) else evaluate
+        part = what(
             self._model,
             self._tokenizer,
-            cuts,
+            members,  # type: ignore[arg-type]
             normalizer=self._config.normalizer,
             config=self._config.decoding,
         )
@@ -97,7 +109,7 @@ class Validator:
         return SetResult(merge(evaluations), reduce(add, probes))
 
 
-def _free_name(path: str, taken: dict[str, list[Cut]]) -> str:
+def _free_name(path: str, taken: Collection[str]) -> str:
     """Return the name of a set's folder in ``evaluation/``: its manifest's, or a numbered one."""
     name = stem = set_name(path)
     number = 1

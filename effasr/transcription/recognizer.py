@@ -10,6 +10,7 @@ from itertools import islice
 import numpy as np
 import torch
 
+from effasr.checkpoint import load_model, resolve
 from effasr.data.audio.waveform import is_plausible
 from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
@@ -45,7 +46,9 @@ from effasr.transcription.recordings import (
     take_finished,
 )
 from effasr.transcription.results import Alternative, Result, WordConfidence, word_confidences
+from effasr.transcription.second_pass.corrector import Corrector
 from effasr.transcription.second_pass.rescore import SecondPass, TextScorer
+from effasr.transcription.second_pass.text_to_text import TextToText
 from effasr.transcription.word_timestamps import Word, word_timestamps
 
 _WINDOW_BATCHES = 2
@@ -79,6 +82,7 @@ class Recognizer:
         self._lm = load_lm(self.config, model, tokenizer)
         self._calibration = load_calibration(self.config.calibration, self._method)
         self._second = self._load_second_pass()
+        self._corrector = self._load_corrector()
         self._packed: PackedWeights | None = None
 
     def _load_second_pass(self) -> SecondPass | None:
@@ -96,6 +100,20 @@ class Recognizer:
             scorer = load_word_ngrams(config.second_lm)
         weight = LM_WEIGHT if config.second_lm_weight is None else config.second_lm_weight
         return SecondPass(scorer, weight, config.second_word_bonus or 0.0)
+
+    def _load_corrector(self) -> Corrector | None:
+        config = self.config
+        if config.corrector is None:
+            return None
+        loaded = load_model(resolve(config.corrector), next(self.model.parameters()).device)
+        if loaded.model.config.text_encoder is None:
+            raise ValueError(
+                f"`corrector` must be a run of a model with a text encoder, but {config.corrector} "
+                "has none: train one with the recipe corrector."
+            )
+        search = DecodingConfig(precision=config.precision)
+        writer = TextToText(loaded.model, loaded.tokenizer, search)
+        return Corrector(writer, config.corrector_margin or 0.0, words=config.words)
 
     @property
     def method(self) -> str:
@@ -173,7 +191,7 @@ class Recognizer:
     ) -> Iterator[Result]:
         """Transcribe recordings, in order, with a bounded amount of audio in memory.
 
-        With a second language model, results come some recordings later.
+        With a second language model or a corrector, results come some recordings later.
 
         Streams are read, decoded and dropped chunk by chunk. The model is in evaluation mode while
         it decodes, and in its former mode when a result is yielded. A recording that cannot be
@@ -185,7 +203,9 @@ class Recognizer:
             on_audio: Called after each batch, with the seconds of audio that it finished.
         """
         found = self._results(requests, on_audio)
-        return found if self._second is None else self._second.results(found)
+        if self._second is not None:
+            found = self._second.results(found)
+        return found if self._corrector is None else self._corrector.results(found)
 
     def _results(
         self, requests: Iterable[Request], on_audio: Callable[[float], None] | None

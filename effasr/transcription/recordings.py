@@ -128,9 +128,10 @@ class Recording:
             )
             for piece in self.pieces
         )
-        space = "" if self.request.prompt.target in WITHOUT_SPACES else " "
+        prompt = self.request.prompt
+        space = "" if prompt.target in WITHOUT_SPACES else " "
         text = space.join(segment.text for segment in segments if segment.text)
-        return Transcription(self.request.id, self.duration, text, segments, space)
+        return Transcription(self.request.id, self.duration, text, segments, space, prompt)
 
 
 def take_finished(recordings: deque[Recording]) -> Iterator[Result]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from effasr.data.prompt import Prompt
 from effasr.decoding.confidence.calibration import Calibration
 from effasr.decoding.decoded import Score
 from effasr.decoding.nbest.hypothesis import ScoreParts
@@ -127,6 +128,22 @@ def word_confidences(
 
 
 @dataclass(frozen=True, slots=True)
+class Correction:
+    """What a corrector wrote in place of the text of a segment.
+
+    Attributes:
+        recognized: Text of the search.
+        written: Text of the corrector.
+        gain: Log-probability of ``written`` by the corrector minus that of ``recognized``, in nats.
+            The segment has the written text if it exceeds the margin.
+    """
+
+    recognized: str
+    written: str
+    gain: float
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """The text of one chunk of a recording.
 
@@ -137,8 +154,10 @@ class Segment:
         truncated: Whether the decoder reached its limit: it probably repeated itself.
         words: Words with times, if requested; None if they could not be found.
         score: Score of the text, if requested.
-        alternatives: The best texts of the search, this one first, if requested.
+        alternatives: The best texts of the search, this one first unless it was corrected, if
+            requested.
         word_confidences: Words with confidences, if requested; None if they could not be found.
+        correction: What a corrector wrote, if that is not the text of the search.
     """
 
     start: float
@@ -149,6 +168,7 @@ class Segment:
     score: Score | None = None
     alternatives: tuple[Alternative, ...] = ()
     word_confidences: tuple[WordConfidence, ...] | None = ()
+    correction: Correction | None = None
 
     @property
     def mean_word_confidence(self) -> float | None:
@@ -174,6 +194,8 @@ class Segment:
             row["confidence"] = self.confidence
         if self.alternatives:
             row["alternatives"] = [one.as_row() for one in self.alternatives]
+        if self.correction is not None:
+            row["correction"] = asdict(self.correction)
         if self.word_confidences is None:
             row |= {"mean_word_confidence": None, "word_confidences": None}
         elif self.word_confidences:
@@ -195,7 +217,7 @@ class Segment:
 class Transcription:
     """The text of a recording, ``duration`` seconds long, and of its chunks.
 
-    ``space`` separates the texts of chunks.
+    ``space`` separates the texts of chunks, and ``prompt`` is the request that it answers.
     """
 
     id: str
@@ -203,6 +225,7 @@ class Transcription:
     text: str
     segments: tuple[Segment, ...]
     space: str = " "
+    prompt: Prompt = field(default_factory=Prompt)
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:

@@ -22,6 +22,8 @@ DECODING = [
     "--gap S",
     "--frame-budget N",
 ]
+SECOND_PASS = ["--second-lm LM", "--second-lm-weight W", "--second-word-bonus B"]
+CORRECTOR = ["--corrector RUN", "--corrector-margin M"]
 SURFACE = {
     "prepare": [
         "SOURCE", "OUT", "--tokenizer FOLDER", "--language LANG",
@@ -52,13 +54,12 @@ SURFACE = {
     "evaluate": [
         *RUN, "--manifest MANIFEST!", "--language LANG", "--normalizer NORMALIZER",
         "--output FOLDER", "--worst N", *DECODING, "--nbest N",
-        "--second-lm LM", "--second-lm-weight W", "--second-word-bonus B",
+        *SECOND_PASS, *CORRECTOR,
         "--confidence", "--calibration FILE",
     ],
     "tune": [
         "RUN", "DEV", "--output FILE.yaml", "--language LANG", "--normalizer NORMALIZER",
-        *DECODING, "--nbest N",
-        "--second-lm LM", "--second-lm-weight W", "--second-word-bonus B",
+        *DECODING, "--nbest N", *SECOND_PASS, *CORRECTOR,
     ],
     "compare": ["RUN...", "--normalizer NORMALIZER", "--set NAME"],
     "transcribe": [
@@ -66,15 +67,15 @@ SURFACE = {
         "--punctuation --no-punctuation", "--format {text,json,srt,vtt,ctm}", "--json", "--words",
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
         "--encoding {s16le,f32le}", "--latency S", *DECODING, "--nbest N",
-        "--second-lm LM", "--second-lm-weight W", "--second-word-bonus B",
+        *SECOND_PASS, *CORRECTOR,
         "--confidence", "--calibration FILE",
     ],
     "label": [
         "RUN", "AUDIO", "OUT", "--min-confidence C", "--language LANG", *DECODING,
     ],
     "make-correction-data": [
-        "RUN", "MANIFEST", "OUT.jsonl", "--language LANG", *DECODING, "--nbest N",
-        "--second-lm LM", "--second-lm-weight W", "--second-word-bonus B",
+        "RUN", "MANIFEST", "OUT.jsonl", "--language LANG", "--source NAME", *DECODING,
+        "--nbest N", *SECOND_PASS,
     ],
     "chat": [
         *RUN, "QUESTION", "--audio FILE", "--system TEXT", "--manifest FILE", "--beam N",

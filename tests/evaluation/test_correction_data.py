@@ -37,11 +37,12 @@ def test_the_command_writes_a_manifest_of_text_pairs(
     manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
     common = ["--device", "cpu", "--method", "ctc", "--beam", "4"]
     command = ["make-correction-data", str(tmp_path / "model"), str(manifest), str(out), *common]
-    assert main([*command, "--nbest", "3"]) == 0
+    assert main([*command, "--nbest", "3", "--source", "ours"]) == 0
     assert "3 pairs in" in capsys.readouterr().out
     assert is_text_only(out)
     found = {one.id: one for one in pairs(out)}
     assert [found[f"u{n}"].text for n in range(3)] == references
+    assert {one.source_name for one in found.values()} == {"ours"}
     assert {one.prompt.task for one in found.values()} == {"transcribe"}
 
     asked = ["transcribe", "--run", str(tmp_path / "model"), *common, "--nbest", "3", "--json"]

@@ -13,9 +13,13 @@ from effasr.checkpoint import load_model, resolve
 from effasr.data.config import DataConfig
 from effasr.data.index.text_corpus import TextCorpus
 from effasr.data.loader import Loader
+from effasr.data.manifest.pairs import pairs as read_pairs
 from effasr.data.mixture import MixConfig
+from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import load_tokenizer, train_tokenizer
 from effasr.distributed.process_group import DistributedContext
+from effasr.evaluation.text_pairs import evaluate_pairs
+from effasr.evaluation.wer import count_errors
 from effasr.model.cost import cost_model, text_cost_model
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.optim.adamw import OptimizerConfig
@@ -201,6 +205,75 @@ def test_a_batch_without_memory_is_computed_in_parts(make_mixed) -> None:
     assert whole.num_frames == parts[0].num_frames + parts[1].num_frames
 
 
+@pytest.fixture
+def make_text_alone(make_config, pairs, model_config):
+    """Runs of text pairs and nothing else."""
+
+    def make(*, training: dict | None = None, data: dict | None = None, **settings) -> TrainConfig:
+        own = {
+            "train": f"{pairs}/pairs.jsonl",
+            "validation": f"{pairs}/pairs.jsonl",
+            "tokenizer": f"{pairs}/tokenizer",
+            "frame_budget": 100,
+            "text_share": 1,
+        }
+        model = replace(model_config, text_encoder=TEXT, ctc=False)
+        settings = {"model": model, "loss": LossConfig()} | settings
+        return make_config(data=own | (data or {}), training=training, **settings)
+
+    return make
+
+
+def test_a_run_of_text_alone_validates_and_continues(make_text_alone, tmp_path) -> None:
+    training = {"max_steps": 8, "validate_every": 8, "freeze": ("encoder",)}
+    assert run(make_text_alone(name="whole", training=training)) == 0
+    assert run(make_text_alone(name="parts", training=training | {"stop_at": 3})) == 0
+    assert run(make_text_alone(name="parts", training=training)) == 0
+    whole, parts = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
+    assert len(whole) == 8
+    assert [line["loss"] for line in parts] == [line["loss"] for line in whole]
+    assert all(line["tokens"] > 50 and line["audio_seconds"] == 0 for line in whole)
+    (validated,) = read_lines(tmp_path / "whole" / "validation.jsonl")
+    assert (validated["set"], validated["utterances"], validated["failed"]) == ("pairs", 120, 0)
+    loaded = load_model(resolve(tmp_path / "whole"))
+    assert (loaded.prompt.source, loaded.prompt.target) == ("de", "en")
+
+
+def test_an_epoch_of_text_alone_has_each_pair_once(make_text_alone, pairs) -> None:
+    config = make_text_alone(data={"micro_batches": 2, "epoch_end": "exact"})
+    corpus = build.load_corpus(config, load_tokenizer(pairs / "tokenizer"), None)
+    assert (corpus.shape.frame_budget, len(corpus)) == (100, 120)
+    loader = Loader(corpus, config.data, seed=1)
+    plan = loader.plan(0)
+    assert sorted(plan.indices.tolist()) == list(range(120))
+    assert plan.micro_batches == 2
+    step = next(loader.steps())
+    assert all(batch.source is not None and batch.num_frames <= 100 for batch in step.batches)
+    names = [name for batch in step.batches for name in batch.ids]
+    assert names == [corpus.name(index) for part in plan.step(0) for index in part.tolist()]
+
+
+def test_validation_on_text_counts_what_the_model_writes(make_text_alone, pairs) -> None:
+    tokenizer = load_tokenizer(pairs / "tokenizer")
+    config = build.resolve(make_text_alone(), None)
+    trained = build.build_model(config, tokenizer.vocab_size, None, torch.device("cpu"))
+    members = list(read_pairs(pairs / "pairs.jsonl"))[:5]
+    found = evaluate_pairs(trained, tokenizer, [*members, replace(members[0], prompt=Prompt())])
+    assert [one.reference for one in found.utterances] == [one.text for one in members] + [
+        members[0].text
+    ]
+    assert set(found.groups) == {"de->en", "en"}
+    assert found.errors.words == sum(len(one.text.split()) for one in [*members, members[0]])
+    assert trained.training
+    for one, pair in zip(found.utterances, members, strict=False):
+        alone = evaluate_pairs(trained, tokenizer, [pair]).utterances[0]
+        assert alone.hypothesis == one.hypothesis
+        assert one.errors == count_errors(pair.text, one.hypothesis)
+    unknown = replace(members[0], prompt=Prompt("fr", "fr"))
+    failed = evaluate_pairs(trained, tokenizer, [unknown])
+    assert (len(failed.failures), failed.utterances) == (1, ())
+
+
 @pytest.mark.slow
 def test_two_ranks_have_the_loss_curve_of_one(make_mixed, tmp_path) -> None:
     """Where the last micro-batch of one rank is speech, and that of the other text."""
@@ -231,7 +304,18 @@ def test_two_ranks_have_the_loss_curve_of_one(make_mixed, tmp_path) -> None:
         (
             {"mix": None, "train": "TEXT"},
             {},
-            "`data.train` must name at least one manifest with audio",
+            "`data.train` must name at least one manifest with audio.* data.text_share=1",
+        ),
+        ({"text_share": 1}, {}, r"`data\.mix` must name text-only manifests where .*train.jsonl"),
+        (
+            {"mix": None, "train": "TEXT", "text_share": 1, "speed_perturbation": (0.9, 1.0)},
+            {},
+            "`data.speed_perturbation` must be left out where `data.text_share` is 1",
+        ),
+        (
+            {"mix": None, "train": "TEXT", "text_share": 1, "frame_budget": "auto"},
+            {},
+            "`data.frame_budget` must be a number where `data.text_share` is 1",
         ),
     ],
 )

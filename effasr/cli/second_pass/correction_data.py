@@ -44,6 +44,11 @@ def add(command: AddCommand) -> None:
         metavar="LANG",
         help="of lines that name none (default: what the model was trained on most)",
     )
+    parser.add_argument(
+        "--source",
+        metavar="NAME",
+        help="of the lists, such as that of the model, which each line has as `source`",
+    )
     add_decoding(parser, beam=_BEAM)
     add_nbest(parser)
     add_second_pass(parser)
@@ -74,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
             cuts,
             config,
             on_result=lambda _: show(next(done), len(cuts)),
+            source_name=options.source,
         ):
             if isinstance(one, Failure):
                 failures.append(one)

@@ -10,6 +10,7 @@ from effasr.cli.options import (
     MANIFEST_HELP,
     RUN_HELP,
     AddCommand,
+    add_corrector,
     add_decoding,
     add_nbest,
     add_second_pass,
@@ -57,6 +58,7 @@ def add(command: AddCommand) -> None:
     add_decoding(parser, beam=_BEAM)
     add_nbest(parser)
     add_second_pass(parser)
+    add_corrector(parser)
 
 
 def run(options: argparse.Namespace) -> int:

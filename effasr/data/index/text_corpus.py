@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from effasr.data.index.columns import Ragged, RaggedBuilder, decode, encode, to_
 from effasr.data.manifest.pairs import TextPair, pairs
 from effasr.data.mixture import MixConfig
 from effasr.data.mixture_summary import Mixture
+from effasr.data.prompt import Prompt
 from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.population import population
@@ -42,6 +44,7 @@ class TextCorpus:
         sources: uint16 (n,), the source of each pair.
         mixture: Requested share of each source in the text encoder's tokens.
         fingerprint: Digest of lengths, texts, sources and order.
+        prompt: The most frequent prompt.
         eos_id: Token id of the tokenizer's end of sentence.
         pad_id: Token id of the tokenizer's padding.
     """
@@ -52,6 +55,7 @@ class TextCorpus:
     sources: np.ndarray
     mixture: Mixture
     fingerprint: str
+    prompt: Prompt
     eos_id: int
     pad_id: int
     _ids: Ragged
@@ -66,7 +70,8 @@ class TextCorpus:
         tokenizer: Tokenizer,
         config: DataConfig,
         *,
-        token_budget: int,
+        token_budget: int | None,
+        row_budget: int | None = None,
         max_positions: int | None = None,
         sources: Sequence[int] | None = None,
     ) -> TextCorpus:
@@ -75,9 +80,11 @@ class TextCorpus:
         Args:
             paths: See `effasr.data.manifest.pairs.pairs`.
             tokenizer: Tokenizer of texts and prompts.
-            config: The sources, and ``text_token_budget``.
+            config: The sources, ``text_token_budget`` and ``max_sequences``.
             token_budget: Decoder tokens of a micro-batch if ``config.text_token_budget`` is not
-                set.
+                set; None for what fills along with ``row_budget``.
+            row_budget: Text encoder's tokens of a micro-batch; None for what fills along with
+                ``token_budget``. One of the two is given.
             max_positions: Most decoder tokens that the model accepts; None for no limit.
             sources: Source of each manifest, as an index into the leaves of ``config.mix``; by
                 default all belong to one.
@@ -86,7 +93,7 @@ class TextCorpus:
             ValueError: A manifest is malformed, or no pair is left.
         """
         budget = config.text_token_budget or token_budget
-        builder = _TextIndexBuilder(tokenizer, budget, max_positions)
+        builder = _TextIndexBuilder(tokenizer, row_budget, budget, max_positions)
         sources = sources or [0] * len(paths)
         for path, source in zip(paths, sources, strict=True):
             for pair in pairs(path):
@@ -99,7 +106,7 @@ class TextCorpus:
             )
         # Without shares, all manifests belong to one source.
         mix = config.mix or MixConfig(sources={"text": tuple(map(str, paths))})
-        corpus = builder.corpus(mix)
+        corpus = builder.corpus(mix, config.max_sequences if config.text_alone else None)
         corpus.mixture.check(sources)
         return corpus
 
@@ -108,7 +115,7 @@ class TextCorpus:
 
     def batch(self, indices: np.ndarray) -> Batch:
         """Pack pairs, int (m,), into a text-only batch of the static shape, on the CPU."""
-        examples = [self._example(index) for index in indices.tolist()]
+        examples = [self.example(index) for index in indices.tolist()]
         return collate_text(examples, self.shape, eos_id=self.eos_id, pad_id=self.pad_id)
 
     def plan(self, epoch: int, *, steps: int, micro_batches: int, seed: int) -> EpochPlan:
@@ -139,7 +146,12 @@ class TextCorpus:
             population=population(self.sources, read, quotas, seed=seed, epoch=epoch),
         )
 
-    def _example(self, index: int) -> TextExample:
+    def token_ids(self) -> np.ndarray:
+        """Return the distinct token ids of all texts and prompts, sorted."""
+        return np.union1d(self._read.values, self._written.values)
+
+    def example(self, index: int) -> TextExample:
+        """Return a pair, ready to be packed."""
         written, split = self._written[index].tolist(), int(self._prompt_lengths[index])
         name = decode(self._ids[index])
         return TextExample(name, self._read[index].tolist(), written[:split], written[split:])
@@ -148,14 +160,22 @@ class TextCorpus:
 class _TextIndexBuilder:
     """Builds a `TextCorpus`."""
 
-    def __init__(self, tokenizer: Tokenizer, token_budget: int, max_positions: int | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        row_budget: int | None,
+        token_budget: int | None,
+        max_positions: int | None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.row_budget = row_budget
         self.token_budget = token_budget
         self.max_positions = max_positions
         self.dropped: list[Dropped] = []
         self.ids, self.read, self.written = (RaggedBuilder(code) for code in "Bii")
         self.prompt_lengths = array("i")
         self.sources = array("H")
+        self.prompts: Counter[Prompt] = Counter()
 
     def add(self, pair: TextPair, source: int) -> None:
         """Add a pair, or record why it was dropped."""
@@ -169,20 +189,27 @@ class _TextIndexBuilder:
         self.written.append(prompt + text)
         self.prompt_lengths.append(len(prompt))
         self.sources.append(source)
+        self.prompts[pair.prompt] += 1
 
-    def corpus(self, mix: MixConfig) -> TextCorpus:
-        """Return the corpus, with an encoder budget that fills along with the decoder's."""
+    def corpus(self, mix: MixConfig, max_sequences: int | None) -> TextCorpus:
+        """Return the corpus; of its two budgets, one that is None fills along with the other."""
         texts, sources = (self.written.build(), self.read.build()), to_numpy(self.sources)
         written, read = (text.lengths.astype(np.int32) for text in texts)
         digest = hashlib.sha256()
         for values in (read, written, sources, *(text.values for text in texts)):
             digest.update(np.ascontiguousarray(values).data)
-        # The rows that fill along with the decoder's tokens, and at least the longest pair's.
-        rows = suggest_token_budget(UtteranceLengths(written, read), self.token_budget)
+        # What fills along with the other budget, and at least the longest pair's.
+        rows, tokens = self.row_budget, self.token_budget
+        if rows is None:
+            assert tokens is not None
+            rows = max(suggest_token_budget(UtteranceLengths(written, read), tokens), read.max())
+        if tokens is None:
+            tokens = max(suggest_token_budget(UtteranceLengths(read, written), rows), written.max())
+        rows, tokens = int(rows), int(tokens)
         shape = StaticShape(
-            max(rows, int(read.max())),
-            self.token_budget,
-            max(8, -(-self.token_budget // 8)),
+            rows,
+            tokens,
+            max_sequences or max(8, -(-tokens // 8)),
             longest_frames=int(read.max()),
             longest_tokens=int(written.max()),
         )
@@ -193,6 +220,7 @@ class _TextIndexBuilder:
             sources=sources,
             mixture=Mixture.of(mix, sources, read, unit="tokens"),
             fingerprint=digest.hexdigest(),
+            prompt=self.prompts.most_common(1)[0][0],
             eos_id=self.tokenizer.eos_id,
             pad_id=self.tokenizer.pad_id,
             _ids=self.ids.build(),
@@ -221,10 +249,14 @@ class _TextIndexBuilder:
             if not spells_something(tokenized, tokenizer):
                 raise Unfit(Reason.UNKNOWN_TEXT, f"the vocabulary spells nothing of {spelt[:60]!r}")
         count = len(prompt) + len(text)
-        if max(count, len(read) + 1) > self.token_budget:
+        # Where a budget is derived, the other one limits both.
+        to_read = self.row_budget or self.token_budget or 0
+        to_write = self.token_budget or self.row_budget or 0
+        if len(read) + 1 > to_read or count > to_write:
+            limits = f"{to_write}" if to_read == to_write else f"{to_read} and {to_write}"
             raise Unfit(
                 Reason.TOKEN_BUDGET,
-                f"{len(read) + 1} tokens to read and {count} to write, over {self.token_budget}",
+                f"{len(read) + 1} tokens to read and {count} to write, over {limits}",
             )
         if self.max_positions is not None and count > self.max_positions:
             raise Unfit(Reason.MODEL, f"{count} tokens, over `max_positions` {self.max_positions}")

@@ -13,6 +13,9 @@ from effasr.data.prompt import Prompt
 SOURCE_TEXT = "source_text"
 """The field that makes a line a text-only one."""
 
+SOURCE_NAME = "source"
+"""The field that names what a pair comes from, such as the model whose hypotheses it has."""
+
 
 @dataclass(frozen=True, slots=True)
 class TextPair:
@@ -24,6 +27,7 @@ class TextPair:
         source: Text to translate.
         text: The translation.
         prompt: Languages and task.
+        source_name: What the pair comes from, if the line names it.
     """
 
     id: str
@@ -31,6 +35,7 @@ class TextPair:
     source: str
     text: str
     prompt: Prompt
+    source_name: str | None = None
 
 
 def is_text_only(path: str | Path) -> bool:
@@ -52,7 +57,7 @@ def pairs(path: str | Path) -> Iterator[TextPair]:
     """Read a manifest of text pairs.
 
     Each line has ``source_text``, ``text`` (or ``target_text``), ``source_lang`` and
-    ``target_lang``; it may have ``id`` and ``pnc``.
+    ``target_lang``; it may have ``id``, ``pnc`` and ``source``, the name of what it comes from.
 
     Raises:
         ValueError: A line is malformed; the message names file, line, field and remedy.
@@ -75,4 +80,5 @@ def pairs(path: str | Path) -> Iterator[TextPair]:
             source=text_field(row, SOURCE_TEXT, origin).strip(),
             text=text_field(row, target, origin).strip(),
             prompt=prompt_fields(row, origin, ""),
+            source_name=optional_text(row, SOURCE_NAME, origin),
         )

@@ -18,8 +18,12 @@ from effasr.untrusted.documents import read_yaml
 
 DECODING_FILE = "decoding.yaml"
 
-_WEIGHTS = {"lm": ("lm_unit", "lm_weight"), "second_lm": ("second_lm_weight", "second_word_bonus")}
-"""What holds for one language model alone."""
+_WEIGHTS = {
+    "lm": ("lm_unit", "lm_weight"),
+    "second_lm": ("second_lm_weight", "second_word_bonus"),
+    "corrector": ("corrector_margin",),
+}
+"""What holds for one language model or corrector alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +42,8 @@ class _Stored:
     second_lm: str | None = None
     second_lm_weight: float | None = None
     second_word_bonus: float | None = None
+    corrector: str | None = None
+    corrector_margin: float | None = None
 
 
 def read_decoding(path: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:

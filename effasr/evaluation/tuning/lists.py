@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -9,7 +10,10 @@ import numpy as np
 from effasr.decoding.config import DecodingConfig
 from effasr.evaluation.tuning.weights import Weights
 from effasr.evaluation.wer import ErrorCounts, count_errors
-from effasr.transcription.results import Alternative, Transcription
+from effasr.transcription.results import Alternative, Segment, Transcription
+
+_CORRECTED, _RECOGNIZED = -1, -2
+"""Choices between the text of a corrector and that of the search."""
 
 _COLUMNS = "own", "ctc", "lm", "symbols", "second", "words"
 
@@ -35,13 +39,19 @@ class NBestLists:
         self._references = [normalize(reference) for reference, _ in utterances]
         self._results = [result for _, result in utterances]
         self._second = config.second_lm is not None
+        self._gains: np.ndarray | None = None
+        if config.corrector is not None:
+            found = [segment.correction for one in self._results for segment in one.segments]
+            gains = [-math.inf if one is None else one.gain for one in found]
+            self._gains = np.array(gains, dtype=np.float64)
         lists = [segment.alternatives for one in self._results for segment in one.segments]
         self.size = max(map(len, lists), default=0)
         shape = len(lists), self.size
         self._parts = {name: np.zeros(shape) for name in _COLUMNS}
         self._missing, self._rest = np.ones(shape, dtype=bool), np.zeros(shape)
         ranks = np.zeros(shape)
-        for row, alternatives in enumerate(lists):
+        # A corrector replaces the text that the weights have chosen: these stay.
+        for row, alternatives in enumerate([] if self._gains is not None else lists):
             for place, one in enumerate(alternatives):
                 for name, value in _row(one).items():
                     self._parts[name][row, place] = value
@@ -69,7 +79,13 @@ class NBestLists:
         return scores / ((5 + parts["symbols"]) / 6) ** weights.length_penalty + self._rest
 
     def choices(self, weights: Weights) -> np.ndarray:
-        """Return the place of the best alternative of each segment, int64 (segments,)."""
+        """Return the place of the best alternative of each segment, int64 (segments,).
+
+        With a corrector it is `_CORRECTED` or `_RECOGNIZED`.
+        """
+        if self._gains is not None:
+            chosen = self._gains > weights.corrector_margin
+            return np.where(chosen, _CORRECTED, _RECOGNIZED)
         if not self.size:
             return np.zeros(len(self._missing), dtype=np.int64)
         return np.where(self._missing, -np.inf, self._ranks(weights)).argmax(axis=1)
@@ -103,7 +119,7 @@ class NBestLists:
             own = choices[row : row + len(one.segments)]
             row += len(own)
             pairs = zip(one.segments, own, strict=True)
-            texts = [s.alternatives[n].text if s.alternatives else s.text for s, n in pairs]
+            texts = [_text(segment, choice) for segment, choice in pairs]
             found.append(self._count(number, one.space.join(text for text in texts if text)))
         return tuple(found)
 
@@ -123,6 +139,16 @@ class NBestLists:
             )
             for number, result in enumerate(self._results)
         )
+
+
+def _text(segment: Segment, choice: int) -> str:
+    """Return the text of a choice."""
+    correction = segment.correction
+    if choice >= 0:
+        return segment.alternatives[choice].text if segment.alternatives else segment.text
+    if correction is None:
+        return segment.text
+    return correction.written if choice == _CORRECTED else correction.recognized
 
 
 def _row(one: Alternative) -> dict[str, float]:

@@ -114,6 +114,8 @@ def tune(
     compared by the alternatives that they choose. For the weights of a second pass that is what
     decoding does, except that its context is of the texts that the given weights choose. For
     those of the search it is an approximation: a search with them may find other alternatives.
+    With a corrector, its margin alone is chosen, for the other weights as they are given: exactly
+    as decoding does.
 
     Args:
         model: Decodes on its device; its training mode is restored.
@@ -130,7 +132,9 @@ def tune(
             a word, or the model does not support the configuration.
     """
     normalize = get_normalizer(normalizer)
-    listed = replace(config, nbest=config.nbest or config.beam, score_parts=True)
+    # The margin of a corrector needs no parts of scores, which the search of the others divides.
+    divided = config.corrector is None
+    listed = replace(config, nbest=config.nbest or config.beam, score_parts=divided)
     recognizer = Recognizer(model, tokenizer, listed)
     names = tunable(model, config, recognizer.method)
     scorable, unscorable = scorable_requests(cuts, recognizer.sample_rate)
@@ -169,5 +173,6 @@ def tune(
 
 
 def _least(config: DecodingConfig) -> int | None:
-    """Return the lists that a configuration needs by itself: those of a second pass."""
-    return None if config.second_lm is None else config.nbest or config.beam
+    """Return the lists that a configuration needs: those of a second pass or a corrector."""
+    is_read = config.second_lm is not None or config.corrector is not None
+    return config.nbest or config.beam if is_read else None

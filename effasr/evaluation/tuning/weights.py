@@ -13,6 +13,7 @@ GRIDS: dict[str, tuple[float, ...]] = {
     "length_penalty": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2),
     "second_lm_weight": (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0),
     "second_word_bonus": (-1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0),
+    "corrector_margin": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 1000.0),
 }
 """Values of each field of `Weights`. A language model of weight 0 is refused by `DecodingConfig`:
 it is left out instead."""
@@ -27,6 +28,7 @@ class Weights:
     length_penalty: float = 0.0
     second_lm_weight: float = LM_WEIGHT
     second_word_bonus: float = 0.0
+    corrector_margin: float = 0.0
 
     @classmethod
     def of(cls, config: DecodingConfig, method: str) -> Weights:
@@ -37,6 +39,7 @@ class Weights:
             ctc_weight=config.ctc_weight,
             length_penalty=penalty if method == "attention" else 0.0,
             second_word_bonus=config.second_word_bonus or 0.0,
+            corrector_margin=config.corrector_margin or 0.0,
         )
         names = ("lm_weight", "second_lm_weight")
         chosen = {name: getattr(config, name) for name in names}
@@ -46,11 +49,14 @@ class Weights:
 def tunable(model: ASRModel, config: DecodingConfig, method: str) -> tuple[str, ...]:
     """Return the names of the weights that have an effect on the choice.
 
-    With a second language model the length penalty has none: it ranks by scores.
+    With a second language model the length penalty has none: it ranks by scores. With a corrector
+    it is the margin alone, because what the corrector reads depends on the others.
 
     Raises:
         ValueError: There is none.
     """
+    if config.corrector is not None:
+        return ("corrector_margin",)
     attends, second = method == "attention", config.second_lm is not None
     has_effect = {
         "ctc_weight": attends and model.config.ctc,

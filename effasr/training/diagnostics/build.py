@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.index.corpus import Corpus
+from effasr.data.index.pair_corpus import PairCorpus
 from effasr.decoding.greedy import choose_method
 from effasr.model.asr import ASRModel
 from effasr.training.config import TrainConfig
@@ -17,7 +18,7 @@ _FASTCONFORMER_SUBSAMPLING = 8
 
 
 def build_diagnostics(
-    config: TrainConfig, model: ASRModel, corpus: Corpus | ConversationCorpus
+    config: TrainConfig, model: ASRModel, corpus: Corpus | ConversationCorpus | PairCorpus
 ) -> Diagnostics | None:
     """Return the diagnostics of a run, or None where ``training.diagnostics`` is null.
 
@@ -29,6 +30,7 @@ def build_diagnostics(
     settings = config.training.diagnostics
     # They watch the outputs of an encoder-decoder model, CTC or a transducer.
     watched = config.model.language_model is None and config.model.best_rq is None
+    watched = watched and not config.data.text_alone
     if settings is None or not watched:
         return None
     baseline = None

@@ -1,0 +1,154 @@
+"""Correction of transcripts by a model that reads their alternatives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from difflib import SequenceMatcher
+from itertools import islice
+
+from effasr.data.prompt import Prompt
+from effasr.data.tokenizer.base import UnknownLanguageError
+from effasr.model.checks import check
+from effasr.transcription.results import (
+    Alternative,
+    Correction,
+    Failure,
+    Result,
+    Segment,
+    Transcription,
+)
+from effasr.transcription.second_pass.text_to_text import TextToText, Written
+from effasr.transcription.word_timestamps import Word
+
+SEPARATOR = " | "
+"""Between the texts of a list. A tokenizer without it reads its unknown token, which separates
+as well."""
+
+_RECORDINGS = 32
+"""Recordings whose segments are corrected together."""
+
+
+def joined_texts(alternatives: Iterable[Alternative]) -> str:
+    """Return the different texts of a list with separators, in the order of their ranks.
+
+    Of equal ranks the text decides, so that the order of the list does not matter.
+    """
+    ranked = sorted(alternatives, key=lambda one: (-one.rank, " ".join(one.text.split())))
+    texts = dict.fromkeys(" ".join(one.text.split()) for one in ranked)
+    return SEPARATOR.join(text for text in texts if text)
+
+
+def text_prompt(prompt: Prompt) -> Prompt:
+    """Return the request to correct what answers a request: to transcribe, in its language."""
+    return Prompt(prompt.target, prompt.target, "transcribe", prompt.punctuation)
+
+
+class Corrector:
+    """Replaces the text of a segment by what a model writes that reads its alternatives.
+
+    The transcript stays if the model gives it nearly the same probability as what it writes: if the
+    difference of both log-probabilities is at most the margin. It also stays if the model cannot
+    write it, for example a word with a letter that it does not know, so that both do not compare,
+    or if what the model writes is empty or has reached the limit.
+
+    Args:
+        writer: The model.
+        margin: In nats, at least 0.
+        words: Whether segments have times of words.
+    """
+
+    def __init__(self, writer: TextToText, margin: float = 0.0, *, words: bool = False) -> None:
+        check(margin >= 0, "margin", "be at least 0", margin)
+        self._writer, self._margin, self._words = writer, margin, words
+
+    def results(self, results: Iterable[Result]) -> Iterator[Result]:
+        """Correct recordings, in order; failures stay as they are.
+
+        A recording in a language that the corrector does not know becomes a failure.
+        """
+        coming = iter(results)
+        while group := list(islice(coming, _RECORDINGS)):
+            yield from self._group(group)
+
+    def _group(self, group: Sequence[Result]) -> list[Result]:
+        found = [self._checked(one) for one in group]
+        pairs = [
+            (one, segment)
+            for one in found
+            if isinstance(one, Transcription)
+            for segment in one.segments
+        ]
+        asked = [(joined_texts(segment.alternatives), one.prompt) for one, segment in pairs]
+        places = [place for place, (source, _) in enumerate(asked) if source]
+        written = self._writer.write(
+            [(asked[place][0], text_prompt(asked[place][1])) for place in places],
+            [pairs[place][1].text for place in places],
+        )
+        by_place = dict(zip(places, written, strict=True))
+        segments = iter(
+            self._corrected(one, segment, by_place.get(place))
+            for place, (one, segment) in enumerate(pairs)
+        )
+        return [
+            _with_segments(one, tuple(islice(segments, len(one.segments))))
+            if isinstance(one, Transcription)
+            else one
+            for one in found
+        ]
+
+    def _checked(self, result: Result) -> Result:
+        if isinstance(result, Transcription):
+            try:
+                self._writer.tokenizer.prompt(text_prompt(result.prompt))
+            except UnknownLanguageError as error:
+                return Failure(result.id, f"the corrector cannot write it: {error}")
+        return result
+
+    def _corrected(
+        self, result: Transcription, segment: Segment, written: Written | None
+    ) -> Segment:
+        if written is None or written.gain is None or written.truncated or not written.text:
+            return segment
+        if written.text == segment.text:
+            return segment
+        proposed = Correction(segment.text, written.text, written.gain)
+        if written.gain <= self._margin:
+            return replace(segment, correction=proposed)
+        words = segment.words
+        if self._words and words is not None:
+            # Where a language has no spaces, the times are those of tokens.
+            words = retimed(segment, written.text) if result.space else None
+        return replace(segment, text=written.text, words=words, correction=proposed)
+
+
+def retimed(segment: Segment, text: str) -> tuple[Word, ...]:
+    """Return the words of another text, with times from those of a segment.
+
+    Words that both have in common keep their times. Words in place of others share the time of
+    these evenly, and added ones the time between their neighbours, which may be none.
+    """
+    old, new = list(segment.words or ()), text.split()
+    matcher = SequenceMatcher(None, [word.text for word in old], new, autojunk=False)
+    found: list[Word] = []
+    for kind, first, last, begin, end in matcher.get_opcodes():
+        if kind == "equal":
+            found += old[first:last]
+        elif begin < end:
+            replaced = old[first:last]
+            if replaced:
+                start, stop = replaced[0].start, replaced[-1].end
+            else:
+                start = old[first - 1].end if first else segment.start
+                stop = old[first].start if first < len(old) else segment.end
+            each = max(0.0, stop - start) / (end - begin)
+            found += [
+                Word(word, start + number * each, start + (number + 1) * each)
+                for number, word in enumerate(new[begin:end])
+            ]
+    return tuple(found)
+
+
+def _with_segments(result: Transcription, segments: tuple[Segment, ...]) -> Transcription:
+    text = result.space.join(one.text for one in segments if one.text)
+    return replace(result, text=text, segments=segments)

@@ -1,0 +1,152 @@
+"""Texts written from texts, by a model with a text encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from effasr.data.batch import StaticShape
+from effasr.data.collate import TextExample, collate_text
+from effasr.data.prompt import Prompt
+from effasr.data.tokenizer import Tokenizer
+from effasr.decoding.config import DecodingConfig
+from effasr.decoding.decoded import Decoded, with_scores
+from effasr.decoding.greedy import check_config, decode
+from effasr.model.asr import ASRModel
+from effasr.model.checks import check
+from effasr.nn.parameters.evaluating import evaluating
+from effasr.transcription.batching import plan_batches
+from effasr_kernels import PackedSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A text that the model wrote.
+
+    Attributes:
+        text: The text.
+        truncated: Whether the decoder reached its limit.
+        gain: Log-probability of the text minus that of the other one that was given to compare, in
+            nats; 0 where both are equal, None where the model cannot write the other one.
+    """
+
+    text: str
+    truncated: bool
+    gain: float | None = None
+
+
+class TextToText:
+    """Writes texts from texts, such as translations, in packed batches on the model's device.
+
+    Args:
+        model: Model with a text encoder and a decoder.
+        tokenizer: Its tokenizer.
+        config: The search, of the attention decoder alone; ``frame_budget`` is the tokens that the
+            text encoder reads in a batch. The default configuration by default.
+
+    Raises:
+        ValueError: The model has no text encoder, or an option is one of speech.
+    """
+
+    def __init__(
+        self, model: ASRModel, tokenizer: Tokenizer, config: DecodingConfig | None = None
+    ) -> None:
+        given = model.config.text_encoder is not None
+        check(given, "model.text_encoder", "be given to read texts", None)
+        config = replace(config or DecodingConfig(), method="attention")
+        check_config(model, config)
+        for name in ("ctc_weight", "words", "word_confidence", "score_parts", "second_lm"):
+            value = getattr(config, name)
+            check(not value, name, "be left out to read texts, which have no audio", value)
+        self.model, self.tokenizer = model, tokenizer
+        self.config = replace(config, nbest=None, confidence=True)
+
+    def write(
+        self, asked: Sequence[tuple[str, Prompt]], others: Sequence[str] | None = None
+    ) -> list[Written]:
+        """Write a text for each source text and prompt; the order does not matter.
+
+        Args:
+            asked: Texts to read, and the languages.
+            others: Another text for each, whose log-probability is compared.
+
+        Raises:
+            UnknownLanguageError: The tokenizer does not know a language.
+            ValueError: A prompt leaves no room for a text.
+        """
+        examples = [
+            TextExample(
+                str(number),
+                [*self.tokenizer.encode(source, prompt.source), self.tokenizer.eos_id],
+                self.tokenizer.prompt(prompt),
+                [],
+            )
+            for number, (source, prompt) in enumerate(asked)
+        ]
+        targets = None
+        if others is not None:
+            pairs = zip(others, asked, strict=True)
+            targets = [self.tokenizer.encode(text, prompt.target) for text, (_, prompt) in pairs]
+        written: dict[int, Written] = {}
+        lengths = [len(one.source) for one in examples]
+        budget, most = self.config.frame_budget, self.config.max_sequences
+        with evaluating(self.model), torch.no_grad():
+            for members in plan_batches(lengths, budget, most):
+                group = [examples[index] for index in members]
+                compared = None if targets is None else [targets[index] for index in members]
+                same = None if others is None else [others[index] for index in members]
+                found = self._batch(group, compared, same)
+                written.update(zip(members, found, strict=True))
+        return [written[index] for index in range(len(examples))]
+
+    def _batch(
+        self,
+        examples: Sequence[TextExample],
+        targets: Sequence[list[int]] | None,
+        others: Sequence[str] | None,
+    ) -> list[Written]:
+        device = next(self.model.parameters()).device
+        shape = StaticShape(
+            sum(len(one.source) for one in examples),
+            sum(len(one.prompt) for one in examples),
+            len(examples),
+        )
+        eos_id, pad_id = self.tokenizer.eos_id, self.tokenizer.pad_id
+        batch = collate_text(examples, shape, eos_id=eos_id, pad_id=pad_id).to(device)
+        prompts = [one.prompt for one in examples]
+        half = self.config.precision == "bfloat16"
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            decoded = decode(self.model, self.tokenizer, batch, prompts, self.config)
+            scores: list[float | None] = [None] * len(examples)
+            if targets is not None:
+                scores = self._log_probs(self.model.encode(batch), prompts, targets)
+        texts = [self.tokenizer.decode(list(one.tokens)).strip() for one in decoded]
+        found = []
+        for number, (one, text, score) in enumerate(zip(decoded, texts, scores, strict=True)):
+            assert one.score is not None  # config.confidence
+            gain = None if score is None else one.score.log_prob - score
+            if others is not None and text == others[number]:
+                gain = 0.0
+            found.append(Written(text, one.truncated, gain))
+        return found
+
+    def _log_probs(
+        self, encoded: PackedSequence, prompts: Sequence[Sequence[int]], texts: Sequence[list[int]]
+    ) -> list[float | None]:
+        """Return the log-probability of each text; None if it cannot be spelt or is too long."""
+        decoder = self.model.config.decoder
+        assert decoder is not None
+        can = [
+            len(prompt) + len(text) <= decoder.max_positions
+            and not self.tokenizer.count_unknown(text)
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        plain = [Decoded(tuple(text) if ok else ()) for text, ok in zip(texts, can, strict=True)]
+        eos_id = self.tokenizer.eos_id
+        scored = with_scores(self.model, "attention", encoded, prompts, plain, eos_id)
+        return [
+            one.score.log_prob if ok and one.score is not None else None
+            for one, ok in zip(scored, can, strict=True)
+        ]

@@ -1,0 +1,225 @@
+"""Correction: what is accepted, order of lists, times of words, and the commands."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import soundfile
+import torch
+
+from effasr import checkpoint
+from effasr.cli.main import main
+from effasr.data.prompt import Prompt
+from effasr.decoding.config import DecodingConfig
+from effasr.model.asr import ASRModel
+from effasr.model.text_encoder import TextEncoderConfig
+from effasr.transcription.results import Alternative, Failure, Segment, Transcription
+from effasr.transcription.second_pass.corrector import Corrector, joined_texts, retimed
+from effasr.transcription.second_pass.text_to_text import TextToText, Written
+from effasr.transcription.word_timestamps import Word
+from effasr_kernels import PackedLayout, PackedSequence
+
+
+@pytest.fixture(scope="module")
+def corrector(model, tokenizer) -> ASRModel:
+    """Random weights; what it writes depends on what it reads."""
+    encoder = TextEncoderConfig(layers=1, heads=2, feed_forward=32)
+    torch.manual_seed(3)
+    made = ASRModel(replace(model.config, text_encoder=encoder, ctc=False), tokenizer.vocab_size)
+    own = model.state_dict()
+    weights = {name: own.get(name, value) for name, value in made.state_dict().items()}
+    made.load_state_dict(weights)
+    return made.eval()
+
+
+class Scripted:
+    """Writes by a table from what it reads; its tokenizer knows all languages."""
+
+    def __init__(self, tokenizer, table: dict[str, Written]) -> None:
+        self.tokenizer, self.table = tokenizer, table
+        self.calls: list[list[tuple[str, Prompt]]] = []
+
+    def write(self, asked, others=None):
+        self.calls.append(list(asked))
+        return [self.table[source] for source, _ in asked]
+
+
+def segment(*texts: str, **fields) -> Segment:
+    listed = tuple(Alternative(text, -float(n), -float(n)) for n, text in enumerate(texts))
+    return Segment(0.0, 1.0, texts[0], alternatives=listed, **fields)
+
+
+def recording(name: str, *segments: Segment, prompt: Prompt | None = None) -> Transcription:
+    text = " ".join(one.text for one in segments if one.text)
+    return Transcription(name, 1.0, text, segments, prompt=prompt or Prompt())
+
+
+def test_what_is_likelier_by_more_than_the_margin_is_taken(tokenizer) -> None:
+    table = {
+        "a | b": Written("c", False, 2.0),
+        "d": Written("e", False, 2.5),
+        "f | g": Written("f", False, 0.0),
+        "h": Written("", False, 9.0),
+        "i": Written("j j j", True, 9.0),
+        "k": Written("l", False, None),
+    }
+    results = [
+        recording("1", segment("a", "b", "a"), segment("", ""), segment("d")),
+        Failure("2", "broken"),
+        recording("3"),
+        recording("4", segment("f", "g"), segment("h"), segment("i"), segment("k")),
+    ]
+    writer = Scripted(tokenizer, table)
+    found = list(Corrector(writer, 2.0).results(results))  # type: ignore[arg-type]
+    assert (found[1], found[2]) == (results[1], results[2])
+    assert [one.text for one in found[0].segments] == ["a", "", "e"]
+    assert found[0].text == "a e"
+    first, _, last = found[0].segments
+    assert (first.correction.recognized, first.correction.written) == ("a", "c")
+    assert last.correction.gain == 2.5
+    assert last.as_row()["correction"] == {"recognized": "d", "written": "e", "gain": 2.5}
+    assert found[3] == results[3]
+    # All recordings in one call, and nothing for an empty list.
+    (call,) = writer.calls
+    assert [source for source, _ in call] == list(table)
+    (never,) = Corrector(Scripted(tokenizer, table), math.inf).results(results[:1])  # type: ignore[arg-type]
+    assert never.text == results[0].text
+    with pytest.raises(ValueError, match="`margin` must be at least 0"):
+        Corrector(writer, -1.0)  # type: ignore[arg-type]
+
+
+def test_a_language_that_the_corrector_does_not_know_is_a_failure(corrector, tokenizer) -> None:
+    french = recording("f", segment("un", "deux"), prompt=Prompt("fr", "fr"))
+    results = [french, recording("e", segment("one", "two"))]
+    failed, kept = Corrector(TextToText(corrector, tokenizer), math.inf).results(results)
+    assert isinstance(failed, Failure)
+    assert "the corrector cannot write it" in failed.reason
+    assert kept.text == "one"
+
+
+def test_the_order_of_a_list_does_not_matter() -> None:
+    pairs = [("b  c", -1.0), ("a", -1.0), ("d", -1.5), ("a", -2.0)]
+    texts = {
+        joined_texts([Alternative(text, rank, rank) for text, rank in order])
+        for order in itertools.permutations(pairs)
+    }
+    assert texts == {"a | b c | d"}
+
+
+def test_common_words_keep_their_times() -> None:
+    words = tuple(
+        Word(text, start, start + 0.4) for text, start in zip("axybc", range(5), strict=True)
+    )
+    one = Segment(0.0, 6.0, "a x y b c", words=words)
+    found = {(word.text, word.start, word.end) for word in retimed(one, "a z b c d")}
+    assert found == {
+        ("a", 0.0, 0.4), ("z", 1.0, 2.4), ("b", 3.0, 3.4), ("c", 4.0, 4.4), ("d", 4.4, 6.0)
+    }  # fmt: skip
+    added = retimed(one, "n m a x y q b")
+    assert [word.text for word in added] == ["n", "m", "a", "x", "y", "q", "b"]
+    assert [(word.start, word.end) for word in added[:2]] == [(0.0, 0.0), (0.0, 0.0)]
+    assert (added[5].start, added[5].end) == (2.4, 3.0)
+    assert all(a.end <= b.start for a, b in itertools.pairwise(added))
+    empty = replace(one, words=(), text="")
+    assert [(w.start, w.end) for w in retimed(empty, "p q")] == [(0.0, 3.0), (3.0, 6.0)]
+
+
+def test_gains_are_differences_of_log_probabilities(corrector, tokenizer) -> None:
+    prompt, texts = Prompt(), ["one two | two", "three", "four five six | four five | six"]
+    others = ["one two", "three ü", "six " * 70]
+    writer = TextToText(corrector, tokenizer, DecodingConfig(frame_budget=40))
+    found = writer.write([(text, prompt) for text in texts], others)
+    assert len({one.text for one in found}) == 3
+    for text, other, one in zip(texts, others, found, strict=True):
+        (alone,) = TextToText(corrector, tokenizer).write([(text, prompt)], [other])
+        assert (alone.text, alone.truncated) == (one.text, one.truncated)
+        assert alone.gain == pytest.approx(one.gain, abs=1e-4)
+    # The second cannot be spelt, and the third is longer than the decoder's positions.
+    assert [one.gain is None for one in found] == [False, True, True]
+    read = torch.tensor([*tokenizer.encode(texts[0], "en"), tokenizer.eos_id])
+
+    def log_prob(text: str) -> float:
+        given = [*tokenizer.prompt(prompt), *tokenizer.encode(text, "en")]
+        encoded = corrector.text_encoder(_packed(read))
+        hidden, _ = corrector.decode(_packed(torch.tensor(given)), encoded)
+        scores = corrector.logits(hidden).log_softmax(-1)
+        first = len(tokenizer.prompt(prompt))
+        wanted = [*given[first:], tokenizer.eos_id]
+        return sum(float(scores[first - 1 + n, token]) for n, token in enumerate(wanted))
+
+    # What it writes is scored in both, so the difference is that of the others.
+    both = writer.write([(texts[0], prompt)] * 2, ["one two", "two three four"])
+    with torch.no_grad():
+        expected = log_prob("two three four") - log_prob("one two")
+    assert abs(expected) > 1.0
+    assert both[0].gain - both[1].gain == pytest.approx(expected, abs=1e-3)
+    (same,) = writer.write([(texts[0], prompt)], [found[0].text])
+    assert same.gain == 0.0
+    assert writer.write([]) == []
+
+
+def _packed(values: torch.Tensor) -> PackedSequence:
+    return PackedSequence(values, PackedLayout.from_lengths([len(values)]))
+
+
+def test_configurations_that_make_no_sense_are_refused(tmp_path, model, tokenizer) -> None:
+    with pytest.raises(ValueError, match="`nbest` must be at least 2 with `corrector`"):
+        DecodingConfig(corrector=tmp_path)
+    with pytest.raises(ValueError, match="`corrector_margin` must be left out"):
+        DecodingConfig(corrector_margin=0.5)
+    with pytest.raises(ValueError, match="`confidence` must be false with `corrector`"):
+        DecodingConfig(corrector=tmp_path, beam=2, nbest=2, confidence=True)
+    with pytest.raises(ValueError, match="`corrector_margin` must be at least 0"):
+        DecodingConfig(corrector=tmp_path, beam=2, nbest=2, corrector_margin=math.nan)
+    with pytest.raises(ValueError, match=r"`model\.text_encoder` must be given to read texts"):
+        TextToText(model, tokenizer)
+
+
+def test_commands_correct(
+    tmp_path, model, corrector, tokenizer, noise, capsys, monkeypatch
+) -> None:
+    """Random weights do not correct: what the loaded corrector writes is given."""
+    checkpoint.save_model(tmp_path / "model", model, tokenizer)
+    checkpoint.save_model(tmp_path / "corrector", corrector, tokenizer)
+    read = []
+
+    def write(self, asked, others=None):
+        assert self.model.config == corrector.config
+        read.append((asked, others))
+        return [Written("one two", False, 2.0) for _ in asked]
+
+    monkeypatch.setattr(TextToText, "write", write)
+    wave = tmp_path / "u.wav"
+    soundfile.write(wave, noise(2.6, seed=6), 16_000)
+    options = ["--run", str(tmp_path / "model"), "--device", "cpu", "--method", "ctc"]
+    options += ["--beam", "4", "--corrector", str(tmp_path / "corrector")]
+    asked = ["transcribe", *options, str(wave), "--words", "--json"]
+    assert main([*asked, "--corrector-margin", "2"]) == 0
+    (kept,) = json.loads(capsys.readouterr().out)["segments"]
+    texts = [one["text"] for one in kept["alternatives"]]
+    assert kept["text"] == texts[0]
+    assert kept["correction"] == {"recognized": texts[0], "written": "one two", "gain": 2.0}
+    assert read == [([(" | ".join(dict.fromkeys(texts)), Prompt())], [texts[0]])]
+    assert main([*asked, "--corrector-margin", "1.9"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["segments"]
+    assert found["text"] == "one two"
+    assert [word["word"] for word in found["words"]] == ["one", "two"]
+    assert found["alternatives"] == kept["alternatives"]
+    assert found["words"][0]["start"] == kept["words"][0]["start"]
+
+    row = {"audio_filepath": str(wave), "text": "one two", "id": "u"}
+    (tmp_path / "set.jsonl").write_text(json.dumps(row) + "\n")
+    command = ["evaluate", *options, "--manifest", str(tmp_path / "set.jsonl")]
+    assert main([*command, "--output", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out/wer.json").read_text())["wer"] == 0.0
+    tune = ["tune", str(tmp_path / "model"), str(tmp_path / "set.jsonl"), *options[2:]]
+    assert main([*tune, "--output", str(tmp_path / "tuned.yaml")]) == 0
+    assert "corrector_margin" in capsys.readouterr().out
+    assert f"corrector: {tmp_path / 'corrector'}" in (tmp_path / "tuned.yaml").read_text()
+
+    assert main([*asked, "--corrector", str(tmp_path / "model")]) == 2
+    assert "`corrector` must be a run of a model with a text encoder" in capsys.readouterr().err
+    assert main(["transcribe", *options, "--stream"]) == 2
+    assert "`--corrector` must be left out with `--stream`" in capsys.readouterr().err
