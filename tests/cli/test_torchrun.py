@@ -47,10 +47,9 @@ def test_all_ways_to_train_from_another_folder(workplace, tmp_path, command) -> 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        pytest.param(
+        (
             "model.encoder.layrs=3",
             "`model.encoder.layrs` is an unknown field: did you mean `layers`?",
-            marks=pytest.mark.extended,
         ),
         (
             "data.strategy=random data.micro_batches=3",
@@ -59,6 +58,7 @@ def test_all_ways_to_train_from_another_folder(workplace, tmp_path, command) -> 
     ],
     ids=["before the ranks meet", "after they have met"],
 )
+@pytest.mark.extended
 def test_what_all_ranks_find_wrong_is_said_once(workplace, tmp_path, overrides, message) -> None:
     command = [*TORCHRUN, "--nproc-per-node", "2", TRAIN, workplace.recipe, "output=here"]
     command += overrides.split()

@@ -88,6 +88,7 @@ def test_work_of_a_large_batch_is_the_registered_one() -> None:
     assert large.outcome["encoded"].shape == (60 + 41 + 7, joint)
 
 
+@pytest.mark.extended
 def test_large_batches_are_measured_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

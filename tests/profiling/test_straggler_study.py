@@ -135,6 +135,7 @@ def test_a_small_run(tmp_path, capsys) -> None:
     assert "one node 4 x slower" in texts
 
 
+@pytest.mark.extended
 def test_a_process_that_fails_is_heard(tmp_path, corpus) -> None:
     from straggler.launch import train
 

@@ -223,6 +223,7 @@ def test_a_prepared_corpus_travels_and_is_as_long_as_it_must_be(tmp_path: Path) 
     assert (absent.kind, absent.utterances) == ("tones", 6)
 
 
+@pytest.mark.extended
 def test_wheels_are_all_that_training_imports(tmp_path: Path) -> None:
     made = corpus.tones(tmp_path / "corpus", 8)
     config = settings.train_config(settings.DRY, made, tmp_path / "runs", device="cpu")

@@ -62,6 +62,8 @@ def splits(report: StepReport) -> float:
 
 
 @pytest.mark.parametrize(("call", "where"), PLACES)
+@pytest.mark.representative(call=[0, 1], where="backward")
+@pytest.mark.representative(call=2, where="forward")
 def test_the_step_is_that_which_would_have_been(quiet, batches, call, where) -> None:
     (model, train_state), (straight, expected) = quiet(), quiet()
     seen, wanted = gradients_seen(train_state), gradients_seen(expected)

@@ -116,4 +116,10 @@ def compiled(context: DistributedContext) -> None:
 @pytest.mark.slow
 def test_sharded_training_is_that_of_one_process() -> None:
     """All scenarios in the same two processes, which take long to begin."""
-    check_ranks(strategies, text, recomputed, compiled)
+    check_ranks(strategies, text, recomputed)
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_sharded_training_of_compiled_layers_is_that_of_one_process() -> None:
+    check_ranks(compiled)

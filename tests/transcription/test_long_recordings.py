@@ -27,6 +27,7 @@ SHORT = DecodingConfig(chunk_seconds=2.0, search_seconds=0.5, frame_budget=60)
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_two_hours_grow_the_process_by_little(model, tokenizer, noise, tmp_path) -> None:
     """The whole at 16 kHz would be 460 MB, and 115 MB as it is in the file."""
     save_model(tmp_path / "model", model, tokenizer)
