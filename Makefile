@@ -107,7 +107,7 @@ test-all: $(VENV)/.test
 # One after the other on one core; ends at the first failure.
 test-processes: $(VENV)/.test
 	for run in $$(seq $(RUNS)); do \
-	  echo "run $$run of $(RUNS)"; $(BIN)/pytest -q -x $(PROCESS_TESTS) || exit 1; \
+	  echo "run $$run of $(RUNS)"; $(BIN)/pytest -q -x -m "not gpu" $(PROCESS_TESTS) || exit 1; \
 	done
 
 # Each kind of fault at every call that changes a file; `make test` tries some of them.

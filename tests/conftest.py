@@ -10,6 +10,18 @@ from filelock import FileLock
 from effasr_kernels.shared import cpu_linear
 from tests.csrc.build import build, installed
 
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:
+    # `make gpu` runs tests with what is installed.
+    pass
+else:
+    # On a loaded machine an example may take any time, which is no failure.
+    settings.register_profile(
+        "any_load", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("any_load")
+
 pytest_plugins = ["pytester", "tests.support.cpu_report", "tests.support.suites"]
 
 

@@ -61,12 +61,8 @@ def read_metadata(folder: Path) -> Metadata:
         found = _Unpickler(io.BytesIO(content)).load()
         if not isinstance(found, Metadata):
             raise TypeError(f"it holds {type(found).__name__}, not Metadata")
-        items = dict(found.state_dict_metadata)
         names = {_file_name(info, path) for info in found.storage_data.values()}
-        for name, item in items.items():
-            if not isinstance(name, str) or not isinstance(item, TensorStorageMetadata):
-                raise TypeError(f"{name!r} is no tensor")
-        claimed = sum(map(_bytes, items.values()))
+        claimed = sum(_bytes(name, item) for name, item in found.state_dict_metadata.items())
     except Exception as error:  # A pickle may fail in any way.
         text = str(error)[:200] or type(error).__name__
         raise ValueError(f"{path} is damaged: {text}. Restore the checkpoint.") from error
@@ -82,10 +78,12 @@ def read_metadata(folder: Path) -> Metadata:
     return found
 
 
-def _bytes(item: TensorStorageMetadata) -> int:
+def _bytes(name: object, item: object) -> int:
+    if not isinstance(name, str) or not isinstance(item, TensorStorageMetadata):
+        raise TypeError(f"{name!r} is no tensor")
     sizes = list(item.size)
     if min(sizes, default=0) < 0:
-        raise ValueError(f"a tensor has a negative size in {sizes}")
+        raise ValueError(f"{name!r} has a negative size in {sizes}")
     return math.prod(sizes) * item.properties.dtype.itemsize
 
 

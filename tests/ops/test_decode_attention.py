@@ -24,7 +24,7 @@ def test_is_the_formula(hypotheses: int, columns: int) -> None:
     torch.testing.assert_close(decode_attention(*batch.arguments), brute_force(batch))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(0, 11), min_size=1, max_size=4),
     st.integers(1, 6),

@@ -23,7 +23,7 @@ def brute_force(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return torch.stack(log_probs), torch.tensor(indices)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(1, 20),
     st.integers(1, 9),

@@ -150,7 +150,7 @@ def _nemo_folder(folder: Path) -> None:
         tar.extractall(folder, filter="data")
 
 
-def _import_nemo(path: Path) -> object:
+def _import_nemo(path: Path) -> Any:
     from effasr.interop.nemo.importer import import_nemo
     from effasr.model.asr import ASRModel
 
