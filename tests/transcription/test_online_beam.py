@@ -117,7 +117,6 @@ def test_segments_do_not_depend_on_packets(
         found.append([segment.as_row() for segment in segments])
         for segment in segments:
             assert segment.text == segment.alternatives[0].text
-            assert len({one.text for one in segment.alternatives}) > 0
             assert [word.text for word in segment.words or ()] == segment.text.split()
             sure = [word.text for word in segment.word_confidences or ()]
             assert sure == segment.text.split()

@@ -1,1 +1,1 @@
-"""Greedy searches of several streams that arrive chunk by chunk."""
+"""Searches of several streams that arrive chunk by chunk: greedy, and with a beam."""

@@ -38,7 +38,8 @@ class TransducerBeamStreams(BeamStreams):
             slots: S.
             beam: K, hypotheses of each stream.
             nbest: Complete hypotheses of a finished stream that are wanted, from 1 to ``beam``.
-            limit: Most labels of an open transcript of so many frames.
+            limit: Most labels of an open transcript of so many frames. One that reaches it before
+                later frames have come may be another one than that of the whole utterance.
         """
         super().__init__(slots, beam, nbest)
         self._head, self._frames = head, UnreadFrames(head, slots, limit)
