@@ -11,8 +11,9 @@ from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
 from effasr.nn.experts.config import ExpertsConfig
 from effasr.nn.experts.use import ExpertUse
+from effasr.optim.adamw import OptimizerConfig
+from effasr.optim.schedules import ScheduleConfig
 from effasr.training.step import train_step
-from tests.training.conftest import VOCABULARY
 
 SOURCES = ("low", "high")
 NAMED = ExpertsConfig(count=2, route="source", names=SOURCES)
@@ -37,13 +38,13 @@ def test_the_loss_falls_and_experts_are_chosen_as_named(
     experts: ExpertsConfig, model_config, make_train_state: Callable
 ) -> None:
     config = replace(model_config, encoder=replace(model_config.encoder, experts=experts))
-    model, state = make_train_state(model=config)
-    assert VOCABULARY > 7
+    optimizer, schedule = OptimizerConfig(lr=1e-2), ScheduleConfig(warmup_steps=0)
+    model, state = make_train_state(model=config, optimizer=optimizer, schedule=schedule)
     use, losses = ExpertUse(model), []
-    for step in range(12):
+    for step in range(16):
         torch.manual_seed(step)
         losses.append(train_step(state, [_batch(step)], step).values.read()[0])
-    assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])
+    assert np.mean(losses[-3:]) < 0.7 * np.mean(losses[:3])
     line = use.line()
     if experts.is_learned:
         assert 0 < min(line["encoder_expert_shares"]) <= max(line["encoder_expert_shares"]) < 1
