@@ -95,6 +95,11 @@ class Batch:
     """int64 (N,), tokens that the label of each utterance may have, 0 for one with a text; None
     where a teacher has nothing to label, or has done so."""
 
+    expert: Tensor | None = None
+    """int64 (N,), the expert of each utterance, for a model whose experts names choose: the number
+    of its task or source language among `ExpertsConfig.names`. 0 for an empty sequence; None where
+    no expert is named."""
+
     @property
     def is_untranscribed(self) -> bool:
         """Whether no utterance has a text or room for one: frames are the targets."""
@@ -131,6 +136,7 @@ class Batch:
             self.text.layout.cu_seqlens,
             self.monotonic,
             *([] if self.source is None else [self.source.values]),
+            *([] if self.expert is None else [self.expert]),
         )
 
     def rewritable(self) -> Self:
@@ -150,10 +156,13 @@ class Batch:
             targets=self.targets.clone(),
             text=text,
             monotonic=self.monotonic.clone(),
+            expert=None if self.expert is None else self.expert.clone(),
         )
 
     def _mapped(self, function: Callable[[Any], Any]) -> Self:
         """Apply a function to each tensor, layout and packed sequence."""
         names = ["audio", "frames", "tokens", "targets", "text", "monotonic"]
-        names += [name for name in ("source", "label_room") if getattr(self, name) is not None]
+        names += [
+            name for name in ("source", "label_room", "expert") if getattr(self, name) is not None
+        ]
         return replace(self, **{name: function(getattr(self, name)) for name in names})

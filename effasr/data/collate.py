@@ -27,6 +27,7 @@ class Example:
         monotonic: Whether the text follows the speech in order; see `Batch.monotonic`.
         reserved: Tokens that a label of the utterance may have, which a teacher writes; 0 for an
             utterance with a text, or for training on audio alone, where its frames are the targets.
+        expert: Number of the utterance's expert; see `Batch.expert`.
     """
 
     id: str
@@ -35,6 +36,7 @@ class Example:
     text: list[int] | None
     monotonic: bool = True
     reserved: int = 0
+    expert: int | None = None
 
     def map_audio(self, function: Callable[[np.ndarray], np.ndarray]) -> Example:
         """Return the utterance with its audio replaced."""
@@ -50,12 +52,14 @@ class TextExample:
         source: Token ids that the text encoder reads; at least one.
         prompt: Token ids that the decoder is given; at least one.
         text: Token ids that it must write, without the end token.
+        expert: Number of the pair's expert; see `Batch.expert`.
     """
 
     id: str
     source: list[int]
     prompt: list[int]
     text: list[int]
+    expert: int | None = None
 
 
 def collate(
@@ -130,6 +134,7 @@ def collate(
         frame_lengths=frame_lengths,
         token_lengths=token_lengths,
         label_room=_label_room(examples, count),
+        expert=_experts(examples, count),
     )
 
 
@@ -167,7 +172,15 @@ def collate_text(
         frame_lengths=tuple(map(len, read)),
         token_lengths=tuple(map(len, tokens)),
         source=source,
+        expert=_experts(examples, count),
     )
+
+
+def with_experts(batch: Batch) -> Batch:
+    """Return a batch that names experts also where it has no utterance, as batches of one shape."""
+    if batch.expert is not None:
+        return batch
+    return replace(batch, expert=torch.zeros(batch.tokens.layout.num_sequences, dtype=torch.int64))
 
 
 def _decoder_rows(
@@ -202,6 +215,16 @@ def _label_room(examples: Sequence[Example], count: int) -> torch.Tensor | None:
     if not any(reserved):
         return None
     return torch.tensor(reserved + [0] * (count - len(reserved)), dtype=torch.int64)
+
+
+def _experts(
+    examples: Sequence[Example] | Sequence[TextExample], count: int
+) -> torch.Tensor | None:
+    """Return the expert of each utterance, int64 (N,); None where no utterance has one."""
+    experts = [example.expert for example in examples if example.expert is not None]
+    if not experts:
+        return None
+    return torch.tensor(experts + [0] * (count - len(experts)), dtype=torch.int64)
 
 
 def _check_fits(shape: StaticShape, sequences: int, frames: int, tokens: int) -> None:

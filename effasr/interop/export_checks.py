@@ -23,6 +23,19 @@ def refuse(framework: str, reasons: Mapping[str, bool]) -> None:
         )
 
 
+def refuse_experts(config: ModelConfig, framework: str) -> None:
+    """Check that no part of a model has experts, which no other framework's model has.
+
+    Raises:
+        ValueError: One has.
+    """
+    parts = ("encoder", "decoder", "text_encoder")
+    refuse(
+        framework,
+        {f"{x}.experts": getattr(getattr(config, x), "experts", None) is not None for x in parts},
+    )
+
+
 def warn_about_parts(config: ModelConfig, exported: Collection[str], target: str) -> None:
     """Warn about each part of a model that an export leaves out.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from effasr import ranges
-from effasr.data.batch import Batch
+from effasr.data.batch import IGNORED, Batch
 from effasr.data.conversation.batch import ConversationBatch
 from effasr.data.features.log_mel import FeatureConfig, LogMel, MelFrames
 from effasr.data.features.spec_augment import SpecAugmentConfig, spec_augment
@@ -27,6 +27,9 @@ from effasr.model.whisper_encoder import WhisperEncoder, WhisperEncoderConfig
 from effasr.nn.attention import RelativeSelfAttention
 from effasr.nn.cache.decoder_state import DecoderState
 from effasr.nn.convolution import DepthwiseConv
+from effasr.nn.experts.config import named_experts_of
+from effasr.nn.experts.feed_forward import ExpertFeedForward, GroupedLinear
+from effasr.nn.experts.router import Router, take_losses
 from effasr.nn.linear import Linear
 from effasr.nn.norms import BatchNorm
 from effasr.nn.parameters.patterns import evaluate_frozen
@@ -48,10 +51,13 @@ _RESETTABLE = (
     BestRQ,
     Decoder,
     DepthwiseConv,
+    ExpertFeedForward,
+    GroupedLinear,
     LogMel,
     LSTMPredictor,
     RandomQuantizer,
     RelativeSelfAttention,
+    Router,
     StatelessPredictor,
     TextEncoder,
     WhisperEncoder,
@@ -120,6 +126,12 @@ class ModelConfig:
             raise ValueError(
                 "`ctc` must be true where `decoder` and `transducer` are null, because the model "
                 "needs an output: set `ctc` or give a `decoder` or a `transducer`."
+            )
+        experts = named_experts_of(self.encoder)
+        if experts is not None and (self.best_rq or self.language_model):
+            raise ValueError(
+                "`encoder.experts.route` must be learned with `best_rq` or `language_model`, whose "
+                f"audio has no task of its own, but is {experts.route}."
             )
         if self.text_encoder is not None:
             if self.decoder is None:
@@ -288,6 +300,7 @@ class ASRModel(nn.Module):
         losses = gather_losses(
             batch, cross_entropy=cross_entropy, ctc=ctc, transducer=transducer, penalty=penalty
         )
+        losses = replace(losses, router=self._router_loss((batch.targets != IGNORED).sum()))
         # An operation on an empty batch may leave its weights out of the graph, but the processes
         # of a group wait for the gradient of every parameter.
         idle: list[Tensor] = list(self._idle(is_speech))
@@ -314,6 +327,7 @@ class ASRModel(nn.Module):
                 uniform_gradient=True,
             )
         losses = gather_losses(batch, cross_entropy=cross_entropy)
+        losses = replace(losses, router=self._router_loss((batch.targets != IGNORED).sum()))
         without_speech = isinstance(batch, ConversationBatch) and is_empty(batch.clip_frames)
         idle: list[Tensor] = []
         if is_empty(batch.tokens.layout):
@@ -360,7 +374,14 @@ class ASRModel(nn.Module):
         if is_empty(batch.frames):
             total = touch_unused_parameters(total, self.parameters())
         zero = torch.zeros((), device=total.device)
-        return Losses(total, zero, zero, zero, per_utterance=losses.detach())
+        router = self._router_loss(batch.frames.cu_seqlens[-1])
+        return Losses(total, zero, zero, zero, per_utterance=losses.detach(), router=router)
+
+    def _router_loss(self, targets: Tensor) -> Tensor | None:
+        """Return the losses of the routers of the last forward times ``targets``, see `Losses`."""
+        stacks = [x for x in (self.encoder, self.text_encoder, self.decoder) if x is not None]
+        found = [x for x in map(take_losses, stacks) if x is not None]
+        return torch.stack(found).sum() * targets if found else None
 
     def _augmented(self, mel: MelFrames) -> Tensor:
         return spec_augment(mel, self.config.spec_augment) if self.training else mel.values
@@ -385,7 +406,7 @@ class ASRModel(nn.Module):
                 raise ValueError(
                     "`text_encoder` must be given for text-only batches, but this model has none."
                 )
-            return self.text_encoder(batch.source, self.encoder.layers)
+            return self.text_encoder(batch.source, self.encoder.layers, batch.expert)
         audio, frames = batch.audio, batch.frames
         if isinstance(batch, ConversationBatch):
             audio, frames = batch.clips, batch.clip_frames
@@ -393,7 +414,10 @@ class ASRModel(nn.Module):
             mel = self.features(audio, frames.with_tile_tables())
             mel = mel.with_values(self._augmented(mel))
         with ranges.range("encoder"):
-            encoded = self.encoder(mel)
+            if isinstance(self.encoder, FastConformerEncoder):
+                encoded = self.encoder(mel, batch.expert)
+            else:
+                encoded = self.encoder(mel)
         if self.text_encoder is None:
             return encoded
         return encoded.with_values(skip_layers(self.text_encoder.layers, encoded.values))

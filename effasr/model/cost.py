@@ -11,6 +11,7 @@ from effasr.model.language_model.architecture import ModelSizes, model_sizes
 from effasr.model.language_model.config import LanguageModelConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
+from effasr.nn.experts.config import ExpertsConfig
 from effasr.nn.subsampling import bands
 from effasr_kernels import Context
 
@@ -85,7 +86,8 @@ def text_cost_model(config: ModelConfig, vocab_size: int) -> CostModel | None:
     text, width = config.text_encoder, config.encoder.width
     if text is None or config.decoder is None:
         return None
-    frame = text.layers * (2 * 4 * width**2 + 2 * 2 * width * text.feed_forward)
+    network = _network(width, text.feed_forward, text.experts)
+    frame = text.layers * (2 * 4 * width**2 + network)
     if config.decoder.width != width:
         frame += 2 * width * config.decoder.width
     per_frame, token, token_pair, token_frame = _decoder(config.decoder, vocab_size)
@@ -103,7 +105,8 @@ def recomputed_costs(
 ) -> tuple[CostModel, CostModel | None]:
     """Return FLOPs that activation checkpointing repeats for an utterance, and for a text pair.
 
-    The last product of a Transformer layer without dropout is not repeated: no gradient needs it.
+    The last product of a Transformer layer without dropout is not repeated: no gradient needs it,
+    unless that of a router does.
 
     Args:
         config: The architecture.
@@ -121,12 +124,12 @@ def recomputed_costs(
         unneeded_frame = (layers - encoder.layers) * 2 * encoder.width * encoder.feed_forward
     if decoder is not None:
         more = replace(more, decoder=replace(decoder, layers=_more(decoder.layers, every)))
-        if not decoder.residual_dropout:
+        if not decoder.residual_dropout and decoder.experts is None:
             layers = _more(decoder.layers, every) - decoder.layers
             unneeded = layers * 2 * decoder.width * decoder.feed_forward
     if text is not None:
         more = replace(more, text_encoder=replace(text, layers=_more(text.layers, every)))
-        if not text.residual_dropout:
+        if not text.residual_dropout and text.experts is None:
             layers = _more(text.layers, every) - text.layers
             unneeded_text = layers * 2 * encoder.width * text.feed_forward
     speech = _difference(cost_model(more, vocab_size), cost_model(config, vocab_size))
@@ -179,7 +182,7 @@ def _encoder(config: ModelConfig) -> tuple[int, int]:
         layer = 2 * 4 * width**2 + 2 * 2 * width * encoder.feed_forward
         layers = encoder.layers * layer
         return subsampling_cost(config) + layers, encoder.layers * 2 * 2 * width
-    feed_forward = 2 * 2 * 2 * width * encoder.feed_forward
+    feed_forward = 2 * _network(width, encoder.feed_forward, encoder.experts)
     attention = 2 * 4 * width**2
     convolution = 2 * 3 * width**2 + 2 * encoder.conv_kernel * width
     layers = encoder.layers * (feed_forward + attention + convolution)
@@ -188,12 +191,21 @@ def _encoder(config: ModelConfig) -> tuple[int, int]:
     return subsampling_cost(config) + layers, encoder.layers * products * 2 * width
 
 
+def _network(width: int, hidden: int, experts: ExpertsConfig | None) -> int:
+    """Return FLOPs per row of a feed-forward network; of its experts those that the row uses."""
+    dense = 2 * 2 * width * hidden
+    if experts is None:
+        return dense
+    router = 2 * width * experts.count if experts.is_learned else 0
+    return experts.top_k * dense + router
+
+
 def _decoder(config: DecoderConfig, vocab_size: int) -> tuple[int, int, int, int]:
     """Return FLOPs per frame, token, pair of tokens, and pair of a token and a frame."""
     width, layers, inner = config.width, config.layers, config.heads * config.head_width
     # Query, key, value and output of self-attention; query and output of cross-attention.
     projections = 2 * 6 * width * inner
-    feed_forward = 2 * 2 * width * config.feed_forward
+    feed_forward = _network(width, config.feed_forward, config.experts)
     # A token sees u (u + 1) / 2 of the pairs: scores and values are two products.
     pair = 2 * inner
     token = layers * (projections + feed_forward + pair) + 2 * width * vocab_size

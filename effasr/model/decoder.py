@@ -16,6 +16,7 @@ from effasr.model.checks import check
 from effasr.model.decoder_layer import DecoderConfig, DecoderLayer
 from effasr.nn.cache.contiguous import CacheSizes
 from effasr.nn.cache.decoder_state import DecoderState, KeysValues
+from effasr.nn.experts.feed_forward import GroupedLinear
 from effasr.nn.positions import decoder_sinusoids
 from effasr.nn.residual import residual_stream
 from effasr.nn.stack import is_empty, is_sharded, skip_layers
@@ -36,6 +37,7 @@ class Decoder(nn.Module):
         """
         super().__init__()
         self.config, self.residual_in_fp32 = config, residual_in_fp32
+        self.router_losses: list[Tensor] = []
         for name in ("suppress", "begin_suppress"):
             most = max(getattr(config, name), default=0)
             check(most < vocab_size, name, f"be in the vocabulary of {vocab_size}", most)
@@ -82,7 +84,8 @@ class Decoder(nn.Module):
 
         Returns:
             Hidden states (U, width), and the penalty of each token, averaged over layers and heads:
-            (U,) or None. Rows of the tail are finite but have no meaning.
+            (U,) or None. Rows of the tail are finite but have no meaning. The losses of routers are
+            left in ``router_losses``, float32 (2,) for each layer.
 
         Raises:
             ValueError: A transcript has more tokens than ``config.max_positions``.
@@ -99,11 +102,12 @@ class Decoder(nn.Module):
             x = skip_layers(self.layers, x)
             return self.norm(x), None if sigma is None else x.new_zeros(len(x))
         x = residual_stream(x, in_fp32=self.residual_in_fp32)
-        penalties = []
+        penalties, self.router_losses = [], []
         for number, layer in enumerate(self.layers):
             with ranges.range(f"decoder.{number}"):
-                x, penalty = layer(x, layout, encoded, sigma)
+                x, penalty, *losses = layer(x, layout, encoded, sigma)
             penalties.append(penalty)
+            self.router_losses += losses
         mean = None if sigma is None else torch.stack(penalties).mean(0)
         return self.norm(x), mean
 
@@ -230,7 +234,7 @@ class Decoder(nn.Module):
         if self.output_bias is not None:
             state["output_bias"] = self.output_bias.to(dtype)
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, (nn.Linear, GroupedLinear)):
                 for part, value in module.named_parameters(name):
                     state[part] = value.to(dtype)
         other.load_state_dict(state, assign=True)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from effasr.model.checks import check, check_positive, check_probabilities
 from effasr.nn.attention import CrossAttention, SelfAttention
 from effasr.nn.cache.decoder_state import DecoderState, KeysValues
-from effasr.nn.feed_forward import FeedForward
+from effasr.nn.experts.config import ExpertsConfig
+from effasr.nn.experts.feed_forward import build_feed_forward, run_feed_forward
 from effasr.nn.residual import Residual
 from effasr.nn.stack import Layer, checkpointed_forward
 from effasr_kernels import PackedLayout, PackedSequence
@@ -43,6 +44,7 @@ class DecoderConfig:
         residual_dropout: Dropout of the output of each module, before it is added.
         activation_dropout: Inside the feed-forward networks.
         attention_dropout: Dropout of attention weights.
+        experts: Experts of the feed-forward networks, which a router chooses; null for none.
     """
 
     width: int = 1024
@@ -64,6 +66,7 @@ class DecoderConfig:
     residual_dropout: float = 0.0
     activation_dropout: float = 0.0
     attention_dropout: float = 0.0
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         check_positive(self, "width", "layers", "heads", "feed_forward", "max_positions")
@@ -83,6 +86,10 @@ class DecoderConfig:
         check(most <= _MOST_BARRED, "begin_suppress", f"be at most {_MOST_BARRED} tokens", most)
         even = self.width % 2 == 0 and self.width >= 4
         check(even, "width", "be even and at least 4", self.width)
+        if self.experts is not None:
+            route = self.experts.route
+            remedy = "names choose the experts of an encoder, whose utterances are known in advance"
+            check(route == "learned", "experts.route", "be learned in a decoder", route, remedy)
         if self.head_dim is None:
             rule = f"be a multiple of heads = {self.heads}"
             check(self.width % self.heads == 0, "width", rule, self.width, "or set `head_dim`")
@@ -112,9 +119,10 @@ class DecoderLayer(Layer):
         self.post_attention_layernorm = nn.LayerNorm(config.width)
         self.encoder_attn = CrossAttention(*sizes, **attention)
         self.final_layernorm = nn.LayerNorm(config.width)
-        self.mlp = FeedForward(
+        self.mlp = build_feed_forward(
             config.width,
             config.feed_forward,
+            config.experts,
             activation=config.activation,
             dropout=config.activation_dropout,
         )
@@ -122,8 +130,11 @@ class DecoderLayer(Layer):
     @checkpointed_forward
     def forward(
         self, x: Tensor, layout: PackedLayout, encoded: PackedSequence, sigma: float | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Transform (U, width); also return the penalty of guided attention, (U,) or None."""
+    ) -> tuple[Tensor | None, ...]:
+        """Transform (U, width); also return the penalty of guided attention, (U,) or None.
+
+        A layer with a router returns its losses as a third result.
+        """
         own, cross = self.self_attn, self.encoder_attn
         residual = Residual.of(self, x, layout, self.dropout, self.mlp.dropout, own.dropout)
         y, x = residual.norm(x, self.input_layernorm)
@@ -134,8 +145,9 @@ class DecoderLayer(Layer):
             y, layout, encoded.values, encoded.layout, sigma=sigma, residual=residual
         )
         y, x = residual.add_norm(x, y, cross.o_proj, self.final_layernorm, offset=1)
-        y = self.mlp(y, residual, offset=3)
-        return residual.add(x, y, self.mlp.linear2, offset=2), penalty
+        y, losses = run_feed_forward(self.mlp, y, residual, offset=3)
+        x = residual.add(x, y, self.mlp.linear2, offset=2)
+        return (x, penalty) if losses is None else (x, penalty, losses)
 
     def read(
         self, x: Tensor, layout: PackedLayout, speech: KeysValues, layout_speech: PackedLayout

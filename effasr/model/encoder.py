@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -15,6 +15,14 @@ from effasr.data.features.log_mel import MelFrames
 from effasr.model.checks import check, check_positive, check_probabilities
 from effasr.nn.attention import RelativeSelfAttention, SelfAttention
 from effasr.nn.convolution import ConformerConvolution
+from effasr.nn.experts.config import ExpertsConfig
+from effasr.nn.experts.feed_forward import (
+    ExpertFeedForward,
+    add_losses,
+    build_feed_forward,
+    run_feed_forward,
+)
+from effasr.nn.experts.grouping import Groups, named_groups
 from effasr.nn.feed_forward import FeedForward
 from effasr.nn.positions import relative_sinusoids
 from effasr.nn.residual import Residual, residual_stream
@@ -65,6 +73,7 @@ class FastConformerConfig:
             of a chunk. There is one frame more, and one band more.
         max_frames: Fixed reach of the table of relative positions, for a static shape; by default
             the longest utterance of the batch, rounded up.
+        experts: Experts of the feed-forward networks; null for none.
     """
 
     kind: Literal["fastconformer"] = "fastconformer"
@@ -91,6 +100,7 @@ class FastConformerConfig:
     causal_convolution: bool = False
     causal_subsampling: bool = False
     max_frames: int | None = None
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         check(self.kind == "fastconformer", "kind", "be fastconformer", repr(self.kind))
@@ -136,11 +146,13 @@ class _Context:
         embeddings: Embeddings of the distances, (2 L - 1, width); None unless positions are
             relative.
         seen: The frames that a frame attends to; None for all of its utterance.
+        groups: The experts of the frames, where names choose them.
     """
 
     layout: PackedLayout
     embeddings: Tensor | None
     seen: Context | None
+    groups: Groups | None = None
 
 
 class ConformerLayer(Layer):
@@ -167,21 +179,23 @@ class ConformerLayer(Layer):
         self.norm_out = nn.LayerNorm(width)
 
     @checkpointed_forward
-    def forward(self, x: Tensor, context: _Context) -> Tensor:
-        """Transform (T, width)."""
-        layout = context.layout
+    def forward(self, x: Tensor, context: _Context) -> Tensor | tuple[Tensor, Tensor]:
+        """Transform (T, width); a layer with routers also returns their losses."""
+        layout, groups = context.layout, context.groups
         first, second = self.feed_forward1, self.feed_forward2
         dropouts = self.dropout, first.dropout, self.self_attn.dropout
         residual = Residual.of(self, x, layout, *dropouts)
         y, x = residual.norm(x, self.norm_feed_forward1)
-        y = first(y, residual, offset=4)
+        y, losses = run_feed_forward(first, y, residual, offset=4, groups=groups)
         y, x = residual.add_norm(x, y, first.linear2, self.norm_self_att, offset=0, scale=0.5)
         y = self.self_attn(y, layout, context.embeddings, context.seen, residual=residual)
         y, x = residual.add_norm(x, y, self.self_attn.o_proj, self.norm_conv, offset=1)
         y = self.conv(y, layout, residual)
         y, x = residual.add_norm(x, y, self.conv.pointwise2, self.norm_feed_forward2, offset=2)
-        y = second(y, residual, offset=5)
-        return residual.add_post_norm(x, y, second.linear2, self.norm_out, offset=3, scale=0.5)
+        y, more = run_feed_forward(second, y, residual, offset=5, groups=groups)
+        x = residual.add_post_norm(x, y, second.linear2, self.norm_out, offset=3, scale=0.5)
+        losses = add_losses(losses, more)
+        return x if losses is None else (x, losses)
 
 
 class FastConformerEncoder(nn.Module):
@@ -197,6 +211,7 @@ class FastConformerEncoder(nn.Module):
         """Build the layers; ``residual_in_fp32`` as in `effasr.model.asr.ModelConfig`."""
         super().__init__()
         self.config, self.residual_in_fp32 = config, residual_in_fp32
+        self.router_losses: list[Tensor] = []
         first = config.context[0] if config.context else None
         self._trained = self._evaluated = first
         width = config.width
@@ -223,13 +238,18 @@ class FastConformerEncoder(nn.Module):
         """Set the context in evaluation mode; the first of the configuration by default."""
         self._evaluated = context
 
-    def forward(self, mel: MelFrames) -> PackedSequence:
+    def forward(self, mel: MelFrames, expert: Tensor | None = None) -> PackedSequence:
         """Encode (s T, mel_bins), s = ``config.subsampling``, into (T, width).
 
-        Rows of the tail are finite, without meaning.
+        Rows of the tail are finite, without meaning. The losses of routers are left in
+        ``router_losses``, float32 (2,) for each layer.
+
+        Args:
+            mel: The mel rows.
+            expert: int64 (N,), the expert of each utterance, where names choose: `Batch.expert`.
 
         Raises:
-            ValueError: An utterance is longer than ``config.max_frames``.
+            ValueError: An utterance is longer than ``config.max_frames``, or ``expert`` is missing.
         """
         with ranges.range("subsampling"):
             x = self.subsampling(mel)
@@ -243,9 +263,12 @@ class FastConformerEncoder(nn.Module):
             rows = (mel.slot_positions + embeddings.shape[0] // 2).clamp(max=len(embeddings) - 1)
             x = torch.add(x, embeddings[rows], alpha=self.config.input_positions)
         x = F.dropout(x, self.config.input_dropout, self.training)
-        context = self._context(mel.layout, embeddings)
+        groups = named_groups(self.config.experts, expert, mel.layout)
+        context = replace(self._context(mel.layout, embeddings), groups=groups)
         x = residual_stream(x, in_fp32=self.residual_in_fp32)
-        x = run_layers(self.layers, "encoder", x, mel.layout, context)
+        self.router_losses = []
+        found = self.router_losses
+        x = run_layers(self.layers, "encoder", x, mel.layout, context, losses=found)
         return PackedSequence(x, mel.layout)
 
     def _embeddings(self, layout: PackedLayout, dtype: torch.dtype) -> Tensor | None:
@@ -277,10 +300,11 @@ class FastConformerEncoder(nn.Module):
         return _Context(layout, dropped, seen)
 
 
-def _feed_forward(config: FastConformerConfig) -> FeedForward:
-    return FeedForward(
+def _feed_forward(config: FastConformerConfig) -> FeedForward | ExpertFeedForward:
+    return build_feed_forward(
         config.width,
         config.feed_forward,
+        config.experts,
         activation="silu",
         bias=config.bias,
         dropout=config.activation_dropout,

@@ -20,6 +20,8 @@ from effasr.model.cost import (
 )
 from effasr.model.decoder import Decoder
 from effasr.model.whisper_encoder import WhisperEncoder
+from effasr.nn.experts.feed_forward import ExpertFeedForward, GroupedLinear
+from effasr.nn.experts.router import Router
 from effasr.nn.lora import LoRALinear
 
 if TYPE_CHECKING:
@@ -90,9 +92,14 @@ class _Count:
             **{name: (whole[name] - self.left[name]) / _FORWARD_AND_BACKWARD for name in FACTORS},
         )
 
-    def product(self, kind: str, module: nn.Linear, reached: bool) -> None:
-        """Count one linear layer, whose inputs need gradients if ``reached``."""
-        flops = 2 * module.weight.numel()
+    def product(
+        self, kind: str, module: nn.Linear | GroupedLinear | Router, reached: bool, share: float = 1
+    ) -> None:
+        """Count one linear layer, whose inputs need gradients if ``reached``.
+
+        A row uses a ``share`` of its weights.
+        """
+        flops = round(2 * share * module.weight.numel())
         self.left[kind] += flops * (not module.weight.requires_grad) + flops * (not reached)
         if isinstance(module, LoRALinear) and module.lora_a is not None:
             inputs, outputs = module.in_features, module.out_features
@@ -112,6 +119,12 @@ class _Count:
         for name, module in layer.named_modules():
             if isinstance(module, nn.Linear) and not name.endswith(_APART):
                 self.product(kind, module, reached)
+            elif isinstance(module, ExpertFeedForward):
+                share = module.config.top_k / module.config.count
+                for part in (module.linear1, module.linear2):
+                    self.product(kind, part, reached, share)
+                if module.router is not None:
+                    self.product(kind, module.router, reached)
         for name, flops in others.items():
             self.left[name] += 2 * flops * (not reached)
         return reached

@@ -27,6 +27,8 @@ class Losses:
         guided: (), penalty of guided attention over the counted targets of monotonic utterances,
             averaged over layers and heads.
         per_utterance: (N,), the sum of the four for each utterance, without gradient.
+        router: (), the weighted losses of the routers of experts, a mean over rows times the
+            targets; None without a router.
     """
 
     cross_entropy: Tensor
@@ -34,6 +36,7 @@ class Losses:
     transducer: Tensor
     guided: Tensor
     per_utterance: Tensor
+    router: Tensor | None = None
 
 
 def gather_losses(

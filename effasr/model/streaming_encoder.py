@@ -79,6 +79,10 @@ def check_streamable(config: object, context: Context | None) -> Context:
         context.right,
         "each layer would wait for later frames: use a larger chunk",
     )
+    experts = config.experts
+    if experts is not None:
+        learned, remedy = experts.is_learned, "a stream does not name its experts"
+        check(learned, "experts.route", "be learned to decode a stream", experts.route, remedy)
     # The cache of a stream has so many frames from its beginning on.
     for name, frames in (("left", context.left), ("chunk", context.chunk)):
         rule = f"be at most {MOST_FRAMES} to decode a stream"

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from effasr.model.checks import check, check_positive, check_probabilities
+from effasr.nn.experts.config import ExpertsConfig
+from effasr.nn.experts.grouping import named_groups
 from effasr.nn.positions import decoder_sinusoids
 from effasr.nn.residual import residual_stream
 from effasr.nn.stack import run_layers, skip_layers
@@ -29,6 +31,7 @@ class TextEncoderConfig:
         residual_dropout: Dropout of the output of each module, before it is added.
         activation_dropout: Inside the feed-forward networks.
         attention_dropout: Dropout of attention weights.
+        experts: Experts of the feed-forward networks; null for none.
     """
 
     layers: int = 6
@@ -39,6 +42,7 @@ class TextEncoderConfig:
     residual_dropout: float = 0.0
     activation_dropout: float = 0.0
     attention_dropout: float = 0.0
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         check_positive(self, "layers", "heads", "feed_forward")
@@ -71,6 +75,7 @@ class TextEncoder(nn.Module):
         super().__init__()
         config.check_width(width)
         self.config, self.width, self.residual_in_fp32 = config, width, residual_in_fp32
+        self.router_losses: list[Tensor] = []
         self.embed_tokens = nn.Embedding(vocab_size, width)
         self.embedding_layernorm = nn.LayerNorm(width)
         self.layers = nn.ModuleList(
@@ -83,12 +88,23 @@ class TextEncoder(nn.Module):
         """Initialize the embedding with variance 1 / width."""
         nn.init.normal_(self.embed_tokens.weight, std=self.width**-0.5)
 
-    def forward(self, tokens: PackedSequence, idle: Iterable[nn.Module] = ()) -> PackedSequence:
+    def forward(
+        self,
+        tokens: PackedSequence,
+        idle: Iterable[nn.Module] = (),
+        expert: Tensor | None = None,
+    ) -> PackedSequence:
         """Encode int64 (T,) into (T, width); rows of the tail are finite, without meaning.
+
+        The losses of routers are left in ``router_losses``, float32 (2,) for each layer.
 
         Args:
             tokens: The texts.
             idle: Layers to skip first, those of the speech encoder.
+            expert: int64 (N,), the expert of each text, where names choose; see `Batch.expert`.
+
+        Raises:
+            ValueError: Names choose the experts, and ``expert`` is None.
         """
         layout = tokens.layout
         x = self.embed_tokens(tokens.values)
@@ -96,5 +112,8 @@ class TextEncoder(nn.Module):
         x = F.dropout(self.embedding_layernorm(x), self.config.input_dropout, self.training)
         x = skip_layers(idle, x)
         x = residual_stream(x, in_fp32=self.residual_in_fp32)
-        x = run_layers(self.layers, "text_encoder", x, layout, layout)
+        groups = named_groups(self.config.experts, expert, layout)
+        self.router_losses = []
+        found = self.router_losses
+        x = run_layers(self.layers, "text_encoder", x, layout, layout, groups, losses=found)
         return PackedSequence(self.norm(x), layout)

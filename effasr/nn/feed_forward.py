@@ -42,7 +42,7 @@ class FeedForward(nn.Module):
             offset: Number of this dropout among those with the same seed.
         """
         if residual is None or not is_fused(x):
-            x = _ACTIVATIONS[self.activation](self.linear1(x))
+            x = ACTIVATIONS[self.activation](self.linear1(x))
             return self.linear2(F.dropout(x, self.dropout, self.training))
         # An adapter has its own addition; what it returns includes the bias.
         is_plain = type(self.linear1) is Linear
@@ -58,4 +58,5 @@ class FeedForward(nn.Module):
         return residual.project(self.linear2, y)
 
 
-_ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
+ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
+"""The activations by name; GELU is the exact one."""

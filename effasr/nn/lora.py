@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from effasr.nn.experts.feed_forward import GroupedLinear
 from effasr.nn.linear import whole_bias
 from effasr.nn.parameters.patterns import matching
 from effasr_kernels.shared.cpu_linear import linear
@@ -122,10 +123,19 @@ def adapt(model: nn.Module, config: LoRAConfig) -> None:
         ValueError: A pattern matches nothing, or a layer that cannot have an adapter.
     """
     linears = {name: x for name, x in model.named_modules() if isinstance(x, nn.Linear)}
+    experts = [name for name, x in model.named_modules() if isinstance(x, GroupedLinear)]
     if config.targets is None:
-        targets = {name for name in linears if name.rpartition(".")[2] in _PROJECTIONS}
+        named = {*linears, *experts}
+        targets = {name for name in named if name.rpartition(".")[2] in _PROJECTIONS}
     else:
-        targets = matching(linears, config.targets, "lora.targets")
+        targets = matching([*linears, *experts], config.targets, "lora.targets")
+    for name in experts:
+        if name in targets:
+            raise ValueError(
+                f"`lora.targets` must not match {name}, whose weights of several experts cannot "
+                "have an adapter: narrow the patterns, such as *_proj, or name it in "
+                "lora.also_train."
+            )
     for name in _READ_ELSEWHERE:
         if name in targets:
             raise ValueError(

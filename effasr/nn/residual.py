@@ -94,7 +94,7 @@ class Residual:
         return dropout_add_layer_norm(None, x, norm.weight, norm.bias, self.layout, eps=norm.eps)
 
     def add(
-        self, x: Tensor, output: Tensor, last: nn.Linear, *, offset: int, scale: float = 1.0
+        self, x: Tensor, output: Tensor, last: nn.Module, *, offset: int, scale: float = 1.0
     ) -> Tensor:
         """Return the stream with ``scale`` times the output of a module.
 
@@ -124,7 +124,7 @@ class Residual:
         self,
         x: Tensor,
         output: Tensor,
-        last: nn.Linear,
+        last: nn.Module,
         norm: nn.LayerNorm,
         *,
         offset: int,
@@ -152,7 +152,7 @@ class Residual:
         self,
         x: Tensor,
         output: Tensor,
-        last: nn.Linear,
+        last: nn.Module,
         norm: nn.LayerNorm,
         *,
         offset: int,
@@ -177,9 +177,10 @@ class Residual:
         )
 
 
-def _bias_of(last: nn.Linear, x: Tensor) -> Tensor | None:
+def _bias_of(last: nn.Module, x: Tensor) -> Tensor | None:
     """Return the bias that the addition of a module's output adds; None if its last layer does.
 
-    An adapter adds its own. Where the steps are separate, the product adds the bias for nothing.
+    An adapter and experts add their own. Where the steps are separate, the product adds the bias
+    for nothing.
     """
     return last.bias if is_fused(x) and type(last) is Linear else None

@@ -111,22 +111,33 @@ def skip_layers(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
 
 
 def run_layers(
-    layers: nn.ModuleList, name: str, x: Tensor, layout: PackedLayout, *args: Any
+    layers: nn.ModuleList,
+    name: str,
+    x: Tensor,
+    layout: PackedLayout,
+    *args: Any,
+    losses: list[Tensor] | None = None,
 ) -> Any:
     """Run a stack, with a profiler range for each layer; skip it for an empty batch if sharded.
 
     Args:
-        layers: Called as ``layer(x, *args)``.
+        layers: Called as ``layer(x, *args)``. A layer with routers returns their losses, too, as an
+            output of its own: hooks of a sharded layer then see the gradient.
         name: Name of the profiler ranges.
         x: The input.
         layout: The sequences of ``x``.
         args: Further arguments.
+        losses: The losses of routers are appended to it.
     """
     if is_empty(layout) and is_sharded(layers):
         return skip_layers(layers, x)
     for number, layer in enumerate(layers):
         with ranges.range(f"{name}.{number}"):
             x = layer(x, *args)
+        if isinstance(x, tuple):
+            x, own = x
+            if losses is not None:
+                losses.append(own)
     return x
 
 

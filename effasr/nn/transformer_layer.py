@@ -7,7 +7,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from effasr.nn.attention import SelfAttention
-from effasr.nn.feed_forward import FeedForward
+from effasr.nn.experts.config import ExpertsConfig
+from effasr.nn.experts.feed_forward import build_feed_forward, run_feed_forward
+from effasr.nn.experts.grouping import Groups
 from effasr.nn.residual import Residual
 from effasr.nn.stack import Layer, checkpointed_forward
 from effasr_kernels import PackedLayout
@@ -30,6 +32,7 @@ class TransformerLayer(Layer):
         residual_dropout: float = 0.0,
         activation_dropout: float = 0.0,
         attention_dropout: float = 0.0,
+        experts: ExpertsConfig | None = None,
     ):
         """Build the layer.
 
@@ -43,6 +46,7 @@ class TransformerLayer(Layer):
             residual_dropout: Dropout of the output of each module, before it is added.
             activation_dropout: Inside the feed-forward network.
             attention_dropout: Dropout of attention weights.
+            experts: Experts of the feed-forward network; None for none.
         """
         super().__init__()
         self.dropout = residual_dropout
@@ -56,8 +60,8 @@ class TransformerLayer(Layer):
             dropout=attention_dropout,
         )
         self.norm_feed_forward = nn.LayerNorm(width)
-        self.feed_forward = FeedForward(
-            width, feed_forward, activation=activation, dropout=activation_dropout
+        self.feed_forward = build_feed_forward(
+            width, feed_forward, experts, activation=activation, dropout=activation_dropout
         )
 
     @classmethod
@@ -72,15 +76,22 @@ class TransformerLayer(Layer):
         """Return a layer with the remaining arguments from configuration fields of these names."""
         names = "heads", "feed_forward", "bias", *_DROPOUTS
         options = {name: getattr(config, name) for name in names}
-        return cls(width, activation=activation, key_bias=key_bias, **options)
+        experts = getattr(config, "experts", None)
+        return cls(width, activation=activation, key_bias=key_bias, experts=experts, **options)
 
     @checkpointed_forward
-    def forward(self, x: Tensor, layout: PackedLayout) -> Tensor:
-        """Transform (T, width)."""
+    def forward(
+        self, x: Tensor, layout: PackedLayout, groups: Groups | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Transform (T, width); a layer with a router also returns its losses.
+
+        ``groups`` are the experts of the rows, where names choose them.
+        """
         dropouts = self.dropout, self.feed_forward.dropout, self.self_attn.dropout
         residual = Residual.of(self, x, layout, *dropouts)
         y, x = residual.norm(x, self.norm_self_att)
         y = self.self_attn(y, layout, residual=residual)
         y, x = residual.add_norm(x, y, self.self_attn.o_proj, self.norm_feed_forward, offset=0)
-        y = self.feed_forward(y, residual, offset=2)
-        return residual.add(x, y, self.feed_forward.linear2, offset=1)
+        y, losses = run_feed_forward(self.feed_forward, y, residual, offset=2, groups=groups)
+        x = residual.add(x, y, self.feed_forward.linear2, offset=1)
+        return x if losses is None else (x, losses)

@@ -26,6 +26,9 @@ from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import recomputed_costs
 from effasr.model.learning_cost import learning_cost, learning_text_cost, unreached_layers
+from effasr.nn.experts.config import named_experts_of
+from effasr.nn.experts.feed_forward import ExpertFeedForward
+from effasr.nn.experts.use import ExpertUse
 from effasr.nn.stack import apply_activation_checkpointing, compile_layers
 from effasr.optim.adamw import build_adamw
 from effasr.optim.adascale import AdaScale
@@ -272,12 +275,14 @@ def _weight_copies(state: TrainState, model: nn.Module, config: TrainConfig) -> 
 
 
 def build_gauges(model: ASRModel, state: TrainState) -> dict[str, Gauge]:
-    """Return what counts figures of training on audio without text, by name in a checkpoint."""
+    """Return what counts further figures for metrics.jsonl, by name in a checkpoint."""
     gauges: dict[str, Gauge] = {}
     if model.best_rq is not None:
         gauges["code_use"] = CodeUse(model.best_rq)
     if state.teacher is not None:
         gauges["teacher"] = state.teacher
+    if any(isinstance(module, ExpertFeedForward) for module in model.modules()):
+        gauges["expert_use"] = ExpertUse(model)
     return gauges
 
 
@@ -389,7 +394,11 @@ def load_corpus(
             max_positions=max_positions,
             sources=[source for _, source in text_only],
         )
+        if (experts := named_experts_of(config.model.text_encoder)) is not None:
+            text = text.with_experts(experts.number_of)
         corpus = corpus.with_text(text)
+    if (experts := named_experts_of(config.model.encoder)) is not None:
+        corpus = corpus.with_experts(experts.number_of)
     _check_same(saved, corpus.fingerprint, where)
     return corpus
 

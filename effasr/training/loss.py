@@ -22,6 +22,7 @@ _MEMORY = 0.98
 class LossConfig:
     """Weights of the losses: ``(1 - w) ((1 - t) CE + t TRANSDUCER) + w CTC + g guided``, per token.
 
+    The losses of the routers of experts are added with the weights that `ExpertsConfig` gives them.
     The guided-attention penalty helps a decoder to find the alignment, but only once the encoder
     separates sounds: from the first step on it would slow CTC down. It can therefore wait for CTC.
 
@@ -89,6 +90,11 @@ class LossSums(Protocol):
         """Summed over counted targets of these utterances."""
         ...
 
+    @property
+    def router(self) -> Tensor | None:
+        """Weighted losses of the routers of experts, times the targets; None without a router."""
+        ...
+
 
 class Objective:
     """Weighs the losses of a micro-batch as its share of the loss of the global step.
@@ -149,6 +155,8 @@ class Objective:
         total = (1 - weight) * rest + weight * ctc
         if self.config.guided_weight:
             total = total + torch.where(self._on, self.config.guided_weight, 0.0) * guided
+        if losses.router is not None:
+            total = total + losses.router / targets
         parts = cross_entropy, ctc, transducer, guided
         return torch.stack([total, *(part.detach() for part in parts)])
 

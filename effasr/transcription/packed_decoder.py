@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from effasr.model.decoder import Decoder
 from effasr.model.decoder_layer import DecoderLayer
 from effasr.nn.cache.decoder_state import DecoderState
+from effasr.nn.feed_forward import FeedForward
 from effasr.nn.linear import JoinedLinear, Linear, whole_bias
 from effasr.nn.lora import LoRALinear
 from effasr_kernels.shared import cpu_decoder
@@ -71,7 +72,7 @@ class PackedDecoder:
 
 def can_pack(decoder: Decoder) -> bool:
     """Return whether the kernels exist and all weights are plain float32 ones on a CPU."""
-    if cpu_decoder.unsupported_reason() is not None:
+    if cpu_decoder.unsupported_reason() is not None or decoder.config.experts is not None:
         return False
     is_plain = all(
         type(p) in (Tensor, nn.Parameter) and p.device.type == "cpu" and p.dtype == torch.float32
@@ -90,6 +91,7 @@ def _is_merged(module: nn.Module) -> bool:
 
 def _packed_layer(layer: DecoderLayer) -> cpu_decoder.Layer:
     own, speech, network = layer.self_attn, layer.encoder_attn, layer.mlp
+    assert isinstance(network, FeedForward)  # checked by `can_pack`
     return cpu_decoder.Layer(
         self_norm=_packed_norm(layer.input_layernorm),
         cross_norm=_packed_norm(layer.post_attention_layernorm),

@@ -24,6 +24,7 @@ from effasr.decoding.greedy import check_config, is_plain_greedy, load_lm
 from effasr.decoding.lm.words import load_word_ngrams
 from effasr.model.asr import ASRModel
 from effasr.model.encoder import FastConformerConfig
+from effasr.nn.experts.config import named_experts_of
 from effasr.nn.parameters.evaluating import evaluating
 from effasr.transcription.batching import plan_batches
 from effasr.transcription.decode_queue import (
@@ -413,6 +414,7 @@ class Recognizer:
                 framing=self._features.framing,
             )
             return packed.to(device), [piece.recording.prompt for piece in pieces]
+        named = named_experts_of(self.model.config.encoder)
         examples = [
             Example(
                 id=piece.recording.request.id,
@@ -420,6 +422,7 @@ class Recognizer:
                 prompt=piece.recording.prompt,
                 text=[],
                 monotonic=False,
+                expert=None if named is None else named.number_of(piece.recording.request.prompt),
             )
             for piece in pieces
         ]

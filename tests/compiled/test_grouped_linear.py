@@ -43,8 +43,8 @@ def _launches(
         gradients = _triton.backward(GroupedLinearArguments(**arguments), results, results, saved)
     for name, gradient in gradients.items():
         given = arguments[name]
-        if given is None:
-            assert gradient is None
+        if given is None or gradient is None:
+            assert gradient is given
         else:
             assert gradient.shape == given.shape
             assert gradient.dtype == given.dtype

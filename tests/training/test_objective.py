@@ -14,6 +14,7 @@ class Losses:
     ctc: torch.Tensor
     guided: torch.Tensor
     transducer: torch.Tensor
+    router: torch.Tensor | None = None
 
 
 def losses(cross_entropy: float, ctc: float, guided: float, transducer: float = 0.0) -> Losses:
@@ -31,6 +32,18 @@ def test_each_loss_is_divided_by_its_own_global_count() -> None:
     parts[0].backward()
     gradients = [sums.cross_entropy.grad, sums.ctc.grad, sums.guided.grad]
     assert [g.item() for g in gradients] == pytest.approx([0.75 / 5, 0.25 / 2, 2 / 2])
+
+
+def test_losses_of_routers_are_added_for_each_target() -> None:
+    objective = Objective(LossConfig(ctc_weight=0.25, transducer_weight=0.0), CPU)
+    sums, counts = losses(10.0, 6.0, 3.0), (torch.tensor(5.0), torch.tensor(2.0))
+    without = objective.parts(sums, *counts)
+    sums.router = torch.tensor(1.5, requires_grad=True)
+    parts = objective.parts(sums, *counts)
+    assert parts[0].item() == pytest.approx(without[0].item() + 1.5 / 5)
+    assert torch.equal(parts[1:], without[1:])
+    parts[0].backward()
+    assert sums.router.grad == pytest.approx(1 / 5)
 
 
 def test_a_step_without_transcriptions_has_no_ctc_and_no_nan() -> None:

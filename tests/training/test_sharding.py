@@ -13,6 +13,7 @@ from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import TextExample, collate, collate_text
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.text_encoder import TextEncoderConfig
+from effasr.nn.experts.config import ExpertsConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.training.config import TrainConfig
 from effasr.training.step import train_step
@@ -113,10 +114,23 @@ def compiled(context: DistributedContext) -> None:
     assert counters["stats"]["unique_graphs"] == 2, counters["stats"]
 
 
+def experts(context: DistributedContext) -> None:
+    """Routers and the weights of experts, also where a rank has no row."""
+    config = quiet_config(OPTIMIZER)
+    routed = ExpertsConfig(count=3, top_k=2, balance=0.1)
+    assert config.model.decoder is not None
+    model = replace(
+        config.model,
+        encoder=replace(config.model.encoder, experts=routed),
+        decoder=replace(config.model.decoder, experts=routed),
+    )
+    alike(context, exact, replace(config, model=model))
+
+
 @pytest.mark.slow
 def test_sharded_training_is_that_of_one_process() -> None:
     """All scenarios in the same two processes, which take long to begin."""
-    check_ranks(strategies, text, recomputed)
+    check_ranks(strategies, text, recomputed, experts)
 
 
 @pytest.mark.slow

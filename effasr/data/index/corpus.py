@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import itemgetter
@@ -16,7 +16,7 @@ from lhotse.cut import Cut
 from effasr.data.audio.speed_perturbation import load_at, name_at
 from effasr.data.audio.waveform import AudioError, AudioSegment
 from effasr.data.batch import Batch, StaticShape
-from effasr.data.collate import Example, collate
+from effasr.data.collate import Example, collate, with_experts
 from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import FASTCONFORMER, SAMPLE_RATE, Framing
 from effasr.data.filters.config import TooManyDropped, check_share
@@ -82,6 +82,9 @@ class Corpus:
     _all_speeds: tuple[float, ...]
     _prompt_lengths: np.ndarray
     _monotonic: np.ndarray
+    _prompts: tuple[Prompt, ...]
+    _prompt_ids: np.ndarray
+    _experts: np.ndarray | None = None
 
     @classmethod
     def load(
@@ -145,7 +148,7 @@ class Corpus:
         self, examples: Sequence[Example], shape: StaticShape | None, *, padded: bool = False
     ) -> Batch:
         """Pack utterances on the CPU; see `effasr.data.collate.collate`."""
-        return collate(
+        batch = collate(
             examples,
             shape,
             eos_id=self.eos_id,
@@ -153,6 +156,7 @@ class Corpus:
             padded=padded,
             framing=self.shape.framing,
         )
+        return batch if self._experts is None else with_experts(batch)
 
     def steps(self, micro_batches: int) -> int:
         """Return the approximate global steps of an epoch, from its frames and tokens."""
@@ -166,6 +170,17 @@ class Corpus:
         digest = hashlib.sha256(f"{self.fingerprint} {text.fingerprint}".encode())
         dropped = (*self.dropped, *text.dropped)
         return replace(self, text=text, dropped=dropped, fingerprint=digest.hexdigest())
+
+    def with_experts(self, number: Callable[[Prompt], int]) -> Corpus:
+        """Return the same utterances, with the expert of each.
+
+        Args:
+            number: Returns the number of the expert for the prompt of an utterance.
+        """
+        used = np.unique(self._prompt_ids)
+        by_prompt = np.zeros(len(self._prompts), dtype=np.int64)
+        by_prompt[used] = [number(self._prompts[index]) for index in used.tolist()]
+        return replace(self, _experts=by_prompt[self._prompt_ids])
 
     def summaries(
         self, plan: EpochPlan, text_plan: EpochPlan | None = None
@@ -249,10 +264,13 @@ class Corpus:
         except AudioError as error:
             raise AudioError(error.problem, f"utterance {name!r}: {error}") from error
         tokens = self._tokens[self._rows[index]].tolist()
+        expert = None if self._experts is None else int(self._experts[index])
         if not tokens:
-            return Example(name, audio, [], None, reserved=int(self.lengths.tokens[index]))
+            room = int(self.lengths.tokens[index])
+            return Example(name, audio, [], None, reserved=room, expert=expert)
         split = int(self._prompt_lengths[index])
-        return Example(name, audio, tokens[:split], tokens[split:], bool(self._monotonic[index]))
+        follows = bool(self._monotonic[index])
+        return Example(name, audio, tokens[:split], tokens[split:], follows, expert=expert)
 
 
 class _Derivation:
@@ -335,6 +353,8 @@ class _Derivation:
             _all_speeds=config.speed_perturbation,
             _prompt_lengths=table.prompt_lengths[kept],
             _monotonic=monotonic[table.prompt_ids[kept]] & self._has_text[kept],
+            _prompts=tuple(table.prompts),
+            _prompt_ids=table.prompt_ids[kept],
         )
 
     def _within(self, token_budget: int | None) -> tuple[np.ndarray, list[Dropped]]:

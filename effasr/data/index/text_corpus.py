@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from effasr.data.batch import Batch, StaticShape
-from effasr.data.collate import TextExample, collate_text
+from effasr.data.collate import TextExample, collate_text, with_experts
 from effasr.data.config import DataConfig
 from effasr.data.filters.rules import Dropped, Reason, TokenizedText, Unfit, spells_something
 from effasr.data.index.columns import Ragged, RaggedBuilder, decode, encode, to_numpy
@@ -62,6 +61,9 @@ class TextCorpus:
     _read: Ragged
     _written: Ragged
     _prompt_lengths: np.ndarray
+    _prompts: tuple[Prompt, ...]
+    _prompt_ids: np.ndarray
+    _experts: np.ndarray | None = None
 
     @classmethod
     def load(
@@ -116,7 +118,13 @@ class TextCorpus:
     def batch(self, indices: np.ndarray) -> Batch:
         """Pack pairs, int (m,), into a text-only batch of the static shape, on the CPU."""
         examples = [self.example(index) for index in indices.tolist()]
-        return collate_text(examples, self.shape, eos_id=self.eos_id, pad_id=self.pad_id)
+        batch = collate_text(examples, self.shape, eos_id=self.eos_id, pad_id=self.pad_id)
+        return batch if self._experts is None else with_experts(batch)
+
+    def with_experts(self, number: Callable[[Prompt], int]) -> TextCorpus:
+        """Return the same pairs, with the expert of each; see `Corpus.with_experts`."""
+        by_prompt = np.array([number(prompt) for prompt in self._prompts], dtype=np.int64)
+        return replace(self, _experts=by_prompt[self._prompt_ids])
 
     def plan(self, epoch: int, *, steps: int, micro_batches: int, seed: int) -> EpochPlan:
         """Plan the text-only micro-batches that go with an epoch of speech.
@@ -154,7 +162,9 @@ class TextCorpus:
         """Return a pair, ready to be packed."""
         written, split = self._written[index].tolist(), int(self._prompt_lengths[index])
         name = decode(self._ids[index])
-        return TextExample(name, self._read[index].tolist(), written[:split], written[split:])
+        expert = None if self._experts is None else int(self._experts[index])
+        read = self._read[index].tolist()
+        return TextExample(name, read, written[:split], written[split:], expert)
 
 
 class _TextIndexBuilder:
@@ -175,7 +185,8 @@ class _TextIndexBuilder:
         self.ids, self.read, self.written = (RaggedBuilder(code) for code in "Bii")
         self.prompt_lengths = array("i")
         self.sources = array("H")
-        self.prompts: Counter[Prompt] = Counter()
+        self.prompts: dict[Prompt, int] = {}
+        self.prompt_ids = array("i")
 
     def add(self, pair: TextPair, source: int) -> None:
         """Add a pair, or record why it was dropped."""
@@ -189,11 +200,12 @@ class _TextIndexBuilder:
         self.written.append(prompt + text)
         self.prompt_lengths.append(len(prompt))
         self.sources.append(source)
-        self.prompts[pair.prompt] += 1
+        self.prompt_ids.append(self.prompts.setdefault(pair.prompt, len(self.prompts)))
 
     def corpus(self, mix: MixConfig, max_sequences: int | None) -> TextCorpus:
         """Return the corpus; of its two budgets, one that is None fills along with the other."""
         texts, sources = (self.written.build(), self.read.build()), to_numpy(self.sources)
+        prompts, ids = tuple(self.prompts), to_numpy(self.prompt_ids)
         written, read = (text.lengths.astype(np.int32) for text in texts)
         digest = hashlib.sha256()
         for values in (read, written, sources, *(text.values for text in texts)):
@@ -220,13 +232,15 @@ class _TextIndexBuilder:
             sources=sources,
             mixture=Mixture.of(mix, sources, read, unit="tokens"),
             fingerprint=digest.hexdigest(),
-            prompt=self.prompts.most_common(1)[0][0],
+            prompt=prompts[int(np.bincount(ids).argmax())],
             eos_id=self.tokenizer.eos_id,
             pad_id=self.tokenizer.pad_id,
             _ids=self.ids.build(),
             _read=texts[1],
             _written=texts[0],
             _prompt_lengths=to_numpy(self.prompt_lengths),
+            _prompts=prompts,
+            _prompt_ids=ids,
         )
 
     def _tokenize(self, pair: TextPair) -> tuple[list[int], list[int], list[int]]:

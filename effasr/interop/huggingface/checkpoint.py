@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from effasr.interop.export_checks import refuse_experts
 from effasr.interop.huggingface.canary import export_canary, import_canary
 from effasr.interop.huggingface.files import read_config
 from effasr.interop.huggingface.parakeet import (
@@ -82,6 +83,7 @@ def export_model(
         ValueError: transformers cannot express the model; the message says why.
     """
     tokens = SpecialTokens() if tokens is None else tokens
+    refuse_experts(model.config, "transformers")
     if isinstance(model.config.encoder, WhisperEncoderConfig):
         return export_whisper(model, directory, tokens)
     if model.config.decoder is not None:

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from effasr import config as configuration
 from effasr.data.tokenizer import Tokenizer
+from effasr.interop.export_checks import refuse_experts
 from effasr.interop.huggingface.language_model import write_language_model
 from effasr.model.asr import ASRModel
 
@@ -49,6 +50,7 @@ def export_speech_llm(model: ASRModel, directory: str | Path, tokenizer: Tokeniz
     language_model = model.language_model
     if language_model is None:
         raise ValueError("`model` must have a language model to export, but has none.")
+    refuse_experts(model.config, "transformers")
     folder = Path(directory)
     write_language_model(language_model, folder, tokenizer)
     speech = folder / SPEECH_FOLDER

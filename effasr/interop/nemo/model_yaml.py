@@ -8,7 +8,7 @@ from typing import Any
 
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
-from effasr.interop.export_checks import refuse
+from effasr.interop.export_checks import refuse, refuse_experts
 from effasr.interop.nemo import sections
 from effasr.interop.nemo.config import CTC, HYBRID, MULTITASK, TRANSDUCER
 from effasr.interop.nemo.contexts import write_contexts
@@ -51,6 +51,7 @@ def check_expressible(config: ModelConfig) -> None:
     Raises:
         ValueError: It cannot; the message lists all reasons.
     """
+    refuse_experts(config, "NeMo")
     encoder, decoder = config.encoder, config.decoder
     if not isinstance(encoder, FastConformerConfig):
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effasr.interop.export_checks import refuse
+from effasr.interop.export_checks import refuse, refuse_experts
 from effasr.interop.onnx.description import DESCRIPTION, describe
 from effasr.interop.onnx.graph import Graph, check_packages, write_graph
 from effasr.interop.onnx.padded_model import PaddedDecoderStep, PaddedEncoder
@@ -64,6 +64,7 @@ def export_onnx(
             no stream can be decoded with it.
     """
     check_packages()
+    refuse_experts(model.config, "an ONNX graph of effasr")
     if context is not None:
         return _export_step(model, directory, texts, context)
     if isinstance(model.config.encoder, FastConformerConfig):

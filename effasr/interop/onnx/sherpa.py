@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from effasr.data.atomic_files import write_atomically
-from effasr.interop.export_checks import refuse
+from effasr.interop.export_checks import refuse, refuse_experts
 from effasr.interop.onnx.export import on_host
 from effasr.interop.onnx.graph import check_packages, write_graph
 from effasr.interop.onnx.padded_model import PaddedEncoder
@@ -103,6 +103,7 @@ def export_sherpa(model: ASRModel, directory: Path, pieces: Sequence[str]) -> li
         ValueError: Required packages are missing, or sherpa-onnx cannot run the model.
     """
     check_packages()
+    refuse_experts(model.config, "sherpa-onnx")
     config, features = model.config.encoder, model.config.features
     check(
         features.kind == "parakeet" and features.sample_rate == 16_000,

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from effasr.data.batch import Batch, StaticShape
-from effasr.data.collate import Example, collate
+from effasr.data.collate import Example, collate, with_experts
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
@@ -187,7 +187,8 @@ def batch_of(lengths: Lengths, shape: StaticShape, vocab_size: int, seed: int) -
         # No token repeats its predecessor: CTC needs no blank between them and has a path.
         text = (np.arange(max(tokens - 1, 0)) + number) % vocab_size
         examples.append(Example(f"trial-{number}", audio, [0], text.tolist()))
-    return collate(examples, shape, eos_id=0, pad_id=0)
+    # An expert costs what any other does, so that all may have the first.
+    return with_experts(collate(examples, shape, eos_id=0, pad_id=0))
 
 
 def _pairs(lengths: UtteranceLengths, indices: np.ndarray) -> Lengths:

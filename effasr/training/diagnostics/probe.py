@@ -15,6 +15,7 @@ from effasr.data.manifest.reader import request
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel
+from effasr.nn.experts.config import named_experts_of
 from effasr.nn.parameters.evaluating import evaluating
 from effasr.training.diagnostics.probe_sums import ProbeSums
 from effasr_kernels import PackedSequence, linear_cross_entropy, pack
@@ -115,7 +116,9 @@ class Probe:
             return None
         if positions is not None and len(prompt) + len(text) > positions:
             return None
-        return Example(cut.id, audio, prompt, text, wanted.monotonic)
+        named = named_experts_of(config.encoder)
+        expert = None if named is None else named.number_of(wanted)
+        return Example(cut.id, audio, prompt, text, wanted.monotonic, expert=expert)
 
     def _measure(self, batch: Batch) -> ProbeSums:
         model = self._model

@@ -61,6 +61,7 @@ def utterances(batch: Batch, begin: int, end: int) -> Batch:
         token_lengths=batch.token_lengths[begin:end],
         label_room=None if batch.label_room is None else batch.label_room[begin:end],
         source=None if batch.source is None else _sequences(batch.source, begin, end),
+        expert=None if batch.expert is None else batch.expert[begin:end],
     )
 
 

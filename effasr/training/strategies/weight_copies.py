@@ -24,6 +24,7 @@ from effasr import ranges
 from effasr.model.decoder import Decoder
 from effasr.nn.attention import RelativeSelfAttention
 from effasr.nn.convolution import DepthwiseConv
+from effasr.nn.experts.feed_forward import GroupedLinear
 from effasr.nn.recurrent import LSTM
 
 _CAST: tuple[tuple[type[nn.Module], tuple[str, ...] | None], ...] = (
@@ -31,6 +32,7 @@ _CAST: tuple[tuple[type[nn.Module], tuple[str, ...] | None], ...] = (
     (nn.Conv1d, None),
     (nn.Conv2d, None),
     (DepthwiseConv, None),
+    (GroupedLinear, None),
     (LSTM, None),
     (RelativeSelfAttention, ("bias_u", "bias_v")),
     (Decoder, ("untied_weight", "output_bias")),

@@ -1,0 +1,1 @@
+"""Feed-forward networks with experts, of which a row uses some."""

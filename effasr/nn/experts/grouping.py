@@ -1,0 +1,112 @@
+"""Rows sorted by expert, on the device: the host never knows how many rows an expert has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from effasr.nn.experts.config import ExpertsConfig
+from effasr_kernels import PackedLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """A permutation of rows that sorts them by expert; rows without one come last.
+
+    Attributes:
+        order: int64 (T,), the row at each place of the sorted rows.
+        place: int64 (T,), its inverse: the place of each row.
+        layout: Layout of the sorted rows: a sequence for each expert.
+    """
+
+    order: Tensor
+    place: Tensor
+    layout: PackedLayout
+
+    @classmethod
+    def of(cls, expert: Tensor, count: int) -> Groups:
+        """Sort rows by the number of their expert.
+
+        Args:
+            expert: int64 (T,), in [0, count); ``count`` for a row without an expert.
+            count: Number of experts.
+        """
+        # Stable: the rows of an expert keep their order, in which gradients are added.
+        found, order = torch.sort(expert, stable=True)
+        rows = torch.arange(len(order), device=order.device)
+        place = torch.empty_like(order).scatter_(0, order, rows)
+        offsets = torch.searchsorted(found, torch.arange(count + 1, device=order.device))
+        return cls(order, place, PackedLayout.from_offsets(offsets.int(), len(order)))
+
+    @classmethod
+    def of_sequences(cls, expert: Tensor, layout: PackedLayout, count: int) -> Groups:
+        """Sort the rows of sequences by the expert of the sequence.
+
+        Args:
+            expert: int64 (N,), in [0, count).
+            layout: The sequences.
+            count: Number of experts.
+        """
+        with_tail = torch.cat([expert, expert.new_full((1,), count)])
+        return cls.of(with_tail[layout.sequence_ids()], count)
+
+    def sort(self, x: Tensor) -> Tensor:
+        """Return rows (T, ...) sorted by expert."""
+        return _Permute.apply(x, self.order, self.place)  # type: ignore[return-value]
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Return sorted rows (T, ...) in their own order."""
+        return _Permute.apply(x, self.place, self.order)  # type: ignore[return-value]
+
+    def sizes(self) -> Tensor:
+        """Return the number of rows of each expert: int32 (count,), on the device."""
+        return self.layout.cu_seqlens.diff()
+
+
+def named_groups(
+    config: ExpertsConfig | None, expert: Tensor | None, layout: PackedLayout
+) -> Groups | None:
+    """Return the groups of a stack's rows, which all of its layers share.
+
+    Args:
+        config: Experts of the stack; None for none.
+        expert: int64 (N,), the expert of each sequence; None if the batch names none.
+        layout: The sequences.
+
+    Returns:
+        The groups; None without experts, or where a router chooses them.
+
+    Raises:
+        ValueError: Names choose the experts, but ``expert`` is None.
+    """
+    if config is None or config.is_learned:
+        return None
+    if expert is None:
+        raise ValueError(
+            f"`expert` must be given for each utterance where its {config.route} chooses the "
+            f"expert ({', '.join(config.names)}), but the batch names none: see `Batch.expert`."
+        )
+    return Groups.of_sequences(expert, layout, config.count)
+
+
+class _Permute(Function):
+    """Its backward permutes, too, where that of an index would add rows with atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        (dx,) = grad_outputs
+        (inverse,) = ctx.saved_tensors
+        return dx.index_select(0, inverse), None, None

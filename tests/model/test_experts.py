@@ -1,0 +1,165 @@
+"""Speech models with experts: losses, costs, decoding, and what refuses them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from effasr.data.batch import Batch
+from effasr.data.collate import Example
+from effasr.interop.export_checks import refuse_experts
+from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.best_rq import BestRQConfig
+from effasr.model.cost import cost_model
+from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import FastConformerEncoder
+from effasr.model.learning_cost import learning_cost
+from effasr.model.streaming_encoder import check_streamable
+from effasr.nn.experts.config import ExpertsConfig
+from effasr.nn.experts.feed_forward import ExpertFeedForward
+from effasr.nn.experts.use import ExpertUse
+from effasr.nn.lora import LoRAConfig, adapt
+from effasr.optim.groups import parameter_groups
+from effasr.training.strategies import weight_copies
+from effasr_kernels import Context
+
+VOCABULARY = 40
+NAMED = ExpertsConfig(count=2, route="task", names=("transcribe", "translate"))
+LEARNED = ExpertsConfig(count=3, top_k=2, balance=0.1, z_loss=0.01)
+
+
+def _with(
+    config: ModelConfig, encoder: ExpertsConfig, decoder: ExpertsConfig | None
+) -> ModelConfig:
+    assert config.decoder is not None
+    # Rotary positions have no table, which would count.
+    return replace(
+        config,
+        encoder=replace(config.encoder, experts=encoder, position="rotary"),
+        decoder=replace(config.decoder, experts=decoder),
+    )
+
+
+@pytest.fixture
+def speech(examples: Sequence[Example], make_batch: Callable[..., Batch]) -> Batch:
+    """Utterances whose experts take turns."""
+    numbered = enumerate(examples)
+    return make_batch([replace(x, prompt=[7], monotonic=True, expert=n % 2) for n, x in numbered])
+
+
+@pytest.mark.parametrize("experts", [NAMED, LEARNED], ids=["named", "learned"])
+def test_a_row_costs_the_experts_that_it_uses(
+    experts: ExpertsConfig, tiny_config: ModelConfig, speech: Batch
+) -> None:
+    config = _with(tiny_config, experts, LEARNED)
+    model = ASRModel(config, VOCABULARY).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(speech)
+    frames, tokens = np.array(speech.frames.lengths), np.array(speech.tokens.layout.lengths)
+    assert cost_model(config, VOCABULARY).of(frames, tokens).sum() == counter.get_total_flops()
+    # What is all trained costs three times the forward, experts included.
+    assert learning_cost(model).frame == cost_model(config, VOCABULARY).frame
+
+
+def test_a_named_expert_is_the_model_with_its_weights(
+    tiny_config: ModelConfig, speech: Batch
+) -> None:
+    model = ASRModel(_with(tiny_config, NAMED, None), VOCABULARY).eval()
+    encoded = model.encode(speech).unpack()
+    for expert in (0, 1):
+        dense = ASRModel(
+            replace(model.config, encoder=replace(model.config.encoder, experts=None)), VOCABULARY
+        ).eval()
+        own = {
+            name: value[expert] if ".feed_forward" in name and "norm" not in name else value
+            for name, value in model.state_dict().items()
+        }
+        dense.load_state_dict(own)
+        for number, (x, y) in enumerate(zip(encoded, dense.encode(speech).unpack(), strict=True)):
+            if number % 2 == expert:
+                torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+            else:
+                assert not torch.allclose(x, y, rtol=1e-2, atol=1e-2)
+    with pytest.raises(ValueError, match=r"`expert` must be given .* \(transcribe, translate\)"):
+        model(replace(speech, expert=None))
+
+
+def test_the_losses_of_routers_are_a_mean_for_each_target(
+    tiny_config: ModelConfig, speech: Batch
+) -> None:
+    model = ASRModel(_with(tiny_config, LEARNED, LEARNED), VOCABULARY).train()
+    losses = model(speech)
+    assert losses.router is not None
+    use = ExpertUse(model).line()
+    layers = {"encoder": 2 * tiny_config.encoder.layers, "decoder": tiny_config.decoder.layers}  # type: ignore[union-attr]
+    balance = sum(0.1 * count * use[f"{x}_expert_balance"] for x, count in layers.items())
+    per_target = losses.router.item() / speech.num_targets
+    # The rest is the z-loss, of small logits.
+    assert balance < per_target < balance + 0.05 * sum(layers.values()) * 3
+    assert sum(use["encoder_expert_shares"]) == pytest.approx(1.0)
+    # Counted anew.
+    assert ExpertUse(model).line()["encoder_expert_shares"] is None
+    routers = [p for name, p in model.named_parameters() if "router" in name]
+    assert all(x.any() for x in torch.autograd.grad(losses.router, routers))
+    # The lists hold the graph of a step, so they do not outlive it.
+    assert not any(getattr(stack, "router_losses", ()) for stack in model.children())
+
+
+def test_steps_of_decoding_are_the_forward(tiny_config: ModelConfig, speech: Batch) -> None:
+    model = ASRModel(_with(tiny_config, NAMED, LEARNED), VOCABULARY).eval()
+    assert model.decoder is not None
+    with torch.no_grad():
+        encoded = model.encode(speech)
+        if model.projection is not None:
+            encoded = encoded.with_values(model.projection(encoded.values))
+        hidden, _ = model.decoder(speech.tokens, encoded)
+        state = model.decoder.start(encoded, 3)
+        expected = speech.tokens.with_values(hidden).unpack()
+        tokens = speech.tokens.unpack()
+        for position in range(2):
+            step = model.decoder.step(torch.stack([x[position] for x in tokens]), state)
+            torch.testing.assert_close(step, torch.stack([x[position] for x in expected]))
+
+
+def test_weights_are_saved_decayed_and_copied_like_others(tiny_config: ModelConfig) -> None:
+    config = _with(tiny_config, LEARNED, LEARNED)
+    model = ASRModel(config, VOCABULARY)
+    again = ASRModel.from_state_dict(config, VOCABULARY, model.state_dict())
+    for (name, x), y in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(x, y), name
+    network = next(x for x in again.modules() if isinstance(x, ExpertFeedForward))
+    assert network.rows.tolist() == [0, 0, 0]
+    decayed, spared = (group["params"] for group in parameter_groups(model, 0.1, ("biases",)))
+    first = next(x for x in model.modules() if isinstance(x, ExpertFeedForward))
+    assert any(first.linear1.weight is x for x in decayed)
+    assert any(first.linear1.bias is x for x in spared)
+    # Autocast casts what `WeightCopies` has copies of; narrow logits would change choices.
+    assert list(weight_copies._names(first.linear1)) == ["weight", "bias"]
+    assert first.router is not None
+    assert not list(weight_copies._names(first.router))
+
+
+def test_a_part_that_cannot_have_experts_says_so(tiny_config: ModelConfig) -> None:
+    config = _with(tiny_config, NAMED, None)
+    with pytest.raises(ValueError, match=r"`experts.route` must be learned in a decoder.*task"):
+        DecoderConfig(width=16, heads=2, experts=NAMED)
+    with pytest.raises(ValueError, match=r"cannot be exported.*NeMo has no encoder\.experts"):
+        refuse_experts(config, "NeMo")
+    refuse_experts(tiny_config, "NeMo")
+    with pytest.raises(ValueError, match=r"`encoder\.experts\.route` must be learned with `best_"):
+        ModelConfig(encoder=config.encoder, decoder=None, best_rq=BestRQConfig())  # type: ignore[arg-type]
+    streamed = replace(config.encoder, causal_convolution=True)
+    with pytest.raises(ValueError, match=r"`experts\.route` must be learned to decode a stream"):
+        check_streamable(streamed, Context(56, 0, 7))
+    for targets in (None, ("encoder.layers.*",)):
+        model = ASRModel(config, VOCABULARY)
+        with pytest.raises(ValueError, match=r"`lora.targets` must not match encoder.*linear1"):
+            adapt(model, LoRAConfig(rank=2, targets=targets))
+    model = ASRModel(config, VOCABULARY)
+    assert isinstance(model.encoder, FastConformerEncoder)
+    adapt(model, LoRAConfig(rank=2, targets=("*_proj",), also_train=("*feed_forward1*",)))
+    network = next(x for x in model.modules() if isinstance(x, ExpertFeedForward))
+    assert network.linear1.weight.requires_grad

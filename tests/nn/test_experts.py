@@ -1,0 +1,230 @@
+"""Feed-forward networks with experts against dense networks with the same weights."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from effasr.data.prompt import Prompt
+from effasr.nn import residual as residuals
+from effasr.nn.experts import feed_forward
+from effasr.nn.experts.config import ExpertsConfig
+from effasr.nn.experts.feed_forward import ExpertFeedForward
+from effasr.nn.experts.grouping import Groups
+from effasr.nn.experts.router import Router
+from effasr.nn.feed_forward import FeedForward
+from effasr.nn.residual import Residual
+from effasr.nn.stack import Layer, checkpointed_forward
+from effasr_kernels import PackedLayout
+
+WIDTH, HIDDEN = 6, 10
+LENGTHS = (4, 0, 3, 5)
+NAMED = ExpertsConfig(count=3, route="source", names=("a", "b", "c"))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def _experts(config: ExpertsConfig, **options: Any) -> ExpertFeedForward:
+    module = ExpertFeedForward(WIDTH, HIDDEN, config, activation="silu", **options)
+    with torch.no_grad():
+        for layer in (module.linear1, module.linear2):
+            if layer.bias is not None:
+                layer.bias.normal_()
+    return module
+
+
+def _dense(module: ExpertFeedForward, expert: int) -> FeedForward:
+    """A network without experts with the weights of one."""
+    has_bias = module.linear1.bias is not None
+    dense = FeedForward(WIDTH, HIDDEN, activation="silu", bias=has_bias)
+    dense.load_state_dict(
+        {k: v[expert] for k, v in module.state_dict().items() if not k.startswith("router")}
+    )
+    return dense.to(module.linear1.weight.dtype)
+
+
+def _residual(layout: PackedLayout) -> Residual:
+    return Residual(layout, 0.0, None)
+
+
+def _rows(layout: PackedLayout) -> Tensor:
+    x = torch.randn(layout.rows, WIDTH, dtype=torch.float64)
+    x[layout.total :] = 7.0
+    return x
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tail", [0, 3])
+def test_names_choose_the_network_of_an_utterance(tail: int, bias: bool) -> None:
+    layout = PackedLayout.from_lengths(LENGTHS, rows=sum(LENGTHS) + tail)
+    module, x = _experts(NAMED, bias=bias).double(), _rows(layout)
+    expert = torch.tensor([2, 1, 0, 2])
+    groups = Groups.of_sequences(expert, layout, NAMED.count)
+    y = module(x, _residual(layout), groups=groups)
+    for number, (begin, end) in zip(expert.tolist(), pairwise(layout.cu_seqlens_host), strict=True):
+        torch.testing.assert_close(y[begin:end], _dense(module, number)(x[begin:end]))
+    assert not y[layout.total :].any()
+    assert module.rows.tolist() == [3, 0, 9]
+    with pytest.raises(ValueError, match=r"`groups` must be given where the source of an utter"):
+        module(x)
+
+
+@pytest.mark.parametrize("route", ["learned", "task"])
+def test_one_expert_is_a_dense_network_to_the_bit(route: Any) -> None:
+    config = ExpertsConfig(count=1, route=route, names=() if route == "learned" else ("asr",))
+    layout = PackedLayout.from_lengths(LENGTHS)
+    module, x = _experts(config), torch.randn(layout.rows, WIDTH)
+    expert = torch.zeros(len(LENGTHS), dtype=torch.int64)
+    groups = None if route == "learned" else Groups.of_sequences(expert, layout, 1)
+    assert torch.equal(module(x, _residual(layout), groups=groups), _dense(module, 0)(x))
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_router_adds_the_networks_that_it_chooses(top_k: int) -> None:
+    layout = PackedLayout.from_lengths(LENGTHS, rows=sum(LENGTHS) + 2)
+    module, x = _experts(ExpertsConfig(count=3, top_k=top_k)).double(), _rows(layout)
+    y = module(x, _residual(layout))
+    assert module.router is not None
+    probabilities = (x @ module.router.weight.T).softmax(-1)
+    for row in range(layout.total):
+        chosen = probabilities[row].sort(descending=True).indices[:top_k]
+        gates = probabilities[row, chosen]
+        gates = gates if top_k == 1 else gates / gates.sum()
+        parts = [g * _dense(module, int(e))(x[row]) for g, e in zip(gates, chosen, strict=True)]
+        torch.testing.assert_close(y[row], torch.stack(parts).sum(0))
+    assert not y[layout.total :].any()
+    assert module.rows.sum() == top_k * layout.total
+    # Without a layout every row counts, as in a step of decoding.
+    torch.testing.assert_close(module(x[: layout.total]), y[: layout.total])
+
+
+def test_an_utterance_has_the_result_that_it_has_alone() -> None:
+    layout = PackedLayout.from_lengths(LENGTHS, rows=sum(LENGTHS) + 2)
+    module, x = _experts(ExpertsConfig(count=3, top_k=2)).double(), _rows(layout)
+    y = module(x, _residual(layout))
+    for begin, end in pairwise(layout.cu_seqlens_host):
+        alone = module(x[begin:end], _residual(PackedLayout.from_lengths((end - begin,))))
+        torch.testing.assert_close(y[begin:end], alone)
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    layout = PackedLayout.from_lengths((3, 2), rows=6)
+    module, x = _experts(ExpertsConfig(count=3, top_k=2)).double(), _rows(layout)
+
+    def run(x: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        y, losses = module.route(torch.cat([x, x.new_zeros(1, WIDTH)]), _residual(layout))
+        assert losses is not None
+        return y, losses.double()
+
+    # The losses are float32, so they alone would need coarse differences.
+    torch.autograd.gradcheck(
+        lambda *leaves: run(*leaves)[0], (x[:5].clone().requires_grad_(), *module.parameters())
+    )
+    _, losses = run(x[:5])
+    gradients = torch.autograd.grad(losses.sum(), list(module.parameters()), allow_unused=True)
+    reached = dict(zip(dict(module.named_parameters()), gradients, strict=True))
+    assert {name for name, gradient in reached.items() if gradient is not None} == {"router.weight"}
+    gradient = reached["router.weight"]
+    assert gradient is not None
+    assert gradient.any()
+
+
+def test_the_balance_loss_is_1_for_even_choices_and_most_for_a_single_one() -> None:
+    router = Router(4, 4, 1)
+    with torch.no_grad():
+        router.weight.copy_(20 * torch.eye(4))
+    even = router(torch.eye(4))
+    torch.testing.assert_close(even.losses[0], torch.tensor(1.0))
+    single = router(torch.eye(4)[:1].expand(8, -1))
+    torch.testing.assert_close(single.losses[0], torch.tensor(4.0))
+    assert single.expert.flatten().tolist() == [0] * 8
+    # With logits of 0 the normalizer is log 4.
+    flat = router(torch.zeros(3, 4))
+    torch.testing.assert_close(flat.losses[1], torch.tensor(4.0).log() ** 2)
+
+
+def test_a_tail_changes_no_loss_of_the_router() -> None:
+    router, x = Router(WIDTH, 3, 2), torch.randn(5, WIDTH)
+    whole = router(x).losses
+    (expected,) = torch.autograd.grad(whole.sum(), router.weight)
+    longer = torch.cat([x, torch.full((2, WIDTH), 100.0)])
+    routed = router(longer, torch.arange(7) < 5)
+    torch.testing.assert_close(routed.losses, whole)
+    (gradient,) = torch.autograd.grad(routed.losses.sum(), router.weight)
+    torch.testing.assert_close(gradient, expected)
+    assert routed.expert[5:].tolist() == [[3, 3]] * 2
+    assert not routed.gate[5:].any()
+    nothing = router(longer, torch.zeros(7, dtype=torch.bool))
+    assert not nothing.losses.any()
+
+
+class _Recomputed(Layer):
+    def __init__(self, module: ExpertFeedForward) -> None:
+        super().__init__()
+        self.module, self.is_checkpointed = module, True
+
+    @checkpointed_forward
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+def test_recomputed_rows_count_once_and_evaluated_rows_never() -> None:
+    module = _experts(ExpertsConfig(count=2))
+    layer, x = _Recomputed(module), torch.randn(5, WIDTH, requires_grad=True)
+    layer(x).sum().backward()
+    assert module.rows.sum() == 5
+    module.eval()
+    module(x)
+    assert module.rows.sum() == 5
+
+
+@pytest.mark.parametrize("config", [NAMED, ExpertsConfig(count=3, top_k=2)], ids=["named", "top2"])
+def test_joined_steps_are_the_separate_ones(
+    config: ExpertsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the operations that a GPU runs, here their references."""
+    layout = PackedLayout.from_lengths(LENGTHS, rows=sum(LENGTHS) + 2)
+    module, x = _experts(config).double(), _rows(layout)
+    groups = None
+    if not config.is_learned:
+        groups = Groups.of_sequences(torch.tensor([2, 1, 0, 2]), layout, config.count)
+    call = lambda: module(x, _residual(layout), groups=groups)
+    separate = call()
+    for place in (residuals, feed_forward):
+        monkeypatch.setattr(place, "is_fused", lambda x: True)
+    torch.testing.assert_close(call(), separate)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"route": "name"}, "`route` must be one of task, source, learned, but is 'name'"),
+        ({"count": 0}, "`count` must be at least 1, but is 0"),
+        ({"count": 2, "top_k": 3}, "`top_k` must be in 1 to count = 2, but is 3"),
+        ({"balance": -1.0}, "`balance` must be at least 0, but is -1.0"),
+        ({"names": ("a",)}, "`names` must be empty where a router chooses"),
+        ({"route": "task", "count": 2}, "`names` must be 2 different names, one for each expert"),
+        (
+            {"route": "task", "count": 2, "names": ("a", "b"), "top_k": 2},
+            "`top_k` must be 1 where the task chooses the expert, but is 2",
+        ),
+    ],
+    ids=str,
+)
+def test_a_configuration_says_what_is_wrong(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ExpertsConfig(**options)
+
+
+def test_a_name_without_an_expert_is_an_error() -> None:
+    assert NAMED.number_of(Prompt("b", "b")) == 1
+    with pytest.raises(ValueError, match=r"source of an utterance must be one of a, b, c.*'d'"):
+        NAMED.number_of(Prompt("d", "d"))
+    tasks = ExpertsConfig(count=2, route="task", names=("translate", "transcribe"))
+    assert tasks.number_of(Prompt("d", "d")) == 1
+    assert tasks.number_of(Prompt("d", "e", "translate")) == 0
