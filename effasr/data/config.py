@@ -198,6 +198,11 @@ class DataConfig:
                     "`text_token_budget` must be left out where `text_share` is 1, but is "
                     f"{self.text_token_budget}: use `token_budget`."
                 )
+            if self.frame_budget == "auto":
+                raise ValueError(
+                    "`frame_budget` must be a number where `text_share` is 1, but is auto: set it "
+                    "to the tokens that the text encoder reads in a micro-batch, such as 8000."
+                )
         elif not 0 < share < 1 or abs(share * count - self.text_micro_batches) > 1e-6:
             if count == 1:
                 remedy = "use `micro_batches` = 2 or more, or `text_share` = 1"

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, get_worker_info
 from effasr.data.audio.augmentation.augmenter import Augmenter, Moment, UnreadableRecording
 from effasr.data.audio.waveform import AudioError, audio_path
 from effasr.data.batch import Batch, StaticShape
-from effasr.data.collate import Example
+from effasr.data.collate import Example, TextExample
 from effasr.data.config import DataConfig
 from effasr.data.conversation.collate import ConversationExample
 from effasr.data.conversation.corpus import ConversationCorpus
@@ -130,10 +130,10 @@ class MicroBatchDataset(Dataset[StepBatch | AudioError]):
 
     def _example(
         self, index: int, ref: MicroBatchRef, skipped: list[Dropped]
-    ) -> Example | ConversationExample:
+    ) -> Example | ConversationExample | TextExample:
         """Load an utterance, augmented; unreadable recordings for it are added to ``skipped``."""
         example = self._corpus.example(index)
-        if not self._augmenter:
+        if not self._augmenter or isinstance(example, TextExample):
             return example
 
         def augment(audio: np.ndarray) -> np.ndarray:

@@ -76,6 +76,11 @@ class Request:
         model = resolve(settings, None).model
         data = settings.data if recipe else DataConfig()
         # Text-only micro-batches are not planned: epochs are of speech.
+        if data.text_alone and not manifests:
+            raise ValueError(
+                "`--recipe` must have speech, because batches of text alone are not planned, but "
+                "its data.text_share is 1: take another, or give `--manifest`."
+            )
         own = [] if manifests else [(Path(path), source) for path, source in data.manifests]
         own = [(path, source) for path, source in own if not _is_text_only(path)]
         found = manifests or [path for path, _ in own]

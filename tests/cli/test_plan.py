@@ -176,6 +176,12 @@ def test_manifests_of_text_alone_are_left_out(effasr, workplace, tmp_path) -> No
     assert (made["utterances"], made["micro_batches"]) == (24, 1)
 
 
+def test_a_recipe_of_text_alone_is_refused(effasr) -> None:
+    done = effasr("plan", "--recipe", "corrector")
+    assert done.code == 2
+    assert "batches of text alone are not planned" in done.error
+
+
 @pytest.mark.parametrize(
     ("strategy", "option", "value"),
     [

@@ -199,6 +199,7 @@ def test_an_empty_batch_is_all_tail(manifest, bilingual) -> None:
         ({"text_share": 1.5, "micro_batches": 4}, r"but not none of them; .* use 0.75"),
         ({"text_share": 0.0, "micro_batches": 4}, r"but not none of them; .* use 0.25"),
         ({"text_share": 1, "text_token_budget": 9}, "be left out where `text_share` is 1"),
+        ({"text_share": 1, "frame_budget": "auto"}, "`frame_budget` must be a number where"),
         ({"text_token_budget": 9}, "`text_token_budget` must be left out where `text_share` is nu"),
         (
             {"text_share": 0.5, "micro_batches": 2, "text_token_budget": 0},

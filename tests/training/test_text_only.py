@@ -312,11 +312,6 @@ def test_two_ranks_have_the_loss_curve_of_one(make_mixed, tmp_path) -> None:
             {},
             "`data.speed_perturbation` must be left out where `data.text_share` is 1",
         ),
-        (
-            {"mix": None, "train": "TEXT", "text_share": 1, "frame_budget": "auto"},
-            {},
-            "`data.frame_budget` must be a number where `data.text_share` is 1",
-        ),
     ],
 )
 def test_text_needs_a_share_and_an_encoder(make_mixed, tones, pairs, data, model, message) -> None:

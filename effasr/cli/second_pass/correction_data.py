@@ -31,9 +31,9 @@ def add(command: AddCommand) -> None:
         run,
         "Write pairs of the N best texts and the reference to train on.",
         "A line has the texts as `source_text`, the best first, separated by ` | `, and the",
-        "reference as `text`. A model with `model.text_encoder` trains on such a manifest beside",
-        "speech (data.text_share). Use audio that RUN was not trained on: on its own training",
-        "data it makes too few errors to learn from.",
+        "reference as `text`. The recipe corrector trains on such a manifest, or a model with",
+        "`model.text_encoder` beside speech (data.text_share). Use audio that RUN was not trained",
+        "on: on its own training data it makes too few errors to learn from.",
         example="effasr make-correction-data runs/mine held_out.jsonl pairs.jsonl --beam 8",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help=RUN_HELP)

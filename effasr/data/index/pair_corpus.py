@@ -201,8 +201,3 @@ def _check(config: DataConfig) -> None:
                 f"`data.{name}` must be left out where `data.text_share` is 1, because text pairs "
                 f"have no audio, but is {getattr(config, name)}."
             )
-    if config.frame_budget == "auto":
-        raise ValueError(
-            "`data.frame_budget` must be a number where `data.text_share` is 1, but is auto: set "
-            "it to the tokens that the text encoder reads in a micro-batch, such as 8000."
-        )
