@@ -2,7 +2,7 @@
 
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,12 +21,18 @@ from effasr.interop.nemo.importer import NemoModel, import_nemo
 from effasr.interop.nemo.tokenizer import nemo_tokens
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import FastConformerConfig
+from effasr.model.encoder import FastConformerConfig, FastConformerEncoder
+from effasr.model.streaming_encoder import StreamingEncoder
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
+from effasr_kernels import Context
 
 FOLDER = Path(__file__).parent / "nemo"
-CASES = ("ctc", "rnnt", "hybrid", "canary", "flash", "unified")
+STREAMING = {
+    "streaming_ctc": (Context(4, 0, 2), Context(6, 0, 3)),
+    "streaming_hybrid": (Context(9, 0, 3), Context(4, 0, 1)),
+}
+CASES = ("ctc", "rnnt", "hybrid", "canary", "flash", "unified", *STREAMING)
 CANARIES = ("canary", "flash", "unified")
 LENGTHS = (4037, 12345, 8000)
 TOLERANCE = 1e-4
@@ -83,7 +89,7 @@ def assert_same(actual: Tensor, expected: np.ndarray, what: str) -> None:
 
 @torch.no_grad()
 def test_features_and_encoder_are_nemos(model: ASRModel, expected: dict[str, np.ndarray]) -> None:
-    batch = batch_of()
+    batch = batch_of(framing=model.config.features.framing)
     mel = model.features(batch.audio, batch.frames)
     rows = parts(mel.values, [8 * offset for offset in batch.frames.cu_seqlens_host])
     encoded = parts(model.encoder(mel).values, batch.frames.cu_seqlens_host)
@@ -94,23 +100,23 @@ def test_features_and_encoder_are_nemos(model: ASRModel, expected: dict[str, np.
         assert_same(encoded[number], expected[f"encoded_{number}"], f"frames of {number}")
 
 
-@pytest.mark.parametrize("case", ["ctc", "hybrid"], scope="module")
+@pytest.mark.parametrize("case", ["ctc", "hybrid", *STREAMING], scope="module")
 @torch.no_grad()
 def test_scores_of_ctc_are_nemos(model: ASRModel, expected: dict[str, np.ndarray]) -> None:
-    batch = batch_of()
+    batch = batch_of(framing=model.config.features.framing)
     scores = model.ctc_logits(model.encode(batch).values).log_softmax(-1)
     for number, part in enumerate(parts(scores, batch.frames.cu_seqlens_host)):
         assert_same(part, expected[f"ctc_{number}"], f"scores of {number}")
 
 
-@pytest.mark.parametrize("case", ["rnnt", "hybrid"], scope="module")
+@pytest.mark.parametrize("case", ["rnnt", "hybrid", "streaming_hybrid"], scope="module")
 @torch.no_grad()
 def test_scores_and_greedy_search_of_a_transducer_are_nemos(
     model: ASRModel, imported: NemoModel, expected: dict[str, np.ndarray]
 ) -> None:
     head = model.transducer
     assert head is not None
-    batch = batch_of(expected["labels"])
+    batch = batch_of(expected["labels"], model.config.features.framing)
     encoded = model.encode(batch)
     frames = parts(head.encoder_projection(encoded.values), batch.frames.cu_seqlens_host)
     predicted = head.predictor_projection(head.predictor(batch.text.values, batch.text.layout))
@@ -123,6 +129,52 @@ def test_scores_and_greedy_search_of_a_transducer_are_nemos(
         assert list(tokens) == expected[f"greedy_{number}"].tolist()
         if imported.tokenizer.is_unified:
             assert imported.tokenizer.decode(tokens) == expected[f"text_{number}"]
+
+
+@pytest.mark.parametrize(
+    ("case", "context"),
+    [(case, context) for case, contexts in STREAMING.items() for context in contexts],
+    scope="module",
+)
+@torch.no_grad()
+def test_frames_of_every_context_are_nemos(
+    model: ASRModel, expected: dict[str, np.ndarray], context: Context
+) -> None:
+    """Of whole utterances, and of streams, by its `cache_aware_stream_step`."""
+    features, encoder = model.config.features, cast(FastConformerEncoder, model.encoder)
+    assert context in encoder.config.context
+    batch = batch_of(framing=features.framing)
+    mel = model.features(batch.audio, batch.frames)
+    encoder.evaluate_with(context)
+    whole = parts(encoder(mel).values, batch.frames.cu_seqlens_host)
+    encoder.evaluate_with(encoder.config.context[0])
+    rows = parts(mel.values, [8 * offset for offset in batch.frames.cu_seqlens_host])
+    name = f"{context.left}x{context.chunk - 1}"
+    for number, samples in enumerate(LENGTHS):
+        assert_same(whole[number], expected[f"masked_{name}_{number}"], f"frames of {number}")
+        stream = StreamingEncoder(encoder, features.mel_bins, 1, context)
+        left, found = features.encoder_frames(samples), []
+        for chunk in rows[number][: samples // features.hop].split(8 * context.chunk):
+            size = min(context.chunk, left)
+            found.append(_step(stream, chunk, size))
+            left -= size
+        if left:
+            found.append(_step(stream, rows[number][:0], left))
+        ours, theirs = torch.cat(found), expected[f"streamed_{name}_{number}"]
+        assert_same(ours, expected[f"masked_{name}_{number}"], f"stream {number}")
+        # NeMo's first chunk has a row for its first frame and 8 for each other one, and its last
+        # chunk is dropped where it has fewer than 8.
+        last = (samples // features.hop - 8 * context.chunk + 7) % (8 * context.chunk)
+        assert len(ours) - len(theirs) == (0 < last < 8)
+        # If the first chunk has one row, NeMo takes the zeros before it for mel rows.
+        same = len(theirs) if context.chunk > 1 else 1
+        assert_same(ours[:same], theirs[:same], f"NeMo's stream {number}")
+
+
+def _step(stream: StreamingEncoder, rows: Tensor, frames: int) -> Tensor:
+    padded = rows.new_zeros(1, 8 * stream.context.chunk, rows.shape[1])
+    padded[0, : len(rows)] = rows
+    return stream.step(padded, [len(rows)], [frames])[0, :frames]
 
 
 @pytest.mark.parametrize("case", CANARIES, scope="module")

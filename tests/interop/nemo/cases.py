@@ -12,6 +12,19 @@ from nemo.collections.common.tokenizers.canary_tokenizer import (  # pyright: ig
 )
 
 _WIDTH, _BINS = 16, 8
+_PREPROCESSOR = {
+    "_target_": "nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor",
+    "sample_rate": 16000,
+    "normalize": "per_feature",
+    "window_size": 0.025,
+    "window_stride": 0.01,
+    "window": "hann",
+    "features": _BINS,
+    "n_fft": 512,
+    "frame_splicing": 1,
+    "dither": 0.0,
+    "pad_to": 0,
+}
 _CORPUS = {
     "en": ["the red dog ran to the barn", "a cat and a dog", "go home now", "it is the end"],
     "de": ["der rote hund lief zum haus", "das ist ein haus", "geh heim", "und der hund"],
@@ -123,19 +136,7 @@ def base(folder: Path, kind: str, **options: Any) -> dict[str, Any]:
         "sample_rate": 16000,
         "log_prediction": False,
         "tokenizer": tokenizer(kind, folder),
-        "preprocessor": {
-            "_target_": "nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor",
-            "sample_rate": 16000,
-            "normalize": "per_feature",
-            "window_size": 0.025,
-            "window_stride": 0.01,
-            "window": "hann",
-            "features": _BINS,
-            "n_fft": 512,
-            "frame_splicing": 1,
-            "dither": 0.0,
-            "pad_to": 0,
-        },
+        "preprocessor": _PREPROCESSOR,
         "spec_augment": {
             "_target_": "nemo.collections.asr.modules.SpectrogramAugmentation",
             "freq_masks": 2,
@@ -154,13 +155,13 @@ def ctc(folder: Path) -> dict[str, Any]:
         folder,
         "bpe",
         encoder=encoder(use_bias=False, conv_norm_type="layer_norm", xscaling=True, n_layers=2),
-        decoder={
-            "_target_": "nemo.collections.asr.modules.ConvASRDecoder",
-            "feat_in": None,
-            "num_classes": -1,
-            "vocabulary": [],
-        },
+        decoder=_ctc_head(),
     )
+
+
+def _ctc_head() -> dict[str, Any]:
+    target = "nemo.collections.asr.modules.ConvASRDecoder"
+    return {"_target_": target, "feat_in": None, "num_classes": -1, "vocabulary": []}
 
 
 def rnnt(folder: Path) -> dict[str, Any]:
@@ -170,9 +171,7 @@ def rnnt(folder: Path) -> dict[str, Any]:
 
 def hybrid(folder: Path) -> dict[str, Any]:
     """A TDT with a CTC head beside it."""
-    decoder = {"_target_": "nemo.collections.asr.modules.ConvASRDecoder", "feat_in": None}
-    aux = {"decoder": {**decoder, "num_classes": -1, "vocabulary": []}, "ctc_loss_weight": 0.3}
-    aux["decoding"] = {"strategy": "greedy"}
+    aux = {"decoder": _ctc_head(), "ctc_loss_weight": 0.3, "decoding": {"strategy": "greedy"}}
     transducer = _transducer(12, durations=[0, 1, 2, 3])
     return base(folder, "bpe", encoder=encoder(use_bias=True), aux_ctc=aux, **transducer)
 
@@ -216,6 +215,32 @@ def _transducer(
             else {"loss_name": "default", "warprnnt_numba_kwargs": numba}
         ),
     }
+
+
+def streaming_ctc(folder: Path) -> dict[str, Any]:
+    """A cache-aware encoder of two contexts, as NeMo's fastconformer_ctc_bpe_streaming."""
+    config = ctc(folder)
+    return {**config, **_cache_aware("layer_norm", 2, [[4, 1], [6, 2]])}
+
+
+def streaming_hybrid(folder: Path) -> dict[str, Any]:
+    """An RNN-T with a CTC head; one of the contexts looks at no later frame."""
+    aux = {"decoder": _ctc_head(), "ctc_loss_weight": 0.3, "decoding": {"strategy": "greedy"}}
+    parts = {**_cache_aware("batch_norm", 1, [[9, 2], [4, 0]]), **_transducer(12)}
+    return base(folder, "bpe", aux_ctc=aux, **parts)
+
+
+def _cache_aware(norm: str, layers: int, sizes: list[list[int]]) -> dict[str, Any]:
+    """Encoder and preprocessor of NeMo's cache-aware configurations."""
+    options = {
+        "causal_downsampling": True,
+        "att_context_size": sizes,
+        "att_context_style": "chunked_limited",
+        "conv_norm_type": norm,
+        "conv_context_size": "causal",
+        "n_layers": layers,
+    }
+    return {"encoder": encoder(**options), "preprocessor": {**_PREPROCESSOR, "normalize": "NA"}}
 
 
 def canary(folder: Path) -> dict[str, Any]:
@@ -302,6 +327,8 @@ CASES = {
     "ctc": (models.EncDecCTCModelBPE, ctc),
     "rnnt": (models.EncDecRNNTBPEModel, rnnt),
     "hybrid": (models.EncDecHybridRNNTCTCBPEModel, hybrid),
+    "streaming_ctc": (models.EncDecCTCModelBPE, streaming_ctc),
+    "streaming_hybrid": (models.EncDecHybridRNNTCTCBPEModel, streaming_hybrid),
     "canary": (models.EncDecMultiTaskModel, canary),
     "flash": (models.EncDecMultiTaskModel, flash),
     "unified": (models.EncDecMultiTaskModel, unified),

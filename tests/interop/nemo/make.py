@@ -98,8 +98,44 @@ def compute(model: Any) -> dict[str, np.ndarray]:
     if hasattr(head, "decoder_layers"):
         scores = head(encoder_output=encoded)
         results |= {f"ctc_{n}": scores[n, : frames[n]] for n in range(len(frames))}
+    if model.encoder.att_context_style == "chunked_limited":
+        results |= _streams(model, mel, mel_lengths)
     results |= _texts(model)
     return {name: np.asarray(value) for name, value in results.items()}
+
+
+def _streams(model: Any, mel: torch.Tensor, lengths: torch.Tensor) -> dict[str, Any]:
+    """Frames in each context: of whole utterances, and of streams, one at a time."""
+    from nemo.collections.asr.parts.utils.streaming_utils import (  # pyright: ignore[reportMissingImports]
+        CacheAwareStreamingAudioBuffer,
+    )
+
+    encoder, results = model.encoder, {}
+    first = encoder.att_context_size
+    for context in list(encoder.att_context_size_all):
+        encoder.set_default_att_context_size(context)
+        name = "x".join(map(str, context))
+        encoded, frames = encoder(audio_signal=mel, length=lengths)
+        for number, count in enumerate(frames):
+            results[f"masked_{name}_{number}"] = encoded[number, :, :count].T
+            buffer = CacheAwareStreamingAudioBuffer(model=model, pad_and_drop_preencoded=False)
+            # The rows of the utterance only: of audio, it also takes a row that NeMo masks.
+            buffer.append_processed_signal(mel[number : number + 1, :, : lengths[number]])
+            cache, found = encoder.get_initial_cache_state(batch_size=1), []
+            for step, (chunk, rows) in enumerate(buffer):
+                part, _, *cache = encoder.cache_aware_stream_step(
+                    processed_signal=chunk,
+                    processed_signal_length=rows,
+                    cache_last_channel=cache[0],
+                    cache_last_time=cache[1],
+                    cache_last_channel_len=cache[2],
+                    keep_all_outputs=buffer.is_buffer_empty(),
+                    drop_extra_pre_encoded=step and encoder.streaming_cfg.drop_extra_pre_encoded,
+                )
+                found.append(part[0].T)
+            results[f"streamed_{name}_{number}"] = torch.cat(found)
+    encoder.set_default_att_context_size(first)
+    return results
 
 
 def _decoder(model: Any, encoded: torch.Tensor, frames: torch.Tensor) -> dict[str, Any]:
