@@ -27,6 +27,9 @@ class StaticShape:
         longest_frames: Encoder frames that no utterance exceeds; by default the budget.
         longest_tokens: Decoder tokens that no utterance exceeds; by default the budget.
         framing: Frame geometry: samples of an encoder frame.
+        node_budget: Capacity for the nodes of a transducer's lattices. An utterance counts with the
+            product of its frames and its tokens, of which the prompt has at least one: no fewer
+            than its nodes. None without a transducer.
     """
 
     frame_budget: int
@@ -35,11 +38,17 @@ class StaticShape:
     longest_frames: int | None = None
     longest_tokens: int | None = None
     framing: Framing = FASTCONFORMER
+    node_budget: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("frame_budget", "token_budget", "max_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
+        if self.node_budget is not None and not 1 <= self.node_budget < 2**31:
+            raise ValueError(
+                f"`node_budget` must lie in 1 to 2**31 - 1, but is {self.node_budget}: lower the "
+                "frame budget."
+            )
         for name, budget in (("frames", self.frame_budget), ("tokens", self.token_budget)):
             if getattr(self, f"longest_{name}") is None:
                 object.__setattr__(self, f"longest_{name}", budget)
@@ -94,6 +103,8 @@ class Batch:
     label_room: Tensor | None = None
     """int64 (N,), tokens that the label of each utterance may have, 0 for one with a text; None
     where a teacher has nothing to label, or has done so."""
+    node_budget: int | None = None
+    """See `StaticShape.node_budget`."""
 
     expert: Tensor | None = None
     """int64 (N,), the expert of each utterance, for a model whose experts names choose: the number

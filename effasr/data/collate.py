@@ -112,6 +112,7 @@ def collate(
     if shape is not None:
         reserved = sum(example.reserved for example in examples)
         _check_fits(shape, len(examples), sum(frame_lengths), sum(token_lengths) + reserved)
+        _check_nodes(shape, examples, frame_lengths)
         count, audio_rows = shape.max_sequences, shape.audio_rows
         frame_rows, token_rows = shape.frame_budget, shape.token_budget
         longest_frames, longest_tokens = shape.longest_frames, shape.longest_tokens
@@ -135,6 +136,7 @@ def collate(
         token_lengths=token_lengths,
         label_room=_label_room(examples, count),
         expert=_experts(examples, count),
+        node_budget=None if shape is None else shape.node_budget,
     )
 
 
@@ -236,6 +238,19 @@ def _check_fits(shape: StaticShape, sequences: int, frames: int, tokens: int) ->
                 f"collate: the batch must fit in `{name}` = {limit}, but fills {rows}: "
                 "give it fewer utterances."
             )
+
+
+def _check_nodes(shape: StaticShape, examples: Sequence[Example], frames: Sequence[int]) -> None:
+    """Check that the lattices of a transducer fit in their budget."""
+    if shape.node_budget is None:
+        return
+    sizes = zip(examples, frames, strict=True)
+    nodes = sum(t * (len(x.prompt) + len(x.text or []) + x.reserved) for x, t in sizes)
+    if nodes > shape.node_budget:
+        raise ValueError(
+            f"collate: the batch must fit in `node_budget` = {shape.node_budget}, but its frames "
+            f"times tokens are {nodes}: give it fewer utterances."
+        )
 
 
 def _pack_ids(

@@ -282,7 +282,7 @@ class ASRModel(nn.Module):
                 )
         if self.transducer is not None and is_speech:
             with ranges.range("transducer"):
-                transducer = self.transducer(encoded, batch.text)
+                transducer = self.transducer(encoded, batch.text, batch.node_budget)
         if self.decoder is not None:
             sigma = guided_sigma if is_speech else None
             hidden, penalty = self.decode(batch.tokens, encoded, guided_sigma=sigma)

@@ -100,12 +100,16 @@ class Transducer(nn.Module):
         self.predictor_projection = Linear(config.width, config.joint)
         self.output = Linear(config.joint, vocab_size + 1 + len(config.durations or ()))
 
-    def forward(self, encoded: PackedSequence, text: PackedSequence) -> Tensor:
+    def forward(
+        self, encoded: PackedSequence, text: PackedSequence, max_nodes: int | None = None
+    ) -> Tensor:
         """Compute the loss of whole transcripts.
 
         Args:
             encoded: (T, encoder width).
             text: int64 (U,), as many sequences.
+            max_nodes: Capacity for the nodes of the lattices, of a static shape; None to let the
+                host read the lengths. See `transducer_loss`.
 
         Returns:
             (N,); infinite where there are labels, but no frame. See `transducer_loss`.
@@ -124,6 +128,7 @@ class Transducer(nn.Module):
             fastemit=self.config.fastemit,
             durations=self.config.durations,
             sigma=self.config.sigma,
+            max_nodes=max_nodes,
             # No layer needs what it gave again. On a CPU a second forward would be the price.
             overwrite_inputs=encoded.values.is_cuda and not torch.compiler.is_compiling(),
         )

@@ -37,6 +37,7 @@ class Request:
         limits: Limits on utterances.
         seed: Seed of the plans.
         sources: Source of each manifest with ``data.mix``; otherwise None.
+        transducer: Whether the model has a transducer.
     """
 
     manifests: Sequence[Path]
@@ -47,6 +48,7 @@ class Request:
     limits: Limits
     seed: int
     sources: Sequence[int] | None = None
+    transducer: bool = False
 
     @classmethod
     def of(
@@ -121,6 +123,7 @@ class Request:
             ),
             seed=settings.seed,
             sources=[source for _, source in own] if is_mixed else None,
+            transducer=model.transducer is not None,
         )
 
     def read(self, prompt_tokens: int = PROMPT_TOKENS) -> tuple[Listing, Selection]:
@@ -142,6 +145,7 @@ class Request:
             frame_budget=self.data.known_frame_budget,
             token_budget=self.data.token_budget,
             max_sequences=self.data.max_sequences,
+            transducer=self.transducer,
             mix=None if self.sources is None else self.data.mix,
             sources=self.sources,
         )

@@ -13,7 +13,7 @@ from effasr.data.features.frame_geometry import SAMPLE_RATE
 from effasr.data.filters.rules import Dropped, Limits, Reason
 from effasr.data.mixture import MixConfig
 from effasr.data.mixture_summary import Mixture
-from effasr.data.sampling.packing import suggest_token_budget
+from effasr.data.sampling.packing import suggest_node_budget, suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.sampling.population import Population
 from effasr.planning.listing import Listing
@@ -63,6 +63,7 @@ def select(
     frame_budget: int,
     token_budget: int | None = None,
     max_sequences: int | None = None,
+    transducer: bool = False,
     mix: MixConfig | None = None,
     sources: Sequence[int] | None = None,
 ) -> Selection:
@@ -75,6 +76,7 @@ def select(
         token_budget: Decoder tokens of a micro-batch; by default the number that fills along with
             the frame budget.
         max_sequences: Utterances of a micro-batch; by default one per 8 frames.
+        transducer: Whether the model has a transducer, whose lattices then get a budget.
         mix: Shares of the sources; None if an epoch has every utterance once.
         sources: Source number of each list, for ``mix``.
 
@@ -135,6 +137,11 @@ def select(
         )
     lengths = _lengths(frames, tokens, sieve.kept)
     samples, of = samples[sieve.kept], of[sieve.kept]
+    node_budget = None
+    if transducer:
+        usual = sieve.kept[_drawn(mix, of, samples)]
+        usual = _lengths(frames, tokens, usual)
+        node_budget = suggest_node_budget(usual, frame_budget, lengths)
     mixture = None if mix is None else Mixture.of(mix, of, samples)
     if mixture is not None:
         mixture.check(of_list)
@@ -148,6 +155,7 @@ def select(
             longest_frames=max(1, int(lengths.frames.max())),
             longest_tokens=max(1, int(lengths.tokens.max())),
             framing=limits.framing,
+            node_budget=node_budget,
         ),
         dropped=tuple(sieve.dropped),
         samples=samples,

@@ -48,7 +48,8 @@ def audio_seconds_per_second(
     settled = build.resolve(config, None)
     lengths = UtteranceLengths(frames.astype(np.int32), tokens.astype(np.int32))
     framing = settled.model.features.framing
-    work = Population.of(lengths, framing=framing).workload(
+    transducer = settled.model.transducer is not None
+    work = Population.of(lengths, framing=framing, transducer=transducer).workload(
         settled.data.known_frame_budget, batches=TIMED
     )
     # The weights do not affect the time, and the trial has no run to continue.

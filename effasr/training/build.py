@@ -379,6 +379,7 @@ def load_corpus(
         tokenizer,
         config.data,
         ctc=config.model.ctc,
+        transducer=config.model.transducer is not None,
         max_frames=config.model.encoder.max_frames,
         max_positions=max_positions,
         framing=config.model.features.framing,

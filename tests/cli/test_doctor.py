@@ -148,7 +148,6 @@ def test_a_recipe_has_the_reasons_against_a_graph(capsys) -> None:
     assert row.value == "no"
     assert [note.split(":")[0] for note in row.notes] == [
         "training.activation_checkpointing",
-        "model.transducer",
         "training.device",
     ]
     assert main([*command, "training.device=cpu"]) == 0
@@ -164,6 +163,9 @@ def test_a_requested_graph_is_refused_and_an_unwanted_one_is_possible(monkeypatc
     rows = {row.name: row for row in recipe_rows("small", ["training.cuda_graph=false"])}
     assert rows["training.cuda_graph"].value == "no"
     assert rows["training.cuda_graph"].note == "possible, but turned off"
+    for recipe in ("demo_transducer", "fastconformer_tdt"):
+        rows = {row.name: row for row in recipe_rows(recipe, [])}
+        assert rows["training.cuda_graph"].value == "yes", recipe
     rows = {row.name: row for row in recipe_rows("small", [])}
     assert rows["training.cuda_graph"].value == "yes"
     assert rows["training.bfloat16_weights"].value == "yes"

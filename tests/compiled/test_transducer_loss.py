@@ -18,6 +18,7 @@ CLASSES, WIDTH = 1024, 640
 OWN = {
     "place_nodes",
     "join",
+    "normalize",
     "sweep_forward",
     "sweep_backward",
     "differentiate",
@@ -40,6 +41,7 @@ def _launches(
     activation: str = "relu",
     targets_dtype: torch.dtype = torch.int64,
     rows: tuple[int, int] | None = None,
+    **options: Any,
 ) -> list[Launch]:
     """All launches, forward and backward."""
     of_frames = PackedLayout.from_lengths(frames, rows=rows and rows[0])
@@ -55,7 +57,7 @@ def _launches(
         "blank_id": 0,
         "activation": activation,
         "fastemit": 0.0,
-    }
+    } | options
     with recording(capability) as launches:
         results, saved = backend.forward(TransducerArguments(**arguments))
         backend.backward(
@@ -75,6 +77,44 @@ def test_compiles_for_every_architecture(
     launches = _launches(capability=(architecture // 10, 0))
     found = compiled_ok(launches, architecture, products=PRODUCTS)
     assert set(found) >= OWN
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("durations", [None, (0, 1, 2, 3, 4)])
+@pytest.mark.representative(durations=None)
+def test_compiles_where_the_device_divides_the_nodes(
+    compiled_ok: Callable[..., dict[str, aot.Resources]],
+    durations: tuple[int, ...] | None,
+    architecture: int,
+) -> None:
+    """The numbers of a chunk are pointers then; what only reads offsets is the same binary."""
+    options = {"durations": durations, "classes": CLASSES + len(durations or ())}
+    ordinary, launches = (
+        _launches(capability=(architecture // 10, 0), max_nodes=max_nodes, **options)
+        for max_nodes in (None, 600)
+    )
+    known = {aot.key(x) for x in ordinary}
+    own = [x for x in launches if aot.key(x) not in known]
+    found = compiled_ok(own, architecture, products={"differentiate", "_partial_normalizers"})
+    sweeps = {x for x in OWN if x.startswith("sweep")}
+    assert set(found) >= (OWN - sweeps) | {"divide"}
+    assert not any(name.startswith("sweep") for name in found)
+    assert found["differentiate"].registers <= 128 or architecture == 100
+
+
+def test_batches_within_a_capacity_launch_the_same() -> None:
+    """Grids and buffers, too, are those of the capacity: what a CUDA graph records."""
+    shapes = []
+    for frames, labels in (
+        ((40, 0, 9), (12, 0, 3)),
+        ((1, 2, 3), (0, 4, 20)),
+        ((0, 0, 0), (0,) * 3),
+    ):
+        launches = _launches(
+            frames, labels, rows=(64, 30), classes=64, width=32, longest=20, max_nodes=600
+        )
+        shapes.append([(aot.key(x), x.grid) for x in launches])
+    assert shapes[0] == shapes[1] == shapes[2]
 
 
 def test_compiles_where_logits_are_kept(

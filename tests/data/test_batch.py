@@ -73,6 +73,7 @@ def test_audio_always_fits_where_its_frames_do(samples: list[int]) -> None:
     [
         (StaticShape(3, 99, 9), "must fit in `frame_budget` = 3, but fills 4: give it fewer"),
         (StaticShape(99, 7, 9), "must fit in `token_budget` = 7, but fills 8"),
+        (StaticShape(99, 99, 9, node_budget=15), "must fit in `node_budget` = 15, but its frames"),
         (StaticShape(99, 99, 1), "must fit in `max_sequences` = 1, but fills 2"),
     ],
 )

@@ -190,12 +190,13 @@ def test_with_a_tokenizer_it_is_what_training_plans(tmp_path, write) -> None:
     rows[7]["text"] = "four three two one " * 3
     path = write("m.jsonl", *rows)
     config = DataConfig(frame_budget=100, min_duration=0.4, max_duration=2.0)
-    corpus = Corpus.load([path], tokenizer, config)
+    corpus = Corpus.load([path], tokenizer, config, transducer=True)
     listing = read_listing([path], limits=config.limits(), tokenizer=tokenizer)
-    chosen = select(listing, config.limits(), frame_budget=100)
+    chosen = select(listing, config.limits(), frame_budget=100, transducer=True)
     assert chosen.lengths.frames.tolist() == corpus.lengths.frames.tolist()
     assert chosen.lengths.tokens.tolist() == corpus.lengths.tokens.tolist()
     assert chosen.shape == corpus.shape
+    assert chosen.shape.node_budget is not None
     mine = {drop.id.split(":")[-1]: drop.reason for drop in chosen.dropped}
     assert mine == {str(int(drop.id) + 1): drop.reason for drop in corpus.dropped}
     assert set(mine.values()) == {

@@ -82,10 +82,20 @@ def test_needs_a_gpu(make_train_state) -> None:
         make_train_state(training=LoopConfig(cuda_graph=True))
 
 
-def test_cannot_record_a_transducer(make_train_state, model_config) -> None:
-    config = replace(model_config, transducer=TransducerConfig())
-    with pytest.raises(ValueError, match=r"cannot record a transducer.*set it to false"):
-        make_train_state(model=config, training=LoopConfig(cuda_graph=True))
+@pytest.mark.parametrize("predictor", ["lstm", "stateless"])
+def test_replayed_steps_of_a_transducer_are_those_that_would_have_run(
+    make_train_state, model_config, batches, predictor
+) -> None:
+    """Each batch has its own division of the nodes, within one budget."""
+    head = TransducerConfig(predictor=predictor, width=8, joint=8, dropout=0.1)
+    make = partial(make_train_state, model=replace(model_config, transducer=head))
+    budgeted = [replace(batch, node_budget=600) for batch in batches]
+    assert len({batch.frames.lengths for batch in budgeted}) > 1
+    weights, losses = train(make, budgeted, recorded=True)
+    expected, expected_losses = train(make, budgeted, recorded=False)
+    assert losses == expected_losses
+    for name, x in expected.items():
+        assert torch.equal(weights[name], x), name
 
 
 GPU = torch.device("cuda")
@@ -102,7 +112,8 @@ GPU = torch.device("cuda")
         (["training.activation_checkpointing=2"], ["training.activation_checkpointing"]),
         (["data.text_share=0.5", "data.micro_batches=2"], ["data.text_share"]),
         (["data.strategy=bucketed", "data.batch_duration=100"], ["data.strategy"]),
-        (["model.transducer.width=16"], ["model.transducer"]),
+        (["model.transducer.width=16"], []),
+        (["model.transducer.durations=[0,1,2]"], []),
         (
             ["training.strategy=fsdp2", "training.activation_checkpointing=true"],
             ["training.strategy", "training.activation_checkpointing"],

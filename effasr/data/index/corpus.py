@@ -28,7 +28,7 @@ from effasr.data.index.utterance_table import UtteranceTable
 from effasr.data.manifest.cuts import audio_of
 from effasr.data.mixture_summary import Mixture, MixtureSummary
 from effasr.data.prompt import Prompt
-from effasr.data.sampling.packing import suggest_token_budget
+from effasr.data.sampling.packing import suggest_node_budget, suggest_token_budget
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.population import Population
 from effasr.data.tokenizer import Tokenizer
@@ -94,6 +94,7 @@ class Corpus:
         config: DataConfig,
         *,
         ctc: bool = True,
+        transducer: bool = False,
         max_frames: int | None = None,
         max_positions: int | None = None,
         framing: Framing = FASTCONFORMER,
@@ -108,6 +109,7 @@ class Corpus:
             tokenizer: Tokenizer of texts and prompts.
             config: Budgets, durations and the default language.
             ctc: Whether the model has a CTC head, which limits the tokens by the frames.
+            transducer: Whether the model has a transducer, whose lattices then get a budget.
             max_frames: Most encoder frames that the model accepts; None for no limit.
             max_positions: Most decoder tokens that the model accepts; None for no limit.
             framing: Frame geometry of the model's features.
@@ -125,7 +127,8 @@ class Corpus:
         )
         # The token budget is applied after reading: a change of it then needs no new reading.
         table = read(paths, tokenizer, replace(limits, token_budget=None), config.language, sources)
-        corpus = _Derivation(table, config, limits.framing).corpus(paths, tokenizer)
+        derivation = _Derivation(table, config, limits.framing, transducer=transducer)
+        corpus = derivation.corpus(paths, tokenizer)
         if corpus.mixture is not None:
             corpus.mixture.check(sources)
         return corpus
@@ -276,8 +279,10 @@ class Corpus:
 class _Derivation:
     """Derives a `Corpus` from the table of its manifests: token budget, outliers, shape."""
 
-    def __init__(self, table: UtteranceTable, config: DataConfig, framing: Framing) -> None:
-        self._table = table
+    def __init__(
+        self, table: UtteranceTable, config: DataConfig, framing: Framing, *, transducer: bool
+    ) -> None:
+        self._table, self._transducer = table, transducer
         self._config = config
         self._framing = framing
         self._has_text = table.token_lengths > 0
@@ -317,6 +322,9 @@ class _Derivation:
         check_share(dropped, len(table.dropped) + len(table), config.filters.max_dropped)
         kept = _where(fit & ~outliers & ~over)
         lengths = UtteranceLengths(self._lengths.frames[kept], self._lengths.tokens[kept])
+        node_budget = None
+        if self._transducer:
+            node_budget = suggest_node_budget(self._usual(kept), frame_budget, lengths)
         shape = StaticShape(
             frame_budget,
             token_budget,
@@ -324,6 +332,7 @@ class _Derivation:
             longest_frames=max(1, int(lengths.frames.max(initial=0))),
             longest_tokens=max(1, int(lengths.tokens.max(initial=0))),
             framing=self._framing,
+            node_budget=node_budget,
         )
         rows, sources, samples = table.rows[kept], table.sources[kept], self._samples(kept)
         mixture = None if config.mix is None else Mixture.of(config.mix, sources, samples)

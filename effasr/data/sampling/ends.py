@@ -40,7 +40,7 @@ class Capacity:
     """Expected content of a micro-batch.
 
     Attributes:
-        scarce: Quantity that runs out first: 0 for frames, 1 for tokens, 2 for utterances.
+        scarce: Quantity that runs out first, as an index into `filling.budgets`.
         amount: Amount of that quantity in a micro-batch.
     """
 
@@ -77,7 +77,7 @@ def capacity(utterances: Utterances, shape: StaticShape) -> Capacity:
 
 def _reached(
     sample: Utterances,
-    totals: tuple[int, int, int],
+    totals: Sequence[int],
     scarce: int,
     amount: int,
     shape: StaticShape,
@@ -93,7 +93,7 @@ def _reached(
     for trial in range(max(1, min(_TRIALS, _TRIED // micro_batches))):
         part = matched(sample, totals, scarce, micro_batches * amount, _TRIAL, trial)
         part = part[shuffled(len(part), _TRIAL, trial)]
-        some = Utterances(sample.frames[part], sample.tokens[part])
+        some = sample.take(part)
         if not any(fill(some, shape, micro_batches, reserve=reserve) for reserve in ways):
             return False
     return True
@@ -138,7 +138,7 @@ class Ends:
 
 def matched(
     utterances: Utterances,
-    totals: tuple[int, int, int],
+    totals: Sequence[int],
     scarce: int,
     amount: int,
     seed: int,
@@ -148,7 +148,7 @@ def matched(
 
     Args:
         utterances: Lengths of the utterances; at least one.
-        totals: Frames, tokens and utterances that define the proportion.
+        totals: Frames, tokens, utterances and perhaps nodes that define the proportion.
         scarce: Quantity in which ``amount`` is given; see `Capacity`.
         amount: Amount of the subset, met to within an utterance.
         seed: Seed of the random order.
@@ -160,7 +160,8 @@ def matched(
     order = _first(utterances, scarce, amount, seed, number)
     ends = np.cumsum(values_of(utterances, scarce)[order], dtype=np.int64)
     count = int(np.searchsorted(ends, amount, side="right"))
-    kinds = range(2) if scarce < 2 else range(3)
+    kinds = [0, 1] if scarce != 2 else [0, 1, 2]
+    kinds += range(3, len(totals))
     target = [totals[kind] * amount // totals[scarce] for kind in kinds]
     values = [values_of(utterances, kind) for kind in kinds]
     chosen, waiting = order[:count], order[count : count + _WINDOW]
@@ -228,4 +229,4 @@ def _sample(utterances: Utterances, count: int) -> Utterances:
         places = hashes(count, _TRIAL, _TRIALS) % np.uint64(total)
     else:
         places = shuffled(total, _TRIAL, _TRIALS)[:count]
-    return Utterances(utterances.frames[places], utterances.tokens[places])
+    return utterances.take(places)

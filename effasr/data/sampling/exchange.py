@@ -15,7 +15,7 @@ _UNIT_BITS = 20
 """A full group has 2**20 units of each quantity, so that quantities can be compared."""
 _RATIO_BITS = 10
 _MOST = 2**26
-"""Units at which excesses are clipped; sums over four quantities stay inside int32."""
+"""Units at which excesses are clipped; sums over five quantities stay inside int32."""
 _NO_MEMBER = 2**29
 """Value of a choice beyond a group's slots: worse than any other."""
 _AT_ONCE = 2**18
@@ -60,7 +60,7 @@ class Exchange:
         """Start from an initial grouping.
 
         Args:
-            quantities: Quantities to balance, at most four; those with a limit come first.
+            quantities: Quantities to balance, at most five; those with a limit come first.
             group: int (n,), ascending, the group of each utterance.
             groups: Number of groups.
             aside: The last ``aside`` groups need not be like the others and only help those that

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +21,8 @@ _COST_BITS = 22
 """Bits of the mean cost of a micro-batch: a much finer resolution than any imbalance."""
 _FULL = 998
 """Fill of a budget in 1/1000 where a reserve is held in the last micro-batches."""
+_NODE_BITS = 22
+"""Bits of a node budget: sums over groups are compared in 32 bits."""
 _LOOSE = 97
 """Percentage of fill below which a budget has a low weight, since it does not run out."""
 
@@ -31,19 +35,28 @@ class Utterances:
         frames: int32 (n,), encoder frames.
         tokens: int32 (n,), decoder tokens.
         cost: int64 (n,), predicted FLOPs; None to leave costs unequal.
+        nodes: int32 (n,), what each takes of the node budget; None without such a budget.
     """
 
     frames: np.ndarray
     tokens: np.ndarray
     cost: np.ndarray | None = None
+    nodes: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.frames)
 
-    def totals(self) -> tuple[int, int, int]:
-        """Return total frames, tokens and utterances."""
+    def totals(self) -> tuple[int, ...]:
+        """Return total frames, tokens and utterances, and nodes if there are any."""
         frames, tokens = (int(v.sum(dtype=np.int64)) for v in (self.frames, self.tokens))
-        return frames, tokens, len(self)
+        if self.nodes is None:
+            return frames, tokens, len(self)
+        return frames, tokens, len(self), int(self.nodes.sum(dtype=np.int64))
+
+    def take(self, places: np.ndarray) -> Utterances:
+        """Return some of the utterances, without costs."""
+        nodes = None if self.nodes is None else self.nodes[places]
+        return Utterances(self.frames[places], self.tokens[places], nodes=nodes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,16 +72,17 @@ class Filled:
     starts: np.ndarray
 
 
-def budgets(shape: StaticShape) -> tuple[int, int, int]:
-    """Return the most frames, tokens and utterances of a micro-batch."""
-    return shape.frame_budget, shape.token_budget, shape.max_sequences
+def budgets(shape: StaticShape) -> tuple[int, ...]:
+    """Return the most frames, tokens, utterances and, if limited, nodes of a micro-batch."""
+    limits = shape.frame_budget, shape.token_budget, shape.max_sequences
+    return limits if shape.node_budget is None else (*limits, shape.node_budget)
 
 
-def scarcest(totals: tuple[int, int, int], limits: tuple[int, int, int]) -> int:
-    """Return the largest quantity relative to its budget: 0 frames, 1 tokens, 2 utterances."""
+def scarcest(totals: Sequence[int], limits: Sequence[int]) -> int:
+    """Return the largest quantity relative to its budget, as an index into `budgets`."""
     # Multiplies by the other limits, since quotients would be rounded.
-    products = limits[0] * limits[1] * limits[2]
-    return max(range(3), key=lambda i: totals[i] * (products // limits[i]))
+    product = math.prod(limits)
+    return max(range(len(limits)), key=lambda i: totals[i] * (product // limits[i]))
 
 
 def fill(
@@ -112,9 +126,12 @@ def fill(
 
 
 def values_of(utterances: Utterances, kind: int) -> np.ndarray:
-    """Return frames, tokens, or ones, int32 (n,); ``kind`` as returned by `scarcest`."""
+    """Return frames, tokens, ones or nodes, int32 (n,); ``kind`` as returned by `scarcest`."""
     if kind == 2:
         return np.ones(len(utterances), np.int32)
+    if kind == 3:
+        assert utterances.nodes is not None
+        return utterances.nodes
     return utterances.tokens if kind else utterances.frames
 
 
@@ -137,11 +154,15 @@ def _stretches(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
 def _quantities(
     utterances: Utterances, shape: StaticShape, group: np.ndarray, micro_batches: int
 ) -> list[Quantity]:
-    values = [utterances.frames, utterances.tokens]
+    limited = [(utterances.frames, shape.frame_budget), (utterances.tokens, shape.token_budget)]
     if int(slots(np.bincount(group, minlength=micro_batches)).max()) > shape.max_sequences:
-        values.append(np.ones(len(utterances), np.int32))
+        limited.append((np.ones(len(utterances), np.int32), shape.max_sequences))
+    if utterances.nodes is not None and shape.node_budget is not None:
+        coarse = max(0, shape.node_budget.bit_length() - _NODE_BITS)
+        # Rounded up, so that sums within the coarse budget are within the budget.
+        limited.append((-(-utterances.nodes >> coarse), shape.node_budget >> coarse))
     quantities = []
-    for value, limit in zip(values, budgets(shape), strict=False):
+    for value, limit in limited:
         loose = 100 * int(value.sum(dtype=np.int64)) < _LOOSE * limit * micro_batches
         quantities.append(Quantity(value, limit, weight=1 if loose else 8))
     if utterances.cost is not None:

@@ -63,9 +63,12 @@ def plan_epoch(
     """
     _check(micro_batches, epoch, epoch_end, population)
     members = _members(lengths, population)
-    everything = _taken(lengths, members, None)
+    everything = _taken(lengths, members, None, shape)
     _check_fits(everything.frames, members, shape.frame_budget, "frame_budget", "frames")
     _check_fits(everything.tokens, members, shape.token_budget, "token_budget", "tokens")
+    if shape.node_budget is not None:
+        nodes = nodes_of(everything.frames, everything.tokens)
+        _check_fits(nodes, members, shape.node_budget, "node_budget", "nodes")
     ends = Ends(everything, capacity(everything, shape), micro_batches, seed)
     deferred = members[:0]
     usual = 0
@@ -82,7 +85,7 @@ def plan_epoch(
     while True:
         for attempt in range(max(1, min(_ATTEMPTS, _SMALL // (num_steps * micro_batches)))):
             order = members[shuffled(len(members), seed + attempt, epoch)]
-            utterances = _taken(lengths, order, cost)
+            utterances = _taken(lengths, order, cost, shape)
             filled = _filled(utterances, shape, num_steps * micro_batches)
             if filled is not None:
                 return _plan(filled, utterances, order, deferred, shape, micro_batches, seed, epoch)
@@ -114,6 +117,36 @@ def suggest_token_budget(
     return max(
         -(-frame_budget * tokens // frames), int(np.partition(lengths.tokens, rank)[rank]), 1
     )
+
+
+def suggest_node_budget(
+    usual: UtteranceLengths, frame_budget: int, everything: UtteranceLengths
+) -> int:
+    """Return a node budget that micro-batches of this corpus rarely fill, and no utterance exceeds.
+
+    It is a sixteenth more than the utterances of the frame budget need on average. Kernels multiply
+    rows for the whole budget.
+
+    Args:
+        usual: Lengths in the proportions in which they are drawn.
+        frame_budget: Frames of a micro-batch.
+        everything: Lengths of all utterances that may be drawn.
+
+    Raises:
+        ValueError: The corpus has no frames.
+    """
+    frames = int(usual.frames.sum(dtype=np.int64))
+    if frames < 1:
+        raise ValueError("`usual` must hold at least one frame, but holds none.")
+    nodes = int(nodes_of(usual.frames, usual.tokens).sum())
+    most = int(nodes_of(everything.frames, everything.tokens).max(initial=1))
+    # A budget that is no limit, to read a corpus, stays within what kernels can count.
+    return min(max(-(-frame_budget * nodes * 17 // (frames * 16)), most), 2**31 - 1)
+
+
+def nodes_of(frames: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Return what each utterance takes of a node budget: int64 (n,); see `StaticShape`."""
+    return frames.astype(np.int64) * tokens
 
 
 def _check(
@@ -164,9 +197,15 @@ def _check_fits(values: np.ndarray, members: np.ndarray, budget: int, name: str,
         )
 
 
-def _taken(lengths: UtteranceLengths, members: np.ndarray, cost: CostModel | None) -> Utterances:
+def _taken(
+    lengths: UtteranceLengths, members: np.ndarray, cost: CostModel | None, shape: StaticShape
+) -> Utterances:
     frames, tokens = lengths.frames[members], lengths.tokens[members]
-    return Utterances(frames, tokens, None if cost is None else cost.of(frames, tokens))
+    nodes = None
+    if shape.node_budget is not None:
+        # More than fit in int32 are more than any budget.
+        nodes = np.minimum(nodes_of(frames, tokens), 2**31 - 1).astype(np.int32)
+    return Utterances(frames, tokens, None if cost is None else cost.of(frames, tokens), nodes)
 
 
 def _fewest_steps(utterances: Utterances, shape: StaticShape, micro_batches: int) -> int:
@@ -202,7 +241,7 @@ def _plan(
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     # Indices into the members, micro-batch by micro-batch in the new order.
     places = np.arange(len(filled.members)) + np.repeat(starts[chosen] - offsets[:-1], sizes)
-    frames, tokens, _ = utterances.totals()
+    frames, tokens, *_ = utterances.totals()
     return EpochPlan(
         micro_batches=micro_batches,
         indices=order[filled.members[places]],

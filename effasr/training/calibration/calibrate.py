@@ -191,6 +191,7 @@ def read_population(config: TrainConfig, tokenizer: Tokenizer) -> Population:
         config.data.token_budget,
         config.data.max_sequences,
         config.model.features.framing,
+        transducer=config.model.transducer is not None,
     )
 
 

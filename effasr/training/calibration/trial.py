@@ -41,6 +41,7 @@ _FIELDS_OF_SHAPE = (
     "max_sequences",
     "longest_frames",
     "longest_tokens",
+    "node_budget",
 )
 
 

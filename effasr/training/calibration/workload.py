@@ -12,7 +12,7 @@ import numpy as np
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate, with_experts
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
-from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
+from effasr.data.sampling.packing import plan_epoch, suggest_node_budget, suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.model.asr import ModelConfig
 
@@ -54,6 +54,7 @@ class Population:
         token_budget: Configured token budget; None to derive it from the frame budget.
         max_sequences: Configured number of utterances; None to derive it likewise.
         framing: Framing of the model's features.
+        transducer: Whether the model has a transducer, whose lattices have a budget.
     """
 
     lengths: UtteranceLengths
@@ -61,6 +62,7 @@ class Population:
     token_budget: int | None = None
     max_sequences: int | None = None
     framing: Framing = FASTCONFORMER
+    transducer: bool = False
 
     @classmethod
     def of(
@@ -69,6 +71,8 @@ class Population:
         token_budget: int | None = None,
         max_sequences: int | None = None,
         framing: Framing = FASTCONFORMER,
+        *,
+        transducer: bool = False,
     ) -> Population:
         """Return the population of a corpus; of a very large one a sample with its extremes."""
         total = int(lengths.frames.sum(dtype=np.int64))
@@ -77,7 +81,7 @@ class Population:
             extremes = [int(lengths.frames.argmax()), int(lengths.tokens.argmax())]
             chosen = np.unique([*range(0, len(lengths), stride), *extremes])
             lengths = UtteranceLengths(lengths.frames[chosen], lengths.tokens[chosen])
-        return cls(lengths, total, token_budget, max_sequences, framing)
+        return cls(lengths, total, token_budget, max_sequences, framing, transducer)
 
     @property
     def longest(self) -> int:
@@ -89,6 +93,7 @@ class Population:
         budget = self.token_budget or suggest_token_budget(self.lengths, frame_budget)
         budget = math.ceil(budget * tokens)
         kept = self._fitting(frame_budget, budget)
+        nodes = suggest_node_budget(kept, frame_budget, kept) if self.transducer else None
         return StaticShape(
             frame_budget,
             budget,
@@ -96,6 +101,7 @@ class Population:
             max(1, int(kept.frames.max(initial=1))),
             max(1, int(kept.tokens.max(initial=1))),
             self.framing,
+            nodes,
         )
 
     def workload(
@@ -146,18 +152,19 @@ def together(lengths: UtteranceLengths, shape: StaticShape, kind: Kind) -> Lengt
         order = order[::-1]
     chosen: Lengths = []
     frames, tokens = shape.frame_budget, shape.token_budget
+    nodes = shape.node_budget or math.inf
     place = misses = 0
     while len(chosen) < shape.max_sequences and misses < len(order):
         index = order[place % len(order)]
         place += 1
         f, u = int(lengths.frames[index]), int(lengths.tokens[index])
-        if f > frames or u > tokens or f + u == 0:
+        if f > frames or u > tokens or f * u > nodes or f + u == 0:
             misses += 1
             continue
         # Repeats the same utterance, the longest: no plan holds anything longer.
         place, misses = (place - 1 if kind == "longest" else place), 0
         chosen.append((f, u))
-        frames, tokens = frames - f, tokens - u
+        frames, tokens, nodes = frames - f, tokens - u, nodes - f * u
     return chosen
 
 

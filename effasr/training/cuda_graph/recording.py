@@ -16,7 +16,7 @@ from effasr.training.step import TrainState, run_micro_batch
 
 
 def check_recordable(model: ModelConfig, context: DistributedContext) -> None:
-    """Raise a ValueError for a transducer, or without a GPU: neither can be recorded."""
+    """Raise a ValueError for a model that cannot be recorded, or without a GPU."""
     for obstacle in obstacles_of_model(model, context.device):
         raise ValueError(obstacle.message)
 

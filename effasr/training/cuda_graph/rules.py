@@ -87,13 +87,6 @@ def obstacles_of_batches(config: TrainConfig) -> Iterator[Obstacle]:
 
 def obstacles_of_model(model: ModelConfig, device: torch.device) -> Iterator[Obstacle]:
     """Yield the obstacles of the model and the device."""
-    if model.transducer is not None:
-        yield Obstacle(
-            "model.transducer",
-            "the host divides the transducer's loss by lengths",
-            "`training.cuda_graph` cannot record a transducer, whose loss the host divides by "
-            "lengths, but model.transducer is given: set it to false.",
-        )
     if model.language_model is not None:
         yield Obstacle(
             "model.language_model",

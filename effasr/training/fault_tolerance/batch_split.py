@@ -62,6 +62,8 @@ def utterances(batch: Batch, begin: int, end: int) -> Batch:
         label_room=None if batch.label_room is None else batch.label_room[begin:end],
         source=None if batch.source is None else _sequences(batch.source, begin, end),
         expert=None if batch.expert is None else batch.expert[begin:end],
+        # Part of the static shape: for a part of the batch it would take memory.
+        node_budget=None,
     )
 
 

@@ -33,6 +33,7 @@ def transducer_loss(
     durations: tuple[int, ...] | None = None,
     sigma: float = 0.0,
     overwrite_inputs: bool = False,
+    max_nodes: int | None = None,
     backend: Backend | str | None = None,
 ) -> Tensor:
     r"""Negative log-likelihood of each transcript under a transducer (RNN-T or TDT), exact.
@@ -90,6 +91,12 @@ def transducer_loss(
             the contiguous result of an operation and share no memory. Their values are lost: there
             is no second backward, and autograd raises an error if another operation still needs
             them, as after any in-place operation. Not supported in compiled code.
+        max_nodes: Capacity for the nodes of all lattices, at least the sum of T_n (U_n + 1) over
+            the sequences, for batches of a static shape. Kernels then divide the nodes on the
+            device, and the host reads no length, so that a CUDA graph can contain the call. Memory
+            has 16 bytes for each node of the capacity, 36 + 8 D with durations, beside the
+            workspace, and products have rows for all of the capacity. None to divide the nodes on
+            the host, by the lengths.
         backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:
@@ -126,6 +133,8 @@ def transducer_loss(
         raise checks.wrong(_NAME, "activation", 'be "relu" or "tanh"', repr(activation))
     if not fastemit >= 0:
         raise checks.wrong(_NAME, "fastemit", "be at least 0", fastemit)
+    if max_nodes is not None:
+        _check_capacity(layout_frames, layout_targets, max_nodes)
     overwritten: tuple[str, ...] = ()
     if overwrite_inputs:
         overwritten = _overwritten(
@@ -133,9 +142,22 @@ def transducer_loss(
         )
     arguments = TransducerArguments(
         *(encoded, predicted, targets, layout_frames, layout_targets, weight, bias),
-        *(blank_id, activation, fastemit, durations, sigma, overwritten),
+        *(blank_id, activation, fastemit, durations, sigma, overwritten, max_nodes),
     )
     return OPERATION(arguments, backend)
+
+
+def _check_capacity(frames: PackedLayout, targets: PackedLayout, max_nodes: int) -> None:
+    """Check ``max_nodes``, against the lengths if the host knows them."""
+    if not 0 <= max_nodes < 2**31:
+        raise checks.wrong(_NAME, "max_nodes", "lie in 0 to 2**31 - 1", max_nodes)
+    if targets.static_max_seqlen is None and not targets.known_on_host:
+        rule = "be None without a bound of the transcripts' lengths (`static_max_seqlen`)"
+        raise checks.wrong(_NAME, "max_nodes", rule, max_nodes)
+    if frames.known_on_host and targets.known_on_host:
+        nodes = sum(t * (u + 1) for t, u in zip(frames.lengths, targets.lengths, strict=True))
+        if nodes > max_nodes:
+            raise checks.wrong(_NAME, "max_nodes", f"be at least the {nodes} nodes", max_nodes)
 
 
 def _overwritten(**tensors: Tensor) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ class TransducerArguments:
     durations: tuple[int, ...] | None = None
     sigma: float = 0.0
     overwritten: tuple[str, ...] = ()
+    max_nodes: int | None = None
 
 
 def _outputs(a: TransducerArguments) -> Tensor:

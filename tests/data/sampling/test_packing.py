@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from effasr.data.batch import StaticShape
 from effasr.data.sampling.balance import imbalance
 from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
-from effasr.data.sampling.packing import EpochEnd, plan_epoch, suggest_token_budget
+from effasr.data.sampling.packing import (
+    EpochEnd,
+    nodes_of,
+    plan_epoch,
+    suggest_node_budget,
+    suggest_token_budget,
+)
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.shuffle import hashes
 
@@ -53,6 +59,9 @@ def problems(draw: st.DrawFn) -> tuple[UtteranceLengths, StaticShape, int]:
     )
     pair = st.tuples(st.integers(0, shape.frame_budget), st.integers(0, shape.token_budget))
     frames, tokens = zip(*draw(st.lists(pair, min_size=1, max_size=80)), strict=True)
+    most = max(1, *(f * u for f, u in zip(frames, tokens, strict=True)), 1)
+    nodes = draw(st.none() | st.integers(most, 4 * most))
+    shape = replace(shape, node_budget=nodes)
     return lengths_of(list(frames), list(tokens)), shape, draw(st.integers(1, 5))
 
 
@@ -79,6 +88,9 @@ def test_every_plan_is_sound(
             assert len(batch) <= shape.max_sequences
             assert lengths.frames[batch].sum() <= shape.frame_budget
             assert lengths.tokens[batch].sum() <= shape.token_budget
+            if shape.node_budget is not None:
+                nodes = nodes_of(lengths.frames[batch], lengths.tokens[batch])
+                assert nodes.sum() <= shape.node_budget
             seen.update(batch.tolist())
         deferred = set(plan.deferred.tolist())
         assert not deferred or epoch_end == "carry"
@@ -91,6 +103,53 @@ def test_every_plan_is_sound(
         assert plan.padding_tokens == pytest.approx(
             1 - tokens / (len(batches) * shape.token_budget)
         )
+
+
+@pytest.mark.parametrize("epoch_end", ["carry", "exact"])
+def test_a_node_budget_limits_batches_that_would_exceed_it(epoch_end: EpochEnd) -> None:
+    """The longest utterances have many more nodes for a frame than others; none is lost."""
+    lengths = commands(3000)
+    free = StaticShape(1000, 560, 125)
+    nodes = nodes_of(lengths.frames, lengths.tokens)
+    budget = suggest_node_budget(lengths, 1000, lengths)
+    mean = 1000 * nodes.sum() / lengths.frames.sum()
+    assert mean < budget < 1.07 * mean + 1
+    most, counts = {}, {}
+    for shape in (free, replace(free, node_budget=budget)):
+        plan = plan_epoch(
+            lengths, shape=shape, micro_batches=2, seed=1, epoch=0, epoch_end=epoch_end
+        )
+        sums = np.add.reduceat(nodes[plan.indices], plan.offsets[:-1])
+        most[shape.node_budget], counts[shape.node_budget] = sums.max(), plan.num_steps
+        planned = np.concatenate([plan.indices, plan.deferred])
+        assert sorted(planned.tolist()) == list(range(len(lengths)))
+    assert most[None] > budget >= most[budget]
+    # The budget is loose enough to cost no more than a few steps.
+    assert counts[budget] <= 1.03 * counts[None] + 1
+
+
+def test_an_utterance_above_the_node_budget_is_refused() -> None:
+    shape = StaticShape(100, 50, 9, node_budget=399)
+    with pytest.raises(ValueError, match=r"must fit in `node_budget` = 399, .*: 1 \(400\)"):
+        plan_epoch(lengths_of([10, 20], [5, 20]), shape=shape, micro_batches=1, seed=0, epoch=0)
+    assert suggest_node_budget(lengths_of([10], [1]), 20, lengths_of([10, 40], [1, 30])) == 1200
+    with pytest.raises(ValueError, match="`usual` must hold at least one frame"):
+        suggest_node_budget(lengths_of([0], [1]), 20, lengths_of([0], [1]))
+    with pytest.raises(ValueError, match=r"`node_budget` must lie in 1 to .* but is 0"):
+        StaticShape(100, 50, 9, node_budget=0)
+
+
+def test_a_large_node_budget_is_kept_in_coarse_units() -> None:
+    """Beyond what 32 bits hold of many sums."""
+    lengths = lengths_of([9000, 9100, 9200, 9300] * 20, [4000, 4100, 4200, 4300] * 20)
+    budget = 2 * 9300 * 4300
+    shape = StaticShape(40_000, 20_000, 99, node_budget=budget)
+    plan = plan_epoch(lengths, shape=shape, micro_batches=1, seed=0, epoch=0, epoch_end="exact")
+    nodes = nodes_of(lengths.frames, lengths.tokens)
+    sums = np.add.reduceat(nodes[plan.indices], plan.offsets[:-1])
+    assert budget > 2**22
+    assert sums.max() <= budget
+    assert sorted(plan.indices.tolist()) == list(range(80))
 
 
 def test_the_plan_depends_on_its_arguments_alone() -> None:

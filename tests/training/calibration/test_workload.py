@@ -7,11 +7,24 @@ from effasr.training.calibration.workload import Population, batch_of, cells, to
 from tests.training.calibration.conftest import MODEL, lengths
 
 
+@pytest.mark.parametrize("transducer", [False, True])
 @pytest.mark.parametrize("budget", [60, 200])
-def test_the_shape_is_that_of_training(make_config, budget) -> None:
+def test_the_shape_is_that_of_training(make_config, budget, transducer) -> None:
     config = make_config(data={"frame_budget": budget}).data
-    corpus = Corpus.load(config.train, load_tokenizer(config.tokenizer), config)
-    assert Population.of(corpus.lengths).shape(budget) == corpus.shape
+    tokenizer = load_tokenizer(config.tokenizer)
+    corpus = Corpus.load(config.train, tokenizer, config, transducer=transducer)
+    assert (corpus.shape.node_budget is not None) == transducer
+    assert Population.of(corpus.lengths, transducer=transducer).shape(budget) == corpus.shape
+
+
+def test_a_trial_of_a_transducer_stays_within_its_nodes() -> None:
+    work = Population.of(lengths(), transducer=True).workload(2000, batches=3)
+    budget = work.shape.node_budget
+    assert budget is not None
+    for chosen in (*work.timed, work.extreme):
+        assert sum(f * u for f, u in chosen) <= budget
+    assert sum(f * u for f, u in work.extreme) > 0.8 * budget
+    assert batch_of(work.extreme, work.shape, 30, 0).node_budget == budget
 
 
 def test_a_trial_has_batches_as_planned_and_the_longest_together(population) -> None:

@@ -28,8 +28,14 @@ each node (16 if nothing was kept; with durations 16 + 4 D and 20 + 4 D) and 4 J
 each state of a frame, with b the bytes of an element. Only offsets grow with the number of
 sequences.
 
-The host divides the nodes by the lengths. In compiled code, and for a layout whose offsets are only
-on the device, it waits for them, so a CUDA graph cannot contain this operation.
+Without ``max_nodes`` the host divides the nodes by the lengths. In compiled code, and for a layout
+whose offsets are only on the device, it waits for them, so a CUDA graph cannot contain the call.
+
+With ``max_nodes``, P, the device divides them (`division`), and the host reads no length. All
+sequences are one group, and normalizers and shares are always kept, so the memory beside the
+workspace is 16 P bytes, or (36 + 8 D) P with durations. Products have rows for P nodes and, for
+each chunk, one row less than the states of the longest transcript; rows past the last node are
+zero.
 """
 
 from __future__ import annotations
@@ -82,7 +88,9 @@ def saved_like(a: TransducerArguments) -> tuple[Tensor, ...]:
 
     They have an element for each node of the static shape; none if that is too large or unknown.
     """
-    sweeps, nodes = _sweeps(a), most_nodes(a.layout_frames, a.layout_targets)
+    sweeps, nodes = _sweeps(a), a.max_nodes
+    if nodes is None:
+        nodes = most_nodes(a.layout_frames, a.layout_targets)
     sizes: list[tuple[tuple[int, ...], torch.dtype]]
     sizes = [((), torch.float32), ((), sweeps.trace_dtype)]
     if sweeps.keeps_scores:
@@ -90,7 +98,9 @@ def saved_like(a: TransducerArguments) -> tuple[Tensor, ...]:
         if a.durations is not None:
             sizes.append(((len(a.durations),), torch.float32))
     each = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in sizes)
-    size = nodes if nodes is not None and each * nodes <= workspace() // 4 else 0
+    fits = nodes is not None and each * nodes <= workspace() // 4
+    # With a capacity for nodes everything is in one group, whatever its size.
+    size = nodes if nodes is not None and (fits or a.max_nodes is not None) else 0
     return tuple(a.encoded.new_empty(size, *shape, dtype=dtype) for shape, dtype in sizes)
 
 

@@ -7,6 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.runtime.launch import launch
+from effasr_kernels.transducer_loss.triton.joint import load_number
+from effasr_kernels.transducer_loss.triton.plan import Chunk
 
 ROWS = 64
 """Rows of a program."""
@@ -19,8 +21,8 @@ def score_durations(
     weight: Tensor,
     bias: Tensor,
     log_duration: Tensor,
-    first_node: int,
-    nodes: int,
+    base: int,
+    chunk: Chunk,
     count: int,
     block: int,
 ) -> None:
@@ -31,16 +33,16 @@ def score_durations(
         weight: (V + D, ...), rows padded to whole blocks.
         bias: (V + D,).
         log_duration: float32 (nodes, D), contiguous, written.
-        first_node: Index of the chunk's first node in ``log_duration``.
-        nodes: Number of nodes of the chunk.
+        base: Node of the first element of ``log_duration``.
+        chunk: The chunk.
         count: V.
         block: Columns per step.
     """
     durations = log_duration.shape[1]
     launch(
         score,
-        (-(-nodes // ROWS),),
-        *(hidden, weight, bias, log_duration, first_node, nodes, count),
+        (-(-chunk.room.nodes // ROWS),),
+        *(hidden, weight, bias, log_duration, chunk.node_from(base), chunk.nodes, count),
         *(hidden.stride(0), weight.stride(0)),
         num_warps=4,
         num_stages=2,
@@ -71,6 +73,9 @@ def score(
 ):
     """One tile of rows; see `score_durations`."""
     first_row = tl.program_id(0) * BLOCK_R
+    nodes = load_number(nodes)
+    if first_row >= nodes:
+        return
     in_rows = tl.arange(0, BLOCK_R)
     in_width = tl.arange(0, BLOCK_C)
     d = tl.arange(0, BLOCK_D)
@@ -88,7 +93,7 @@ def score(
     pivot = tl.where(largest == float("-inf"), 0.0, largest)
     normalizer = pivot + tl.log(tl.sum(tl.exp(z - pivot[:, None]), axis=1))
     row = first_row + in_rows
-    node = tl.cast(first_node, tl.int64) + row
+    node = tl.cast(load_number(first_node), tl.int64) + row
     stored = (row < nodes)[:, None] & (d < DURATIONS)[None, :]
     out = log_duration + node[:, None] * DURATIONS + d[None, :]
     tl.store(out, z - normalizer[:, None], mask=stored)

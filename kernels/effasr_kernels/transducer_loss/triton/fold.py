@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from effasr_kernels.transducer_loss.triton.joint import search
+from effasr_kernels.transducer_loss.triton.joint import load_number, search
 
 FRAMES, STATES, COLUMNS = 8, 32, 128
 """Frames, states and columns of a tile."""
@@ -72,6 +72,8 @@ def fold(
 ):
     """Compute both sums of one tile of the gradient of the activation's input.
 
+    The five numbers of the chunk may be on the device; see `load_number`.
+
     Args:
         hidden: (R, J), the activation's output.
         d_hidden: float32 (R, J), the gradient of ``hidden``.
@@ -95,6 +97,11 @@ def fold(
     """
     tile = tl.program_id(0)
     strip = tl.program_id(1)
+    frames, sequences = load_number(frames), load_number(sequences)
+    if tile >= frames // FRAMES + sequences:
+        return
+    first_node, first_frame = load_number(first_node), load_number(first_frame)
+    first_sequence = load_number(first_sequence)
     # As in `effasr_kernels.runtime.tiles.find_tile`, for the frames of the chunk alone.
     index = tl.arange(0, 128)
     before = tl.zeros((128,), dtype=tl.int32)
@@ -164,6 +171,8 @@ def finish_frames(
 ):
     """Write the gradient of ``encoded`` for the frames of a chunk.
 
+    The chunk's first node, first frame and frames may be on the device; see `load_number`.
+
     Args:
         cu_frames: int32 (N + 1,).
         cu_targets: int32 (N + 1,).
@@ -180,6 +189,10 @@ def finish_frames(
         BLOCK_R: Frames of a program.
         BLOCK_C: Columns per program.
     """
+    frames = load_number(frames)
+    if tl.program_id(0) * BLOCK_R >= frames:
+        return
+    first_node, first_frame = load_number(first_node), load_number(first_frame)
     inside = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_frame = inside < frames
@@ -228,6 +241,8 @@ def finish_states(
 ):
     """Add the sums of a chunk to the gradient of ``predicted`` for its states.
 
+    The six numbers of the chunk may be on the device; see `load_number`.
+
     Args:
         cu_frames: int32 (N + 1,).
         cu_targets: int32 (N + 1,).
@@ -248,6 +263,15 @@ def finish_states(
         BLOCK_R: States of a program.
         BLOCK_C: Columns per program.
     """
+    states = load_number(states)
+    if tl.program_id(0) * BLOCK_R >= states:
+        return
+    first_node, first_frame, frames = (
+        load_number(first_node),
+        load_number(first_frame),
+        load_number(frames),
+    )
+    first_sequence, first_state = load_number(first_sequence), load_number(first_state)
     inside = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_state = inside < states

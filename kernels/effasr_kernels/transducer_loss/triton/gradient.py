@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from effasr_kernels.transducer_loss.triton.joint import load_number
+
 
 @triton.jit
 def _passing(row, node, normalizer_node, is_node, log_normalizer, occ_blank, occ_label, labels):
@@ -29,7 +31,7 @@ def _difference(z, v, normalizer, blank, label, own, blank_id):
     return d - tl.where(v[None, :] == own[:, None], label[:, None], 0.0)
 
 
-@triton.jit(do_not_specialize=["first_node", "first_normalizer", "nodes", "blank_id"])
+@triton.jit(do_not_specialize=["first_node", "first_normalizer", "nodes", "rows", "blank_id"])
 def differentiate(
     hidden,
     weight,
@@ -43,6 +45,7 @@ def differentiate(
     first_node,
     first_normalizer,
     nodes,
+    rows,
     count,
     blank_id,
     hidden_stride,
@@ -67,10 +70,12 @@ def differentiate(
         occ_label: float32, of the group's nodes: occupancy of the label.
         labels: int32 (R,).
         d_logits: (R, V), written, including the padding between rows.
-        d_bias: float32 (ceil(nodes / BLOCK_R), V), written: sums over each tile's rows.
-        first_node: The chunk's first node, relative to the group's first.
-        first_normalizer: Index of the chunk's first node in ``log_normalizer``.
-        nodes: Number of nodes of the chunk.
+        d_bias: float32 (ceil(rows / BLOCK_R), V), written: sums over each tile's rows.
+        first_node: The chunk's first node, relative to the group's; see `joint.load_number`.
+        first_normalizer: Index of the chunk's first node in ``log_normalizer``; None if it is that
+            of ``first_node``.
+        nodes: Number of nodes of the chunk; see `joint.load_number`.
+        rows: Rows to write, at least ``nodes``: those past the nodes are set to zero.
         count: V.
         blank_id: The blank's class.
         hidden_stride: Row stride of ``hidden`` in elements.
@@ -88,9 +93,10 @@ def differentiate(
     in_rows = tl.arange(0, BLOCK_R)
     in_classes = tl.arange(0, BLOCK_V)
     in_width = tl.arange(0, BLOCK_C)
-    # Rows and classes past the end load the last one, unmasked; their results are not stored.
+    # Rows and classes past the end load the last one, unmasked; they have no gradient.
+    last_row = tl.maximum(load_number(nodes), 1) - 1 - first_row
     h_tile = hidden + first_row.to(tl.int64) * hidden_stride + in_width[None, :]
-    h_tile += tl.minimum(in_rows, nodes - 1 - first_row)[:, None] * hidden_stride
+    h_tile += tl.minimum(in_rows, last_row)[:, None] * hidden_stride
     w_tile = weight + first_class.to(tl.int64) * weight_stride + in_width[None, :]
     w_tile += tl.minimum(in_classes, count - 1 - first_class)[:, None] * weight_stride
     v = first_class + in_classes
@@ -100,13 +106,16 @@ def differentiate(
         z = tl.dot(tl.load(h_tile + c), tl.trans(tl.load(w_tile + c)), z, input_precision="ieee")
 
     row = first_row + in_rows
-    is_node = row < nodes
-    node = first_node.to(tl.int64) + row
+    node = load_number(first_node).to(tl.int64) + row
+    normalizer_node = node
+    if first_normalizer is not None:
+        normalizer_node = first_normalizer.to(tl.int64) + row
     normalizer, blank, label, own = _passing(  # pyright: ignore[reportGeneralTypeIssues]
         row,
         node,
-        first_normalizer.to(tl.int64) + row,
-        is_node,
+        normalizer_node,
+        # Loaded again, as a register for it during the product would be one too many.
+        row < load_number(nodes),
         log_normalizer,
         occ_blank,
         occ_label,
@@ -115,7 +124,7 @@ def differentiate(
     d = _difference(z, v, normalizer, blank, label, own, blank_id)
     out = d_logits + (first_row.to(tl.int64) + in_rows[:, None]) * d_stride + v[None, :]
     # Stored up to the next row, as a mask at V would store single elements.
-    stored = is_node[:, None] & (v < d_stride)[None, :]
+    stored = (row < rows)[:, None] & (v < d_stride)[None, :]
     tl.store(out, d.to(d_logits.dtype.element_ty), mask=stored)
     sums = d_bias + row_tile.to(tl.int64) * count + v
     tl.store(sums, tl.sum(d, axis=0), mask=v < count)

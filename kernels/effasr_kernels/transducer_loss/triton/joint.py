@@ -7,6 +7,15 @@ import triton.language as tl
 
 
 @triton.jit
+def load_number(x):
+    """A number of a chunk: an int argument, or the int32 to which a pointer argument points."""
+    if x.dtype.is_ptr():
+        return tl.load(x)
+    else:
+        return x
+
+
+@triton.jit
 def search(offsets, spacing, value, sequences, steps):
     """The last n in [0, N] with ``offsets[n] + spacing * n <= value``, for each value.
 
@@ -54,13 +63,17 @@ def place_nodes(
         state_rows: int32 (R,), written: the row of ``predicted``.
         labels: int32 (R,), written: the next label; -1 in the last state, and -2 for an invalid
             negative label.
-        first_node: The chunk's first node.
+        first_node: The chunk's first node; see `load_number`, also for the next two.
         nodes: Number of nodes of the chunk, at most R.
         first_frame: The chunk's first frame.
         sequences: N.
         steps: See `search`.
         BLOCK: Nodes of a program.
     """
+    nodes = load_number(nodes)
+    if tl.program_id(0) * BLOCK >= nodes:
+        return
+    first_node, first_frame = load_number(first_node), load_number(first_frame)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_node = row < nodes
     node = tl.minimum(row, nodes - 1) + first_node.to(tl.int64)
@@ -91,7 +104,7 @@ def _activate(x, TANH: tl.constexpr):
     return tl.where(x < 0.0, 0.0, x)
 
 
-@triton.jit(do_not_specialize=["first_node", "nodes", "count", "blank_id"])
+@triton.jit(do_not_specialize=["first_node", "nodes", "rows", "count", "blank_id"])
 def join(
     encoded,
     predicted,
@@ -107,6 +120,7 @@ def join(
     hidden,
     first_node,
     nodes,
+    rows,
     width,
     count,
     blank_id,
@@ -135,8 +149,9 @@ def join(
         label_logit: float32, of the group's nodes, written: -inf in the last state, and NaN for a
             label out of range.
         hidden: (R, ...), written, with zeros past J up to a multiple of ``BLOCK_C``.
-        first_node: The chunk's first node, relative to the group's first.
-        nodes: Number of nodes of the chunk.
+        first_node: The chunk's first node, relative to the group's first; see `load_number`.
+        nodes: Number of nodes of the chunk; see `load_number`.
+        rows: Rows to write, at least ``nodes``: those past the nodes are set to zero.
         width: J.
         count: V.
         blank_id: The blank's class.
@@ -150,8 +165,8 @@ def join(
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_C)
-    is_node = row < nodes
-    node = first_node.to(tl.int64) + row
+    is_node = row < load_number(nodes)
+    node = load_number(first_node).to(tl.int64) + row
     alive = is_node
     if occ_blank is not None:
         occupied = tl.load(occ_blank + node, mask=is_node, other=0.0) != 0.0
@@ -177,7 +192,7 @@ def join(
         f = tl.load(f_tile + c, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(g_tile + c, mask=inside, other=0.0).to(tl.float32)
         h = _activate(f + g, TANH).to(hidden.dtype.element_ty)
-        tl.store(h_tile + c, h, mask=is_node[:, None])
+        tl.store(h_tile + c, h, mask=(row < rows)[:, None])
         if blank_logit is not None:
             h = h.to(tl.float32)
             to_blank += tl.sum(h * tl.load(blank_row + c).to(tl.float32)[None, :], axis=1)
@@ -187,3 +202,38 @@ def join(
         tl.store(blank_logit + node, to_blank, mask=is_node)
         to_label = tl.where(own == -1, float("-inf"), tl.where(exists, to_label, float("nan")))
         tl.store(label_logit + node, to_label, mask=is_node)
+
+
+@triton.jit(do_not_specialize=["first", "first_normalizer", "nodes", "sigma"])
+def normalize(
+    log_normalizers,
+    blank,
+    label,
+    normalizer,
+    first,
+    first_normalizer,
+    nodes,
+    sigma,
+    BLOCK: tl.constexpr,
+):
+    """Subtract the normalizers of a chunk's rows from its logits of blank and label.
+
+    Args:
+        log_normalizers: float32 (R,).
+        blank: float32, of the group's nodes, changed.
+        label: float32, of the group's nodes, changed.
+        normalizer: float32, written: the normalizers; it may be ``log_normalizers``.
+        first: Index of the chunk's first node in ``blank`` and ``label``; see `load_number`.
+        first_normalizer: Index of the chunk's first node in ``normalizer``; see `load_number`.
+        nodes: Number of nodes of the chunk; see `load_number`.
+        sigma: Subtracted in addition.
+        BLOCK: Nodes of a program.
+    """
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_node = row < load_number(nodes)
+    own = tl.load(log_normalizers + row, mask=is_node, other=0.0)
+    tl.store(normalizer + load_number(first_normalizer).to(tl.int64) + row, own, mask=is_node)
+    own += sigma
+    node = load_number(first).to(tl.int64) + row
+    tl.store(blank + node, tl.load(blank + node, mask=is_node, other=0.0) - own, mask=is_node)
+    tl.store(label + node, tl.load(label + node, mask=is_node, other=0.0) - own, mask=is_node)

@@ -11,11 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
+
+Number = int | Tensor
+"""A number that the host knows; or int32 (), on the device."""
+
+
+class Room(NamedTuple):
+    """Upper bounds of the numbers of a chunk, by which the host sizes buffers and grids."""
+
+    nodes: int
+    frames: int
+    sequences: int
+    states: int
+    widest: int
+    """States of one sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +46,29 @@ class Chunk:
         sequences: Number of sequences from its first to its last frame, including empty ones.
         first_state: The first row of ``predicted`` of the first sequence.
         states: Rows of ``predicted`` of all these sequences.
-        widest: Largest number of states of a sequence.
+        room: Their upper bounds; equal to them if the host knows the lengths.
     """
 
-    first_frame: int
-    frames: int
-    first_node: int
-    nodes: int
-    first_sequence: int
-    sequences: int
-    first_state: int
-    states: int
-    widest: int
+    first_frame: Number
+    frames: Number
+    first_node: Number
+    nodes: Number
+    first_sequence: Number
+    sequences: Number
+    first_state: Number
+    states: Number
+    room: Room
+
+    def node_from(self, base: int) -> Number:
+        """Its first node, counted from node ``base``."""
+        return self.first_node - base if base else self.first_node
+
+    def part(self, base: int) -> slice:
+        """Its nodes among those from node ``base`` on, if the host knows them."""
+        if isinstance(self.first_node, Tensor):
+            raise TypeError("The nodes of this chunk are only on the device.")
+        first = self.first_node - base
+        return slice(first, first + self.room.nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +115,7 @@ class Lattices:
     """The sizes of the lattices of a batch, on the host.
 
     The lengths are read once. If only the device holds them, as in compiled code, this waits for
-    the device.
+    the device; `division.DeviceLattices` does not.
     """
 
     def __init__(self, layout_frames: PackedLayout, layout_targets: PackedLayout):
@@ -126,6 +152,11 @@ class Lattices:
             used += needed
         if self.sequences:
             yield self._group(begin, self.sequences, chunk_cost, chunk_size)
+
+    def clear_tails(self, encoded: Tensor, predicted: Tensor) -> None:
+        """Set the tail rows of two tensors to zero."""
+        encoded[self.frames[-1] :] = 0
+        predicted[self.states[-1] :] = 0
 
     def _frames(self, n: int) -> int:
         return self.frames[n + 1] - self.frames[n]
@@ -166,16 +197,13 @@ class Lattices:
     def _chunk(self, first: int, last: int, start: int, stop: int) -> Chunk:
         node = self.nodes[first] + (start - self.frames[first]) * self._states(first)
         past = self.nodes[last] + (stop - self.frames[last]) * self._states(last)
+        states = self.states[last + 1] - self.states[first]
+        widest = max(self._states(n) for n in range(first, last + 1))
+        room = Room(past - node, stop - start, last - first + 1, states, widest)
         return Chunk(
-            start,
-            stop - start,
-            node,
-            past - node,
-            first,
-            last - first + 1,
-            self.states[first],
-            self.states[last + 1] - self.states[first],
-            max(self._states(n) for n in range(first, last + 1)),
+            *(start, room.frames, node, room.nodes),
+            *(first, room.sequences, self.states[first], room.states),
+            room,
         )
 
 

@@ -11,9 +11,9 @@ from effasr_kernels.runtime.launch import capability, launch
 from effasr_kernels.shared.projection import multiply, multiply_add
 from effasr_kernels.transducer_loss.triton import fold as folding
 from effasr_kernels.transducer_loss.triton.gradient import differentiate, differentiate_kept
-from effasr_kernels.transducer_loss.triton.plan import Chunk, Group
+from effasr_kernels.transducer_loss.triton.plan import Chunk, Group, Number
 from effasr_kernels.transducer_loss.triton.sweeps import Scores
-from effasr_kernels.transducer_loss.triton.work import Rows, Work, part_of, pieces
+from effasr_kernels.transducer_loss.triton.work import Rows, Work, pieces
 
 
 class Sums:
@@ -38,8 +38,7 @@ class Sums:
             x if name in overwritten else x.new_zeros(x.shape)
             for name, x in (("encoded", work.encoded), ("predicted", work.predicted))
         )
-        self.d_encoded[work.lattices.frames[-1] :] = 0
-        self.d_predicted[work.lattices.states[-1] :] = 0
+        work.lattices.clear_tails(self.d_encoded, self.d_predicted)
         self.d_weight = weight.new_zeros(work.columns, width, dtype=torch.float32)
         self.d_bias = weight.new_zeros(work.columns, dtype=torch.float32)
         self.d_hidden = weight.new_empty(rows.hidden.shape[0], width, dtype=torch.float32)
@@ -60,22 +59,23 @@ class Sums:
         work, rows = self.work, self.rows
         d_states = self.d_bias.new_zeros(group.states, work.width)
         for chunk in group.chunks:
-            part = part_of(chunk, group.first_node)
-            hidden = rows.hidden[: chunk.nodes]
-            d_hidden = self.d_hidden[: chunk.nodes]
+            count = chunk.room.nodes
+            hidden, d_hidden = rows.hidden[:count], self.d_hidden[:count]
             work.place(chunk, rows)
             work.join(chunk, rows, passing)
             if logits is None:
                 if self.d_logits is None:
                     self.d_logits = work.logits(rows.hidden.shape[0])
-                d_logits = self.d_logits[: chunk.nodes]
+                d_logits = self.d_logits[:count]
             else:
-                d_logits = logits[part]
+                d_logits = logits[chunk.part(group.first_node)]
             numbers = normalizer, passing.blank, passing.label, rows.label
-            firsts = chunk.first_node - passing.base, chunk.first_node - base
+            first = chunk.node_from(passing.base)
+            # On the device all is one group, whose planes begin with the same node.
+            firsts = first, None if isinstance(first, Tensor) else chunk.node_from(base)
             self._differentiate(chunk, numbers, firsts, logits, d_logits)
             if passing.duration is not None:
-                d_durations = passing.duration[part]
+                d_durations = rows_of(passing.duration, chunk, passing.base)
                 d_logits[:, work.count :] = d_durations
                 self.d_bias[work.count :] += d_durations.sum(0)
             multiply_add(d_logits.t(), hidden[:, : work.width], self.d_weight)
@@ -98,7 +98,7 @@ class Sums:
         self,
         chunk: Chunk,
         numbers: tuple[Tensor, ...],
-        firsts: tuple[int, int],
+        firsts: tuple[Number, Number | None],
         logits: Tensor | None,
         d_logits: Tensor,
     ) -> None:
@@ -106,7 +106,7 @@ class Sums:
         work = self.work
         tiles = work.tiles
         row_tiles, class_tiles = (
-            pieces(chunk.nodes, tiles["BLOCK_R"]),
+            pieces(chunk.room.nodes, tiles["BLOCK_R"]),
             pieces(work.count, tiles["BLOCK_V"]),
         )
         d_bias = self.d_bias.new_empty(row_tiles, work.count)
@@ -115,8 +115,8 @@ class Sums:
                 differentiate,
                 (row_tiles * class_tiles,),
                 *(self.rows.hidden, work.weight, work.bias, *numbers, d_logits, d_bias),
-                *(*firsts, chunk.nodes, work.count, work.blank_id, self.rows.hidden.stride(0)),
-                *(work.weight.stride(0), d_logits.stride(0)),
+                *(*firsts, chunk.nodes, chunk.room.nodes, work.count, work.blank_id),
+                *(self.rows.hidden.stride(0), work.weight.stride(0), d_logits.stride(0)),
                 WIDTH=work.weight.shape[1],
                 maxnreg=_most_registers(work.weight),
                 **tiles,
@@ -140,15 +140,16 @@ class Sums:
     ) -> None:
         """Sum a chunk's rows: write the gradient of its frames, and add to that of its states."""
         work = self.work
-        sums = folding.count_sums(chunk.nodes, chunk.frames, chunk.states)
+        room = chunk.room
+        sums = folding.count_sums(room.nodes, room.frames, room.states)
         over_states, over_frames = (d_hidden.new_empty(count, work.width) for count in sums)
         where = chunk.first_node, chunk.first_frame, chunk.frames
         columns = pieces(work.width, folding.COLUMNS)
         launch(
             folding.fold,
             (
-                chunk.frames // folding.FRAMES + chunk.sequences,
-                pieces(chunk.widest, folding.STATES),
+                room.frames // folding.FRAMES + room.sequences,
+                pieces(room.widest, folding.STATES),
                 columns,
             ),
             *(hidden, d_hidden, *work.offsets, over_states, over_frames),
@@ -164,7 +165,7 @@ class Sums:
         search = work.lattices.sequences, work.steps
         launch(
             folding.finish_frames,
-            (pieces(chunk.frames, folding.ROWS), columns),
+            (pieces(room.frames, folding.ROWS), columns),
             *(*work.offsets, over_states, self.d_encoded, *where, *search, work.width),
             num_warps=4,
             num_stages=1,
@@ -174,7 +175,7 @@ class Sums:
         )
         launch(
             folding.finish_states,
-            (pieces(chunk.states, folding.ROWS), columns),
+            (pieces(room.states, folding.ROWS), columns),
             *(*work.offsets, over_frames, d_states, *where, chunk.first_sequence),
             *(chunk.first_state, chunk.states, group.first_state, *search, work.width),
             num_warps=4,
@@ -183,6 +184,17 @@ class Sums:
             BLOCK_R=folding.ROWS,
             BLOCK_C=folding.COLUMNS,
         )
+
+
+def rows_of(plane: Tensor, chunk: Chunk, base: int) -> Tensor:
+    """A chunk's rows of a tensor that begins with node ``base``; zero past its nodes."""
+    if not isinstance(chunk.first_node, Tensor):
+        return plane[chunk.part(base)]
+    row = torch.arange(chunk.room.nodes, device=plane.device)
+    node = (row + chunk.node_from(base)).clamp_(max=plane.shape[0] - 1)
+    past = (row >= chunk.nodes)[:, None]
+    # Replaced, not multiplied: past the nodes there may be anything.
+    return plane.index_select(0, node).masked_fill_(past, 0)
 
 
 def _most_registers(weight: Tensor) -> int | None:

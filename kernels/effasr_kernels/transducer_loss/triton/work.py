@@ -12,8 +12,9 @@ from effasr_kernels.runtime.launch import capability, launch
 from effasr_kernels.shared.projection import aligned, product_tiles, row_statistics
 from effasr_kernels.transducer_loss.definition import TransducerArguments
 from effasr_kernels.transducer_loss.triton import fold as folding
+from effasr_kernels.transducer_loss.triton.division import DeviceLattices
 from effasr_kernels.transducer_loss.triton.durations import score_durations
-from effasr_kernels.transducer_loss.triton.joint import join, place_nodes
+from effasr_kernels.transducer_loss.triton.joint import join, normalize, place_nodes
 from effasr_kernels.transducer_loss.triton.plan import Chunk, Cost, Group, Lattices, first_nodes
 from effasr_kernels.transducer_loss.triton.sweeps import Scores
 from effasr_kernels.transducer_loss.workspace import workspace
@@ -43,7 +44,7 @@ class Work:
     """The kernel arguments of a call, and the steps that forward and backward share."""
 
     def __init__(self, a: TransducerArguments):
-        """Prepare the tensors and read the lengths."""
+        """Prepare the tensors and, without a capacity for nodes, read the lengths."""
         self.encoded, self.predicted = (
             x.detach() if x.stride(-1) == 1 else x.contiguous() for x in (a.encoded, a.predicted)
         )
@@ -58,8 +59,12 @@ class Work:
         self.logit_bytes = pieces(self.columns, 16) * 16 * a.weight.element_size()
         frames, labels = a.layout_frames, a.layout_targets
         self.bound = labels.max_seqlen_bound
-        self.lattices = Lattices(frames, labels)
         self.offsets = frames.cu_seqlens, labels.cu_seqlens, first_nodes(frames, labels)
+        self.lattices: Lattices | DeviceLattices
+        if a.max_nodes is None:
+            self.lattices = Lattices(frames, labels)
+        else:
+            self.lattices = DeviceLattices(frames, labels, self.offsets, a.max_nodes)
         self.steps = self.lattices.sequences.bit_length()
 
     def row_bytes(self) -> Cost:
@@ -79,6 +84,8 @@ class Work:
 
     def logits_fit(self) -> bool:
         """Whether the logits of several of the longest sequences fit in the workspace."""
+        if isinstance(self.lattices, DeviceLattices):
+            return False
         most = _KEPT_SEQUENCES * self.lattices.largest
         return most * self.logit_bytes <= workspace() // 4 * 3
 
@@ -107,7 +114,7 @@ class Work:
 
     def rows(self, groups: Sequence[Group]) -> Rows:
         """Buffers for the largest chunk."""
-        most = max((x.nodes for group in groups for x in group.chunks), default=0)
+        most = max((x.room.nodes for group in groups for x in group.chunks), default=0)
         frame, state, label = (self.targets.new_empty(most, dtype=torch.int32) for _ in range(3))
         return Rows(frame, state, label, self.weight.new_empty(most, self.weight.shape[1]))
 
@@ -133,28 +140,38 @@ class Work:
         for chunk in group.chunks:
             self.place(chunk, rows)
             self.join(chunk, rows, scores, logits=True)
-            hidden, part = rows.hidden[: chunk.nodes], part_of(chunk, group.first_node)
+            hidden, part = rows.hidden[: chunk.room.nodes], None
+            if logits is not None:
+                part = logits[chunk.part(group.first_node), : self.count]
+            nodes = chunk.nodes
             log_normalizer = row_statistics(
                 *(hidden, *classes),
-                logits=None if logits is None else logits[part, : self.count],
+                total=nodes.view(1) if isinstance(nodes, Tensor) else None,
+                logits=part,
             ).log_normalizer
+            kept = log_normalizer, 0
             if normalizer is not None:
-                normalizer[part] = log_normalizer
-            log_normalizer += self.sigma
-            for step in (scores.blank, scores.label):
-                step[part_of(chunk, scores.base)] -= log_normalizer
+                kept = normalizer, chunk.node_from(group.first_node)
+            launch(
+                normalize,
+                (pieces(chunk.room.nodes, _PLACED),),
+                *(log_normalizer, scores.blank, scores.label, kept[0]),
+                *(chunk.node_from(scores.base), kept[1], nodes, float(self.sigma)),
+                num_warps=4,
+                num_stages=1,
+                BLOCK=_PLACED,
+            )
             if scores.duration is not None:
                 score_durations(
                     *(hidden, self.weight, self.bias, scores.duration),
-                    *(chunk.first_node - scores.base, chunk.nodes, self.count),
-                    self.tiles["BLOCK_C"],
+                    *(scores.base, chunk, self.count, self.tiles["BLOCK_C"]),
                 )
 
     def place(self, chunk: Chunk, rows: Rows) -> None:
         """Write the frame, state and label of a chunk's nodes."""
         launch(
             place_nodes,
-            (pieces(chunk.nodes, _PLACED),),
+            (pieces(chunk.room.nodes, _PLACED),),
             *(*self.offsets, self.targets, *rows[:3]),
             *(chunk.first_node, chunk.nodes, chunk.first_frame),
             *(self.lattices.sequences, self.steps),
@@ -177,10 +194,10 @@ class Work:
         occupancies, outputs = (none, steps) if logits else (steps, none)
         launch(
             join,
-            (pieces(chunk.nodes, _JOINED),),
+            (pieces(chunk.room.nodes, _JOINED),),
             *(self.encoded, self.predicted, *rows[:3], *occupancies, self.weight, self.bias),
-            *(*outputs, rows.hidden, chunk.first_node - scores.base, chunk.nodes),
-            *(self.width, self.count, self.blank_id, self.encoded.stride(0)),
+            *(*outputs, rows.hidden, chunk.node_from(scores.base), chunk.nodes),
+            *(chunk.room.nodes, self.width, self.count, self.blank_id, self.encoded.stride(0)),
             *(self.predicted.stride(0), self.weight.stride(0), rows.hidden.stride(0)),
             num_warps=4,
             num_stages=1,
@@ -188,12 +205,6 @@ class Work:
             BLOCK_R=_JOINED,
             BLOCK_C=self.tiles["BLOCK_C"],
         )
-
-
-def part_of(chunk: Chunk, base: int) -> slice:
-    """The chunk's nodes among those from node ``base`` on."""
-    first = chunk.first_node - base
-    return slice(first, first + chunk.nodes)
 
 
 def pieces(number: int, divisor: int) -> int:

@@ -1,0 +1,207 @@
+"""`transducer_loss` in Triton, whose nodes are divided on the device: the host reads no length."""
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from effasr_kernels import PackedLayout, transducer_loss
+from effasr_kernels.transducer_loss import set_workspace
+from effasr_kernels.transducer_loss.definition import TransducerArguments
+from effasr_kernels.transducer_loss.triton import backend
+from effasr_kernels.transducer_loss.triton.division import DeviceLattices, strides
+from effasr_kernels.transducer_loss.triton.plan import Cost, first_nodes
+from tests.gpu.live_memory import Live
+from tests.gpu.transducer_calls import LEAVES, ROOMY, arguments_for, assert_agrees, gradients
+
+FRAMES, TRANSCRIPTS = (5, 0, 3, 4, 0), ([1, 3], [1], [], [4], [])
+NODES = 5 * 3 + 3 + 4 * 2
+UPSTREAM = torch.tensor([1.0, 2.0, -2.0, 0.5, 1.0])
+
+
+@pytest.fixture(autouse=True)
+def _workspace() -> Iterator[None]:
+    before = set_workspace(ROOMY)
+    yield
+    set_workspace(before)
+
+
+def _arguments(
+    device: torch.device, durations: tuple[int, ...] | None = None, **options: Any
+) -> dict[str, Any]:
+    """A batch of a static shape, with tails of NaN, and labels in it out of range."""
+    arguments = arguments_for(FRAMES, TRANSCRIPTS, device, durations, longest=5, **options)
+    for name, rows in {"encoded": 7, "predicted": 3, "targets": 3}.items():
+        x = arguments[name]
+        fill = torch.nan if x.is_floating_point() else 2**20
+        arguments[name] = torch.cat([x, x.new_full((rows, *x.shape[1:]), fill)])
+    for name, rows in {"layout_frames": 7, "layout_targets": 3}.items():
+        x = arguments[name]
+        arguments[name] = PackedLayout(x.cu_seqlens, x.cu_seqlens_host, x.rows + rows, 9)
+    return arguments
+
+
+def _on_device(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments, whose offsets the host does not know."""
+    return {
+        name: x.rewritable() if isinstance(x, PackedLayout) else x for name, x in arguments.items()
+    }
+
+
+@pytest.mark.parametrize("durations", [None, (0, 1, 2)])
+def test_one_chunk_gives_the_bits_of_a_division_on_the_host(
+    durations: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    arguments = _arguments(device, durations, dtype=dtype)
+    expected = gradients(arguments, UPSTREAM, "triton")
+    found = gradients(_on_device(arguments), UPSTREAM, "triton", max_nodes=2 * NODES)
+    for name, x in expected.items():
+        assert torch.equal(found[name], x), name
+
+
+@pytest.mark.parametrize("durations", [None, (0, 1, 2)])
+def test_agrees_however_the_capacity_is_divided(
+    durations: tuple[int, ...] | None, device: torch.device
+) -> None:
+    set_workspace(2**12)
+    arguments = arguments_for(
+        FRAMES, TRANSCRIPTS, device, durations, longest=4, fastemit=0.2, max_nodes=NODES + 9
+    )
+    assert_agrees(arguments, UPSTREAM)
+
+
+def test_gradients_overwrite_the_inputs(device: torch.device) -> None:
+    """With several chunks; the tails become zero."""
+    set_workspace(2**13)
+    arguments = _on_device(_arguments(device))
+    expected = gradients(arguments, UPSTREAM, "triton", max_nodes=NODES)
+    leaves = {name: arguments[name].detach().requires_grad_() for name in LEAVES}
+    made = {name: leaves[name] * 1 for name in LEAVES[:2]}
+    options = {"max_nodes": NODES, "overwrite_inputs": True, "backend": "triton"}
+    loss = transducer_loss(**(arguments | leaves | made), **options)
+    found = torch.autograd.grad(loss, list(leaves.values()), UPSTREAM.to(loss))
+    for name, x in zip(LEAVES, found, strict=True):
+        assert torch.equal(x, expected[name]), name
+    assert torch.equal(made["encoded"], expected["encoded"])
+    assert bool((expected["encoded"][-7:] == 0).all())
+    assert bool((expected["predicted"][-3:] == 0).all())
+
+
+def test_a_batch_after_another_has_nothing_of_it(device: torch.device) -> None:
+    """As a graph is replayed: the same layouts, with other offsets."""
+    set_workspace(2**13)
+    first, second = _arguments(device), _arguments(device)
+    frames, labels = (0, 3, 2, 0, 1), (1, 0, 2, 0, 2)
+    for name, lengths in {"layout_frames": frames, "layout_targets": labels}.items():
+        rows = second[name].rows
+        layout = PackedLayout.from_lengths(lengths, device, rows=rows, static_max_seqlen=9)
+        second[name] = layout
+    # What lies past its rows is now a tail, and the tail of the first no longer is one.
+    for name in ("encoded", "predicted"):
+        second[name] = torch.randn_like(second[name])
+    second["targets"] = torch.randint(3, 6, second["targets"].shape).to(device)
+    expected = gradients(second, UPSTREAM, "triton", max_nodes=NODES)
+    replayed = _on_device(first)
+    gradients(replayed, UPSTREAM, "triton", max_nodes=NODES)
+    for name in ("layout_frames", "layout_targets"):
+        replayed[name].cu_seqlens.copy_(second[name].cu_seqlens)
+    replayed |= {name: second[name] for name in (*LEAVES, "targets")}
+    found = gradients(replayed, UPSTREAM, "triton", max_nodes=NODES)
+    for name, x in expected.items():
+        assert torch.equal(found[name], x), name
+
+
+@pytest.mark.parametrize("capacity", [0, 5])
+def test_without_any_frame(capacity: int, device: torch.device) -> None:
+    arguments = arguments_for((0, 0), ([], [1]), device, longest=2, max_nodes=capacity)
+    assert assert_agrees(arguments)["loss"].tolist() == [0, torch.inf]
+
+
+def test_memory_is_that_of_the_workspace_and_the_capacity(device: torch.device) -> None:
+    """Whatever the padded product of the longest lengths is."""
+    classes, width, sequences, frames, labels, size = 60, 8, 12, 16, 3, 2**16
+    set_workspace(size)
+    transcripts = [[1] * labels] * sequences
+    arguments = arguments_for(
+        (frames,) * sequences, transcripts, device, classes=classes, width=width, longest=40
+    )
+    nodes = sequences * frames * (labels + 1)
+    call = TransducerArguments(**_on_device(arguments), max_nodes=nodes)
+    with Live(*(x for x in arguments.values() if isinstance(x, Tensor))) as live:
+        results, saved = backend.forward(call)
+        backend.backward(call, (torch.ones_like(results[0]),), results, saved)
+    given = arguments["encoded"].nbytes + arguments["predicted"].nbytes
+    fixed = 3 * arguments["weight"].nbytes
+    assert 4 * nodes * classes > 2 * size
+    assert live.peak <= given + fixed + size + 16 * nodes + 2**13, (live.peak, given)
+
+
+def test_chunks_cover_every_frame_once(device: torch.device) -> None:
+    """For random lengths, and capacities that are filled, or not."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda most, n: torch.randint(most, (n,), generator=generator).tolist()
+    several = 0
+    for trial in range(24):
+        count = 1 + draw(6, 1)[0]
+        frames, labels = draw(12, count), draw(6, count)
+        states = [n + 1 for n in labels]
+        of_frames = PackedLayout.from_lengths(frames, device, static_max_seqlen=12)
+        of_labels = PackedLayout.from_lengths(labels, device, static_max_seqlen=5)
+        offsets = of_frames.cu_seqlens, of_labels.cu_seqlens, first_nodes(of_frames, of_labels)
+        sizes = [t * s for t, s in zip(frames, states, strict=True)]
+        capacity = max(1, sum(sizes) + (trial % 2) * draw(50, 1)[0])
+        layouts = of_frames.rewritable(), of_labels.rewritable()
+        lattices = DeviceLattices(*layouts, offsets, capacity)
+        (group,) = lattices.groups(Cost(1), 1, Cost(1), 1 + draw(60, 1)[0])
+        rows = [n for n in range(count) for _ in range(frames[n])]
+        frame = node = 0
+        for chunk in group.chunks:
+            numbers = [
+                int(getattr(chunk, name))
+                for name in (
+                    *("first_frame", "frames", "first_node", "nodes"),
+                    *("first_sequence", "sequences", "first_state", "states"),
+                )
+            ]
+            used = rows[frame : frame + numbers[1]]
+            assert numbers[:4] == [frame, len(used), node, sum(states[n] for n in used)]
+            if used:
+                inside = range(used[0], used[-1] + 1)
+                first_state = [0, *accumulate(states)][used[0]]
+                expected = [used[0], len(inside), first_state, sum(states[n] for n in inside)]
+                assert numbers[4:] == expected
+            room = chunk.room
+            assert numbers[3] <= room.nodes
+            assert numbers[1] <= room.frames
+            assert numbers[5] <= room.sequences
+            assert numbers[7] <= room.states
+            frame, node = frame + numbers[1], node + numbers[3]
+        assert (frame, node) == (sum(frames), sum(sizes))
+        several += len(group.chunks) > 2
+    assert several > 8
+
+
+def test_strides_are_equal_and_fit() -> None:
+    assert strides(1000, 5, 104) == (10, 100, 104)
+    # Two frames fit always.
+    assert strides(1000, 200, 1) == (5, 200, 399)
+    assert strides(7, 200, 1) == (1, 7, 7)
+
+
+def test_refuses_a_capacity_that_the_batch_exceeds(device: torch.device) -> None:
+    arguments = _arguments(device)
+    call = lambda **options: transducer_loss(**(arguments | options), backend="triton")
+    with pytest.raises(ValueError, match=rf"`max_nodes` must be at least the {NODES} nodes"):
+        call(max_nodes=NODES - 1)
+    with pytest.raises(ValueError, match="`max_nodes` must lie in 0 to"):
+        call(max_nodes=-1)
+    unbounded = {
+        name: PackedLayout(x.cu_seqlens, x.cu_seqlens_host, x.rows).rewritable()
+        for name, x in arguments.items()
+        if isinstance(x, PackedLayout)
+    }
+    with pytest.raises(ValueError, match="`max_nodes` must be None without a bound"):
+        call(max_nodes=NODES, **unbounded)
