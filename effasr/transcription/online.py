@@ -684,7 +684,7 @@ def _contexts(model: ASRModel) -> list[Context]:
 
 
 def _check_model(
-    model: ASRModel, method: Method, contexts: Sequence[Context]
+    model: ASRModel, method: str, contexts: Sequence[Context]
 ) -> Literal["transducer", "ctc"]:
     """Return the search, after checks that no part of the model waits for later audio."""
     check_streamable(model.config.encoder, contexts[0] if contexts else None)
@@ -700,4 +700,4 @@ def _check_model(
         )
     check(method in known, "method", "be auto, transducer or ctc for a stream", repr(method))
     check(known[method], "method", "be an output of the model", repr(method))
-    return method
+    return "ctc" if method == "ctc" else "transducer"

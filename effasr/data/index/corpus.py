@@ -320,11 +320,13 @@ class _Derivation:
             )
             dropped.append(self._dropped(index, Reason.TOKEN_BUDGET, details))
         check_share(dropped, len(table.dropped) + len(table), config.filters.max_dropped)
-        kept = _where(fit & ~outliers & ~over)
+        is_kept = fit & ~outliers & ~over
+        kept = _where(is_kept)
         lengths = UtteranceLengths(self._lengths.frames[kept], self._lengths.tokens[kept])
         node_budget = None
         if self._transducer:
-            node_budget = suggest_node_budget(self._usual(kept), frame_budget, lengths)
+            usual = self._usual(np.flatnonzero(is_kept))
+            node_budget = suggest_node_budget(usual, frame_budget, lengths)
         shape = StaticShape(
             frame_budget,
             token_budget,
