@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from effasr.data.tokenizer import Tokenizer
     from effasr.evaluation.model_card import ModelCard
     from effasr.model.asr import ASRModel
+    from effasr_kernels import Context
 
 
 def add_import(command: AddCommand) -> None:
@@ -100,7 +101,8 @@ def add_export(command: AddCommand) -> None:
         "next chunk of each stream, with its caches as inputs and outputs.",
         "",
         "With --format sherpa-onnx: model.onnx of a CTC head; encoder.onnx, decoder.onnx and",
-        "joiner.onnx of a transducer; and tokens.txt, as sherpa-onnx reads NeMo's models.",
+        "joiner.onnx of a transducer; and tokens.txt, as sherpa-onnx reads NeMo's models. Of a",
+        "model that decodes streams, the first graph encodes the next chunk of each stream.",
         "",
         "With --format nemo, or where OUT ends in .nemo: that file, which NeMo's",
         "ASRModel.restore_from loads. The tokenizer must be that of a .nemo file, or of",
@@ -132,8 +134,8 @@ def add_export(command: AddCommand) -> None:
         "--latency",
         type=seconds,
         metavar="S",
-        help="with --format onnx: longest chunk of a model that decodes streams, such as 480ms "
-        "(default: its first)",
+        help="with --format onnx or sherpa-onnx: longest chunk of a model that decodes streams, "
+        "such as 480ms (default: its first)",
     )
 
 
@@ -229,7 +231,7 @@ def _format(options: argparse.Namespace) -> str:
             f"`--license` and `--author` must be left out for `--format {chosen}`, which has no "
             "model card."
         )
-    if chosen != "onnx" and options.latency is not None:
+    if chosen not in ("onnx", "sherpa-onnx") and options.latency is not None:
         raise ValueError(f"`--latency` must be left out for `--format {chosen}`.")
     return chosen
 
@@ -249,7 +251,6 @@ def _onnx(options: argparse.Namespace, loaded: LoadedModel) -> int:
 
     from effasr.decoding.config import DecodingConfig
     from effasr.interop.onnx.export import check_onnx, export_onnx
-    from effasr.transcription.online import context_for, is_streamable
 
     tokenizer = loaded.tokenizer
     texts: dict[str, Any] = {
@@ -260,9 +261,7 @@ def _onnx(options: argparse.Namespace, loaded: LoadedModel) -> int:
     }
     if loaded.model.transducer is not None:
         texts["max_symbols"] = DecodingConfig().max_symbols
-    context = None
-    if options.latency is not None or is_streamable(loaded.model):
-        context = context_for(loaded.model, options.latency)
+    context = _context(options, loaded)
     graphs = export_onnx(loaded.model, options.out, texts, context)
     tokenizer.save(options.out)
     checked = importlib.util.find_spec("onnxruntime") is not None
@@ -277,6 +276,15 @@ def _onnx(options: argparse.Namespace, loaded: LoadedModel) -> int:
     return 0
 
 
+def _context(options: argparse.Namespace, loaded: LoadedModel) -> Context | None:
+    """Return the context of the graphs of a model that decodes streams, else None."""
+    from effasr.transcription.online import context_for, is_streamable
+
+    if options.latency is None and not is_streamable(loaded.model):
+        return None
+    return context_for(loaded.model, options.latency)
+
+
 def _sherpa(options: argparse.Namespace, loaded: LoadedModel) -> int:
     """Write the graphs and the tokens for sherpa-onnx."""
     from effasr.data.tokenizer.sentence_piece import AggregateTokenizer
@@ -287,8 +295,11 @@ def _sherpa(options: argparse.Namespace, loaded: LoadedModel) -> int:
             "`tokenizer` must be of SentencePiece for sherpa-onnx, but is a "
             f"{type(loaded.tokenizer).__name__}."
         )
-    graphs = export_sherpa(loaded.model, options.out, loaded.tokenizer.pieces())
-    print_line(f"{options.out}: {', '.join(graphs)} and tokens.txt, for sherpa-onnx")
+    context = _context(options, loaded)
+    graphs = export_sherpa(loaded.model, options.out, loaded.tokenizer.pieces(), context)
+    kind = "OfflineRecognizer" if context is None else "OnlineRecognizer"
+    names = ", ".join(graphs)
+    print_line(f"{options.out}: {names} and tokens.txt, for sherpa-onnx's {kind}")
     return 0
 
 

@@ -12,9 +12,12 @@ from effasr.data.features.log_mel import FeatureConfig
 from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.interop.onnx.sherpa import BLANK, export_sherpa
+from effasr.interop.onnx.sherpa_step import SherpaStep
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.encoder import FastConformerConfig
+from effasr.model.streaming_encoder import StreamingEncoder
 from effasr.model.transducer import TransducerConfig
+from effasr_kernels import Context
 from tests.support.small_model import VOCABULARY, shake
 
 PIECES = [f"▁{number}" for number in range(VOCABULARY)]
@@ -131,4 +134,71 @@ def test_what_sherpa_cannot_run_is_refused(tmp_path: Path) -> None:
         export_sherpa(make(None, hop=200), tmp_path, PIECES)
     with pytest.raises(ValueError, match="`pieces` must be 40 texts without white space"):
         export_sherpa(make(None), tmp_path, ["a b", *PIECES[1:]])
+    assert not list(tmp_path.iterdir())
+
+
+CONTEXT = Context(5, 0, 3)
+
+
+def streaming(*, causal: bool = True, durations: tuple[int, ...] | None = None) -> ASRModel:
+    """A model of streams with the tokens of `PIECES`."""
+    head = TransducerConfig(predictor="stateless", width=12, joint=10, durations=durations)
+    encoder = FastConformerConfig(
+        width=16, layers=2, heads=2, feed_forward=16, subsampling_channels=4, conv_kernel=5,
+        conv_norm="layer_norm", causal_convolution=True, causal_subsampling=causal,
+        context=(CONTEXT,),
+    )  # fmt: skip
+    config = ModelConfig(
+        features=FeatureConfig(mel_bins=16, normalize=False),
+        encoder=encoder,
+        decoder=None,
+        ctc=True,
+        transducer=head,
+    )
+    torch.manual_seed(3)
+    model = ASRModel(config, VOCABULARY).eval()
+    shake(model)
+    return model
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@torch.no_grad()
+def test_a_step_for_sherpa_is_that_of_the_encoder(causal: bool) -> None:
+    """The second stream begins a chunk later, in the same batch."""
+    model = streaming(causal=causal)
+    assert model.ctc_head is not None
+    assert model.transducer is not None
+    steps = {
+        name: SherpaStep(model, CONTEXT, name) for name in ("ctc_log_probs", "encoder_projected")
+    }
+    encoder = StreamingEncoder(model.encoder, 16, 2, CONTEXT)  # type: ignore[arg-type]
+    draw, rows = torch.Generator().manual_seed(1), 8 * CONTEXT.chunk
+    for name, step in steps.items():
+        for slot in range(2):
+            encoder.start(slot)
+        caches = tuple(step.begin(1).values())
+        for number in range(4):
+            count = min(number + 1, 2)
+            if number == 1:
+                new = step.begin(1).values()
+                caches = tuple(torch.cat(pair) for pair in zip(caches, new, strict=True))
+            mel = torch.randn(2, rows, 16, generator=draw)
+            lengths = [rows, rows * (count - 1)]
+            encoded = encoder.step(mel, lengths, [CONTEXT.chunk, CONTEXT.chunk * (count - 1)])
+            found, frames, *caches = step(mel[:count].mT, torch.full((count,), rows), *caches)
+            expected = (
+                model.ctc_logits(encoded).log_softmax(-1)
+                if name == "ctc_log_probs"
+                else model.transducer.encoder_projection(encoded).mT
+            )
+            torch.testing.assert_close(found, expected[:count], rtol=1e-5, atol=1e-5)
+            assert frames.tolist() == [CONTEXT.chunk] * count
+
+
+def test_what_sherpa_cannot_stream_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    with pytest.raises(ValueError, match=r"`features\.normalize` must be false"):
+        export_sherpa(make(None), tmp_path, PIECES, CONTEXT)
+    with pytest.raises(ValueError, match=r"`transducer\.durations` must be null"):
+        export_sherpa(streaming(durations=(0, 1, 2)), tmp_path, PIECES, CONTEXT)
     assert not list(tmp_path.iterdir())

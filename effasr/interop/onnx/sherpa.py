@@ -2,7 +2,8 @@
 
 A CTC head becomes ``model.onnx``; a transducer ``encoder.onnx``, ``decoder.onnx`` (the predictor)
 and ``joiner.onnx``; and the tokenizer ``tokens.txt``. sherpa-onnx takes inputs and outputs by their
-order, and sizes from the metadata of the first graph.
+order, and sizes from the metadata of the first graph. With a context, the first graph encodes the
+next chunk of streams.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from effasr.interop.export_checks import refuse, refuse_experts
 from effasr.interop.onnx.export import on_host
 from effasr.interop.onnx.graph import check_packages, write_graph
 from effasr.interop.onnx.padded_model import PaddedEncoder
+from effasr.interop.onnx.sherpa_step import NAMES, SherpaStep
 from effasr.interop.onnx.transducer_steps import JointStep, predictor_step
 from effasr.model.asr import ASRModel
 from effasr.model.checks import check
 from effasr.model.encoder import FastConformerConfig
+from effasr.model.streaming_encoder import check_features, check_streamable
 from effasr.model.transducer import Transducer
 from effasr.nn.predictor import LSTMPredictor
+from effasr_kernels import Context
 
 BLANK = "<blk>"
 _EXAMPLE_ROWS = (83, 40)
@@ -88,13 +92,17 @@ class _Joiner(nn.Module):
         return torch.cat(scores, -1)[:, None, None]
 
 
-def export_sherpa(model: ASRModel, directory: Path, pieces: Sequence[str]) -> list[str]:
+def export_sherpa(
+    model: ASRModel, directory: Path, pieces: Sequence[str], context: Context | None = None
+) -> list[str]:
     """Write ``tokens.txt``, and the graphs of the CTC head and the transducer, whichever there are.
 
     Args:
         model: Model in any mode, on any device; exported in float32.
         directory: Created if needed; files of the same names are replaced.
         pieces: Text of every token, with the character U+2581 for a space.
+        context: Context of a streaming encoder, one that it is trained with, for sherpa-onnx's
+            OnlineRecognizer; None for whole utterances and its OfflineRecognizer.
 
     Returns:
         Names of the graphs.
@@ -104,36 +112,13 @@ def export_sherpa(model: ASRModel, directory: Path, pieces: Sequence[str]) -> li
     """
     check_packages()
     refuse_experts(model.config, "sherpa-onnx")
-    config, features = model.config.encoder, model.config.features
-    check(
-        features.kind == "parakeet" and features.sample_rate == 16_000,
-        "features.kind",
-        "be parakeet at 16 kHz for sherpa-onnx",
-        f"{features.kind} at {features.sample_rate} Hz",
-    )
-    # It computes windows of 25 ms at each 10 ms of its own.
-    for name, value in {"hop": 160, "window": 400, "n_fft": 512}.items():
-        given = getattr(features, name)
-        check(given == value, f"features.{name}", f"be {value} for sherpa-onnx", given)
-    if isinstance(config, FastConformerConfig):
-        names = ("context", "causal_convolution", "causal_subsampling")
-        found = {f"encoder.{name}": bool(getattr(config, name)) for name in names}
-        refuse("sherpa-onnx's graph of whole utterances", found)
-    if model.ctc_head is None and model.transducer is None:
-        raise ValueError("`model` must have a CTC head or a transducer for sherpa-onnx.")
-    if model.transducer is not None and (durations := model.transducer.config.durations):
-        check(
-            list(durations) == list(range(len(durations))),
-            "transducer.durations",
-            "be 0, 1, 2 and so on for sherpa-onnx",
-            durations,
-        )
+    _check_runnable(model, context)
     if len(pieces) != model.vocab_size or any(not p or p.split() != [p] for p in pieces):
         raise ValueError(
             f"`pieces` must be {model.vocab_size} texts without white space, one for each token, "
             f"but are {len(pieces)} with others among them."
         )
-    model = on_host(model)
+    model, features = on_host(model), model.config.features
     metadata: dict[str, object] = {
         "vocab_size": model.vocab_size,
         "normalize_type": "per_feature" if features.normalize else "",
@@ -145,37 +130,101 @@ def export_sherpa(model: ASRModel, directory: Path, pieces: Sequence[str]) -> li
     graphs = []
     if model.ctc_head is not None:
         graphs.append("model.onnx")
-        _write_encoder(_Encoder(model, "ctc_log_probs"), directory / graphs[0], ["logprobs"])
-        _add_metadata(directory / graphs[0], metadata | {"model_type": "EncDecCTCModelBPE"})
+        sizes = _write_encoder(model, context, directory / graphs[0])
+        _add_metadata(directory / graphs[0], metadata | sizes | {"model_type": "EncDecCTCModelBPE"})
     if model.transducer is not None:
         graphs += ["encoder.onnx", "decoder.onnx", "joiner.onnx"]
-        predictor = _write_transducer(model, model.transducer, directory)
+        sizes = _write_encoder(model, context, directory / "encoder.onnx", model.transducer)
+        sizes |= _write_transducer(model.transducer, directory)
         # It knows transducers with durations by this word in the address of the model.
         url = "" if model.transducer.config.durations is None else "tdt"
-        own = {"model_type": "EncDecRNNTBPEModel", "url": url, **predictor}
+        own = {"model_type": "EncDecRNNTBPEModel", "url": url, **sizes}
         _add_metadata(directory / "encoder.onnx", metadata | own)
     lines = [f"{piece} {number}\n" for number, piece in enumerate([*pieces, BLANK])]
     write_atomically(directory / "tokens.txt", "".join(lines).encode())
     return graphs
 
 
-def _write_encoder(module: _Encoder, path: Path, outputs: Sequence[str]) -> None:
-    bins = module.padded.mel_bins
+def _check_runnable(model: ASRModel, context: Context | None) -> None:
+    """Check that sherpa-onnx can run a model; raises ValueError."""
+    config, features = model.config.encoder, model.config.features
+    check(
+        features.kind == "parakeet" and features.sample_rate == 16_000,
+        "features.kind",
+        "be parakeet at 16 kHz for sherpa-onnx",
+        f"{features.kind} at {features.sample_rate} Hz",
+    )
+    # It computes windows of 25 ms at each 10 ms of its own.
+    for name, value in {"hop": 160, "window": 400, "n_fft": 512}.items():
+        given = getattr(features, name)
+        check(given == value, f"features.{name}", f"be {value} for sherpa-onnx", given)
+    if context is not None:
+        check_features(features)
+        check_streamable(config, context)
+    elif isinstance(config, FastConformerConfig):
+        names = ("context", "causal_convolution", "causal_subsampling")
+        found = {f"encoder.{name}": bool(getattr(config, name)) for name in names}
+        refuse("sherpa-onnx's graph of whole utterances", found)
+    if model.ctc_head is None and model.transducer is None:
+        raise ValueError("`model` must have a CTC head or a transducer for sherpa-onnx.")
+    if model.transducer is not None and (durations := model.transducer.config.durations):
+        check(
+            context is None,
+            "transducer.durations",
+            "be null for sherpa-onnx's search of streams, which has none",
+            durations,
+            "export graphs of streams with --format onnx",
+        )
+        check(
+            list(durations) == list(range(len(durations))),
+            "transducer.durations",
+            "be 0, 1, 2 and so on for sherpa-onnx",
+            durations,
+        )
+
+
+def _write_encoder(
+    model: ASRModel, context: Context | None, path: Path, head: Transducer | None = None
+) -> dict[str, object]:
+    """Write the first graph, of CTC or for a transducer; return what it adds to the metadata."""
+    name = "ctc_log_probs" if head is None else "encoder_projected"
+    if context is not None:
+        return _write_step(SherpaStep(model, context, name), path)
     inputs = {
-        "audio_signal": torch.randn(len(_EXAMPLE_ROWS), bins, max(_EXAMPLE_ROWS)),
+        "audio_signal": torch.randn(
+            len(_EXAMPLE_ROWS), model.config.features.mel_bins, max(_EXAMPLE_ROWS)
+        ),
         "length": torch.tensor(_EXAMPLE_ROWS),
     }
     dynamic: dict[str, Mapping[int, str]] = {
         "audio_signal": {0: "batch", 2: "time"},
         "length": {0: "batch"},
     }
-    write_graph(module.eval(), path, inputs, outputs, dynamic)
+    outputs = ["logprobs"] if head is None else ["outputs", "encoded_lengths"]
+    write_graph(_Encoder(model, name).eval(), path, inputs, outputs, dynamic)
+    return {}
 
 
-def _write_transducer(model: ASRModel, head: Transducer, directory: Path) -> dict[str, object]:
-    """Write the three graphs; return the metadata of the predictor."""
-    encoder = _Encoder(model, "encoder_projected")
-    _write_encoder(encoder, directory / "encoder.onnx", ["outputs", "encoded_lengths"])
+def _write_step(step: SherpaStep, path: Path) -> dict[str, object]:
+    """Write the encoder of a chunk; return the metadata of streams."""
+    count = len(_EXAMPLE_ROWS)
+    caches = step.begin(count)
+    inputs = {
+        "audio_signal": torch.randn(count, step.step.mel_bins, step.rows),
+        "length": torch.full((count,), step.rows),
+        **caches,
+    }
+    output = "logprobs" if step.output == "ctc_log_probs" else "outputs"
+    outputs = [output, "encoded_lengths", *(f"{name}_next" for name in NAMES)]
+    write_graph(step.eval(), path, inputs, outputs, {name: {0: "batch"} for name in inputs})
+    sizes = {
+        f"{name}_dim{axis}": caches[name].shape[axis] for name in NAMES[:2] for axis in (1, 2, 3)
+    }
+    return {"window_size": step.rows, "chunk_shift": step.rows, **sizes}
+
+
+def _write_transducer(head: Transducer, directory: Path) -> dict[str, object]:
+    """Write predictor and joint network; return the metadata of the predictor."""
     decoder, count = _Decoder(head).eval(), 3
     layers, width = decoder.sizes
     inputs = {
