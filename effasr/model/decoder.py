@@ -84,8 +84,8 @@ class Decoder(nn.Module):
 
         Returns:
             Hidden states (U, width), and the penalty of each token, averaged over layers and heads:
-            (U,) or None. Rows of the tail are finite but have no meaning. The losses of routers are
-            left in ``router_losses``, float32 (2,) for each layer.
+            (U,) or None. Rows of the tail are finite but have no meaning. In training the losses
+            of routers are left in ``router_losses``, float32 (2,) for each layer.
 
         Raises:
             ValueError: A transcript has more tokens than ``config.max_positions``.
@@ -107,7 +107,7 @@ class Decoder(nn.Module):
             with ranges.range(f"decoder.{number}"):
                 x, penalty, *losses = layer(x, layout, encoded, sigma)
             penalties.append(penalty)
-            self.router_losses += losses
+            self.router_losses += losses if self.training else ()
         mean = None if sigma is None else torch.stack(penalties).mean(0)
         return self.norm(x), mean
 

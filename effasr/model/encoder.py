@@ -241,8 +241,8 @@ class FastConformerEncoder(nn.Module):
     def forward(self, mel: MelFrames, expert: Tensor | None = None) -> PackedSequence:
         """Encode (s T, mel_bins), s = ``config.subsampling``, into (T, width).
 
-        Rows of the tail are finite, without meaning. The losses of routers are left in
-        ``router_losses``, float32 (2,) for each layer.
+        Rows of the tail are finite, without meaning. In training the losses of routers are
+        left in ``router_losses``, float32 (2,) for each layer.
 
         Args:
             mel: The mel rows.
@@ -267,7 +267,7 @@ class FastConformerEncoder(nn.Module):
         context = replace(self._context(mel.layout, embeddings), groups=groups)
         x = residual_stream(x, in_fp32=self.residual_in_fp32)
         self.router_losses = []
-        found = self.router_losses
+        found = self.router_losses if self.training else None
         x = run_layers(self.layers, "encoder", x, mel.layout, context, losses=found)
         return PackedSequence(x, mel.layout)
 

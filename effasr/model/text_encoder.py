@@ -96,7 +96,8 @@ class TextEncoder(nn.Module):
     ) -> PackedSequence:
         """Encode int64 (T,) into (T, width); rows of the tail are finite, without meaning.
 
-        The losses of routers are left in ``router_losses``, float32 (2,) for each layer.
+        In training the losses of routers are left in ``router_losses``, float32 (2,) for each
+        layer.
 
         Args:
             tokens: The texts.
@@ -114,6 +115,6 @@ class TextEncoder(nn.Module):
         x = residual_stream(x, in_fp32=self.residual_in_fp32)
         groups = named_groups(self.config.experts, expert, layout)
         self.router_losses = []
-        found = self.router_losses
+        found = self.router_losses if self.training else None
         x = run_layers(self.layers, "text_encoder", x, layout, layout, groups, losses=found)
         return PackedSequence(self.norm(x), layout)

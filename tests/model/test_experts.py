@@ -104,6 +104,8 @@ def test_the_losses_of_routers_are_a_mean_for_each_target(
     assert ExpertUse(model).line()["encoder_expert_shares"] is None
     routers = [p for name, p in model.named_parameters() if "router" in name]
     assert all(x.any() for x in torch.autograd.grad(losses.router, routers))
+    # Validation counts errors of the model, not of its routers.
+    assert model.eval()(speech).router is None
     # The lists hold the graph of a step, so they do not outlive it.
     assert not any(getattr(stack, "router_losses", ()) for stack in model.children())
 

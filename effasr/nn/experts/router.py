@@ -75,7 +75,8 @@ class Router(nn.Module):
             gate, expert = probabilities.topk(self.top_k, -1)
             if self.top_k > 1:
                 gate = gate / gate.sum(-1, keepdim=True)
-            shares = nn.functional.one_hot(expert, count).sum(1).to(wide.dtype) / self.top_k
+            chosen = expert[..., None] == torch.arange(count, device=x.device)
+            shares = chosen.sum(1).to(wide.dtype) / self.top_k
             normalizer = logits.logsumexp(-1).square()
             if inside is None:
                 rows = max(len(x), 1)
