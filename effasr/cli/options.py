@@ -245,7 +245,7 @@ def add_corrector(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="M",
         help="keep the text of the search unless the corrector's is likelier by more than M nats "
-        "(default: 0)",
+        "(default: 2)",
     )
 
 

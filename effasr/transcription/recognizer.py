@@ -18,7 +18,7 @@ from effasr.data.conversation.collate import asking, collate_conversations
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
 from effasr.data.tokenizer import ChatTokenizer, Tokenizer
 from effasr.decoding.confidence.calibration import load_calibration
-from effasr.decoding.config import LM_WEIGHT, DecodingConfig
+from effasr.decoding.config import CORRECTOR_MARGIN, LM_WEIGHT, DecodingConfig
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.greedy import check_config, is_plain_greedy, load_lm
 from effasr.decoding.lm.words import load_word_ngrams
@@ -114,7 +114,9 @@ class Recognizer:
             )
         search = DecodingConfig(precision=config.precision)
         writer = TextToText(loaded.model, loaded.tokenizer, search)
-        return Corrector(writer, config.corrector_margin or 0.0, words=config.words)
+        given = config.corrector_margin
+        margin = CORRECTOR_MARGIN if given is None else given
+        return Corrector(writer, margin, words=config.words)
 
     @property
     def method(self) -> str:

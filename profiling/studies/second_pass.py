@@ -241,7 +241,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--corrector", type=Path, metavar="RUN", help="of the given RUNs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[], help="to train models of")
     parser.add_argument("--steps", type=int, default=2200, help="of the recogniser of a seed")
-    parser.add_argument("--corrector-steps", type=int, default=800)
+    parser.add_argument("--corrector-steps", type=int, default=2000)
     parser.add_argument("--corrector-nbest", type=int, default=3, help="texts that it reads")
     parser.add_argument(
         "--held-out", type=int, default=2500, help="recordings that a corrector learns from"

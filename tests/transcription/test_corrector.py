@@ -212,6 +212,7 @@ def test_commands_correct(
     row = {"audio_filepath": str(wave), "text": "one two", "id": "u"}
     (tmp_path / "set.jsonl").write_text(json.dumps(row) + "\n")
     command = ["evaluate", *options, "--manifest", str(tmp_path / "set.jsonl")]
+    command += ["--corrector-margin", "1"]
     assert main([*command, "--output", str(tmp_path / "out")]) == 0
     assert json.loads((tmp_path / "out/wer.json").read_text())["wer"] == 0.0
     tune = ["tune", str(tmp_path / "model"), str(tmp_path / "set.jsonl"), *options[2:]]

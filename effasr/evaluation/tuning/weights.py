@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from effasr.decoding.config import LENGTH_PENALTY, LM_WEIGHT, DecodingConfig
+from effasr.decoding.config import CORRECTOR_MARGIN, LENGTH_PENALTY, LM_WEIGHT, DecodingConfig
 from effasr.model.asr import ASRModel
 
 GRIDS: dict[str, tuple[float, ...]] = {
@@ -28,7 +28,7 @@ class Weights:
     length_penalty: float = 0.0
     second_lm_weight: float = LM_WEIGHT
     second_word_bonus: float = 0.0
-    corrector_margin: float = 0.0
+    corrector_margin: float = CORRECTOR_MARGIN
 
     @classmethod
     def of(cls, config: DecodingConfig, method: str) -> Weights:
@@ -39,9 +39,8 @@ class Weights:
             ctc_weight=config.ctc_weight,
             length_penalty=penalty if method == "attention" else 0.0,
             second_word_bonus=config.second_word_bonus or 0.0,
-            corrector_margin=config.corrector_margin or 0.0,
         )
-        names = ("lm_weight", "second_lm_weight")
+        names = ("lm_weight", "second_lm_weight", "corrector_margin")
         chosen = {name: getattr(config, name) for name in names}
         return replace(weights, **{k: v for k, v in chosen.items() if v is not None})
 

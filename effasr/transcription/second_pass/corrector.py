@@ -58,7 +58,7 @@ class Corrector:
         words: Whether segments have times of words.
     """
 
-    def __init__(self, writer: TextToText, margin: float = 0.0, *, words: bool = False) -> None:
+    def __init__(self, writer: TextToText, margin: float, *, words: bool = False) -> None:
         check(margin >= 0, "margin", "be at least 0", margin)
         self._writer, self._margin, self._words = writer, margin, words
 
