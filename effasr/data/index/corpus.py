@@ -306,7 +306,8 @@ class _Derivation:
         lengths = UtteranceLengths(self._lengths.frames[kept], self._lengths.tokens[kept])
         node_budget = None
         if self._transducer:
-            node_budget = suggest_node_budget(self._usual(kept), frame_budget, lengths)
+            usual = self._usual(np.arange(len(table))[kept])
+            node_budget = suggest_node_budget(usual, frame_budget, lengths)
         shape = StaticShape(
             frame_budget,
             token_budget,
