@@ -11,9 +11,9 @@ from torch import Tensor
 from effasr_kernels import PackedLayout, transducer_loss
 from effasr_kernels.transducer_loss import set_workspace
 from effasr_kernels.transducer_loss.definition import TransducerArguments
-from effasr_kernels.transducer_loss.triton import backend
+from effasr_kernels.transducer_loss.triton import backend, fold
 from effasr_kernels.transducer_loss.triton.division import DeviceLattices, strides
-from effasr_kernels.transducer_loss.triton.plan import Cost, first_nodes
+from effasr_kernels.transducer_loss.triton.plan import Cost, Room, first_nodes
 from tests.gpu.live_memory import Live
 from tests.gpu.transducer_calls import LEAVES, ROOMY, arguments_for, assert_agrees, gradients
 
@@ -71,6 +71,34 @@ def test_agrees_however_the_capacity_is_divided(
         FRAMES, TRANSCRIPTS, device, durations, longest=4, fastemit=0.2, max_nodes=NODES + 9
     )
     assert_agrees(arguments, UPSTREAM)
+
+
+def test_numbers_of_tiles_have_room_for_every_sequence() -> None:
+    """Those of one end before those of the next begin, and the bound of a chunk is after all."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda most, n: torch.randint(most, (n,), generator=generator).tolist()
+    first_tile = lambda *given: (given[0] + 31 * given[1] + 7 * given[2]) // 256 + given[3]
+    assert (fold.FRAMES, fold.STATES) == (8, 32)
+    for _ in range(500):
+        count = 1 + draw(6, 1)[0]
+        node = frame = state = past = 0
+        for n, (t, s) in enumerate(zip(draw(40, count), draw(90, count), strict=True)):
+            assert first_tile(node, frame, state, n) >= past
+            past = first_tile(node, frame, state, n) + -(-t // 8) * -(-(s + 1) // 32)
+            node, frame, state = node + t * (s + 1), frame + t, state + s + 1
+        assert past <= fold.count_tiles(Room(node, frame, count, state))
+
+
+def test_tiles_of_long_transcripts(device: torch.device) -> None:
+    """Of several strips of states, and frames that are no whole tile."""
+    transcripts = [[1] * 33, [], [3] * 40]
+    arguments = arguments_for((3, 2, 9), transcripts, device, longest=40, width=4)
+    set_workspace(2**15)
+    expected = gradients(arguments, torch.ones(3), "triton")
+    found = gradients(_on_device(arguments), torch.ones(3), "triton", max_nodes=480)
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-4, atol=1e-5, msg=name)
+    assert_agrees(arguments | {"max_nodes": 480})
 
 
 def test_gradients_overwrite_the_inputs(device: torch.device) -> None:

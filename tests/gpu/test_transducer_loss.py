@@ -266,7 +266,7 @@ def test_groups_and_chunks_cover_every_frame_once() -> None:
                 assert layouts[0].cu_seqlens_host[chunk.first_sequence] <= frame
                 inside = range(chunk.first_sequence, last)
                 assert chunk.states == sum(labels[n] + 1 for n in inside)
-                assert chunk.widest == max(labels[n] + 1 for n in inside)
+                assert chunk.room == (chunk.nodes, chunk.frames, chunk.sequences, chunk.states)
                 rows = [n for n in range(n) for _ in range(frames[n])]
                 used = rows[frame : frame + chunk.frames]
                 assert chunk.nodes == sum(labels[n] + 1 for n in used)

@@ -158,7 +158,7 @@ def test_a_source_of_which_nothing_is_left_is_named(make_mixed, parts) -> None:
         loader(make_mixed())
 
 
-def test_the_token_budget_is_that_of_the_blend(make_mixed, parts, tones) -> None:
+def test_the_budgets_of_tokens_and_nodes_are_those_of_the_blend(make_mixed, parts, tones) -> None:
     """A source with much text has more of it in an epoch than in the corpus."""
     config = make_mixed().data
     tokenizer = build.find_tokenizer(make_mixed(), None)
@@ -166,14 +166,16 @@ def test_the_token_budget_is_that_of_the_blend(make_mixed, parts, tones) -> None
     wordy = [json.dumps(json.loads(line) | {"text": "low high " * 4}) for line in lines]
     (parts / "tiny.jsonl").write_text("\n".join(wordy) + "\n")
 
-    def budget(temperature: float) -> int:
+    def budgets(temperature: float) -> tuple[int, int]:
         own = DataConfig(
             mix=mix(parts, temperature=temperature),
             tokenizer=config.tokenizer,
             frame_budget=200,
         )
         paths, sources = zip(*own.manifests, strict=True)
-        corpus = Corpus.load(paths, tokenizer, own, ctc=False, sources=sources)
-        return corpus.shape.token_budget
+        corpus = Corpus.load(paths, tokenizer, own, ctc=False, transducer=True, sources=sources)
+        assert corpus.shape.node_budget is not None
+        return corpus.shape.token_budget, corpus.shape.node_budget
 
-    assert budget(0.0) > 1.05 * budget(1.0)
+    for of_equal_shares, of_sizes in zip(budgets(0.0), budgets(1.0), strict=True):
+        assert of_equal_shares > 1.05 * of_sizes

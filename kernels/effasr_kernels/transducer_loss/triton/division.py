@@ -99,13 +99,12 @@ class DeviceLattices:
             frames=min(self._frames.rows, parts.room),
             sequences=self.sequences,
             states=self._states,
-            widest=self._widest,
         )
         chunks: tuple[Chunk, ...] = ()
         # With a capacity of zero, no sequence has a frame.
         if parts.nodes:
             rows = self._table(parts)[..., 0].unbind()
-            chunks = tuple(Chunk(*row.unbind(), room) for row in rows)
+            chunks = tuple(Chunk(*row.unbind(), room=room) for row in rows)
         yield Group(
             *(0, self.sequences, 0, self._frames.rows, 0, self._capacity, 0, self._states),
             chunks,

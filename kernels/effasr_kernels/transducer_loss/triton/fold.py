@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from effasr_kernels.transducer_loss.triton.joint import load_number, search
+from effasr_kernels.transducer_loss.triton.plan import Room
 
 FRAMES, STATES, COLUMNS = 8, 32, 128
 """Frames, states and columns of a tile."""
@@ -22,6 +23,24 @@ ROWS = 16
 def count_sums(nodes: int, frames: int, states: int) -> tuple[int, int]:
     """Rows of ``over_states`` and of ``over_frames`` for a chunk."""
     return nodes // STATES + frames + 1, nodes // FRAMES + states + 1
+
+
+def count_tiles(room: Room) -> int:
+    """Upper bound of the numbers of a chunk's tiles; see `_first_tile`."""
+    pairs = room.nodes + (STATES - 1) * room.frames + (FRAMES - 1) * room.states
+    return pairs // (FRAMES * STATES) + room.sequences
+
+
+@triton.jit
+def _first_tile(node, frame, state, n, FRAMES, STATES):
+    """The number of a sequence's first tile, from what lies before it in the chunk.
+
+    f frames of s states have at most (f + FRAMES - 1) (s + STATES - 1) / (FRAMES STATES) tiles.
+    Numbers have gaps, but as many as nodes, frames, states and sequences are worth, however these
+    are distributed.
+    """
+    pairs = node + (STATES - 1) * frame + (FRAMES - 1) * state
+    return (pairs // (FRAMES * STATES)).to(tl.int32) + n
 
 
 @triton.jit
@@ -96,35 +115,46 @@ def fold(
         BLOCK_C: Columns per program.
     """
     tile = tl.program_id(0)
-    strip = tl.program_id(1)
     frames, sequences = load_number(frames), load_number(sequences)
-    if tile >= frames // FRAMES + sequences:
+    if sequences == 0:
         return
     first_node, first_frame = load_number(first_node), load_number(first_frame)
     first_sequence = load_number(first_sequence)
-    # As in `effasr_kernels.runtime.tiles.find_tile`, for the frames of the chunk alone.
+    chunk_state = tl.load(cu_targets + first_sequence)
+    # As in `effasr_kernels.runtime.tiles.find_tile`, for the sequences of the chunk alone.
     index = tl.arange(0, 128)
     before = tl.zeros((128,), dtype=tl.int32)
+    latest = tl.zeros((128,), dtype=tl.int32)
     for first in range(0, sequences, 128):
         n = first + index
-        begin = tl.load(cu_frames + first_sequence + n, mask=n < sequences, other=0)
-        begin = tl.maximum(begin - first_frame, 0)
-        before += ((begin // FRAMES + n <= tile) & (n < sequences)).to(tl.int32)
-    inside = tl.sum(before) - 1
-    n = first_sequence + inside
+        is_sequence = n < sequences
+        own = first_sequence + n
+        node = tl.load(first_nodes + own, mask=is_sequence, other=0) - first_node
+        frame = tl.load(cu_frames + own, mask=is_sequence, other=0) - first_frame
+        state = tl.load(cu_targets + own, mask=is_sequence, other=0) - chunk_state + n
+        first_tile = _first_tile(
+            tl.maximum(node, 0), tl.maximum(frame, 0), state, n, FRAMES, STATES
+        )
+        is_before = is_sequence & (first_tile <= tile)
+        before += is_before.to(tl.int32)
+        latest = tl.maximum(latest, tl.where(is_before, first_tile, 0))
+    n = first_sequence + tl.sum(before) - 1
     begin = tl.maximum(tl.load(cu_frames + n), first_frame)
     end = tl.minimum(tl.load(cu_frames + n + 1), first_frame + frames)
-    number = tile - ((begin - first_frame) // FRAMES + inside)
-    start = begin + number * FRAMES
     to_states, states, _ = _tiles_of_states(  # pyright: ignore[reportGeneralTypeIssues]
         cu_frames, cu_targets, first_nodes, first_node, first_frame, first_sequence, n, FRAMES
     )
+    strips = (states + STATES - 1) // STATES
+    inside = tile - tl.max(latest, axis=0)
+    number = inside // strips
+    strip = inside - number * strips
+    start = begin + number * FRAMES
     first_state = strip * STATES
-    if (start >= end) | (first_state >= states):
+    if start >= end:
         return
 
     frame = start + tl.arange(0, FRAMES)
-    column = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_frame = frame < end
     mask = is_frame[:, None] & (column < width)[None, :]
     node, _ = _node_of_frame(  # pyright: ignore[reportGeneralTypeIssues]

@@ -29,8 +29,6 @@ class Room(NamedTuple):
     frames: int
     sequences: int
     states: int
-    widest: int
-    """States of one sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +196,7 @@ class Lattices:
         node = self.nodes[first] + (start - self.frames[first]) * self._states(first)
         past = self.nodes[last] + (stop - self.frames[last]) * self._states(last)
         states = self.states[last + 1] - self.states[first]
-        widest = max(self._states(n) for n in range(first, last + 1))
-        room = Room(past - node, stop - start, last - first + 1, states, widest)
+        room = Room(past - node, stop - start, last - first + 1, states)
         return Chunk(
             *(start, room.frames, node, room.nodes),
             *(first, room.sequences, self.states[first], room.states),

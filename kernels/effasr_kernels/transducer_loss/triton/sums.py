@@ -147,11 +147,7 @@ class Sums:
         columns = pieces(work.width, folding.COLUMNS)
         launch(
             folding.fold,
-            (
-                room.frames // folding.FRAMES + room.sequences,
-                pieces(room.widest, folding.STATES),
-                columns,
-            ),
+            (folding.count_tiles(room), columns),
             *(hidden, d_hidden, *work.offsets, over_states, over_frames),
             *(*where, chunk.first_sequence, chunk.sequences, work.width),
             *(hidden.stride(0), d_hidden.stride(0)),
