@@ -155,7 +155,8 @@ def _collated(planned: Lengths, shape: StaticShape, config: TrainConfig) -> Conv
     for number, (frames, rows) in enumerate(planned):
         speech = -(-frames // settings.stack)
         answer = rows - speech - _PROMPT
-        coded = [*[5] * (_PROMPT - 1), CLIP, *[~7] * (answer + 1)]
+        # The last token is only predicted, and has no row.
+        coded = [*[5] * _PROMPT, CLIP, *[~7] * (answer + 1)]
         audio = np.zeros(framing.samples_of(frames), np.float32)
         examples.append(ConversationExample(f"c{number}", np.array(coded, np.int32), (audio,)))
     return collate_conversations(

@@ -9,7 +9,9 @@ references, which may read lengths, do not run here.
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -214,3 +216,9 @@ if __name__ == "__main__":
         check_step(config, (torch.float32, torch.bfloat16)[index % 4 // 2])
         count += 1
     sys.stdout.write(f"{count} forwards and backwards\n")
+    if find_spec("transformers"):
+        sys.path.insert(0, str(Path(__file__).parents[2]))
+        from tests.model.language_model.conversations_on_device import check_conversations
+
+        count = check_conversations(OneDevice, DEVICE, model_on_device)
+        sys.stdout.write(f"{count} of conversations\n")

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 WORKER = Path(__file__).with_name("fake_gpu_worker.py")
@@ -14,3 +15,5 @@ def test_a_step_stays_on_the_device_and_asks_it_nothing() -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "13 forwards and backwards" in done.stdout
+    if find_spec("transformers"):
+        assert "8 of conversations" in done.stdout

@@ -160,6 +160,10 @@ def test_a_census_packs_every_conversation_of_a_micro_batch() -> None:
     assert padded.frames.rows > 800
     assert padded.tokens.layout.rows > packed.tokens.layout.rows
     assert packed.num_targets > len(packed.ids)
+    # Each has the rows that were planned for it.
+    lengths = speech_llm.conversation_lengths(stack=4)
+    known = set(zip(lengths.frames.tolist(), lengths.tokens.tolist(), strict=True))
+    assert set(zip(packed.frame_lengths, packed.token_lengths, strict=True)) <= known
 
 
 def test_only_a_speech_language_model_is_counted_padded(capsys) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -28,7 +30,7 @@ def recipe_rows(recipe: str | None, overrides: Sequence[str]) -> list[Row]:
                 f"{' '.join(overrides)}: add --recipe RECIPE."
             )
         return []
-    config = configuration.load(TrainConfig, recipe, overrides)
+    config = _with_architecture(configuration.load(TrainConfig, recipe, overrides))
     device = choose_device(config.training.device)
     precision = "bfloat16" if is_bfloat16(config.training.precision, device) else "float32"
     section = f"recipe {recipe} on {device.type}"
@@ -52,6 +54,20 @@ def recipe_rows(recipe: str | None, overrides: Sequence[str]) -> list[Row]:
     return rows
 
 
+def _with_architecture(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with the architecture of its language model, if it is here."""
+    settings = config.model.language_model
+    if settings is None or settings.architecture is not None:
+        return config
+    # Imported here, because transformers takes seconds.
+    from effasr.model.language_model.architecture import CONFIG_FILE, read_architecture
+
+    if not (Path(settings.path) / CONFIG_FILE).is_file():
+        return config
+    settings = replace(settings, architecture=read_architecture(settings.path))
+    return replace(config, model=replace(config.model, language_model=settings))
+
+
 def _rows_of_language_model(config: TrainConfig, section: str) -> Row:
     budget = config.data.token_budget
     note = "rows of the language model" + (
@@ -63,6 +79,9 @@ def _rows_of_language_model(config: TrainConfig, section: str) -> Row:
 def _graph(config: TrainConfig, section: str, device: torch.device) -> Row:
     found = obstacles(config, device)
     reasons = "; ".join(f"{x.setting}: {x.reason}" for x in found)
+    settings = config.model.language_model
+    if settings is not None and settings.architecture is None and not found:
+        reasons = f"if the modules of {settings.path} read nothing from the GPU; it is not here"
     asked = config.training.cuda_graph
     value = "yes" if uses_graph(config, device) else "no"
     if asked is True and found:

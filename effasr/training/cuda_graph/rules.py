@@ -87,12 +87,12 @@ def obstacles_of_batches(config: TrainConfig) -> Iterator[Obstacle]:
 
 def obstacles_of_model(model: ModelConfig, device: torch.device) -> Iterator[Obstacle]:
     """Yield the obstacles of the model and the device."""
-    if model.language_model is not None:
+    if device.type == "cuda" and (reason := _reason_of_language_model(model)) is not None:
         yield Obstacle(
             "model.language_model",
-            "the modules of transformers have not been recorded yet",
-            "`training.cuda_graph` must be false for a language model, with which it is not "
-            "supported yet, but is true: set it to false.",
+            reason,
+            f"`training.cuda_graph` must be false for this language model, because {reason}, but "
+            "is true: set it to false, or choose another language model.",
         )
     if isinstance(model.encoder, FastConformerConfig) and len(model.encoder.context) > 1:
         count = len(model.encoder.context)
@@ -108,3 +108,14 @@ def obstacles_of_model(model: ModelConfig, device: torch.device) -> Iterator[Obs
             f"the run is on {device.type}, and graphs need a GPU",
             f"`training.cuda_graph` needs a GPU, but the run is on {device.type}: set it to false.",
         )
+
+
+def _reason_of_language_model(model: ModelConfig) -> str | None:
+    """Return why transformers' modules cannot be recorded; None where they can, or are unknown."""
+    if model.language_model is None or model.language_model.architecture is None:
+        return None
+    # Imported here, because transformers takes seconds.
+    from effasr.model.language_model.host_reads import host_read
+
+    found = host_read(model.language_model.architecture)
+    return None if found is None else f"transformers' modules read a value from the GPU ({found})"
