@@ -118,7 +118,9 @@ class Recorder(TorchDispatchMode):
             return
         tensors = operators.unique(x for x in launch.values if isinstance(x, Tensor))
         moved = sum(map(operators.size, tensors))
-        self._add(launch.kernel.fn.__name__, "", tensors, launches=1, bytes_=moved, is_kernel=True)
+        # The only kernel that no operation launches itself adds the partial sums of a layer.
+        name = launch.kernel.fn.__name__
+        self._add(name, "reduction", tensors, launches=1, bytes_=moved, is_kernel=True)
 
     def add_flops(self, operation: str, flops: int, tensors: list[Tensor]) -> None:
         """Record the floating-point operations of an operation without a launch."""

@@ -6,6 +6,11 @@ cast before the first micro-batch of a step, in a few multi-tensor launches, and
 layer together. The values are those of autocast: weights are rounded in the same way, and gradients
 are rounded to bfloat16 by the product that computes them, then added up over micro-batches in
 float32. Optimizer, checkpoints and validation see only the float32 weights.
+
+Kernels leave the gradients of small parameters, such as biases, in partial sums. Those of a layer
+are added up where the gradients of the layer meet, in one launch for all
+(`effasr_kernels.runtime.deferred_sums`). For that the weights of its norms take part; they are not
+cast.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from effasr.nn.attention import RelativeSelfAttention
 from effasr.nn.convolution import DepthwiseConv
 from effasr.nn.experts.feed_forward import GroupedLinear
 from effasr.nn.recurrent import LSTM
+from effasr_kernels.runtime.deferred_sums import Share
 
 _CAST: tuple[tuple[type[nn.Module], tuple[str, ...] | None], ...] = (
     (nn.Linear, None),
@@ -72,11 +78,17 @@ class WeightCopies:
             lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
             roots |= {f"{n}.{k}": layer for n, m in lists.items() for k, layer in enumerate(m)}
         places: dict[str, list[_Place]] = {name: [] for name in roots}
+        norms: dict[str, list[_Place]] = {name: [] for name in roots}
         for path, module in model.named_modules():
             root = max((name for name in roots if _is_within(path, name)), key=len)
             places[root] += [(module, name) for name in _names(module)]
+            if root and isinstance(module, nn.LayerNorm):
+                own = [name for name, x in module._parameters.items() if x is not None]
+                norms[root] += [(module, name) for name in own]
         self._layers = [
-            (roots[name], _Layer(own, dtype)) for name, own in places.items() if name and own
+            (roots[name], _Layer(own, dtype, norms[name]))
+            for name, own in places.items()
+            if name and own
         ]
         self._rest = _Layer(places[""], dtype)
         layers = [self._rest, *(layer for _, layer in self._layers)]
@@ -134,7 +146,10 @@ class _Layer:
         accumulates: Whether a backward adds to ``grad`` itself.
     """
 
-    def __init__(self, places: Sequence[_Place], dtype: torch.dtype) -> None:
+    def __init__(
+        self, places: Sequence[_Place], dtype: torch.dtype, norms: Sequence[_Place] = ()
+    ) -> None:
+        """Allocate the copies of the weights in ``places``; those of ``norms`` have none."""
         # Sizes that are no multiple of 16 bytes come last, so that the gradients of the others
         # are aligned in one buffer.
         order = sorted(places, key=lambda place: _parameter(place).numel() % 4 != 0)
@@ -144,16 +159,18 @@ class _Layer:
         self.pairs = [(x, torch.empty_like(x, dtype=dtype, requires_grad=False)) for x in masters]
         self.accumulates = False
         self._is_connected = False
+        self._norms = [place for place in norms if _parameter(place).requires_grad]
+        self._of_norms = [_parameter(place) for place in self._norms]
 
     @property
     def masters(self) -> list[Tensor]:
-        """The trained weights, float32."""
-        return [master for master, _ in self.pairs[: len(self._trained)]]
+        """The trained weights, float32; last those of norms."""
+        return [*(master for master, _ in self.pairs[: len(self._trained)]), *self._of_norms]
 
     @property
     def copies(self) -> list[Tensor]:
-        """The copies of the trained weights."""
-        return [copy for _, copy in self.pairs[: len(self._trained)]]
+        """What forward and backward have in place of ``masters``."""
+        return [*(copy for _, copy in self.pairs[: len(self._trained)]), *self._of_norms]
 
     def connect_before(self, module: nn.Module, args: Any) -> None:
         """Call `connect` as a hook before the layer's forward."""
@@ -164,9 +181,10 @@ class _Layer:
         if self._is_connected:
             return
         self._is_connected = True
-        connected = _Connect.apply(self, *self.masters) if self._trained else ()
+        trained = [*self._trained, *self._norms]
+        connected = _Connect.apply(self, *self.masters) if trained else ()
         frozen = [copy for _, copy in self.pairs[len(self._trained) :]]
-        for (module, name), copy in zip(self._trained, connected, strict=True):  # type: ignore[arg-type]
+        for (module, name), copy in zip(trained, connected, strict=True):  # type: ignore[arg-type]
             module._parameters[name] = copy
         for (module, name), copy in zip(self._frozen, frozen, strict=True):
             module._parameters[name] = copy  # type: ignore[assignment]
@@ -180,18 +198,28 @@ class _Layer:
             (*self._trained, *self._frozen), self.pairs, strict=True
         ):
             module._parameters[name] = master  # type: ignore[assignment]
+        for (module, name), master in zip(self._norms, self._of_norms, strict=True):
+            module._parameters[name] = master  # type: ignore[assignment]
 
-    def gradients(self, found: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the weights in their dtype; None for those added to ``grad``."""
-        out: list[Tensor | None] = [None] * len(found)
+    def gradients(
+        self, given: Sequence[Tensor | None], shares: Sequence[Share]
+    ) -> list[Tensor | None]:
+        """Return the gradients of the weights in their dtype; None for those added to ``grad``.
+
+        Args:
+            given: Gradients of what `connect` has returned, None for those of weights without use.
+            shares: Gradients that are left in partial sums, in addition to ``given``.
+        """
+        out: list[Tensor | None] = [None] * len(given)
         masters = self.masters
+        found = _with_shares(given, shares, masters)
         used = [(number, x) for number, x in enumerate(found) if x is not None]
-        own, given = [masters[number] for number, _ in used], [x for _, x in used]
+        own, gradients = [masters[number] for number, _ in used], [x for _, x in used]
         sums = [master.grad for master in own if master.grad is not None]
         if self.accumulates and len(sums) == len(own):
-            self._add(sums, given)
+            self._add(sums, gradients)
             return out
-        for (number, _), gradient in zip(used, _widened(own, given), strict=True):
+        for (number, _), gradient in zip(used, _widened(own, gradients), strict=True):
             out[number] = gradient
         return out
 
@@ -213,6 +241,8 @@ class _Connect(Function):
     @staticmethod
     def forward(ctx: Any, layer: _Layer, *masters: Tensor) -> tuple[Tensor, ...]:
         ctx.layer = layer
+        # Gets the gradients that kernels leave in partial sums.
+        ctx.partial_sums = []
         ctx.set_materialize_grads(False)
         # New tensors, because the copies themselves would keep the graph alive.
         return tuple(copy.detach() for copy in layer.copies)
@@ -222,16 +252,42 @@ class _Connect(Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        return None, *ctx.layer.gradients(grad_outputs)
+        shares, ctx.partial_sums = ctx.partial_sums, []
+        return None, *ctx.layer.gradients(grad_outputs, shares)
+
+
+def _with_shares(
+    given: Sequence[Tensor | None], shares: Sequence[Share], like: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return gradients with those that are left in partial sums added, which have other dtypes."""
+    found = list(given)
+    if not shares:
+        return found
+    # Only kernels in Triton leave partial sums; a machine without a GPU may lack it.
+    from effasr_kernels.shared.partial_sums import sums_of_layer
+
+    waiting = list(dict.fromkeys(share.sums for share in shares))
+    sums = dict(zip(waiting, sums_of_layer(waiting), strict=True))
+    for share in shares:
+        shape = like[share.index].shape
+        part = sums[share.sums][share.column : share.column + shape.numel()].view(shape)
+        other = found[share.index]
+        found[share.index] = part if other is None else part + other
+    return found
 
 
 def _widened(like: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
-    """Return ``given`` in the dtype of ``like``, contiguous, as views of one buffer."""
-    if not given:
-        return []
-    buffer = like[0].new_empty(sum(x.numel() for x in like))
-    wide = list(_unflatten_dense_tensors(buffer, like))
-    _copy(list(zip(given, wide, strict=True)))
+    """Return ``given`` in the dtype of ``like``; those that are cast are views of one buffer."""
+    wide = list(given)
+    pairs = zip(like, given, strict=True)
+    numbers = [n for n, (x, own) in enumerate(pairs) if x.dtype != own.dtype]
+    if not numbers:
+        return wide
+    chosen = [like[n] for n in numbers]
+    buffer = chosen[0].new_empty(sum(x.numel() for x in chosen))
+    for n, target in zip(numbers, _unflatten_dense_tensors(buffer, chosen), strict=True):
+        wide[n] = target
+    _copy([(given[n], wide[n]) for n in numbers])
     return wide
 
 

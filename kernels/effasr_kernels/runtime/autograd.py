@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from effasr_kernels.runtime import inplace_grad
+from effasr_kernels.runtime import deferred_sums, inplace_grad
 
 if TYPE_CHECKING:
     from effasr_kernels.runtime.torch_op import DifferentiableOp
@@ -34,6 +34,9 @@ class ImplementationFunction(Function):
         integers = [x for x in results if not x.is_floating_point()]
         if integers:
             ctx.mark_non_differentiable(*integers)
+        # `next_functions` has no entry for an argument that is None.
+        given = zip(op.schema.tensor_names, tensors, strict=True)
+        ctx.given = [name for name, x in given if x is not None]
         unread = op.unread(arguments)
         if unread:
             names = zip(op.schema.tensor_names, tensors, strict=True)
@@ -55,14 +58,17 @@ class ImplementationFunction(Function):
         arguments = ctx.op.schema.join(saved[:inputs], ctx.others)
         outputs = saved[inputs:results]
         upstream = _upstream(grads, outputs, ctx.op.undifferentiated)
-        gradients = ctx.implementation.backward(arguments, upstream, outputs, saved[results:])
+        receivers = deferred_sums.receivers(ctx, ctx.given)
+        with deferred_sums.waiting(is_allowed=bool(receivers)) as waiting:
+            gradients = ctx.implementation.backward(arguments, upstream, outputs, saved[results:])
         for name in overwritten:
             gradients[name] = inplace_grad.finish(getattr(arguments, name))
-        required = [
-            gradients[name] if is_needed else None
+        required = {
+            name: gradients[name] if is_needed else None
             for name, is_needed in zip(names, ctx.needs_input_grad[3:], strict=True)
-        ]
-        return None, None, None, *required
+        }
+        deferred_sums.hand_over(waiting, required, receivers)
+        return None, None, None, *required.values()
 
 
 def _upstream(

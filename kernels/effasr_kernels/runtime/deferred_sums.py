@@ -1,0 +1,161 @@
+"""Partial sums of gradients that wait, so that those of a whole layer are added in one launch.
+
+Each program of a backward writes a partial sum of the gradients of parameters. The backward of an
+operation adds them in a launch of its own, unless the node of autograd that receives the gradients
+takes partial sums: it has an attribute ``partial_sums``, a list. Then the partial sums of every
+gradient are appended to the list, autograd gets None as the gradient, and the node adds up what the
+list holds when its own backward runs, which is after all that it waits for. So no tensor is ever
+visible before its sum is known, however often a parameter is used and whatever hooks read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_here = threading.local()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartialSums:
+    """Partial sums of one launch.
+
+    Attributes:
+        partials: float32 (P, ...), contiguous: C columns in all.
+        out: Where `run` writes the sums of the first columns.
+        last: Where `run` writes those of the other columns, if they have a dtype of their own.
+        run: Launches the addition.
+    """
+
+    partials: Tensor
+    out: Tensor
+    last: Tensor | None
+    run: Callable[[], None]
+
+    @property
+    def columns(self) -> int:
+        """C."""
+        return self.out.numel() + (0 if self.last is None else self.last.numel())
+
+    @property
+    def exact(self) -> int:
+        """Number of columns whose sums are float32; those after them are rounded to `narrow`."""
+        if self.out.dtype != torch.float32:
+            return 0
+        is_all = self.last is None or self.last.dtype == torch.float32
+        return self.columns if is_all else self.out.numel()
+
+    @property
+    def narrow(self) -> torch.dtype | None:
+        """The dtype to which sums are rounded; None if all are float32."""
+        dtypes = {x.dtype for x in (self.out, self.last) if x is not None} - {torch.float32}
+        return next(iter(dtypes), None)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the dtypes are such that `exact` and `narrow` describe them."""
+        if self.last is None or self.out.dtype == torch.float32:
+            return True
+        return self.last.dtype == self.out.dtype
+
+    def column_of(self, gradient: Tensor) -> int | None:
+        """Return the first column of a gradient that lies in ``out`` or ``last``, else None."""
+        storage, begin = gradient.untyped_storage()._cdata, 0
+        for target in (self.out, self.last):
+            if target is None:
+                continue
+            if target.untyped_storage()._cdata == storage:
+                return begin + int(gradient.storage_offset()) - int(target.storage_offset())
+            begin += target.numel()
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A gradient among the columns of partial sums.
+
+    Attributes:
+        index: Index of the gradient among those that the node receives.
+        sums: The partial sums.
+        column: The first of its columns.
+    """
+
+    index: int
+    sums: PartialSums
+    column: int
+
+
+def wait(sums: PartialSums) -> bool:
+    """Let partial sums wait if the backward that is running allows it; return whether they do."""
+    waiting = getattr(_here, "waiting", None)
+    if waiting is None or not sums.may_wait:
+        return False
+    waiting.append(sums)
+    return True
+
+
+@contextmanager
+def waiting(*, is_allowed: bool = True) -> Iterator[list[PartialSums]]:
+    """Let partial sums wait inside the context, in the list that it returns, if that is allowed."""
+    before = getattr(_here, "waiting", None)
+    found: list[PartialSums] = []
+    _here.waiting = found if is_allowed else None
+    try:
+        yield found
+    finally:
+        _here.waiting = before
+
+
+def receivers(ctx: Any, names: list[str]) -> dict[str, tuple[list[Share], int]]:
+    """Return the tensors whose gradients go to a node that takes partial sums.
+
+    Args:
+        ctx: Node of the backward that runs.
+        names: Names of its tensor arguments, in order.
+
+    Returns:
+        By name, the list of the node and the index of the gradient there.
+    """
+    found = {}
+    for name, (node, index) in zip(names, ctx.next_functions, strict=True):
+        shares = getattr(node, "partial_sums", None)
+        # A gradient of other tensors only may pass the node by; it would keep what it was given.
+        if isinstance(shares, list) and torch._C._will_engine_execute_node(node):
+            found[name] = (shares, index)
+    return found
+
+
+def hand_over(
+    found: list[PartialSums],
+    gradients: dict[str, Tensor | None],
+    to: dict[str, tuple[list[Share], int]],
+) -> None:
+    """Give partial sums to the nodes that take them, and add up all others.
+
+    Args:
+        found: The partial sums that wait.
+        gradients: The gradients that are required by name; those handed over become None.
+        to: See `receivers`.
+    """
+    for sums in found:
+        columns: dict[str, int] = {}
+        for name, gradient in gradients.items():
+            if gradient is not None and (column := sums.column_of(gradient)) is not None:
+                columns[name] = column
+        if not all(name in to and _is_plain(gradients[name]) for name in columns):
+            sums.run()
+            continue
+        for name, column in columns.items():
+            shares, index = to[name]
+            shares.append(Share(index, sums, column))
+            gradients[name] = None
+
+
+def _is_plain(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.is_contiguous()
