@@ -247,11 +247,19 @@ def resolve(path: str | Path) -> Path:
 def write_model(
     folder: Path, description: Description, weights: Mapping[str, Tensor], tokenizer: Tokenizer
 ) -> None:
-    """Write the files of a model directory into a folder."""
+    """Write the files of a model directory into a folder.
+
+    Raises:
+        OSError: One cannot be written, or the folder was removed meanwhile.
+    """
     text = configuration.dump(description)
     (folder / DESCRIPTION).write_text(text, encoding="utf-8")
     safetensors.torch.save_file(dict(weights), folder / WEIGHTS)
     tokenizer.save(folder / _TOKENIZER)
+    # Of a folder that was removed meanwhile, the last makes a part again.
+    for name in (DESCRIPTION, WEIGHTS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / name))
 
 
 def _is_replaceable(directory: Path) -> bool:
