@@ -232,7 +232,7 @@ class Loader:
             if text is not None:
                 members += [(indices, True) for indices in text.step(part.step % text.num_steps)]
                 # Rotated, so that the batch norms of every rank see speech now and then.
-                first = part.step % len(members)
+                first = (part.step + part.epoch) % len(members)
                 members = members[first:] + members[:first]
             own = members[part.rank :: self._world_size]
             # A rank without a micro-batch in a round would keep the others waiting.

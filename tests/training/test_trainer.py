@@ -263,8 +263,6 @@ def test_fine_tuning_begins_with_the_model_that_is_given(make_config, tmp_path) 
         tuned = load_model(resolve(tmp_path / f"from-{start}"))
         for name, parameter in source.model.named_parameters():
             torch.testing.assert_close(tuned.model.get_parameter(name), parameter)
-    with pytest.raises(ValueError, match=r"`data\.tokenizer` must be left out"):
-        run(make_config(name="both", init_from=str(tmp_path / "model")))
 
 
 def test_a_validation_that_a_stop_put_off_comes_first_when_the_run_goes_on(
