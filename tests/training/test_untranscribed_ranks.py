@@ -116,6 +116,7 @@ def test_two_ranks_make_the_steps_of_one() -> None:
 # Torch's tracer instantiates autograd functions, and looks at the gradients of all inputs.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.extended
 def test_a_compiled_step_is_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     compiled = partial(nn.Module.compile, backend="aot_eager")
