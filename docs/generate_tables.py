@@ -21,7 +21,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "profiling"), str(ROOT / "profiling/studie
 from bench import rows as results  # noqa: E402 (found on the path above)
 from plot import newest  # noqa: E402
 
-PAGES = ("README.md", "docs/audio-without-text.md", "docs/benchmarks.md")
+PAGES = (
+    *("README.md", "docs/audio-without-text.md", "docs/benchmarks.md", "docs/transcription.md"),
+)
 _TABLE = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.S)
 _SYSTEMS = ("packed_static", "packed", "sync_bucketed_2d", "random", "transformers")
 _NAMES = {
@@ -175,6 +177,36 @@ def audio_without_text() -> str:
     return markdown(titles, lines)
 
 
+_TEXTS = {
+    "best": "the search as it is",
+    "oracle": "the best of its 16 texts",
+    "tuned": "tuned shares of CTC and lengths",
+    "fusion": "n-grams over tokens in the search",
+    "word_fusion": "n-grams over words in the search",
+    "second_pass": "a second pass by n-grams over words",
+    "corrector": "a corrector",
+}
+
+
+def second_pass() -> str:
+    """Word errors of ways to use texts: the mean and the extremes over seeds."""
+    titles = ["word errors, %", "attention decoder", "CTC"]
+    found = read("second_pass", "run", "method", "system")
+    lines = []
+    for system, name in _TEXTS.items():
+        cells = [name]
+        for method in ("attention", "ctc"):
+            errors = [
+                100 * float(row["wer"])
+                for row in found
+                if (row["method"], row["system"]) == (method, system)
+            ]
+            range_ = f"{min(errors):.2f} to {max(errors):.2f}" if errors else ""
+            cells.append(f"{statistics.mean(errors):.2f} ({range_})" if errors else "-")
+        lines.append(cells)
+    return markdown(titles, lines)
+
+
 def ladder() -> str:
     """Padding and measured time by strategy."""
     titles = ["strategy", "padding: frames / tokens / FLOPs %"]
@@ -269,7 +301,7 @@ TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
         *(training_summary, training, padding, ladder, whisper, decoder_depth, inference),
-        *(straggler, streaming, audio_without_text),
+        *(straggler, streaming, audio_without_text, second_pass),
     )
 }
 
