@@ -7,8 +7,8 @@ PROCESSES ?= 2
 export OMP_NUM_THREADS ?= 1
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES)
 DEMO := data/demo
-# Two cores; a process that has nothing left takes tests from the other.
-SHARED := -n 2 --dist worksteal
+# One more than two cores, as some tests wait; a process that has nothing left takes tests from another.
+SHARED := -n 3 --dist worksteal
 INTERPRETED := -k "contract and not transducer"
 # Inputs of each reader of foreign files in `make fuzz`.
 INPUTS ?= 1000

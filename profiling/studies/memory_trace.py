@@ -44,9 +44,11 @@ def memory(device: torch.device) -> dict[str, int | str]:
             "reserved_bytes": torch.cuda.memory_reserved(device),
         }
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    allocated = pages * resource.getpagesize()
     return {
-        "allocated_bytes": pages * resource.getpagesize(),
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "allocated_bytes": allocated,
+        # The kernel brings its peak up to date only now and then.
+        "peak_bytes": max(allocated, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
         "reserved_bytes": "",
     }
 

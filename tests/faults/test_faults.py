@@ -33,7 +33,6 @@ def library(tmp_path_factory) -> Path:
     [("checkpoint", 80, 7), ("export", 25, 5), ("run_files", 70, 9)],
 )
 @pytest.mark.representative(fault="kill")
-@pytest.mark.representative(scenario="checkpoint")
 def test_a_fault_leaves_the_state_before_or_after(
     scenario: str, least_calls: int, stride: int, fault: str, library, tmp_path
 ) -> None:

@@ -58,7 +58,7 @@ print((resident() - before) // 1024)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.representative(mode="eval")
+@pytest.mark.extended
 def test_300_lengths_more_take_no_more_memory(mode) -> None:
     """Unlimited, training grows by 15 MB and evaluation by 180 MB."""
     unset = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"}

@@ -114,6 +114,7 @@ def test_a_model_without_text_encoder_is_drawn_as_before(config) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_onednn")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.extended
 def test_both_kinds_compile_once_each_and_without_a_break(config, examples, make_batch) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -154,6 +154,7 @@ def _python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
+@pytest.mark.extended
 def test_one_that_fails_or_hangs_ends_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     programs = {
         "crashed": "import os; os.abort()",

@@ -107,6 +107,7 @@ def test_each_system_in_a_process(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "left out" not in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_what_is_not_there_is_left_out_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,6 +109,7 @@ def test_a_dry_run_of_the_second_call(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.extended
 def test_a_dry_run_of_one_part(tmp_path: Path) -> None:
     """All parts of the three calls take minutes."""
     skipped = ("--skip", "warm up", "wide heads", "ncu", "sanitizer")

@@ -99,6 +99,7 @@ def _partial_sums(frames: int) -> float:
     return (of_norms + networks * of_biases * hidden / width) / frames
 
 
+@pytest.mark.extended
 def test_the_figures_of_a_step_agree_with_each_other() -> None:
     command = [sys.executable, step_census.__file__, "--json", "--frame-budget", "1600"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

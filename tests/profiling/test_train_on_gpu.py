@@ -23,6 +23,7 @@ from effasr import config as configuration
 ROOT = Path(train_on_gpu.__file__).parents[1]
 
 
+@pytest.mark.extended
 def test_a_dry_run_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--dry-run", "--output", str(tmp_path), "--minutes", "5"]
     assert train_on_gpu.main([*options, "--only", "train"]) == 0

@@ -23,7 +23,7 @@ def _fresh_compiler() -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 @pytest.mark.usefixtures("_fresh_compiler", "without_onednn")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.representative(kind="llama")
+@pytest.mark.extended
 def test_it_compiles_once_and_without_a_break(kind):
     model = speech_llm(kind).train()
     if kind == "llama":
