@@ -93,7 +93,7 @@ demo-transducer: $(VENV)/.demo
 test: $(VENV)/.test
 	EFFASR_EMULATE=90 $(BIN)/pytest $(SHARED) -m "not gpu and not extended"
 	@echo; echo "Some kernels in Triton's interpreter:"; echo
-	TRITON_INTERPRET=1 $(BIN)/pytest $(SHARED) tests/gpu $(INTERPRETED) -m "not extended"
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/gpu $(INTERPRETED) -m "not extended"
 
 # All cases: every architecture, dtype and shape.
 test-all: $(VENV)/.test

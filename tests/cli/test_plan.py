@@ -311,6 +311,7 @@ def test_choices_are_the_strategies_that_there_are() -> None:
     assert set(_STRATEGIES) == {*STRATEGIES, "all"}
 
 
+@pytest.mark.extended
 def test_as_a_module(corpus) -> None:
     command = [sys.executable, "-m", "effasr.cli", "plan", "--manifest", str(corpus), "--json"]
     done = subprocess.run(command, capture_output=True, check=True, text=True)

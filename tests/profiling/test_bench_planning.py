@@ -2,6 +2,7 @@ import bench_planning
 import pytest
 
 
+@pytest.mark.extended
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--utterances", "3000", "--frame-budgets", "4000", "--world-sizes", "2", "8"]
     bench_planning.main(options)

@@ -94,6 +94,7 @@ def write_tests(path: Path, bad: set[int], count: int) -> None:
     path.write_text(HEAD + "".join((BAD if n in bad else GOOD).format(n=n) for n in range(count)))
 
 
+@pytest.mark.extended
 def test_a_poisoned_worker_is_replaced_and_its_tests_are_run(tmp_path: Path) -> None:
     write_tests(tmp_path / "gpu" / "test_ctc_loss.py", {3, 11}, 24)
     done, out = poisoned(tmp_path, "-n", "2", "--dist", "load", "--max-worker-restart", "200")

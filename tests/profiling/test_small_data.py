@@ -118,6 +118,7 @@ def test_a_folder_without_the_peer_is_refused(source: Path, tmp_path: Path) -> N
         compare_small_data.main([*arguments, "--peer", str(tmp_path)])
 
 
+@pytest.mark.extended
 def test_a_configuration_is_trained_and_evaluated_by_effasrs_commands(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ def recipe(config, folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.representative(number=signal.SIGSTOP)
 def test_a_rank_that_dies_or_stops_is_named_with_what_it_did(make_config, tmp_path, number) -> None:
     with started("effasr.train", recipe(make_config(training=LONG), tmp_path)) as processes:
         # Ranks say once a second what they do.

@@ -158,6 +158,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_of_all(make_config, tmp_path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_learners_of_two_processes(make_config, tones, tmp_path) -> None:
     loop = {
         "max_steps": 6, "checkpoint_every": 3, "log_every": 2, "threads": 1,
