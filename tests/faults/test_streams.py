@@ -59,26 +59,6 @@ def test_training_does_not_end_with_its_streams(streams: str, tmp_path) -> None:
     check_run(tmp_path)
 
 
-@pytest.mark.slow
-def test_a_language_of_ascii_is_enough(tmp_path) -> None:
-    folder = tmp_path / "Übung Ω"
-    folder.mkdir()
-    recipe = small_run(folder, text="größer größer 日本")
-    ascii_alone = {"LC_ALL": "C", "LANG": "C", "PYTHONIOENCODING": "ascii:strict"}
-    done = shell(f"{EFFASR} train '{recipe}' validation=null 2>&1", **ascii_alone)
-    assert done.returncode == 2
-    assert done.stdout.startswith("effasr train: `validation` is an unknown field"), done.stdout
-    done = shell(f"{EFFASR} train '{recipe}'", **ascii_alone)
-    assert done.returncode == 0, done.stderr
-    check_run(folder)
-    rows = (folder / "run/evaluation/train/hypotheses.jsonl").read_text(encoding="utf-8")
-    assert "größer" in rows
-    wav = folder / "data" / "0.wav"
-    done = shell(f"{EFFASR} transcribe --run '{folder}/run' '{wav}'", **ascii_alone)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.isascii()
-
-
 NOTHING = """
 import pwd, sys
 from effasr.cli.main import main
@@ -92,13 +72,23 @@ sys.exit(main(["train", sys.argv[1]]))
 
 
 @pytest.mark.slow
-def test_neither_home_nor_user_nor_the_named_temporary_folder_is_needed(tmp_path) -> None:
-    recipe = small_run(tmp_path, workers=1)
+def test_an_environment_of_ascii_and_nothing_else_is_enough(tmp_path) -> None:
+    """Nor is a home, a user or the temporary folder that is named needed."""
+    folder = tmp_path / "Übung Ω"
+    folder.mkdir()
+    recipe = small_run(folder, text="größer größer 日本", workers=1)
     (tmp_path / "nothing.py").write_text(NOTHING)
+    ascii_alone = {"LC_ALL": "C", "LANG": "C", "PYTHONIOENCODING": "ascii:strict"}
     without = "env -u HOME -u USER -u LOGNAME -u XDG_CACHE_HOME TMPDIR=/proc/none"
-    done = shell(f"{without} {sys.executable} {tmp_path}/nothing.py {recipe}")
+    done = shell(f"{without} {sys.executable} {tmp_path}/nothing.py '{recipe}'", **ascii_alone)
     assert done.returncode == 0, done.stderr
-    check_run(tmp_path)
+    check_run(folder)
+    rows = (folder / "run/evaluation/train/hypotheses.jsonl").read_text(encoding="utf-8")
+    assert "größer" in rows
+    wav = folder / "data" / "0.wav"
+    done = shell(f"{EFFASR} transcribe --run '{folder}/run' '{wav}'", **ascii_alone)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
 
 
 def small_run(folder: Path, text: str = "low high", workers: int = 0) -> Path:

@@ -1,5 +1,7 @@
 """Whispers whose encoder has learnt its places, as some versions of transformers let it."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest

@@ -34,6 +34,7 @@ def found_in(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("options", [[], ["-n", "2"]])
+@pytest.mark.representative(options=[["-n", "2"]])
 def test_outcomes_are_written_as_they_come(tmp_path: Path, options: list[str]) -> None:
     (tmp_path / "test_ctc_loss.py").write_text(
         "import pytest\n"

@@ -8,7 +8,7 @@ import pytest
 from tests.security.fuzz import fuzz, table
 from tests.security.readers import READERS
 
-INPUTS = int(os.environ.get("EFFASR_FUZZ_INPUTS", "6"))
+INPUTS = int(os.environ.get("EFFASR_FUZZ_INPUTS", "4"))
 
 
 @pytest.mark.timeout(600 + 2 * INPUTS * len(READERS))

@@ -58,14 +58,14 @@ def problems(draw: st.DrawFn) -> tuple[UtteranceLengths, StaticShape, int]:
         draw(st.integers(1, 120)), draw(st.integers(1, 60)), draw(st.integers(1, 12))
     )
     pair = st.tuples(st.integers(0, shape.frame_budget), st.integers(0, shape.token_budget))
-    frames, tokens = zip(*draw(st.lists(pair, min_size=1, max_size=80)), strict=True)
+    frames, tokens = zip(*draw(st.lists(pair, min_size=1, max_size=50)), strict=True)
     most = max(1, *(f * u for f, u in zip(frames, tokens, strict=True)), 1)
     nodes = draw(st.none() | st.integers(most, 4 * most))
     shape = replace(shape, node_budget=nodes)
     return lengths_of(list(frames), list(tokens)), shape, draw(st.integers(1, 5))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(problems(), st.integers(0, 2**63), st.sampled_from(["carry", "exact"]))
 def test_every_plan_is_sound(
     problem: tuple[UtteranceLengths, StaticShape, int], seed: int, epoch_end: EpochEnd
