@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from effasr.decoding.decoded import Decoded
 from effasr.model.asr import ASRModel
 from effasr.model.decoder import Decoder, DecoderLayer
 from effasr_kernels import PackedSequence, pack
+from tests.support import preloaded
 
 ROOM = 64
 
@@ -298,8 +297,6 @@ def test_sequences_past_the_utterances_are_not_decoded(model, tokenizer) -> None
 def test_a_step_stays_on_the_device_and_asks_it_nothing() -> None:
     # In a process of its own: torch can be told of one more device only once, and for good.
     worker = Path(__file__).with_name("fake_gpu_step.py")
-    done = subprocess.run(
-        [sys.executable, worker], capture_output=True, text=True, timeout=240, check=False
-    )
+    done = preloaded.finished(worker)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "4 engines" in done.stdout

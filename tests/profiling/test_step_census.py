@@ -1,8 +1,6 @@
 """The census of a training step, and the gate on steps that grow."""
 
 import json
-import subprocess
-import sys
 from copy import deepcopy
 
 import numpy as np
@@ -15,6 +13,7 @@ from census.report import COMPARED, growth
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr_kernels.bias_activation_dropout import _triton as activation
 from effasr_kernels.dropout_add_layer_norm import _triton as norm
+from tests.support import preloaded
 
 BASELINE = json.loads(step_census.BASELINE.read_text())
 aten = torch.ops.aten
@@ -80,8 +79,8 @@ def test_growth_beyond_the_limit_is_found(figure: str) -> None:
 @pytest.mark.representative(model="canary_180m_flash")
 def test_a_step_has_not_grown(model: str) -> None:
     # In a process of its own, as the device of the census is registered for good.
-    command = [sys.executable, step_census.__file__, "--check", "--model", model]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    arguments = ("--check", "--model", model)
+    done = preloaded.finished(step_census.__file__, *arguments, limit_s=600)
     assert done.returncode == 0, done.stderr
 
 
@@ -101,8 +100,8 @@ def _partial_sums(frames: int) -> float:
 
 @pytest.mark.extended
 def test_the_figures_of_a_step_agree_with_each_other() -> None:
-    command = [sys.executable, step_census.__file__, "--json", "--frame-budget", "1600"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    arguments = ("--json", "--frame-budget", "1600")
+    done = preloaded.finished(step_census.__file__, *arguments, limit_s=600)
     assert done.returncode == 0, done.stderr
     found, baseline = json.loads(done.stdout), BASELINE["canary_180m_flash"]
     assert (found["model"], found["frame_budget"]) == ("canary_180m_flash", 1600)

@@ -1,11 +1,12 @@
 """Processes of tests that need not import torch again: forks of one that has.
 
 Torch and the trainer take seconds of processor time to import, most of what a short run of several
-ranks takes. `Preloaded` is ``python -m MODULE ARGUMENT...`` without that: a server, started with
-the first of them, imports once, and each process is a fork of it in which the module runs as
-``__main__``. It is a child of the process that asked for it, which can wait for it and kill it.
-Unless it ends with an exception, it ends as a fork of `multiprocessing` does: without freeing what
-the server imported, which would copy most pages of memory that it shares with the server.
+ranks takes. `Preloaded` is ``python -m MODULE ARGUMENT...``, or ``python FILE.py ARGUMENT...``,
+without that: a server, started with the first of them, imports once, and each process is a fork of
+it in which the module runs as ``__main__``. It is a child of the process that asked for it, which
+can wait for it and kill it. Unless it ends with an exception, it ends as a fork of
+`multiprocessing` does: without freeing what the server imported, which would copy most pages of
+memory that it shares with the server.
 
 What a test says of the start or the end of an interpreter, such as imports, finalization or
 ``torchrun``, needs a real one.
@@ -46,7 +47,7 @@ class Preloaded(subprocess.Popen[str]):
     """A process that runs a module as ``__main__``, with pipes for its output.
 
     Args:
-        module: Name of the module.
+        module: Name of the module, or path of a file that ends in ``.py``.
         arguments: ``sys.argv`` after the program's name.
         env: All environment variables.
         cwd: Working directory.
@@ -89,6 +90,18 @@ class Preloaded(subprocess.Popen[str]):
             os.close(write_out)
             os.close(write_error)
         self._child_created = True
+
+
+def finished(
+    module: str | Path, *arguments: str, limit_s: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a module to its end in a process of its own; see `Preloaded`."""
+    process = Preloaded(str(module), *arguments, env=dict(os.environ))
+    try:
+        out, error = process.communicate(timeout=limit_s)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, error)
 
 
 @cache
@@ -168,7 +181,11 @@ def _main(channel: int) -> None:
     module, *arguments = request["command"]
     sys.argv = [module, *arguments]
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module.endswith(".py"):
+            sys.path.insert(0, str(Path(module).parent))
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         if not isinstance(end.code, int | None):
             raise

@@ -27,7 +27,7 @@ from tests.support.quiet_run import VOCABULARY, make, quiet_config, train, uneve
 from tests.support.run_ranks import check_ranks, run_module
 from tests.training.test_cuda_graph import record
 
-STEPS = 20
+STEPS = 8
 
 
 def equal(context: DistributedContext) -> None:
