@@ -42,12 +42,12 @@ help:
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 
-# $(1) is the extras. Modules are compiled afterwards, on all cores and without the models of
-# transformers, of which a few are imported; pip would take half a minute for them on one core. That
-# a package has a file for another version of Python is no failure.
+# $(1) is the extras. Modules are compiled afterwards, on all cores and without tests of packages and
+# the models of transformers, of which a few are imported; pip would take half a minute for them on
+# one core. That a package has a file for another version of Python is no failure.
 define install
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable ".[$(1)]"
-	@$(BIN)/python -W ignore -m compileall -qq -j 0 -x transformers/models $(VENV)/lib || true
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 -x 'transformers/models|/tests/' $(VENV)/lib || true
 endef
 TESTED := demo,huggingface,lamb,onnx,test
 
