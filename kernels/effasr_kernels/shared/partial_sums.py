@@ -137,15 +137,18 @@ def _launch(partials: Tensor, out: Tensor, last: Tensor | None, rows: int) -> No
 
 
 @triton.jit
-def _sum_of_columns(partials, c, count, channels, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Return the sums over the rows of float32 (count, channels) in columns c, (BLOCK_C,)."""
+def sum_of_columns(partials, c, count, channels, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Return the sums over the rows of float32 (count, channels) in columns c, (BLOCK_C,).
+
+    The rows may be from other programs of the launch; see `effasr_kernels.shared.last_program`.
+    """
     index = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK, BLOCK_C), tl.float32)
     for first in range(0, count, BLOCK):
         row = first + index
         at = row.to(tl.int64)[:, None] * channels + c[None, :]
         mask = (row < count)[:, None] & (c < channels)[None, :]
-        total += tl.load(partials + at, mask=mask, other=0.0)
+        total += tl.load(partials + at, mask=mask, other=0.0, cache_modifier=".cg")
     return tl.sum(total, 0)
 
 
@@ -166,7 +169,7 @@ def sum_rows(
         BLOCK_C: Columns of a program.
     """
     c = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    found = _sum_of_columns(partials, c, count, channels, BLOCK, BLOCK_C)
+    found = sum_of_columns(partials, c, count, channels, BLOCK, BLOCK_C)
     tl.store(out + c, found.to(out.dtype.element_ty), mask=c < split)
     if last is not None:
         of_last = (c >= split) & (c < channels)
@@ -183,7 +186,7 @@ def _sum_segment(
     if partials is not None:  # noqa: SIM102 (the first is decided when the kernel is compiled)
         if (program >= 0) & (program < blocks):
             c = program.to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-            found = _sum_of_columns(partials, c, count, channels, BLOCK, BLOCK_C)
+            found = sum_of_columns(partials, c, count, channels, BLOCK, BLOCK_C)
             if NARROW == "bf16":
                 rounded = found.to(tl.bfloat16).to(tl.float32)
             else:
