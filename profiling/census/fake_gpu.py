@@ -28,6 +28,7 @@ from effasr.data.conversation.batch import ConversationBatch
 from effasr.training import step
 from effasr_kernels import PackedLayout, PackedSequence
 from effasr_kernels.runtime import torch_op
+from effasr_kernels.shared import last_program
 
 NAME = "fakegpu"
 
@@ -105,6 +106,8 @@ def fake_gpu() -> Iterator[torch.device]:
         # On CUDA dropout is one kernel; torch decomposes it for devices that it does not know.
         enter(patch.object(nn.functional, "dropout", _dropout))
         enter(patch.object(step, "HostCopy", _HostCopy))
+        # On CUDA a stream keeps them, so that no launch sets them to zero.
+        enter(patch.object(last_program, "_zeros", _kept_counters))
         # The constructor fills a tensor on the host and copies it, below any dispatch mode.
         enter(patch.object(torch, "tensor", _tensor_on_host_first(torch.tensor)))
         # Operations check the alignment of pointers, and a fake tensor has the address 0.
@@ -120,6 +123,10 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     if inplace:
         raise NotImplementedError("the census has no dropout in place, as CUDA's is another kernel")
     return torch.native_dropout(input, p, training)[0]
+
+
+def _kept_counters(count: int, device: torch.device) -> Tensor:
+    return torch.empty(count, dtype=torch.int32, device=device)
 
 
 def _tensor_on_host_first(construct: Callable[..., Tensor]) -> Callable[..., Tensor]:

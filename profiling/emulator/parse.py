@@ -20,6 +20,8 @@ _SPACES = {"global": 0, "shared": 1, "shared::cta": 1, "param": 2}
 _BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 _SHUFFLES = {"bfly": 0, "idx": 1, "up": 2, "down": 3}
 _REDUCTIONS = {"add": 0, "max": 1, "min": 2}
+_ATOMICS = {"relaxed": (0, 0), "release": (1, 0), "acquire": (0, 1), "acq_rel": (1, 1)}
+"""Whether an atomic releases, and whether it acquires."""
 _STATEMENT = re.compile(r"(?:@(!?)(%?[\w$]+)\s+)?([\w.:]+)\s*(.*)", re.DOTALL)
 _SYMBOL = re.compile(r"[$\w]+")
 
@@ -219,6 +221,12 @@ class _Parser:
             case ["redux", "sync", how, "s32" | "b32"]:
                 to, origin = (self._value(x, "r") for x in given[:2])
                 return special["redux"], [to, origin, _REDUCTIONS[how]]
+            case ["atom", "global", "gpu", semantics, "add", "u32" | "s32"] if (
+                semantics in _ATOMICS
+            ):
+                to, address, by = given
+                places = [*self._address(address), self._value(to, "r"), self._value(by, "r")]
+                return special["atom"], [*_ATOMICS[semantics], *places]
             case ["bar", "sync"] if given == ["0"]:
                 return special["bar.sync"], []
             case ["bar", "warp", "sync"]:
@@ -244,7 +252,7 @@ class _Parser:
         return number, [self._value(x, kind) for x, kind in zip(flat, kinds, strict=True)]
 
     def _access(self, parts: list[str], given: list) -> list[int]:
-        if unknown := set(parts[1:-1]) - {*_SPACES, "v2", "v4", "relaxed", "gpu"}:
+        if unknown := set(parts[1:-1]) - {*_SPACES, "v2", "v4", "relaxed", "gpu", "cg"}:
             raise Unknown(f"{self._program.name}: {'.'.join(parts)}: {', '.join(unknown)}")
         space = next(_SPACES[part] for part in parts if part in _SPACES)
         address, values = given if parts[0] == "st" else reversed(given)

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -161,6 +162,58 @@ def count_up(values, size, BLOCK: tl.constexpr):
     """Each block adds one to the same numbers."""
     place = tl.arange(0, BLOCK)
     tl.store(values + place, tl.load(values + place, mask=place < size) + 1, mask=place < size)
+
+
+@triton.jit
+def hand_on(values, copy, counter, total, BLOCK: tl.constexpr):
+    """Blocks write; the last of them reads what all wrote."""
+    place = tl.arange(0, BLOCK)
+    block = tl.program_id(0) * BLOCK
+    tl.store(copy + block + place, tl.load(values + block + place))
+    tl.debug_barrier()
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        found = tl.zeros((BLOCK,), tl.float32)
+        for other in range(tl.num_programs(0)):
+            found += tl.load(copy + other * BLOCK + place, cache_modifier=".cg")
+        tl.store(total + place, found)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (r"acq_rel", "acq_rel"),
+        (r"acq_rel", "relaxed"),
+        (r"acq_rel", "acquire"),
+        (r"acq_rel", "release"),
+        (r"bar\.sync\s+0;(?=(?:(?!bar\.sync)[\s\S])*atom\.)", ""),
+        (r"(atom\.[\s\S]*?)bar\.sync\s+0;", r"\1"),
+    ],
+    ids=["ordered", "relaxed", "acquire", "release", "no_barrier_before", "no_barrier_behind"],
+)
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_blocks_are_ordered_by_atomics_that_release_and_acquire(
+    architecture: int, before: str, after: str
+) -> None:
+    """And only behind barriers, if one thread of the block does the atomic."""
+    values, copy, total = torch.arange(512.0), torch.zeros(512), torch.zeros(128)
+    counter = torch.zeros(1, dtype=torch.int32)
+    with recording() as launches:
+        launch(hand_on, (4,), values, copy, counter, total, BLOCK=128)
+    resources = aot.compile_launch(launches[0], architecture)
+    changed, count = re.subn(before, after, resources.ptx)
+    assert count == 1
+    binary = machine.load(changed)
+    given = {"values": values, "copy": copy, "counter": counter, "total": total}
+    parameters = b"".join(encode(x.data_ptr(), 8, False) for x in given.values())
+    parameters += bytes(binary.program.parameter_bytes - len(parameters))
+    tensors = [(name, x.data_ptr(), x.nbytes) for name, x in given.items()]
+    run = partial(machine.run, binary, (4,), parameters, tensors, shared_bytes=resources.shared)
+    if before == after:
+        run()
+        assert torch.equal(total, values.view(4, 128).sum(0))
+        return
+    with pytest.raises(Fault, match="no barrier between"):
+        run()
 
 
 @pytest.mark.parametrize("size", [511, 513])

@@ -54,13 +54,13 @@ struct Launch {
 // What is not of each lane alone, by the names that parse.py gives it.
 enum Special : int {
   kLoad = 10000, kStore, kCopy, kCommitCopies, kWaitCopies, kLoadMatrix, kStoreMatrix, kProduct,
-  kAsyncProduct, kFenceProducts, kCommitProducts, kWaitProducts, kFenceProxy, kShuffle, kReduce, kBarrier,
-  kWarpBarrier, kBranch, kReturn
+  kAsyncProduct, kFenceProducts, kCommitProducts, kWaitProducts, kFenceProxy, kShuffle, kReduce, kAtomic,
+  kBarrier, kWarpBarrier, kBranch, kReturn
 };
 const char* const kSpecialNames[] = {
   "ld", "st", "cp.async", "cp.async.commit_group", "cp.async.wait_group", "ldmatrix", "stmatrix", "mma",
   "wgmma", "wgmma.fence", "wgmma.commit_group", "wgmma.wait_group", "fence.proxy.async", "shfl", "redux",
-  "bar.sync", "bar.warp.sync", "bra", "ret"
+  "atom", "bar.sync", "bar.warp.sync", "bra", "ret"
 };
 enum Space { kGlobal, kShared, kParameter };
 
@@ -100,9 +100,10 @@ struct Warp {
 
 class Block {
  public:
-  Block(const Launch& launch, Memory& global, std::vector<uint32_t>& blocks, uint32_t number,
-        std::mt19937_64& random)
-      : launch_(launch), global_(global), shared_("shared memory"), blocks_(blocks), random_(random) {
+  Block(const Launch& launch, Memory& global, Order& order, std::vector<uint32_t>& blocks,
+        uint32_t number, std::mt19937_64& random)
+      : launch_(launch), global_(global), shared_("shared memory"), order_(order), blocks_(blocks),
+        random_(random) {
     // Products read whole atoms of swizzled shared memory, so that it begins where one does.
     storage_.resize(launch.shared_bytes + 1024);
     bytes_ = storage_.data() + (1024 - reinterpret_cast<uintptr_t>(storage_.data()) % 1024) % 1024;
@@ -285,12 +286,14 @@ class Block {
   void end_product(Warp& warp, const Product& x);
   template <class Visit>
   void visit_operands(const Warp& warp, const Product& x, Visit visit) const;
+  void add_atomically(Warp& warp, const int32_t* a, uint32_t active);
   void shuffle(Warp& warp, const int32_t* a, uint32_t active);
   void reduce(Warp& warp, const int32_t* a, uint32_t active);
 
   const Launch& launch_;
   Memory& global_;
   Memory shared_;
+  Order& order_;
   std::vector<uint32_t>& blocks_;
   std::mt19937_64& random_;
   std::vector<char> storage_;
@@ -332,6 +335,8 @@ extern "C" int ptx_run(const Launch* launch, char* error, int error_bytes, int* 
     Memory global("global memory");
     std::vector<uint32_t> blocks{0};
     global.blocks = &blocks;
+    Order ordered;
+    global.order = &ordered;
     for (int i = 0; i < launch->num_tensors; ++i) {
       const Tensor& x = launch->tensors[i];
       global.add(x.address, x.bytes, x.name);
@@ -341,7 +346,7 @@ extern "C" int ptx_run(const Launch* launch, char* error, int error_bytes, int* 
     std::shuffle(order.begin(), order.end(), random);
     *steps = 0;
     for (uint32_t number : order) {
-      block = std::make_unique<Block>(*launch, global, blocks, number, random);
+      block = std::make_unique<Block>(*launch, global, ordered, blocks, number, random);
       block->run();
       *steps += block->steps();
     }

@@ -9,12 +9,7 @@
 #include <string>
 #include <vector>
 
-// The stretch of a block between two barriers. Warps of a block are ordered by these alone, and blocks
-// of a launch by nothing.
-struct Phase {
-  uint32_t number = 0;  // unique in the launch; 0 is none
-  uint32_t block = 0;
-};
+#include "order.h"
 
 struct Trace {
   uint32_t written = 0, read = 0;  // the phases in which it was, last
@@ -22,6 +17,7 @@ struct Trace {
   bool several = false;   // warps read it in that phase
   bool elsewhere = false; // another block read it
   bool pending = false;   // a copy to it is under way
+  bool atomic = false;    // the last write was an atomic
   uint16_t products = 0;  // so many products of it are under way
   uint32_t unfenced = 0;  // how many fences its writer must have passed; 0 for a copy
 };
@@ -48,10 +44,13 @@ class Memory {
   // Blocks by the number of their phases.
   std::vector<uint32_t>* blocks = nullptr;
 
+  // How blocks are ordered; null for memory of one block.
+  const Order* order = nullptr;
+
   void read(uint64_t at, uint32_t bytes, Phase phase, uint16_t warp) {
     for (Trace& x : traces(at, bytes, "reads")) {
       if (x.pending) fail(at, bytes, "reads what a copy that was not waited for is to write");
-      if (unordered(x.written, x.writer, phase, warp)) fail(at, bytes, race("reads", x, phase));
+      if (unordered(x, phase, warp)) fail(at, bytes, race("reads", x, phase));
       if (x.read == phase.number) {
         x.several |= x.reader != warp;
       } else {
@@ -70,20 +69,31 @@ class Memory {
       Trace& x = touched.begin_[i];
       if (x.pending) fail(at, bytes, "writes where an asynchronous copy is under way");
       if (next[i] != now[i]) {
-        if (unordered(x.written, x.writer, phase, warp)) fail(at, bytes, race("writes", x, phase));
+        if (unordered(x, phase, warp)) fail(at, bytes, race("writes", x, phase));
         if (x.products) fail(at, bytes, "writes what an asynchronous product is reading");
         const bool others = x.read == phase.number && (x.several || x.reader != warp);
         if (others || x.elsewhere || (x.read && block(x.read) != phase.block))
           fail(at, bytes, "writes what others read, with no barrier between");
       }
-      x.written = phase.number, x.writer = warp, x.unfenced = unfenced;
+      x.written = phase.number, x.writer = warp, x.unfenced = unfenced, x.atomic = false;
+    }
+  }
+
+  // Atomics do not race with each other.
+  void write_atomically(uint64_t at, uint32_t bytes, Phase phase, uint16_t warp, uint32_t unfenced) {
+    for (Trace& x : traces(at, bytes, "writes")) {
+      if (x.pending || x.products) fail(at, bytes, "writes where a copy or product is under way");
+      if (!x.atomic && unordered(x, phase, warp)) fail(at, bytes, race("writes", x, phase));
+      if (x.read && (x.read == phase.number || x.elsewhere || block(x.read) != phase.block))
+        fail(at, bytes, "writes what others read, with no barrier between");
+      x.written = phase.number, x.writer = warp, x.unfenced = unfenced, x.atomic = true;
     }
   }
 
   void begin_copy(uint64_t at, uint32_t bytes, Phase phase, uint16_t warp) {
     for (Trace& x : traces(at, bytes, "copies to")) {
       if (x.pending || x.products) fail(at, bytes, "copies to where a copy or product is under way");
-      if (unordered(x.written, x.writer, phase, warp)) fail(at, bytes, race("writes", x, phase));
+      if (unordered(x, phase, warp)) fail(at, bytes, race("writes", x, phase));
       if (x.read == phase.number && (x.several || x.reader != warp))
         fail(at, bytes, "copies to what others read, with no barrier between");
       x.pending = true;
@@ -92,7 +102,7 @@ class Memory {
 
   void end_copy(uint64_t at, uint32_t bytes, Phase phase, uint16_t warp) {
     for (Trace& x : traces(at, bytes, "copies to"))
-      x.pending = false, x.written = phase.number, x.writer = warp, x.unfenced = 0;
+      x.pending = false, x.written = phase.number, x.writer = warp, x.unfenced = 0, x.atomic = false;
   }
 
   // The matrix unit's asynchronous reads see ordinary writes only behind a fence between proxies: of
@@ -139,8 +149,12 @@ class Memory {
 
   uint32_t block(uint32_t phase) const { return (*blocks)[phase]; }
 
-  bool unordered(uint32_t then, uint16_t writer, Phase now, uint16_t warp) const {
-    return then && (block(then) != now.block || (then == now.number && writer != warp));
+  // Whether nothing orders the last write before what a warp does now.
+  bool unordered(const Trace& x, Phase now, uint16_t warp) const {
+    if (!x.written) return false;
+    const Phase then{x.written, block(x.written)};
+    if (then.block == now.block) return then.number == now.number && x.writer != warp;
+    return !order || !order->is_visible(then, x.atomic, now, warp);
   }
 
   std::string race(const char* verb, const Trace& x, Phase now) const {

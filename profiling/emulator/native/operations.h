@@ -66,6 +66,7 @@ void Block::collective(Warp& warp, int op, const int32_t* a, uint32_t active) {
       return;
     case kShuffle: return shuffle(warp, a, active);
     case kReduce: return reduce(warp, a, active);
+    case kAtomic: return add_atomically(warp, a, active);
     case kBarrier: all_of(warp, active, "bar.sync"); warp.waiting = true; return;
     case kWarpBarrier: return all_of(warp, active, "bar.warp.sync");
     default: throw std::runtime_error("an unknown operation");
@@ -106,6 +107,23 @@ void Block::store(Warp& warp, const int32_t* a, uint32_t active) {
       std::memcpy(values + i * size, &value, size);
     }
     store_to(space, address(warp, a + 4, l), values, size * number, warp);
+  }
+}
+
+// Operands: whether it releases and acquires, address (place, is_wide, offset), where the value before goes,
+// and what is added. Of 32 bits in global memory.
+void Block::add_atomically(Warp& warp, const int32_t* a, uint32_t active) {
+  uint32_t* r = warp.registers.data();
+  count(kGlobal, warp, a + 2, 4, active);
+  for (int l = 0; l < kLanes; ++l) {
+    if (!(active >> l & 1)) continue;
+    const uint64_t at = address(warp, a + 2, l);
+    order_.meet(at, phase_, warp.number, a[0], a[1]);
+    global_.write_atomically(at, 4, phase_, warp.number, fences_[warp.number].count + 1);
+    uint32_t* place = reinterpret_cast<uint32_t*>(at);
+    const uint32_t before = *place;
+    *place = before + r[a[6] + l];
+    r[a[5] + l] = before;
   }
 }
 
