@@ -18,7 +18,7 @@ from effasr.nn.cache.contiguous import CacheSizes
 from effasr.nn.cache.decoder_state import DecoderState, KeysValues
 from effasr.nn.experts.feed_forward import GroupedLinear
 from effasr.nn.positions import decoder_sinusoids
-from effasr.nn.residual import residual_stream
+from effasr.nn.residual import draw_layer_seeds, residual_stream
 from effasr.nn.stack import is_empty, is_sharded, skip_layers
 from effasr_kernels import PackedLayout, PackedSequence, projected_top_k
 
@@ -103,9 +103,10 @@ class Decoder(nn.Module):
             return self.norm(x), None if sigma is None else x.new_zeros(len(x))
         x = residual_stream(x, in_fp32=self.residual_in_fp32)
         penalties, self.router_losses = [], []
-        for number, layer in enumerate(self.layers):
+        all_seeds = draw_layer_seeds(self.decoder_layers(), x)
+        for number, (layer, seeds) in enumerate(zip(self.layers, all_seeds, strict=True)):
             with ranges.range(f"decoder.{number}"):
-                x, penalty, *losses = layer(x, layout, encoded, sigma)
+                x, penalty, *losses = layer(x, layout, encoded, sigma, seeds=seeds)
             penalties.append(penalty)
             self.router_losses += losses if self.training else ()
         mean = None if sigma is None else torch.stack(penalties).mean(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -105,6 +106,8 @@ class DecoderConfig:
 class DecoderLayer(Layer):
     """Causal self-attention, cross-attention and a feed-forward network, each after a LayerNorm."""
 
+    seeds = 2
+
     def __init__(self, config: DecoderConfig):
         super().__init__()
         sizes = config.width, config.heads, config.head_width
@@ -127,22 +130,42 @@ class DecoderLayer(Layer):
             dropout=config.activation_dropout,
         )
 
+    @property
+    def dropouts(self) -> tuple[float, ...]:
+        """Of outputs of modules, of the feed-forward network, and of attention."""
+        return self.dropout, self.mlp.dropout, self.self_attn.dropout
+
     @checkpointed_forward
     def forward(
-        self, x: Tensor, layout: PackedLayout, encoded: PackedSequence, sigma: float | None
+        self,
+        x: Tensor,
+        layout: PackedLayout,
+        encoded: PackedSequence,
+        sigma: float | None,
+        seeds: Sequence[Tensor] = (),
     ) -> tuple[Tensor | None, ...]:
         """Transform (U, width); also return the penalty of guided attention, (U,) or None.
 
         A layer with a router returns its losses as a third result.
+
+        Args:
+            x: The stream.
+            layout: The sequences of ``x``.
+            encoded: The encoder output.
+            sigma: Width of guided attention; None for no penalty.
+            seeds: The layer's from `draw_layer_seeds`; drawn if empty.
         """
         own, cross = self.self_attn, self.encoder_attn
-        residual = Residual.of(self, x, layout, self.dropout, self.mlp.dropout, own.dropout)
+        residual = Residual.of(self, x, layout, self.dropout, seeds)
         y, x = residual.norm(x, self.input_layernorm)
         y = own(y, layout, residual=residual)
         y, x = residual.add_norm(x, y, own.o_proj, self.post_attention_layernorm, offset=0)
-        # Cross-attention draws a seed: with the same one it would drop what self-attention drops.
         y, penalty = cross(
-            y, layout, encoded.values, encoded.layout, sigma=sigma, residual=residual
+            *(y, layout, encoded.values, encoded.layout),
+            sigma=sigma,
+            # With the same one it would drop what self-attention drops.
+            seed=seeds[1] if seeds else None,
+            residual=residual,
         )
         y, x = residual.add_norm(x, y, cross.o_proj, self.final_layernorm, offset=1)
         y, losses = run_feed_forward(self.mlp, y, residual, offset=3)

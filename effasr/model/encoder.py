@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -158,6 +159,8 @@ class _Context:
 class ConformerLayer(Layer):
     """Half a feed-forward network, self-attention, convolution, the other half, LayerNorm."""
 
+    seeds = 1
+
     def __init__(self, config: FastConformerConfig):
         super().__init__()
         width = config.width
@@ -178,13 +181,22 @@ class ConformerLayer(Layer):
         self.feed_forward2 = _feed_forward(config)
         self.norm_out = nn.LayerNorm(width)
 
+    @property
+    def dropouts(self) -> tuple[float, ...]:
+        """Of outputs of modules, of feed-forward networks, and of attention."""
+        return self.dropout, self.feed_forward1.dropout, self.self_attn.dropout
+
     @checkpointed_forward
-    def forward(self, x: Tensor, context: _Context) -> Tensor | tuple[Tensor, Tensor]:
-        """Transform (T, width); a layer with routers also returns their losses."""
+    def forward(
+        self, x: Tensor, context: _Context, seeds: Sequence[Tensor] = ()
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Transform (T, width); a layer with routers also returns their losses.
+
+        ``seeds`` are the layer's from `draw_layer_seeds`; drawn if empty.
+        """
         layout, groups = context.layout, context.groups
         first, second = self.feed_forward1, self.feed_forward2
-        dropouts = self.dropout, first.dropout, self.self_attn.dropout
-        residual = Residual.of(self, x, layout, *dropouts)
+        residual = Residual.of(self, x, layout, self.dropout, seeds)
         y, x = residual.norm(x, self.norm_feed_forward1)
         y, losses = run_feed_forward(first, y, residual, offset=4, groups=groups)
         y, x = residual.add_norm(x, y, first.linear2, self.norm_self_att, offset=0, scale=0.5)

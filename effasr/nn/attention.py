@@ -203,6 +203,7 @@ class CrossAttention(nn.Module):
         layout_encoded: PackedLayout,
         *,
         sigma: float | None = None,
+        seed: Tensor | None = None,
         residual: Residual | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
@@ -214,6 +215,7 @@ class CrossAttention(nn.Module):
             layout_encoded: The sequences of ``encoded``.
             sigma: Width of the unpenalized diagonal of guided attention, as a share of the
                 sequences; None for no penalty.
+            seed: Seed of dropout; drawn by default.
             residual: Is given the result, with ``o_proj``.
 
         Returns:
@@ -224,10 +226,10 @@ class CrossAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         penalty = None
         if sigma is None:
-            y = attention(q, k, v, layout, layout_encoded, dropout=dropout)
+            y = attention(q, k, v, layout, layout_encoded, dropout=dropout, seed=seed)
         else:
             y, by_head = guided_attention(
-                q, k, v, layout, layout_encoded, sigma=sigma, dropout=dropout
+                q, k, v, layout, layout_encoded, sigma=sigma, dropout=dropout, seed=seed
             )
             penalty = by_head.mean(1)
         y = y.flatten(1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +14,10 @@ from torch import Tensor, nn
 from effasr.nn.linear import Linear
 from effasr_kernels import PackedLayout, dropout_add_layer_norm
 from effasr_kernels.runtime.dispatch import load
-from effasr_kernels.shared.dropout import draw_seed
+from effasr_kernels.shared.dropout import draw_seeds
+
+if TYPE_CHECKING:
+    from effasr.nn.stack import Layer
 
 
 def is_fused(x: Tensor) -> bool:
@@ -43,6 +49,22 @@ def residual_stream(x: Tensor, *, in_fp32: bool) -> Tensor:
     return x.to(torch.float32 if in_fp32 else torch.get_autocast_dtype(kind))
 
 
+def draw_layer_seeds(layers: Iterable[Layer], x: Tensor) -> list[tuple[Tensor, ...]]:
+    """Draw the seeds of dropout of all layers of a stack in one launch.
+
+    Args:
+        layers: The layers.
+        x: The stream, (T, width).
+
+    Returns:
+        For each layer as many seeds as it takes, int64 (). It takes none if it drops nothing, or if
+        its dropouts draw from the global generator, as on a CPU.
+    """
+    counts = [layer.seeds if _takes_seeds(layer, x) else 0 for layer in layers]
+    drawn = iter(draw_seeds(sum(counts), x.device) if any(counts) else ())
+    return [tuple(islice(drawn, count)) for count in counts]
+
+
 @dataclass(frozen=True, slots=True)
 class Residual:
     """Adds the outputs of a layer's modules to the residual stream, and normalizes the sum.
@@ -64,7 +86,12 @@ class Residual:
 
     @classmethod
     def of(
-        cls, layer: nn.Module, x: Tensor, layout: PackedLayout, dropout: float, *others: float
+        cls,
+        layer: Layer,
+        x: Tensor,
+        layout: PackedLayout,
+        dropout: float,
+        seeds: Sequence[Tensor] = (),
     ) -> Residual:
         """Return the object for one forward of a layer.
 
@@ -73,11 +100,10 @@ class Residual:
             x: The stream, (T, width).
             layout: Layout of ``x``.
             dropout: Probability to drop an element of an output in training.
-            others: Probabilities of further dropouts that take the seed.
+            seeds: The layer's from `draw_layer_seeds`, of which it takes the first; drawn if empty.
         """
-        drops = layer.training and (dropout > 0 or any(others))
-        seed = draw_seed(x.device) if drops and is_fused(x) else None
-        return cls(layout, dropout if layer.training else 0.0, seed)
+        seeds = seeds or draw_layer_seeds([layer], x)[0]
+        return cls(layout, dropout if layer.training else 0.0, seeds[0] if seeds else None)
 
     @staticmethod
     def project(last: nn.Linear, y: Tensor) -> Tensor:
@@ -175,6 +201,10 @@ class Residual:
             seed=self.seed,
             offset=offset,
         )
+
+
+def _takes_seeds(layer: Layer, x: Tensor) -> bool:
+    return layer.training and any(layer.dropouts) and is_fused(x)
 
 
 def _bias_of(last: nn.Module, x: Tensor) -> Tensor | None:

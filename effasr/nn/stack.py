@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from effasr import ranges
 from effasr.nn.parameters.sharded import is_sharded_tensor
 from effasr.nn.parameters.unused import touch_unused_parameters
+from effasr.nn.residual import draw_layer_seeds
 from effasr_kernels import PackedLayout, PackedSequence
 
 # Per thread, because autograd recomputes in a thread of its own.
@@ -27,10 +28,17 @@ class Layer(nn.Module):
     Attributes:
         is_checkpointed: Whether only the inputs are kept between forward and backward.
         is_compiled: Whether torch.compile compiles the layer.
+        seeds: Number of seeds that its forward takes as ``seeds``, where it drops anything.
     """
 
     is_checkpointed = False
     is_compiled = False
+    seeds = 0
+
+    @property
+    def dropouts(self) -> tuple[float, ...]:
+        """Probabilities of the dropouts that take one of these seeds in training."""
+        return ()
 
 
 def checkpointed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,9 +52,9 @@ def checkpointed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     once: the forward checks `is_recomputing`.
     """
 
-    def compute(self: Layer, *args: Any) -> Any:
+    def compute(self: Layer, *args: Any, **seeds: Any) -> Any:
         if not (self.is_checkpointed and torch.is_grad_enabled() and _is_reached(self, args)):
-            return forward(self, *args)
+            return forward(self, *args, **seeds)
         # The compiler does not support contexts and needs none: in its own recomputation it omits
         # everything that changes a buffer.
         options: Any = (
@@ -54,7 +62,7 @@ def checkpointed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             if torch.compiler.is_compiling()
             else {"context_fn": lambda: (nullcontext(), _recomputing())}
         )
-        return checkpoint(partial(forward, self), *args, use_reentrant=False, **options)
+        return checkpoint(partial(forward, self, **seeds), *args, use_reentrant=False, **options)
 
     @cache
     def compiled() -> Callable[..., Any]:
@@ -62,10 +70,10 @@ def checkpointed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(compute, fullgraph=True, dynamic=False)
 
     @wraps(forward)
-    def run(self: Layer, x: Tensor, *args: Any, idle: bool = False) -> Any:
+    def run(self: Layer, x: Tensor, *args: Any, idle: bool = False, **seeds: Any) -> Any:
         if idle:
             return touch_unused_parameters(x, self.parameters())
-        return (compiled() if self.is_compiled else compute)(self, x, *args)
+        return (compiled() if self.is_compiled else compute)(self, x, *args, **seeds)
 
     return run
 
@@ -121,8 +129,8 @@ def run_layers(
     """Run a stack, with a profiler range for each layer; skip it for an empty batch if sharded.
 
     Args:
-        layers: Called as ``layer(x, *args)``. A layer with routers returns their losses, too, as an
-            output of its own: hooks of a sharded layer then see the gradient.
+        layers: Called as ``layer(x, *args, seeds=seeds)``. A layer with routers returns their
+            losses, too, as an output of its own: hooks of a sharded layer then see the gradient.
         name: Name of the profiler ranges.
         x: The input.
         layout: The sequences of ``x``.
@@ -131,9 +139,10 @@ def run_layers(
     """
     if is_empty(layout) and is_sharded(layers):
         return skip_layers(layers, x)
-    for number, layer in enumerate(layers):
+    all_seeds = draw_layer_seeds(layers, x)
+    for number, (layer, seeds) in enumerate(zip(layers, all_seeds, strict=True)):
         with ranges.range(f"{name}.{number}"):
-            x = layer(x, *args)
+            x = layer(x, *args, seeds=seeds)
         if isinstance(x, tuple):
             x, own = x
             if losses is not None:

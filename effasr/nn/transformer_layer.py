@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ _DROPOUTS = "residual_dropout", "activation_dropout", "attention_dropout"
 
 class TransformerLayer(Layer):
     """Self-attention and a feed-forward network, each after a LayerNorm."""
+
+    seeds = 1
 
     def __init__(
         self,
@@ -79,16 +82,28 @@ class TransformerLayer(Layer):
         experts = getattr(config, "experts", None)
         return cls(width, activation=activation, key_bias=key_bias, experts=experts, **options)
 
+    @property
+    def dropouts(self) -> tuple[float, ...]:
+        """Of outputs of modules, of the feed-forward network, and of attention."""
+        return self.dropout, self.feed_forward.dropout, self.self_attn.dropout
+
     @checkpointed_forward
     def forward(
-        self, x: Tensor, layout: PackedLayout, groups: Groups | None = None
+        self,
+        x: Tensor,
+        layout: PackedLayout,
+        groups: Groups | None = None,
+        seeds: Sequence[Tensor] = (),
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Transform (T, width); a layer with a router also returns its losses.
 
-        ``groups`` are the experts of the rows, where names choose them.
+        Args:
+            x: The stream.
+            layout: The sequences of ``x``.
+            groups: The experts of the rows, where names choose them.
+            seeds: The layer's from `draw_layer_seeds`; drawn if empty.
         """
-        dropouts = self.dropout, self.feed_forward.dropout, self.self_attn.dropout
-        residual = Residual.of(self, x, layout, *dropouts)
+        residual = Residual.of(self, x, layout, self.dropout, seeds)
         y, x = residual.norm(x, self.norm_self_att)
         y = self.self_attn(y, layout, residual=residual)
         y, x = residual.add_norm(x, y, self.self_attn.o_proj, self.norm_feed_forward, offset=0)

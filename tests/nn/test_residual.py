@@ -7,13 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from effasr.model.decoder import Decoder
 from effasr.model.decoder_layer import DecoderConfig, DecoderLayer
 from effasr.model.encoder import ConformerLayer, FastConformerConfig, _Context
-from effasr.nn import feed_forward, residual
+from effasr.nn import attention, feed_forward, residual
 from effasr.nn.lora import LoRAConfig, adapt
-from effasr.nn.stack import Layer
+from effasr.nn.stack import Layer, run_layers
 from effasr.nn.transformer_layer import TransformerLayer
 from effasr_kernels import PackedLayout, PackedSequence
+from effasr_kernels.shared.dropout import draw_seeds
 
 WIDTH = 16
 LAYOUT = PackedLayout.from_lengths((5, 0, 3), rows=10)
@@ -148,6 +150,66 @@ def test_each_dropout_of_a_layer_is_its_own(
     layer.eval()
     _run(layer, kind)
     assert not offsets
+
+
+def _stack(kind: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """Return three layers with every dropout, and what runs them on an input."""
+    options = {**DROPOUTS, "attention_dropout": 0.1}
+    if kind == "decoder":
+        config = DecoderConfig(width=WIDTH, layers=3, heads=2, feed_forward=24, **options)
+        decoder = Decoder(config, 10).double().train()
+        tokens = PackedSequence(torch.arange(LAYOUT.rows) % 10, LAYOUT)
+        return decoder, lambda x: decoder(tokens, PackedSequence(x, LAYOUT))[0]
+    layers = nn.ModuleList(KINDS[kind](**options) for _ in range(3)).double().train()
+    given = _arguments(kind, torch.empty(0, WIDTH))[1:]
+    return layers, lambda x: run_layers(layers, "stack", x, LAYOUT, *given)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stack_draws_the_seeds_of_its_layers_at_once(
+    kind: str, join: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws, seeds = [], []
+
+    def noted(operation: Any, found: list[Any]) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            found.append(options.get("seed"))
+            return operation(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(torch, "randint", noted(torch.randint, draws))
+    monkeypatch.setattr(attention, "attention", noted(attention.attention, seeds))
+    join(True)
+    torch.manual_seed(0)
+    stack, run = _stack(kind)
+    x = torch.randn(LAYOUT.rows, WIDTH, dtype=torch.float64, requires_grad=True)
+    gradients = []
+    for is_checkpointed in (False, True):
+        draws.clear()
+        seeds.clear()
+        for module in stack.modules():
+            if isinstance(module, Layer):
+                module.is_checkpointed = is_checkpointed
+        torch.manual_seed(1)
+        y = run(x)[: LAYOUT.total]
+        # Every attention of every layer has a seed of its own.
+        assert len({int(seed) for seed in seeds}) == {"decoder": 6}.get(kind, 3)
+        gradients.append(torch.autograd.grad(y.square().sum(), x)[0])
+        # A recomputed layer is given its seeds again.
+        assert len(draws) == 1
+    assert torch.equal(*gradients)
+    stack.eval()
+    draws.clear()
+    run(x)
+    assert not draws
+
+
+def test_kernels_are_compiled_once_for_all_seeds() -> None:
+    # Addresses that are no multiple of 16 bytes would be compiled for a second time.
+    seeds = draw_seeds(5, torch.device("cpu"))
+    assert [seed.data_ptr() % 16 for seed in seeds] == [0] * 5
+    assert len({int(seed) for seed in seeds}) == 5
 
 
 @pytest.mark.parametrize("in_fp32", [True, False])

@@ -24,6 +24,12 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(_SEEDS, (), device=device)
 
 
+def draw_seeds(count: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Draw several seeds as `draw_seed`, int64 () each, in one launch."""
+    # Each at a multiple of 16 bytes: for other addresses kernels would be compiled a second time.
+    return torch.randint(_SEEDS, (count, 2), device=device)[:, 0].unbind()
+
+
 def seed_for(dropout: float, seed: int | Tensor | None, device: torch.device) -> Tensor | None:
     """The seed of a call, int64 (): drawn if none is given, and None without dropout.
 
