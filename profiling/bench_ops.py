@@ -31,6 +31,7 @@ from bench.operations import (
     between,
     convolution,
     decoding,
+    features,
     grouped,
     guided,
     losses,
@@ -53,6 +54,7 @@ COLUMNS = [
 GROUPS: tuple[Callable[[Workload], list[Case]], ...] = (
     *(relative.cases, attention.cases, losses.cases, convolution.cases, guided.cases),
     *(between.cases, norms.cases, grouped.cases, transducer.cases, decoding.cases),
+    features.cases,
 )
 TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 2e-2, torch.float32: 1e-3}
 """Largest error relative to the norm: enough to distinguish the operation from another one."""

@@ -8,6 +8,7 @@ from effasr_kernels.attention import Context as Context
 from effasr_kernels.attention import RelativeBias as RelativeBias
 from effasr_kernels.attention import Rotary as Rotary
 from effasr_kernels.attention import attention as attention
+from effasr_kernels.audio_windows import audio_windows as audio_windows
 from effasr_kernels.batch_norm import batch_norm as batch_norm
 from effasr_kernels.bias_activation_dropout import (
     bias_activation_dropout as bias_activation_dropout,
@@ -21,6 +22,8 @@ from effasr_kernels.dropout_add_layer_norm import (
 from effasr_kernels.grouped_linear import grouped_linear as grouped_linear
 from effasr_kernels.guided_attention import guided_attention as guided_attention
 from effasr_kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from effasr_kernels.mask_features import mask_features as mask_features
+from effasr_kernels.normalize_features import normalize_features as normalize_features
 from effasr_kernels.packed import PackedLayout as PackedLayout
 from effasr_kernels.packed import PackedSequence as PackedSequence
 from effasr_kernels.packed import pack as pack

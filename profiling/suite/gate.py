@@ -20,11 +20,12 @@ GOSSIP = "gossip"
 ADAPTERS = {f"attention: {x}": x for x in ("varlen", *(f"flash_attn_{n}" for n in (2, 3, 4)))}
 """Other projects' attention behind ours: for each group, the backend whose rows rest on it."""
 _FORWARD = (
+    *("audio_windows", "normalize_features"),
     *("attention", "depthwise_conv", "strided_depthwise", "subsampling_stem", "batch_norm"),
     *("dropout_add_layer_norm", "bias_activation_dropout"),
 )
 TRAINING = (*_FORWARD, "update_running_statistics", "linear_cross_entropy", MODEL)
-"""Operations of a training step of Canary."""
+"""Operations of a training step of Canary, which is measured without SpecAugment."""
 INFERENCE = (
     *(*_FORWARD, "append_to_pages", "decode_attention", "projected_top_k"),
     *(MODEL, ENGINE),

@@ -25,6 +25,7 @@ _FIRST = (
     *("projected_top_k", "decode_attention", "append_to_pages"),
     *("decoding engine", "transducer_loss", "ctc_loss", "guided_attention"),
     *("batch_norm", "update_running_statistics", "grouped_linear"),
+    *("audio_windows", "normalize_features", "mask_features"),
 )
 """The groups in the order in which their tests run: what most rows use comes first."""
 TESTED = "all that this call rests on has been tested by an earlier one"

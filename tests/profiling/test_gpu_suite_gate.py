@@ -29,6 +29,7 @@ from suite.gate import (
 from suite.parts import Setting
 from suite.steps import LeftOut, Step
 
+from effasr.data.features import log_mel
 from effasr.nn import feed_forward, residual
 from effasr.transcription import packed_weights
 from effasr_kernels.runtime import native
@@ -231,6 +232,8 @@ def test_a_step_uses_what_its_gate_asks_for(
     # A GPU joins what lies between products; here references compute it.
     for module in (residual, feed_forward):
         monkeypatch.setattr(module, "is_fused", lambda x: True)
+    # Nor are windows of audio copied one utterance at a time there.
+    monkeypatch.setattr(log_mel, "_runs_on_host", lambda audio, frames: False)
     # Nor are weights packed on one, whose networks have no operation of ours.
     monkeypatch.setattr(packed_weights, "_can_be_packed", lambda weight: False)
     tiny = [*models.TINY, "--steps", "1", "--systems", "packed_static"]

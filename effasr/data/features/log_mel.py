@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
-from effasr.data.features.segments import segment_sum
 from effasr.data.features.whisper_mel import ReflectedWindows, compressed, log_bands
-from effasr_kernels import PackedLayout, PackedSequence
+from effasr_kernels import PackedLayout, PackedSequence, audio_windows, normalize_features
 from effasr_kernels.shared.cpu_linear import has_onednn, onednn_packed, onednn_product
+from effasr_kernels.shared.slots import row_positions, rows_of
 
 _LOG_GUARD = 2.0**-24
 _NORM_EPS = 1e-5
@@ -157,10 +156,6 @@ class MelFrames:
         subsampling: s, mel rows of a slot.
         spoken: int64 (N,), those of the real rows that are no silence put behind the utterance; by
             default all.
-        slot_ids: int64 (T,), the utterance of each slot, N in the tail.
-        slot_positions: int64 (T,), the place of each slot in its utterance.
-        row_positions: int64 (s T,), the place of each mel row in its utterance.
-        mask: bool (s T,), which mel rows are real.
     """
 
     values: Tensor
@@ -168,31 +163,25 @@ class MelFrames:
     lengths: Tensor
     subsampling: int = 8
     spoken: Tensor | None = None
-    slot_ids: Tensor = field(init=False)
-    slot_positions: Tensor = field(init=False)
-    row_positions: Tensor = field(init=False)
-    mask: Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
-        layout, keep = self.layout, object.__setattr__
-        keep(self, "slot_ids", layout.sequence_ids())
-        rows = torch.arange(layout.rows, device=layout.device)
-        keep(self, "slot_positions", rows - layout.cu_seqlens.long()[self.slot_ids])
-        step = torch.arange(self.subsampling, device=layout.device)
-        positions = (self.slot_positions[:, None] * self.subsampling + step).flatten()
-        keep(self, "row_positions", positions)
-        keep(self, "mask", positions < self.per_row(self.lengths))
+    @property
+    def slot_positions(self) -> Tensor:
+        """The place of each slot in its utterance: int64 (T,)."""
+        return self.layout.positions()
+
+    @property
+    def row_positions(self) -> Tensor:
+        """The place of each mel row in its utterance: int64 (s T,)."""
+        return row_positions(self.layout, self.subsampling)
+
+    @property
+    def mask(self) -> Tensor:
+        """Which mel rows are real: bool (s T,)."""
+        return self.row_positions < rows_of(self.lengths, self.layout, self.subsampling)
 
     def with_values(self, values: Tensor) -> MelFrames:
         """Other values of the same frames."""
-        other = copy.copy(self)
-        object.__setattr__(other, "values", values)
-        return other
-
-    def per_row(self, values: Tensor) -> Tensor:
-        """Give each mel row the value of its utterance: (N, ...) to (s T, ...), 0 in the tail."""
-        padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
-        return padded[self.slot_ids].repeat_interleave(self.subsampling, 0)
+        return replace(self, values=values)
 
 
 class LogMel(nn.Module):
@@ -256,9 +245,9 @@ class LogMel(nn.Module):
             values, lengths = self._log_mel(audio, frames), self._lengths(audio.layout, frames)
             spoken = self._spoken(audio.layout, lengths)
             mel = MelFrames(values, frames, lengths, self.config.rows_per_frame, spoken)
-            values = normalized(mel) if self.config.normalize else mel.values
-            mel.values.copy_(values.masked_fill_(~mel.mask[:, None], 0.0))
-            return mel
+            if self.config.normalize:
+                return mel.with_values(normalized(mel))
+            return mel.with_values(values.masked_fill_(~mel.mask[:, None], 0.0))
 
     def _spoken(self, audio: PackedLayout, lengths: Tensor) -> Tensor | None:
         if self.config.kind != "whisper":
@@ -289,12 +278,12 @@ class LogMel(nn.Module):
         size, slot = self._chunk_rows(frames), self.config.rows_per_frame
         if self.config.kind == "whisper":
             return self._whisper(audio, frames, size)
-        if frames.device.type == "cpu" and frames.known_on_host and audio.layout.known_on_host:
+        if _runs_on_host(audio.layout, frames):
             return self._log_mel_on_host(audio, frames)
-        windows, first_slots = self._windows(audio, frames)
-        step = torch.arange(slot, device=frames.device)
-        rows = (first_slots[:, None] * slot + step).flatten()
-        chunks = [self._log_bands(windows, chunk) for chunk in rows.split(size)]
+        chunks = [
+            self._log_bands(audio, frames, (begin, min(begin + size // slot, frames.rows)))
+            for begin in range(0, frames.rows, size // slot)
+        ]
         return torch.cat(chunks) if len(chunks) > 1 else chunks[0]
 
     def _chunk_rows(self, frames: PackedLayout) -> int:
@@ -315,17 +304,31 @@ class LogMel(nn.Module):
         )
         count = len(windows)
         bands = [
-            log_bands(self._bands(windows.chunk(begin, min(begin + size, count))))
+            log_bands(self._bands(windows.chunk(begin, min(begin + size, count)).mul_(self.window)))
             for begin in range(0, count, size)
         ]
         return compressed(torch.cat(bands), frames, slot)
 
-    def _log_bands(self, windows: Tensor, rows: Tensor) -> Tensor:
-        return self._bands(windows.index_select(0, rows)).add_(_LOG_GUARD).log_()
+    def _log_bands(
+        self, audio: PackedSequence, frames: PackedLayout, slots: tuple[int, int]
+    ) -> Tensor:
+        config = self.config
+        windows = audio_windows(
+            audio.values,
+            self.window,
+            audio.layout,
+            frames,
+            rows_per_slot=config.rows_per_frame,
+            hop=config.hop,
+            n_fft=config.n_fft,
+            preemphasis=config.preemphasis,
+            slots=slots,
+        )
+        return self._bands(windows).add_(_LOG_GUARD).log_()
 
     def _bands(self, windows: Tensor) -> Tensor:
         # A shift inside the transform changes phases only: the window need not be centred in it.
-        spectrum = torch.fft.rfft(windows.mul_(self.window), n=self.config.n_fft)
+        spectrum = torch.fft.rfft(windows)
         power = spectrum.real.square().addcmul_(spectrum.imag, spectrum.imag)
         return self._to_mel(power)
 
@@ -336,31 +339,6 @@ class LogMel(nn.Module):
         if (packed := _PACKED.get(self.filterbank)) is None:
             packed = _PACKED[self.filterbank] = onednn_packed(self.filterbank.T.contiguous())
         return onednn_product(power, packed)
-
-    def _windows(self, audio: PackedSequence, frames: PackedLayout) -> tuple[Tensor, Tensor]:
-        """Spread the utterances out and view them as windows.
-
-        Every utterance is followed by one spare slot of s hops, so that no window meets two.
-
-        Returns:
-            A view (s (T + N), window) of the audio, and the spread slot of each frame (T,).
-        """
-        hop, window, samples = self.config.hop, self.config.window, self.config.framing.samples
-        spread, cu_audio = spread_layout(frames), audio.layout.cu_seqlens
-        ids, device = spread.sequence_ids(), frames.device
-        # int32, as offsets are: this index has an entry per sample.
-        slots = torch.arange(spread.rows, device=device, dtype=torch.int32)
-        within = torch.arange(samples, device=device, dtype=torch.int32)
-        # The tail has the id N: both offsets and an empty range exist there too.
-        begin = ((slots - spread.cu_seqlens[ids]) * samples)[:, None] + within
-        beyond = begin >= nn.functional.pad(cu_audio.diff(), (0, 1))[ids][:, None]
-        source = begin.add_(cu_audio[ids][:, None]).masked_fill_(beyond, audio.layout.rows)
-        values = nn.functional.pad(self._emphasized(audio), (0, 1))
-        left = self.config.n_fft // 2 - (self.config.n_fft - window) // 2
-        right = max(0, window - left - hop)
-        padded = nn.functional.pad(values.index_select(0, source.flatten()), (left, right))
-        first_slots = torch.arange(frames.rows, device=device) + frames.sequence_ids()
-        return padded.unfold(0, window, hop), first_slots
 
     def _log_mel_on_host(self, audio: PackedSequence, frames: PackedLayout) -> Tensor:
         """Return the same rows if the host knows the lengths: without index or empty sequence.
@@ -414,14 +392,10 @@ class LogMel(nn.Module):
             place += (slots + 1) * slot
         return buffer.unfold(0, config.window, config.hop), runs
 
-    def _emphasized(self, audio: PackedSequence) -> Tensor:
-        if not self.config.preemphasis:
-            return audio.values
-        previous = nn.functional.pad(audio.values, (1, 0))
-        # An empty utterance may start one past the last row: there `previous` still has a row.
-        # `previous[...] = 0.0` would copy the number to the device, and wait.
-        previous.index_fill_(0, audio.layout.cu_seqlens.long(), 0.0)
-        return torch.sub(audio.values, previous[:-1], alpha=self.config.preemphasis)
+
+def _runs_on_host(audio: PackedLayout, frames: PackedLayout) -> bool:
+    """Return whether a CPU computes the features, and knows the lengths of the utterances."""
+    return frames.device.type == "cpu" and frames.known_on_host and audio.known_on_host
 
 
 def normalized(mel: MelFrames) -> Tensor:
@@ -430,21 +404,9 @@ def normalized(mel: MelFrames) -> Tensor:
     Returns:
         float32 (s T, mel_bins); zero in the rows that are not real.
     """
-    mask = mel.mask[:, None]
-    mean = _utterance_sum(mel.values * mask, mel) / mel.lengths.clamp(min=1)[:, None]
-    centred = (mel.values - mel.per_row(mean)).mul_(mask)
-    variance = _utterance_sum(centred.square(), mel) / (mel.lengths - 1).clamp(min=1)[:, None]
-    return centred.div_(mel.per_row(variance.sqrt()).add_(_NORM_EPS))
-
-
-def _utterance_sum(values: Tensor, mel: MelFrames) -> Tensor:
-    slots = values.view(mel.layout.rows, mel.subsampling, values.shape[-1]).sum(1)
-    return segment_sum(slots, mel.layout)
-
-
-def spread_layout(frames: PackedLayout) -> PackedLayout:
-    """Return the layout in which one spare row follows each sequence; row t moves to t + its id."""
-    return frames.lengthened(1)
+    return normalize_features(
+        mel.values, mel.lengths, mel.layout, rows_per_slot=mel.subsampling, eps=_NORM_EPS
+    )
 
 
 def mel_filterbank(config: FeatureConfig) -> np.ndarray:

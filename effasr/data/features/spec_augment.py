@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from effasr.data.features.log_mel import MelFrames
+from effasr_kernels import mask_features
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,30 +54,21 @@ def spec_augment(mel: MelFrames, config: SpecAugmentConfig) -> Tensor:
         Park et al., 2019, https://arxiv.org/abs/1904.08779; time masks in proportion to the
         utterance: https://arxiv.org/abs/1912.05533.
     """
-    values = mel.values
-    count, bins = mel.layout.num_sequences, values.shape[1]
-    if config.freq_masks:
-        longest = torch.full((count, 1), min(config.freq_width, bins), device=values.device)
-        whole = torch.full_like(longest, bins)
-        begin, end = _draw(whole, longest, config.freq_masks)
-        bin_ids = torch.arange(bins, device=values.device)
-        inside = (bin_ids >= begin[..., None]) & (bin_ids < end[..., None])
-        values = values.masked_fill(mel.per_row(inside.any(1)), 0.0)
-    if config.time_masks:
+
+    def shares(masks: int) -> Tensor | None:
+        size = 2, mel.layout.num_sequences, masks
+        return torch.rand(size, device=mel.values.device) if masks else None
+
+    if not (config.freq_masks or config.time_masks):
+        return mel.values
+    return mask_features(
+        mel.values,
         # Silence put behind an utterance is not worth hiding.
-        whole = (mel.lengths if mel.spoken is None else mel.spoken)[:, None]
-        begin, end = _draw(whole, (whole * config.time_width).long(), config.time_masks)
-        rows = mel.row_positions[:, None]
-        inside = (rows >= mel.per_row(begin)) & (rows < mel.per_row(end))
-        values = values.masked_fill(inside.any(1, keepdim=True), 0.0)
-    return values
-
-
-def _draw(whole: Tensor, longest: Tensor, masks: int) -> tuple[Tensor, Tensor]:
-    """Draw intervals inside ``0:whole``, at most ``longest`` wide: two int64 (N, masks)."""
-    shares = torch.rand(2, whole.shape[0], masks, device=whole.device)
-    # rand is below 1, but its product with an int in float32 may round up to that int.
-    width = torch.minimum((shares[0] * (longest + 1)).long(), longest)
-    last = whole - width
-    begin = torch.minimum((shares[1] * (last + 1)).long(), last)
-    return begin, begin + width
+        mel.lengths if mel.spoken is None else mel.spoken,
+        mel.layout,
+        rows_per_slot=mel.subsampling,
+        freq_shares=shares(config.freq_masks),
+        freq_width=config.freq_width,
+        time_shares=shares(config.time_masks),
+        time_width=config.time_width,
+    )

@@ -1,0 +1,34 @@
+"""Reference implementation of `audio_windows`, which all other backends must match."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from effasr_kernels.audio_windows.definition import WindowArguments
+
+
+def run(a: WindowArguments) -> Tensor:
+    """See `effasr_kernels.audio_windows.audio_windows`."""
+    width, device = a.window.shape[0], a.audio.device
+    slots = slice(a.first_slot, a.end_slot)
+    # The tail has the id N, of which there is an offset, and no sample.
+    ids, places = a.layout_slots.sequence_ids()[slots], a.layout_slots.positions()[slots]
+    cu_audio = a.layout_audio.cu_seqlens.long()
+    lengths = F.pad(cu_audio.diff(), (0, 1))[ids]
+    within = torch.arange(a.rows_per_slot, device=device)[:, None] * a.hop
+    within = within + torch.arange(width, device=device) - a.before
+    place = (places * a.rows_per_slot * a.hop)[:, None, None] + within
+    outside = (place < 0) | (place >= lengths[:, None, None])
+    begins = place == 0
+    # The row after the last is silence; what lies outside of an utterance is read there.
+    silence = a.layout_audio.rows
+    source = place.add_(cu_audio[ids][:, None, None]).masked_fill_(outside, silence)
+    audio = F.pad(a.audio, (0, 1))
+    windows = audio[source]
+    if a.preemphasis:
+        source = (source - 1).masked_fill_(outside | begins, silence)
+        windows = torch.sub(windows, audio[source], alpha=a.preemphasis)
+    windows = windows.mul_(a.window).view(a.rows, width)
+    return F.pad(windows, (0, a.n_fft - width))

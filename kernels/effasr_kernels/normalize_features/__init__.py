@@ -1,0 +1,54 @@
+"""Zero mean and unit variance of each channel over each sequence."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from effasr_kernels.normalize_features.definition import OPERATION, NormalizeArguments
+from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime import checks
+from effasr_kernels.runtime.dispatch import Backend
+from effasr_kernels.shared.slots import check_slots
+
+_NAME = OPERATION.name
+
+
+def normalize_features(
+    x: Tensor,
+    lengths: Tensor,
+    layout: PackedLayout,
+    *,
+    rows_per_slot: int,
+    eps: float = 1e-5,
+    backend: Backend | str | None = None,
+) -> Tensor:
+    r"""Give each channel zero mean and unit variance over the real rows of each sequence.
+
+    .. math::
+        y_{rc} = \frac{x_{rc} - \mu_{nc}}{\sigma_{nc} + \epsilon}
+
+    where the mean and the unbiased variance of sequence n are over its first ``lengths[n]`` rows;
+    of one row the variance is 0. The variance is the mean of squared differences from the mean, in
+    a second pass. Sums are float32 (float64 for float64) in a fixed order. The host does not wait
+    for the device, and there is no gradient.
+
+    Args:
+        x: (s T, C), floating point; sequence n begins at row ``s * cu_seqlens[n]``.
+        lengths: (N,), int32 or int64, real rows of each sequence, at most those of its slots.
+        layout: Layout of the slots, T rows.
+        rows_per_slot: s, rows of a slot: 1, 2, 4 or 8.
+        eps: Added to the standard deviation; positive.
+        backend: Implementation to use; by default the fastest that supports the call.
+
+    Returns:
+        (s T, C), the dtype of ``x``; zero in rows that are not real and in the tail.
+
+    Raises:
+        ValueError: An argument is invalid.
+        RuntimeError: A tensor requires a gradient and grad mode is enabled.
+        BackendUnavailable: See `effasr_kernels.runtime.dispatch.Dispatcher.select`.
+    """
+    check_slots(_NAME, x, lengths, layout, rows_per_slot)
+    if not eps > 0:
+        raise checks.wrong(_NAME, "eps", "be positive", eps)
+    return OPERATION(NormalizeArguments(x, lengths, layout, rows_per_slot, eps), backend)

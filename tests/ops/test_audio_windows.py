@@ -1,0 +1,95 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from effasr_kernels import PackedLayout, audio_windows
+
+HOP, SLOT, SAMPLES = 5, 4, (53, 0, 19, 40)
+"""Slots have 4 windows, 5 samples apart; the last slot of an utterance may be longer than it."""
+
+
+def _given(width: int = 12, n_fft: int = 17) -> dict[str, Any]:
+    audio = PackedLayout.from_lengths(SAMPLES, rows=sum(SAMPLES) + 9)
+    slots = [-(-count // (HOP * SLOT)) for count in SAMPLES]
+    return {
+        "audio": torch.randn(audio.rows, dtype=torch.float64),
+        "window": torch.rand(width, dtype=torch.float64) + 0.5,
+        "layout_audio": audio,
+        "layout_slots": PackedLayout.from_lengths(slots, rows=sum(slots) + 2),
+        "rows_per_slot": SLOT,
+        "hop": HOP,
+        "n_fft": n_fft,
+        "preemphasis": 0.9,
+    }
+
+
+def _expected(given: dict[str, Any]) -> Tensor:
+    """Look up every sample of every window by itself."""
+    slots, offsets = given["layout_slots"], given["layout_audio"].cu_seqlens_host
+    window, points, p = given["window"].tolist(), given["n_fft"], given["preemphasis"]
+    y = torch.zeros(SLOT * slots.rows, points, dtype=torch.float64)
+    for n, samples in enumerate(SAMPLES):
+        a = given["audio"][offsets[n] : offsets[n + 1]].tolist()
+        first, end = (SLOT * slots.cu_seqlens_host[i] for i in (n, n + 1))
+        for r in range(end - first):
+            for j, weight in enumerate(window):
+                i = r * HOP + j - points // 2 + (points - len(window)) // 2
+                if 0 <= i < samples:
+                    y[first + r, j] = weight * (a[i] - (p * a[i - 1] if i else 0.0))
+    return y
+
+
+@pytest.mark.parametrize(("width", "n_fft"), [(12, 17), (12, 12), (3, 8)])
+@pytest.mark.parametrize("preemphasis", [0.9, 0.0])
+def test_windows_are_those_of_the_formula(width: int, n_fft: int, preemphasis: float) -> None:
+    given = _given(width, n_fft) | {"preemphasis": preemphasis}
+    torch.testing.assert_close(audio_windows(**given), _expected(given))
+
+
+def test_a_range_of_slots_has_the_same_rows() -> None:
+    given = _given()
+    whole = audio_windows(**given)
+    assert torch.equal(audio_windows(**given, slots=(2, 5)), whole[2 * SLOT : 5 * SLOT])
+    assert audio_windows(**given, slots=(3, 3)).shape == (0, 17)
+
+
+def test_nan_in_the_tail_or_in_a_neighbour_reaches_nothing() -> None:
+    given = _given()
+    expected = audio_windows(**given)
+    given["audio"][-9:] = torch.nan
+    given["audio"][: SAMPLES[0]] = torch.nan
+    rows = SLOT * given["layout_slots"].cu_seqlens_host[1]
+    assert torch.equal(audio_windows(**given)[rows:], expected[rows:])
+
+
+def test_fake_and_compiled_calls_are_like_eager_ones() -> None:
+    given = _given()
+    expected = audio_windows(**given)
+    compiled = torch.compile(audio_windows, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(**given), expected)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        given["audio"] = mode.from_tensor(given["audio"])
+        fake = audio_windows(**given)
+    assert (fake.shape, fake.dtype) == (expected.shape, expected.dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("audio", torch.ones(3, 6).double(), r"`audio` must have shape \(samples,\)"),
+        ("audio", torch.ones(3).double(), "`audio` must have 121 rows"),
+        ("window", torch.ones(12), "`window` must be torch.float64"),
+        ("layout_slots", PackedLayout.from_lengths((1,)), "`layout_slots` must have 4 sequences"),
+        ("rows_per_slot", 3, r"`rows_per_slot` must be one of \(1, 2, 4, 8\)"),
+        ("hop", 0, "`hop` must be at least 1"),
+        ("n_fft", 11, "`n_fft` must be at least 1 and the window's 12"),
+        ("preemphasis", 2.0, r"`preemphasis` must be in \[0, 1\]"),
+        ("slots", (0, 99), "`slots` must be a range within"),
+    ],
+)
+def test_wrong_arguments_are_named(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        audio_windows(**_given() | {name: value})
