@@ -27,7 +27,7 @@ from effasr.model.whisper_encoder import WhisperEncoder, WhisperEncoderConfig
 from effasr.nn.attention import RelativeSelfAttention
 from effasr.nn.cache.decoder_state import DecoderState
 from effasr.nn.convolution import DepthwiseConv
-from effasr.nn.experts.config import named_experts_of
+from effasr.nn.experts.config import ExpertsConfig, named_experts_of
 from effasr.nn.experts.feed_forward import ExpertFeedForward, GroupedLinear
 from effasr.nn.experts.router import Router, take_losses
 from effasr.nn.linear import Linear
@@ -140,6 +140,13 @@ class ModelConfig:
                     "what it writes: give a `decoder`, or leave `text_encoder` out."
                 )
             self.text_encoder.check_width(self.encoder.width)
+
+    def named_experts(self, *, text: bool = False) -> ExpertsConfig | None:
+        """Return the experts that names choose for speech, or for text pairs; None for none.
+
+        They give `effasr.data.batch.Batch.expert` its numbers.
+        """
+        return named_experts_of(self.text_encoder if text else self.encoder)
 
     def _check_alone(self, name: str, reason: str, remedy: str = "leave it out") -> None:
         """Check that the output of this name is the only one."""
