@@ -60,7 +60,8 @@ def test_the_loss_falls_and_experts_are_chosen_as_named(
 def test_a_text_pair_trains_the_expert_of_its_source_alone(model_config) -> None:
     text = TextEncoderConfig(layers=1, heads=2, feed_forward=32, experts=NAMED)
     torch.manual_seed(0)
-    model = ASRModel(replace(model_config, text_encoder=text), 20).train()
+    config = replace(model_config.decoder, experts=NAMED)
+    model = ASRModel(replace(model_config, text_encoder=text, decoder=config), 20).train()
     for expert in range(2):
         pairs = [TextExample(f"{n}", [5 + n, 9, 1], [2], [6 + n], expert) for n in range(3)]
         model.zero_grad()
@@ -68,7 +69,7 @@ def test_a_text_pair_trains_the_expert_of_its_source_alone(model_config) -> None
             collate_text(pairs, StaticShape(16, 16, 4), eos_id=1, pad_id=0)
         ).cross_entropy.backward()
         networks = [x for x in model.modules() if isinstance(x, ExpertFeedForward)]
-        assert networks
+        assert len(networks) == 1 + config.layers
         for parameter in (p for network in networks for p in network.parameters()):
             assert parameter.grad is not None
             assert parameter.grad[expert].any()

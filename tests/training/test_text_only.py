@@ -248,14 +248,17 @@ def test_a_run_with_an_expert_for_each_source(
     manifest = tmp_path / "named.jsonl"
     manifest.write_text("".join(json.dumps(row) + "\n" for row in named))
     experts = ExpertsConfig(count=2, route="source", names=("rnnt", "ctc"))
-    model = replace(model_config, text_encoder=replace(TEXT, experts=experts), ctc=False)
+    decoder = replace(model_config.decoder, experts=experts)
+    text = replace(TEXT, experts=experts)
+    model = replace(model_config, text_encoder=text, decoder=decoder, ctc=False)
     data = {"train": str(manifest), "validation": str(manifest)}
     training = {"max_steps": 4, "log_every": 4, "validate_every": 4}
     assert run(make_text_alone(model=model, data=data, training=training)) == 0
     (line,) = read_lines(tmp_path / "run" / "metrics.jsonl")
-    shares = line["text_encoder_expert_shares"]
-    assert shares[0] == pytest.approx(1 / 3, abs=0.1)
-    assert sum(shares) == pytest.approx(1.0)
+    for stack in ("text_encoder", "decoder"):
+        shares = line[f"{stack}_expert_shares"]
+        assert shares[0] == pytest.approx(1 / 3, abs=0.1)
+        assert sum(shares) == pytest.approx(1.0)
     (validated,) = read_lines(tmp_path / "run" / "validation.jsonl")
     assert (validated["utterances"], validated["failed"]) == (120, 0)
     unnamed = make_text_alone(model=model, data={"train": str(manifest)}, name="unnamed")
