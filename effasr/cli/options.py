@@ -232,7 +232,7 @@ def add_second_pass(parser: argparse.ArgumentParser) -> None:
 
 
 def add_corrector(parser: argparse.ArgumentParser) -> None:
-    """Add ``--corrector`` and its margin."""
+    """Add ``--corrector``, its margin and its source."""
     parser.add_argument(
         "--corrector",
         type=Path,
@@ -246,6 +246,12 @@ def add_corrector(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="keep the text of the search unless the corrector's is likelier by more than M nats "
         "(default: 2)",
+    )
+    parser.add_argument(
+        "--corrector-source",
+        metavar="NAME",
+        help="source whose experts correct, where the corrector has some for each: a `source` of "
+        "its training data, which its lists are like (default: the only one)",
     )
 
 
@@ -280,7 +286,7 @@ def decoding_config(options: argparse.Namespace, *, words: bool = False) -> Deco
         *("method", "beam", "length_penalty", "coverage_penalty", "ctc_weight"),
         *("no_repeat_ngram", "lm", "lm_unit", "lm_weight"),
         *("second_lm", "second_lm_weight", "second_word_bonus"),
-        *("corrector", "corrector_margin"),
+        *("corrector", "corrector_margin", "corrector_source"),
     )
     given = {name: getattr(options, name, None) for name in names}
     chosen = {name: value for name, value in given.items() if value is not None}

@@ -108,8 +108,8 @@ class Batch:
 
     expert: Tensor | None = None
     """int64 (N,), the expert of each utterance, for a model whose experts names choose: the number
-    of its task or source language among `ExpertsConfig.names`. 0 for an empty sequence; None where
-    no expert is named."""
+    of its task, source language or source among `ExpertsConfig.names`. 0 for an empty sequence;
+    None where no expert is named."""
 
     @property
     def is_untranscribed(self) -> bool:

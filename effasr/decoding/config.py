@@ -83,6 +83,9 @@ class DecodingConfig:
             none.
         corrector_margin: The text of the search stays unless the corrector's is likelier by more
             than this, in nats. None for 2, and where there is none.
+        corrector_source: What a corrector with an expert for each source reads: the name of the
+            source in its training data that is most like this search. None for the only one, and
+            where there are none.
         words: Whether to compute word timestamps; needs a model with a CTC head.
         confidence: Whether to compute the confidence of each transcript: see
             `effasr.transcription.results.confidence`.
@@ -120,6 +123,7 @@ class DecodingConfig:
     second_word_bonus: float | None = None
     corrector: Path | None = None
     corrector_margin: float | None = None
+    corrector_source: str | None = None
     words: bool = False
     confidence: bool = False
     word_confidence: bool = False
@@ -198,6 +202,8 @@ class DecodingConfig:
             rule = "be at least 0 and finite"
             check(0 <= margin < math.inf, "corrector_margin", rule, margin)
         if self.corrector is None:
+            rule, source = "be left out where there is no `corrector`", self.corrector_source
+            check(source is None, "corrector_source", rule, repr(source))
             return
         rule, remedy = "be at least 2 with `corrector`", "it reads alternatives"
         check((self.nbest or 0) >= 2, "nbest", rule, self.nbest, remedy)

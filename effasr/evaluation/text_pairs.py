@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from effasr.data.manifest.pairs import TextPair
 from effasr.data.tokenizer import Tokenizer
-from effasr.data.tokenizer.base import UnknownLanguageError
 from effasr.decoding.config import DecodingConfig
 from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.result import Evaluation, ScoredUtterance
@@ -36,7 +35,7 @@ def evaluate_pairs(
 
     Returns:
         Results in the order of the pairs, of no duration. Pairs in a language that the tokenizer
-        does not know are failures.
+        does not know, and those without an expert, are failures.
 
     Raises:
         ValueError: The normaliser is unknown, or the model cannot read texts.
@@ -46,12 +45,15 @@ def evaluate_pairs(
     known, failures = [], []
     for pair in pairs:
         try:
-            tokenizer.prompt(pair.prompt)
-        except UnknownLanguageError as error:
+            writer.check(pair.prompt, pair.source_name)
+        except ValueError as error:
             failures.append(Failure(pair.id, str(error)))
         else:
             known.append(pair)
-    written = writer.write([(pair.source, pair.prompt) for pair in known])
+    written = writer.write(
+        [(pair.source, pair.prompt) for pair in known],
+        sources=[pair.source_name for pair in known],
+    )
     utterances = []
     for pair, found in zip(known, written, strict=True):
         source, target = pair.prompt.source, pair.prompt.target

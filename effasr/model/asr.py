@@ -18,6 +18,7 @@ from effasr.model.best_rq import BestRQ, BestRQConfig, RandomQuantizer
 from effasr.model.checks import check
 from effasr.model.decoder import Decoder, DecoderConfig
 from effasr.model.encoder import FastConformerConfig, FastConformerEncoder
+from effasr.model.encoder_output import EncoderOutput
 from effasr.model.language_model.config import LanguageModelConfig
 from effasr.model.losses import Losses, gather_losses
 from effasr.model.onednn_caches import limit_onednn_caches
@@ -27,7 +28,7 @@ from effasr.model.whisper_encoder import WhisperEncoder, WhisperEncoderConfig
 from effasr.nn.attention import RelativeSelfAttention
 from effasr.nn.cache.decoder_state import DecoderState
 from effasr.nn.convolution import DepthwiseConv
-from effasr.nn.experts.config import named_experts_of
+from effasr.nn.experts.config import ExpertsConfig, named_experts_of
 from effasr.nn.experts.feed_forward import ExpertFeedForward, GroupedLinear
 from effasr.nn.experts.router import Router, take_losses
 from effasr.nn.linear import Linear
@@ -140,6 +141,31 @@ class ModelConfig:
                     "what it writes: give a `decoder`, or leave `text_encoder` out."
                 )
             self.text_encoder.check_width(self.encoder.width)
+        self._check_named_experts()
+
+    def _check_named_experts(self) -> None:
+        """Check that the experts of the decoder have the names of those before it.
+
+        An utterance has one number, which all of its stacks use.
+        """
+        decoder = named_experts_of(self.decoder)
+        for name in ("encoder", "text_encoder"):
+            own = named_experts_of(getattr(self, name))
+            if own is None or decoder is None:
+                continue
+            for part in ("route", "names"):
+                value, needed = getattr(decoder, part), getattr(own, part)
+                rule = f"be {needed}, that of `{name}.experts`"
+                remedy = "one name chooses the experts of an utterance"
+                check(value == needed, f"decoder.experts.{part}", rule, value, remedy)
+
+    def named_experts(self, *, text: bool = False) -> ExpertsConfig | None:
+        """Return the experts that names choose for speech, or for text pairs; None for none.
+
+        They give `effasr.data.batch.Batch.expert` its numbers.
+        """
+        own = named_experts_of(self.text_encoder if text else self.encoder)
+        return named_experts_of(self.decoder) if own is None else own
 
     def _check_alone(self, name: str, reason: str, remedy: str = "leave it out") -> None:
         """Check that the output of this name is the only one."""
@@ -393,7 +419,7 @@ class ASRModel(nn.Module):
             if module is not None:
                 yield from module.parameters()
 
-    def encode(self, batch: Batch) -> PackedSequence:
+    def encode(self, batch: Batch) -> EncoderOutput:
         """Compute the encoder output, (T, encoder width), with SpecAugment in training.
 
         For a text-only batch it is the output of the text encoder.
@@ -406,7 +432,8 @@ class ASRModel(nn.Module):
                 raise ValueError(
                     "`text_encoder` must be given for text-only batches, but this model has none."
                 )
-            return self.text_encoder(batch.source, self.encoder.layers, batch.expert)
+            read = self.text_encoder(batch.source, self.encoder.layers, batch.expert)
+            return EncoderOutput(read.values, read.layout, batch.expert)
         audio, frames = batch.audio, batch.frames
         if isinstance(batch, ConversationBatch):
             audio, frames = batch.clips, batch.clip_frames
@@ -418,9 +445,10 @@ class ASRModel(nn.Module):
                 encoded = self.encoder(mel, batch.expert)
             else:
                 encoded = self.encoder(mel)
-        if self.text_encoder is None:
-            return encoded
-        return encoded.with_values(skip_layers(self.text_encoder.layers, encoded.values))
+        values = encoded.values
+        if self.text_encoder is not None:
+            values = skip_layers(self.text_encoder.layers, values)
+        return EncoderOutput(values, encoded.layout, batch.expert)
 
     def decode(
         self,
@@ -433,7 +461,7 @@ class ASRModel(nn.Module):
 
         Args:
             tokens: int64 (U,), prompts and transcripts.
-            encoded: The encoder output, as many sequences.
+            encoded: The encoder output, as many sequences, from `encode`.
             guided_sigma: Width of the diagonal of guided attention, see `forward`; None for no
                 penalty.
 

@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from effasr import ranges
 from effasr.model.checks import check
 from effasr.model.decoder_layer import DecoderConfig, DecoderLayer
+from effasr.model.encoder_output import EncoderOutput, expert_of
 from effasr.nn.cache.contiguous import CacheSizes
 from effasr.nn.cache.decoder_state import DecoderState, KeysValues
+from effasr.nn.experts.config import named_experts_of
 from effasr.nn.experts.feed_forward import GroupedLinear
+from effasr.nn.experts.grouping import Groups, named_expert, named_groups
 from effasr.nn.positions import decoder_sinusoids
 from effasr.nn.residual import draw_layer_seeds, residual_stream
 from effasr.nn.stack import is_empty, is_sharded, skip_layers
@@ -79,7 +82,8 @@ class Decoder(nn.Module):
 
         Args:
             tokens: int64 (U,).
-            encoded: (T, width), as many sequences.
+            encoded: (T, width), as many sequences; an `EncoderOutput` where names choose the
+                experts.
             sigma: Width of guided attention; None for no penalty.
 
         Returns:
@@ -88,7 +92,8 @@ class Decoder(nn.Module):
             of routers are left in ``router_losses``, float32 (2,) for each layer.
 
         Raises:
-            ValueError: A transcript has more tokens than ``config.max_positions``.
+            ValueError: A transcript has more tokens than ``config.max_positions``, or names choose
+                the experts and ``encoded`` has none.
         """
         layout, positions = tokens.layout, self.config.max_positions
         if layout.max_seqlen_bound > positions:
@@ -102,11 +107,12 @@ class Decoder(nn.Module):
             x = skip_layers(self.layers, x)
             return self.norm(x), None if sigma is None else x.new_zeros(len(x))
         x = residual_stream(x, in_fp32=self.residual_in_fp32)
+        groups = named_groups(self.config.experts, expert_of(encoded), layout)
         penalties, self.router_losses = [], []
         all_seeds = draw_layer_seeds(self.decoder_layers(), x)
         for number, (layer, seeds) in enumerate(zip(self.layers, all_seeds, strict=True)):
             with ranges.range(f"decoder.{number}"):
-                x, penalty, *losses = layer(x, layout, encoded, sigma, seeds=seeds)
+                x, penalty, *losses = layer(x, layout, encoded, sigma, groups, seeds=seeds)
             penalties.append(penalty)
             self.router_losses += losses if self.training else ()
         mean = None if sigma is None else torch.stack(penalties).mean(0)
@@ -132,14 +138,15 @@ class Decoder(nn.Module):
         """Prepare to decode sequences token by token, together.
 
         Args:
-            encoded: (T, width).
+            encoded: (T, width); an `EncoderOutput` where names choose the experts.
             max_tokens: Most tokens per sequence, at most ``config.max_positions``.
             read: Tokens of each sequence before the first step, equally many each; further
                 sequences are left out. By default no sequence has read any.
 
         Raises:
             ValueError: ``max_tokens`` is out of range, or ``read`` has more sequences than
-                ``encoded``, or unequally many tokens, or more than ``max_tokens``.
+                ``encoded``, or unequally many tokens, or more than ``max_tokens``, or names choose
+                the experts and ``encoded`` has none.
         """
         layout = encoded.layout
         read = [()] * layout.num_sequences if read is None else read
@@ -148,12 +155,14 @@ class Decoder(nn.Module):
         check(count <= layout.num_sequences, "read", rule, count)
         offsets, host = layout.cu_seqlens[: count + 1], layout.cu_seqlens_host[: count + 1]
         layout = PackedLayout(offsets, host, layout.rows, layout.static_max_seqlen)
-        encoded = PackedSequence(encoded.values, layout)
+        expert = named_expert(self.config.experts, expert_of(encoded))
+        expert = None if expert is None else expert[:count]
+        encoded = EncoderOutput(encoded.values, layout, expert)
         state = self.new_state(count, max_tokens, layout.max_seqlen_bound)
         longest = max(lengths, default=0)
         rule = f"have equally many tokens for each sequence, at most max_tokens = {max_tokens}"
         check(longest <= max_tokens and len(set(lengths)) <= 1, "read", rule, lengths)
-        state.admit_all(layout, self._keys_values(encoded, read, state.sizes), longest)
+        state.admit_all(layout, self._keys_values(encoded, read, state.sizes), longest, expert)
         return state
 
     def new_state(
@@ -204,13 +213,18 @@ class Decoder(nn.Module):
         Args:
             state: State from `new_state`.
             rows: The row of each.
-            encoded: (T, width), as many sequences.
+            encoded: (T, width), as many sequences; an `EncoderOutput` where names choose the
+                experts.
             read: The tokens that each has read before its first step; may be empty.
             tokens: The most that each will read, these included.
+
+        Raises:
+            ValueError: Names choose the experts, and ``encoded`` has none.
         """
+        expert = named_expert(self.config.experts, expert_of(encoded))
         lengths = [len(one) for one in read]
         keys_values = self._keys_values(encoded, read, state.sizes)
-        state.admit(rows, encoded.layout.lengths, tokens, keys_values, lengths)
+        state.admit(rows, encoded.layout.lengths, tokens, keys_values, lengths, expert)
 
     def step(self, tokens: Tensor, state: DecoderState) -> Tensor:
         """Decode one more token of each row of a state: int64 (N,) to hidden states (N, width)."""
@@ -218,8 +232,10 @@ class Decoder(nn.Module):
         check(tokens.shape == (count,), "tokens", f"be ({count},)", tuple(tokens.shape))
         state.look()
         x = self.embed(tokens, state.positions)
+        experts = named_experts_of(self.config)
+        groups = None if experts is None else Groups.of(state.expert, experts.count)
         for number, layer in enumerate(self.decoder_layers()):
-            x = layer.step(x, state, number)
+            x = layer.step(x, state, number, groups)
         state.advance()
         return self.norm(x)
 
@@ -253,10 +269,11 @@ class Decoder(nn.Module):
         tail = [0] * (layout.rows - layout.total)
         tokens = sizes.integers([*(token for one in read for token in one), *tail])
         x = self.embed(tokens, layout.positions())
+        groups = named_groups(self.config.experts, expert_of(encoded), layout)
         *others, last = self.decoder_layers()
         for layer in others:
             speech = layer.encoder_attn.keys_values(encoded.values)
-            x, own = layer.read(x, layout, speech, encoded.layout)
+            x, own = layer.read(x, layout, speech, encoded.layout, groups)
             yield speech, own
         # No step needs the last layer's output for these tokens.
         own = last.self_attn.keys_values(last.input_layernorm(x))

@@ -13,6 +13,7 @@ from effasr.nn.attention import CrossAttention, SelfAttention
 from effasr.nn.cache.decoder_state import DecoderState, KeysValues
 from effasr.nn.experts.config import ExpertsConfig
 from effasr.nn.experts.feed_forward import build_feed_forward, run_feed_forward
+from effasr.nn.experts.grouping import Groups
 from effasr.nn.residual import Residual
 from effasr.nn.stack import Layer, checkpointed_forward
 from effasr_kernels import PackedLayout, PackedSequence
@@ -45,7 +46,7 @@ class DecoderConfig:
         residual_dropout: Dropout of the output of each module, before it is added.
         activation_dropout: Inside the feed-forward networks.
         attention_dropout: Dropout of attention weights.
-        experts: Experts of the feed-forward networks, which a router chooses; null for none.
+        experts: Experts of the feed-forward networks; null for none.
     """
 
     width: int = 1024
@@ -87,10 +88,6 @@ class DecoderConfig:
         check(most <= _MOST_BARRED, "begin_suppress", f"be at most {_MOST_BARRED} tokens", most)
         even = self.width % 2 == 0 and self.width >= 4
         check(even, "width", "be even and at least 4", self.width)
-        if self.experts is not None:
-            route = self.experts.route
-            remedy = "names choose the experts of an encoder, whose utterances are known in advance"
-            check(route == "learned", "experts.route", "be learned in a decoder", route, remedy)
         if self.head_dim is None:
             rule = f"be a multiple of heads = {self.heads}"
             check(self.width % self.heads == 0, "width", rule, self.width, "or set `head_dim`")
@@ -142,6 +139,7 @@ class DecoderLayer(Layer):
         layout: PackedLayout,
         encoded: PackedSequence,
         sigma: float | None,
+        groups: Groups | None = None,
         seeds: Sequence[Tensor] = (),
     ) -> tuple[Tensor | None, ...]:
         """Transform (U, width); also return the penalty of guided attention, (U,) or None.
@@ -153,6 +151,7 @@ class DecoderLayer(Layer):
             layout: The sequences of ``x``.
             encoded: The encoder output.
             sigma: Width of guided attention; None for no penalty.
+            groups: The experts of the rows, where names choose them.
             seeds: The layer's from `draw_layer_seeds`; drawn if empty.
         """
         own, cross = self.self_attn, self.encoder_attn
@@ -168,12 +167,17 @@ class DecoderLayer(Layer):
             residual=residual,
         )
         y, x = residual.add_norm(x, y, cross.o_proj, self.final_layernorm, offset=1)
-        y, losses = run_feed_forward(self.mlp, y, residual, offset=3)
+        y, losses = run_feed_forward(self.mlp, y, residual, offset=3, groups=groups)
         x = residual.add(x, y, self.mlp.linear2, offset=2)
         return (x, penalty) if losses is None else (x, penalty, losses)
 
     def read(
-        self, x: Tensor, layout: PackedLayout, speech: KeysValues, layout_speech: PackedLayout
+        self,
+        x: Tensor,
+        layout: PackedLayout,
+        speech: KeysValues,
+        layout_speech: PackedLayout,
+        groups: Groups | None = None,
     ) -> tuple[Tensor, KeysValues]:
         """Transform the first rows of sequences as `forward`, in inference.
 
@@ -182,6 +186,7 @@ class DecoderLayer(Layer):
             layout: The sequences of ``x``.
             speech: Keys and values of the encoder output, from ``encoder_attn.keys_values``.
             layout_speech: The sequences of ``speech``.
+            groups: The experts of the rows, where names choose them.
 
         Returns:
             (U, width), and keys and values of the rows, for `step`.
@@ -190,13 +195,23 @@ class DecoderLayer(Layer):
         x = x + y
         normed = self.post_attention_layernorm(x)
         x = x + self.encoder_attn.read(normed, layout, speech, layout_speech)
-        return x + self.mlp(self.final_layernorm(x)), own
+        return self._after_network(x, groups), own
 
-    def step(self, x: Tensor, state: DecoderState, number: int) -> Tensor:
-        """Transform the next row of each sequence in this layer: (N, width) to (N, width)."""
+    def step(
+        self, x: Tensor, state: DecoderState, number: int, groups: Groups | None = None
+    ) -> Tensor:
+        """Transform the next row of each sequence in this layer: (N, width) to (N, width).
+
+        ``groups`` are the experts of the rows, where names choose them.
+        """
         x = x + self.self_attn.step(self.input_layernorm(x), state.self_cache, number)
         normed = self.post_attention_layernorm(x)
         if number == state.watched:
             state.weights = self.encoder_attn.weights(normed, *state.speech(number))
         x = x + self.encoder_attn.step(normed, state.cross_cache, number)
-        return x + self.mlp(self.final_layernorm(x))
+        return self._after_network(x, groups)
+
+    def _after_network(self, x: Tensor, groups: Groups | None) -> Tensor:
+        """Add the output of the feed-forward network, in inference."""
+        y = self.final_layernorm(x)
+        return x + (self.mlp(y) if groups is None else self.mlp(y, groups=groups))

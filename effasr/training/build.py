@@ -26,7 +26,6 @@ from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.cost import recomputed_costs
 from effasr.model.learning_cost import learning_cost, learning_text_cost, unreached_layers
-from effasr.nn.experts.config import named_experts_of
 from effasr.nn.experts.feed_forward import ExpertFeedForward
 from effasr.nn.experts.use import ExpertUse
 from effasr.nn.stack import apply_activation_checkpointing, compile_layers
@@ -372,6 +371,8 @@ def load_corpus(
             max_positions=max_positions,
             sources=[source for _, source in text_only],
         )
+        if (experts := config.model.named_experts(text=True)) is not None:
+            pairs = pairs.with_experts(experts.number_of)
         _check_same(saved, pairs.fingerprint, where)
         return pairs
     corpus = Corpus.load(
@@ -395,10 +396,10 @@ def load_corpus(
             max_positions=max_positions,
             sources=[source for _, source in text_only],
         )
-        if (experts := named_experts_of(config.model.text_encoder)) is not None:
+        if (experts := config.model.named_experts(text=True)) is not None:
             text = text.with_experts(experts.number_of)
         corpus = corpus.with_text(text)
-    if (experts := named_experts_of(config.model.encoder)) is not None:
+    if (experts := config.model.named_experts()) is not None:
         corpus = corpus.with_experts(experts.number_of)
     _check_same(saved, corpus.fingerprint, where)
     return corpus

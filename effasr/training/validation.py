@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
@@ -18,7 +18,7 @@ from effasr.evaluation.evaluate import evaluate, shard
 from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.result import Evaluation, merge, set_name
 from effasr.evaluation.text_pairs import evaluate_pairs
-from effasr.model.asr import ASRModel
+from effasr.model.asr import ASRModel, ModelConfig
 from effasr.training.config import TrainConfig
 from effasr.training.diagnostics.probe import Probe
 from effasr.training.diagnostics.probe_sums import ProbeSums
@@ -69,6 +69,7 @@ class Validator:
             if is_text_only(path):
                 TextToText(model, tokenizer, self._config.decoding)
                 found = list(islice(pairs(path), self._config.max_utterances))
+                _check_experts(config.model, found)
                 self._sets[_free_name(path, self._sets)] = found[context.rank :: context.size]
                 continue
             every = iterate(path, language=config.data.language)
@@ -107,6 +108,17 @@ class Validator:
         probe = self._probes[name]() if name in self._probes else ProbeSums()
         evaluations, probes = zip(*self._context.all_gather((part, probe)), strict=True)
         return SetResult(merge(evaluations), reduce(add, probes))
+
+
+def _check_experts(config: ModelConfig, members: Sequence[TextPair]) -> None:
+    """Check that there is an expert for each pair, where names choose them."""
+    if (experts := config.named_experts(text=True)) is None:
+        return
+    for pair in members:
+        try:
+            experts.number_of(pair.prompt, pair.source_name)
+        except ValueError as error:
+            raise ValueError(f"{pair.origin}: {error}") from error
 
 
 def _free_name(path: str, taken: Collection[str]) -> str:

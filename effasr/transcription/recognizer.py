@@ -24,7 +24,6 @@ from effasr.decoding.greedy import check_config, is_plain_greedy, load_lm
 from effasr.decoding.lm.words import load_word_ngrams
 from effasr.model.asr import ASRModel
 from effasr.model.encoder import FastConformerConfig
-from effasr.nn.experts.config import named_experts_of
 from effasr.nn.parameters.evaluating import evaluating
 from effasr.transcription.batching import plan_batches
 from effasr.transcription.decode_queue import (
@@ -49,7 +48,7 @@ from effasr.transcription.recordings import (
 from effasr.transcription.results import Alternative, Result, WordConfidence, word_confidences
 from effasr.transcription.second_pass.corrector import Corrector
 from effasr.transcription.second_pass.rescore import SecondPass, TextScorer
-from effasr.transcription.second_pass.text_to_text import TextToText
+from effasr.transcription.second_pass.text_to_text import TextToText, source_of
 from effasr.transcription.word_timestamps import Word, word_timestamps
 
 _WINDOW_BATCHES = 2
@@ -112,8 +111,12 @@ class Recognizer:
                 f"`corrector` must be a run of a model with a text encoder, but {config.corrector} "
                 "has none: train one with the recipe corrector."
             )
-        search = DecodingConfig(precision=config.precision)
-        writer = TextToText(loaded.model, loaded.tokenizer, search)
+        writer = TextToText(
+            loaded.model,
+            loaded.tokenizer,
+            DecodingConfig(precision=config.precision),
+            source=source_of(loaded.model.config, config.corrector_source),
+        )
         given = config.corrector_margin
         margin = CORRECTOR_MARGIN if given is None else given
         return Corrector(writer, margin, words=config.words)
@@ -135,9 +138,11 @@ class Recognizer:
         speech has its place; see `effasr.data.conversation.rows`.
 
         Raises:
-            ValueError: The tokenizer does not know a language, or the prompt asks CTC or the
-                transducer to translate.
+            ValueError: The tokenizer does not know a language, no expert has the name of the
+                prompt's task or language, or the prompt asks CTC or the transducer to translate.
         """
+        if (named := self.model.config.named_experts()) is not None:
+            named.number_of(prompt)
         if self._method == "language_model":
             return self._conversation(self.config.instruction)
         if self._method != "attention" and not prompt.monotonic:
@@ -416,7 +421,7 @@ class Recognizer:
                 framing=self._features.framing,
             )
             return packed.to(device), [piece.recording.prompt for piece in pieces]
-        named = named_experts_of(self.model.config.encoder)
+        named = self.model.config.named_experts()
         examples = [
             Example(
                 id=piece.recording.request.id,

@@ -17,7 +17,6 @@ from effasr.data.sampling.plan import UtteranceLengths
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel
 from effasr.model.presets import PRESET_VOCABULARIES, PRESETS
-from effasr.nn.experts.config import named_experts_of
 from effasr.training import build
 from effasr.training.calibration.workload import Population, batch_of
 from effasr.training.config import TrainConfig, resolve_losses
@@ -111,4 +110,4 @@ def planned_batch(config: TrainConfig, frame_budget: int, vocab_size: int) -> Ba
     shape = population.shape(frame_budget)
     batch = batch_of(population.planned(shape)[0], shape, vocab_size, 0)
     # Only a model whose experts have names is told them.
-    return batch if named_experts_of(config.model.encoder) else replace(batch, expert=None)
+    return batch if config.model.named_experts() else replace(batch, expert=None)

@@ -23,7 +23,7 @@ DECODING = [
     "--frame-budget N",
 ]
 SECOND_PASS = ["--second-lm LM", "--second-lm-weight W", "--second-word-bonus B"]
-CORRECTOR = ["--corrector RUN", "--corrector-margin M"]
+CORRECTOR = ["--corrector RUN", "--corrector-margin M", "--corrector-source NAME"]
 SURFACE = {
     "prepare": [
         "SOURCE", "OUT", "--tokenizer FOLDER", "--language LANG",

@@ -16,6 +16,7 @@ from effasr.data.manifest.reader import read
 from effasr.data.mixture import MixConfig
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer, train_tokenizer
+from effasr.nn.experts.config import ExpertsConfig
 
 EN = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 DE = ["null", "eins", "zwei", "drei", "vier", "sechs", "sieben", "acht", "neun", "zehn"]
@@ -214,3 +215,24 @@ def test_an_empty_batch_is_all_tail(manifest, bilingual) -> None:
 def test_the_share_of_text_is_checked(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DataConfig(**fields)
+
+
+def test_the_source_of_a_line_chooses_the_expert(tmp_path, write_lines, bilingual) -> None:
+    named = ExpertsConfig(count=2, route="source", names=("rnnt", "ctc"))
+    rows = [row(n, 2) | {"source": ("ctc", "rnnt", "ctc")[n % 3]} for n in range(6)]
+    path = write_lines(tmp_path / "named.jsonl", rows)
+    corpus = load(path, bilingual)
+    assert corpus.batch(np.arange(3)).expert is None
+    told = corpus.with_experts(named.number_of)
+    batch, nothing = told.batch(np.arange(5)), told.batch(np.arange(0))
+    assert batch.expert is not None
+    assert nothing.expert is not None
+    assert batch.expert[:5].tolist() == [1, 0, 1, 1, 0]
+    assert batch.expert.shape == nothing.expert.shape == (corpus.shape.max_sequences,)
+    # A resumed run notices another source of the same texts.
+    others = write_lines(tmp_path / "others.jsonl", [one | {"source": "ctc"} for one in rows])
+    assert load(others, bilingual).fingerprint != corpus.fingerprint
+    assert corpus.prompt == Prompt("de", "en", "translate")
+    unnamed = load(write_lines(tmp_path / "unnamed.jsonl", [row(0, 2)]), bilingual)
+    with pytest.raises(ValueError, match=r"source of an utterance must be one of rnnt, ctc.*not"):
+        unnamed.with_experts(named.number_of)

@@ -14,7 +14,6 @@ from effasr.interop.export_checks import refuse_experts
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.best_rq import BestRQConfig
 from effasr.model.cost import cost_model
-from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerEncoder
 from effasr.model.learning_cost import learning_cost
 from effasr.model.streaming_encoder import check_streamable
@@ -110,18 +109,22 @@ def test_the_losses_of_routers_are_a_mean_for_each_target(
     assert not any(getattr(stack, "router_losses", ()) for stack in model.children())
 
 
-def test_steps_of_decoding_are_the_forward(tiny_config: ModelConfig, speech: Batch) -> None:
-    model = ASRModel(_with(tiny_config, NAMED, LEARNED), VOCABULARY).eval()
+@pytest.mark.parametrize("experts", [NAMED, LEARNED], ids=["named", "learned"])
+@pytest.mark.parametrize("read", [0, 1])
+def test_steps_of_decoding_are_the_forward(
+    read: int, experts: ExpertsConfig, tiny_config: ModelConfig, speech: Batch
+) -> None:
+    model = ASRModel(_with(tiny_config, NAMED, experts), VOCABULARY).eval()
     assert model.decoder is not None
     with torch.no_grad():
         encoded = model.encode(speech)
         if model.projection is not None:
             encoded = encoded.with_values(model.projection(encoded.values))
         hidden, _ = model.decoder(speech.tokens, encoded)
-        state = model.decoder.start(encoded, 3)
         expected = speech.tokens.with_values(hidden).unpack()
         tokens = speech.tokens.unpack()
-        for position in range(2):
+        state = model.decoder.start(encoded, 3, [x[:read].tolist() for x in tokens])
+        for position in range(read, 2):
             step = model.decoder.step(torch.stack([x[position] for x in tokens]), state)
             torch.testing.assert_close(step, torch.stack([x[position] for x in expected]))
 
@@ -146,8 +149,12 @@ def test_weights_are_saved_decayed_and_copied_like_others(tiny_config: ModelConf
 
 def test_a_part_that_cannot_have_experts_says_so(tiny_config: ModelConfig) -> None:
     config = _with(tiny_config, NAMED, None)
-    with pytest.raises(ValueError, match=r"`experts.route` must be learned in a decoder.*task"):
-        DecoderConfig(width=16, heads=2, experts=NAMED)
+    other = replace(NAMED, names=("translate", "transcribe"))
+    message = r"`decoder\.experts\.names` must be \('transcribe'.*that of `encoder\.experts`.*late'"
+    with pytest.raises(ValueError, match=message):
+        _with(tiny_config, NAMED, other)
+    with pytest.raises(ValueError, match=r"`decoder\.experts\.route` must be task, .*is language"):
+        _with(tiny_config, NAMED, replace(NAMED, route="language"))
     with pytest.raises(ValueError, match=r"cannot be exported.*NeMo has no encoder\.experts"):
         refuse_experts(config, "NeMo")
     refuse_experts(tiny_config, "NeMo")

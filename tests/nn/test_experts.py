@@ -21,7 +21,7 @@ from effasr_kernels import PackedLayout
 
 WIDTH, HIDDEN = 6, 10
 LENGTHS = (4, 0, 3, 5)
-NAMED = ExpertsConfig(count=3, route="source", names=("a", "b", "c"))
+NAMED = ExpertsConfig(count=3, route="language", names=("a", "b", "c"))
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_names_choose_the_network_of_an_utterance(tail: int, bias: bool) -> None
         torch.testing.assert_close(y[begin:end], _dense(module, number)(x[begin:end]))
     assert not y[layout.total :].any()
     assert module.rows.tolist() == [3, 0, 9]
-    with pytest.raises(ValueError, match=r"`groups` must be given where the source of an utter"):
+    with pytest.raises(ValueError, match=r"`groups` must be given where the language of an utter"):
         module(x)
 
 
@@ -203,7 +203,7 @@ def test_joined_steps_are_the_separate_ones(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"route": "name"}, "`route` must be one of task, source, learned, but is 'name'"),
+        ({"route": "name"}, "`route` must be one of task, language, source, learned, but is 'n"),
         ({"count": 0}, "`count` must be at least 1, but is 0"),
         ({"count": 2, "top_k": 3}, "`top_k` must be in 1 to count = 2, but is 3"),
         ({"balance": -1.0}, "`balance` must be at least 0, but is -1.0"),
@@ -223,8 +223,13 @@ def test_a_configuration_says_what_is_wrong(options: dict, message: str) -> None
 
 def test_a_name_without_an_expert_is_an_error() -> None:
     assert NAMED.number_of(Prompt("b", "b")) == 1
-    with pytest.raises(ValueError, match=r"source of an utterance must be one of a, b, c.*'d'"):
+    with pytest.raises(ValueError, match=r"language of an utterance must be one of a, b, c.*'d'"):
         NAMED.number_of(Prompt("d", "d"))
     tasks = ExpertsConfig(count=2, route="task", names=("translate", "transcribe"))
     assert tasks.number_of(Prompt("d", "d")) == 1
     assert tasks.number_of(Prompt("d", "e", "translate")) == 0
+    sources = ExpertsConfig(count=2, route="source", names=("ctc", "rnnt"))
+    assert sources.number_of(Prompt("d", "d"), "rnnt") == 1
+    for given, message in (("d", "is 'd': use one of these"), (None, "not given: only lines")):
+        with pytest.raises(ValueError, match=f"source of an .* one of ctc, rnnt, .* {message}"):
+            sources.number_of(Prompt("d", "d"), given)

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from effasr.data.batch import Batch, StaticShape
-from effasr.data.collate import Example, collate
+from effasr.data.collate import Example, TextExample, collate, collate_text
+from effasr.model.asr import ASRModel
+from effasr.model.text_encoder import TextEncoderConfig
 from effasr.nn.experts.config import ExpertsConfig
+from effasr.nn.experts.feed_forward import ExpertFeedForward
 from effasr.nn.experts.use import ExpertUse
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
@@ -52,3 +55,22 @@ def test_the_loss_falls_and_experts_are_chosen_as_named(
     else:
         # Two utterances of equal length of each source in every batch.
         assert line == {"encoder_expert_shares": [0.5, 0.5]}
+
+
+def test_a_text_pair_trains_the_expert_of_its_source_alone(model_config) -> None:
+    text = TextEncoderConfig(layers=1, heads=2, feed_forward=32, experts=NAMED)
+    torch.manual_seed(0)
+    config = replace(model_config.decoder, experts=NAMED)
+    model = ASRModel(replace(model_config, text_encoder=text, decoder=config), 20).train()
+    for expert in range(2):
+        pairs = [TextExample(f"{n}", [5 + n, 9, 1], [2], [6 + n], expert) for n in range(3)]
+        model.zero_grad()
+        model(
+            collate_text(pairs, StaticShape(16, 16, 4), eos_id=1, pad_id=0)
+        ).cross_entropy.backward()
+        networks = [x for x in model.modules() if isinstance(x, ExpertFeedForward)]
+        assert len(networks) == 1 + config.layers
+        for parameter in (p for network in networks for p in network.parameters()):
+            assert parameter.grad is not None
+            assert parameter.grad[expert].any()
+            assert not parameter.grad[1 - expert].any()

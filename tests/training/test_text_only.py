@@ -22,6 +22,7 @@ from effasr.evaluation.text_pairs import evaluate_pairs
 from effasr.evaluation.wer import count_errors
 from effasr.model.cost import cost_model, text_cost_model
 from effasr.model.text_encoder import TextEncoderConfig
+from effasr.nn.experts.config import ExpertsConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training import build
@@ -237,6 +238,35 @@ def test_a_run_of_text_alone_validates_and_continues(make_text_alone, tmp_path) 
     assert (validated["set"], validated["utterances"], validated["failed"]) == ("pairs", 120, 0)
     loaded = load_model(resolve(tmp_path / "whole"))
     assert (loaded.prompt.source, loaded.prompt.target) == ("de", "en")
+
+
+def test_a_run_with_an_expert_for_each_source(
+    make_text_alone, pairs, model_config, tmp_path
+) -> None:
+    rows = [json.loads(line) for line in (pairs / "pairs.jsonl").read_text().splitlines()]
+    named = [row | {"source": ("ctc", "rnnt", "ctc")[n % 3]} for n, row in enumerate(rows)]
+    manifest = tmp_path / "named.jsonl"
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in named))
+    experts = ExpertsConfig(count=2, route="source", names=("rnnt", "ctc"))
+    decoder = replace(model_config.decoder, experts=experts)
+    text = replace(TEXT, experts=experts)
+    model = replace(model_config, text_encoder=text, decoder=decoder, ctc=False)
+    data = {"train": str(manifest), "validation": str(manifest)}
+    training = {"max_steps": 4, "log_every": 4, "validate_every": 4}
+    assert run(make_text_alone(model=model, data=data, training=training)) == 0
+    (line,) = read_lines(tmp_path / "run" / "metrics.jsonl")
+    for stack in ("text_encoder", "decoder"):
+        shares = line[f"{stack}_expert_shares"]
+        assert shares[0] == pytest.approx(1 / 3, abs=0.1)
+        assert sum(shares) == pytest.approx(1.0)
+    (validated,) = read_lines(tmp_path / "run" / "validation.jsonl")
+    assert (validated["utterances"], validated["failed"]) == (120, 0)
+    unnamed = make_text_alone(model=model, data={"train": str(manifest)}, name="unnamed")
+    # The first of the pairs to validate on that has no source.
+    with pytest.raises(
+        ValueError, match=r"pairs.jsonl:1: the source of an utterance must be .* not"
+    ):
+        run(unnamed)
 
 
 def test_an_epoch_of_text_alone_has_each_pair_once(make_text_alone, pairs) -> None:

@@ -11,13 +11,16 @@ import torch
 
 from effasr import checkpoint
 from effasr.cli.main import main
+from effasr.data.manifest.pairs import TextPair
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
+from effasr.evaluation.text_pairs import evaluate_pairs
 from effasr.model.asr import ASRModel
 from effasr.model.text_encoder import TextEncoderConfig
+from effasr.nn.experts.config import ExpertsConfig
 from effasr.transcription.results import Alternative, Failure, Segment, Transcription
 from effasr.transcription.second_pass.corrector import Corrector, joined_texts, retimed
-from effasr.transcription.second_pass.text_to_text import TextToText, Written
+from effasr.transcription.second_pass.text_to_text import TextToText, Written, source_of
 from effasr.transcription.word_timestamps import Word
 from effasr_kernels import PackedLayout, PackedSequence
 
@@ -40,6 +43,9 @@ class Scripted:
     def __init__(self, tokenizer, table: dict[str, Written]) -> None:
         self.tokenizer, self.table = tokenizer, table
         self.calls: list[list[tuple[str, Prompt]]] = []
+
+    def check(self, prompt, source=None):
+        self.tokenizer.prompt(prompt)
 
     def write(self, asked, others=None):
         self.calls.append(list(asked))
@@ -164,11 +170,54 @@ def _packed(values: torch.Tensor) -> PackedSequence:
     return PackedSequence(values, PackedLayout.from_lengths([len(values)]))
 
 
+def test_a_source_chooses_its_experts(corrector, tokenizer) -> None:
+    named = ExpertsConfig(count=2, route="source", names=("ctc", "rnnt"))
+    config = replace(
+        corrector.config, text_encoder=replace(corrector.config.text_encoder, experts=named)
+    )
+    torch.manual_seed(1)
+    model = ASRModel(config, tokenizer.vocab_size).eval()
+    asked = [("one two | two", Prompt()), ("three", Prompt())]
+    others = ["one", "six"]
+    by_source = {}
+    for source in named.names:
+        writer = TextToText(model, tokenizer, source=source)
+        by_source[source] = writer.write(asked, others)
+        assert writer.write(asked[:1], others[:1])[0].gain == pytest.approx(
+            by_source[source][0].gain, abs=1e-4
+        )
+    mixed = TextToText(model, tokenizer).write(asked, others, sources=["rnnt", "ctc"])
+    for one, source, number in zip(mixed, ("rnnt", "ctc"), (0, 1), strict=True):
+        assert one.gain == pytest.approx(by_source[source][number].gain, abs=1e-4)
+    assert abs(by_source["ctc"][0].gain - by_source["rnnt"][0].gain) > 1e-2
+
+    assert source_of(config, "rnnt") == "rnnt"
+    only = replace(named, count=1, names=("ctc",))
+    single = replace(config, text_encoder=replace(config.text_encoder, experts=only))
+    assert source_of(single, None) == "ctc"
+    assert source_of(corrector.config, None) is None
+    for given in (None, "llm"):
+        message = f"`corrector_source` must be one of ctc, rnnt, but is {given!r}"
+        with pytest.raises(ValueError, match=message):
+            source_of(config, given)
+    with pytest.raises(ValueError, match="`corrector_source` must be left out for a corrector wit"):
+        source_of(corrector.config, "ctc")
+    pair = TextPair("p", "pairs:1", "one | two", "one", Prompt(), "llm")
+    found = evaluate_pairs(model, tokenizer, [pair, replace(pair, source_name="ctc")])
+    assert [one.reason for one in found.failures] == [
+        "the source of an utterance must be one of ctc, rnnt, which `experts.names` lists, but is "
+        "'llm': use one of these, or train an expert for it."
+    ]
+    assert len(found.utterances) == 1
+
+
 def test_configurations_that_make_no_sense_are_refused(tmp_path, model, tokenizer) -> None:
     with pytest.raises(ValueError, match="`nbest` must be at least 2 with `corrector`"):
         DecodingConfig(corrector=tmp_path)
     with pytest.raises(ValueError, match="`corrector_margin` must be left out"):
         DecodingConfig(corrector_margin=0.5)
+    with pytest.raises(ValueError, match="`corrector_source` must be left out where there is no"):
+        DecodingConfig(corrector_source="ctc")
     with pytest.raises(ValueError, match="`confidence` must be false with `corrector`"):
         DecodingConfig(corrector=tmp_path, beam=2, nbest=2, confidence=True)
     with pytest.raises(ValueError, match="`corrector_margin` must be at least 0"):
@@ -219,6 +268,8 @@ def test_commands_correct(
     assert main([*tune, "--output", str(tmp_path / "tuned.yaml")]) == 0
     assert "corrector_margin" in capsys.readouterr().out
     assert f"corrector: {tmp_path / 'corrector'}" in (tmp_path / "tuned.yaml").read_text()
+    assert main([*asked, "--corrector-source", "ctc"]) == 2
+    assert "`corrector_source` must be left out for a corrector" in capsys.readouterr().err
 
     assert main([*asked, "--corrector", str(tmp_path / "model")]) == 2
     assert "`corrector` must be a run of a model with a text encoder" in capsys.readouterr().err

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from effasr.data.audio.augmentation.config import AudioAugmentationConfig
 from effasr.data.audio.waveform import AudioSegment
 from effasr.data.batch import Batch, StaticShape
-from effasr.data.collate import TextExample, collate_text
+from effasr.data.collate import TextExample
 from effasr.data.config import DataConfig
 from effasr.data.filters.config import FilterConfig
 from effasr.data.filters.rules import Dropped
@@ -83,6 +83,10 @@ class PairCorpus:
 
     def __len__(self) -> int:
         return len(self.pairs)
+
+    def with_experts(self, number: Callable[[Prompt, str | None], int]) -> PairCorpus:
+        """Return the same pairs, with the expert of each; see `TextCorpus.with_experts`."""
+        return replace(self, pairs=self.pairs.with_experts(number))
 
     @property
     def lengths(self) -> UtteranceLengths:
@@ -183,9 +187,11 @@ class PairCorpus:
     def collate(
         self, examples: Sequence[TextExample], shape: StaticShape | None, *, padded: bool = False
     ) -> Batch:
-        """Pack pairs on the CPU; see `collate_text`. Other strategies than packed are refused."""
-        eos_id, pad_id = self.pairs.eos_id, self.pairs.pad_id
-        return collate_text(examples, shape or self.shape, eos_id=eos_id, pad_id=pad_id)
+        """Pack pairs on the CPU; see `TextCorpus.collate`.
+
+        Other strategies than packed are refused.
+        """
+        return self.pairs.collate(examples, shape or self.shape)
 
 
 def _check(config: DataConfig) -> None:

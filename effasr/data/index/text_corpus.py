@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,8 +62,8 @@ class TextCorpus:
     _read: Ragged
     _written: Ragged
     _prompt_lengths: np.ndarray
-    _prompts: tuple[Prompt, ...]
-    _prompt_ids: np.ndarray
+    _requests: tuple[tuple[Prompt, str | None], ...]
+    _request_ids: np.ndarray
     _experts: np.ndarray | None = None
 
     @classmethod
@@ -117,14 +118,22 @@ class TextCorpus:
 
     def batch(self, indices: np.ndarray) -> Batch:
         """Pack pairs, int (m,), into a text-only batch of the static shape, on the CPU."""
-        examples = [self.example(index) for index in indices.tolist()]
-        batch = collate_text(examples, self.shape, eos_id=self.eos_id, pad_id=self.pad_id)
+        return self.collate([self.example(index) for index in indices.tolist()], self.shape)
+
+    def collate(self, examples: Sequence[TextExample], shape: StaticShape) -> Batch:
+        """Pack pairs on the CPU; see `effasr.data.collate.collate_text`."""
+        batch = collate_text(examples, shape, eos_id=self.eos_id, pad_id=self.pad_id)
         return batch if self._experts is None else with_experts(batch)
 
-    def with_experts(self, number: Callable[[Prompt], int]) -> TextCorpus:
-        """Return the same pairs, with the expert of each; see `Corpus.with_experts`."""
-        by_prompt = np.array([number(prompt) for prompt in self._prompts], dtype=np.int64)
-        return replace(self, _experts=by_prompt[self._prompt_ids])
+    def with_experts(self, number: Callable[[Prompt, str | None], int]) -> TextCorpus:
+        """Return the same pairs, with the expert of each.
+
+        Args:
+            number: Returns the number of the expert for the prompt of a pair and the name of what
+                it comes from, which may be None.
+        """
+        by_request = np.array([number(*request) for request in self._requests], dtype=np.int64)
+        return replace(self, _experts=by_request[self._request_ids])
 
     def plan(self, epoch: int, *, steps: int, micro_batches: int, seed: int) -> EpochPlan:
         """Plan the text-only micro-batches that go with an epoch of speech.
@@ -185,8 +194,8 @@ class _TextIndexBuilder:
         self.ids, self.read, self.written = (RaggedBuilder(code) for code in "Bii")
         self.prompt_lengths = array("i")
         self.sources = array("H")
-        self.prompts: dict[Prompt, int] = {}
-        self.prompt_ids = array("i")
+        self.requests: dict[tuple[Prompt, str | None], int] = {}
+        self.request_ids = array("i")
 
     def add(self, pair: TextPair, source: int) -> None:
         """Add a pair, or record why it was dropped."""
@@ -200,16 +209,24 @@ class _TextIndexBuilder:
         self.written.append(prompt + text)
         self.prompt_lengths.append(len(prompt))
         self.sources.append(source)
-        self.prompt_ids.append(self.prompts.setdefault(pair.prompt, len(self.prompts)))
+        request = pair.prompt, pair.source_name
+        self.request_ids.append(self.requests.setdefault(request, len(self.requests)))
 
     def corpus(self, mix: MixConfig, max_sequences: int | None) -> TextCorpus:
         """Return the corpus; of its two budgets, one that is None fills along with the other."""
         texts, sources = (self.written.build(), self.read.build()), to_numpy(self.sources)
-        prompts, ids = tuple(self.prompts), to_numpy(self.prompt_ids)
+        requests, ids = tuple(self.requests), to_numpy(self.request_ids)
+        prompts: Counter[Prompt] = Counter()
+        for (prompt, _), count in zip(requests, np.bincount(ids).tolist(), strict=True):
+            prompts[prompt] += count
         written, read = (text.lengths.astype(np.int32) for text in texts)
         digest = hashlib.sha256()
         for values in (read, written, sources, *(text.values for text in texts)):
             digest.update(np.ascontiguousarray(values).data)
+        names = [name for _, name in requests]
+        if any(names):
+            # They choose experts.
+            digest.update(repr([names[index] for index in ids.tolist()]).encode())
         # What fills along with the other budget, and at least the longest pair's.
         rows, tokens = self.row_budget, self.token_budget
         if rows is None:
@@ -232,15 +249,15 @@ class _TextIndexBuilder:
             sources=sources,
             mixture=Mixture.of(mix, sources, read, unit="tokens"),
             fingerprint=digest.hexdigest(),
-            prompt=prompts[int(np.bincount(ids).argmax())],
+            prompt=prompts.most_common(1)[0][0],
             eos_id=self.tokenizer.eos_id,
             pad_id=self.tokenizer.pad_id,
             _ids=self.ids.build(),
             _read=texts[1],
             _written=texts[0],
             _prompt_lengths=to_numpy(self.prompt_lengths),
-            _prompts=prompts,
-            _prompt_ids=ids,
+            _requests=requests,
+            _request_ids=ids,
         )
 
     def _tokenize(self, pair: TextPair) -> tuple[list[int], list[int], list[int]]:

@@ -17,6 +17,7 @@ from effasr.decoding.continuous_batching.cuda_graph import Capture, Readback, St
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.suppression import Suppression
 from effasr.model.asr import ASRModel
+from effasr.model.encoder_output import EncoderOutput, expert_of
 from effasr.nn.cache.contiguous import GROUP
 from effasr.nn.cache.decoder_state import KEPT_SHARE
 from effasr_kernels import PackedSequence
@@ -74,6 +75,8 @@ class Utterance:
 class _Waiting:
     utterance: Utterance
     speech: Tensor
+    expert: Tensor | None
+    """int64 (1,), where names choose the decoder's experts."""
 
 
 class Engine:
@@ -183,6 +186,7 @@ class Engine:
         with self._computing():
             speech = self._model.projected(encoded).values
         lengths, starts = encoded.layout.lengths, encoded.layout.cu_seqlens_host
+        expert = expert_of(encoded)
         for one, frames in zip(utterances, lengths, strict=False):
             if not one.prompt or one.room > self._max_tokens:
                 raise ValueError(
@@ -195,7 +199,11 @@ class Engine:
                     f"into the pages, but one has {frames}, and reads {one.room} tokens."
                 )
         waiting = [
-            _Waiting(one, speech[starts[number] : starts[number] + lengths[number]])
+            _Waiting(
+                one,
+                speech[starts[number] : starts[number] + lengths[number]],
+                None if expert is None else expert[number : number + 1],
+            )
             for number, one in enumerate(utterances)
         ]
         self._waiting.extend(sorted(waiting, key=lambda one: -len(one.speech)))
@@ -287,11 +295,13 @@ class Engine:
         layout = sizes.layout([len(one.speech) for one in chosen])
         tail = chosen[0].speech.new_zeros(layout.rows - layout.total, chosen[0].speech.shape[1])
         speech = torch.cat([*(one.speech for one in chosen), tail])
+        named = [one.expert for one in chosen if one.expert is not None]
+        expert = torch.cat(named) if named else None
         with self._within("decode.admit"):
             self._decoder.admit(
                 self._state,
                 rows,
-                PackedSequence(speech, layout),
+                EncoderOutput(speech, layout, expert),
                 [one.prompt[:-1] for one in utterances],
                 [one.room for one in utterances],
             )

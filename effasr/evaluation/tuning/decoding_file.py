@@ -21,7 +21,7 @@ DECODING_FILE = "decoding.yaml"
 _WEIGHTS = {
     "lm": ("lm_unit", "lm_weight"),
     "second_lm": ("second_lm_weight", "second_word_bonus"),
-    "corrector": ("corrector_margin",),
+    "corrector": ("corrector_margin", "corrector_source"),
 }
 """What holds for one language model or corrector alone."""
 
@@ -44,6 +44,7 @@ class _Stored:
     second_word_bonus: float | None = None
     corrector: str | None = None
     corrector_margin: float | None = None
+    corrector_source: str | None = None
 
 
 def read_decoding(path: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class DecoderState:
         self._frames = [0] * sequences
         self._positions = torch.zeros(sequences, dtype=torch.int64, device=sizes.device)
         self._going = torch.zeros_like(self._positions)
+        self._expert = torch.zeros_like(self._positions)
         self.self_cache: ContiguousCache | PagedCache
         self.cross_cache: ContiguousCache | PagedCache
         if paged:
@@ -116,6 +117,11 @@ class DecoderState:
         """int64 (N K,), 1 for active rows, 0 for idle ones, which do not advance."""
         return self._going[: self.num_rows]
 
+    @property
+    def expert(self) -> Tensor:
+        """Number of the expert of each row, int64 (N K,); 0 where no names choose it."""
+        return self._expert[: self.num_rows]
+
     def fits(self, tokens: Sequence[int], frames: Sequence[int], *, empty: bool = False) -> bool:
         """Return whether these sequences get pages: now, or with ``empty`` in empty caches."""
         return all(
@@ -131,6 +137,7 @@ class DecoderState:
         tokens: Sequence[int],
         keys_values: Iterable[Sequence[KeysValues]],
         read: Sequence[int] | None = None,
+        expert: Tensor | None = None,
     ) -> None:
         """Start sequences, in place of what these rows held.
 
@@ -142,6 +149,7 @@ class DecoderState:
                 (sum of the frames, H, D) each, and then, where any token has been read, those of
                 the tokens.
             read: Tokens that each has read; none by default.
+            expert: int64 (rows,), the expert of each; None where no names choose it.
         """
         read = [0] * len(rows) if read is None else read
         if isinstance(self.self_cache, PagedCache):
@@ -158,19 +166,21 @@ class DecoderState:
             self._frames[row] = length
         self._look_at_speech()
         self._set(rows, read, going=1)
+        if expert is not None:
+            self._expert.index_copy_(0, self.sizes.integers(rows), expert)
 
     def admit_all(
         self,
         layout: PackedLayout,
         keys_values: Iterable[Sequence[KeysValues]],
         read: int = 0,
+        expert: Tensor | None = None,
     ) -> None:
         """Start all sequences together, with encoder output of this layout; see `admit`."""
         every = range(self.num_sequences)
         count = len(every)
-        self.admit(
-            every, layout.lengths, [self.max_tokens] * count, keys_values, read=[read] * count
-        )
+        tokens = [self.max_tokens] * count
+        self.admit(every, layout.lengths, tokens, keys_values, [read] * count, expert)
         self.length, self._together = read, True
 
     def release(self, rows: Sequence[int]) -> None:
@@ -237,6 +247,7 @@ class DecoderState:
             self.self_cache.reorder(rows.repeat_interleave(hypotheses))
         self._positions = self._positions.repeat_interleave(hypotheses)
         self._going = self._going.repeat_interleave(hypotheses)
+        self._expert = self._expert.repeat_interleave(hypotheses)
 
     def reorder(self, rows: Tensor) -> None:
         """Continue each hypothesis from another one of its sequence: int64 (``num_rows``,)."""
@@ -267,6 +278,7 @@ class DecoderState:
         index = self.sizes.integers(rows)
         self._positions[: len(rows)] = self._positions[index]
         self._going[: len(rows)] = self._going[index]
+        self._expert[: len(rows)] = self._expert[index]
         self._frames = [self._frames[sequence] for sequence in indices]
         self._look_at_speech()
 

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from effasr.data.prompt import Prompt
 
-Route = Literal["task", "source", "learned"]
+Route = Literal["task", "language", "source", "learned"]
 _ROUTES = get_args(Route)
 
 
@@ -21,9 +21,10 @@ class ExpertsConfig:
     Attributes:
         count: Number of experts.
         route: How a row chooses. ``task``: all rows of an utterance use the expert that bears the
-            name of its task, transcribe or translate; ``source``: that of its source language.
-            ``learned``: a router of each network chooses for each row by its content.
-        names: For ``task`` and ``source``: the name of each expert, in order, such as ``de``.
+            name of its task, transcribe or translate; ``language``: that of its source language;
+            ``source``: that of what a text pair comes from, as its manifest line says in the field
+            ``source``. ``learned``: a router of each network chooses for each row by its content.
+        names: Unless ``learned``: the name of each expert, in order, such as ``de``.
         top_k: For ``learned``: experts of a row. With 1 the expert's output is multiplied by its
             probability (Switch Transformer); with more they are added with their probabilities,
             normalized to 1.
@@ -71,19 +72,30 @@ class ExpertsConfig:
         """Whether a router chooses."""
         return self.route == "learned"
 
-    def number_of(self, prompt: Prompt) -> int:
-        """Return the number of the expert that an utterance's prompt names.
+    def number_of(self, prompt: Prompt, source: str | None = None) -> int:
+        """Return the number of the expert that is named for an utterance or a text pair.
+
+        Args:
+            prompt: Its languages and task.
+            source: What a text pair comes from; None for speech, and where a line does not say it.
 
         Raises:
-            ValueError: No expert has the name of its task, or of its source language.
+            ValueError: No expert has the name of its task, language or source.
         """
-        name = getattr(prompt, self.route)
-        if name not in self.names:
+        names = {"task": prompt.task, "language": prompt.source, "source": source}
+        name = names[self.route]
+        if name in self.names:
+            return self.names.index(name)
+        listed = f"one of {', '.join(self.names)}, which `experts.names` lists"
+        if name is None:
             raise ValueError(
-                f"the {self.route} of an utterance must be one of {', '.join(self.names)}, which "
-                f"`experts.names` lists, but is {name!r}."
+                f"the source of an utterance must be {listed}, but is not given: only lines of "
+                "text pairs have a `source`. The route language chooses by `source_lang`."
             )
-        return self.names.index(name)
+        raise ValueError(
+            f"the {self.route} of an utterance must be {listed}, but is {name!r}: use one of "
+            "these, or train an expert for it."
+        )
 
 
 def experts_of(stack: object) -> ExpertsConfig | None:

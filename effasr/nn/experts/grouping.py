@@ -68,18 +68,12 @@ class Groups:
         return self.layout.cu_seqlens.diff()
 
 
-def named_groups(
-    config: ExpertsConfig | None, expert: Tensor | None, layout: PackedLayout
-) -> Groups | None:
-    """Return the groups of a stack's rows, which all of its layers share.
+def named_expert(config: ExpertsConfig | None, expert: Tensor | None) -> Tensor | None:
+    """Return the expert of each sequence, int64 (N,), where names choose it; else None.
 
     Args:
         config: Experts of the stack; None for none.
         expert: int64 (N,), the expert of each sequence; None if the batch names none.
-        layout: The sequences.
-
-    Returns:
-        The groups; None without experts, or where a router chooses them.
 
     Raises:
         ValueError: Names choose the experts, but ``expert`` is None.
@@ -91,7 +85,29 @@ def named_groups(
             f"`expert` must be given for each utterance where its {config.route} chooses the "
             f"expert ({', '.join(config.names)}), but the batch names none: see `Batch.expert`."
         )
-    return Groups.of_sequences(expert, layout, config.count)
+    return expert
+
+
+def named_groups(
+    config: ExpertsConfig | None, expert: Tensor | None, layout: PackedLayout
+) -> Groups | None:
+    """Return the groups of a stack's rows, which all of its layers share.
+
+    Args:
+        config: Experts of the stack; None for none.
+        expert: As in `named_expert`.
+        layout: The sequences.
+
+    Returns:
+        The groups; None without experts, or where a router chooses them.
+
+    Raises:
+        ValueError: Names choose the experts, but ``expert`` is None.
+    """
+    found = named_expert(config, expert)
+    if config is None or found is None:
+        return None
+    return Groups.of_sequences(found, layout, config.count)
 
 
 class _Permute(Function):

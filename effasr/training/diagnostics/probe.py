@@ -15,7 +15,6 @@ from effasr.data.manifest.reader import request
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel
-from effasr.nn.experts.config import named_experts_of
 from effasr.nn.parameters.evaluating import evaluating
 from effasr.training.diagnostics.probe_sums import ProbeSums
 from effasr_kernels import PackedSequence, linear_cross_entropy, pack
@@ -116,7 +115,7 @@ class Probe:
             return None
         if positions is not None and len(prompt) + len(text) > positions:
             return None
-        named = named_experts_of(config.encoder)
+        named = config.named_experts()
         expert = None if named is None else named.number_of(wanted)
         return Example(cut.id, audio, prompt, text, wanted.monotonic, expert=expert)
 

@@ -8,7 +8,6 @@ from difflib import SequenceMatcher
 from itertools import islice
 
 from effasr.data.prompt import Prompt
-from effasr.data.tokenizer.base import UnknownLanguageError
 from effasr.model.checks import check
 from effasr.transcription.results import (
     Alternative,
@@ -65,7 +64,8 @@ class Corrector:
     def results(self, results: Iterable[Result]) -> Iterator[Result]:
         """Correct recordings, in order; failures stay as they are.
 
-        A recording in a language that the corrector does not know becomes a failure.
+        A recording in a language that the corrector does not know, or has no expert for, becomes a
+        failure.
         """
         coming = iter(results)
         while group := list(islice(coming, _RECORDINGS)):
@@ -100,8 +100,8 @@ class Corrector:
     def _checked(self, result: Result) -> Result:
         if isinstance(result, Transcription):
             try:
-                self._writer.tokenizer.prompt(text_prompt(result.prompt))
-            except UnknownLanguageError as error:
+                self._writer.check(text_prompt(result.prompt))
+            except ValueError as error:
                 return Failure(result.id, f"the corrector cannot write it: {error}")
         return result
 

@@ -14,7 +14,7 @@ from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decoded import Decoded, with_scores
 from effasr.decoding.greedy import check_config, decode
-from effasr.model.asr import ASRModel
+from effasr.model.asr import ASRModel, ModelConfig
 from effasr.model.checks import check
 from effasr.nn.parameters.evaluating import evaluating
 from effasr.transcription.batching import plan_batches
@@ -37,6 +37,31 @@ class Written:
     gain: float | None = None
 
 
+def source_of(config: ModelConfig, given: str | None) -> str | None:
+    """Return the source whose experts a corrector uses: what is given, or the only one.
+
+    Args:
+        config: The corrector's.
+        given: Name of the source; None if none is given.
+
+    Returns:
+        The name; None for a corrector without an expert for each source.
+
+    Raises:
+        ValueError: There is no expert for it, or none is given where there are several.
+    """
+    experts = config.named_experts(text=True)
+    if experts is None or experts.route != "source":
+        rule = "be left out for a corrector without an expert for each source"
+        check(given is None, "corrector_source", rule, repr(given))
+        return None
+    if given is None and experts.count == 1:
+        return experts.names[0]
+    rule, remedy = f"be one of {', '.join(experts.names)}", "the corrector has an expert for each"
+    check(given in experts.names, "corrector_source", rule, repr(given), remedy)
+    return given
+
+
 class TextToText:
     """Writes texts from texts, such as translations, in packed batches on the model's device.
 
@@ -45,13 +70,20 @@ class TextToText:
         tokenizer: Its tokenizer.
         config: The search, of the attention decoder alone; ``frame_budget`` is the tokens that the
             text encoder reads in a batch. The default configuration by default.
+        source: What the texts come from, for a model with an expert for each source; see
+            `source_of`. None where there are none, or where `write` is given the sources.
 
     Raises:
         ValueError: The model has no text encoder, or an option is one of speech.
     """
 
     def __init__(
-        self, model: ASRModel, tokenizer: Tokenizer, config: DecodingConfig | None = None
+        self,
+        model: ASRModel,
+        tokenizer: Tokenizer,
+        config: DecodingConfig | None = None,
+        *,
+        source: str | None = None,
     ) -> None:
         given = model.config.text_encoder is not None
         check(given, "model.text_encoder", "be given to read texts", None)
@@ -60,30 +92,52 @@ class TextToText:
         for name in ("ctc_weight", "words", "word_confidence", "score_parts", "second_lm"):
             value = getattr(config, name)
             check(not value, name, "be left out to read texts, which have no audio", value)
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.source = model, tokenizer, source
+        self._experts = model.config.named_experts(text=True)
         self.config = replace(config, nbest=None, confidence=True)
 
+    def check(self, prompt: Prompt, source: str | None = None) -> None:
+        """Check that the model can write what a prompt asks for.
+
+        Args:
+            prompt: Languages and task.
+            source: What the text to read comes from; by default ``self.source``.
+
+        Raises:
+            UnknownLanguageError: The tokenizer does not know a language.
+            ValueError: There is no expert for it.
+        """
+        self.tokenizer.prompt(prompt)
+        self._expert(prompt, source)
+
     def write(
-        self, asked: Sequence[tuple[str, Prompt]], others: Sequence[str] | None = None
+        self,
+        asked: Sequence[tuple[str, Prompt]],
+        others: Sequence[str] | None = None,
+        *,
+        sources: Sequence[str | None] | None = None,
     ) -> list[Written]:
         """Write a text for each source text and prompt; the order does not matter.
 
         Args:
             asked: Texts to read, and the languages.
             others: Another text for each, whose log-probability is compared.
+            sources: What each text comes from; by default ``self.source``.
 
         Raises:
             UnknownLanguageError: The tokenizer does not know a language.
-            ValueError: A prompt leaves no room for a text.
+            ValueError: A prompt leaves no room for a text, or there is no expert for it.
         """
+        sources = [None] * len(asked) if sources is None else sources
         examples = [
             TextExample(
                 str(number),
-                [*self.tokenizer.encode(source, prompt.source), self.tokenizer.eos_id],
+                [*self.tokenizer.encode(text, prompt.source), self.tokenizer.eos_id],
                 self.tokenizer.prompt(prompt),
                 [],
+                self._expert(prompt, source),
             )
-            for number, (source, prompt) in enumerate(asked)
+            for number, ((text, prompt), source) in enumerate(zip(asked, sources, strict=True))
         ]
         targets = None
         if others is not None:
@@ -100,6 +154,12 @@ class TextToText:
                 found = self._batch(group, compared, same)
                 written.update(zip(members, found, strict=True))
         return [written[index] for index in range(len(examples))]
+
+    def _expert(self, prompt: Prompt, source: str | None) -> int | None:
+        """Return the number of the expert for a text; None where no name chooses it."""
+        if self._experts is None:
+            return None
+        return self._experts.number_of(prompt, self.source if source is None else source)
 
     def _batch(
         self,

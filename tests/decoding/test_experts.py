@@ -1,0 +1,104 @@
+"""Searches with a decoder whose experts are named: each utterance keeps its own throughout."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from effasr.data.collate import Example
+from effasr.data.prompt import Prompt
+from effasr.decoding.greedy import attention_greedy
+from effasr.model.asr import ASRModel
+from effasr.nn.experts.config import ExpertsConfig
+from tests.decoding.cases import (
+    assert_independent_of_batch,
+    batch_of,
+    decode_all,
+    make_examples,
+)
+
+NAMED = ExpertsConfig(count=2, route="language", names=("en", "de"))
+SEARCHES: list[dict] = [
+    {},
+    {"beam": 2, "length_penalty": 2.0},
+    {"beam": 4, "length_penalty": 1.0, "ctc_weight": 0.3},
+]
+IDS = ["greedy", "beam", "joint"]
+
+
+@pytest.fixture(scope="module")
+def dense(model) -> list[ASRModel]:
+    """The model, and another one whose decoder has other feed-forward networks."""
+    other = ASRModel(model.config, model.vocab_size).eval()
+    draw = torch.Generator().manual_seed(1)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, value in state.items():
+        if ".mlp." in name:
+            value.copy_(torch.randn(value.shape, generator=draw))
+    other.load_state_dict(state)
+    return [model, other]
+
+
+@pytest.fixture(scope="module")
+def experts(dense) -> ASRModel:
+    """The model whose experts are the networks of both."""
+    config = dense[0].config
+    model = ASRModel(
+        replace(config, decoder=replace(config.decoder, experts=NAMED)), dense[0].vocab_size
+    ).eval()
+    states = [one.state_dict() for one in dense]
+    model.load_state_dict(
+        {
+            name: torch.stack([own[name] for own in states]) if ".mlp." in name else value
+            for name, value in states[0].items()
+        }
+    )
+    return model
+
+
+@pytest.fixture(scope="module")
+def examples(tokenizer, noise) -> list[Example]:
+    prompts = [tokenizer.prompt(Prompt()), [*tokenizer.prompt(Prompt()), 7]]
+    made = make_examples(noise, prompts, monotonic=True)
+    return [replace(one, expert=(0, 1, 1)[n % 3]) for n, one in enumerate(made)]
+
+
+@pytest.mark.parametrize("options", SEARCHES, ids=IDS)
+def test_an_utterance_is_decoded_by_its_expert(
+    options: dict, experts: ASRModel, dense: Sequence[ASRModel], examples, tokenizer
+) -> None:
+    plain = [replace(one, expert=None) for one in examples]
+    found = assert_independent_of_batch(examples, experts, tokenizer, **options)
+    by_expert = [decode_all(plain, model, tokenizer, **options) for model in dense]
+    differ = 0
+    for number, example in enumerate(examples):
+        assert found[number].tokens == by_expert[example.expert][number].tokens
+        differ += by_expert[0][number].tokens != by_expert[1][number].tokens
+    assert differ > 3, "the test needs experts that matter"
+
+
+@pytest.mark.parametrize("options", SEARCHES[1:], ids=IDS[1:])
+def test_scores_of_a_search_are_those_of_the_whole_text(
+    options: dict, experts: ASRModel, examples, tokenizer
+) -> None:
+    found = decode_all(examples, experts, tokenizer, nbest=2, score_parts=True, **options)
+    share = options.get("ctc_weight", 0.0)
+    for hypothesis in (x for one in found for x in one.alternatives):
+        parts = hypothesis.parts
+        assert parts is not None
+        assert parts.ctc is not None
+        expected = (1 - share) * parts.own + (share * parts.ctc if share else 0.0)
+        assert hypothesis.score == pytest.approx(expected, abs=1e-3)
+
+
+def test_an_expert_stays_with_its_utterance_in_a_slot(experts, examples, tokenizer) -> None:
+    """Three slots for seven utterances."""
+    batch = batch_of(examples, tokenizer)
+    with torch.no_grad():
+        encoded = experts.encode(batch)
+    what = [example.prompt for example in examples], [20] * len(examples), tokenizer.eos_id
+    together = attention_greedy(experts, encoded, *what)
+    assert attention_greedy(experts, encoded, *what, slots=3) == together
+    with pytest.raises(ValueError, match=r"`expert` must be given .* language chooses .*en, de"):
+        decode_all([replace(one, expert=None) for one in examples], experts, tokenizer)
