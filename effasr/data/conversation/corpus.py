@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from effasr.data.conversation.tokenize import conversation_rows
 from effasr.data.features.frame_geometry import FASTCONFORMER, SAMPLE_RATE, Framing
 from effasr.data.filters.config import FilterConfig, TooManyDropped, check_share
 from effasr.data.filters.rules import Dropped, Reason, Unfit
+from effasr.data.index.base_corpus import BaseCorpus
 from effasr.data.index.columns import (
     AudioColumns,
     AudioColumnsBuilder,
@@ -38,18 +39,21 @@ from effasr.data.index.columns import (
     encode,
     to_numpy,
 )
-from effasr.data.mixture_summary import Mixture, MixtureSummary
+from effasr.data.mixture_summary import Mixture
 from effasr.data.prompt import Prompt
-from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
+from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.sampling.population import Population
 from effasr.data.tokenizer.chat import ChatTokenizer
+
+if TYPE_CHECKING:
+    from effasr.data.index.text_corpus import TextCorpus
 
 _SHORTEST = 8
 """Rows of a very short conversation, for the number of sequences of a batch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ConversationCorpus:
+class ConversationCorpus(BaseCorpus):
     """Conversations that can be trained on; made by `ConversationCorpus.load`.
 
     It serves the loader and the trainer as `effasr.data.index.corpus.Corpus` does.
@@ -91,7 +95,7 @@ class ConversationCorpus:
     _clip_ends: np.ndarray
     """int64 (n + 1,); conversation i has the clips from ``_clip_ends[i]`` to the next."""
     prompt: Prompt = field(default_factory=Prompt)
-    text: None = None
+    text: TextCorpus | None = None
 
     @classmethod
     def load(
@@ -136,38 +140,9 @@ class ConversationCorpus:
             corpus.mixture.check(sources)
         return corpus
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
     def populations(self, seed: int) -> Population | None:
         """Return the function that draws an epoch's members; None if an epoch has each once."""
         return populations(self.mixture, self.lengths, self.sources, seed=seed)
-
-    def steps(self, micro_batches: int) -> int:
-        """Return the approximate global steps of an epoch."""
-        members = slice(None) if (draw := self.populations(seed=0)) is None else draw(0)
-        frames = int(self.lengths.frames[members].sum(dtype=np.int64)) / self.shape.frame_budget
-        tokens = int(self.lengths.tokens[members].sum(dtype=np.int64)) / self.shape.token_budget
-        return max(1, round(max(frames, tokens) / micro_batches))
-
-    def summaries(
-        self, plan: EpochPlan, text_plan: EpochPlan | None = None
-    ) -> list[MixtureSummary]:
-        """Return the shares that a plan gives the sources; empty without a mixture."""
-        if self.mixture is None:
-            return []
-        drawn = self.mixture.count(self.sources, self.amounts, plan.indices)
-        return [self.mixture.summary(drawn)]
-
-    @property
-    def speakers(self) -> int:
-        """Number of named speakers: 0, as conversations name none."""
-        return 0
-
-    @property
-    def monotonic(self) -> np.ndarray:
-        """Whether a text follows the speech word by word, bool (n,): not known, so False."""
-        return np.zeros(len(self), dtype=bool)
 
     @property
     def text_lengths(self) -> np.ndarray:
@@ -179,10 +154,6 @@ class ConversationCorpus:
         values = self._rows.values
         ids = np.where(values < 0, ~values, values)
         return np.unique(ids[(ids >= 0) & (ids < vocab_size)])
-
-    def transcripts(self, limit: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield nothing: there are no transcripts for CTC."""
-        return iter(())
 
     def clips(self, index: int) -> list[AudioSegment]:
         """Return the speech of a conversation, in order."""

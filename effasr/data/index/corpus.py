@@ -21,16 +21,16 @@ from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import FASTCONFORMER, SAMPLE_RATE, Framing
 from effasr.data.filters.config import TooManyDropped, check_share
 from effasr.data.filters.rules import Dropped, Reason, rate_outliers
+from effasr.data.index.base_corpus import BaseCorpus
 from effasr.data.index.columns import AudioColumns, Ragged
 from effasr.data.index.index_reader import Reader, build_table
 from effasr.data.index.label_room import with_label_room
 from effasr.data.index.utterance_table import UtteranceTable
 from effasr.data.manifest.cuts import audio_of
-from effasr.data.mixture_summary import Mixture, MixtureSummary
+from effasr.data.mixture_summary import Mixture
 from effasr.data.prompt import Prompt
 from effasr.data.sampling.packing import suggest_node_budget, suggest_token_budget
-from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
-from effasr.data.sampling.population import Population
+from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Corpus:
+class Corpus(BaseCorpus):
     """Utterances that can be trained on; made by `Corpus.load`.
 
     The data are flat arrays, which forked workers share; objects would be copied when their
@@ -51,6 +51,7 @@ class Corpus:
         dropped: Utterances of the manifests that were left out, with the reasons.
         seconds: Total duration of the utterances.
         samples: int32 (n,), duration of each utterance in samples at `SAMPLE_RATE`.
+        amounts: ``samples``, by which shares are measured.
         sources: uint16 (n,), the source of each utterance.
         mixture: Requested share of each source; None if an epoch has every utterance once and
             nothing is reported by source.
@@ -66,6 +67,7 @@ class Corpus:
     dropped: tuple[Dropped, ...]
     seconds: float
     samples: np.ndarray
+    amounts: np.ndarray
     sources: np.ndarray
     mixture: Mixture | None
     fingerprint: str
@@ -133,20 +135,6 @@ class Corpus:
             corpus.mixture.check(sources)
         return corpus
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def populations(self, seed: int) -> Population | None:
-        """Return the function that draws an epoch's utterances; None if an epoch has each once."""
-        if self.mixture is None:
-            return None
-        return self.mixture.populations(self.sources, self.samples, seed=seed)
-
-    @property
-    def amounts(self) -> np.ndarray:
-        """Samples of each utterance, by which shares are measured: int32 (n,)."""
-        return self.samples
-
     def collate(
         self, examples: Sequence[Example], shape: StaticShape | None, *, padded: bool = False
     ) -> Batch:
@@ -160,13 +148,6 @@ class Corpus:
             framing=self.shape.framing,
         )
         return batch if self._experts is None else with_experts(batch)
-
-    def steps(self, micro_batches: int) -> int:
-        """Return the approximate global steps of an epoch, from its frames and tokens."""
-        members = slice(None) if (draw := self.populations(seed=0)) is None else draw(0)
-        frames = int(self.lengths.frames[members].sum(dtype=np.int64)) / self.shape.frame_budget
-        tokens = int(self.lengths.tokens[members].sum(dtype=np.int64)) / self.shape.token_budget
-        return max(1, round(max(frames, tokens) / micro_batches))
 
     def with_text(self, text: TextCorpus) -> Corpus:
         """Return the same utterances with text pairs for text-only micro-batches."""
@@ -184,22 +165,6 @@ class Corpus:
         by_prompt = np.zeros(len(self._prompts), dtype=np.int64)
         by_prompt[used] = [number(self._prompts[index]) for index in used.tolist()]
         return replace(self, _experts=by_prompt[self._prompt_ids])
-
-    def summaries(
-        self, plan: EpochPlan, text_plan: EpochPlan | None = None
-    ) -> list[MixtureSummary]:
-        """Return the shares that a plan of speech, and one of text, give the sources.
-
-        The list is empty without a mixture.
-        """
-        if self.mixture is None:
-            return []
-        drawn = self.mixture.count(self.sources, self.samples, plan.indices)
-        summaries = [self.mixture.summary(drawn)]
-        if (text := self.text) is not None and text_plan is not None:
-            drawn = text.mixture.count(text.sources, text.lengths.frames, text_plan.indices)
-            summaries.append(text.mixture.summary(drawn))
-        return summaries
 
     @property
     def speakers(self) -> int:
@@ -349,6 +314,7 @@ class _Derivation:
             dropped=tuple(dropped),
             seconds=float(table.durations[kept].sum()),
             samples=samples,
+            amounts=samples,
             sources=sources,
             mixture=mixture,
             fingerprint=_fingerprint([lengths.frames, lengths.tokens], texts, others),
