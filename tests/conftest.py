@@ -7,7 +7,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from effasr_kernels.shared import cpu_linear
+from effasr_kernels.shared.cpu import linear as cpu_linear
 from tests.csrc.build import build, installed
 
 try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from effasr_kernels.shared.cpu_linear import linear
+from effasr_kernels.shared.cpu.linear import linear
 
 
 class Linear(nn.Linear):

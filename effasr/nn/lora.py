@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from effasr.nn.experts.feed_forward import GroupedLinear
 from effasr.nn.linear import whole_bias
 from effasr.nn.parameters.patterns import matching
-from effasr_kernels.shared.cpu_linear import linear
+from effasr_kernels.shared.cpu.linear import linear
 
 _PROJECTIONS = (
     *("qkv_proj", "q_proj", "kv_proj", "o_proj", "linear1", "linear2"),

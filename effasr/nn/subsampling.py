@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from effasr.data.features.log_mel import MelFrames
 from effasr.nn.linear import Linear
 from effasr_kernels import strided_depthwise, subsampling_stem
-from effasr_kernels.shared.cpu_linear import linear
+from effasr_kernels.shared.cpu.linear import linear
 
 
 class ConvSubsampling(nn.Module):

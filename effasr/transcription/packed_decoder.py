@@ -11,8 +11,8 @@ from effasr.nn.cache.decoder_state import DecoderState
 from effasr.nn.feed_forward import FeedForward
 from effasr.nn.linear import JoinedLinear, Linear, whole_bias
 from effasr.nn.lora import LoRALinear
-from effasr_kernels.shared import cpu_decoder
-from effasr_kernels.shared.cpu_decoder import Cache, DecoderWeights, Norm, PackedMatrix
+from effasr_kernels.shared.cpu import decoder as cpu_decoder
+from effasr_kernels.shared.cpu.decoder import Cache, DecoderWeights, Norm, PackedMatrix
 
 
 class PackedDecoder:

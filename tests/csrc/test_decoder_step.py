@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effasr_kernels.runtime import native
-from effasr_kernels.shared import cpu_decoder
-from effasr_kernels.shared.cpu_decoder import Cache, DecoderWeights, Layer, Norm, PackedMatrix
+from effasr_kernels.shared.cpu import decoder as cpu_decoder
+from effasr_kernels.shared.cpu.decoder import Cache, DecoderWeights, Layer, Norm, PackedMatrix
 
 pytestmark = pytest.mark.skipif(
     native.unsupported_reason() is not None, reason=str(native.unsupported_reason())

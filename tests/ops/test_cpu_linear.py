@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from effasr_kernels.shared import cpu_linear
-from effasr_kernels.shared.cpu_linear import linear, onednn_packed, onednn_product
+from effasr_kernels.shared.cpu import linear as cpu_linear
+from effasr_kernels.shared.cpu.linear import linear, onednn_packed, onednn_product
 from effasr_kernels.testing.tolerance import assert_no_worse
 
 pytestmark = pytest.mark.skipif(

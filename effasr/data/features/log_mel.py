@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
 from effasr.data.features.whisper_mel import ReflectedWindows, compressed, log_bands
 from effasr_kernels import PackedLayout, PackedSequence, audio_windows, normalize_features
-from effasr_kernels.shared.cpu_linear import has_onednn, onednn_packed, onednn_product
+from effasr_kernels.shared.cpu.linear import has_onednn, onednn_packed, onednn_product
 from effasr_kernels.shared.slots import row_positions, rows_of
 
 _LOG_GUARD = 2.0**-24

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from effasr.nn.experts.config import experts_of
-from effasr_kernels.shared.cpu_linear import linear
+from effasr_kernels.shared.cpu.linear import linear
 
 
 @dataclass(frozen=True, slots=True)

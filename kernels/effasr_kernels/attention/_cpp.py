@@ -11,7 +11,7 @@ from torch import Tensor
 
 from effasr_kernels.attention.definition import AttentionArguments
 from effasr_kernels.attention.position import angles, rotate
-from effasr_kernels.shared import cpu_attention
+from effasr_kernels.shared.cpu import attention as cpu_attention
 from effasr_kernels.shared.ragged import widen
 
 

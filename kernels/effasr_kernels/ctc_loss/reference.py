@@ -8,7 +8,7 @@ from torch import Tensor
 
 from effasr_kernels.ctc_loss.definition import CtcArguments
 from effasr_kernels.runtime.checks import check_labels
-from effasr_kernels.shared.cpu_linear import linear
+from effasr_kernels.shared.cpu.linear import linear
 from effasr_kernels.shared.ragged import split_rows, widen, zeroed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from effasr_kernels.grouped_linear.definition import GroupedLinearArguments
-from effasr_kernels.shared.cpu_linear import linear
+from effasr_kernels.shared.cpu.linear import linear
 from effasr_kernels.shared.ragged import join_rows, split_rows, widen
 
 

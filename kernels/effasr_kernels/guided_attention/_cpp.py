@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from effasr_kernels.guided_attention.definition import GuidedArguments
-from effasr_kernels.shared import cpu_attention
+from effasr_kernels.shared.cpu import attention as cpu_attention
 from effasr_kernels.shared.ragged import widen
 
 

@@ -1,0 +1,1 @@
+"""What modules and operations compute with the C++ kernels of ``csrc/`` and oneDNN on a CPU."""
