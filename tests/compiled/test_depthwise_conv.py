@@ -54,7 +54,9 @@ def _launches(
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_compiles_for_every_architecture(architecture: int, compiled_ok: Check) -> None:
     found = compiled_ok(_launches(architecture, 9, 512, torch.bfloat16), architecture)
-    assert set(found) == {"convolve", "merge", "convolve_backward", "sum_partials"}
+    assert set(found) == {"convolve", "convolve_backward", "sum_partials"}
+    # A multiprocessor runs four programs, though the last of them merge statistics.
+    assert found["convolve"].registers <= 128
     for needs in found.values():
         assert re.search(r"arith\.muli.*i64", needs.ttir), "offsets are not 64-bit"
     # Four channels of a thread at a time; and each input is gated once, not for each tap: four in
@@ -103,4 +105,4 @@ def test_layouts_never_compile_anything() -> None:
         lengths = [draw.randrange(40) for _ in range(draw.randrange(20))]
         layout = PackedLayout.from_lengths(lengths, rows=sum(lengths) + draw.randrange(20))
         keys |= {aot.key(one) for one in _launches(90, 9, 64, torch.bfloat16, layout=layout)}
-    assert len(keys) == 4
+    assert len(keys) == 3

@@ -6,6 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from effasr_kernels.shared.last_program import is_last_program
+from effasr_kernels.shared.partial_sums import sum_of_columns
+
 
 @triton.jit
 def _per_channel(weight, bias, mean, variance, eps, c, known):
@@ -96,6 +99,8 @@ def sum_gradients(
     variance,
     cu_seqlens,
     partials,
+    sums,
+    counters,
     sequences,
     x_stride,
     channels,
@@ -107,6 +112,8 @@ def sum_gradients(
 ):
     """Sum the gradients of weight and bias over a span of rows; program (span, block of channels).
 
+    The last program of a block of channels adds up the spans.
+
     Args:
         dy: (rows, C), contiguous.
         x: (rows, C).
@@ -115,7 +122,9 @@ def sum_gradients(
         mean: (C,).
         variance: (C,).
         cu_seqlens: int32 (N + 1,).
-        partials: float32 (spans, 2, C), written: gradients of the weight, then of the bias.
+        partials: float32 (2, spans, C), written: gradients of the weight, then of the bias.
+        sums: float32 (2, C), written: the sums over the spans.
+        counters: int32 (blocks of channels,); see `is_last_program`.
         sequences: N.
         x_stride: Row stride of ``x`` in elements.
         channels: C.
@@ -143,9 +152,16 @@ def sum_gradients(
         dz = _derivative(grads, normal, w, b, SILU)
         dweight += dz * normal
         dbias += dz
-    to = partials + span.to(tl.int64) * 2 * channels + c
+    spans = tl.num_programs(0)
+    of_bias = spans.to(tl.int64) * channels
+    to = partials + span.to(tl.int64) * channels + c
     tl.store(to, tl.sum(dweight, 0), mask=known)
-    tl.store(to + channels, tl.sum(dbias, 0), mask=known)
+    tl.store(to + of_bias, tl.sum(dbias, 0), mask=known)
+    if is_last_program(counters, tl.program_id(1), spans):
+        total = sum_of_columns(partials, c, spans, channels, BLOCK, BLOCK_C)
+        tl.store(sums + c, total, mask=known)
+        total = sum_of_columns(partials + of_bias, c, spans, channels, BLOCK, BLOCK_C)
+        tl.store(sums + channels + c, total, mask=known)
 
 
 @triton.jit(do_not_specialize=["sequences", "rows"])

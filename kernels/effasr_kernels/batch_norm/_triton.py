@@ -14,13 +14,15 @@ from torch import Tensor
 from effasr_kernels.batch_norm._kernels import normalize, normalize_backward, sum_gradients
 from effasr_kernels.batch_norm.definition import BatchNormArguments
 from effasr_kernels.runtime.launch import launch, refusal
+from effasr_kernels.shared.last_program import program_counters
 
 _ELEMENTS, _ELEMENTS_BACKWARD = 4_096, 2_048
 """Elements of a tile: 32 and 16 per thread. The backward has two inputs and six numbers per
 channel; with more elements their registers would leave too few threads to hide the loads."""
 
-_SPAN = 64
-"""Rows of a partial sum, at least. Its 8 bytes per channel are few beside those of the rows."""
+_SPAN, _SPAN_C = 256, 64
+"""Rows and channels of a partial sum: programs enough for every multiprocessor, and few sums for
+the last program of a block of channels, which adds them when the others have ended."""
 
 
 def unsupported_reason(a: BatchNormArguments) -> str | None:
@@ -61,25 +63,28 @@ def backward(
     x, layout = _with_unit_stride(a.x), a.layout
     channels, sequences = x.shape[1], layout.num_sequences
     parameters = _parameters(a)
-    block, block_c = _tile(channels, _ELEMENTS_BACKWARD)
-    span = max(_SPAN, block)
-    blocks_c = _cover(channels, block_c)
-    partials = x.new_empty(_cover(layout.rows, span), 2, channels, dtype=torch.float32)
+    spans, blocks_c = _cover(layout.rows, _SPAN), _cover(channels, _SPAN_C)
+    partials = x.new_empty(2, spans, channels, dtype=torch.float32)
+    # Without a row nothing is launched.
+    sums = (torch.empty if spans else torch.zeros)(
+        2, channels, dtype=torch.float32, device=x.device
+    )
     launch(
         sum_gradients,
-        (partials.shape[0], blocks_c),
-        *(grads[0], x, *parameters, layout.cu_seqlens, partials),
+        (spans, blocks_c),
+        *(grads[0], x, *parameters, layout.cu_seqlens, partials, sums),
+        program_counters(x, blocks_c),
         *(sequences, x.stride(0), channels, a.eps),
         SILU=a.silu,
-        BLOCK=block,
-        BLOCK_C=block_c,
-        SPAN=span,
+        BLOCK=_ELEMENTS_BACKWARD // _SPAN_C,
+        BLOCK_C=_SPAN_C,
+        SPAN=_SPAN,
     )
-    sums = partials.sum(0)
+    block, block_c = _tile(channels, _ELEMENTS_BACKWARD)
     dx = x.new_empty(layout.rows, channels)
     launch(
         normalize_backward,
-        (_cover(layout.rows, block), blocks_c),
+        (_cover(layout.rows, block), _cover(channels, block_c)),
         *(grads[0], x, *parameters, layout.cu_seqlens, sums, dx),
         *(sequences, layout.rows, x.stride(0), channels, a.eps),
         SILU=a.silu,

@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 
 from effasr_kernels.depthwise_conv._backward import convolve_backward, sum_partials
-from effasr_kernels.depthwise_conv._forward import convolve, merge
+from effasr_kernels.depthwise_conv._forward import convolve
 from effasr_kernels.depthwise_conv.definition import ConvArguments
 from effasr_kernels.runtime.launch import launch, refusal
 from effasr_kernels.runtime.tiles import count_tiles
+from effasr_kernels.shared.last_program import program_counters
 
 _MOST_TAPS = 32
 _GROUPS, _STEP = 4, 4
 # The gradients of the taps are written once for each tile, so the backward takes larger ones.
 _BLOCK, _BLOCK_BACKWARD = 128, 256
-_MERGED, _SUMMED, _MERGED_C = 128, 64, 32
+_SUMMED, _SUMMED_C = 64, 32
+_MERGED = 16
+"""Statistics of tiles that a thread loads at a time: with more, the convolution has fewer threads."""
 
 
 def unsupported_reason(a: ConvArguments) -> str | None:
@@ -37,15 +40,22 @@ def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[()]]
     x, layout = _with_unit_stride(a.x), a.layout
     channels, width = a.weight.shape
     tiles = count_tiles(layout.rows, layout.num_sequences, _BLOCK)
-    y = x.new_empty(layout.rows, channels)
-    partials: tuple[Tensor | None, ...] = (None, None, None)
-    mean, variance = (_wide(x, channels if a.statistics else 0) for _ in range(2))
-    if a.statistics:
-        partials = _wide(x, tiles), _wide(x, tiles, channels), _wide(x, tiles, channels)
     config, options = _configuration(width, channels)
+    blocks_c = _cover(channels, config["BLOCK_C"])
+    y = x.new_empty(layout.rows, channels)
+    # Without a row nothing is launched.
+    make = x.new_empty if tiles else x.new_zeros
+    size = channels if a.statistics else 0
+    mean, variance = (make(size, dtype=torch.float32) for _ in range(2))
+    partials: tuple[Tensor | None, ...] = (None,) * 6
+    if a.statistics:
+        partials = (
+            *(_wide(x, blocks_c, tiles), _wide(x, tiles, channels), _wide(x, tiles, channels)),
+            *(mean, variance, program_counters(x, blocks_c)),
+        )
     launch(
         convolve,
-        (tiles, _cover(channels, config["BLOCK_C"])),
+        (tiles, blocks_c),
         *(x, a.weight.contiguous(), None if a.bias is None else a.bias.contiguous(), y, *partials),
         *(layout.cu_seqlens, layout.num_sequences, layout.rows, x.stride(0), channels),
         **options,
@@ -54,17 +64,9 @@ def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[()]]
         LEFT=_left(width, a.causal),
         GATED=a.gated,
         STATISTICS=a.statistics,
+        MERGED=_MERGED * 32 * options["num_warps"] // config["BLOCK_C"],
         BLOCK=_BLOCK,
     )
-    if a.statistics:
-        launch(
-            merge,
-            (_cover(channels, _MERGED_C),),
-            *(*partials, mean, variance, tiles, channels),
-            num_warps=8,
-            BLOCK=_MERGED,
-            BLOCK_C=_MERGED_C,
-        )
     return (y, mean, variance), ()
 
 
@@ -102,11 +104,11 @@ def backward(
     dbias = None if a.bias is None else a.bias.new_empty(channels)
     launch(
         sum_partials,
-        (width + 1, _cover(channels, _MERGED_C)),
+        (width + 1, _cover(channels, _SUMMED_C)),
         *(partials, dweight, dbias, tiles, channels),
         TAPS=width,
         BLOCK=_SUMMED,
-        BLOCK_C=_MERGED_C,
+        BLOCK_C=_SUMMED_C,
     )
     return {"x": dx, "weight": dweight, "bias": dbias}
 
