@@ -7,15 +7,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from effasr.nn.biased_linear import biased_linear
 from effasr_kernels.shared.cpu.linear import linear
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear`, whose products are oneDNN's in training on a CPU: see `cpu_linear`."""
+    """`torch.nn.Linear` for training.
+
+    Its products are oneDNN's on a CPU (`effasr_kernels.shared.cpu.linear`), and the gradient of its bias waits for those
+    of the layer on a GPU (`biased_linear`).
+    """
 
     def forward(self, input: Tensor, *, with_bias: bool = True) -> Tensor:
         """Map (..., in) to (..., out), without the bias if the caller adds it."""
-        return linear(input, self.weight, self.bias if with_bias else None)
+        if with_bias and self.bias is not None:
+            return biased_linear(input, self.weight, self.bias)
+        return linear(input, self.weight)
 
 
 class JoinedLinear(Linear):

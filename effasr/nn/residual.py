@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,6 @@ from effasr.nn.linear import Linear
 from effasr_kernels import PackedLayout, dropout_add_layer_norm
 from effasr_kernels.runtime.dispatch import load
 from effasr_kernels.shared.dropout import draw_seeds
-
-if TYPE_CHECKING:
-    from effasr.nn.stack import Layer
 
 
 def is_fused(x: Tensor) -> bool:
@@ -49,7 +46,19 @@ def residual_stream(x: Tensor, *, in_fp32: bool) -> Tensor:
     return x.to(torch.float32 if in_fp32 else torch.get_autocast_dtype(kind))
 
 
-def draw_layer_seeds(layers: Iterable[Layer], x: Tensor) -> list[tuple[Tensor, ...]]:
+class TakesSeeds(Protocol):
+    """What is asked of a layer about its dropouts; see `effasr.nn.stack.Layer`."""
+
+    training: bool
+    seeds: int
+
+    @property
+    def dropouts(self) -> tuple[float, ...]:
+        """Probabilities of the dropouts that take a seed in training."""
+        ...
+
+
+def draw_layer_seeds(layers: Iterable[TakesSeeds], x: Tensor) -> list[tuple[Tensor, ...]]:
     """Draw the seeds of dropout of all layers of a stack in one launch.
 
     Args:
@@ -87,7 +96,7 @@ class Residual:
     @classmethod
     def of(
         cls,
-        layer: Layer,
+        layer: TakesSeeds,
         x: Tensor,
         layout: PackedLayout,
         dropout: float,
@@ -203,7 +212,7 @@ class Residual:
         )
 
 
-def _takes_seeds(layer: Layer, x: Tensor) -> bool:
+def _takes_seeds(layer: TakesSeeds, x: Tensor) -> bool:
     return layer.training and any(layer.dropouts) and is_fused(x)
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial, wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class Layer(nn.Module):
 
     is_checkpointed = False
     is_compiled = False
-    seeds = 0
+    seeds: int = 0
 
     @property
     def dropouts(self) -> tuple[float, ...]:
@@ -139,7 +139,7 @@ def run_layers(
     """
     if is_empty(layout) and is_sharded(layers):
         return skip_layers(layers, x)
-    all_seeds = draw_layer_seeds(layers, x)
+    all_seeds = draw_layer_seeds(cast("Iterable[Layer]", layers), x)
     for number, (layer, seeds) in enumerate(zip(layers, all_seeds, strict=True)):
         with ranges.range(f"{name}.{number}"):
             x = layer(x, *args, seeds=seeds)

@@ -4,10 +4,13 @@ from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from effasr.nn.feed_forward import FeedForward
+from effasr.nn.linear import Linear
 from effasr.nn.residual import Residual
 from effasr.training.strategies.weight_copies import WeightCopies
 from effasr_kernels import PackedLayout, dropout_add_layer_norm
@@ -103,3 +106,80 @@ def test_gradients_of_other_tensors_do_not_wait(device: torch.device) -> None:
         normal = torch.nn.functional.layer_norm(x, (16,))
         torch.testing.assert_close(gradient, normal.sum(0), rtol=1e-5, atol=1e-5)
     assert counts["sum_rows"] == 2
+
+
+class _Projections(nn.Module):
+    """Two linear layers with biases, without anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(Linear(16, 24), Linear(24, 16)) for _ in range(2))
+        self.rest = Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.rest(x)
+
+
+def _integers(*shape: int) -> Tensor:
+    """Numbers whose products and sums are exact in float32, in any order."""
+    return torch.randint(-1, 2, shape).float()
+
+
+def _projections(device: torch.device) -> tuple[_Projections, Tensor]:
+    """Return a model and an input, on which all sums of forward and backward are exact."""
+    model = _Projections()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(_integers(*parameter.shape))
+    return model.to(device), _integers(40, 16).to(device).requires_grad_()
+
+
+def test_biases_of_linear_layers_are_summed_with_their_layer(device: torch.device) -> None:
+    model, x = _projections(device)
+    copies = WeightCopies(model, torch.float32)
+    copies.refresh()
+    leaves, upstream = [x, *model.parameters()], _integers(40, 8).to(device)
+    expected = torch.autograd.grad(model(x), leaves, upstream)
+    counts: Counter[str] = Counter()
+    for is_checkpointed in (False, True):
+        for leaf in leaves:
+            leaf.grad = None
+        with _counting(counts), copies.in_use():
+            y = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
+            assert isinstance(y, Tensor)
+            # Not even a backward that passes the weights by leaves anything for the next.
+            (alone,) = torch.autograd.grad(y, x, upstream, retain_graph=True)
+            assert torch.equal(alone, expected[0])
+            assert not counts
+            y.backward(upstream)
+        # The layer outside of all stacks keeps no rows until the end of the backward.
+        assert counts == {"sum_segments": 2}
+        counts.clear()
+        for leaf, gradient in zip(leaves, expected, strict=True):
+            assert leaf.grad is not None
+            assert torch.equal(leaf.grad, gradient)
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_other_linear_layers_are_those_of_torch(is_autocast: bool, device: torch.device) -> None:
+    """With more dimensions, or where autocast casts."""
+    model, x = _projections(device)
+    copies = WeightCopies(model, torch.float32)
+    copies.refresh()
+    given = x if is_autocast else x.view(5, 8, 16)
+    counts: Counter[str] = Counter()
+    found = []
+    with torch.autocast(device.type, torch.bfloat16, enabled=is_autocast), _counting(counts):
+        for context in (nullcontext(), copies.in_use()):
+            with context:
+                y = model(given)
+                assert y.dtype == (torch.bfloat16 if is_autocast else torch.float32)
+                y.sum().backward()
+            found.append([leaf.grad for leaf in (x, *model.parameters())])
+            model.zero_grad()
+            x.grad = None
+    assert not counts
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

@@ -1,11 +1,14 @@
 """The sum of partial sums, in one launch."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from effasr_kernels.runtime.deferred_sums import PartialSums, waiting
 from effasr_kernels.runtime.launch import recording
 from effasr_kernels.shared.partial_sums import summed, summed_parts, sums_of_layer
+from tests.gpu.conftest import EMULATED
 
 
 @pytest.mark.parametrize("rows", [16, 64])
@@ -29,9 +32,9 @@ def test_it_is_one_launch() -> None:
 
 
 def _of_a_layer(device: torch.device, narrow: torch.dtype) -> list[PartialSums]:
-    """Partial sums of ten launches, more than one addition has, of several dtypes and sizes."""
+    """Partial sums of 14 launches, more than one addition has, of several dtypes and sizes."""
     with waiting() as found:
-        for number in range(5):
+        for number in range(7):
             wide = torch.randint(-999, 999, (number * 30, 3, 41), device=device).float()
             summed_parts(wide, torch.float32, narrow)
             summed(torch.randint(-999, 999, (65, 7), device=device).float(), narrow)
@@ -40,13 +43,55 @@ def _of_a_layer(device: torch.device, narrow: torch.dtype) -> list[PartialSums]:
 
 def test_sums_of_a_layer_are_those_of_each(dtype: torch.dtype, device: torch.device) -> None:
     found = _of_a_layer(device, dtype)
-    assert len(found) == 10
+    assert len(found) == 14
     for sums, got in zip(found, sums_of_layer(found), strict=True):
         sums.run()
         parts = [x.flatten().float() for x in (sums.out, sums.last) if x is not None]
         assert torch.equal(got, torch.cat(parts))
         exact = sums.partials.double().sum(0).flatten()
         assert torch.equal(parts[-1], exact[-len(parts[-1]) :].to(dtype).float())
+
+
+def _with_rows(device: torch.device, dtype: torch.dtype) -> list[PartialSums]:
+    """Tensors with many rows, few and none among partial sums."""
+    with waiting() as found:
+        summed(torch.randint(-999, 999, (65, 7), device=device).float(), dtype)
+        summed_parts(torch.randn(2, 3, 41, device=device), torch.float32, dtype)
+    for shape in ((1060, 70), (3, 33), (0, 5), (1281, 8)):
+        x = torch.randint(-9, 9, shape, device=device).to(dtype)
+        out = x.new_empty(shape[1])
+        found.insert(1, PartialSums(x, out, None, partial(torch.sum, x, 0, out=out)))
+    return found
+
+
+def test_programs_share_the_rows_of_long_tensors(dtype: torch.dtype, device: torch.device) -> None:
+    found = _with_rows(device, dtype)
+    sums = sums_of_layer(found)
+    for x, got in zip(found, sums, strict=True):
+        x.run()
+        parts = [part.flatten().float() for part in (x.out, x.last) if part is not None]
+        # Sums of integers are exact in float32, and rounded once.
+        assert torch.equal(got, torch.cat(parts))
+    # The counters are zeros again.
+    for one, other in zip(sums, sums_of_layer(found), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(not EMULATED, reason="only the emulator chooses the order of programs")
+def test_the_order_of_programs_changes_no_bit() -> None:
+    from emulator.emulate import emulated
+
+    x = torch.randn(1300, 65)
+    out = torch.empty(65)
+    sums = PartialSums(x, out, None, partial(torch.sum, x, 0, out=out))
+    found = []
+    for seed in range(3):
+        with emulated(EMULATED, seed):
+            found.append(sums_of_layer([sums])[0])
+    assert all(torch.equal(one, found[0]) for one in found[1:])
+    # Each addition rounds by 2**-24 of a partial sum.
+    bound = 1300 * 2**-24 * x.abs().sum(0)
+    assert bool(((found[0] - x.double().sum(0)).abs() < bound).all())
 
 
 def test_sums_of_a_layer_are_few_launches() -> None:

@@ -7,10 +7,10 @@ layer together. The values are those of autocast: weights are rounded in the sam
 are rounded to bfloat16 by the product that computes them, then added up over micro-batches in
 float32. Optimizer, checkpoints and validation see only the float32 weights.
 
-Kernels leave the gradients of small parameters, such as biases, in partial sums. Those of a layer
-are added up where the gradients of the layer meet, in one launch for all
-(`effasr_kernels.runtime.deferred_sums`). For that the weights of its norms take part; they are not
-cast.
+Kernels leave the gradients of small parameters, such as biases, in partial sums, and linear layers
+leave those of their biases in the gradients of their outputs. Those of a layer are added up where
+the gradients of the layer meet, in one launch for all (`effasr_kernels.runtime.deferred_sums`). For
+that the weights of its norms take part; they are not cast.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class WeightCopies:
             for name, own in places.items()
             if name and own
         ]
-        self._rest = _Layer(places[""], dtype)
+        self._rest = _Layer(places[""], dtype, is_short=False)
         layers = [self._rest, *(layer for _, layer in self._layers)]
         self._trained = [pair for layer in layers for pair in layer.pairs if pair[0].requires_grad]
         self._frozen = [
@@ -144,12 +144,23 @@ class _Layer:
     Attributes:
         pairs: Weights and copies.
         accumulates: Whether a backward adds to ``grad`` itself.
+        is_short: Whether its backward is so short that gradients with a row for each frame may be
+            kept to its end.
     """
 
     def __init__(
-        self, places: Sequence[_Place], dtype: torch.dtype, norms: Sequence[_Place] = ()
+        self,
+        places: Sequence[_Place],
+        dtype: torch.dtype,
+        norms: Sequence[_Place] = (),
+        *,
+        is_short: bool = True,
     ) -> None:
-        """Allocate the copies of the weights in ``places``; those of ``norms`` have none."""
+        """Allocate the copies of the weights in ``places``; those of ``norms`` have none.
+
+        ``is_short`` is the attribute.
+        """
+        self.is_short = is_short
         # Sizes that are no multiple of 16 bytes come last, so that the gradients of the others
         # are aligned in one buffer.
         order = sorted(places, key=lambda place: _parameter(place).numel() % 4 != 0)
@@ -243,6 +254,7 @@ class _Connect(Function):
         ctx.layer = layer
         # Gets the gradients that kernels leave in partial sums.
         ctx.partial_sums = []
+        ctx.takes_rows = layer.is_short
         ctx.set_materialize_grads(False)
         # New tensors, because the copies themselves would keep the graph alive.
         return tuple(copy.detach() for copy in layer.copies)

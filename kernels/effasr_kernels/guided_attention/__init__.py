@@ -23,7 +23,7 @@ def guided_attention(
     sigma: float,
     scale: float | None = None,
     dropout: float = 0.0,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
     backend: Backend | str | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Attend from text to speech, with a penalty on attention away from the diagonal.

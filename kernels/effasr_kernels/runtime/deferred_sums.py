@@ -6,6 +6,9 @@ takes partial sums: it has an attribute ``partial_sums``, a list. Then the parti
 gradient are appended to the list, autograd gets None as the gradient, and the node adds up what the
 list holds when its own backward runs, which is after all that it waits for. So no tensor is ever
 visible before its sum is known, however often a parameter is used and whatever hooks read.
+
+A tensor with a row for each frame counts as partial sums, too, if the node's backward follows soon
+enough to keep the tensor: the node then has the attribute ``takes_rows``, which is true.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ class PartialSums:
     """Partial sums of one launch.
 
     Attributes:
-        partials: float32 (P, ...), contiguous: C columns in all.
+        partials: (P, ...), contiguous, float32 or, if it is not made of partial sums, of any dtype:
+            C columns in all.
         out: Where `run` writes the sums of the first columns.
         last: Where `run` writes those of the other columns, if they have a dtype of their own.
         run: Launches the addition.
@@ -36,7 +40,7 @@ class PartialSums:
     partials: Tensor
     out: Tensor
     last: Tensor | None
-    run: Callable[[], None]
+    run: Callable[[], object]
 
     @property
     def columns(self) -> int:
@@ -110,6 +114,11 @@ def waiting(*, is_allowed: bool = True) -> Iterator[list[PartialSums]]:
         yield found
     finally:
         _here.waiting = before
+
+
+def takes_rows(tensor: Tensor) -> bool:
+    """Return whether a tensor's gradient goes to a node that takes rows."""
+    return bool(getattr(tensor.grad_fn, "takes_rows", False))
 
 
 def receivers(ctx: Any, names: list[str]) -> dict[str, tuple[list[Share], int]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 # pyright: reportGeneralTypeIssues=false
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 import triton
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from effasr_kernels.runtime.deferred_sums import PartialSums, wait
 from effasr_kernels.runtime.launch import launch
+from effasr_kernels.shared.last_program import is_last_program, program_counters
 
 _ELEMENTS = 2_048
 """Elements of a step: 16 for each thread."""
@@ -21,8 +22,17 @@ _ELEMENTS = 2_048
 _ROWS = 64
 """Partial sums that a program adds at a time, unless told otherwise."""
 
-_SEGMENTS = 8
-"""Partial sums of several kernels that one launch adds at most: those of a Conformer layer."""
+_SHORT, _LONG = 9, 3
+"""Partial sums of several kernels that one launch adds at most, and tensors with a row for each
+frame: those of a Conformer layer, or of a layer of the decoder."""
+
+_MOST_ROWS = 1_056
+"""Rows that one program adds in that launch. Of more, such as those of a tensor with a row for each
+frame, each adds a chunk, and the last one the chunks."""
+
+_CHUNK = 256
+"""Rows of a chunk: for 8,448 rows of 1,536 channels there are 792 programs, six for each of the
+132 multiprocessors of an H200, that read 32 kB each."""
 
 _NARROW = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -69,10 +79,11 @@ def summed_parts(
 
 
 def sums_of_layer(found: Sequence[PartialSums]) -> list[Tensor]:
-    """Add up partial sums of several kernels, in one launch for each `_SEGMENTS` of them.
+    """Add up partial sums of several kernels, in one launch for those of a layer.
 
     Args:
-        found: Not empty, on one device. Additions are in the same order as in `summed`.
+        found: Not empty, on one device. Additions are in the same order as in `summed`, but for
+            tensors with many rows, of which chunks are added first.
 
     Returns:
         The sums of each, float32 (C,), rounded to the dtype that `summed` would have given them.
@@ -80,41 +91,85 @@ def sums_of_layer(found: Sequence[PartialSums]) -> list[Tensor]:
     sizes = [x.columns for x in found]
     # Every sum begins at a multiple of 16 bytes.
     places = [-(-size // 4) * 4 for size in sizes]
-    buffer = found[0].partials.new_empty(sum(places))
+    buffer = found[0].partials.new_empty(sum(places), dtype=torch.float32)
     pieces = buffer.split(places)
-    by_narrow: dict[torch.dtype, list[int]] = {}
-    narrow = next((x.narrow for x in found if x.narrow is not None), torch.bfloat16)
-    for number, x in enumerate(found):
-        by_narrow.setdefault(x.narrow or narrow, []).append(number)
-    for dtype, numbers in by_narrow.items():
-        for begin in range(0, len(numbers), _SEGMENTS):
-            chosen = numbers[begin : begin + _SEGMENTS]
-            _launch_segments([found[n] for n in chosen], [pieces[n] for n in chosen], dtype)
+    launches: list[_Segments] = []
+    for x, out in zip(found, pieces, strict=True):
+        chosen = next((one for one in launches if one.takes(x)), None)
+        if chosen is None:
+            launches.append(chosen := _Segments())
+        (chosen.long if _is_long(x) else chosen.short).append((x, out))
+    for one in launches:
+        one.run()
     return [piece[:size] for piece, size in zip(pieces, sizes, strict=True)]
 
 
-def _launch_segments(
-    found: Sequence[PartialSums], pieces: Sequence[Tensor], narrow: torch.dtype
-) -> None:
-    columns = _ELEMENTS // _ROWS
-    spare = _SEGMENTS - len(found)
-    segments: list[Any] = [x.partials for x in found] + [None] * spare
-    for numbers in (
-        [x.partials.shape[0] for x in found],
-        [x.columns for x in found],
-        [x.exact for x in found],
-    ):
-        segments += [*numbers, *([0] * spare)]
-    launch(
-        sum_segments,
-        (sum(-(-x.columns // columns) for x in found),),
-        *(*pieces, *[None] * spare, *segments),
-        num_warps=4,
-        num_stages=1,
-        NARROW=_NARROW[narrow],
-        BLOCK=_ROWS,
-        BLOCK_C=columns,
-    )
+@dataclass(slots=True)
+class _Segments:
+    """What one launch of `sum_segments` adds: partial sums, each with the place of the result.
+
+    Attributes:
+        long: Tensors with many rows, which programs add together.
+        short: Partial sums of which a program adds all rows.
+    """
+
+    long: list[tuple[PartialSums, Tensor]] = field(default_factory=list)
+    short: list[tuple[PartialSums, Tensor]] = field(default_factory=list)
+
+    def takes(self, x: PartialSums) -> bool:
+        """Return whether there is room, and dtypes agree."""
+        rounded = {one.narrow for one, _ in (*self.long, *self.short)} - {None}
+        if x.narrow is not None and rounded - {x.narrow}:
+            return False
+        if not _is_long(x):
+            return len(self.short) < _SHORT
+        # The kernel chooses one of these tensors.
+        dtypes = {one.partials.dtype for one, _ in self.long}
+        return len(self.long) < _LONG and dtypes <= {x.partials.dtype}
+
+    def run(self) -> None:
+        """Launch it."""
+        columns = _ELEMENTS // _ROWS
+        programs = sum(-(-x.columns // columns) for x, _ in self.short)
+        together = sum(
+            max(1, -(-len(x.partials) // _CHUNK)) * -(-x.columns // (2 * columns))
+            for x, _ in self.long
+        )
+        parts = counters = None
+        if together:
+            like = self.long[0][1]
+            parts = like.new_empty(together, 2 * columns)
+            counters = program_counters(like, together)
+        narrow = (x.narrow for x, _ in (*self.long, *self.short) if x.narrow is not None)
+        launch(
+            sum_segments,
+            (together + programs,),
+            *_arguments(self.long, _LONG),
+            *_arguments(self.short, _SHORT),
+            *(parts, counters),
+            num_warps=4,
+            num_stages=1,
+            NARROW=_NARROW[next(narrow, torch.bfloat16)],
+            BLOCK=_ROWS,
+            BLOCK_C=columns,
+            CHUNK=_CHUNK,
+        )
+
+
+def _is_long(x: PartialSums) -> bool:
+    return x.partials.dtype != torch.float32 or len(x.partials) > _MOST_ROWS
+
+
+def _arguments(
+    found: Sequence[tuple[PartialSums, Tensor]], most: int
+) -> Iterator[Tensor | int | None]:
+    """Yield the arguments of `sum_segments` for up to ``most`` tensors."""
+    spare = most - len(found)
+    yield from (*(out for _, out in found), *[None] * spare)
+    yield from (*(x.partials for x, _ in found), *[None] * spare)
+    yield from (*(len(x.partials) for x, _ in found), *[0] * spare)
+    yield from (*(x.columns for x, _ in found), *[0] * spare)
+    yield from (*(x.exact for x, _ in found), *[0] * spare)
 
 
 def _launch(partials: Tensor, out: Tensor, last: Tensor | None, rows: int) -> None:
@@ -138,7 +193,7 @@ def _launch(partials: Tensor, out: Tensor, last: Tensor | None, rows: int) -> No
 
 @triton.jit
 def sum_of_columns(partials, c, count, channels, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Return the sums over the rows of float32 (count, channels) in columns c, (BLOCK_C,).
+    """Return the sums over the rows of (count, channels) in columns c, float32 (BLOCK_C,).
 
     The rows may be from other programs of the launch; see `effasr_kernels.shared.last_program`.
     """
@@ -148,7 +203,8 @@ def sum_of_columns(partials, c, count, channels, BLOCK: tl.constexpr, BLOCK_C: t
         row = first + index
         at = row.to(tl.int64)[:, None] * channels + c[None, :]
         mask = (row < count)[:, None] & (c < channels)[None, :]
-        total += tl.load(partials + at, mask=mask, other=0.0, cache_modifier=".cg")
+        value = tl.load(partials + at, mask=mask, other=0.0, cache_modifier=".cg")
+        total += value.to(tl.float32)
     return tl.sum(total, 0)
 
 
@@ -177,67 +233,138 @@ def sum_rows(
 
 
 @triton.jit
-def _sum_segment(
-    out, partials, count, channels, exact, program,
-    NARROW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Write a block of sums if it is this program's; return its number past the segment."""
-    blocks = tl.cdiv(channels, BLOCK_C)
-    if partials is not None:  # noqa: SIM102 (the first is decided when the kernel is compiled)
-        if (program >= 0) & (program < blocks):
-            c = program.to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-            found = sum_of_columns(partials, c, count, channels, BLOCK, BLOCK_C)
-            if NARROW == "bf16":
-                rounded = found.to(tl.bfloat16).to(tl.float32)
-            else:
-                rounded = found.to(tl.float16).to(tl.float32)
-            tl.store(out + c, tl.where(c < exact, found, rounded), mask=c < channels)
-    return program - blocks
+def _store_rounded(out, c, found, channels, exact, NARROW: tl.constexpr):
+    """Write sums of columns c in float32, rounded to ``NARROW`` from column ``exact`` on."""
+    if NARROW == "bf16":
+        rounded = found.to(tl.bfloat16).to(tl.float32)
+    else:
+        rounded = found.to(tl.float16).to(tl.float32)
+    tl.store(out + c, tl.where(c < exact, found, rounded), mask=c < channels)
+
+
+@triton.jit
+def _programs(count, channels, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Return the number of programs that add (count, channels) in chunks."""
+    return tl.maximum(tl.cdiv(count, CHUNK), 1) * tl.cdiv(channels, BLOCK_C)
+
+
+@triton.jit
+def _choose(program, begin, new, chosen):
+    """Return a segment, after its first program, if that is not past the program, else `chosen`."""
+    first, out, x, count, channels, exact = chosen
+    new_out, new_x, new_count, new_channels, new_exact = new
+    is_here = program >= begin
+    return (
+        tl.where(is_here, begin, first),
+        tl.where(is_here, new_out, out),
+        tl.where(is_here, new_x, x),
+        tl.where(is_here, new_count, count),
+        tl.where(is_here, new_channels, channels),
+        tl.where(is_here, new_exact, exact),
+    )
 
 
 @triton.jit(
     do_not_specialize=[
-        *("count0", "count1", "count2", "count3", "count4", "count5", "count6", "count7"),
-        *("exact0", "exact1", "exact2", "exact3", "exact4", "exact5", "exact6", "exact7"),
+        *("row_count0", "row_count1", "row_count2"),
+        *("row_exact0", "row_exact1", "row_exact2"),
+        *("count0", "count1", "count2", "count3", "count4", "count5", "count6", "count7", "count8"),
+        *("exact0", "exact1", "exact2", "exact3", "exact4", "exact5", "exact6", "exact7", "exact8"),
     ]
 )
 def sum_segments(
-    out0, out1, out2, out3, out4, out5, out6, out7,
+    row_out0, row_out1, row_out2, rows0, rows1, rows2,
+    row_count0, row_count1, row_count2, width0, width1, width2, row_exact0, row_exact1, row_exact2,
+    out0, out1, out2, out3, out4, out5, out6, out7, out8,
     partials0, partials1, partials2, partials3, partials4, partials5, partials6, partials7,
-    count0, count1, count2, count3, count4, count5, count6, count7,
+    partials8,
+    count0, count1, count2, count3, count4, count5, count6, count7, count8,
     channels0, channels1, channels2, channels3, channels4, channels5, channels6, channels7,
-    exact0, exact1, exact2, exact3, exact4, exact5, exact6, exact7,
-    NARROW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
+    channels8,
+    exact0, exact1, exact2, exact3, exact4, exact5, exact6, exact7, exact8,
+    parts, counters,
+    NARROW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of BLOCK_C columns of one of several segments; program i has the i-th block.
+    """Write the sums of a block of columns of one of several tensors.
 
-    Segment n has the sums ``outn``, float32 (C,), of ``partialsn``, float32 (P, C), with P
-    ``countn`` and C ``channelsn``; those of columns from ``exactn`` on are rounded to ``NARROW``,
-    bf16 or fp16. If there are fewer segments, both are None and the numbers 0. ``BLOCK`` is the
-    number of rows of a step.
+    The first programs are for tensors with many rows, of one dtype. Tensor n is ``rowsn``, (P, C),
+    with P ``row_countn`` and C ``widthn``. A program adds CHUNK rows of 2 BLOCK_C columns and
+    writes the result to ``parts``, float32 (programs, 2 BLOCK_C); the last program of the columns
+    adds up these, and writes the sums to ``row_outn``, float32 (C,).
+
+    The other programs each add all rows of BLOCK_C columns of partial sums: ``partialsn``, float32
+    (P, C), with P ``countn`` and C ``channelsn``, into ``outn``, float32 (C,).
+
+    Sums of columns from ``row_exactn`` or ``exactn`` on are rounded to NARROW, bf16 or fp16. If
+    there are fewer tensors, the last are None and their numbers 0. ``counters`` are those of
+    `is_last_program`, one for each of the first programs. BLOCK is the number of rows of a step.
     """
     program = tl.program_id(0)
-    program = _sum_segment(
-        out0, partials0, count0, channels0, exact0, program, NARROW, BLOCK, BLOCK_C
-    )
-    program = _sum_segment(
-        out1, partials1, count1, channels1, exact1, program, NARROW, BLOCK, BLOCK_C
-    )
-    program = _sum_segment(
-        out2, partials2, count2, channels2, exact2, program, NARROW, BLOCK, BLOCK_C
-    )
-    program = _sum_segment(
-        out3, partials3, count3, channels3, exact3, program, NARROW, BLOCK, BLOCK_C
-    )
-    program = _sum_segment(
-        out4, partials4, count4, channels4, exact4, program, NARROW, BLOCK, BLOCK_C
-    )
-    program = _sum_segment(
-        out5, partials5, count5, channels5, exact5, program, NARROW, BLOCK, BLOCK_C
-    )
-    program = _sum_segment(
-        out6, partials6, count6, channels6, exact6, program, NARROW, BLOCK, BLOCK_C
-    )
-    program = _sum_segment(
-        out7, partials7, count7, channels7, exact7, program, NARROW, BLOCK, BLOCK_C
-    )
+    if rows0 is not None:
+        WIDE: tl.constexpr = 2 * BLOCK_C
+        chosen = 0, row_out0, rows0, row_count0, width0, row_exact0
+        begin = _programs(row_count0, width0, CHUNK, WIDE)
+        if rows1 is not None:
+            new = row_out1, rows1, row_count1, width1, row_exact1
+            chosen = _choose(program, begin, new, chosen)
+            begin += _programs(row_count1, width1, CHUNK, WIDE)
+        if rows2 is not None:
+            new = row_out2, rows2, row_count2, width2, row_exact2
+            chosen = _choose(program, begin, new, chosen)
+            begin += _programs(row_count2, width2, CHUNK, WIDE)
+        if program < begin:
+            first, out, x, count, channels, exact = chosen
+            blocks = tl.cdiv(channels, WIDE)
+            block, chunk = (program - first) % blocks, (program - first) // blocks
+            c = block.to(tl.int64) * WIDE + tl.arange(0, WIDE)
+            x += (chunk * CHUNK).to(tl.int64) * channels
+            rows = tl.minimum(count - chunk * CHUNK, CHUNK)
+            found = sum_of_columns(x, c, rows, channels, BLOCK, WIDE)
+            # A matrix with a row for each chunk.
+            part, padded = parts + first * WIDE, blocks * WIDE
+            tl.store(part + chunk.to(tl.int64) * padded + c, found)
+            chunks = tl.maximum(tl.cdiv(count, CHUNK), 1)
+            if is_last_program(counters, first + block, chunks):
+                found = sum_of_columns(part, c, chunks, padded, BLOCK, WIDE)
+                _store_rounded(out, c, found, channels, exact, NARROW)
+        program -= begin
+    if partials0 is not None:
+        chosen = 0, out0, partials0, count0, channels0, exact0
+        begin = tl.cdiv(channels0, BLOCK_C)
+        if partials1 is not None:
+            new = out1, partials1, count1, channels1, exact1
+            chosen = _choose(program, begin, new, chosen)
+            begin += tl.cdiv(channels1, BLOCK_C)
+        if partials2 is not None:
+            new = out2, partials2, count2, channels2, exact2
+            chosen = _choose(program, begin, new, chosen)
+            begin += tl.cdiv(channels2, BLOCK_C)
+        if partials3 is not None:
+            new = out3, partials3, count3, channels3, exact3
+            chosen = _choose(program, begin, new, chosen)
+            begin += tl.cdiv(channels3, BLOCK_C)
+        if partials4 is not None:
+            new = out4, partials4, count4, channels4, exact4
+            chosen = _choose(program, begin, new, chosen)
+            begin += tl.cdiv(channels4, BLOCK_C)
+        if partials5 is not None:
+            new = out5, partials5, count5, channels5, exact5
+            chosen = _choose(program, begin, new, chosen)
+            begin += tl.cdiv(channels5, BLOCK_C)
+        if partials6 is not None:
+            new = out6, partials6, count6, channels6, exact6
+            chosen = _choose(program, begin, new, chosen)
+            begin += tl.cdiv(channels6, BLOCK_C)
+        if partials7 is not None:
+            new = out7, partials7, count7, channels7, exact7
+            chosen = _choose(program, begin, new, chosen)
+            begin += tl.cdiv(channels7, BLOCK_C)
+        if partials8 is not None:
+            new = out8, partials8, count8, channels8, exact8
+            chosen = _choose(program, begin, new, chosen)
+            begin += tl.cdiv(channels8, BLOCK_C)
+        if program >= 0:
+            first, out, x, count, channels, exact = chosen
+            c = (program - first).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+            found = sum_of_columns(x, c, count, channels, BLOCK, BLOCK_C)
+            _store_rounded(out, c, found, channels, exact, NARROW)
