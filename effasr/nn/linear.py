@@ -14,8 +14,8 @@ from effasr_kernels.shared.cpu.linear import linear
 class Linear(nn.Linear):
     """`torch.nn.Linear` for training.
 
-    Its products are oneDNN's on a CPU (`effasr_kernels.shared.cpu.linear`), and the gradient of its bias waits for those
-    of the layer on a GPU (`biased_linear`).
+    Its products are oneDNN's on a CPU (`effasr_kernels.shared.cpu.linear`), and the gradient of its
+    bias waits for those of the layer on a GPU (`biased_linear`).
     """
 
     def forward(self, input: Tensor, *, with_bias: bool = True) -> Tensor:
