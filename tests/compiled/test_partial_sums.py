@@ -12,16 +12,16 @@ from tests.compiled.conftest import ARCHITECTURES
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(("short", "long"), [(3, 0), (2, 1), (9, 3)])
-@pytest.mark.representative(short=9, long=3)
+@pytest.mark.parametrize(("wide", "narrow"), [(3, 0), (2, 1), (9, 3)])
+@pytest.mark.representative(wide=9, narrow=3)
 def test_compiles_for_every_architecture(
-    short: int, long: int, architecture: int, compiled_ok
+    wide: int, narrow: int, architecture: int, compiled_ok
 ) -> None:
     with waiting() as found:
-        for _ in range(short - 1):
+        for _ in range(wide - 1):
             summed_parts(torch.empty(264, 3, 512), torch.float32, torch.bfloat16)
-        summed(torch.empty(132, 2048), torch.bfloat16)
-    for _ in range(long):
+        summed(torch.empty(2246, 2, 8, 64), torch.bfloat16)
+    for _ in range(narrow):
         rows, out = (torch.empty(*n, 1536, dtype=torch.bfloat16) for n in ((8448,), ()))
         found.append(PartialSums(rows, out, None, lambda: None))
     with launch.recording((architecture // 10, architecture % 10)) as launches:

@@ -53,8 +53,9 @@ def test_sums_of_a_layer_are_those_of_each(dtype: torch.dtype, device: torch.dev
 
 
 def _with_rows(device: torch.device, dtype: torch.dtype) -> list[PartialSums]:
-    """Tensors with many rows, few and none among partial sums."""
+    """Tensors with many rows, few and none among partial sums, of which some are many, too."""
     with waiting() as found:
+        summed(torch.randint(-999, 999, (1100, 9), device=device).float(), dtype)
         summed(torch.randint(-999, 999, (65, 7), device=device).float(), dtype)
         summed_parts(torch.randn(2, 3, 41, device=device), torch.float32, dtype)
     for shape in ((1060, 70), (3, 33), (0, 5), (1281, 8)):

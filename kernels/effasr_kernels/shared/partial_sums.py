@@ -22,19 +22,19 @@ _ELEMENTS = 2_048
 _ROWS = 64
 """Partial sums that a program adds at a time, unless told otherwise."""
 
-_SHORT, _LONG = 9, 3
+_WIDE, _NARROW = 9, 3
 """Partial sums of several kernels that one launch adds at most, and tensors with a row for each
 frame: those of a Conformer layer, or of a layer of the decoder."""
 
-_MOST_ROWS = 1_056
-"""Rows that one program adds in that launch. Of more, such as those of a tensor with a row for each
-frame, each adds a chunk, and the last one the chunks."""
+_CHUNK = 1_056
+"""Partial sums that one program adds in that launch. Of more, each adds a chunk, and the last one
+the chunks."""
 
-_CHUNK = 256
-"""Rows of a chunk: for 8,448 rows of 1,536 channels there are 792 programs, six for each of the
-132 multiprocessors of an H200, that read 32 kB each."""
+_ROW_CHUNK = 256
+"""The same of the rows of a tensor: for 8,448 rows of 1,536 channels there are 792 programs, six
+for each of the 132 multiprocessors of an H200, that read 32 kB each."""
 
-_NARROW = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def summed(partials: Tensor, dtype: torch.dtype, *, rows: int = _ROWS) -> Tensor:
@@ -82,8 +82,8 @@ def sums_of_layer(found: Sequence[PartialSums]) -> list[Tensor]:
     """Add up partial sums of several kernels, in one launch for those of a layer.
 
     Args:
-        found: Not empty, on one device. Additions are in the same order as in `summed`, but for
-            tensors with many rows, of which chunks are added first.
+        found: Not empty, on one device. Up to `_CHUNK` partial sums are added in the same order as
+            in `summed`; of more, chunks are added first.
 
     Returns:
         The sums of each, float32 (C,), rounded to the dtype that `summed` would have given them.
@@ -98,7 +98,7 @@ def sums_of_layer(found: Sequence[PartialSums]) -> list[Tensor]:
         chosen = next((one for one in launches if one.takes(x)), None)
         if chosen is None:
             launches.append(chosen := _Segments())
-        (chosen.long if _is_long(x) else chosen.short).append((x, out))
+        chosen.add(x, out)
     for one in launches:
         one.run()
     return [piece[:size] for piece, size in zip(pieces, sizes, strict=True)]
@@ -109,55 +109,55 @@ class _Segments:
     """What one launch of `sum_segments` adds: partial sums, each with the place of the result.
 
     Attributes:
-        long: Tensors with many rows, which programs add together.
-        short: Partial sums of which a program adds all rows.
+        narrow: Those of 16 bits: tensors with a row for each frame.
+        wide: Those of float32.
     """
 
-    long: list[tuple[PartialSums, Tensor]] = field(default_factory=list)
-    short: list[tuple[PartialSums, Tensor]] = field(default_factory=list)
+    narrow: list[tuple[PartialSums, Tensor]] = field(default_factory=list)
+    wide: list[tuple[PartialSums, Tensor]] = field(default_factory=list)
 
     def takes(self, x: PartialSums) -> bool:
-        """Return whether there is room, and dtypes agree."""
-        rounded = {one.narrow for one, _ in (*self.long, *self.short)} - {None}
-        if x.narrow is not None and rounded - {x.narrow}:
-            return False
-        if not _is_long(x):
-            return len(self.short) < _SHORT
-        # The kernel chooses one of these tensors.
-        dtypes = {one.partials.dtype for one, _ in self.long}
-        return len(self.long) < _LONG and dtypes <= {x.partials.dtype}
+        """Return whether there is room, and sums of 16 bits have the same dtype."""
+        dtypes = {one.narrow for one, _ in (*self.narrow, *self.wide)} - {None}
+        has_room = len(self.wide) < _WIDE if _is_wide(x) else len(self.narrow) < _NARROW
+        return has_room and (x.narrow is None or dtypes <= {x.narrow})
+
+    def add(self, x: PartialSums, out: Tensor) -> None:
+        """Add the rows of ``x`` into ``out``, float32 (C,)."""
+        (self.wide if _is_wide(x) else self.narrow).append((x, out))
 
     def run(self) -> None:
         """Launch it."""
         columns = _ELEMENTS // _ROWS
-        programs = sum(-(-x.columns // columns) for x, _ in self.short)
-        together = sum(
-            max(1, -(-len(x.partials) // _CHUNK)) * -(-x.columns // (2 * columns))
-            for x, _ in self.long
+        found = [*self.narrow, *self.wide]
+        chunks = [-(-len(x.partials) // (_CHUNK if _is_wide(x) else _ROW_CHUNK)) for x, _ in found]
+        programs = sum(
+            max(1, count) * -(-x.columns // (columns if _is_wide(x) else 2 * columns))
+            for count, (x, _) in zip(chunks, found, strict=True)
         )
         parts = counters = None
-        if together:
-            like = self.long[0][1]
-            parts = like.new_empty(together, 2 * columns)
-            counters = program_counters(like, together)
-        narrow = (x.narrow for x, _ in (*self.long, *self.short) if x.narrow is not None)
+        if max(chunks) > 1:
+            parts = found[0][1].new_empty(programs, 2 * columns)
+            counters = program_counters(parts, programs)
+        dtypes = (x.narrow for x, _ in found if x.narrow is not None)
         launch(
             sum_segments,
-            (together + programs,),
-            *_arguments(self.long, _LONG),
-            *_arguments(self.short, _SHORT),
+            (programs,),
+            *_arguments(self.narrow, _NARROW),
+            *_arguments(self.wide, _WIDE),
             *(parts, counters),
             num_warps=4,
             num_stages=1,
-            NARROW=_NARROW[next(narrow, torch.bfloat16)],
+            NARROW=_NAMES[next(dtypes, torch.bfloat16)],
             BLOCK=_ROWS,
             BLOCK_C=columns,
             CHUNK=_CHUNK,
+            ROW_CHUNK=_ROW_CHUNK,
         )
 
 
-def _is_long(x: PartialSums) -> bool:
-    return x.partials.dtype != torch.float32 or len(x.partials) > _MOST_ROWS
+def _is_wide(x: PartialSums) -> bool:
+    return x.partials.dtype == torch.float32
 
 
 def _arguments(
@@ -233,25 +233,45 @@ def sum_rows(
 
 
 @triton.jit
-def _store_rounded(out, c, found, channels, exact, NARROW: tl.constexpr):
-    """Write sums of columns c in float32, rounded to ``NARROW`` from column ``exact`` on."""
-    if NARROW == "bf16":
-        rounded = found.to(tl.bfloat16).to(tl.float32)
-    else:
-        rounded = found.to(tl.float16).to(tl.float32)
-    tl.store(out + c, tl.where(c < exact, found, rounded), mask=c < channels)
+def _sum_chunk(
+    program, segment, parts, counters, NARROW: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Add up the rows of a chunk, or of all chunks if this program is the last of its columns."""
+    first, out, x, count, channels, exact = segment
+    blocks, chunks = tl.cdiv(channels, BLOCK_C), tl.maximum(tl.cdiv(count, CHUNK), 1)
+    block, chunk = (program - first) % blocks, (program - first) // blocks
+    c = block.to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    x += (chunk * CHUNK).to(tl.int64) * channels
+    rows = tl.minimum(count - chunk * CHUNK, CHUNK)
+    found = sum_of_columns(x, c, rows, channels, BLOCK, BLOCK_C)
+    is_last = chunks == 1
+    if parts is not None:  # noqa: SIM102 (the first is decided when the kernel is compiled)
+        if chunks > 1:
+            # A matrix with a row for each chunk.
+            part, padded = parts + first * WIDTH, blocks * BLOCK_C
+            tl.store(part + chunk.to(tl.int64) * padded + c, found)
+            is_last = is_last_program(counters, first + block, chunks)
+            if is_last:
+                found = sum_of_columns(part, c, chunks, padded, BLOCK, BLOCK_C)
+    if is_last:
+        if NARROW == "bf16":
+            rounded = found.to(tl.bfloat16).to(tl.float32)
+        else:
+            rounded = found.to(tl.float16).to(tl.float32)
+        tl.store(out + c, tl.where(c < exact, found, rounded), mask=c < channels)
 
 
 @triton.jit
-def _programs(count, channels, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Return the number of programs that add (count, channels) in chunks."""
+def _programs(count, channels, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the number of programs of a segment."""
     return tl.maximum(tl.cdiv(count, CHUNK), 1) * tl.cdiv(channels, BLOCK_C)
 
 
 @triton.jit
-def _choose(program, begin, new, chosen):
-    """Return a segment, after its first program, if that is not past the program, else `chosen`."""
-    first, out, x, count, channels, exact = chosen
+def _choose(program, begin, new, segment):
+    """Return a segment that begins at ``begin`` if the program is not before it, else the other."""
+    first, out, x, count, channels, exact = segment
     new_out, new_x, new_count, new_channels, new_exact = new
     is_here = program >= begin
     return (
@@ -284,87 +304,73 @@ def sum_segments(
     exact0, exact1, exact2, exact3, exact4, exact5, exact6, exact7, exact8,
     parts, counters,
     NARROW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr,
+    ROW_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of a block of columns of one of several tensors.
+    """Write the sums of a block of columns of one of several segments.
 
-    The first programs are for tensors with many rows, of one dtype. Tensor n is ``rowsn``, (P, C),
-    with P ``row_countn`` and C ``widthn``. A program adds CHUNK rows of 2 BLOCK_C columns and
-    writes the result to ``parts``, float32 (programs, 2 BLOCK_C); the last program of the columns
-    adds up these, and writes the sums to ``row_outn``, float32 (C,).
+    The first programs are for tensors of 16 bits: ``rowsn``, (P, C), with P ``row_countn`` and C
+    ``widthn``. A program adds ROW_CHUNK rows of 2 BLOCK_C columns. The others are for partial sums:
+    ``partialsn``, float32 (P, C), with P ``countn`` and C ``channelsn``. A program adds CHUNK rows
+    of BLOCK_C columns. BLOCK is the number of rows of a step.
 
-    The other programs each add all rows of BLOCK_C columns of partial sums: ``partialsn``, float32
-    (P, C), with P ``countn`` and C ``channelsn``, into ``outn``, float32 (C,).
+    With more rows, programs write what they add to ``parts``, float32 (programs, 2 BLOCK_C), and
+    the last one of the columns adds up these; ``counters`` are those of `is_last_program`, one for
+    each program. Both may be None if no segment has more rows.
 
-    Sums of columns from ``row_exactn`` or ``exactn`` on are rounded to NARROW, bf16 or fp16. If
-    there are fewer tensors, the last are None and their numbers 0. ``counters`` are those of
-    `is_last_program`, one for each of the first programs. BLOCK is the number of rows of a step.
+    The sums are written to ``row_outn`` or ``outn``, float32 (C,). Those of columns from
+    ``row_exactn`` or ``exactn`` on are rounded to NARROW, bf16 or fp16. If there are fewer
+    segments, the last are None and their numbers 0.
     """
-    program = tl.program_id(0)
+    program, begin = tl.program_id(0), 0
+    WIDTH: tl.constexpr = 2 * BLOCK_C
     if rows0 is not None:
-        WIDE: tl.constexpr = 2 * BLOCK_C
-        chosen = 0, row_out0, rows0, row_count0, width0, row_exact0
-        begin = _programs(row_count0, width0, CHUNK, WIDE)
+        segment = begin, row_out0, rows0, row_count0, width0, row_exact0
+        begin += _programs(row_count0, width0, WIDTH, ROW_CHUNK)
         if rows1 is not None:
             new = row_out1, rows1, row_count1, width1, row_exact1
-            chosen = _choose(program, begin, new, chosen)
-            begin += _programs(row_count1, width1, CHUNK, WIDE)
+            segment = _choose(program, begin, new, segment)
+            begin += _programs(row_count1, width1, WIDTH, ROW_CHUNK)
         if rows2 is not None:
             new = row_out2, rows2, row_count2, width2, row_exact2
-            chosen = _choose(program, begin, new, chosen)
-            begin += _programs(row_count2, width2, CHUNK, WIDE)
+            segment = _choose(program, begin, new, segment)
+            begin += _programs(row_count2, width2, WIDTH, ROW_CHUNK)
         if program < begin:
-            first, out, x, count, channels, exact = chosen
-            blocks = tl.cdiv(channels, WIDE)
-            block, chunk = (program - first) % blocks, (program - first) // blocks
-            c = block.to(tl.int64) * WIDE + tl.arange(0, WIDE)
-            x += (chunk * CHUNK).to(tl.int64) * channels
-            rows = tl.minimum(count - chunk * CHUNK, CHUNK)
-            found = sum_of_columns(x, c, rows, channels, BLOCK, WIDE)
-            # A matrix with a row for each chunk.
-            part, padded = parts + first * WIDE, blocks * WIDE
-            tl.store(part + chunk.to(tl.int64) * padded + c, found)
-            chunks = tl.maximum(tl.cdiv(count, CHUNK), 1)
-            if is_last_program(counters, first + block, chunks):
-                found = sum_of_columns(part, c, chunks, padded, BLOCK, WIDE)
-                _store_rounded(out, c, found, channels, exact, NARROW)
-        program -= begin
+            _sum_chunk(program, segment, parts, counters, NARROW, BLOCK, WIDTH, ROW_CHUNK, WIDTH)
     if partials0 is not None:
-        chosen = 0, out0, partials0, count0, channels0, exact0
-        begin = tl.cdiv(channels0, BLOCK_C)
+        behind = begin
+        segment = begin, out0, partials0, count0, channels0, exact0
+        begin += _programs(count0, channels0, BLOCK_C, CHUNK)
         if partials1 is not None:
             new = out1, partials1, count1, channels1, exact1
-            chosen = _choose(program, begin, new, chosen)
-            begin += tl.cdiv(channels1, BLOCK_C)
+            segment = _choose(program, begin, new, segment)
+            begin += _programs(count1, channels1, BLOCK_C, CHUNK)
         if partials2 is not None:
             new = out2, partials2, count2, channels2, exact2
-            chosen = _choose(program, begin, new, chosen)
-            begin += tl.cdiv(channels2, BLOCK_C)
+            segment = _choose(program, begin, new, segment)
+            begin += _programs(count2, channels2, BLOCK_C, CHUNK)
         if partials3 is not None:
             new = out3, partials3, count3, channels3, exact3
-            chosen = _choose(program, begin, new, chosen)
-            begin += tl.cdiv(channels3, BLOCK_C)
+            segment = _choose(program, begin, new, segment)
+            begin += _programs(count3, channels3, BLOCK_C, CHUNK)
         if partials4 is not None:
             new = out4, partials4, count4, channels4, exact4
-            chosen = _choose(program, begin, new, chosen)
-            begin += tl.cdiv(channels4, BLOCK_C)
+            segment = _choose(program, begin, new, segment)
+            begin += _programs(count4, channels4, BLOCK_C, CHUNK)
         if partials5 is not None:
             new = out5, partials5, count5, channels5, exact5
-            chosen = _choose(program, begin, new, chosen)
-            begin += tl.cdiv(channels5, BLOCK_C)
+            segment = _choose(program, begin, new, segment)
+            begin += _programs(count5, channels5, BLOCK_C, CHUNK)
         if partials6 is not None:
             new = out6, partials6, count6, channels6, exact6
-            chosen = _choose(program, begin, new, chosen)
-            begin += tl.cdiv(channels6, BLOCK_C)
+            segment = _choose(program, begin, new, segment)
+            begin += _programs(count6, channels6, BLOCK_C, CHUNK)
         if partials7 is not None:
             new = out7, partials7, count7, channels7, exact7
-            chosen = _choose(program, begin, new, chosen)
-            begin += tl.cdiv(channels7, BLOCK_C)
+            segment = _choose(program, begin, new, segment)
+            begin += _programs(count7, channels7, BLOCK_C, CHUNK)
         if partials8 is not None:
             new = out8, partials8, count8, channels8, exact8
-            chosen = _choose(program, begin, new, chosen)
-            begin += tl.cdiv(channels8, BLOCK_C)
-        if program >= 0:
-            first, out, x, count, channels, exact = chosen
-            c = (program - first).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-            found = sum_of_columns(x, c, count, channels, BLOCK, BLOCK_C)
-            _store_rounded(out, c, found, channels, exact, NARROW)
+            segment = _choose(program, begin, new, segment)
+            begin += _programs(count8, channels8, BLOCK_C, CHUNK)
+        if program >= behind:
+            _sum_chunk(program, segment, parts, counters, NARROW, BLOCK, BLOCK_C, CHUNK, WIDTH)
