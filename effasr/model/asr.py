@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
@@ -326,7 +326,7 @@ class ASRModel(nn.Module):
         losses = gather_losses(
             batch, cross_entropy=cross_entropy, ctc=ctc, transducer=transducer, penalty=penalty
         )
-        losses = replace(losses, router=self._router_loss((batch.targets != IGNORED).sum()))
+        losses = replace(losses, router=self._router_loss(lambda: (batch.targets != IGNORED).sum()))
         # An operation on an empty batch may leave its weights out of the graph, but the processes
         # of a group wait for the gradient of every parameter.
         idle: list[Tensor] = list(self._idle(is_speech))
@@ -353,7 +353,7 @@ class ASRModel(nn.Module):
                 uniform_gradient=True,
             )
         losses = gather_losses(batch, cross_entropy=cross_entropy)
-        losses = replace(losses, router=self._router_loss((batch.targets != IGNORED).sum()))
+        losses = replace(losses, router=self._router_loss(lambda: (batch.targets != IGNORED).sum()))
         without_speech = isinstance(batch, ConversationBatch) and is_empty(batch.clip_frames)
         idle: list[Tensor] = []
         if is_empty(batch.tokens.layout):
@@ -400,14 +400,14 @@ class ASRModel(nn.Module):
         if is_empty(batch.frames):
             total = touch_unused_parameters(total, self.parameters())
         zero = torch.zeros((), device=total.device)
-        router = self._router_loss(batch.frames.cu_seqlens[-1])
+        router = self._router_loss(lambda: batch.frames.cu_seqlens[-1])
         return Losses(total, zero, zero, zero, per_utterance=losses.detach(), router=router)
 
-    def _router_loss(self, targets: Tensor) -> Tensor | None:
+    def _router_loss(self, targets: Callable[[], Tensor]) -> Tensor | None:
         """Return the losses of the routers of the last forward times ``targets``, see `Losses`."""
         stacks = [x for x in (self.encoder, self.text_encoder, self.decoder) if x is not None]
         found = [x for x in map(take_losses, stacks) if x is not None]
-        return torch.stack(found).sum() * targets if found else None
+        return torch.stack(found).sum() * targets() if found else None
 
     def _augmented(self, mel: MelFrames) -> Tensor:
         return spec_augment(mel, self.config.spec_augment) if self.training else mel.values

@@ -20,7 +20,7 @@ from effasr.nn.experts.config import named_experts_of
 from effasr.nn.experts.encoder_output import EncoderOutput, expert_of
 from effasr.nn.experts.feed_forward import GroupedLinear
 from effasr.nn.experts.grouping import Groups, named_expert, named_groups
-from effasr.nn.positions import decoder_sinusoids
+from effasr.nn.positions import PositionTables, decoder_sinusoids
 from effasr.nn.residual import draw_layer_seeds, residual_stream
 from effasr.nn.stack import is_empty, is_sharded, skip_layers
 from effasr_kernels import PackedLayout, PackedSequence, projected_top_k
@@ -41,6 +41,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.residual_in_fp32 = config, residual_in_fp32
         self.router_losses: list[Tensor] = []
+        self._tables = PositionTables()
         for name in ("suppress", "begin_suppress"):
             most = max(getattr(config, name), default=0)
             check(most < vocab_size, name, f"be in the vocabulary of {vocab_size}", most)
@@ -297,7 +298,17 @@ class Decoder(nn.Module):
         return self._places(torch.arange(self.config.max_positions, device=weight.device))
 
     def _places(self, positions: Tensor) -> Tensor:
-        if self.embed_positions is None:
-            return decoder_sinusoids(positions, self.config.width)
+        config = self.config
+        if self.embed_positions is None and torch.compiler.is_compiling():
+            # The compiler fuses it with what follows.
+            return decoder_sinusoids(positions, config.width)
         # Positions past the last one belong to rows without a sequence.
-        return self.embed_positions(positions.clamp(max=self.config.max_positions - 1))
+        positions = positions.clamp(max=config.max_positions - 1)
+        if self.embed_positions is not None:
+            return self.embed_positions(positions)
+
+        def make() -> Tensor:
+            places = torch.arange(config.max_positions, device=positions.device)
+            return decoder_sinusoids(places, config.width)
+
+        return F.embedding(positions, self._tables.get(make, positions))

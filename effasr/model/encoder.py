@@ -25,7 +25,7 @@ from effasr.nn.experts.feed_forward import (
 )
 from effasr.nn.experts.grouping import Groups, named_groups
 from effasr.nn.feed_forward import FeedForward
-from effasr.nn.positions import relative_sinusoids
+from effasr.nn.positions import PositionTables, relative_sinusoids
 from effasr.nn.residual import Residual, residual_stream
 from effasr.nn.stack import Layer, checkpointed_forward, run_layers
 from effasr.nn.subsampling import ConvSubsampling
@@ -226,6 +226,7 @@ class FastConformerEncoder(nn.Module):
         self.router_losses: list[Tensor] = []
         first = config.context[0] if config.context else None
         self._trained = self._evaluated = first
+        self._tables = PositionTables()
         width = config.width
         self.subsampling = ConvSubsampling(
             mel_bins,
@@ -297,7 +298,13 @@ class FastConformerEncoder(nn.Module):
                 f"longest utterance, but is {reach}: raise `model.encoder.max_frames` or cut the "
                 "utterance."
             )
-        return relative_sinusoids(reach, config.width, layout.device).to(dtype)
+
+        def make() -> Tensor:
+            return relative_sinusoids(reach, config.width, layout.device).to(dtype)
+
+        # Without a bound for all batches there may be many sizes.
+        is_fixed = config.max_frames is not None or layout.static_max_seqlen is not None
+        return self._tables.get(make, layout.cu_seqlens, reach, dtype) if is_fixed else make()
 
     def _context(self, layout: PackedLayout, embeddings: Tensor | None) -> _Context:
         seen = self.context

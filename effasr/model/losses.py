@@ -62,7 +62,7 @@ def gather_losses(
     by_loss = {"cross_entropy": zero, "ctc": zero, "transducer": zero, "guided": zero}
     if cross_entropy is not None:
         by_loss["cross_entropy"] = cross_entropy.sum()
-        per_utterance = per_utterance + segment_sum(cross_entropy.detach(), layout)
+        per_utterance = segment_sum(cross_entropy.detach(), layout)
     for name, aligned in (("ctc", ctc), ("transducer", transducer)):
         if aligned is not None:
             counted = aligned.where(batch.monotonic & (aligned != torch.inf), 0.0)

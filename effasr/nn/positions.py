@@ -3,9 +3,50 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+
+class PositionTables:
+    """Tables of position embeddings, each computed once per device instead of at every step.
+
+    Tables are never freed, because a CUDA graph reads those that it was captured with; so the sizes
+    must be few.
+    """
+
+    def __init__(self) -> None:
+        """Start without a table."""
+        self._tables: dict[tuple[object, ...], Tensor] = {}
+
+    def get(self, make: Callable[[], Tensor], like: Tensor, *key: object) -> Tensor:
+        """Return the table of a key, computed at the first call.
+
+        Args:
+            make: Computes the table, on the device of ``like``.
+            like: An input of the step.
+            key: What the table depends on, besides the device.
+
+        Returns:
+            The result of ``make``; not to be written to. The first call for a key waits for the
+            device, so that a call on any stream may use the same table.
+        """
+        if torch.compiler.is_compiling():
+            return make()
+        key = (*key, like.device, is_fake(like))
+        if (table := self._tables.get(key)) is None:
+            # A table made in inference mode could not be saved for a backward.
+            with torch.inference_mode(False), torch.no_grad():
+                table = make()
+            is_cuda = like.device.type == "cuda"
+            # What is computed during the capture of a CUDA graph has no values until it runs.
+            if not (is_cuda and torch.cuda.is_current_stream_capturing()):
+                if is_cuda:
+                    torch.cuda.current_stream(like.device).synchronize()
+                self._tables[key] = table
+        return table
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:

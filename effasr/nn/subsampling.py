@@ -42,7 +42,7 @@ class ConvSubsampling(nn.Module):
     def forward(self, mel: MelFrames) -> Tensor:
         """Subsample mel rows to (T, width); rows of the tail are finite."""
         if self.causal:
-            return self.project(self._causal(mel).relu_().flatten(1))
+            return self.project(self._causal(mel).relu().flatten(1))
         x = subsampling_stem(
             mel.values.to(self.conv.weight.dtype),
             *_taps(self.conv),
@@ -57,7 +57,9 @@ class ConvSubsampling(nn.Module):
             quarter = (mel.lengths + 3) // 4
             x = strided_depthwise(x, *_taps(self.depthwise2), mel.layout, quarter, relu=True)
             x = self.pointwise2(x)
-        return self.project(x.relu_().flatten(1))
+        # In place on a view, as the result of a linear layer is, its backward would copy the rows
+        # three times.
+        return self.project(x.relu().flatten(1))
 
     def _causal(self, mel: MelFrames) -> Tensor:
         """Compute all layers but the last: (T, bands, channels), before the last ReLU.

@@ -152,7 +152,10 @@ class Objective:
         if self._transducer_weight:
             share = self._transducer_weight
             rest = (1 - share) * cross_entropy + share * transducer
-        total = (1 - weight) * rest + weight * ctc
+        total = rest
+        # Without a CTC head its loss is a constant zero.
+        if isinstance(weight, Tensor) or weight or losses.ctc.requires_grad:
+            total = (1 - weight) * rest + weight * ctc
         if self.config.guided_weight:
             total = total + torch.where(self._on, self.config.guided_weight, 0.0) * guided
         if losses.router is not None:

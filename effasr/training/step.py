@@ -207,8 +207,7 @@ def run_micro_batch(
     with _weights_in_use(state, accumulate=not exchanging):
         share, losses = _forward(state, state.model, batch, counts)
         with ranges.range("backward"):
-            # Gradients are averaged over the ranks, but the loss is a mean over all of them.
-            (share[0] * state.context.size).backward()
+            _total(share, state.context).backward()
     return share.detach(), losses
 
 
@@ -240,6 +239,12 @@ def _forward(
     return share, losses.per_utterance
 
 
+def _total(share: Tensor, context: DistributedContext) -> Tensor:
+    """Return the loss to differentiate, ()."""
+    # Gradients are averaged over the ranks, but the loss is a mean over all of them.
+    return share[0] * context.size if context.size > 1 else share[0]
+
+
 def _weights_in_use(state: TrainState, *, accumulate: bool = False) -> AbstractContextManager:
     weights = state.weights
     return nullcontext() if weights is None else weights.in_use(accumulate=accumulate)
@@ -254,7 +259,7 @@ def _oom_recovery(state: TrainState, counts: Tensor) -> OOMRecovery:
             # The uncompiled forward, because pieces have shapes of their own.
             share, losses = _forward(state, sync.module.forward, batch, counts)
             with ranges.range("backward"):
-                gradients = gradients_of(share[0] * state.context.size, sync.parameters)
+                gradients = gradients_of(_total(share, state.context), sync.parameters)
         return gradients, share.detach(), losses
 
     reason = sync.unsplittable_reason if state.graph is None else UNSPLITTABLE_REASON

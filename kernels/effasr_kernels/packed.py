@@ -162,7 +162,7 @@ class PackedLayout:
     def positions(self) -> Tensor:
         """The position of each row in its sequence or in the tail: int64 (rows,)."""
         row = torch.arange(self.rows, device=self.device)
-        return row - self.cu_seqlens.long()[self.sequence_ids()]
+        return row - self.cu_seqlens[self.sequence_ids()]
 
     def mask(self) -> Tensor:
         """Which rows belong to a sequence: bool (rows,), False in the tail."""

@@ -1,7 +1,9 @@
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from effasr.nn.positions import (
+    PositionTables,
     decoder_sinusoids,
     relative_sinusoids,
     sinusoids,
@@ -35,3 +37,29 @@ def test_the_middle_row_is_distance_zero() -> None:
     assert table.shape == (7, 6)
     assert torch.equal(table[3], torch.tensor([0.0, 1.0] * 3))
     assert torch.equal(table[5], sinusoids(torch.tensor([2]), 6)[0])
+
+
+def test_a_table_is_computed_once_for_each_key() -> None:
+    tables, calls, like = PositionTables(), [], torch.zeros(1)
+
+    def make() -> torch.Tensor:
+        calls.append(None)
+        return relative_sinusoids(4, 6, torch.device("cpu"))
+
+    first = tables.get(make, like, 4)
+    assert tables.get(make, like, 4) is first
+    assert len(calls) == 1
+    assert tables.get(make, like, 5) is not first
+    with FakeTensorMode() as mode:
+        fake = tables.get(make, mode.from_tensor(like), 4)
+    assert isinstance(fake, FakeTensor)
+    assert tables.get(make, like, 4) is first
+
+
+def test_a_table_made_in_inference_mode_serves_training() -> None:
+    tables, x = PositionTables(), torch.ones(3, 6, requires_grad=True)
+    with torch.inference_mode():
+        tables.get(lambda: torch.ones(3, 6), torch.zeros(1))
+    (x * tables.get(lambda: torch.zeros(3, 6), torch.zeros(1))).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(3, 6))

@@ -174,3 +174,18 @@ def test_a_batch_of_nothing_has_no_frames(factor: int) -> None:
     out = module(mel_frames((0,), factor, spare=4))
     assert out.shape == (4, WIDTH)
     out.sum().backward()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_backward_copies_no_rows(causal: bool) -> None:
+    """An activation in place on the view that a linear layer returns would have copies made."""
+    y = ConvSubsampling(16, 4, 6, causal=causal)(mel_frames((3, 2), 8))
+    nodes, seen = [y.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    names = {node.name() for node in seen}
+    assert any("Relu" in name for name in names)
+    assert not any("CopySlices" in name for name in names)

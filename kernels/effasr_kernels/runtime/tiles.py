@@ -26,15 +26,16 @@ def count_tiles(rows: int, sequences: int, block: int) -> int:
 
 
 @triton.jit
-def find_tile(cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr):
+def find_tile(cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr, times=1):
     """Find the rows of a tile.
 
     Args:
         cu_seqlens: int32 (N + 1,), a pointer.
         sequences: N.
         rows: Rows of the packed tensor, including the tail.
-        tile: The number of the tile, in ``[0, count_tiles(rows, sequences, BLOCK))``.
+        tile: The number of the tile, in ``[0, count_tiles(times * rows, sequences, BLOCK))``.
         BLOCK: Rows of a tile.
+        times: Rows of the tiles' tensor for each row that ``cu_seqlens`` and ``rows`` count.
 
     Returns:
         The sequence, N for the tail; its first row, int64; its length; the tile's first row within
@@ -42,17 +43,17 @@ def find_tile(cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr):
     """
     # Counts the sequences whose numbers begin at or before this tile; the tile belongs to the last
     # of them. Sequences before ``early`` always count, so of thousands only a few are loaded.
-    total = tl.load(cu_seqlens + sequences)
+    total = tl.load(cu_seqlens + sequences) * times
     early = tl.minimum(tl.maximum(tile - total // BLOCK, 0), sequences)
     index = tl.arange(0, 128)
     before = tl.zeros((128,), dtype=tl.int32)
     for first in range(early, tl.minimum(tile, sequences) + 1, 128):
         n = first + index
-        begin = tl.load(cu_seqlens + n, mask=n <= sequences, other=0)
+        begin = tl.load(cu_seqlens + n, mask=n <= sequences, other=0) * times
         before += ((begin // BLOCK + n <= tile) & (n <= sequences)).to(tl.int32)
     sequence = early + tl.sum(before) - 1
-    begin = tl.load(cu_seqlens + sequence)
-    end = tl.load(cu_seqlens + sequence + 1, mask=sequence < sequences, other=rows)
+    begin = tl.load(cu_seqlens + sequence) * times
+    end = tl.load(cu_seqlens + sequence + 1, mask=sequence < sequences, other=rows) * times
     start = (tile - (begin // BLOCK + sequence)) * BLOCK
     return sequence, begin.to(tl.int64), end - begin, start
 

@@ -10,14 +10,16 @@ from effasr_kernels.runtime.tiles import find_tile
 
 
 @triton.jit
-def _find_places(cu_places, lengths, sequences, places, tile, SPAN: tl.constexpr):
+def _find_places(
+    cu_seqlens, lengths, sequences, slots, tile, BINS: tl.constexpr, SPAN: tl.constexpr
+):
     """Find a span of places (row and column of the result) within one sequence.
 
     Returns:
         The first place of the sequence, int64; its number of places; the first place of the span,
         relative to the sequence; the number of input rows, 0 in the tail.
     """
-    sequence, first, count, start = find_tile(cu_places, sequences, places, tile, SPAN)
+    sequence, first, count, start = find_tile(cu_seqlens, sequences, slots, tile, SPAN, BINS // 2)
     length = tl.load(lengths + sequence, mask=sequence < sequences, other=0).to(tl.int32)
     return first, count, start, length
 
@@ -49,16 +51,16 @@ def _grad_input(grad, x, RELU: tl.constexpr):
     return tl.where(x == 0, 0.0, grad) if RELU else grad
 
 
-@triton.jit(do_not_specialize=["sequences", "places"])
+@triton.jit(do_not_specialize=["sequences", "slots"])
 def strided_forward(
     x,
     weight,
     bias,
-    cu_places,
+    cu_seqlens,
     lengths,
     y,
     sequences,
-    places,
+    slots,
     RELU: tl.constexpr,
     BINS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -72,11 +74,11 @@ def strided_forward(
         x: (2 T, G, C), contiguous.
         weight: (C, 9), contiguous.
         bias: (C,), contiguous.
-        cu_places: int32 (N + 1,), offsets of the places of each sequence.
+        cu_seqlens: int32 (N + 1,), offsets of the slots of each sequence.
         lengths: (N,), rows of ``x`` of each sequence.
         y: (T, G / 2, C), contiguous, written; zero in rows past the length.
         sequences: N.
-        places: T G / 2.
+        slots: T; a slot has G / 2 places.
         RELU: Whether to apply ReLU to ``x``.
         BINS: G.
         CHANNELS: C.
@@ -85,7 +87,7 @@ def strided_forward(
         SPAN: Places of a program, a multiple of BLOCK_P.
     """
     first, count, start, length = _find_places(
-        cu_places, lengths, sequences, places, tl.program_id(0), SPAN
+        cu_seqlens, lengths, sequences, slots, tl.program_id(0), BINS, SPAN
     )
     if start >= count:
         return
@@ -131,17 +133,17 @@ def strided_forward(
         tl.store(to, acc.to(y.dtype.element_ty), mask=inside[:, None] & known[None, :])
 
 
-@triton.jit(do_not_specialize=["sequences", "places", "spans"])
+@triton.jit(do_not_specialize=["sequences", "slots", "spans"])
 def strided_backward(
     x,
     weight,
-    cu_places,
+    cu_seqlens,
     lengths,
     grad_y,
     grad_x,
     partials,
     sequences,
-    places,
+    slots,
     spans,
     RELU: tl.constexpr,
     BINS: tl.constexpr,
@@ -160,14 +162,14 @@ def strided_backward(
     Args:
         x: (2 T, G, C), contiguous.
         weight: (C, 9), contiguous.
-        cu_places: int32 (N + 1,), offsets of the places of each sequence.
+        cu_seqlens: int32 (N + 1,), offsets of the slots of each sequence.
         lengths: (N,), rows of ``x`` of each sequence.
         grad_y: (T, G / 2, C), contiguous.
         grad_x: (2 T, G, C), contiguous, written; zero in rows past the length.
         partials: float32 (programs, 9 C + C), contiguous, written: sums for the weight, in its
             order, and for the bias.
         sequences: N.
-        places: T G / 2.
+        slots: T; a slot has G / 2 places.
         spans: Number of spans.
         RELU: Whether to apply ReLU to ``x``.
         BINS: G.
@@ -195,7 +197,7 @@ def strided_backward(
     )  # fmt: skip
     for span in range(tl.program_id(0), spans, tl.num_programs(0)):
         first, count, start, length = _find_places(
-            cu_places, lengths, sequences, places, span, SPAN
+            cu_seqlens, lengths, sequences, slots, span, BINS, SPAN
         )
         for done in range(0, tl.minimum(SPAN, count - start), BLOCK_P):
             begin = start + done

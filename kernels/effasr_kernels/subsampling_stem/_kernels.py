@@ -22,7 +22,14 @@ from effasr_kernels.runtime.tiles import find_tile
 
 @triton.jit
 def _find_places(
-    cu_places, lengths, sequences, places, tile, BINS: tl.constexpr, SPAN: tl.constexpr
+    cu_seqlens,
+    lengths,
+    sequences,
+    slots,
+    per_slot,
+    tile,
+    BINS: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
     """Find a span of places (row and column of the result) within one utterance.
 
@@ -31,20 +38,21 @@ def _find_places(
         relative to the utterance; the number of mel rows, 0 in the tail; the first row of the
         utterance in ``x``, int64.
     """
-    sequence, first, count, start = find_tile(cu_places, sequences, places, tile, SPAN)
+    sequence, first, count, start = find_tile(cu_seqlens, sequences, slots, tile, SPAN, per_slot)
     length = tl.load(lengths + sequence, mask=sequence < sequences, other=0).to(tl.int32)
     # A row of BINS / 4 places corresponds to 4 mel rows.
     return first, count, start, length, first // (BINS // 4) * 4
 
 
-@triton.jit(do_not_specialize=["sequences", "places"])
+@triton.jit(do_not_specialize=["sequences", "slots", "per_slot"])
 def stem_patches(
     x,
-    cu_places,
+    cu_seqlens,
     lengths,
     patches,
     sequences,
-    places,
+    slots,
+    per_slot,
     BINS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     SPAN: tl.constexpr,
@@ -56,18 +64,19 @@ def stem_patches(
 
     Args:
         x: (s T, F), contiguous.
-        cu_places: int32 (N + 1,), offsets of the places of the result of each utterance.
+        cu_seqlens: int32 (N + 1,), offsets of the slots of each utterance.
         lengths: (N,), mel rows of each utterance.
         patches: (s T / 2, F / 2, 16), contiguous, the dtype of ``x``, written except in the tail.
         sequences: N.
-        places: s T / 4 times F / 4, places of the result; the first convolution has four times as
-            many.
+        slots: T.
+        per_slot: Places of the result in a slot, s / 4 times F / 4; the first convolution has four
+            times as many.
         BINS: F.
         BLOCK_Q: Places of the first convolution in a tile.
         SPAN: Places of the result in a program.
     """
     first, count, start, length, mel_begin = _find_places(
-        cu_places, lengths, sequences, places, tl.program_id(0), BINS, SPAN
+        cu_seqlens, lengths, sequences, slots, per_slot, tl.program_id(0), BINS, SPAN
     )
     if start >= count or length == 0:
         return
@@ -123,18 +132,19 @@ def _filters(weight, bias, c, CHANNELS: tl.constexpr):
     return weights + biases
 
 
-@triton.jit(do_not_specialize=["sequences", "places"])
+@triton.jit(do_not_specialize=["sequences", "slots", "per_slot"])
 def stem_forward(
     patches,
     weight,
     bias,
     taps,
     offset,
-    cu_places,
+    cu_seqlens,
     lengths,
     y,
     sequences,
-    places,
+    slots,
+    per_slot,
     BINS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -152,11 +162,12 @@ def stem_forward(
         bias: (C,), bias of the first convolution.
         taps: (C, 9), weights of the second convolution.
         offset: (C,), bias of the second convolution.
-        cu_places: int32 (N + 1,), offsets of the places of each utterance.
+        cu_seqlens: int32 (N + 1,), offsets of the slots of each utterance.
         lengths: (N,), mel rows of each utterance.
         y: (s T / 4, F / 4, C), contiguous, written; zero in rows past the length.
         sequences: N.
-        places: s T / 4 times F / 4.
+        slots: T.
+        per_slot: Places in a slot, s / 4 times F / 4.
         BINS: F.
         CHANNELS: C.
         BLOCK_P: Places of a tile.
@@ -164,7 +175,7 @@ def stem_forward(
         SPAN: Places of a program, a multiple of BLOCK_P.
     """
     first, count, start, length, _ = _find_places(
-        cu_places, lengths, sequences, places, tl.program_id(0), BINS, SPAN
+        cu_seqlens, lengths, sequences, slots, per_slot, tl.program_id(0), BINS, SPAN
     )
     if start >= count:
         return
@@ -231,18 +242,19 @@ def _finish(seen, filters, taps, c, to, TAP: tl.constexpr, CHANNELS: tl.constexp
     return seen * w[:, None]
 
 
-@triton.jit(do_not_specialize=["sequences", "places", "spans"])
+@triton.jit(do_not_specialize=["sequences", "slots", "per_slot", "spans"])
 def stem_backward(
     patches,
     weight,
     bias,
     taps,
-    cu_places,
+    cu_seqlens,
     lengths,
     grad_y,
     partials,
     sequences,
-    places,
+    slots,
+    per_slot,
     spans,
     BINS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -266,13 +278,14 @@ def stem_backward(
         weight: (C, 9), weights of the first convolution.
         bias: (C,), bias of the first convolution.
         taps: (C, 9), weights of the second convolution.
-        cu_places: int32 (N + 1,), offsets of the places of each utterance.
+        cu_seqlens: int32 (N + 1,), offsets of the slots of each utterance.
         lengths: (N,), mel rows of each utterance.
         grad_y: (s T / 4, F / 4, C), contiguous.
         partials: float32 (programs, 20 C), contiguous, written: gradients of the weight (C, 9), the
             bias (C,), the taps (C, 9) and their bias (C,).
         sequences: N.
-        places: s T / 4 times F / 4.
+        slots: T.
+        per_slot: Places in a slot, s / 4 times F / 4.
         spans: Number of spans.
         BINS: F.
         CHANNELS: C.
@@ -299,7 +312,7 @@ def stem_backward(
     d8 = tl.zeros((BLOCK_C, 16), tl.float32)
     for span in range(tl.program_id(0), spans, tl.num_programs(0)):
         first, count, start, length, _ = _find_places(
-            cu_places, lengths, sequences, places, span, BINS, SPAN
+            cu_seqlens, lengths, sequences, slots, per_slot, span, BINS, SPAN
         )
         for done in range(0, tl.minimum(SPAN, count - start), BLOCK_P):
             begin = start + done

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import capability, launch, refusal
 from effasr_kernels.runtime.tiles import count_tiles
 from effasr_kernels.shared.partial_sums import summed
@@ -65,14 +66,17 @@ def forward(a: StemArguments) -> tuple[tuple[Tensor], tuple[()]]:
     channels, sequences = a.weight.shape[0], a.layout.num_sequences
     cut, _ = configs(x.dtype, channels, capability(x.device)[0])
     y = x.new_empty(x.shape[0] // 4, bins // 4, channels)
-    cu_places, places = _places(a)
+    per_slot = _places_per_slot(a)
     lengths = a.lengths.contiguous()
     launch(
         stem_forward,
-        (count_tiles(places, sequences, cut.span), -(-channels // cut.block_c)),
-        _patches(x, cu_places, lengths),
+        (
+            count_tiles(a.layout.rows * per_slot, sequences, cut.span),
+            -(-channels // cut.block_c),
+        ),
+        _patches(x, a.layout, lengths, per_slot),
         *(t.contiguous() for t in (a.weight, a.bias, a.depthwise_weight, a.depthwise_bias)),
-        *(cu_places, lengths, y, sequences, places),
+        *(a.layout.cu_seqlens, lengths, y, sequences, a.layout.rows, per_slot),
         num_warps=cut.warps,
         BINS=bins,
         CHANNELS=channels,
@@ -98,16 +102,17 @@ def backward(
     x, bins = a.x, a.x.shape[1]
     channels, sequences = a.weight.shape[0], a.layout.num_sequences
     _, cut = configs(x.dtype, channels, capability(x.device)[0])
-    cu_places, places = _places(a)
-    spans = count_tiles(places, sequences, cut.span)
+    per_slot = _places_per_slot(a)
+    spans = count_tiles(a.layout.rows * per_slot, sequences, cut.span)
     partials = x.new_empty(min(spans, _PROGRAMS), 20 * channels, dtype=torch.float32)
     lengths = a.lengths.contiguous()
     launch(
         stem_backward,
         (partials.shape[0], -(-channels // cut.block_c)),
-        _patches(x, cu_places, lengths),
+        _patches(x, a.layout, lengths, per_slot),
         *(t.contiguous() for t in (a.weight, a.bias, a.depthwise_weight)),
-        *(cu_places, lengths, grads[0], partials, sequences, places, spans),
+        *(a.layout.cu_seqlens, lengths, grads[0], partials),
+        *(sequences, a.layout.rows, per_slot, spans),
         num_warps=cut.warps,
         BINS=bins,
         CHANNELS=channels,
@@ -124,21 +129,20 @@ def backward(
     }
 
 
-def _places(a: StemArguments) -> tuple[Tensor, int]:
-    """Return the offsets of the places of each utterance, int32 (N + 1,), and their total."""
-    per_slot = a.rows_per_slot // 4 * (a.x.shape[1] // 4)
-    return a.layout.cu_seqlens * per_slot, a.layout.rows * per_slot
+def _places_per_slot(a: StemArguments) -> int:
+    """Return the number of places of the result in a slot."""
+    return a.rows_per_slot // 4 * (a.x.shape[1] // 4)
 
 
-def _patches(x: Tensor, cu_places: Tensor, lengths: Tensor) -> Tensor:
+def _patches(x: Tensor, layout: PackedLayout, lengths: Tensor, per_slot: int) -> Tensor:
     """Return the input patches of the first convolution, (s T / 2, F / 2, 16)."""
     rows, bins = x.shape
     patches = x.new_empty(rows // 2, bins // 2, 16)
-    sequences, places = lengths.shape[0], rows * bins // 16
     launch(
         stem_patches,
-        (count_tiles(places, sequences, _PATCH_SPAN),),
-        *(x.contiguous(), cu_places, lengths, patches, sequences, places),
+        (count_tiles(layout.rows * per_slot, layout.num_sequences, _PATCH_SPAN),),
+        *(x.contiguous(), layout.cu_seqlens, lengths, patches),
+        *(layout.num_sequences, layout.rows, per_slot),
         BINS=bins,
         BLOCK_Q=64,
         SPAN=_PATCH_SPAN,
