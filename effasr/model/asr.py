@@ -18,7 +18,6 @@ from effasr.model.best_rq import BestRQ, BestRQConfig, RandomQuantizer
 from effasr.model.checks import check
 from effasr.model.decoder import Decoder, DecoderConfig
 from effasr.model.encoder import FastConformerConfig, FastConformerEncoder
-from effasr.model.encoder_output import EncoderOutput
 from effasr.model.language_model.config import LanguageModelConfig
 from effasr.model.losses import Losses, gather_losses
 from effasr.model.onednn_caches import limit_onednn_caches
@@ -29,6 +28,7 @@ from effasr.nn.attention import RelativeSelfAttention
 from effasr.nn.cache.decoder_state import DecoderState
 from effasr.nn.convolution import DepthwiseConv
 from effasr.nn.experts.config import ExpertsConfig, named_experts_of
+from effasr.nn.experts.encoder_output import EncoderOutput
 from effasr.nn.experts.feed_forward import ExpertFeedForward, GroupedLinear
 from effasr.nn.experts.router import Router, take_losses
 from effasr.nn.linear import Linear

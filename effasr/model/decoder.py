@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from effasr import ranges
 from effasr.model.checks import check
 from effasr.model.decoder_layer import DecoderConfig, DecoderLayer
-from effasr.model.encoder_output import EncoderOutput, expert_of
 from effasr.nn.cache.contiguous import CacheSizes
 from effasr.nn.cache.decoder_state import DecoderState, KeysValues
 from effasr.nn.experts.config import named_experts_of
+from effasr.nn.experts.encoder_output import EncoderOutput, expert_of
 from effasr.nn.experts.feed_forward import GroupedLinear
 from effasr.nn.experts.grouping import Groups, named_expert, named_groups
 from effasr.nn.positions import decoder_sinusoids

@@ -17,9 +17,9 @@ from effasr.decoding.continuous_batching.cuda_graph import Capture, Readback, St
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.suppression import Suppression
 from effasr.model.asr import ASRModel
-from effasr.model.encoder_output import EncoderOutput, expert_of
 from effasr.nn.cache.contiguous import GROUP
 from effasr.nn.cache.decoder_state import KEPT_SHARE
+from effasr.nn.experts.encoder_output import EncoderOutput, expert_of
 from effasr_kernels import PackedSequence
 
 _AHEAD = 2
