@@ -22,7 +22,7 @@ from effasr.model.decoder import Decoder
 from effasr.model.whisper_encoder import WhisperEncoder
 from effasr.nn.experts.feed_forward import ExpertFeedForward, GroupedLinear
 from effasr.nn.experts.router import Router
-from effasr.nn.lora import LoRALinear
+from effasr.nn.lora import LoRAGroupedLinear, LoRALinear
 
 if TYPE_CHECKING:
     from effasr.model.language_model.model import LanguageModel
@@ -101,10 +101,11 @@ class _Count:
         """
         flops = round(2 * share * module.weight.numel())
         self.left[kind] += flops * (not module.weight.requires_grad) + flops * (not reached)
-        if isinstance(module, LoRALinear) and module.lora_a is not None:
-            inputs, outputs = module.in_features, module.out_features
-            adapter = 2 * len(module.lora_a) * (inputs + outputs)
-            self.left[kind] -= _FORWARD_AND_BACKWARD * adapter
+        if isinstance(module, (LoRALinear, LoRAGroupedLinear)):
+            a, b = module.lora_a, module.lora_b
+            if a is not None and b is not None:
+                adapter = round(2 * share * (a.numel() + b.numel()))
+                self.left[kind] -= _FORWARD_AND_BACKWARD * adapter
 
     def layer(self, layer: nn.Module, reached: bool, kind: str, **others: int) -> bool:
         """Count a layer of a stack; returns whether the backward reaches what follows it.

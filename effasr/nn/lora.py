@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from effasr.nn.experts.feed_forward import GroupedLinear
 from effasr.nn.linear import whole_bias
 from effasr.nn.parameters.patterns import matching
+from effasr_kernels import PackedLayout, grouped_linear
 from effasr_kernels.shared.cpu.linear import linear
 
 _PROJECTIONS = (
@@ -52,7 +53,8 @@ class LoRAConfig:
         rslora: Multiply by ``alpha / sqrt(rank)`` instead, so that higher ranks learn as fast.
         dropout: Dropout of the adapter's input.
         targets: Patterns of linear layers to adapt, such as ``decoder.*``; null for all projections
-            of attention and feed-forward networks.
+            of attention and feed-forward networks. Each expert of a network has adapters of its
+            own.
         also_train: Patterns of other parameters to train, such as ``*norm*`` or ``ctc_head``.
     """
 
@@ -116,26 +118,52 @@ class LoRALinear(nn.Linear):
         return y + linear(linear(dropped, self.lora_a) * self.lora_scale, self.lora_b)
 
 
+class LoRAGroupedLinear(GroupedLinear):
+    """The layers of several experts with an adapter for each: a row uses that of its expert.
+
+    As `LoRALinear`, with ``lora_a`` (experts, r, in) and ``lora_b`` (experts, out, r).
+    """
+
+    lora_a: nn.Parameter | None
+    lora_b: nn.Parameter | None
+    lora_scale: Tensor | None
+
+    def __init__(self, base: GroupedLinear, config: LoRAConfig):
+        """Share the parameters of a layer, and initialize an adapter for each expert."""
+        count, outputs, width = base.weight.shape
+        with torch.device("meta"):
+            super().__init__(count, width, outputs, bias=base.bias is not None)
+        self.weight, self.bias = base.weight, base.bias
+        self.dropout = config.dropout
+        self.lora_a = nn.Parameter(base.weight.new_empty(count, config.rank, width))
+        self.lora_b = nn.Parameter(base.weight.new_zeros(count, outputs, config.rank))
+        self.register_buffer("lora_scale", base.weight.new_tensor(config.scale))
+        for expert in self.lora_a:
+            nn.init.kaiming_uniform_(expert, a=math.sqrt(5))
+
+    def forward(self, x: Tensor, layout: PackedLayout) -> Tensor:
+        """Map (T, in) to (T, out); ``layout`` has a sequence for each expert."""
+        y = super().forward(x, layout)
+        if self.lora_a is None or self.lora_b is None or self.lora_scale is None:
+            return y
+        dropped = F.dropout(x, self.dropout, self.training)
+        narrow = grouped_linear(dropped, self.lora_a, layout) * self.lora_scale
+        return y + grouped_linear(narrow, self.lora_b, layout)
+
+
 def adapt(model: nn.Module, config: LoRAConfig) -> None:
     """Add adapters to linear layers in place, and train only these and ``also_train``.
 
     Raises:
         ValueError: A pattern matches nothing, or a layer that cannot have an adapter.
     """
-    linears = {name: x for name, x in model.named_modules() if isinstance(x, nn.Linear)}
-    experts = [name for name, x in model.named_modules() if isinstance(x, GroupedLinear)]
+    layers = {
+        name: x for name, x in model.named_modules() if isinstance(x, (nn.Linear, GroupedLinear))
+    }
     if config.targets is None:
-        named = {*linears, *experts}
-        targets = {name for name in named if name.rpartition(".")[2] in _PROJECTIONS}
+        targets = {name for name in layers if name.rpartition(".")[2] in _PROJECTIONS}
     else:
-        targets = matching([*linears, *experts], config.targets, "lora.targets")
-    for name in experts:
-        if name in targets:
-            raise ValueError(
-                f"`lora.targets` must not match {name}, whose weights of several experts cannot "
-                "have an adapter: narrow the patterns, such as *_proj, or name it in "
-                "lora.also_train."
-            )
+        targets = matching(layers, config.targets, "lora.targets")
     for name in _READ_ELSEWHERE:
         if name in targets:
             raise ValueError(
@@ -149,12 +177,18 @@ def adapt(model: nn.Module, config: LoRAConfig) -> None:
         parameter.requires_grad_(name in also)
     for name in sorted(targets):
         parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, LoRALinear(linears[name], config))
+        layer = layers[name]
+        if isinstance(layer, GroupedLinear):
+            adapted: nn.Module = LoRAGroupedLinear(layer, config)
+        else:
+            adapted = LoRALinear(layer, config)
+        setattr(model.get_submodule(parent), last, adapted)
 
 
-def adapters(model: nn.Module) -> list[LoRALinear]:
+def adapters(model: nn.Module) -> list[LoRALinear | LoRAGroupedLinear]:
     """Return the layers with adapters."""
-    return [module for module in model.modules() if isinstance(module, LoRALinear)]
+    kinds = LoRALinear, LoRAGroupedLinear
+    return [module for module in model.modules() if isinstance(module, kinds)]
 
 
 @contextmanager
@@ -196,5 +230,8 @@ def without_adapters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _sum(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    """W + s B A in float64: rounded once, independent of the precision of GPU products."""
+    """W + s B A in float64: rounded once, independent of the precision of GPU products.
+
+    All three are of one layer, or have a layer for each expert.
+    """
     return (weight.double() + scale.double() * (b.double() @ a.double())).to(weight.dtype)

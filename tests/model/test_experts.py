@@ -20,7 +20,14 @@ from effasr.model.streaming_encoder import check_streamable
 from effasr.nn.experts.config import ExpertsConfig
 from effasr.nn.experts.feed_forward import ExpertFeedForward
 from effasr.nn.experts.use import ExpertUse
-from effasr.nn.lora import LoRAConfig, adapt
+from effasr.nn.lora import (
+    LoRAConfig,
+    LoRAGroupedLinear,
+    adapt,
+    adapters,
+    merged,
+    without_adapters,
+)
 from effasr.optim.groups import parameter_groups
 from effasr.training.strategies import weight_copies
 from effasr_kernels import Context
@@ -163,12 +170,53 @@ def test_a_part_that_cannot_have_experts_says_so(tiny_config: ModelConfig) -> No
     streamed = replace(config.encoder, causal_convolution=True)
     with pytest.raises(ValueError, match=r"`experts\.route` must be learned to decode a stream"):
         check_streamable(streamed, Context(56, 0, 7))
-    for targets in (None, ("encoder.layers.*",)):
-        model = ASRModel(config, VOCABULARY)
-        with pytest.raises(ValueError, match=r"`lora.targets` must not match encoder.*linear1"):
-            adapt(model, LoRAConfig(rank=2, targets=targets))
-    model = ASRModel(config, VOCABULARY)
+
+
+@pytest.mark.parametrize("experts", [NAMED, LEARNED], ids=["named", "learned"])
+def test_experts_have_adapters_of_their_own(
+    experts: ExpertsConfig, tiny_config: ModelConfig, speech: Batch
+) -> None:
+    config = _with(tiny_config, NAMED, experts)
+    torch.manual_seed(0)
+    model = ASRModel(config, VOCABULARY).eval()
+    before = model(speech).cross_entropy.item()
+    adapt(model, LoRAConfig(rank=2, alpha=4.0, also_train=("*norm*",)))
+    grouped = [x for x in adapters(model) if isinstance(x, LoRAGroupedLinear)]
+    assert model.decoder is not None
+    assert len(grouped) == 2 * (2 * config.encoder.layers + len(model.decoder.layers))
+    assert model(speech).cross_entropy.item() == before
+    with torch.no_grad():
+        for layer in adapters(model):
+            assert layer.lora_b is not None
+            layer.lora_b.normal_(std=0.5)
+    losses = model(speech)
+    assert losses.cross_entropy.item() != pytest.approx(before, rel=1e-2)
+    with merged(model):
+        again = model(speech).cross_entropy
+    torch.testing.assert_close(again, losses.cross_entropy, rtol=1e-4, atol=0.0)
+    plain = without_adapters(model.state_dict())
+    dense = ASRModel.from_state_dict(config, VOCABULARY, plain).eval()
+    again = dense(speech).cross_entropy
+    torch.testing.assert_close(again, losses.cross_entropy, rtol=1e-4, atol=0.0)
+
+    # All of the second expert's.
+    assert speech.expert is not None
+    alone = replace(speech, expert=torch.ones_like(speech.expert))
+    model(alone).cross_entropy.backward()
     assert isinstance(model.encoder, FastConformerEncoder)
+    for layer in model.encoder.modules():
+        if isinstance(layer, LoRAGroupedLinear):
+            assert layer.weight.grad is None
+            for adapter in (layer.lora_a, layer.lora_b):
+                assert adapter is not None
+                assert adapter.grad is not None
+                assert not adapter.grad[0].any()
+                assert adapter.grad[1].any()
+
+
+def test_layers_of_experts_may_be_trained_beside_adapters(tiny_config: ModelConfig) -> None:
+    model = ASRModel(_with(tiny_config, NAMED, None), VOCABULARY)
     adapt(model, LoRAConfig(rank=2, targets=("*_proj",), also_train=("*feed_forward1*",)))
     network = next(x for x in model.modules() if isinstance(x, ExpertFeedForward))
     assert network.linear1.weight.requires_grad
+    assert not any(isinstance(x, LoRAGroupedLinear) for x in adapters(model))

@@ -14,6 +14,7 @@ from effasr.model.cost import cost_model, recomputed_costs, text_cost_model
 from effasr.model.learning_cost import learning_cost, learning_text_cost, unreached_layers
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
+from effasr.nn.experts.config import ExpertsConfig
 from effasr.nn.lora import LoRAConfig, adapt
 from effasr.nn.parameters.patterns import freeze
 from effasr.nn.stack import apply_activation_checkpointing
@@ -89,6 +90,22 @@ def test_adapters_cost_what_torch_counts(config: ModelConfig, batch: Batch, rank
     model = ASRModel(config, VOCABULARY).eval()
     adapt(model, LoRAConfig(rank=rank))
     assert predicted(model, batch) == pytest.approx(counted(model, batch), rel=0.02)
+
+
+def test_adapters_of_experts_cost_what_torch_counts(config: ModelConfig, batch: Batch) -> None:
+    """Of two ranks the difference, as torch counts gradients of frozen experts as computed."""
+    experts = ExpertsConfig(count=3, top_k=2)
+    assert config.decoder is not None
+    decoder = replace(config.decoder, experts=experts)
+    encoder = replace(config.encoder, experts=experts)  # type: ignore[call-arg]
+    config = replace(config, encoder=encoder, decoder=decoder)
+    costs = []
+    for rank in (1, 9):
+        model = ASRModel(config, VOCABULARY).eval()
+        adapt(model, LoRAConfig(rank=rank))
+        costs.append((predicted(model, batch), counted(model, batch)))
+    (less, less_counted), (more, more_counted) = costs
+    assert more - less == pytest.approx(more_counted - less_counted, rel=0.01)
 
 
 def test_a_model_that_is_trained_throughout_costs_as_ever(config: ModelConfig) -> None:

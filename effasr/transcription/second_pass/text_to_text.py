@@ -57,7 +57,8 @@ def source_of(config: ModelConfig, given: str | None) -> str | None:
         return None
     if given is None and experts.count == 1:
         return experts.names[0]
-    rule, remedy = f"be one of {', '.join(experts.names)}", "the corrector has an expert for each"
+    rule = f"be one of {', '.join(experts.names)}"
+    remedy = "the corrector has an expert for each: name the one whose lists are like these"
     check(given in experts.names, "corrector_source", rule, repr(given), remedy)
     return given
 
