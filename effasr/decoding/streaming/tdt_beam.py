@@ -42,7 +42,7 @@ class TDTBeamStreams(BeamStreams):
 
     def _first(self, count: int) -> tuple[Hypotheses, ...]:
         """Return the hypotheses at the first frames of streams."""
-        now = Hypotheses.begin(self._head, count, self.beam)
+        now = Hypotheses.begin(self._head, count, self.beam, with_frames=True)
         empty = replace(now, scores=torch.full_like(now.scores, NO_SCORE))
         return now, *[empty] * self._longest
 

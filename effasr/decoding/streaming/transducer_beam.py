@@ -44,15 +44,14 @@ class TransducerBeamStreams(BeamStreams):
         super().__init__(slots, beam, nbest)
         self._head, self._frames = head, UnreadFrames(head, slots, limit)
         with torch.inference_mode():
-            self._beams = Hypotheses.begin(head, slots, beam)
+            self._beams = Hypotheses.begin(head, slots, beam, with_frames=True)
             self._at = torch.zeros_like(self._beams.counts)
 
     def _begin(self, slot: int) -> None:
         self._frames.start(slot)
         self._at[slot] = 0
-        self._beams = put(
-            self._beams, self._index([slot]), Hypotheses.begin(self._head, 1, self.beam)
-        )
+        empty = Hypotheses.begin(self._head, 1, self.beam, with_frames=True)
+        self._beams = put(self._beams, self._index([slot]), empty)
 
     def _advance(self, encoded: Tensor, frames: Sequence[int]) -> None:
         self._frames.add(encoded, frames)
