@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from effasr.decoding.ctc_greedy import ctc_log_probs
@@ -24,6 +26,8 @@ def ctc_beam(
     lm: TokenLM | None = None,
     lm_weight: float = 0.0,
     nbest: int = 1,
+    *,
+    with_frames: bool = False,
 ) -> list[list[Hypothesis]]:
     """Find the likeliest transcripts of each sequence of encoder output.
 
@@ -39,6 +43,7 @@ def ctc_beam(
         lm: Language model over the same tokens; None for no language model.
         lm_weight: Weight of the language model, at least 0.
         nbest: Hypotheses of each sequence to return, from 1 to ``beam``.
+        with_frames: Whether hypotheses have the frames of their tokens, which takes time.
 
     Returns:
         The hypotheses of each sequence, the best first: for an empty one the empty transcript.
@@ -54,7 +59,7 @@ def ctc_beam(
     starts = encoded.layout.cu_seqlens[:-1].long()[torch.tensor(order, device=log_probs.device)]
     going = len(order)
     fusion = None if lm is None else Fusion(lm, lm_weight)
-    prefixes = Prefixes.begin(going, beam, log_probs.device)
+    prefixes = Prefixes.begin(going, beam, log_probs.device, with_frames=with_frames)
     for frame in range(encoded.layout.max_seqlen + 1):
         on = sum(lengths[n] > frame for n in order[:going])
         prefixes.record(order[on:going], on, fusion, found)
@@ -93,7 +98,8 @@ class Prefixes:
         written: float64 (N, K), weighted log-probability of the language model, if any.
         counts: int64 (N, K), tokens.
         labels: int64 (N, K, longest), followed by -1.
-        frames: int64 (N, K, longest), the frame at which each token is said on the likeliest path.
+        frames: int64 (N, K, longest), the frame at which each token is said on the likeliest path;
+            None if the search does not follow them.
         before: int64 (N,), the token that the prefixes continue; -1 for none.
     """
 
@@ -102,11 +108,11 @@ class Prefixes:
     written: Tensor
     counts: Tensor
     labels: Tensor
-    frames: Tensor
+    frames: Tensor | None
     before: Tensor
 
     @classmethod
-    def begin(cls, count: int, beam: int, device: torch.device) -> Prefixes:
+    def begin(cls, count: int, beam: int, device: torch.device, *, with_frames: bool) -> Prefixes:
         """Return the empty prefix of each utterance."""
         none = torch.full((count, beam), _NONE, dtype=torch.float64, device=device)
         blank = none.clone()
@@ -114,7 +120,8 @@ class Prefixes:
         counts = torch.zeros((count, beam), dtype=torch.int64, device=device)
         empty = counts.new_empty(count, beam, 0)
         before = counts.new_full((count,), -1)
-        return cls(blank, none, torch.zeros_like(none), counts, empty, empty, before)
+        frames = empty if with_frames else None
+        return cls(blank, none, torch.zeros_like(none), counts, empty, frames, before)
 
     def first(self, count: int) -> Prefixes:
         """Return only the first utterances."""
@@ -122,16 +129,13 @@ class Prefixes:
 
     def keep(self, index: Tensor | slice) -> Prefixes:
         """Return only these utterances, int64 (M,)."""
-        return Prefixes(*(getattr(self, field.name)[index] for field in fields(self)))
+        return _mapped(lambda part: part[index], self)
 
     def put(self, index: Tensor, part: Prefixes) -> Prefixes:
         """Return prefixes of which those of some utterances, int64 (M,), are replaced."""
         longest = max(self.labels.shape[2], part.labels.shape[2])
         whole, part = self._with_room(longest), part._with_room(longest)
-        names = [field.name for field in fields(self)]
-        return Prefixes(
-            *(getattr(whole, name).index_copy(0, index, getattr(part, name)) for name in names)
-        )
+        return _mapped(lambda all_, some: all_.index_copy(0, index, some), whole, part)
 
     def trimmed(self) -> Prefixes:
         """Return the same with no tokens in empty places, and no room that none needs."""
@@ -147,8 +151,8 @@ class Prefixes:
         room = longest - self.labels.shape[2]
         return replace(
             self,
-            labels=torch.nn.functional.pad(self.labels, (0, room), value=-1),
-            frames=torch.nn.functional.pad(self.frames, (0, room)),
+            labels=F.pad(self.labels, (0, room), value=-1),
+            frames=None if self.frames is None else F.pad(self.frames, (0, room)),
         )
 
     def ranks(self, fusion: Fusion | None) -> Tensor:
@@ -168,7 +172,9 @@ class Prefixes:
         best, place = scores.sort(dim=1, descending=True, stable=True)
         place = place[:, : found.size]
         number = torch.arange(len(scores), device=place.device)[:, None]
-        labels, frames = (part[number, place].flatten(0, 1) for part in (own.labels, own.frames))
+        labels, frames = own.labels[number, place].flatten(0, 1), own.frames
+        if frames is not None:
+            frames = frames[number, place].flatten(0, 1)
         several = [name for name in names for _ in range(place.shape[1])]
         found.add_rows(several, labels, best[:, : found.size].flatten(), frames=frames)
 
@@ -195,7 +201,9 @@ class Prefixes:
         # (N, b, a): prefix b is a with one more token, so the scores of both ways to it are added.
         before = torch.where(last[:, :, None] == last[:, None], self.blank[:, None], every[:, None])
         joined = (before + again[..., None]).masked_fill(~follows, _NONE)
-        frames = self._said_again(joined, torch.logaddexp(blank, label), frame)
+        frames = self.frames
+        if frames is not None:
+            frames = self._said_again(frames, joined, torch.logaddexp(blank, label), frame)
         label = torch.cat([label[..., None], joined], -1).logsumexp(-1)
         # (N, a, C, b)
         same = symbols[:, None, :, None] == last[:, None, None]
@@ -212,22 +220,25 @@ class Prefixes:
         heard, written = heard.gather(1, chosen), written.gather(1, chosen)
         return self._chosen(chosen, unchanged, heard, written, symbols, frame)
 
-    def _said_again(self, joined: Tensor, stays: Tensor, frame: int | Tensor) -> Tensor:
+    def _said_again(
+        self, frames: Tensor, joined: Tensor, stays: Tensor, frame: int | Tensor
+    ) -> Tensor:
         """Return the frames of prefixes whose last token is rather said now than before.
 
         Args:
+            frames: int64 (N, K, longest), of the prefixes so far.
             joined: (N, b, a), scores of prefix b as a and the token.
             stays: (N, b), scores of prefix b without the token being said now.
             frame: The current frame.
         """
         if not self.labels.shape[2]:
-            return self.frames
+            return frames
         said, source = joined.max(-1)
         number = torch.arange(len(source), device=source.device)[:, None]
         now = torch.as_tensor(frame, device=source.device).expand_as(source)
         place = (self.counts - 1).clamp(min=0)[..., None]
-        others = self.frames[number, source].scatter(2, place, now[..., None])
-        return torch.where((said > stays)[..., None], others, self.frames)
+        others = frames[number, source].scatter(2, place, now[..., None])
+        return torch.where((said > stays)[..., None], others, frames)
 
     def _chosen(
         self,
@@ -244,25 +255,17 @@ class Prefixes:
         parent = torch.where(grows, (chosen - beam) // candidates, chosen)
         symbol = symbols.gather(1, (chosen - beam).clamp(min=0) % candidates)
         counts = self.counts.gather(1, parent)
-        room = int((counts + grows).max()) - self.labels.shape[2]
+        longest = int((counts + grows).max())
         number = torch.arange(len(parent), device=parent.device)[:, None]
-        labels = self.labels[number, parent]
-        # A prefix that grows goes on from where its tokens were said before this frame.
-        frames = torch.where(
-            grows[..., None], self.frames[number, parent], unchanged.frames[number, parent]
-        )
-        if room > 0:
-            labels = torch.nn.functional.pad(labels, (0, room), value=-1)
-            frames = torch.nn.functional.pad(frames, (0, room))
-        if labels.shape[2]:
-            # If nothing is added, a position is overwritten with its own value.
-            place = counts.clamp(max=labels.shape[2] - 1)[..., None]
-            held, said = labels.gather(2, place), frames.gather(2, place)
-            now = torch.as_tensor(frame, device=said.device).expand_as(grows)
-            labels = labels.scatter(
-                2, place, torch.where(grows[..., None], symbol[..., None], held)
+        labels = _appended(self.labels[number, parent], counts, grows, symbol, longest, empty=-1)
+        frames = None
+        if self.frames is not None and unchanged.frames is not None:
+            # A prefix that grows goes on from where its tokens were said before this frame.
+            said = torch.where(
+                grows[..., None], self.frames[number, parent], unchanged.frames[number, parent]
             )
-            frames = frames.scatter(2, place, torch.where(grows[..., None], now[..., None], said))
+            now = torch.as_tensor(frame, device=said.device).expand_as(grows)
+            frames = _appended(said, counts, grows, now, longest, empty=0)
         return Prefixes(
             blank=unchanged.blank.gather(1, parent).masked_fill(grows, _NONE),
             label=torch.where(grows, heard, unchanged.label.gather(1, parent)),
@@ -291,3 +294,35 @@ class Prefixes:
             shortened = self.labels.scatter(2, before_last, -1)
             follows &= (shortened[:, :, None] == self.labels[:, None]).all(-1)
         return follows
+
+
+def _mapped(change: Callable[..., Tensor], *several: Prefixes) -> Prefixes:
+    """Return prefixes of which every tensor is computed from those of others."""
+    parts: dict[str, Any] = {}
+    for name in [field.name for field in fields(Prefixes)]:
+        own = [getattr(one, name) for one in several]
+        parts[name] = None if own[0] is None else change(*own)
+    return Prefixes(**parts)
+
+
+def _appended(
+    held: Tensor, counts: Tensor, grows: Tensor, new: Tensor, longest: int, *, empty: int
+) -> Tensor:
+    """Return tokens or frames of prefixes, (N, K, longest), and ``new``, (N, K), where they grow.
+
+    Args:
+        held: int64 (N, K, longest so far).
+        counts: int64 (N, K), tokens so far.
+        grows: bool (N, K).
+        new: int64 (N, K).
+        longest: Room that is needed.
+        empty: What room is filled with.
+    """
+    held = F.pad(held, (0, max(0, longest - held.shape[2])), value=empty)
+    if not held.shape[2]:
+        return held
+    # If nothing is added, a position is overwritten with its own value.
+    place = counts.clamp(max=held.shape[2] - 1)[..., None]
+    return held.scatter(
+        2, place, torch.where(grows[..., None], new[..., None], held.gather(2, place))
+    )

@@ -24,7 +24,13 @@ from effasr_kernels import PackedSequence
 
 
 def tdt_beam(
-    head: Transducer, encoded: PackedSequence, beam: int, limits: Sequence[int], nbest: int = 1
+    head: Transducer,
+    encoded: PackedSequence,
+    beam: int,
+    limits: Sequence[int],
+    nbest: int = 1,
+    *,
+    with_frames: bool = False,
 ) -> list[list[Hypothesis]]:
     """Find the likeliest transcripts of each sequence of encoder output.
 
@@ -44,6 +50,7 @@ def tdt_beam(
         beam: K, hypotheses of each sequence at each frame.
         limits: Most labels of each sequence's transcript.
         nbest: Hypotheses of each sequence to return, from 1 to ``beam``.
+        with_frames: Whether hypotheses have the frames of their labels, which takes time.
 
     Returns:
         The hypotheses of each sequence, the best first: for an empty one the empty transcript.
@@ -52,7 +59,7 @@ def tdt_beam(
     assert head.config.durations is not None
     found = without_frames(encoded, len(limits), nbest)
     utterances = Utterances.of(encoded, limits)
-    now = Hypotheses.begin(head, len(utterances), beam)
+    now = Hypotheses.begin(head, len(utterances), beam, with_frames=with_frames)
     empty = replace(now, scores=torch.full_like(now.scores, NO_SCORE))
     ahead = now, *[empty] * max(head.config.durations)
     passed = 0
@@ -143,7 +150,8 @@ def _extended(
     is_label = new >= 0
     place = torch.where(is_label, beam + new.div(classes, rounding_mode="floor"), chosen)
     picked = both.pick(place)
-    picked = replace(picked, frames=likelier_frames(picked, merged, place, ~is_label))
+    if picked.frames is not None:
+        picked = replace(picked, frames=likelier_frames(picked, merged, place, ~is_label))
     return picked.with_labels(best, is_label & (best > NO_SCORE), new % classes, frame)
 
 
@@ -153,11 +161,11 @@ def _with_blanks(there: Hypotheses, now: Hypotheses, both: Hypotheses, blank: Te
     same = (now.labels[:, :, None] == there.labels[:, None]).all(-1)
     same &= (there.scores > NO_SCORE)[:, None] & (now.scores > NO_SCORE)[..., None]
     moved = blank[..., None].masked_fill(~same, NO_SCORE)
+    scores = torch.cat([there.scores[:, None], moved], 1).logsumexp(1)
+    blank = blank.masked_fill(same.any(2), NO_SCORE)
+    both = replace(both, scores=torch.cat([scores, blank], 1))
+    if now.frames is None:
+        return both
     likeliest, origin = moved.max(1)
     frames = likelier_frames(there, now, origin, likeliest > there.scores)
-    scores = torch.cat([there.scores[:, None], moved], 1).logsumexp(1)
-    return replace(
-        both,
-        scores=torch.cat([scores, blank.masked_fill(same.any(2), NO_SCORE)], 1),
-        frames=torch.cat([frames, now.frames], 1),
-    )
+    return replace(both, frames=torch.cat([frames, now.frames], 1))

@@ -22,7 +22,13 @@ from effasr_kernels import PackedSequence
 
 
 def transducer_beam(
-    head: Transducer, encoded: PackedSequence, beam: int, limits: Sequence[int], nbest: int = 1
+    head: Transducer,
+    encoded: PackedSequence,
+    beam: int,
+    limits: Sequence[int],
+    nbest: int = 1,
+    *,
+    with_frames: bool = False,
 ) -> list[list[Hypothesis]]:
     """Find the likeliest transcripts of each sequence of encoder output.
 
@@ -38,6 +44,7 @@ def transducer_beam(
         beam: K, the hypotheses that are kept of each sequence.
         limits: The most labels of each sequence's transcript.
         nbest: Hypotheses of each sequence to return, from 1 to ``beam``.
+        with_frames: Whether hypotheses have the frames of their labels, which takes time.
 
     Returns:
         The hypotheses of each sequence, the best first: for an empty one the empty transcript.
@@ -49,7 +56,7 @@ def transducer_beam(
     frames = head.encoder_projection(encoded.values)
     found = without_frames(encoded, len(limits), nbest)
     utterances = Utterances.of(encoded, limits)
-    hypotheses = Hypotheses.begin(head, len(utterances), beam)
+    hypotheses = Hypotheses.begin(head, len(utterances), beam, with_frames=with_frames)
     search = Search(
         utterances,
         best=hypotheses.scores.new_full((len(utterances), nbest), NO_SCORE),
@@ -93,10 +100,10 @@ def advance(head: Transducer, frames: Tensor, search: Search) -> Search:
     parent, symbol = chosen // pool.shape[-1], chosen % pool.shape[-1]
     is_label = (symbol != head.blank_id) & (scores > NO_SCORE)
     picked = before.pick(parent)
-    said = likelier_frames(picked, merged, parent, symbol == head.blank_id)
-    after = replace(picked, frames=said).with_labels(
-        scores, is_label, symbol, now.gather(1, parent)
-    )
+    if before.frames is not None:
+        said = likelier_frames(picked, merged, parent, symbol == head.blank_id)
+        picked = replace(picked, frames=said)
+    after = picked.with_labels(scores, is_label, symbol, now.gather(1, parent))
     return replace(
         search,
         at=search.at.gather(1, parent) + (symbol == head.blank_id),

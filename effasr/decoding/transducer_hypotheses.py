@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +62,8 @@ class Hypotheses:
         scores: (N, K), log-probabilities.
         counts: int64 (N, K), labels so far; 0 for an empty place.
         labels: int64 (N, K, longest), followed by -1.
-        frames: int64 (N, K, longest), the frame at which each label is said on the likeliest path.
+        frames: int64 (N, K, longest), the frame at which each label is said on the likeliest path;
+            None if the search does not follow them.
         is_new: bool (N, K), whether the predictor has yet to read the last label.
         predicted: (N, K, J), the predictor's share of the joint network.
         state: State of the predictor, (N, K, ...) each.
@@ -70,13 +72,13 @@ class Hypotheses:
     scores: Tensor
     counts: Tensor
     labels: Tensor
-    frames: Tensor
+    frames: Tensor | None
     is_new: Tensor
     predicted: Tensor
     state: PredictorState
 
     @classmethod
-    def begin(cls, head: Transducer, count: int, beam: int) -> Hypotheses:
+    def begin(cls, head: Transducer, count: int, beam: int, *, with_frames: bool) -> Hypotheses:
         """Return one hypothesis without labels for each of ``count`` utterances."""
         predicted, state = head.begin(count * beam)
         shape = count, beam
@@ -89,7 +91,7 @@ class Hypotheses:
             scores=scores,
             counts=counts,
             labels=empty,
-            frames=empty,
+            frames=empty if with_frames else None,
             is_new=counts.bool(),
             predicted=predicted.unflatten(0, shape),
             state=tuple(part.unflatten(0, shape) for part in state),
@@ -108,7 +110,9 @@ class Hypotheses:
         self, scores: Tensor, is_label: Tensor, label: Tensor, frame: Tensor
     ) -> Hypotheses:
         """These scores, and one more label where ``is_label``, said at a frame; (N, K) each."""
-        padded = F.pad(self.labels, (0, 1), value=-1)
+        padded, frames = F.pad(self.labels, (0, 1), value=-1), self.frames
+        if frames is not None:
+            frames = F.pad(frames, (0, 1)).scatter(2, self.counts[..., None], frame[..., None])
         # Without a new label, the position after the last one keeps its value.
         new = torch.where(is_label, label, -1)[..., None]
         return replace(
@@ -116,7 +120,7 @@ class Hypotheses:
             scores=scores,
             counts=(self.counts + is_label).masked_fill(scores == NO_SCORE, 0),
             labels=padded.scatter(2, self.counts[..., None], new),
-            frames=F.pad(self.frames, (0, 1)).scatter(2, self.counts[..., None], frame[..., None]),
+            frames=frames,
             is_new=self.is_new | is_label,
         )
 
@@ -149,7 +153,7 @@ class Hypotheses:
                 names,
                 self.labels[row, place],
                 self.scores[row, place],
-                frames=self.frames[row, place],
+                frames=None if self.frames is None else self.frames[row, place],
             )
 
 
@@ -164,8 +168,10 @@ def without_frames(encoded: PackedSequence, count: int, nbest: int) -> NBest:
 
 def mapped(change: Callable[..., Tensor], *several: Hypotheses) -> Hypotheses:
     """Return hypotheses of which every tensor is computed from those of others."""
-    names = [field.name for field in fields(Hypotheses) if field.name != "state"]
-    parts = {name: change(*(getattr(one, name) for one in several)) for name in names}
+    parts: dict[str, Any] = {}
+    for name in [field.name for field in fields(Hypotheses) if field.name != "state"]:
+        own = [getattr(one, name) for one in several]
+        parts[name] = None if own[0] is None else change(*own)
     state = tuple(change(*tensors) for tensors in zip(*(one.state for one in several), strict=True))
     return Hypotheses(**parts, state=state)
 
@@ -206,16 +212,14 @@ def merge_equal(
     same &= (reached.scores > NO_SCORE)[:, None] & (source.scores > NO_SCORE)[..., None]
     index = last.clamp(min=0)[:, None].expand(same.shape)
     moved = label.gather(2, index).masked_fill(~same, NO_SCORE)
-    likeliest, origin = moved.max(1)
-    said = likelier_frames(reached, source, origin, likeliest > scores)
-    now = torch.where(
-        likeliest > scores, frame.gather(1, origin), said.gather(2, before_last)[..., 0]
-    )
-    merged = replace(
-        reached,
-        scores=torch.cat([scores[:, None], moved], 1).logsumexp(1),
-        frames=said.scatter(2, before_last, now[..., None]),
-    )
+    merged = replace(reached, scores=torch.cat([scores[:, None], moved], 1).logsumexp(1))
+    if reached.frames is not None:
+        likeliest, origin = moved.max(1)
+        is_likelier = likeliest > scores
+        said = likelier_frames(reached, source, origin, is_likelier)
+        held = said.gather(2, before_last)[..., 0]
+        now = torch.where(is_likelier, frame.gather(1, origin), held)
+        merged = replace(merged, frames=said.scatter(2, before_last, now[..., None]))
     kept = torch.where(same, NO_SCORE, torch.inf).to(label.dtype)
     return merged, label.scatter_reduce(2, index, kept, "amin")
 
@@ -223,7 +227,12 @@ def merge_equal(
 def likelier_frames(
     reached: Hypotheses, source: Hypotheses, origin: Tensor, is_likelier: Tensor
 ) -> Tensor:
-    """Return frames of labels: those of hypothesis ``origin``, (N, A), where it is likelier."""
+    """Return frames of labels: those of hypothesis ``origin``, (N, A), where it is likelier.
+
+    Both hypotheses have frames.
+    """
+    assert reached.frames is not None
+    assert source.frames is not None
     rows = torch.arange(len(origin), device=origin.device)[:, None]
     return torch.where(is_likelier[..., None], source.frames[rows, origin], reached.frames)
 
@@ -235,7 +244,11 @@ def with_equal_room(several: Sequence[Hypotheses]) -> tuple[Hypotheses, ...]:
         replace(
             one,
             labels=F.pad(one.labels, (0, longest - one.labels.shape[-1]), value=-1),
-            frames=F.pad(one.frames, (0, longest - one.frames.shape[-1])),
+            frames=(
+                None
+                if one.frames is None
+                else F.pad(one.frames, (0, longest - one.frames.shape[-1]))
+            ),
         )
         for one in several
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from effasr.checkpoint import load_model, resolve
-from effasr.transcription import online
+from effasr.transcription.online import OnlineRecognizer, single_stream
 from effasr_kernels import Context
 
 RATE = 16_000
@@ -68,7 +68,7 @@ def sharp(monkeypatch):
 def test_the_latency_is_kept(effasr, run, piped, sharp, monkeypatch, latency, context) -> None:
     used = []
     monkeypatch.setattr(
-        online, "OnlineRecognizer", lambda *a, **k: used.append(Made(*a, **k)) or used[-1]
+        single_stream, "OnlineRecognizer", lambda *a, **k: used.append(Made(*a, **k)) or used[-1]
     )
     audio = (0.1 * np.random.default_rng(0).standard_normal(3 * RATE)).astype(np.float32)
     piped(audio.astype("<f4").tobytes())
@@ -86,7 +86,7 @@ def test_the_latency_is_kept(effasr, run, piped, sharp, monkeypatch, latency, co
     assert all(("words" in row) == ("--words" in latency) for row in expected)
 
 
-Made = online.OnlineRecognizer
+Made = OnlineRecognizer
 
 
 @pytest.fixture

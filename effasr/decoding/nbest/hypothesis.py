@@ -39,7 +39,7 @@ class Hypothesis:
         rank: What the search orders hypotheses by: the score, after penalties if there are any.
         parts: What the score is the sum of; None if not requested.
         frames: Encoder frame at which the search says each token, on the likeliest path that the
-            beam has kept; none of a search that does not know them.
+            beam has kept; none of a search that does not know them, or is not asked for them.
     """
 
     tokens: tuple[int, ...]

@@ -146,16 +146,17 @@ class BeamStreams(ABC):
 
 
 def opened(
-    labels: Tensor, frames: Tensor, best: Tensor, reads: Sequence[int]
+    labels: Tensor, frames: Tensor | None, best: Tensor, reads: Sequence[int]
 ) -> list[OpenTranscript]:
     """Return the likeliest hypotheses as open transcripts.
 
     Args:
         labels: int64 (N, K, longest), followed by -1.
-        frames: int64 (N, K, longest).
+        frames: int64 (N, K, longest); the searches of streams follow them.
         best: int64 (N,), the likeliest of each.
         reads: Frames that each has read.
     """
+    assert frames is not None
     rows = torch.arange(len(best), device=best.device)
     pairs = zip(labels[rows, best].tolist(), frames[rows, best].tolist(), reads, strict=True)
     found = []
@@ -166,13 +167,13 @@ def opened(
 
 
 def keep_consistent(
-    labels: Tensor, frames: Tensor, counts: Tensor, final: Sequence[int], since: int
+    labels: Tensor, frames: Tensor | None, counts: Tensor, final: Sequence[int], since: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Remove final tokens from hypotheses that agree with them.
 
     Args:
         labels: int64 (N, K, longest), followed by -1.
-        frames: int64 (N, K, longest).
+        frames: int64 (N, K, longest); the searches of streams follow them.
         counts: int64 (N, K).
         final: Tokens that are final.
         since: The first frame that is not; a hypothesis that says more before it disagrees.
@@ -181,6 +182,7 @@ def keep_consistent(
         Whether each agrees, bool (N, K); labels and frames with ``longest`` less by those that are
         final; and counts. Those that disagree have none.
     """
+    assert frames is not None
     count = len(final)
     missing = max(0, count - labels.shape[-1])
     labels, frames = F.pad(labels, (0, missing), value=-1), F.pad(frames, (0, missing))

@@ -29,10 +29,10 @@ class CTCBeamStreams(BeamStreams):
         self._model, self._fusion = model, fusion
         self._device = next(model.parameters()).device
         with torch.inference_mode():
-            self._prefixes = Prefixes.begin(slots, beam, self._device)
+            self._prefixes = Prefixes.begin(slots, beam, self._device, with_frames=True)
 
     def _begin(self, slot: int) -> None:
-        self._put([slot], Prefixes.begin(1, self.beam, self._device))
+        self._put([slot], Prefixes.begin(1, self.beam, self._device, with_frames=True))
 
     def _advance(self, encoded: Tensor, frames: Sequence[int]) -> None:
         logits = self._model.ctc_logits(encoded.flatten(0, 1))

@@ -2,54 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from effasr.decoding.nbest.hypothesis import Hypothesis, NBest
-from effasr.decoding.streaming.beam import BeamStreams, OpenTranscript, keep_consistent, merged
-from effasr.decoding.streaming.unread_frames import UnreadFrames
+from effasr.decoding.streaming.beam import OpenTranscript, keep_consistent, merged
+from effasr.decoding.streaming.transducer_beam_base import BaseTransducerBeamStreams
 from effasr.decoding.tdt_beam import advance
 from effasr.decoding.transducer_hypotheses import NO_SCORE, Hypotheses, put
-from effasr.model.transducer import Transducer
 
 
-class TDTBeamStreams(BeamStreams):
+class TDTBeamStreams(BaseTransducerBeamStreams):
     """Decodes as `effasr.decoding.tdt_beam`.
 
     The last durations of an utterance must not lead beyond its end. So as many frames as the
     longest duration are read only when more come, or the stream ends.
     """
 
-    def __init__(
-        self,
-        head: Transducer,
-        slots: int,
-        beam: int,
-        nbest: int,
-        limit: Callable[[int], int],
-    ):
-        """Prepare a number of slots: see `TransducerBeamStreams`."""
-        super().__init__(slots, beam, nbest)
-        assert head.config.durations is not None
-        self._head, self._frames = head, UnreadFrames(head, slots, limit)
-        self._longest = max(head.config.durations)
+    def _prepare(self, slots: int) -> None:
+        assert self._head.config.durations is not None
+        self._longest = max(self._head.config.durations)
         self._passed = [0] * slots
-        with torch.inference_mode():
-            self._ahead = self._first(slots)
+        self._ahead = self._first_ahead(slots)
 
-    def _first(self, count: int) -> tuple[Hypotheses, ...]:
-        """Return the hypotheses at the first frames of streams."""
-        now = Hypotheses.begin(self._head, count, self.beam)
+    def _first_ahead(self, count: int) -> tuple[Hypotheses, ...]:
+        """Return the hypotheses at the first frames of streams, and at those after them: none."""
+        now = self._first(count)
         empty = replace(now, scores=torch.full_like(now.scores, NO_SCORE))
         return now, *[empty] * self._longest
 
     def _begin(self, slot: int) -> None:
         self._frames.start(slot)
         self._passed[slot] = 0
-        self._put([slot], self._first(1))
+        self._put([slot], self._first_ahead(1))
 
     def _advance(self, encoded: Tensor, frames: Sequence[int]) -> None:
         self._frames.add(encoded, frames)
@@ -120,6 +108,3 @@ class TDTBeamStreams(BeamStreams):
         index = self._index(slots)
         pairs = zip(self._ahead, part, strict=True)
         self._ahead = tuple(put(whole, index, some) for whole, some in pairs)
-
-    def _index(self, slots: Sequence[int]) -> Tensor:
-        return torch.tensor(slots, device=self._ahead[0].scores.device)

@@ -2,57 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from effasr.decoding.nbest.hypothesis import Hypothesis, NBest
-from effasr.decoding.streaming.beam import BeamStreams, OpenTranscript, keep_consistent, opened
-from effasr.decoding.streaming.unread_frames import UnreadFrames
+from effasr.decoding.streaming.beam import OpenTranscript, keep_consistent, opened
+from effasr.decoding.streaming.transducer_beam_base import BaseTransducerBeamStreams
 from effasr.decoding.transducer_beam import Search, advance, recorded
-from effasr.decoding.transducer_hypotheses import NO_SCORE, Hypotheses, put, with_equal_room
-from effasr.model.transducer import Transducer
+from effasr.decoding.transducer_hypotheses import NO_SCORE, put, with_equal_room
 
 
-class TransducerBeamStreams(BeamStreams):
+class TransducerBeamStreams(BaseTransducerBeamStreams):
     """Decodes as `effasr.decoding.transducer_beam`.
 
     That search compares hypotheses of as many frames and labels together, so it continues while no
     hypothesis has read all frames of the stream, and those with more labels have read less.
     """
 
-    def __init__(
-        self,
-        head: Transducer,
-        slots: int,
-        beam: int,
-        nbest: int,
-        limit: Callable[[int], int],
-    ):
-        """Prepare a number of slots, each for a stream at a time.
-
-        Args:
-            head: Transducer of the model.
-            slots: S.
-            beam: K, hypotheses of each stream.
-            nbest: Complete hypotheses of a finished stream that are wanted, from 1 to ``beam``.
-            limit: Most labels of an open transcript of so many frames. One that reaches it before
-                later frames have come may be another one than that of the whole utterance.
-        """
-        super().__init__(slots, beam, nbest)
-        self._head, self._frames = head, UnreadFrames(head, slots, limit)
-        with torch.inference_mode():
-            self._beams = Hypotheses.begin(head, slots, beam)
-            self._at = torch.zeros_like(self._beams.counts)
+    def _prepare(self, slots: int) -> None:
+        self._beams = self._first(slots)
+        self._at = torch.zeros_like(self._beams.counts)
 
     def _begin(self, slot: int) -> None:
         self._frames.start(slot)
         self._at[slot] = 0
-        self._beams = put(
-            self._beams, self._index([slot]), Hypotheses.begin(self._head, 1, self.beam)
-        )
+        self._beams = put(self._beams, self._index([slot]), self._first(1))
 
     def _advance(self, encoded: Tensor, frames: Sequence[int]) -> None:
         self._frames.add(encoded, frames)
@@ -113,9 +90,6 @@ class TransducerBeamStreams(BeamStreams):
             own, scores=scores - scores.amax(1), labels=labels, frames=frames, counts=counts
         )
         self._beams = put(self._beams, self._index([slot]), rest)
-
-    def _index(self, slots: Sequence[int]) -> Tensor:
-        return torch.tensor(slots, device=self._at.device)
 
 
 def _can_go_on(search: Search) -> Tensor:

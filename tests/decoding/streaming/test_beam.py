@@ -18,6 +18,7 @@ from effasr.decoding.streaming.tdt_beam import TDTBeamStreams
 from effasr.decoding.streaming.transducer_beam import TransducerBeamStreams
 from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import transducer_beam
+from effasr.model.asr import ASRModel
 from effasr.model.transducer import Transducer, TransducerConfig
 from effasr_kernels import PackedSequence, pack
 from tests.decoding.cases import make_frames, make_head
@@ -72,13 +73,20 @@ def case(kind: str, seed: int = 0) -> tuple[Transducer | None, PackedSequence]:
 
 @torch.no_grad()
 def whole(
-    kind: str, head: Transducer | None, encoded: PackedSequence, beam: int = BEAM
+    kind: str,
+    head: Transducer | None,
+    encoded: PackedSequence,
+    beam: int = BEAM,
+    *,
+    with_frames: bool = True,
 ) -> list[list[Hypothesis]]:
     if head is None:
         lm = (small_lm(), 0.5) if kind == "ctc_lm" else (None, 0.0)
-        return ctc_beam(Given(), encoded, beam, *lm, NBEST)  # type: ignore[arg-type]
+        given: ASRModel = Given()  # type: ignore[assignment]
+        return ctc_beam(given, encoded, beam, *lm, NBEST, with_frames=with_frames)
     search = tdt_beam if kind == "tdt" else transducer_beam
-    return search(head, encoded, beam, [LIMIT] * encoded.layout.num_sequences, NBEST)
+    limits = [LIMIT] * encoded.layout.num_sequences
+    return search(head, encoded, beam, limits, NBEST, with_frames=with_frames)
 
 
 def fed(
@@ -124,6 +132,16 @@ def test_a_stream_has_the_hypotheses_of_the_whole_utterance(kind, chunk, seed) -
             assert found.frames == (best[0].frames if best else ())
     assert max(len(best[0].tokens) for best in expected if best) > 4
     assert all(len(best) == NBEST for best in expected[2:5])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_search_follows_frames_only_on_request(kind) -> None:
+    head, encoded = case(kind)
+    asked, plain = (whole(kind, head, encoded, with_frames=on) for on in (True, False))
+    assert plain == asked
+    assert all(len(one.frames) == len(one.tokens) for best in asked for one in best)
+    assert any(one.tokens for best in plain for one in best)
+    assert not any(one.frames for best in plain for one in best)
 
 
 @pytest.mark.parametrize("kind", KINDS)

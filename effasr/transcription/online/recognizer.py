@@ -1,10 +1,9 @@
-"""Recognition of streams frame by frame, by encoders that are trained with limited contexts."""
+"""The recognizer of streams, and a stream of it."""
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
@@ -15,28 +14,22 @@ from torch import Tensor
 
 from effasr.data.audio.waveform import is_plausible
 from effasr.data.tokenizer import Tokenizer
-from effasr.decoding.confidence.calibration import Calibration, load_calibration
+from effasr.decoding.confidence.calibration import Calibration
 from effasr.decoding.confidence.streaming import StreamConfidences
-from effasr.decoding.config import LM_WEIGHT, DecodingConfig
+from effasr.decoding.config import LM_WEIGHT
 from effasr.decoding.ctc_beam import Fusion
-from effasr.decoding.greedy import check_config, load_lm
 from effasr.decoding.lm.ngram import TokenLM
 from effasr.decoding.nbest.hypothesis import Hypothesis
 from effasr.decoding.streaming.beam import BeamStreams, OpenTranscript
-from effasr.decoding.streaming.ctc import CTCStreams
-from effasr.decoding.streaming.ctc_beam import CTCBeamStreams
 from effasr.decoding.streaming.emitted import Emitted
-from effasr.decoding.streaming.tdt_beam import TDTBeamStreams
-from effasr.decoding.streaming.transducer import TransducerStreams
-from effasr.decoding.streaming.transducer_beam import TransducerBeamStreams
 from effasr.model.asr import ASRModel
 from effasr.model.checks import check
-from effasr.model.encoder import FastConformerConfig
-from effasr.model.streaming_encoder import StreamingEncoder, check_features, check_streamable
+from effasr.model.streaming_encoder import StreamingEncoder
 from effasr.nn.parameters.evaluating import evaluating
-from effasr.transcription.inputs.prefetch import ahead
 from effasr.transcription.inputs.stream_loudness import StreamLoudness
 from effasr.transcription.inputs.vad import is_speech
+from effasr.transcription.online.search import check_beam, stream_search
+from effasr.transcription.online.streamable import check_model, stream_contexts
 from effasr.transcription.results import (
     Alternative,
     Segment,
@@ -51,121 +44,6 @@ Method = Literal["auto", "transducer", "ctc"]
 _SHORT_SAMPLES = 1 << 16
 _BEFORE_SECONDS = 1.0
 """Loudness that is kept before a segment, to find the start of its first word."""
-
-
-def transcribe_online(
-    recognizer: OnlineRecognizer, blocks: Iterable[np.ndarray]
-) -> Iterator[Segment]:
-    """Transcribe audio while it arrives; yields segments as soon as they are final.
-
-    Samples are read on a thread, so that the recorder need not wait during decoding.
-
-    Args:
-        recognizer: It has room for one more stream.
-        blocks: float32 (samples,) each, mono, at the recognizer's rate, as they arrive.
-
-    Raises:
-        ValueError: The stream is damaged.
-    """
-    stream = recognizer.open()
-    for block in ahead(blocks):
-        stream.feed(block)
-        recognizer.decode()
-        yield from stream.take()
-    stream.finish()
-    recognizer.decode()
-    yield from stream.take()
-
-
-def is_streamable(model: ASRModel) -> bool:
-    """Whether `OnlineRecognizer` decodes with a model in its first context."""
-    try:
-        _check_model(model, "auto", _contexts(model)[:1])
-    except ValueError:
-        return False
-    return True
-
-
-def context_for(model: ASRModel, latency_seconds: float | None) -> Context:
-    """Return the trained context with the longest chunk that a latency allows.
-
-    Args:
-        model: The model.
-        latency_seconds: Longest chunk; the first trained context by default.
-
-    Raises:
-        ValueError: The model has no contexts, or all chunks are longer.
-    """
-    contexts = _contexts(model)
-    if not contexts:
-        raise ValueError(
-            "`model.encoder.context` must be given to decode a stream frame by frame, but the "
-            "encoder attends to whole utterances: use a model that is trained with a context."
-        )
-    if latency_seconds is None:
-        return contexts[0]
-    frame = model.config.features.framing.seconds
-    # A latency of 240 ms allows three frames of 80 ms, however the numbers are rounded.
-    short = [one for one in contexts if one.chunk * frame <= latency_seconds + 1e-6]
-    if not short:
-        least = min(one.chunk for one in contexts) * frame
-        raise ValueError(
-            f"`latency_seconds` must be at least {least:g} for this model, its shortest chunk, but "
-            f"is {latency_seconds:g}."
-        )
-    return max(short, key=lambda one: (one.chunk, one.left or 0))
-
-
-def online_recognizer(
-    model: ASRModel,
-    tokenizer: Tokenizer,
-    config: DecodingConfig,
-    *,
-    latency_seconds: float | None = None,
-    spaces: bool = True,
-) -> OnlineRecognizer:
-    """Return a recognizer of one stream, with the search of a configuration.
-
-    What it says of batches and of cutting recordings has no effect.
-
-    Args:
-        model: See `OnlineRecognizer`.
-        tokenizer: Tokenizer of the model.
-        config: The configuration.
-        latency_seconds: Longest chunk; by default that of the model's first context.
-        spaces: Whether spaces separate words; else each character is one.
-
-    Raises:
-        OSError: The language model or the calibration cannot be read.
-        ValueError: The model looks ahead or has no context with so short a chunk, or an option has
-            no effect, or needs the whole recording.
-    """
-    context = context_for(model, latency_seconds)
-    method = _check_model(model, config.method, [context])
-    for name, remedy in (
-        ("second_lm", "it reads the earlier segments of a recording, which is decoded as a whole"),
-        ("confidence", "a stream has confidences of its words: use `word_confidence`"),
-        ("score_parts", "scores are divided for tuning, on recordings"),
-    ):
-        value = getattr(config, name)
-        check(not value, name, "be left out for a stream", value, remedy)
-    # The times of words are those of the search, which needs no CTC head for them.
-    check_config(model, replace(config, method=method, words=False))
-    return OnlineRecognizer(
-        model,
-        tokenizer,
-        context=context,
-        method=method,
-        max_symbols=config.max_symbols,
-        beam=config.beam,
-        nbest=config.nbest,
-        lm=load_lm(config, model, tokenizer),
-        lm_weight=LM_WEIGHT if config.lm_weight is None else config.lm_weight,
-        words=config.words,
-        word_confidence=config.word_confidence,
-        calibration=load_calibration(config.calibration, method),
-        spaces=spaces,
-    )
 
 
 class OnlineRecognizer:
@@ -238,11 +116,11 @@ class OnlineRecognizer:
             ValueError: The model looks ahead or has neither output, or an option is out of range
                 or has no effect.
         """
-        contexts = _contexts(model)[:1] if context is None else [context]
-        self.method = _check_model(model, method, contexts)
+        contexts = stream_contexts(model)[:1] if context is None else [context]
+        self.method = check_model(model, method, contexts)
         self.context = contexts[0]
         check(max_symbols >= 1, "max_symbols", "be at least 1", max_symbols)
-        _check_beam(self.method, beam, nbest, lm, lm_weight)
+        check_beam(self.method, beam, nbest, lm, lm_weight)
         check(
             calibration is None or word_confidence,
             "calibration",
@@ -270,15 +148,15 @@ class OnlineRecognizer:
                 streams,
                 self.context,
             )
-            self._search: CTCStreams | TransducerStreams | BeamStreams
-            if beam > 1:
-                fusion = None if lm is None else Fusion(lm, lm_weight)
-                self._search = _beam_search(model, self.method, streams, beam, nbest or 1, fusion)
-            elif self.method == "ctc":
-                self._search = CTCStreams(model, streams)
-            else:
-                assert model.transducer is not None
-                self._search = TransducerStreams(model.transducer, streams, max_symbols)
+            self._search = stream_search(
+                model,
+                self.method,
+                streams,
+                max_symbols=max_symbols,
+                beam=beam,
+                nbest=nbest or 1,
+                fusion=None if lm is None else Fusion(lm, lm_weight),
+            )
         self._open: list[OnlineStream | None] = [None] * streams
 
     @property
@@ -640,64 +518,3 @@ class OnlineStream:
     def _end(self) -> None:
         self._end_segment(len(self._tokens), self.frames)
         self._parts, self.done = [], True
-
-
-def _check_beam(
-    method: str, beam: int, nbest: int | None, lm: TokenLM | None, lm_weight: float
-) -> None:
-    check(beam >= 1, "beam", "be at least 1", beam)
-    if nbest is not None:
-        rule = "be at least 2 with `nbest` for a stream"
-        remedy = "greedy search has no alternatives"
-        check(beam > 1, "beam", rule, beam, remedy)
-        check(1 <= nbest <= beam, "nbest", f"be from 1 to `beam` = {beam}", nbest)
-    if lm is not None:
-        rule, remedy = (
-            "be ctc with `lm`",
-            "only CTC can be joined with a language model in a stream",
-        )
-        check(method == "ctc", "method", rule, method, remedy)
-        check(beam > 1, "beam", "be at least 2 with `lm`", beam)
-        check(0 < lm_weight < math.inf, "lm_weight", "be above 0", lm_weight)
-
-
-def _beam_search(
-    model: ASRModel, method: str, streams: int, beam: int, nbest: int, fusion: Fusion | None
-) -> BeamStreams:
-    """Return the beam search of a number of streams."""
-    if method == "ctc":
-        return CTCBeamStreams(model, streams, beam, nbest, fusion)
-    assert model.transducer is not None
-    # As many tokens as in recordings: the default is of frames of 80 ms.
-    per_frame = DecodingConfig().tokens_per_frame * model.config.features.rows_per_frame / 8
-    limit = DecodingConfig(tokens_per_frame=per_frame).max_tokens
-    has_durations = model.transducer.config.durations is not None
-    search = TDTBeamStreams if has_durations else TransducerBeamStreams
-    return search(model.transducer, streams, beam, nbest, limit)
-
-
-def _contexts(model: ASRModel) -> list[Context]:
-    """The contexts of a model that allow to decode a stream, or if there are none, the others."""
-    encoder = model.config.encoder
-    every = encoder.context if isinstance(encoder, FastConformerConfig) else ()
-    return [one for one in every if one.left is not None and one.right == 0] or list(every)
-
-
-def _check_model(
-    model: ASRModel, method: str, contexts: Sequence[Context]
-) -> Literal["transducer", "ctc"]:
-    """Return the search, after checks that no part of the model waits for later audio."""
-    check_streamable(model.config.encoder, contexts[0] if contexts else None)
-    check_features(model.config.features)
-    known = {"transducer": model.transducer is not None, "ctc": model.ctc_head is not None}
-    if method == "auto":
-        for name, has in known.items():
-            if has:
-                return name  # type: ignore[return-value]
-        raise ValueError(
-            "`method` must be transducer or ctc to decode a stream, but the model has neither a "
-            "transducer nor a CTC head."
-        )
-    check(method in known, "method", "be auto, transducer or ctc for a stream", repr(method))
-    check(known[method], "method", "be an output of the model", repr(method))
-    return "ctc" if method == "ctc" else "transducer"
