@@ -34,9 +34,14 @@ def _launches(
     q, k, _ = torch.empty(layout.rows, 3, heads, width, dtype=dtype).unbind(1)
     bias, table = q.new_empty(heads, width), q.new_empty(2 * reach - 1, heads, width)
     with launch.recording(divmod(architecture, 10)) as launches:
-        biased = q.new_empty(q.shape)
+        biased, result, grad_result = (q.new_empty(q.shape) for _ in range(3))
         scores = relative_scores(
-            *(q, bias, table, layout, layout), content_bias=bias, biased=biased
+            *(q, bias, table, layout, layout),
+            content_bias=bias,
+            biased=biased,
+            result=result,
+            grad_result=grad_result,
+            delta=q.new_empty(heads, layout.rows, dtype=torch.float32),
         )
         position = RelativeBias(bias, bias, table)
         relative_backward(scores, q, k, position, layout, layout, 0.125)

@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from effasr_kernels import RelativeBias
+from effasr_kernels.attention.triton.delta import row_delta
 from effasr_kernels.attention.triton.relative import bias_width, relative_backward, relative_scores
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.testing.tolerance import assert_no_worse
@@ -148,6 +149,24 @@ def test_the_backward_gets_the_queries_with_the_content_bias(
     plain = relative_scores(given.q, position.position_bias, position.table, *layouts)
     hidden = ~given.defined(8)
     assert torch.equal(found.masked_fill(hidden, 0), plain.masked_fill(hidden, 0))
+
+
+def test_the_backward_gets_the_sums_of_its_rows(dtype: torch.dtype, device: torch.device) -> None:
+    """As a launch of its own computes them, to the bit; NaN in the tail is not read."""
+    given = problem(dtype, device, (67, 0, 5, 150), (3, 7, 0, 70), heads=2, width=64)
+    total = given.layout_q.total
+    result, grad = (given.q.contiguous(), given.q.flip(2).contiguous())
+    delta = torch.full((2, given.layout_q.rows), -3.0, device=device)
+    scores = relative_scores(
+        *(given.q, given.position.position_bias, given.position.table),
+        *(given.layout_q, given.layout_k),
+        result=result,
+        grad_result=grad,
+        delta=delta,
+    )
+    assert torch.equal(delta[:, :total], row_delta(grad, result)[:, :total])
+    assert bool((delta[:, total:] == -3).all())
+    assert scores.masked_fill(~given.defined(8), 0).isfinite().all()
 
 
 def test_more_than_one_tile(dtype: torch.dtype, device: torch.device) -> None:

@@ -119,7 +119,7 @@ def forward(
 
     With ``narrowness``, 1 / (2 sigma^2), a second result is the penalty of `guided_attention`.
     """
-    this = _prepare(a, narrowness, backward=False)
+    this = _prepare(a, narrowness)
     rows, heads = a.layout_q.rows, a.q.shape[1]
     out = a.q.new_empty(a.q.shape)
     (lse,) = saved_like(a)
@@ -153,10 +153,13 @@ def backward(
     narrowness: float | None = None,
 ) -> dict[str, Tensor | None]:
     """Compute the gradients of queries, keys, values and the tensors of a relative position."""
-    this = _prepare(a, narrowness, backward=True)
     grad_out, (lse,) = grads[0], saved
-    guided = None if narrowness is None else (grads[1], results[1])
-    delta = row_delta(grad_out, results[0], guided)
+    if a.relative is None:
+        guided = None if narrowness is None else (grads[1], results[1])
+        delta = row_delta(grad_out, results[0], guided)
+    else:
+        delta = torch.empty_like(lse)
+    this = _prepare(a, narrowness, _Rows(results[0], grad_out, delta))
     grad_q, grad_k, grad_v = _empty_gradients(this)
     # Overwrites the bias with the gradient of the scores.
     _backward_kv(this, lse, delta, grad_out, grad_k, grad_v)
@@ -174,7 +177,20 @@ def backward(
     return gradients | dict(zip(names, shared, strict=True))
 
 
-def _prepare(a: AttentionArguments, narrowness: float | None, *, backward: bool) -> _Call:
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What the backward needs of each query: the result, its gradient, and their `row_delta`.
+
+    With relative positions `_prepare` writes the last.
+    """
+
+    result: Tensor
+    grad: Tensor
+    delta: Tensor
+
+
+def _prepare(a: AttentionArguments, narrowness: float | None, rows: _Rows | None = None) -> _Call:
+    """Make the arguments of the kernels: of the backward with ``rows``, of the forward without."""
     q, k, v = a.q, a.k, a.v
     q = q if q.stride(-1) == 1 else q.contiguous()
     k = k if k.stride(-1) == 1 else k.contiguous()
@@ -182,24 +198,29 @@ def _prepare(a: AttentionArguments, narrowness: float | None, *, backward: bool)
     heads, width = q.shape[1:]
     angles, in_kernel = None, False
     if a.rotary is not None and (channels := a.rotary.rotated(width)):
-        rows = max(a.layout_q.rows, a.layout_k.rows)
-        angles = angle_table(a.rotary, width, rows, q.device)
+        longest = max(a.layout_q.rows, a.layout_k.rows)
+        angles = angle_table(a.rotary, width, longest, q.device)
         in_kernel = channels == padded_width(width)
         k = rotated(k, a.layout_k, angles, k.dtype)
         # The backward reads each query once for every tile of keys, so they are rotated before.
-        if backward or not in_kernel:
+        if rows is not None or not in_kernel:
             q = rotated(q, a.layout_q, angles, q.dtype)
     bias = None
     if a.position_bias is not None and a.position_table is not None:
-        content_bias = a.content_bias if backward else None
-        biased = None if content_bias is None else q.new_empty(q.shape)
-        bias = relative_scores(
-            *(a.q, a.position_bias, a.position_table, a.layout_q, a.layout_k, a.context),
-            content_bias=content_bias,
-            biased=biased,
-        )
-        # Added before, as in the loop over queries it would prevent the compiler from prefetching.
-        q = q if biased is None else biased
+        relative = a.q, a.position_bias, a.position_table, a.layout_q, a.layout_k, a.context
+        if rows is None:
+            bias = relative_scores(*relative)
+        else:
+            # Biased before the loop over queries, where an addition would prevent prefetching.
+            q = q.new_empty(q.shape)
+            bias = relative_scores(
+                *relative,
+                content_bias=a.content_bias,
+                biased=q,
+                result=rows.result,
+                grad_result=rows.grad,
+                delta=rows.delta,
+            )
     cos, sin = angles if angles is not None and in_kernel else (None, None)
     return _Call(
         *(a, q, k, v, angles, in_kernel),

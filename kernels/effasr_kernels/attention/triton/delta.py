@@ -14,6 +14,21 @@ _ELEMENTS = 4096
 """Elements of a block of rows."""
 
 
+@triton.jit
+def sum_of_products(out, grad_out, offset, mask):
+    """The sums over channels of ``out * grad_out``, float32 (M,), for a tile of rows.
+
+    Args:
+        out: A pointer.
+        grad_out: A pointer.
+        offset: Offsets of the tile's elements from both, (M, D).
+        mask: Which elements to read, (M, D).
+    """
+    out_tile = tl.load(out + offset, mask=mask, other=0.0).to(tl.float32)
+    grad_tile = tl.load(grad_out + offset, mask=mask, other=0.0).to(tl.float32)
+    return tl.sum(out_tile * grad_tile, 1)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def attention_delta(
     grad_out,
@@ -53,9 +68,7 @@ def attention_delta(
     mask = in_rows[:, None] & (d < WIDTH)[None, :]
     begin = (first_row * heads + head) * WIDTH
     offset = m[:, None] * (heads * WIDTH) + d[None, :]
-    out_tile = tl.load(out + begin + offset, mask=mask, other=0.0).to(tl.float32)
-    grad_tile = tl.load(grad_out + begin + offset, mask=mask, other=0.0).to(tl.float32)
-    sums = tl.sum(out_tile * grad_tile, 1)
+    sums = sum_of_products(out + begin, grad_out + begin, offset, mask)
     delta += head.to(tl.int64) * rows + first_row + m
     if GUIDED:
         place = (first_row + m) * heads + head
@@ -65,8 +78,15 @@ def attention_delta(
     tl.store(delta, sums, mask=in_rows)
 
 
+def rows_of_block(width: int) -> int:
+    """Rows that a program reads at once, of ``width`` channels."""
+    return _ELEMENTS // padded_width(width)
+
+
 def row_delta(grad_out: Tensor, out: Tensor, guided: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """The sum over channels of output times gradient, computed once for all tiles of keys.
+
+    With relative positions `effasr_kernels.attention.triton.relative.relative_scores` computes it.
 
     Args:
         grad_out: (T, H, D), contiguous.
@@ -82,7 +102,7 @@ def row_delta(grad_out: Tensor, out: Tensor, guided: tuple[Tensor, Tensor] | Non
     parts = (heads, rows) if guided is None else (2, heads, rows)
     delta = out.new_empty(parts, dtype=torch.float32)
     grad_penalty, penalty = guided or (None, None)
-    block = _ELEMENTS // padded_width(width)
+    block = rows_of_block(width)
     launch(
         attention_delta,
         (-(-rows // block), heads),

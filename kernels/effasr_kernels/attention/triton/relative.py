@@ -22,6 +22,7 @@ from effasr_kernels.attention.position import RelativeBias
 from effasr_kernels.attention.triton import relative_grads as backward
 from effasr_kernels.attention.triton import relative_scores as forward
 from effasr_kernels.attention.triton.config import padded_width
+from effasr_kernels.attention.triton.delta import rows_of_block
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import launch
 from effasr_kernels.runtime.tiles import count_tiles, tile_table
@@ -47,6 +48,9 @@ def relative_scores(
     *,
     content_bias: Tensor | None = None,
     biased: Tensor | None = None,
+    result: Tensor | None = None,
+    grad_result: Tensor | None = None,
+    delta: Tensor | None = None,
 ) -> Tensor:
     r"""Compute the part of the scores that depends on distance, before scaling.
 
@@ -66,6 +70,10 @@ def relative_scores(
         content_bias: u, (H, D), to write the queries of the other part of the scores, too.
         biased: Where to write q + u, rounded to the dtype of ``q``: (T_q, H, D), contiguous. The
             tail is not written.
+        result: The result of attention, (T_q, H, D), contiguous, to compute `row_delta` of it in
+            the same launch.
+        grad_result: The gradient of ``result``, likewise.
+        delta: Where to write the sums, float32 (H, T_q), contiguous. The tail is not written.
 
     Returns:
         (T_q, H, W), the dtype of ``q``, with W the `bias_width` of ``layout_k.max_seqlen_bound``.
@@ -81,10 +89,12 @@ def relative_scores(
         (_tiles(layout_q, block_m), heads),
         *(out, q, position_bias.contiguous(), table),
         *(None if content_bias is None else content_bias.contiguous(), biased),
+        *(result, grad_result, delta),
         *_sizes(layout_q, layout_k, table, out, block_m),
         *(heads, *q.stride()[:2], *table.stride()[:2]),
         *bounds(context, layout_k),
         **_options(width, block_m, block_w, warps, stages),
+        PART=min(block_m, rows_of_block(width)),
     )
     return out
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from effasr_kernels.attention.triton.context import diagonals_of_tile, groups_seen
+from effasr_kernels.attention.triton.delta import sum_of_products
 from effasr_kernels.runtime.tiles import locate_tile
 
 STEP = tl.constexpr(2)
@@ -38,6 +39,9 @@ def scores(
     table,
     content_bias,
     biased,
+    result,
+    grad_result,
+    delta,
     cu_seqlens_q,
     cu_seqlens_k,
     tiles,
@@ -57,6 +61,7 @@ def scores(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """Compute the scores of a tile of queries of one head for all keys of their sequence.
 
@@ -72,6 +77,10 @@ def scores(
         table: (2 reach - 1, H, D), a pointer.
         content_bias: (H, D), a pointer, or None.
         biased: (T_q, H, D), a pointer, written: ``q`` plus ``content_bias``; None without.
+        result: The result of attention, (T_q, H, D), contiguous, a pointer, or None.
+        grad_result: Its gradient, (T_q, H, D), contiguous, a pointer; None without ``result``.
+        delta: float32 (H, T_q), a pointer, written: the sums over channels of
+            ``result * grad_result``; None without.
         cu_seqlens_q: int32 (N + 1,), a pointer.
         cu_seqlens_k: int32 (N + 1,), a pointer.
         tiles: int32 (tiles, 4), of BLOCK_M * STEP queries; see
@@ -92,6 +101,7 @@ def scores(
         BLOCK_D: The power of two at or above D.
         BLOCK_M: Queries of a tile.
         BLOCK_W: Distances of a step.
+        PART: Rows of ``result`` that are read at once.
     """
     if tiles is None:  # noqa: SIM102 -- a constant
         if is_spare(cu_seqlens_q, sequences, tl.program_id(0) // STEP, BLOCK_M * STEP):
@@ -114,6 +124,21 @@ def scores(
     channel = tl.arange(0, BLOCK_D)
     in_width = channel < WIDTH
     bias = tl.load(position_bias + head * WIDTH + channel, mask=in_width, other=0.0)
+    result_row = STEP * heads * WIDTH
+    result_begin = ((begin + start) * heads + head) * WIDTH
+    if delta is not None:
+        # In parts, which take fewer registers than the loop over distances.
+        part = tl.arange(0, PART)
+        delta += head.to(tl.int64) * rows + begin + start
+        for first in range(0, last + 1, PART):
+            m = first + part
+            sums = sum_of_products(
+                result + result_begin,
+                grad_result + result_begin,
+                (m * result_row)[:, None] + channel[None, :],
+                (m <= last)[:, None] & in_width[None, :],
+            )
+            tl.store(delta + m * STEP, sums, mask=m <= last)
     q += (begin + start) * stride_row + head * stride_head
     query = tl.load(
         q + (row * (STEP * stride_row))[:, None] + channel[None, :],
@@ -123,9 +148,8 @@ def scores(
     if content_bias is not None:
         other = tl.load(content_bias + head * WIDTH + channel, mask=in_width, other=0.0)
         both = query.to(tl.float32) + other.to(tl.float32)[None, :]
-        biased += ((begin + start) * heads + head) * WIDTH
         tl.store(
-            biased + (row * (STEP * heads * WIDTH))[:, None] + channel[None, :],
+            biased + result_begin + (row * result_row)[:, None] + channel[None, :],
             both.to(query.dtype),
             mask=in_range[:, None] & in_width[None, :],
         )
