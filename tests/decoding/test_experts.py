@@ -8,6 +8,7 @@ import torch
 
 from effasr.data.collate import Example
 from effasr.data.prompt import Prompt
+from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.decoding.greedy import attention_greedy
 from effasr.model.asr import ASRModel
 from effasr.nn.experts.config import ExpertsConfig
@@ -92,13 +93,24 @@ def test_scores_of_a_search_are_those_of_the_whole_text(
         assert hypothesis.score == pytest.approx(expected, abs=1e-3)
 
 
-def test_an_expert_stays_with_its_utterance_in_a_slot(experts, examples, tokenizer) -> None:
-    """Three slots for seven utterances."""
-    batch = batch_of(examples, tokenizer)
+@pytest.mark.parametrize("paged", [False, True])
+def test_an_expert_stays_with_its_utterance_in_a_slot(
+    paged: bool, experts: ASRModel, examples, tokenizer
+) -> None:
+    """Three slots for seven utterances, which enter as others end."""
     with torch.no_grad():
-        encoded = experts.encode(batch)
-    what = [example.prompt for example in examples], [20] * len(examples), tokenizer.eos_id
-    together = attention_greedy(experts, encoded, *what)
-    assert attention_greedy(experts, encoded, *what, slots=3) == together
-    with pytest.raises(ValueError, match=r"`expert` must be given .* language chooses .*en, de"):
-        decode_all([replace(one, expert=None) for one in examples], experts, tokenizer)
+        encoded = experts.encode(batch_of(examples, tokenizer))
+    limits = [20] * len(examples)
+    prompts = [example.prompt for example in examples]
+    together = attention_greedy(experts, encoded, prompts, limits, tokenizer.eos_id)
+    engine = Engine(experts, tokenizer.eos_id, slots=3, max_frames=50, paged=paged)
+    engine.submit(encoded, [Utterance(n, prompt, 20) for n, prompt in enumerate(prompts)])
+    found = dict(engine.results())
+    assert [found[number] for number in range(len(examples))] == together
+
+
+def test_an_utterance_without_an_expert_is_refused(experts, examples, tokenizer) -> None:
+    plain = [replace(one, expert=None) for one in examples]
+    for options in SEARCHES:
+        with pytest.raises(ValueError, match=r"`expert` must be given .* language chooses .*en, d"):
+            decode_all(plain, experts, tokenizer, **options)
