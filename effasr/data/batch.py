@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -14,6 +14,11 @@ from effasr_kernels import PackedLayout, PackedSequence
 
 IGNORED = -100
 """Target of a token row that no loss counts: a prompt, or the tail of a static shape."""
+
+_LARGEST_JOINED = 2**20
+"""Bytes of a tensor up to which copying it on the host costs less than a transfer of its own."""
+_ALIGNMENT = 512
+"""Bytes at whose multiples tensors begin, as with CUDA's allocator: kernels rely on 16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +132,18 @@ class Batch:
         return sum(self.token_lengths)
 
     def to(self, device: torch.device | str) -> Self:
-        """Return the same batch on another device; asynchronous from pinned memory."""
-        return self._mapped(lambda part: part.to(device=device, non_blocking=True))
+        """Return the same batch on another device; asynchronous from pinned memory.
+
+        From the host to a device all tensors but the audio are one transfer; on the device they are
+        views of one buffer.
+        """
+        device = torch.device(device)
+        if device.type == "cpu" or self.targets.device.type != "cpu":
+            return self._mapped(lambda part: part.to(device=device, non_blocking=True))
+        found: list[Tensor] = []
+        self._mapped(lambda part: _with_tensors(part, lambda x: found.append(x) or x))
+        moved = {id(x): y for x, y in zip(found, _transferred(found, device), strict=True)}
+        return self._mapped(lambda part: _with_tensors(part, lambda x: moved[id(x)]))
 
     def pin_memory(self) -> Self:
         """Return the same batch in pinned memory; called by torch's DataLoader."""
@@ -177,3 +192,42 @@ class Batch:
             name for name in ("source", "label_room", "expert") if getattr(self, name) is not None
         ]
         return replace(self, **{name: function(getattr(self, name)) for name in names})
+
+
+def _with_tensors(part: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a tensor, layout or packed sequence with each of its tensors changed."""
+    if isinstance(part, PackedSequence):
+        layout = _with_tensors(part.layout, change)
+        return PackedSequence(change(part.values), layout)
+    if isinstance(part, PackedLayout):
+        offsets = change(part.cu_seqlens)
+        return PackedLayout(offsets, part.cu_seqlens_host, part.rows, part.static_max_seqlen)
+    return change(part)
+
+
+def _transferred(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy tensors from the host to a device, the small ones in one transfer."""
+    begins, end = [], 0
+    for x in tensors:
+        begins.append(end)
+        if _is_small(x):
+            end += -(-x.nbytes // _ALIGNMENT) * _ALIGNMENT
+    # A transfer from other memory than pinned one would wait for the device.
+    pinned = device.type == "cuda" and all(x.is_pinned() for x in tensors if x.nbytes)
+    buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
+
+    def part(whole: Tensor, x: Tensor, begin: int) -> Tensor:
+        return whole[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
+
+    small = [(x, begin) for x, begin in zip(tensors, begins, strict=True) if _is_small(x)]
+    for x, begin in small:
+        part(buffer, x, begin).copy_(x)
+    moved = buffer.to(device, non_blocking=True)
+    return [
+        part(moved, x, begin) if _is_small(x) else x.to(device, non_blocking=True)
+        for x, begin in zip(tensors, begins, strict=True)
+    ]
+
+
+def _is_small(x: Tensor) -> bool:
+    return x.nbytes <= _LARGEST_JOINED

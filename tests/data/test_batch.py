@@ -1,10 +1,13 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from effasr.data.batch import IGNORED, StaticShape
+from effasr.data.batch import IGNORED, StaticShape, _transferred
 from effasr.data.collate import Example, collate
 from effasr.data.features.frame_geometry import Framing
 
@@ -130,3 +133,39 @@ def test_dtypes() -> None:
     assert {batch.tokens.values.dtype, batch.targets.dtype, batch.text.values.dtype} == {
         torch.int64
     }
+
+
+class Transfers(TorchDispatchMode):
+    """Lists the bytes of each copy to another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.found.append(args[0].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+def test_small_tensors_are_one_transfer() -> None:
+    given = [example(1600, [5, 6]), example(400_000, [7], monotonic=False, name="v")]
+    batch = collate(given, eos_id=EOS, pad_id=PAD)
+    with Transfers() as transfers:
+        moved = batch.to("meta")
+    audio, *others = batch.tensors()
+    assert sorted(transfers.found) == [512 * len(others), audio.nbytes]
+    for x, y in zip(batch.tensors(), moved.tensors(), strict=True):
+        assert (y.device.type, y.shape, y.dtype) == ("meta", x.shape, x.dtype)
+    assert moved.frames.lengths == batch.frames.lengths
+    assert (moved.ids, moved.num_targets) == (batch.ids, batch.num_targets)
+
+
+def test_a_transfer_keeps_the_values() -> None:
+    given = [torch.arange(3), torch.tensor([True, False]), torch.zeros(0), torch.ones(2**18 + 1)]
+    found = _transferred([*given, torch.arange(200).view(2, 100).T], torch.device("cpu"))
+    for x, y in zip([*given, torch.arange(200).view(2, 100).T], found, strict=True):
+        assert torch.equal(x, y)
+        assert x.dtype == y.dtype
+    first, second = found[0].untyped_storage().data_ptr(), found[1].data_ptr()
+    assert second == first + 512

@@ -81,7 +81,7 @@ def audio_windows(
     if not 0 <= first <= end <= layout_slots.rows:
         raise checks.wrong(_NAME, "slots", f"be a range within {layout_slots.rows}", slots)
     arguments = WindowArguments(
-        *(audio, window, layout_audio, layout_slots, rows_per_slot, hop, n_fft),
+        *(audio, window, layout_audio.cu_seqlens, layout_slots, rows_per_slot, hop, n_fft),
         *(float(preemphasis), first, end),
     )
     return OPERATION(arguments, backend)

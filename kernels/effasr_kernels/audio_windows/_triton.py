@@ -32,7 +32,7 @@ def run(a: WindowArguments) -> Tensor:
         cut_windows,
         (a.end_slot - a.first_slot, max(1, a.rows_per_slot * points // _LARGEST)),
         *(a.audio.contiguous(), a.window.contiguous()),
-        *(a.layout_audio.cu_seqlens, a.layout_slots.cu_seqlens, y),
+        *(a.cu_audio, a.layout_slots.cu_seqlens, y),
         *(a.layout_slots.num_sequences, a.first_slot, a.preemphasis),
         EMPHASIZED=a.preemphasis != 0,
         HOP=a.hop,

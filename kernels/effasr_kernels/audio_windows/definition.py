@@ -17,13 +17,14 @@ class WindowArguments:
     """Validated arguments of a call; see `effasr_kernels.audio_windows.audio_windows`.
 
     Attributes:
+        cu_audio: Offsets of the samples, int32 (N + 1,): no length of the audio is needed.
         first_slot: First slot whose windows are computed.
         end_slot: End of these slots.
     """
 
     audio: Tensor
     window: Tensor
-    layout_audio: PackedLayout
+    cu_audio: Tensor
     layout_slots: PackedLayout
     rows_per_slot: int
     hop: int
