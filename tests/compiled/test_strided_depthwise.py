@@ -12,7 +12,7 @@ from effasr_kernels.strided_depthwise.definition import StridedArguments
 from effasr_kernels.testing import aot
 
 Check = Callable[..., dict[str, aot.Resources]]
-NAMES = {"strided_forward", "strided_backward"}
+NAMES = {"strided_forward", "strided_backward", "sum_rows"}
 
 
 def _launches(

@@ -13,7 +13,7 @@ from effasr_kernels.subsampling_stem.definition import StemArguments
 from effasr_kernels.testing import aot
 
 Check = Callable[..., dict[str, aot.Resources]]
-NAMES = {"stem_patches", "stem_forward", "stem_backward"}
+NAMES = {"stem_patches", "stem_forward", "stem_backward", "sum_rows"}
 PRODUCTS = ("stem_forward", "stem_backward")
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from effasr_kernels import PackedLayout, batch_norm
+from effasr_kernels.batch_norm.definition import OPERATION, BatchNormArguments
 from effasr_kernels.shared.ragged import wide_dtype
 from effasr_kernels.testing.conformance import Case, check_kernel
 from effasr_kernels.testing.tolerance import assert_no_worse
@@ -112,3 +113,16 @@ def test_a_part_of_a_larger_tensor_may_be_given(dtype: torch.dtype, device: torc
     x, given = wide[:, 2:8], (ones, ones, ones, ones, layout)
     whole = batch_norm(x.contiguous(), *given, silu=True, backend="triton")
     assert torch.equal(batch_norm(x, *given, silu=True, backend="triton"), whole)
+
+
+def test_gradients_in_compiled_code_share_no_memory(device: torch.device) -> None:
+    """Those of weight and bias are parts of one tensor, which the compiler does not expect."""
+    layout = PackedLayout.from_lengths((5, 2), device)
+    x, dy = torch.randn(2, 7, 6, device=device).unbind()
+    one = torch.ones(6, device=device)
+    arguments = BatchNormArguments(x, one, one, one, one, layout, 1e-5, True, False)
+    flat = OPERATION.flatten(arguments, "triton")
+    required = [True] * 3 + [False] * (len(flat) - 3)
+    found = torch.ops.effasr.batch_norm_backward([dy], [], required, *flat)
+    assert [x.shape for x in found] == [x.shape for x in flat[:3]]
+    assert len({x.untyped_storage().data_ptr() for x in found}) == 3

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from effasr_kernels import BackendUnavailable, PackedLayout, depthwise_conv
 from effasr_kernels.depthwise_conv import _triton
+from effasr_kernels.depthwise_conv.definition import ConvArguments
+from effasr_kernels.runtime.deferred_sums import waiting
 from effasr_kernels.testing.conformance import Case, check_kernel
 from effasr_kernels.testing.tolerance import assert_no_worse
 from tests.gpu.conftest import EMULATED
@@ -112,8 +114,8 @@ def _error_of_mean(y: Tensor, longest: int) -> Tensor:
     One of 4 groups of a tile adds n rows by Welford's update. Update k rounds the mean (M) and adds
     a product of a difference and a quotient (1 + 1 + 4 of R / k; the first, of 0, 1 + 4 of M). The
     updates after it reduce these errors to k / n: (n + 1) / 2 + 5 / n of M, and 6 of R. The mean of
-    a tile is a sum of 4 products, divided: 1 + 3 + 4 of M. The mean of all rows is a sum of up to
-    8 such products (and zeros), divided: 1 + 7 + 4 of M. As n is at least 4, 5 / n is at most 3 / 2.
+    a tile is a sum of 4 products, divided: 1 + 3 + 4 of M. The mean of all rows is a sum of up to 8
+    such products and of zeros, divided: 1 + 7 + 4 of M. As n is at least 4, 5 / n is at most 3 / 2.
     """
     n = 4 * -(-min(longest, 128) // 16)
     largest, span = y.abs().amax(0), y.amax(0) - y.amin(0)
@@ -193,6 +195,27 @@ def test_no_gradients_of_the_statistics_are_made(
     ((of_y, *others),) = seen
     assert of_y.all()
     assert others == [None, None]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_of_parameters_wait_for_those_of_the_layer(
+    bias: bool, device: torch.device
+) -> None:
+    layout = PackedLayout.from_lengths((3, 2), device)
+    x, weight, dy = (torch.randn(*shape, device=device) for shape in ((5, 4), (4, 3), (5, 4)))
+    given = ConvArguments(x, weight, layout, x[0].clone() if bias else None, False, False, False)
+    expected = _triton.backward(given, (dy,), (), ())
+    with waiting() as found:
+        gradients = _triton.backward(given, (dy,), (), ())
+    (sums,) = found
+    assert sums.columns == 12 + 4 * bias
+    sums.run()
+    for name, column in [("weight", 0), ("bias", 12)][: 1 + bias]:
+        gradient, same = gradients[name], expected[name]
+        assert gradient is not None
+        assert same is not None
+        assert sums.column_of(gradient) == column
+        assert torch.equal(gradient, same)
 
 
 def test_a_row_of_a_larger_tensor_may_be_given(dtype: torch.dtype, device: torch.device) -> None:

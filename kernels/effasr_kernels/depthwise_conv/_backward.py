@@ -1,4 +1,4 @@
-"""Backward kernels of `depthwise_conv`: one pass over the rows, and the sum of its partial sums."""
+"""Backward kernel of `depthwise_conv`: one pass over the rows."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def convolve_backward(
     TAPS: tl.constexpr,
     LEFT: tl.constexpr,
     GATED: tl.constexpr,
+    BIASED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -41,7 +42,8 @@ def convolve_backward(
         x: (rows, C), or (rows, 2C) if GATED.
         weight: (C, TAPS), contiguous.
         dx: The shape of ``x``, contiguous, written.
-        partials: float32 (tiles, TAPS + 1, C), written: gradients of the taps, then of the bias.
+        partials: float32, (tiles, C TAPS + C) if BIASED, else (tiles, C TAPS), written: the sums of
+            the tile for the weight in its order, then for the bias.
         cu_seqlens: int32 (N + 1,).
         sequences: N.
         rows: Rows of x, dx and dy.
@@ -50,6 +52,7 @@ def convolve_backward(
         TAPS: K.
         LEFT: P, number of taps before the frame.
         GATED: Whether the second half of the channels of ``x`` gates the first half.
+        BIASED: Whether there is a bias.
         BLOCK: Rows of a tile; a multiple of GROUPS * STEP.
         BLOCK_C: Channels of a program.
         GROUPS: Number of rows computed in parallel.
@@ -59,10 +62,12 @@ def convolve_backward(
     sequence, first, length, start = find_tile(cu_seqlens, sequences, rows, tile, BLOCK)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     inside = c < channels
-    partials += tile.to(tl.int64) * (TAPS + 1) * channels + c
+    partials += tile.to(tl.int64) * ((TAPS + 1 if BIASED else TAPS) * channels)
+    dw = ()
+    for _ in tl.static_range(TAPS + 1):
+        dw = dw + (tl.zeros((GROUPS, BLOCK_C), dtype=tl.float32),)
     if start >= length:
-        for k in tl.static_range(TAPS + 1):
-            tl.store(partials + k * channels, tl.zeros((1, BLOCK_C), tl.float32), mask=inside)
+        _store_sums(partials, dw, channels, TAPS, BIASED, BLOCK_C)
         return
     real = tl.where(sequence < sequences, length, 0)
     size, each, group = span(length, start, BLOCK, GROUPS, STEP)
@@ -74,14 +79,12 @@ def convolve_backward(
     x += (first + start) * x_stride + group * x_stride + c
     dx += (first + start) * dx_stride + group * dx_stride + c
     row = start + group
-    window, dw = (), ()
+    window = ()
     for k in tl.static_range(TAPS - 1):
         ahead = k + LEFT + 1 - TAPS
         mask = inside & (row + ahead >= 0) & (row + ahead < real)
         fresh = tl.load(dy + ahead * channels, mask=mask, other=0.0)
         window = window + (fresh.to(tl.float32),)
-    for _ in tl.static_range(TAPS + 1):
-        dw = dw + (tl.zeros((GROUPS, BLOCK_C), dtype=tl.float32),)
     for i in range(0, each, STEP):
         news, values, gates = (), (), ()
         for step in tl.static_range(STEP):
@@ -114,46 +117,42 @@ def convolve_backward(
                 summed = summed + (dw[k] + u * window[TAPS - 1 - k],)
             dw = summed + (dw[TAPS] + window[TAPS - 1 - LEFT],)
             window = window[1:]
-    for k in tl.static_range(TAPS + 1):
-        total = tl.sum(dw[k], axis=0, keep_dims=True)
-        tl.store(partials + k * channels, total, mask=inside)
+    _store_sums(partials, dw, channels, TAPS, BIASED, BLOCK_C)
 
 
-@triton.jit(do_not_specialize=["tiles"])
-def sum_partials(
-    partials,
-    dweight,
-    dbias,
-    tiles,
-    channels,
-    TAPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+@triton.jit
+def _store_sums(
+    partials, dw, channels, TAPS: tl.constexpr, BIASED: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """Sum the gradients of one tap, or of the bias, over all tiles; program (tap, channels).
+    """Store the sums over groups of the gradients of TAPS taps and of the bias.
+
+    Those of the taps are joined to one tensor (BLOCK_C, a power of two), so that adjacent threads
+    store adjacent values of (C, TAPS).
 
     Args:
-        partials: float32 (tiles, TAPS + 1, C), gradients of the taps, then of the bias.
-        dweight: (C, TAPS), contiguous, written.
-        dbias: (C,), written; or None.
-        tiles: Number of tiles.
+        partials: float32 (C TAPS + C,) or (C TAPS,), written.
+        dw: TAPS + 1 of (GROUPS, BLOCK_C).
         channels: C.
         TAPS: K.
-        BLOCK: Tiles loaded at a time.
+        BIASED: Whether to store the sum for the bias.
         BLOCK_C: Channels of a program.
     """
-    k = tl.program_id(0)
+    SIZE: tl.constexpr = triton.next_power_of_2(TAPS)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    known = c < channels
-    index = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK, BLOCK_C), dtype=tl.float32)
-    for begin in range(0, tiles, BLOCK):
-        tile = begin + index
-        at = tile.to(tl.int64)[:, None] * ((TAPS + 1) * channels) + (k * channels + c)[None, :]
-        mask = (tile < tiles)[:, None] & known[None, :]
-        total += tl.load(partials + at, mask=mask, other=0.0)
-    found = tl.sum(total, axis=0)
-    if k < TAPS:
-        tl.store(dweight + c * TAPS + k, found.to(dweight.dtype.element_ty), mask=known)
-    elif dbias is not None:
-        tl.store(dbias + c, found.to(dbias.dtype.element_ty), mask=known)
+    joined = ()
+    for k in tl.static_range(SIZE):
+        joined = joined + (tl.sum(dw[k], 0) if k < TAPS else tl.zeros((BLOCK_C,), tl.float32),)
+    # Each pass joins the first half of the taps with the second, so that the first dimension behind
+    # the channels is the highest bit of the tap. There are at most 32.
+    for step in tl.static_range(1, 6):
+        if SIZE >> step:
+            pairs = ()
+            for k in tl.static_range(SIZE >> step):
+                pairs = pairs + (tl.join(joined[k], joined[k + (SIZE >> step)]),)
+            joined = pairs
+    tap = tl.arange(0, SIZE)
+    place = partials + c[:, None] * TAPS + tap[None, :]
+    mask = (c < channels)[:, None] & (tap < TAPS)[None, :]
+    tl.store(place, tl.reshape(joined[0], (BLOCK_C, SIZE)), mask=mask)
+    if BIASED:
+        tl.store(partials + channels * TAPS + c, tl.sum(dw[TAPS], 0), mask=c < channels)

@@ -12,20 +12,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effasr_kernels.depthwise_conv._backward import convolve_backward, sum_partials
+from effasr_kernels.depthwise_conv._backward import convolve_backward
 from effasr_kernels.depthwise_conv._forward import convolve
 from effasr_kernels.depthwise_conv.definition import ConvArguments
 from effasr_kernels.runtime.launch import launch, refusal
 from effasr_kernels.runtime.tiles import count_tiles
 from effasr_kernels.shared.last_program import program_counters
+from effasr_kernels.shared.partial_sums import summed, summed_parts
 
 _MOST_TAPS = 32
 _GROUPS, _STEP = 4, 4
 # The gradients of the taps are written once for each tile, so the backward takes larger ones.
 _BLOCK, _BLOCK_BACKWARD = 128, 256
-_SUMMED, _SUMMED_C = 64, 32
 _MERGED = 16
-"""Statistics of tiles that a thread loads at a time: with more, the convolution has fewer threads."""
+"""Statistics of tiles that a thread loads at a time. More would cost the convolution threads."""
 
 
 def unsupported_reason(a: ConvArguments) -> str | None:
@@ -86,7 +86,8 @@ def backward(
     channels, width = a.weight.shape
     tiles = count_tiles(layout.rows, layout.num_sequences, _BLOCK_BACKWARD)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    partials = _wide(x, tiles, width + 1, channels)
+    # The gradient of the weight in its order, then that of the bias.
+    partials = _wide(x, tiles, width if a.bias is None else width + 1, channels)
     config, options = _configuration(width, channels)
     launch(
         convolve_backward,
@@ -98,19 +99,14 @@ def backward(
         TAPS=width,
         LEFT=_left(width, a.causal),
         GATED=a.gated,
+        BIASED=a.bias is not None,
         BLOCK=_BLOCK_BACKWARD,
     )
-    dweight = a.weight.new_empty(channels, width)
-    dbias = None if a.bias is None else a.bias.new_empty(channels)
-    launch(
-        sum_partials,
-        (width + 1, _cover(channels, _SUMMED_C)),
-        *(partials, dweight, dbias, tiles, channels),
-        TAPS=width,
-        BLOCK=_SUMMED,
-        BLOCK_C=_SUMMED_C,
-    )
-    return {"x": dx, "weight": dweight, "bias": dbias}
+    if a.bias is None:
+        dweight, dbias = summed(partials, a.weight.dtype), None
+    else:
+        dweight, dbias = summed_parts(partials, a.weight.dtype, a.bias.dtype)
+    return {"x": dx, "weight": dweight.view(channels, width), "bias": dbias}
 
 
 def _configuration(taps: int, channels: int) -> tuple[dict[str, int], dict[str, int]]:

@@ -303,7 +303,9 @@ class DifferentiableOp(TorchOp):
             gradient = by_name[name]
             if gradient is None:
                 gradient = torch.zeros_like(value, memory_format=torch.contiguous_format)
-            gradients.append(gradient.contiguous())
+            # Gradients that are views of one tensor need memory of their own for the compiler.
+            gradient = gradient.contiguous()
+            gradients.append(gradient.clone() if gradient.storage_offset() else gradient)
         return self._not_overwritten(gradients, required, flat)
 
     def _from_autograd(

@@ -164,8 +164,8 @@ def strided_backward(
         lengths: (N,), rows of ``x`` of each sequence.
         grad_y: (T, G / 2, C), contiguous.
         grad_x: (2 T, G, C), contiguous, written; zero in rows past the length.
-        partials: float32 (programs, 10, C), contiguous, written: sums for the nine taps and the
-            bias.
+        partials: float32 (programs, 9 C + C), contiguous, written: sums for the weight, in its
+            order, and for the bias.
         sequences: N.
         places: T G / 2.
         spans: Number of spans.
@@ -244,14 +244,16 @@ def strided_backward(
             tl.store(grad_x + at + CHANNELS, grad_b.to(dtype), mask=mask)
             tl.store(grad_x + at + BINS * CHANNELS, grad_e.to(dtype), mask=mask)
             tl.store(grad_x + at + (BINS + 1) * CHANNELS, grad_f.to(dtype), mask=mask)
-    to = partials + tl.program_id(0).to(tl.int64) * (10 * CHANNELS) + c
+    partials += tl.program_id(0).to(tl.int64) * (10 * CHANNELS)
+    # Once for all spans of a program, so that it does not matter that threads store apart.
+    to = partials + c * 9
     tl.store(to, tl.sum(d0, 0), mask=known)
-    tl.store(to + CHANNELS, tl.sum(d1, 0), mask=known)
-    tl.store(to + 2 * CHANNELS, tl.sum(d2, 0), mask=known)
-    tl.store(to + 3 * CHANNELS, tl.sum(d3, 0), mask=known)
-    tl.store(to + 4 * CHANNELS, tl.sum(d4, 0), mask=known)
-    tl.store(to + 5 * CHANNELS, tl.sum(d5, 0), mask=known)
-    tl.store(to + 6 * CHANNELS, tl.sum(d6, 0), mask=known)
-    tl.store(to + 7 * CHANNELS, tl.sum(d7, 0), mask=known)
-    tl.store(to + 8 * CHANNELS, tl.sum(d8, 0), mask=known)
-    tl.store(to + 9 * CHANNELS, tl.sum(total, 0), mask=known)
+    tl.store(to + 1, tl.sum(d1, 0), mask=known)
+    tl.store(to + 2, tl.sum(d2, 0), mask=known)
+    tl.store(to + 3, tl.sum(d3, 0), mask=known)
+    tl.store(to + 4, tl.sum(d4, 0), mask=known)
+    tl.store(to + 5, tl.sum(d5, 0), mask=known)
+    tl.store(to + 6, tl.sum(d6, 0), mask=known)
+    tl.store(to + 7, tl.sum(d7, 0), mask=known)
+    tl.store(to + 8, tl.sum(d8, 0), mask=known)
+    tl.store(partials + 9 * CHANNELS + c, tl.sum(total, 0), mask=known)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from effasr_kernels.runtime.launch import launch, refusal
 from effasr_kernels.runtime.tiles import count_tiles
+from effasr_kernels.shared.partial_sums import summed
 from effasr_kernels.strided_depthwise._kernels import strided_backward, strided_forward
 from effasr_kernels.strided_depthwise.definition import StridedArguments
 
@@ -83,7 +84,7 @@ def backward(
     _, cut = configs(channels)
     spans = count_tiles(layout.rows * width, sequences, cut.span)
     grad_x = x.new_empty(x.shape)
-    partials = x.new_empty(min(spans, _PROGRAMS), 10, channels, dtype=torch.float32)
+    partials = x.new_empty(min(spans, _PROGRAMS), 10 * channels, dtype=torch.float32)
     launch(
         strided_backward,
         (partials.shape[0], -(-channels // cut.block_c)),
@@ -97,5 +98,6 @@ def backward(
         BLOCK_C=cut.block_c,
         SPAN=cut.span,
     )
-    sums = partials.sum(0).to(x.dtype)
-    return {"x": grad_x, "weight": sums[:9].T.contiguous(), "bias": sums[9].contiguous()}
+    sums = summed(partials, x.dtype)
+    weight, bias = sums.split([9 * channels, channels])
+    return {"x": grad_x, "weight": weight.view(channels, 9), "bias": bias}

@@ -226,7 +226,7 @@ def _finish(seen, filters, taps, c, to, TAP: tl.constexpr, CHANNELS: tl.constexp
         Contribution of this tap to the gradients of the first convolution, (BLOCK_C, 16).
     """
     known = c < CHANNELS
-    tl.store(to + c * 20 + 10 + TAP, tl.sum(seen * filters.to(tl.float32), 1), mask=known)
+    tl.store(to + 10 * CHANNELS + c * 9 + TAP, tl.sum(seen * filters.to(tl.float32), 1), mask=known)
     w = tl.load(taps + c * 9 + TAP, mask=known, other=0.0).to(tl.float32)
     return seen * w[:, None]
 
@@ -269,8 +269,8 @@ def stem_backward(
         cu_places: int32 (N + 1,), offsets of the places of each utterance.
         lengths: (N,), mel rows of each utterance.
         grad_y: (s T / 4, F / 4, C), contiguous.
-        partials: float32 (programs, C, 20), contiguous, written: gradients of the nine weights, the
-            bias, the nine taps and their bias of each channel.
+        partials: float32 (programs, 20 C), contiguous, written: gradients of the weight (C, 9), the
+            bias (C,), the taps (C, 9) and their bias (C,).
         sequences: N.
         places: s T / 4 times F / 4.
         spans: Number of spans.
@@ -332,6 +332,7 @@ def stem_backward(
     grads += _finish(d7, filters, taps, c, to, 7, CHANNELS)
     grads += _finish(d8, filters, taps, c, to, 8, CHANNELS)
     k = tl.arange(0, 16)[None, :]
-    tl.store(to + c[:, None] * 20 + k, grads, mask=known[:, None] & (k < 10))
+    place = tl.where(k < 9, c[:, None] * 9 + k, 9 * CHANNELS + c[:, None])
+    tl.store(to + place, grads, mask=known[:, None] & (k < 10))
     # All 16 columns are equal.
-    tl.store(to + c * 20 + 19, tl.sum(total, 1) / 16, mask=known)
+    tl.store(to + 19 * CHANNELS + c, tl.sum(total, 1) / 16, mask=known)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from effasr_kernels.runtime.launch import capability, launch, refusal
 from effasr_kernels.runtime.tiles import count_tiles
+from effasr_kernels.shared.partial_sums import summed
 from effasr_kernels.subsampling_stem._kernels import stem_backward, stem_forward, stem_patches
 from effasr_kernels.subsampling_stem.definition import StemArguments
 
@@ -99,7 +100,7 @@ def backward(
     _, cut = configs(x.dtype, channels, capability(x.device)[0])
     cu_places, places = _places(a)
     spans = count_tiles(places, sequences, cut.span)
-    partials = x.new_empty(min(spans, _PROGRAMS), channels, 20, dtype=torch.float32)
+    partials = x.new_empty(min(spans, _PROGRAMS), 20 * channels, dtype=torch.float32)
     lengths = a.lengths.contiguous()
     launch(
         stem_backward,
@@ -114,12 +115,12 @@ def backward(
         BLOCK_C=cut.block_c,
         SPAN=cut.span,
     )
-    sums = partials.sum(0).to(x.dtype)
+    parts = summed(partials, x.dtype).split([9 * channels, channels] * 2)
     return {
-        "weight": sums[:, :9].contiguous(),
-        "bias": sums[:, 9].contiguous(),
-        "depthwise_weight": sums[:, 10:19].contiguous(),
-        "depthwise_bias": sums[:, 19].contiguous(),
+        "weight": parts[0].view(channels, 9),
+        "bias": parts[1],
+        "depthwise_weight": parts[2].view(channels, 9),
+        "depthwise_bias": parts[3],
     }
 
 
