@@ -95,6 +95,17 @@ def test_the_order_of_programs_changes_no_bit() -> None:
     assert bool(((found[0] - x.double().sum(0)).abs() < bound).all())
 
 
+def test_tensors_of_two_dtypes_are_two_launches() -> None:
+    found = []
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        x = torch.empty(300, 8, dtype=dtype)
+        found.append(PartialSums(x, x[0], None, lambda: None))
+    with recording((9, 0)) as launches:
+        sums_of_layer(found)
+    assert [launch.constants["NARROW"] for launch in launches] == ["bf16", "fp16"]
+    assert [launch.args["rows1"] is None for launch in launches] == [False, True]
+
+
 def test_sums_of_a_layer_are_few_launches() -> None:
     with recording((9, 0)) as launches:
         found = _of_a_layer(torch.device("cpu"), torch.bfloat16)

@@ -117,10 +117,9 @@ class _Segments:
     wide: list[tuple[PartialSums, Tensor]] = field(default_factory=list)
 
     def takes(self, x: PartialSums) -> bool:
-        """Return whether there is room, and sums of 16 bits have the same dtype."""
-        dtypes = {one.narrow for one, _ in (*self.narrow, *self.wide)} - {None}
+        """Return whether there is room, and all that has 16 bits is of one dtype."""
         has_room = len(self.wide) < _WIDE if _is_wide(x) else len(self.narrow) < _NARROW
-        return has_room and (x.narrow is None or dtypes <= {x.narrow})
+        return has_room and len(self._dtypes() | _dtypes(x)) <= 1
 
     def add(self, x: PartialSums, out: Tensor) -> None:
         """Add the rows of ``x`` into ``out``, float32 (C,)."""
@@ -139,7 +138,6 @@ class _Segments:
         if max(chunks) > 1:
             parts = found[0][1].new_empty(programs, 2 * columns)
             counters = program_counters(parts, programs)
-        dtypes = (x.narrow for x, _ in found if x.narrow is not None)
         launch(
             sum_segments,
             (programs,),
@@ -148,12 +146,21 @@ class _Segments:
             *(parts, counters),
             num_warps=4,
             num_stages=1,
-            NARROW=_NAMES[next(dtypes, torch.bfloat16)],
+            NARROW=_NAMES[next(iter(self._dtypes()), torch.bfloat16)],
             BLOCK=_ROWS,
             BLOCK_C=columns,
             CHUNK=_CHUNK,
             ROW_CHUNK=_ROW_CHUNK,
         )
+
+    def _dtypes(self) -> set[torch.dtype]:
+        return {dtype for x, _ in (*self.narrow, *self.wide) for dtype in _dtypes(x)}
+
+
+def _dtypes(x: PartialSums) -> set[torch.dtype]:
+    """Return the dtypes of 16 bits that partial sums or their results have."""
+    found = {x.partials.dtype, x.narrow or torch.float32}
+    return found - {torch.float32}
 
 
 def _is_wide(x: PartialSums) -> bool:
