@@ -191,7 +191,7 @@ def test_a_long_segment_ends_before_a_word(
             stream.feed(piece)
             recognizer.decode()
             if longest is not None:
-                held = [frame for _, frame in stream._tokens]
+                held = [frame for _, frame in stream._segments.tokens]
                 assert not held or held[-1] - held[0] < 2 * longest / recognizer.frame_seconds
         stream.finish()
         recognizer.decode()
@@ -261,8 +261,8 @@ def test_words_late_in_a_stream_have_their_own_times(
         stream.feed(piece)
         recognizer.decode()
         segments += stream.take()
-        assert stream._loudness is not None
-        assert len(stream._loudness.levels) < 500
+        assert stream._segments._loudness is not None
+        assert len(stream._segments._loudness.levels) < 500
     stream.finish()
     recognizer.decode()
     segments += stream.take()
@@ -327,7 +327,7 @@ def test_silence_for_minutes_takes_no_more_memory(
             held.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     assert held[1] < held[0] + 100_000
-    assert sum(map(len, stream._parts)) < 2 * RATE
+    assert sum(map(len, stream._audio._parts)) < 2 * RATE
 
 
 def _bytes_of_tensors() -> int:
@@ -363,9 +363,11 @@ def test_64_streams_take_no_more_memory_with_time(
         words += sum(len(segment.words or ()) for one in streams for segment in one.take())
         if step in (3, 7):
             tensors.append(_bytes_of_tensors())
-        held = [part if part.base is None else part.base for one in streams for part in one._parts]
+        parts = [part for one in streams for part in one._audio._parts]
+        held = [part if part.base is None else part.base for part in parts]
         samples.append(sum(map(len, held)))
-        assert all(len(one._loudness.levels) < 400 for one in streams if one._loudness)
+        loudness = [one._segments._loudness for one in streams]
+        assert all(len(one.levels) < 400 for one in loudness if one)
     assert words > 5
     assert tensors[0] == tensors[1]
     assert samples[1:] == [samples[1]] * 7

@@ -146,8 +146,9 @@ def test_greedy_streams_have_the_confidences_of_recordings(
     recognizer.decode()
     stream.finish()
     tokens = []
-    end = stream._end_segment
-    stream._end_segment = lambda *a: (tokens.append(stream.tokens), end(*a))  # type: ignore
+    segments = stream._segments
+    end = segments._end_segment
+    segments._end_segment = lambda *a: (tokens.append(stream.tokens), end(*a))  # type: ignore
     recognizer.decode()
     (segment,) = stream.take()
     (sure,) = token_confidences(model, recognizer.method, encoded, [()], tokens)
@@ -214,15 +215,15 @@ def test_silence_takes_no_more_memory_with_a_beam(
         stream.feed(np.zeros(RATE, np.float32))
         recognizer.decode()
         stream.take()
-        assert stream._confidences is not None
+        assert stream._segments._confidences is not None
         search = recognizer._search
         assert isinstance(search, BeamStreams)
-        rows = sum(map(len, stream._confidences._rows))
+        rows = sum(map(len, stream._segments._confidences._rows))
         labels = max(len(one.tokens) for one in search._hypotheses(0))
         held.append((rows, labels))
         # What it has read long ago does not count in what comes.
         if not stream.tokens and second > 4:
-            assert stream.frames - stream._since < 40
+            assert stream.frames - stream._segments._since < 40
     assert max(rows for rows, _ in held[6:]) < 450
     assert max(labels for _, labels in held[6:]) < 200
 
@@ -232,8 +233,8 @@ def test_the_configuration_chooses_the_search(streaming_model: Make, tokenizer: 
     config = DecodingConfig(beam=3, nbest=2, word_confidence=True)
     recognizer = Recognizer(model, tokenizer, config).stream().recognizer
     assert isinstance(recognizer._search, CTCBeamStreams)
-    assert (recognizer._search.beam, recognizer.nbest) == (3, 2)
-    assert recognizer.word_confidence
+    assert (recognizer._search.beam, recognizer.segment_options.nbest) == (3, 2)
+    assert recognizer.segment_options.word_confidence
     rnnt = streaming_model("stateless")
     other = online_recognizer(rnnt, tokenizer, DecodingConfig(beam=2), latency_seconds=0.08)
     assert isinstance(other._search, TransducerBeamStreams)

@@ -1,0 +1,252 @@
+"""Segments of a stream: where they end, and what they hold."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from torch import Tensor
+
+from effasr.data.tokenizer import Tokenizer
+from effasr.decoding.confidence.calibration import Calibration
+from effasr.decoding.confidence.streaming import StreamConfidences
+from effasr.decoding.nbest.hypothesis import Hypothesis
+from effasr.decoding.streaming.beam import BeamStreams, OpenTranscript
+from effasr.decoding.streaming.emitted import Emitted
+from effasr.model.asr import ASRModel
+from effasr.transcription.inputs.stream_loudness import StreamLoudness
+from effasr.transcription.inputs.vad import is_speech
+from effasr.transcription.online.held_samples import HeldSamples
+from effasr.transcription.results import Alternative, Segment, WordConfidence, word_confidences
+from effasr.transcription.word_timestamps import Word, word_timestamps
+
+_BEFORE_SECONDS = 1.0
+"""Loudness that is kept before a segment, to find the start of its first word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentOptions:
+    """Where segments end, and what they hold; see `OnlineRecognizer` for those not listed.
+
+    Attributes:
+        tokenizer: Tokenizer of the model.
+        method: The search, ``transducer`` or ``ctc``.
+        sample_rate: Hz.
+        frame_samples: Samples of an encoder frame.
+        frame_seconds: Its duration.
+    """
+
+    tokenizer: Tokenizer
+    method: str
+    sample_rate: int
+    frame_samples: int
+    frame_seconds: float
+    endpoint_seconds: float | None
+    longest_seconds: float | None
+    nbest: int | None
+    words: bool
+    word_confidence: bool
+    calibration: Calibration | None
+    spaces: bool
+
+
+class StreamSegments:
+    """Segments of one stream, of which the last is open.
+
+    Attributes:
+        frames: Encoder frames that are decoded.
+        tokens: Tokens of the open segment, with the frames at which they are said.
+    """
+
+    def __init__(
+        self,
+        options: SegmentOptions,
+        model: ASRModel,
+        audio: HeldSamples,
+        search: BeamStreams | None,
+        slot: int,
+    ):
+        """Begin with a stream.
+
+        Args:
+            options: Of its recognizer.
+            model: The model.
+            audio: Samples of the stream.
+            search: The search, if it has a beam, which must know what is final.
+            slot: Number of the stream in the search.
+        """
+        self.frames = 0
+        self.tokens: list[tuple[int, int]] = []
+        self._options, self._audio, self._search, self._slot = options, audio, search, slot
+        self._final: deque[Segment] = deque()
+        self._loudness: StreamLoudness | None = None
+        if options.words:
+            self._loudness = StreamLoudness(options.sample_rate, options.frame_seconds)
+        self._confidences: StreamConfidences | None = None
+        if options.word_confidence:
+            self._confidences = StreamConfidences(model, options.method)
+        # What comes before this frame is final.
+        self._since = 0
+
+    @property
+    def _seconds(self) -> float:
+        """Seconds of audio so far."""
+        return self._audio.end / self._options.sample_rate
+
+    def take(self) -> list[Segment]:
+        """Return the final segments since the last call, in order."""
+        taken = list(self._final)
+        self._final.clear()
+        return taken
+
+    def add(self, found: Sequence[Emitted] | OpenTranscript, encoded: Tensor) -> None:
+        """Add what the search has found in a chunk, and end segments.
+
+        Args:
+            found: The new tokens, or with a beam all of the open segment.
+            encoded: Frames of the chunk, (frames, encoder width).
+        """
+        if self._loudness is not None:
+            size = self._options.frame_samples
+            first, last = self.frames * size, (self.frames + len(encoded)) * size
+            self._loudness.add(self._audio.between(first, last), len(encoded))
+        if self._confidences is not None:
+            self._confidences.add(encoded)
+        if isinstance(found, OpenTranscript):
+            self.frames += len(encoded)
+            self.take_open(found)
+        else:
+            self.tokens += [(one.token, self.frames + one.frame) for one in found]
+            self.frames += len(encoded)
+            self._end_segments(self.frames)
+        if not self.tokens:
+            # A beam may still find that a segment has begun.
+            before = self.frames - round(_BEFORE_SECONDS / self._options.frame_seconds)
+            if isinstance(found, OpenTranscript):
+                before = min(before, self._since)
+            if self._loudness is not None:
+                self._loudness.forget(before)
+            if self._confidences is not None:
+                self._confidences.forget(before)
+
+    def take_open(self, found: OpenTranscript) -> None:
+        """Take the open transcript of a beam, and end segments."""
+        self.tokens = list(zip(found.tokens, found.frames, strict=True))
+        self._end_segments(found.read)
+
+    def end(self) -> None:
+        """End the last segment, as the stream ends."""
+        self._end_segment(len(self.tokens), self.frames)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return self._options.tokenizer.decode(list(tokens)).strip()
+
+    def _end_segments(self, read: int) -> None:
+        """End the segments that are complete, after so many frames are searched."""
+        while (end := self._next_end(read)) is not None:
+            self._end_segment(*end)
+
+    def _next_end(self, read: int) -> tuple[int, int, bool] | None:
+        """Return where the next segment ends, if it does.
+
+        Returns:
+            Its tokens, its frames, and whether speech goes on without a pause.
+        """
+        pause, seconds = self._options.endpoint_seconds, self._options.frame_seconds
+        most = None if pause is None else pause / seconds
+        frames = [frame for _, frame in self.tokens]
+        for count, (before, frame) in enumerate(pairwise(frames), 1):
+            if most is not None and frame - before - 1 >= most:
+                return count, frame, False
+            if self._is_long(count):
+                return count, frame, True
+        if most is None or (frames and read - frames[-1] - 1 < most):
+            return None
+        silent = max(int(read - most), frames[-1] + 1 if frames else 0)
+        # Without tokens, a beam begins anew: what it has read counts no more.
+        if not frames and (silent <= self._since or self._search is None):
+            return None
+        return len(frames), silent, False
+
+    def _is_long(self, count: int) -> bool:
+        """Whether the segment is to end after so many tokens, as with the next it is too long."""
+        longest = self._options.longest_seconds
+        if longest is None:
+            return False
+        length = (self.tokens[count][1] + 1 - self.tokens[0][1]) * self._options.frame_seconds
+        if length <= longest:
+            return False
+        tokens = [token for token, _ in self.tokens]
+        text, longer = (self.text(tokens[:end]) for end in (count, count + 1))
+        begins = not self._options.spaces or len(longer.split()) > len(text.split())
+        return begins or length > 2 * longest
+
+    def _end_segment(self, count: int, since: int, goes_on: bool = False) -> None:
+        """End a segment after its tokens, before a frame, with speech going on or not."""
+        of = self._options
+        tokens, rest = self.tokens[:count], self.tokens[count:]
+        listed: list[Hypothesis] = []
+        if self._search is not None:
+            listed = self._search.commit(self._slot, count, since)
+            found = self._search.transcript(self._slot)
+            rest = list(zip(found.tokens, found.frames, strict=True))
+        self._since = since
+        if tokens:
+            start = tokens[0][1] * of.frame_seconds
+            end = min((tokens[-1][1] + 1) * of.frame_seconds, max(self._seconds, start))
+            self._final.append(
+                Segment(
+                    start,
+                    end,
+                    self.text([token for token, _ in tokens]),
+                    words=self._words(tokens, goes_on),
+                    alternatives=tuple(
+                        Alternative(self.text(one.tokens), one.score, one.rank)
+                        for one in listed[: of.nbest or 0]
+                    ),
+                    word_confidences=self._word_confidences(tokens, since, goes_on),
+                )
+            )
+        self.tokens = rest
+
+    def _words(self, tokens: Sequence[tuple[int, int]], goes_on: bool) -> tuple[Word, ...]:
+        """The words of a segment with their times, if they are wanted."""
+        if self._loudness is None:
+            return ()
+        first, of = self._loudness.first, self._options
+        found = word_timestamps(
+            [token for token, _ in tokens],
+            [(frame - first, frame - first + 1) for _, frame in tokens],
+            of.tokenizer.decode,
+            frame_seconds=of.frame_seconds,
+            speech=is_speech(self._loudness.levels),
+            offset=first * of.frame_seconds,
+            spaces=of.spaces,
+        )
+        last = tokens[-1][1]
+        # It stays for the next segment, which a transducer may begin at the same frame.
+        self._loudness.forget(last)
+        # The next word may start there. Else the last frame may extend beyond the audio, as the
+        # number of frames is rounded up.
+        end = last * of.frame_seconds if goes_on else self._seconds
+        return tuple(replace(word, end=max(word.start, min(word.end, end))) for word in found)
+
+    def _word_confidences(
+        self, tokens: Sequence[tuple[int, int]], since: int, goes_on: bool
+    ) -> tuple[WordConfidence, ...] | None:
+        """The words of a segment before a frame with their confidences, if they are wanted."""
+        if self._confidences is None:
+            return ()
+        of, texts = self._options, [token for token, _ in tokens]
+        # A transducer may say labels of both segments at the same frame.
+        end = since + 1 if goes_on and of.method == "transducer" else since
+        sure = self._confidences.of_segment(texts, end)
+        self._confidences.forget(since)
+        if sure is None:
+            return None
+        return word_confidences(
+            texts, sure, of.tokenizer.decode, spaces=of.spaces, calibration=of.calibration
+        )
