@@ -90,7 +90,11 @@ def text(found: Calibration, overrides: Sequence[str] = ()) -> str:
         f"trials         {len(found.trials)} in {found.seconds:.0f} s",
         "",
         f"kept           {path_of(found.fingerprint)}",
-        f"buckets        {buckets_path_of(found.fingerprint)}",
+        *(
+            [f"buckets        {buckets_path_of(found.fingerprint)}"]
+            if found.bucket_batch_sizes
+            else []
+        ),
         "",
         "effasr train finds it with",
         f"  {' '.join(['data.frame_budget=auto', *overrides])}",

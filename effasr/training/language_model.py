@@ -41,14 +41,6 @@ def unsupported_settings(config: TrainConfig) -> Iterator[Obstacle]:
             "`training.activation_checkpointing`, with which it has not been tried, but is true: "
             "set either to false.",
         )
-    if config.data.frame_budget == "auto":
-        yield Obstacle(
-            "data.frame_budget",
-            "the trials of `effasr calibrate` are of utterances, not of conversations with a "
-            "budget of rows of the language model",
-            "`data.frame_budget` must be a number for a language model, for which `effasr "
-            "calibrate` does not measure yet, but is 'auto': give one, such as 8000.",
-        )
 
 
 def resolve_language_model(config: TrainConfig, saved: Saved | None) -> TrainConfig:

@@ -25,6 +25,7 @@ from effasr.data.conversation.epochs import (
 )
 from effasr.data.conversation.messages import Conversation, conversations
 from effasr.data.conversation.rows import num_rows, num_targets
+from effasr.data.conversation.shape import static_shape
 from effasr.data.conversation.tokenize import conversation_rows
 from effasr.data.features.frame_geometry import FASTCONFORMER, SAMPLE_RATE, Framing
 from effasr.data.filters.config import FilterConfig, TooManyDropped, check_share
@@ -48,9 +49,6 @@ from effasr.data.tokenizer.chat import ChatTokenizer
 if TYPE_CHECKING:
     from effasr.data.index.text_corpus import TextCorpus
 
-_SHORTEST = 8
-"""Rows of a very short conversation, for the number of sequences of a batch."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConversationCorpus(BaseCorpus):
@@ -70,6 +68,8 @@ class ConversationCorpus(BaseCorpus):
         fingerprint: Digest of lengths, rows, sources and order, which a resumed run compares.
         stack: Encoder frames of a row of speech.
         max_clips: Most clips of a batch.
+        shortest_clip: Encoder frames of the shortest clip; 0 without speech.
+        longest_clip: Encoder frames of the longest clip; 0 without speech.
         eos_id: Token that ends a turn.
         pad_id: Token of the tail.
         prompt: Unused; conversations have no prompt of utterances.
@@ -87,6 +87,8 @@ class ConversationCorpus(BaseCorpus):
     fingerprint: str
     stack: int
     max_clips: int
+    shortest_clip: int
+    longest_clip: int
     eos_id: int
     pad_id: int
     _ids: Ragged
@@ -148,6 +150,11 @@ class ConversationCorpus(BaseCorpus):
     def text_lengths(self) -> np.ndarray:
         """Rows of each conversation without its speech, int32 (n,)."""
         return self.lengths.tokens - -(-self.lengths.frames // self.stack)
+
+    @property
+    def clip_counts(self) -> np.ndarray:
+        """Clips of each conversation, int64 (n,)."""
+        return np.diff(self._clip_ends)
 
     def token_ids(self, vocab_size: int) -> np.ndarray:
         """Return the distinct token ids, sorted."""
@@ -259,8 +266,8 @@ class _Builder:
         self.clip_ends = array("q", [0])
         self.frames, self.rows, self.sources = array("i"), array("i"), array("H")
         self.samples = array("q")
-        self.fewest = 2**31 - 1
-        """Encoder frames of the shortest clip."""
+        self.shortest_clip = self.longest_clip = 0
+        """Encoder frames; 0 before the first clip."""
 
     def add(self, conversation: Conversation, source: int) -> None:
         """Add a conversation, or record why it was dropped."""
@@ -286,7 +293,9 @@ class _Builder:
             return
         for cut in cuts:
             self.clips.append(cut)
-        self.fewest = min([self.fewest, *frames])
+        if frames:
+            self.shortest_clip = min(frames + [self.shortest_clip] * bool(self.longest_clip))
+            self.longest_clip = max(self.longest_clip, *frames)
         self.clip_ends.append(len(self.clips))
         self.ids.append(encode(conversation.id))
         self.coded.append(coded.tolist())
@@ -352,7 +361,15 @@ class _Builder:
                 clips, np.concatenate([np.arange(*x) for x in zip(begins, ends, strict=True)])
             )
         clip_ends = np.concatenate([[0], np.cumsum(counts[kept])]).astype(np.int64)
-        shape, max_clips = self._shape(lengths, budget, int(counts[kept].max()))
+        shape, max_clips = static_shape(
+            lengths,
+            config.known_frame_budget if lengths.frames.any() else 1,
+            budget,
+            framing=self.framing,
+            shortest_clip=self.shortest_clip,
+            most_clips=int(counts[kept].max()),
+            max_sequences=config.max_sequences,
+        )
         digest = hashlib.sha256()
         for values in (lengths.frames, lengths.tokens, coded.values, coded.offsets, sources):
             digest.update(np.ascontiguousarray(values).data)
@@ -372,6 +389,8 @@ class _Builder:
             fingerprint=digest.hexdigest(),
             stack=self.stack,
             max_clips=max_clips,
+            shortest_clip=self.shortest_clip,
+            longest_clip=self.longest_clip,
             eos_id=self.tokenizer.eos_id,
             pad_id=self.tokenizer.pad_id,
             _ids=ids,
@@ -392,27 +411,6 @@ class _Builder:
         if config.mix is not None:
             mixture = epoch_mixture(config.mix, lengths, sources)
         return token_budget(lengths, sources, mixture, config.known_frame_budget)
-
-    def _shape(
-        self, lengths: UtteranceLengths, rows: int, most_clips: int
-    ) -> tuple[StaticShape, int]:
-        """Return the static shape, and the most clips of a batch."""
-        config, has_speech = self.config, bool(lengths.frames.any())
-        frame_budget = config.known_frame_budget if has_speech else 1
-        shortest = max(_SHORTEST, int(lengths.tokens.min()))
-        sequences = config.max_sequences or max(
-            self.framing.sequences(frame_budget), -(-rows // shortest)
-        )
-        shape = StaticShape(
-            frame_budget,
-            rows,
-            sequences,
-            longest_frames=max(1, int(lengths.frames.max())),
-            longest_tokens=max(1, int(lengths.tokens.max())),
-            framing=self.framing,
-        )
-        by_frames = frame_budget // max(1, self.fewest)
-        return shape, max(1, min(by_frames, sequences * most_clips))
 
 
 def _taken(ragged: Ragged, kept: np.ndarray) -> Ragged:

@@ -39,16 +39,28 @@ def populations(
     return lambda epoch: even_population(lengths, sources, quotas, seed=seed, epoch=epoch)
 
 
+def epoch_lengths(
+    lengths: UtteranceLengths, sources: np.ndarray, mixture: Mixture | None
+) -> tuple[UtteranceLengths, tuple[int, int] | None]:
+    """Return the lengths of an epoch, and its frames and rows on average.
+
+    `effasr.data.sampling.packing.suggest_token_budget` takes both; the second is None where it is
+    the sums of the first.
+    """
+    draw = populations(mixture, lengths, sources, seed=0)
+    if mixture is None or mixture.quotas is None or draw is None:
+        return lengths, None
+    members = draw(0)
+    drawn = UtteranceLengths(lengths.frames[members], lengths.tokens[members])
+    return drawn, mean_epoch(lengths, sources, mixture.quotas)
+
+
 def token_budget(
     lengths: UtteranceLengths, sources: np.ndarray, mixture: Mixture | None, frame_budget: int
 ) -> int:
     """Return the token budget that epochs fill along with the frame budget."""
-    draw = populations(mixture, lengths, sources, seed=0)
-    if mixture is None or mixture.quotas is None or draw is None:
-        return suggest_token_budget(lengths, frame_budget)
-    members = draw(0)
-    drawn = UtteranceLengths(lengths.frames[members], lengths.tokens[members])
-    return suggest_token_budget(drawn, frame_budget, mean_epoch(lengths, sources, mixture.quotas))
+    drawn, sums = epoch_lengths(lengths, sources, mixture)
+    return suggest_token_budget(drawn, frame_budget, sums)
 
 
 def of_whole_steps(

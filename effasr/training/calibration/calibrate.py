@@ -17,6 +17,7 @@ from effasr.data.tokenizer import Tokenizer
 from effasr.distributed.process_group import DistributedContext
 from effasr.training import build
 from effasr.training.calibration import store
+from effasr.training.calibration.conversations import Conversations
 from effasr.training.calibration.runner import measure
 from effasr.training.calibration.search import Found, Search, bucket_sizes
 from effasr.training.calibration.settings import CalibrationConfig
@@ -114,7 +115,7 @@ def calibrate(
     """
     started = time.monotonic()
     described = store.describe(config, vocab_size, population, device, target)
-    mapping = configuration.to_mapping(replace(config, init_from=None))
+    mapping = configuration.to_mapping(_without_weights(config))
 
     def trial(work: Workload) -> Measurement:
         # With two micro-batches, the gradients of the first occupy memory during the second, as the
@@ -134,12 +135,23 @@ def calibrate(
     return _kept(found, search, described, config, time.monotonic() - started)
 
 
+def _without_weights(config: TrainConfig) -> TrainConfig:
+    """Return the configuration of trials, which read no weights: memory and time have no need."""
+    settings = config.model.language_model
+    if settings is not None:
+        settings = replace(settings, weights="random")
+        config = replace(config, model=replace(config.model, language_model=settings))
+    return replace(config, init_from=None)
+
+
 def _kept(
     found: Found, search: Search, described: dict, config: TrainConfig, seconds: float
 ) -> Calibration:
     shape = search.population.shape(found.frame_budget)
-    bins = BucketTable.derive(search.population.lengths, shape, config.data.buckets)
-    table = bucket_sizes(bins, found.memory, config.model, search.limit)
+    table = None
+    if search.population.conversations is None:
+        bins = BucketTable.derive(search.population.lengths, shape, config.data.buckets)
+        table = bucket_sizes(bins, found.memory, config.model, search.limit)
     replay = found.replay
     assert replay.predicted_bytes is not None
     assert replay.error is not None
@@ -162,7 +174,9 @@ def _kept(
         bucket_batch_sizes=[
             [round(frames * shape.framing.seconds, 2), tokens, size]
             for (frames, tokens), size in zip(table.bins, table.batch_sizes, strict=True)
-        ],
+        ]
+        if table is not None
+        else [],
         trials=[
             {
                 "purpose": trial.purpose,
@@ -182,16 +196,23 @@ def read_population(config: TrainConfig, tokenizer: Tokenizer) -> Population:
     """Return the lengths of the corpus, in budgets that drop nothing.
 
     Raises:
-        ValueError: There is no utterance to train on.
+        ValueError: There is no utterance to train on, or no conversation with speech.
     """
     data = replace(config.data, frame_budget=_AMPLE)
     corpus = build.load_corpus(replace(config, data=data), tokenizer, None)
+    # Imported here so that a model can be trained without the packages that read data.
+    from effasr.data.conversation.corpus import ConversationCorpus
+
+    conversations = None
+    if isinstance(corpus, ConversationCorpus):
+        conversations = Conversations.of(corpus, config.data.mix, config.model)
     return Population.of(
         corpus.lengths,
         config.data.token_budget,
         config.data.max_sequences,
         config.model.features.framing,
         transducer=config.model.transducer is not None,
+        conversations=conversations,
     )
 
 

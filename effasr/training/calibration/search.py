@@ -309,7 +309,7 @@ class Search:
 
 def load_of(work: Workload, model: ModelConfig) -> Load:
     """Return what the peak memory of a trial depends on."""
-    largest = max(cells(lengths, model) for lengths in [*work.timed, work.extreme])
+    largest = max(cells(lengths, model, work.clips) for lengths in [*work.timed, work.extreme])
     return Load(work.shape.frame_budget, work.shape.token_budget, largest)
 
 

@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 _FORMAT = 1
 
+_PER_FRAMES = 1_000_000
+"""A frame budget whose rows show the shares of spoken and written conversations."""
+
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
@@ -49,7 +52,7 @@ class Calibration:
         memory_model: Bytes: fixed, per_frame, per_token, per_cell.
         speed_model: Seconds of a micro-batch: fixed, per_frame.
         bucket_batch_sizes: The table for ``sync_bucketed_2d``: rows of longest duration in seconds,
-            most tokens, utterances of a batch.
+            most tokens, utterances of a batch; empty for conversations.
         trials: Trials in order.
         seconds: Duration of the calibration.
     """
@@ -112,12 +115,13 @@ def find(fingerprint: str) -> Calibration | None:
     return None
 
 
-def save(calibration: Calibration, table: BucketTable, framing: Framing) -> Path | None:
-    """Save a calibration and its bucket table; return the path, or None if that is impossible."""
+def save(calibration: Calibration, table: BucketTable | None, framing: Framing) -> Path | None:
+    """Save a calibration and its bucket table, if any; return the path, or None if impossible."""
     path = path_of(calibration.fingerprint)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        table.save(buckets_path_of(calibration.fingerprint), framing)
+        if table is not None:
+            table.save(buckets_path_of(calibration.fingerprint), framing)
         write_atomically(path, calibration.to_json().encode())
     except OSError as error:
         log.warning(
@@ -169,6 +173,7 @@ def _statistics(population: Population, micro_batches: int) -> dict[str, Any]:
     frames, tokens = population.lengths.frames, population.lengths.tokens
     total = float(frames.sum(dtype=np.int64))
     return {
+        **_statistics_of_conversations(population),
         "longest_frames": int(frames.max()),
         "longest_tokens": int(tokens.max()),
         "mean_frames": _roughly(total / len(frames)),
@@ -176,6 +181,19 @@ def _statistics(population: Population, micro_batches: int) -> dict[str, Any]:
         "frames_of_a_micro_batch": _roughly(population.total_frames / micro_batches),
         "token_budget": population.token_budget,
         "max_sequences": population.max_sequences,
+    }
+
+
+def _statistics_of_conversations(population: Population) -> dict[str, Any]:
+    """Return the clips and the proportions of conversations; nothing for utterances."""
+    conversations = population.conversations
+    if conversations is None:
+        return {}
+    return {
+        "shortest_clip": conversations.shortest_clip,
+        "longest_clip": conversations.longest_clip,
+        "most_clips": int(conversations.clip_counts.max()),
+        "rows_of_a_frame_budget": _roughly(conversations.token_budget(_PER_FRAMES)),
     }
 
 

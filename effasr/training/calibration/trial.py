@@ -26,6 +26,7 @@ from effasr.data.batch import StaticShape
 from effasr.data.features.frame_geometry import Framing
 from effasr.distributed.process_group import DistributedContext
 from effasr.training import build
+from effasr.training.calibration.conversations import Clips
 from effasr.training.calibration.workload import Workload, batch_of
 from effasr.training.config import TrainConfig
 from effasr.training.fault_tolerance.oom_recovery import Failure, OutOfMemory, attempt
@@ -79,7 +80,8 @@ class Request:
         shape = StaticShape(**sizes, framing=Framing(**work["shape"]["framing"]))
         timed = [[(f, u) for f, u in lengths] for lengths in work["timed"]]
         extreme = [(f, u) for f, u in work["extreme"]]
-        return cls(**content, workload=Workload(shape, timed, extreme))
+        clips = work["clips"] and Clips(**work["clips"])
+        return cls(**content, workload=Workload(shape, timed, extreme, clips))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ def run(request: Request) -> Measurement:
     work = request.workload
     seconds, audio = [], []
     for step, lengths in enumerate([work.timed[0], *work.timed, work.extreme]):
-        batch = batch_of(lengths, work.shape, request.vocab_size, step)
+        batch = batch_of(lengths, work.shape, request.vocab_size, step, work.clips)
         batches = [batch] * request.micro_batches
         taken = _timed_step(train_state, batches, step, device)
         # The first step allocates moments and chooses algorithms; the last batch is the extreme

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -15,6 +15,8 @@ from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.sampling.packing import plan_epoch, suggest_node_budget, suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.model.asr import ModelConfig
+from effasr.model.cost import language_model_sizes
+from effasr.training.calibration.conversations import Clips, Conversations, conversations_of
 
 Lengths = list[tuple[int, int]]
 """Encoder frames and decoder tokens of the utterances of a micro-batch."""
@@ -37,11 +39,13 @@ class Workload:
         shape: Shape of every batch.
         timed: Usual batches, whose steps are timed.
         extreme: The batch that takes the most memory.
+        clips: Clips of the conversations of a language model; None for utterances.
     """
 
     shape: StaticShape
     timed: list[Lengths]
     extreme: Lengths
+    clips: Clips | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +59,8 @@ class Population:
         max_sequences: Configured number of utterances; None to derive it likewise.
         framing: Framing of the model's features.
         transducer: Whether the model has a transducer, whose lattices have a budget.
+        conversations: Clips and sources of conversations, whose tokens are the rows of a language
+            model; None for utterances.
     """
 
     lengths: UtteranceLengths
@@ -63,6 +69,7 @@ class Population:
     max_sequences: int | None = None
     framing: Framing = FASTCONFORMER
     transducer: bool = False
+    conversations: Conversations | None = None
 
     @classmethod
     def of(
@@ -73,28 +80,50 @@ class Population:
         framing: Framing = FASTCONFORMER,
         *,
         transducer: bool = False,
+        conversations: Conversations | None = None,
     ) -> Population:
         """Return the population of a corpus; of a very large one a sample with its extremes."""
         total = int(lengths.frames.sum(dtype=np.int64))
         if len(lengths) > _LARGEST_POPULATION:
             stride = -(-len(lengths) // _LARGEST_POPULATION)
             extremes = [int(lengths.frames.argmax()), int(lengths.tokens.argmax())]
+            if conversations is not None:
+                extremes.append(int(conversations.clip_counts.argmax()))
             chosen = np.unique([*range(0, len(lengths), stride), *extremes])
             lengths = UtteranceLengths(lengths.frames[chosen], lengths.tokens[chosen])
-        return cls(lengths, total, token_budget, max_sequences, framing, transducer)
+            conversations = conversations and conversations.taken(chosen)
+        return cls(lengths, total, token_budget, max_sequences, framing, transducer, conversations)
 
     @property
     def longest(self) -> int:
         """Frames of the longest utterance, the smallest possible budget."""
         return max(1, int(self.lengths.frames.max()))
 
+    @property
+    def probabilities(self) -> np.ndarray | None:
+        """How often each utterance is drawn: float64 (n,), of sum 1; None for equally often."""
+        if self.conversations is None:
+            return None
+        return self.conversations.probabilities(self.lengths)
+
     def shape(self, frame_budget: int, *, tokens: float = 1.0) -> StaticShape:
         """Return the shape for a frame budget; ``tokens`` multiplies the token budget."""
-        budget = self.token_budget or suggest_token_budget(self.lengths, frame_budget)
+        return self._shape(frame_budget, tokens)[0]
+
+    def _shape(self, frame_budget: int, tokens: float) -> tuple[StaticShape, Clips | None]:
+        budget = self.token_budget
+        if budget is None and self.conversations is not None:
+            budget = self.conversations.token_budget(frame_budget)
+        budget = budget or suggest_token_budget(self.lengths, frame_budget)
         budget = math.ceil(budget * tokens)
-        kept = self._fitting(frame_budget, budget)
+        fitting = self._fitting(frame_budget, budget)
+        kept = fitting.lengths
+        if fitting.conversations is not None:
+            return fitting.conversations.shape(
+                kept, frame_budget, budget, self.max_sequences, self.framing
+            )
         nodes = suggest_node_budget(kept, frame_budget, kept) if self.transducer else None
-        return StaticShape(
+        shape = StaticShape(
             frame_budget,
             budget,
             self.max_sequences or self.framing.sequences(frame_budget),
@@ -103,6 +132,7 @@ class Population:
             self.framing,
             nodes,
         )
+        return shape, None
 
     def workload(
         self, frame_budget: int, *, batches: int, kind: Kind = "longest", tokens: float = 1.0
@@ -116,19 +146,40 @@ class Population:
                 or the shortest, and then those of the timed ones as well.
             tokens: Multiplies the token budget.
         """
-        shape = self.shape(frame_budget, tokens=tokens)
-        kept = self._fitting(shape.frame_budget, shape.token_budget)
-        extreme = together(kept, shape, kind)
+        shape, clips = self._shape(frame_budget, tokens)
+        kept = self._fitting(shape.frame_budget, shape.token_budget).lengths
+        extreme = self._extreme(kept, shape, clips, kind)
         usual = self.planned(shape) if kind == "longest" else [extreme]
-        return Workload(shape, [usual[n % len(usual)] for n in range(batches)], extreme)
+        timed = [usual[n % len(usual)] for n in range(batches)]
+        if clips is not None:
+            # Speech that was divided anew may have a clip more; all batches have one shape.
+            counts = (sum(len(clips.split(f)) for f, _ in lengths) for lengths in [*timed, extreme])
+            clips = replace(clips, most=max(clips.most, *counts))
+        return Workload(shape, timed, extreme, clips)
+
+    def _extreme(
+        self, kept: UtteranceLengths, shape: StaticShape, clips: Clips | None, kind: Kind
+    ) -> Lengths:
+        found = together(kept, shape, kind)
+        if self.conversations is None or kind == "shortest":
+            return found
+        # The most rows and the most speech may be those of different conversations.
+        others = (together(kept, shape, kind, by=x) for x in (kept.frames, kept.tokens))
+        model = self.conversations.model
+        return max([found, *others], key=lambda lengths: cells(lengths, model, clips))
 
     def planned(self, shape: StaticShape) -> list[Lengths]:
         """Return micro-batches as the packed planner makes them from a sample of the corpus."""
-        kept = self._fitting(shape.frame_budget, shape.token_budget)
-        mean = max(float(kept.frames.mean()), 1.0)
+        fitting = self._fitting(shape.frame_budget, shape.token_budget)
+        kept, probabilities = fitting.lengths, fitting.probabilities
+        mean = max(float(np.average(kept.frames, weights=probabilities)), 1.0)
         count = min(math.ceil(_STEPS * shape.frame_budget / mean), _LARGEST_SAMPLE)
         # With repetitions, so that a small corpus fills a large budget.
-        chosen = np.random.default_rng(0).integers(len(kept), size=max(count, 1))
+        generator = np.random.default_rng(0)
+        if probabilities is None:
+            chosen = generator.integers(len(kept), size=max(count, 1))
+        else:
+            chosen = generator.choice(len(kept), size=max(count, 1), p=probabilities)
         sample = UtteranceLengths(kept.frames[chosen], kept.tokens[chosen])
         plan = plan_epoch(sample, shape=shape, micro_batches=1, seed=0, epoch=0)
         return [
@@ -136,17 +187,28 @@ class Population:
             for begin, end in pairwise(plan.offsets.tolist())
         ]
 
-    def _fitting(self, frames: int, tokens: int) -> UtteranceLengths:
-        """Return the utterances that training keeps with these budgets."""
+    def _fitting(self, frames: int, tokens: int) -> Population:
+        """Return the population of the utterances that training keeps with these budgets."""
         kept = (self.lengths.frames <= frames) & (self.lengths.tokens <= tokens)
         if kept.all():
-            return self.lengths
-        return UtteranceLengths(self.lengths.frames[kept], self.lengths.tokens[kept])
+            return self
+        lengths = UtteranceLengths(self.lengths.frames[kept], self.lengths.tokens[kept])
+        conversations = self.conversations and self.conversations.taken(kept)
+        return replace(self, lengths=lengths, conversations=conversations)
 
 
-def together(lengths: UtteranceLengths, shape: StaticShape, kind: Kind) -> Lengths:
-    """Return as many utterances of one end of the corpus as fit, repeated if too few."""
-    sizes = lengths.frames.astype(np.int64) + lengths.tokens
+def together(
+    lengths: UtteranceLengths, shape: StaticShape, kind: Kind, by: np.ndarray | None = None
+) -> Lengths:
+    """Return as many utterances of one end of the corpus as fit, repeated if too few.
+
+    Args:
+        lengths: Lengths of the corpus.
+        shape: Budgets of the batch.
+        kind: The end of the corpus.
+        by: int (n,), the size of each utterance; by default its frames and tokens together.
+    """
+    sizes = lengths.frames.astype(np.int64) + lengths.tokens if by is None else by
     order = np.argsort(sizes, kind="stable")
     if kind == "longest":
         order = order[::-1]
@@ -168,11 +230,23 @@ def together(lengths: UtteranceLengths, shape: StaticShape, kind: Kind) -> Lengt
     return chosen
 
 
-def cells(lengths: Lengths, model: ModelConfig) -> int:
-    """Return the number of scores of all attentions and lattices."""
+def cells(lengths: Lengths, model: ModelConfig, clips: Clips | None = None) -> int:
+    """Return the number of scores of all attentions and lattices.
+
+    Args:
+        lengths: Encoder frames and tokens of the utterances or conversations.
+        model: Architecture.
+        clips: Clips of conversations, of which each is a sequence of the encoder.
+    """
     encoder, decoder = model.encoder, model.decoder
     frames = np.array([f for f, _ in lengths], dtype=np.int64)
     tokens = np.array([u for _, u in lengths], dtype=np.int64)
+    if model.language_model is not None:
+        split = (lambda f: [f]) if clips is None else clips.split
+        speech = np.array([size for f, _ in lengths for size in split(f)], dtype=np.int64)
+        sizes = language_model_sizes(model.language_model)
+        scores = encoder.layers * encoder.heads * int((speech**2).sum())
+        return scores + sizes.layers * sizes.heads * int((tokens**2).sum())
     total = encoder.layers * encoder.heads * int((frames**2).sum())
     if decoder is not None:
         scores = int((tokens**2 + tokens * frames).sum())
@@ -181,8 +255,19 @@ def cells(lengths: Lengths, model: ModelConfig) -> int:
     return total + lattice * (2 * model.ctc + (model.transducer is not None))
 
 
-def batch_of(lengths: Lengths, shape: StaticShape, vocab_size: int, seed: int) -> Batch:
-    """Return a batch of these lengths: noise, and tokens without immediate repetitions."""
+def batch_of(
+    lengths: Lengths,
+    shape: StaticShape,
+    vocab_size: int,
+    seed: int,
+    clips: Clips | None = None,
+) -> Batch:
+    """Return a batch of these lengths: noise, and tokens without immediate repetitions.
+
+    With ``clips``, of conversations.
+    """
+    if clips is not None:
+        return conversations_of(lengths, shape, clips, vocab_size, seed)
     generator = np.random.default_rng(seed)
     examples = []
     for number, (frames, tokens) in enumerate(lengths):

@@ -1,0 +1,243 @@
+"""Trials of a speech language model: conversations with two budgets, and `frame_budget: auto`."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effasr import config as configuration
+from effasr.data.conversation.corpus import ConversationCorpus
+from effasr.data.conversation.shape import split_into_clips
+from effasr.distributed.process_group import DistributedContext
+from effasr.training import build
+from effasr.training.calibration import calibrate as module
+from effasr.training.calibration import trial, workload
+from effasr.training.calibration.calibrate import read_population, settle
+from effasr.training.calibration.conversations import Clips
+from effasr.training.calibration.memory_model import MemoryModel
+from effasr.training.calibration.search import load_of
+from effasr.training.calibration.trial import Measurement, Request
+from effasr.training.calibration.workload import batch_of, cells
+from effasr.training.config import TrainConfig
+from effasr.training.trainer import run
+from tests.support.chat_folder import write_chat_model
+from tests.support.talks import model_mapping, write_talks
+
+pytest.importorskip("transformers")
+
+ALONE = DistributedContext(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("talks")
+    speech, text = write_talks(folder / "data", speech=20, texts=15)
+    return {"speech": str(speech), "text": str(text), "llm": str(write_chat_model(folder / "llm"))}
+
+
+@pytest.fixture
+def make(folders, tmp_path):
+    def configure(budget: int | str = "auto", share: float = 0.5, **data) -> TrainConfig:
+        sources = {
+            "speech": {"manifests": folders["speech"], "weight": 1 - share},
+            "text": {"manifests": folders["text"], "weight": share},
+        }
+        mapping = {
+            "name": "talks",
+            "output": str(tmp_path),
+            "model": model_mapping(folders["llm"]),
+            "data": {
+                "mix": {"sources": sources},
+                "frame_budget": budget,
+                "micro_batches": 1,
+                "workers": 0,
+                "cache": None,
+                **data,
+            },
+            "loss": {"label_smoothing": 0.0},
+            "training": {"max_steps": 2, "device": "cpu", "threads": 1, "tensorboard": False},
+        }
+        return build.resolve(configuration.from_mapping(TrainConfig, mapping), None)
+
+    return configure
+
+
+def population_of(config):
+    return read_population(config, build.find_tokenizer(config, None))
+
+
+@pytest.mark.parametrize("given", [{}, {"token_budget": 250}, {"max_sequences": 9}])
+@pytest.mark.parametrize("budget", [60, 200])
+def test_the_shape_is_that_of_training(make, budget, given) -> None:
+    config = make(budget, **given)
+    corpus = build.load_corpus(config, build.find_tokenizer(config, None), None)
+    assert isinstance(corpus, ConversationCorpus)
+    population = population_of(make("auto", **given))
+    assert population.shape(budget) == corpus.shape
+    found = population.workload(budget, batches=2)
+    assert found.shape == corpus.shape
+    assert found.clips == Clips(corpus.longest_clip, corpus.max_clips, corpus.stack)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.7])
+def test_planned_batches_have_the_shares_of_the_mixture(make, share) -> None:
+    population = population_of(make(share=share))
+    shape = population.shape(400)
+    planned = [pair for lengths in population.planned(shape) for pair in lengths]
+    written = sum(rows for frames, rows in planned if not frames)
+    assert written / sum(rows for _, rows in planned) == pytest.approx(share, abs=0.06)
+    # Both budgets are filled together.
+    for used, budget in zip(np.sum(planned, axis=0), (400, shape.token_budget), strict=True):
+        assert used / (budget * len(population.planned(shape))) > 0.9
+
+
+def test_the_extreme_batch_has_the_most_scores(make) -> None:
+    config = make()
+    population = population_of(config)
+    work = population.workload(300, batches=3)
+    most = cells(work.extreme, config.model, work.clips)
+    for lengths in population.planned(work.shape):
+        assert sum(f for f, _ in lengths) <= 300
+        assert most >= cells(lengths, config.model, work.clips)
+    for used, budget in zip(
+        np.sum(work.extreme, axis=0), (300, work.shape.token_budget), strict=True
+    ):
+        assert used <= budget
+
+
+def test_cells_are_those_of_clips_and_of_the_language_model(make) -> None:
+    model = make().model
+    encoder, rows = model.encoder.heads * model.encoder.layers, [70, 9]
+    language_model = json.loads(model.language_model.architecture)
+    scores = language_model["num_attention_heads"] * language_model["num_hidden_layers"]
+    expected = encoder * (20**2 + 20**2 + 12**2) + scores * sum(n**2 for n in rows)
+    lengths = list(zip([52, 0], rows, strict=True))
+    assert cells(lengths, model, Clips(20, 8, 2)) != cells(lengths, model)
+    clips = Clips(20, 8, 2).split(52)
+    assert sorted(clips) == [16, 18, 18]
+    expected += encoder * (2 * 18**2 + 16**2 - 2 * 20**2 - 12**2)
+    assert cells(lengths, model, Clips(20, 8, 2)) == expected
+
+
+@given(st.integers(0, 3000), st.integers(1, 400), st.integers(1, 8))
+def test_speech_is_divided_into_few_clips(frames, longest, stack) -> None:
+    clips = split_into_clips(frames, longest, stack)
+    assert sum(clips) == frames
+    assert all(1 <= clip <= max(longest, stack) for clip in clips)
+    assert sum(-(-clip // stack) for clip in clips) == -(-frames // stack)
+    assert len(clips) <= 2 * -(-frames // longest)
+
+
+def test_batches_of_a_trial_have_one_shape_and_these_lengths(make) -> None:
+    population = population_of(make())
+    work = population.workload(300, batches=2)
+    assert work.clips is not None
+    written = [(0, rows) for frames, rows in work.timed[0] if not frames]
+    assert written
+    batches = [
+        batch_of(lengths, work.shape, 300, 0, work.clips)
+        for lengths in (*work.timed, work.extreme, written)
+    ]
+    assert len({tuple(tuple(x.shape) for x in batch.tensors()) for batch in batches}) == 1
+    for lengths, batch in zip((*work.timed, work.extreme, written), batches, strict=True):
+        assert list(zip(batch.frame_lengths, batch.token_lengths, strict=True)) == lengths
+    assert batches[-1].audio_seconds == 0
+    # Every row of a written conversation predicts a token.
+    assert batches[-1].num_targets == sum(batches[-1].token_lengths)
+
+
+def test_a_trial_trains_on_conversations(make, monkeypatch) -> None:
+    """In this process, whose memory is not limited; the weights of the folder are not read."""
+    config = make()
+    work = population_of(config).workload(120, batches=1)
+    mapping = configuration.to_mapping(module._without_weights(config))
+    mapping["model"]["language_model"]["path"] = "nowhere"
+    request = Request(mapping, 259, "cpu", 1 << 32, 1, work)
+    assert Request.from_json(request.to_json()).workload == work
+    steps = []
+    timed = trial._timed_step
+    monkeypatch.setattr(trial, "_limit", lambda device, limit: None)
+    monkeypatch.setattr(
+        trial, "_timed_step", lambda *given: steps.append(given[1][0]) or timed(*given)
+    )
+    measured = trial.run(Request.from_json(request.to_json()))
+    assert measured.fits
+    assert measured.peak_bytes > 1e8
+    assert measured.audio_seconds == pytest.approx(0.08 * sum(f for f, _ in work.timed[0]))
+    assert len(steps) == 3
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """A machine of known memory in the place of processes: what it was asked for."""
+    seen = []
+    memory = MemoryModel(1e8, 1e5, 1e5, 10.0)
+
+    def measure(request, *, alive):
+        seen.append(request)
+        config = configuration.from_mapping(TrainConfig, request.config)
+        peak = memory.predict(load_of(request.workload, config.model))
+        if peak > request.limit_bytes:
+            return Measurement(fits=False, reason="out of memory")
+        frames = request.workload.shape.frame_budget
+        return Measurement(True, peak, peak, 1e-3 + 1e-4 * frames, 0.08 * frames)
+
+    monkeypatch.setattr(module, "measure", measure)
+    # Plans for a small corpus in small budgets are most of what a search takes.
+    monkeypatch.setattr(workload, "_STEPS", 2)
+    return seen
+
+
+def test_training_finds_both_budgets(make, trials, tmp_path, cache) -> None:
+    config = make()
+    assert run(config) == 0
+    written = configuration.load(TrainConfig, tmp_path / "talks" / "config.yaml").data
+    assert isinstance(written.frame_budget, int)
+    population = population_of(config)
+    assert written.token_budget == population.shape(written.frame_budget).token_budget
+    assert population.longest <= written.frame_budget
+    assert [path.suffixes for path in cache.iterdir()] == [[".json"]]
+    count = len(trials)
+    # Another run finds them; other shares need other rows for the same frames.
+    tokenizer = build.find_tokenizer(config, None)
+    assert settle(config, tokenizer, ALONE).data.token_budget == written.token_budget
+    assert len(trials) == count
+    settle(make(share=0.9), tokenizer, ALONE)
+    assert len(trials) > count
+
+
+def test_a_lack_of_memory_lowers_both_budgets(make, trials) -> None:
+    config = make()
+    tokenizer = build.find_tokenizer(config, None)
+    # A corpus whose size sets no limit.
+    population = replace(population_of(config), total_frames=10**8)
+    found = []
+    for target in (260_000_000, 180_000_000):
+        settings = replace(config.calibration, objective="memory")
+        kept = module.calibrate(
+            replace(config, calibration=settings),
+            tokenizer.vocab_size,
+            population,
+            ALONE.device,
+            target,
+        )
+        assert kept.limited_by == "memory"
+        # Not all of the first trials fit, so that they do not tell every coefficient.
+        assert abs(kept.prediction_error) < 0.03
+        assert 0.85 * target < kept.measured_bytes <= target
+        found.append((kept.frame_budget, kept.token_budget))
+    (more_frames, more_rows), (frames, rows) = found
+    assert more_frames > frames
+    assert more_rows > rows
+
+
+def test_conversations_without_speech_are_refused(make, folders) -> None:
+    config = make()
+    config = replace(config, data=replace(config.data, mix=None, train=folders["text"]))
+    config = replace(config, data=replace(config.data, token_budget=200))
+    with pytest.raises(ValueError, match=r"frame_budget.*without speech.*token_budget"):
+        population_of(config)
