@@ -117,10 +117,17 @@ class Recorder(TorchDispatchMode):
         if 0 in launch.grid:
             return
         tensors = operators.unique(x for x in launch.values if isinstance(x, Tensor))
+        name, by_frame = launch.kernel.fn.__name__, []
+        if self._operation is None:
+            # The only kernel that no operation launches itself adds the partial sums of a layer,
+            # whose number is bounded, and tensors with a row for each frame.
+            by_frame = [x for x in tensors if self._frames in x.shape]
+            tensors = [x for x in tensors if self._frames not in x.shape]
         moved = sum(map(operators.size, tensors))
-        # The only kernel that no operation launches itself adds the partial sums of a layer.
-        name = launch.kernel.fn.__name__
         self._add(name, "reduction", tensors, launches=1, bytes_=moved, is_kernel=True)
+        if by_frame:
+            moved = sum(map(operators.size, by_frame))
+            self._add(name, "reduction", by_frame, launches=0, bytes_=moved, is_kernel=True)
 
     def add_flops(self, operation: str, flops: int, tensors: list[Tensor]) -> None:
         """Record the floating-point operations of an operation without a launch."""
