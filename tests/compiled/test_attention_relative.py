@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from effasr_kernels import RelativeBias
+from effasr_kernels import Context, RelativeBias
 from effasr_kernels.attention.triton.relative import relative_backward, relative_scores
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import launch
@@ -27,6 +27,7 @@ def _launches(
     layout: PackedLayout | None = None,
     spare: int = 0,
     heads: int = 8,
+    context: Context | None = None,
 ) -> list[Launch]:
     """What a forward and a backward launch, for slices of the products that models make."""
     layout = PackedLayout.from_lengths((37, 100, 5), rows=160) if layout is None else layout
@@ -36,7 +37,7 @@ def _launches(
     with launch.recording(divmod(architecture, 10)) as launches:
         biased, result, grad_result = (q.new_empty(q.shape) for _ in range(3))
         scores = relative_scores(
-            *(q, bias, table, layout, layout),
+            *(q, bias, table, layout, layout, context),
             content_bias=bias,
             biased=biased,
             result=result,
@@ -44,7 +45,7 @@ def _launches(
             delta=q.new_empty(heads, layout.rows, dtype=torch.float32),
         )
         position = RelativeBias(bias, bias, table)
-        relative_backward(scores, q, k, position, layout, layout, 0.125)
+        relative_backward(scores, q, k, position, layout, layout, 0.125, context=context)
     return launches
 
 
@@ -60,6 +61,13 @@ def _compiled(kernel: str) -> aot.Resources:
 def test_common_widths(width: int, architecture: int, compiled_ok: Callable) -> None:
     launches = _launches(width, torch.bfloat16, architecture)
     compiled_ok(launches, architecture, products=_KERNELS)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.representative(width=64)
+def test_contexts(width: int, compiled_ok: Callable) -> None:
+    launches = _launches(width, torch.bfloat16, 90, context=Context(64, 16, 16))
+    compiled_ok(launches, 90, products=_KERNELS)
 
 
 @pytest.mark.parametrize("width", [16, 36, 80, 256])
@@ -105,5 +113,5 @@ def test_nothing_compiles_anew_for_other_lengths() -> None:
             64, torch.bfloat16, 90, layout=layout, spare=draw.randrange(40), heads=2
         ):
             keys.add(aot.key(launched))
-    # The sums of the biases' gradients and of the table's have tiles of their own.
-    assert len(keys) == len(_KERNELS) + 2
+    # And the sums of the biases' gradients.
+    assert len(keys) == len(_KERNELS) + 1

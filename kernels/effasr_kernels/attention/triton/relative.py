@@ -26,6 +26,7 @@ from effasr_kernels.attention.triton.delta import rows_of_block
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import launch
 from effasr_kernels.runtime.tiles import count_tiles, tile_table
+from effasr_kernels.shared.last_program import program_counters
 from effasr_kernels.shared.partial_sums import summed
 
 _STEP = forward.STEP.value
@@ -165,7 +166,7 @@ def _grad_table(
     context: Context | None,
 ) -> Tensor:
     heads, width = q.shape[1:]
-    block_m, block_w, warps, stages = _blocks_of_grad_table(q.dtype, padded_width(width))
+    block_m, block_w, warps, stages, registers = _blocks_of_grad_table(q.dtype, width)
     reach = (table.shape[0] + 1) // 2
     # Blocks begin up to a step below multiples of their width.
     blocks = 2 * -(-(reach + _STEP - 2) // block_w)
@@ -173,14 +174,17 @@ def _grad_table(
     # One split for each remainder of a query's position by the step, and more up to _PROGRAMS.
     splits = _STEP * max(1, min(_PROGRAMS // (_STEP * blocks * heads), tiles))
     by_split = q.new_empty(splits, *table.shape, dtype=torch.float32)
+    grad = torch.empty_like(table, memory_format=torch.contiguous_format)
     launch(
         backward.grad_table,
         (splits * heads, blocks),
-        *(by_split, ds, q, position_bias.contiguous(), *_sizes(layout_q, layout_k, table, ds)),
+        *(grad, by_split, program_counters(q, blocks * heads)),
+        *(ds, q, position_bias.contiguous(), *_sizes(layout_q, layout_k, table, ds)),
         *(splits, scale, heads, *q.stride()[:2], *bounds(context, layout_k)),
         **_options(width, block_m, block_w, warps, stages),
+        maxnreg=registers,
     )
-    return summed(by_split, table.dtype, rows=16)
+    return grad
 
 
 def bounds(
@@ -246,12 +250,16 @@ def _blocks_of_grad_queries(dtype: torch.dtype, block_d: int) -> tuple[int, int,
     return 64 if block_d <= 128 else 32, 64, 32, 4 if block_d <= 64 else 8
 
 
-def _blocks_of_grad_table(dtype: torch.dtype, block_d: int) -> tuple[int, int, int, int]:
-    """Queries of a step, distances of a block, warps, stages.
+def _blocks_of_grad_table(dtype: torch.dtype, width: int) -> tuple[int, int, int, int, int | None]:
+    """Queries of a step, distances of a block, warps, stages, most registers of a thread.
 
     Most sequences have few steps of a block, so steps are short, to waste less of the last one, and
-    are not pipelined. Few warps repeat less of the work that is the same for all warps.
+    are not pipelined. Few warps repeat less of the work that is the same for all warps. The
+    registers are limited to what the loop takes, as the addition of the splits would take more;
+    not for widths whose rows are not read in vectors, where the loop takes all.
     """
+    block_d = padded_width(width)
     if dtype == torch.float32:
-        return 32 if block_d <= 128 else 16, 32, 8, 1
-    return 16, 64, 2 if block_d <= 64 else 4 if block_d <= 128 else 8, 1
+        return 32 if block_d <= 128 else 16, 32, 8, 1, None
+    warps, registers = (2 if block_d <= 64 else 4, 168) if block_d <= 128 else (8, 128)
+    return 16, 64, warps, 1, registers if width % 16 == 0 else None

@@ -12,6 +12,7 @@ from effasr_kernels.attention.triton.context import (
 )
 from effasr_kernels.attention.triton.relative_scores import STEP, is_below, is_spare
 from effasr_kernels.runtime.tiles import find_sequence, locate_tile
+from effasr_kernels.shared.last_program import is_last_program
 
 
 @triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths", "left", "right", "chunk"])
@@ -208,6 +209,35 @@ def sequences_of(cu_seqlens, sequences, first_row, end_row):
     return first, end
 
 
+@triton.jit
+def _add_splits(
+    grad,
+    by_split,
+    first,
+    entries,
+    splits,
+    of_split,
+    heads,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Write the sums over splits of BLOCK_W entries of one head of the table, from ``first`` on."""
+    # In parts, which take fewer registers than the loop over queries.
+    PART: tl.constexpr = BLOCK_W // 2
+    row = tl.arange(0, PART)
+    channel = tl.arange(0, BLOCK_D)
+    for start in range(first, first + BLOCK_W, PART):
+        entry = start + row
+        mask = is_below(entry, entries)[:, None] & (channel < WIDTH)[None, :]
+        place = entry.to(tl.int64)[:, None] * (heads * WIDTH) + channel[None, :]
+        found = tl.zeros((PART, BLOCK_D), dtype=tl.float32)
+        for split in range(splits):
+            part = by_split + split * of_split + place
+            found += tl.load(part, mask=mask, other=0.0, cache_modifier=".cg")
+        tl.store(grad + place, found.to(grad.dtype.element_ty), mask=mask)
+
+
 @triton.jit(
     do_not_specialize=[
         "sequences",
@@ -222,6 +252,8 @@ def sequences_of(cu_seqlens, sequences, first_row, end_row):
 )
 def grad_table(
     grad,
+    by_split,
+    counters,
     grad_scores,
     q,
     position_bias,
@@ -247,10 +279,14 @@ def grad_table(
     """Sum the gradient of a block of distances of one head over a split of the queries.
 
     A split is a range of rows, and includes the tiles of sequences that begin in it. Blocks of
-    small distances have the most pairs and come first.
+    small distances have the most pairs and come first. The last program that has a part of a block
+    and head adds the parts of all splits, in their order.
 
     Args:
-        grad: float32 (splits, 2 reach - 1, H, D), a pointer.
+        grad: (2 reach - 1, H, D), a pointer, written.
+        by_split: float32 (splits, 2 reach - 1, H, D), a pointer, written: the sums of each split.
+        counters: int32 (blocks * H,), a pointer; see
+            `effasr_kernels.shared.last_program.is_last_program`.
         grad_scores: (T_q, H, 8 eighths), a pointer.
         q: (T_q, H, D), a pointer.
         position_bias: (H, D), a pointer.
@@ -344,9 +380,27 @@ def grad_table(
                 query = (query.to(tl.float32) + bias).to(query.dtype)
                 total = tl.dot(ds, query, total, input_precision="ieee")
     entry = reach - 1 + largest - diagonal
-    grad += (split.to(tl.int64) * (2 * reach - 1) * heads + head) * WIDTH
-    tl.store(
-        grad + entry.to(tl.int64)[:, None] * (heads * WIDTH) + channel[None, :],
-        total * scale,
-        mask=is_below(entry, 2 * reach - 1)[:, None] & in_width[None, :],
-    )
+    place = (entry.to(tl.int64) * heads + head)[:, None] * WIDTH + channel[None, :]
+    mask = is_below(entry, 2 * reach - 1)[:, None] & in_width[None, :]
+    of_split = (2 * reach - 1).to(tl.int64) * heads * WIDTH
+    tl.store(by_split + split * of_split + place, total * scale, mask=mask)
+    # A block of phase 0 begins one distance later than that of phase 1, and ends in the next one,
+    # so that its programs take part in both. The sums are of blocks of phase 1. No block begins
+    # where the last one ends: at distance L or more, which the table does not have.
+    half = tl.num_programs(1) // 2
+    number = nearest // BLOCK_W + half
+    for several in range(number, tl.minimum(number + 2 - phase, 2 * half)):
+        programs = tl.where(several == 0, splits, splits // STEP * (STEP + 1))
+        if is_last_program(counters, several * heads + head, programs):
+            _add_splits(
+                grad + head * WIDTH,
+                by_split + head * WIDTH,
+                reach - 1 + (several - half) * BLOCK_W,
+                2 * reach - 1,
+                splits,
+                of_split,
+                heads,
+                WIDTH,
+                BLOCK_D,
+                BLOCK_W,
+            )
