@@ -54,7 +54,7 @@ class Population:
 
     Attributes:
         lengths: Lengths of all utterances that can be planned, or of a sample.
-        total_frames: Frames of all of them.
+        total_frames: Frames of all of them; of conversations in shares, of an epoch.
         token_budget: Configured token budget; None to derive it from the frame budget.
         max_sequences: Configured number of utterances; None to derive it likewise.
         framing: Framing of the model's features.
@@ -84,6 +84,8 @@ class Population:
     ) -> Population:
         """Return the population of a corpus; of a very large one a sample with its extremes."""
         total = int(lengths.frames.sum(dtype=np.int64))
+        if conversations is not None and conversations.sums is not None:
+            total, _ = conversations.sums
         if len(lengths) > _LARGEST_POPULATION:
             stride = -(-len(lengths) // _LARGEST_POPULATION)
             extremes = [int(lengths.frames.argmax()), int(lengths.tokens.argmax())]
