@@ -60,6 +60,7 @@ def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[()]]
         *(layout.cu_seqlens, layout.num_sequences, layout.rows, x.stride(0), channels),
         **options,
         **config,
+        maxnreg=_most_registers(x.dtype, width, options["num_warps"]),
         TAPS=width,
         LEFT=_left(width, a.causal),
         GATED=a.gated,
@@ -117,6 +118,15 @@ def _configuration(taps: int, channels: int) -> tuple[dict[str, int], dict[str, 
     block = min(blocks, key=lambda size: _cover(channels, size) * size)
     warps = _GROUPS * block // (32 * per_thread)
     return {"BLOCK_C": block, "GROUPS": _GROUPS, "STEP": _STEP}, {"num_warps": warps}
+
+
+def _most_registers(dtype: torch.dtype, taps: int, warps: int) -> int | None:
+    """Return the most registers of a thread in the forward; None lets the compiler choose.
+
+    A multiprocessor then runs four programs of four warps. In float32 and with more taps, the
+    compiler would spill.
+    """
+    return 128 if dtype != torch.float32 and taps <= 9 and warps == 4 else None
 
 
 def _cover(count: int, block: int) -> int:
