@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/benchmarks.md from profiling/results/*.csv.
+"""Writes the tables of README.md and pages of docs/ from profiling/results/*.csv.
 
     python docs/generate_tables.py [--check]
 
@@ -22,7 +22,8 @@ from bench import rows as results  # noqa: E402 (found on the path above)
 from plot import newest  # noqa: E402
 
 PAGES = (
-    *("README.md", "docs/audio-without-text.md", "docs/benchmarks.md", "docs/transcription.md"),
+    *("README.md", "docs/audio-without-text.md", "docs/benchmarks.md"),
+    *("docs/speech-language-models.md", "docs/transcription.md"),
 )
 _TABLE = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.S)
 _SYSTEMS = ("packed_static", "packed", "sync_bucketed_2d", "random", "transformers")
@@ -207,6 +208,38 @@ def second_pass() -> str:
     return markdown(titles, lines)
 
 
+def speech_llm() -> str:
+    """What systems of the speech language model's study reach: means and extremes over seeds."""
+    titles = ["trained on", "updates", "core s", "transcribing, WER %", "translating, WER %"]
+    titles.append("perplexity of written answers")
+    found = read("speech_llm", "system", "seed", "updates", "instruction")
+    names = {"text": "text", "joint": "speech and text", "speech_only": "speech alone"}
+    lines = []
+    for system, updates in sorted(
+        {(row["system"], int(row["updates"])) for row in found},
+        key=lambda key: (list(names).index(key[0]), key[1]),
+    ):
+        own = [r for r in found if (r["system"], int(r["updates"])) == (system, updates)]
+        begin = ("Transcribe", "Translate")
+        errors = [
+            [100 * float(row["wer"]) for row in own if row["instruction"].startswith(asked)]
+            for asked in begin
+        ]
+        by_seed = {row["seed"]: row for row in own}.values()
+        spent = statistics.mean(float(row["cpu_s"]) for row in by_seed)
+        cells = [_over_seeds(some, 1) for some in errors]
+        cells.append(_over_seeds([float(row["text_perplexity"]) for row in by_seed], 2))
+        lines.append([names[system], f"{updates:,}", f"{spent:.0f}", *cells])
+    return markdown(titles, lines)
+
+
+def _over_seeds(values: Sequence[float], digits: int) -> str:
+    if not values:
+        return "-"
+    low, high, mean = min(values), max(values), statistics.mean(values)
+    return f"{mean:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
 def ladder() -> str:
     """Padding and measured time by strategy."""
     titles = ["strategy", "padding: frames / tokens / FLOPs %"]
@@ -301,7 +334,7 @@ TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
         *(training_summary, training, padding, ladder, whisper, decoder_depth, inference),
-        *(straggler, streaming, audio_without_text, second_pass),
+        *(straggler, streaming, audio_without_text, second_pass, speech_llm),
     )
 }
 

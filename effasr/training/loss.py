@@ -129,22 +129,22 @@ class Objective:
         """Bool (): whether the penalty is on."""
         return self._on
 
-    def parts(self, losses: LossSums, targets: Tensor, monotonic_targets: Tensor) -> Tensor:
+    def parts(self, losses: LossSums, targets: Tensor) -> Tensor:
         """Return the loss parts per token, float32 (5,); the gradient flows through the first.
 
         They are the loss, cross-entropy, CTC, transducer and penalty.
 
         Args:
             losses: Sums over one micro-batch.
-            targets: (), number of targets in the whole global step, over all ranks.
-            monotonic_targets: (), number of targets of transcriptions.
+            targets: (2,), number of targets in the whole global step, over all ranks, and of those
+                of transcriptions.
         """
-        targets = targets.clamp(min=1).float()
-        monotonic_targets = monotonic_targets.clamp(min=1).float()
-        cross_entropy = losses.cross_entropy / targets
-        ctc = losses.ctc / monotonic_targets
-        transducer = losses.transducer / monotonic_targets
-        guided = losses.guided / monotonic_targets
+        all_targets, monotonic_targets = targets.clamp(min=1).float().unbind()
+        cross_entropy = losses.cross_entropy / all_targets
+        # Losses that the model lacks are one and the same zero.
+        sums = losses.ctc, losses.transducer, losses.guided
+        quotients = {x: x / monotonic_targets for x in dict.fromkeys(sums)}
+        ctc, transducer, guided = (quotients[x] for x in sums)
         weight: float | Tensor = self._ctc_weight
         if self.config.ctc_weight_before is not None:
             weight = torch.where(self._on, weight, self.config.ctc_weight_before)
@@ -159,7 +159,7 @@ class Objective:
         if self.config.guided_weight:
             total = total + torch.where(self._on, self.config.guided_weight, 0.0) * guided
         if losses.router is not None:
-            total = total + losses.router / targets
+            total = total + losses.router / all_targets
         parts = cross_entropy, ctc, transducer, guided
         return torch.stack([total, *(part.detach() for part in parts)])
 

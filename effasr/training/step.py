@@ -235,7 +235,7 @@ def _forward(
             label_smoothing=state.config.label_smoothing,
             guided_sigma=state.objective.sigma,
         )
-        share = state.objective.parts(losses, *StepCounts.targets_of(counts))
+        share = state.objective.parts(losses, StepCounts.targets_of(counts))
     return share, losses.per_utterance
 
 

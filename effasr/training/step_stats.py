@@ -106,9 +106,9 @@ class StepCounts:
         return cls(*values[:count], work=tuple(values[count:]))
 
     @staticmethod
-    def targets_of(totals: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two counts of targets in a `tensor`, each (), still on the device."""
-        return totals[0], totals[1]
+    def targets_of(totals: Tensor) -> Tensor:
+        """Return `targets` and `monotonic_targets` in a `tensor`, (2,), still on the device."""
+        return totals[:2]
 
     @property
     def rank_imbalance(self) -> float:

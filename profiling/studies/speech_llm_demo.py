@@ -4,7 +4,7 @@
     effasr train demo_multilingual data.train=CORPUS/train.jsonl ...
     python profiling/studies/speech_llm_demo.py CORPUS --encoder RUN
         [--csv profiling/results/speech_llm.csv] [--seeds 0 1 2] [--only SYSTEM ...]
-        [--text-steps 600] [--steps 1500] [--work FOLDER]
+        [--text-steps 600] [--steps 6000] [--work FOLDER]
 
 ``text`` is the Llama of `speech_llm_demo_text`, trained on written conversations alone. The others
 put it behind the encoder of RUN, with as many updates of as many frames: ``joint`` on spoken and
@@ -230,7 +230,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", default=[], metavar="SYSTEM")
     parser.add_argument("--text-steps", type=int, default=600)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--work", type=Path, default=Path("runs/speech_llm_study"))
     return parser
 

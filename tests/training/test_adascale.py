@@ -27,7 +27,7 @@ def direct(model, train_state, batches: list[Batch]) -> tuple[float, float]:
     gradients, targets = [], []
     for batch in batches:
         losses = model(batch, label_smoothing=train_state.config.label_smoothing, guided_sigma=None)
-        loss = train_state.objective.parts(losses, *StepCounts.targets_of(total))[0]
+        loss = train_state.objective.parts(losses, StepCounts.targets_of(total))[0]
         parts = torch.autograd.grad(loss, list(model.parameters()))
         gradients.append(torch.cat([part.flatten() for part in parts]).double())
         targets.append(batch.num_targets)

@@ -26,7 +26,7 @@ def test_each_loss_is_divided_by_its_own_global_count() -> None:
     config = LossConfig(ctc_weight=0.25, transducer_weight=0.0, guided_weight=2.0)
     objective = Objective(config, CPU)
     sums = losses(10.0, 6.0, 3.0)
-    parts = objective.parts(sums, torch.tensor(5.0), torch.tensor(2.0))
+    parts = objective.parts(sums, torch.tensor([5.0, 2.0]))
     expected = [0.75 * 2 + 0.25 * 3 + 2 * 1.5, 2.0, 3.0, 0.0, 1.5]
     assert parts.tolist() == pytest.approx(expected)
     parts[0].backward()
@@ -36,10 +36,10 @@ def test_each_loss_is_divided_by_its_own_global_count() -> None:
 
 def test_losses_of_routers_are_added_for_each_target() -> None:
     objective = Objective(LossConfig(ctc_weight=0.25, transducer_weight=0.0), CPU)
-    sums, counts = losses(10.0, 6.0, 3.0), (torch.tensor(5.0), torch.tensor(2.0))
-    without = objective.parts(sums, *counts)
+    sums, counts = losses(10.0, 6.0, 3.0), torch.tensor([5.0, 2.0])
+    without = objective.parts(sums, counts)
     sums.router = torch.tensor(1.5, requires_grad=True)
-    parts = objective.parts(sums, *counts)
+    parts = objective.parts(sums, counts)
     assert parts[0].item() == pytest.approx(without[0].item() + 1.5 / 5)
     assert torch.equal(parts[1:], without[1:])
     parts[0].backward()
@@ -48,7 +48,7 @@ def test_losses_of_routers_are_added_for_each_target() -> None:
 
 def test_a_step_without_transcriptions_has_no_ctc_and_no_nan() -> None:
     parts = Objective(LossConfig(ctc_weight=0.3, transducer_weight=0.0), CPU).parts(
-        losses(4.0, 0.0, 0.0), torch.tensor(2.0), torch.tensor(0.0)
+        losses(4.0, 0.0, 0.0), torch.tensor([2.0, 0.0])
     )
     assert parts.tolist() == pytest.approx([0.7 * 2, 2.0, 0.0, 0.0, 0.0])
 
@@ -63,7 +63,7 @@ GATED = LossConfig(
 
 
 def total(objective: Objective) -> float:
-    parts = objective.parts(losses(1.0, 10.0, 100.0), torch.tensor(1.0), torch.tensor(1.0))
+    parts = objective.parts(losses(1.0, 10.0, 100.0), torch.ones(2))
     return parts[0].item()
 
 
@@ -120,10 +120,10 @@ def test_an_open_weight_must_be_resolved_before() -> None:
 
 def test_the_transducer_shares_with_cross_entropy_what_ctc_leaves() -> None:
     sums = losses(10.0, 6.0, 0.0, 8.0)
-    counts = torch.tensor(5.0), torch.tensor(2.0)
+    counts = torch.tensor([5.0, 2.0])
     for share, expected in ((0.0, 2.0), (0.5, 3.0), (1.0, 4.0)):
         config = LossConfig(ctc_weight=0.3, transducer_weight=share)
-        parts = Objective(config, CPU).parts(sums, *counts)
+        parts = Objective(config, CPU).parts(sums, counts)
         assert parts.tolist() == pytest.approx([0.7 * expected + 0.3 * 3, 2.0, 3.0, 4.0, 0.0])
     parts[0].backward()
     assert sums.transducer.grad == pytest.approx(0.7 / 2)

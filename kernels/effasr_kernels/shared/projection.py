@@ -163,8 +163,11 @@ def project_backward(
     spare = d_hidden if in_place else hidden.new_empty(step, width)
     d_weight = d_bias = None
     if not frozen:
-        d_weight = weight.new_zeros(weight.shape, dtype=torch.float32)
-        d_bias = bias if bias is None else bias.new_zeros(bias.shape, dtype=torch.float32)
+        # The first chunk writes them.
+        make = torch.empty_like if rows else torch.zeros_like
+        contiguous = torch.contiguous_format
+        d_weight = make(weight, dtype=torch.float32, memory_format=contiguous)
+        d_bias = bias if bias is None else make(bias, dtype=torch.float32)
     buffer = hidden.new_empty(step * max(pitch, width), dtype=torch.float32)
     logits = d_logits = buffer[: step * pitch].view(step, pitch)[:, :count]
     if is_narrow:
@@ -178,9 +181,11 @@ def project_backward(
         multiply(clean, weight.t(), logits[:n])
         fill(first, logits[:n], d_logits[:n])
         if d_weight is not None:
-            multiply_add(d_logits[:n].t(), clean, d_weight)
-        if d_bias is not None:
+            (multiply_add if first else multiply)(d_logits[:n].t(), clean, d_weight)
+        if d_bias is not None and first:
             d_bias += d_logits[:n].sum(0, dtype=torch.float32)
+        elif d_bias is not None:
+            torch.sum(d_logits[:n], 0, dtype=torch.float32, out=d_bias)
         if is_narrow and in_place:
             # A product into a narrow dtype may round its partial sums. The logits' buffer is free.
             wide = buffer[: n * width].view(n, width)
