@@ -27,6 +27,10 @@ class MaskArguments:
     time_width: float
 
 
+def _shares(masks: int, device: torch.device) -> Tensor:
+    return torch.linspace(0, 0.9, 6 * masks, device=device).view(2, 3, masks)
+
+
 def _example(inputs: ExampleInputs) -> Keywords:
     layout = inputs.frames()
     return {
@@ -34,9 +38,9 @@ def _example(inputs: ExampleInputs) -> Keywords:
         "lengths": inputs.integers(190, 0, 121, dtype=torch.int64),
         "layout": layout,
         "rows_per_slot": 8,
-        "freq_shares": torch.rand(2, 3, 2, device=inputs.device),
+        "freq_shares": _shares(2, inputs.device),
         "freq_width": 5,
-        "time_shares": torch.rand(2, 3, 4, device=inputs.device),
+        "time_shares": _shares(4, inputs.device),
         "time_width": 0.1,
     }
 
