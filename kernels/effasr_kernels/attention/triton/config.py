@@ -135,5 +135,5 @@ _HALF_GUIDED = {
     (9, 128): Configs(Config(64, 32, 4, 2), Config(16, 64, 4, 2), Config(64, 32, 4, 2)),
     # Eight warps spill on Blackwell.
     (10, 128): Configs(Config(64, 32, 8, 2), Config(16, 64, 8, 2), Config(64, 32, 4, 2)),
-    (8, 256): Configs(Config(64, 32, 8, 2), Config(16, 32, 8, 2), Config(64, 32, 8, 2)),
+    (8, 256): Configs(Config(64, 32, 8, 2), Config(16, 32, 8, 2), Config(64, 16, 8, 2)),
 }

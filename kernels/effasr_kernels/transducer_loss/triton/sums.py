@@ -187,7 +187,8 @@ def rows_of(plane: Tensor, chunk: Chunk, base: int) -> Tensor:
     if not isinstance(chunk.first_node, Tensor):
         return plane[chunk.part(base)]
     row = torch.arange(chunk.room.nodes, device=plane.device)
-    node = (row + chunk.node_from(base)).clamp_(max=plane.shape[0] - 1)
+    # The lower limit is for launches that are only recorded, whose numbers are undefined.
+    node = (row + chunk.node_from(base)).clamp_(0, plane.shape[0] - 1)
     past = (row >= chunk.nodes)[:, None]
     # Replaced, not multiplied: past the nodes there may be anything.
     return plane.index_select(0, node).masked_fill_(past, 0)
