@@ -20,7 +20,7 @@ _ELEMENTS = 2_048
 """Elements of a step: 16 for each thread."""
 
 _ROWS = 64
-"""Partial sums that a program adds at a time, unless told otherwise."""
+"""Partial sums that a program adds at a time."""
 
 _WIDE, _NARROW = 9, 3
 """Partial sums of several kernels that one launch adds at most, and tensors with a row for each
@@ -37,7 +37,7 @@ for each of the 132 multiprocessors of an H200, that read 32 kB each."""
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def summed(partials: Tensor, dtype: torch.dtype, *, rows: int = _ROWS) -> Tensor:
+def summed(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``partials.sum(0).to(dtype)``, added in a fixed order, in one launch.
 
     In a backward, the launch may wait for that of `sums_of_layer`: only return the result.
@@ -45,14 +45,12 @@ def summed(partials: Tensor, dtype: torch.dtype, *, rows: int = _ROWS) -> Tensor
     Args:
         partials: float32 (P, ...), contiguous.
         dtype: Dtype of the result.
-        rows: Partial sums that a program adds at a time, a power of two up to 64: few if P is
-            small, because masked loads fill the rest.
 
     Returns:
         (...), contiguous; zeros if P is 0.
     """
     out = partials.new_empty(partials.shape[1:], dtype=dtype)
-    _launch(partials, out, None, rows)
+    _launch(partials, out, None)
     return out
 
 
@@ -74,7 +72,7 @@ def summed_parts(
     _, count, channels = partials.shape
     out = partials.new_empty(count - 1, channels, dtype=dtype)
     last = partials.new_empty(channels, dtype=last_dtype)
-    _launch(partials, out, last, _ROWS)
+    _launch(partials, out, last)
     return out, last
 
 
@@ -179,10 +177,10 @@ def _arguments(
     yield from (*(x.exact for x, _ in found), *[0] * spare)
 
 
-def _launch(partials: Tensor, out: Tensor, last: Tensor | None, rows: int) -> None:
+def _launch(partials: Tensor, out: Tensor, last: Tensor | None) -> None:
     split = out.numel()
     channels = split + (0 if last is None else last.numel())
-    columns = _ELEMENTS // rows
+    columns = _ELEMENTS // _ROWS
     run = partial(
         launch,
         sum_rows,
@@ -190,11 +188,10 @@ def _launch(partials: Tensor, out: Tensor, last: Tensor | None, rows: int) -> No
         *(partials, out, last, partials.shape[0], channels, split),
         num_warps=4,
         num_stages=1,
-        BLOCK=rows,
+        BLOCK=_ROWS,
         BLOCK_C=columns,
     )
-    # Few rows at a time are for many columns, a gradient that a matrix product reads at once.
-    if rows != _ROWS or not wait(PartialSums(partials, out, last, run)):
+    if not wait(PartialSums(partials, out, last, run)):
         run()
 
 
