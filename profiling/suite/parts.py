@@ -32,9 +32,9 @@ TESTED = "all that this call rests on has been tested by an earlier one"
 _PROCESSES = 12
 _HANGING_S = 150
 """Seconds after which a test hangs; a process that compiles beside eleven others is slow."""
-_REFERENCES = "check_order and odd or a_static_pack_is_the_sum or alone_to_the_bit or "
-_REFERENCES += "writes_each_row or leave_and_others_enter or batch_has_the_same_shape or "
-_REFERENCES += "moves_as_the_module"
+REFERENCES = "check_order and odd or a_static_pack_is_the_sum or alone_to_the_bit or "
+REFERENCES += "writes_each_row or leave_and_others_enter or batch_has_the_same_shape or "
+REFERENCES += "moves_as_the_module or neighbour_reaches or reaches_no_other_row"
 """A few tests of references, models and the engine, which take a CPU little time."""
 
 
@@ -191,7 +191,7 @@ def _dry_tests(setting: Setting, lacking: Sequence[str]) -> Steps:
         command = pytest(*_record(setting), "-p", "suite.poison", *one)
         found.append(Step("tests of kernels", command, variables=emulated, before=before))
     if files:
-        chosen = ["-m", "not gpu", "-k", _REFERENCES]
+        chosen = ["-m", "not gpu", "-k", REFERENCES]
         command = pytest(*_record(setting), *chosen, *files)
         found.append(Step("tests of references", command, before=before, weight=2))
     return found or [LeftOut("tests", TESTED)]

@@ -6,6 +6,8 @@ import torch
 from effasr_kernels import PackedLayout, mask_features
 from effasr_kernels.testing.tolerance import poison
 
+TIME_WIDTH = 0.3
+
 
 @pytest.mark.parametrize(("slot", "channels"), [(8, 80), (2, 5)])
 @pytest.mark.parametrize(("bands", "stretches"), [(2, 3), (0, 1), (1, 0)])
@@ -34,11 +36,14 @@ def test_matches_the_reference(
             freq_shares=None if shares[0] is None else shares[0].to(where),
             freq_width=27,
             time_shares=None if shares[1] is None else shares[1].to(where),
-            time_width=0.3,
+            time_width=TIME_WIDTH,
             backend=backend,
         ).cpu()
 
     found = call(device, "triton")
     assert torch.equal(found, call(torch.device("cpu"), "reference"))
     if sum(lengths):
-        assert 0 < found.count_nonzero() < sum(lengths) * slot * channels
+        assert found.count_nonzero() > 0
+        # Of two frames, no stretch masks a whole one.
+        if bands or TIME_WIDTH * real.max() >= 1:
+            assert found.count_nonzero() < sum(lengths) * slot * channels

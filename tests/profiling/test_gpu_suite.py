@@ -64,6 +64,15 @@ def rows_of(path: Path) -> list[dict[str, str]]:
     return rows
 
 
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_dry_run_tests_every_operation(name: str) -> None:
+    source = (parts.TESTS / "ops" / f"test_{name}.py").read_text()
+    # Of the contract, one check runs on one list of lengths.
+    of_contract = re.findall(r"def test_\w+\(\s*check: ", source)
+    words = [word for word in re.split(" or ", parts.REFERENCES) if " and " not in word]
+    assert of_contract or any(re.search(rf"def test_\w*{word}", source) for word in words)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.extended
