@@ -24,9 +24,9 @@ from effasr_kernels.attention.triton import relative_scores as forward
 from effasr_kernels.attention.triton.config import padded_width
 from effasr_kernels.attention.triton.delta import rows_of_block
 from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime.counters import program_counters
 from effasr_kernels.runtime.launch import capability, launch
 from effasr_kernels.runtime.tiles import count_tiles, tile_table
-from effasr_kernels.shared.last_program import program_counters
 from effasr_kernels.shared.partial_sums import summed
 
 _STEP = forward.STEP.value
