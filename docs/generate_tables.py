@@ -22,7 +22,7 @@ from bench import rows as results  # noqa: E402 (found on the path above)
 from plot import newest  # noqa: E402
 
 PAGES = (
-    *("README.md", "docs/audio-without-text.md", "docs/benchmarks.md"),
+    *("README.md", "docs/audio-without-text.md", "docs/benchmarks.md", "docs/kernels.md"),
     *("docs/speech-language-models.md", "docs/transcription.md"),
 )
 _TABLE = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.S)
@@ -325,6 +325,19 @@ def straggler() -> str:
     return straggler_study.table(read("straggler"))
 
 
+def compiled_counts() -> str:
+    """Launches and bytes of operations, and of torch.compile for the same."""
+    columns = ("launches_forward", "launches_backward", "bytes_forward", "bytes_backward")
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in read("compiled_counts"):
+        forward, backward, *sizes = (row[name] for name in columns)
+        line = found.setdefault((f"`{row['part']}`", row["channels"]), [])
+        line += [f"{forward} + {backward}", " + ".join(f"{float(x):.1f}" for x in sizes)]
+    titles = ["operation", "channels", "launches", "bytes an element"]
+    titles += ["torch.compile, launches", "bytes an element"]
+    return markdown(titles, [[*key, *line] for key, line in found.items()])
+
+
 def percent(share: str) -> str:
     """A share as percent, to three digits."""
     return f"{100 * float(share):.3g}" if float(share) else "0"
@@ -334,7 +347,7 @@ TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
         *(training_summary, training, padding, ladder, whisper, decoder_depth, inference),
-        *(straggler, streaming, audio_without_text, second_pass, speech_llm),
+        *(straggler, streaming, audio_without_text, second_pass, speech_llm, compiled_counts),
     )
 }
 

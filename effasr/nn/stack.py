@@ -17,6 +17,7 @@ from effasr.nn.parameters.sharded import is_sharded_tensor
 from effasr.nn.parameters.unused import touch_unused_parameters
 from effasr.nn.residual import draw_layer_seeds
 from effasr_kernels import PackedLayout, PackedSequence
+from effasr_kernels.update_running_statistics.together import updates_together
 
 # Per thread, because autograd recomputes in a thread of its own.
 _here = threading.local()
@@ -140,13 +141,15 @@ def run_layers(
     if is_empty(layout) and is_sharded(layers):
         return skip_layers(layers, x)
     all_seeds = draw_layer_seeds(cast("Iterable[Layer]", layers), x)
-    for number, (layer, seeds) in enumerate(zip(layers, all_seeds, strict=True)):
-        with ranges.range(f"{name}.{number}"):
-            x = layer(x, *args, seeds=seeds)
-        if isinstance(x, tuple):
-            x, own = x
-            if losses is not None:
-                losses.append(own)
+    # What the compiler traces launches each update by itself.
+    with nullcontext() if torch.compiler.is_compiling() else updates_together():
+        for number, (layer, seeds) in enumerate(zip(layers, all_seeds, strict=True)):
+            with ranges.range(f"{name}.{number}"):
+                x = layer(x, *args, seeds=seeds)
+            if isinstance(x, tuple):
+                x, own = x
+                if losses is not None:
+                    losses.append(own)
     return x
 
 

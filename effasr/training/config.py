@@ -78,7 +78,7 @@ class LoopConfig:
             computed again in the backward: less memory for up to a third more work, and the same
             gradients. ``true``: all layers. n: the first of every n.
         compile: Whether to use torch.compile for forward and backward, with fsdp2 layer by layer;
-            the first step then takes minutes.
+            the first step then takes minutes. What it gains is counted in docs/kernels.md.
         strategy: Parallelism over several processes. ``ddp``: each has all weights, and gradients
             are averaged while they are computed. ``fsdp2``: weights, gradients and moments are
             sharded, and layers are gathered when they are needed: for large models. With the

@@ -27,8 +27,7 @@ from effasr.data.batch import Batch
 from effasr.data.conversation.batch import ConversationBatch
 from effasr.training import step
 from effasr_kernels import PackedLayout, PackedSequence
-from effasr_kernels.runtime import torch_op
-from effasr_kernels.shared import last_program
+from effasr_kernels.runtime import counters, torch_op
 
 NAME = "fakegpu"
 
@@ -107,7 +106,7 @@ def fake_gpu() -> Iterator[torch.device]:
         enter(patch.object(nn.functional, "dropout", _dropout))
         enter(patch.object(step, "HostCopy", _HostCopy))
         # On CUDA a stream keeps them, so that no launch sets them to zero.
-        enter(patch.object(last_program, "_zeros", _kept_counters))
+        enter(patch.object(counters, "_zeros", _kept_counters))
         # The constructor fills a tensor on the host and copies it, below any dispatch mode.
         enter(patch.object(torch, "tensor", _tensor_on_host_first(torch.tensor)))
         # Operations check the alignment of pointers, and a fake tensor has the address 0.

@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):
     def _take(self, launch: Launch) -> None:
         if 0 in launch.grid:
             return
-        tensors = operators.unique(x for x in launch.values if isinstance(x, Tensor))
+        tensors = operators.unique(operators.tensors_of(launch.values))
         name, by_frame = launch.kernel.fn.__name__, []
         if self._operation is None:
             # The only kernel that no operation launches itself adds the partial sums of a layer,

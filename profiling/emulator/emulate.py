@@ -67,11 +67,16 @@ def _arguments(launch: Launch, binary: Binary) -> tuple[bytes, list[tuple[str, i
     """Return the parameters' bytes, and the memory that tensors among them own."""
     types, _, _ = aot.signature(launch)
     # Behind the arguments come two pointers to memory that no kernel here asks for.
-    names = [name for name, kind in types.items() if kind != "constexpr"]
+    given = {name: launch.args[name] for name, kind in types.items() if kind != "constexpr"}
+    # A tuple of tensors is a pointer for each.
+    values = [
+        (name, value)
+        for name, one in given.items()
+        for value in (one if isinstance(one, tuple) else (one,))
+    ]
     parameters = bytearray(binary.program.parameter_bytes)
     storages: dict[int, tuple[str, int, int]] = {}
-    for name, (offset, size) in zip(names, binary.program.parameters, strict=False):
-        value = launch.args[name]
+    for (name, value), (offset, size) in zip(values, binary.program.parameters, strict=False):
         if isinstance(value, Tensor):
             storage = value.untyped_storage()
             storages[storage.data_ptr()] = name, storage.data_ptr(), storage.nbytes()

@@ -63,11 +63,12 @@ def test_common_widths(width: int, architecture: int, compiled_ok: Callable) -> 
     compiled_ok(launches, architecture, products=_KERNELS)
 
 
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("width", [48, 64, 128])
 @pytest.mark.representative(width=64)
-def test_contexts(width: int, compiled_ok: Callable) -> None:
-    launches = _launches(width, torch.bfloat16, 90, context=Context(64, 16, 16))
-    compiled_ok(launches, 90, products=_KERNELS)
+def test_contexts(width: int, architecture: int, compiled_ok: Callable) -> None:
+    launches = _launches(width, torch.bfloat16, architecture, context=Context(64, 16, 16))
+    compiled_ok(launches, architecture, products=_KERNELS)
 
 
 @pytest.mark.parametrize("width", [16, 36, 80, 256])

@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from effasr.decoding.continuous_batching.cuda_graph import Readback, StepGraph
 from effasr.training.cuda_graph.graph import MicroBatchGraph
+from effasr_kernels.runtime import counters
 
 
 def test_a_step_is_recorded_once_and_replayed() -> None:
@@ -42,6 +44,8 @@ def test_results_come_in_order_and_some_steps_later() -> None:
 
 
 class _Stream:
+    cuda_stream = 7
+
     def wait_stream(self, other: object) -> None:
         del other
 
@@ -65,7 +69,8 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
     monkeypatch.setattr(torch.cuda, "Stream", _Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: _Stream())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(stream))
     return asked
 
@@ -76,7 +81,19 @@ def test_other_threads_do_not_break_a_recording(recordings: list[dict[str, Any]]
     assert recordings == [{"capture_error_mode": "thread_local"}]
 
 
-def test_nor_do_they_break_that_of_a_micro_batch(recordings: list[dict[str, Any]]) -> None:
+def test_nor_do_they_break_that_of_a_micro_batch(
+    recordings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its launches share counters."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(counters, "_zeros", lambda count, _: torch.zeros(count))
+    like: Any = SimpleNamespace(device=torch.device("cuda", 0))
+
+    def run() -> tuple[torch.Tensor]:
+        found = counters.program_counters(like, 3)
+        assert counters.program_counters(like, 2) is found
+        return (found,)
+
     graph = MicroBatchGraph(lambda batch, counts: (counts,), torch.device("cpu"), [], [])
-    graph._capture(lambda: (torch.zeros(1),))
+    graph._capture(run)
     assert recordings == [{"capture_error_mode": "thread_local"}]

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from effasr_kernels.runtime import counters as counting
+from effasr_kernels.runtime.counters import graph_counters, program_counters
 from effasr_kernels.runtime.launch import launch
-from effasr_kernels.shared import last_program
-from effasr_kernels.shared.last_program import is_last_program, program_counters
+from effasr_kernels.shared.last_program import is_last_program
 from tests.gpu.conftest import EMULATED
 
 CHANNELS, ROWS = 256, 16
@@ -74,10 +75,16 @@ def test_the_order_of_programs_changes_no_bit() -> None:
 def test_a_stream_keeps_its_counters_and_a_graph_has_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stream, capturing = SimpleNamespace(cuda_stream=1), [False]
-    monkeypatch.setattr(last_program, "_COUNTERS", {})
-    monkeypatch.setattr(last_program, "_zeros", lambda count, _: torch.zeros(count))
+    stream, capturing, zeroed = SimpleNamespace(cuda_stream=1), [False], []
+
+    def zeros(count: int, _: torch.device) -> Tensor:
+        zeroed.append(count)
+        return torch.zeros(count)
+
+    monkeypatch.setattr(counting, "_KEPT", {})
+    monkeypatch.setattr(counting, "_zeros", zeros)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     like = SimpleNamespace(device=torch.device("cuda", 0))
 
@@ -95,6 +102,24 @@ def test_a_stream_keeps_its_counters_and_a_graph_has_its_own(
     in_graph = counters()
     assert in_graph is not first
     assert counters() is not in_graph
+    zeroed.clear()
+    graphs = []
+    for _ in range(2):
+        with graph_counters():
+            graphs.append(counters())
+            assert counters() is graphs[-1]
+            stream.cuda_stream = 2
+            # A launch of the graph beside the others.
+            aside = counters(7)
+            assert aside is not graphs[-1]
+            assert aside is not other
+            stream.cuda_stream = 1
+            assert counters() is graphs[-1]
+            assert counters(5_000).numel() == 5_000
+            assert counters().numel() == 5_000
+    assert graphs[0] is not graphs[1]
+    assert zeroed == [4_096, 7, 5_000] * 2
+    assert counters() is not graphs[1]
     capturing[0] = False
     assert counters() is first
     assert counters(5_000).numel() == 5_000
@@ -109,7 +134,8 @@ def test_a_graph_replays_beside_other_launches(device: torch.device) -> None:
     expected = x.sum(0)
     _sums(x, 32, program_counters(x, 8), runs)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph), graph_counters():
+        _sums(x, 32, program_counters(x, 8), runs.clone())
         captured = _sums(x, 32, program_counters(x, 8), runs.clone())
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())

@@ -103,6 +103,22 @@ def test_statistics_count_a_batch_once() -> None:
     assert all(norm.num_batches_tracked == 1 for norm in norms)
 
 
+def test_a_forward_that_fails_counts_in_no_layer() -> None:
+    model = make_model(0)
+    norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    handle = model.encoder.layers[2].norm_conv.register_forward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(make_batch(0))
+    assert not any(norm.num_batches_tracked or norm.running_mean.any() for norm in norms)
+    handle.remove()
+    model(make_batch(0))
+    assert all(norm.num_batches_tracked == 1 and norm.running_mean.any() for norm in norms)
+
+
 def test_the_first_layer_of_every_n_is_computed_again() -> None:
     model = make_model(2)
     assert model.decoder is not None

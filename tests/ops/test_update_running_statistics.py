@@ -5,6 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from effasr_kernels import PackedLayout, update_running_statistics
+from effasr_kernels.runtime import launch
+from effasr_kernels.update_running_statistics.together import updates_together
 
 
 def _given(channels: int = 3, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -64,3 +66,56 @@ def test_momentum_is_a_share() -> None:
     given = [*_given(), torch.ones(3).double(), torch.ones(3).double()]
     with pytest.raises(ValueError, match="`momentum` must be in"):
         update_running_statistics(*given, PackedLayout.from_lengths((2,)), momentum=1.5)
+
+
+def test_updates_together_are_those_apart_and_a_context_that_raises_makes_none() -> None:
+    layout, momenta = PackedLayout.from_lengths((4, 0, 7)), (0.1, 0.1, 0.3)
+    states = [_given(channels) for channels in (3, 3, 5)]
+    batches = [(torch.randn(n, dtype=torch.float64), torch.rand(n).double()) for n in (3, 3, 5)]
+
+    def update(states: list[list[Tensor]]) -> None:
+        for state, batch, momentum in zip(states, batches, momenta, strict=True):
+            update_running_statistics(*state, *batch, layout, momentum=momentum)
+
+    def fail() -> None:
+        with updates_together():
+            update(states)
+            raise RuntimeError("out of memory")
+
+    def is_now(expected: list[list[Tensor]]) -> bool:
+        pairs = zip(states, expected, strict=True)
+        return all(
+            torch.equal(x, y) for one, other in pairs for x, y in zip(one, other, strict=True)
+        )
+
+    before, apart = ([[x.clone() for x in state] for state in states] for _ in range(2))
+    update(apart)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fail()
+    with updates_together():
+        update(states)
+        assert is_now(before)
+    assert is_now(apart)
+    update(states)
+    assert all(state[2] == 2 for state in states)
+
+
+def test_updates_of_a_kind_take_one_launch() -> None:
+    layout = PackedLayout.from_lengths((4, 7))
+    with launch.recording() as launches, updates_together():
+        for channels, momentum in ((300, 0.1), (300, 0.1), (300, 0.3), (8, 0.1), (300, 0.1)):
+            state = *_given(channels, torch.float32), torch.ones(channels), torch.ones(channels)
+            update_running_statistics(*state, layout, momentum=momentum)
+    assert [x.grid for x in launches] == [(2, 3), (2, 1), (1, 1)]
+
+
+def test_what_compiled_code_calls_does_not_wait() -> None:
+    """It uses the memory of its tensors again."""
+    torch._dynamo.reset()
+    mean, variance, batches = _given()
+    layout = PackedLayout.from_lengths((4,))
+    compiled = torch.compile(update_running_statistics, fullgraph=True, backend="aot_eager")
+    with updates_together():
+        compiled(mean, variance, batches, mean.clone(), variance.clone(), layout)
+        assert batches == 1
+    assert batches == 1

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from effasr.data.batch import Batch
+from effasr_kernels.runtime.counters import graph_counters
 
 _WARM_UPS = 3
 """Runs before the recording, in which libraries choose algorithms and allocate workspaces."""
@@ -110,6 +111,6 @@ def _capture(run: Callable[[], Outputs]) -> tuple[Callable[[], Any], Outputs]:
     graph = torch.cuda.CUDAGraph()
     # Other threads meanwhile pin memory, copy checkpoints and watch NCCL, which would invalidate a
     # recording that covers all threads.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"), graph_counters():
         outputs = run()
     return graph.replay, outputs

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from effasr_kernels.batch_norm._kernels import normalize, normalize_backward, sum_gradients
 from effasr_kernels.batch_norm.definition import BatchNormArguments
+from effasr_kernels.runtime.counters import program_counters
 from effasr_kernels.runtime.launch import launch, refusal
-from effasr_kernels.shared.last_program import program_counters
 
 _ELEMENTS, _ELEMENTS_BACKWARD = 4_096, 2_048
 """Elements of a tile: 32 and 16 per thread. The backward has two inputs and six numbers per

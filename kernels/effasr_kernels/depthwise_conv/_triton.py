@@ -15,9 +15,9 @@ from torch import Tensor
 from effasr_kernels.depthwise_conv._backward import convolve_backward
 from effasr_kernels.depthwise_conv._forward import convolve
 from effasr_kernels.depthwise_conv.definition import ConvArguments
+from effasr_kernels.runtime.counters import program_counters
 from effasr_kernels.runtime.launch import launch, refusal
 from effasr_kernels.runtime.tiles import count_tiles
-from effasr_kernels.shared.last_program import program_counters
 from effasr_kernels.shared.partial_sums import summed, summed_parts
 
 _MOST_TAPS = 32

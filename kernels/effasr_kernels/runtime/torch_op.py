@@ -31,6 +31,11 @@ OPERATIONS: dict[str, TorchOp] = {}
 """Every operation by name; importing a definition adds it."""
 
 
+def is_dispatched() -> bool:
+    """Return whether calls go through torch's dispatcher: under torch.compile or a mode."""
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+
+
 class TorchOp(Dispatcher):
     """The definition of an operation; base class of `DifferentiableOp` and `ForwardOnlyOp`.
 
@@ -82,7 +87,7 @@ class TorchOp(Dispatcher):
         Returns:
             A tensor, a tuple of tensors, or None, by the operation's number of results.
         """
-        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        if is_dispatched():
             return self._through_library(arguments, backend)
         return self.eager(arguments, backend)
 

@@ -21,15 +21,8 @@ wait for those of the layer (`effasr_kernels.shared.partial_sums`).
 from __future__ import annotations
 
 # pyright: reportGeneralTypeIssues=false
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-_KEPT = 1_024
-"""Counters that are kept for a stream, at least."""
-
-_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
 
 @triton.jit
@@ -41,7 +34,8 @@ def is_last_program(counters, group, programs):
     value is read once.
 
     Args:
-        counters: int32 (groups,), from `program_counters`; 0 again behind the launch.
+        counters: int32 (groups,), from `effasr_kernels.runtime.counters.program_counters`; 0 again
+            behind the launch.
         group: Number of the group.
         programs: Number of programs in the group.
     """
@@ -52,31 +46,3 @@ def is_last_program(counters, group, programs):
         tl.store(counters + group, 0)
     tl.debug_barrier()
     return is_last
-
-
-def program_counters(like: Tensor, groups: int) -> Tensor:
-    """Return the counters of `is_last_program` for one launch on the current stream.
-
-    Launches on one stream follow each other and leave zeros, so they share counters that are kept.
-    A launch in a CUDA graph has its own, because the graph may be replayed beside other launches,
-    and its memory ends with it: they are set to zero by a node of the graph.
-
-    Args:
-        like: A tensor on the device of the launch.
-        groups: Number of groups.
-
-    Returns:
-        Zeros, int32 (at least ``groups``,), on the device.
-    """
-    device = like.device
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return _zeros(groups, device)
-    key = device, torch.cuda.current_stream(device).cuda_stream
-    kept = _COUNTERS.get(key)
-    if kept is None or kept.numel() < groups:
-        kept = _COUNTERS[key] = _zeros(max(groups, _KEPT), device)
-    return kept
-
-
-def _zeros(count: int, device: torch.device) -> Tensor:
-    return torch.zeros(count, dtype=torch.int32, device=device)

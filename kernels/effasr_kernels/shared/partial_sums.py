@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from effasr_kernels.runtime.counters import program_counters
 from effasr_kernels.runtime.deferred_sums import PartialSums, wait
 from effasr_kernels.runtime.launch import launch
-from effasr_kernels.shared.last_program import is_last_program, program_counters
+from effasr_kernels.shared.last_program import is_last_program
 
 _ELEMENTS = 2_048
 """Elements of a step: 16 for each thread."""

@@ -93,10 +93,12 @@ def products(ttgir: str) -> list[Product]:
     ]
 
 
-def signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], tuple[int, ...]]:
-    """Types of all arguments, values of the constants, and indices of arguments that 16 divides.
+def signature(launch: Launch) -> tuple[dict[str, Any], dict[str, Any], tuple[tuple[int, ...], ...]]:
+    """Types of all arguments, values of the constants, and places of arguments that 16 divides.
 
-    Triton compiles a kernel for each combination of these and the options.
+    The type of a tuple of tensors is a tuple. A place is the index of an argument, followed in a
+    tuple by that of the tensor. Triton compiles a kernel for each combination of these and the
+    options.
     """
     types, constants, aligned = {}, dict(launch.constants), []
     for number, parameter in enumerate(launch.kernel.params):
@@ -110,9 +112,12 @@ def signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], tuple[int
             types[name], constants[name] = "constexpr", value
             continue
         types[name] = _type_of(value)
+        if isinstance(value, tuple):
+            aligned += [(number, index) for index in range(len(value))]
+            continue
         multiple = isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)
         if multiple and not free:
-            aligned.append(number)
+            aligned.append((number,))
     return types, constants, tuple(aligned)
 
 
@@ -136,7 +141,7 @@ def compile_launch(launch: Launch, architecture: int) -> Resources:
         fn=launch.kernel,
         signature=types,
         constexprs=constants,
-        attrs={(number,): _ALIGNED for number in aligned},
+        attrs=dict.fromkeys(aligned, _ALIGNED),
     )
     target = GPUTarget("cuda", architecture, 32)
     compiled = compile_source(source, target=target, options=dict(launch.options))
@@ -153,7 +158,9 @@ def compile_launch(launch: Launch, architecture: int) -> Resources:
     )
 
 
-def _type_of(value: Any) -> str:
+def _type_of(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_type_of, value))
     if isinstance(value, Tensor):
         return "*" + _TYPES[value.dtype]
     if isinstance(value, bool):

@@ -9,6 +9,7 @@ from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 from effasr_kernels.update_running_statistics.definition import OPERATION, UpdateArguments
+from effasr_kernels.update_running_statistics.together import wait
 
 _NAME = OPERATION.name
 
@@ -33,6 +34,9 @@ def update_running_statistics(
     with R the rows of the layout without the tail, and R - 1 at least 1. A batch without a row
     changes neither. The number of batches increases by one. The host does not wait for the device,
     and there is no gradient.
+
+    Inside `effasr_kernels.update_running_statistics.together.updates_together` a call of eager code
+    takes effect at the end of the context, in one launch for all layers.
 
     Args:
         running_mean: m', (C,), floating point; written in place.
@@ -76,4 +80,5 @@ def update_running_statistics(
     arguments = UpdateArguments(
         running_mean, running_variance, num_batches, mean, variance, layout, momentum
     )
-    OPERATION(arguments, backend)
+    if not wait(arguments, backend):
+        OPERATION(arguments, backend)

@@ -17,47 +17,67 @@ def unsupported_reason(a: UpdateArguments) -> str | None:
     return refusal(a.mean) or refusal(a.running_mean)
 
 
-def run(a: UpdateArguments) -> None:
-    """See `effasr_kernels.update_running_statistics.update_running_statistics`."""
+def run(a: UpdateArguments, *others: UpdateArguments) -> None:
+    """See `effasr_kernels.update_running_statistics.update_running_statistics`.
+
+    All updates have the layout, the momentum, the channels and the dtypes of the first.
+    """
+    updates = a, *others
     channels = a.mean.shape[0]
     launch(
         update,
         # Without channels, too, one program counts the batch.
-        (max(1, -(-channels // _BLOCK)),),
-        *(a.running_mean, a.running_variance, a.num_batches),
-        *(a.mean.contiguous(), a.variance.contiguous(), a.layout.cu_seqlens),
-        *(a.layout.num_sequences, channels, a.momentum),
+        (max(1, -(-channels // _BLOCK)), len(updates)),
+        tuple(x.running_mean for x in updates),
+        tuple(x.running_variance for x in updates),
+        tuple(x.num_batches for x in updates),
+        tuple(x.mean.contiguous() for x in updates),
+        tuple(x.variance.contiguous() for x in updates),
+        *(a.layout.cu_seqlens, a.layout.num_sequences, channels, a.momentum),
         BLOCK=_BLOCK,
     )
 
 
 @triton.jit(do_not_specialize=["sequences"])
 def update(
-    running_mean,
-    running_variance,
-    num_batches,
-    mean,
-    variance,
+    running_means,
+    running_variances,
+    nums_batches,
+    means,
+    variances,
     cu_seqlens,
     sequences,
     channels,
     momentum,
     BLOCK: tl.constexpr,
 ):
-    """Update a block of channels; the first program also counts the batch.
+    """Update a block of channels of a layer; its first program also counts the batch.
 
     Args:
-        running_mean: (C,), contiguous, written.
-        running_variance: (C,), contiguous, written.
-        num_batches: int64 (), written.
-        mean: (C,), contiguous.
-        variance: (C,), contiguous.
+        running_means: L times (C,), contiguous, written.
+        running_variances: L times (C,), contiguous, written.
+        nums_batches: L times int64 (), written.
+        means: L times (C,), contiguous.
+        variances: L times (C,), contiguous.
         cu_seqlens: int32 (N + 1,).
         sequences: N.
         channels: C.
         momentum: Share of the new statistics.
         BLOCK: Channels of a program.
     """
+    running_mean, running_variance, num_batches = (
+        running_means[0],
+        running_variances[0],
+        nums_batches[0],
+    )
+    mean, variance = means[0], variances[0]
+    for layer in tl.static_range(1, len(running_means)):
+        is_here = tl.program_id(1) == layer
+        running_mean = tl.where(is_here, running_means[layer], running_mean)
+        running_variance = tl.where(is_here, running_variances[layer], running_variance)
+        num_batches = tl.where(is_here, nums_batches[layer], num_batches)
+        mean = tl.where(is_here, means[layer], mean)
+        variance = tl.where(is_here, variances[layer], variance)
     if tl.program_id(0) == 0:
         number = tl.load(num_batches)
         # All warps load it, and one of them stores.

@@ -5,8 +5,13 @@ from __future__ import annotations
 from effasr_kernels.update_running_statistics.definition import UpdateArguments
 
 
-def run(a: UpdateArguments) -> None:
+def run(*updates: UpdateArguments) -> None:
     """See `effasr_kernels.update_running_statistics.update_running_statistics`."""
+    for a in updates:
+        _update(a)
+
+
+def _update(a: UpdateArguments) -> None:
     a.num_batches.add_(1)
     count, dtype = a.layout.total, a.running_mean.dtype
     if count == 0:
