@@ -28,7 +28,7 @@ from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.data.manifest.prepare import DROPPED_FILE, REPORT_FILE, Share
 from effasr.data.prompt import Prompt
 from effasr.transcription.inputs.sources import Source
-from effasr.transcription.json_files import json_line, write_json, write_json_lines
+from effasr.transcription.json_files import json_line, one_line, write_json, write_json_lines
 from effasr.transcription.results import Failure, Result, Transcription
 from effasr.untrusted.documents import read_json_object
 
@@ -125,7 +125,19 @@ class LabelFolder:
             file.truncate(end)
 
     def missing(self, sources: Sequence[Source]) -> list[Source]:
-        """Return the recordings that are not in the journal."""
+        """Return the recordings that are not in the journal.
+
+        Raises:
+            ValueError: A manifest cannot name one, as its path is not UTF-8.
+        """
+        for source in sources:
+            try:
+                f"{source.id}{Path(source.audio).absolute()}".encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"{one_line(source.id)}: the paths of `AUDIO` must be UTF-8, as manifests are, "
+                    "but this one is not: rename the file."
+                ) from error
         return [source for source in sources if source.id not in self.done]
 
     def add(self, source: Source, result: Result, default: Prompt) -> None:
@@ -137,10 +149,9 @@ class LabelFolder:
             default: Prompt of a recording without one.
         """
         row: dict[str, Any] = {"id": source.id}
-        problem = _problem(source)
-        if isinstance(result, Failure):
-            row |= {"audio": source.audio, "problem": result.reason}
-        elif problem is not None:
+        # The file of a failure may be missing, so that its channels cannot be looked up.
+        problem = result.reason if isinstance(result, Failure) else _problem(source)
+        if isinstance(result, Failure) or problem is not None:
             row |= {"audio": source.audio, "problem": problem}
         else:
             row["segments"] = list(_segments(source, result, source.prompt or default))

@@ -220,6 +220,27 @@ def test_a_failure_is_kept_in_the_journal(tmp_path) -> None:
     assert (report.recordings, report.kept.utterances, report.dropped.utterances) == (1, 0, 1)
 
 
+def test_a_path_that_is_not_utf8_is_refused_before_the_work(tmp_path) -> None:
+    from effasr.transcription.inputs.sources import Source
+
+    labels = LabelFolder(tmp_path / "labels", {"method": "ctc"})
+    name = os.fsdecode(b"caf\xe9.wav")
+    with pytest.raises(ValueError, match=r"caf\\udce9\.wav: .*rename the file"):
+        labels.missing([Source(name, "caf", name)])
+
+
+def test_a_failure_of_some_channels_of_a_missing_file_is_kept(tmp_path) -> None:
+    from effasr.transcription.inputs.sources import Source
+
+    labels = LabelFolder(tmp_path / "labels", {"method": "ctc"})
+    missing = Source("a", "a", str(tmp_path / "missing.wav"), channels=(0,))
+    labels.add(missing, Failure("a", "there is no such file"), Prompt())
+    assert labels.done == {"a"}
+    assert [row["problem"] for row in lines(tmp_path / "labels/journal.jsonl")] == [
+        "there is no such file"
+    ]
+
+
 @pytest.mark.parametrize(
     "line",
     [
