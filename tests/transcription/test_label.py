@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -282,3 +283,18 @@ def test_a_torn_line_is_removed(tmp_path, torn: str) -> None:
     (tmp_path / "journal.jsonl").write_text(whole + torn)
     assert LabelFolder(tmp_path, {"method": "ctc"}).done == {"a"}
     assert (tmp_path / "journal.jsonl").read_text() == whole
+
+
+def test_the_memory_of_labels_does_not_grow_with_their_number(tmp_path) -> None:
+    labels = LabelFolder(tmp_path, {})
+    segment = {"id": "a", "audio_filepath": "a.wav", "duration": 1.0, "text": "t" * 2000}
+    segments = [segment | {"confidence": share, "truncated": False} for share in (0.9, 0.1)]
+    row = json.dumps({"id": "a", "segments": segments}) + "\n"
+    (tmp_path / "journal.jsonl").write_text(1000 * row)
+    tracemalloc.start()
+    report = labels.finish(0.5)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (report.kept.utterances, report.dropped.utterances) == (1000, 1000)
+    assert len(lines(tmp_path / "manifest.jsonl")) == 1000
+    assert peak < 10 * len(row) + 2**18
