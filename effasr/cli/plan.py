@@ -221,10 +221,11 @@ def _setting(
 
 def _list_dropped(path: Path, selection: Selection) -> None:
     from effasr.data.atomic_files import atomic_file
+    from effasr.untrusted.display import utf8
 
     with atomic_file(path) as file:
         for drop in selection.dropped:
-            file.write(json.dumps(asdict(drop), ensure_ascii=False).encode() + b"\n")
+            file.write(utf8(json.dumps(asdict(drop), ensure_ascii=False) + "\n"))
 
 
 def _check_strategy(options: argparse.Namespace, strategy: str) -> None:

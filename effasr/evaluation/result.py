@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -199,6 +199,16 @@ def set_name(manifest: str | Path) -> str:
     """Name of a set in ``runs/NAME/evaluation``: its manifest's file or folder."""
     name = Path(os.path.abspath(manifest)).name
     return name.removesuffix(".gz").removesuffix(".jsonl")
+
+
+def free_set_name(manifest: str | Path, taken: Collection[str]) -> str:
+    """Return `set_name`, with a number if another set has that name."""
+    name = stem = set_name(manifest)
+    number = 1
+    while name in taken:
+        number += 1
+        name = f"{stem}-{number}"
+    return name
 
 
 def save(evaluation: Evaluation, folder: str | Path, *, model: str | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
@@ -16,7 +16,7 @@ from effasr.data.tokenizer import Tokenizer
 from effasr.distributed.process_group import DistributedContext
 from effasr.evaluation.evaluate import evaluate, shard
 from effasr.evaluation.normalizer import get_normalizer
-from effasr.evaluation.result import Evaluation, merge, set_name
+from effasr.evaluation.result import Evaluation, free_set_name, merge
 from effasr.evaluation.text_pairs import evaluate_pairs
 from effasr.model.asr import ASRModel, ModelConfig
 from effasr.training.config import TrainConfig
@@ -70,14 +70,14 @@ class Validator:
                 TextToText(model, tokenizer, self._config.decoding)
                 found = list(islice(pairs(path), self._config.max_utterances))
                 _check_experts(config.model, found)
-                self._sets[_free_name(path, self._sets)] = found[context.rank :: context.size]
+                self._sets[free_set_name(path, self._sets)] = found[context.rank :: context.size]
                 continue
             every = iterate(path, language=config.data.language)
             cuts = list(islice(every, self._config.max_utterances))
             if not cuts:
                 raise ValueError(f"{path}: holds no utterances.")
             part = shard(cuts, context.rank, context.size)
-            name = _free_name(path, self._sets)
+            name = free_set_name(path, self._sets)
             self._sets[name] = part
             # A probe computes losses of utterances, which a language model has not.
             probes = config.model.language_model is None and diagnostics is not None
@@ -119,13 +119,3 @@ def _check_experts(config: ModelConfig, members: Sequence[TextPair]) -> None:
             experts.number_of(pair.prompt, pair.source_name)
         except ValueError as error:
             raise ValueError(f"{pair.origin}: {error}") from error
-
-
-def _free_name(path: str, taken: Collection[str]) -> str:
-    """Return the name of a set's folder in ``evaluation/``: its manifest's, or a numbered one."""
-    name = stem = set_name(path)
-    number = 1
-    while name in taken:
-        number += 1
-        name = f"{stem}-{number}"
-    return name

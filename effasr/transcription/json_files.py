@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from effasr.data.atomic_files import write_atomically
-from effasr.untrusted.display import escape_json, escape_line
+from effasr.untrusted.display import escape_json, escape_line, utf8
 
 
 def write_json(path: str | Path, mapping: Mapping[str, Any]) -> None:
@@ -38,7 +38,7 @@ def one_line(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return utf8(text).decode()
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -23,12 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from effasr.data.atomic_files import atomic_file
 from effasr.data.audio.waveform import read_header
 from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.data.manifest.prepare import DROPPED_FILE, REPORT_FILE, Share
 from effasr.data.prompt import Prompt
 from effasr.transcription.inputs.sources import Source
-from effasr.transcription.json_files import json_line, write_json, write_json_lines
+from effasr.transcription.json_files import json_line, one_line, write_json
 from effasr.transcription.results import Failure, Result, Transcription
 from effasr.untrusted.documents import read_json_object
 
@@ -62,6 +63,14 @@ class LabelReport:
     kept: Share
     dropped: Share
     by_reason: dict[str, Share]
+
+    def add(self, duration: float | None, reason: str | None) -> None:
+        """Count a segment, or a recording that failed; without a reason it is kept."""
+        if reason is None:
+            self.kept.add(duration)
+            return
+        self.dropped.add(duration)
+        self.by_reason.setdefault(reason, Share()).add(duration)
 
 
 class LabelFolder:
@@ -125,7 +134,19 @@ class LabelFolder:
             file.truncate(end)
 
     def missing(self, sources: Sequence[Source]) -> list[Source]:
-        """Return the recordings that are not in the journal."""
+        """Return the recordings that are not in the journal.
+
+        Raises:
+            ValueError: A manifest cannot name one, as its path is not UTF-8.
+        """
+        for source in sources:
+            try:
+                f"{source.id}{Path(source.audio).absolute()}".encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"{one_line(source.id)}: the paths of `AUDIO` must be UTF-8, as manifests are, "
+                    "but this one is not: rename the file."
+                ) from error
         return [source for source in sources if source.id not in self.done]
 
     def add(self, source: Source, result: Result, default: Prompt) -> None:
@@ -137,10 +158,9 @@ class LabelFolder:
             default: Prompt of a recording without one.
         """
         row: dict[str, Any] = {"id": source.id}
-        problem = _problem(source)
-        if isinstance(result, Failure):
-            row |= {"audio": source.audio, "problem": result.reason}
-        elif problem is not None:
+        # The file of a failure may be missing, so that its channels cannot be looked up.
+        problem = result.reason if isinstance(result, Failure) else _problem(source)
+        if isinstance(result, Failure) or problem is not None:
             row |= {"audio": source.audio, "problem": problem}
         else:
             row["segments"] = list(_segments(source, result, source.prompt or default))
@@ -151,28 +171,18 @@ class LabelFolder:
     def finish(self, min_confidence: float) -> LabelReport:
         """Write manifest, dropped segments and report from the journal."""
         report = LabelReport(min_confidence, 0, Share(), Share(), {})
-        kept, dropped = [], []
-        for row in self._rows():
-            report.recordings += 1
-            if "problem" in row:
-                shown = {"id": row["id"], "reason": FAILED, "details": row["problem"]}
-                dropped.append(shown | {"audio": row["audio"], "duration": None})
-            for line in row.get("segments", ()):
-                truncated = line.pop("truncated")
-                reason = _reason(line, min_confidence, truncated=truncated)
-                if reason is None:
-                    kept.append(line)
-                    report.kept.add(line["duration"])
-                else:
-                    dropped.append(_dropped(line, reason, min_confidence))
-        for one in dropped:
-            report.dropped.add(one["duration"])
-            report.by_reason.setdefault(one["reason"], Share()).add(one["duration"])
-        for share in (report.kept, report.dropped, *report.by_reason.values()):
-            share.hours = round(share.hours, 6)
-        write_json_lines(self._folder / DROPPED_FILE, dropped)
-        write_json(self._folder / REPORT_FILE, asdict(report))
-        write_json_lines(self._folder / MANIFEST_FILE, kept)
+        # Line by line, because there may be millions; the manifest appears last.
+        with atomic_file(self._folder / MANIFEST_FILE) as kept:
+            with atomic_file(self._folder / DROPPED_FILE) as dropped:
+                for row in self._rows():
+                    report.recordings += 1
+                    for line, reason in _lines(row, min_confidence):
+                        report.add(line["duration"], reason)
+                        file = kept if reason is None else dropped
+                        file.write(json_line(line).encode())
+            for share in (report.kept, report.dropped, *report.by_reason.values()):
+                share.hours = round(share.hours, 6)
+            write_json(self._folder / REPORT_FILE, asdict(report))
         return report
 
     def _rows(self) -> Iterator[dict[str, Any]]:
@@ -243,6 +253,16 @@ def _segments(source: Source, result: Transcription, prompt: Prompt) -> Iterator
             "truncated": segment.truncated,
         }
         yield line
+
+
+def _lines(row: dict[str, Any], least: float) -> Iterator[tuple[dict[str, Any], str | None]]:
+    """Yield the lines that a row of the journal gives, and why each is left out; None if kept."""
+    if "problem" in row:
+        failed = {"id": row["id"], "reason": FAILED, "details": row["problem"]}
+        yield failed | {"audio": row["audio"], "duration": None}, FAILED
+    for line in row.get("segments", ()):
+        reason = _reason(line, least, truncated=line.pop("truncated"))
+        yield (line if reason is None else _dropped(line, reason, least)), reason
 
 
 def _reason(line: dict[str, Any], least: float, *, truncated: bool) -> str | None:

@@ -36,6 +36,14 @@ def escape_json(text: str) -> str:
     return _IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
+def utf8(text: str) -> bytes:
+    r"""Encode a text; bytes of a file name that are not UTF-8 become escapes such as ``\udce9``.
+
+    Python has lone surrogates for them, and JSON has these escapes.
+    """
+    return text.encode("utf-8", "backslashreplace")
+
+
 def _escape(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode()
 

@@ -1,4 +1,5 @@
 import json
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -370,3 +371,10 @@ def test_the_configuration_can_be_shown_and_read_again() -> None:
         speed_perturbation=(0.9, 1.0),
     )
     assert from_mapping(DataConfig, to_mapping(config)) == config
+
+
+def test_a_file_name_of_noise_need_not_be_utf8(tmp_path: Path) -> None:
+    with (tmp_path / os.fsdecode(b"caf\xe9.wav")).open("wb") as file:
+        soundfile.write(file, np.full(1600, 0.5, np.float32), 16_000, format="WAV")
+    found = Clips.load([tmp_path], "noise")
+    assert found.read(0) == pytest.approx(0.5, abs=1e-4)

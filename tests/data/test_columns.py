@@ -90,3 +90,14 @@ def test_ragged_arrays() -> None:
         expected = [value for index in order for value in rows[index]]
         assert np.concatenate([*built.blocks(np.array(order))]).tolist() == expected
     assert RaggedBuilder().build().lengths.tolist() == []
+
+
+def test_a_cut_keeps_a_file_name_that_is_not_utf8(others: dict[str, Cut]) -> None:
+    builder, name = AudioColumnsBuilder(), os.fsdecode(b"caf\xe9.wav")
+    for cut in others.values():
+        builder.append(cut.with_id(name))
+    columns = builder.build()
+    for row in range(len(others)):
+        found = columns[row]
+        assert isinstance(found, Cut)
+        assert found.id == name

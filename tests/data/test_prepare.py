@@ -1,4 +1,5 @@
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,3 +176,16 @@ def test_the_source_is_never_written_over(nemo: Callable[..., Path], tmp_path: P
     for out in (tmp_path / "out", manifest):
         with pytest.raises(ValueError, match="`out` must be a folder of its own"):
             prepare(tmp_path / "out", out)
+
+
+def test_a_path_that_is_not_utf8_is_dropped_and_listed(tmp_path: Path) -> None:
+    folder, name = tmp_path / "set", os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    for stem in ("plain", name):
+        with (folder / f"{stem}.wav").open("wb") as file:
+            soundfile.write(file, np.full(16_000, 0.1, np.float32), 16_000, format="WAV")
+        (folder / f"{stem}.txt").write_text("a b")
+    report = prepare(folder, tmp_path / "out", jobs=1)
+    assert (report.kept.utterances, report.by_reason["unreadable_audio"].utterances) == (1, 1)
+    (line,) = (tmp_path / "out/dropped.jsonl").read_bytes().splitlines()
+    assert json.loads(line)["id"] == name

@@ -10,7 +10,14 @@ from lhotse import MonoCut, Recording, SupervisionSegment
 from effasr.data.manifest.reader import read
 from effasr.decoding.config import DecodingConfig
 from effasr.evaluation.evaluate import evaluate, shard
-from effasr.evaluation.result import Evaluation, ScoredUtterance, merge, save, set_name
+from effasr.evaluation.result import (
+    Evaluation,
+    ScoredUtterance,
+    free_set_name,
+    merge,
+    save,
+    set_name,
+)
 from effasr.evaluation.tables import report, wer_table, worst_table
 from effasr.evaluation.wer import count_errors
 from effasr.transcription.results import Failure
@@ -300,3 +307,10 @@ def test_one_language_needs_no_sum_and_no_word_no_rate() -> None:
 )
 def test_a_set_is_called_after_its_manifest(manifest: str, name: str) -> None:
     assert set_name(manifest) == name
+
+
+def test_sets_of_one_name_are_numbered_whatever_the_others_are_called() -> None:
+    taken: list[str] = []
+    for path in ("a/dev.jsonl", "dev-3", "b/dev.jsonl.gz", "c/dev"):
+        taken.append(free_set_name(path, taken))
+    assert taken == ["dev", "dev-3", "dev-2", "dev-4"]

@@ -16,9 +16,11 @@ from effasr.model.asr import ModelConfig
 from effasr.model.best_rq import BestRQConfig
 from effasr.training import build
 from effasr.training.config import LossConfig, TrainConfig
-from effasr.training.run_dir.run_directory import read_lines
+from effasr.training.run_dir.run_directory import RunDirectory, read_lines
+from effasr.training.run_dir.run_log import RunLog
 from effasr.training.trainer import run
 from effasr.training.untranscribed.gauge import CodeUse, entropy
+from effasr.training.untranscribed.loss_validator import LossResult
 
 SMALL = BestRQConfig(codebooks=2, codes=16, code_width=4, span_s=0.16)
 
@@ -180,3 +182,12 @@ def test_reading_the_codes_counts_anew(pretraining) -> None:
     assert use.line()["code_entropy_0"] == 0
     use.load_state_dict(kept)
     assert use.line()["code_perplexity_1"] > 8
+
+
+def test_a_validation_loss_that_is_not_finite_is_null_in_the_log(pretraining, tmp_path) -> None:
+    log = RunLog(RunDirectory(tmp_path / "run"), "start")
+    log.open(pretraining(), True, 0, 1, ())
+    for total in (math.nan, math.inf, 6.0):
+        log.validation_loss(1, 0, "dev", LossResult(total, 3))
+    found = read_lines(tmp_path / "run/validation.jsonl")
+    assert [line["cross_entropy"] for line in found] == [None, None, 2.0]

@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 
@@ -36,6 +37,19 @@ def test_a_name_with_another_line_separator_does_not_end_a_line(tmp_path) -> Non
         run.skipped({"step": step, "utterances": ["a\u2028b", "c\x85d"]})
     run.open("", 2, tensorboard=False)
     assert steps(tmp_path / "skipped.jsonl") == [1, 2]
+
+
+def test_file_names_that_are_not_utf8_are_written_as_escapes(tmp_path) -> None:
+    name = os.fsdecode(b"caf\xe9.wav")
+    run = RunDirectory(tmp_path)
+    run.open("", 0, tensorboard=False)
+    run.dropped([{"id": "a", "audio": name}])
+    run.unreadable([{"step": 1, "audio": name}])
+    assert [line["audio"] for line in read_lines(tmp_path / "dropped.jsonl")] == [name]
+    again = RunDirectory(tmp_path)
+    again.load_state_dict(run.state_dict())
+    again.open("", 1, tensorboard=False)
+    assert [line["audio"] for line in read_lines(tmp_path / "unreadable.jsonl")] == [name]
 
 
 def test_every_line_is_json_of_its_own_and_nan_is_an_error(tmp_path) -> None:

@@ -58,13 +58,15 @@ def test_what_soundfile_cannot_read_comes_from_ffmpeg(calls, tmp_path, noise, mo
     assert stream.total is None
     assert np.array_equal(samples(stream), sound)
     samples(open_stream("-x y.m4a", RATE, offset=1.5, duration=0.25))
-    first, second = calls.read_text().splitlines()
+    samples(open_stream("-x y.m4a", RATE, offset=0.00005, duration=0.25))
+    first, second, third = calls.read_text().splitlines()
     assert '"-nostdin"' in first
     assert '"file:-x y.m4a"' in first
     assert '"-protocol_whitelist", "file"' in first
     assert '"-ss"' not in first
-    assert '"-ss", "1.5", "-i"' in second
-    assert '"-t", "0.25", "-ac", "1", "-ar", "16000"' in second
+    assert '"-ss", "1.500000", "-i"' in second
+    assert '"-t", "0.250000", "-ac", "1", "-ar", "16000"' in second
+    assert '"-ss", "0.000050", "-i"' in third
 
 
 def test_a_transcript_is_that_of_the_sound(calls, tmp_path, noise, model, tokenizer) -> None:

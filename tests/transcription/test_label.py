@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -220,6 +221,27 @@ def test_a_failure_is_kept_in_the_journal(tmp_path) -> None:
     assert (report.recordings, report.kept.utterances, report.dropped.utterances) == (1, 0, 1)
 
 
+def test_a_path_that_is_not_utf8_is_refused_before_the_work(tmp_path) -> None:
+    from effasr.transcription.inputs.sources import Source
+
+    labels = LabelFolder(tmp_path / "labels", {"method": "ctc"})
+    name = os.fsdecode(b"caf\xe9.wav")
+    with pytest.raises(ValueError, match=r"caf\\udce9\.wav: .*rename the file"):
+        labels.missing([Source(name, "caf", name)])
+
+
+def test_a_failure_of_some_channels_of_a_missing_file_is_kept(tmp_path) -> None:
+    from effasr.transcription.inputs.sources import Source
+
+    labels = LabelFolder(tmp_path / "labels", {"method": "ctc"})
+    missing = Source("a", "a", str(tmp_path / "missing.wav"), channels=(0,))
+    labels.add(missing, Failure("a", "there is no such file"), Prompt())
+    assert labels.done == {"a"}
+    assert [row["problem"] for row in lines(tmp_path / "labels/journal.jsonl")] == [
+        "there is no such file"
+    ]
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -261,3 +283,18 @@ def test_a_torn_line_is_removed(tmp_path, torn: str) -> None:
     (tmp_path / "journal.jsonl").write_text(whole + torn)
     assert LabelFolder(tmp_path, {"method": "ctc"}).done == {"a"}
     assert (tmp_path / "journal.jsonl").read_text() == whole
+
+
+def test_the_memory_of_labels_does_not_grow_with_their_number(tmp_path) -> None:
+    labels = LabelFolder(tmp_path, {})
+    segment = {"id": "a", "audio_filepath": "a.wav", "duration": 1.0, "text": "t" * 2000}
+    segments = [segment | {"confidence": share, "truncated": False} for share in (0.9, 0.1)]
+    row = json.dumps({"id": "a", "segments": segments}) + "\n"
+    (tmp_path / "journal.jsonl").write_text(1000 * row)
+    tracemalloc.start()
+    report = labels.finish(0.5)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (report.kept.utterances, report.dropped.utterances) == (1000, 1000)
+    assert len(lines(tmp_path / "manifest.jsonl")) == 1000
+    assert peak < 10 * len(row) + 2**18

@@ -157,6 +157,26 @@ def test_without_words_segments_are_shown() -> None:
     assert ctm(plain) == "x 1 0.000 1.000 a\nx 1 1.000 1.000 b\n"
 
 
+def test_recordings_of_a_ctm_file_keep_their_names(capsys) -> None:
+    # Those of a manifest may have dots, after which nothing is a suffix.
+    sources = [Source("spk.1", "spk.1", "x.wav"), Source("spk.2", "spk.2", "x.wav")]
+    writer = ResultWriter("ctm", None, [*sources, Source("a/t.wav", "a/t", "a/t.wav")])
+    for name in ("spk.1", "spk.2", "a/t.wav"):
+        writer.write(Transcription(name, 1.0, "w", (Segment(0.0, 1.0, "w"),)))
+    written = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in written] == ["spk.1", "spk.2", "t"]
+    same = [Source("a/t.wav", "t", "a/t.wav"), Source("b/t.wav", "t", "b/t.wav")]
+    with pytest.raises(ValueError, match=r"a/t.wav and b/t.wav would both be 't'"):
+        ResultWriter("ctm", None, same)
+
+
+def test_a_name_that_is_too_long_for_a_file_counts_as_missing(tmp_path) -> None:
+    there, long = Source("a", "a", "a.wav"), Source("n" * 300, "n" * 300, "n.wav")
+    (tmp_path / "a.txt").touch()
+    writer = ResultWriter("text", tmp_path, [there, long])
+    assert writer.missing([there, long]) == [long]
+
+
 def growing() -> Transcription:
     """What is said with times, without, not at all, and with more than a line has."""
     timed = tuple(Word(f"w{i}", i * 0.7, i * 0.7 + 0.5) for i in range(12))

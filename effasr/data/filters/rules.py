@@ -81,7 +81,7 @@ class TokenizedText:
         prompt: Token ids of the prompt.
         text: Token ids of the text, without the end token.
         monotonic: Whether the text follows the speech in order.
-        unknown: Number of ids of ``text`` stand for something the vocabulary cannot spell.
+        unknown: Number of ids of ``text`` that stand for what the vocabulary cannot spell.
     """
 
     prompt: list[int]

@@ -137,7 +137,7 @@ class AudioColumnsBuilder:
         segment, content = AudioSegment.of(cut), b""
         channel = None if segment is None else _channel(segment.channels)
         if segment is None or channel is None:
-            content = json.dumps(cut.to_dict(), ensure_ascii=False).encode()
+            content = json_of(cut)
             segment, channel = AudioSegment("", 0.0, 0.0, (0,)), 0
         path, offset, size = segment.path, -1, 0
         if isinstance(path, TarMember):
@@ -175,6 +175,11 @@ def _channel(channels: tuple[int, ...]) -> int | None:
 def to_numpy(values: array) -> np.ndarray:
     """Return a numpy array that shares the memory of an `array.array`, which can no longer grow."""
     return np.frombuffer(values, values.typecode) if values else np.zeros(0, values.typecode)
+
+
+def json_of(cut: Cut) -> bytes:
+    """Return a cut as JSON, which `json.loads` reads; file names need not be UTF-8."""
+    return json.dumps(cut.to_dict(), ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def encode(text: str) -> bytes:

@@ -368,7 +368,7 @@ class _Derivation:
         """Find texts with far more tokens a second than others of their length.
 
         Returns:
-            bool (n,), True for the utterances to keep, and the list of dropped ones.
+            bool (n,), True for the utterances to leave out, and the list of these.
         """
         durations, outliers = self._table.durations, np.zeros(len(fit), dtype=bool)
         deviations = self._config.filters.rate_deviations

@@ -2,7 +2,7 @@
 
 Reading takes most of the start-up time: every line is parsed and every text tokenized. The
 resulting table depends on the manifests, the tokenizer and a few limits, but on no budget. Its file
-is named by a digest of these, so that a table is versions only under its own key.
+is named by a digest of these, so that a table is found only under its own key.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ class _Progress:
         if now - self._last >= _NOTE_EVERY_S:
             self._last = now
             rate = count / (now - self._started)
-            for sinks in self._sinks:
-                sinks(self._text.format(count, rate))
+            for sink in self._sinks:
+                sink(self._text.format(count, rate))
 
 
 def _columns(table: UtteranceTable) -> dict[str, np.ndarray]:

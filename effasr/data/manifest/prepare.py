@@ -36,6 +36,7 @@ from effasr.data.manifest.cuts import CUTS_FILE
 from effasr.data.manifest.reader import named, request
 from effasr.data.manifest.utterance import Utterance
 from effasr.data.tokenizer import Tokenizer, WhisperTokenizer
+from effasr.untrusted.display import utf8
 
 DROPPED_FILE = "dropped.jsonl"
 REPORT_FILE = "report.json"
@@ -202,11 +203,18 @@ class _Check:
             return Dropped(name, error.problem, str(error), utterance.audio, duration)
         except Unfit as error:
             return Dropped(name, error.reason, str(error), utterance.audio, duration)
+        try:
+            line = json.dumps(cut.to_dict(), ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            problem = (
+                f"{utterance.audio}: the path must be UTF-8, as manifests are: rename the file."
+            )
+            return Dropped(name, AudioProblem.UNREADABLE, problem, utterance.audio, duration)
         asked = request(cut)
         return _Fit(
             cut,
             None if tokens is None else tokens.text,
-            json.dumps(cut.to_dict(), ensure_ascii=False).encode(),
+            line,
             asked.source if asked.monotonic else f"{asked.source}>{asked.target}",
             duration,
             len(text_of(cut)) if tokens is None else len(tokens.text),
@@ -286,7 +294,7 @@ def _write(
             report.unknown_tokens += kept.unknown[index]
     with atomic_file(folder / DROPPED_FILE) as file:
         for _, drop in sorted(dropped, key=itemgetter(0)):
-            file.write(json.dumps(asdict(drop), ensure_ascii=False).encode() + b"\n")
+            file.write(utf8(json.dumps(asdict(drop), ensure_ascii=False) + "\n"))
             report.dropped.add(drop.duration)
             report.by_reason.setdefault(drop.reason, Share()).add(drop.duration)
     for share in (
@@ -297,7 +305,7 @@ def _write(
     ):
         share.hours = round(share.hours, 6)
     text = json.dumps(asdict(report), indent=2, ensure_ascii=False)
-    write_atomically(folder / REPORT_FILE, text.encode() + b"\n")
+    write_atomically(folder / REPORT_FILE, utf8(text + "\n"))
     return report
 
 

@@ -27,8 +27,7 @@ class BucketTable:
     """Limits and batch sizes of buckets, in ascending order.
 
     An utterance belongs to the first bucket that it fits in: usually one of its own duration range;
-        one
-    with more text than these allow goes to a later range.
+    one with more text than these allow goes to a later range.
 
     Attributes:
         bins: Upper limits of encoder frames and decoder tokens (prompt and text) of each bucket.

@@ -166,10 +166,16 @@ def _quantities(
         loose = 100 * int(value.sum(dtype=np.int64)) < _LOOSE * limit * micro_batches
         quantities.append(Quantity(value, limit, weight=1 if loose else 8))
     if utterances.cost is not None:
-        mean, most = int(utterances.cost.sum()) // micro_batches, int(utterances.cost.max())
+        mean, most = _exact_sum(utterances.cost) // micro_batches, int(utterances.cost.max())
         coarse = max(0, mean.bit_length() - _COST_BITS, most.bit_length() - 30)
         quantities.append(Quantity((utterances.cost >> coarse).astype(np.int32), None))
     return quantities
+
+
+def _exact_sum(values: np.ndarray) -> int:
+    """Return the sum of int64 (n,) from 0 on; FLOPs of a large corpus exceed int64."""
+    high, low = values >> 32, values & (2**32 - 1)
+    return (int(high.sum()) << 32) + int(low.sum())
 
 
 def _even_out(exchange: Exchange, micro_batches: int) -> bool:

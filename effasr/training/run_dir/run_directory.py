@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effasr.training.run_dir.run_lock import LOCK, RunLock
+from effasr.untrusted.display import utf8
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -161,7 +162,7 @@ class RunDirectory:
         _replace(self.path / BLEND, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        data = _encode(line).encode()
+        data = utf8(_encode(line))
         with _naming(self.path / name), (self.path / name).open("ab") as file:
             file.write(data)
         size, value = self._sums.get(name, (0, 0))
@@ -217,7 +218,7 @@ def _truncate(path: Path, step: int, expected: list[int] | None) -> list[int]:
     kept = [text for text in lines if json.loads(text).get("step", step + 1) <= step]
     content = "".join(f"{text}\n" for text in kept)
     _replace(path, content)
-    return _sum(content.encode())
+    return _sum(utf8(content))
 
 
 def _sum(content: bytes) -> list[int]:
@@ -228,7 +229,7 @@ def _replace(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     with _naming(path):
         with partial.open("wb") as file:
-            file.write(text.encode())
+            file.write(utf8(text))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

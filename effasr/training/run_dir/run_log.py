@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -110,7 +111,9 @@ class RunLog:
         self.show(f"step {step}: {name}: loss {result.loss:.4f} over {result.frames} frames")
         if self._is_main:
             line = {"step": step, "epoch": epoch, "set": name}
-            line |= {"cross_entropy": result.loss, "frames": result.frames}
+            # JSON has no number for a loss that is not finite.
+            loss = result.loss if math.isfinite(result.loss) else None
+            line |= {"cross_entropy": loss, "frames": result.frames}
             self.directory.validation(line)
 
     def changes(self, step: int, epoch: int, changes: Iterable[Change]) -> None:

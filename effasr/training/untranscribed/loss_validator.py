@@ -15,7 +15,7 @@ from effasr.data.collate import Example, collate
 from effasr.data.manifest.reader import iterate
 from effasr.distributed.process_group import DistributedContext
 from effasr.evaluation.evaluate import shard
-from effasr.evaluation.result import set_name
+from effasr.evaluation.result import free_set_name
 from effasr.model.asr import ASRModel
 from effasr.nn.parameters.evaluating import evaluating
 from effasr.training.config import TrainConfig
@@ -64,9 +64,7 @@ class LossValidator:
             cuts = [cut for cut in cuts if 0 < self._frames(cut) <= self._budget]
             if not cuts:
                 raise ValueError(f"{path}: holds no utterance within data.frame_budget.")
-            name = stem = set_name(path)
-            while name in self._sets:
-                name = f"{stem}-{len(self._sets) + 1}"
+            name = free_set_name(path, self._sets)
             self._sets[name] = shard(cuts, context.rank, context.size)
 
     def __call__(self) -> dict[str, LossResult]:

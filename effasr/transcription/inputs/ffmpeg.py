@@ -59,8 +59,8 @@ def ffmpeg_blocks(
             f"{reason} ffmpeg might read it, but is not on the PATH: install it.",
         )
     # Seeking to 0 has an effect: it shifts some formats by the delay of their codec.
-    begin = ["-ss", repr(offset)] if offset else []
-    length = [] if duration is None else ["-t", repr(duration)]
+    begin = ["-ss", _seconds(offset)] if offset else []
+    length = [] if duration is None else ["-t", _seconds(duration)]
     command = [
         *(program, "-nostdin", "-hide_banner", "-loglevel", "error"),
         *("-protocol_whitelist", "file", *begin),
@@ -69,6 +69,11 @@ def ffmpeg_blocks(
         *("-ac", "1", "-ar", str(sample_rate), "-f", "f32le", "pipe:1"),
     ]
     return _blocks(command, str(path), _BLOCK_S * sample_rate * _BYTES)
+
+
+def _seconds(value: float) -> str:
+    """Return seconds as ffmpeg reads them: to a microsecond, and without an exponent."""
+    return f"{value:.6f}"
 
 
 def _blocks(command: list[str], name: str, size: int) -> Iterator[np.ndarray]:

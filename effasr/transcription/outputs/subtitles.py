@@ -39,13 +39,17 @@ def vtt(transcription: Transcription) -> str:
     return "\n".join([_VTT_HEADER, *map(_vtt, cues(transcription))])
 
 
-def ctm(transcription: Transcription) -> str:
+def ctm(transcription: Transcription, recording: str = "") -> str:
     """NIST's CTM: recording, channel, start, duration and word; segments where words have no time.
 
     Spaces in the name of the recording and in words become underscores, as fields are what spaces
     separate.
+
+    Args:
+        transcription: The transcript.
+        recording: Name of the recording; by default that of the file that its id names.
     """
-    name = _recording(Path(transcription.id).stem)
+    name = _recording(recording or Path(transcription.id).stem)
     return "".join(_ctm(name, segment) for segment in transcription.segments)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,10 +17,8 @@ from effasr.transcription.transcribe import render
 
 Style = Literal["text", "json", "srt", "vtt", "ctm"]
 
-_TIMED: dict[str, Callable[[Transcription], str]] = {"srt": srt, "vtt": vtt, "ctm": ctm}
+_SUBTITLES: dict[str, Callable[[Transcription], str]] = {"srt": srt, "vtt": vtt}
 _SUFFIXES = {"text": ".txt", "json": ".json", "srt": ".srt", "vtt": ".vtt", "ctm": ".ctm"}
-_OF_ONE = ("srt", "vtt")
-"""Formats whose files hold a single recording."""
 
 
 class ResultWriter:
@@ -32,24 +31,27 @@ class ResultWriter:
 
     Raises:
         ValueError: Several recordings would share one stream of subtitles, or two would have the
-            same file.
+            same file, or the same name in a CTM file.
     """
 
     def __init__(self, style: Style, folder: Path | None, sources: Sequence[Source]) -> None:
-        if folder is None and style in _OF_ONE and len(sources) > 1:
+        if folder is None and style in _SUBTITLES and len(sources) > 1:
             raise ValueError(
                 f"`--format {style}` takes one recording, but there are {len(sources)}: give "
                 "`--output FOLDER` for a file of each."
             )
         if folder is not None:
             check_names(sources)
+        elif style == "ctm":
+            _check_recordings(sources)
         self._style = style
         self._folder = folder
         self._names = {source.id: source.name for source in sources}
 
     def missing(self, sources: Iterable[Source]) -> list[Source]:
         """Return the recordings without a file."""
-        return [source for source in sources if not self._path(source.id).is_file()]
+        # Of a name that is too long, `Path.is_file` raises an error.
+        return [source for source in sources if not os.path.isfile(self._path(source.id))]
 
     def write(self, result: Result) -> Failure | None:
         """Write one result; failures are written only as JSON on standard output.
@@ -78,8 +80,10 @@ class ResultWriter:
         return self._folder / f"{self._names[name]}{_SUFFIXES[self._style]}"
 
     def _rendered(self, result: Transcription) -> str:
-        if self._style in _TIMED:
-            return _TIMED[self._style](result)
+        if self._style == "ctm":
+            return ctm(result, _recording(self._names[result.id]))
+        if self._style in _SUBTITLES:
+            return _SUBTITLES[self._style](result)
         return render(result, "jsonl" if self._style == "json" else "text")
 
 
@@ -108,6 +112,25 @@ class StreamWriter:
             _write(json_line(segment.as_row()))
         else:
             _write(one_line(segment.text) + "\n")
+
+
+def _recording(name: str) -> str:
+    """Return the name of a recording in CTM: that of its result's file, without folders."""
+    return os.path.basename(name)
+
+
+def _check_recordings(sources: Iterable[Source]) -> None:
+    """Check that each recording has its own name in a CTM file."""
+    taken: dict[str, str] = {}
+    for source in sources:
+        name = _recording(source.name)
+        if name in taken:
+            raise ValueError(
+                f"`--format ctm` must have a name of its own for each recording, but "
+                f"{taken[name]} and {source.id} would both be {name!r}: transcribe them by "
+                "separate commands."
+            )
+        taken[name] = source.id
 
 
 def _write(text: str) -> None:

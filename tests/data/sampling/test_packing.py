@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from effasr.data.batch import StaticShape
 from effasr.data.sampling.balance import imbalance
 from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
+from effasr.data.sampling.filling import Utterances, fill
 from effasr.data.sampling.packing import (
     EpochEnd,
     nodes_of,
@@ -422,3 +423,21 @@ def test_the_suggested_token_budget_has_the_ratio_of_the_corpus() -> None:
     assert suggest_token_budget(outlier, 1000) == ceil(1000 * (30 * 4999 + 500) / 500_000)
     with pytest.raises(ValueError, match="must hold at least one frame"):
         suggest_token_budget(lengths_of([0], [3]), 10)
+
+
+def test_costs_are_balanced_where_their_sum_exceeds_int64() -> None:
+    rng = np.random.default_rng(0)
+    frames = rng.integers(50, 250, 2048).astype(np.int32)
+    cost = rng.integers(2**28, 2**31, 2048)
+    # They add up to a power of two, which wraps to 0 when all are 2**22 times as large.
+    missing = 2**42 - cost.sum()
+    cost += missing // 2048
+    cost[-1] += missing % 2048
+    shape = StaticShape(8000, 8000, 64)
+    small, large = (
+        fill(Utterances(frames, frames, values), shape, 64) for values in (cost, cost << 22)
+    )
+    assert small is not None
+    assert large is not None
+    assert (small.members == large.members).all()
+    assert (small.starts == large.starts).all()

@@ -20,7 +20,7 @@ from lhotse.cut.set import deserialize_cut
 from effasr.data.audio.audio_file import AudioError, regular_file_size
 from effasr.data.audio.waveform import audio_path, load_audio, samples_in
 from effasr.data.features.log_mel import SAMPLE_RATE
-from effasr.data.index.columns import Ragged, RaggedBuilder
+from effasr.data.index.columns import Ragged, RaggedBuilder, json_of
 from effasr.data.manifest.audio_sources import refuse_programs
 from effasr.data.manifest.cuts import CUTS_FILE, check_times
 from effasr.data.manifest.fields import seconds_field, text_field
@@ -72,7 +72,7 @@ class Clips:
             before = len(samples)
             try:
                 for cut in _cuts(Path(path)):
-                    lines.append(json.dumps(cut.to_dict(), ensure_ascii=False).encode())
+                    lines.append(json_of(cut))
                     samples.append(samples_in(cut.duration))
             except ValueError as error:
                 remedy = " Remove it, or mend it." if isinstance(error, AudioError) else ""
