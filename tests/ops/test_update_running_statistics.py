@@ -100,6 +100,14 @@ def test_updates_together_are_those_apart_and_a_context_that_raises_makes_none()
     assert all(state[2] == 2 for state in states)
 
 
+def test_an_update_that_waits_refuses_gradients() -> None:
+    state, layout = _given(), PackedLayout.from_lengths((4,))
+    found = [torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    with updates_together(), pytest.raises(RuntimeError, match="`mean` requires a gradient"):
+        update_running_statistics(*state, *found, layout)
+    assert state[2] == 0
+
+
 def test_updates_of_a_kind_take_one_launch() -> None:
     layout = PackedLayout.from_lengths((4, 7))
     with launch.recording() as launches, updates_together():

@@ -52,6 +52,11 @@ class ForwardOnlyOp(TorchOp):
         Raises:
             RuntimeError: Grad mode is enabled and an argument requires a gradient.
         """
+        self.refuse_gradients(arguments)
+        return super().__call__(arguments, backend)
+
+    def refuse_gradients(self, arguments: Any) -> None:
+        """Raise the RuntimeError of a call whose arguments require a gradient."""
         if torch.is_grad_enabled():
             for name in self.schema.tensor_names:
                 value = getattr(arguments, name)
@@ -60,7 +65,6 @@ class ForwardOnlyOp(TorchOp):
                         f"{self.name}: `{name}` requires a gradient, which this operation does not "
                         "have: call it under torch.no_grad() or torch.inference_mode()."
                     )
-        return super().__call__(arguments, backend)
 
     def _compute(self, implementation: Any, arguments: Any) -> Any:
         return implementation.run(arguments)

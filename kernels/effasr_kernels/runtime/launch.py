@@ -97,7 +97,7 @@ def launch(
     Args:
         kernel: A function decorated by `triton.jit`, whose compile-time arguments come last.
         grid: Programs along each axis, known to the host.
-        args: Tensors, numbers or None.
+        args: Tensors, tuples of tensors, numbers or None; at least one is a tensor.
         num_warps: Warps per program.
         num_stages: Stages of the software pipeline of loads.
         maxnreg: Maximum registers per thread; None lets the compiler choose.

@@ -44,10 +44,15 @@ def updates_together() -> Iterator[None]:
 
 
 def wait(arguments: UpdateArguments, backend: Backend | str | None) -> bool:
-    """Let an update wait if this is an eager call inside the context; return whether it does."""
+    """Let an update wait if this is an eager call inside the context; return whether it does.
+
+    Raises:
+        RuntimeError: A tensor requires a gradient and grad mode is enabled.
+    """
     waiting = None if is_dispatched() else getattr(_here, "waiting", None)
     if waiting is None:
         return False
+    OPERATION.refuse_gradients(arguments)
     waiting.append((arguments, backend))
     return True
 
