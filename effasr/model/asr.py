@@ -36,7 +36,7 @@ from effasr.nn.norms import BatchNorm
 from effasr.nn.parameters.patterns import evaluate_frozen
 from effasr.nn.parameters.unused import touch_unused_parameters
 from effasr.nn.predictor import LSTMPredictor, StatelessPredictor
-from effasr.nn.stack import is_empty, skip_layers
+from effasr.nn.stack import is_empty, join_skipped, skip_branch
 from effasr_kernels import PackedSequence, ctc_loss, linear_cross_entropy
 
 if TYPE_CHECKING:
@@ -384,7 +384,7 @@ class ASRModel(nn.Module):
             encoded = self.encode(batch).values
         x = model.embed(batch, encoded)
         if encoded is None:
-            x = skip_layers(self.encoder.layers, x)
+            x = join_skipped(x, skip_branch([*self.encoder.children(), model.adapter], x))
         with ranges.range("language_model"):
             return model(x, batch.tokens.layout)
 
@@ -432,7 +432,7 @@ class ASRModel(nn.Module):
                 raise ValueError(
                     "`text_encoder` must be given for text-only batches, but this model has none."
                 )
-            read = self.text_encoder(batch.source, self.encoder.layers, batch.expert)
+            read = self.text_encoder(batch.source, self.encoder.children(), batch.expert)
             return EncoderOutput(read.values, read.layout, batch.expert)
         audio, frames = batch.audio, batch.frames
         if isinstance(batch, ConversationBatch):
@@ -447,7 +447,7 @@ class ASRModel(nn.Module):
                 encoded = self.encoder(mel)
         values = encoded.values
         if self.text_encoder is not None:
-            values = skip_layers(self.text_encoder.layers, values)
+            values = join_skipped(values, skip_branch(self.text_encoder.children(), values))
         return EncoderOutput(values, encoded.layout, batch.expert)
 
     def decode(

@@ -13,7 +13,7 @@ from effasr.nn.experts.config import ExpertsConfig
 from effasr.nn.experts.grouping import named_groups
 from effasr.nn.positions import decoder_sinusoids
 from effasr.nn.residual import residual_stream
-from effasr.nn.stack import run_layers, skip_layers
+from effasr.nn.stack import join_skipped, run_layers, skip_branch
 from effasr.nn.transformer_layer import TransformerLayer
 from effasr_kernels import PackedSequence
 
@@ -101,7 +101,7 @@ class TextEncoder(nn.Module):
 
         Args:
             tokens: The texts.
-            idle: Layers to skip first, those of the speech encoder.
+            idle: Parts to skip first, those of the speech encoder.
             expert: int64 (N,), the expert of each text, where names choose; see `Batch.expert`.
 
         Raises:
@@ -111,10 +111,10 @@ class TextEncoder(nn.Module):
         x = self.embed_tokens(tokens.values)
         x = x + decoder_sinusoids(layout.positions(), self.width).to(x.dtype)
         x = F.dropout(self.embedding_layernorm(x), self.config.input_dropout, self.training)
-        x = skip_layers(idle, x)
+        skipped = skip_branch(idle, x)
         x = residual_stream(x, in_fp32=self.residual_in_fp32)
         groups = named_groups(self.config.experts, expert, layout)
         self.router_losses = []
         found = self.router_losses if self.training else None
         x = run_layers(self.layers, "text_encoder", x, layout, layout, groups, losses=found)
-        return PackedSequence(self.norm(x), layout)
+        return PackedSequence(join_skipped(self.norm(x), skipped), layout)

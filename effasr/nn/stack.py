@@ -119,6 +119,38 @@ def skip_layers(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
     return x
 
 
+def skip_branch(parts: Iterable[nn.Module], like: Tensor) -> Tensor | None:
+    """Skip a branch of the model that this batch does not use, as another process may use it.
+
+    As with `skip_layers`, processes gather sharded layers in one order. If some parts are frozen,
+    which layers have a backward depends on what is trained before them, so the skipped branch has a
+    graph of its own, until `join_skipped` where the results of both branches are alternatives.
+
+    Args:
+        parts: In the order in which they run; a `nn.ModuleList` holds layers.
+        like: Any tensor of the batch.
+
+    Returns:
+        A zero, whose gradient gives every trained parameter a zero gradient; None if the layers are
+        not sharded.
+    """
+    parts = list(parts)
+    if not any(is_sharded(part) for part in parts if isinstance(part, nn.ModuleList)):
+        return None
+    skipped = torch.zeros((), device=like.device)
+    for part in parts:
+        if isinstance(part, nn.ModuleList):
+            skipped = skip_layers(part, skipped)
+        else:
+            skipped = touch_unused_parameters(skipped, part.parameters())
+    return skipped
+
+
+def join_skipped(x: Tensor, skipped: Tensor | None) -> Tensor:
+    """Return ``x``, whose backward runs that of a skipped branch as well; see `skip_branch`."""
+    return x if skipped is None else touch_unused_parameters(x, [skipped])
+
+
 def run_layers(
     layers: nn.ModuleList,
     name: str,

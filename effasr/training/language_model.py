@@ -26,13 +26,6 @@ def unsupported_settings(config: TrainConfig) -> Iterator[Obstacle]:
     training = config.training
     if config.model.language_model is None:
         return
-    if training.strategy == "fsdp2" and (config.lora is not None or training.freeze):
-        yield Obstacle(
-            "training.strategy",
-            "fsdp2 does not share out a language model of which a part is frozen yet",
-            "`training.strategy` must not be fsdp2 where a language model has `lora` or "
-            "`training.freeze`, with which it is not supported yet: use ddp.",
-        )
     if training.compile and training.activation_checkpointing:
         yield Obstacle(
             "training.compile",

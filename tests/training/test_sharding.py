@@ -11,18 +11,22 @@ from torch._dynamo.utils import counters
 
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import TextExample, collate, collate_text
+from effasr.data.conversation.batch import ConversationBatch
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.nn.experts.config import ExpertsConfig
+from effasr.nn.lora import LoRAConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.training.config import TrainConfig
 from effasr.training.step import train_step
 from tests.support.quiet_run import examples_of, make, quiet_config, uneven_batch, weights
 from tests.support.run_ranks import check_ranks
+from tests.support.speech_llm import conversations, make_conversation_batch, speech_llm_config
 
 STEPS = 3
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-4)
 ENDS = {"eos_id": 1, "pad_id": 0}
+TALK = StaticShape(40, 70, 6, longest_frames=20, longest_tokens=40)
 
 
 def exact(number: int) -> Batch:
@@ -127,13 +131,55 @@ def experts(context: DistributedContext) -> None:
     alike(context, exact, replace(config, model=model))
 
 
+def talk(number: int) -> ConversationBatch:
+    """Spoken or written conversations, by turns on either rank, and now and then none."""
+    spoken, step = conversations(number), number // 4
+    written = spoken[1:2] if step < 2 else []
+    return make_conversation_batch(written if (number + step) % 3 else spoken[2:], shape=TALK)
+
+
+def partly_frozen(context: DistributedContext) -> None:
+    """A speech language model, of which parts before, behind and among the others are frozen."""
+    kinds = [[bool(sum(talk(4 * step + n).clip_counts)) for n in range(4)] for step in range(STEPS)]
+    assert any(a != b for step in kinds for a, b in zip(step[::2], step[1::2], strict=True))
+    config, model = quiet_config(OPTIMIZER), speech_llm_config()
+    config = replace(config, model=replace(model, encoder=replace(model.encoder, layers=2)))
+    for frozen in (
+        ("language_model.model", "encoder"),
+        ("language_model.model", "encoder.subsampling", "encoder.layers.0"),
+        ("language_model.model.embed_tokens", "encoder.layers"),
+    ):
+        loop = replace(config.training, freeze=frozen)
+        alike(context, talk, replace(config, training=loop))
+    lora = LoRAConfig(
+        rank=2,
+        targets=("language_model.model.*_proj", "encoder.layers.1.*"),
+        also_train=("language_model.adapter",),
+    )
+    alike(context, talk, replace(config, lora=lora))
+
+
+def partly_frozen_text(context: DistributedContext) -> None:
+    """A rank has text where the other has speech, and one of the encoders is frozen."""
+    config = with_text(quiet_config(OPTIMIZER))
+    for frozen in (("encoder",), ("text_encoder", "encoder.layers.0"), ("text_encoder.layers",)):
+        loop = replace(config.training, freeze=frozen)
+        alike(context, mixed, replace(config, training=loop))
+
+
 @pytest.mark.slow
 def test_sharded_training_is_that_of_one_process() -> None:
     """All scenarios in the same two processes, which take long to begin."""
-    check_ranks(strategies, text, recomputed, experts)
+    check_ranks(strategies, text, recomputed, experts, partly_frozen_text)
 
 
 @pytest.mark.slow
 @pytest.mark.extended
 def test_sharded_training_of_compiled_layers_is_that_of_one_process() -> None:
     check_ranks(compiled)
+
+
+@pytest.mark.slow
+def test_a_sharded_language_model_may_be_frozen_in_part() -> None:
+    pytest.importorskip("transformers")
+    check_ranks(partly_frozen)

@@ -28,14 +28,6 @@ def check_trained(config: TrainConfig) -> None:
             "`init_from` must be given with `lora`, whose adapters are of use only beside weights "
             "that were trained, but is null: name a model directory or a run."
         )
-    is_partial = lora is not None or bool(frozen)
-    shares_layers = config.training.strategy == "fsdp2" and config.data.text_share is not None
-    if is_partial and shares_layers:
-        raise ValueError(
-            "`training.strategy` must not be fsdp2 where `data.text_share` and `lora` or "
-            "`training.freeze` are given, because ranks with text and ranks with speech would then "
-            "exchange gradients in different orders: use ddp."
-        )
 
 
 def prepare_weights(

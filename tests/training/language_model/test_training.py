@@ -87,12 +87,30 @@ def test_a_run_learns_and_continues_bit_by_bit(folders, tmp_path):
         assert torch.equal(value, again[name]), name
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-@pytest.mark.representative(strategy="fsdp2")
-def test_two_processes_train_as_one(folders, tmp_path, strategy):
+LORA = {
+    "rank": 4,
+    "targets": ["language_model.model.*_proj"],
+    "also_train": ["encoder", "language_model.adapter"],
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sections"),
+    [
+        ("ddp", {}),
+        ("fsdp2", {}),
+        ("fsdp2", {"lora": LORA}),
+        # Of layers before, behind and among those that are trained.
+        ("fsdp2", {"training": {"freeze": ["language_model.model", "encoder.layers"]}}),
+        ("fsdp2", {"training": {"freeze": ["language_model", "encoder.subsampling"]}}),
+    ],
+    ids=["ddp", "fsdp2", "fsdp2-lora", "fsdp2-frozen-layers", "fsdp2-frozen-ends"],
+)
+def test_two_processes_train_as_one(folders, tmp_path, strategy, sections):
     loop = {"max_steps": 3, "log_every": 1, "device": "cpu", "threads": 1, "tensorboard": False}
+    loop |= sections.get("training", {})
     # A large epsilon, so that Adam does not turn rounding into steps.
-    options = {"optimizer": {"lr": 3e-3, "eps": 1e-3}, "training": loop}
+    options = {**sections, "optimizer": {"lr": 3e-3, "eps": 1e-3}, "training": loop}
     assert run(config(folders, tmp_path / "one", **options)) == 0
     options["training"] = {**loop, "strategy": strategy}
     recipe = tmp_path / "talks.yaml"
@@ -120,19 +138,14 @@ def test_a_checkpoint_is_whole_without_the_folder(folders, tmp_path):
 
 
 def test_adapters_and_frozen_weights(folders, tmp_path):
-    lora = {
-        "rank": 4,
-        "targets": ["language_model.model.*_proj"],
-        "also_train": ["encoder", "language_model.adapter"],
-    }
-    given = config(folders, tmp_path, steps=2, lora=lora)
+    given = config(folders, tmp_path, steps=2, lora=LORA)
     assert run(given) == 0
     before = load_file(f"{folders['llm']}/model.safetensors")
     after = weights(tmp_path, 2)
     name = "model.layers.0.self_attn.q_proj"
     assert torch.equal(after[f"language_model.{name}.weight"], before[f"{name}.weight"])
     assert after[f"language_model.{name}.lora_b"].any()
-    assert run(config(folders, tmp_path, steps=3, lora=lora)) == 0
+    assert run(config(folders, tmp_path, steps=3, lora=LORA)) == 0
 
 
 def test_an_untrained_adapter_is_refused(folders, tmp_path):
@@ -212,7 +225,6 @@ def test_wrong_conversations_are_listed(folders, tmp_path):
             {"training": {"max_steps": 1, "compile": True, "activation_checkpointing": True}},
             "training.compile",
         ),
-        ({"training": {"max_steps": 1, "strategy": "fsdp2", "freeze": ["encoder"]}}, "fsdp2"),
         ({"loss": {"guided_weight": 1.0}}, "guided_weight"),
     ],
 )
