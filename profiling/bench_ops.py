@@ -34,6 +34,7 @@ from bench.operations import (
     features,
     grouped,
     guided,
+    language_model,
     losses,
     norms,
     relative,
@@ -54,7 +55,7 @@ COLUMNS = [
 GROUPS: tuple[Callable[[Workload], list[Case]], ...] = (
     *(relative.cases, attention.cases, losses.cases, convolution.cases, guided.cases),
     *(between.cases, norms.cases, grouped.cases, transducer.cases, decoding.cases),
-    features.cases,
+    *(features.cases, language_model.cases),
 )
 TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 2e-2, torch.float32: 1e-3}
 """Largest error relative to the norm: enough to distinguish the operation from another one."""

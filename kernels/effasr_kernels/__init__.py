@@ -19,6 +19,7 @@ from effasr_kernels.depthwise_conv import depthwise_conv as depthwise_conv
 from effasr_kernels.dropout_add_layer_norm import (
     dropout_add_layer_norm as dropout_add_layer_norm,
 )
+from effasr_kernels.gated_activation import gated_activation as gated_activation
 from effasr_kernels.grouped_linear import grouped_linear as grouped_linear
 from effasr_kernels.guided_attention import guided_attention as guided_attention
 from effasr_kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
@@ -28,6 +29,7 @@ from effasr_kernels.packed import PackedLayout as PackedLayout
 from effasr_kernels.packed import PackedSequence as PackedSequence
 from effasr_kernels.packed import pack as pack
 from effasr_kernels.projected_top_k import projected_top_k as projected_top_k
+from effasr_kernels.rms_norm import rms_norm as rms_norm
 from effasr_kernels.runtime.dispatch import Backend as Backend
 from effasr_kernels.runtime.dispatch import BackendUnavailable as BackendUnavailable
 from effasr_kernels.runtime.dispatch import ReferenceOnGPUWarning as ReferenceOnGPUWarning

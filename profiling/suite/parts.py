@@ -26,6 +26,7 @@ _FIRST = (
     *("decoding engine", "transducer_loss", "ctc_loss", "guided_attention"),
     *("batch_norm", "update_running_statistics", "grouped_linear"),
     *("audio_windows", "normalize_features", "mask_features"),
+    *("rms_norm", "gated_activation"),
 )
 """The groups in the order in which their tests run: what most rows use comes first."""
 TESTED = "all that this call rests on has been tested by an earlier one"

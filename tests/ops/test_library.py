@@ -59,7 +59,7 @@ def _call(name: str) -> tuple[Callable[..., Any], list[Tensor]]:
 
 each_call = pytest.mark.parametrize("name", DIFFERENTIABLE)
 
-_OF_SEVERAL_DTYPES = {"dropout_add_layer_norm"}
+_OF_SEVERAL_DTYPES = {"dropout_add_layer_norm", "rms_norm"}
 """Operations that also under autocast keep the dtypes of some arguments; their tests check it."""
 
 

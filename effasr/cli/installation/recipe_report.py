@@ -50,7 +50,7 @@ def recipe_rows(recipe: str | None, overrides: Sequence[str]) -> list[Row]:
         reason = refused.get(name)
         rows.append(Row(section, name, value if reason is None else "refused", reason or ""))
     if config.model.language_model is not None:
-        rows.append(_rows_of_language_model(config, section))
+        rows += _rows_of_language_model(config, section)
     return rows
 
 
@@ -68,12 +68,20 @@ def _with_architecture(config: TrainConfig) -> TrainConfig:
     return replace(config, model=replace(config.model, language_model=settings))
 
 
-def _rows_of_language_model(config: TrainConfig, section: str) -> Row:
-    budget = config.data.token_budget
+def _rows_of_language_model(config: TrainConfig, section: str) -> list[Row]:
+    budget, settings = config.data.token_budget, config.model.language_model
     note = "rows of the language model" + (
         ", as the data fill along with the frames" if budget is None else ""
     )
-    return Row(section, "data.token_budget", "by the data" if budget is None else f"{budget}", note)
+    value = "by the data" if budget is None else f"{budget}"
+    rows = [Row(section, "data.token_budget", value, note)]
+    if settings is not None and settings.architecture is not None:
+        from effasr.model.language_model.fused import fused_modules
+
+        # On a CPU the modules keep their own forwards, which are faster there.
+        found, where = fused_modules(settings.architecture), "on a GPU: one kernel each"
+        rows.append(Row(section, "fused modules", found, where))
+    return rows
 
 
 def _graph(config: TrainConfig, section: str, device: torch.device) -> Row:

@@ -15,6 +15,7 @@ from effasr.data.conversation.batch import ConversationBatch
 from effasr.model.language_model.adapter import StackingAdapter
 from effasr.model.language_model.architecture import build_causal_model
 from effasr.model.language_model.config import LanguageModelConfig
+from effasr.model.language_model.fused import fuse
 from effasr.model.language_model.packed_attention import (
     CONTEXT,
     IMPLEMENTATION,
@@ -32,6 +33,7 @@ _PROBE_ROWS = 7
 class LanguageModel(nn.Module):
     """transformers' modules of a causal language model, and the adapter in front of them.
 
+    Modules that compute what an operation does are `effasr.model.language_model.fused`.
     The logits are ``hidden @ output_weight.T + output_bias``; tied weights are one parameter.
     """
 
@@ -54,6 +56,7 @@ class LanguageModel(nn.Module):
         self.base_name: str = causal.base_model_prefix
         self.output_name = next(n for n, module in causal.named_modules() if module is output)
         self.model: Any = getattr(causal, self.base_name)
+        self.fused = fuse(self.model)
         # A second name of a tied weight would be saved twice.
         self.lm_head = None if output.weight is embedding.weight else output
         width = embedding.weight.shape[1]
@@ -181,7 +184,7 @@ class LanguageModel(nn.Module):
 
 
 class _CausalView:
-    """transformers' causal model with its own attention, around a `LanguageModel`."""
+    """transformers' causal model with its own attention and forwards, around a `LanguageModel`."""
 
     def __init__(self, owner: LanguageModel) -> None:
         self._owner = owner
@@ -199,10 +202,12 @@ class _CausalView:
         # The configuration of the layers is that of the owner.
         causal.config = owner.model.config
         owner.model.set_attn_implementation("eager")
+        owner.fused.suspend()
         return causal.eval()
 
     def __exit__(self, *args: object) -> None:
         self._owner.model.set_attn_implementation(IMPLEMENTATION)
+        self._owner.fused.resume()
 
 
 class _Evaluating:

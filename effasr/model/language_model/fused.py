@@ -1,0 +1,254 @@
+"""Gives modules of transformers' language models forwards that are one operation each.
+
+A module is recognized by what it is and what it computes, never by its family: a module with the
+parts of an RMS norm or of a gated feed-forward network is called on random rows, and where the
+result is that of the operation, its forward is replaced. The others keep their own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effasr.model.language_model.architecture import build_causal_model
+from effasr.nn.residual import is_fused
+from effasr_kernels import gated_activation, rms_norm
+
+_ROWS = 64
+_SCALES = -3, 2
+"""Powers of 10 between which the scales of probed rows lie: a small row shows the epsilon, a large
+one a bound."""
+
+_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
+"""Largest difference from a module's own result, as a share of the largest value of a row."""
+
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+"""Those of `gated_activation`."""
+
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")
+"""Names of the epsilon of a norm."""
+
+Forward = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of modules that an operation may replace.
+
+    Attributes:
+        name: As shown to users, in the plural.
+        resembles: Whether a module has the parts of this kind.
+        fused: Returns the forward by the operation, or None if the module computes something else.
+    """
+
+    name: str
+    resembles: Callable[[nn.Module], bool]
+    fused: Callable[[nn.Module], Forward | None]
+
+
+@dataclass(slots=True)
+class FusedModules:
+    """The modules of a model whose forward is an operation, and those that only resemble them.
+
+    Attributes:
+        forwards: The replaced modules and their forwards.
+        counts: Of each kind of modules, how many are fused and how many resemble it.
+    """
+
+    forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Such as ``9 of 9 RMS norms, 2 of 2 gated feed-forward networks``."""
+        return ", ".join(f"{a} of {b} {name}" for name, (a, b) in self.counts.items())
+
+    def suspend(self) -> None:
+        """Give the modules their own forwards."""
+        for module, _ in self.forwards:
+            del module.forward
+
+    def resume(self) -> None:
+        """Give the modules the forwards by operations."""
+        for module, forward in self.forwards:
+            module.forward = forward
+
+
+def fuse(model: nn.Module) -> FusedModules:
+    """Replace the forwards of the modules that compute what an operation does.
+
+    Parameters and names stay. On a CPU, and wherever else the operation has no kernel, the module's
+    own forward is called.
+    """
+    found = FusedModules()
+    for module in model.modules():
+        for kind in KINDS:
+            if not kind.resembles(module):
+                continue
+            forward = kind.fused(module)
+            count, of = found.counts.get(kind.name, (0, 0))
+            found.counts[kind.name] = count + (forward is not None), of + 1
+            if forward is not None:
+                found.forwards.append((module, forward))
+    found.resume()
+    return found
+
+
+@cache
+def fused_modules(architecture: str) -> str:
+    """Return how many modules of each kind are fused in a language model, as shown to users.
+
+    Args:
+        architecture: The content of a ``config.json``.
+
+    Raises:
+        ValueError: See `effasr.model.language_model.architecture.build_causal_model`.
+    """
+    with torch.device("meta"):
+        return str(fuse(build_causal_model(architecture)))
+
+
+def _resembles_norm(module: nn.Module) -> bool:
+    """Whether it has one vector of weights and an epsilon, and nothing else."""
+    parameters = dict(module.named_parameters())
+    return (
+        list(parameters) == ["weight"]
+        and parameters["weight"].ndim == 1
+        and not list(module.children())
+        and _epsilon(module) is not None
+    )
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    values = (getattr(module, name, None) for name in _EPSILONS)
+    return next((x for x in values if isinstance(x, float)), None)
+
+
+def _fused_norm(module: nn.Module) -> Forward | None:
+    weight, eps = module.weight, _epsilon(module)
+    assert isinstance(weight, Tensor)
+    assert eps is not None
+    x, probe = _random(_ROWS, len(weight)), _copy(module)
+    # Of the size of 1.
+    drawn = F.normalize(_random(1, len(weight), seed=1)[0], dim=0) * len(weight) ** 0.5
+    probe.weight = nn.Parameter(drawn, requires_grad=False)
+    for offset in (0, 1):
+        call: Any = partial(rms_norm, weight=probe.weight, eps=eps, offset=offset)
+        # Where the result is rounded, and its dtype, show in rows that are not those of the weight.
+        if all(_equal(probe, call, x.to(dtype)) for dtype in _TOLERANCES):
+            return partial(_norm_forward, module, eps, offset)
+    return None
+
+
+def _norm_forward(module: Any, eps: float, offset: Any, hidden_states: Tensor) -> Tensor:
+    if not is_fused(hidden_states):
+        return type(module).forward(module, hidden_states)
+    return rms_norm(hidden_states, module.weight, eps=eps, offset=offset)
+
+
+_GATED = {"gate_proj", "up_proj", "down_proj"}
+_JOINED = {"gate_up_proj", "down_proj"}
+
+
+def _resembles_gated(module: nn.Module) -> bool:
+    """Whether it has projections to gates and values, an activation, and a projection back."""
+    linear = {name for name, x in module.named_children() if isinstance(x, nn.Linear)}
+    # Neither a gate that learns nor one that drops is an activation.
+    owners = {name.partition(".")[0] for name, _ in module.named_parameters()}
+    drops = any(isinstance(x, nn.Dropout) for x in module.children())
+    return linear in (_GATED, _JOINED) and owners == linear and not drops
+
+
+def _fused_gated(module: nn.Module) -> Forward | None:
+    """Probe with projections that return given rows, whatever the size of the real ones."""
+    joined = hasattr(module, "gate_up_proj")
+    x, gates, values = (_random(_ROWS, 16, seed=seed) for seed in range(3))
+    probe = _copy(module)
+    if joined:
+        # Transformers' order.
+        given = {"gate_up_proj": torch.cat([gates, values], -1)}
+    else:
+        given = {"gate_proj": gates, "up_proj": values}
+    for name, rows in given.items():
+        setattr(probe, name, _Given(x, rows))
+    probe.down_proj = nn.Identity()
+    for activation in _ACTIVATIONS:
+        call: Any = partial(gated_activation, activation=activation)
+        if _equal(probe, lambda _, call=call: call(gates, values), x):
+            run = _joined_forward if joined else _gated_forward
+            return partial(run, module, activation)
+    return None
+
+
+def _gated_forward(module: Any, activation: Any, x: Tensor) -> Tensor:
+    if not is_fused(x):
+        return type(module).forward(module, x)
+    gates, values = module.gate_proj(x), module.up_proj(x)
+    return module.down_proj(gated_activation(gates, values, activation=activation))
+
+
+def _joined_forward(module: Any, activation: Any, hidden_states: Tensor) -> Tensor:
+    if not is_fused(hidden_states):
+        return type(module).forward(module, hidden_states)
+    gates, values = module.gate_up_proj(hidden_states).chunk(2, dim=-1)
+    return module.down_proj(gated_activation(gates, values, activation=activation))
+
+
+KINDS = (
+    Kind("RMS norms", _resembles_norm, _fused_norm),
+    Kind("gated feed-forward networks", _resembles_gated, _fused_gated),
+)
+"""What is recognized."""
+
+
+class _Given(nn.Module):
+    """Returns given rows for the input that it expects."""
+
+    def __init__(self, expected: Tensor, rows: Tensor) -> None:
+        super().__init__()
+        self.expected, self.rows = expected, rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return them.
+
+        Raises:
+            ValueError: The input is another one.
+        """
+        if x.shape != self.expected.shape or not torch.equal(x, self.expected):
+            raise ValueError("another input")
+        return self.rows
+
+
+def _copy(module: nn.Module) -> Any:
+    """Return a module with the same attributes, whose parts can be replaced."""
+    probe = copy.copy(module)
+    for name in ("_parameters", "_buffers", "_modules"):
+        setattr(probe, name, dict(getattr(module, name)))
+    return probe
+
+
+def _random(rows: int, width: int, *, seed: int = 0) -> Tensor:
+    """Return rows of different scales."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    scales = torch.logspace(*_SCALES, rows, device="cpu")
+    return torch.randn(rows, width, generator=generator, device="cpu") * scales[:, None]
+
+
+@torch.no_grad()
+def _equal(module: nn.Module, operation: Forward, x: Tensor) -> bool:
+    """Whether a module computes what an operation does."""
+    try:
+        own = module(x)
+    except Exception:  # Modules of any family fail in any way on rows that they do not expect.
+        return False
+    expected = operation(x)
+    if not isinstance(own, Tensor) or own.shape != expected.shape or own.dtype != expected.dtype:
+        return False
+    worst = (own - expected).abs().amax(-1)
+    return bool((worst <= _TOLERANCES[x.dtype] * expected.abs().amax(-1)).all())

@@ -1,0 +1,19 @@
+"""Reference implementation of `gated_activation`, which all other backends must match."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from effasr_kernels.gated_activation.definition import GatedArguments
+from effasr_kernels.shared.ragged import widen
+
+
+def run(a: GatedArguments) -> Tensor:
+    """See `effasr_kernels.gated_activation.gated_activation`."""
+    gate = widen(a.gate)
+    if a.activation == "silu":
+        activated = F.silu(gate)
+    else:
+        activated = F.gelu(gate, approximate="tanh" if a.activation == "gelu_tanh" else "none")
+    return (activated * widen(a.up)).to(a.gate.dtype)
