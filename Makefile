@@ -104,10 +104,11 @@ test-all: $(VENV)/.test
 	TRITON_INTERPRET=1 $(BIN)/pytest $(SHARED) tests/gpu $(INTERPRETED)
 	$(MAKE) faults fuzz audit
 
-# One after the other on one core; ends at the first failure.
+# Two at a time are enough for one core: while one waits, the other runs. Ends at the first failure.
 test-processes: $(VENV)/.test
 	for run in $$(seq $(RUNS)); do \
-	  echo "run $$run of $(RUNS)"; $(BIN)/pytest -q -x -m "not gpu" $(PROCESS_TESTS) || exit 1; \
+	  echo "run $$run of $(RUNS)"; \
+	  $(BIN)/pytest -q -x -n 2 --dist worksteal -m "not gpu" $(PROCESS_TESTS) || exit 1; \
 	done
 
 # Each kind of fault at every call that changes a file; `make test` tries some of them.

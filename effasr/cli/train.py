@@ -33,13 +33,15 @@ def add(command: AddCommand) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train, or print the configuration."""
-    from effasr.distributed.process_group import report_once_per_node
+    from effasr.distributed.failures import report_once_per_node
     from effasr.training.config import TrainConfig
-    from effasr.training.trainer import run
 
     with report_once_per_node():
         settings = config.load(TrainConfig, options.recipe, options.overrides)
     if options.show:
         print_line(config.dump(settings))
         return 0
+    # Takes a second, for which an error in the recipe need not wait.
+    from effasr.training.trainer import run
+
     return run(settings)

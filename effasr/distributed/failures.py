@@ -8,8 +8,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+if TYPE_CHECKING:
+    # The command line reports errors by this module, and torch takes a second to import.
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _FIRST_FAILURE = "first_failure"
 

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from effasr.optim.adascale import AdaScaleConfig
 from effasr.optim.groups import Exempt
@@ -114,6 +113,9 @@ def build_adamw(
 
 def has_sharded(groups: Sequence[dict[str, Any]]) -> bool:
     """Return whether each process has a shard of the parameters in a group."""
+    # Takes half a second, for which the check of a recipe need not wait.
+    from torch.distributed.tensor import DTensor
+
     return any(isinstance(p, DTensor) for group in groups for p in group["params"])
 
 

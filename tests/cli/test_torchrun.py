@@ -1,6 +1,5 @@
 """Training as it is started in earnest: processes of their own, from any folder."""
 
-import os
 import subprocess
 import sys
 import sysconfig
@@ -10,18 +9,31 @@ import pytest
 
 import effasr.train
 from effasr.training.run_dir.run_directory import read_lines
+from tests.support.preloaded import finished
 
 TRAIN = str(Path(effasr.train.__file__))
 TORCHRUN = [str(Path(sysconfig.get_path("scripts")) / "torchrun"), "--standalone"]
+TWO = ["--standalone", "--nproc-per-node", "2"]
 
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(autouse=True)
+def one_thread_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def torchrun(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """As the script, which calls this module's `main`; its own start is tested above."""
+    return finished("torch.distributed.run", *TWO, *arguments, cwd=folder)
+
+
+def launch(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return finished("effasr.launch", *TWO, *arguments, cwd=folder)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +72,8 @@ def test_all_ways_to_train_from_another_folder(workplace, tmp_path, command) -> 
 )
 @pytest.mark.extended
 def test_what_all_ranks_find_wrong_is_said_once(workplace, tmp_path, overrides, message) -> None:
-    command = [*TORCHRUN, "--nproc-per-node", "2", TRAIN, workplace.recipe, "output=here"]
-    command += overrides.split()
-    failed = start(command, tmp_path)
+    settings = "output=here", *overrides.split()
+    failed = torchrun(TRAIN, workplace.recipe, *settings, folder=tmp_path)
     assert failed.returncode == 1
     (line,) = (line for line in failed.stderr.splitlines() if line.startswith("effasr train:"))
     assert message in line
@@ -85,19 +96,15 @@ def test_what_one_rank_finds_wrong_is_not_lost_among_what_follows(workplace, tmp
         "    Loader._joined = joined\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    command = [*TORCHRUN, "--nproc-per-node", "2", "gone.py", "train", workplace.recipe]
-    failed = start([*command, "output=here"], tmp_path)
+    failed = torchrun("gone.py", "train", workplace.recipe, "output=here", folder=tmp_path)
     assert failed.returncode == 1
     lines = [line for line in failed.stderr.splitlines() if line.startswith("effasr train:")]
     assert lines == ["effasr train: u7: it is gone."]
     assert "u7: it is gone." in failed.stderr.partition("Root Cause (first observed failure):")[2]
 
 
-LAUNCH = [sys.executable, "-m", "effasr.launch", "--standalone", "--nproc-per-node", "2"]
-
-
 def test_the_launcher_adds_nothing_to_the_reason_of_a_failure(workplace, tmp_path) -> None:
-    failed = start([*LAUNCH, TRAIN, workplace.recipe, "model.encoder.layrs=3"], tmp_path)
+    failed = launch(TRAIN, workplace.recipe, "model.encoder.layrs=3", folder=tmp_path)
     assert failed.returncode == 2
     assert failed.stderr == (
         "effasr train: `model.encoder.layrs` is an unknown field: did you mean `layers`?\n"
@@ -111,19 +118,20 @@ def test_the_launcher_names_the_end_of_a_process_that_could_not(tmp_path) -> Non
         "    sys.exit(7) if sys.argv[1] == 'exit' else os.kill(os.getpid(), signal.SIGKILL)\n"
         "time.sleep(60)\n"
     )
-    killed = start([*LAUNCH, "ends.py", "kill"], tmp_path)
+    killed = launch("ends.py", "kill", folder=tmp_path)
     assert killed.returncode == 128 + 9
     (line,) = killed.stderr.splitlines()
     assert line.startswith("effasr.launch: rank 1 (local rank 1, process ")
     assert "was ended by SIGKILL. The kernel may have ended it for want of memory." in line
-    left = start([*LAUNCH, "ends.py", "exit"], tmp_path)
+    left = launch("ends.py", "exit", folder=tmp_path)
     assert left.returncode == 7
     assert left.stderr.endswith(") ended with exit code 7.\n")
 
 
 def test_the_launcher_trains_as_torchrun_does(workplace, tmp_path) -> None:
-    # One rank: tests above have two.
-    launch = [*LAUNCH[:-1], "1", TRAIN, workplace.recipe]
-    done = start([*launch, "output=here", "training.max_steps=1"], tmp_path)
+    # One rank: tests above have two. An interpreter of its own, as a user starts it.
+    command = [sys.executable, "-m", "effasr.launch", "--standalone", "--nproc-per-node", "1"]
+    command += [TRAIN, workplace.recipe, "output=here", "training.max_steps=1"]
+    done = start(command, tmp_path)
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in read_lines(tmp_path / "here/first/metrics.jsonl")] == [1]

@@ -68,13 +68,22 @@ def test_wrong_arguments_are_one_line(effasr, arguments, line) -> None:
 
 
 def test_help_comes_at_once() -> None:
-    """It imports neither PyTorch nor numpy, which take seconds."""
+    """Neither it nor the report of an error imports PyTorch or numpy, which take seconds."""
     code = (
-        "import sys; from effasr.cli.main import main; main([]); "
+        "import sys; from effasr.cli.main import _fail, main; main([]); "
+        "_fail('', ValueError('wrong'), 2); "
         "sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_error_in_a_recipe_does_not_wait_for_the_trainer(effasr, monkeypatch) -> None:
+    # An import of it would be another error.
+    monkeypatch.setitem(sys.modules, "effasr.training.trainer", None)
+    done = effasr("train", "small", "model.encoder.layrs=3")
+    assert done.code == 2
+    assert "did you mean `layers`?" in done.error
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -8,8 +8,8 @@ can wait for it and kill it. Unless it ends with an exception, it ends as a fork
 `multiprocessing` does: without freeing what the server imported, which would copy most pages of
 memory that it shares with the server.
 
-What a test says of the start or the end of an interpreter, such as imports, finalization or
-``torchrun``, needs a real one.
+What a test says of the start or the end of an interpreter, such as imports or finalization, needs
+a real one. ``torch.distributed.run`` may be the module: the ranks that it starts are interpreters.
 """
 
 import atexit
@@ -31,9 +31,12 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).parents[2]
 
 _IMPORTED = (
+    # Functions that ranks call are in modules of tests.
+    "pytest",
     "torch",
     "torch._dynamo",
     "torch.distributed",
+    "torch.distributed.run",
     "effasr.cli.main",
     "effasr.training.trainer",
 )
@@ -93,10 +96,10 @@ class Preloaded(subprocess.Popen[str]):
 
 
 def finished(
-    module: str | Path, *arguments: str, limit_s: float = 240.0
+    module: str | Path, *arguments: str, limit_s: float = 240.0, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
     """Run a module to its end in a process of its own; see `Preloaded`."""
-    process = Preloaded(str(module), *arguments, env=dict(os.environ))
+    process = Preloaded(str(module), *arguments, env=dict(os.environ), cwd=cwd)
     try:
         out, error = process.communicate(timeout=limit_s)
     finally:
