@@ -33,7 +33,8 @@ from effasr import config as configuration
 from effasr.data.checksums import verify
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.nn.lora import adapters, without_adapters
 from effasr.untrusted.documents import WRONG_VALUES, read_json_object, read_yaml
 from effasr.untrusted.files import open_regular, plain_name, read_text

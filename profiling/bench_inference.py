@@ -45,7 +45,8 @@ from effasr.data.collate import Example, collate
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.transcription.packed_weights import PackedWeights

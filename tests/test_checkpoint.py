@@ -15,7 +15,8 @@ from effasr.checkpoint import (
 )
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import train_tokenizer
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.training.checkpointing.run_checkpoints import RunCheckpoints

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 
 Renames = Mapping[str, Sequence[tuple[str, str | tuple[str, ...]]]]
 """Parts of names to replace, in this order, by the first part of effasr's name: effasr's part and

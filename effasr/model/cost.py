@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from effasr.data.sampling.cost import FACTORS, CostModel
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.language_model.architecture import ModelSizes, model_sizes
 from effasr.model.language_model.config import LanguageModelConfig

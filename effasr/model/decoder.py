@@ -36,7 +36,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, vocab_size: int, *, residual_in_fp32: bool = True):
         """Build the layers for V = ``vocab_size`` tokens.
 
-        ``residual_in_fp32`` is as in `effasr.model.asr.ModelConfig`.
+        ``residual_in_fp32`` is as in `effasr.model.config.ModelConfig`.
         """
         super().__init__()
         self.config, self.residual_in_fp32 = config, residual_in_fp32

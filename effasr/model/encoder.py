@@ -220,7 +220,7 @@ class FastConformerEncoder(nn.Module):
     def __init__(
         self, config: FastConformerConfig, mel_bins: int, *, residual_in_fp32: bool = True
     ):
-        """Build the layers; ``residual_in_fp32`` as in `effasr.model.asr.ModelConfig`."""
+        """Build the layers; ``residual_in_fp32`` as in `effasr.model.config.ModelConfig`."""
         super().__init__()
         self.config, self.residual_in_fp32 = config, residual_in_fp32
         self.router_losses: list[Tensor] = []

@@ -7,7 +7,7 @@ from typing import Any
 
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 

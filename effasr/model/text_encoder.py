@@ -70,7 +70,7 @@ class TextEncoder(nn.Module):
     ):
         """Build the layers; ``width`` is that of the speech encoder.
 
-        ``residual_in_fp32`` is as in `effasr.model.asr.ModelConfig`.
+        ``residual_in_fp32`` is as in `effasr.model.config.ModelConfig`.
         """
         super().__init__()
         config.check_width(width)

@@ -112,7 +112,7 @@ class WhisperEncoder(nn.Module):
     def __init__(
         self, config: WhisperEncoderConfig, mel_bins: int, *, residual_in_fp32: bool = True
     ):
-        """Build the layers; ``residual_in_fp32`` as in `effasr.model.asr.ModelConfig`."""
+        """Build the layers; ``residual_in_fp32`` as in `effasr.model.config.ModelConfig`."""
         super().__init__()
         self.config, self.residual_in_fp32 = config, residual_in_fp32
         self.stem = ConvolutionStem(mel_bins, config.width)

@@ -23,7 +23,8 @@ from effasr.distributed.averager import Averager
 from effasr.distributed.batch_norm import running_statistics
 from effasr.distributed.grad_sync import gradient_sync
 from effasr.distributed.process_group import DistributedContext
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.cost import recomputed_costs
 from effasr.model.learning_cost import learning_cost, learning_text_cost, unreached_layers
 from effasr.nn.experts.feed_forward import ExpertFeedForward

@@ -14,7 +14,7 @@ from effasr.decoding.config import DecodingConfig
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
 from effasr.distributed.delayed_averaging import DelayedConfig
 from effasr.distributed.local_sgd import HierarchicalConfig, LocalSGDConfig
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.nn.lora import LoRAConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig

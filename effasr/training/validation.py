@@ -18,7 +18,8 @@ from effasr.evaluation.evaluate import evaluate, shard
 from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.result import Evaluation, free_set_name, merge
 from effasr.evaluation.text_pairs import evaluate_pairs
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.training.config import TrainConfig
 from effasr.training.diagnostics.probe import Probe
 from effasr.training.diagnostics.probe_sums import ProbeSums

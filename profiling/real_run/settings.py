@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from effasr.data.config import DataConfig
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.optim.schedules import ScheduleConfig

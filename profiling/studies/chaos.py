@@ -30,7 +30,7 @@ from straggler.corpus import write_corpus
 
 from effasr import config as configuration
 from effasr.data.config import DataConfig
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.training.config import LoopConfig, TrainConfig

@@ -16,7 +16,7 @@ from effasr.data.features.frame_geometry import Framing
 from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.sampling.shuffle import shuffled
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.model.cost import cost_model
 from whisper_bench.checkpoint import EOS, PROMPT, TEXT_TOKENS
 from whisper_bench.settings import Settings

@@ -22,7 +22,8 @@ from effasr.decoding.greedy import decode
 from effasr.interop.onnx.description import describe
 from effasr.interop.onnx.export import check_transducer, write_transducer
 from effasr.interop.onnx.padded_model import PaddedEncoder
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import Transducer, TransducerConfig
 

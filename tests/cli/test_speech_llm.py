@@ -10,7 +10,8 @@ from effasr.checkpoint import load_model, resolve, save_model
 from effasr.cli.main import main
 from effasr.config import from_mapping
 from effasr.data.tokenizer import load_tokenizer
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr_kernels import PackedLayout
 from tests.support.chat_folder import write_chat_model
 from tests.support.talks import model_mapping, write_talks

@@ -13,7 +13,8 @@ from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.greedy import attention_greedy
 from effasr.decoding.lm.ngram import TokenNgrams
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import Decoder, DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.nn.cache.paged import PagedCache

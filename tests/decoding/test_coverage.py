@@ -11,7 +11,8 @@ from effasr.decoding import attention_beam as searched
 from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.greedy import check_config, decode
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import Decoder, DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig

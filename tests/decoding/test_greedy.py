@@ -7,7 +7,8 @@ from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.greedy import Decoded, attention_greedy, choose_method, decode
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr_kernels import PackedSequence, pack
 from tests.decoding.cases import batch_of, decode_all, make_examples
 

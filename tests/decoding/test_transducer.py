@@ -12,7 +12,8 @@ from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.greedy import Decoded, choose_method
 from effasr.decoding.transducer_greedy import transducer_greedy
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import Transducer, TransducerConfig
 from effasr.transcription.recognizer import Recognizer

@@ -13,7 +13,7 @@ from effasr.distributed.batch_norm import running_statistics
 from effasr.distributed.ddp import replicate
 from effasr.distributed.grad_sync import gradient_sync
 from effasr.distributed.process_group import DistributedContext, distributed_context
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.training import build

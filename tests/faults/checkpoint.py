@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from effasr.checkpoint import load_model, resolve
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.training.checkpointing.run_checkpoints import TENSORS, RunCheckpoints, tensor_files
 

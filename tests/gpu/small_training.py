@@ -11,7 +11,8 @@ from effasr.data.collate import Example, collate
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.distributed.grad_sync import GradientSync
 from effasr.distributed.process_group import DistributedContext
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.cost import cost_model
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig

@@ -5,7 +5,8 @@ import torch
 
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.decoding.decoded import Decoded
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr_kernels import pack

@@ -20,7 +20,8 @@ from effasr.interop.huggingface.canary import export_canary, import_canary
 from effasr.interop.huggingface.parakeet import export_parakeet_ctc, import_parakeet_ctc
 from effasr.interop.huggingface.special_tokens import SpecialTokens
 from effasr.interop.huggingface.weights import CANARY
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr_kernels import pack
 from tests.interop.parakeet import (
     BINS,

@@ -23,7 +23,8 @@ from effasr.interop.huggingface.parakeet import (
 )
 from effasr.interop.huggingface.special_tokens import SpecialTokens
 from effasr.interop.huggingface.weights import PARAKEET
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.transducer import Transducer, TransducerConfig
 from tests.interop.parakeet import (

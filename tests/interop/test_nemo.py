@@ -19,7 +19,8 @@ from effasr.interop.nemo.archive import read_archive
 from effasr.interop.nemo.export import export_nemo
 from effasr.interop.nemo.importer import NemoModel, import_nemo
 from effasr.interop.nemo.tokenizer import nemo_tokens
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig, FastConformerEncoder
 from effasr.model.streaming_encoder import StreamingEncoder

@@ -13,7 +13,8 @@ from effasr.interop.nemo.archive import read_archive
 from effasr.interop.nemo.contexts import read_contexts, read_convolution, write_contexts
 from effasr.interop.nemo.export import export_nemo
 from effasr.interop.nemo.importer import import_nemo
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr_kernels import Context
 from tests.interop.test_nemo import batch_of, model_of

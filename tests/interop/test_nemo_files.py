@@ -19,7 +19,8 @@ from effasr.data.tokenizer import NeMoTokenizer
 from effasr.interop.nemo.archive import NemoArchive, read_archive, write_archive
 from effasr.interop.nemo.export import export_nemo
 from effasr.interop.nemo.importer import import_nemo
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig

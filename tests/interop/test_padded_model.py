@@ -10,7 +10,8 @@ from effasr.data.batch import Batch
 from effasr.data.collate import Example
 from effasr.interop.onnx.padded_model import PaddedEncoder
 from effasr.interop.onnx.transducer_steps import JointStep, in_model_layout, predictor_step
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.transducer import TransducerConfig
 from tests.support.small_model import VOCABULARY, shake
 

@@ -13,7 +13,8 @@ from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.interop.onnx.sherpa import BLANK, export_sherpa
 from effasr.interop.onnx.sherpa_step import SherpaStep
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.streaming_encoder import StreamingEncoder
 from effasr.model.transducer import TransducerConfig

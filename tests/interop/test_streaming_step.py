@@ -12,7 +12,8 @@ from torch import Tensor
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.interop.onnx.export import check_onnx, export_onnx
 from effasr.interop.onnx.streaming_step import CACHES, StreamingStep
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.streaming_encoder import StreamingEncoder
 from effasr.model.transducer import TransducerConfig

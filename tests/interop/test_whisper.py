@@ -21,7 +21,8 @@ from effasr.interop.huggingface.special_tokens import SpecialTokens
 from effasr.interop.huggingface.weights import WHISPER
 from effasr.interop.onnx.padded_model import PaddedDecoderStep, PaddedEncoder
 from effasr.interop.weights import export_weights, import_weights
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.cost import cost_model, recomputed_costs
 from effasr.model.learning_cost import learning_cost, unreached_layers
 from effasr.nn import attention as attention_module

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from effasr.data.batch import Batch
 from effasr.data.collate import Example
 from effasr.data.features.spec_augment import SpecAugmentConfig
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.losses import Losses
 

@@ -10,8 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
 from effasr.data.features.log_mel import FeatureConfig, normalized
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
 from effasr.model.best_rq import BestRQConfig, RandomQuantizer, draw_spans
+from effasr.model.config import ModelConfig
 from effasr.model.cost import best_rq_cost, cost_model
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.learning_cost import learning_cost

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from effasr import config as configs
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.presets import PRESETS

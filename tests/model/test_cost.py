@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, TextExample, collate_text
 from effasr.data.sampling.cost import CANARY_180M_FLASH
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.cost import cost_model, recomputed_costs
 from effasr.model.presets import PRESET_VOCABULARIES, PRESETS
 from effasr.model.text_encoder import TextEncoderConfig

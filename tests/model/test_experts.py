@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from effasr.data.batch import Batch
 from effasr.data.collate import Example
 from effasr.interop.export_checks import refuse_experts
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
 from effasr.model.best_rq import BestRQConfig
+from effasr.model.config import ModelConfig
 from effasr.model.cost import cost_model
 from effasr.model.encoder import FastConformerEncoder
 from effasr.model.learning_cost import learning_cost

@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from effasr.data.batch import Batch
 from effasr.data.collate import Example
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.cost import cost_model, recomputed_costs, text_cost_model
 from effasr.model.learning_cost import learning_cost, learning_text_cost, unreached_layers
 from effasr.model.text_encoder import TextEncoderConfig

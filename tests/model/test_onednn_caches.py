@@ -17,7 +17,8 @@ import torch
 
 from effasr.data.collate import Example, collate
 from effasr.data.features.log_mel import FeatureConfig
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.transcription.packed_weights import PackedWeights
 

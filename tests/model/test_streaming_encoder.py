@@ -15,7 +15,8 @@ from effasr.data.batch import Batch
 from effasr.data.collate import Example
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.features.log_mel import MelFrames
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.cost import cost_model
 from effasr.model.encoder import FastConformerConfig, FastConformerEncoder
 from effasr.model.streaming_encoder import StreamingEncoder

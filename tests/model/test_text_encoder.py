@@ -8,7 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from effasr.data.batch import IGNORED, StaticShape
 from effasr.data.collate import TextExample, collate_text
 from effasr.interop.huggingface.canary import export_canary
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.cost import text_cost_model
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig

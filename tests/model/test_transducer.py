@@ -7,7 +7,8 @@ import torch
 
 from effasr.data.batch import Batch
 from effasr.data.collate import Example
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.losses import Losses
 from effasr.model.transducer import TransducerConfig
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import TextExample, collate_text
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.text_encoder import TextEncoderConfig

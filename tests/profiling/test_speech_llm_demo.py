@@ -15,7 +15,8 @@ from effasr.config import from_mapping
 from effasr.data.conversation.messages import conversations
 from effasr.data.conversation.tokenize import conversation_rows
 from effasr.data.tokenizer import load_tokenizer
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr_kernels import PackedLayout
 from tests.support.chat_folder import write_chat_model
 from tests.support.talks import model_mapping, write_talks

@@ -14,7 +14,8 @@ from effasr.checkpoint import save_model
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.tokenizer import Tokenizer
 from effasr.evaluation.normalizer import get_normalizer
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.transcription.online import OnlineRecognizer, context_for
 from effasr_kernels import Context

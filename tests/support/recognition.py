@@ -7,7 +7,8 @@ import torch
 
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.tokenizer import Tokenizer, train_tokenizer
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig

@@ -9,7 +9,8 @@ from effasr.data.batch import StaticShape
 from effasr.data.conversation.collate import ConversationExample, collate_conversations
 from effasr.data.conversation.rows import CLIP
 from effasr.data.features.log_mel import FeatureConfig
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.language_model.config import LanguageModelConfig
 

@@ -8,7 +8,8 @@ import torch
 
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.tokenizer import Tokenizer
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
 from effasr_kernels import Context

@@ -14,7 +14,8 @@ from effasr.data.config import DataConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.data.tokenizer import train_tokenizer
 from effasr.distributed.process_group import DistributedContext
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.optim.schedules import ScheduleConfig

@@ -13,7 +13,8 @@ from effasr.data.batch import Batch
 from effasr.distributed.ddp import replicate
 from effasr.distributed.grad_sync import DDPGradientSync
 from effasr.distributed.process_group import DistributedContext
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.training import build

@@ -12,8 +12,8 @@ from effasr import checkpoint
 from effasr import config as configuration
 from effasr.data.tokenizer import NoTokenizer
 from effasr.decoding.greedy import choose_method
-from effasr.model.asr import ModelConfig
 from effasr.model.best_rq import BestRQConfig
+from effasr.model.config import ModelConfig
 from effasr.training import build
 from effasr.training.config import LossConfig, TrainConfig
 from effasr.training.run_dir.run_directory import RunDirectory, read_lines

@@ -8,7 +8,8 @@ from effasr.data.collate import Example, collate
 from effasr.data.manifest.reader import read, request
 from effasr.data.tokenizer import load_tokenizer
 from effasr.decoding.transducer_greedy import transducer_greedy
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
 from effasr.data.features.spec_augment import SpecAugmentConfig
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.training.step import train_step
 from effasr_kernels import PackedSequence
 

@@ -10,7 +10,8 @@ import torch
 from effasr.checkpoint import load_model, resolve
 from effasr.cli.main import main
 from effasr.data.features.spec_augment import SpecAugmentConfig
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.training.loss import LossConfig
 from effasr.training.run_dir.run_directory import read_lines

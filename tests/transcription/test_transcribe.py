@@ -11,7 +11,8 @@ import torch
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.continuous_batching.engine import Engine
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import Decoder
 from effasr.nn.cache.contiguous import GROUP
 from effasr.nn.cache.decoder_state import DecoderState

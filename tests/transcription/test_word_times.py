@@ -14,7 +14,8 @@ from effasr.data.features.log_mel import FeatureConfig
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer, train_tokenizer
 from effasr.decoding.config import DecodingConfig
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.transcription.results import Transcription
 from effasr.transcription.transcribe import Waveform, transcribe

@@ -31,7 +31,8 @@ from effasr.interop.huggingface.parakeet import warn_about_layerdrop
 from effasr.interop.huggingface.special_tokens import SpecialTokens
 from effasr.interop.huggingface.weights import CANARY
 from effasr.interop.weights import export_weights
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 
 _CLASS = "CanaryForConditionalGeneration"
 

@@ -21,7 +21,8 @@ from effasr.interop.huggingface.parakeet import (
 )
 from effasr.interop.huggingface.special_tokens import SpecialTokens
 from effasr.interop.huggingface.whisper import export_whisper, import_whisper
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
 from effasr.untrusted.documents import WRONG_VALUES
 

@@ -15,7 +15,7 @@ from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.interop.export_checks import warn_about_options
 from effasr.interop.huggingface.special_tokens import SpecialTokens
 from effasr.interop.weights import Renames, check_weights, import_weights, weight_shapes
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.untrusted.documents import read_json_object
 from effasr.untrusted.files import plain_name
 

@@ -29,7 +29,8 @@ from effasr.interop.huggingface.files import (
 )
 from effasr.interop.huggingface.weights import PARAKEET
 from effasr.interop.weights import export_weights
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.transducer import TransducerConfig
 
 _log = logging.getLogger(__name__)

@@ -29,7 +29,8 @@ from effasr.interop.huggingface.whisper_config import (
     whisper_mapping,
 )
 from effasr.interop.weights import export_weights
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
 from effasr.nn.positions import whisper_sinusoids
 

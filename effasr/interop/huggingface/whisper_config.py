@@ -8,7 +8,7 @@ from typing import Any
 from effasr.data.features.log_mel import FeatureConfig
 from effasr.interop.export_checks import refuse
 from effasr.interop.huggingface.fields import Fields
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
 

@@ -11,7 +11,7 @@ from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.interop.nemo import sections
 from effasr.interop.nemo.contexts import read_contexts, read_convolution
 from effasr.interop.nemo.options import integer, number, switch
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig

@@ -18,7 +18,8 @@ from effasr.interop.nemo.model_yaml import check_expressible, model_yaml, nemo_c
 from effasr.interop.nemo.tokenizer import NemoTokens, nemo_tokens
 from effasr.interop.nemo.weights import position_table, renames, to_nemo_order
 from effasr.interop.weights import export_weights
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
 
 _ROUNDED_TO = 8

@@ -24,7 +24,7 @@ from effasr.interop.nemo.weights import (
     renames,
 )
 from effasr.interop.weights import check_weights, import_weights, weight_shapes
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.untrusted.documents import WRONG_VALUES
 
 _log = logging.getLogger(__name__)

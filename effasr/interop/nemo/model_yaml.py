@@ -13,7 +13,7 @@ from effasr.interop.nemo import sections
 from effasr.interop.nemo.config import CTC, HYBRID, MULTITASK, TRANSDUCER
 from effasr.interop.nemo.contexts import write_contexts
 from effasr.interop.nemo.tokenizer import NemoTokens
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig

@@ -18,7 +18,7 @@ from effasr.data.features.frame_geometry import Framing
 from effasr.data.mixture import MixConfig
 from effasr.data.sampling.packing import suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from effasr.data.conversation.corpus import ConversationCorpus

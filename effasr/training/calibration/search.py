@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from effasr.data.sampling.bucket_table import BucketTable
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.training.calibration.memory_model import Load, MemoryModel
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.speed_model import SpeedModel

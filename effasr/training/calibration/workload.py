@@ -14,7 +14,7 @@ from effasr.data.collate import Example, collate, with_experts
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.sampling.packing import plan_epoch, suggest_node_budget, suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.model.cost import language_model_sizes
 from effasr.training.calibration.conversations import Clips, Conversations, conversations_of
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from effasr.distributed.grad_sync import FlatGradientSync
 from effasr.distributed.process_group import DistributedContext
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.training.cuda_graph.graph import MicroBatchGraph
 from effasr.training.cuda_graph.rules import obstacles_of_model
 from effasr.training.step import TrainState, run_micro_batch

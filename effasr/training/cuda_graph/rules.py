@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.training.config import TrainConfig
 

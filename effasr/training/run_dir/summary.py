@@ -24,7 +24,7 @@ from effasr.data.statistics import guidance
 from effasr.data.statistics.frames_per_token import FramesPerToken
 from effasr.data.statistics.survey import SAMPLE, survey
 from effasr.data.tokenizer import SentencePieceTokenizer, Tokenizer
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 
 
 def describe_batches(

@@ -14,8 +14,9 @@ from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decoded import Decoded, with_scores
 from effasr.decoding.greedy import check_config, decode
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
 from effasr.model.checks import check
+from effasr.model.config import ModelConfig
 from effasr.nn.parameters.evaluating import evaluating
 from effasr.transcription.batching import plan_batches
 from effasr_kernels import PackedSequence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from effasr.data.features.log_mel import FeatureConfig
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig

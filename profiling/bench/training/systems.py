@@ -21,7 +21,8 @@ from effasr import ranges
 from effasr.data.batch import IGNORED, Batch
 from effasr.data.collate import Example, collate
 from effasr.distributed.process_group import DistributedContext
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.training.build import build_train_state
 from effasr.training.config import TrainConfig
 from effasr.training.profiler import ProfileConfig, StepProfiler

@@ -30,7 +30,8 @@ from effasr.data.collate import Example, collate
 from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.distributed.process_group import DistributedContext
 from effasr.evaluation.wer import count_errors, total
-from effasr.model.asr import ASRModel, ModelConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
 from effasr.model.cost import cost_model
 from effasr.model.encoder import FastConformerConfig
 from effasr.nn.experts.config import ExpertsConfig

@@ -11,7 +11,7 @@ import soundfile
 
 from effasr.data.config import DataConfig
 from effasr.data.tokenizer import train_tokenizer
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.optim.adamw import OptimizerConfig

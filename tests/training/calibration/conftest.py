@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from effasr.data.sampling.plan import UtteranceLengths
-from effasr.model.asr import ModelConfig
+from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.training.calibration.memory_model import MemoryModel

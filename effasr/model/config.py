@@ -1,0 +1,129 @@
+"""Configuration of a speech model: its features, encoder and outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.spec_augment import SpecAugmentConfig
+from effasr.model.best_rq import BestRQConfig
+from effasr.model.checks import check
+from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import FastConformerConfig
+from effasr.model.language_model.config import LanguageModelConfig
+from effasr.model.text_encoder import TextEncoderConfig
+from effasr.model.transducer import TransducerConfig
+from effasr.model.whisper_encoder import WhisperEncoderConfig
+from effasr.nn.experts.config import ExpertsConfig, named_experts_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Architecture of a model; the tokenizer determines the size of the vocabulary.
+
+    Attributes:
+        features: Log-mel features.
+        spec_augment: SpecAugment, in training only.
+        encoder: A FastConformer, or Whisper's Transformer, selected by its ``kind``.
+        decoder: The attention decoder; null for none.
+        ctc: Whether the encoder has a CTC head.
+        transducer: The transducer; null for none.
+        text_encoder: Reads text-only batches, which the decoder translates; null for none.
+        language_model: A causal language model that reads the encoder's output within
+            conversations; null for none. It is then the only output.
+        residual_in_fp32: Whether the sums of the outputs of a stack's modules (the residual stream)
+            are float32 where a GPU trains in bfloat16 or float16, as under PyTorch's autocast; else
+            they are rounded to the narrow dtype after each addition.
+        best_rq: Pretraining of the encoder on audio alone, in place of all outputs; null for none.
+    """
+
+    features: FeatureConfig = field(default_factory=FeatureConfig)
+    spec_augment: SpecAugmentConfig = field(default_factory=SpecAugmentConfig)
+    encoder: FastConformerConfig | WhisperEncoderConfig = field(default_factory=FastConformerConfig)
+    decoder: DecoderConfig | None = field(default_factory=DecoderConfig)
+    ctc: bool = False
+    transducer: TransducerConfig | None = None
+    text_encoder: TextEncoderConfig | None = None
+    language_model: LanguageModelConfig | None = None
+    residual_in_fp32: bool = True
+    best_rq: BestRQConfig | None = None
+
+    def __post_init__(self) -> None:
+        needed, given = self.encoder.subsampling, self.features.subsampling
+        if given is None:
+            object.__setattr__(self, "features", replace(self.features, subsampling=needed))
+        elif needed != given:
+            raise ValueError(
+                f"`features.subsampling` must be {needed} for this encoder of kind "
+                f"{self.encoder.kind}, but is {given}: leave it out, or change `encoder`."
+            )
+        causal = isinstance(self.encoder, FastConformerConfig) and self.encoder.causal_subsampling
+        if self.features.causal_subsampling and not causal:
+            raise ValueError(
+                "`features.causal_subsampling` must be false for this encoder, but is true: set "
+                "`encoder.causal_subsampling`, which sets both."
+            )
+        if causal:
+            features = replace(self.features, causal_subsampling=True)
+            object.__setattr__(self, "features", features)
+        if self.best_rq is not None:
+            self._check_alone(
+                "best_rq",
+                "because pretraining on audio alone has no text",
+                "leave it out here, and give it to the run that starts from this one with "
+                "`init_from`",
+            )
+        elif self.language_model is not None:
+            self._check_alone("language_model", "which is then the only output")
+        elif self.decoder is None and not self.ctc and self.transducer is None:
+            raise ValueError(
+                "`ctc` must be true where `decoder` and `transducer` are null, because the model "
+                "needs an output: set `ctc` or give a `decoder` or a `transducer`."
+            )
+        experts = named_experts_of(self.encoder)
+        if experts is not None and (self.best_rq or self.language_model):
+            raise ValueError(
+                "`encoder.experts.route` must be learned with `best_rq` or `language_model`, whose "
+                f"audio has no task of its own, but is {experts.route}."
+            )
+        if self.text_encoder is not None:
+            if self.decoder is None:
+                raise ValueError(
+                    "`decoder` must be given where `text_encoder` is, because nothing else reads "
+                    "what it writes: give a `decoder`, or leave `text_encoder` out."
+                )
+            self.text_encoder.check_width(self.encoder.width)
+        self._check_named_experts()
+
+    def _check_named_experts(self) -> None:
+        """Check that the experts of the decoder have the names of those before it.
+
+        An utterance has one number, which all of its stacks use.
+        """
+        decoder = named_experts_of(self.decoder)
+        for name in ("encoder", "text_encoder"):
+            own = named_experts_of(getattr(self, name))
+            if own is None or decoder is None:
+                continue
+            for part in ("route", "names"):
+                value, needed = getattr(decoder, part), getattr(own, part)
+                rule = f"be {needed}, that of `{name}.experts`"
+                remedy = "one name chooses the experts of an utterance"
+                check(value == needed, f"decoder.experts.{part}", rule, value, remedy)
+
+    def named_experts(self, *, text: bool = False) -> ExpertsConfig | None:
+        """Return the experts that names choose for speech, or for text pairs; None for none.
+
+        They give `effasr.data.batch.Batch.expert` its numbers.
+        """
+        own = named_experts_of(self.text_encoder if text else self.encoder)
+        return named_experts_of(self.decoder) if own is None else own
+
+    def _check_alone(self, name: str, reason: str, remedy: str = "leave it out") -> None:
+        """Check that the output of this name is the only one."""
+        for other in ("decoder", "ctc", "transducer", "text_encoder", "language_model"):
+            if other != name and getattr(self, other):
+                raise ValueError(
+                    f"`{other}` must be {'false' if other == 'ctc' else 'null'} where `{name}` is "
+                    f"given, {reason}, but is given: {remedy}."
+                )
