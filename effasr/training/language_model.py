@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,28 +11,9 @@ from effasr.data.tokenizer import ChatTokenizer, Tokenizer
 from effasr.model.asr import ASRModel
 from effasr.training.checkpointing.resume import Saved
 from effasr.training.config import TrainConfig
-from effasr.training.cuda_graph.rules import Obstacle
 
 if TYPE_CHECKING:
     from effasr.data.conversation.corpus import ConversationCorpus
-
-
-def unsupported_settings(config: TrainConfig) -> Iterator[Obstacle]:
-    """Yield the settings that a run with a language model refuses; none without one.
-
-    A CUDA graph has rules of its own; see `effasr.training.cuda_graph.rules.obstacles`.
-    """
-    training = config.training
-    if config.model.language_model is None:
-        return
-    if training.compile and training.activation_checkpointing:
-        yield Obstacle(
-            "training.compile",
-            "the layers of transformers are not compiled where they are recomputed",
-            "`training.compile` must be false where a language model has "
-            "`training.activation_checkpointing`, with which it has not been tried, but is true: "
-            "set either to false.",
-        )
 
 
 def resolve_language_model(config: TrainConfig, saved: Saved | None) -> TrainConfig:
@@ -42,7 +22,7 @@ def resolve_language_model(config: TrainConfig, saved: Saved | None) -> TrainCon
     It is that of the checkpoint, so that a run continues without the folder, or of the folder.
 
     Raises:
-        ValueError: The folder cannot be used, or a setting does not suit a language model.
+        ValueError: The folder cannot be used.
         ImportError: transformers is not installed.
     """
     # Imported here, because transformers takes seconds.
@@ -50,8 +30,6 @@ def resolve_language_model(config: TrainConfig, saved: Saved | None) -> TrainCon
 
     settings = config.model.language_model
     assert settings is not None
-    for found in unsupported_settings(config):
-        raise ValueError(found.message)
     if settings.architecture is not None:
         return config
     if saved is not None:

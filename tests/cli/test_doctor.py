@@ -4,13 +4,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from effasr import config as configuration
 from effasr.cli.installation import recipe_report
 from effasr.cli.installation import report as doctor
 from effasr.cli.installation.recipe_report import recipe_rows
 from effasr.cli.main import main
-from effasr.training.config import TrainConfig
-from effasr.training.language_model import resolve_language_model
 from effasr_kernels import OPERATIONS, Backend
 from effasr_kernels.runtime import native
 
@@ -171,8 +168,7 @@ def test_a_requested_graph_is_refused_and_an_unwanted_one_is_possible(monkeypatc
     assert rows["training.bfloat16_weights"].value == "yes"
 
 
-def test_a_recipe_with_a_language_model_has_what_it_refuses() -> None:
-    """Of a run: each that is named here is refused there, with the same rule."""
+def test_a_recipe_with_a_language_model_shows_its_budgets() -> None:
     common = ["training.device=cpu", "model.language_model.path=no/such/folder"]
     found = {row.name: row for row in recipe_rows("speech_llm_demo", common)}
     assert found["training.compile"].value == "no"
@@ -180,17 +176,6 @@ def test_a_recipe_with_a_language_model_has_what_it_refuses() -> None:
     assert found["data.token_budget"].value == "by the data"
     assert found["training.cuda_graph"].value == "no"
     assert "the run is on cpu" in found["training.cuda_graph"].note
-    for fields in (
-        ["training.compile=true", "training.activation_checkpointing=1"],
-        ["training.strategy=fsdp2", "training.freeze=[encoder]"],
-    ):
-        name = fields[0].partition("=")[0]
-        row = {row.name: row for row in recipe_rows("speech_llm_demo", [*common, *fields])}[name]
-        assert row.value == "refused"
-        assert row.note
-        config = configuration.load(TrainConfig, "speech_llm_demo", [*common, *fields])
-        with pytest.raises(ValueError, match=f"^`{name}` must"):
-            resolve_language_model(config, None)
     (budget,) = (
         row
         for row in recipe_rows("speech_llm_demo", [*common, "data.frame_budget=auto"])

@@ -267,9 +267,6 @@ def test_what_cannot_be_is_refused(make_lora_config, make_config, tones) -> None
     model = replace(make_config().model, text_encoder=text)
     with pytest.raises(ValueError, match=r"`model\.text_encoder` must be in `lora\.also_train`"):
         run(make_lora_config(model=model))
-    settings = {"data": {"text_share": 0.5}, "training": {"strategy": "fsdp2"}}
-    with pytest.raises(ValueError, match=r"`training\.strategy` must not be fsdp2 where"):
-        run(make_lora_config(model=model, **settings))
     assert run(make_lora_config(training={"max_steps": 1})) == 0
     with pytest.raises(ValueError, match=r"`lora\.rank` must stay 3"):
         run(make_lora_config(replace(LORA, rank=4), training={"max_steps": 2}))

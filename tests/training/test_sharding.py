@@ -138,13 +138,14 @@ def talk(number: int) -> ConversationBatch:
     return make_conversation_batch(written if (number + step) % 3 else spoken[2:], shape=TALK)
 
 
-def partly_frozen(context: DistributedContext) -> None:
-    """A speech language model, of which parts before, behind and among the others are frozen."""
+def language_model(context: DistributedContext) -> None:
+    """Whole, with parts frozen before, behind and among the others, and with adapters."""
     kinds = [[bool(sum(talk(4 * step + n).clip_counts)) for n in range(4)] for step in range(STEPS)]
     assert any(a != b for step in kinds for a, b in zip(step[::2], step[1::2], strict=True))
     config, model = quiet_config(OPTIMIZER), speech_llm_config()
     config = replace(config, model=replace(model, encoder=replace(model.encoder, layers=2)))
     for frozen in (
+        (),
         ("language_model.model", "encoder"),
         ("language_model.model", "encoder.subsampling", "encoder.layers.0"),
         ("language_model.model.embed_tokens", "encoder.layers"),
@@ -180,6 +181,6 @@ def test_sharded_training_of_compiled_layers_is_that_of_one_process() -> None:
 
 
 @pytest.mark.slow
-def test_a_sharded_language_model_may_be_frozen_in_part() -> None:
+def test_a_sharded_language_model_trains_as_that_of_one_process() -> None:
     pytest.importorskip("transformers")
-    check_ranks(partly_frozen)
+    check_ranks(language_model)

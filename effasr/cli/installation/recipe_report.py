@@ -13,7 +13,6 @@ from effasr.cli.installation.report import Row
 from effasr.distributed.process_group import choose_device
 from effasr.training.config import TrainConfig
 from effasr.training.cuda_graph.rules import obstacles, uses_graph
-from effasr.training.language_model import unsupported_settings
 from effasr.training.strategies.parallelism import is_bfloat16, reason_for_autocast
 
 
@@ -34,7 +33,6 @@ def recipe_rows(recipe: str | None, overrides: Sequence[str]) -> list[Row]:
     device = choose_device(config.training.device)
     precision = "bfloat16" if is_bfloat16(config.training.precision, device) else "float32"
     section = f"recipe {recipe} on {device.type}"
-    refused = {x.setting: x.reason for x in unsupported_settings(config)}
     values = {"training.compile": "yes" if config.training.compile else "no"}
     if config.model.language_model is not None:
         values |= {
@@ -46,9 +44,7 @@ def recipe_rows(recipe: str | None, overrides: Sequence[str]) -> list[Row]:
         _graph(config, section, device),
         _casts(config, section, device),
     ]
-    for name, value in values.items():
-        reason = refused.get(name)
-        rows.append(Row(section, name, value if reason is None else "refused", reason or ""))
+    rows += [Row(section, name, value, "") for name, value in values.items()]
     if config.model.language_model is not None:
         rows += _rows_of_language_model(config, section)
     return rows

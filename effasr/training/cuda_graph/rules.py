@@ -14,7 +14,7 @@ from effasr.training.config import TrainConfig
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """A reason why micro-batches cannot be recorded, or why a run refuses a setting.
+    """A reason why micro-batches cannot be recorded.
 
     Attributes:
         setting: The field that it comes from; ``training.device`` for the device.

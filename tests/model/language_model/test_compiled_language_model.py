@@ -7,6 +7,7 @@ import torch
 
 from effasr.data.batch import StaticShape
 from effasr.nn.lora import LoRAConfig, adapt
+from effasr.nn.stack import apply_activation_checkpointing
 from tests.support.speech_llm import conversations, make_conversation_batch, speech_llm
 
 pytest.importorskip("transformers")
@@ -20,12 +21,17 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("kind", "recomputed"), [("llama", False), ("llama", True), ("gemma3_text", False)]
+)
 @pytest.mark.usefixtures("_fresh_compiler", "without_onednn")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.extended
-def test_it_compiles_once_and_without_a_break(kind):
+def test_it_compiles_once_and_without_a_break(kind, recomputed):
     model = speech_llm(kind).train()
+    if recomputed:
+        apply_activation_checkpointing(model, 1)
+        model.language_model.checkpoint_activations(1)
     if kind == "llama":
         targets = ("language_model.model.*_proj",)
         adapt(model, LoRAConfig(rank=2, targets=targets, also_train=("encoder",)))
