@@ -178,9 +178,10 @@ def _find(recipe: str | Path) -> Path:
         return path
     named = RECIPES / f"{recipe}.yaml"
     if not named.is_file():
+        near = _nearest(str(recipe), recipes())
         raise ConfigError(
-            f"`recipe` must be a YAML file or one of {', '.join(recipes())}, "
-            f"but is {str(recipe)!r}: {_nearest(str(recipe), recipes()) or 'there is none such.'}"
+            f"`recipe` must be a YAML file or a recipe's name, but is {str(recipe)!r}: "
+            + (near or f"the recipes are {', '.join(recipes())}.")
         )
     return named
 

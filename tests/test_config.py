@@ -145,7 +145,7 @@ def test_numbers_as_keys_survive_json_and_overrides(recipe) -> None:
 def test_a_missing_recipe_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="does not"):
         config.load(Root, "missing.yaml")
-    with pytest.raises(ConfigError, match="must be a YAML file or one of"):
+    with pytest.raises(ConfigError, match="must be a YAML file or a recipe's name"):
         config.load(Root, "nosuch")
 
 

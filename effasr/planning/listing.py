@@ -18,7 +18,12 @@ from effasr.data.audio.waveform import AudioError
 from effasr.data.filters.rules import Dropped, Limits, check_copies, text_of
 from effasr.data.manifest import nemo
 from effasr.data.manifest.cuts import CUTS_FILE
-from effasr.data.manifest.fields import optional_text, prompt_fields, seconds_field, text_field
+from effasr.data.manifest.fields import (
+    optional_text,
+    prompt_fields,
+    seconds_field,
+    transcript_field,
+)
 from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.data.manifest.reader import named
 from effasr.data.manifest.utterance import FileUtterance, Utterance, custom_fields
@@ -235,7 +240,7 @@ class _Reader:
         if self._untranscribed and self._lacks_text(row.get("text")):
             self._add_untranscribed(name, place, seconds)
         elif "text" in row and (counted is None or self._looks_at_texts):
-            text = text_field(row, "text", origin).strip()
+            text = transcript_field(row, "text", origin)
             self._add_text(name, place, seconds, text, row, origin)
         elif counted is not None:
             self._add(name, place, seconds, min(counted, MOST_TOKENS), self._prompt_tokens)

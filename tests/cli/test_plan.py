@@ -105,7 +105,7 @@ def test_what_a_person_reads(effasr, corpus, tmp_path) -> None:
         ("u7", "too_long"),
         ("u9", "too_long"),
     ]
-    assert drops[0]["details"] == "41.000 s, over 40 s"
+    assert drops[0]["details"] == "41.000 s, over `max_duration` 40 s"
     picture = ElementTree.parse(tmp_path / "p.svg").getroot()
     texts = [text.text or "" for text in picture.iter("{http://www.w3.org/2000/svg}text")]
     assert "Padding of corpus" in texts
@@ -283,7 +283,7 @@ def test_a_bad_manifest(effasr, tmp_path, lines, message) -> None:
         (("--seed", "²"), "argument --seed: must be an integer from 0 on"),
         (("--max-duration", "nan"), "argument --max-duration: must be a number of seconds over 0"),
         (("--max-duration", "-1"), "argument --max-duration: must be a number of seconds over 0"),
-        (("--recipe", "nope"), "`recipe` must be a YAML file or one of"),
+        (("--recipe", "nope"), "`recipe` must be a YAML file or a recipe's name"),
         (("--tokenizer", "gone"), "effasr tokenizer"),
         (("--picture", "p.png"), "`--picture` must be a file that ends in .svg, but is 'p.png'"),
         (("--picture", "gone/p.svg"), "`--picture` must be in a folder that exists"),

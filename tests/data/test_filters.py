@@ -25,12 +25,22 @@ def cut_of(
 @pytest.mark.parametrize(
     ("cut", "limits", "reason", "details"),
     [
-        ({"seconds": 0.05}, {}, Reason.TOO_SHORT, "0.050 s, under 0.1 s"),
-        ({"seconds": 2.0}, {"max_duration": 1.5}, Reason.TOO_LONG, "2.000 s, over 1.5 s"),
+        ({"seconds": 0.05}, {}, Reason.TOO_SHORT, "0.050 s, under `min_duration` 0.1 s"),
+        (
+            {"seconds": 2.0},
+            {"max_duration": 1.5},
+            Reason.TOO_LONG,
+            "over `max_duration` 1.5 s",
+        ),
         ({"text": ""}, {}, Reason.EMPTY_TEXT, "the text is empty"),
         ({"text": "  "}, {}, Reason.EMPTY_TEXT, "the text is empty"),
-        ({}, {"frame_budget": 24}, Reason.FRAME_BUDGET, "25 encoder frames, over 24"),
-        ({}, {"token_budget": 5}, Reason.TOKEN_BUDGET, r"\d+ tokens, over 5"),
+        (
+            {},
+            {"frame_budget": 24},
+            Reason.FRAME_BUDGET,
+            "frames, over `frame_budget` 24",
+        ),
+        ({}, {"token_budget": 5}, Reason.TOKEN_BUDGET, r"\d+ tokens, over `token_budget` 5"),
         ({"lang": "fr"}, {}, Reason.UNKNOWN_LANGUAGE, "must be one of de, en, but is 'fr'"),
         ({"text": "жц"}, {}, Reason.UNKNOWN_TEXT, "the vocabulary spells nothing of 'жц'"),
         (

@@ -113,7 +113,7 @@ def test_audio_is_opened_only_for_lines_without_a_duration(tmp_path, write) -> N
         ({"duration": "1", "text": "a"}, "`duration` must be a number of seconds, but is '1'"),
         ({"duration": True, "text": "a"}, "`duration` must be a number of seconds, but is True"),
         ({"duration": 1}, "`text` and `num_tokens` are missing: every line needs one of them"),
-        ({"duration": 1, "text": None}, "`text` must be a string, but is None"),
+        ({"duration": 1, "text": 3}, "`text` must be a string, but is 3"),
         ({"duration": 1, "num_tokens": -1}, "`num_tokens` must be an integer from 0 on"),
         ({"duration": 1, "num_tokens": 2.5}, "`num_tokens` must be an integer from 0 on"),
         ({"duration": 1, "num_tokens": False}, "`num_tokens` must be an integer from 0 on"),

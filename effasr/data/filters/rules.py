@@ -227,15 +227,17 @@ def rate_outliers(rates: np.ndarray, durations: np.ndarray, deviations: float = 
 
 
 def _check_duration(duration: float, limits: Limits) -> None:
-    if duration < limits.min_duration:
-        raise Unfit(Reason.TOO_SHORT, f"{duration:.3f} s, under {limits.min_duration:g} s")
-    if duration > limits.max_duration:
-        raise Unfit(Reason.TOO_LONG, f"{duration:.3f} s, over {limits.max_duration:g} s")
+    shown, least, most = f"{duration:.3f} s", limits.min_duration, limits.max_duration
+    if duration < least:
+        raise Unfit(Reason.TOO_SHORT, f"{shown}, under `min_duration` {least:g} s")
+    if duration > most:
+        raise Unfit(Reason.TOO_LONG, f"{shown}, over `max_duration` {most:g} s")
 
 
 def _check_frames(frames: int, limits: Limits) -> None:
     if limits.frame_budget is not None and frames > limits.frame_budget:
-        raise Unfit(Reason.FRAME_BUDGET, f"{frames} encoder frames, over {limits.frame_budget}")
+        details = f"{frames} encoder frames, over `frame_budget` {limits.frame_budget}"
+        raise Unfit(Reason.FRAME_BUDGET, details)
     if limits.max_frames is not None and frames > limits.max_frames:
         raise Unfit(Reason.MODEL, f"{frames} encoder frames, over `max_frames` {limits.max_frames}")
 
@@ -269,7 +271,8 @@ def _check_tokens(tokens: TokenizedText, frames: int, limits: Limits) -> None:
     length = len(tokens.text)
     count = len(tokens.prompt) + length
     if limits.token_budget is not None and count > limits.token_budget:
-        raise Unfit(Reason.TOKEN_BUDGET, f"{count} tokens, over {limits.token_budget}")
+        details = f"{count} tokens, over `token_budget` {limits.token_budget}"
+        raise Unfit(Reason.TOKEN_BUDGET, details)
     if limits.max_positions is not None and count > limits.max_positions:
         raise Unfit(Reason.MODEL, f"{count} tokens, over `max_positions` {limits.max_positions}")
     needed = frames_for_ctc(tokens.text)

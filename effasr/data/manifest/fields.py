@@ -44,12 +44,14 @@ def text_field(row: Mapping[str, Any], name: str, origin: str) -> str:
 def transcript_field(
     row: Mapping[str, Any], name: str, origin: str, *, untranscribed: bool = False
 ) -> str:
-    """Return a transcript, stripped; with ``untranscribed`` it may be missing, null or empty.
+    """Return a transcript, stripped; null is an empty one, which filters drop.
+
+    With ``untranscribed`` it may be missing, too.
 
     Raises:
         ValueError: It is missing where it must not be, or no string.
     """
-    if untranscribed:
+    if untranscribed or name in row:
         return (optional_text(row, name, origin) or "").strip()
     return text_field(row, name, origin).strip()
 
