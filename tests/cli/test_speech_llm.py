@@ -91,12 +91,18 @@ def test_chat(effasr, folder, run):
     path = folder / "data/questions.jsonl"
     lines = (folder / "data/speech.jsonl").read_text().splitlines()[:5]
     wrong = {"id": "wrong", "messages": [{"role": "user", "content": "a"}]}
+    # A control character that JSON allows, and terminals obey.
+    odd = json.loads(lines[1])
+    odd["messages"][1]["content"] = "one\x85two"
+    lines[1] = json.dumps(odd)
     path.write_text("\n".join([*lines[:2], json.dumps(wrong), *lines[2:]]) + "\n")
     found = effasr(*common, "--manifest", str(path))
     assert found.code == 1
     rows = [json.loads(line) for line in found.out.splitlines()]
     assert [row["id"] for row in rows] == ["s0", "s1", "wrong", "s2", "s3", "s4"]
     assert rows[0]["reference"] == json.loads(lines[0])["messages"][1]["content"]
+    assert rows[1]["reference"] == "one\x85two"
+    assert "\x85" not in found.out
     assert isinstance(rows[0]["answer"], str)
     assert "last turn is of user" in rows[2]["error"]
     for slots in ("1", "2"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from itertools import tee
@@ -109,6 +108,7 @@ def _answer_manifest(options: argparse.Namespace, loaded: LoadedModel) -> int:
     """Print a JSON line for each conversation; 1 if one cannot be answered."""
     from effasr.data.conversation.messages import conversations
     from effasr.transcription.answers import Answer, Responder
+    from effasr.transcription.json_files import json_line
 
     code = 0
     responder = Responder(
@@ -125,7 +125,7 @@ def _answer_manifest(options: argparse.Namespace, loaded: LoadedModel) -> int:
         else:
             row["error"] = str(found)
             code = 1
-        print_line(json.dumps(row, ensure_ascii=False))
+        print_line(json_line(row))
     return code
 
 
