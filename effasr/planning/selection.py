@@ -88,12 +88,12 @@ def select(
     sieve.drop(
         Reason.TOO_SHORT,
         seconds < limits.min_duration,
-        lambda i: f"{seconds[i]:.3f} s, under {limits.min_duration:g} s",
+        lambda i: f"{seconds[i]:.3f} s, under `min_duration` {limits.min_duration:g} s",
     )
     sieve.drop(
         Reason.TOO_LONG,
         seconds > limits.max_duration,
-        lambda i: f"{seconds[i]:.3f} s, over {limits.max_duration:g} s",
+        lambda i: f"{seconds[i]:.3f} s, over `max_duration` {limits.max_duration:g} s",
     )
     if limits.text == "required":
         sieve.drop(Reason.EMPTY_TEXT, listing.texts < 1, lambda i: "the text is empty")

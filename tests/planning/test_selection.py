@@ -48,7 +48,7 @@ def test_every_reason_is_counted_and_listed() -> None:
     assert (chosen.lengths.frames.tolist(), chosen.lengths.tokens.tolist()) == ([38], [8])
     assert chosen.reasons["over_model_length"] == 2
     details = {drop.id: drop.details for drop in chosen.dropped}
-    assert details["u0"] == "0.050 s, under 0.1 s"
+    assert details["u0"] == "0.050 s, under `min_duration` 0.1 s"
     assert details["u3"] == "488 encoder frames, over `frame_budget` 400"
     assert details["u5"] == "65 tokens, over `token_budget` 50"
     assert json.dumps(chosen.dropped[1].duration) == "41.0"

@@ -29,7 +29,7 @@ from effasr.data.conversation.shape import static_shape
 from effasr.data.conversation.tokenize import conversation_rows
 from effasr.data.features.frame_geometry import FASTCONFORMER, SAMPLE_RATE, Framing
 from effasr.data.filters.config import FilterConfig, TooManyDropped, check_share
-from effasr.data.filters.rules import Dropped, Reason, Unfit
+from effasr.data.filters.rules import Dropped, Reason, Unfit, check_duration
 from effasr.data.index.base_corpus import BaseCorpus
 from effasr.data.index.columns import (
     AudioColumns,
@@ -307,13 +307,10 @@ class _Builder:
     def _check_clips(self, durations: Sequence[float], frames: Sequence[int]) -> None:
         config, budget = self.config, self.config.known_frame_budget
         for duration in durations:
-            if duration < config.min_duration:
-                limit = f"{duration:.3f} s, under {config.min_duration:g} s"
-                raise Unfit(Reason.TOO_SHORT, limit)
-            if duration > config.max_duration:
-                raise Unfit(Reason.TOO_LONG, f"{duration:.3f} s, over {config.max_duration:g} s")
+            check_duration(duration, config.min_duration, config.max_duration)
         if sum(frames) > budget:
-            raise Unfit(Reason.FRAME_BUDGET, f"{sum(frames)} encoder frames, over {budget}")
+            details = f"{sum(frames)} encoder frames, over `frame_budget` {budget}"
+            raise Unfit(Reason.FRAME_BUDGET, details)
         longest = max(frames, default=0)
         if self.max_frames is not None and longest > self.max_frames:
             raise Unfit(Reason.MODEL, f"{longest} encoder frames, over {self.max_frames}")

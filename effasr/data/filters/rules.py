@@ -141,7 +141,7 @@ def check(
         Unfit: The cut cannot be trained on; the first reason found.
     """
     text, duration = text_of(cut), duration_at(cut.duration, speed)
-    _check_duration(duration, limits)
+    check_duration(duration, limits.min_duration, limits.max_duration)
     if limits.text == "ignored" or (limits.text == "optional" and not text):
         _check_wanted(cut, "", limits)
         if limits.text == "optional" and not request(cut).monotonic:
@@ -226,12 +226,12 @@ def rate_outliers(rates: np.ndarray, durations: np.ndarray, deviations: float = 
     return outliers
 
 
-def _check_duration(duration: float, limits: Limits) -> None:
-    shown, least, most = f"{duration:.3f} s", limits.min_duration, limits.max_duration
+def check_duration(duration: float, least: float, most: float) -> None:
+    """Raise `Unfit` for a duration that is not within the limits, in seconds."""
     if duration < least:
-        raise Unfit(Reason.TOO_SHORT, f"{shown}, under `min_duration` {least:g} s")
+        raise Unfit(Reason.TOO_SHORT, f"{duration:.3f} s, under `min_duration` {least:g} s")
     if duration > most:
-        raise Unfit(Reason.TOO_LONG, f"{shown}, over `max_duration` {most:g} s")
+        raise Unfit(Reason.TOO_LONG, f"{duration:.3f} s, over `max_duration` {most:g} s")
 
 
 def _check_frames(frames: int, limits: Limits) -> None:
