@@ -22,6 +22,7 @@ def _launches(
     sequences: int = 32,
     hypotheses: int = 1,
     heads: int = 8,
+    share: int = 1,
     width: int = 128,
     size: int = 64,
     columns: int = 6,
@@ -29,15 +30,17 @@ def _launches(
     splits: int | None = None,
 ) -> list[Launch]:
     q = torch.empty(sequences * hypotheses, heads, width, dtype=dtype)
-    pages = torch.empty(sequences * columns + 1, size, heads, width, dtype=dtype)
+    key_heads = heads // share
+    pages = torch.empty(sequences * columns + 1, size, key_heads, width, dtype=dtype)
+    added = torch.empty(sequences, key_heads, width, dtype=dtype) if new else None
     arguments = {
         "q": q,
         "k_pages": pages,
         "v_pages": pages,
         "page_table": torch.zeros(sequences, columns, dtype=torch.int32),
         "lengths": torch.zeros(sequences, dtype=torch.int32),
-        "new_k": q if new else None,
-        "new_v": q if new else None,
+        "new_k": added,
+        "new_v": added,
         "scale": 0.125,
         "splits": splits,
     }
@@ -71,6 +74,19 @@ def test_cross_attention_is_split_and_merged(
     # A tile of keys is loaded once for all hypotheses of a sequence.
     assert launches[0].grid[:2] == (32 * 8, 2)
     assert launches[0].grid[2:] == ((1,) if hypotheses > 1 else ())
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("share", [2, 4, 8])
+@pytest.mark.representative(share=4)
+def test_heads_that_share_keys_load_them_once(
+    share: int, width: int, architecture: int, compiled_ok: Check
+) -> None:
+    launches = _launches(architecture, share=share, width=width, columns=4, new=True, splits=1)
+    found = compiled_ok(launches, architecture, products={"attend_several"})
+    assert set(found) == {"attend_several"}
+    assert launches[0].grid == (32 * 8 // share, 1, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

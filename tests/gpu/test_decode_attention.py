@@ -58,12 +58,26 @@ def test_any_width_and_number_of_hypotheses(
     _check(batch, dtype, device, None)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_new_keys_are_written_and_seen(
-    splits: int, dtype: torch.dtype, device: torch.device
+@pytest.mark.parametrize(("hypotheses", "share", "width"), [(1, 4, 24), (3, 2, 16), (1, 20, 16)])
+@pytest.mark.representative(share=4)
+def test_heads_share_keys(
+    hypotheses: int, share: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    batch = draw(AWKWARD, size=8, width=24)
-    new_k, new_v = torch.randn(2, *batch.q.shape).to(dtype)
+    batch = draw(AWKWARD, size=8, hypotheses=hypotheses, share=share, width=width)
+    _check(batch, dtype, device, 2)
+
+
+@pytest.mark.parametrize(
+    ("splits", "share", "width"), [(1, 1, 24), (3, 1, 24), (1, 4, 24), (3, 20, 16), (2, 2, 130)]
+)
+@pytest.mark.representative(width=24)
+@pytest.mark.representative(share=20)
+@pytest.mark.representative(width=130)
+def test_new_keys_are_written_and_seen(
+    splits: int, share: int, width: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    batch = draw(AWKWARD, size=8, share=share, width=width)
+    new_k, new_v = torch.randn(2, len(AWKWARD), 2, width).to(dtype)
     narrow = batch.to("cpu", dtype)
     exact = batch.to("cpu", dtype).to("cpu", torch.float64)
     gold = decode_attention(*exact.arguments, new_k=new_k.double(), new_v=new_v.double())

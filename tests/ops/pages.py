@@ -14,7 +14,7 @@ class Paged:
 
     Attributes:
         q: (N, H, D).
-        k_pages: (P, B, H, D), NaN wherever no key is.
+        k_pages: (P, B, Hk, D), NaN wherever no key is.
         v_pages: Likewise.
         page_table: (S, M), with numbers of no page where none is needed.
         lengths: (S,).
@@ -52,6 +52,7 @@ def draw(
     columns: int | None = None,
     hypotheses: int = 1,
     heads: int = 2,
+    share: int = 1,
     width: int = 8,
     spare: int = 2,
 ) -> Paged:
@@ -62,7 +63,8 @@ def draw(
         size: B.
         columns: M; by default as many as the longest needs.
         hypotheses: Of each sequence.
-        heads: H.
+        heads: Hk.
+        share: H / Hk.
         width: D.
         spare: Pages that nobody uses.
     """
@@ -77,13 +79,13 @@ def draw(
         for column in range(needed[s]):
             table[s, column] = page = next(numbers)
             holes[page, : length - column * size] = False
-    q = torch.randn(len(lengths) * hypotheses, heads, width, dtype=torch.float64)
+    q = torch.randn(len(lengths) * hypotheses, heads * share, width, dtype=torch.float64)
     k[holes], v[holes] = torch.nan, torch.nan
     return Paged(q, k, v, table, torch.tensor(lengths, dtype=torch.int32))
 
 
 def keys_of(pages: Tensor, table: Tensor, length: int) -> Tensor:
-    """The rows of a sequence one by one, (length, H, D)."""
+    """The rows of a sequence one by one, (length, Hk, D)."""
     size = pages.shape[1]
     rows = [pages[int(table[j // size]), j % size] for j in range(length)]
     return torch.stack(rows) if rows else pages.new_zeros(0, *pages.shape[2:])
@@ -93,13 +95,14 @@ def brute_force(batch: Paged, scale: float | None = None) -> Tensor:
     """Query by query, head by head, with nothing in common with the reference but the formula."""
     scale = batch.q.shape[2] ** -0.5 if scale is None else scale
     per_sequence = batch.q.shape[0] // max(1, len(batch.lengths))
+    share = batch.q.shape[1] // max(1, batch.k_pages.shape[2])
     out = torch.zeros_like(batch.q)
     for n in range(batch.q.shape[0]):
         s = n // per_sequence
         table, length = batch.page_table[s], int(batch.lengths[s])
         k, v = (keys_of(x, table, length) for x in (batch.k_pages, batch.v_pages))
         for h in range(batch.q.shape[1]):
-            weights = (k[:, h] * batch.q[n, h]).sum(1).mul(scale).exp()
+            weights = (k[:, h // share] * batch.q[n, h]).sum(1).mul(scale).exp()
             if length:
-                out[n, h] = (weights[:, None] * v[:, h]).sum(0) / weights.sum()
+                out[n, h] = (weights[:, None] * v[:, h // share]).sum(0) / weights.sum()
     return out

@@ -18,9 +18,9 @@ AWKWARD = (0, 1, 3, 4, 5, 12)
 
 
 @pytest.mark.parametrize("hypotheses", [1, 2, 5])
-@pytest.mark.parametrize("columns", [3, 7])
-def test_is_the_formula(hypotheses: int, columns: int) -> None:
-    batch = draw(AWKWARD, hypotheses=hypotheses, columns=columns)
+@pytest.mark.parametrize(("columns", "share"), [(3, 1), (7, 1), (7, 3)])
+def test_is_the_formula(hypotheses: int, columns: int, share: int) -> None:
+    batch = draw(AWKWARD, hypotheses=hypotheses, columns=columns, share=share)
     torch.testing.assert_close(decode_attention(*batch.arguments), brute_force(batch))
 
 
@@ -85,9 +85,10 @@ def test_where_pages_lie_makes_no_difference_to_the_bit() -> None:
     assert torch.equal(decode_attention(*sorted_batch.arguments), expected)
 
 
-def test_new_keys_are_written_and_seen() -> None:
-    batch = draw(AWKWARD)
-    new_k, new_v = torch.randn(2, *batch.q.shape, dtype=torch.float64)
+@pytest.mark.parametrize("share", [1, 4])
+def test_new_keys_are_written_and_seen(share: int) -> None:
+    batch = draw(AWKWARD, share=share)
+    new_k, new_v = torch.randn(2, len(AWKWARD), 2, 8, dtype=torch.float64)
     new_k[0], new_v[0] = torch.nan, torch.nan  # of the sequence of length 0
     once = replace(batch, k_pages=batch.k_pages.clone(), v_pages=batch.v_pages.clone())
     positions = batch.lengths - 1
@@ -131,9 +132,15 @@ def test_takes_no_sequences() -> None:
         ("q", torch.zeros(4, 2), r"`q` must have shape \(N, H, D\)"),
         ("q", torch.zeros(3, 2, 8), "`q` must have a multiple of S = 2 rows"),
         ("q", torch.zeros(4, 2, 8).double(), r"`k_pages` must be torch\.float64"),
-        ("k_pages", torch.zeros(4, 4, 2, 9), r"`k_pages` must have shape \(P, B, H, D\)"),
+        (
+            "q",
+            torch.zeros(4, 3, 8),
+            "`q` must have a multiple of Hk = 2 heads, as many as `k_pages`",
+        ),
+        ("q", torch.zeros(4, 1, 8), "`q` must have a multiple of Hk = 2 heads"),
+        ("k_pages", torch.zeros(4, 4, 2, 9), r"`k_pages` must have shape \(P, B, Hk, D\)"),
         ("k_pages", torch.zeros(4, 0, 2, 8), "`v_pages` must have shape"),
-        ("v_pages", torch.zeros(5, 4, 2, 8), r"`v_pages` must have shape \(P, B, H, D\)"),
+        ("v_pages", torch.zeros(5, 4, 2, 8), r"`v_pages` must have shape \(P, B, Hk, D\)"),
         ("page_table", torch.zeros(2, 3), r"`page_table` must be torch\.int32"),
         ("page_table", torch.full((2, 3), 4).int(), r"`page_table` must name pages in \[0, 4\)"),
         ("page_table", torch.full((2, 3), -1).int(), "`page_table` must name pages"),
@@ -159,7 +166,7 @@ def test_says_what_is_wrong(name: str, value: object, message: str) -> None:
 
 def test_new_keys_belong_to_one_hypothesis_each() -> None:
     batch, new = draw((3, 2), hypotheses=2), torch.zeros(4, 2, 8, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"`new_k` must have shape \(N, H, D\), N = S, = \(2,"):
+    with pytest.raises(ValueError, match=r"`new_k` must have shape \(N, Hk, D\), N = S, = \(2,"):
         decode_attention(*batch.arguments, new_k=new, new_v=new)
 
 

@@ -38,21 +38,26 @@ def decode_attention(
     their entries of the table are never read. There is no gradient. Scores and sums are float32
     (float64 for float64).
 
+    In grouped-query attention, Hk divides H, and head h of a query attends to head
+    ``h // (H // Hk)`` of the keys and values, whose tiles a kernel loads once for all queries and
+    heads that share them, up to 16 (float32 of more than 128 channels: once for each).
+
     Shapes are static and the host does not wait for the device, so a call can be captured in a CUDA
     graph and replayed with other lengths and tables. A row depends only on its own sequence,
-    bitwise: on a GPU for given B, D, ``N // S``, M and ``splits``; with the reference for given H,
-    D, ``N // S`` and number of threads. The default number of splits depends on M, B, H, D and the
-    number of multiprocessors, but not on N.
+    bitwise: on a GPU for given B, D, ``H // Hk``, ``N // S``, M and ``splits``; with the reference
+    for given H, Hk, D, ``N // S`` and number of threads. The default number of splits depends on M,
+    B, Hk and the number of multiprocessors, but not on N.
 
     Args:
         q: (N, H, D), floating point; N is a multiple of S.
-        k_pages: (P, B, H, D), the dtype of ``q``; written in place if ``new_k`` is given.
-        v_pages: (P, B, H, D), the dtype of ``q``; written in place if ``new_v`` is given.
+        k_pages: (P, B, Hk, D), the dtype of ``q``; H is a multiple of Hk. Written in place if
+            ``new_k`` is given.
+        v_pages: (P, B, Hk, D), the dtype of ``q``; written in place if ``new_v`` is given.
         page_table: (S, M), int32, the pages of each sequence in order.
         lengths: (S,), int32, in [0, M * B]: keys of each sequence, including the new one.
-        new_k: (N, H, D), the dtype of ``q``, only with ``new_v`` and N = S; by default all keys are
+        new_k: (N, Hk, D), the dtype of ``q``, only with ``new_v`` and N = S; by default all keys are
             already in pages.
-        new_v: (N, H, D), the dtype of ``q``.
+        new_v: (N, Hk, D), the dtype of ``q``.
         scale: Factor of the scores; ``D ** -0.5`` by default.
         splits: Programs among which the keys of a sequence and head are divided; a second kernel
             merges several. By default as few as fill the GPU. The reference ignores it.
@@ -77,25 +82,30 @@ def decode_attention(
         q = q.to(k_pages.dtype)
         new_k, new_v = (None if x is None else x.to(k_pages.dtype) for x in (new_k, new_v))
     checks.check_shape(_NAME, "q", q, "(N, H, D)", None, None, None)
-    paged.check_pages(_NAME, k_pages, v_pages, *q.shape[1:])
+    count, heads, width = q.shape
+    paged.check_pages(_NAME, k_pages, v_pages, None, width, "(P, B, Hk, D)")
+    key_heads = k_pages.shape[2]
+    if heads % key_heads if key_heads else heads:
+        rule = f"have a multiple of Hk = {key_heads} heads, as many as `k_pages`"
+        raise checks.wrong(_NAME, "q", rule, tuple(q.shape))
     paged.check_int32(_NAME, "page_table", page_table, k_pages, "(S, M)", None, None)
     sequences = page_table.shape[0]
     paged.check_int32(_NAME, "lengths", lengths, k_pages, "(S,)", sequences)
-    if q.shape[0] % sequences if sequences else q.shape[0]:
+    if count % sequences if sequences else count:
         rule = f"have a multiple of S = {sequences} rows, as many as `page_table`"
         raise checks.wrong(_NAME, "q", rule, tuple(q.shape))
     if (new_k is None) != (new_v is None):
         raise ValueError(f"{_NAME}: `new_k` and `new_v` come together, or not at all.")
     for name, new in (("new_k", new_k), ("new_v", new_v)):
         if new is not None:
-            checks.check_shape(_NAME, name, new, "(N, H, D), N = S,", sequences, *q.shape[1:])
-            checks.check_shape(_NAME, "q", q, "(N, H, D), as `new_k`,", *new.shape)
+            checks.check_shape(_NAME, name, new, "(N, Hk, D), N = S,", sequences, key_heads, width)
+            checks.check_shape(_NAME, "q", q, "(N, H, D), as `new_k`,", sequences, heads, width)
     checks.check_floating(_NAME, q=q, k_pages=k_pages, v_pages=v_pages, new_k=new_k, new_v=new_v)
     if splits is not None and not splits >= 1:
         raise checks.wrong(_NAME, "splits", "be at least 1", splits)
     arguments = DecodeArguments(
         *(q, k_pages, v_pages, page_table, lengths, new_k, new_v),
-        q.shape[2] ** -0.5 if scale is None else float(scale),
+        width**-0.5 if scale is None else float(scale),
         splits,
     )
     return OPERATION(arguments, backend)

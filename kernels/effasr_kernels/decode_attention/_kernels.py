@@ -47,6 +47,7 @@ def attend_one(
     new_v_head,
     scale_log2,
     GROUP: tl.constexpr,
+    SHARE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -56,17 +57,17 @@ def attend_one(
 ):
     """Attend with one query and head to one part of the keys: program (n * H + h, part).
 
-    There are no matrix products, as queries share no keys: each thread computes the softmax of the
+    There are no matrix products, as programs share no keys: each thread computes the softmax of the
     keys that it loads, in float32, and these are merged at the end.
 
     Args:
         q: (N, H, D), its channels contiguous, as are those of all arguments. A pointer, as are all
             up to ``statistics``.
-        k_pages: (P, B, H, D), written to where there is ``new_k``.
+        k_pages: (P, B, Hk, D), written to where there is ``new_k``.
         v_pages: Likewise.
         page_table: int32 (S, M).
         lengths: int32 (S,), contiguous.
-        new_k: (N, H, D), N = S, the last key; None if all keys are in pages.
+        new_k: (N, Hk, D), N = S, the last key; None if all keys are in pages.
         new_v: Likewise.
         out: (N, H, D), contiguous, written; None with ``MERGED``.
         partial: float32 (splits, N, H, D), contiguous, written: sums of values, weighted by powers
@@ -95,6 +96,7 @@ def attend_one(
         new_v_head: Head stride of ``new_v``.
         scale_log2: Factor of the scores, for powers of two.
         GROUP: N / S, queries of a sequence.
+        SHARE: H / Hk, heads of queries that share a head of keys.
         WIDTH: D.
         BLOCK_D: The power of two, at least 16, that D is padded to.
         BLOCK_N: Keys of a tile.
@@ -105,6 +107,7 @@ def attend_one(
     query_row = (tl.program_id(0) // heads).to(tl.int64)
     sequence = query_row // GROUP
     head = (tl.program_id(0) % heads).to(tl.int64)
+    key_head = head // SHARE
     part = tl.program_id(1)
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -113,8 +116,8 @@ def attend_one(
     query = tl.load(q + query_row * q_row + head * q_head + d, mask=in_width, other=0.0)
     query = query.to(tl.float32) * scale_log2
     page_table += sequence * table_row
-    k_pages += head * k_head
-    v_pages += head * v_head
+    k_pages += key_head * k_head
+    v_pages += key_head * v_head
 
     # A new key, the last one, is not yet in a page.
     kept = length
@@ -158,11 +161,12 @@ def attend_one(
             exists = (page >= 0) & (page < pages)
             page = tl.where(exists, page, 0).to(tl.int64)
             key = (last % size).to(tl.int64)
-            place = new_k + query_row * new_k_row + head * new_k_head + d
+            place = new_k + query_row * new_k_row + key_head * new_k_head + d
             k_new = tl.load(place, mask=in_width, other=0.0)
-            place = new_v + query_row * new_v_row + head * new_v_head + d
+            place = new_v + query_row * new_v_row + key_head * new_v_head + d
             v_new = tl.load(place, mask=in_width, other=0.0)
-            stored = in_width & exists
+            # One of the programs that share a head of keys writes it; none reads it from the page.
+            stored = in_width & exists & (head % SHARE == 0)
             tl.store(k_pages + page * k_page + key * k_key + d, k_new, mask=stored)
             tl.store(v_pages + page * v_page + key * v_key + d, v_new, mask=stored)
             score = tl.sum(k_new.to(tl.float32) * query, 0)
@@ -194,6 +198,8 @@ def attend_several(
     v_pages,
     page_table,
     lengths,
+    new_k,
+    new_v,
     out,
     partial,
     statistics,
@@ -213,8 +219,13 @@ def attend_several(
     v_page,
     v_key,
     v_head,
+    new_k_row,
+    new_k_head,
+    new_v_row,
+    new_v_head,
     scale_log2,
     GROUP: tl.constexpr,
+    SHARE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -222,17 +233,20 @@ def attend_several(
     WITHIN: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """Attend with queries of a sequence to one part of the keys: program (s * H + h, part, i).
+    """Attend with queries of a sequence to one part of the keys: program (s * Hk + h, part, i).
 
-    The program processes ``BLOCK_G`` queries from number ``i * BLOCK_G`` on. It loads a tile of
-    keys once for all of them, and computes matrix products.
+    The rows of a sequence and head of keys are its N / S queries in H / Hk heads each. The program
+    processes ``BLOCK_G`` rows from number ``i * BLOCK_G`` on. It loads a tile of keys once for all
+    of them, and computes matrix products.
 
     Args:
         q: (N, H, D).
-        k_pages: (P, B, H, D).
-        v_pages: (P, B, H, D).
+        k_pages: (P, B, Hk, D), written to where there is ``new_k``.
+        v_pages: Likewise.
         page_table: int32 (S, M).
         lengths: int32 (S,).
+        new_k: See `attend_one`.
+        new_v: See `attend_one`.
         out: (N, H, D).
         partial: float32 (splits, N, H, D).
         statistics: float32 (2, splits, N, H).
@@ -252,32 +266,42 @@ def attend_several(
         v_page: See `attend_one`.
         v_key: See `attend_one`.
         v_head: See `attend_one`.
+        new_k_row: See `attend_one`.
+        new_k_head: See `attend_one`.
+        new_v_row: See `attend_one`.
+        new_v_head: See `attend_one`.
         scale_log2: See `attend_one`.
-        GROUP: See `attend_one`.
-        BLOCK_G: Queries of a program.
+        GROUP: N / S * H / Hk, rows of a sequence and head of keys.
+        SHARE: See `attend_one`.
+        BLOCK_G: Rows of a program.
         WIDTH: D.
         BLOCK_D: See `attend_one`.
         BLOCK_N: See `attend_one`.
         WITHIN: See `attend_one`.
         MERGED: See `attend_one`.
     """
-    sequence = (tl.program_id(0) // heads).to(tl.int64)
-    head = (tl.program_id(0) % heads).to(tl.int64)
+    sequence = (tl.program_id(0) // (heads // SHARE)).to(tl.int64)
+    key_head = (tl.program_id(0) % (heads // SHARE)).to(tl.int64)
     g = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G)
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     in_width = d < WIDTH
     in_group = (g < GROUP)[:, None] & in_width[None, :]
     length = tl.minimum(tl.load(lengths + sequence), columns * size)
-    row = sequence * GROUP + g
+    row = sequence * (GROUP // SHARE) + g // SHARE
+    head = key_head * SHARE + g % SHARE
     q_tile = tl.load(
         q + (row * q_row + head * q_head)[:, None] + d[None, :], mask=in_group, other=0.0
     )
     page_table += sequence * table_row
-    k_pages += head * k_head
-    v_pages += head * v_head
+    k_pages += key_head * k_head
+    v_pages += key_head * v_head
 
-    begin, end = locate_part(length, splits, BLOCK_N)  # pyright: ignore[reportGeneralTypeIssues]
+    # A new key, the last one, is not yet in a page.
+    kept = length
+    if new_k is not None:
+        kept = tl.maximum(length - 1, 0)
+    begin, end = locate_part(kept, splits, BLOCK_N)  # pyright: ignore[reportGeneralTypeIssues]
     largest = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_G,), tl.float32)
     acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
@@ -302,6 +326,29 @@ def attend_several(
         acc = acc * shrink[:, None]
         acc += tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
         largest = larger
+
+    if new_k is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
+        if (tl.program_id(1) == 0) & (length > 0):
+            last = length - 1
+            page = tl.load(page_table + last // size * table_column)
+            exists = (page >= 0) & (page < pages)
+            page = tl.where(exists, page, 0).to(tl.int64)
+            key = (last % size).to(tl.int64)
+            new_place = new_k + sequence * new_k_row + key_head * new_k_head + d
+            k_new = tl.load(new_place, mask=in_width, other=0.0)
+            new_place = new_v + sequence * new_v_row + key_head * new_v_head + d
+            v_new = tl.load(new_place, mask=in_width, other=0.0)
+            stored = in_width & exists & (tl.program_id(2) == 0)
+            tl.store(k_pages + page * k_page + key * k_key + d, k_new, mask=stored)
+            tl.store(v_pages + page * v_page + key * v_key + d, v_new, mask=stored)
+            score = tl.sum(q_tile.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale_log2
+            score = tl.where(exists, score, float("nan"))
+            larger = tl.maximum(largest, score)
+            pivot = tl.where(larger == float("-inf"), 0.0, larger)
+            shrink, weight = tl.exp2(largest - pivot), tl.exp2(score - pivot)
+            total = total * shrink + weight
+            acc = acc * shrink[:, None] + weight[:, None] * v_new.to(tl.float32)[None, :]
+            largest = larger
 
     place = row * heads + head
     if MERGED:

@@ -1,6 +1,6 @@
 """`decode_attention` in Triton.
 
-The time is bounded by reading the keys and values once: 2 L H D b bytes for each sequence, with b
+The time is bounded by reading the keys and values once: 2 L Hk D b bytes for each sequence, with b
 the bytes of an element. For 32 sequences of 375 keys (30 s, 8x subsampled) of canary_1b_flash (a
 decoder with 4 layers of 8 heads of 128 channels), that is 49 MB for each layer and token in
 bfloat16, or 10 us at the 4.8 TB/s of an H200; the 1.5 MFLOP of each query are negligible.
@@ -22,7 +22,7 @@ from effasr_kernels.shared.paged import refuse_pages
 
 _WIDEST = 256
 _BLOCK_G = 16
-"""Hypotheses that share a load: the rows of one matrix instruction."""
+"""Queries and heads that share a load: the rows of one matrix instruction."""
 _KEYS_PER_SPLIT = 256
 """Minimum keys of a split: dividing fewer saves less time than merging costs."""
 _MOST_SPLITS = 32
@@ -38,7 +38,7 @@ class Config:
 
 
 def config(dtype: torch.dtype, width: int, *, shared: bool) -> Config:
-    """Select by dtype, padded D, and whether hypotheses share loads; not by length."""
+    """Select by dtype, padded D, and whether queries share loads; not by length."""
     single = dtype == torch.float32
     if not shared:
         return Config(16 if width > 128 else 32, 4, 2 if single else 3)
@@ -48,17 +48,17 @@ def config(dtype: torch.dtype, width: int, *, shared: bool) -> Config:
     return Config(64 if width <= 64 else 32, 4, 2 if width > 128 else 3)
 
 
-def default_splits(columns: int, size: int, heads: int, processors: int) -> int:
+def default_splits(columns: int, size: int, key_heads: int, processors: int) -> int:
     """Number of parts of the keys, so that one sequence can fill a GPU; independent of N.
 
     Args:
         columns: M.
         size: B.
-        heads: H.
+        key_heads: Hk.
         processors: Multiprocessors of the GPU.
     """
     useful = -(-columns * size // _KEYS_PER_SPLIT)
-    return max(1, min(useful, 2 * processors // max(1, heads), _MOST_SPLITS))
+    return max(1, min(useful, 2 * processors // max(1, key_heads), _MOST_SPLITS))
 
 
 def unsupported_reason(a: DecodeArguments) -> str | None:
@@ -76,8 +76,8 @@ def run(a: DecodeArguments) -> Tensor:
         return out
     count, heads, width = q.shape
     if splits is None:
-        columns, size = a.page_table.shape[1], a.k_pages.shape[1]
-        splits = default_splits(columns, size, heads, multiprocessors(q.device))
+        columns, (size, key_heads) = a.page_table.shape[1], a.k_pages.shape[1:3]
+        splits = default_splits(columns, size, key_heads, multiprocessors(q.device))
     if splits == 1:
         _attend(a, out, None, None, splits)
         return out
@@ -112,7 +112,9 @@ def _attend(
     )
     k_pages, v_pages, page_table = a.k_pages, a.v_pages, a.page_table
     (count, heads, width), (sequences, columns) = q.shape, page_table.shape
-    (pages, size), group, block_d = k_pages.shape[:2], count // sequences, _padded(width)
+    (pages, size, key_heads), block_d = k_pages.shape[:3], _padded(width)
+    hypotheses, share = count // sequences, heads // key_heads
+    group = hypotheses * share
     # float32 has no matrix instructions, and wide heads would need too many registers per thread.
     shared = group > 1 and not (q.dtype == torch.float32 and block_d > 128)
     choice = config(q.dtype, block_d, shared=shared)
@@ -120,16 +122,18 @@ def _attend(
     written = out, partial, statistics
     sizes = splits, pages, size, columns, *page_table.stride(), count, heads
     strides = *q.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3]
-    new = () if shared else (new_k, new_v)
+    new = new_k, new_v
     new_strides = [n for x in new for n in ((0, 0) if x is None else x.stride()[:2])]
+    grid = (sequences * key_heads, splits, -(-group // _BLOCK_G))
     launch(
         attend_several if shared else attend_one,
-        (sequences * heads, splits, -(-group // _BLOCK_G)) if shared else (count * heads, splits),
+        grid if shared else (count * heads, splits),
         *(*tensors, *new, *written, *sizes, *strides, *new_strides, a.scale * math.log2(math.e)),
         num_warps=choice.warps,
         num_stages=choice.stages,
         **({"BLOCK_G": _BLOCK_G} if shared else {"STAGES": choice.stages}),
-        GROUP=group,
+        GROUP=group if shared else hypotheses,
+        SHARE=share,
         WIDTH=width,
         BLOCK_D=block_d,
         BLOCK_N=choice.block_n,

@@ -29,8 +29,12 @@ def run(a: DecodeArguments) -> Tensor:
     if a.new_k is not None and a.new_v is not None:
         _write(a.new_k, k_pages, tables, known)
         _write(a.new_v, v_pages, tables, known)
-    found = q.new_zeros(sequences, heads, count // sequences, width, dtype=wide_dtype(q))
-    grouped = (widen(q) * a.scale).view(sequences, -1, heads, width).transpose(1, 2)
+    # All queries and heads that share a head of keys are the rows of one product.
+    hypotheses, key_heads = count // sequences, k_pages.shape[2]
+    shape = sequences, hypotheses, key_heads, heads // key_heads, width
+    rows = hypotheses * (heads // key_heads)
+    found = q.new_zeros(sequences, key_heads, rows, width, dtype=wide_dtype(q))
+    grouped = (widen(q) * a.scale).view(shape).transpose(1, 2).flatten(2, 3)
     keys, values = _Rows(k_pages), _Rows(v_pages)
     # For small sequences the number of calls dominates, so all tensors are split at once.
     parts = zip(tables, known, grouped.unbind(), found.unbind(), strict=True)
@@ -38,6 +42,7 @@ def run(a: DecodeArguments) -> Tensor:
         if length:
             weights = torch.bmm(queries, keys.take(table, length).transpose(1, 2)).softmax(-1)
             torch.bmm(weights, values.take(table, length), out=out)
+    found = found.unflatten(2, (hypotheses, -1))
     return found.transpose(1, 2).reshape(q.shape).to(q.dtype)
 
 
@@ -72,7 +77,7 @@ class _Rows:
             self.joined = pages.flatten(0, 1).transpose(0, 1)
 
     def take(self, numbers: list[int], length: int) -> Tensor:
-        """Return (H, length, D), a view if the pages are adjacent, else a copy."""
+        """Return (Hk, length, D), a view if the pages are adjacent, else a copy."""
         first = numbers[0]
         follows = len(numbers) == 1 or numbers == list(range(first, first + len(numbers)))
         if follows and self.joined is not None:

@@ -13,14 +13,29 @@ from torch import Tensor
 from effasr_kernels.runtime import checks
 
 
-def check_pages(op: str, k_pages: Tensor, v_pages: Tensor, heads: int, width: int) -> None:
-    """Check that keys and values have the shape (P, B, H, D) with B at least 1.
+def check_pages(
+    op: str,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    heads: int | None,
+    width: int,
+    letters: str = "(P, B, H, D)",
+) -> None:
+    """Check that keys and values have one shape (P, B, H, D) with B at least 1.
+
+    Args:
+        op: The operation, for the message.
+        k_pages: Keys.
+        v_pages: Values.
+        heads: H; None accepts any number.
+        width: D.
+        letters: The shape, for the message.
 
     Raises:
         ValueError: A shape differs.
     """
-    checks.check_shape(op, "k_pages", k_pages, "(P, B, H, D)", None, None, heads, width)
-    checks.check_shape(op, "v_pages", v_pages, "(P, B, H, D)", *k_pages.shape)
+    checks.check_shape(op, "k_pages", k_pages, letters, None, None, heads, width)
+    checks.check_shape(op, "v_pages", v_pages, letters, *k_pages.shape)
     if not k_pages.shape[1]:
         raise checks.wrong(op, "k_pages", "have pages of at least 1 row", tuple(k_pages.shape))
 
