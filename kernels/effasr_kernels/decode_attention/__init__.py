@@ -55,8 +55,8 @@ def decode_attention(
         v_pages: (P, B, Hk, D), the dtype of ``q``; written in place if ``new_v`` is given.
         page_table: (S, M), int32, the pages of each sequence in order.
         lengths: (S,), int32, in [0, M * B]: keys of each sequence, including the new one.
-        new_k: (N, Hk, D), the dtype of ``q``, only with ``new_v`` and N = S; by default all keys are
-            already in pages.
+        new_k: (N, Hk, D), the dtype of ``q``, only with ``new_v`` and N = S; by default all keys
+            are already in pages.
         new_v: (N, Hk, D), the dtype of ``q``.
         scale: Factor of the scores; ``D ** -0.5`` by default.
         splits: Programs among which the keys of a sequence and head are divided; a second kernel
