@@ -49,7 +49,7 @@ def append_to_pages(
     """
     checks.check_shape(_NAME, "k", k, "(N, H, D)", None, None, None)
     checks.check_shape(_NAME, "v", v, "(N, H, D)", *k.shape)
-    paged.check_pages(_NAME, k_pages, v_pages, *k.shape[1:])
+    paged.check_pages(_NAME, k_pages, v_pages, k.shape[1], k.shape[2])
     checks.check_floating(_NAME, k=k, v=v, k_pages=k_pages, v_pages=v_pages)
     rows = k.shape[0]
     paged.check_int32(_NAME, "page_table", page_table, k_pages, "(N, M)", rows, None)
