@@ -110,11 +110,16 @@ def test_no_update_is_lost_in_a_stress_of_random_pauses(topology, period):
     fleet = Fleet(5, delay_s=0.003, numel=300_000, topology=topology, period=period)
     steps = lambda n: 60 + 15 * n
     start = fleet.sum()
-    fleet.run(fleet.train(steps, 1.0, lambda n: random.uniform(0, 0.002 * (n + 1))))
+
+    def pause(n: int) -> float:
+        # On a slow machine a learner must not end before it has exchanged.
+        is_slow = fleet.gossips[n].counters().exchanges <= 3
+        return 0.02 if is_slow else random.uniform(0, 0.002 * (n + 1))
+
+    fleet.run(fleet.train(steps, 1.0, pause))
     assert fleet.sum() == pytest.approx(start + sum(map(steps, range(5))), rel=1e-6)
     counters = [gossip.counters() for gossip in fleet.gossips]
-    # How many there are depends on the speed of the machine.
-    assert all(c.exchanges > 0 for c in counters)
+    assert all(c.exchanges > 3 for c in counters)
     assert all(c.applied == c.exchanges for c in counters)
     assert sum(c.exchanges for c in counters[::2]) == sum(c.exchanges for c in counters[1::2])
     assert all(c.bytes == c.exchanges * 2 * 4 * 300_000 for c in counters)

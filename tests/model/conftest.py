@@ -1,3 +1,16 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+
 from tests.support.small_model import examples, make_batch, subsampling, tiny_config, tiny_model
 
 __all__ = ["examples", "make_batch", "subsampling", "tiny_config", "tiny_model"]
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """What the compiler has learnt from other tests does not count, and what it learns is lost."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

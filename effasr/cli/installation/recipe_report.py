@@ -74,7 +74,7 @@ def _rows_of_language_model(config: TrainConfig, section: str) -> list[Row]:
     if settings is not None and settings.architecture is not None:
         from effasr.model.language_model.fused import fused_modules
 
-        # On a CPU the modules keep their own forwards, which are faster there.
+        # On a CPU the modules keep their own forwards.
         found, where = fused_modules(settings.architecture), "on a GPU: one kernel each"
         rows.append(Row(section, "fused modules", found, where))
     return rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from effasr_kernels.decode_attention._parts import locate_keys, locate_part, point
+from effasr_kernels.decode_attention._parts import locate_keys, locate_part, move_row, point
 
 
 @triton.jit(
@@ -156,19 +156,15 @@ def attend_one(
     sums = tl.sum(acc * shrink[:, None], 0)
     if new_k is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
         if (part == 0) & (length > 0):
-            last = length - 1
-            page = tl.load(page_table + last // size * table_column)
-            exists = (page >= 0) & (page < pages)
-            page = tl.where(exists, page, 0).to(tl.int64)
-            key = (last % size).to(tl.int64)
-            place = new_k + query_row * new_k_row + key_head * new_k_head + d
-            k_new = tl.load(place, mask=in_width, other=0.0)
-            place = new_v + query_row * new_v_row + key_head * new_v_head + d
-            v_new = tl.load(place, mask=in_width, other=0.0)
+            page, key, exists = locate_keys(
+                page_table, length - 1, 0, length, pages, size, table_column, 1, True
+            )
             # One of the programs that share a head of keys writes it; none reads it from the page.
-            stored = in_width & exists & (head % SHARE == 0)
-            tl.store(k_pages + page * k_page + key * k_key + d, k_new, mask=stored)
-            tl.store(v_pages + page * v_page + key * v_key + d, v_new, mask=stored)
+            is_written = exists & (head % SHARE == 0)
+            new_k += query_row * new_k_row + key_head * new_k_head
+            new_v += query_row * new_v_row + key_head * new_v_head
+            k_new = move_row(new_k, k_pages, page, key, d, k_page, k_key, in_width, is_written)
+            v_new = move_row(new_v, v_pages, page, key, d, v_page, v_key, in_width, is_written)
             score = tl.sum(k_new.to(tl.float32) * query, 0)
             score = tl.where(exists, score, float("nan"))
             larger = tl.maximum(top, score)
@@ -329,18 +325,14 @@ def attend_several(
 
     if new_k is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
         if (tl.program_id(1) == 0) & (length > 0):
-            last = length - 1
-            page = tl.load(page_table + last // size * table_column)
-            exists = (page >= 0) & (page < pages)
-            page = tl.where(exists, page, 0).to(tl.int64)
-            key = (last % size).to(tl.int64)
-            new_place = new_k + sequence * new_k_row + key_head * new_k_head + d
-            k_new = tl.load(new_place, mask=in_width, other=0.0)
-            new_place = new_v + sequence * new_v_row + key_head * new_v_head + d
-            v_new = tl.load(new_place, mask=in_width, other=0.0)
-            stored = in_width & exists & (tl.program_id(2) == 0)
-            tl.store(k_pages + page * k_page + key * k_key + d, k_new, mask=stored)
-            tl.store(v_pages + page * v_page + key * v_key + d, v_new, mask=stored)
+            page, key, exists = locate_keys(
+                page_table, length - 1, 0, length, pages, size, table_column, 1, True
+            )
+            is_written = exists & (tl.program_id(2) == 0)
+            new_k += sequence * new_k_row + key_head * new_k_head
+            new_v += sequence * new_v_row + key_head * new_v_head
+            k_new = move_row(new_k, k_pages, page, key, d, k_page, k_key, in_width, is_written)
+            v_new = move_row(new_v, v_pages, page, key, d, v_page, v_key, in_width, is_written)
             score = tl.sum(q_tile.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale_log2
             score = tl.where(exists, score, float("nan"))
             larger = tl.maximum(largest, score)

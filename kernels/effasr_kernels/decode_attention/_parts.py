@@ -56,6 +56,26 @@ def point(x, page, key, n, d, x_page, x_key, WITHIN: tl.constexpr):
     return place + d[None, :]
 
 
+@triton.jit
+def move_row(new, x, page, key, d, x_page, x_key, in_width, is_written):
+    """Return a new row of keys or values, (BLOCK_D,), and write it to its page if asked.
+
+    Args:
+        new: The row.
+        x: A pointer to the head in the pages.
+        page: The page, int64.
+        key: The row in the page, int64.
+        d: (BLOCK_D,), the channels.
+        x_page: Page stride of ``x``.
+        x_key: Row stride of ``x``.
+        in_width: bool (BLOCK_D,), the channels that exist.
+        is_written: Whether this program writes it.
+    """
+    row = tl.load(new + d, mask=in_width, other=0.0)
+    tl.store(x + page * x_page + key * x_key + d, row, mask=in_width & is_written)
+    return row
+
+
 @triton.jit(do_not_specialize=["splits", "count"])
 def merge_parts(
     partial,

@@ -37,9 +37,9 @@ def _flops(a: DecodeArguments) -> int:
     return 4 * keys * a.q.numel() // max(1, sequences)
 
 
-def _example(inputs: ExampleInputs, hypotheses: int) -> Keywords:
+def _example(inputs: ExampleInputs, hypotheses: int = 1, share: int = 1) -> Keywords:
     return {
-        "q": inputs.floating(3 * hypotheses, HEADS, WIDTH),
+        "q": inputs.floating(3 * hypotheses, share * HEADS, WIDTH),
         "k_pages": inputs.floating(6, 16, HEADS, WIDTH),
         "v_pages": inputs.floating(6, 16, HEADS, WIDTH),
         "page_table": inputs.integers([5, 1], [0, 0], [2, 4]),
@@ -48,8 +48,8 @@ def _example(inputs: ExampleInputs, hypotheses: int) -> Keywords:
     }
 
 
-def _self_attention(inputs: ExampleInputs) -> Keywords:
-    given = _example(inputs, hypotheses=1)
+def _self_attention(inputs: ExampleInputs, share: int = 1) -> Keywords:
+    given = _example(inputs, share=share)
     new = {name: inputs.floating(3, HEADS, WIDTH) for name in ("new_k", "new_v")}
     return {**given, **new}
 
@@ -67,6 +67,11 @@ OPERATION = ForwardOnlyOp(
     written_with="new_k",
     examples=[
         Example("decode_attention, self", _self_attention, 4 * HEADS * WIDTH * 40),
+        Example(
+            "decode_attention, grouped queries",
+            lambda inputs: _self_attention(inputs, share=2),
+            4 * 2 * HEADS * WIDTH * 40,
+        ),
         Example(
             "decode_attention, cross",
             lambda inputs: _example(inputs, hypotheses=4),

@@ -13,6 +13,14 @@ _TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 
 
 @triton.jit
+def _tile(rows, width, ROWS: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Return the rows of this program's tile, int64, its columns, and which of them exist."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    c = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
+    return row, c, (row < rows) & (c < width)
+
+
+@triton.jit
 def _share(g, ACTIVATION: tl.constexpr):
     """Return f(g) / g: 0.5 (1 + tanh(z / 2)) is the logistic function of z."""
     if ACTIVATION == "silu":
@@ -64,9 +72,7 @@ def activate_gated(
         ROWS: Rows of a tile.
         BLOCK_W: Columns of a tile.
     """
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    c = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
-    mask = (row < rows) & (c < width)
+    row, c, mask = _tile(rows, width, ROWS, BLOCK_W)
     g = tl.load(gate + row * gate_stride + c, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + c, mask=mask, other=0.0).to(tl.float32)
     value = g * _share(g, ACTIVATION) * u
@@ -104,9 +110,7 @@ def activate_gated_backward(
         ROWS: Rows of a tile.
         BLOCK_W: Columns of a tile.
     """
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    c = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
-    mask = (row < rows) & (c < width)
+    row, c, mask = _tile(rows, width, ROWS, BLOCK_W)
     at = row * width + c
     gradient = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(gate + row * gate_stride + c, mask=mask, other=0.0).to(tl.float32)

@@ -1,7 +1,5 @@
 """A model with a language model compiles once for all batches of a static shape."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -13,18 +11,11 @@ from tests.support.speech_llm import conversations, make_conversation_batch, spe
 pytest.importorskip("transformers")
 
 
-@pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "recomputed"), [("llama", False), ("llama", True), ("gemma3_text", False)]
 )
-@pytest.mark.usefixtures("_fresh_compiler", "without_onednn")
+@pytest.mark.usefixtures("fresh_compiler", "without_onednn")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.extended
 def test_it_compiles_once_and_without_a_break(kind, recomputed):

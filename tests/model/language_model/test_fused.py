@@ -1,7 +1,6 @@
 """Modules of transformers whose forward is an operation compute what they computed."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -190,16 +189,9 @@ def test_doctor_counts_them(tmp_path) -> None:
     assert row.value == "9 of 9 RMS norms, 2 of 2 gated feed-forward networks"
 
 
-@pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.slow
 @pytest.mark.extended
-@pytest.mark.usefixtures("_fresh_compiler", "_on_cpu")
+@pytest.mark.usefixtures("fresh_compiler", "_on_cpu")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_they_compile_without_a_break() -> None:
     model: Any = speech_llm("gemma3_text").language_model
