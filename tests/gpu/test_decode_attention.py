@@ -21,11 +21,16 @@ def _kernel(batch: Paged, **options: int | Tensor | None) -> Tensor:
     return decode_attention(*batch.arguments, backend="triton", **options)  # type: ignore[arg-type]
 
 
+def _reference(batch: Paged, **new: Tensor) -> Tensor:
+    # By default the emulator and the interpreter serve a CPU.
+    return decode_attention(*batch.arguments, backend="reference", **new)  # type: ignore[arg-type]
+
+
 def _check(batch: Paged, dtype: torch.dtype, device: torch.device, splits: int | None) -> None:
     """Compare; what no sequence has is NaN, and its pages do not exist."""
     narrow = batch.to("cpu", dtype)
-    gold = decode_attention(*narrow.to("cpu", torch.float64).arguments)
-    baseline = decode_attention(*narrow.arguments)
+    gold = _reference(narrow.to("cpu", torch.float64))
+    baseline = _reference(narrow)
     found = _kernel(narrow.to(device, dtype), splits=splits).cpu()
     assert_no_worse(found, gold, baseline)
 
@@ -80,11 +85,11 @@ def test_new_keys_are_written_and_seen(
     new_k, new_v = torch.randn(2, len(AWKWARD), 2, width).to(dtype)
     narrow = batch.to("cpu", dtype)
     exact = batch.to("cpu", dtype).to("cpu", torch.float64)
-    gold = decode_attention(*exact.arguments, new_k=new_k.double(), new_v=new_v.double())
+    gold = _reference(exact, new_k=new_k.double(), new_v=new_v.double())
     baseline_batch = batch.to("cpu", dtype)
     there = replace(narrow, k_pages=narrow.k_pages.clone(), v_pages=narrow.v_pages.clone())
     there = there.to(device, dtype)
-    baseline = decode_attention(*baseline_batch.arguments, new_k=new_k, new_v=new_v)
+    baseline = _reference(baseline_batch, new_k=new_k, new_v=new_v)
     found = _kernel(there, new_k=new_k.to(device), new_v=new_v.to(device), splits=splits)
     assert_no_worse(found.cpu(), gold, baseline)
     for x, y in zip(there.arguments[1:3], baseline_batch.arguments[1:3], strict=True):
