@@ -10,13 +10,14 @@ from torch import Tensor
 
 from effasr.model.cost import language_model_sizes
 from effasr.model.language_model.model import LanguageModel
-from effasr.model.language_model.packed_attention import PackedContext
+from effasr.model.language_model.packed_attention import AttentionContext, PackedContext
 from effasr.nn.cache.contiguous import CacheSizes, ContiguousCache
+from effasr.nn.cache.shared_pages import SharedPageCache
 from effasr_kernels import PackedSequence
 
 
 @dataclass(frozen=True, slots=True)
-class _StepContext:
+class _ContiguousContext:
     """Each new row attends to itself and to the cached rows of its conversation."""
 
     cache: ContiguousCache
@@ -35,24 +36,44 @@ class _StepContext:
         return y.unflatten(0, (-1, group)).transpose(1, 2).flatten(1, 2).to(v.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class _PagedContext:
+    """Each new row attends to itself and to the rows of its conversation in pages."""
+
+    cache: SharedPageCache
+    longest: int
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """See `effasr.model.language_model.packed_attention.AttentionContext.attend`."""
+        return self.cache.attend(layer, q, k, v, scale).to(v.dtype)
+
+
 class CachedConversations:
     """Conversations that a language model has read, and continues token by token.
 
     Rows are hypotheses, or idle. What is computed for a row does not depend on the others.
     """
 
-    def __init__(self, model: LanguageModel, rows: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: LanguageModel, rows: int, dtype: torch.dtype, *, paged: bool | None = None
+    ) -> None:
         """Start with idle rows.
 
         Args:
             model: The language model, in evaluation mode.
             rows: N, at least 1.
             dtype: Data type of keys and values.
+            paged: Whether keys and values are in pages; by default on a GPU, whose kernels read
+                them.
         """
         sizes, device = language_model_sizes(model.config), model.output_weight.device
         self._model = model
         shape = CacheSizes(sizes.layers, sizes.key_heads, sizes.head_dim, dtype, device)
-        self._cache = ContiguousCache(shape, rows, ahead=True)
+        self._cache: ContiguousCache | SharedPageCache
+        if device.type != "cpu" if paged is None else paged:
+            self._cache = SharedPageCache(shape, rows)
+        else:
+            self._cache = ContiguousCache(shape, rows, ahead=True)
         # Of idle rows 0.
         self._lengths = [0] * rows
         self._hidden = torch.zeros(rows, sizes.width, device=device)
@@ -62,8 +83,26 @@ class CachedConversations:
         """Rows of the language model that each hypothesis has read; 0 for idle rows."""
         return self._lengths
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page; 0 if the cache has none."""
+        if not isinstance(self._cache, SharedPageCache):
+            return 0
+        return self._cache.page_bytes
+
+    def reserve(self, pages: int, longest: int, most: int | None = None) -> None:
+        """Make room for conversations; a cache without pages makes it when they are read.
+
+        Args:
+            pages: Pages that all of them will take, with their answers.
+            longest: Rows of the longest, with its answer.
+            most: Most pages to make; None for no limit.
+        """
+        if isinstance(self._cache, SharedPageCache):
+            self._cache.reserve(pages, longest, most)
+
     def admit(self, rows: Sequence[int], x: PackedSequence) -> None:
-        """Read whole conversations, in place of what these rows held.
+        """Read whole conversations, in place of what these rows held; there must be room.
 
         Args:
             rows: The row of each.
@@ -74,14 +113,17 @@ class CachedConversations:
         context = PackedContext(x.layout, observe=write)
         hidden = self._model.run(x.values, x.layout.positions(), context)
         last = hidden[x.layout.cu_seqlens[1:].long() - 1]
-        index = torch.tensor(rows, device=last.device)
+        index = self._cache.sizes.integers(rows)
         self._hidden = self._hidden.to(last.dtype).index_copy(0, index, last)
         for row, length in zip(rows, lengths, strict=True):
             self._lengths[row] = length
 
-    def release(self, row: int) -> None:
-        """Make a row idle."""
-        self._lengths[row] = 0
+    def release(self, rows: Sequence[int]) -> None:
+        """Make rows idle."""
+        for row in rows:
+            self._lengths[row] = 0
+        if isinstance(self._cache, SharedPageCache):
+            self._cache.release(rows)
 
     def logits(self) -> Tensor:
         """Return the logits of the next token of each hypothesis: (N, V) float32."""
@@ -89,18 +131,27 @@ class CachedConversations:
 
     def read(self, tokens: Sequence[int]) -> None:
         """Read one more token of each hypothesis; those of idle rows are not used."""
-        device = self._hidden.device
-        positions = torch.tensor(self._lengths, device=device)
+        integers = self._cache.sizes.integers
+        positions = integers(self._lengths)
         self._lengths = [length and length + 1 for length in self._lengths]
-        self._cache.look(self._lengths, grouped=False)
-        x = self._model.embed_tokens(torch.tensor(tokens, device=device))
-        context = _StepContext(self._cache, max(self._lengths))
+        longest = max(self._lengths)
+        context: AttentionContext
+        if isinstance(self._cache, SharedPageCache):
+            self._cache.look(self._lengths)
+            context = _PagedContext(self._cache, longest)
+        else:
+            self._cache.look(self._lengths, grouped=False)
+            context = _ContiguousContext(self._cache, longest)
+        x = self._model.embed_tokens(integers(tokens))
         self._hidden = self._model.run(x, positions, context)
 
     def select(self, rows: Sequence[int]) -> None:
         """Continue with these hypotheses, which may repeat and take any order; at least one."""
-        index = torch.tensor(rows, dtype=torch.int64, device=self._hidden.device)
-        self._cache.reorder(index)
+        index = self._cache.sizes.integers(rows)
+        if isinstance(self._cache, SharedPageCache):
+            self._cache.select(rows)
+        else:
+            self._cache.reorder(index)
         self._hidden = self._hidden[index]
         self._lengths = [self._lengths[row] for row in rows]
 
@@ -108,6 +159,6 @@ class CachedConversations:
         """Add idle rows; return them."""
         before = len(self._lengths)
         self.select([*range(before), *[0] * rows])
-        for row in range(before, before + rows):
-            self.release(row)
-        return list(range(before, before + rows))
+        added = list(range(before, before + rows))
+        self.release(added)
+        return added

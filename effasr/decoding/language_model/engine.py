@@ -16,6 +16,7 @@ from effasr.decoding.decoded import Decoded
 from effasr.decoding.language_model.cache import CachedConversations
 from effasr.model.asr import ASRModel
 from effasr.nn.cache.decoder_state import KEPT_SHARE
+from effasr.nn.cache.shared_pages import most_pages
 from effasr_kernels import PackedLayout, PackedSequence
 
 _ADMITTED_SHARE = 1 / 8
@@ -25,6 +26,10 @@ together."""
 _ROWS_READ = 8192
 """Most rows that are read together, unless one conversation alone has more."""
 
+_FREE_SHARE = 1 / 2
+"""Share of the free memory of a GPU for pages. When the pool grows, the old one is copied, so three
+quarters are taken for a moment."""
+
 
 @dataclass(slots=True, eq=False)
 class _Answer:
@@ -33,6 +38,8 @@ class _Answer:
     Attributes:
         name: Returned with the result.
         limit: Most tokens of the answer.
+        longest: Most rows of the conversation with its answer; the last token is not read.
+        pages: Most pages that all hypotheses take together.
         x: Input rows of the conversation, (n, width); None once they are in the cache.
         rows: Row of the cache of each hypothesis.
         going: Score and tokens of the hypotheses that go on.
@@ -41,6 +48,8 @@ class _Answer:
 
     name: Any
     limit: int
+    longest: int
+    pages: int
     x: Tensor | None
     rows: list[int] = field(default_factory=list)
     going: list[tuple[float, tuple[int, ...]]] = field(default_factory=lambda: [(0.0, ())])
@@ -68,6 +77,8 @@ class ConversationEngine:
         classes: int | None = None,
         beam: int = 1,
         length_penalty: float = 0.0,
+        paged: bool | None = None,
+        pages: int | None = None,
     ) -> None:
         """Begin without conversations.
 
@@ -80,18 +91,23 @@ class ConversationEngine:
             length_penalty: With a beam, the exponent a by which an answer of score s and n tokens,
                 its end included, ranks: ``s / ((5 + n) / 6) ** a``. An answer that ends goes before
                 all that reach their limit.
+            paged: Whether the cache is paged; by default on a GPU.
+            pages: Most pages of 32 rows that conversations take together, their answers included,
+                unless one alone needs more; others wait until enough are free. By default those
+                that fit into half of the free memory of a GPU; elsewhere without limit.
 
         Raises:
-            ValueError: The model has no language model, or there is no slot or no hypothesis.
+            ValueError: The model has no language model, or there is no slot, page or hypothesis.
         """
         if model.language_model is None:
             raise ValueError("`model` must have a language model, but has none.")
-        for name, value in (("slots", slots), ("beam", beam)):
-            if value < 1:
+        for name, value in (("slots", slots), ("beam", beam), ("pages", pages)):
+            if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {value}.")
         self._model, self._language_model = model, model.language_model
         self._stops, self._classes = frozenset(stop_ids), classes
         self.slots, self._beam, self._length_penalty = slots, beam, length_penalty
+        self._paged, self._pages = paged, pages
         self._waiting: deque[_Answer] = deque()
         self._active: list[_Answer] = []
         # Those without a result, in order.
@@ -128,11 +144,13 @@ class ConversationEngine:
             return
         encoded = self._model.encode(batch).values if sum(batch.clip_counts) else None
         x = self._language_model.embed(batch, encoded)
+        if self._cache is None:
+            self._cache = self._new_cache(x)
         pieces = x.split([*batch.token_lengths, len(x) - sum(batch.token_lengths)])
-        for name, limit, rows in zip(
-            batch.ids if names is None else names, limits, pieces, strict=False
-        ):
-            one = _Answer(name, limit, rows)
+        names = batch.ids if names is None else names
+        for name, limit, rows in zip(names, limits, pieces, strict=False):
+            pages = most_pages(len(rows), limit - 1, self._beam)
+            one = _Answer(name, limit, len(rows) + limit - 1, pages, rows)
             self._waiting.append(one)
             self._unfinished[one] = None
 
@@ -163,42 +181,52 @@ class ConversationEngine:
 
     def _admit(self) -> CachedConversations:
         """Read the conversations that have waited longest, if enough slots are free."""
+        cache = self._cache
+        assert cache is not None
         entering: list[_Answer] = []
         free, rows = self.slots - len(self._active), 0
+        taken = sum(one.pages for one in self._active)
         if free >= _ADMITTED_SHARE * self.slots or not self._active:
             for one in islice(self._waiting, free):
                 assert one.x is not None
-                rows += len(one.x)
+                rows, taken = rows + len(one.x), taken + one.pages
                 if rows > _ROWS_READ and entering:
                     break
+                if self._pages is not None and taken > self._pages and (entering or self._active):
+                    break
                 entering.append(one)
-        if self._cache is None:
-            self._cache = self._new_cache(entering)
         if entering:
             missing = len(entering) - len(self._idle)
             if missing > 0:
-                self._idle += self._cache.extend(missing)
-            taken, self._idle = self._idle[: len(entering)], self._idle[len(entering) :]
-            pieces = [one.x for one in entering if one.x is not None]
-            layout = PackedLayout.from_lengths([len(x) for x in pieces], pieces[0].device)
-            self._cache.admit(taken, PackedSequence(torch.cat(pieces), layout))
-            for one, row in zip(entering, taken, strict=True):
+                self._idle += cache.extend(missing)
+            new, self._idle = self._idle[: len(entering)], self._idle[len(entering) :]
+            inputs = [one.x for one in entering if one.x is not None]
+            layout = PackedLayout.from_lengths([len(x) for x in inputs], inputs[0].device)
+            pages = sum(one.pages for one in (*self._active, *entering))
+            cache.reserve(pages, max(one.longest for one in entering), self._pages)
+            cache.admit(new, PackedSequence(torch.cat(inputs), layout))
+            for one, row in zip(entering, new, strict=True):
                 one.x, one.rows = None, [row]
                 self._waiting.popleft()
             self._active = [*self._active, *entering]
-        return self._cache
+        return cache
 
-    def _new_cache(self, entering: Sequence[_Answer]) -> CachedConversations:
-        x = entering[0].x
-        assert x is not None
+    def _new_cache(self, x: Tensor) -> CachedConversations:
+        """Return a cache with one row for the data type of input rows, and limit its pages."""
         kind, dtype = x.device.type, x.dtype
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-        self._idle = list(range(len(entering)))
-        return CachedConversations(self._language_model, len(entering), dtype)
+        self._idle = [0]
+        cache = CachedConversations(self._language_model, 1, dtype, paged=self._paged)
+        if self._pages is None and kind == "cuda" and cache.page_bytes:
+            free = torch.cuda.mem_get_info(x.device)[0]
+            # What PyTorch keeps for later tensors.
+            free += torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device)
+            self._pages = max(1, int(_FREE_SHARE * free) // cache.page_bytes)
+        return cache
 
     def _continue_greedy(self, cache: CachedConversations, best: list[int]) -> None:
-        still, read = [], [0] * len(best)
+        still, ended, read = [], [], [0] * len(best)
         for one in self._active:
             (row,), ((_, text),) = one.rows, one.going
             token = best[row]
@@ -210,9 +238,10 @@ class ConversationEngine:
                 still.append(one)
                 read[row] = token
             else:
-                cache.release(row)
-                self._idle.append(row)
+                ended.append(row)
         self._active = still
+        cache.release(ended)
+        self._idle += ended
         if not still:
             return
         if not self._waiting and len(still) <= KEPT_SHARE * len(best):
@@ -259,6 +288,7 @@ class ConversationEngine:
             self._idle = []
         else:
             self._idle = list(range(len(cache.lengths)))
+            cache.release(self._idle)
 
     def _rank(self, score: float, length: int) -> float:
         return score / ((5 + length) / 6) ** self._length_penalty

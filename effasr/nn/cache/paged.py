@@ -22,6 +22,32 @@ def pages_of(length: int) -> int:
     return -(-length // PAGE)
 
 
+def page_writer(
+    sizes: CacheSizes, pages: Tensor, table: Tensor, rows: Sequence[int], lengths: Sequence[int]
+) -> Callable[[int, Tensor, Tensor], None]:
+    """Return a function that writes whole sequences to pages; see `ContiguousCache.loader`.
+
+    Args:
+        sizes: Sizes of the decoder.
+        pages: (layers, 2, P, PAGE, H, D), keys and values.
+        table: int32 (N, M), the pages of each row in order; copied.
+        rows: The row of each sequence.
+        lengths: Length of each sequence.
+    """
+    total = sum(lengths)
+    owners = [row for row, length in zip(rows, lengths, strict=True) for _ in range(length)]
+    places = [place for length in lengths for place in range(length)]
+    positions = sizes.integers(places, torch.int32)
+    tables = table[sizes.integers(owners)]
+
+    def write(layer: int, keys: Tensor, values: Tensor) -> None:
+        k_pages, v_pages = pages[layer]
+        k, v = (x[:total].to(k_pages.dtype) for x in (keys, values))
+        append_to_pages(k, v, k_pages, v_pages, tables, positions)
+
+    return write
+
+
 class PagedCache:
     """Keys and values of N rows in a pool of pages, which rows take and release.
 
@@ -83,21 +109,10 @@ class PagedCache:
         self, rows: Sequence[int], lengths: Sequence[int]
     ) -> Callable[[int, Tensor, Tensor], None]:
         """Return a function that writes whole sequences; see `ContiguousCache.loader`."""
-        total = sum(lengths)
-        owners = [row for row, length in zip(rows, lengths, strict=True) for _ in range(length)]
-        places = [place for length in lengths for place in range(length)]
-        positions = self.sizes.integers(places, torch.int32)
-        tables = self.table[self.sizes.integers(owners)]
         self.lengths.index_copy_(
             0, self.sizes.integers(rows), self.sizes.integers(lengths, torch.int32)
         )
-
-        def write(layer: int, keys: Tensor, values: Tensor) -> None:
-            k_pages, v_pages = self.pages[layer]
-            k, v = (x[:total].to(k_pages.dtype) for x in (keys, values))
-            append_to_pages(k, v, k_pages, v_pages, tables, positions)
-
-        return write
+        return page_writer(self.sizes, self.pages, self.table, rows, lengths)
 
     def attend(self, layer: int, q: Tensor, new: Tensor | None = None) -> Tensor:
         """Attend from each query to the first ``lengths`` places; see `ContiguousCache.attend`."""

@@ -14,6 +14,8 @@ from bench.workload import Workload
 
 _SEQUENCES, _HYPOTHESES = 32, 5
 _PAGE = 64
+_GROUP = 2
+"""Heads that share keys in Qwen3 of 1.7 billion weights, which has 16 heads of 128 channels."""
 
 
 def cases(workload: Workload) -> list[Case]:
@@ -24,6 +26,7 @@ def cases(workload: Workload) -> list[Case]:
         cross(workload, frames, 1, "cross"),
         cross(workload, frames, _HYPOTHESES, "cross, beam"),
         itself(workload, tokens),
+        itself(workload, [f + t for f, t in zip(frames, tokens, strict=True)], _GROUP),
         append(workload, tokens),
         top_k(workload, len(frames), 1, ""),
         top_k(workload, len(frames) * _HYPOTHESES, 2 * _HYPOTHESES, "beam"),
@@ -91,13 +94,18 @@ def cross(workload: Workload, lengths: list[int], hypotheses: int, kind: str) ->
     return Case("decode_attention", kind, shape, ours, {"torch SDPA padded": padded})
 
 
-def itself(workload: Workload, lengths: list[int]) -> Case:
-    """Return the newest token of each sequence enters the cache, and attends to all so far."""
+def itself(workload: Workload, lengths: list[int], group: int = 1) -> Case:
+    """Return the newest token of each sequence enters the cache, and attends to all so far.
+
+    Args:
+        workload: Widths and device.
+        lengths: Keys of each sequence, the newest included.
+        group: Heads that share keys, more than 1 in a language model.
+    """
     cache, heads, width = Cache(workload, lengths), workload.widths.heads, workload.head_width
-    q, new_k, new_v = (
-        workload.draw(len(lengths), heads, width).detach().roll(i, -1) for i in range(3)
-    )
-    moved = cache.moved + 4 * q.numel() * q.element_size()
+    q = workload.draw(len(lengths), group * heads, width).detach()
+    new_k, new_v = (workload.draw(len(lengths), heads, width).detach().roll(i, -1) for i in (1, 2))
+    moved = cache.moved + (2 * q.numel() + 2 * new_k.numel()) * q.element_size()
     leaves = {"q": q, "new_k": new_k, "new_v": new_v}
 
     def ours(backend: str) -> Contender:
@@ -115,20 +123,21 @@ def itself(workload: Workload, lengths: list[int]) -> Case:
     def padded() -> Contender:
         s = torch.arange(len(lengths), device=q.device)
         last = cache.lengths.long() - 1
+        options = {"attn_mask": cache.mask, **({"enable_gqa": True} if group > 1 else {})}
 
         def call() -> Tensor:
             for x, new in zip(cache.padded, (new_k, new_v), strict=True):
                 x[s, :, last] = new
             wide = q[:, :, None]
-            return F.scaled_dot_product_attention(wide, *cache.padded, attn_mask=cache.mask)[
-                :, :, 0
-            ]
+            return F.scaled_dot_product_attention(wide, *cache.padded, **options)[:, :, 0]
 
         return _of_results(call, leaves, moved)
 
-    shape = f"S=N={len(lengths)} keys={sum(lengths)} longest={max(lengths)} H={heads} D={width}"
-    shape += f" B={_PAGE}"
-    return Case("decode_attention", "self", shape, ours, {"torch SDPA padded": padded})
+    shape = f"S=N={len(lengths)} keys={sum(lengths)} longest={max(lengths)} H={group * heads}"
+    shape += f" Hk={heads}" if group > 1 else ""
+    shape += f" D={width} B={_PAGE}"
+    kind = "self, grouped" if group > 1 else "self"
+    return Case("decode_attention", kind, shape, ours, {"torch SDPA padded": padded})
 
 
 def append(workload: Workload, lengths: list[int]) -> Case:

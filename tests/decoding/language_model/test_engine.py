@@ -8,6 +8,7 @@ from effasr.decoding.language_model import engine as engine_module
 from effasr.decoding.language_model.cache import CachedConversations
 from effasr.decoding.language_model.engine import ConversationEngine
 from effasr.decoding.language_model.search import answers
+from effasr.nn.cache.shared_pages import most_pages
 from effasr_kernels import PackedLayout, PackedSequence
 from tests.support.speech_llm import (
     VOCABULARY,
@@ -37,12 +38,17 @@ def limit_of(number):
     return 3 + 5 * number % 11
 
 
+PAGED = pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+
+
+@PAGED
 @pytest.mark.parametrize("beam", [1, 3])
 @pytest.mark.parametrize("slots", [1, 3, 5])
-def test_slots_are_refilled(slots, beam, monkeypatch):
+def test_slots_are_refilled(slots, beam, paged, monkeypatch):
     model = speech_llm("qwen2", seed=2)
     asked = questions(11)
-    engine = ConversationEngine(model, STOPS, slots=slots, beam=beam, length_penalty=0.6)
+    options = {"beam": beam, "length_penalty": 0.6}
+    engine = ConversationEngine(model, STOPS, slots=slots, paged=paged, **options)
     rows, active = [], []
     logits = CachedConversations.logits
 
@@ -66,14 +72,14 @@ def test_slots_are_refilled(slots, beam, monkeypatch):
     assert max(rows) <= slots * beam
     assert len(rows) < sum(limit_of(number) for number in range(11)) or slots == 1
     monkeypatch.undo()
-    options = {"beam": beam, "length_penalty": 0.6}
     for number, one in enumerate(asked):
         batch = make_conversation_batch([one])
         (alone,) = answers(model, batch, [limit_of(number)], STOPS, **options)
         assert found[one.id] == alone, number
 
 
-def test_a_refilled_row_forgets_what_it_held():
+@PAGED
+def test_a_refilled_row_forgets_what_it_held(paged):
     """Logits after another conversation are those of an empty cache; other rows do not change."""
     model = speech_llm("gemma", seed=1).language_model
     torch.manual_seed(0)
@@ -84,10 +90,11 @@ def test_a_refilled_row_forgets_what_it_held():
         return PackedSequence(torch.cat(pieces), PackedLayout.from_lengths(list(map(len, pieces))))
 
     with torch.no_grad():
-        used = CachedConversations(model, 2, torch.float32)
+        used = CachedConversations(model, 2, torch.float32, paged=paged)
+        used.reserve(5, 48)
         used.admit([0, 1], packed(long, other))
         used.read([4, 9])
-        used.release(0)
+        used.release([0])
         used.read([0, 11])
         used.admit([0], packed(short))
         alone = CachedConversations(model, 1, torch.float32)
@@ -127,6 +134,46 @@ def test_few_rows_are_read_together(monkeypatch):
     assert max(map(len, sizes)) > 1
 
 
+@pytest.mark.parametrize("beam", [1, 3])
+def test_conversations_wait_for_pages(beam, monkeypatch):
+    """Conversations with their answers take at most the pages that there are."""
+    model = speech_llm("qwen2", seed=2)
+    batch, limits = make_conversation_batch(questions(11)), [30 + 5 * n for n in range(11)]
+    options = {"slots": 8, "beam": beam, "paged": True}
+    free = ConversationEngine(model, (), **options)
+    free.submit(batch, limits)
+    expected = dict(free.results())
+    needed = [most_pages(n, m - 1, beam) for n, m in zip(batch.token_lengths, limits, strict=True)]
+    most = max(needed) + min(needed)
+    engine = ConversationEngine(model, (), pages=most, **options)
+    active, used = [], []
+    read = CachedConversations.read
+
+    def watched(cache, tokens):
+        read(cache, tokens)
+        active.append(len(engine._active))
+        used.append(cache._cache.used)
+        assert used[-1] <= sum(one.pages for one in engine._active) <= most
+
+    monkeypatch.setattr(CachedConversations, "read", watched)
+    engine.submit(batch, limits)
+    assert dict(engine.results()) == expected
+    assert 1 < max(active) < 8
+    # The pool never had more pages, and none is lost.
+    pool = engine._cache._cache
+    assert max(used) <= pool.pages.shape[2] <= most
+    assert not pool.used
+
+
+def test_a_conversation_that_needs_more_pages_is_answered_alone():
+    model = speech_llm()
+    batch = make_conversation_batch([asking("short", [5] * 20), asking("long", [5] * 40)])
+    expected = dict(zip(batch.ids, answers(model, batch, [2, 30], (), beam=2), strict=True))
+    engine = ConversationEngine(model, (), slots=2, beam=2, paged=True, pages=3)
+    engine.submit(batch, [2, 30])
+    assert dict(engine.results()) == expected
+
+
 def test_a_failed_step_loses_no_name(monkeypatch):
     model = speech_llm()
     engine = ConversationEngine(model, (), slots=2)
@@ -146,3 +193,5 @@ def test_wrong_sizes_are_refused():
         ConversationEngine(speech_llm(), STOPS, slots=0)
     with pytest.raises(ValueError, match="`beam` must be at least 1"):
         ConversationEngine(speech_llm(), STOPS, slots=1, beam=0)
+    with pytest.raises(ValueError, match="`pages` must be at least 1"):
+        ConversationEngine(speech_llm(), STOPS, slots=1, pages=0)
