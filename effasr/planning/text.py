@@ -97,8 +97,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     for outcome in outcomes:
         report = outcome.report
         mismatch = report.bucket_mismatch
-        made.add_row(
-            outcome.strategy,
+        figures = [
             percent(report.padding_frames),
             percent(report.padding_tokens),
             percent(report.padding_flops),
@@ -109,9 +108,11 @@ def table(outcomes: Sequence[Outcome]) -> str:
             f"{report.batch_utterances:.1f}",
             f"{report.batch_audio_seconds:.1f}",
             f"{report.flops_per_audio_hour / 1e12:,.3g}",
-            f"{report.steps:,}",
-            f"{report.deferred:,}",
-        )
+        ]
+        if not report.planned:
+            # All utterances are left to later epochs, and nothing can be said of batches.
+            figures = [""] * len(figures)
+        made.add_row(outcome.strategy, *figures, f"{report.steps:,}", f"{report.deferred:,}")
     buckets = ", steps with several buckets" if with_buckets else ""
     return (
         "Padding of encoder frames, decoder tokens, FLOPs and T x U cells; imbalance of ranks "

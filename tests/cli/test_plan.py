@@ -249,6 +249,19 @@ def test_text_needs_no_tokenizer_and_says_so(effasr, workplace) -> None:
     assert "estimated" not in done.out
 
 
+def test_a_strategy_that_plans_no_utterance_has_no_figures(effasr, tmp_path) -> None:
+    """Buckets of one utterance fill no micro-batch; 0 % would look better than all others."""
+    path = tmp_path / "few.jsonl"
+    rows = [{"id": f"u{n}", "duration": 2 + n / 100, "num_tokens": 10} for n in range(25)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = "--manifest", path, "--strategy", "all", "--frame-budget", 8000
+    made = json.loads(effasr("plan", *options, "--json").out)
+    assert made["bucketed"]["deferred"] == 25
+    row = next(line for line in effasr("plan", *options).out.splitlines() if "| bucketed" in line)
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells == ["bucketed", *[""] * 10, str(made["bucketed"]["steps"]), "25"]
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
