@@ -42,7 +42,7 @@ from bench.workload import LISTED, read_durations
 
 from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
-from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.config import FeatureConfig
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.model.asr import ASRModel

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from effasr import ranges
-from effasr.data.features.log_mel import FeatureConfig, MelFrames, normalized
+from effasr.data.features.config import FeatureConfig
+from effasr.data.features.log_mel import MelFrames, normalized
 from effasr.data.features.segments import segment_sum
 from effasr.model.checks import check, check_positive
 from effasr_kernels import PackedLayout, PackedSequence, linear_cross_entropy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.config import FeatureConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.model.best_rq import BestRQConfig
 from effasr.model.checks import check

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from effasr.data.features.config import FeatureConfig
 from effasr.data.features.frame_geometry import Framing
-from effasr.data.features.log_mel import FeatureConfig, MelFrames
+from effasr.data.features.log_mel import MelFrames
 from effasr.model.checks import check
 from effasr.model.encoder import ConformerLayer, FastConformerConfig, FastConformerEncoder
 from effasr.nn.attention import RelativeSelfAttention, SelfAttention

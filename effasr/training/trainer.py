@@ -46,6 +46,7 @@ from effasr.training.profiler import PROFILE_FOLDER, StepProfiler
 from effasr.training.run_dir.run_directory import RunDirectory
 from effasr.training.run_dir.run_log import RunLog
 from effasr.training.run_dir.summary import describe_alignment, describe_data, describe_model
+from effasr.training.starting.corpus import load_corpus
 from effasr.training.step import train_step
 from effasr.training.strategies.asynchronous import make_strategy
 from effasr.training.strategies.parallelism import average_over_ranks, full_weights, is_sharded
@@ -413,7 +414,7 @@ class Trainer:
         """Load the corpus; if filters drop too much of it, list the dropped utterances first."""
         config, directory = self.config, self.log.directory
         try:
-            corpus = build.load_corpus(config, tokenizer, saved)
+            corpus = load_corpus(config, tokenizer, saved)
         except TooManyDropped as error:
             if context.is_main:
                 self.log.dropped(error.dropped)

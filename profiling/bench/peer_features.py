@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from effasr.data.features.log_mel import FeatureConfig, LogMel
+from effasr.data.features.config import FeatureConfig
+from effasr.data.features.log_mel import LogMel
 from effasr_kernels import PackedLayout, PackedSequence
 
 

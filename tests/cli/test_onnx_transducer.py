@@ -15,7 +15,8 @@ import torch
 from effasr.checkpoint import save_model
 from effasr.cli.main import main
 from effasr.data.collate import Example, collate
-from effasr.data.features.log_mel import FeatureConfig, mel_filterbank
+from effasr.data.features.config import FeatureConfig
+from effasr.data.features.log_mel import mel_filterbank
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.greedy import decode

@@ -17,8 +17,8 @@ from effasr.data.loader import Loader
 from effasr.data.sampling.options import STRATEGIES
 from effasr.data.tokenizer import load_tokenizer
 from effasr.model.cost import cost_model
-from effasr.training import build
 from effasr.training.config import TrainConfig
+from effasr.training.starting.corpus import load_corpus
 
 RATIOS = (
     "padding_frames", "padding_tokens", "padding_flops", "padding_cells", "rank_imbalance_mean",
@@ -222,7 +222,7 @@ def test_shares_of_sources_are_planned_as_they_are_trained_on(effasr, workplace,
     assert wild["realised"] == pytest.approx(0.75, abs=0.02)
     assert found["planned"] == read["drawn_utterances"] + wild["drawn_utterances"]
     config = configuration.load(TrainConfig, path, [])
-    corpus = build.load_corpus(config, load_tokenizer(config.data.tokenizer), None)
+    corpus = load_corpus(config, load_tokenizer(config.data.tokenizer), None)
     assert found["token_budget"] == corpus.shape.token_budget
     cost = cost_model(config.model, load_tokenizer(config.data.tokenizer).vocab_size)
     plan = Loader(corpus, config.data, seed=config.seed, pin_memory=False, cost=cost).plan(0)

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from effasr.data.features.log_mel import FeatureConfig, LogMel, MelFrames, mel_filterbank
+from effasr.data.features.config import FeatureConfig
+from effasr.data.features.log_mel import LogMel, MelFrames, mel_filterbank
 from effasr_kernels import PackedLayout, pack
 
 

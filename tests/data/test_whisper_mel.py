@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from effasr.data.features.config import FeatureConfig
 from effasr.data.features.frame_geometry import Framing
-from effasr.data.features.log_mel import FeatureConfig, LogMel
+from effasr.data.features.log_mel import LogMel
 from effasr.data.features.spec_augment import SpecAugmentConfig, spec_augment
 from effasr_kernels import PackedLayout, PackedSequence
 

@@ -6,7 +6,7 @@ import torch
 
 from effasr.data.batch import StaticShape
 from effasr.data.collate import Example
-from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.config import FeatureConfig
 from effasr.data.prompt import Prompt
 from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.config import DecodingConfig

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from effasr.data.collate import Example
-from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.config import FeatureConfig
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig

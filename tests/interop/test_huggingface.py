@@ -12,7 +12,7 @@ from torch import Tensor
 
 from effasr.data.batch import IGNORED, Batch
 from effasr.data.collate import Example
-from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.config import FeatureConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.ctc_beam import ctc_beam

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.config import FeatureConfig
 from effasr.data.tokenizer import train_tokenizer
 from effasr.interop.nemo.archive import read_archive
 from effasr.interop.nemo.contexts import read_contexts, read_convolution, write_contexts

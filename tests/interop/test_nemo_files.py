@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.config import FeatureConfig
 from effasr.data.tokenizer import NeMoTokenizer
 from effasr.interop.nemo.archive import NemoArchive, read_archive, write_archive
 from effasr.interop.nemo.export import export_nemo

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from effasr.data.collate import Example, collate
-from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.config import FeatureConfig
 from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.interop.onnx.sherpa import BLANK, export_sherpa

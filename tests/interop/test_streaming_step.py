@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.config import FeatureConfig
 from effasr.interop.onnx.export import check_onnx, export_onnx
 from effasr.interop.onnx.streaming_step import CACHES, StreamingStep
 from effasr.model.asr import ASRModel

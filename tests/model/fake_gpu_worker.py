@@ -24,8 +24,9 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
+from effasr.data.features.config import FeatureConfig
 from effasr.data.features.frame_geometry import Framing
-from effasr.data.features.log_mel import FeatureConfig, LogMel
+from effasr.data.features.log_mel import LogMel
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig

@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
-from effasr.data.features.log_mel import FeatureConfig, normalized
+from effasr.data.features.config import FeatureConfig
+from effasr.data.features.log_mel import normalized
 from effasr.model.asr import ASRModel
 from effasr.model.best_rq import BestRQConfig, RandomQuantizer, draw_spans
 from effasr.model.config import ModelConfig

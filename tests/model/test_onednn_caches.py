@@ -16,7 +16,7 @@ import sys
 import torch
 
 from effasr.data.collate import Example, collate
-from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.config import FeatureConfig
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from effasr.data.batch import StaticShape
 from effasr.data.collate import Example, collate
-from effasr.data.features.log_mel import FeatureConfig, LogMel
+from effasr.data.features.config import FeatureConfig
+from effasr.data.features.log_mel import LogMel
 from effasr.data.features.spec_augment import SpecAugmentConfig, spec_augment
 from effasr.model.losses import gather_losses
 from effasr.model.whisper_encoder import ConvolutionStem

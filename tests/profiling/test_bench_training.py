@@ -23,7 +23,7 @@ from bench.training.corpus import Workload, plan_of, random_batches, representat
 from bench.training.systems import time_in_turns
 from torch._dynamo.utils import counters
 
-from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.config import FeatureConfig
 from effasr.data.sampling.options import StrategyOptions
 from effasr.data.sampling.strategies import planner
 

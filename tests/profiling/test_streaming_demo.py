@@ -11,7 +11,7 @@ import streaming_demo
 import torch
 
 from effasr.checkpoint import save_model
-from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.config import FeatureConfig
 from effasr.data.tokenizer import Tokenizer
 from effasr.evaluation.normalizer import get_normalizer
 from effasr.model.asr import ASRModel

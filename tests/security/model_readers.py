@@ -33,7 +33,7 @@ NEMO = Path(__file__).parents[1] / "interop" / "nemo"
 
 @lru_cache
 def _model() -> Any:
-    from effasr.data.features.log_mel import FeatureConfig
+    from effasr.data.features.config import FeatureConfig
     from effasr.model.asr import ASRModel
     from effasr.model.config import ModelConfig
     from effasr.model.encoder import FastConformerConfig
@@ -161,7 +161,7 @@ def _import_nemo(path: Path) -> Any:
 
 
 def _nemo_streaming(folder: Path) -> None:
-    from effasr.data.features.log_mel import FeatureConfig
+    from effasr.data.features.config import FeatureConfig
     from effasr.interop.nemo.export import export_nemo
     from effasr.model.asr import ASRModel
     from effasr.model.config import ModelConfig

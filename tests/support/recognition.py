@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.config import FeatureConfig
 from effasr.data.tokenizer import Tokenizer, train_tokenizer
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig

@@ -6,8 +6,8 @@ import torch
 
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
+from effasr.data.features.config import FeatureConfig
 from effasr.data.features.frame_geometry import Framing
-from effasr.data.features.log_mel import FeatureConfig
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig

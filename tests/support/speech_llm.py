@@ -8,7 +8,7 @@ import torch
 from effasr.data.batch import StaticShape
 from effasr.data.conversation.collate import ConversationExample, collate_conversations
 from effasr.data.conversation.rows import CLIP
-from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.config import FeatureConfig
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig

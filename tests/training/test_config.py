@@ -5,7 +5,7 @@ import torch
 
 from effasr import config as configuration
 from effasr.checkpoint import save_model
-from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.config import FeatureConfig
 from effasr.data.tokenizer import load_tokenizer
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
@@ -18,6 +18,7 @@ from effasr.training.checkpointing.resume import check_same_run
 from effasr.training.config import EvaluationConfig, LoopConfig, TrainConfig, resolve_losses
 from effasr.training.loss import LossConfig
 from effasr.training.profiler import ProfileConfig
+from effasr.training.starting.corpus import load_corpus
 
 BOTH = ModelConfig(ctc=True)
 CTC = ModelConfig(ctc=True, decoder=None)
@@ -145,7 +146,7 @@ def test_without_data_or_tokenizer_the_message_says_what_is_missing(tones) -> No
     with pytest.raises(ValueError, match=r"`data\.tokenizer` must be a folder"):
         build.find_tokenizer(TrainConfig(), None)
     with pytest.raises(ValueError, match=r"`data\.train` must name at least one manifest"):
-        build.load_corpus(TrainConfig(), load_tokenizer(tones / "tokenizer"), None)
+        load_corpus(TrainConfig(), load_tokenizer(tones / "tokenizer"), None)
 
 
 def test_precision_follows_the_device() -> None:

@@ -16,6 +16,7 @@ from effasr.model.cost import cost_model
 from effasr.training import build
 from effasr.training.config import TrainConfig
 from effasr.training.run_dir.run_directory import read_lines
+from effasr.training.starting.corpus import load_corpus
 from effasr.training.strategies.asynchronous import form_learners
 from effasr.training.trainer import run
 from tests.support.run_ranks import run_module
@@ -48,7 +49,7 @@ def noted(folder: Path, rank: int) -> list[dict]:
 def check_trained_once(config: TrainConfig, folder: Path, steps: int, ranks: int) -> None:
     """Each utterance of each step of the plan was trained on once, by whichever learner."""
     tokenizer = build.find_tokenizer(config, None)
-    corpus = build.load_corpus(config, tokenizer, None)
+    corpus = load_corpus(config, tokenizer, None)
     cost = cost_model(config.model, tokenizer.vocab_size)
     loader = Loader(corpus, config.data, seed=config.seed, pin_memory=False, cost=cost)
     expected = defaultdict(Counter)

@@ -8,8 +8,8 @@ import pytest
 from effasr.data.config import DataConfig
 from effasr.data.index import corpus_cache
 from effasr.data.tokenizer import load_tokenizer
-from effasr.training import build
 from effasr.training.config import TrainConfig
+from effasr.training.starting.corpus import load_corpus
 
 
 @pytest.mark.parametrize("given", ["auto", "named", None])
@@ -22,12 +22,12 @@ def test_the_folder(
     data = DataConfig(train=str(tones / "train.jsonl"), cache=cache)
     config = TrainConfig(data=data, output=str(tmp_path / "runs"))
     folder = {"auto": tmp_path / "runs/.corpus", "named": tmp_path / "named"}.get(given or "")
-    first = build.load_corpus(config, tokenizer, None)
+    first = load_corpus(config, tokenizer, None)
     assert [file.suffix for file in sorted(tmp_path.rglob("*.*")) if file.is_file()] == (
         [] if folder is None else [".corpus", ".lock"]
     )
     assert folder is None or len(list(folder.glob("*.corpus"))) == 1
     # What a run reads to find its budgets is read once.
     wide = replace(config, data=replace(data, frame_budget=1_000_000))
-    assert build.load_corpus(wide, tokenizer, None).fingerprint == first.fingerprint
+    assert load_corpus(wide, tokenizer, None).fingerprint == first.fingerprint
     assert folder is None or len(list(folder.glob("*.corpus"))) == 1

@@ -15,6 +15,7 @@ from effasr.data.mixture import MixConfig
 from effasr.training import build
 from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
 from effasr.training.config import TrainConfig
+from effasr.training.starting.corpus import load_corpus
 from effasr.training.trainer import run
 
 SEED = 3
@@ -46,7 +47,7 @@ def make_mixed(make_config, parts):
 
 def loader(config: TrainConfig, **options) -> Loader:
     tokenizer = build.find_tokenizer(config, None)
-    corpus = build.load_corpus(config, tokenizer, None)
+    corpus = load_corpus(config, tokenizer, None)
     return Loader(corpus, config.data, seed=SEED, pin_memory=False, **options)
 
 

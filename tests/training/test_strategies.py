@@ -16,6 +16,7 @@ from effasr.model.asr import ASRModel
 from effasr.training import build, trainer
 from effasr.training.checkpointing.resume import check_same_plan, check_same_ranks
 from effasr.training.run_dir.run_directory import read_lines
+from effasr.training.starting.corpus import load_corpus
 from effasr.training.step import train_step
 from effasr.training.trainer import run
 
@@ -46,7 +47,7 @@ def test_padded_training_reports_its_padding(make_config, tmp_path, capsys, stra
     shown = capsys.readouterr().err
     assert f"2 micro-batches a step, {strategy}, padded, each on average" in shown
     tokenizer = build.find_tokenizer(config, None)
-    corpus = build.load_corpus(config, tokenizer, None)
+    corpus = load_corpus(config, tokenizer, None)
     plan = trainer.Loader(corpus, config.data, seed=config.seed).plan(0)
     for step, line in enumerate(read_lines(tmp_path / "run" / "metrics.jsonl")[: plan.num_steps]):
         for name in ("frames", "tokens"):

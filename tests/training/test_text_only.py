@@ -32,6 +32,7 @@ from effasr.training.fault_tolerance.batch_split import split
 from effasr.training.flops import work_of
 from effasr.training.loss import LossConfig
 from effasr.training.run_dir.run_directory import read_lines
+from effasr.training.starting.corpus import load_corpus
 from effasr.training.step import train_step
 from effasr.training.trainer import run
 from tests.support.run_ranks import run_module
@@ -153,7 +154,7 @@ def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_mixed, tmp_path
 
 def test_a_step_is_the_same_on_any_number_of_ranks(make_mixed) -> None:
     config = make_mixed()
-    corpus = build.load_corpus(config, build.find_tokenizer(config, None), None)
+    corpus = load_corpus(config, build.find_tokenizer(config, None), None)
     seen = []
     for size in (1, 2, 4):
         loaders = [
@@ -184,7 +185,7 @@ def test_a_step_is_the_same_on_any_number_of_ranks(make_mixed) -> None:
 
 def test_batches_of_each_kind_have_one_shape(make_mixed) -> None:
     config = make_mixed()
-    corpus = build.load_corpus(config, build.find_tokenizer(config, None), None)
+    corpus = load_corpus(config, build.find_tokenizer(config, None), None)
     shapes: dict[bool, set] = {False: set(), True: set()}
     for step in Loader(corpus, config.data, seed=3, pin_memory=False).steps():
         for batch in step.batches:
@@ -196,7 +197,7 @@ def test_batches_of_each_kind_have_one_shape(make_mixed) -> None:
 
 def test_a_batch_without_memory_is_computed_in_parts(make_mixed) -> None:
     config = make_mixed()
-    corpus = build.load_corpus(config, build.find_tokenizer(config, None), None)
+    corpus = load_corpus(config, build.find_tokenizer(config, None), None)
     assert corpus.text is not None
     whole = corpus.text.batch(corpus.text.plan(0, steps=3, micro_batches=1, seed=0).step(0)[0])
     parts = split(whole)
@@ -271,7 +272,7 @@ def test_a_run_with_an_expert_for_each_source(
 
 def test_an_epoch_of_text_alone_has_each_pair_once(make_text_alone, pairs) -> None:
     config = make_text_alone(data={"micro_batches": 2, "epoch_end": "exact"})
-    corpus = build.load_corpus(config, load_tokenizer(pairs / "tokenizer"), None)
+    corpus = load_corpus(config, load_tokenizer(pairs / "tokenizer"), None)
     assert (corpus.shape.frame_budget, len(corpus)) == (100, 120)
     loader = Loader(corpus, config.data, seed=1)
     plan = loader.plan(0)
@@ -351,12 +352,12 @@ def test_text_needs_a_share_and_an_encoder(make_mixed, tones, pairs, data, model
     config = make_mixed(data=data)
     config = replace(config, model=replace(config.model, **model))
     with pytest.raises(ValueError, match=message):
-        build.load_corpus(config, load_tokenizer(pairs / "tokenizer"), None)
+        load_corpus(config, load_tokenizer(pairs / "tokenizer"), None)
 
 
 def test_work_on_text_is_counted_by_the_text_encoder(make_mixed) -> None:
     config = make_mixed()
-    corpus = build.load_corpus(config, build.find_tokenizer(config, None), None)
+    corpus = load_corpus(config, build.find_tokenizer(config, None), None)
     assert corpus.text is not None
     batch = corpus.text.batch(np.arange(2))
     cost, text_cost = cost_model(config.model, 60), text_cost_model(config.model, 60)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from effasr.data.collate import Example, collate
-from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.config import FeatureConfig
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer, train_tokenizer
 from effasr.decoding.config import DecodingConfig

@@ -9,7 +9,7 @@ import numpy as np
 from lhotse.cut import Cut
 
 from effasr.data.audio.waveform import AudioSegment, load_audio, samples_in
-from effasr.data.features.log_mel import SAMPLE_RATE
+from effasr.data.features.frame_geometry import SAMPLE_RATE
 
 
 def name_at(name: str, speed: float) -> str:

@@ -22,7 +22,7 @@ from effasr.data.audio.audio_file import (
     open_audio,
     reason,
 )
-from effasr.data.features.log_mel import SAMPLE_RATE
+from effasr.data.features.frame_geometry import SAMPLE_RATE
 
 if TYPE_CHECKING:
     # Its import takes a third of a second, which plain files need not wait for.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.config import FeatureConfig
 from effasr.interop.export_checks import refuse
 from effasr.interop.huggingface.fields import Fields
 from effasr.model.config import ModelConfig

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from effasr.data.features.log_mel import FeatureConfig
+from effasr.data.features.config import FeatureConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.interop.export_checks import refuse, refuse_experts
 from effasr.interop.nemo import sections

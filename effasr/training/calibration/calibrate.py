@@ -15,7 +15,6 @@ from effasr import config as configuration
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.tokenizer import Tokenizer
 from effasr.distributed.process_group import DistributedContext
-from effasr.training import build
 from effasr.training.calibration import store
 from effasr.training.calibration.conversations import Conversations
 from effasr.training.calibration.runner import measure
@@ -26,6 +25,7 @@ from effasr.training.calibration.trial import Measurement, Request
 from effasr.training.calibration.workload import Population, Workload
 from effasr.training.config import TrainConfig
 from effasr.training.memory import total_bytes
+from effasr.training.starting.corpus import load_corpus
 
 T = TypeVar("T")
 
@@ -199,7 +199,7 @@ def read_population(config: TrainConfig, tokenizer: Tokenizer) -> Population:
         ValueError: There is no utterance to train on, or no conversation with speech.
     """
     data = replace(config.data, frame_budget=_AMPLE)
-    corpus = build.load_corpus(replace(config, data=data), tokenizer, None)
+    corpus = load_corpus(replace(config, data=data), tokenizer, None)
     # Imported here so that a model can be trained without the packages that read data.
     from effasr.data.conversation.corpus import ConversationCorpus
 

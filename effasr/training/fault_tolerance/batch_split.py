@@ -10,7 +10,7 @@ from torch import Tensor
 
 from effasr.data.batch import IGNORED, Batch
 from effasr.data.conversation.batch import ConversationBatch
-from effasr.data.features.log_mel import SAMPLE_RATE
+from effasr.data.features.frame_geometry import SAMPLE_RATE
 from effasr_kernels import PackedLayout, PackedSequence
 
 

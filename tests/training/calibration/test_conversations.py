@@ -23,6 +23,7 @@ from effasr.training.calibration.search import load_of
 from effasr.training.calibration.trial import Measurement, Request
 from effasr.training.calibration.workload import batch_of, cells
 from effasr.training.config import TrainConfig
+from effasr.training.starting.corpus import load_corpus
 from effasr.training.trainer import run
 from tests.support.chat_folder import write_chat_model
 from tests.support.talks import model_mapping, write_talks
@@ -74,7 +75,7 @@ def population_of(config):
 @pytest.mark.parametrize("budget", [60, 200])
 def test_the_shape_is_that_of_training(make, budget, given) -> None:
     config = make(budget, **given)
-    corpus = build.load_corpus(config, build.find_tokenizer(config, None), None)
+    corpus = load_corpus(config, build.find_tokenizer(config, None), None)
     assert isinstance(corpus, ConversationCorpus)
     population = population_of(make("auto", **given))
     assert population.shape(budget) == corpus.shape

@@ -19,7 +19,7 @@ from lhotse.cut.set import deserialize_cut
 
 from effasr.data.audio.audio_file import AudioError, regular_file_size
 from effasr.data.audio.waveform import audio_path, load_audio, samples_in
-from effasr.data.features.log_mel import SAMPLE_RATE
+from effasr.data.features.frame_geometry import SAMPLE_RATE
 from effasr.data.index.columns import Ragged, RaggedBuilder, json_of
 from effasr.data.manifest.audio_sources import refuse_programs
 from effasr.data.manifest.cuts import CUTS_FILE, check_times

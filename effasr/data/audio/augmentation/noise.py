@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from effasr.data.features.log_mel import SAMPLE_RATE
+from effasr.data.features.frame_geometry import SAMPLE_RATE
 
 _FADE = SAMPLE_RATE // 50
 """Samples over which a clip that begins anew is mixed with its end: 20 ms, so nothing clicks."""

@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from effasr.data.audio.augmentation.reverberation import ImpulseResponse
-from effasr.data.features.log_mel import SAMPLE_RATE
+from effasr.data.features.frame_geometry import SAMPLE_RATE
 
 _SOUND = 343.0
 """Metres a second."""

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import soxr
 
-from effasr.data.features.log_mel import SAMPLE_RATE
+from effasr.data.features.frame_geometry import SAMPLE_RATE
 
 _TELEPHONE_RATE = 8000
 _MU = 255.0

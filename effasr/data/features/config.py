@@ -1,0 +1,126 @@
+"""Configuration of the mel features."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
+
+_MOST_HOPS = {8: 14, 4: 6, 2: 3}
+"""Largest window length in hops, by the mel rows of the slot that separates utterances."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureConfig:
+    """Parameters of the mel features.
+
+    Attributes:
+        kind: Feature extraction of transformers' ``ParakeetFeatureExtractor``, which equals NeMo's,
+            or of its ``WhisperFeatureExtractor``.
+        sample_rate: Sample rate in Hz.
+        subsampling: Mel rows of an encoder frame: 4 or 8 for a FastConformer, 2 for a Transformer;
+            null for what the encoder of the model needs, and without a model for 8.
+        minimum_s: Seconds that an utterance lasts at least: silence follows a shorter one, and the
+            encoder sees it. 30 is what Whisper models were trained with; 0 for none, so that
+            nothing is computed but the utterance.
+        causal_subsampling: Whether the convolutions of the encoder read no later rows, which gives
+            one frame more; the encoder of a model sets it.
+        mel_bins: Mel bands from 0 Hz to half the sample rate; for a FastConformer a multiple of
+            ``subsampling``.
+        n_fft: Points of the Fourier transform.
+        window: Samples of the Hann window, centred in the transform.
+        hop: Samples between two mel rows.
+        preemphasis: Share of the previous sample that is subtracted; 0 turns it off.
+        normalize: Give each band zero mean and unit variance over each utterance.
+    """
+
+    kind: Literal["parakeet", "whisper"] = "parakeet"
+    sample_rate: int = SAMPLE_RATE
+    # Before it could be null it was 8, also where a stored configuration does not have it.
+    subsampling: int | None = field(default=None, metadata={"before": 8})
+    causal_subsampling: bool = False
+    minimum_s: float = 0.0
+    mel_bins: int = 80
+    n_fft: int = 512
+    window: int = 400
+    hop: int = 160
+    preemphasis: float = 0.97
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("sample_rate", "mel_bins", "n_fft", "window", "hop"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
+        if self.kind not in ("parakeet", "whisper"):
+            raise ValueError(f"`kind` must be parakeet or whisper, but is {self.kind!r}.")
+        rows = self.rows_per_frame
+        if rows not in (2, 4, 8):
+            raise ValueError(
+                f"`subsampling` must be 4 or 8 (FastConformer) or 2 (Transformer), but is {rows}: "
+                "leave it out to take the encoder's."
+            )
+        if rows > 2 and self.mel_bins % rows:
+            times = {4: "twice", 8: "three times"}[rows]
+            raise ValueError(
+                f"`mel_bins` must be a multiple of {rows}, because the encoder halves the "
+                f"bands {times}, but is {self.mel_bins}: use 64, 80 or 128."
+            )
+        if not 0 <= self.minimum_s < math.inf:
+            raise ValueError(
+                f"`minimum_s` must be at least 0, but is {self.minimum_s}: 0 adds no silence."
+            )
+        if self.minimum_s and self.kind != "whisper":
+            raise ValueError(
+                f"`minimum_s` must be 0 for features of kind {self.kind}, whose models hear no "
+                f"silence after an utterance, but is {self.minimum_s}."
+            )
+        if self.window > self.n_fft:
+            raise ValueError(
+                f"`window` must be at most n_fft = {self.n_fft}, but is {self.window}: "
+                "raise `n_fft`."
+            )
+        most = _MOST_HOPS[rows]
+        if self.window > most * self.hop:
+            raise ValueError(
+                f"`window` must be at most {most} hops = {most * self.hop}, so that a window meets "
+                f"one utterance only, but is {self.window}: raise `hop`."
+            )
+        if not 0 <= self.preemphasis <= 1:
+            raise ValueError(f"`preemphasis` must be in [0, 1], but is {self.preemphasis}.")
+        if self.kind == "whisper":
+            self._check_whisper()
+
+    def _check_whisper(self) -> None:
+        for name, only in (("preemphasis", 0.0), ("normalize", False), ("window", self.n_fft)):
+            if getattr(self, name) != only:
+                raise ValueError(
+                    f"`{name}` must be {only} for features of kind whisper, but is "
+                    f"{getattr(self, name)}: Whisper's have `n_fft` and `window` 400, "
+                    "`preemphasis` 0 and `normalize` false."
+                )
+
+    @property
+    def rows_per_frame(self) -> int:
+        """Mel rows of an encoder frame: ``subsampling``, or 8 where that is null."""
+        return 8 if self.subsampling is None else self.subsampling
+
+    @property
+    def framing(self) -> Framing:
+        """Framing, which gives the number of encoder frames of an utterance."""
+        minimum = round(self.minimum_s * self.sample_rate)
+        plain = Framing(
+            hop=self.hop, subsampling=self.rows_per_frame, causal=self.causal_subsampling
+        )
+        return replace(plain, minimum=plain.frames(minimum))
+
+    def mel_frames(self, samples: int) -> int:
+        """Mel frames of an utterance of this many samples; Whisper's fill encoder frames."""
+        if self.kind == "whisper":
+            return self.encoder_frames(samples) * self.rows_per_frame
+        return samples // self.hop
+
+    def encoder_frames(self, samples: int) -> int:
+        """Encoder frames of an utterance of this many samples."""
+        return self.framing.frames(samples)
