@@ -139,8 +139,8 @@ def streaming() -> str:
             f"{float(row['rtfx']):.0f}",
             row["streams"],
         ]
-        for row in read("streaming", "model", "method", "context", "streams", "device")
-        if row["wer"]
+        for row in read("streaming", "model", "method", "beam", "context", "streams", "device")
+        if row["wer"] and row["beam"] == "1"
     ]
     return markdown(titles, lines)
 

@@ -3,6 +3,7 @@
     python profiling/bench_inference.py [--size small|full] [--shapes 24/24 32/4 17/4 18/8]
         [--batch 16] [--peer] [--output ROWS.csv]
     python profiling/bench_inference.py --streams 1 16 64 [--chunks 13 7 3] [--longest 30]
+        [--beam 4]
         [--output ROWS.csv]
 
 Models of random weights, encoder layers / decoder layers, transcribe utterances as long as real
@@ -423,16 +424,23 @@ def _serve_streams(options: argparse.Namespace, name: str, device: torch.device)
         for chunk in options.chunks:
             model = build_streaming(shape, size, chunk, device, torch.float32)
             for count in options.streams:
-                recognizer = OnlineRecognizer(model, cast(Tokenizer, Numbers()), streams=count)
+                recognizer = OnlineRecognizer(
+                    model, cast(Tokenizer, Numbers()), streams=count, beam=options.beam
+                )
                 warm_up = [streams.Repeated(noise, rate)] * count
                 streams.serve(recognizer, warm_up, count)
                 served = streams.serve(recognizer, [audio] * count, count, options.tick)
-                one = dict.fromkeys(streams.COLUMNS, "") | streams.row(recognizer, served, count)
-                one |= provenance(device) | {
-                    "model": f"{name}, {shape.split('/')[0]} encoder layers",
-                    "tick_s": options.tick,
-                    "dtype": "float32",
-                }
+                measured = streams.row(recognizer, served, count, options.beam)
+                one = (
+                    dict.fromkeys(streams.COLUMNS, "")
+                    | measured
+                    | provenance(device)
+                    | {
+                        "model": f"{name}, {shape.split('/')[0]} encoder layers",
+                        "tick_s": options.tick,
+                        "dtype": "float32",
+                    }
+                )
                 sys.stdout.write(streams.described(one) + "\n")
                 sys.stdout.flush()
                 if options.output is not None:
@@ -453,6 +461,7 @@ def _parser() -> argparse.ArgumentParser:
         "--agreement", type=float, default=0.9, help="share of tokens that must agree with it"
     )
     parser.add_argument("--streams", nargs="+", type=int, help="numbers of streams at a time")
+    parser.add_argument("--beam", type=int, default=1, help="hypotheses of a stream; 1 is greedy")
     parser.add_argument("--chunks", nargs="+", type=int, default=[13, 7, 3], help="frames")
     parser.add_argument(
         "--tick", type=float, default=0.0, help="least seconds between two steps of the streams"

@@ -27,7 +27,8 @@ import torch
 from effasr.transcription.online import OnlineRecognizer, OnlineStream
 
 COLUMNS = (
-    *("model", "method", "context", "chunk_s", "streams", "tick_s", "utterances", "audio_s"),
+    *("model", "method", "beam", "context", "chunk_s", "streams", "tick_s"),
+    *("utterances", "audio_s"),
     *("rtfx", "algorithmic_p50_s", "algorithmic_p99_s", "delay_p50_s", "delay_p90_s"),
     *("delay_p99_s", "rss_minute_1_mb", "rss_end_mb", "wer"),
     *("threads", "dtype", "device", "torch", "triton", "git", "date"),
@@ -77,11 +78,12 @@ class Served:
     rss_mb: tuple[float, float] | None = None
 
 
-def row(recognizer: OnlineRecognizer, served: Served, streams: int) -> dict[str, Any]:
-    """Return the columns that follow from a recognizer and its streams."""
+def row(recognizer: OnlineRecognizer, served: Served, streams: int, beam: int) -> dict[str, Any]:
+    """Return the columns that follow from a recognizer, its beam and its streams."""
     context = recognizer.context
     return {
         "method": recognizer.method,
+        "beam": beam,
         "context": f"{context.left}/{context.right}/{context.chunk}",
         "chunk_s": round(recognizer.latency_seconds, 3),
         "streams": streams,
@@ -111,7 +113,8 @@ def described(one: Mapping[str, Any]) -> str:
     wer = "" if one["wer"] == "" else f"  WER {100 * one['wer']:.2f} %"
     memory = ", memory {rss_minute_1_mb} to {rss_end_mb} MB".format(**one)
     return (
-        f"{one['model']}, {one['streams']} streams, context {one['context']}: RTFx {one['rtfx']}, "
+        f"{one['model']}, {one['method']}, beam {one['beam']}, {one['streams']} streams, context "
+        f"{one['context']}: RTFx {one['rtfx']}, "
         f"delay {one['algorithmic_p50_s']:.2f} s + {1000 * one['delay_p50_s']:.1f} ms (90 %: "
         f"{1000 * one['delay_p90_s']:.1f}, 99 %: {1000 * one['delay_p99_s']:.1f})"
         f"{memory if one['rss_end_mb'] else ''}{wer}"

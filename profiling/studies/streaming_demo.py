@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 effasr/train.py demo_streaming
     python profiling/studies/streaming_demo.py runs/demo_streaming
         [--manifest data/demo/test.jsonl] [--streams 8] [--latencies full 1.04 0.56 0.24]
-        [--utterances N] [--output profiling/results/streaming.csv]
+        [--beam 1] [--utterances N] [--output profiling/results/streaming.csv]
 
 Each latency decodes the whole set, as so many streams at a time that arrive in real time (see
 `bench.streams`), with the trained context of the longest chunk that the latency allows. ``full``
@@ -50,9 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     recordings, references = _read(options, loaded)
     for latency in options.latencies:
         if latency == FULL:
-            one, texts = _full(loaded, recordings)
+            one, texts = _full(loaded, recordings, options.beam)
         else:
-            one, texts = _streamed(loaded, recordings, float(latency), options.streams)
+            how = float(latency), options.streams, options.beam
+            one, texts = _streamed(loaded, recordings, *how)
         one |= provenance(torch.device("cpu")) | {
             "model": options.run.resolve().name,
             "wer": round(_errors(references, texts).wer, 5),
@@ -66,25 +67,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _streamed(
-    loaded: LoadedModel, recordings: Sequence[np.ndarray], latency: float, count: int
+    loaded: LoadedModel,
+    recordings: Sequence[np.ndarray],
+    latency: float,
+    count: int,
+    beam: int,
 ) -> tuple[dict[str, Any], list[str]]:
     """Decode the recordings as streams."""
+    context = context_for(loaded.model, latency)
     recognizer = OnlineRecognizer(
-        loaded.model, loaded.tokenizer, context=context_for(loaded.model, latency), streams=count
+        loaded.model, loaded.tokenizer, context=context, streams=count, beam=beam
     )
     served = streams.serve(recognizer, recordings, count)
-    return _row() | streams.row(recognizer, served, count) | {"tick_s": 0.0}, served.texts
+    return _row() | streams.row(recognizer, served, count, beam) | {"tick_s": 0.0}, served.texts
 
 
 def _full(
-    loaded: LoadedModel, recordings: Sequence[np.ndarray]
+    loaded: LoadedModel, recordings: Sequence[np.ndarray], beam: int
 ) -> tuple[dict[str, Any], list[str]]:
     """Decode each recording as a whole, when it has ended."""
     model, framing = loaded.model, loaded.model.config.features.framing
     rate, served = loaded.model.config.features.sample_rate, streams.Served()
     method = "transducer" if model.transducer is not None else "ctc"
     cast(FastConformerEncoder, model.encoder).evaluate_with(Context(None, None))
-    config = DecodingConfig(method=method)
+    config = DecodingConfig(method=method, beam=beam)
     for number, audio in enumerate(recordings):
         started = time.perf_counter()
         waveform = Waveform(str(number), audio, rate)
@@ -100,7 +106,7 @@ def _full(
             max(0, len(audio) - (frame + 1) * framing.samples) / rate
             for frame in range(framing.frames(len(audio)))
         )
-    fields = {"method": method, "context": FULL, "streams": 1}
+    fields = {"method": method, "beam": beam, "context": FULL, "streams": 1}
     threads = {"threads": torch.get_num_threads()}
     return _row() | fields | threads | streams.measured(served), served.texts
 
@@ -144,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run or a model directory")
     parser.add_argument("--manifest", type=Path, default=Path("data/demo/test.jsonl"))
     parser.add_argument("--streams", type=int, default=8, help="streams at a time")
+    parser.add_argument("--beam", type=int, default=1, help="hypotheses; 1 is greedy")
     parser.add_argument(
         "--latencies", nargs="+", type=_latency, default=[FULL, "1.04", "0.56", "0.24"]
     )

@@ -84,10 +84,16 @@ def test_wrong_shapes(shape: str) -> None:
         bench_inference.build(shape, TINY, CPU, torch.float32)
 
 
-def test_rows_of_streams(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beam", [1, 3])
+def test_rows_of_streams(beam: int, tmp_path: Path) -> None:
     out = tmp_path / "rows.csv"
     options = ["--size", "tiny", "--shapes", "2/1", "--streams", "1", "3", "--chunks", "7"]
-    assert bench_inference.main([*options, "--longest", "1.5", "--output", str(out)]) == 0
+    assert (
+        bench_inference.main(
+            [*options, "--longest", "1.5", "--beam", str(beam), "--output", str(out)]
+        )
+        == 0
+    )
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["streams"], row["utterances"], row["audio_s"]) for row in rows] == [
@@ -96,6 +102,7 @@ def test_rows_of_streams(tmp_path: Path) -> None:
     ]
     for row in rows:
         assert (row["model"], row["method"]) == ("tiny, 2 encoder layers", "ctc")
+        assert row["beam"] == str(beam)
         assert (row["context"], row["chunk_s"]) == ("64/0/7", "0.56")
         delays = [float(row[f"delay_p{share}_s"]) for share in (50, 90, 99)]
         assert 0 < delays[0] <= delays[1] <= delays[2]
