@@ -60,18 +60,24 @@ def peers(setting: Setting, gate: Gate) -> Steps:
 
 
 def inference(setting: Setting, gate: Gate) -> Steps:
-    """RTFx by decoder depth."""
+    """RTFx by decoder depth, and answers of a language model."""
     command = setting.script("bench_inference.py", "--output", setting.output / "inference.csv")
+    answers = setting.script(
+        "bench_conversations.py", "--output", setting.output / "conversations.csv"
+    )
     if setting.dry:
         tiny = ["--size", "tiny", "--shapes", "2/1", "1/2", "--batch", "2", "--longest", "3"]
         return [
             Step("inference", [*command, *tiny, "--repeats", "1"]),
             LeftOut("inference peer", "left out of a dry run: its tests run it"),
+            LeftOut("conversations", "left out of a dry run: its tests run it"),
         ]
+    both = ["--caches", "paged", "contiguous", "--peer"]
     return [
         Step("inference", [*command, "--shapes", "24/24", "32/4"], weight=3),
         Step("inference peer", [*command, "--peer", "--shapes", "17/4"], weight=2, needs=PEER),
         Step("inference more", [*command, "--shapes", "17/4", "18/8"], weight=2),
+        Step("conversations", [*answers, *both], weight=2, needs=("transformers>=5", "sentencepiece")),
     ]
 
 
