@@ -1,15 +1,18 @@
 """Answers of a language model by continuous batching, and against transformers' generate: tokens/s.
 
     python profiling/bench_conversations.py [--size small|full] [--slots 16] [--conversations 64]
-        [--caches contiguous paged] [--peer] [--output ROWS.csv]
+        [--answers transcripts|replies] [--caches contiguous paged] [--peer] [--output ROWS.csv]
 
 A model of random weights answers conversations of text as long as instructions with a recording:
-each has rows for the seconds of an utterance, and an answer of as many tokens as English of that
-length has, whatever they are. With --peer, transformers generates from the same weights, in batches
-of --slots conversations that are sorted by length, padded to the longest, until the longest answer
-of the batch is complete. How far answers agree is checked before anything is timed: to 90 % of the
-tokens in float32, and 10 % in bfloat16, where two tokens of random weights are often equally likely
-up to rounding, and an answer goes its own way from there on.
+each has rows for the seconds of an utterance. Its answer has as many tokens as English of that
+length, a transcript; or of the length of another utterance, as replies to questions, whose length
+follows from nothing that is known before. With --peer, transformers generates from the same
+weights, in batches of --slots conversations that are sorted by length, padded to the longest, until
+the longest answer of the batch is complete. Systems are timed in turns.
+
+How far answers agree is checked before anything is timed: to 90 % of the tokens in float32, and
+10 % in bfloat16, where two tokens of random weights are often equally likely up to rounding, and an
+answer goes its own way from there on.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import random
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ import torch
 from bench import rows
 from bench.provenance import provenance
 from bench.workload import FRAMES_PER_SECOND, LISTED, read_durations
-from bench_inference import TOKENS_PER_SECOND, Clock, agreement, time_calls
+from bench_inference import TOKENS_PER_SECOND, Clock, agreement
 
 from effasr.data.conversation.batch import ConversationBatch
 from effasr.data.conversation.collate import asking, collate_conversations
@@ -42,11 +45,12 @@ from effasr.model.language_model.config import LanguageModelConfig
 STACK = 4
 INSTRUCTION = 24
 """Rows of a conversation that are not speech."""
+REPLIES = "replies"
 LEAST_AGREEMENT = {torch.float32: 0.9, torch.bfloat16: 0.1}
 """Share of the tokens up to the first that differs."""
 COLUMNS = (
-    *("system", "size", "cache", "slots", "conversations", "rows", "tokens", "tokens_per_s"),
-    *("p20_s", "p50_s", "p80_s", "peak_mb", "agreement", "threads", "dtype"),
+    *("system", "size", "answers", "cache", "slots", "conversations", "rows", "tokens"),
+    *("tokens_per_s", "p20_s", "p50_s", "p80_s", "peak_mb", "agreement", "threads", "dtype"),
     *("device", "torch", "triton", "git", "date"),
 )
 SIZES: dict[str, dict[str, Any]] = {
@@ -104,8 +108,8 @@ def build(size: str, device: torch.device, dtype: torch.dtype) -> ASRModel:
     return model.to(device, dtype).eval()
 
 
-def conversations(count: int, vocabulary: int, device: torch.device) -> Asked:
-    """Draw conversations as long as those about real utterances."""
+def conversations(count: int, answers: str, vocabulary: int, device: torch.device) -> Asked:
+    """Draw conversations as long as those about real utterances, and lengths of answers."""
     draw = random.Random(0)
     durations = draw.choices(read_durations(LISTED), k=count)
     lengths = [INSTRUCTION + round(s * FRAMES_PER_SECOND / STACK) for s in durations]
@@ -115,6 +119,8 @@ def conversations(count: int, vocabulary: int, device: torch.device) -> Asked:
     ]
     framing = FeatureConfig(mel_bins=16).framing
     batch = collate_conversations(examples, stack=STACK, pad_id=0, framing=framing).to(device)
+    if answers == REPLIES:
+        draw.shuffle(durations)
     return Asked(batch, [max(1, round(TOKENS_PER_SECOND * seconds)) for seconds in durations])
 
 
@@ -188,58 +194,93 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = options.size or ("full" if on_gpu else "small")
     dtype = torch.bfloat16 if on_gpu else torch.float32
     model = build(size, device, dtype)
-    asked = conversations(options.conversations, SIZES[size]["vocab_size"], device)
-    clock, fields = Clock(device), {"size": size, "slots": options.slots}
-    fields |= {"dtype": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
-    systems: list[tuple[str, str, Ours | Peer]] = [
-        ("effasr", cache, Ours(model, asked, options.slots, paged=cache == "paged"))
+    asked = conversations(options.conversations, options.answers, SIZES[size]["vocab_size"], device)
+    fields = {
+        "size": size,
+        "answers": options.answers,
+        "slots": options.slots,
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+    }
+    systems = [
+        _System("effasr", cache, Ours(model, asked, options.slots, paged=cache == "paged"))
         for cache in options.caches or (["paged"] if on_gpu else ["contiguous"])
     ]
-    first = systems[0][2].answer()
     if options.peer:
-        systems.append(("transformers", "contiguous", Peer(model, asked, options.slots)))
-    for system, cache, one in systems:
-        share = agreement(first, one.answer())
-        if share < LEAST_AGREEMENT[dtype]:
+        systems.append(_System("transformers", "contiguous", Peer(model, asked, options.slots)))
+    # Also the warm-up.
+    expected = systems[0].answers.answer()
+    for one in systems:
+        one.agreement = agreement(expected, one.answers.answer())
+        if one.agreement < LEAST_AGREEMENT[dtype]:
             sys.stderr.write(
-                f"bench_conversations: only {share:.4f} of the tokens of {system} ({cache} cache) "
-                "agree with those of the first system: nothing is timed.\n"
+                f"bench_conversations: only {one.agreement:.4f} of the tokens of {one.name} "
+                f"({one.cache} cache) agree with those of the first system: nothing is timed.\n"
             )
             return 1
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
-        times = [seconds for seconds, _ in time_calls(one.answer, clock, options.repeats)]
-        peak = round(torch.cuda.max_memory_allocated(device) / 2**20) if on_gpu else ""
-        found = _row(times, asked, fields | {"system": system, "cache": cache, "peak_mb": peak})
-        found |= {"agreement": round(share, 5), **provenance(device)}
+    clock = Clock(device)
+    for _ in range(options.repeats):
+        for one in systems:
+            one.time(clock, device)
+    for one in systems:
+        found = dict.fromkeys(COLUMNS, "") | fields | one.row(asked) | provenance(device)
         sys.stdout.write(_described(found) + "\n")
-        sys.stdout.flush()
         if options.output is not None:
             rows.append(options.output, COLUMNS, found)
     return 0
 
 
-def _row(times: Sequence[float], asked: Asked, fields: dict[str, Any]) -> dict[str, Any]:
-    p50 = statistics.median(times)
-    low, high = p50, p50
-    if len(times) > 1:
-        low, *_, high = statistics.quantiles(times, n=5, method="inclusive")
-    tokens = sum(asked.limits)
-    return fields | {
-        "conversations": len(asked.limits),
-        "rows": sum(asked.batch.token_lengths),
-        "tokens": tokens,
-        "tokens_per_s": round(tokens / p50, 1),
-        "p20_s": round(low, 4),
-        "p50_s": round(p50, 4),
-        "p80_s": round(high, 4),
-    }
+@dataclass
+class _System:
+    """What is timed, and the times so far."""
+
+    name: str
+    cache: str
+    answers: Ours | Peer
+    agreement: float = 1.0
+    times: list[float] = field(default_factory=list)
+    peak_mb: int | None = None
+
+    def time(self, clock: Clock, device: torch.device) -> None:
+        """Time one pass, and on a GPU read the most memory that it takes at a time."""
+        on_gpu = device.type == "cuda"
+        before = torch.cuda.memory_allocated(device) if on_gpu else 0
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        began = clock.now()
+        self.answers.answer()
+        self.times.append(clock.now() - began)
+        if on_gpu:
+            taken = torch.cuda.max_memory_allocated(device) - before
+            self.peak_mb = round(taken / 2**20)
+
+    def row(self, asked: Asked) -> dict[str, Any]:
+        """Return the columns of the measured values."""
+        p50 = statistics.median(self.times)
+        low, high = p50, p50
+        if len(self.times) > 1:
+            low, *_, high = statistics.quantiles(self.times, n=5, method="inclusive")
+        tokens = sum(asked.limits)
+        return {
+            "system": self.name,
+            "cache": self.cache,
+            "conversations": len(asked.limits),
+            "rows": sum(asked.batch.token_lengths),
+            "tokens": tokens,
+            "tokens_per_s": round(tokens / p50, 1),
+            "p20_s": round(low, 4),
+            "p50_s": round(p50, 4),
+            "p80_s": round(high, 4),
+            "peak_mb": "" if self.peak_mb is None else self.peak_mb,
+            "agreement": round(self.agreement, 5),
+        }
 
 
 def _described(one: dict[str, Any]) -> str:
     memory = f", peak {one['peak_mb']} MB" if one["peak_mb"] else ""
     return (
-        f"{one['system']:12} {one['cache']:10} {one['slots']} slots: {one['tokens_per_s']:,} "
+        f"{one['answers']}: {one['system']:12} {one['cache']:10} {one['slots']} slots: "
+        f"{one['tokens_per_s']:,} "
         f"tokens/s, {one['p50_s']} s ({one['p20_s']} to {one['p80_s']}), agreement "
         f"{one['agreement']}{memory}"
     )
@@ -252,6 +293,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", choices=list(SIZES), help="small on a CPU, full on a GPU")
     parser.add_argument("--slots", type=int, default=16, help="conversations at a time")
     parser.add_argument("--conversations", type=int, default=64)
+    parser.add_argument("--answers", choices=["transcripts", REPLIES], default="transcripts")
     parser.add_argument(
         "--caches", nargs="+", choices=["contiguous", "paged"], help="default: that of the device"
     )

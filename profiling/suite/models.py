@@ -12,6 +12,7 @@ FRAME_BUDGET = ("--frame-budget", "8448")
 """Two full waves of tiles on the 132 multiprocessors of an H200."""
 PEER = ("transformers>=5.23",)
 """The first with Canary."""
+ANSWERS = ("transformers>=5", "sentencepiece")
 REAL_NEEDS = (*DATA_PACKAGES, "jiwer", "nvtx")
 """Packages that `effasr train` imports in addition to the suite's."""
 NOTHING_HERE = 3
@@ -77,7 +78,7 @@ def inference(setting: Setting, gate: Gate) -> Steps:
         Step("inference", [*command, "--shapes", "24/24", "32/4"], weight=3),
         Step("inference peer", [*command, "--peer", "--shapes", "17/4"], weight=2, needs=PEER),
         Step("inference more", [*command, "--shapes", "17/4", "18/8"], weight=2),
-        Step("conversations", [*answers, *both], weight=2, needs=("transformers>=5", "sentencepiece")),
+        Step("conversations", [*answers, *both, "--answers", "replies"], weight=2, needs=ANSWERS),
     ]
 
 

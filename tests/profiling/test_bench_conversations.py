@@ -10,10 +10,12 @@ pytest.importorskip("transformers")
 TINY = ["--size", "tiny", "--conversations", "7", "--slots", "3", "--repeats", "1"]
 
 
-def test_rows_of_both_caches_and_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("answers", ["transcripts", "replies"])
+@pytest.mark.representative(answers="replies")
+def test_rows_of_both_caches_and_of_transformers(answers: str, tmp_path: Path) -> None:
     out = tmp_path / "rows.csv"
     options = [*TINY, "--caches", "contiguous", "paged", "--peer", "--output", str(out)]
-    assert bench_conversations.main(options) == 0
+    assert bench_conversations.main([*options, "--answers", answers]) == 0
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["system"], row["cache"]) for row in rows] == [
@@ -22,6 +24,7 @@ def test_rows_of_both_caches_and_of_transformers(tmp_path: Path) -> None:
         ("transformers", "contiguous"),
     ]
     for row in rows:
+        assert row["answers"] == answers
         assert float(row["agreement"]) > 0.95
         assert float(row["tokens_per_s"]) == pytest.approx(
             int(row["tokens"]) / float(row["p50_s"]), rel=0.01
@@ -39,4 +42,4 @@ def test_systems_that_disagree_are_not_timed(tmp_path: Path, monkeypatch, capsys
     monkeypatch.setattr(bench_conversations.Peer, "answer", wrong)
     assert bench_conversations.main([*TINY, "--peer", "--output", str(out)]) == 1
     assert "only 0.0000 of the tokens of transformers (contiguous" in capsys.readouterr().err
-    assert "transformers" not in out.read_text()
+    assert not out.exists()
