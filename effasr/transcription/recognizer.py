@@ -10,7 +10,6 @@ from itertools import islice
 import numpy as np
 import torch
 
-from effasr.checkpoint import load_model, resolve
 from effasr.data.audio.waveform import is_plausible
 from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
@@ -18,10 +17,9 @@ from effasr.data.conversation.collate import asking, collate_conversations
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
 from effasr.data.tokenizer import ChatTokenizer, Tokenizer
 from effasr.decoding.confidence.calibration import load_calibration
-from effasr.decoding.config import CORRECTOR_MARGIN, LM_WEIGHT, DecodingConfig
+from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.greedy import check_config, is_plain_greedy, load_lm
-from effasr.decoding.lm.words import load_word_ngrams
 from effasr.model.asr import ASRModel
 from effasr.model.encoder import FastConformerConfig
 from effasr.nn.parameters.evaluating import evaluating
@@ -46,9 +44,7 @@ from effasr.transcription.recordings import (
     take_finished,
 )
 from effasr.transcription.results import Alternative, Result, WordConfidence, word_confidences
-from effasr.transcription.second_pass.corrector import Corrector
-from effasr.transcription.second_pass.rescore import SecondPass, TextScorer
-from effasr.transcription.second_pass.text_to_text import TextToText, source_of
+from effasr.transcription.second_pass.loading import load_corrector, load_second_pass
 from effasr.transcription.word_timestamps import Word, word_timestamps
 
 _WINDOW_BATCHES = 2
@@ -81,45 +77,10 @@ class Recognizer:
         self._method = check_config(model, self.config)
         self._lm = load_lm(self.config, model, tokenizer)
         self._calibration = load_calibration(self.config.calibration, self._method)
-        self._second = self._load_second_pass()
-        self._corrector = self._load_corrector()
+        device = next(model.parameters()).device
+        self._second = load_second_pass(self.config, device)
+        self._corrector = load_corrector(self.config, device)
         self._packed: PackedWeights | None = None
-
-    def _load_second_pass(self) -> SecondPass | None:
-        config = self.config
-        if config.second_lm is None:
-            return None
-        if config.second_lm.is_dir():
-            # Imported here, because transformers takes seconds.
-            from effasr.decoding.second_pass.causal_scorer import CausalScorer
-
-            scorer: TextScorer = CausalScorer(
-                config.second_lm, next(self.model.parameters()).device
-            )
-        else:
-            scorer = load_word_ngrams(config.second_lm)
-        weight = LM_WEIGHT if config.second_lm_weight is None else config.second_lm_weight
-        return SecondPass(scorer, weight, config.second_word_bonus or 0.0)
-
-    def _load_corrector(self) -> Corrector | None:
-        config = self.config
-        if config.corrector is None:
-            return None
-        loaded = load_model(resolve(config.corrector), next(self.model.parameters()).device)
-        if loaded.model.config.text_encoder is None:
-            raise ValueError(
-                f"`corrector` must be a run of a model with a text encoder, but {config.corrector} "
-                "has none: train one with the recipe corrector."
-            )
-        writer = TextToText(
-            loaded.model,
-            loaded.tokenizer,
-            DecodingConfig(precision=config.precision),
-            source=source_of(loaded.model.config, config.corrector_source),
-        )
-        given = config.corrector_margin
-        margin = CORRECTOR_MARGIN if given is None else given
-        return Corrector(writer, margin, words=config.words)
 
     @property
     def method(self) -> str:
