@@ -1,6 +1,6 @@
 """Time and memory of a start with millions of utterances.
 
-    python profiling/bench_corpus.py [--utterances 1e6] [--jobs 2] [--ranks 2] [--folder F]
+    python profiling/data/bench_corpus.py [--utterances 1e6] [--jobs 2] [--ranks 2] [--folder F]
 
 A manifest of lhotse cuts is written (audio is not needed), with durations as in bench_planning.py
 and random words, and a tokenizer of 1,000 pieces is trained on some of it. Then, each in processes

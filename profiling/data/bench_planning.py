@@ -1,6 +1,6 @@
 """Time, memory, padding and imbalance of planning an epoch.
 
-    python profiling/bench_planning.py [--utterances 1e7] [--frame-budgets 8000 24000]
+    python profiling/data/bench_planning.py [--utterances 1e7] [--frame-budgets 8000 24000]
 
 Lengths are drawn at random: 0.3 to 40 s, log-normal with a median of 5.5 s, about 3.6 tokens a
 second. Each plan is made in a process of its own, by one thread; memory is the most that this

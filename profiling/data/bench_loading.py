@@ -1,6 +1,6 @@
 """Measures how fast audio is read: utterances, audio seconds and megabytes a second by storage.
 
-    python profiling/bench_loading.py [--hours 0.5] [--storage wav flac shar] [--workers 0 1 2]
+    python profiling/data/bench_loading.py [--hours 0.5] [--storage wav flac shar] [--workers 0 1 2]
         [--augment none speeds noise reverberation telephone all] [--repeats 3]
         [--manifest M] [--consume RATE] [--output ROWS.csv]
 
@@ -32,9 +32,11 @@ from typing import Any
 
 import numpy as np
 import soundfile
+from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import rows as csv_rows
 from bench.workload import LISTED, read_durations
-from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
 
 from effasr.data.audio.augmentation.config import (
     AudioAugmentationConfig,
