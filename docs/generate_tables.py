@@ -318,6 +318,24 @@ def inference() -> str:
     return markdown([*titles, "transformers, RTFx", "ratio", "revision"], lines)
 
 
+def conversations() -> str:
+    """Answers a second of a language model, against transformers."""
+    found: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in read("conversations", "system", "size", "answers", "cache", "slots", "device"):
+        key = tuple(row[name] for name in ("answers", "size", "slots", "device"))
+        found.setdefault(key, {})[f"{row['system']} {row['cache']}"] = row
+    lines = []
+    for (answers, size, slots, _), rows in found.items():
+        theirs = float(rows["transformers contiguous"]["tokens_per_s"])
+        for name, row in rows.items():
+            if name.startswith("effasr"):
+                ours = float(row["tokens_per_s"])
+                rates = f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}"
+                lines.append([answers, size, slots, row["cache"], *rates, row["git"][:7]])
+    titles = ["answers", "size", "slots", "cache", "effasr, tokens/s", "transformers, tokens/s"]
+    return markdown([*titles, "ratio", "revision"], lines)
+
+
 def straggler() -> str:
     """Throughput and loss with a slow node, as `profiling/studies/straggler_study.py` shows it."""
     import straggler_study
@@ -347,7 +365,15 @@ TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
         *(training_summary, training, padding, ladder, whisper, decoder_depth, inference),
-        *(straggler, streaming, audio_without_text, second_pass, speech_llm, compiled_counts),
+        *(
+            conversations,
+            straggler,
+            streaming,
+            audio_without_text,
+            second_pass,
+            speech_llm,
+            compiled_counts,
+        ),
     )
 }
 
