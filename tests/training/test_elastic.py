@@ -7,7 +7,7 @@ from effasr.optim.adamw import OptimizerConfig
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
 from tests.support.run_ranks import run_module, started
-from tests.training.test_faults import wait_for
+from tests.training.test_faults import wait_for, wait_for_checkpoint
 
 STEPS = 24
 
@@ -23,9 +23,11 @@ def test_a_killed_run_goes_on_on_more_ranks_and_on_fewer(make_config, tmp_path) 
     loop = {"max_steps": STEPS, "checkpoint_every": 5, "timeout_s": 30.0, "threads": 1}
     assert run(make_config(name="straight", training=loop, **settings)) == 0
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(configuration.dump(make_config(training=loop | {"stop_at": 14}, **settings)))
+    recipe.write_text(configuration.dump(make_config(training=loop | {"stop_at": 18}, **settings)))
     with started("effasr.train", str(recipe)) as processes:
         wait_for(tmp_path / "run", 7, processes)
+        # The checkpoint of step 5 is written while training goes on.
+        wait_for_checkpoint(tmp_path / "run", processes)
         for process in processes:
             process.kill()
     done = run_module("effasr.train", str(recipe), size=3)

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,27 @@ LONG = {"max_steps": 100_000, "checkpoint_every": 5, "timeout_s": TIMEOUT_S, "th
 
 
 def wait_for(folder: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:
-    deadline = time.perf_counter() + 240
-    while time.perf_counter() < deadline:
+    def reached() -> bool:
         lines = read_lines(folder / "metrics.jsonl")
-        if lines and lines[-1]["step"] >= step:
-            return
+        return bool(lines) and lines[-1]["step"] >= step
+
+    _wait(reached, f"no step {step}", processes)
+
+
+def wait_for_checkpoint(folder: Path, processes: list[subprocess.Popen[str]]) -> None:
+    """Wait until the first checkpoint is complete; training goes on while it is written."""
+    _wait((folder / "checkpoints" / "latest").exists, "no checkpoint", processes)
+
+
+def _wait(
+    condition: Callable[[], bool], missing: str, processes: list[subprocess.Popen[str]]
+) -> None:
+    deadline = time.perf_counter() + 240
+    while not condition():
         for process in processes:
             assert process.poll() is None, process.communicate()[1]
+        assert time.perf_counter() < deadline, f"{missing} within four minutes"
         time.sleep(0.01)
-    raise AssertionError(f"no step {step} within four minutes")
 
 
 def recipe(config, folder: Path) -> str:
