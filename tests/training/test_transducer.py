@@ -61,7 +61,12 @@ def test_the_model_compiles_once_and_without_a_break(hybrid: ModelConfig) -> Non
             with torch._dynamo.config.patch(error_on_recompile=seed > 0):
                 losses = call(batch)
                 (losses.transducer + losses.ctc).backward()
-            gradients = [x.grad.clone() for x in model.parameters() if x.grad is not None]
+            # Batch norm cancels the bias in front of it, whose gradient is rounding alone.
+            gradients = [
+                x.grad.clone()
+                for name, x in model.named_parameters()
+                if x.grad is not None and not name.endswith("conv.depthwise.bias")
+            ]
             results.append([losses.transducer, losses.ctc, *gradients])
         for x, y in zip(*results, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
