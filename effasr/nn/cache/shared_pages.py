@@ -72,13 +72,16 @@ class SharedPageCache:
         Args:
             pages: Pages that all rows together will take.
             longest: Places of the longest row.
-            most: Limit of the pages that are kept in reserve for later; None for no limit.
+            most: Limit of the pages that are kept in reserve for later; None for no limit. More
+                than half of it is made all at once, as the pool is copied when it grows.
         """
         columns, before = pages_of(longest), len(self._readers)
         if columns > self._columns:
             self._columns, self._table = max(columns, 2 * self._columns), None
         if pages > before:
-            ahead = 2 * before if most is None else min(2 * before, most)
+            ahead = max(pages, 2 * before)
+            if most is not None and 2 * ahead > most:
+                ahead = most
             pages = max(pages, ahead)
             pool = self._pool(pages)
             pool[:, :, :before] = self.pages
@@ -101,7 +104,8 @@ class SharedPageCache:
         for row in rows:
             own, self._own[row] = self._own[row], []
             self._let_go(own)
-        self._table = None
+        if rows:
+            self._table = None
 
     def select(self, rows: Sequence[int]) -> None:
         """Continue with these rows, which may repeat and take any order."""
