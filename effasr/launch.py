@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
 from effasr.untrusted.streams import open_standard_streams
@@ -40,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SignalException as error:
         sys.stderr.write(f"effasr.launch: stopped by {error.sigval.name}.\n")
         return 128 + error.sigval
+    except (ValueError, RendezvousError) as error:
+        # Of torchrun itself: the processes are others.
+        sys.stderr.write(f"effasr.launch: {' '.join(str(error).split())}\n")
+        return 2
     return 0
 
 

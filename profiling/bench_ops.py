@@ -351,6 +351,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.base is not None:
         return compare(options)
     gpu = options.device.startswith("cuda")
+    if gpu:
+        # Events and the peak of the memory are those of the current device.
+        torch.cuda.set_device(torch.device(options.device).index or 0)
     absent.clear()
     limits = Limits(
         deadline=time.monotonic() + options.budget_s,

@@ -46,7 +46,7 @@ class DelayedAveraging(LocalUpdates):
         """See `LocalUpdates`."""
         super().__init__(model, optimizer, statistics, context, warmup_steps)
         # A separate group, because others are used during the all-reduce.
-        self._group = dist.new_group()
+        self._group = context.new_group()
         self._pending: tuple[Tensor, Tensor, dist.Work] | None = None
 
     @torch.no_grad()

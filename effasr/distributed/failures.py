@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     # The command line reports errors by this module, and torch takes a second to import.
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-_FIRST_FAILURE = "first_failure"
-
 
 class TrainingFailed(RuntimeError):
     """The run cannot continue; the message gives the reason and the remedy."""
@@ -53,19 +51,21 @@ def write_torchrun_error(reason: str) -> None:
         Path(path).write_text(json.dumps({"message": content}))
 
 
-def record_failure(store: Store, rank: int, reason: str) -> str | None:
+def record_failure(store: Store, rank: int, reason: str, losses: int = 0) -> str | None:
     """Record that a rank failed; return the reason of the rank that failed first, if another did.
 
     torchrun's store outlives the ranks. A store that ended with its rank records nothing.
+
+    Args:
+        store: Store of the run.
+        rank: Rank that failed.
+        reason: Reason of its failure.
+        losses: How often the run has continued without some ranks. A rank that was left out may
+            fail much later, which must not hide a failure of those that continued.
     """
     own = f"rank {rank}: {reason.removeprefix(f'rank {rank}: ')}"
     try:
-        first = store.compare_set(_FIRST_FAILURE, "", own).decode()
+        first = store.compare_set(f"first_failure/{losses}", "", own).decode()
     except RuntimeError:
         return None
     return None if first == own else first
-
-
-def clear_failure(store: Store) -> None:
-    """Delete the first failure after the run has continued, so that a later one is recorded."""
-    store.delete_key(_FIRST_FAILURE)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from effasr.distributed.averager import LocalUpdates, average_flat, check_warmup
@@ -118,7 +116,10 @@ def _group(size: int | None, context: DistributedContext) -> DistributedContext:
             f"{context.size} ranks, but one is of {size}."
         )
     groups = [
-        dist.new_group(list(range(first, first + size))) for first in range(0, context.size, size)
+        context.new_group(list(range(first, first + size)))
+        for first in range(0, context.size, size)
     ]
-    group = cast(dist.ProcessGroup, groups[context.rank // size])
-    return DistributedContext(context.rank % size, size, context.device, group)
+    group = groups[context.rank // size]
+    return DistributedContext(
+        context.rank % size, size, context.device, group, timeout=context.timeout
+    )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ T = TypeVar("T")
 NCCL = "cpu:gloo,cuda:nccl"
 """The backend of processes that have one GPU each."""
 
+DEFAULT_TIMEOUT = timedelta(seconds=600)
+"""How long a collective waits for another rank."""
+
 
 @dataclass(frozen=True, slots=True)
 class DistributedContext:
@@ -34,6 +37,7 @@ class DistributedContext:
         device: Device of this process.
         group: Process group; None for all processes of the run.
         store: Key-value store that all processes of the run share; None for a single process.
+        timeout: A collective that waits longer than this for another rank raises an error.
         survivors: Contexts that replaced this one after a loss of ranks, the newest last.
     """
 
@@ -42,6 +46,7 @@ class DistributedContext:
     device: torch.device
     group: dist.ProcessGroup | None = None
     store: Store | None = None
+    timeout: timedelta = DEFAULT_TIMEOUT
     survivors: list[DistributedContext] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -88,18 +93,27 @@ class DistributedContext:
         if len(ranks) > 1:
             everyone = dist.get_process_group_ranks(self.group or dist.group.WORLD)
             own = [everyone[rank] for rank in ranks]
-            group = cast(
-                dist.ProcessGroup,
-                dist.new_group(own, backend=backend, use_local_synchronization=True),
-            )
+            group = self.new_group(own, backend=backend, use_local_synchronization=True)
         rank = list(ranks).index(self.rank)
-        return DistributedContext(rank, len(ranks), self.device, group, self.store)
+        return DistributedContext(
+            rank, len(ranks), self.device, group, self.store, timeout=self.timeout
+        )
+
+    def new_group(self, ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
+        """Return a process group with the timeout of this context, which torch does not inherit.
+
+        Args:
+            ranks: Ranks of the run; None for all.
+            options: Further arguments of `torch.distributed.new_group`.
+        """
+        made = dist.new_group(ranks, timeout=self.timeout, **options)
+        return cast(dist.ProcessGroup, made)
 
 
 @contextmanager
 def distributed_context(
     device: str = "auto",
-    timeout_s: float = 600.0,
+    timeout_s: float = DEFAULT_TIMEOUT.total_seconds(),
     environment: Mapping[str, str] | None = None,
     *,
     on_host: bool = False,
@@ -146,7 +160,9 @@ def distributed_context(
         timeout=timeout,
         device_id=own_device if by_nccl else None,
     )
-    context = DistributedContext(rank, size, own_device, store=PrefixStore("run", store))
+    context = DistributedContext(
+        rank, size, own_device, store=PrefixStore("run", store), timeout=timeout
+    )
     try:
         yield context
         # So that no rank closes the store while another still uses it.
@@ -155,7 +171,8 @@ def distributed_context(
         # Before this process ends, which closes its connections and makes the others fail.
         earlier, reason = None, " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, Exception):
-            earlier = record_failure(context.store or store, rank, reason)
+            losses = len(context.survivors)
+            earlier = record_failure(context.store or store, rank, reason, losses)
         # NCCL's teardown would wait for lost peers; the end of the process suffices.
         if own_device.type != "cuda":
             _leave()

@@ -134,7 +134,7 @@ class Trainer:
         make_averager = self.strategy.make_averager
         self.state = build.build_train_state(config, self.model, group, make_averager)
         if is_sharded(self.state):
-            self.checkpoints.share(context, config.training.timeout_s)
+            self.checkpoints.share(context)
         self.validator = self._make_validator()
         self.metrics = TrainingMetrics(context.device, group.size)
         self.mixture_stats = MixtureStats(self.data.corpus)

@@ -23,7 +23,9 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         result["step_ms"] = _row("step", one["step_ms"]["mean"], other["step_ms"]["mean"])
         result["parts"] = _rows(one["parts"], other["parts"], "ms")
         result["categories"] = _rows(before["categories"], after["categories"], "work_ms")
-        changed = _rows(before["kernels"]["top"], after["kernels"]["top"], "work_ms")
+        # Of all kernels: one that is not among those with most work is not absent.
+        times = [report["kernels"]["work_ms"] for report in (before, after)]
+        changed = _differences(*times)
         changed.sort(key=lambda row: -abs(row["delta"]))
         result["kernels"] = changed[:_MOST]
     result["log"] = [
@@ -43,6 +45,10 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 def _rows(one: list[dict[str, Any]], other: list[dict[str, Any]], key: str) -> list[dict]:
     before = {entry["name"]: entry[key] for entry in one}
     after = {entry["name"]: entry[key] for entry in other}
+    return _differences(before, after)
+
+
+def _differences(before: dict[str, float], after: dict[str, float]) -> list[dict]:
     names = list(dict.fromkeys([*before, *after]))
     return [_row(name, before.get(name, 0.0), after.get(name, 0.0)) for name in names]
 

@@ -158,7 +158,7 @@ def by_rule(pieces: list[Pieces], attribution: Attribution) -> dict[str, float]:
 def kernels(
     table: Table, pieces: list[Pieces], categories: list[str], steps: int, most: int = 40
 ) -> dict[str, Any]:
-    """Return the kernels with most work, and what the others have together."""
+    """Return the kernels with most work, what the others have together, and the work of each."""
     row = np.concatenate([piece.row for piece in pieces])
     work = np.concatenate([piece.work for piece in pieces])
     wall = np.concatenate([piece.wall for piece in pieces])
@@ -201,6 +201,7 @@ def kernels(
             "wall_ms": sum(entry["wall_ms"] for entry in rest),
             "share": sum(entry["share"] for entry in rest),
         },
+        "work_ms": {entry["name"]: entry["work_ms"] for entry in found},
     }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import effasr.train
+from effasr.launch import main
 from effasr.training.run_dir.run_directory import read_lines
 from tests.support.preloaded import finished
 
@@ -126,6 +127,25 @@ def test_the_launcher_names_the_end_of_a_process_that_could_not(tmp_path) -> Non
     left = launch("ends.py", "exit", folder=tmp_path)
     assert left.returncode == 7
     assert left.stderr.endswith(") ended with exit code 7.\n")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--nproc-per-node", "many", "Unsupported nproc_per_node value: many"),
+        ("--rdzv-backend", "none", "The rendezvous backend 'none' is not registered."),
+    ],
+)
+def test_the_launcher_refuses_options_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+    value: str,
+    message: str,
+) -> None:
+    assert main([option, value, TRAIN]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"effasr.launch: {message}")
 
 
 def test_the_launcher_trains_as_torchrun_does(workplace, tmp_path) -> None:

@@ -1,5 +1,8 @@
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from effasr.distributed.ddp import replicate
@@ -27,10 +30,17 @@ def values(context: DistributedContext, tensor: Tensor) -> list[float]:
     return context.all_gather(tensor.flatten()[0].item())
 
 
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """How long a collective of the group waits for a rank."""
+    assert group is not None
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
 def hierarchical(context: DistributedContext) -> None:
     """Pairs every second step after the warm-up, all four every fourth."""
     model, optimizer, statistics = learner(context)
     what = LocalSGD(model, optimizer, statistics, context, {2: 2, 4: None}, warmup_steps=1)
+    assert timeout_of(what._groups[2].group) == timeout_of(dist.group.WORLD)
     weight = next(model.parameters())
     seen = []
     for step in range(5):
@@ -50,6 +60,7 @@ def delayed(context: DistributedContext) -> None:
     """Each rank adds its update to the mean of the weights before it."""
     model, optimizer, statistics = learner(context)
     what = DelayedAveraging(model, optimizer, statistics, context, warmup_steps=1)
+    assert timeout_of(what._group) == timeout_of(dist.group.WORLD)
     weight = next(model.parameters())
     with torch.no_grad():
         weight.fill_(0.0)
@@ -83,6 +94,7 @@ def apart(context: DistributedContext) -> None:
     """A learner exchanges gradients with nobody outside, in as many steps as it likes."""
     first = context.rank - context.rank % 2
     own = context.subgroup(range(first, first + 2))
+    assert timeout_of(own.group) == timeout_of(dist.group.WORLD)
     model = replicate(nn.Linear(1, 1, bias=False), own)
     sync = gradient_sync(model)
     for _ in range(1 + first):

@@ -5,12 +5,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
 from effasr.data.batch import StaticShape
 from effasr.data.collate import Example, collate
 from effasr.distributed.averager import average_each
 from effasr.distributed.batch_norm import running_statistics
 from effasr.distributed.ddp import replicate
+from effasr.distributed.failures import record_failure
 from effasr.distributed.grad_sync import gradient_sync
 from effasr.distributed.process_group import DistributedContext, distributed_context
 from effasr.model.config import ModelConfig
@@ -118,6 +120,15 @@ def test_nobody_waits_forever_for_a_rank(scenario, timeout_s) -> None:
     assert survivor.returncode == 1, survivor.stderr
     assert "RuntimeError" in survivor.stderr or "DistBackendError" in survivor.stderr
     assert lost.returncode == 7
+
+
+def test_a_rank_that_was_left_out_hides_no_failure_of_the_others() -> None:
+    store = HashStore()
+    assert record_failure(store, 0, "no space left") is None
+    assert record_failure(store, 1, "connection closed") == "rank 0: no space left"
+    # The run went on without rank 1, which wakes up before rank 2 fails.
+    assert record_failure(store, 2, "no memory left", losses=1) is None
+    assert record_failure(store, 3, "connection closed", 1) == "rank 2: no memory left"
 
 
 def test_a_process_alone_talks_to_nobody() -> None:

@@ -182,6 +182,24 @@ def test_a_comparison_says_where_the_difference_comes_from(tmp_path: Path) -> No
     )
 
 
+def test_a_kernel_with_little_work_is_compared_too(tmp_path: Path) -> None:
+    """Of 45 kernels the report lists 40; which ones are not listed differs from run to run."""
+    reports = []
+    for name, slower in (("before", 0), ("after", 1_000)):
+        export = Export()
+        export.range("step", 0, 45 * 100_000)
+        for number in range(45):
+            work = 50_000 - 10 * number + (slower if number == 42 else 0)
+            start = number * 100_000
+            export.kernel(start, start + 10, start + 10 + work, f"kernel_{number}(float*)")
+        reports.append(report(export, tmp_path / f"{name}.sqlite"))
+    listed = [{entry["name"] for entry in made["kernels"]["top"]} for made in reports]
+    assert len(listed[0]) == len(listed[1]) == 40
+    assert listed[0] != listed[1]
+    changed = {row["name"]: row["delta"] for row in compare(*reports)["kernels"] if row["delta"]}
+    assert changed == {"kernel_42": pytest.approx(1e-3)}
+
+
 def test_a_profiled_step_is_held_against_the_log(tmp_path: Path) -> None:
     export = Export()
     export.range("step", 0, 2_000_000_000)

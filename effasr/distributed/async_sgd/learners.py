@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
 from effasr.distributed.async_sgd.membership import Membership
 from effasr.distributed.async_sgd.work_queue import WorkQueue
-from effasr.distributed.failures import TrainingFailed, clear_failure
+from effasr.distributed.failures import TrainingFailed
 from effasr.distributed.process_group import NCCL, DistributedContext
 
 log = logging.getLogger(__name__)
@@ -318,7 +318,6 @@ class Learners:
         if len(ranks) < self.context.size:
             self.context = self._all.subgroup(ranks)
             self._all.survivors.append(self.context)
-            clear_failure(self.store)
         # A learner that saw the request to stop late may be ahead; all of its items are finished.
         seen = self.context.all_gather((reached, self._halted))
         self.step = max(step for step, _ in seen)

@@ -22,7 +22,6 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
@@ -93,13 +92,11 @@ class RunCheckpoints:
         self._rank = 0
         self._group: dist.ProcessGroup | None = None
 
-    def share(self, context: DistributedContext, timeout_s: float) -> None:
+    def share(self, context: DistributedContext) -> None:
         """Let all ranks save together, each its shards; all ranks call this."""
         self._rank = context.rank
         # The thread has its own process group: two threads must not share one.
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        assert isinstance(group, dist.ProcessGroup)
-        self._group = group
+        self._group = context.new_group(backend="gloo")
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint of a step."""

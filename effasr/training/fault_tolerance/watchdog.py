@@ -264,7 +264,8 @@ class Watchdog:
         write_torchrun_error(text)
         try:
             if self._store is not None and self._context.store is not None:
-                record_failure(self._store, self._context.rank, text)
+                losses = len(self._context.survivors)
+                record_failure(self._store, self._context.rank, text, losses)
         except RuntimeError as error:
             log.debug("the store does not answer: %s", error)
         try:
