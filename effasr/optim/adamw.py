@@ -145,12 +145,34 @@ def restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     decay of the time of saving, whatever the configuration says now.
     """
     settings = [
-        {name: value for name, value in group.items() if name != "params"}
+        {name: value for name, value in group.items() if name not in ("params", "step")}
         for group in optimizer.param_groups
     ]
-    optimizer.load_state_dict(state)
+    optimizer.load_state_dict(_with_step(optimizer, state))
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
+
+
+def _with_step(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a ``state_dict`` that has the number of updates where an optimizer reads it.
+
+    PyTorch's optimizers keep it with the moments of each parameter and apex's in the group. A run
+    may be continued on a machine with the other of the two.
+    """
+    of_group = not type(optimizer).__module__.startswith("torch.")
+    rows = {index: dict(row) for index, row in state["state"].items()}
+    groups = [dict(group) for group in state["param_groups"]]
+    for group in groups:
+        own = [rows[index] for index in group["params"] if index in rows]
+        if of_group:
+            counts = [row.pop("step") for row in own if "step" in row]
+            if counts:
+                group["step"] = int(counts[0])
+        elif "step" in group:
+            step = torch.tensor(float(group.pop("step")))
+            for row in own:
+                row.setdefault("step", step.clone())
+    return state | {"state": rows, "param_groups": groups}
 
 
 def set_learning_rate(
@@ -200,4 +222,12 @@ def initialize_state(optimizer: torch.optim.Optimizer) -> None:
         # For an optimizer that cannot skip an update on the device.
         set_learning_rate(optimizer, 0.0)
         optimizer.step()
-    optimizer.zero_grad()
+    clear_gradients(optimizer, keep_addresses=False)
+
+
+def clear_gradients(optimizer: torch.optim.Optimizer, *, keep_addresses: bool) -> None:
+    """Remove the gradients, or set them to zero where their addresses are recorded.
+
+    An optimizer's own ``zero_grad`` is not called: that of apex takes no argument.
+    """
+    torch.optim.Optimizer.zero_grad(optimizer, set_to_none=not keep_addresses)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -265,9 +266,11 @@ def _weight_copies(state: TrainState, model: nn.Module, config: TrainConfig) -> 
     return WeightCopies(model, lazily=not settings.compile, accumulate=accumulate)
 
 
-def build_gauges(model: ASRModel, state: TrainState) -> dict[str, Gauge]:
+def build_gauges(state: TrainState) -> dict[str, Gauge]:
     """Return what counts further figures for metrics.jsonl, by name in a checkpoint."""
     gauges: dict[str, Gauge] = {}
+    # With fsdp2, this is not the model whose weights are published.
+    model = cast(ASRModel, state.grad_sync.module)
     if model.best_rq is not None:
         gauges["code_use"] = CodeUse(model.best_rq)
     if state.teacher is not None:

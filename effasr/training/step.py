@@ -19,7 +19,7 @@ from effasr.distributed.grad_sync import GradientSync
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.encoder import FastConformerEncoder
 from effasr.model.losses import Losses
-from effasr.optim.adamw import apply_update, set_learning_rate
+from effasr.optim.adamw import apply_update, clear_gradients, set_learning_rate
 from effasr.optim.adascale import AdaScale, Reading
 from effasr.optim.ema import WeightAverage
 from effasr.training.cuda_graph.graph import UNSPLITTABLE_REASON, MicroBatchGraph
@@ -310,7 +310,7 @@ def _update(
     with ranges.range("optimizer"):
         apply_update(state.optimizer, finite)
     # A CUDA graph accumulates gradients at the addresses of the time of recording.
-    state.optimizer.zero_grad(set_to_none=state.graph is None)
+    clear_gradients(state.optimizer, keep_addresses=state.graph is not None)
     if state.average is not None:
         state.average.update(step)
     return lr

@@ -16,7 +16,6 @@ import torch
 
 from effasr import ranges
 from effasr.data.conversation.corpus import ConversationCorpus
-from effasr.data.filters.config import TooManyDropped
 from effasr.data.index.corpus import Corpus
 from effasr.data.index.pair_corpus import PairCorpus
 from effasr.data.loader import Loader
@@ -126,8 +125,9 @@ class Trainer:
         if saved is not None:
             check_resumable(saved, config, context.size)
         tokenizer = build.find_tokenizer(config, saved)
-        self.config = config = settle_budgets(config, tokenizer, context)
-        self.data = self._load_data(tokenizer, saved, context)
+        with self.log.listing_dropped(context):
+            self.config = config = settle_budgets(config, tokenizer, context)
+            self.data = self._load_data(tokenizer, saved, context)
         self.model = build.build_model(config, tokenizer.vocab_size, saved, context.device)
         self.strategy = make_strategy(config, context)
         group = self.strategy.group
@@ -138,7 +138,7 @@ class Trainer:
         self.validator = self._make_validator()
         self.metrics = TrainingMetrics(context.device, group.size)
         self.mixture_stats = MixtureStats(self.data.corpus)
-        self.gauges = build.build_gauges(self.model, self.state)
+        self.gauges = build.build_gauges(self.state)
         self.diagnostics = build_diagnostics(config, self.model, self.data.corpus)
         autocast, on_nan = self.state.config.autocast, config.training.on_nan
         self.guard = NonFiniteGuard(self.model, autocast, on_nan, group, self.log.skipped)
@@ -400,7 +400,7 @@ class Trainer:
         directory, found = self.log.directory, None
         if context.is_main:
             self.log.lock()
-            if restart and (aside := directory.set_aside()):
+            if restart and (aside := directory.restart()):
                 log.warning("renamed the earlier run %s to %s", directory.path, aside)
             found = self.checkpoints.newest()
         path = context.broadcast(found and found[0])
@@ -411,15 +411,8 @@ class Trainer:
     def _load_data(
         self, tokenizer: Tokenizer, saved: Saved | None, context: DistributedContext
     ) -> RunData:
-        """Load the corpus; if filters drop too much of it, list the dropped utterances first."""
-        config, directory = self.config, self.log.directory
-        try:
-            corpus = load_corpus(config, tokenizer, saved)
-        except TooManyDropped as error:
-            if context.is_main:
-                self.log.dropped(error.dropped)
-            listed = directory.path / "dropped.jsonl"
-            raise ValueError(f"{error} All are listed in {listed}.") from error
+        config = self.config
+        corpus = load_corpus(config, tokenizer, saved)
         loader = Loader(
             corpus,
             config.data,

@@ -3,13 +3,17 @@ import sys
 
 import pytest
 import torch
+from torch.optim.adamw import adamw
 
 from effasr.optim.adamw import (
     OptimizerConfig,
     apex_unsupported_reason,
     apply_update,
     build_adamw,
+    clear_gradients,
+    initialize_state,
     restore,
+    set_learning_rate,
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -88,6 +92,75 @@ def test_apex_is_used_where_it_is_there(monkeypatch, tmp_path) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
         # Not by monkeypatch, which would put it back.
         del sys.modules[name]
+
+
+class LikeApex(torch.optim.Optimizer):
+    """AdamW as apex has it: ``zero_grad`` takes no argument, and a group counts its updates."""
+
+    def __init__(self, groups) -> None:
+        defaults = {"lr": 0.1, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
+        super().__init__(groups, defaults)
+
+    def zero_grad(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                for name in () if state else ("exp_avg", "exp_avg_sq"):
+                    state[name] = torch.zeros_like(parameter)
+                adamw(
+                    [parameter], [parameter.grad], [state["exp_avg"]], [state["exp_avg_sq"]], [],
+                    [torch.tensor(group["step"] - 1.0)], foreach=False, amsgrad=False,
+                    beta1=0.9, beta2=0.98, lr=group["lr"], weight_decay=group["weight_decay"],
+                    eps=1e-8, maximize=False,
+                )  # fmt: skip
+
+
+def test_gradients_are_cleared_with_any_optimizer() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = LikeApex([parameter])
+    parameter.grad = torch.ones(2)
+    address = parameter.grad.data_ptr()
+    clear_gradients(optimizer, keep_addresses=True)
+    assert parameter.grad.data_ptr() == address
+    assert parameter.grad.tolist() == [0, 0]
+    clear_gradients(optimizer, keep_addresses=False)
+    assert parameter.grad is None
+
+
+@pytest.mark.parametrize("to_apex", [True, False])
+@pytest.mark.parametrize("initialized", [True, False])
+def test_a_run_moves_between_torch_and_apex(to_apex: bool, initialized: bool) -> None:
+    """Bias correction depends on the number of updates, which each keeps elsewhere."""
+
+    def start(apex: bool) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+        parameter, optimizer = parameter_and_optimizer()
+        return parameter, LikeApex(optimizer.param_groups) if apex else optimizer
+
+    def train(parameter, optimizer, steps: range) -> None:
+        for step in steps:
+            parameter.grad = torch.tensor([0.5, 3.0 * step])
+            set_learning_rate(optimizer, 0.1)
+            apply_update(optimizer, torch.tensor(True))
+
+    expected, alone = start(False)
+    train(expected, alone, range(5))
+    first, before = start(not to_apex)
+    train(first, before, range(3))
+    second, after = start(to_apex)
+    if initialized:
+        initialize_state(after)
+    with torch.no_grad():
+        second.copy_(first)
+    restore(after, copy.deepcopy(before.state_dict()))
+    train(second, after, range(3, 5))
+    torch.testing.assert_close(second, expected)
 
 
 def test_apex_is_refused_with_the_reason() -> None:

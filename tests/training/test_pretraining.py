@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 
 from effasr import checkpoint
@@ -73,6 +74,31 @@ def test_a_resumed_run_is_the_same_bit_by_bit(pretraining, tones, tmp_path) -> N
     assert [line["step"] for line in validations[0]] == [4, 8]
     state = torch.load(folders[0] / "checkpoints/step_00000008/training.pt", weights_only=True)
     assert state["best"] == min(line["cross_entropy"] for line in validations[0])
+
+
+def test_damaged_audio_of_a_validation_set_is_left_out_and_counted(
+    pretraining, tones, tmp_path
+) -> None:
+    """Its header is sound, so nothing shows before the validation."""
+    rows = [json.loads(line) for line in (tones / "test.jsonl").read_text().splitlines()]
+    rows = [row | {"audio_filepath": str(tones / row["audio_filepath"])} for row in rows]
+    count = int(rows[0]["duration"] * 16_000)
+    broken = np.full(count, np.nan, dtype=np.float32)
+    soundfile.write(tmp_path / "broken.wav", broken, 16_000, subtype="FLOAT")
+    manifests = {"whole": rows[1:], "damaged": [rows[0] | {"audio_filepath": "broken.wav"}]}
+    for name, held in manifests.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in held))
+    (tmp_path / "mixed.jsonl").write_text(
+        (tmp_path / "damaged.jsonl").read_text() + (tmp_path / "whole.jsonl").read_text()
+    )
+    sets = [str(tmp_path / f"{name}.jsonl") for name in ("whole", "mixed", "damaged")]
+    training = {"max_steps": 1, "validate_every": 1}
+    assert run(pretraining(data={"validation": sets}, training=training)) == 0
+    whole, mixed, damaged = read_lines(tmp_path / "run/validation.jsonl")
+    assert (whole["failed"], mixed["failed"], damaged["failed"]) == (0, 1, 1)
+    assert mixed["cross_entropy"] == whole["cross_entropy"]
+    assert damaged["cross_entropy"] is None
 
 
 def test_the_loss_falls_and_starts_at_that_of_guessing(pretraining, tmp_path) -> None:

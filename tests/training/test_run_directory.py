@@ -71,6 +71,30 @@ def test_an_older_run_is_set_aside_under_a_free_name(tmp_path) -> None:
     assert not run.path.exists()
 
 
+def test_a_restart_by_torchrun_keeps_the_run_that_restarted(tmp_path, monkeypatch) -> None:
+    run = RunDirectory(tmp_path / "run")
+
+    def starts(job: str, restarts: int) -> bool:
+        """Return whether the run before was set aside; this one makes a step."""
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        aside = run.restart()
+        run.open("", 0, tensorboard=False)
+        return aside is not None
+
+    assert not starts("first", 0)
+    assert not starts("first", 1)
+    assert starts("second", 0)
+    assert not starts("second", 1)
+    assert not starts("second", 2)
+    # Its processes ended before one of them had set aside what the second left.
+    assert starts("third", 1)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    assert run.restart() is not None
+    assert not run.path.exists()
+
+
 def test_curves_are_written_for_tensorboard(tmp_path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

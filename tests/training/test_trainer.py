@@ -90,6 +90,10 @@ def test_a_filter_that_takes_too_much_stops_the_run_and_leaves_the_list(
     with pytest.raises(ValueError, match=r"too_short leaves out 14 of 40 .* listed in .*dropped"):
         run(make_config(data=data, training={"max_steps": 1}))
     assert len(read_lines(tmp_path / "run" / "dropped.jsonl")) == 14
+    automatic = data | {"frame_budget": "auto", "token_budget": None, "max_sequences": None}
+    with pytest.raises(ValueError, match=r"too_short leaves out 14 of 40 .* listed in .*dropped"):
+        run(make_config(name="auto", data=automatic, training={"max_steps": 1}))
+    assert len(read_lines(tmp_path / "auto" / "dropped.jsonl")) == 14
 
 
 def test_a_filter_that_leaves_nothing_leaves_the_list(make_config, tmp_path) -> None:

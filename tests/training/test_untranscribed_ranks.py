@@ -103,7 +103,10 @@ def sharded(context: DistributedContext) -> None:
     ):
         model, state = make(config, ranks)
         values = train(state, own, pretrain=True)
-        results.append([torch.tensor(values), *weights(model, state)])
+        # Those of the model that computes, which is another one when sharded.
+        counts = build.build_gauges(state)["code_use"].state_dict()["counts"].double()
+        assert counts.sum() > 0
+        results.append([torch.tensor(values), ranks.all_reduce(counts), *weights(model, state)])
     for other in results[1:]:
         for one, theirs in zip(results[0], other, strict=True):
             torch.testing.assert_close(one, theirs, rtol=1e-5, atol=1e-5)

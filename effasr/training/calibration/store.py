@@ -21,6 +21,7 @@ from effasr.data.features.frame_geometry import Framing
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.training.calibration.workload import Population
 from effasr.training.config import TrainConfig
+from effasr.training.cuda_graph.rules import uses_graph
 from effasr.training.memory import total_bytes
 
 log = logging.getLogger(__name__)
@@ -152,7 +153,8 @@ def describe(
         "training": {
             "precision": training.precision,
             "compile": training.compile,
-            "cuda_graph": training.cuda_graph,
+            "cuda_graph": uses_graph(config, device),
+            "bfloat16_weights": training.bfloat16_weights,
             "activation_checkpointing": int(training.activation_checkpointing),
             "averages": training.ema_decay is not None,
             "threads": training.threads,

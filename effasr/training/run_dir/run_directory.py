@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effasr.training.run_dir.run_lock import LOCK, RunLock
+from effasr.training.run_dir.run_lock import LOCK, RunLock, torchrun_job
 from effasr.untrusted.display import utf8
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ METRICS, VALIDATION, WARNINGS, SKIPPED, UNREADABLE, DROPPED, BLEND = (
     "dropped.jsonl",
     "blend.json",
 )
+
+RESTARTED = "restarted"
+"""Name of the file with torchrun's id of the run that was started by ``training.restart``."""
 
 _GROWING = (METRICS, VALIDATION, WARNINGS, SKIPPED, UNREADABLE)
 
@@ -47,6 +50,7 @@ class RunDirectory:
     checkpoints/       see `effasr.checkpoint`
     evaluation/        the last validation
     lock               exists during training and names the training process
+    restarted          torchrun's id of the run, if it was started by ``training.restart``
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,6 +73,22 @@ class RunDirectory:
         """
         self._lock = RunLock(self.path, run, succeeds=succeeds)
 
+    def restart(self) -> Path | None:
+        """Set an existing directory aside for ``training.restart``: see `set_aside`.
+
+        When torchrun starts processes again after a failure, it gives them the same arguments. The
+        directory is then that of the same run, and remains.
+        """
+        job, restarts = torchrun_job()
+        marker = self.path / RESTARTED
+        if restarts and job is not None and marker.is_file() and marker.read_text() == job:
+            return None
+        aside = self.set_aside()
+        if job is not None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            _replace(marker, job)
+        return aside
+
     def set_aside(self) -> Path | None:
         """Rename an existing directory to the first free ``NAME.old-1``, ``NAME.old-2``, ...
 
@@ -78,7 +98,8 @@ class RunDirectory:
         Raises:
             ValueError: Another process has started to train here meanwhile.
         """
-        if not self.path.exists() or all(file.name == LOCK for file in self.path.iterdir()):
+        kept = (LOCK, RESTARTED)
+        if not self.path.exists() or all(file.name in kept for file in self.path.iterdir()):
             return None
         number = 1
         while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():

@@ -134,7 +134,7 @@ class RunLock:
             "pid": os.getpid(),
             "started": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
             "run": self.run,
-            "job": _job(),
+            "job": torchrun_job()[0],
         }
         try:
             os.ftruncate(descriptor, 0)
@@ -168,15 +168,16 @@ def _read(content: bytes) -> dict[str, Any]:
     return {}
 
 
-def _job() -> str | None:
-    """Return torchrun's id of the run, over all of its restarts."""
-    return os.environ.get("TORCHELASTIC_RUN_ID")
+def torchrun_job() -> tuple[str | None, int]:
+    """Return torchrun's id of the run, over all of its restarts, and how often it restarted."""
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return os.environ.get("TORCHELASTIC_RUN_ID"), restarts
 
 
 def _is_replaced(holder: dict[str, Any]) -> bool:
     """Return whether torchrun has started this process in place of the holder."""
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    return restarts > 0 and _job() is not None and holder.get("job") == _job()
+    job, restarts = torchrun_job()
+    return restarts > 0 and job is not None and holder.get("job") == job
 
 
 def _refusal(folder: Path, holder: dict[str, Any]) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from effasr import config as configuration
+from effasr.data.filters.config import TooManyDropped
 from effasr.data.filters.rules import Dropped
 from effasr.data.mixture_summary import MixtureSummary
 from effasr.distributed.process_group import DistributedContext
@@ -18,7 +20,7 @@ from effasr.training.config import TrainConfig
 from effasr.training.diagnostics import examples
 from effasr.training.diagnostics.monitor import Change
 from effasr.training.run_dir.progress import ProgressDisplay, SilentDisplay
-from effasr.training.run_dir.run_directory import RunDirectory
+from effasr.training.run_dir.run_directory import DROPPED, RunDirectory
 from effasr.training.untranscribed.loss_validator import LossResult
 from effasr.training.validation import SetResult
 
@@ -58,17 +60,31 @@ class RunLog:
             return
         text = configuration.dump(config)
         self.directory.open(text, step, tensorboard=config.training.tensorboard)
-        self.dropped(dropped)
+        self._list(dropped)
         self.display = ProgressDisplay(config.training.max_steps, step, ranks)
 
     def show(self, text: str) -> None:
         """Show a line."""
         self.display.show(text)
 
-    def dropped(self, utterances: Iterable[Dropped]) -> None:
-        """Write dropped.jsonl."""
+    @contextmanager
+    def listing_dropped(self, context: DistributedContext) -> Iterator[None]:
+        """Write dropped.jsonl if filters drop too much of the corpus in the block.
+
+        Raises:
+            ValueError: They do; the message names the file.
+        """
+        try:
+            yield
+        except TooManyDropped as error:
+            if context.is_main:
+                self._list(error.dropped)
+            listed = self.directory.path / DROPPED
+            raise ValueError(f"{error} All are listed in {listed}.") from error
+
+    def _list(self, dropped: Iterable[Dropped]) -> None:
         self.directory.path.mkdir(parents=True, exist_ok=True)
-        self.directory.dropped(map(asdict, utterances))
+        self.directory.dropped(map(asdict, dropped))
 
     def metrics(self, line: dict[str, Any]) -> None:
         """Write a line of metrics.jsonl and show it."""
@@ -108,12 +124,13 @@ class RunLog:
 
     def validation_loss(self, step: int, epoch: int, name: str, result: LossResult) -> None:
         """Write and show the loss on a set, in pretraining on audio alone."""
-        self.show(f"step {step}: {name}: loss {result.loss:.4f} over {result.frames} frames")
+        text = f"step {step}: {name}: loss {result.loss:.4f} over {result.frames} frames"
+        self.show(f"{text}, {result.failed} failed" if result.failed else text)
         if self._is_main:
             line = {"step": step, "epoch": epoch, "set": name}
             # JSON has no number for a loss that is not finite.
             loss = result.loss if math.isfinite(result.loss) else None
-            line |= {"cross_entropy": loss, "frames": result.frames}
+            line |= {"cross_entropy": loss, "frames": result.frames, "failed": result.failed}
             self.directory.validation(line)
 
     def changes(self, step: int, epoch: int, changes: Iterable[Change]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -9,7 +10,7 @@ from itertools import islice
 import torch
 from lhotse.cut import Cut
 
-from effasr.data.audio.waveform import load_audio
+from effasr.data.audio.waveform import AudioError, load_audio
 from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
 from effasr.data.manifest.reader import iterate
@@ -19,6 +20,8 @@ from effasr.evaluation.result import free_set_name
 from effasr.model.asr import ASRModel
 from effasr.nn.parameters.evaluating import evaluating
 from effasr.training.config import TrainConfig
+
+log = logging.getLogger(__name__)
 
 _SEED = 0
 """Seed of the masks, which are the same in every validation."""
@@ -31,10 +34,12 @@ class LossResult:
     Attributes:
         total: Sum over the frames, in nats.
         frames: Encoder frames.
+        failed: Utterances whose audio could not be read.
     """
 
     total: float
     frames: int
+    failed: int = 0
 
     @property
     def loss(self) -> float:
@@ -80,22 +85,29 @@ class LossValidator:
         device = next(self._model.parameters()).device
         devices = [device] if device.type == "cuda" else []
         half, total, frames = self._precision == "bfloat16", 0.0, 0
+        failed: list[str] = []
         with evaluating(self._model), torch.random.fork_rng(devices):
             torch.manual_seed(_SEED)
-            for batch in self._batches(cuts):
+            for batch in self._batches(cuts, failed):
                 with torch.autocast(device.type, torch.bfloat16, enabled=half):
                     losses = self._model.forward(batch.to(device))
                 total += float(losses.cross_entropy)
                 frames += batch.num_targets
-        parts = self._context.all_gather((total, frames))
-        return LossResult(sum(part[0] for part in parts), sum(part[1] for part in parts))
+        parts = self._context.all_gather((total, frames, len(failed)))
+        totals, counts, failures = zip(*parts, strict=True)
+        return LossResult(sum(totals), sum(counts), sum(failures))
 
-    def _batches(self, cuts: Sequence[Cut]) -> Iterator[Batch]:
-        """Yield batches of at most the frame budget, in order."""
+    def _batches(self, cuts: Sequence[Cut], failed: list[str]) -> Iterator[Batch]:
+        """Yield batches of at most the frame budget, in order; add to ``failed`` what has none."""
         group: list[Example] = []
         filled = 0
         for cut in cuts:
-            audio = load_audio(cut, self._model.config.features.sample_rate)
+            try:
+                audio = load_audio(cut, self._model.config.features.sample_rate)
+            except AudioError as error:
+                log.warning("validation leaves out %s: %s", cut.id, error)
+                failed.append(cut.id)
+                continue
             frames = self._framing.frames(len(audio))
             if group and filled + frames > self._budget:
                 yield self._collated(group)

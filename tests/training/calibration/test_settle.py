@@ -98,11 +98,12 @@ def test_a_number_is_left_alone(make_config, trials) -> None:
         {"model": {"ctc": False}, "loss": LossConfig(ctc_weight=0.0)},
         {"training": {"precision": "bfloat16"}},
         {"training": {"ema_decay": None}},
+        {"training": {"bfloat16_weights": True, "precision": "bfloat16"}},
         {"data": {"micro_batches": 2}},
         {"calibration": CalibrationConfig(target_bytes=10**9)},
         {"loss": LossConfig(ctc_weight=0.3, guided_weight=0.0)},
     ],
-    ids=["model", "precision", "average", "accumulation", "target", "loss"],
+    ids=["model", "precision", "average", "copies", "accumulation", "target", "loss"],
 )
 def test_what_it_depends_on_makes_it_stale(make_config, trials, model_config, change) -> None:
     base = make_config(data=AUTO)
