@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     from effasr.data.checksums import sha256
     from effasr.distributed.process_group import choose_device
     from effasr.evaluation.evaluate import evaluate, openable_cuts
-    from effasr.evaluation.result import save
+    from effasr.evaluation.result import save, set_name
     from effasr.evaluation.tables import report
 
     directory = resolve(options.run)
@@ -105,7 +105,8 @@ def run(options: argparse.Namespace) -> int:
             f"written nowhere, as {options.run} is no run: --output FOLDER keeps the results"
         )
     else:
-        save(evaluation, folder, model=sha256(directory / WEIGHTS))
+        weights = sha256(directory / WEIGHTS)
+        save(evaluation, folder, model=weights, of_set=set_name(options.manifest))
         print_line(f"written to {folder}")
     if evaluation.failures:
         log("evaluate", f"{len(evaluation.failures)} utterances failed and are not counted")

@@ -20,6 +20,10 @@ LM_WEIGHT = 0.3
 """The default."""
 
 
+INSTRUCTION = "Transcribe the speech."
+"""The default."""
+
+
 CORRECTOR_MARGIN = 2.0
 """The default, in nats: 1.5 and 2 made the fewest errors on the dev set of the demo."""
 
@@ -128,7 +132,7 @@ class DecodingConfig:
     confidence: bool = False
     word_confidence: bool = False
     calibration: Path | None = None
-    instruction: str = "Transcribe the speech."
+    instruction: str = INSTRUCTION
 
     def __post_init__(self) -> None:
         check_positive(self, *_COUNTS)

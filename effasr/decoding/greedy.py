@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from effasr.data.batch import Batch
+from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.attention_beam import attention_beam
-from effasr.decoding.config import LENGTH_PENALTY, LM_WEIGHT, DecodingConfig
+from effasr.decoding.config import INSTRUCTION, LENGTH_PENALTY, LM_WEIGHT, DecodingConfig
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.decoding.ctc_beam import ctc_beam
 from effasr.decoding.ctc_greedy import ctc_greedy
@@ -91,7 +92,10 @@ def check_config(model: ASRModel, config: DecodingConfig) -> str:
     if method == "language_model":
         remedy = "lists are those of the attention decoder, CTC and transducers"
         check(config.nbest is None, "nbest", rule, config.nbest, remedy)
-        remedy = "words have confidences with the attention decoder, CTC and transducers"
+        others = "with the attention decoder, CTC and transducers"
+        remedy = f"texts have confidences, which `effasr label` needs, {others}"
+        check(not config.confidence, "confidence", rule, True, remedy)
+        remedy = f"words have confidences {others}"
         check(not config.word_confidence, "word_confidence", rule, True, remedy)
     if config.lm is not None:
         remedy = "only the attention decoder and CTC can be joined with a language model"
@@ -100,6 +104,39 @@ def check_config(model: ASRModel, config: DecodingConfig) -> str:
         check(method != "ctc" or config.beam > 1, "beam", rule, config.beam)
     check_words(model, config)
     return method
+
+
+def check_prompt(prompt: Prompt, method: str, config: DecodingConfig) -> None:
+    """Check that a method can write what a prompt asks for.
+
+    Raises:
+        ValueError: The prompt asks for a translation, which the method or an option excludes.
+    """
+    if prompt.monotonic:
+        return
+    if method == "language_model":
+        if config.instruction == INSTRUCTION:
+            raise ValueError(
+                f"`instruction` must ask for the translation from {prompt.source} to "
+                f"{prompt.target}, because a language model reads it alone, but is "
+                f"{INSTRUCTION!r}: give `--instruction` as in the training data."
+            )
+        return
+    if method != "attention":
+        name = {"ctc": "CTC", "transducer": "a transducer"}[method]
+        raise ValueError(
+            f"`task` must be transcribe for {name}, which follows the speech, but is "
+            f"{prompt.task}: use method attention."
+        )
+    if config.ctc_weight > 0:
+        raise ValueError(
+            "`ctc_weight` must be 0 for a translation, because CTC follows the speech, but is "
+            f"{config.ctc_weight}."
+        )
+    if config.words:
+        raise ValueError(
+            "`words` must be false for a translation, whose words have no place in the speech."
+        )
 
 
 def load_lm(config: DecodingConfig, model: ASRModel, tokenizer: Tokenizer) -> TokenLM | None:

@@ -41,6 +41,9 @@ class Scored:
 def read_run(run: str | Path, normalizer: str | None = None) -> list[Scored]:
     """Return the evaluations of a run, or the one in a folder of ``effasr evaluate --output``.
 
+    The set of such a folder is the one in its ``wer.json``, and the folder names the system. A
+    folder with the name of the set, or of an earlier version, is ``SYSTEM/SET``.
+
     Args:
         run: ``runs/NAME``, or a folder with wer.json and hypotheses.jsonl.
         normalizer: Score the texts again with this one; by default that of the evaluation.
@@ -50,7 +53,7 @@ def read_run(run: str | Path, normalizer: str | None = None) -> list[Scored]:
     """
     run = Path(run)
     if (run / SUMMARY).is_file():
-        return [_read(run, run.parent.name, run.name, normalizer)]
+        return [_read(run, None, run.absolute().name, normalizer)]
     folders = sorted(path.parent for path in run.glob(f"evaluation/*/{SUMMARY}"))
     if not folders:
         raise ValueError(
@@ -106,9 +109,14 @@ def _against(first: Scored, one: Scored) -> str:
     return f"{difference:+.2f} (better: {100 * better:.0f} %)"
 
 
-def _read(folder: Path, system: str, set_name: str, normalizer: str | None) -> Scored:
+def _read(folder: Path, system: str | None, set_name: str, normalizer: str | None) -> Scored:
+    """Read an evaluation; without a ``system``, its names follow from those of the folder."""
     try:
         summary: dict[str, Any] = read_summary(folder)
+        if system is None:
+            above, own = folder.absolute().parent.name, set_name
+            set_name = str(summary.get("set", own))
+            system = above if set_name == own else own
         path = folder / HYPOTHESES
         verify(folder, summary.get("files", {}))
         rows = [parse_object(line, f"{path}:{number}") for number, line in numbered_lines(path)]

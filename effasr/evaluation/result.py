@@ -211,7 +211,13 @@ def free_set_name(manifest: str | Path, taken: Collection[str]) -> str:
     return name
 
 
-def save(evaluation: Evaluation, folder: str | Path, *, model: str | None = None) -> None:
+def save(
+    evaluation: Evaluation,
+    folder: str | Path,
+    *,
+    model: str | None = None,
+    of_set: str | None = None,
+) -> None:
     """Write the files of an evaluation, each atomically; ``wer.json`` is the last.
 
     ``hypotheses.jsonl`` has the original texts. The normalised texts are in ``ref.trn`` and
@@ -223,6 +229,8 @@ def save(evaluation: Evaluation, folder: str | Path, *, model: str | None = None
         folder: The folder; made if it does not exist.
         model: SHA-256 of the weights that were evaluated; ``wer.json`` has it as ``model``. None
             where they are not in a file yet.
+        of_set: Name of the set; ``wer.json`` has it as ``set``. None where the folder has the
+            name.
     """
     folder = Path(folder)
     rows = (
@@ -244,6 +252,8 @@ def save(evaluation: Evaluation, folder: str | Path, *, model: str | None = None
     # A process may be killed between the files, and what is read must be of one evaluation.
     files = {HYPOTHESES: checksum(folder / HYPOTHESES)}
     summary = evaluation.summary() | {"model": model, "files": files}
+    if of_set is not None:
+        summary["set"] = of_set
     write_json(folder / SUMMARY, with_checksum(summary))
 
 

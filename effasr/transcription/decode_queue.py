@@ -156,12 +156,14 @@ class ContinuousSearch:
         for (fed, index), result in self._engine.results(drain=drain):
             fed.results[index] = result
             complete = None not in fed.results
+            # If memory runs out here, `abandon` must still return the batch.
+            details = self._with_details(fed) if complete and self._needs_batch else None
             if complete:
                 self._fed.remove(fed)
             if not self._needs_batch:
                 yield fed.names[index], result
-            elif complete:
-                yield from zip(fed.names, self._with_details(fed), strict=True)
+            elif details is not None:
+                yield from zip(fed.names, details, strict=True)
 
     @property
     def _needs_batch(self) -> bool:

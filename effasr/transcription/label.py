@@ -19,12 +19,12 @@ import math
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from effasr.data.atomic_files import atomic_file
-from effasr.data.audio.waveform import read_header
+from effasr.data.audio.audio_file import AudioError, UnknownFormat, open_audio
 from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.data.manifest.prepare import DROPPED_FILE, REPORT_FILE, Share
 from effasr.data.prompt import Prompt
@@ -153,15 +153,13 @@ class LabelFolder:
         """Add a recording to the journal.
 
         Args:
-            source: The recording.
+            source: The recording, as `checked` returns it.
             result: Its transcript, with confidences, or why there is none.
             default: Prompt of a recording without one.
         """
         row: dict[str, Any] = {"id": source.id}
-        # The file of a failure may be missing, so that its channels cannot be looked up.
-        problem = result.reason if isinstance(result, Failure) else _problem(source)
-        if isinstance(result, Failure) or problem is not None:
-            row |= {"audio": source.audio, "problem": problem}
+        if isinstance(result, Failure):
+            row |= {"audio": source.audio, "problem": result.reason}
         else:
             row["segments"] = list(_segments(source, result, source.prompt or default))
         with self._journal.open("ab") as file:
@@ -222,17 +220,31 @@ def _is_segment(segment: Any) -> bool:
     )
 
 
+def checked(source: Source) -> Source:
+    """Return a recording, with a problem if no line of a manifest can name its audio.
+
+    It is checked before the transcription, which would take long for nothing.
+    """
+    return source if source.problem is not None else replace(source, problem=_problem(source))
+
+
 def _problem(source: Source) -> str | None:
-    """Return why a line of a manifest cannot name the audio of a recording."""
     if source.cut is not None or not source.audio:
         return "only lhotse reads this audio: save it with `cuts.save_audios()`."
-    if source.channels is not None:
-        channels = read_header(source.audio).channels
-        if tuple(source.channels) != tuple(range(channels)):
-            return (
-                f"channels {list(source.channels)} are not all {channels} of the file: save them "
-                "as files of their own."
-            )
+    try:
+        with open_audio(source.audio) as file:
+            channels = file.channels
+    except UnknownFormat as error:
+        # Transcription reads it by ffmpeg.
+        return f"{error} Training reads nothing by ffmpeg: convert the file to WAV or FLAC."
+    except AudioError:
+        # Transcription reports it.
+        return None
+    if source.channels is not None and tuple(source.channels) != tuple(range(channels)):
+        return (
+            f"channels {list(source.channels)} are not all {channels} of the file: save them "
+            "as files of their own."
+        )
     return None
 
 

@@ -19,7 +19,7 @@ from effasr.data.tokenizer import ChatTokenizer, Tokenizer
 from effasr.decoding.confidence.calibration import load_calibration
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decoded import Decoded
-from effasr.decoding.greedy import check_config, is_plain_greedy, load_lm
+from effasr.decoding.greedy import check_config, check_prompt, is_plain_greedy, load_lm
 from effasr.model.asr import ASRModel
 from effasr.model.encoder import FastConformerConfig
 from effasr.nn.parameters.evaluating import evaluating
@@ -100,27 +100,13 @@ class Recognizer:
 
         Raises:
             ValueError: The tokenizer does not know a language, no expert has the name of the
-                prompt's task or language, or the prompt asks CTC or the transducer to translate.
+                prompt's task or language, or it asks for a translation that `check_prompt` refuses.
         """
         if (named := self.model.config.named_experts()) is not None:
             named.number_of(prompt)
+        check_prompt(prompt, self._method, self.config)
         if self._method == "language_model":
             return self._conversation(self.config.instruction)
-        if self._method != "attention" and not prompt.monotonic:
-            name = {"ctc": "CTC", "transducer": "a transducer"}[self._method]
-            raise ValueError(
-                f"`task` must be transcribe for {name}, which follows the speech, but is "
-                f"{prompt.task}: use method attention."
-            )
-        if self.config.ctc_weight > 0 and not prompt.monotonic:
-            raise ValueError(
-                "`ctc_weight` must be 0 for a translation, because CTC follows the speech, but is "
-                f"{self.config.ctc_weight}."
-            )
-        if self.config.words and not prompt.monotonic:
-            raise ValueError(
-                "`words` must be false for a translation, whose words have no place in the speech."
-            )
         return self.tokenizer.prompt(prompt)
 
     def _conversation(self, instruction: str) -> list[int]:

@@ -116,7 +116,7 @@ def test_evaluate_does_not_write_into_a_model_directory(effasr, workplace, model
     assert done.code == 0
     assert "--output FOLDER" in done.out
     assert effasr(*command, "--output", tmp_path / "kept").code == 0
-    assert (tmp_path / "kept" / "wer.json").is_file()
+    assert json.loads((tmp_path / "kept" / "wer.json").read_text())["set"] == "dev"
     assert sorted(model.rglob("*")) == before
     checkpoint = resolve(workplace.run)
     before = sorted(checkpoint.rglob("*"))

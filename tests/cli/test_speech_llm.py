@@ -80,6 +80,19 @@ def test_transcribe_and_evaluate(effasr, folder, run):
     assert "WER" in effasr("evaluate", *common, "--manifest", manifest).out
 
 
+def test_what_a_language_model_does_not_do_is_refused(effasr, folder, run, tmp_path):
+    clip = str(folder / "data/s1.wav")
+    common = ("--run", str(run), "--device", "cpu")
+    refused = effasr("transcribe", *common, clip, "--target-language", "de")
+    assert refused.code == 2
+    assert "`instruction` must ask for the translation from en to de" in refused.err
+    asked = ("--instruction", "what is said here")
+    assert effasr("transcribe", *common, clip, "--target-language", "de", *asked).code == 0
+    refused = effasr("label", str(run), clip, str(tmp_path / "labels"), "--device", "cpu")
+    assert refused.code == 2
+    assert "`confidence` must be left out for the method language_model" in refused.err
+
+
 def test_chat(effasr, folder, run):
     common = ("chat", "--run", str(run), "--device", "cpu", "--max-tokens", "5")
     asked = effasr(*common, "--audio", str(folder / "data/s1.wav"), "what is said here")

@@ -80,6 +80,16 @@ def test_words_are_found_without_punctuation_and_in_other_cases(lm) -> None:
     assert len(set(lm.word_ids("the cat sat's"))) == 3
 
 
+def test_words_may_have_spaces_beyond_those_of_ascii(tmp_path) -> None:
+    path = tmp_path / "lm.arpa"
+    text = ARPA.format(a="bonjour\u00a0!", b="\u3000", c="d").replace("\n", "\r\n")
+    path.write_bytes(text.encode())
+    lm = load_word_ngrams(path)
+    assert set(lm._ids) == {"</s>", "bonjour\u00a0!", "\u3000", "d"}
+    first, second = lm._ids["bonjour\u00a0!"], lm._ids["\u3000"]
+    assert lm.log_prob([-1, first], second) == pytest.approx(-0.1 * math.log(10))
+
+
 def test_files_that_are_no_models_are_refused(tmp_path) -> None:
     path = tmp_path / "lm.arpa"
     with pytest.raises(FileNotFoundError, match="no such file"):

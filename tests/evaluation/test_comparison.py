@@ -124,6 +124,21 @@ def test_a_folder_of_results_is_a_system_too(tmp_path: Path) -> None:
     assert "100.00" not in compare([anew])
 
 
+def test_a_folder_with_another_name_than_its_set_names_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = evaluated([("one", "one")])
+    save(done, tmp_path / "a" / "evaluation" / "dev")
+    save(done, tmp_path / "beam4", of_set="dev")
+    save(done, tmp_path / "system" / "dev", of_set="dev")
+    monkeypatch.chdir(tmp_path)
+    found = [read_run(path) for path in ("a", "beam4", "system/dev")]
+    names = [(one.system, one.set_name) for (one,) in found]
+    assert names == [("a", "dev"), ("beam4", "dev"), ("system", "dev")]
+    monkeypatch.chdir("system/dev")
+    assert [(one.system, one.set_name) for one in read_run(".")] == [("system", "dev")]
+
+
 def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", str(tmp_path)]) == 2
     assert "holds no evaluation: `effasr evaluate --run" in capsys.readouterr().err

@@ -18,10 +18,11 @@ from effasr.data.collate import Example, collate
 from effasr.data.manifest.reader import read
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
-from effasr.decoding.decoded import Decoded, Score, with_scores
+from effasr.decoding.decoded import Decoded, Score, with_details, with_scores
 from effasr.decoding.greedy import decode
-from effasr.transcription.label import LabelFolder
-from effasr.transcription.results import Failure, confidence
+from effasr.transcription.inputs.sources import Source
+from effasr.transcription.label import LabelFolder, checked
+from effasr.transcription.results import Failure, Transcription, confidence
 from effasr.transcription.transcribe import transcribe
 
 RATE = 16_000
@@ -108,6 +109,27 @@ def test_continuous_batching_gives_the_scores_of_a_batch(model, tokenizer, recor
     )
     assert one == pytest.approx(two, rel=1e-4)
     assert all(0 < value < 1 for value in one)
+
+
+@pytest.mark.parametrize(
+    ("failing", "expected"), [([2], Transcription), (range(1, 99), Failure)], ids=["once", "always"]
+)
+def test_no_recording_is_lost_when_memory_runs_out_after_the_search(
+    failing, expected, model, tokenizer, recordings, monkeypatch
+) -> None:
+    calls = itertools.count(1)
+
+    def limited(*arguments):
+        if next(calls) in failing:
+            raise torch.OutOfMemoryError
+        return with_details(*arguments)
+
+    monkeypatch.setattr("effasr.transcription.decode_queue.with_details", limited)
+    files = sorted(recordings.iterdir())
+    config = DecodingConfig(method="attention", confidence=True, frame_budget=30)
+    results = list(transcribe(model, tokenizer, files, config=config))
+    assert [(one.id, type(one)) for one in results] == [(str(one), expected) for one in files]
+    assert next(calls) > 3
 
 
 def test_confidence_is_a_geometric_mean_over_symbols() -> None:
@@ -209,9 +231,42 @@ def test_failures_are_listed_and_manifests_may_lack_texts(saved, recordings, tmp
     assert named <= {"u0", "u2"}
 
 
-def test_a_failure_is_kept_in_the_journal(tmp_path) -> None:
-    from effasr.transcription.inputs.sources import Source
+def test_what_training_cannot_read_is_left_out_without_a_transcription(
+    saved, recordings, tmp_path, monkeypatch
+) -> None:
+    (recordings / "a.m4a").write_bytes(bytes(range(256)) * 20)
+    monkeypatch.setattr(
+        "effasr.transcription.inputs.audio_stream.ffmpeg_blocks", lambda *_: pytest.fail("read")
+    )
+    out = tmp_path / "labels"
+    assert main(["label", str(saved), str(recordings), str(out), "--method", "ctc"]) == 1
+    (failed,) = [one for one in lines(out / "dropped.jsonl") if one["reason"] == "failed"]
+    assert failed["id"].endswith("a.m4a")
+    assert "convert the file to WAV or FLAC" in failed["details"]
 
+
+def test_channels_that_a_line_cannot_name_are_a_problem(tmp_path) -> None:
+    path = str(tmp_path / "stereo.wav")
+    soundfile.write(path, np.zeros((RATE, 2), np.float32), RATE)
+    assert checked(Source("a", "a", path, channels=(0, 1))).problem is None
+    found = checked(Source("a", "a", path, channels=(1,))).problem
+    assert found == "channels [1] are not all 2 of the file: save them as files of their own."
+    assert "only lhotse reads this audio" in (checked(Source("a", "a")).problem or "")
+    assert checked(Source("a", "a", problem="damaged")).problem == "damaged"
+
+
+def test_a_decoding_file_with_a_second_pass_is_named(tmp_path, saved, recordings, capsys) -> None:
+    path = tmp_path / "decoding.yaml"
+    command = ["label", str(saved), str(recordings), str(tmp_path / "labels")]
+    for name in ("second_lm", "corrector"):
+        path.write_text(f"beam: 8\n{name}: {tmp_path / 'lm'}\n")
+        assert main([*command, "--decoding", str(path)]) == 2
+        message = capsys.readouterr().err
+        assert f"`{name}` in `--decoding` must be left out for labels" in message
+        assert f"remove it from {path}" in message
+
+
+def test_a_failure_is_kept_in_the_journal(tmp_path) -> None:
     labels = LabelFolder(tmp_path / "labels", {"method": "ctc"})
     labels.add(Source("a", "a", "a.wav"), Failure("a", "broken"), Prompt())
     again = LabelFolder(tmp_path / "labels", {"method": "ctc"})
@@ -222,8 +277,6 @@ def test_a_failure_is_kept_in_the_journal(tmp_path) -> None:
 
 
 def test_a_path_that_is_not_utf8_is_refused_before_the_work(tmp_path) -> None:
-    from effasr.transcription.inputs.sources import Source
-
     labels = LabelFolder(tmp_path / "labels", {"method": "ctc"})
     name = os.fsdecode(b"caf\xe9.wav")
     with pytest.raises(ValueError, match=r"caf\\udce9\.wav: .*rename the file"):
@@ -231,8 +284,6 @@ def test_a_path_that_is_not_utf8_is_refused_before_the_work(tmp_path) -> None:
 
 
 def test_a_failure_of_some_channels_of_a_missing_file_is_kept(tmp_path) -> None:
-    from effasr.transcription.inputs.sources import Source
-
     labels = LabelFolder(tmp_path / "labels", {"method": "ctc"})
     missing = Source("a", "a", str(tmp_path / "missing.wav"), channels=(0,))
     labels.add(missing, Failure("a", "there is no such file"), Prompt())

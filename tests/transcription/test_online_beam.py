@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -253,6 +254,10 @@ def test_the_configuration_chooses_the_search(streaming_model: Make, tokenizer: 
             OnlineRecognizer(made, tokenizer, **options)
     for config, message in (
         (DecodingConfig(confidence=True), "`confidence` must be left out for a stream"),
+        (
+            DecodingConfig(corrector=Path("c"), beam=2, nbest=2),
+            "`corrector` must be left out for a stream",
+        ),
         (DecodingConfig(length_penalty=1.0), "`length_penalty` must be left out for the method"),
     ):
         with pytest.raises(ValueError, match=message):

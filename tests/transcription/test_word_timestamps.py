@@ -142,6 +142,21 @@ def test_cues_end_at_pauses_and_before_they_grow_long() -> None:
         assert " ".join(text for _, _, text in cues(one)) == one.text
 
 
+def test_cues_have_the_spaces_of_the_text() -> None:
+    words = tuple(Word(letter, n * 0.3, n * 0.3 + 0.3) for n, letter in enumerate("你好okab界"))
+    segment = Segment(0.0, 3.0, "你好ok ab 界", words=words)
+    (cue,) = cues(Transcription("x", 3.0, segment.text, (segment,), ""))
+    assert cue == (0.0, pytest.approx(2.1), "你好ok ab 界")
+    assert GrowingFile("srt", "stream").add(segment).splitlines()[2] == "你好ok ab 界"
+    # Words of another text are separated by spaces.
+    other = Segment(0.0, 3.0, "x", words=words[:2])
+    assert cues(Transcription("x", 3.0, "x", (other,)))[0][2] == "你 好"
+    many = tuple(Word("字", n * 0.01, n * 0.01 + 0.01) for n in range(100))
+    long = Segment(0.0, 3.0, "字" * 100, words=many)
+    found = [text for _, _, text in cues(Transcription("x", 3.0, long.text, (long,), ""))]
+    assert [len(text) for text in found] == [84, 16]
+
+
 def test_formats() -> None:
     one = spoken(("<a>", 0.0, 0.5), ("b", 3661.25, 3662.0))
     assert srt(one) == (

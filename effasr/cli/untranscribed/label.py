@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     from effasr.data.checksums import sha256
     from effasr.data.prompt import Prompt
     from effasr.distributed.process_group import choose_device
-    from effasr.transcription.label import FAILED, MANIFEST_FILE, LabelFolder
+    from effasr.transcription.label import FAILED, MANIFEST_FILE, LabelFolder, checked
     from effasr.transcription.progress import TranscriptionProgress
     from effasr.transcription.transcribe import transcribe
 
@@ -77,7 +77,15 @@ def run(options: argparse.Namespace) -> int:
             f"`--min-confidence` must be from 0 to 1, but is {options.min_confidence:g}."
         )
     directory = resolve(options.run)
-    config = replace(decoding_config(options), confidence=True)
+    config = decoding_config(options)
+    for name in ("second_lm", "corrector"):
+        if (value := getattr(config, name)) is not None:
+            raise ValueError(
+                f"`{name}` in `--decoding` must be left out for labels, because it may choose "
+                f"another text than that with the confidence, but is {value}: remove it from "
+                f"{options.decoding}, with its weights."
+            )
+    config = replace(config, confidence=True)
     loaded = load_model(directory, choose_device(options.device))
     default = loaded.prompt
     if options.language:
@@ -98,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
         results = transcribe(
             loaded.model,
             loaded.tokenizer,
-            left,
+            map(checked, left),
             prompt=default,
             config=config,
             on_audio=progress.heard,

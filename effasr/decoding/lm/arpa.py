@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ UNSEEN = -100.0
 
 MOST_DIGITS = 18
 """Digits of an integer, which fits into 64 bits."""
+
+_BLANK = " \t\r\n"
+"""What KenLM and SRILM separate words by; a word may have other spaces, such as U+00A0."""
 
 Context = tuple[int, ...]
 
@@ -86,7 +90,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise FileNotFoundError(f"{path}: there is no such file.")
     try:
         for number, line in numbered_lines(path):
-            yield number, line.strip()
+            yield number, line.strip(_BLANK)
     except ValueError as error:
         raise ValueError(
             f"{path} must be an ARPA file, plain or .gz, but is not: {error}"
@@ -105,7 +109,7 @@ def _count(path: Path, number: int, line: str) -> int:
 
 def _entry(path: Path, number: int, line: str, length: int) -> tuple[list[str], float, float]:
     """Return the words of a line, and log10 of their probability and of their back-off weight."""
-    parts = line.split()
+    parts = re.split(f"[{_BLANK}]+", line)
     try:
         probability = float(parts[0])
         backoff = float(parts[1 + length]) if len(parts) == 2 + length else 0.0

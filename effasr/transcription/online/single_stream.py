@@ -71,6 +71,7 @@ def online_recognizer(
     method = check_model(model, config.method, [context])
     for name, remedy in (
         ("second_lm", "it reads the earlier segments of a recording, which is decoded as a whole"),
+        ("corrector", "it corrects recordings as a whole"),
         ("confidence", "a stream has confidences of its words: use `word_confidence`"),
         ("score_parts", "scores are divided for tuning, on recordings"),
     ):

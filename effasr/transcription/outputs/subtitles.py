@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -83,11 +84,22 @@ class GrowingFile:
 
 def _cues(segment: Segment) -> Iterator[Cue]:
     if segment.words:
-        for group in _groups(segment.words):
-            if text := _plain(" ".join(word.text for word in group)):
+        for group in _groups(list(_spaced(segment.words, segment.text))):
+            if text := _plain("".join(word.text for word in group)):
                 yield group[0].start, group[-1].end, text
     elif text := _plain(segment.text):
         yield segment.start, segment.end, text
+
+
+def _spaced(words: Iterable[Word], text: str) -> Iterator[Word]:
+    """Yield the words with a space before them, unless they follow each other in the text."""
+    # The language alone does not decide: one without spaces has some around foreign words.
+    end = 0
+    for word in words:
+        start = text.find(word.text, end)
+        yield word if start == end else replace(word, text=f" {word.text}")
+        if start >= 0:
+            end = start + len(word.text)
 
 
 def _plain(text: str) -> str:
@@ -137,7 +149,7 @@ def _timed(segment: Segment) -> Iterator[Cue]:
 def _groups(words: Sequence[Word]) -> Iterable[list[Word]]:
     group: list[Word] = []
     for word in words:
-        length = sum(len(one.text) + 1 for one in group) + len(word.text)
+        length = len("".join(one.text for one in (*group, word)).lstrip())
         if group and (
             word.start - group[-1].end > _PAUSE_S
             or word.end - group[0].start > _LONGEST_S
