@@ -8,6 +8,7 @@ import torch
 
 import effasr_kernels
 from effasr_kernels import BackendUnavailable, PackedLayout, attention, ctc_loss
+from effasr_kernels.ctc_loss._cpp import _Losses
 from effasr_kernels.runtime import native
 from effasr_kernels.shared.cpp import groups, refusal
 from tests.csrc.build import run
@@ -50,6 +51,24 @@ def test_groups_are_as_long_as_they_may_be() -> None:
     assert divide([2, 3, 1, 5, 9, 0, 1], 5) == [(0, 2), (2, 3), (3, 4), (4, 5), (5, 7)]
     assert divide([0, 0], 0) == [(0, 2)]
     assert divide([4, 4], 0) == [(0, 1), (1, 2)]
+
+
+def test_a_long_transcript_makes_groups_of_ctc_smaller() -> None:
+    """The others of its group are padded to it, so that it counts for every frame."""
+
+    def most_cells(labels: list[int]) -> tuple[int, int]:
+        """Return the groups, and the most padded labels of one."""
+        frames = PackedLayout.from_lengths([400] * len(labels))
+        losses = _Losses(frames, PackedLayout.from_lengths(labels), torch.zeros(0), 0)
+        found = list(losses.groups(32))
+        assert [begin for begin, _ in found] == [0, *(end for _, end in found[:-1])]
+        assert found[-1][1] == len(labels)
+        return len(found), max((e - b) * 400 * (max(labels[b:e]) + 1) for b, e in found)
+
+    even, uneven = most_cells([60] * 250), most_cells([380] + [60] * 249)
+    assert even[0] <= uneven[0]
+    assert uneven[1] <= 64 * 2**20 / (4 * 8)
+    assert most_cells([0]) == (1, 400)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ needed: 64 MiB, or more for a single sequence that does not fit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from effasr_kernels.ctc_loss.definition import CtcArguments
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.checks import check_labels
 from effasr_kernels.shared import lattice
-from effasr_kernels.shared.cpp import differentiable, groups, refusal
+from effasr_kernels.shared.cpp import differentiable, refusal
 from effasr_kernels.shared.ragged import widen
 
 _GROUP_BYTES = 64 * 2**20
@@ -63,14 +64,26 @@ class _Losses:
         for gradient in gradients:
             gradient.zero_()
         transcripts = self.targets.split(self.labels.lengths)
-        lengths = zip(self.frames.lengths, self.labels.lengths, strict=True)
-        # Bytes of the logits and, for each label, its class, its score and the lattice's workspace.
-        sizes = [4 * t * (weight.shape[0] + 4 * (u + 1)) for t, u in lengths]
-        for begin, end in groups(sizes, _GROUP_BYTES):
+        for begin, end in self.groups(weight.shape[0]):
             columns = self._columns(transcripts[begin:end])
             scale = None if scales is None else scales[begin:end]
             losses[begin:end] = self._group(inputs, begin, end, columns, scale, gradients)
         return losses
+
+    def groups(self, classes: int) -> Iterator[tuple[int, int]]:
+        """Yield the first sequence of each group and one past its last."""
+        begin, frames, longest = 0, 0, 0
+        lengths = zip(self.frames.lengths, self.labels.lengths, strict=True)
+        for n, (t, u) in enumerate(lengths):
+            frames, longest = frames + t, max(longest, u)
+            # The logits of a frame and, for each label of the longest transcript, to which the
+            # others are padded, its class twice, its score and the lattice's workspace.
+            size = 4 * frames * (classes + 8 * (longest + 1))
+            if n > begin and size > _GROUP_BYTES:
+                yield begin, n
+                begin, frames, longest = n, t, u
+        if begin < self.frames.num_sequences:
+            yield begin, self.frames.num_sequences
 
     def _columns(self, transcripts: tuple[Tensor, ...]) -> Tensor:
         """Return the blank and the labels of each sequence, int64 (n, K + 1), padded with -1."""
