@@ -32,7 +32,8 @@ def add_import(command: AddCommand) -> None:
         "source",
         type=Path,
         metavar="MODEL",
-        help="a .nemo file; or a folder with config.json, model.safetensors, tokenizer.json",
+        help="a .nemo file, or a folder with one; or a folder with config.json, "
+        "model.safetensors, tokenizer.json",
     )
     parser.add_argument("out", type=folder, metavar="OUT", help="the model directory to write")
 
@@ -51,7 +52,7 @@ def _import(options: argparse.Namespace) -> int:
     from effasr.interop.nemo.archive import CONFIG
     from effasr.model.asr import ASRModel
 
-    source, prompt = options.source, None
+    source, prompt = _model_in(options.source), None
     if source.is_file() or source.suffix == ".nemo" or (source / CONFIG).is_file():
         from effasr.interop.nemo.importer import import_nemo
 
@@ -62,6 +63,19 @@ def _import(options: argparse.Namespace) -> int:
         model, tokenizer = _import_hugging_face(source)
     save_model(options.out, model, tokenizer, prompt)
     return sum(p.numel() for p in model.parameters())
+
+
+def _model_in(source: Path) -> Path:
+    """Return the .nemo file of a folder that has no other model, as NVIDIA publishes some."""
+    from effasr.interop.nemo.archive import CONFIG
+
+    if not source.is_dir() or any((source / name).is_file() for name in (CONFIG, "config.json")):
+        return source
+    found = sorted(source.glob("*.nemo"))
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise ValueError(f"{source} must have one .nemo file, but has {names}: name one of them.")
+    return found[0] if found else source
 
 
 def _import_hugging_face(source: Path) -> tuple[ASRModel, Tokenizer]:

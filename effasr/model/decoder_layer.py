@@ -42,6 +42,10 @@ class DecoderConfig:
         output_bias: Whether the output layer has a bias.
         suppress: Tokens that are never decoded, such as Whisper's for noises.
         begin_suppress: Tokens that no transcript begins with.
+        alignment_heads: Layer and head of each cross-attention that transformers finds the times of
+            words by; of a Whisper, for its export.
+        max_initial_timestamp: Largest number of the first timestamp in transformers' generation
+            with timestamps, null for no limit; of a Whisper, for its export.
         input_dropout: Dropout of the embedded tokens.
         residual_dropout: Dropout of the output of each module, before it is added.
         activation_dropout: Inside the feed-forward networks.
@@ -64,6 +68,8 @@ class DecoderConfig:
     output_bias: bool = True
     suppress: tuple[int, ...] = ()
     begin_suppress: tuple[int, ...] = ()
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    max_initial_timestamp: int | None = None
     input_dropout: float = 0.0
     residual_dropout: float = 0.0
     activation_dropout: float = 0.0
@@ -84,6 +90,10 @@ class DecoderConfig:
         for name in ("suppress", "begin_suppress"):
             least = min(getattr(self, name), default=0)
             check(least >= 0, name, "be token ids, at least 0", least)
+        rule = f"be below layers = {self.layers} and heads = {self.heads}"
+        for layer, head in self.alignment_heads:
+            inside = 0 <= layer < self.layers and 0 <= head < self.heads
+            check(inside, "alignment_heads", rule, [layer, head], "or leave them out")
         most = len(self.begin_suppress)
         check(most <= _MOST_BARRED, "begin_suppress", f"be at most {_MOST_BARRED} tokens", most)
         even = self.width % 2 == 0 and self.width >= 4

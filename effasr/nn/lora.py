@@ -27,12 +27,12 @@ from effasr.nn.parameters.patterns import matching
 from effasr_kernels import PackedLayout, grouped_linear
 from effasr_kernels.shared.cpu.linear import linear
 
-_PROJECTIONS = (
-    *("qkv_proj", "q_proj", "kv_proj", "o_proj", "linear1", "linear2"),
-    *("k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"),
-)
-"""Layers of attention and feed-forward networks; the first and third hold several in one matrix,
-and those of the second line are a language model's."""
+_PROJECTIONS = ("qkv_proj", "q_proj", "kv_proj", "o_proj", "linear1", "linear2")
+"""Layers of attention and feed-forward networks; the first and third hold several in one matrix."""
+
+_LANGUAGE_MODEL = "language_model.model."
+_ROUTERS = {"router", "gate", "shared_expert_gate"}
+"""Parts of transformers' names of linear layers that choose or weight experts."""
 
 _READ_ELSEWHERE = (
     "ctc_head",
@@ -53,8 +53,8 @@ class LoRAConfig:
         rslora: Multiply by ``alpha / sqrt(rank)`` instead, so that higher ranks learn as fast.
         dropout: Dropout of the adapter's input.
         targets: Patterns of linear layers to adapt, such as ``decoder.*``; null for all projections
-            of attention and feed-forward networks. Each expert of a network has adapters of its
-            own.
+            of attention and feed-forward networks; in the layers of a language model these are all
+            ``nn.Linear`` but routers. Each expert of a network has adapters of its own.
         also_train: Patterns of other parameters to train, such as ``*norm*`` or ``ctc_head``.
     """
 
@@ -155,13 +155,23 @@ def adapt(model: nn.Module, config: LoRAConfig) -> None:
     """Add adapters to linear layers in place, and train only these and ``also_train``.
 
     Raises:
-        ValueError: A pattern matches nothing, or a layer that cannot have an adapter.
+        ValueError: A pattern matches nothing, or a layer that cannot have an adapter; or a language
+            model has no projection.
     """
     layers = {
         name: x for name, x in model.named_modules() if isinstance(x, (nn.Linear, GroupedLinear))
     }
     if config.targets is None:
-        targets = {name for name in layers if name.rpartition(".")[2] in _PROJECTIONS}
+        targets = {name for name in layers if _is_projection(name)}
+        names = (name for name, _ in model.named_parameters())
+        if any(name.startswith(_LANGUAGE_MODEL) for name in names) and not any(
+            name.startswith(_LANGUAGE_MODEL) for name in targets
+        ):
+            raise ValueError(
+                "`lora.targets` must be given for a language model whose layers have no nn.Linear, "
+                "such as GPT-2, but is null: name other layers, such as encoder.layers.*, or take "
+                "another language model."
+            )
     else:
         targets = matching(layers, config.targets, "lora.targets")
     for name in _READ_ELSEWHERE:
@@ -183,6 +193,16 @@ def adapt(model: nn.Module, config: LoRAConfig) -> None:
         else:
             adapted = LoRALinear(layer, config)
         setattr(model.get_submodule(parent), last, adapted)
+
+
+def _is_projection(name: str) -> bool:
+    """Return whether a linear layer is a projection of attention or a feed-forward network."""
+    if not name.startswith(_LANGUAGE_MODEL):
+        return name.rpartition(".")[2] in _PROJECTIONS
+    # Each family has its own names, but all number their layers; what is outside of these belongs
+    # to the embeddings or the output.
+    parts = name.split(".")
+    return any(part.isdigit() for part in parts[:-1]) and _ROUTERS.isdisjoint(parts)
 
 
 def adapters(model: nn.Module) -> list[LoRALinear | LoRAGroupedLinear]:

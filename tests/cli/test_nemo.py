@@ -1,6 +1,7 @@
 """Models of NeMo come in, are trained on, and go out again; see `tests/interop/nemo/make.py`."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -82,10 +83,25 @@ def test_where_it_cannot_be_written(effasr, tmp_path, out, options, message) -> 
     assert message in effasr("export", tmp_path / "model", tmp_path / out, *options).error
 
 
+def test_a_folder_may_have_the_nemo_file(effasr, tmp_path) -> None:
+    folder = tmp_path / "canary"
+    folder.mkdir()
+    (folder / "README.md").touch()
+    shutil.copy(CASES / "flash.nemo", folder / "canary.nemo")
+    assert effasr("import", folder, tmp_path / "model").code == 0
+    assert load_model(tmp_path / "model").model.decoder is not None
+    (folder / "other.nemo").touch()
+    error = effasr("import", folder, tmp_path / "out").error
+    assert "must have one .nemo file, but has canary.nemo, other.nemo: name one of them." in error
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_cannot_be_imported(effasr, tmp_path) -> None:
     (tmp_path / "bad.nemo").write_bytes(b"no tar")
     assert "must be a .nemo file" in effasr("import", tmp_path / "bad.nemo", tmp_path / "out").error
     missing = effasr("import", tmp_path / "none.nemo", tmp_path / "out")
     assert "none.nemo: there is no such file" in missing.error
-    assert "must be a .nemo file, or a folder" in effasr("import", tmp_path, tmp_path / "o").error
+    (tmp_path / "empty").mkdir()
+    empty = effasr("import", tmp_path / "empty", tmp_path / "out")
+    assert "must be a .nemo file, or a folder" in empty.error
     assert not (tmp_path / "out").exists()

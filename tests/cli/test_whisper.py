@@ -1,6 +1,7 @@
 """A Whisper of Hugging Face's comes in, transcribes, is fine-tuned, and goes out again."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -84,8 +85,23 @@ def test_from_hugging_face_and_back(effasr, checkpoint, corpus, tmp_path, caplog
     assert generation.suppress_tokens == [1, 2, 7, *range(EOS + 1, EOS + 10)]
     assert generation.begin_suppress_tokens == [220, EOS]
     assert generation.lang_to_id["<|de|>"] == EOS + 3
+    assert generation.alignment_heads == [[0, 1], [1, 0]]
+    assert generation.max_initial_timestamp_index == 50
+    timed = model.generate(features, return_token_timestamps=True, max_new_tokens=4)
+    assert "token_timestamps" in timed
     read = transformers.AutoTokenizer.from_pretrained(out)
     assert read.decode(loaded.tokenizer.encode("low high", "en")) == " low high"
+
+
+def test_alignment_heads_of_another_model_are_left_out_with_a_warning(
+    effasr, checkpoint, tmp_path, caplog
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "alignment_heads": [[5, 0]]}))
+    assert effasr("import", folder, tmp_path / "imported").code == 0
+    assert "`alignment_heads` of generation_config.json is not exported again" in caplog.text
+    assert load_model(tmp_path / "imported").model.config.decoder.alignment_heads == ()
 
 
 def test_adapters_and_frozen_parts(effasr, checkpoint, corpus, tmp_path) -> None:

@@ -161,6 +161,7 @@ def test_transformers_loads_what_is_exported(
     inputs = their_inputs(examples[0])
     assert torch.equal(again.eval()(**inputs).logits, theirs(**inputs).logits)
     assert again.generation_config.decoder_start_token_id == 7
+    assert again.generation_config.max_length == 64
     again.generation_config.max_new_tokens = 3
     assert again.generate(**{k: inputs[k] for k in ("input_features", "attention_mask")}).shape[0]
 
@@ -258,6 +259,10 @@ def test_what_only_training_uses_is_left_out_with_a_warning(
         ("encoder", {"subsampling_norm": True}, "subsampling_norm"),
         ("encoder", {"input_positions": 0.3}, r"input_positions=0\.3 \(only 0\)"),
         ("decoder", {"width": 24}, r"decoder\.width=24, not encoder\.width=32"),
+        ("decoder", {"positions": "learned"}, r"decoder\.positions=learned \(only sinusoidal\)"),
+        ("decoder", {"activation": "gelu"}, r"decoder\.activation=gelu \(only relu\)"),
+        ("decoder", {"embedding_norm": False}, r"decoder\.embedding_norm=False"),
+        ("decoder", {"key_bias": False}, r"decoder\.key_bias=False"),
         ("features", {"normalize": False}, r"features\.normalize=False"),
     ],
 )
@@ -269,6 +274,15 @@ def test_what_transformers_cannot_express_is_refused(
     with pytest.raises(ValueError, match=message):
         export_canary(ASRModel(config, VOCABULARY), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_tokens_that_are_never_decoded_are_exported(ours: ASRModel, tmp_path: Path) -> None:
+    decoder = dataclasses.replace(ours.config.decoder, suppress=(5, 6), begin_suppress=(9,))
+    model = ASRModel(dataclasses.replace(ours.config, decoder=decoder), VOCABULARY)
+    export_canary(model, tmp_path, SpecialTokens(count=VOCABULARY - 1))
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert generation["suppress_tokens"] == [5, 6, VOCABULARY - 1]
+    assert generation["begin_suppress_tokens"] == [9]
 
 
 def test_models_without_the_part_are_refused(ours: ASRModel, tmp_path: Path) -> None:

@@ -134,6 +134,8 @@ def test_what_sherpa_cannot_run_is_refused(tmp_path: Path) -> None:
         export_sherpa(make(tdt), tmp_path, PIECES)
     with pytest.raises(ValueError, match=r"`features\.hop` must be 160 for sherpa-onnx"):
         export_sherpa(make(None, hop=200), tmp_path, PIECES)
+    with pytest.raises(ValueError, match=r"`features\.preemphasis` must be 0\.97 for sherpa-onnx"):
+        export_sherpa(make(None, preemphasis=0.0), tmp_path, PIECES)
     with pytest.raises(ValueError, match="`pieces` must be 40 texts without white space"):
         export_sherpa(make(None), tmp_path, ["a b", *PIECES[1:]])
     assert not list(tmp_path.iterdir())

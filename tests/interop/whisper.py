@@ -65,6 +65,8 @@ def make_whisper(folder: Path, **changes: object) -> Any:
                 parameter.add_(0.1 * torch.randn_like(parameter))
         # So that it says different things.
         model.model.decoder.embed_tokens.weight.mul_(8)
+    model.generation_config.alignment_heads = [[0, 1], [1, 0]]
+    model.generation_config.max_initial_timestamp_index = 50
     model.save_pretrained(folder)
     transformers.WhisperFeatureExtractor(chunk_length=SECONDS).save_pretrained(folder)
     return model

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from effasr.nn.lora import LoRAConfig, LoRALinear, adapt, adapters, merged, without_adapters
+from tests.support.speech_llm import speech_llm
 
 
 class Block(nn.Module):
@@ -127,6 +128,40 @@ def test_targets_are_chosen_by_patterns() -> None:
     assert adapters(model) == [model.q_proj, model.linear1]
     model = make_adapted(LoRAConfig(targets=("o*",)))
     assert adapters(model) == [model.other]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "without"),
+    [
+        ("llama", {}, set()),
+        ("phi", {}, set()),
+        ("phi3", {}, set()),
+        ("gpt_neox", {}, set()),
+        ("starcoder2", {}, set()),
+        ("phimoe", {"num_local_experts": 2}, {"router"}),
+    ],
+)
+def test_a_language_model_of_any_family_is_adapted_in_all_its_layers(
+    kind: str, fields: dict, without: set
+) -> None:
+    pytest.importorskip("transformers")
+    model = speech_llm(kind, **fields)
+    adapt(model, LoRAConfig(rank=2))
+    assert model.language_model is not None
+    inner = model.language_model.model
+    linear = {name: x for name, x in inner.named_modules() if isinstance(x, nn.Linear)}
+    plain = {name for name, x in linear.items() if not isinstance(x, LoRALinear)}
+    assert {name.rpartition(".")[2] for name in plain} == without
+    assert len(plain) < len(linear)
+    assert not isinstance(model.language_model.lm_head, LoRALinear)
+
+
+def test_a_language_model_without_linear_layers_needs_targets() -> None:
+    pytest.importorskip("transformers")
+    model = speech_llm("gpt2")
+    with pytest.raises(ValueError, match=r"`lora\.targets` must be given for a language model"):
+        adapt(model, LoRAConfig(rank=2))
+    adapt(model, LoRAConfig(rank=2, targets=("encoder.layers.*",)))
 
 
 @pytest.mark.parametrize(

@@ -64,16 +64,17 @@ def export_canary(
     """Write a directory; see `effasr.interop.huggingface.checkpoint.export_model`."""
     tokens = SpecialTokens() if tokens is None else tokens
     generation: dict[str, Any] = special_ids(tokens, model.vocab_size)
-    decoder = decoder_mapping(model.config, model.vocab_size)
-    assert model.config.decoder is not None  # checked by decoder_mapping
-    decoder |= {key: generation[key] for key in generation if key != "decoder_start_token_id"}
+    fields = decoder_mapping(model.config, model.vocab_size)
+    decoder = model.config.decoder
+    assert decoder is not None  # checked by decoder_mapping
+    fields |= {key: generation[key] for key in generation if key != "decoder_start_token_id"}
     config = {
         "architectures": [_CLASS],
         "model_type": "canary",
         "encoder_config": encoder_mapping(model.config),
-        "decoder_config": decoder,
+        "decoder_config": fields,
         "vocab_size": model.vocab_size,
-        "tie_word_embeddings": model.config.decoder.tie_embeddings,
+        "tie_word_embeddings": decoder.tie_embeddings,
         "is_encoder_decoder": True,
         "dtype": "float32",
         **generation,
@@ -86,7 +87,11 @@ def export_canary(
     # transformers' output layer always has a bias.
     weights.setdefault("proj_out.bias", torch.zeros(model.vocab_size))
     directory = write(directory, config, weights, feature_mapping(model.config.features))
-    if unused := tokens.unused_classes(model.vocab_size):
-        generation["suppress_tokens"] = unused
+    # transformers stops after 20 tokens by default.
+    generation["max_length"] = decoder.max_positions
+    if suppressed := [*decoder.suppress, *tokens.unused_classes(model.vocab_size)]:
+        generation["suppress_tokens"] = suppressed
+    if decoder.begin_suppress:
+        generation["begin_suppress_tokens"] = list(decoder.begin_suppress)
     write_json(directory / "generation_config.json", generation)
     return _CLASS

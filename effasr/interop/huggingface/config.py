@@ -184,6 +184,12 @@ def decoder_mapping(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
             f"decoder.width={decoder.width}, not a multiple of heads={decoder.heads}": (
                 decoder.width % decoder.heads != 0
             ),
+            f"decoder.positions={decoder.positions} (only sinusoidal)": (
+                decoder.positions != "sinusoidal"
+            ),
+            f"decoder.activation={decoder.activation} (only relu)": decoder.activation != "relu",
+            "decoder.embedding_norm=False": not decoder.embedding_norm,
+            "decoder.key_bias=False": decoder.bias and not decoder.key_bias,
         },
     )
     return {

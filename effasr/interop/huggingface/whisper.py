@@ -51,7 +51,7 @@ def import_whisper(directory: str | Path) -> tuple[ModelConfig, int, dict[str, T
 
     Utterances are followed by silence up to the 30 s that such models were trained with:
     ``features.minimum_s``. The tokens that generation suppresses are the decoder's ``suppress`` and
-    ``begin_suppress``.
+    ``begin_suppress``; its fields of timestamps are kept for an export.
     """
     directory = Path(directory)
     mapping = read_config(directory, "whisper")
@@ -118,6 +118,10 @@ def export_whisper(model: ASRModel, directory: str | Path, tokens: SpecialTokens
         **ids,
         **tokens.generation,
     }
+    if decoder.alignment_heads:
+        generation["alignment_heads"] = decoder.alignment_heads
+    if decoder.max_initial_timestamp is not None:
+        generation["max_initial_timestamp_index"] = decoder.max_initial_timestamp
     write_json(directory / "generation_config.json", generation)
     return WHISPER_CLASS
 

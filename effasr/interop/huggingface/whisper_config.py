@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from effasr.data.features.config import FeatureConfig
@@ -13,6 +15,8 @@ from effasr.model.decoder import DecoderConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
 
 WHISPER_CLASS = "WhisperForConditionalGeneration"
+
+_log = logging.getLogger(__name__)
 
 _FIXED = {"activation_function": "gelu", "scale_embedding": False}
 _DROPOUTS = {
@@ -79,20 +83,35 @@ def read_whisper(
     encoder = WhisperEncoderConfig(
         **_ENCODER.read(mapping), positions="learned" if learned_positions else "sinusoidal"
     )
+    most = generation.get("max_initial_timestamp_index")
+    decoder = DecoderConfig(
+        **_DECODER.read(mapping),
+        positions="learned",
+        activation="gelu",
+        embedding_norm=False,
+        key_bias=False,
+        output_bias=False,
+        suppress=tuple(generation.get("suppress_tokens") or ()),
+        begin_suppress=tuple(generation.get("begin_suppress_tokens") or ()),
+        max_initial_timestamp=most if isinstance(most, int) else None,
+    )
     return ModelConfig(
         features=_read_features(preprocessor, mapping.get("num_mel_bins", 80), encoder.max_frames),
         encoder=encoder,
-        decoder=DecoderConfig(
-            **_DECODER.read(mapping),
-            positions="learned",
-            activation="gelu",
-            embedding_norm=False,
-            key_bias=False,
-            output_bias=False,
-            suppress=tuple(generation.get("suppress_tokens") or ()),
-            begin_suppress=tuple(generation.get("begin_suppress_tokens") or ()),
-        ),
+        decoder=_with_alignment_heads(decoder, generation.get("alignment_heads")),
     )
+
+
+def _with_alignment_heads(decoder: DecoderConfig, heads: Any) -> DecoderConfig:
+    """Add alignment heads, or warn where they are those of another model, such as a larger one."""
+    try:
+        return replace(decoder, alignment_heads=tuple((int(x), int(y)) for x, y in heads or ()))
+    except (TypeError, ValueError, OverflowError):
+        _log.warning(
+            "`alignment_heads` of generation_config.json is not exported again, as it does not "
+            "name layers and heads of the decoder: transformers will have no word timestamps."
+        )
+        return decoder
 
 
 def _read_features(mapping: Mapping[str, Any], mel_bins: int, max_frames: int) -> FeatureConfig:

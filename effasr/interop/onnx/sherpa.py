@@ -154,8 +154,9 @@ def _check_runnable(model: ASRModel, context: Context | None) -> None:
         "be parakeet at 16 kHz for sherpa-onnx",
         f"{features.kind} at {features.sample_rate} Hz",
     )
-    # It computes windows of 25 ms at each 10 ms of its own.
-    for name, value in {"hop": 160, "window": 400, "n_fft": 512}.items():
+    # It computes windows of 25 ms at each 10 ms of its own, with Kaldi's preemphasis.
+    fixed = {"hop": 160, "window": 400, "n_fft": 512, "preemphasis": 0.97}
+    for name, value in fixed.items():
         given = getattr(features, name)
         check(given == value, f"features.{name}", f"be {value} for sherpa-onnx", given)
     if context is not None:

@@ -133,16 +133,25 @@ class LanguageModel(nn.Module):
         """Compute the tables that are not saved, such as rotary frequencies, after a meta device.
 
         Buffers are computed by transformers' own initialization, on the device of the weights.
+        Weights stay as they are.
         """
         device = self.output_weight.device
         for module in self.model.modules():
             missing = [name for name, x in module.named_buffers(recurse=False) if x.is_meta]
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            loaded = [x for x in own if not x.is_meta]
             for name in missing:
                 persistent = name not in module._non_persistent_buffers_set
                 empty = torch.empty_like(module.get_buffer(name), device=device)
                 module.register_buffer(name, empty, persistent=persistent)
             if missing:
+                # Gemma's embedding has weights as well: this mark keeps transformers from drawing
+                # them again.
+                for tensor in loaded:
+                    tensor._is_hf_initialized = True
                 self.model._init_weights(module)
+                for tensor in loaded:
+                    del tensor._is_hf_initialized
 
     def causal_names(self) -> Iterator[tuple[str, str]]:
         """Yield the names of the weights here, and in transformers' causal model."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from effasr.data.batch import IGNORED, StaticShape
+from effasr.model.asr import ASRModel
 from tests.support.speech_llm import (
     FAMILIES,
     conversations,
@@ -77,6 +78,17 @@ def test_packed_is_transformers_with_inputs_embeds(kind):
     assert_close(packed(model), expected)
     assert_close(packed(model, SHAPE), expected)
     assert_close(one_at_a_time(model), expected)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_loaded_model_has_the_weights_and_the_tables_of_the_saved_one(kind):
+    model = speech_llm(kind)
+    saved = {name: x.clone() for name, x in model.state_dict().items()}
+    loaded = ASRModel.from_state_dict(model.config, model.vocab_size, saved)
+    expected = dict(model.named_parameters()) | dict(model.named_buffers())
+    found = dict(loaded.named_parameters()) | dict(loaded.named_buffers())
+    assert found.keys() == expected.keys()
+    assert [name for name, x in found.items() if not torch.equal(x, expected[name])] == []
 
 
 def test_every_parameter_learns_from_speech():
