@@ -32,6 +32,13 @@ def test_a_copy_is_the_recipe_under_another_name(effasr, tmp_path, recipe) -> No
     assert config.to_mapping(copied) == {**config.to_mapping(original), "name": "mine"}
 
 
+@pytest.mark.parametrize("name", ["2026-11-05", "960", "1e5", "no", "null", "a: b", "it's # 1"])
+def test_a_copy_has_any_name_that_a_file_has(effasr, tmp_path, name) -> None:
+    file = tmp_path / f"{name}.yaml"
+    assert effasr("recipes", "copy", "small", file).code == 0
+    assert config.load(TrainConfig, file).name == name
+
+
 def test_a_copy_overwrites_nothing(effasr, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert effasr("recipes", "copy", "small").code == 0

@@ -12,7 +12,12 @@ import sys
 import termios
 from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
+from lhotse import AudioSource, CutSet, MonoCut, Recording, SupervisionSegment
+
+from effasr.transcription.inputs.sources import of_manifest
 
 
 @pytest.fixture
@@ -61,6 +66,15 @@ def test_results_are_in_folders_as_the_recordings(effasr, workplace, folder, tmp
     failed = effasr(*command, folder)
     assert failed.code == 2
     assert "must have a file of its own for each recording, but that of " in failed.error
+
+
+def test_linked_folders_are_entered_once(effasr, workplace, folder, tmp_path) -> None:
+    (tmp_path / "more").mkdir()
+    shutil.copy(workplace.wav, tmp_path / "more" / "c.wav")
+    for name, target in (("0", folder / "deep"), ("more", tmp_path / "more"), ("loop", folder)):
+        (folder / name).symlink_to(target)
+    done = effasr("transcribe", "--run", workplace.run, folder)
+    assert names(done) == [str(folder / name) for name in ("a.wav", "deep/b.WAV", "more/c.wav")]
 
 
 def test_going_on_where_it_was_left(effasr, workplace, folder, tmp_path) -> None:
@@ -119,6 +133,19 @@ def test_a_manifest(effasr, workplace, manifest, tmp_path) -> None:
     plain = effasr("transcribe", "--run", workplace.run, *files)
     texts = [[line.split("\t")[1] for line in one.out.splitlines()] for one in (cuts, plain)]
     assert texts[0] == texts[1]
+
+
+def test_a_cut_of_one_channel_of_two_is_that_channel(effasr, workplace, tmp_path) -> None:
+    audio, rate = soundfile.read(workplace.wav)
+    soundfile.write(tmp_path / "call.wav", np.stack([0 * audio, audio], 1), rate)
+    source = AudioSource("file", [1, 2], str(tmp_path / "call.wav"))
+    seconds = len(audio) / rate
+    recording = Recording("call", [source], rate, len(audio), seconds)
+    said = SupervisionSegment("call", "call", 0.0, seconds, channel=2, text="", language="en")
+    cut = MonoCut("call", 0.0, seconds, 2, [said], recording=recording)
+    CutSet.from_cuts([cut]).to_file(tmp_path / "cuts.jsonl")
+    (source,) = of_manifest(tmp_path / "cuts.jsonl", language="en")
+    assert source.channels == (1,)
 
 
 def _at_a_terminal(arguments: list[str], *, out_too: bool) -> tuple[bytes, bytes]:

@@ -4,11 +4,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-from lhotse import AudioSource, MonoCut, Recording
+from lhotse import AudioSource, MonoCut, MultiCut, Recording
 
 from effasr.data.audio.waveform import (
     AudioError,
     AudioProblem,
+    AudioSegment,
     load_audio,
     read_audio,
     read_header,
@@ -131,6 +132,31 @@ def test_what_only_lhotse_can_read_is_read_by_lhotse(
     )
     with pytest.raises(AudioError, match="b: lhotse cannot read the audio"):
         load_audio(broken)
+
+
+@pytest.mark.parametrize(("wanted", "column"), [(1, 0), (2, 1), ([2, 1], None)])
+def test_channels_of_a_cut_are_names_of_the_channels_of_its_file(
+    tmp_path: Path, wanted, column
+) -> None:
+    path, levels = tmp_path / "a.wav", np.float32([0.25, -0.5])
+    soundfile.write(path, np.tile(levels, (8000, 1)), 16_000, subtype="FLOAT")
+    recording = Recording("a", [AudioSource("file", [1, 2], str(path))], 16_000, 8000, 0.5)
+    kind = MonoCut if isinstance(wanted, int) else MultiCut
+    audio = load_audio(kind("a", 0.0, 0.5, wanted, recording=recording))
+    np.testing.assert_array_equal(audio, levels.mean() if column is None else levels[column])
+
+
+def test_a_channel_that_a_recording_lacks_is_refused_without_lhotse(
+    tmp_path: Path, write_tone: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_tone(tmp_path / "a.wav", 0.5)
+    source = AudioSource("file", [0], str(path))
+    recording = Recording("a", [source], 16_000, 8000, 0.5, channel_ids=[0, 3])
+    cut = MultiCut("a", 0.0, 0.5, [0, 3], recording=recording)
+    monkeypatch.setattr(MultiCut, "load_audio", lambda _: pytest.fail("lhotse reads"))
+    assert AudioSegment.of(cut) is None
+    with pytest.raises(AudioError, match=r"a: channel 3 is wanted, but `recording.sources` has 0"):
+        load_audio(cut)
 
 
 def test_a_wav_file_that_was_cut_short(tmp_path) -> None:

@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from effasr.data.index.corpus import Corpus
 from effasr.data.manifest.prepare import prepare
 from effasr.data.manifest.reader import read
 from effasr.data.prompt import Prompt
-from effasr.data.tokenizer import Tokenizer
+from effasr.data.tokenizer import SentencePieceTokenizer, Tokenizer
 
 
 def load(path: Path, tokenizer: Tokenizer, **options: object) -> Corpus:
@@ -65,6 +66,19 @@ def test_what_cannot_be_trained_on_is_listed(
         ("u6", "too_long"),
     ]
     assert [corpus.name(index) for index in range(4)] == ["u1", "u3", "u4", "u5"]
+
+
+def test_a_language_with_more_tokens_has_rates_of_its_own(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, write_lines: Callable[..., Path]
+) -> None:
+    manifest, text = nemo(1), "one two three four"
+    both = SentencePieceTokenizer({name: tokenizer.models["en"] for name in ("de", "en")})
+    row = json.loads(manifest.read_text())
+    rows = [row | {"text": "one", "lang": "de"}] * 90 + [row | {"text": text}] * 2
+    filters = FilterConfig(rate_deviations=4)
+    config = DataConfig(frame_budget=60, token_budget=60, filters=filters)
+    corpus = Corpus.load([write_lines(manifest, rows)], both, config, ctc=False)
+    assert len(corpus) == 92
 
 
 def test_over_budgets(

@@ -220,6 +220,17 @@ def test_audio_that_has_changed_is_looked_at_again(
     assert was_read(notes)
 
 
+def test_a_path_that_no_file_can_have_is_missing_audio(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
+) -> None:
+    manifest, notes = nemo(7), []
+    manifest.write_text(manifest.read_text().replace("u2.wav", r"u\u0000.wav"))
+    for _ in range(2):
+        corpus = load(manifest, tokenizer, folder, notes)
+        assert [drop.reason for drop in corpus.dropped] == ["missing_audio"]
+    assert not was_read(notes)
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -109,6 +109,16 @@ def test_outliers_are_found_among_utterances_of_their_length() -> None:
     np.testing.assert_array_equal(found, wrong)
 
 
+def test_rates_are_compared_within_a_language() -> None:
+    rng = np.random.default_rng(0)
+    languages = np.repeat([0, 1], [1000, 20])
+    rates = np.where(languages == 0, 4.0, 15.0) * np.exp(rng.normal(0, 0.2, 1020))
+    durations = rng.uniform(2, 6, 1020)
+    rates[7] = 40.0
+    found = np.flatnonzero(rate_outliers(rates, durations, languages=languages))
+    np.testing.assert_array_equal(found, [7])
+
+
 def test_equal_rates_have_no_outliers() -> None:
     assert not rate_outliers(np.full(500, 5.0), np.linspace(1, 9, 500)).any()
     # Hardly faster, though many standard deviations away.

@@ -3,7 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from effasr.data.audio.augmentation.clips import Clips
 from effasr.data.manifest.reader import read, request
+from effasr.data.prompt import Prompt
 
 
 def write_kaldi(folder: Path, **files: str) -> Path:
@@ -70,6 +72,31 @@ def test_audio_with_text_beside_it(tmp_path: Path, write_tone: Callable[..., Pat
     assert request(first).source == "de"
 
 
+def test_linked_folders_are_entered_once(tmp_path: Path, write_tone: Callable[..., Path]) -> None:
+    corpus, elsewhere = tmp_path / "corpus", tmp_path / "elsewhere"
+    for path in (corpus / "b/one.wav", elsewhere / "two.wav", corpus / ".hidden/three.wav"):
+        write_tone(path, 0.5).with_suffix(".txt").write_text(path.stem)
+    (corpus / "linked").symlink_to(elsewhere)
+    (corpus / "a").symlink_to(corpus / "b")
+    (corpus / "loop").symlink_to(corpus)
+    found = read(corpus)
+    assert [cut.recording.sources[0].source for cut in found] == [
+        str(corpus / "b/one.wav"),
+        str(corpus / "linked/two.wav"),
+    ]
+    assert len(Clips.load([corpus], "noise").samples) == 2
+
+
+def test_transcripts_of_librispeech_in_a_linked_folder(
+    tmp_path: Path, write_tone: Callable[..., Path]
+) -> None:
+    write_tone(tmp_path / "elsewhere/1-2-0000.flac", 0.5)
+    (tmp_path / "elsewhere/1-2.trans.txt").write_text("1-2-0000 ONE\n")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/1").symlink_to(tmp_path / "elsewhere")
+    assert [cut.id for cut in read(tmp_path / "corpus")] == ["1-2-0000"]
+
+
 def test_audio_without_text_beside_it_is_named(
     tmp_path: Path, write_tone: Callable[..., Path]
 ) -> None:
@@ -96,6 +123,14 @@ def test_hugging_face_audio_folder(
     (cut,) = read(tmp_path)
     assert cut.supervisions[0].text == "one, two"
     assert request(cut).source == "de"
+
+
+def test_an_empty_cell_of_a_table_is_a_missing_field(
+    tmp_path: Path, write_tone: Callable[..., Path]
+) -> None:
+    write_tone(tmp_path / "a.wav", 0.5)
+    (tmp_path / "metadata.csv").write_text("file_name,text,lang,task,pnc\na.wav,one,,,\n")
+    assert request(read(tmp_path)[0]) == Prompt()
 
 
 def test_hugging_face_audio_folder_in_json(

@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import soundfile
 from lhotse import CutSet
 
 from effasr.data.audio.waveform import load_audio
-from effasr.data.manifest.reader import read, request
+from effasr.data.manifest.reader import deciding_files, read, request
 from effasr.data.manifest.utterance import absolute
 from effasr.data.prompt import Prompt
 
@@ -102,6 +103,12 @@ def test_a_malformed_line_is_named(line: Callable[..., Path], fields: dict, mess
         read(line(**fields))
 
 
+def test_a_malformed_line_is_named_once(line: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match="`pnc` must be") as caught:
+        read(line(pnc="maybe"))
+    assert str(caught.value).count("m.jsonl:1:") == 1
+
+
 def test_half_a_character_is_no_text(line: Callable[..., Path]) -> None:
     path = line()
     content = path.read_text()
@@ -137,6 +144,14 @@ def test_an_empty_manifest_is_refused(tmp_path: Path, content: str) -> None:
 def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no such file or folder"):
         read(tmp_path / "m.jsonl")
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_is_refused_as_such(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.jsonl")
+    for find in (read, deciding_files):
+        with pytest.raises(ValueError, match="must be a regular file, but is a pipe"):
+            find(tmp_path / "m.jsonl")
 
 
 def test_bytes_that_are_not_utf8_are_located(line: Callable[..., Path]) -> None:
@@ -254,6 +269,26 @@ def test_cuts_that_cannot_be_used_are_refused(line: Callable[..., Path], tmp_pat
     path.write_text('{"supervisions": [], "type": "Tape"}\n')
     with pytest.raises(ValueError, match=r"cuts\.jsonl:1: not a cut that lhotse can read"):
         read(path)
+
+
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    [
+        ("`speaker` of a supervision must be text, but is .'a'.", {"speaker": ["a"]}),
+        ("`channel` must be numbers from 0, but is ..", {"type": "MultiCut", "channel": []}),
+        ("`channels` of a source must be a list, but is None", {"channels": None}),
+    ],
+)
+def test_cuts_with_wrong_types_are_named(
+    line: Callable[..., Path], write_lines: Callable[..., Path], message: str, fields: dict
+) -> None:
+    path = line()
+    row = read(path)[0].to_dict()
+    for part in (row, row["supervisions"][0], row["recording"]["sources"][0]):
+        part.update({name: value for name, value in fields.items() if name in part})
+    row["supervisions"][0] |= {name: fields[name] for name in fields if name == "speaker"}
+    with pytest.raises(ValueError, match=rf"m\.jsonl:1: not a cut .*{message}"):
+        read(write_lines(path, [row]))
 
 
 def test_parts_of_one_recording_hold_different_audio(

@@ -145,6 +145,16 @@ def test_rate_outliers_are_dropped(nemo: Callable[..., Path], tmp_path: Path) ->
     assert line["audio"].endswith("u17.wav")
 
 
+def test_a_language_with_more_characters_has_rates_of_its_own(
+    nemo: Callable[..., Path], tmp_path: Path, write_lines: Callable[..., Path]
+) -> None:
+    manifest = nemo(1)
+    row = json.loads(manifest.read_text())
+    rows = [row | {"text": "一二", "lang": "zh"}] * 90 + [row | {"text": "one and two"}] * 2
+    report = prepare(write_lines(manifest, rows), tmp_path / "out")
+    assert report.kept.utterances == 92
+
+
 def test_limits_and_progress(nemo: Callable[..., Path], tmp_path: Path) -> None:
     seen: list[int] = []
     limits = Limits(min_duration=0.6, max_duration=1.0)

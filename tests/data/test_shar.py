@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lhotse import CutSet
+import soundfile
+from lhotse import CutSet, MonoCut, Recording
 
 from effasr.data.audio.waveform import AudioError, TarMember, load_audio
 from effasr.data.config import DataConfig
@@ -33,6 +34,24 @@ def test_every_utterance_is_the_one_that_was_written(shar: tuple[Path, CutSet]) 
         assert cut.supervisions[0].text == original.supervisions[0].text
         # FLAC holds 16 bits.
         np.testing.assert_allclose(load_audio(cut), load_audio(original), atol=2**-15)
+
+
+def test_each_channel_of_a_call_is_a_file_of_its_own(
+    tmp_path: Path, nemo: Callable[..., Path]
+) -> None:
+    levels = np.float32([0.25, -0.5])
+    soundfile.write(tmp_path / "call.wav", np.tile(levels, (8000, 1)), 16_000)
+    call = Recording.from_file(tmp_path / "call.wav")
+    spoken = read(nemo(2))
+    cuts = [
+        MonoCut(cut.id, 0.0, 0.5, side, cut.supervisions, recording=call)
+        for side, cut in enumerate(spoken)
+    ]
+    (tmp_path / "shar").mkdir()
+    CutSet.from_cuts(cuts).to_shar(str(tmp_path / "shar"), fields={"recording": "flac"})
+    found = read(tmp_path / "shar")
+    assert [float(load_audio(cut).mean()) for cut in found] == pytest.approx(levels, abs=1e-3)
+    assert prepare(tmp_path / "shar", tmp_path / "prepared").kept.utterances == 2
 
 
 def test_training_and_preparation_read_it(

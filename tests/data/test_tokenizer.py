@@ -13,6 +13,7 @@ from effasr.data.tokenizer import (
     UnknownLanguageError,
     load_tokenizer,
     train_tokenizer,
+    training,
 )
 
 ENGLISH = ["one two three four", "five six seven eight nine ten", "two ten five one"] * 20
@@ -165,6 +166,19 @@ def test_what_cannot_be_trained(tmp_path: Path, texts: dict, size: int, message:
         train_tokenizer(texts, tmp_path, vocab_size=size)
 
 
+@pytest.mark.parametrize("language", ["N/A", "../evil"])
+def test_a_language_that_is_no_file_name_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, both, language: str
+) -> None:
+    model = both.models["en"]
+    monkeypatch.setattr(training, "train_model", lambda *_, **__: pytest.fail("trains"))
+    with pytest.raises(ValueError, match=f"`language` must be .*, but is '{language}': use"):
+        train_tokenizer({"en": ENGLISH, language: GERMAN}, tmp_path / "out", vocab_size=40)
+    with pytest.raises(ValueError, match=f"`language` must be .*, but is '{language}': use"):
+        SentencePieceTokenizer({"en": model, language: model}).save(tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
 def test_broken_folders_are_refused(both: SentencePieceTokenizer, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds neither effasr_tokenizer\.json nor"):
         load_tokenizer(tmp_path)
@@ -223,6 +237,19 @@ def test_hugging_face_tokenizer(tmp_path: Path) -> None:
     assert names(tokenizer, prompt) == expected  # type: ignore[arg-type]
     with pytest.raises(UnknownLanguageError, match="must be one of de, en, but is 'fr'"):
         tokenizer.encode("un", "fr")
+
+
+def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path: Path) -> None:
+    folder = write_hugging_face(tmp_path / "hf", PROMPT_TOKENS)
+    plain = load_tokenizer(folder)
+    texts = ("one", "one two three four five six")
+    expected = [plain.encode(text, "en") for text in texts]
+    tokenizers = pytest.importorskip("tokenizers")
+    saved = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    saved.enable_truncation(4)
+    saved.enable_padding(length=4)
+    saved.save(str(folder / "tokenizer.json"))
+    assert [load_tokenizer(folder).encode(text, "en") for text in texts] == expected
 
 
 def test_hugging_face_tokenizer_is_saved_unchanged(tmp_path: Path) -> None:

@@ -71,6 +71,19 @@ def test_no_shell_gets_the_name_of_a_file(tmp_path) -> None:
         read(tmp_path / "cuts.jsonl")
 
 
+@pytest.mark.parametrize("kind", ["MixedCut", "PaddingCut"])
+def test_no_shell_gets_the_name_of_a_file_in_a_mixed_cut(tmp_path, kind: str) -> None:
+    """One such file alone is read without lhotse, but not as a track of a mixed cut."""
+    track = cut({"type": "file", "source": f"$(touch {tmp_path}/pwned).sph"})
+    mixed = {"id": "m", "type": kind, "tracks": [{"cut": track, "type": "MonoCut"}]}
+    (tmp_path / "cuts.jsonl").write_text(json.dumps(mixed) + "\n")
+    with pytest.raises(ValueError, match="lhotse reads these with other programs"):
+        read(tmp_path / "cuts.jsonl")
+    with pytest.raises(ValueError, match="lhotse reads these with other programs"):
+        Clips.load([tmp_path / "cuts.jsonl"], "noise")
+    assert not (tmp_path / "pwned").exists()
+
+
 def test_pipes_and_devices_are_not_opened(tmp_path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "zero").symlink_to("/dev/zero")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import soundfile
@@ -27,6 +27,7 @@ from effasr.data.features.frame_geometry import SAMPLE_RATE
 if TYPE_CHECKING:
     # Its import takes a third of a second, which plain files need not wait for.
     from lhotse.cut import Cut
+    from lhotse.cut.data import DataCut
 
 _BLOCK = 2**20
 """Values that are decoded at a time: a header may claim more than there is, or than fits."""
@@ -109,7 +110,7 @@ class AudioSegment:
         path: The file, or where in a tar file it is.
         start: Seconds.
         duration: Seconds.
-        channels: Channels to average.
+        channels: Channels of the file to average, the first of which is 0.
     """
 
     path: str | TarMember
@@ -121,7 +122,8 @@ class AudioSegment:
     def of(cls, cut: Cut) -> AudioSegment | None:
         """Return the segment that a lhotse cut is; None if only lhotse can read its audio.
 
-        That is so of in-memory and remote recordings, mixed cuts and recordings with transforms.
+        That is so of in-memory and remote recordings, mixed cuts, recordings with transforms, and
+        channels that the recording lacks.
         """
         from lhotse.cut.data import DataCut
 
@@ -134,8 +136,11 @@ class AudioSegment:
         path = name if sources[0].type == "file" else TarMember.parse(name)
         if path is None:
             return None
-        channels = (cut.channel,) if isinstance(cut.channel, int) else tuple(cut.channel)
-        return cls(path, cut.start, cut.duration, channels)
+        # A channel's number is a name: a file of channel 1 alone, as in Shar, has one channel.
+        known, wanted = sources[0].channels, _channels(cut)
+        if not all(channel in known for channel in wanted):
+            return None
+        return cls(path, cut.start, cut.duration, tuple(map(known.index, wanted)))
 
 
 def load_audio(source: Cut | AudioSegment, sample_rate: float = SAMPLE_RATE) -> np.ndarray:
@@ -163,6 +168,7 @@ def load_audio(source: Cut | AudioSegment, sample_rate: float = SAMPLE_RATE) -> 
             channels=part.channels,
         )
     assert not isinstance(source, AudioSegment)
+    _check_channels(source)
     try:
         samples: Any = source.load_audio()
     except Exception as error:  # lhotse raises whatever the storage behind it raises
@@ -257,6 +263,25 @@ def _read_samples(
         raise AudioError(
             AudioProblem.UNREADABLE, f"{path}: the audio is damaged: {reason(error)}"
         ) from error
+
+
+def _channels(cut: DataCut) -> tuple[int, ...]:
+    return (cut.channel,) if isinstance(cut.channel, int) else tuple(cut.channel)
+
+
+def _check_channels(cut: Cut) -> None:
+    """Check that a recording has a cut's channels: of several, lhotse would leave out any."""
+    recording = getattr(cut, "recording", None)
+    if recording is None or recording.transforms:
+        return
+    known = [channel for source in recording.sources for channel in source.channels]
+    for channel in _channels(cast("DataCut", cut)):
+        if channel not in known:
+            raise AudioError(
+                AudioProblem.UNREADABLE,
+                f"{cut.id}: channel {channel} is wanted, but `recording.sources` has "
+                f"{', '.join(map(str, known))[:60] or 'none'}.",
+            )
 
 
 def _choose_channels(

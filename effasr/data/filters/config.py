@@ -22,7 +22,8 @@ class FilterConfig:
         max_tokens_per_second: Limit of the tokens per second: more is an error of the transcript.
         max_characters_per_second: Limit of the characters per second.
         rate_deviations: Utterances are left out whose tokens per second lie so many standard
-            deviations over those of others as long; see `effasr.data.filters.rules.rate_outliers`.
+            deviations over those of others of their language and length; see
+            `effasr.data.filters.rules.rate_outliers`.
             ``effasr prepare`` has done it with 4.
         languages: The only languages wanted, of speech and of text; any by default.
         characters: The only characters wanted in a text, as between the brackets of a regular

@@ -196,18 +196,24 @@ def frames_for_ctc(text: list[int]) -> int:
     return len(text) + repeats
 
 
-def rate_outliers(rates: np.ndarray, durations: np.ndarray, deviations: float = 4.0) -> np.ndarray:
-    """Return utterances with far more text per second than others of their length.
+def rate_outliers(
+    rates: np.ndarray,
+    durations: np.ndarray,
+    deviations: float = 4.0,
+    languages: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return utterances with far more text per second than others of their language and length.
 
-    Such pairs are mostly wrong, and they decide how much memory a batch needs. Utterances are
-    grouped by duration, at least a hundred to a group. An outlier's rate lies more than
-    ``deviations`` standard deviations over its group's mean, in logarithms, and over one and a
+    Such pairs are mostly wrong, and they decide how much memory a batch needs. Utterances of a
+    language are grouped by duration, at least a hundred to a group. An outlier's rate lies more
+    than ``deviations`` standard deviations over its group's mean, in logarithms, and over one and a
     half times its median.
 
     Args:
         rates: float (n,), tokens or characters per second, greater than 0.
         durations: float (n,), seconds.
         deviations: Deviations beyond which a value is an outlier.
+        languages: int (n,), number of the language of each text; None for one language.
 
     Returns:
         bool (n,).
@@ -216,6 +222,11 @@ def rate_outliers(rates: np.ndarray, durations: np.ndarray, deviations: float = 
         NeMo's per-duration token rate filter, https://github.com/NVIDIA/NeMo/pull/11738.
     """
     outliers = np.zeros(len(rates), dtype=bool)
+    if languages is not None:
+        for language in np.unique(languages):
+            own = languages == language
+            outliers[own] = rate_outliers(rates[own], durations[own], deviations)
+        return outliers
     groups = max(1, min(10, len(rates) // 100))
     for group in np.array_split(np.argsort(durations, kind="stable"), groups):
         if not group.size:

@@ -365,7 +365,7 @@ class _Derivation:
         return self._table.prompts[int(np.bincount(self._table.prompt_ids[fit]).argmax())]
 
     def _rate_outliers(self, fit: np.ndarray) -> tuple[np.ndarray, list[Dropped]]:
-        """Find texts with far more tokens a second than others of their length.
+        """Find texts with far more tokens a second than others of their language and length.
 
         Returns:
             bool (n,), True for the utterances to leave out, and the list of these.
@@ -375,8 +375,8 @@ class _Derivation:
         if deviations is None:
             return outliers, []
         rates = (self._lengths.tokens - self._table.prompt_lengths) / durations
-        fit = fit & self._has_text
-        outliers[fit] = rate_outliers(rates[fit], durations[fit], deviations)
+        fit, languages = fit & self._has_text, self._table.languages
+        outliers[fit] = rate_outliers(rates[fit], durations[fit], deviations, languages[fit])
         details = "{:.1f} per second, far more than others of {:.1f} s"
         return outliers, [
             self._dropped(index, Reason.TOKEN_RATE, details.format(rates[index], durations[index]))

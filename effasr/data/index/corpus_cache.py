@@ -272,7 +272,7 @@ def _stat(file: str) -> _Stat:
     """Return a file's path, size and modification time."""
     try:
         state = os.stat(file)
-    except OSError:
+    except (OSError, ValueError):  # A path with a zero byte is no path.
         return file, None, None
     return file, state.st_size, state.st_mtime_ns
 

@@ -64,6 +64,14 @@ class UtteranceTable:
     def __len__(self) -> int:
         return len(self.frames)
 
+    @property
+    def languages(self) -> np.ndarray:
+        """int32 (n,), number of the language of each text."""
+        numbers: dict[str, int] = {}
+        targets = (prompt.target for prompt in self.prompts)
+        every = [numbers.setdefault(target, len(numbers)) for target in targets]
+        return np.array(every, dtype=np.int32)[self.prompt_ids]
+
 
 class IndexBuilder:
     """Builds an `UtteranceTable`."""

@@ -31,9 +31,11 @@ def refuse_programs(row: dict[str, Any], line: str, origin: str) -> None:
     """
     if not _SUSPECT.search(line):
         return
+    # lhotse reads what is not the recording of a simple cut, such as the tracks of a mixed one.
+    of_cut = row if "sources" in row else row.get("recording")
     for recording in _recordings(row):
         sources = recording["sources"]
-        alone = len(sources) == 1 and not recording.get("transforms")
+        alone = recording is of_cut and len(sources) == 1 and not recording.get("transforms")
         for source in sources:
             _check(source, alone, origin)
 
@@ -48,8 +50,9 @@ def _check(source: Any, alone: bool, origin: str) -> None:
         )
     if not alone and str(source.get("source")).lower().endswith(_IN_A_SHELL):
         raise ValueError(
-            f"{origin}: a recording of several files, or with transforms, must not be of .sph or "
-            ".opus files, as lhotse reads these with other programs: convert them to FLAC."
+            f"{origin}: a recording of several files, with transforms, or in a mixed cut must not "
+            "be of .sph or .opus files, as lhotse reads these with other programs: convert them to "
+            "FLAC."
         )
 
 

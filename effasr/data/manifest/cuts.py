@@ -87,15 +87,25 @@ def check_times(cut: Cut) -> None:
         times["recording.num_samples"] = cut.recording.num_samples
         if not isinstance(cut.recording.sources, list):
             raise ValueError("`recording.sources` must be a list")
+        for source in cut.recording.sources:
+            if not isinstance(source.channels, list):
+                shown = repr(source.channels)[:60]
+                raise ValueError(f"`channels` of a source must be a list, but is {shown}")
     for name, value in times.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < _LONGEST or (name != "start" and value == 0):
             raise ValueError(f"`{name}` must be a number above 0, but is {repr(value)[:60]}")
     channels = [cut.channel] if isinstance(cut.channel, int) else cut.channel
-    if not isinstance(channels, list | tuple) or not all(
-        type(channel) is int and 0 <= channel < _CHANNELS for channel in channels
+    if (
+        not isinstance(channels, list | tuple)
+        or not channels
+        or not all(type(channel) is int and 0 <= channel < _CHANNELS for channel in channels)
     ):
         raise ValueError(f"`channel` must be numbers from 0, but is {repr(cut.channel)[:60]}")
+    for supervision in cut.supervisions:
+        if not isinstance(supervision.speaker, str | int | None):
+            shown = repr(supervision.speaker)[:60]
+            raise ValueError(f"`speaker` of a supervision must be text, but is {shown}")
 
 
 def _supervise(cut: Cut) -> None:

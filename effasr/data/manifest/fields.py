@@ -113,14 +113,15 @@ def prompt_fields(row: Mapping[str, Any], origin: str, language: str) -> Prompt:
             raise ValueError(
                 f"{origin}: `task` must be one of {', '.join(_TASKS)}, but is {named!r}."
             )
+    punctuation = _punctuation(row.get("pnc"), origin)
     try:
-        return Prompt(source, target, task, _punctuation(row.get("pnc"), origin))
+        return Prompt(source, target, task, punctuation)
     except ValueError as error:
         raise ValueError(f"{origin}: {error}") from error
 
 
 def _punctuation(value: object, origin: str) -> bool:
-    if value is None:
+    if value is None or value == "":
         return True
     if isinstance(value, bool):
         return value

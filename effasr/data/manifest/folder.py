@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from effasr.data.manifest.fields import (
 )
 from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.data.manifest.utterance import FileUtterance, absolute
+from effasr.data.manifest.walk import walk
 from effasr.data.prompt import Prompt
+
+log = logging.getLogger(__name__)
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3")
 _TEXT_FIELDS = ("text", "transcription", "sentence")
@@ -32,6 +36,8 @@ def utterances(
     - LibriSpeech's ``*.trans.txt``, lines of ``name TEXT`` beside the audio files;
     - ``NAME.txt`` beside each ``NAME.wav`` (or .flac, .ogg, .opus, .mp3), at any depth.
 
+    Links to folders are followed; names that begin with a dot are left out.
+
     With ``untranscribed`` a transcript may be missing.
 
     Raises:
@@ -40,10 +46,20 @@ def utterances(
     for name in ("metadata.jsonl", "metadata.csv"):
         if (folder / name).is_file():
             return _from_table(folder / name, language, untranscribed)
-    transcripts = sorted(folder.rglob("*.trans.txt"))
+    files = all_files(folder)
+    transcripts = [path for path in files if path.name.endswith(".trans.txt")]
     if transcripts:
         return _from_librispeech(transcripts, language)
-    return _from_neighbours(folder, language, untranscribed)
+    return _from_neighbours(folder, files, language, untranscribed)
+
+
+def all_files(folder: Path) -> list[Path]:
+    """Return the files below a folder, sorted, with a warning for each folder that is locked."""
+    unreadable: list[OSError] = []
+    files = sorted(map(Path, walk(folder, unreadable)))
+    for error in unreadable:
+        log.warning("%s is left out: it cannot be read: %s", error.filename, error.strerror)
+    return files
 
 
 def _from_table(path: Path, language: str, untranscribed: bool) -> Iterator[FileUtterance]:
@@ -99,8 +115,10 @@ def _from_librispeech(transcripts: list[Path], language: str) -> Iterator[FileUt
             )
 
 
-def _from_neighbours(folder: Path, language: str, untranscribed: bool) -> Iterator[FileUtterance]:
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in AUDIO_SUFFIXES)
+def _from_neighbours(
+    folder: Path, files: list[Path], language: str, untranscribed: bool
+) -> Iterator[FileUtterance]:
+    files = [path for path in files if path.suffix.lower() in AUDIO_SUFFIXES]
     if not files:
         raise ValueError(
             f"{folder}: not a folder of utterances: it needs cuts.jsonl.gz (from `effasr "

@@ -51,6 +51,18 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise ValueError(f"{path}: cannot be read: {error}.") from error
 
 
+def check_file(path: Path) -> None:
+    """Check that a manifest is a regular file.
+
+    Raises:
+        ValueError: It is missing, or a pipe, a device or a socket.
+    """
+    if not path.exists():
+        raise ValueError(f"{path}: there is no such file or folder.")
+    if not path.is_file():
+        open_regular(path).close()
+
+
 def parse_object(line: str, origin: str) -> dict[str, Any]:
     """Parse one line of a JSON-lines file.
 

@@ -104,8 +104,8 @@ def prepare(
 
     Left out is audio that is missing, unreadable, damaged, empty, silent or not as long as the
     manifest says; what exceeds ``limits``; empty texts; texts with far more characters (or
-    tokens) per second than others of their length; and, with a tokenizer, unknown languages,
-    texts that it cannot spell at all, and texts too long for CTC.
+    tokens) per second than others of their language and length; and, with a tokenizer, unknown
+    languages, texts that it cannot spell at all, and texts too long for CTC.
 
     Args:
         source: A manifest of any kind that `effasr.data.manifest.reader.read` accepts.
@@ -177,6 +177,7 @@ class _Fit:
     tokens: list[int] | None
     line: bytes
     language: str
+    target: str
     duration: float
     size: int
     unknown: int
@@ -216,6 +217,7 @@ class _Check:
             None if tokens is None else tokens.text,
             line,
             asked.source if asked.monotonic else f"{asked.source}>{asked.target}",
+            asked.target,
             duration,
             len(text_of(cut)) if tokens is None else len(tokens.text),
             0 if tokens is None else tokens.unknown,
@@ -232,6 +234,8 @@ class _Kept:
         self.sizes = array("q")
         self.unknown = array("q")
         self.languages: list[str] = []
+        self.targets = array("q")
+        self._numbers: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self.places)
@@ -243,6 +247,7 @@ class _Kept:
         self.sizes.append(fit.size)
         self.unknown.append(fit.unknown)
         self.languages.append(sys.intern(fit.language))
+        self.targets.append(self._numbers.setdefault(fit.target, len(self._numbers)))
 
     def lines(self) -> Iterator[bytes]:
         self._file.seek(0)
@@ -250,7 +255,8 @@ class _Kept:
 
     def outliers(self) -> np.ndarray:
         durations = np.array(self.durations)
-        return rate_outliers(np.array(self.sizes) / durations, durations)
+        rates = np.array(self.sizes) / durations
+        return rate_outliers(rates, durations, languages=np.array(self.targets))
 
 
 def _check_audio(cut: Cut) -> None:

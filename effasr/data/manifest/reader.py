@@ -17,7 +17,7 @@ from lhotse.cut import Cut
 
 from effasr.data.audio.audio_file import AudioError
 from effasr.data.manifest import cuts, folder, kaldi, nemo, shar
-from effasr.data.manifest.lines import numbered_lines, parse_object
+from effasr.data.manifest.lines import check_file, numbered_lines, parse_object
 from effasr.data.manifest.pairs import SOURCE_TEXT
 from effasr.data.manifest.utterance import Utterance
 from effasr.data.prompt import Prompt
@@ -231,8 +231,7 @@ def _file_of_lines(path: Path) -> Path | None:
     if path.is_dir():
         file = path / cuts.CUTS_FILE
         return file if file.is_file() else None
-    if not path.is_file():
-        raise ValueError(f"{path}: there is no such file or folder.")
+    check_file(path)
     return path
 
 

@@ -174,11 +174,13 @@ def _sizes(found: LanguageSurvey) -> Sequence[int]:
 
 def _measure(language: str, found: LanguageSurvey, size: int, model_type: ModelType) -> _Measured:
     """Train a vocabulary on the sample, and count frames and tokens with it."""
+    # Every character of the corpus is a piece, those outside the sample as well.
+    texts = [*found.texts, *sorted(found.characters.difference(*found.texts))]
     try:
-        model = train_model(language, found.texts, size, model_type)
+        model = train_model(language, texts, size, model_type)
     except VocabularyTooSmall as error:
-        # Every character is a piece, so a script with thousands of characters determines the size.
-        model = train_model(language, found.texts, error.needed, model_type)
+        # A script with thousands of characters determines the size.
+        model = train_model(language, texts, error.needed, model_type)
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     ids = list(_encoded(processor, found)) if found.has_speech else []
     return _Measured(

@@ -208,9 +208,13 @@ def read_tokenizer_json(path: Path) -> Any:
         return _from_vocabulary(path.parent)
     text = read_text(path)
     try:
-        return tokenizers.Tokenizer.from_str(text)
+        tokenizer = tokenizers.Tokenizer.from_str(text)
     except BaseException as error:
         raise _unreadable(path, error) from error
+    # A file keeps those of the last call before it was saved; transformers ignores them as well.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _unreadable(path: Path, error: BaseException) -> BaseException:

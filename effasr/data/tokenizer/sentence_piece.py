@@ -73,10 +73,11 @@ class AggregateTokenizer(Tokenizer):
 
     def _write(self, directory: str | Path, file: str, metadata: Mapping[str, Any]) -> None:
         """Write one ``.model`` file per model, and a file of metadata."""
+        files = {model_file(name): model for name, model in self.models.items()}
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, model in self.models.items():
-            write_atomically(folder / f"{name}.model", model)
+        for file_name, model in files.items():
+            write_atomically(folder / file_name, model)
         content = {"version": _VERSION, **metadata}
         text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         write_atomically(folder / file, text.encode())
@@ -185,6 +186,21 @@ class SentencePieceTokenizer(AggregateTokenizer):
                 f"of this version ({tokenizer.vocab_size}): train the tokenizer again."
             )
         return tokenizer
+
+
+def model_file(language: str) -> str:
+    """Return the name of the file of a language's model.
+
+    Raises:
+        ValueError: It would be a file in another folder.
+    """
+    try:
+        return plain_name(f"{language}.model", "the model")
+    except ValueError as error:
+        raise ValueError(
+            f"`language` must be a name that a file can have, for its model, but is {language!r}: "
+            "use a code such as en."
+        ) from error
 
 
 def read_metadata(path: Path, remedy: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import sentencepiece
 
-from effasr.data.tokenizer.sentence_piece import SHARED, SentencePieceTokenizer
+from effasr.data.tokenizer.sentence_piece import SHARED, SentencePieceTokenizer, model_file
 
 ModelType = Literal["unigram", "bpe"]
 
@@ -64,7 +64,8 @@ def train_tokenizer(
         The tokenizer that was written.
 
     Raises:
-        ValueError: There is no language or no text, or ``vocab_size`` cannot hold the letters.
+        ValueError: There is no language or no text, a language cannot be the name of a file, or
+            ``vocab_size`` cannot hold the letters.
     """
     if not texts_by_language:
         raise ValueError("`texts_by_language` must name at least one language, but is empty.")
@@ -81,6 +82,8 @@ def train_tokenizer(
         )
         tokenizer.save(out)
         return tokenizer
+    for language in texts_by_language:
+        model_file(language)
     models = {
         language: train_model(
             language,

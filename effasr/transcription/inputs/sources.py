@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from effasr.data.audio.waveform import AudioError, audio_path
+from effasr.data.audio.waveform import AudioError, AudioSegment
+from effasr.data.manifest.walk import walk
 from effasr.data.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -114,7 +115,8 @@ def _expand(argument: str) -> Iterator[Source]:
     path = Path(argument)
     if os.path.isdir(argument):
         locked: list[OSError] = []
-        files = sorted(_walk(argument, locked))
+        suffixed = ((file, os.path.splitext(file)[1].lower()) for file in walk(argument, locked))
+        files = sorted(file for file, suffix in suffixed if suffix in AUDIO_SUFFIXES)
         for error in locked:
             name = str(error.filename)
             yield Source(name, _stem(Path(name)), problem=f"{name}: {error.strerror}.")
@@ -132,22 +134,6 @@ def _expand(argument: str) -> Iterator[Source]:
             yield Source(file, _below(file, root), file)
     else:
         yield Source(argument, _stem(path), argument)
-
-
-def _walk(folder: str, locked: list[OSError]) -> Iterator[str]:
-    entered = set()
-    for root, folders, files in os.walk(folder, onerror=locked.append, followlinks=True):
-        status = os.stat(root)
-        if (status.st_dev, status.st_ino) in entered:
-            folders.clear()
-            continue
-        entered.add((status.st_dev, status.st_ino))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (
-            os.path.join(root, name)
-            for name in files
-            if not name.startswith(".") and os.path.splitext(name)[1].lower() in AUDIO_SUFFIXES
-        )
 
 
 def _matches(root: str, pattern: str) -> Iterator[str]:
@@ -168,8 +154,6 @@ def _split(pattern: str) -> tuple[str, str]:
 
 
 def _of_utterance(name: str, utterance: object) -> Source:
-    from lhotse.cut.data import DataCut
-
     from effasr.data.manifest.reader import request
     from effasr.data.manifest.utterance import FileUtterance
 
@@ -188,13 +172,10 @@ def _of_utterance(name: str, utterance: object) -> Source:
         cut: Cut = utterance.cut(name)  # type: ignore[attr-defined]
     except AudioError as error:
         return Source(name, file, problem=str(error))
-    prompt, path = request(cut), audio_path(cut)
-    if path is None:
+    prompt, part = request(cut), AudioSegment.of(cut)
+    if part is None or not isinstance(part.path, str):
         return Source(name, file, cut=cut, prompt=prompt)
-    assert isinstance(cut, DataCut)
-    channel = cut.channel
-    channels = (channel,) if isinstance(channel, int) else tuple(channel)
-    return Source(name, file, path, cut.start, cut.duration, channels, prompt=prompt)
+    return Source(name, file, part.path, part.start, part.duration, part.channels, prompt=prompt)
 
 
 def _below(file: str, folder: str) -> str:

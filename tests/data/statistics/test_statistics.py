@@ -129,6 +129,13 @@ def test_a_writing_with_many_characters_has_a_piece_for_each() -> None:
     assert (choice.subsampling, choice.is_hard) == (8, False)
 
 
+def test_characters_outside_the_sample_have_pieces_as_well() -> None:
+    found = spoken(3.0)
+    # As if the texts with these had not been sampled.
+    found.languages["en"].characters.update(map(chr, range(0x4E00, 0x4E00 + 700)))
+    assert choose_vocabulary(found).sizes["en"] > 700
+
+
 def test_languages_have_sizes_of_their_own_and_text_alone_has_one() -> None:
     found = spoken(12.0, 3000)
     for text in ["ein text", "noch ein text"] * 40:

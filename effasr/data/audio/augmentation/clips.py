@@ -24,7 +24,7 @@ from effasr.data.index.columns import Ragged, RaggedBuilder, json_of
 from effasr.data.manifest.audio_sources import refuse_programs
 from effasr.data.manifest.cuts import CUTS_FILE, check_times
 from effasr.data.manifest.fields import seconds_field, text_field
-from effasr.data.manifest.folder import AUDIO_SUFFIXES
+from effasr.data.manifest.folder import AUDIO_SUFFIXES, all_files
 from effasr.data.manifest.kaldi import is_kaldi
 from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.data.manifest.reader import named
@@ -123,7 +123,8 @@ def _cuts(path: Path) -> Iterator[Cut]:
             return _from_lines(path / CUTS_FILE)
         if is_shar(path) or is_kaldi(path):
             return (utterance.cut(name) for name, utterance in named(path))
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in AUDIO_SUFFIXES)
+        found = all_files(path)
+        files = [file for file in found if file.suffix.lower() in AUDIO_SUFFIXES]
         return (_part(str(file.absolute()), str(file)) for file in files)
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file or folder.")

@@ -1,0 +1,33 @@
+"""Lists the files of a folder, for training and for transcription alike."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def walk(folder: str | Path, unreadable: list[OSError]) -> Iterator[str]:
+    """Yield the files below a folder, in no fixed order.
+
+    Links to folders are followed, but no folder is entered twice: one that is below ``folder``
+    without links has the path without links. Names that begin with a dot are left out.
+
+    Args:
+        folder: The folder.
+        unreadable: Gets the errors of the folders that cannot be listed.
+    """
+    entered: set[tuple[int, int]] = set()
+    roots = deque([str(folder)])
+    while roots:
+        for root, folders, files in os.walk(roots.popleft(), onerror=unreadable.append):
+            status = os.stat(root)
+            if (status.st_dev, status.st_ino) in entered:
+                folders.clear()
+                continue
+            entered.add((status.st_dev, status.st_ino))
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            paths = (os.path.join(root, name) for name in folders)
+            roots.extend(path for path in paths if os.path.islink(path))
+            yield from (os.path.join(root, name) for name in files if not name.startswith("."))
