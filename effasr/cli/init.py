@@ -115,7 +115,7 @@ def _next(options: argparse.Namespace, initial: Initial) -> list[list[str]]:
             [
                 *("effasr", "tokenizer", *map(str, options.train)),
                 *(initial.request.tokenizer, *size),
-                *("--subsampling", str(initial.request.subsampling), *language),
+                *("--subsampling", str(initial.framing.subsampling), *language),
             ]
         )
     commands.append(["effasr", "train", str(options.output)])

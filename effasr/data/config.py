@@ -41,7 +41,8 @@ class DataConfig:
             they can) and ``sync_bucketed_2d`` (by duration and tokens).
         epoch_end: With ``packed``, use of utterances that fill no whole step: the next epoch
             begins with them (``carry``), or steps are a little emptier and the epoch is exactly the
-            corpus (``exact``). By default ``carry``, or ``exact`` with ``mix``.
+            corpus (``exact``). By default ``carry``, or ``exact`` with ``mix`` and ``mix.epoch``
+            infinite.
         padded: Whether micro-batches of these others are computed at the length of their longest
             utterance, as other toolkits do. Audio is extended with silence and texts with the
             padding token. Silence is computed on and not masked: it takes part in the features'
@@ -142,10 +143,10 @@ class DataConfig:
                 f"`epoch_end` must be null for strategy {self.strategy}, which drops what is left, "
                 f"but is {self.epoch_end}: use strategy packed."
             )
-        if self.epoch_end == "carry" and self.mix is not None:
+        if self.epoch_end == "carry" and self.mix is not None and self.mix.epoch == "infinite":
             raise ValueError(
-                "`epoch_end` must be null or exact where `mix` is given, because each epoch has "
-                "utterances of its own, but is carry."
+                "`epoch_end` must be null or exact where `mix.epoch` is infinite, because each "
+                "epoch has utterances of its own, but is carry."
             )
         self._options(None).check(self.strategy)
 

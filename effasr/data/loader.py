@@ -32,6 +32,7 @@ from effasr.data.micro_batch_loader import EMPTY, MicroBatchDataset, MicroBatchR
 from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
 from effasr.data.sampling.plan import EpochPlan
 from effasr.data.sampling.strategies import planner
+from effasr.data.worker_processes import SharedMemoryError
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class Loader:
         Raises:
             ValueError: The epoch has no such step.
             AudioError: Audio cannot be read, and ``on_bad_audio`` is ``raise``.
-            RuntimeError: A worker process was killed.
+            RuntimeError: A worker process was killed, or shared memory is full.
         """
         if not 0 <= step < self.plan(epoch).num_steps:
             raise ValueError(
@@ -246,11 +247,11 @@ class Loader:
                     is_text=is_text,
                 )
 
-    def _joined(self, items: list[StepBatch | AudioError]) -> StepBatch:
+    def _joined(self, items: list[StepBatch | AudioError | SharedMemoryError]) -> StepBatch:
         """Return a rank's micro-batches of a step together; an error among them is raised."""
         parts: list[StepBatch] = []
         for item in items:
-            if isinstance(item, AudioError):
+            if isinstance(item, Exception):
                 raise item
             parts.append(item)
         count = self._world_size

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence
+from collections.abc import Iterator, MutableSequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from effasr.data.audio.augmentation.augmenter import Augmenter, Moment, UnreadableRecording
@@ -19,6 +21,7 @@ from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.filters.rules import Dropped
 from effasr.data.index.corpus import Corpus
 from effasr.data.index.pair_corpus import PairCorpus
+from effasr.data.worker_processes import SharedMemoryError, share
 
 EMPTY = np.zeros(0, dtype=np.int32)
 
@@ -85,7 +88,7 @@ class StepBatch:
         return replace(self, batches=[batch.pin_memory() for batch in self.batches])
 
 
-class MicroBatchDataset(Dataset[StepBatch | AudioError]):
+class MicroBatchDataset(Dataset[StepBatch | AudioError | SharedMemoryError]):
     """Loads requested micro-batches; every worker process has a copy."""
 
     def __init__(
@@ -104,8 +107,17 @@ class MicroBatchDataset(Dataset[StepBatch | AudioError]):
         self._padded = config.padded
         self._skip = config.on_bad_audio == "skip"
 
-    def __getitem__(self, ref: MicroBatchRef) -> StepBatch | AudioError:
+    def __getitem__(self, ref: MicroBatchRef) -> StepBatch | AudioError | SharedMemoryError:
         """Load one micro-batch; errors are returned, not raised, to arrive without a traceback."""
+        part = self._load(ref)
+        if get_worker_info() is not None and isinstance(part, StepBatch):
+            try:
+                share(chain.from_iterable(map(_tensors, part.batches)))
+            except SharedMemoryError as error:
+                return error
+        return part
+
+    def _load(self, ref: MicroBatchRef) -> StepBatch | AudioError:
         corpus = self._corpus
         if ref.is_text:
             assert corpus.text is not None
@@ -148,6 +160,13 @@ class MicroBatchDataset(Dataset[StepBatch | AudioError]):
         path = audio_path(corpus.audio(index)) or ""
         name, seconds = corpus.name(index), corpus.duration(index)
         return Dropped(name, error.problem, str(error), path, seconds)
+
+
+def _tensors(batch: Batch) -> Iterator[Tensor]:
+    """Yield every tensor of a batch that a worker hands over."""
+    yield from batch.tensors()
+    if batch.label_room is not None:
+        yield batch.label_room
 
 
 def _part(ref: MicroBatchRef, batch: Batch, skipped: list[Dropped]) -> StepBatch:

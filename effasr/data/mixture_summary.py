@@ -26,8 +26,8 @@ class Mixture:
         utterances: int64 (sources,), what each has.
         amounts: int64 (sources,), samples of audio that each has; of text-only sources, tokens.
         unit: Unit in which amounts are shown.
-        quotas: Samples that each contributes to an epoch; None where an epoch has every utterance
-            once, or is not measured in hours.
+        quotas: Samples, or tokens, that each contributes to an epoch; None where an epoch has every
+            utterance once, or is what other data's epoch leaves room for.
     """
 
     names: tuple[str, ...]
@@ -73,8 +73,9 @@ class Mixture:
             elif draws_tokens:
                 if mix.epoch_hours is not None:
                     raise ValueError(
-                        "`mix.epoch_hours` must be null for conversations, which are measured in "
-                        f"tokens, but is {mix.epoch_hours}: leave it out."
+                        "`mix.epoch_hours` must be null where an epoch is measured in tokens, as "
+                        "of conversations and of text pairs alone, but is "
+                        f"{mix.epoch_hours}: leave it out."
                     )
                 quotas = tuple(round(share * whole) for share in asked)
         return cls(names, asked, utterances, by_source, unit, quotas)

@@ -9,9 +9,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.context import BaseContext
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -19,6 +22,32 @@ _SIGNAL_PATIENCE_S = 1.0
 
 _PR_SET_PDEATHSIG = 1
 """From Linux's <sys/prctl.h>."""
+
+_DEATH = "DataLoader worker (pid"
+"""How torch reports a dead worker; it reports an error of a living one otherwise."""
+
+
+class SharedMemoryError(RuntimeError):
+    """A worker cannot put a batch into shared memory."""
+
+
+def share(tensors: Iterable[Tensor]) -> None:
+    """Put tensors of a worker into the shared memory from which the training process takes them.
+
+    torch would do it in a thread of the worker that prints errors, drops the batch and goes on:
+    the training process would wait for that batch without end.
+
+    Raises:
+        SharedMemoryError: There is not enough.
+    """
+    try:
+        for tensor in tensors:
+            tensor.share_memory_()
+    except (RuntimeError, OSError) as error:
+        raise SharedMemoryError(
+            f"a loading process cannot put a batch into shared memory ({_line(error)}): enlarge "
+            "/dev/shm (docker's --shm-size), or lower `workers` or `prefetch`."
+        ) from error
 
 
 def next_item(loaded: Iterator[T]) -> T:
@@ -37,13 +66,17 @@ def next_item(loaded: Iterator[T]) -> T:
             time.sleep(_SIGNAL_PATIENCE_S)
             raise
     except (RuntimeError, EOFError, ConnectionError) as error:
-        if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
+        if isinstance(error, RuntimeError) and _DEATH not in str(error):
             raise
-        what = " ".join(str(error).split()) or "its pipe broke"
+        what = _line(error) or "its pipe broke"
         raise RuntimeError(
             f"a loading process died ({what}): if memory or shared memory (/dev/shm; docker's "
             "--shm-size) ran out, lower `workers` or `prefetch`."
         ) from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def context() -> BaseContext | None:

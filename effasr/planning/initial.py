@@ -103,7 +103,7 @@ class Initial:
             utterances=found.utterances,
             longest=found.longest,
             practice=practice_for(found.hours),
-            subsampling=framing.subsampling,
+            framing=framing,
             frames_per_token=aligned,
             vocabulary=_describe_vocabulary(vocabulary, reader),
             device=choose_device("auto").type,
@@ -140,7 +140,7 @@ class Initial:
             return f"fine-tunes {request.init_from} in {steps}"
         return (
             f"width {practice.width}, {practice.encoder_layers} + {practice.decoder_layers} "
-            f"layers, {request.subsampling}x, {request.vocabulary}, {steps}"
+            f"layers, {self.framing.subsampling}x, {request.vocabulary}, {steps}"
         )
 
     def text(self, time: str | None = None) -> str:

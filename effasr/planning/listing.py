@@ -24,9 +24,10 @@ from effasr.data.manifest.fields import (
     seconds_field,
     transcript_field,
 )
-from effasr.data.manifest.lines import numbered_lines, parse_object
-from effasr.data.manifest.reader import named
+from effasr.data.manifest.lines import check_file, numbered_lines, parse_object
+from effasr.data.manifest.reader import named, request
 from effasr.data.manifest.utterance import FileUtterance, Utterance, custom_fields
+from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.planning.tables import MOST_TOKENS, Row, is_number, read_durations, read_table
 
@@ -50,8 +51,10 @@ class Listing:
         places: int32 (n, 2), index of the list and line number of each utterance.
         names: Names of the utterances; None for an utterance without one.
         seconds: float64 (n,), durations.
-        texts: int64 (n,), tokens of the texts.
+        texts: int64 (n,), tokens of the texts; 0 for an utterance that is used without one.
         prompts: int64 (n,), tokens of the prompts.
+        request_ids: int64 (n,), index of each utterance's request in ``requests``.
+        requests: The different requests, in order of first appearance.
         by_text: Number of ``texts`` estimated from characters.
         by_duration: Number of ``texts`` estimated from durations.
         dropped: Utterances dropped for their text or audio.
@@ -64,6 +67,8 @@ class Listing:
     seconds: np.ndarray
     texts: np.ndarray
     prompts: np.ndarray
+    request_ids: np.ndarray
+    requests: tuple[Prompt, ...]
     by_text: int
     by_duration: int
     dropped: tuple[Dropped, ...]
@@ -71,6 +76,17 @@ class Listing:
 
     def __len__(self) -> int:
         return len(self.seconds)
+
+    @property
+    def monotonic(self) -> np.ndarray:
+        """Whether each text follows the speech in order: bool (n,)."""
+        return np.array([one.monotonic for one in self.requests], dtype=bool)[self.request_ids]
+
+    @property
+    def languages(self) -> np.ndarray:
+        """Number of the language of each text: int64 (n,)."""
+        _, numbers = np.unique([one.target for one in self.requests], return_inverse=True)
+        return numbers[self.request_ids]
 
     def name(self, index: int) -> str:
         """Return the name of an utterance, or its file and line."""
@@ -139,6 +155,8 @@ class _Reader:
         self._seconds = array("d")
         self._texts = array("q")
         self._prompts = array("q")
+        self._request_ids = array("q")
+        self._requests: dict[Prompt, int] = {}
         self._by_text = 0
         self._by_duration = 0
         self._dropped: list[Dropped] = []
@@ -152,8 +170,7 @@ class _Reader:
                 self._add_utterance(name, (source, line), utterance)
             return
         file = file if path.is_dir() else path
-        if not file.is_file():
-            raise ValueError(f"{path}: there is no such file or folder.")
+        check_file(file)
         lines = numbered_lines(file)
         first = next(lines, None)
         if first is None:
@@ -176,6 +193,8 @@ class _Reader:
             seconds=np.array(self._seconds, dtype=np.float64),
             texts=np.array(self._texts, dtype=np.int64),
             prompts=np.array(self._prompts, dtype=np.int64),
+            request_ids=np.array(self._request_ids, dtype=np.int64),
+            requests=tuple(self._requests),
             by_text=self._by_text,
             by_duration=self._by_duration,
             dropped=tuple(self._dropped),
@@ -187,19 +206,23 @@ class _Reader:
         name: str | None,
         place: _Place,
         seconds: float,
+        asked: Prompt,
         text: int,
         prompt: int,
         speeds: Sequence[float] | None = None,
     ) -> None:
         """Add an utterance at these speeds, by default at every speed."""
+        request_id = self._requests.setdefault(asked, len(self._requests))
         for speed in self._limits.speed_perturbation if speeds is None else speeds:
             self._names.append(name and name_at(name, speed))
             self._places.extend(place)
             self._seconds.append(duration_at(seconds, speed))
             self._texts.append(text)
             self._prompts.append(prompt)
+            self._request_ids.append(request_id)
 
     def _add_rows(self, source: int, rows: Iterator[Row]) -> None:
+        asked = Prompt(self._language, self._language)
         for row in rows:
             tokens = row.tokens
             if tokens is None:
@@ -207,9 +230,10 @@ class _Reader:
                 tokens = _tokens_in(row.seconds)
             place = source, row.line
             if self._limits.text == "ignored":
-                self._add_untranscribed(row.name, place, row.seconds)
+                tokens, prompt = 0, 0
             else:
-                self._add(row.name, place, row.seconds, tokens, self._prompt_tokens)
+                prompt = self._prompt_tokens
+            self._add(row.name, place, row.seconds, asked, tokens, prompt)
 
     def _add_objects(self, source: int, path: Path, lines: Iterator[tuple[int, str]]) -> None:
         for line, json_text in lines:
@@ -237,13 +261,15 @@ class _Reader:
         counted = _num_tokens(row, origin)
         if "supervisions" in row:
             row = _supervised(row, origin)
+        asked = prompt_fields(row, origin, self._language)
         if self._untranscribed and self._lacks_text(row.get("text")):
-            self._add_untranscribed(name, place, seconds)
+            self._add(name, place, seconds, asked, 0, 0)
         elif "text" in row and (counted is None or self._looks_at_texts):
             text = transcript_field(row, "text", origin)
-            self._add_text(name, place, seconds, text, row, origin)
+            self._add_text(name, place, seconds, text, asked, origin)
         elif counted is not None:
-            self._add(name, place, seconds, min(counted, MOST_TOKENS), self._prompt_tokens)
+            tokens = min(counted, MOST_TOKENS)
+            self._add(name, place, seconds, asked, tokens, self._prompt_tokens)
         else:
             raise ValueError(
                 f"{origin}: `text` and `num_tokens` are missing: every line needs one of them."
@@ -252,12 +278,11 @@ class _Reader:
     def _add_utterance(self, name: str, place: _Place, utterance: Utterance) -> None:
         """Add an utterance of a manifest reader."""
         if isinstance(utterance, FileUtterance) and utterance.duration is not None:
+            seconds, asked = utterance.duration, utterance.prompt
             if self._untranscribed and self._lacks_text(utterance.text):
-                self._add_untranscribed(name, place, utterance.duration)
-                return
-            prompt = utterance.prompt
-            row = {"source_lang": prompt.source, **custom_fields(prompt)}
-            self._add_text(name, place, utterance.duration, utterance.text, row, utterance.origin)
+                self._add(name, place, seconds, asked, 0, 0)
+            else:
+                self._add_text(name, place, seconds, utterance.text, asked, utterance.origin)
             return
         try:
             cut = utterance.cut(name)
@@ -267,18 +292,13 @@ class _Reader:
                 self._dropped.append(Dropped(copy, error.problem, str(error), utterance.audio))
             return
         if self._untranscribed and self._lacks_text(text_of(cut)):
-            self._add_untranscribed(name, place, cut.duration)
-            return
-        self._add_cut(name, place, cut)
+            self._add(name, place, cut.duration, request(cut), 0, 0)
+        else:
+            self._add_cut(name, place, cut, request(cut))
 
     def _lacks_text(self, text: object) -> bool:
         """Return whether an utterance with this text is used without one."""
         return self._limits.text == "ignored" or not isinstance(text, str) or not text.strip()
-
-    def _add_untranscribed(self, name: str | None, place: _Place, seconds: float) -> None:
-        """Add an utterance without a text; training derives the room for its label."""
-        room = _tokens_in(seconds) if self._limits.text == "optional" else 0
-        self._add(name, place, seconds, room, 0)
 
     def _add_text(
         self,
@@ -286,21 +306,20 @@ class _Reader:
         place: _Place,
         seconds: float,
         text: str,
-        row: Mapping[str, Any],
+        asked: Prompt,
         origin: str,
     ) -> None:
         if not self._looks_at_texts:
             self._by_text += len(self._limits.speed_perturbation)
-            self._add(name, place, seconds, _estimate(text), self._prompt_tokens)
+            self._add(name, place, seconds, asked, _estimate(text), self._prompt_tokens)
             return
-        prompt = prompt_fields(row, origin, self._language)
-        spoken = SupervisionSegment("", "", 0.0, seconds, text=text, language=prompt.source)
+        spoken = SupervisionSegment("", "", 0.0, seconds, text=text, language=asked.source)
         cut = MonoCut(
-            name or origin, 0.0, seconds, 0, supervisions=[spoken], custom=custom_fields(prompt)
+            name or origin, 0.0, seconds, 0, supervisions=[spoken], custom=custom_fields(asked)
         )
-        self._add_cut(name, place, cut)
+        self._add_cut(name, place, cut, asked)
 
-    def _add_cut(self, name: str | None, place: _Place, cut: Cut) -> None:
+    def _add_cut(self, name: str | None, place: _Place, cut: Cut, asked: Prompt) -> None:
         """Check a text as in training and count its tokens."""
         tokens, fitting, dropped = check_copies(cut, "", self._limits, self._tokenizer)
         self._dropped += dropped
@@ -310,7 +329,7 @@ class _Reader:
         else:
             lengths = len(tokens.text), len(tokens.prompt)
         speeds = [self._limits.speed_perturbation[number] for number in fitting]
-        self._add(name, place, cut.duration, *lengths, speeds)
+        self._add(name, place, cut.duration, asked, *lengths, speeds)
 
 
 def _tokens_in(seconds: float) -> int:

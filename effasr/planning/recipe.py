@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import yaml
 
 from effasr.data.config import DataConfig
-from effasr.data.features.frame_geometry import Framing
+from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
 from effasr.data.statistics.frames_per_token import FramesPerToken
 from effasr.data.statistics.guidance import fold
 from effasr.planning.practice import Practice
@@ -42,7 +42,7 @@ class RecipeRequest:
         utterances: Number of utterances in the corpus.
         longest: Duration of the longest utterance, in seconds.
         practice: Published practice for a corpus of this size.
-        subsampling: Subsampling factor (mel rows per encoder frame).
+        framing: Encoder framing of the model.
         frames_per_token: Frames per token with the tokenizer; None if not known.
         vocabulary: Description of the vocabulary.
         device: Device type: cpu or cuda.
@@ -58,7 +58,7 @@ class RecipeRequest:
     utterances: int
     longest: float
     practice: Practice
-    subsampling: int
+    framing: Framing
     frames_per_token: FramesPerToken | None
     vocabulary: str
     device: str
@@ -67,11 +67,14 @@ class RecipeRequest:
     @property
     def frames(self) -> tuple[int, int]:
         """Frame budget of a micro-batch, and number of micro-batches of a step."""
-        second = 1 / Framing(subsampling=self.subsampling).seconds
-        longest = min(self.longest, DataConfig().max_duration) / min(SPEEDS)
-        at_once = max(min(_MICRO_BATCH_SECONDS[self.device], self._batch_seconds), longest)
-        budget = 10 * math.ceil(at_once * second / 10)
-        return budget, max(1, round(self._batch_seconds * second / budget))
+        wanted = self._batch_seconds * self._frames_per_second
+        most = _MICRO_BATCH_SECONDS[self.device] / self.framing.seconds
+        seconds = min(self.longest, DataConfig().max_duration) / min(SPEEDS)
+        longest = self.framing.frames(math.ceil(seconds * SAMPLE_RATE))
+        # A multiple of what an extended utterance has: nothing else would fit in the rest.
+        unit = max(10, self.framing.minimum)
+        budget = unit * math.ceil(max(min(most, wanted), longest) / unit)
+        return budget, max(1, round(wanted / budget))
 
     @property
     def steps(self) -> int:
@@ -83,14 +86,20 @@ class RecipeRequest:
 
     @property
     def step_seconds(self) -> float:
-        """Audio duration of a step, in seconds."""
+        """Audio duration of a step, in seconds, without the silence that extends utterances."""
         budget, count = self.frames
-        return budget * count * Framing(subsampling=self.subsampling).seconds
+        return budget * count / self._frames_per_second
 
     @property
     def audio_hours(self) -> float:
         """Audio duration of all steps, in hours."""
         return self.steps * self.step_seconds / 3600
+
+    @property
+    def _frames_per_second(self) -> float:
+        """Encoder frames of a second of audio; more where silence extends most utterances."""
+        mean = self.hours * 3600 / self.utterances
+        return max(1 / self.framing.seconds, self.framing.minimum / mean)
 
     @property
     def _batch_seconds(self) -> float:
@@ -125,7 +134,7 @@ def _head(request: RecipeRequest, time: str | None) -> Iterator[str]:
         yield from (f"#   {source}" for source in practice.sources)
     else:
         yield "# Fine-tuning: architecture, tokenizer and features are those of the model."
-    yield f"name: {_scalar(request.name)}"
+    yield f"name: {scalar(request.name)}"
 
 
 def _scratch(request: RecipeRequest) -> Iterator[str]:
@@ -142,7 +151,7 @@ def _scratch(request: RecipeRequest) -> Iterator[str]:
         yield (
             f"    # {found.median:.1f} frames per token in the median; CTC needs about 2.5 or more."
         )
-    yield f"    subsampling: {request.subsampling}"
+    yield f"    subsampling: {request.framing.subsampling}"
     sizes = _sizes(practice, practice.encoder_layers)
     yield from (f"    {line}" for line in sizes)
     yield f"    subsampling_channels: {practice.subsampling_channels}"
@@ -154,7 +163,7 @@ def _scratch(request: RecipeRequest) -> Iterator[str]:
     yield "  decoder:"
     yield from (f"    {line}" for line in _sizes(practice, practice.decoder_layers))
     yield from _data(request)
-    yield f"  tokenizer: {_scalar(request.tokenizer)} # {request.vocabulary}"
+    yield f"  tokenizer: {scalar(request.tokenizer)} # {request.vocabulary}"
     yield "# CTC leads until it has found the alignment, then attention is guided along it."
     weight, before = practice.ctc_weights
     yield (
@@ -175,7 +184,7 @@ def _sizes(practice: Practice, layers: int) -> Iterator[str]:
 
 
 def _fine_tuning(request: RecipeRequest) -> Iterator[str]:
-    yield f"init_from: {_scalar(request.init_from)}"
+    yield f"init_from: {scalar(request.init_from)}"
     yield from _data(request)
     yield "loss: {label_smoothing: 0.0}"
     yield "optimizer: {lr: 0.00002, weight_decay: 0.001}"
@@ -191,10 +200,10 @@ def _data(request: RecipeRequest) -> Iterator[str]:
     else:
         yield "  # No validation without speech that is not trained on: validation: data/dev"
     if request.language != DataConfig().language:
-        yield f"  language: {_scalar(request.language)}"
+        yield f"  language: {scalar(request.language)}"
     yield "  # Each utterance is three times in an epoch, once at each speed."
     yield f"  speed_perturbation: [{', '.join(map(str, SPEEDS))}]"
-    seconds = budget * Framing(subsampling=request.subsampling).seconds
+    seconds = request.step_seconds / count
     yield f"  frame_budget: {budget} # {seconds:.0f} s of audio at a time; more on a larger machine"
     yield f"  micro_batches: {count} # {request.step_seconds:.0f} s of audio in a step"
     yield f"  workers: {2 if request.device == 'cpu' else 8}"
@@ -213,11 +222,15 @@ def _training(request: RecipeRequest) -> Iterator[str]:
 
 
 def _paths(paths: Sequence[str]) -> str:
-    listed = ", ".join(map(_scalar, paths))
+    listed = ", ".join(map(scalar, paths))
     return listed if len(paths) == 1 else f"[{listed}]"
 
 
-def _scalar(text: str | None) -> str:
+def scalar(text: str | None) -> str:
     """Return a text as a one-line YAML scalar, quoted where necessary."""
-    dumped = yaml.safe_dump([text], default_flow_style=True, allow_unicode=True, width=10**6)
+    # Recipes are read with the numbers of YAML 1.2: PyYAML would write 1e5 without quotes.
+    style = "'" if text and text[0] in "-+0123456789" else None
+    dumped = yaml.safe_dump(
+        [text], default_flow_style=True, default_style=style, allow_unicode=True, width=10**6
+    )
     return dumped.strip()[1:-1]

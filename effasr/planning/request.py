@@ -146,6 +146,8 @@ class Request:
             token_budget=self.data.token_budget,
             max_sequences=self.data.max_sequences,
             transducer=self.transducer,
+            rate_deviations=self.data.filters.rate_deviations,
+            label_tokens_per_second=self.data.label_tokens_per_second,
             mix=None if self.sources is None else self.data.mix,
             sources=self.sources,
         )

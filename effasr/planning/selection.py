@@ -10,7 +10,8 @@ import numpy as np
 
 from effasr.data.batch import StaticShape
 from effasr.data.features.frame_geometry import SAMPLE_RATE
-from effasr.data.filters.rules import Dropped, Limits, Reason
+from effasr.data.filters.rules import Dropped, Limits, Reason, rate_outliers
+from effasr.data.index.label_room import label_room
 from effasr.data.mixture import MixConfig
 from effasr.data.mixture_summary import Mixture
 from effasr.data.sampling.packing import suggest_node_budget, suggest_token_budget
@@ -64,6 +65,8 @@ def select(
     token_budget: int | None = None,
     max_sequences: int | None = None,
     transducer: bool = False,
+    rate_deviations: float | None = None,
+    label_tokens_per_second: float | None = None,
     mix: MixConfig | None = None,
     sources: Sequence[int] | None = None,
 ) -> Selection:
@@ -77,11 +80,14 @@ def select(
             the frame budget.
         max_sequences: Utterances of a micro-batch; by default one per 8 frames.
         transducer: Whether the model has a transducer, whose lattices then get a budget.
+        rate_deviations: See `effasr.data.filters.config.FilterConfig`.
+        label_tokens_per_second: See `effasr.data.config.DataConfig`.
         mix: Shares of the sources; None if an epoch has every utterance once.
         sources: Source number of each list, for ``mix``.
 
     Raises:
-        ValueError: No utterance is left, of all or of one source.
+        ValueError: No utterance is left, of all or of one source, or there is nothing to derive the
+            room for labels from.
     """
     sieve = _Sieve(listing)
     seconds = listing.seconds
@@ -97,6 +103,10 @@ def select(
     )
     if limits.text == "required":
         sieve.drop(Reason.EMPTY_TEXT, listing.texts < 1, lambda i: "the text is empty")
+    elif limits.text == "optional":
+        lacking = (listing.texts < 1) & ~listing.monotonic
+        details = "the text is empty, and no teacher translates"
+        sieve.drop(Reason.EMPTY_TEXT, lacking, lambda i: details)
     samples = _samples(np.minimum(seconds, limits.max_duration))
     frames = limits.framing.frames(samples)
     of_list = np.zeros(len(listing.paths), np.int64) if sources is None else np.array(sources)
@@ -105,7 +115,6 @@ def select(
     for name, most, reason, values, what in (
         ("frame_budget", frame_budget, Reason.FRAME_BUDGET, frames, "encoder frames"),
         ("max_frames", limits.max_frames, Reason.MODEL, frames, "encoder frames"),
-        ("token_budget", token_budget, Reason.TOKEN_BUDGET, tokens, "tokens"),
         ("max_positions", limits.max_positions, Reason.MODEL, tokens, "tokens"),
     ):
         if most is not None:
@@ -113,16 +122,34 @@ def select(
     if limits.ctc:
         sieve.drop(
             Reason.CTC_INFEASIBLE,
-            listing.texts > frames,
+            listing.monotonic & (listing.texts > frames),
             lambda i: f"CTC needs a frame for each of {listing.texts[i]} tokens, of {frames[i]}",
         )
+    # Shorter utterances are dropped.
+    rates = listing.texts / np.maximum(seconds, limits.min_duration)
     if limits.max_tokens_per_second is not None:
-        rates = listing.texts / seconds
         most_per_second = limits.max_tokens_per_second
         sieve.drop(
             Reason.TOKEN_RATE,
             rates > most_per_second,
             lambda i: f"{rates[i]:.1f} per second, over {most_per_second:g}",
+        )
+    if limits.text == "optional":
+        kept, rate = sieve.kept, label_tokens_per_second
+        tokens[kept] = listing.prompts[kept] + label_room(
+            listing.texts[kept], seconds[kept], frames[kept], rate
+        )
+    if token_budget is not None:
+        over = _over(tokens, "tokens", "token_budget", token_budget)
+        sieve.drop(Reason.TOKEN_BUDGET, tokens > token_budget, over)
+    if rate_deviations is not None:
+        fit, outliers = sieve.kept[listing.texts[sieve.kept] > 0], np.zeros(len(listing), bool)
+        every = rates[fit], seconds[fit], rate_deviations
+        outliers[fit] = rate_outliers(*every, languages=listing.languages[fit])
+        sieve.drop(
+            Reason.TOKEN_RATE,
+            outliers,
+            lambda i: f"{rates[i]:.1f} per second, far more than others of {seconds[i]:.1f} s",
         )
     if token_budget is None and sieve.kept.size:
         usual = sieve.kept[_drawn(mix, of[sieve.kept], samples[sieve.kept])]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from effasr import config
+from effasr.data.features.frame_geometry import Framing
 from effasr.planning.initial import Initial
 from effasr.planning.practice import PRACTICE, practice_for
 from effasr.planning.recipe import recipe_text
@@ -104,12 +105,26 @@ def test_the_batch_has_the_seconds_of_practice_and_holds_the_longest(workplace) 
             for device in ("cpu", "cuda"):
                 wanted = replace(
                     made, practice=row, hours=float(row.hours), longest=39.0,
-                    subsampling=subsampling, device=device,
+                    framing=Framing(subsampling=subsampling), device=device,
                 )  # fmt: skip
                 budget, _ = wanted.frames
                 assert budget * subsampling / 100 >= 39.0 / 0.9
                 expected = max(row.batch_seconds, 39.0 / 0.9)
                 assert wanted.step_seconds == pytest.approx(expected, rel=0.15)
+
+
+def test_an_utterance_counts_with_the_silence_that_extends_it(workplace) -> None:
+    """A Whisper computes 30 s of each utterance, however short it is."""
+    made = Initial.of([workplace.folder / "train"], tokenizer=workplace.folder / "none").request
+    wanted = replace(
+        made, practice=PRACTICE[1], hours=10.0, utterances=9000, longest=6.0,
+        framing=Framing(subsampling=2, minimum=1500), device="cpu",
+    )  # fmt: skip
+    budget, count = wanted.frames
+    assert budget % 1500 == 0
+    utterances = budget * count / 1500
+    assert wanted.step_seconds == pytest.approx(4.0 * utterances)
+    assert wanted.step_seconds == pytest.approx(PRACTICE[1].batch_seconds, rel=0.15)
 
 
 def test_fine_tuning_takes_model_and_tokenizer_from_the_run(effasr, workplace, tmp_path) -> None:

@@ -20,6 +20,7 @@ from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader
 from effasr.data.micro_batch_loader import MicroBatchRef, StepBatch
 from effasr.data.tokenizer import SentencePieceTokenizer, Tokenizer
+from effasr.data.worker_processes import next_item
 
 
 @pytest.fixture
@@ -313,6 +314,41 @@ def script(
     tokenizer.save(tmp_path / "tokenizer")
     files = [str(nemo(12)), str(tmp_path / "tokenizer")]
     return lambda rest: [sys.executable, "-c", SCRIPT + textwrap.dedent(rest), *files]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="relies on forked workers")
+def test_full_shared_memory_is_an_error_and_no_endless_wait(
+    make: Callable[..., Loader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(tensor: torch.Tensor) -> None:
+        raise RuntimeError("unable to write to file </torch_1>: No space left on device (28)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", fail)
+    with pytest.raises(
+        RuntimeError, match=r"^a loading.*\(28\)\): enlarge .*--shm-size.*`prefetch`"
+    ):
+        take(make(workers=1), 1)
+    assert len(take(make(), 1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("reported", "shown"),
+    [
+        ("Caught RuntimeError in DataLoader worker process 0.\nbad rate", "^Caught RuntimeError"),
+        ("DataLoader worker (pid 7) is killed by signal: Killed. ", "^a loading process died"),
+        ("DataLoader worker (pid(s) 7) exited unexpectedly", "^a loading process died"),
+    ],
+)
+def test_an_error_in_a_worker_is_not_its_death(reported: str, shown: str) -> None:
+    class Failing:
+        def __iter__(self) -> "Failing":
+            return self
+
+        def __next__(self) -> None:
+            raise RuntimeError(reported)
+
+    with pytest.raises(RuntimeError, match=shown):
+        next_item(Failing())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

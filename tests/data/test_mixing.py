@@ -132,3 +132,11 @@ def test_manifests_are_named_in_one_place() -> None:
     with pytest.raises(ValueError, match=re.escape("`train` must be left out where `mix` is")):
         DataConfig(train="m", mix=sources)
     assert DataConfig(train=("a", "b")).manifests == [("a", 0), ("b", 0)]
+
+
+def test_an_epoch_that_is_the_corpus_may_carry_over_its_end() -> None:
+    sources = {"en": "en.jsonl", "de": "de.jsonl"}
+    config = DataConfig(mix=mix(sources=sources, epoch="full"), epoch_end="carry")
+    assert config.epoch_end == "carry"
+    with pytest.raises(ValueError, match=r"null or exact where `mix\.epoch` is infinite, .* carry"):
+        DataConfig(mix=mix(sources=sources), epoch_end="carry")

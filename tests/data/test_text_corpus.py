@@ -10,6 +10,7 @@ import torch
 from effasr import config as configuration
 from effasr.data.batch import IGNORED
 from effasr.data.config import DataConfig
+from effasr.data.index.pair_corpus import PairCorpus
 from effasr.data.index.text_corpus import TextCorpus
 from effasr.data.manifest.pairs import is_text_only, pairs
 from effasr.data.manifest.reader import read
@@ -118,6 +119,47 @@ def test_shares_of_text_are_by_tokens(tmp_path, write_lines, bilingual) -> None:
     plan = corpus.plan(0, steps=40, micro_batches=2, seed=0)
     drawn = np.bincount(corpus.sources[plan.indices], corpus.lengths.frames[plan.indices])
     assert drawn / drawn.sum() == pytest.approx(corpus.mixture.asked, abs=0.01)
+
+
+@pytest.fixture
+def unlike(tmp_path, write_lines: Callable[..., Path]) -> list[Path]:
+    """Manifests of pairs with much to read and little to write, and the other way round."""
+    many = [row(n, 8) | {"text": EN[n % 10]} for n in range(400)]
+    few = [row(n, 8) | {"source_text": DE[n % 10]} for n in range(100)]
+    return [
+        write_lines(tmp_path / "read.jsonl", many),
+        write_lines(tmp_path / "write.jsonl", few),
+    ]
+
+
+def shares(paths: list[Path], **fields: object) -> MixConfig:
+    sources = {path.stem: {"manifests": str(path), "weight": 0.5} for path in paths}
+    return configuration.from_mapping(MixConfig, {"sources": sources} | fields)
+
+
+def test_budgets_and_steps_are_those_of_what_the_shares_draw(unlike, bilingual) -> None:
+    config = DataConfig(mix=shares(unlike), micro_batches=2, text_share=0.5)
+    corpus = TextCorpus.load(unlike, bilingual, config, token_budget=400, sources=[0, 1])
+    plan = corpus.plan(0, steps=20, micro_batches=1, seed=0)
+    assert plan.num_steps in (20, 21)
+    assert plan.padding_tokens < 0.06
+    assert plan.padding_frames < 0.06
+
+
+def test_pairs_alone_are_drawn_by_the_shares(unlike, bilingual) -> None:
+    config = DataConfig(mix=shares(unlike), text_share=1, frame_budget=400)
+    corpus = PairCorpus.load(unlike, bilingual, config, sources=[0, 1])
+    draw = corpus.populations(seed=0)
+    assert draw is not None
+    members = draw(0)
+    drawn = np.bincount(corpus.sources[members], corpus.lengths.frames[members])
+    assert drawn / drawn.sum() == pytest.approx((0.5, 0.5), abs=0.02)
+    whole = DataConfig(mix=shares(unlike, epoch="full"), text_share=1, frame_budget=400)
+    corpus = PairCorpus.load(unlike, bilingual, whole, sources=[0, 1])
+    assert corpus.populations(seed=0) is None
+    hours = DataConfig(mix=shares(unlike, epoch_hours=1.0), text_share=1, frame_budget=400)
+    with pytest.raises(ValueError, match=r"`mix\.epoch_hours` must be null .* text pairs alone"):
+        PairCorpus.load(unlike, bilingual, hours, sources=[0, 1])
 
 
 def test_what_cannot_be_trained_on_is_listed(tmp_path, write_lines, bilingual) -> None:

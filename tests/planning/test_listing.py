@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +11,13 @@ import pytest
 import soundfile
 
 from effasr.data.config import DataConfig
+from effasr.data.filters.config import FilterConfig
 from effasr.data.filters.rules import Limits
 from effasr.data.index.corpus import Corpus
+from effasr.data.sampling.cost import CANARY_180M_FLASH
 from effasr.data.tokenizer import train_tokenizer
 from effasr.planning.listing import read_listing
+from effasr.planning.request import Request
 from effasr.planning.selection import select
 
 LIMITS = Limits(ctc=False)
@@ -154,6 +158,9 @@ def test_a_malformed_row_is_named(write, lines, message) -> None:
 def test_no_such_file_and_no_text(tmp_path) -> None:
     with pytest.raises(ValueError, match="there is no such file or folder"):
         read(tmp_path / "gone.jsonl")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="must be a regular file, but is a pipe"):
+        read(tmp_path / "pipe")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe1")
     with pytest.raises(ValueError, match="must be UTF-8"):
         read(tmp_path / "bytes")
@@ -204,3 +211,39 @@ def test_with_a_tokenizer_it_is_what_training_plans(tmp_path, write) -> None:
         "ctc_infeasible",
     }  # fmt: skip
     assert listing.by_text == 0
+
+
+TRANSLATION = {"text": "one two three four " * 6, "source_lang": "de", "target_lang": "en"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "reasons"),
+    [
+        (TRANSLATION, {}, set()),
+        (
+            {"text": "one two three four"},
+            {"filters": FilterConfig(rate_deviations=4)},
+            {"token_rate_outlier"},
+        ),
+        ({"text": ""}, {"text": "optional"}, set()),
+        ({"text": ""}, {"text": "optional", "label_tokens_per_second": 9.0}, set()),
+        (TRANSLATION | {"text": ""}, {"text": "optional"}, {"empty_text"}),
+    ],
+)
+def test_one_line_in_a_hundred_counts_as_in_training(
+    tmp_path, write, changed, options, reasons
+) -> None:
+    words = ["one", "two", "three", "four"] * 20
+    tokenizer = train_tokenizer({"en": words, "de": words}, tmp_path / "t", vocab_size=20)
+    soundfile.write(tmp_path / "a.wav", np.zeros(64_000), 16_000)
+    row = {"audio_filepath": "a.wav", "text": "one", "duration": 4.0}
+    path = write("m.jsonl", *({"id": f"u{n}"} | row for n in range(99)), row | changed)
+    config = DataConfig(frame_budget=100, **options)
+    corpus = Corpus.load([path], tokenizer, config)
+    request = Request([path], "model", CANARY_180M_FLASH, tokenizer, config, config.limits(), 0)
+    _, chosen = request.read()
+    assert chosen.lengths.frames.tolist() == corpus.lengths.frames.tolist()
+    assert chosen.lengths.tokens.tolist() == corpus.lengths.tokens.tolist()
+    assert chosen.shape == corpus.shape
+    assert {drop.reason for drop in chosen.dropped} == reasons
+    assert {drop.reason for drop in corpus.dropped} == reasons

@@ -1,6 +1,7 @@
 """What of a list is left, and why the rest is not."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from effasr.data.audio.waveform import samples_in
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.rules import Limits
+from effasr.data.prompt import Prompt
 from effasr.planning.listing import Listing
 from effasr.planning.selection import select
 
@@ -22,6 +24,8 @@ def listing(seconds: list[float], texts: list[int]) -> Listing:
         seconds=np.array(seconds, np.float64),
         texts=np.array(texts, np.int64),
         prompts=np.full(len(seconds), 5),
+        request_ids=np.zeros(len(seconds), np.int64),
+        requests=(Prompt(),),
         by_text=0,
         by_duration=0,
         dropped=(),
@@ -30,9 +34,9 @@ def listing(seconds: list[float], texts: list[int]) -> Listing:
 
 def test_every_reason_is_counted_and_listed() -> None:
     found = listing(
-        [0.05, 41.0, 2.0, 39.0, 9.0, 2.0, 2.0, 2.0, 3.0], [1, 1, 0, 1, 1, 60, 30, 20, 3]
+        [0.05, 41.0, 2.0, 39.0, 9.0, 7.0, 2.0, 2.0, 3.0], [1, 1, 0, 1, 1, 50, 60, 20, 3]
     )
-    limits = Limits(max_frames=100, max_positions=32, max_tokens_per_second=8.0)
+    limits = Limits(max_frames=100, max_positions=60, max_tokens_per_second=8.0)
     chosen = select(found, limits, frame_budget=400, token_budget=50)
     assert {drop.id: str(drop.reason) for drop in chosen.dropped} == {
         "u0": "too_short",
@@ -50,7 +54,7 @@ def test_every_reason_is_counted_and_listed() -> None:
     details = {drop.id: drop.details for drop in chosen.dropped}
     assert details["u0"] == "0.050 s, under `min_duration` 0.1 s"
     assert details["u3"] == "488 encoder frames, over `frame_budget` 400"
-    assert details["u5"] == "65 tokens, over `token_budget` 50"
+    assert details["u5"] == "55 tokens, over `token_budget` 50"
     assert json.dumps(chosen.dropped[1].duration) == "41.0"
 
 
@@ -58,6 +62,20 @@ def test_ctc_needs_a_frame_for_each_token() -> None:
     found = listing([0.8, 0.8], [10, 11])
     assert select(found, Limits(), frame_budget=100).reasons == {"ctc_infeasible": 1}
     assert select(found, Limits(ctc=False), frame_budget=100).reasons == {}
+
+
+def test_ctc_does_not_limit_translations() -> None:
+    found = replace(listing([0.8], [11]), requests=(Prompt("de", "en", "translate"),))
+    assert select(found, Limits(), frame_budget=100).reasons == {}
+
+
+def test_rate_outliers_are_those_among_texts_of_their_language() -> None:
+    found = listing([4.0] * 400, [*[10] * 199, 40, *[40] * 200])
+    of_language = np.repeat([0, 1], 200)
+    found = replace(found, request_ids=of_language, requests=(Prompt(), Prompt("de", "de")))
+    chosen = select(found, Limits(), frame_budget=100, rate_deviations=4)
+    assert [(drop.id, drop.reason) for drop in chosen.dropped] == [("u199", "token_rate_outlier")]
+    assert chosen.dropped[0].details == "10.0 per second, far more than others of 4.0 s"
 
 
 def test_a_derived_token_budget_drops_one_in_a_thousand_at_most() -> None:

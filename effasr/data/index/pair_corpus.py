@@ -79,7 +79,8 @@ class PairCorpus(BaseCorpus):
             sources: As `TextCorpus.load`.
 
         Raises:
-            ValueError: A manifest is malformed, no pair is left, or a setting is of audio.
+            ValueError: A manifest is malformed, no pair is left, or a setting is of audio or of
+                hours.
         """
         _check(config)
         pairs = TextCorpus.load(
@@ -91,14 +92,19 @@ class PairCorpus(BaseCorpus):
             max_positions=max_positions,
             sources=sources,
         )
+        amounts, mixture = pairs.lengths.frames, None
+        if config.mix is not None:
+            mixture = Mixture.of(
+                config.mix, pairs.sources, amounts, unit="tokens", draws_tokens=True
+            )
         return cls(
             pairs,
             lengths=pairs.lengths,
             shape=pairs.shape,
             dropped=pairs.dropped,
             sources=pairs.sources,
-            amounts=pairs.lengths.frames,
-            mixture=None if config.mix is None else pairs.mixture,
+            amounts=amounts,
+            mixture=mixture,
             fingerprint=pairs.fingerprint,
             prompt=pairs.prompt,
         )

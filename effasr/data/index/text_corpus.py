@@ -150,9 +150,13 @@ class TextCorpus:
             A plan of about as many steps.
         """
         read, shape = self.lengths.frames, self.shape
-        whole, written = int(read.sum(dtype=np.int64)), int(self.lengths.tokens.sum(dtype=np.int64))
-        rows = _FILL * min(shape.frame_budget, shape.token_budget * whole / written)
-        quotas = [round(share * rows * steps * micro_batches) for share in self.mixture.asked]
+        # Shares are of the tokens to read; sources may differ in the tokens to write for each.
+        asked = self.mixture.asked
+        written = np.bincount(self.sources, self.lengths.tokens, len(asked))
+        ratios = (written / np.maximum(self.mixture.amounts, 1)).tolist()
+        written_per_read = sum(share * ratio for share, ratio in zip(asked, ratios, strict=True))
+        rows = _FILL * min(shape.frame_budget, shape.token_budget / written_per_read)
+        quotas = [round(share * rows * steps * micro_batches) for share in asked]
         seed += _SEED
         return plan_epoch(
             self.lengths,
@@ -227,13 +231,18 @@ class _TextIndexBuilder:
         if any(names):
             # They choose experts.
             digest.update(repr([names[index] for index in ids.tolist()]).encode())
-        # What fills along with the other budget, and at least the longest pair's.
+        mixture = Mixture.of(mix, sources, read, unit="tokens")
+        # What fills along with the other budget as pairs are drawn, and at least the longest's.
+        whole = int(read.sum(dtype=np.int64))
+        quotas = [round(share * whole) for share in mixture.asked]
+        drawn = population(sources, read, quotas, seed=0, epoch=0)
+        usual = read[drawn], written[drawn]
         rows, tokens = self.row_budget, self.token_budget
         if rows is None:
             assert tokens is not None
-            rows = max(suggest_token_budget(UtteranceLengths(written, read), tokens), read.max())
+            rows = max(suggest_token_budget(UtteranceLengths(*usual[::-1]), tokens), read.max())
         if tokens is None:
-            tokens = max(suggest_token_budget(UtteranceLengths(read, written), rows), written.max())
+            tokens = max(suggest_token_budget(UtteranceLengths(*usual), rows), written.max())
         rows, tokens = int(rows), int(tokens)
         shape = StaticShape(
             rows,
@@ -247,7 +256,7 @@ class _TextIndexBuilder:
             shape=shape,
             dropped=tuple(self.dropped),
             sources=sources,
-            mixture=Mixture.of(mix, sources, read, unit="tokens"),
+            mixture=mixture,
             fingerprint=digest.hexdigest(),
             prompt=prompts.most_common(1)[0][0],
             eos_id=self.tokenizer.eos_id,

@@ -92,7 +92,7 @@ class Planner(Protocol):
 
     @property
     def buckets(self) -> np.ndarray | None:
-        """int32 (n,), the bucket of each utterance; None for a strategy without buckets."""
+        """int32 (n,), the bucket of each utterance; None without buckets that all epochs share."""
         ...
 
     def plan(self, epoch: int) -> EpochPlan:

@@ -123,21 +123,18 @@ class PopulationPlanner:
         make: Makes the planner for utterances of given lengths.
         lengths: Lengths of all utterances.
         population: Maps an epoch to its utterances.
+        buckets: None: each epoch has limits of its own, those of the utterances that it draws.
     """
 
     make: Callable[[UtteranceLengths], Planner]
     lengths: UtteranceLengths
     population: Population
+    buckets: None = None
 
     @property
     def shape(self) -> StaticShape | None:
         """The static shape of every batch; None if each batch has its own."""
         return self.make(self.lengths).shape
-
-    @property
-    def buckets(self) -> np.ndarray | None:
-        """int32 (n,), the buckets of a plan with every utterance once."""
-        return self.make(self.lengths).buckets
 
     def plan(self, epoch: int) -> EpochPlan:
         """Plan an epoch: each member of its population is in one micro-batch or deferred.

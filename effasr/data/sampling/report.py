@@ -34,7 +34,7 @@ class PlanReport:
             of the ranks, minus 1.
         rank_imbalance_p99: 99th percentile of the same.
         bucket_mismatch: Share of the steps in which the ranks drew different buckets; None for a
-            strategy without buckets.
+            strategy without buckets, and where each epoch has its own.
         step_flops: Mean forward FLOPs of a step.
         flops_per_audio_hour: Forward FLOPs per hour of audio.
     """
@@ -79,7 +79,8 @@ def measure(
         world_size: Number of ranks; micro-batch m of a step belongs to rank m modulo it. If they
             cannot share a step evenly, some ranks have an empty micro-batch in its last round.
         shape: The static shape; None for padded micro-batches.
-        buckets: int (n,), the bucket of each utterance; None for a strategy without buckets.
+        buckets: int (n,), the bucket of each utterance; None for a strategy without buckets, and
+            where each epoch has its own.
 
     Raises:
         ValueError: There is no plan, or ``world_size`` is less than 1.

@@ -119,6 +119,14 @@ def buckets_drawn(strategy: str, lengths: UtteranceLengths) -> list[set[int]]:
     ]
 
 
+def test_epochs_that_draw_their_utterances_have_no_buckets_in_common() -> None:
+    """Each epoch's limits are those of its utterances, so other limits would show mixed steps."""
+    half = np.arange(100, 200, dtype=np.int32)
+    made = make("sync_bucketed", speech(200), population=lambda epoch: half)
+    assert made.buckets is None
+    assert set(made.plan(0).indices) <= set(half)
+
+
 def test_synchronised_ranks_draw_the_same_bucket_and_others_do_not() -> None:
     lengths = speech(4000)
     for strategy in ("sync_bucketed", "sync_bucketed_2d"):
