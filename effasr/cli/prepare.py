@@ -14,6 +14,7 @@ from effasr.cli.options import (
     at_least,
     folder,
     print_line,
+    seconds,
 )
 from effasr.cli.progress import progress_counter
 
@@ -40,6 +41,13 @@ def add(command: AddCommand) -> None:
     add_language(parser)
     add_subsampling(parser)
     parser.add_argument(
+        "--max-duration",
+        type=seconds,
+        default=40.0,
+        metavar="SECONDS",
+        help="leave out what is longer (default: 40); training has data.max_duration",
+    )
+    parser.add_argument(
         "--jobs",
         type=at_least(1),
         default=4,
@@ -51,7 +59,7 @@ def add(command: AddCommand) -> None:
 def run(options: argparse.Namespace) -> int:
     """Check a manifest; print what was kept and what was dropped."""
     from effasr.data.features.frame_geometry import Framing
-    from effasr.data.filters.rules import Reason
+    from effasr.data.filters.rules import Limits, Reason
     from effasr.data.manifest.prepare import Share, prepare
     from effasr.data.statistics.survey import Survey
     from effasr.data.tokenizer import WhisperTokenizer, load_tokenizer
@@ -64,7 +72,11 @@ def run(options: argparse.Namespace) -> int:
             options.out,
             tokenizer=tokenizer,
             language=options.language,
-            framing=framing,
+            limits=Limits(
+                max_duration=options.max_duration,
+                ctc=not isinstance(tokenizer, WhisperTokenizer),
+                framing=framing,
+            ),
             jobs=options.jobs,
             progress=show,
             note=survey.add_cut,

@@ -95,8 +95,8 @@ class DecodingConfig:
             `effasr.transcription.results.confidence`.
         word_confidence: Whether to compute the confidence of each word from the entropy of the
             model's distributions: see `effasr.decoding.confidence.tokens`.
-        calibration: File that maps these to probabilities, from ``effasr evaluate --confidence`` on
-            a dev set; None for the raw values.
+        calibration: File that maps these to probabilities, which ``effasr evaluate`` with
+            ``--confidence`` writes for a dev set; None for the raw values.
         instruction: With a language model, the text that follows the speech in the turn of the
             user, which the answer transcribes or translates.
     """

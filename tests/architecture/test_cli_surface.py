@@ -27,7 +27,7 @@ CORRECTOR = ["--corrector RUN", "--corrector-margin M", "--corrector-source NAME
 SURFACE = {
     "prepare": [
         "SOURCE", "OUT", "--tokenizer FOLDER", "--language LANG",
-        "--subsampling {4,8}", "--jobs N",
+        "--subsampling {4,8}", "--max-duration SECONDS", "--jobs N",
     ],
     "tokenizer": [
         "MANIFEST...", "OUT", "--language LANG", "--vocab-size N", "--shared",

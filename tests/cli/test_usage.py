@@ -86,6 +86,16 @@ def test_an_error_in_a_recipe_does_not_wait_for_the_trainer(effasr, monkeypatch)
     assert "did you mean `layers`?" in done.error
 
 
+def test_the_longest_duration_to_prepare_is_an_option(workplace, tmp_path, effasr) -> None:
+    source, out = workplace.folder / "train.jsonl", tmp_path / "out"
+    assert "too_long" not in effasr("prepare", source, out).out
+    done = effasr("prepare", source, out, "--max-duration", "0.8")
+    assert done.code == 0
+    assert re.search(r"^  too_long +[1-9]", done.out, re.M)
+    refused = effasr("prepare", source, out, "--max-duration", "0")
+    assert "--max-duration: must be seconds above 0" in refused.error
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_for_a_terminal_alone(
     workplace, tmp_path, monkeypatch, effasr, terminal

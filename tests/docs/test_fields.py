@@ -1,0 +1,70 @@
+"""The page of fields is that of the docstrings, and has every field of a recipe."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+
+from effasr import config as configuration
+from effasr.training.config import TrainConfig
+from tests.docs.scripts import ROOT, load
+
+
+@pytest.fixture(scope="module")
+def generate():
+    return load(ROOT / "docs/generate_fields.py")
+
+
+def test_the_page_is_that_of_the_docstrings(generate, tmp_path, monkeypatch) -> None:
+    assert generate.main(["--check"]) == 0
+    monkeypatch.setattr(generate, "PAGE", tmp_path / "fields.md")
+    assert generate.main(["--check"]) == 1
+    assert generate.main([]) == 0
+    assert (tmp_path / "fields.md").read_text() == (ROOT / "docs/fields.md").read_text()
+
+
+def test_every_field_of_a_recipe_is_explained(generate) -> None:
+    """Where a recipe that names all fields has them, also in parts that are null by default."""
+    found = generate.sections(TrainConfig)
+    paths = {path for own in found.values() for path in own}
+    for recipe in configuration.recipes():
+        _check(configuration.load(TrainConfig, recipe), "", paths)
+    for cls in found:
+        fields = {field.name for field in dataclasses.fields(cls) if field.init}
+        assert fields <= generate.meanings(cls).keys()
+        assert all(generate.meanings(cls).values())
+
+
+def _check(config: object, path: str, paths: set[str]) -> None:
+    assert path in paths
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        if dataclasses.is_dataclass(value := getattr(config, field.name)):
+            _check(value, f"{path}.{field.name}".lstrip("."), paths)
+
+
+def test_values_and_defaults_are_those_of_yaml(generate) -> None:
+    @dataclass
+    class Section:
+        """A section.
+
+        Attributes:
+            kind: Which one.
+            names: Names of things, which
+                go on.
+            eps: Small.
+
+        Raises:
+            ValueError: Never.
+        """
+
+        kind: str = ""
+        names: tuple[str, ...] = ("a", "b")
+        eps: float = 1e-8
+
+    assert generate.meanings(Section) == {
+        "kind": "Which one.", "names": "Names of things, which go on.", "eps": "Small."
+    }  # fmt: skip
+    defaults = [generate._default(field) for field in dataclasses.fields(Section)]
+    assert defaults == ['`""`', "`[a, b]`", "`1e-08`"]
+    assert generate.describe(tuple[str, ...], {}) == "list: text"
+    assert generate.describe(bool | None, {}) == "true or false or null"
