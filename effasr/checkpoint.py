@@ -88,7 +88,8 @@ def save_model(
     Raises:
         CheckpointError: ``directory`` exists, and is not empty and no model directory.
     """
-    directory = Path(directory)
+    # Of a link, the folder is replaced, not the link.
+    directory = Path(directory).resolve()
     if directory.exists() and not _is_replaceable(directory):
         raise CheckpointError(
             f"`directory` must be new, empty or a model directory, but {directory} is not: "

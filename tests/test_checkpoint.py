@@ -83,6 +83,17 @@ def test_a_model_directory_is_replaced_but_nothing_else_is(tmp_path, model, toke
     assert (tmp_path / "precious.txt").exists()
 
 
+def test_a_link_to_a_model_directory_stays_one(tmp_path, model, tokenizer) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "model"
+    link.symlink_to(tmp_path / "elsewhere")
+    for _ in range(2):
+        save_model(link, model, tokenizer)
+        assert link.is_symlink()
+        assert resolve(tmp_path / "elsewhere") == tmp_path / "elsewhere"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "model"]
+
+
 def test_what_is_wrong_with_a_directory_is_said(tmp_path, model, tokenizer) -> None:
     with pytest.raises(CheckpointError, match=r"has no model\.yaml"):
         load_model(tmp_path / "nowhere")

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+
+_HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"
+"""Tells processes of several hosts apart that write to one folder."""
 
 _OF_WRITING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 """Errors of a write, to which the system adds no name."""
@@ -26,7 +31,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     Raises:
         OSError: Writing fails; it names the file.
     """
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f"{path.name}.{_HOST}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
             yield file

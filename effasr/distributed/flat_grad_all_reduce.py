@@ -32,10 +32,18 @@ class FlatGradAllReduce:
         self._context = context
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), group=context.group, group_src=0)
-        self._flat = [_flatten(group) for group in _by_dtype(model.parameters())]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self._flat = [_flatten(group) for group in _by_dtype(trained)]
+        self._views = [(parameter, parameter.grad) for parameter in trained]
 
     def __call__(self) -> None:
-        """Replace each gradient by its mean over the ranks; on a GPU the host does not wait."""
+        """Replace each gradient by its mean over the ranks; on a GPU the host does not wait.
+
+        Raises:
+            RuntimeError: A parameter has another gradient, which would not be averaged.
+        """
+        if any(parameter.grad is not view for parameter, view in self._views):
+            raise RuntimeError("a gradient was replaced, so that the ranks cannot average it")
         works = []
         for flat in self._flat:
             for piece in flat.split(_PIECE_BYTES // flat.element_size()):
@@ -48,8 +56,7 @@ class FlatGradAllReduce:
 def _by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     groups: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
-        if parameter.requires_grad:
-            groups.setdefault(parameter.dtype, []).append(parameter)
+        groups.setdefault(parameter.dtype, []).append(parameter)
     return list(groups.values())
 
 

@@ -210,19 +210,25 @@ def apply_update(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
 
 
 def initialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the moments as zeros; an optimizer would create them at its first update."""
+    """Create the moments as zeros; an optimizer would create them at its first update.
+
+    Gradients are None or zero before, and the same after.
+    """
     groups: Sequence[dict[str, Any]] = optimizer.param_groups
     parameters = [p for group in groups for p in group["params"] if p.requires_grad]
     if all(parameter in optimizer.state for parameter in parameters):
         return
-    for parameter in parameters:
+    # A gradient that is there already may be part of what ranks exchange, and is zero.
+    without = [parameter for parameter in parameters if parameter.grad is None]
+    for parameter in without:
         parameter.grad = torch.zeros_like(parameter)
     apply_update(optimizer, torch.zeros((), dtype=torch.bool, device=parameters[0].device))
     if parameters[0] not in optimizer.state:
         # For an optimizer that cannot skip an update on the device.
         set_learning_rate(optimizer, 0.0)
         optimizer.step()
-    clear_gradients(optimizer, keep_addresses=False)
+    for parameter in without:
+        parameter.grad = None
 
 
 def clear_gradients(optimizer: torch.optim.Optimizer, *, keep_addresses: bool) -> None:

@@ -158,7 +158,10 @@ class Initial:
             path = Path(temporary) / "recipe.yaml"
             path.write_text(self.text(), encoding="utf-8")
             settings = config.load(TrainConfig, path)
-        speed = audio_seconds_per_second(settings, *self._workload(), device)
+        size, frames, tokens = self._workload()
+        if not len(frames):
+            return "unknown, because no text of at most 40 s follows the speech"
+        speed = audio_seconds_per_second(settings, size, frames, tokens, device)
         if speed is None:
             return f"unknown, because this machine's {device.type} has not enough memory for it"
         seconds = self.request.audio_hours * 3600 / speed
@@ -182,11 +185,6 @@ class Initial:
             rate = self.vocabulary.tokens_per_second or TOKENS_PER_SECOND
             tokens = np.maximum(1, np.round(seconds * rate).astype(np.int64))
         fitting = seconds <= DataConfig().max_duration
-        if not fitting.any():
-            raise ValueError(
-                "`TRAIN` must have utterances of at most "
-                f"{DataConfig().max_duration:g} s (data.max_duration), but has none."
-            )
         frames = frames_in(seconds[fitting], self.framing)
         return size, frames, tokens[fitting] + PROMPT_TOKENS
 

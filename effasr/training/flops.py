@@ -49,6 +49,9 @@ def peak_flops(device: torch.device) -> float | None:
 def peak_of(name: str) -> float | None:
     """Return the same by the name of a GPU, such as ``NVIDIA H200``."""
     words = name.replace("-", " ").split()
+    if "MIG" in words or {"H200", "NVL"} <= set(words):
+        # A part of a GPU, and one whose peak is not that of its namesake.
+        return None
     for model, flops in _PEAKS:
         if all(word in words for word in model.split()):
             return flops

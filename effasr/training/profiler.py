@@ -79,7 +79,7 @@ class StepProfiler:
         self._context = context
         self._folder = folder
         self._on = ExitStack()
-        self._recording = False
+        self._recording = self._is_done = False
         self._last = config.first_step + config.steps - 1
         self._profiler: torch.profiler.profile | None = None
         on_gpu = context.device.type == "cuda"
@@ -116,6 +116,8 @@ class StepProfiler:
         if not self._recording:
             return
         self._recording = False
+        # Ranks that synchronize pass the same step twice: the second must not begin another one.
+        self._is_done = True
         self._synchronize()
         self._on.close()
         self._profiler = None
@@ -124,7 +126,7 @@ class StepProfiler:
         config = self._config
         # Kineto's first step is a warm-up and is not written.
         first = config.first_step - (config.tool == "kineto")
-        if self._recording or not max(first, 0) <= step <= self._last:
+        if self._recording or self._is_done or not max(first, 0) <= step <= self._last:
             return
         self._recording = True
         self._synchronize()
@@ -182,6 +184,8 @@ class StepProfiler:
         path = self._folder / f"rank{self._context.rank}_memory.pickle"
         if not path.exists():
             torch.cuda.memory._dump_snapshot(str(path))
+            # Each entry costs a stack trace.
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     def _synchronize(self) -> None:
         if self._context.device.type == "cuda":

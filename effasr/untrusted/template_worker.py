@@ -68,13 +68,20 @@ def _compiled(template: str) -> jinja2.Template:
 def _limit_time(seconds: int) -> None:
     """Let the kernel end the process after so many seconds more of its processor time."""
     due = math.ceil(time.process_time()) + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (due, resource.RLIM_INFINITY))
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (_within(due, hard), hard))
 
 
 def _limit_memory(size: int) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + size
+    limit = _within(limit, resource.getrlimit(resource.RLIMIT_AS)[1])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _within(limit: int, hard: int) -> int:
+    """Return a limit that a process may set: only the administrator may raise a hard limit."""
+    return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
 
 
 def _answer(request: dict[str, Any], memory: int, characters: int) -> dict[str, str]:

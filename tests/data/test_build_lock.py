@@ -14,7 +14,8 @@ CONTEXT = multiprocessing.get_context("fork")
 
 
 def _hold(lock: Path, held: Any, silent: bool) -> None:
-    with building(lock, print) as say:
+    with building(lock, print) as (say, is_locked):
+        assert is_locked
         held.set()
         for count in range(1000):
             if not silent:
@@ -60,5 +61,7 @@ def test_where_there_are_no_locks_nobody_waits(
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    with building(tmp_path / "lock", print), building(tmp_path / "lock", print, patience_s=0.0):
-        pass
+    lock = tmp_path / "lock"
+    with building(lock, print) as one, building(lock, print, patience_s=0.0) as other:
+        assert not one[1]
+        assert not other[1]

@@ -345,6 +345,28 @@ def test_a_killed_builder_leaves_nothing_behind(
     assert not list(folder.glob("*.partial"))
 
 
+def test_without_locks_no_file_of_another_is_removed(
+    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be one that another process, on this host or on another one, is writing."""
+    manifest = nemo(5)
+    load(manifest, tokenizer, folder, [])
+    (made,) = folder.glob("*.corpus")
+    other = made.with_name(f"{made.name}.deadbeef.1.partial")
+    made.rename(other)
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fcntl.flock", refuse)
+        load(manifest, tokenizer, folder, [])
+    assert other.exists()
+    made.unlink()
+    load(manifest, tokenizer, folder, [])
+    assert not other.exists()
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_want_of_room_is_said(
     nemo: Callable[..., Path],

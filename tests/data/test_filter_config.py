@@ -91,6 +91,8 @@ def test_shares_of_several_reasons_are_not_added() -> None:
     with pytest.raises(TooManyDropped, match="a leaves out 5 of 49"):
         check_share(dropped, 49, 0.1)
     check_share([], 0, 0.0)
+    # In floating point 0.29 * 100 is less than 29.
+    check_share([Dropped(str(i), "a", "", "") for i in range(29)], 100, 0.29)
 
 
 @pytest.mark.parametrize(

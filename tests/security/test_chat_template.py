@@ -1,6 +1,7 @@
 """Chat templates, which are programs of others."""
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from effasr.untrusted import chat_template
+from effasr.untrusted import chat_template, template_worker
 from effasr.untrusted.chat_template import TemplateError, render_template
 
 TURNS = [{"role": "user", "content": "ü <b>\ud800\n"}, {"role": "assistant", "content": "yes"}]
@@ -40,6 +41,20 @@ def test_texts_are_those_of_transformers() -> None:
     )
     assert "[ASSISTANT: yes]" in expected
     assert render_template(FEATURES, VARIABLES) == expected
+
+
+def test_hard_limits_of_the_system_are_kept(monkeypatch) -> None:
+    """Only the administrator may raise one, such as that of a login node."""
+    asked = []
+    hard = {resource.RLIMIT_CPU: 600, resource.RLIMIT_AS: 2**34}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (hard[kind], hard[kind]))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append((kind, *limits)))
+    template_worker._limit_time(10**6)
+    template_worker._limit_memory(2**60)
+    assert asked == [(resource.RLIMIT_CPU, 600, 600), (resource.RLIMIT_AS, 2**34, 2**34)]
+    template_worker._limit_time(5)
+    assert asked[-1][1] < 600
+    assert asked[-1][2] == 600
 
 
 def test_a_text_does_not_depend_on_the_day() -> None:

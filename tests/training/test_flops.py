@@ -82,6 +82,8 @@ def test_peaks_by_name(name: str, tflops: float) -> None:
 
 def test_what_has_no_known_peak() -> None:
     assert peak_of("Some Accelerator 3000") is None
+    assert peak_of("NVIDIA H200 NVL") is None
+    assert peak_of("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
     assert peak_flops(torch.device("cpu")) is None
 
 

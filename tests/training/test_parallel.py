@@ -14,7 +14,7 @@ from effasr.distributed.grad_sync import DDPGradientSync, FlatGradientSync
 from effasr.distributed.local_sgd import LocalSGDConfig
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel
-from effasr.optim.adamw import OptimizerConfig
+from effasr.optim.adamw import OptimizerConfig, initialize_state
 from effasr.optim.adascale import AdaScaleConfig
 from effasr.training import build
 from effasr.training.config import LoopConfig
@@ -76,6 +76,8 @@ def recorded(context: DistributedContext) -> None:
             for parameter in model.parameters():
                 parameter.add_(context.rank)  # All begin with the weights of rank 0.
         train_state = build.build_train_state(config, model, context)
+        # As learners begin, which must leave each gradient where ranks exchange it.
+        initialize_state(train_state.optimizer)
         assert (train_state.graph is not None) == is_recorded
         kind = FlatGradientSync if is_recorded else DDPGradientSync
         assert isinstance(train_state.grad_sync, kind)
@@ -241,6 +243,10 @@ def test_local_sgd_goes_on_exactly(make_config, tmp_path) -> None:
         (
             {"training": {"strategy": "fsdp2", "cuda_graph": True}},
             r"`training\.cuda_graph` must be false with training\.strategy fsdp2",
+        ),
+        (
+            {"training": {"strategy": "fsdp2"}, "data": {"frame_budget": "auto"}},
+            r"`data\.frame_budget` must be a number with training\.strategy fsdp2",
         ),
         (
             {"training": {"strategy": "fsdp2"}, "optimizer": OptimizerConfig(name="lamb")},

@@ -1,5 +1,7 @@
 """The losses of a probe against those of each utterance alone, by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
+from effasr.nn.experts.config import ExpertsConfig
 from effasr.training.diagnostics.probe import Probe
 from effasr.training.diagnostics.probe_sums import ProbeSums
 from effasr_kernels import pack
@@ -30,11 +33,11 @@ def tokenizer(tones):
 
 def make_model(tokenizer, **options) -> ASRModel:
     config = ModelConfig(
-        encoder=FastConformerConfig(
-            width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4,
-            residual_dropout=0.5, conv_norm="layer_norm",
-        ),
         **{
+            "encoder": FastConformerConfig(
+                width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4,
+                residual_dropout=0.5, conv_norm="layer_norm",
+            ),
             "decoder": DecoderConfig(width=16, layers=1, heads=2, feed_forward=16),
             "ctc": True,
             "transducer": TransducerConfig(width=8, joint=8),
@@ -153,3 +156,14 @@ def test_what_cannot_be_used_is_left_out(cuts, tokenizer) -> None:
     cuts[0].recording.sources[0].source = "/nowhere.wav"
     assert Probe(cuts[:1], model, tokenizer, count=32, frame_budget=500)() == ProbeSums()
     assert Probe([], model, tokenizer, count=32, frame_budget=500)() == ProbeSums()
+
+
+def test_a_request_without_an_expert_is_left_out(cuts, tokenizer) -> None:
+    def measure(*languages: str) -> ProbeSums:
+        experts = ExpertsConfig(count=len(languages), route="language", names=languages)
+        encoder = replace(make_model(tokenizer).config.encoder, experts=experts)
+        model = make_model(tokenizer, encoder=encoder)
+        return Probe(cuts[1:], model, tokenizer, count=32, frame_budget=500)()
+
+    assert measure("xx") == ProbeSums()
+    assert measure("xx", "en") != ProbeSums()

@@ -46,6 +46,14 @@ def test_a_run_that_ends_early_keeps_what_was_recorded(tmp_path: Path) -> None:
     assert ranges.range("a") is ranges.range("b")
 
 
+def test_a_step_that_comes_twice_is_recorded_once(tmp_path: Path) -> None:
+    """A synchronization of learners has the number of the step after it."""
+    capture = StepProfiler(ProfileConfig(tool="kineto", first_step=2, steps=3), CPU, tmp_path)
+    for numbers in (range(5), range(4, 8)):
+        record(capture, numbers)
+    assert names_in(tmp_path / "rank0.json.gz").count("step") == 3
+
+
 def test_a_run_that_goes_on_within_the_wanted_steps_records_the_rest(tmp_path: Path) -> None:
     capture = StepProfiler(ProfileConfig(tool="kineto", first_step=2, steps=4), CPU, tmp_path)
     record(capture, range(4, 9))
@@ -102,7 +110,10 @@ def test_memory_is_written_at_the_end_and_when_it_runs_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = torch.cuda.memory
-    monkeypatch.setattr(memory, "_record_memory_history", lambda **options: None)
+    history: list[object] = []
+    monkeypatch.setattr(
+        memory, "_record_memory_history", lambda enabled="all", **options: history.append(enabled)
+    )
     monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path).write_text("events"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     context = SimpleNamespace(device=torch.device("cuda", 0), rank=1)
@@ -110,6 +121,7 @@ def test_memory_is_written_at_the_end_and_when_it_runs_out(
     with pytest.raises(torch.OutOfMemoryError), capture.step(0):
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert (tmp_path / "profile" / "rank1_memory.pickle").read_text() == "events"
+    assert history == ["all", None]
 
 
 @pytest.mark.parametrize(

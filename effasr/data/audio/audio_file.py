@@ -23,6 +23,9 @@ Manifests round durations, and an MP3 header may be one codec frame off."""
 RATES = range(1_000, 1_000_001)
 """Sample rates in Hz that are believed: a header of 1 Hz makes an hour of every kilobyte."""
 
+_UNKNOWN = 2**63 - 1
+"""What libsndfile says of a FLAC whose header has no number of samples."""
+
 _SAMPLES_PER_BYTE = 8192
 """No codec does better: FLAC's longest block of silence is 65,535 samples in about 11 bytes."""
 
@@ -150,6 +153,13 @@ def _checked_file(
         file.close()
         raise AudioError(AudioProblem.EMPTY, f"{path}: the file holds no samples.")
     claim = None
+    if file.frames == _UNKNOWN:
+        file.close()
+        raise UnknownFormat(
+            AudioProblem.UNREADABLE,
+            f"{path}: the header does not say how long it is, as of what was written to a pipe: "
+            "write it to a file.",
+        )
     if file.samplerate not in RATES:
         claim = f"a sample rate of {file.samplerate} Hz, which is not from 1 kHz to 1 MHz"
     elif file.frames > _SAMPLES_PER_BYTE * size:

@@ -81,7 +81,8 @@ def check_share(dropped: Sequence[Dropped], utterances: int, limit: float) -> No
     """
     counts = Counter(str(one.reason) for one in dropped)
     for reason, count in counts.most_common(1):
-        if count <= limit * utterances:
+        # Divided as the remedy below is: 0.29 * 100 is less than 29.
+        if count / utterances <= limit:
             return
         first = [one for one in dropped if str(one.reason) == reason][:_SHOWN]
         examples = "; ".join(f"{one.id}: {one.details}" for one in first)

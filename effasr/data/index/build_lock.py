@@ -39,14 +39,15 @@ class BuilderSilent(RuntimeError):
 @contextmanager
 def building(
     lock: Path, note: Callable[[str], None], patience_s: float = PATIENCE_S
-) -> Iterator[Callable[[str], None]]:
+) -> Iterator[tuple[Callable[[str], None], bool]]:
     """Hold an exclusive file lock, which the kernel releases with the process.
 
     While another process holds the lock, wait and pass its progress reports to ``note``. Where the
     file system has no locks, nothing is locked.
 
     Yields:
-        A function that publishes this process's progress; the others wait as long as it changes.
+        A function that publishes this process's progress (the others wait as long as it changes),
+        and whether the file is locked.
 
     Raises:
         BuilderSilent: The other process has reported no progress for ``patience_s`` seconds.
@@ -55,7 +56,7 @@ def building(
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     _held.add(descriptor)
     try:
-        _wait(descriptor, lock, note, patience_s)
+        is_locked = _wait(descriptor, lock, note, patience_s)
         name = f"{socket.gethostname()}, process {os.getpid()}"
 
         def report_progress(text: str) -> None:
@@ -64,7 +65,7 @@ def building(
             os.ftruncate(descriptor, len(content))
 
         report_progress("begins to read")
-        yield report_progress
+        yield report_progress, is_locked
         os.ftruncate(descriptor, 0)
     finally:
         # A forked child has closed its copy already and must not release its parent's lock.
@@ -73,7 +74,8 @@ def building(
             os.close(descriptor)
 
 
-def _wait(descriptor: int, lock: Path, note: Callable[[str], None], patience_s: float) -> None:
+def _wait(descriptor: int, lock: Path, note: Callable[[str], None], patience_s: float) -> bool:
+    """Wait for the lock; return whether the file system has locks."""
     last_report, changed = None, time.monotonic()
     while True:
         try:
@@ -82,9 +84,9 @@ def _wait(descriptor: int, lock: Path, note: Callable[[str], None], patience_s: 
             pass
         except OSError as error:
             log.debug("%s cannot be locked: %s", lock, error)
-            return
+            return False
         else:
-            return
+            return True
         report = os.pread(descriptor, 4096, 0)
         if report != last_report:
             last_report, changed = report, time.monotonic()

@@ -114,11 +114,13 @@ class CorpusCache:
             return table
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with building(
-                path.with_suffix(".lock"), self._note, self._patience_s
-            ) as report_progress:
+            lock = path.with_suffix(".lock")
+            with building(lock, self._note, self._patience_s) as (report_progress, is_locked):
                 table = self._find(path, key)
                 if table is None:
+                    # Left by a killed process; without locks another may be writing it.
+                    for left in folder.glob(f"{path.name}.*.partial") if is_locked else ():
+                        left.unlink(missing_ok=True)
                     table = self._build(path, key, arguments, files, report_progress)
                 return table
         except OSError as error:
@@ -164,9 +166,6 @@ class CorpusCache:
         report_progress: Callable[[str], None],
     ) -> UtteranceTable:
         """Read the manifests, write the cache file and map it as all other processes do."""
-        for left in path.parent.glob(f"{path.name}.*.partial"):
-            # Left by a killed process: only the holder of the lock writes partial files.
-            left.unlink(missing_ok=True)
         started = time.monotonic()
         progress = _Progress(_READ, self._note, report_progress)
         table = build_table(*arguments, jobs=self._jobs, progress=progress)

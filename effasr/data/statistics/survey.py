@@ -171,7 +171,9 @@ class Survey:
         """Return durations (float64 (n,), seconds) and token ids of texts that follow speech."""
         seconds, ids = [], []
         for language, found in self.languages.items():
-            if not found.has_speech or language not in tokenizer.languages:
+            # A tokenizer that names no languages has one vocabulary for all.
+            is_known = not tokenizer.languages or language in tokenizer.languages
+            if not found.has_speech or not is_known:
                 continue
             for text, duration in zip(found.texts, found.seconds, strict=True):
                 if tokens := tokenizer.encode(text, language):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer.base import Tokenizer, check_ids, check_language
 from effasr.untrusted.documents import read_json_object
-from effasr.untrusted.files import read_text
+from effasr.untrusted.files import read_bytes, read_text
 
 TOKENIZER_FILE = "tokenizer.json"
 VOCABULARY_FILE, MERGES_FILE, _ADDED_FILE = "vocab.json", "merges.txt", "added_tokens.json"
@@ -39,7 +38,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """A ``tokenizer.json``; what its prompts are, a subclass says.
 
     Attributes:
-        companions: Other files of the folder that `save` copies.
+        companions: Other files of the folder that `save` writes.
     """
 
     companions: tuple[str, ...] = _COMPANIONS
@@ -53,6 +52,12 @@ class HuggingFaceTokenizer(Tokenizer):
         """
         self._path = Path(directory) / TOKENIZER_FILE
         self._tokenizer = read_tokenizer_json(self._path)
+        # Kept, because a run that was resumed removes the checkpoint that it read them from.
+        self._files = {
+            name: read_bytes(self._path.with_name(name))
+            for name in (TOKENIZER_FILE, *self.companions)
+            if self._path.with_name(name).is_file()
+        }
         self._vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         # Ids may have holes: the model's output has a class for each number up to the largest.
         self.vocab_size = max(self._vocabulary.values(), default=-1) + 1
@@ -82,15 +87,14 @@ class HuggingFaceTokenizer(Tokenizer):
         return [names.get(number, f"<{number}>") for number in range(self.vocab_size)]
 
     def save(self, directory: str | Path) -> None:
-        """Copy ``tokenizer.json`` and the files that belong to it, unchanged."""
+        """Write ``tokenizer.json`` and the files that belong to it, as they were read."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         if folder.resolve() == self._path.parent.resolve():
             return
-        for name in (TOKENIZER_FILE, *self.companions):
-            if (self._path.parent / name).is_file():
-                shutil.copyfile(self._path.parent / name, folder / name)
-        if not self._path.is_file():
+        for name, content in self._files.items():
+            (folder / name).write_bytes(content)
+        if TOKENIZER_FILE not in self._files:
             self._tokenizer.save(str(folder / TOKENIZER_FILE))
 
 

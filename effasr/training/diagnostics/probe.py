@@ -100,8 +100,10 @@ class Probe:
         texts = [supervision.text for supervision in cut.supervisions]
         if len(texts) != 1 or not texts[0]:
             return None
+        named = config.named_experts()
         try:
             wanted = request(cut)
+            expert = None if named is None else named.number_of(wanted)
             prompt = self._tokenizer.prompt(wanted)
             text = self._tokenizer.encode(texts[0], wanted.target)
             audio = load_audio(cut, config.features.sample_rate)
@@ -115,8 +117,6 @@ class Probe:
             return None
         if positions is not None and len(prompt) + len(text) > positions:
             return None
-        named = config.named_experts()
-        expert = None if named is None else named.number_of(wanted)
         return Example(cut.id, audio, prompt, text, wanted.monotonic, expert=expert)
 
     def _measure(self, batch: Batch) -> ProbeSums:

@@ -33,6 +33,12 @@ def check_strategy(config: TrainConfig) -> None:
         _check_learners(config)
     if strategy != "fsdp2":
         return
+    if config.data.frame_budget == "auto":
+        raise ValueError(
+            "`data.frame_budget` must be a number with training.strategy fsdp2, because trials run "
+            "on one process, which would hold all shards, but is auto: see `peak_memory_bytes` in "
+            "metrics.jsonl of a short run, and choose it by that."
+        )
     if config.optimizer.name == "lamb":
         raise ValueError(
             "`optimizer.name` must not be lamb with training.strategy fsdp2, because the available "

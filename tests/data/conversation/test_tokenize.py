@@ -1,3 +1,5 @@
+import shutil
+
 import numpy as np
 import pytest
 
@@ -78,6 +80,20 @@ def test_the_folder_is_saved_whole(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "copy")
     again = load_tokenizer(tmp_path / "copy")
     assert np.array_equal(conversation_rows(TALK, again), conversation_rows(TALK, tokenizer))
+
+
+def test_the_folder_is_saved_after_it_was_removed(tmp_path):
+    """A run that was resumed reads it from a checkpoint, and removes that in time."""
+    folder = write_tokenizer(tmp_path / "first", CHATML)
+    names = {path.name for path in folder.iterdir()}
+    first = load_tokenizer(folder)
+    rows = conversation_rows(TALK, first)
+    shutil.rmtree(folder)
+    first.save(tmp_path / "second")
+    assert {path.name for path in (tmp_path / "second").iterdir()} == names
+    again = load_tokenizer(tmp_path / "second")
+    assert isinstance(again, ChatTokenizer)
+    assert np.array_equal(conversation_rows(TALK, again), rows)
 
 
 def test_templates_that_refuse_or_change_a_conversation(tokenizer, tmp_path):

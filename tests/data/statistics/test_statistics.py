@@ -13,7 +13,7 @@ from effasr.data.statistics import guidance
 from effasr.data.statistics.frames_per_token import FramesPerToken
 from effasr.data.statistics.survey import SAMPLE, Survey, survey
 from effasr.data.statistics.vocabulary import choose_vocabulary
-from effasr.data.tokenizer import train_tokenizer
+from effasr.data.tokenizer import NeMoTokenizer, train_tokenizer
 
 EIGHT, FOUR = Framing(), Framing(subsampling=4)
 
@@ -94,6 +94,10 @@ def test_counts_and_samples_agree_with_the_tokenizer(tmp_path) -> None:
     for text, seconds in zip(texts, sampled.languages["en"].seconds, strict=True):
         counted.add(Prompt(), text, seconds, tokens=tokenizer.encode(text, "en"))
     assert counted.counted(EIGHT) == sampled.sampled(tokenizer, EIGHT)
+    # One vocabulary for all languages names none.
+    any_language = NeMoTokenizer({"tokenizer": tokenizer.models["en"]})
+    assert any_language.languages == ()
+    assert counted.counted(EIGHT) == sampled.sampled(any_language, EIGHT)
     one = [len(text) / 12 * 12.5 / len(tokenizer.encode(text, "en")) for text in texts]
     found = counted.counted(EIGHT)
     assert found is not None
