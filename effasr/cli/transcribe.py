@@ -218,6 +218,11 @@ def _stream(
     else:
         recognizer = Recognizer(loaded.model, loaded.tokenizer, decoding)
         latency = 10.0 if options.latency is None else options.latency
+        if latency < 1.0:
+            raise ValueError(
+                "`--latency` must be at least 1 s with a model that was not trained with limited "
+                f"contexts (model.encoder.context), but is {latency:g} s."
+            )
         segments = transcribe_stream(recognizer, blocks, prompt, latency_seconds=latency)
     missing, writer = _MissingTimestamps(), StreamWriter(_style(options), "stream")
     for segment in segments:

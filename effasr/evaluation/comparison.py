@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ def compare(scored: Sequence[Scored]) -> str:
         "against first",
     ):
         table.add_column(column, justify="left" if column in ("set", "system") else "right")
+    scored = _told_apart(scored)
     for name in dict.fromkeys(one.set_name for one in scored):
         systems = [one for one in scored if one.set_name == name]
         for one in systems:
@@ -98,6 +100,19 @@ def compare(scored: Sequence[Scored]) -> str:
     return to_text(table) + "\n"
 
 
+def _told_apart(scored: Sequence[Scored]) -> list[Scored]:
+    """Return the results with numbers after names that several systems of a set have."""
+    count = Counter((one.set_name, one.system) for one in scored)
+    seen: Counter[tuple[str, str]] = Counter()
+    found = []
+    for one in scored:
+        key = one.set_name, one.system
+        seen[key] += 1
+        is_unique = count[key] == 1
+        found.append(one if is_unique else replace(one, system=f"{one.system} ({seen[key]})"))
+    return found
+
+
 def _against(first: Scored, one: Scored) -> str:
     common = [name for name in first.errors if name in one.errors]
     before = [first.errors[name] for name in common]
@@ -114,8 +129,12 @@ def _read(folder: Path, system: str | None, set_name: str, normalizer: str | Non
     try:
         summary: dict[str, Any] = read_summary(folder)
         if system is None:
-            above, own = folder.absolute().parent.name, set_name
+            *_, above, own = ("", *folder.absolute().parts)
             set_name = str(summary.get("set", own))
+            if above == "evaluation":
+                # runs/NAME/evaluation/SET, or another name for another search.
+                above = folder.absolute().parts[-3]
+                own = own if set_name == own else f"{above}/{own}"
             system = above if set_name == own else own
         path = folder / HYPOTHESES
         verify(folder, summary.get("files", {}))

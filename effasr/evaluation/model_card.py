@@ -150,13 +150,18 @@ class ModelCard:
 
 
 def read_tested(run: Path, weights: Path) -> list[TestedSet]:
-    """Return a run's evaluations of the weights in a file; those of others give a warning."""
+    """Return a run's evaluations of the weights in a file; those of others give a warning.
+
+    Validations of training are left out, as they may be of other steps.
+    """
     tested, paths = [], sorted((run / "evaluation").glob(f"*/{SUMMARY}"))
     # Not by the ages of the files: copies have other ones, and a clock may have been set.
     own = sha256(weights) if paths else None
     for path in paths:
         try:
             found = read_summary(path.parent)
+            if "model" in found and found["model"] is None:
+                continue  # A validation of training.
             if found.get("model") != own:
                 _log.warning(
                     "%s is not known to be of %s, and is left out: evaluate again.", path, weights

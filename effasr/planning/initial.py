@@ -88,6 +88,8 @@ class Initial:
         else:
             vocabulary = choose_vocabulary(found)
             framing = Framing(subsampling=vocabulary.subsampling)
+        if reader is not None and reader.languages:
+            _check_languages(found, reader, init_from)
         if vocabulary is not None:
             aligned = vocabulary.frames_per_token
         else:
@@ -196,6 +198,21 @@ def _busy() -> str:
     load, processors = os.getloadavg()[0], os.cpu_count() or 1
     # The measurement itself contributes a load of one per processor.
     return f"; other programs ran, load {load:.0f}" if load > 2 * processors else ""
+
+
+def _check_languages(found: Survey, tokenizer: Tokenizer, init_from: str | Path | None) -> None:
+    """Check that a tokenizer knows the languages of the texts, which training would drop."""
+    if missing := [name for name in found.languages if name not in tokenizer.languages]:
+        remedy = (
+            "train a tokenizer on TRAIN, and name it by data.tokenizer beside init_from in a recipe"
+            if init_from is not None
+            else "give --tokenizer a new folder, for one of TRAIN"
+        )
+        known = ", ".join([*tokenizer.languages[:8], *(["..."] if tokenizer.languages[8:] else [])])
+        raise ValueError(
+            f"`TRAIN` must have texts in languages of the tokenizer ({known}), but has some in "
+            f"{', '.join(missing)}: {remedy}."
+        )
 
 
 def _framing_for(found: Survey, tokenizer: Tokenizer) -> Framing:

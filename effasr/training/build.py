@@ -141,12 +141,28 @@ def find_tokenizer(config: TrainConfig, saved: Saved | None) -> Tokenizer:
     # A run that goes on has the tokenizer of its checkpoint.
     is_kept = saved is not None or not config.data.tokenizer
     if own is not None and is_kept and not isinstance(own, NoTokenizer):
+        if saved is not None:
+            _check_tokenizer(config, saved, own)
         return own
     if not config.data.tokenizer:
         raise ValueError(
             "`data.tokenizer` must be a folder that `effasr tokenizer` wrote, but is not given."
         )
     return load_tokenizer(config.data.tokenizer)
+
+
+def _check_tokenizer(config: TrainConfig, saved: Saved, own: Tokenizer) -> None:
+    """Check that a tokenizer of another path is that of the checkpoint.
+
+    Raises:
+        ValueError: It is another one, or cannot be read.
+    """
+    before, now = saved.state["config"]["data"].get("tokenizer"), config.data.tokenizer
+    if now and now != before and load_tokenizer(now).pieces() != own.pieces():
+        raise ValueError(
+            f"`data.tokenizer` must stay the one of the checkpoint, from {before}, but {now} has "
+            "other pieces: leave it, or begin anew with training.restart=true."
+        )
 
 
 def _source_of_model(config: TrainConfig, saved: Saved | None) -> Path | None:

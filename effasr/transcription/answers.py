@@ -141,6 +141,14 @@ class Responder:
             for part in message.parts
             if isinstance(part, AudioPart)
         ]
+        features, most = self._model.config.features, self._model.config.encoder.max_frames
+        for clip in clips:
+            frames = features.framing.frames(len(clip))
+            if not frames:
+                seconds = len(clip) / rate
+                raise Unfit(Reason.TOO_SHORT, f"a recording of {seconds:.3g} s has no frame")
+            if most is not None and frames > most:
+                raise Unfit(Reason.MODEL, f"{frames} encoder frames, over {most}")
         return asking("question", prompt_rows(messages, self._tokenizer).tolist(), tuple(clips))
 
     def _written(self, found: Decoded) -> Answer:

@@ -68,6 +68,11 @@ def test_results_of_other_weights_are_left_out(effasr, run, tmp_path, caplog) ->
     done = effasr("export", run, tmp_path / "hf")
     assert done.code == 0
     assert f"{other} is not known to be of" in caplog.text
+    caplog.clear()
+    # A validation of training, of which its user knows nothing.
+    other.write_text(json.dumps(json.loads(other.read_text()) | {"model": None}))
+    assert effasr("export", run, tmp_path / "hf").code == 0
+    assert "is not known to be of" not in caplog.text
     assert "metrics" not in front(tmp_path / "hf" / "README.md")
     assert "license" not in front(tmp_path / "hf" / "README.md")
     averaged = effasr("export", run, tmp_path / "mean", "--averaged", "2")

@@ -142,6 +142,19 @@ def test_fine_tuning_takes_model_and_tokenizer_from_the_run(effasr, workplace, t
     assert settings.model == config.load(TrainConfig, workplace.run / "config.yaml").model
 
 
+def test_a_tokenizer_of_other_languages_is_refused(effasr, workplace, tmp_path) -> None:
+    german = tmp_path / "german.jsonl"
+    lines = (workplace.folder / "train.jsonl").read_text().splitlines()
+    rows = [json.loads(line) | {"lang": "de"} for line in lines]
+    for row in rows:
+        row["audio_filepath"] = str(workplace.folder / row["audio_filepath"])
+    german.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for given in (("--tokenizer", workplace.folder / "tokenizer"), ("--init-from", workplace.run)):
+        done = effasr("init", german, *given, "--output", tmp_path / "new.yaml", "--no-timing")
+        assert "`TRAIN` must have texts in languages of the tokenizer (en" in done.error
+    assert not (tmp_path / "new.yaml").exists()
+
+
 def test_bad_input_is_refused_before_the_work(effasr, workplace, tmp_path) -> None:
     train, taken = workplace.folder / "train", tmp_path / "taken.yaml"
     taken.write_text("")

@@ -1,17 +1,23 @@
 """A speech language model is trained, asked, evaluated and exported by commands."""
 
+import io
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
+import soundfile
 import torch
 import yaml
 
 from effasr.checkpoint import load_model, resolve, save_model
 from effasr.cli.main import main
 from effasr.config import from_mapping
+from effasr.data.conversation.messages import AudioPart, Message
 from effasr.data.tokenizer import load_tokenizer
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
+from effasr.transcription.answers import Answer, Responder
 from effasr_kernels import PackedLayout
 from tests.support.chat_folder import write_chat_model
 from tests.support.talks import model_mapping, write_talks
@@ -120,6 +126,53 @@ def test_chat(effasr, folder, run):
     assert "last turn is of user" in rows[2]["error"]
     for slots in ("1", "2"):
         assert effasr(*common, "--manifest", str(path), "--slots", slots).out == found.out
+    refused = effasr(*common, "--manifest", str(path), "--system", "be brief")
+    assert "leave out QUESTION, --audio and --system" in refused.err
+
+
+def test_chat_goes_on_after_an_empty_answer(effasr, folder, run, monkeypatch):
+    """The next question takes the place of the one that was not answered, with its recording."""
+    asked = []
+
+    def answer(self, messages):
+        asked.append([(message.role, len(message.parts)) for message in messages])
+        return Answer("" if len(asked) == 1 else "yes", truncated=False)
+
+    monkeypatch.setattr(Responder, "answer", answer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\nthree\n"))
+    clip = str(folder / "data/s1.wav")
+    done = effasr("chat", "--run", str(run), "--device", "cpu", "--audio", clip)
+    assert done.out == "\nyes\nyes\n"
+    assert asked == [
+        [("user", 2)],
+        [("user", 2)],
+        [("user", 2), ("assistant", 1), ("user", 1)],
+    ]
+
+
+def test_recordings_that_the_model_cannot_read_are_errors_of_their_row(
+    effasr, folder, run, tmp_path
+):
+    soundfile.write(tmp_path / "short.wav", np.zeros(50), 16_000)
+    lines = (folder / "data/speech.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines[1:3]]
+    for row in rows:
+        part = row["messages"][0]["content"][0]
+        part["audio"] = str(folder / "data" / part["audio"])
+    rows[0]["messages"][0]["content"][0]["audio"] = str(tmp_path / "short.wav")
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = ("chat", "--run", str(run), "--device", "cpu", "--max-tokens", "5")
+    found = effasr(*common, "--manifest", str(path))
+    assert found.code == 1
+    short, whole = (json.loads(line) for line in found.out.splitlines())
+    assert "has no frame" in short["error"]
+    assert "answer" in whole
+    loaded = load_model(resolve(run))
+    config = loaded.model.config
+    loaded.model.config = replace(config, encoder=replace(config.encoder, max_frames=1))
+    (long,) = Responder(loaded).answers([(Message("user", (AudioPart(part["audio"]),)),)])
+    assert "encoder frames, over 1" in str(long)
 
 
 def test_the_exported_folder_is_transformers(effasr, folder, run, tmp_path):

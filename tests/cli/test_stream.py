@@ -167,7 +167,7 @@ def test_the_model_itself_is_asked(effasr, workplace, piped) -> None:
         (("x.wav", "--latency", "3"), "`--latency` must be left out without `--stream`"),
         (
             ("--stream", "--format", "vtt", "--latency", "0.1"),
-            "`latency_seconds` must be at least 1, but is 0.1",
+            "`--latency` must be at least 1 s with a model that was not trained with limited",
         ),
         (("--stream", "--sample-rate", "10"), "`sample_rate` must be from 1000"),
         (("x.wav", "--gap", "0.01"), "`gap_seconds` must be at least 0.1, but is 0.01"),

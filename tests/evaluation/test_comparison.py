@@ -135,6 +135,15 @@ def test_a_folder_with_another_name_than_its_set_names_the_system(
     found = [read_run(path) for path in ("a", "beam4", "system/dev")]
     names = [(one.system, one.set_name) for (one,) in found]
     assert names == [("a", "dev"), ("beam4", "dev"), ("system", "dev")]
+    save(done, tmp_path / "a" / "evaluation" / "beam4", of_set="dev")
+    for path, system in (("dev", "a"), ("beam4", "a/beam4")):
+        (one,) = read_run(f"a/evaluation/{path}")
+        assert (one.system, one.set_name) == (system, "dev")
+    save(done, tmp_path / "more" / "beam4", of_set="dev")
+    alike = [one for path in ("beam4", "more/beam4") for one in read_run(path)]
+    table = compare(alike)
+    assert "beam4 (1)" in table
+    assert "beam4 (2)" in table
     monkeypatch.chdir("system/dev")
     assert [(one.system, one.set_name) for one in read_run(".")] == [("system", "dev")]
 

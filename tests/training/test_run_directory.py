@@ -89,6 +89,16 @@ def test_a_restart_by_torchrun_keeps_the_run_that_restarted(tmp_path, monkeypatc
     assert not starts("second", 2)
     # Its processes ended before one of them had set aside what the second left.
     assert starts("third", 1)
+    # Not counted: another node came or went.
+    assert not starts("third", 0)
+    with monkeypatch.context() as patch:
+        # Another torchrun, of the same name, whose first processes ended at once.
+        patch.setattr("os.getppid", lambda: 1)
+        assert starts("third", 1)
+        # Rank 0 has moved.
+        patch.setattr("socket.gethostname", lambda: "another")
+        assert not starts("third", 2)
+        assert starts("third", 0)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     assert run.restart() is not None

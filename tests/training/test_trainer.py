@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from effasr import config as configuration
 from effasr.checkpoint import load_model, resolve, save_model
 from effasr.data.filters.config import FilterConfig
 from effasr.data.manifest.reader import read
+from effasr.data.tokenizer import train_tokenizer
 from effasr.evaluation.evaluate import evaluate
 from effasr.optim.adamw import OptimizerConfig
 from effasr.training import trainer
@@ -196,7 +198,14 @@ def test_a_run_goes_on_only_as_the_run_it_was(make_config, tmp_path, tones, capl
         run(make_config(seed=4))
     with pytest.raises(ValueError, match=r"`data\.train` must hold the same utterances"):
         run(make_config(data={"train": str(tones / "test.jsonl")}))
-    assert run(make_config(training={"max_steps": 3})) == 0
+    train_tokenizer({"en": ["a b c d e f g h"]}, tmp_path / "other", vocab_size=24)
+    with pytest.raises(ValueError, match=r"`data\.tokenizer` must stay .* has other pieces"):
+        run(make_config(data={"tokenizer": str(tmp_path / "other")}))
+    with pytest.raises(ValueError, match="nowhere"):
+        run(make_config(data={"tokenizer": str(tmp_path / "nowhere")}))
+    shutil.copytree(tones / "tokenizer", tmp_path / "moved")
+    moved = {"tokenizer": str(tmp_path / "moved")}
+    assert run(make_config(data=moved, training={"max_steps": 3})) == 0
     assert "training.max_steps: 2 -> 3" in caplog.text
     assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
     assert run(make_config(seed=4, training=short | {"restart": True})) == 0

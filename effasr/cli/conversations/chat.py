@@ -65,10 +65,10 @@ def run(options: argparse.Namespace) -> int:
     from effasr.checkpoint import load_model, resolve
     from effasr.distributed.process_group import choose_device
 
-    if options.manifest is not None and (options.question or options.audio):
+    if options.manifest is not None and (options.question or options.audio or options.system):
         raise ValueError(
-            "`--manifest` must be given alone, because its conversations have questions and "
-            "recordings of their own: leave out QUESTION and --audio."
+            "`--manifest` must be given alone, because its conversations have instructions, "
+            "questions and recordings of their own: leave out QUESTION, --audio and --system."
         )
     loaded = load_model(resolve(options.run), choose_device(options.device))
     if loaded.model.language_model is None:
@@ -80,6 +80,8 @@ def run(options: argparse.Namespace) -> int:
         return _answer_manifest(options, loaded)
     for answer in _dialogue(options, loaded):
         print_line(answer)
+        # For a program that asks through pipes, and waits for each answer.
+        sys.stdout.flush()
     return 0
 
 
@@ -98,9 +100,13 @@ def _dialogue(options: argparse.Namespace, loaded: LoadedModel) -> Iterator[str]
         if not question.strip():
             continue
         messages.append(Message("user", (*parts, question.strip())))
-        parts = ()
         found = responder.answer(messages)
-        messages.append(Message("assistant", (found.text,)))
+        if found.text:
+            messages.append(Message("assistant", (found.text,)))
+            parts = ()
+        else:
+            # No conversation has an empty turn: the next question takes the place of this one.
+            messages.pop()
         yield found.text
 
 
@@ -126,6 +132,7 @@ def _answer_manifest(options: argparse.Namespace, loaded: LoadedModel) -> int:
             row["error"] = str(found)
             code = 1
         print_line(json_line(row))
+        sys.stdout.flush()
     return code
 
 

@@ -76,6 +76,11 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             f"`--min-confidence` must be from 0 to 1, but is {options.min_confidence:g}."
         )
+    if Path(options.out).suffix == ".jsonl":
+        raise ValueError(
+            f"`OUT` must be a folder, which gets manifest.jsonl, but is {options.out}: choose a "
+            "name without .jsonl."
+        )
     directory = resolve(options.run)
     config = decoding_config(options)
     for name in ("second_lm", "corrector"):

@@ -33,26 +33,8 @@ def conversation_rows(messages: Sequence[Message], tokenizer: ChatTokenizer) -> 
     Raises:
         Unfit: The template refuses the conversation, or changes earlier turns when more follow.
     """
-    turns, rows, cursor = _turns(messages), [], 0
     try:
-        whole = tokenizer.render(turns)
-        for number, message in enumerate(messages):
-            if message.role != "assistant":
-                continue
-            asked = tokenizer.render(turns[:number], asks=True)
-            answered = tokenizer.render(turns[: number + 1])
-            if not (whole.startswith(answered) and answered.startswith(asked)):
-                raise Unfit(
-                    Reason.CHAT_TEMPLATE,
-                    f"the chat template changes what is before turn {number + 1} when it follows",
-                )
-            written = answered[len(asked) :].rstrip()
-            rows += _encode(whole[cursor : len(asked)], tokenizer)
-            ids = tokenizer.encode(written, "")
-            if not ids or ids[-1] not in tokenizer.stop_ids:
-                ids.append(tokenizer.eos_id)
-            rows += [~token for token in ids]
-            cursor = len(asked) + len(written)
+        rows = _rows(messages, tokenizer, asks=False)
     except TemplateError as error:
         raise Unfit(Reason.CHAT_TEMPLATE, str(error)) from error
     return _checked(rows, messages)
@@ -65,10 +47,38 @@ def prompt_rows(messages: Sequence[Message], tokenizer: ChatTokenizer) -> np.nda
         Unfit: The template refuses the conversation.
     """
     try:
-        text = tokenizer.render(_turns(messages), asks=True)
+        try:
+            rows = _rows(messages, tokenizer, asks=True)
+        except Unfit:
+            # A template may show earlier answers in another way than the last.
+            rows = _encode(tokenizer.render(_turns(messages), asks=True), tokenizer)
     except TemplateError as error:
         raise Unfit(Reason.CHAT_TEMPLATE, str(error)) from error
-    return _checked(_encode(text, tokenizer), messages)
+    return _checked([row if row >= 0 or row == CLIP else ~row for row in rows], messages)
+
+
+def _rows(messages: Sequence[Message], tokenizer: ChatTokenizer, *, asks: bool) -> list[int]:
+    """Return the rows of a conversation, or of one that asks for an answer."""
+    turns, rows, cursor = _turns(messages), [], 0
+    whole = tokenizer.render(turns, asks=asks)
+    for number, message in enumerate(messages):
+        if message.role != "assistant":
+            continue
+        asked = tokenizer.render(turns[:number], asks=True)
+        answered = tokenizer.render(turns[: number + 1])
+        if not (whole.startswith(answered) and answered.startswith(asked)):
+            raise Unfit(
+                Reason.CHAT_TEMPLATE,
+                f"the chat template changes what is before turn {number + 1} when it follows",
+            )
+        written = answered[len(asked) :].rstrip()
+        rows += _encode(whole[cursor : len(asked)], tokenizer)
+        ids = tokenizer.encode(written, "")
+        if not ids or ids[-1] not in tokenizer.stop_ids:
+            ids.append(tokenizer.eos_id)
+        rows += [~token for token in ids]
+        cursor = len(asked) + len(written)
+    return rows + _encode(whole[cursor:], tokenizer) if asks else rows
 
 
 def _turns(messages: Sequence[Message]) -> list[dict[str, str]]:

@@ -69,6 +69,8 @@ class ChatTokenizer(HuggingFaceTokenizer):
             "tools": None,
             "documents": None,
             "add_generation_prompt": asks,
+            # Qwen3 and others: answers are transcripts, without a part in which the model thinks.
+            "enable_thinking": False,
             **self._tokens,
         }
         return render_template(self._template, variables)

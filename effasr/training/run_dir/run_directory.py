@@ -7,11 +7,11 @@ import logging
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effasr.training.run_dir.run_lock import LOCK, RunLock, torchrun_job
+from effasr.training.run_dir.run_lock import LOCK, RunLock, launcher, torchrun_job
 from effasr.untrusted.display import utf8
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ METRICS, VALIDATION, WARNINGS, SKIPPED, UNREADABLE, DROPPED, BLEND = (
 )
 
 RESTARTED = "restarted"
-"""Name of the file with torchrun's id of the run that was started by ``training.restart``."""
+"""Name of the file that names torchrun's start of a run with ``training.restart``."""
 
 _GROWING = (METRICS, VALIDATION, WARNINGS, SKIPPED, UNREADABLE)
 
@@ -50,7 +50,7 @@ class RunDirectory:
     checkpoints/       see `effasr.checkpoint`
     evaluation/        the last validation
     lock               exists during training and names the training process
-    restarted          torchrun's id of the run, if it was started by ``training.restart``
+    restarted          names torchrun's start of the run, if it had ``training.restart``
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,13 +80,19 @@ class RunDirectory:
         directory is then that of the same run, and remains.
         """
         job, restarts = torchrun_job()
-        marker = self.path / RESTARTED
-        if restarts and job is not None and marker.is_file() and marker.read_text() == job:
+        if job is None:
+            return self.set_aside()
+        own, marker = {"job": job, **launcher()}, self.path / RESTARTED
+        before = {}
+        with suppress(OSError, ValueError):
+            before = json.loads(marker.read_text(encoding="utf-8"))
+        # Where nodes come and go, torchrun restarts without counting it. Rank 0 may have moved.
+        has_moved = before.get("job") == job and before.get("host") != own["host"]
+        if before == own or (restarts and has_moved):
             return None
         aside = self.set_aside()
-        if job is not None:
-            self.path.mkdir(parents=True, exist_ok=True)
-            _replace(marker, job)
+        self.path.mkdir(parents=True, exist_ok=True)
+        _replace(marker, json.dumps(own) + "\n")
         return aside
 
     def set_aside(self) -> Path | None:

@@ -174,6 +174,16 @@ def torchrun_job() -> tuple[str | None, int]:
     return os.environ.get("TORCHELASTIC_RUN_ID"), restarts
 
 
+def launcher() -> dict[str, str]:
+    """Return what tells this start of torchrun from others, of which many have the same id."""
+    parent = os.getppid()
+    with suppress(OSError):
+        # The 22nd field is the start of the process; the second, its name, may contain blanks.
+        fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
+        return {"host": socket.gethostname(), "process": f"{parent} {fields[19]}"}
+    return {"host": socket.gethostname(), "process": str(parent)}
+
+
 def _is_replaced(holder: dict[str, Any]) -> bool:
     """Return whether torchrun has started this process in place of the holder."""
     job, restarts = torchrun_job()

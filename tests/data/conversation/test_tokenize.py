@@ -109,6 +109,40 @@ def test_templates_that_refuse_or_change_a_conversation(tokenizer, tmp_path):
         conversation_rows(TALK[1:], other)
 
 
+def test_answers_have_no_part_in_which_the_model_thinks(tmp_path):
+    """Qwen3's template writes an empty one for the last answer, and asks for one unless told."""
+    thinking = CHATML.replace(
+        "{{ message.content }}",
+        "{% if loop.last and message.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+        "{{ message.content }}",
+    )
+    thinking += (
+        "{% if add_generation_prompt and not enable_thinking | default(true) %}"
+        "<think>\n\n</think>\n\n{% endif %}"
+    )
+    plain = load_tokenizer(write_tokenizer(tmp_path / "plain", CHATML))
+    other = load_tokenizer(write_tokenizer(tmp_path / "thinking", thinking))
+    talk = TALK[1:3]
+    targets = [text_of(conversation_rows(talk, one), one, written=True) for one in (plain, other)]
+    assert targets[0] == targets[1]
+    # Earlier answers are shown without it, which is no obstacle to asking.
+    asked = [prompt_rows(TALK[1:4], one) for one in (plain, other)]
+    assert len(asked[1]) > len(asked[0])
+
+
+def test_a_question_has_the_rows_of_training(tokenizer, tmp_path):
+    """Also where the template ends no turn, so that training adds the token that does."""
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    turns += "{% if add_generation_prompt %}assistant: {% endif %}"
+    plain = load_tokenizer(write_tokenizer(tmp_path, turns))
+    talk = (*TALK[1:4], Message("assistant", ("hello again",)))
+    for one in (tokenizer, plain):
+        whole, asked = conversation_rows(talk, one), prompt_rows(talk[:-1], one)
+        given = np.where((whole < 0) & (whole != CLIP), ~whole, whole)
+        assert np.array_equal(given[: len(asked)], asked)
+        assert (whole[len(asked) :] < 0).all()
+
+
 def test_a_template_without_an_end_gets_one(tmp_path):
     plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     plain += "{% if add_generation_prompt %}assistant: {% endif %}"
