@@ -162,7 +162,8 @@ def test_matches_where_a_long_sequence_is_divided(native: NativeAttention) -> No
 def test_large_scores_do_not_overflow(native: NativeAttention) -> None:
     layouts = _layouts("relative", LENGTHS)
     inputs = _inputs(layouts, "relative", 32, spread=12.0)
-    _assert_agrees(native.with_options(scale=1.0), layouts, inputs)
+    # The rounding of scores of several hundred depends on the order of their sums.
+    _assert_agrees(native.with_options(scale=1.0), layouts, inputs, slack=4.0)
 
 
 def test_another_scale(native: NativeAttention) -> None:

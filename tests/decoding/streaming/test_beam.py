@@ -126,8 +126,12 @@ def test_a_stream_has_the_hypotheses_of_the_whole_utterance(kind, chunk, seed) -
             found = search.finish(slot)
             assert found.read == LENGTHS[first + slot]
             listed = search.commit(slot, len(found.tokens), found.read)
-            assert [one.tokens for one in listed] == [one.tokens for one in best]
-            assert [one.score for one in listed] == pytest.approx([one.score for one in best])
+            scores = [one.score for one in best]
+            assert [one.score for one in listed] == pytest.approx(scores)
+            # Hypotheses of nearly the same score may change places, by how products are rounded.
+            clear = [n for n, score in enumerate(scores[:-1]) if score - scores[n + 1] > 1e-3]
+            for end in (n + 1 for n in clear):
+                assert {one.tokens for one in listed[:end]} == {one.tokens for one in best[:end]}
             assert found.tokens == best[0].tokens if best else not found.tokens
             assert found.frames == (best[0].frames if best else ())
     assert max(len(best[0].tokens) for best in expected if best) > 4
