@@ -42,8 +42,9 @@ class Scored:
 def read_run(run: str | Path, normalizer: str | None = None) -> list[Scored]:
     """Return the evaluations of a run, or the one in a folder of ``effasr evaluate --output``.
 
-    The set of such a folder is the one in its ``wer.json``, and the folder names the system. A
-    folder with the name of the set, or of an earlier version, is ``SYSTEM/SET``.
+    The set of such a folder is the one in its ``wer.json``, and the folder names the system; in
+    ``runs/NAME/evaluation`` it is ``NAME/FOLDER``. A folder with the name of the set, or of an
+    earlier version, is ``SYSTEM/SET``.
 
     Args:
         run: ``runs/NAME``, or a folder with wer.json and hypotheses.jsonl.

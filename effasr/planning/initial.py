@@ -162,7 +162,8 @@ class Initial:
             settings = config.load(TrainConfig, path)
         size, frames, tokens = self._workload()
         if not len(frames):
-            return "unknown, because no text of at most 40 s follows the speech"
+            longest = DataConfig().max_duration
+            return f"unknown, because no text of at most {longest:g} s follows the speech"
         speed = audio_seconds_per_second(settings, size, frames, tokens, device)
         if speed is None:
             return f"unknown, because this machine's {device.type} has not enough memory for it"

@@ -13,7 +13,10 @@ from effasr.data.sampling.cost import CostModel
 FORWARD_AND_BACKWARD = 3
 """The backward has two matrix products for each of the forward."""
 
-_PEAKS = (
+_PEAKS: tuple[tuple[str, float | None], ...] = (
+    # A part of a GPU, and one whose peak is not that of its namesake.
+    ("MIG", None),
+    ("H200 NVL", None),
     ("GB200", 2500e12),
     ("B200", 2250e12),
     ("H200", 989e12),
@@ -49,9 +52,6 @@ def peak_flops(device: torch.device) -> float | None:
 def peak_of(name: str) -> float | None:
     """Return the same by the name of a GPU, such as ``NVIDIA H200``."""
     words = name.replace("-", " ").split()
-    if "MIG" in words or {"H200", "NVL"} <= set(words):
-        # A part of a GPU, and one whose peak is not that of its namesake.
-        return None
     for model, flops in _PEAKS:
         if all(word in words for word in model.split()):
             return flops
