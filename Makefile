@@ -16,7 +16,8 @@ INPUTS ?= 1000
 # How often in a row `make test-processes` runs the tests that start processes.
 RUNS ?= 20
 PROCESS_TESTS := tests/distributed tests/faults \
-  tests/cli/test_torchrun.py tests/data/test_build_lock.py tests/data/test_loader.py \
+  tests/cli/test_torchrun.py tests/data/test_build_lock.py \
+  tests/data/test_corpus_cache_processes.py tests/data/test_loader.py \
   tests/training/calibration/test_settle.py $(addprefix tests/training/test_, $(addsuffix .py, \
   adascale async_checkpoints elastic exactness faults gossip_training lora oom_recovery_ranks \
   parallel partial_ranks run_lock sharded_checkpoint sharding watchdog))

@@ -1,10 +1,8 @@
 import errno
 import json
 import logging
-import multiprocessing
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -13,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from effasr.data.atomic_files import atomic_file
 from effasr.data.config import DataConfig
 from effasr.data.filters.config import FilterConfig, TooManyDropped
 from effasr.data.index import corpus_cache
@@ -288,83 +285,6 @@ def test_a_prepared_folder(
     for _ in range(2):
         check_same(plain, load(out, tokenizer, folder, notes))
     assert not was_read(notes)
-
-
-def _load_all(manifest: Path, folder: Path, start: Any, results: Any) -> None:
-    tokenizer = SentencePieceTokenizer.load(manifest.parent / "tokenizer")
-    start.wait()
-    notes: list[str] = []
-    corpus = load(manifest, tokenizer, folder, notes)
-    results.put((was_read(notes), corpus.fingerprint))
-
-
-def test_of_several_processes_one_reads(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
-) -> None:
-    manifest = nemo(12)
-    tokenizer.save(manifest.parent / "tokenizer")
-    context = multiprocessing.get_context("fork")
-    start, results = context.Barrier(4), context.Queue()
-    arguments = (manifest, folder, start, results)
-    processes = [context.Process(target=_load_all, args=arguments) for _ in range(4)]
-    for process in processes:
-        process.start()
-    found = [results.get(timeout=240) for _ in processes]
-    for process in processes:
-        process.join()
-    assert sorted(read for read, _ in found) == [False, False, False, True]
-    assert {fingerprint for _, fingerprint in found} == {
-        load(manifest, tokenizer, None, []).fingerprint
-    }
-
-
-def test_a_killed_builder_leaves_nothing_behind(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
-) -> None:
-    manifest = nemo(5)
-
-    def write_half(path: Path, *others: Any) -> int:
-        with atomic_file(path) as file:
-            file.write(b"half")
-            file.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError
-
-    def build() -> None:
-        corpus_cache.write_columns = write_half
-        load(manifest, tokenizer, folder, [])
-
-    process = multiprocessing.get_context("fork").Process(target=build)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert len(list(folder.glob("*.partial"))) == 1
-    notes: list[str] = []
-    load(manifest, tokenizer, folder, notes)
-    assert was_read(notes)
-    assert not list(folder.glob("*.partial"))
-
-
-def test_without_locks_no_file_of_another_is_removed(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be one that another process, on this host or on another one, is writing."""
-    manifest = nemo(5)
-    load(manifest, tokenizer, folder, [])
-    (made,) = folder.glob("*.corpus")
-    other = made.with_name(f"{made.name}.deadbeef.1.partial")
-    made.rename(other)
-
-    def refuse(*arguments: Any) -> None:
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("fcntl.flock", refuse)
-        load(manifest, tokenizer, folder, [])
-    assert other.exists()
-    made.unlink()
-    load(manifest, tokenizer, folder, [])
-    assert not other.exists()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
