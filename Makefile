@@ -18,9 +18,13 @@ RUNS ?= 20
 PROCESS_TESTS := tests/distributed tests/faults \
   tests/cli/test_torchrun.py tests/data/test_build_lock.py \
   tests/data/test_corpus_cache_processes.py tests/data/test_loader.py \
-  tests/training/calibration/test_settle.py $(addprefix tests/training/test_, $(addsuffix .py, \
+  tests/training/calibration/test_settle.py \
+  tests/training/language_model/test_training.py::test_two_processes_train_adapters_as_one \
+  tests/training/test_text_only.py::test_two_ranks_have_the_loss_curve_of_one \
+  tests/training/test_weight_copies.py::test_ranks_exchange_the_gradients_of_autocast \
+  $(addprefix tests/training/test_, $(addsuffix .py, \
   adascale async_checkpoints elastic exactness faults gossip_training lora oom_recovery_ranks \
-  parallel partial_ranks run_lock sharded_checkpoint sharding watchdog))
+  parallel partial_ranks run_lock sharded_checkpoint sharding untranscribed_ranks watchdog))
 
 .PHONY: demo demo-transducer test test-all test-processes faults fuzz audit lint bench gpu wheels clean help
 

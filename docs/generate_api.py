@@ -22,8 +22,10 @@ import effasr_kernels  # noqa: E402 (found on the path above)
 
 API = ROOT / "docs/api"
 EXAMPLES = ROOT / "docs/examples"
-TYPES = ("PackedLayout", "PackedSequence", "Rotary", "RelativeBias")
+TYPES = ("PackedLayout", "PackedSequence", "Rotary", "RelativeBias", "Context", "Backend")
 """Classes that operations take, on the page of contents."""
+HELPERS = ("pack", "allow_reference_on_gpu", "BackendUnavailable", "ReferenceOnGPUWarning")
+"""What else the package exports for users, on the page of contents."""
 _SECTIONS = ("Args", "Attributes", "Returns", "Raises", "References")
 _ENTRY = re.compile(r"(\w+): (.*)")
 
@@ -110,12 +112,47 @@ def contents() -> str:
         *("", "| operation | what it does |", "|---|---|"),
     ]
     for name in effasr_kernels.OPERATIONS:
-        summary = (inspect.getdoc(getattr(effasr_kernels, name)) or "").split("\n\n")[0]
-        lines.append(f"| [`{name}`]({name}.md) | {_inline(' '.join(summary.split()))} |")
+        lines.append(f"| [`{name}`]({name}.md) | {_summary(getattr(effasr_kernels, name))} |")
     for name in TYPES:
         docstring = inspect.getdoc(getattr(effasr_kernels, name)) or ""
         lines += ["", f"## {name}", "", markdown(docstring)]
+        if listed := list(methods(getattr(effasr_kernels, name))):
+            lines += ["", "### Methods", "", *listed]
+    lines += ["", "## Others", ""]
+    for name in HELPERS:
+        found = getattr(effasr_kernels, name)
+        arguments = "" if inspect.isclass(found) else _arguments(found)
+        lines.append(f"- **`{name}{arguments}`**: {_summary(found)}")
     return "\n".join(lines) + "\n"
+
+
+def methods(cls: type) -> Iterator[str]:
+    """An entry for each public method and property of a class, in the order of its source."""
+    for name, member in vars(cls).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(member, property):
+            yield f"- **`{name}`**: {_summary(member)}"
+        elif inspect.isfunction(member) or isinstance(member, classmethod):
+            bound = getattr(cls, name)
+            yield f"- **`{name}{_arguments(bound)}`**: {_summary(bound)}"
+
+
+def _arguments(function: object) -> str:
+    """The arguments of a function or method in one line, without annotations and ``self``."""
+    found = inspect.signature(function)  # type: ignore[arg-type]
+    shown = [
+        parameter.replace(annotation=parameter.empty)
+        for name, parameter in found.parameters.items()
+        if name != "self"
+    ]
+    return str(inspect.Signature(shown))
+
+
+def _summary(documented: object) -> str:
+    """The first paragraph of a docstring, on one line."""
+    first = (inspect.getdoc(documented) or "").split("\n\n")[0]
+    return _inline(" ".join(first.split()))
 
 
 def pages() -> Iterator[tuple[Path, str]]:

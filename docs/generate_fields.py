@@ -141,6 +141,7 @@ def _anchor(title: str) -> str:
 def _cell(text: str) -> str:
     text = re.sub(r"``(.+?)``", r"`\1`", text)
     text = re.sub(r"`effasr\.([\w.]+)`", r"`\1`", text)
+    text = re.sub(r"\bNone\b", "null", text)  # as a recipe has it
     return text.replace("|", "\\|")
 
 

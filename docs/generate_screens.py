@@ -2,8 +2,8 @@
 
     python docs/generate_screens.py [NAME ...] [--folder FOLDER]
 
-Runs commands in FOLDER, where ``make demo`` has been run (default: the checkout), each in a
-terminal of its own, and writes docs/images/NAME_COLUMNS.svg with the last screens of what a user
+Runs ``make demo`` and others that need it in FOLDER (default: the checkout), each in a terminal of
+its own, and writes docs/images/NAME_COLUMNS.svg with the last screens of what a user
 then sees. Needs pyte (``pip install pyte``).
 """
 
@@ -14,6 +14,7 @@ import fcntl
 import io
 import os
 import pty
+import shutil
 import struct
 import subprocess
 import sys
@@ -33,7 +34,8 @@ IMAGES = ROOT / "docs" / "images"
 COLUMNS = (80, 120)
 LINES = 48  # of the screen; a longer output shows its end
 COMMANDS: dict[str, str] = {
-    "train": "effasr train demo name=screens training.stop_at=300 training.restart=true",
+    "demo": "make demo",
+    "train": "effasr train demo name=screens training.stop_at=300",
     "evaluate": "effasr evaluate --run runs/demo --manifest data/demo/test.jsonl",
     "transcribe": "effasr transcribe --run runs/demo data/demo/test/audio/en-04200.wav",
     "doctor": "effasr doctor",
@@ -77,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     IMAGES.mkdir(exist_ok=True)
     for name in options.names or COMMANDS:
         for columns in COLUMNS:
+            shutil.rmtree(options.folder / "runs" / "screens", ignore_errors=True)
             screen = run(COMMANDS[name], options.folder, columns)
             path = IMAGES / f"{name}_{columns}.svg"
             path.write_text(picture(screen, COMMANDS[name], columns))

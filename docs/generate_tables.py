@@ -15,14 +15,15 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "profiling"), str(ROOT / "profiling/studies")]
+_DOCS = Path(__file__).parent
+sys.path[:0] = [str(_DOCS), str(_DOCS.parent), str(_DOCS.parent / "profiling/studies")]
 
-from bench import rows as results  # noqa: E402 (found on the path above)
-from plot import newest  # noqa: E402
+from tables.format import ROOT, Row, markdown, percent, read  # noqa: E402 (found on the path above)
+from tables.small_data import experts, other_language, small_data, subsampling  # noqa: E402
 
 PAGES = (
     *("README.md", "docs/audio-without-text.md", "docs/benchmarks.md", "docs/kernels.md"),
+    *("docs/architecture.md", "docs/finetuning.md"),
     *("docs/speech-language-models.md", "docs/transcription.md"),
 )
 _TABLE = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.S)
@@ -33,21 +34,6 @@ _NAMES = {
     "earnings22_sentences": "Earnings-22, sentences",
     "ami_only_words_segments": "AMI, segments",
 }
-Row = dict[str, str]
-
-
-def markdown(titles: Sequence[str], lines: Sequence[Sequence[str]], texts: int = 1) -> str:
-    """Format a table; the first ``texts`` columns are aligned to the left."""
-    rule = ["---"] * texts + ["---:"] * (len(titles) - texts)
-    return "".join(f"| {' | '.join(line)} |\n" for line in [titles, rule, *lines])
-
-
-def read(name: str, *keys: str) -> list[Row]:
-    """Read the rows of a file of results; of rows with equal keys, only the newest."""
-    found = list(results.read(ROOT / "profiling/results" / f"{name}.csv"))
-    if not found:
-        raise ValueError(f"profiling/results/{name}.csv must have rows, but has none.")
-    return [dict(row) for row in newest(found, keys)] if keys else found
 
 
 def training_rows() -> list[Row]:
@@ -356,24 +342,12 @@ def compiled_counts() -> str:
     return markdown(titles, [[*key, *line] for key, line in found.items()])
 
 
-def percent(share: str) -> str:
-    """A share as percent, to three digits."""
-    return f"{100 * float(share):.3g}" if float(share) else "0"
-
-
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
         *(training_summary, training, padding, ladder, whisper, decoder_depth, inference),
-        *(
-            conversations,
-            straggler,
-            streaming,
-            audio_without_text,
-            second_pass,
-            speech_llm,
-            compiled_counts,
-        ),
+        *(conversations, straggler, streaming, audio_without_text, second_pass, speech_llm),
+        *(compiled_counts, small_data, subsampling, other_language, experts),
     )
 }
 

@@ -302,7 +302,7 @@ class Table:
         sys.stdout.flush()
 
     def ranking(self) -> str:
-        """Return how long each takes, as a multiple of our fastest."""
+        """Return how long each takes, as a multiple of ours: the first backend of `own`."""
         groups: dict[tuple[object, ...], list[Row]] = {}
         for row in self.rows:
             key = tuple(row[column] for column in ("op", "kind", "mode", "shape"))

@@ -27,7 +27,7 @@ OURS = ("cuda", "triton", "cpp", "reference")
 """Our backends that are our own code, the fastest kind first."""
 KEYS = {
     "ops": ("op", "kind", "backend", "shape", "dtype", "mode"),
-    "training": ("system", "model", "precision", "frame_budget", "mode"),
+    "training": ("system", "model", "precision", "threads", "frame_budget", "mode"),
     "transducer_memory": ("backend", "batch", "joint", "classes", "dtype"),
     "inference": ("system", "shape", "size", "batch", "dtype"),
 }
@@ -160,10 +160,15 @@ def ops_picture(rows: Sequence[Row]) -> list[Picture]:
             groups.setdefault(at, {}).setdefault(row["mode"], {})[row["backend"]] = row
     lines = []
     for (op, kind, shape, _), modes in groups.items():
-        ratios = {mode: found for mode in modes if (found := _ratio(modes[mode]))}
-        if "forward+backward" not in ratios:
+        ratios = {
+            mode: found
+            for mode in ("forward+backward", "forward")
+            if (found := _ratio(modes.get(mode, {})))
+        }
+        if not ratios:
             continue
-        _, peer, row = ratios["forward+backward"]
+        # Operations of decoding have a forward alone.
+        _, peer, row = next(iter(ratios.values()))
         values = [ratios[m][0] if m in ratios else None for m in ("forward+backward", "forward")]
         command = f"python profiling/bench_ops.py --op {op}" + (f' --kind "{kind}"' if kind else "")
         name = f"{op} {kind}, {_sizes(shape)}; {peer}".replace(" ,", ",")
@@ -199,17 +204,28 @@ def training_pictures(rows: Sequence[Row]) -> list[Picture]:
     pictures = []
     for model in dict.fromkeys(row["model"] for row in rows):
         lines = []
-        for row in (row for row in rows if row["model"] == model):
+        own = [row for row in rows if row["model"] == model]
+        named = {
+            "frame_budget": lambda row: f"{int(row['frame_budget']):,} frames",
+            "precision": lambda row: row["precision"],
+            "threads": lambda row: f"{row['threads']} thread{'s' * (row['threads'] != '1')}",
+        }
+        varied = [write for name, write in named.items() if len({row[name] for row in own}) > 1]
+        for row in own:
             values = [
                 _number(row["audio_s_per_s"]),
                 _number(row["mfu"], 100),
                 _number(row["padding_frames"], 100),
                 _number(row["peak_bytes"], 1e-9),
             ]
-            command = f"python profiling/bench_training.py --model {model}"
+            command = f"OMP_NUM_THREADS={row['threads']} " if row["threads"] else ""
+            command += f"python profiling/bench_training.py --model {model}"
             command += f" --systems {row['system']} --frame-budget {row['frame_budget']}"
+            command += f" --precision {row['precision']}"
             command += "" if row["mode"] == "eager" else f" --modes {row['mode']}"
-            name = ", ".join(filter(None, [row["system"], _MODES[row["mode"]]]))
+            name = ", ".join(
+                filter(None, [row["system"], _MODES[row["mode"]], *(text(row) for text in varied)])
+            )
             lines.append(Line(name, values, row, command))
         lines.sort(key=lambda line: -(line.values[0] or 0.0))
         panels = [

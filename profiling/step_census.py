@@ -8,7 +8,8 @@ A step of one micro-batch runs with dropout in bfloat16 on fake tensors of a mad
 trainer does what it does on a real one, but operators of PyTorch and kernels are recorded, so
 that a step of any size takes seconds. A product has the FLOPs of `torch.utils.flop_counter`, an
 operation those of its own formula. A launch has the bytes of the tensors that it reads and writes,
-each once; traffic that caches do not catch comes on top. The roofline is the sum over launches of
+each once; traffic that caches do not catch comes on top. Multi-tensor operators have the launches
+of PyTorch's builds for CUDA 13. The roofline is the sum over operators and calls of operations of
 the time that an H200 takes at least: a bound, not a measurement. The table lists categories and
 layers; the JSON has `launches_eager`, `launches_graph`, `bytes_between_per_frame_channel` (traffic
 of frames between the matrix products and the kernels of an encoder layer) and their parts.
@@ -54,11 +55,11 @@ def update_baseline(path: Path) -> None:
     partial.replace(path)
 
 
-def check(path: Path, models: Sequence[str]) -> list[str]:
+def check(baseline: dict[str, Any], models: Sequence[str]) -> list[str]:
     """Return a line for each figure that exceeds the baseline by more than 5 %."""
-    before, found = json.loads(path.read_text(encoding="utf-8")), []
+    found = []
     for model in models:
-        found += growth(before[model], census(model, _BUDGET), _MOST_GROWTH)
+        found += growth(baseline[model], census(model, _BUDGET), _MOST_GROWTH)
     return found
 
 
@@ -72,9 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--layout",
         choices=get_args(Layout),
-        default="packed",
-        help=f"of {SPEECH_LLM}: packed, or the rows of the same conversations in padded batches, "
-        "drawn or of similar length",
+        help=f"of {SPEECH_LLM}: packed, as by default, or the rows of the same conversations in "
+        "padded batches, drawn or of similar length",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE")
@@ -82,13 +82,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--check", action="store_true", help="compare with the baseline")
     what.add_argument("--update-baseline", action="store_true", help="write it anew")
     options = parser.parse_args(arguments)
-    if (options.check or options.update_baseline) and options.frame_budget is not None:
-        parser.error(f"the baseline has {_BUDGET} frames: leave out --frame-budget")
+    if options.check or options.update_baseline:
+        unread = {"--frame-budget": options.frame_budget, "--layout": options.layout}
+        unread |= {"--json": options.json or None}
+        unread |= {"--model": options.model} if options.update_baseline else {}
+        if given := [name for name, value in unread.items() if value is not None]:
+            parser.error(
+                f"the baseline has packed steps of {_BUDGET} frames of {' and '.join(_MODELS)}: "
+                f"leave out {', '.join(given)}"
+            )
     if options.check:
         models = _MODELS if options.model is None else [options.model]
         if unknown := set(models) - set(_MODELS):
             parser.error(f"the baseline has no {unknown.pop()}, only {', '.join(_MODELS)}")
-        grown = check(options.baseline, models)
+        try:
+            baseline = json.loads(options.baseline.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            parser.error(
+                f"--baseline must be a file that --update-baseline wrote, but is "
+                f"{options.baseline}: {error}"
+            )
+        grown = check(baseline, models)
         for line in grown:
             sys.stderr.write(f"step_census: {line}\n")
         if grown:
@@ -102,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         budget = _BUDGET if options.frame_budget is None else options.frame_budget
-        summary = census(options.model or _MODELS[0], budget, options.layout)
+        summary = census(options.model or _MODELS[0], budget, options.layout or "packed")
     except ValueError as error:
         sys.stderr.write(f"step_census: {error}\n")
         return 2

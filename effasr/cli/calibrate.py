@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from effasr.cli.options import AddCommand, add_recipe, log, print_line
+from effasr.cli.options import AddCommand, add_recipe, log, print_folded, print_line
+from effasr.cli.progress import working
 
 if TYPE_CHECKING:
     from effasr.training.calibration.store import Calibration
@@ -32,15 +33,17 @@ def add(command: AddCommand) -> None:
     target.add_argument(
         "--target-share",
         metavar="X",
-        help="the same as a share of the GPU, or of the host's memory",
+        help="memory that training may take, as a share of the GPU's or the host's",
     )
     parser.add_argument(
         "--objective",
         choices=("throughput", "memory"),
-        help="throughput: the smallest budget that is nearly the fastest (default); memory: the "
-        "largest that fits",
+        help="budget to find; throughput: the smallest that is nearly the fastest (default); "
+        "memory: the largest that fits",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object: calibration.json")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, as in calibration.json"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,12 +63,17 @@ def run(options: argparse.Namespace) -> int:
     config = build.resolve(configuration.load(TrainConfig, options.recipe, overrides), None)
     device = choose_device(config.training.device)
     tokenizer = build.find_tokenizer(config, None)
-    population = read_population(config, tokenizer)
+    with working("reading the corpus"):
+        population = read_population(config, tokenizer)
     target = target_bytes(config.calibration, device, os.environ)
-    found = calibrate(
-        config, tokenizer.vocab_size, population, device, target, note=partial(log, "calibrate")
-    )
-    print_line(found.to_json() if options.json else text(found, [*options.overrides, *given]))
+    with working("running trials"):
+        found = calibrate(
+            config, tokenizer.vocab_size, population, device, target, note=partial(log, "calibrate")
+        )
+    if options.json:
+        print_line(found.to_json())
+    else:
+        print_folded(text(found, [*options.overrides, *given]))
     return 0
 
 
@@ -96,9 +104,9 @@ def text(found: Calibration, overrides: Sequence[str] = ()) -> str:
             else []
         ),
         "",
-        "effasr train finds it with",
+        "to use it:",
         f"  {' '.join(['data.frame_budget=auto', *overrides])}",
-        "or is told",
+        "or, with the numbers:",
         f"  data.frame_budget={found.frame_budget} data.token_budget={found.token_budget} "
         f"data.max_sequences={found.max_sequences}",
     ]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from effasr.cli.options import AddCommand
+from effasr.cli.progress import working
 from effasr.untrusted.display import escape_controls
 
 
@@ -21,22 +22,28 @@ def add(command: AddCommand) -> None:
         "utterances are drawn again and again, alike for both, to see how often it is beaten.",
         example="effasr compare runs/A runs/B --set dev",
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="at least one")
     parser.add_argument(
-        "--normalizer", help="score the texts anew with this one (default: that of each evaluation)"
+        "runs", type=Path, nargs="+", metavar="RUN", help="runs or folders of evaluations"
     )
-    parser.add_argument("--set", dest="only", metavar="NAME", help="only this set")
+    parser.add_argument(
+        "--normalizer",
+        help="normalizer to score all texts with again (default: that of each evaluation)",
+    )
+    parser.add_argument("--set", dest="only", metavar="NAME", help="show only this set")
 
 
 def run(options: argparse.Namespace) -> int:
     """Read the evaluations and print the table."""
     from effasr.evaluation.comparison import compare, read_run
 
-    scored = [one for path in options.runs for one in read_run(path, options.normalizer)]
+    with working("reading the evaluations"):
+        scored = [one for path in options.runs for one in read_run(path, options.normalizer)]
     if options.only is not None:
         names = sorted({one.set_name for one in scored})
         scored = [one for one in scored if one.set_name == options.only]
         if not scored:
             raise ValueError(f"`--set` must be one of {', '.join(names)}, but is {options.only!r}.")
-    sys.stdout.write(escape_controls(compare(scored)))
+    with working("comparing the systems"):
+        table = compare(scored)
+    sys.stdout.write(escape_controls(table))
     return 0

@@ -134,22 +134,22 @@ def add_export(command: AddCommand) -> None:
         "--averaged",
         type=at_least(1),
         metavar="N",
-        help="the mean of the weights of the last N checkpoints of a run, and of the statistics of "
-        "its batch norms, in place of the best; often better than each, but to be evaluated anew",
+        help="average of the weights and batch-norm statistics of the last N checkpoints of a run, "
+        "in place of the best checkpoint; `effasr evaluate --averaged N` measures it",
     )
     parser.add_argument(
         "--license",
         type=_license,
         metavar="LICENCE",
-        help="as the hub names it, such as cc-by-4.0 or apache-2.0",
+        help="license identifier of the Hugging Face hub, such as cc-by-4.0 or apache-2.0",
     )
-    parser.add_argument("--author", metavar="NAME", help="who made the model")
+    parser.add_argument("--author", metavar="NAME", help="author of the model")
     parser.add_argument(
         "--latency",
         type=seconds,
         metavar="S",
-        help="with --format onnx or sherpa-onnx: longest chunk of a model that decodes streams, "
-        "such as 480ms (default: its first)",
+        help="longest chunk of a model that decodes streams, such as 480ms, with --format onnx or "
+        "sherpa-onnx (default: its first)",
     )
 
 
@@ -159,13 +159,13 @@ def run_export(options: argparse.Namespace) -> int:
     from effasr.training.checkpointing.averaging import average, newest_checkpoints
 
     format_ = _format(options)
-    if options.averaged is None:
-        sources = [resolve(options.model)]
-        loaded = load_model(sources[0])
-    else:
-        sources = newest_checkpoints(options.model, options.averaged)
-        loaded = average(sources)
     with working(f"exporting {options.model}"):
+        if options.averaged is None:
+            sources = [resolve(options.model)]
+            loaded = load_model(sources[0])
+        else:
+            sources = newest_checkpoints(options.model, options.averaged)
+            loaded = average(sources)
         if loaded.model.language_model is not None:
             return _language_model(options, loaded, format_)
         if format_ == "onnx":
@@ -178,17 +178,19 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def _language_model(options: argparse.Namespace, loaded: LoadedModel, format_: str) -> int:
-    """Write the language model for transformers, and how to put the speech in front of it."""
+    """Write the language model for transformers, and how to add the speech."""
     from effasr.interop.huggingface.speech_llm import export_speech_llm
+    from effasr.training.checkpointing.export_folder import export_folder
 
     if format_ != "huggingface":
         raise ValueError(
             f"`--format` must be huggingface for a model with a language model, but is {format_}."
         )
-    export_speech_llm(loaded.model, options.out, loaded.tokenizer)
+    with export_folder(options.out) as out:
+        export_speech_llm(loaded.model, out, loaded.tokenizer)
     print_line(
         f"{options.out}: load the language model with AutoModelForCausalLM.from_pretrained; "
-        "README.md says how the speech joins it"
+        "README.md describes how to add the speech"
     )
     return 0
 
@@ -199,6 +201,7 @@ def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: lis
     from effasr.evaluation.model_card import is_replaceable
     from effasr.interop.huggingface.checkpoint import export_model
     from effasr.interop.huggingface.special_tokens import SpecialTokens
+    from effasr.training.checkpointing.export_folder import export_folder
     from effasr.transcription.json_files import write_text
 
     tokenizer = loaded.tokenizer
@@ -213,16 +216,19 @@ def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: lis
             tokenizer.generation(loaded.prompt) if isinstance(tokenizer, WhisperTokenizer) else {}
         ),
     )
-    loader = export_model(loaded.model, options.out, tokens)
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        tokenizer.save(options.out)
-    else:
-        log("export", "the tokenizer stays behind, as transformers cannot read it")
     readme = options.out / "README.md"
-    if is_replaceable(readme):
-        write_text(readme, _card(options, loaded, sources, loader).text())
-    else:
-        log("export", f"{readme} was not written here, and stays as it is")
+    # Other models have none, and readers prefer shards to a whole file.
+    dropped = ("generation_config.json", "model.safetensors.index.json")
+    with export_folder(options.out, dropped) as out:
+        loader = export_model(loaded.model, out, tokens)
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            tokenizer.save(out)
+        else:
+            log("export", "the tokenizer is not exported, because transformers cannot read it")
+        if is_replaceable(readme):
+            write_text(out / readme.name, _card(options, loaded, sources, loader).text())
+        else:
+            log("export", f"{readme} is kept, because effasr export did not write it")
     print_line(f"{options.out}: load it with {loader}.from_pretrained")
     return 0
 
@@ -232,9 +238,12 @@ def _format(options: argparse.Namespace) -> str:
     out = options.out
     chosen = options.format or ("nemo" if out.suffix == ".nemo" else "huggingface")
     if chosen == "nemo" and (out.suffix != ".nemo" or out.is_dir()):
-        raise ValueError(f"{out} must be a file, named with .nemo at its end.")
+        raise ValueError(
+            f"`OUT` must be a file that ends in .nemo for `--format nemo`, but is {out}: name "
+            "another."
+        )
     if chosen != "nemo" and out.is_file():
-        raise ValueError(f"{out} must be a folder, but is a file.")
+        raise ValueError(f"`OUT` must be a folder, but is the file {out}: name another.")
     if any((out / name).exists() for name in ("model.yaml", "checkpoints")):
         raise ValueError(
             f"{out} must be a new folder or an earlier export, but is a model of effasr, "
@@ -246,7 +255,10 @@ def _format(options: argparse.Namespace) -> str:
             "model card."
         )
     if chosen not in ("onnx", "sherpa-onnx") and options.latency is not None:
-        raise ValueError(f"`--latency` must be left out for `--format {chosen}`.")
+        raise ValueError(
+            f"`--latency` must be left out for `--format {chosen}`, but is {options.latency:g} s: "
+            "only ONNX graphs have chunks."
+        )
     return chosen
 
 
@@ -264,7 +276,8 @@ def _onnx(options: argparse.Namespace, loaded: LoadedModel) -> int:
     import importlib.util
 
     from effasr.decoding.config import DecodingConfig
-    from effasr.interop.onnx.export import check_onnx, export_onnx
+    from effasr.interop.onnx.export import check_onnx, earlier_graphs, export_onnx
+    from effasr.training.checkpointing.export_folder import export_folder
 
     tokenizer = loaded.tokenizer
     texts: dict[str, Any] = {
@@ -276,13 +289,14 @@ def _onnx(options: argparse.Namespace, loaded: LoadedModel) -> int:
     if loaded.model.transducer is not None:
         texts["max_symbols"] = DecodingConfig().max_symbols
     context = _context(options, loaded)
-    graphs = export_onnx(loaded.model, options.out, texts, context)
-    tokenizer.save(options.out)
     checked = importlib.util.find_spec("onnxruntime") is not None
-    if checked:
-        check_onnx(loaded.model, options.out, context)
-    else:
-        log("export", "the graphs are not checked, as onnxruntime is not installed")
+    with export_folder(options.out, earlier_graphs(options.out)) as out:
+        graphs = export_onnx(loaded.model, out, texts, context)
+        tokenizer.save(out)
+        if checked:
+            check_onnx(loaded.model, out, context)
+        else:
+            log("export", "the graphs are not checked, because onnxruntime is not installed")
     how = ", the same as the model in onnxruntime" if checked else ""
     *first, last = graphs
     names = f"{', '.join(first)} and {last}" if first else last
@@ -303,6 +317,7 @@ def _sherpa(options: argparse.Namespace, loaded: LoadedModel) -> int:
     """Write the graphs and the tokens for sherpa-onnx."""
     from effasr.data.tokenizer.sentence_piece import AggregateTokenizer
     from effasr.interop.onnx.sherpa import export_sherpa
+    from effasr.training.checkpointing.export_folder import export_folder
 
     if not isinstance(loaded.tokenizer, AggregateTokenizer):
         raise ValueError(
@@ -310,7 +325,8 @@ def _sherpa(options: argparse.Namespace, loaded: LoadedModel) -> int:
             f"{type(loaded.tokenizer).__name__}."
         )
     context = _context(options, loaded)
-    graphs = export_sherpa(loaded.model, options.out, loaded.tokenizer.pieces(), context)
+    with export_folder(options.out) as out:
+        graphs = export_sherpa(loaded.model, out, loaded.tokenizer.pieces(), context)
     kind = "OfflineRecognizer" if context is None else "OnlineRecognizer"
     names = ", ".join(graphs)
     print_line(f"{options.out}: {names} and tokens.txt, for sherpa-onnx's {kind}")

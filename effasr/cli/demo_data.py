@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from effasr.cli.options import AddCommand, at_least, folder, print_line
-from effasr.cli.progress import progress_counter
+from effasr.cli.progress import progress_counter, working
 
 
 def add(command: AddCommand) -> None:
@@ -20,7 +20,9 @@ def add(command: AddCommand) -> None:
         "out", type=folder, metavar="OUT", help="folder for recordings and manifests"
     )
     parser.add_argument(
-        "--multilingual", action="store_true", help="English, German, and German to English"
+        "--multilingual",
+        action="store_true",
+        help="speech in English and German, and German with English texts",
     )
     parser.add_argument(
         "--conversations",
@@ -56,6 +58,7 @@ def run(options: argparse.Namespace) -> int:
     if options.conversations:
         from effasr.data.demo.chat_model import write_conversations
 
-        files = write_conversations(corpus.root)
+        with working("writing conversations"):
+            files = write_conversations(corpus.root)
         print_line(f"conversations: {files.speech}, {files.text}; chat model: {files.model}")
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 from pathlib import Path
 
 from effasr.cli.options import (
@@ -19,9 +18,10 @@ from effasr.cli.options import (
     decoding_config,
     folder,
     log,
+    print_folded,
     print_line,
 )
-from effasr.cli.progress import progress_counter
+from effasr.cli.progress import decoding_progress, progress_counter
 
 
 def add(command: AddCommand) -> None:
@@ -37,20 +37,21 @@ def add(command: AddCommand) -> None:
     parser.add_argument(
         "--language",
         metavar="LANG",
-        help="of lines that name none (default: what the model was trained on most)",
+        help="language of manifest lines that do not name one (default: what the model was trained "
+        "on most)",
     )
     parser.add_argument(
         "--normalizer",
         default="basic",
-        help="of both texts before they are compared: none, basic (lower case, no punctuation; "
-        "the default), whisper_english or open_asr_leaderboard_v1",
+        help="normalizer applied to reference and hypothesis before scoring: none, basic (lower "
+        "case, no punctuation; the default), whisper_english or open_asr_leaderboard_v1",
     )
     parser.add_argument(
         "--output",
         type=folder,
         metavar="FOLDER",
-        help="for wer.json and hypotheses.jsonl (default: RUN/evaluation/SET; nowhere for a model "
-        "directory)",
+        help="folder that receives wer.json and hypotheses.jsonl (default: RUN/evaluation/SET; "
+        "required to keep the results of a model directory)",
     )
     parser.add_argument(
         "--worst",
@@ -77,11 +78,11 @@ def run(options: argparse.Namespace) -> int:
 
     directory = resolve(options.run)
     loaded = load_model(directory, choose_device(options.device))
-    cuts, unreadable = openable_cuts(
-        options.manifest, language=options.language or loaded.prompt.source
-    )
-    done = itertools.count(1)
-    with progress_counter("utterances") as show:
+    with progress_counter("utterances read") as show:
+        cuts, unreadable = openable_cuts(
+            options.manifest, language=options.language or loaded.prompt.source, progress=show
+        )
+    with decoding_progress(len(cuts)) as decoded:
         evaluation = evaluate(
             loaded.model,
             loaded.tokenizer,
@@ -89,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
             normalizer=options.normalizer,
             config=decoding_config(options),
             failures=unreadable,
-            on_result=lambda _: show(next(done), len(cuts)),
+            on_result=decoded,
         )
     if not evaluation.utterances:
         first = evaluation.failures[0]
@@ -98,11 +99,12 @@ def run(options: argparse.Namespace) -> int:
             f"{options.manifest}: none of its {count} utterances can be evaluated; the first, "
             f"{first.id}: {first.reason}"
         )
-    print_line(report(evaluation, options.worst))
+    print_folded(report(evaluation, options.worst))
     folder = options.output or _default_folder(options.run, options.manifest)
     if folder is None:
-        print_line(
-            f"written nowhere, as {options.run} is no run: --output FOLDER keeps the results"
+        print_folded(
+            f"not saved, because {options.run} is a model directory: --output FOLDER keeps the "
+            "results"
         )
     else:
         weights = sha256(directory / WEIGHTS)

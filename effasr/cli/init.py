@@ -7,7 +7,16 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effasr.cli.options import MANIFEST_HELP, AddCommand, add_language, folder, log, print_line
+from effasr.cli.options import (
+    MANIFEST_HELP,
+    AddCommand,
+    add_language,
+    folder,
+    log,
+    print_folded,
+    print_line,
+)
+from effasr.cli.progress import progress_counter, working
 
 if TYPE_CHECKING:
     from effasr.planning.initial import Initial
@@ -32,14 +41,14 @@ def add(command: AddCommand) -> None:
         nargs="+",
         default=[],
         metavar="MANIFEST",
-        help="to validate on: other sentences, and best other speakers, than TRAIN",
+        help="manifests to validate on, with other sentences than TRAIN and best other speakers",
     )
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("recipe.yaml"),
         metavar="FILE.yaml",
-        help="the recipe, which must not exist yet; its name is that of the run (default: "
+        help="recipe to write, which must not exist yet; its name is that of the run (default: "
         "recipe.yaml)",
     )
     parser.add_argument(
@@ -76,20 +85,23 @@ def run(options: argparse.Namespace) -> int:
             f"`--tokenizer` must be left out with --init-from, because the model has its own, but "
             f"is {str(options.tokenizer)!r}."
         )
-    initial = Initial.of(
-        options.train,
-        dev=options.dev,
-        name=output.stem,
-        tokenizer=options.tokenizer or _TOKENIZER,
-        init_from=options.init_from,
-        language=options.language,
-    )
+    with progress_counter("utterances read") as show:
+        initial = Initial.of(
+            options.train,
+            dev=options.dev,
+            name=output.stem,
+            tokenizer=options.tokenizer or _TOKENIZER,
+            init_from=options.init_from,
+            language=options.language,
+            progress=show,
+        )
     for line in initial.describe():
-        print_line(line)
+        print_folded(line)
     time = None
     if not options.no_timing:
         log("init", "training a few steps to measure the time")
-        time = initial.expected_time()
+        with working("training a few steps"):
+            time = initial.expected_time()
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, initial.text(time).encode())
     for line in (

@@ -11,10 +11,12 @@ import errno
 import importlib.metadata
 import logging
 import os
+import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,7 +38,7 @@ from effasr.cli.installation import completion, doctor, recipes
 from effasr.cli.options import print_line
 from effasr.cli.second_pass import correction_data, tune
 from effasr.cli.untranscribed import label
-from effasr.untrusted.display import TerminalFormatter, escape_controls, escape_line
+from effasr.untrusted.display import TerminalFormatter, escape_controls, escape_line, fold
 from effasr.untrusted.streams import (
     STANDARD_OUTPUT,
     discard_standard_output,
@@ -56,6 +58,9 @@ _BAD_PATH = {errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS}
 
 _MOST_MESSAGE = 4000
 """Characters of an error that are shown: a value in it may be as long as a file."""
+
+_HELP_COLUMNS = 90
+"""The longest line of a paragraph of a help."""
 
 _PEER_GRACE_S = 3.0
 """Seconds to wait for another process of the run to report the cause of a failure."""
@@ -132,7 +137,7 @@ def _fail(command: str, error: Exception, code: int) -> int:
     if os.environ.get("EFFASR_TRACEBACK"):
         traceback.print_exc()
     text = explain(error)
-    write_torchrun_error(text)
+    write_torchrun_error(escape_controls(text))
     if isinstance(error, PeerFailed):
         # torchrun ends all processes when one exits: wait until the others have reported their
         # errors.
@@ -202,12 +207,12 @@ def build_parser() -> argparse.ArgumentParser:
         example: str = "",
     ) -> argparse.ArgumentParser:
         lines = [*epilog, *([""] if epilog else []), "example:", f"  {example}"]
-        made = parsers.add_parser(name, description=text, epilog="\n".join(lines))
+        made = parsers.add_parser(name, description=_paragraphs([text]), epilog=_paragraphs(lines))
         made.set_defaults(action=action, parser=made, root=parser)
+        described.extend([f"  {name}"] if len(name) > 11 else [])
         # A long name has a line of its own.
-        described.extend(
-            [f"  {name}", f"{'':13} {text}"] if len(name) > 11 else [f"  {name:11} {text}"]
-        )
+        start = "" if len(name) > 11 else name
+        described.extend(fold(f"  {start:11} {text}", _help_width(), " " * 14))
         return made
 
     for add in (
@@ -234,6 +239,19 @@ def build_parser() -> argparse.ArgumentParser:
         add(command)
     parser.description = "\n".join(described)
     return parser
+
+
+def _paragraphs(lines: Iterable[str]) -> str:
+    """Fold paragraphs to the width of the terminal; indented lines, such as examples, stay."""
+    folded: list[str] = []
+    for whole, group in groupby(lines, lambda line: not line or line.startswith(" ")):
+        part = list(group)
+        folded += part if whole else fold(" ".join(part), _help_width(), "")
+    return "\n".join(folded)
+
+
+def _help_width() -> int:
+    return min(shutil.get_terminal_size().columns, _HELP_COLUMNS)
 
 
 if __name__ == "__main__":

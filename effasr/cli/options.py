@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effasr.cli.progress import erase_line
-from effasr.untrusted.display import escape_controls
+from effasr.cli.progress import ERASE, erase_line
+from effasr.untrusted.display import display_width, escape_controls, fold
 
 if TYPE_CHECKING:
     from effasr.decoding.config import DecodingConfig
@@ -23,6 +24,9 @@ AddCommand = Callable[..., argparse.ArgumentParser]
 """Adds a command: takes its name, its action, its description, lines for the end of its help, and
 ``example``, a command line that is the last line of the help."""
 
+_LABEL = re.compile(r"\w[\w ]{,18}? {2,}")
+"""A name in the first column of a report."""
+
 RUN_HELP = "a run (runs/NAME: its best checkpoint), or a model directory"
 MANIFEST_HELP = "NeMo JSONL, lhotse cuts, a Kaldi, audio or prepared folder"
 
@@ -30,7 +34,9 @@ MANIFEST_HELP = "NeMo JSONL, lhotse cuts, a Kaldi, audio or prepared folder"
 def folder(text: str) -> Path:
     """Parse the path of a folder, which need not exist."""
     if os.path.isfile(text):
-        raise argparse.ArgumentTypeError(f"{text} must be a folder, but is a file")
+        raise argparse.ArgumentTypeError(
+            f"{text} must be a folder, but is a file: name another folder"
+        )
     return Path(text)
 
 
@@ -69,7 +75,7 @@ def add_language(parser: argparse.ArgumentParser) -> None:
         "--language",
         default="en",
         metavar="LANG",
-        help="of lines that name none (default: en)",
+        help="language of manifest lines that do not name one (default: en)",
     )
 
 
@@ -95,7 +101,9 @@ def add_recipe(parser: argparse.ArgumentParser, recipe_help: str, override_help:
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Add ``--device``, which `effasr.distributed.process_group.choose_device` reads."""
     parser.add_argument(
-        "--device", default="auto", help="auto (the default), cpu, cuda, or cuda:1 for the second"
+        "--device",
+        default="auto",
+        help="device: auto (the default), cpu, cuda, or cuda:1 for the second GPU",
     )
 
 
@@ -121,12 +129,14 @@ def add_decoding(parser: argparse.ArgumentParser, *, beam: int = 1) -> None:
         "--decoding",
         type=Path,
         metavar="FILE.yaml",
-        help="options of the search that are not given, as `effasr tune` chose them",
+        help="file of `effasr tune`; options of the search that are given have precedence",
     )
     parser.add_argument(
         "--method",
         choices=("auto", "attention", "transducer", "ctc", "language_model"),
-        help="auto (the default): the first of the others that the model has",
+        metavar="METHOD",
+        help="decoding method: attention, transducer, ctc, language_model, or auto (the default) "
+        "for the first of these that the model has",
     )
     greedy = ", greedy" if beam == 1 else ""
     parser.add_argument(
@@ -139,15 +149,15 @@ def add_decoding(parser: argparse.ArgumentParser, *, beam: int = 1) -> None:
         "--length-penalty",
         type=float,
         metavar="A",
-        help="with --beam and the attention decoder: 0 for the likeliest transcript, more for "
-        "longer ones (default: 0.6)",
+        help="exponent of the length in the score of the attention decoder with --beam: 0 for the "
+        "likeliest transcript, more for longer ones (default: 0.6)",
     )
     parser.add_argument(
         "--coverage-penalty",
         type=float,
         metavar="B",
-        help="with --beam and the attention decoder: more for transcripts that leave out less "
-        "speech, by the share of frames they attend to (default: 0)",
+        help="weight of the share of frames that a transcript attends to, with --beam and the "
+        "attention decoder; more leaves out less speech (default: 0)",
     )
     parser.add_argument(
         "--ctc-weight",
@@ -159,7 +169,7 @@ def add_decoding(parser: argparse.ArgumentParser, *, beam: int = 1) -> None:
         "--no-repeat-ngram",
         type=at_least(2),
         metavar="N",
-        help="with the attention decoder: no N tokens in a row come twice, which ends loops "
+        help="length of token sequences that the attention decoder never repeats, which ends loops "
         "(default: all repetitions are allowed)",
     )
     parser.add_argument(
@@ -172,16 +182,20 @@ def add_decoding(parser: argparse.ArgumentParser, *, beam: int = 1) -> None:
     parser.add_argument(
         "--lm-unit",
         choices=("token", "word"),
-        help="of the n-grams: token ids (the default), or words, which count where they end",
+        help="unit of the n-grams in --lm: token ids (the default), or words, which are scored "
+        "when they end",
     )
     parser.add_argument(
-        "--lm-weight", type=float, metavar="W", help="of it in the scores (default: 0.3)"
+        "--lm-weight",
+        type=float,
+        metavar="W",
+        help="weight of the language model in the score (default: 0.3)",
     )
     parser.add_argument(
         "--instruction",
         default="Transcribe the speech.",
         metavar="TEXT",
-        help="with a language model: what to do with the speech (default: Transcribe the speech.)",
+        help="instruction for a speech language model (default: Transcribe the speech.)",
     )
     parser.add_argument(
         "--gap",
@@ -221,13 +235,16 @@ def add_second_pass(parser: argparse.ArgumentParser) -> None:
         "of its own, or n-grams over words (ARPA, plain or .gz)",
     )
     parser.add_argument(
-        "--second-lm-weight", type=float, metavar="W", help="of it in the ranks (default: 0.3)"
+        "--second-lm-weight",
+        type=float,
+        metavar="W",
+        help="weight of the second language model in the ranking (default: 0.3)",
     )
     parser.add_argument(
         "--second-word-bonus",
         type=float,
         metavar="B",
-        help="with --second-lm: added for each word (default: 0)",
+        help="bonus for each word with --second-lm (default: 0)",
     )
 
 
@@ -250,8 +267,8 @@ def add_corrector(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--corrector-source",
         metavar="NAME",
-        help="source whose experts correct, where the corrector has some for each: a `source` of "
-        "its training data, which its lists are like (default: the only one)",
+        help="source whose experts the corrector uses, where it has experts for each `source` of "
+        "its training data (default: the only one)",
     )
 
 
@@ -267,8 +284,8 @@ def add_confidence(parser: argparse.ArgumentParser) -> None:
         "--calibration",
         type=Path,
         metavar="FILE",
-        help="with --confidence: calibration.json of an evaluation of a dev set, which makes "
-        "confidences probabilities",
+        help="calibration.json of an evaluation of a dev set, which makes the confidences of "
+        "--confidence probabilities",
     )
 
 
@@ -315,8 +332,26 @@ def print_line(text: str) -> None:
     sys.stdout.write(escape_controls(text.rstrip("\n")) + "\n")
 
 
+def print_folded(text: str) -> None:
+    """Write lines to standard output, on a terminal folded between words to its width.
+
+    Rows of tables and lines that begin with a space, such as commands to copy, stay whole.
+    """
+    width = display_width()
+    if width is None:
+        print_line(text)
+        return
+    lines = []
+    for line in escape_controls(text.rstrip("\n")).split("\n"):
+        label = _LABEL.match(line)
+        indent = " " * (label.end() if label else 2)
+        lines += [line] if line.startswith((" ", "|")) else fold(line, width, indent)
+    print_line("\n".join(lines))
+
+
 def log(command: str, text: str) -> None:
     """Write a line to standard error, after the name of the command."""
-    erase_line()
-    sys.stderr.write(f"effasr {command}: {escape_controls(text)}\n")
+    # One write, so that a line of progress of another thread does not come between.
+    erased = ERASE if sys.stderr.isatty() else ""
+    sys.stderr.write(f"{erased}effasr {command}: {escape_controls(text)}\n")
     sys.stderr.flush()

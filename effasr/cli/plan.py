@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effasr.cli.options import AddCommand, at_least, print_line
-from effasr.cli.progress import working
+from effasr.cli.options import AddCommand, at_least, print_folded, print_line
+from effasr.cli.progress import progress_counter, working
 
 if TYPE_CHECKING:
     from effasr.planning.listing import Listing
@@ -52,22 +52,31 @@ def add(command: AddCommand) -> None:
         help="manifests or lists of durations (default: those of --recipe)",
     )
     parser.add_argument(
-        "--strategy", choices=_STRATEGIES, help="all compares them (default: packed, or RECIPE's)"
+        "--strategy",
+        choices=_STRATEGIES,
+        metavar="STRATEGY",
+        help=f"batching strategy: {', '.join(_STRATEGIES[:-1])}, or all to compare them (default: "
+        "packed, or RECIPE's)",
     )
     parser.add_argument(
         "--recipe",
         metavar="RECIPE",
-        help="whose model, tokenizer, budgets and limits to use (default: the model of "
+        help="recipe whose model, tokenizer, budgets and limits are used (default: the model of "
         "canary_180m_flash)",
     )
     parser.add_argument(
-        "--world-size", type=at_least(1), default=8, metavar="N", help="ranks (default: 8)"
+        "--world-size",
+        type=at_least(1),
+        default=8,
+        metavar="N",
+        help="number of ranks (default: 8)",
     )
     parser.add_argument(
         "--micro-batches",
         type=at_least(1),
         metavar="N",
-        help="of a step, over all ranks (default: RECIPE's if they can share them, else one each)",
+        help="micro-batches per step over all ranks (default: RECIPE's if the ranks can share "
+        "them, else one per rank)",
     )
     parser.add_argument(
         "--frame-budget",
@@ -86,10 +95,13 @@ def add(command: AddCommand) -> None:
         "--max-duration",
         type=_seconds,
         metavar="S",
-        help="seconds, longer utterances are dropped (default: 40)",
+        help="longest utterance in seconds; longer ones are dropped (default: 40)",
     )
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="FOLDER", help="to count tokens, not to estimate them"
+        "--tokenizer",
+        type=Path,
+        metavar="FOLDER",
+        help="tokenizer that counts the tokens (default: RECIPE's, else they are estimated)",
     )
     parser.add_argument(
         "--prompt-tokens",
@@ -102,23 +114,32 @@ def add(command: AddCommand) -> None:
         "--batch-size",
         type=at_least(1),
         metavar="N",
-        help="utterances of a batch of random, bucketed and sync_bucketed (default: what fills "
-        "the frame budget)",
+        help="utterances in a batch of random, bucketed and sync_bucketed (default: what fills the "
+        "frame budget)",
     )
     parser.add_argument(
-        "--buckets", type=at_least(2), metavar="N", help="by duration (default: 20)"
+        "--buckets",
+        type=at_least(2),
+        metavar="N",
+        help="number of duration buckets (default: 20)",
     )
     parser.add_argument(
-        "--epochs", type=at_least(1), default=1, metavar="N", help="to plan (default: 1)"
+        "--epochs",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="number of epochs to plan (default: 1)",
     )
     parser.add_argument(
         "--epoch-end",
         choices=("carry", "exact"),
-        help="of packed; carry (the default, or RECIPE's): full steps only, and what is too much "
-        "goes to the next epoch; exact: each epoch is the corpus, and all steps share the room "
-        "that is left",
+        help="end of an epoch with strategy packed; carry (the default, or RECIPE's): full steps "
+        "only, the rest moves to the next epoch; exact: each epoch is the corpus, and all steps "
+        "share the room that is left",
     )
-    parser.add_argument("--seed", type=at_least(0), metavar="N", help="default: 0")
+    parser.add_argument(
+        "--seed", type=at_least(0), metavar="N", help="seed of the plans (default: 0, or RECIPE's)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the padding")
     parser.add_argument(
@@ -147,10 +168,10 @@ def run(options: argparse.Namespace) -> int:
     _check_strategy(options, strategy)
     study = _study_options(options, request)
     strategies = LADDER if strategy == "all" else [strategy]
-    with working("reading manifests"):
-        listing, selection = request.read(options.prompt_tokens)
-    with working(f"planning {len(selection):,} utterances"):
-        outcomes = compare(selection, strategies, request.cost, study)
+    with progress_counter("utterances read") as show:
+        listing, selection = request.read(options.prompt_tokens, show)
+    with working(f"planning {len(selection):,} utterances", "strategies") as planned:
+        outcomes = compare(selection, strategies, request.cost, study, planned)
     if options.dropped is not None:
         _list_dropped(options.dropped, selection)
     if options.json:
@@ -166,7 +187,7 @@ def run(options: argparse.Namespace) -> int:
             text.dropped(selection, None if options.dropped is None else str(options.dropped)),
             text.advice(selection, outcomes, study),
         ]
-        print_line("\n\n".join(parts))
+        print_folded("\n\n".join(parts))
     if options.picture is not None:
         title = f"Padding of {', '.join(path.stem for path in request.manifests)}"
         padding_picture(
@@ -244,9 +265,13 @@ def _check_output(name: str, path: Path | None, suffix: str) -> None:
     if path is None:
         return
     if path.suffix != suffix or path.is_dir():
-        raise ValueError(f"`--{name}` must be a file that ends in {suffix}, but is {str(path)!r}.")
+        raise ValueError(
+            f"`--{name}` must be a file that ends in {suffix}, but is {str(path)!r}: name another."
+        )
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"`--{name}` must be in a folder that exists, but is {str(path)!r}.")
+        raise ValueError(
+            f"`--{name}` must be in a folder that exists, but is {str(path)!r}: make the folder."
+        )
 
 
 def _seconds(text: str) -> float:

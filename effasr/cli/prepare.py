@@ -13,6 +13,7 @@ from effasr.cli.options import (
     add_subsampling,
     at_least,
     folder,
+    print_folded,
     print_line,
     seconds,
 )
@@ -33,10 +34,13 @@ def add(command: AddCommand) -> None:
     )
     parser.add_argument("source", type=Path, metavar="SOURCE", help=MANIFEST_HELP)
     parser.add_argument(
-        "out", type=folder, metavar="OUT", help="folder for the cuts, and what was dropped and why"
+        "out",
+        type=folder,
+        metavar="OUT",
+        help="folder for the cuts and the list of dropped utterances",
     )
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="FOLDER", help="also check the texts against it"
+        "--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to check the texts against"
     )
     add_language(parser)
     add_subsampling(parser)
@@ -45,7 +49,8 @@ def add(command: AddCommand) -> None:
         type=seconds,
         default=40.0,
         metavar="SECONDS",
-        help="leave out what is longer (default: 40); training has data.max_duration",
+        help="longest utterance; longer ones are dropped (default: 40), as by data.max_duration in "
+        "training",
     )
     parser.add_argument(
         "--jobs",
@@ -89,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     for reason, share in sorted(report.by_reason.items()):
         print_line(f"  {reason:28} {share.utterances:8} {share.hours:10.2f} h")
     if not report.kept.utterances:
-        raise ValueError(f"{options.source}: no utterance is left; {listed} says why.")
+        raise ValueError(f"{options.source}: no utterance is left; {listed} has the reasons.")
     impossible = report.by_reason.get(Reason.CTC_INFEASIBLE, Share()).utterances
     # Whisper has no CTC head, and may have many tokens per word.
     has_ctc = tokenizer is not None and not isinstance(tokenizer, WhisperTokenizer)
@@ -110,11 +115,11 @@ def _describe(survey: Survey, framing: Framing, impossible: int, *, has_ctc: boo
     from effasr.data.statistics import guidance
 
     letters = guidance.describe_letters(survey.characters, len(survey.speakers))
-    print_line(letters)
+    print_folded(letters)
     found = survey.counted(framing, excluded=impossible)
     if not has_ctc or found is None:
         return
-    print_line(guidance.describe_alignment(found, framing))
+    print_folded(guidance.describe_alignment(found, framing))
     warning = guidance.warn_about_alignment(
         found,
         framing,

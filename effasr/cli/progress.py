@@ -7,8 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-_ERASE = "\r\x1b[K"
+if TYPE_CHECKING:
+    from effasr.transcription.results import Result
+
+ERASE = "\r\x1b[K"
 """Moves to the beginning of the line and erases it."""
 _REFRESH_S = 0.1
 _PATIENCE_S = 2.0
@@ -23,16 +27,19 @@ def progress_counter(unit: str) -> Iterator[Callable[..., None]]:
         unit: Counted unit in the plural, such as ``utterances``.
 
     Yields:
-        A function of the number done so far and, if known, of the total.
+        A function of the number done so far and, if known, of the total and of the seconds of audio
+        that were decoded.
     """
     shown, due, started = sys.stderr.isatty(), 0.0, time.monotonic()
 
-    def show(done: int, total: int | None = None) -> None:
+    def show(done: int, total: int | None = None, audio: float | None = None) -> None:
         nonlocal due
+        if not shown:
+            return
         now = time.monotonic()
-        if shown and now >= due:
+        if now >= due:
             due = now + _REFRESH_S
-            sys.stderr.write(f"\r{describe(done, total, unit, now - started)}\x1b[K")
+            sys.stderr.write(f"\r{describe(done, total, unit, now - started, audio)}\x1b[K")
             sys.stderr.flush()
 
     try:
@@ -41,37 +48,77 @@ def progress_counter(unit: str) -> Iterator[Callable[..., None]]:
         erase_line()
 
 
-def describe(done: int, total: int | None, unit: str, seconds: float) -> str:
-    """Return the progress as text; with rate and time left after the first two seconds."""
+@contextmanager
+def decoding_progress(total: int) -> Iterator[Callable[[Result], None]]:
+    """Give a function that counts a decoded utterance, and shows rate, RTFx and time left."""
+    from effasr.transcription.results import Transcription
+
+    done, audio = 0, 0.0
+    with progress_counter("utterances") as show:
+
+        def add(result: Result) -> None:
+            nonlocal done, audio
+            done += 1
+            audio += result.duration if isinstance(result, Transcription) else 0.0
+            show(done, total, audio)
+
+        yield add
+
+
+def describe(
+    done: int, total: int | None, unit: str, seconds: float, audio: float | None = None
+) -> str:
+    """Return the progress as text; with rate, RTFx and time left after the first two seconds."""
     text = f"{done:,}{'' if total is None else f'/{total:,}'} {unit}"
     if not done or seconds < _PATIENCE_S:
         return text
     rate = done / seconds
     text += f", {rate:,.0f}/s" if rate >= 10 else f", {rate:.1f}/s"
+    if audio is not None:
+        text += f", RTFx {audio / seconds:.1f}"
     if total is not None:
         text += f", {clock((total - done) / rate)} left"
     return text
 
 
 @contextmanager
-def working(text: str) -> Iterator[None]:
-    """Show a text and the seconds so far, for work whose extent is unknown; after two seconds."""
+def working(text: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
+    """Show a text and the seconds so far, for work that takes long in one piece.
+
+    Shorter work than two seconds shows nothing.
+
+    Args:
+        text: What is done.
+        unit: Counted parts of the work in the plural, if there are any.
+
+    Yields:
+        A function of the number of parts done so far, and of the total.
+    """
+    parts: tuple[int, int] | None = None
+
+    def show(done: int, total: int) -> None:
+        nonlocal parts
+        # A single part has no more to show than the time.
+        parts = (done, total) if total > 1 else None
+
     if not sys.stderr.isatty():
-        yield
+        yield show
         return
     started, ended = time.monotonic(), threading.Event()
 
     def tick() -> None:
         wait = _PATIENCE_S
         while not ended.wait(wait):
-            sys.stderr.write(f"\r{text}, {clock(time.monotonic() - started)}\x1b[K")
+            seconds = time.monotonic() - started
+            counted = "" if parts is None else f", {describe(*parts, unit, seconds)}"
+            sys.stderr.write(f"\r{text}, {clock(seconds)}{counted}\x1b[K")
             sys.stderr.flush()
             wait = 1.0
 
     thread = threading.Thread(target=tick, daemon=True)
     thread.start()
     try:
-        yield
+        yield show
     finally:
         ended.set()
         thread.join()
@@ -81,7 +128,7 @@ def working(text: str) -> Iterator[None]:
 def erase_line() -> None:
     """Erase what is shown, before another line is written."""
     if sys.stderr.isatty():
-        sys.stderr.write(_ERASE)
+        sys.stderr.write(ERASE)
         sys.stderr.flush()
 
 

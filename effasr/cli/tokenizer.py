@@ -13,6 +13,7 @@ from effasr.cli.options import (
     add_subsampling,
     at_least,
     folder,
+    print_folded,
     print_line,
 )
 from effasr.cli.progress import progress_counter, working
@@ -33,7 +34,11 @@ def add(command: AddCommand) -> None:
         example="effasr tokenizer data/train data/tokenizer --vocab-size 256",
     )
     parser.add_argument(
-        "manifests", type=Path, nargs="+", metavar="MANIFEST", help="whose texts to learn from"
+        "manifests",
+        type=Path,
+        nargs="+",
+        metavar="MANIFEST",
+        help="manifests whose texts the tokenizer is trained on",
     )
     parser.add_argument("out", type=folder, metavar="OUT", help="folder for the tokenizer")
     add_language(parser)
@@ -42,8 +47,8 @@ def add(command: AddCommand) -> None:
         type=_size,
         default=_DEFAULT_SIZE,
         metavar="N",
-        help=f"pieces of each language, or of all that share (default: {_DEFAULT_SIZE}); auto: by "
-        "the hours and frames per token of each language",
+        help=f"pieces of each language, or of the shared model (default: {_DEFAULT_SIZE}); auto "
+        "chooses them by the hours and frames per token of each language",
     )
     parser.add_argument(
         "--shared",
@@ -52,7 +57,10 @@ def add(command: AddCommand) -> None:
     )
     add_subsampling(parser)
     parser.add_argument(
-        "--model-type", choices=("unigram", "bpe"), default="bpe", help="default: bpe"
+        "--model-type",
+        choices=("unigram", "bpe"),
+        default="bpe",
+        help="algorithm of SentencePiece (default: bpe)",
     )
 
 
@@ -84,14 +92,14 @@ def run(options: argparse.Namespace) -> int:
                 texts.setdefault(wanted.target, []).append(cut.supervisions[0].text or "")
                 survey.add_cut(cut)
     if not texts:
-        raise ValueError(f"{', '.join(map(str, options.manifests))}: no utterances to learn from.")
+        raise ValueError(f"{', '.join(map(str, options.manifests))}: no utterances to train on.")
     size, subsampling, kind = options.vocab_size, options.subsampling, options.model_type
     if options.shared and size == "auto":
         raise ValueError(
             "`--vocab-size` must be a number with --shared, but is auto, which chooses one for "
             "each language."
         )
-    with working("training the tokenizer"):
+    with working("training the tokenizer", "vocabularies") as trained:
         if size == "auto":
             choice = choose_vocabulary(survey, subsampling=subsampling, model_type=kind)
             size, subsampling = choice.sizes, choice.subsampling
@@ -103,6 +111,7 @@ def run(options: argparse.Namespace) -> int:
             model_type=kind,
             sources=unspoken,
             shared=options.shared,
+            progress=trained,
         )
     print_line(f"{options.out}: {tokenizer.vocab_size} tokens for {', '.join(sorted(texts))}")
     _report(survey, tokenizer, subsampling, chosen=options.vocab_size == "auto")
@@ -123,13 +132,13 @@ def _report(survey: Survey, tokenizer: Tokenizer, subsampling: int | None, *, ch
     )
 
     framing = FASTCONFORMER if subsampling is None else Framing(subsampling=subsampling)
-    print_line(describe_counts(survey))
+    print_folded(describe_counts(survey))
     found = survey.sampled(tokenizer, framing)
     if found is None:
         return
-    print_line(describe_alignment(found, framing))
+    print_folded(describe_alignment(found, framing))
     if chosen and framing != FASTCONFORMER:
-        print_line(
+        print_folded(
             f"this vocabulary is for training with model.encoder.subsampling={framing.subsampling}"
         )
     warning = warn_about_alignment(

@@ -23,7 +23,7 @@ def add(command: AddCommand) -> None:
     )
     add_recipe(
         parser,
-        "a YAML file, or one of those below",
+        "a YAML file, or the name of a recipe below",
         "a field to change, such as training.max_steps=1000; later ones win",
     )
     parser.add_argument(

@@ -44,12 +44,13 @@ def add(command: AddCommand) -> None:
         "WAV, FLAC, Ogg, Opus, MP3 and what else libsndfile reads; with ffmpeg on the PATH also",
         "the sound of MP4, M4A, WebM and whatever it reads. Quote a pattern such as 'in/**/*.wav'",
         "where the shell's would be too long. Put -- before a name that begins with a dash.",
+        "",
         "With --stream, raw samples on standard input are transcribed while they arrive:",
-        "arecord -t raw -f S16_LE -r 16000 | effasr transcribe --run RUN --stream",
+        "  arecord -t raw -f S16_LE -r 16000 | effasr transcribe --run RUN --stream",
         "A model that is trained with a limited context decodes frame by frame; --latency 480ms",
         "takes its longest chunk up to that, with --beam, --nbest, --confidence and (CTC) --lm.",
         "Others wait for pauses.",
-        "Any --format will do: what was written so far is a whole file at any time.",
+        "Every --format is allowed; the output is a complete file at any time.",
         "",
         "What cannot be read is reported in a line of its own and the rest goes on; the exit code",
         "is 1 then. Standard output has results alone.",
@@ -72,11 +73,13 @@ def add(command: AddCommand) -> None:
     parser.add_argument(
         "--language",
         metavar="LANG",
-        help="that is spoken, where no manifest says so (default: what the model was trained on "
-        "most)",
+        help="language spoken in recordings whose manifest does not name one (default: what the "
+        "model was trained on most)",
     )
     parser.add_argument(
-        "--target-language", metavar="LANG", help="to write; another one than spoken translates"
+        "--target-language",
+        metavar="LANG",
+        help="language of the text; translates if it differs from the spoken language",
     )
     parser.add_argument(
         "--punctuation",
@@ -107,7 +110,7 @@ def add(command: AddCommand) -> None:
         "--continue",
         dest="continued",
         action="store_true",
-        help="leave out recordings whose file is in --output already",
+        help="skip recordings that have an output file in --output",
     )
     stream = parser.add_argument_group("standard input as audio")
     stream.add_argument(
@@ -115,18 +118,22 @@ def add(command: AddCommand) -> None:
         action="store_true",
         help="transcribe raw samples from standard input, a line for each stretch between pauses",
     )
-    stream.add_argument("--sample-rate", type=at_least(1), metavar="HZ", help="default: 16000")
-    stream.add_argument("--channels", type=at_least(1), metavar="N", help="default: 1")
     stream.add_argument(
-        "--encoding", choices=("s16le", "f32le"), help="of the samples (default: s16le)"
+        "--sample-rate", type=at_least(1), metavar="HZ", help="sample rate (default: 16000)"
+    )
+    stream.add_argument(
+        "--channels", type=at_least(1), metavar="N", help="number of channels (default: 1)"
+    )
+    stream.add_argument(
+        "--encoding", choices=("s16le", "f32le"), help="sample format (default: s16le)"
     )
     stream.add_argument(
         "--latency",
         type=seconds,
         metavar="S",
-        help="longest delay, such as 480ms: of a model with a limited context, which decodes frame "
-        "by frame, its longest chunk (default: its first); of others, how long to wait for a pause "
-        "(default: 10 seconds)",
+        help="longest delay, such as 480ms: the longest chunk of a model with a limited context, "
+        "which decodes frame by frame (default: its first), or the longest wait for a pause with "
+        "other models (default: 10 seconds)",
     )
     add_decoding(parser)
     add_nbest(parser)
@@ -158,7 +165,8 @@ def run(options: argparse.Namespace) -> int:
     writer = ResultWriter(_style(options), options.output, sources)
     if options.continued:
         every, sources = len(sources), writer.missing(sources)
-        _note(f"{every - len(sources)} of {every} are there already")
+        have = every - len(sources)
+        _note(f"skipping {have} of {every} recordings that have an output file")
     failed, missing = 0, _MissingTimestamps()
     # Hide the progress bar while results are written to the same terminal.
     shared = options.output is None and sys.stdout.isatty()
@@ -239,7 +247,7 @@ def _is_online(loaded: LoadedModel, prompt: Prompt, decoding: DecodingConfig) ->
     if not is_streamable(loaded.model) or decoding.method in ("attention", "language_model"):
         return False
     if not prompt.monotonic:
-        _note("waits for pauses, not frame by frame, because of --target-language")
+        _note("decoding at pauses, not frame by frame, because of --target-language")
     return prompt.monotonic
 
 
@@ -262,30 +270,41 @@ class _MissingTimestamps:
         """Report how many, where times were requested."""
         as_ctm = _style(options) == "ctm"
         if self._count and (options.words or as_ctm):
-            what = f"{self._count} of {self._all} segments have no times of words"
-            _note(what + (", and their words share their time evenly" if as_ctm else ""))
+            what = f"{self._count} of {self._all} segments have no word timestamps"
+            _note(what + ("; their words divide the time evenly" if as_ctm else ""))
 
 
 def _check(options: argparse.Namespace, decoding: DecodingConfig) -> None:
     is_read = decoding.second_lm is not None or decoding.corrector is not None
     listed = options.nbest is not None and not is_read
     if listed and _style(options) != "json":
-        raise ValueError("`--nbest` must have `--json`: no other format holds several texts.")
+        raise ValueError(
+            "`--nbest` must have `--json`, because no other format holds several texts, but the "
+            f"format is {_style(options)}: add `--json`."
+        )
     if options.confidence and _style(options) != "json":
-        raise ValueError("`--confidence` must have `--json`: no other format holds confidences.")
+        raise ValueError(
+            "`--confidence` must have `--json`, because no other format holds confidences, but the "
+            f"format is {_style(options)}: add `--json`."
+        )
     if options.stream:
         _check_stream(options, decoding)
         return
     for name in ("sample_rate", "channels", "encoding", "latency"):
         if getattr(options, name) is not None:
             raise ValueError(
-                f"`--{name.replace('_', '-')}` must be left out without `--stream`: files say "
-                "themselves what they hold."
+                f"`--{name.replace('_', '-')}` must be left out without `--stream`, but is "
+                f"{getattr(options, name)}: the header of a file gives its format."
             )
     if not options.files and options.manifest is None:
-        raise ValueError("`FILE` or `--manifest` must say what to transcribe, but neither does.")
+        raise ValueError(
+            "`FILE` or `--manifest` must be given, but both are missing: name a recording."
+        )
     if options.continued and options.output is None:
-        raise ValueError("`--continue` must have `--output FOLDER`, to see what is there already.")
+        raise ValueError(
+            "`--continue` must have `--output`, whose files it looks for, but that is missing: add "
+            "`--output FOLDER`."
+        )
 
 
 def _check_stream(options: argparse.Namespace, decoding: DecodingConfig) -> None:
@@ -299,9 +318,14 @@ def _check_stream(options: argparse.Namespace, decoding: DecodingConfig) -> None
             "`--corrector` must be left out with `--stream`: it corrects recordings as a whole."
         )
     if options.files not in ([], ["-"]) or options.manifest is not None:
-        raise ValueError("`--stream` must have no other input than standard input: leave out FILE.")
+        raise ValueError(
+            "`--stream` must have no other input than standard input: leave out FILE and "
+            "--manifest."
+        )
     if options.output is not None or options.continued:
-        raise ValueError("`--stream` must write to standard output: leave out `--output`.")
+        raise ValueError(
+            "`--stream` must write to standard output: leave out `--output` and `--continue`."
+        )
 
 
 def _sources(options: argparse.Namespace, default: Prompt) -> list[Source]:

@@ -43,12 +43,13 @@ class DataConfig:
             begins with them (``carry``), or steps are a little emptier and the epoch is exactly the
             corpus (``exact``). By default ``carry``, or ``exact`` with ``mix`` and ``mix.epoch``
             infinite.
-        padded: Whether micro-batches of these others are computed at the length of their longest
-            utterance, as other toolkits do. Audio is extended with silence and texts with the
-            padding token. Silence is computed on and not masked: it takes part in the features'
-            normalisation, in attention and in batch norm. Losses count real tokens alone.
-        batch_duration: Seconds of a micro-batch of these others, padding included; by default
-            what the frame budget holds.
+        padded: With a strategy other than ``packed``, whether micro-batches are computed at the
+            length of their longest utterance, as other toolkits do. Audio is extended with silence
+            and texts with the padding token. Silence is computed on and not masked: it takes part
+            in the features' normalisation, in attention and in batch norm. Losses count real tokens
+            alone.
+        batch_duration: With a strategy other than ``packed``, seconds of a micro-batch, padding
+            included; by default what the frame budget holds.
         batch_size: Utterances of it, in place of a duration.
         buckets: Buckets by duration; ``sync_bucketed_2d`` divides each in two by tokens.
         bucket_batch_sizes: JSON file of the buckets and batch sizes of ``sync_bucketed_2d``, see

@@ -174,27 +174,30 @@ def distributed_context(
             losses = len(context.survivors)
             earlier = record_failure(context.store or store, rank, reason, losses)
         # NCCL's teardown would wait for lost peers; the end of the process suffices.
-        if own_device.type != "cuda":
-            _leave()
+        _leave(destroy=own_device.type != "cuda")
         if earlier is not None:
             raise PeerFailed(earlier) from error
         raise
     _leave()
 
 
-def _leave() -> None:
+def _leave(*, destroy: bool = True) -> None:
     """Leave all process groups, without running the destructors of their C++ objects.
 
     The destructor of a gloo group waits for the group's threads, and these need the GIL to release
     the tensors of their last call. A `DistributedDataParallel` that outlives the group in Python
     holds the last reference to it, and its own destructor has the GIL: the process deadlocks
     (torch 2.13, within a few runs of two ranks). The groups of a process are therefore never
-    deleted; their threads and connections end with the process.
+    deleted; their threads and connections end with the process. Processes with GPUs have gloo, too.
+
+    Args:
+        destroy: Whether torch is to close the connections of the groups; they are kept in any case.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         # A reference in a variable would be dropped when the interpreter ends, with the GIL.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    dist.destroy_process_group()
+    if destroy:
+        dist.destroy_process_group()
 
 
 def choose_device(name: str) -> torch.device:

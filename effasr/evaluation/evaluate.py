@@ -24,22 +24,26 @@ from effasr.transcription.recognizer import Recognizer, Request
 from effasr.transcription.results import Failure, Result, Transcription
 
 
-def openable_cuts(path: str | Path, *, language: str) -> tuple[list[Cut], list[Failure]]:
+def openable_cuts(
+    path: str | Path, *, language: str, progress: Callable[[int], None] = lambda count: None
+) -> tuple[list[Cut], list[Failure]]:
     """Return the cuts of a manifest, and a failure for each line whose audio cannot be opened.
 
     Args:
         path: See `effasr.data.manifest.reader.read`.
         language: Default language of lines.
+        progress: Called with the number of utterances read so far.
 
     Raises:
         ValueError: It is no manifest, has no utterance, or a line is malformed.
     """
     cuts, failures = [], []
-    for name, utterance in named(path, language=language):
+    for count, (name, utterance) in enumerate(named(path, language=language), 1):
         try:
             cuts.append(utterance.cut(name))
         except AudioError as error:
             failures.append(Failure(name, str(error)))
+        progress(count)
     if not cuts and not failures:
         raise ValueError(f"{path}: holds no utterances.")
     return cuts, failures

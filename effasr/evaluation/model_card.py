@@ -70,6 +70,9 @@ class ModelCard:
     def text(self) -> str:
         """Front matter in YAML, and Markdown."""
         front = yaml.safe_dump(self._front(), sort_keys=False, allow_unicode=True)
+        fence = "```"
+        while fence in self.configuration:
+            fence += "`"
         parts = [
             f"---\n{front}---\n\n{MARK}",
             f"# {_text(self.name)}",
@@ -77,9 +80,9 @@ class ModelCard:
             "\n".join(self._facts()),
             self._usage(),
             self._results(),
-            f"## Configuration\n\n```yaml\n{self.configuration.strip()}\n```",
+            f"## Configuration\n\n{fence}yaml\n{self.configuration.strip()}\n{fence}",
             "## Licence and author\n\n"
-            f"Licence: {self.license or 'not stated (`effasr export --license`)'}. "
+            f"Licence: {_text(self.license or '') or 'not stated (`effasr export --license`)'}. "
             f"Author: {_text(self.author or '') or 'not stated (`effasr export --author`)'}.",
         ]
         return "\n\n".join(parts) + "\n"

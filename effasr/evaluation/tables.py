@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import shutil
-import sys
 from collections.abc import Iterator
 
 from rich import box
@@ -19,6 +17,7 @@ from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.result import Evaluation
 from effasr.evaluation.wer import ErrorCounts
 from effasr.transcription.json_files import one_line
+from effasr.untrusted.display import display_width, fold
 
 _MOST_FAILURES = 20
 """Failures that are listed; ``wer.json`` has all of them."""
@@ -45,12 +44,14 @@ def wer_table(evaluation: Evaluation) -> str:
         table.add_row("all", *_cells(evaluation.errors))
     lines = [
         to_text(table),
-        f"normaliser {evaluation.normalizer}, RTFx {evaluation.rtfx:.1f} "
+        f"normalizer {evaluation.normalizer}, RTFx {evaluation.rtfx:.1f} "
         f"({evaluation.audio_seconds:.0f} s of audio in {evaluation.seconds:.1f} s)",
     ]
     if (interval := evaluation.interval) is not None:
         low, high = map(percent, interval)
-        lines.append(f"WER of such sets, 95 of 100 times: {low} to {high} %")
+        lines.append(
+            f"95 % confidence interval of the WER (bootstrap over utterances): {low} to {high} %"
+        )
     if evaluation.nbest:
         oracle = percent(evaluation.oracle.wer)
         lines.append(f"WER of the best of {evaluation.nbest} alternatives (oracle): {oracle} %")
@@ -62,11 +63,14 @@ def wer_table(evaluation: Evaluation) -> str:
             f"the curve {auc}"
         )
     if evaluation.truncated:
-        lines.append(f"{evaluation.truncated} stopped at the longest text allowed")
+        lines.append(f"{evaluation.truncated} were cut at the maximum length")
     if evaluation.failures:
         lines.append(f"{len(evaluation.failures)} failed and are not counted:")
         shown = evaluation.failures[:_MOST_FAILURES]
-        lines += [f"  {one_line(failure.id)}: {one_line(failure.reason)}" for failure in shown]
+        width = display_width() or _WIDE
+        for failure in shown:
+            row = f"  {one_line(failure.id)}: {one_line(failure.reason)}"
+            lines += fold(row, width, "    ")
         if len(shown) < len(evaluation.failures):
             lines.append(f"  and {len(evaluation.failures) - len(shown)} more")
     return "\n".join(lines) + "\n"
@@ -84,11 +88,6 @@ def worst_table(evaluation: Evaluation, count: int) -> str:
             *aligned.lines("  ", display_width()),
         ]
     return "\n".join(lines) + "\n" if lines else ""
-
-
-def display_width() -> int | None:
-    """Return the columns of the terminal to which standard output goes; None if it is none."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def to_text(table: Table, width: int | None = None) -> str:

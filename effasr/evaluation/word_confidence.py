@@ -1,4 +1,4 @@
-"""How well confidences tell right words from wrong ones, and their calibration."""
+"""Calibration error and ROC curve of word confidences."""
 
 from __future__ import annotations
 

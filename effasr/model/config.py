@@ -16,6 +16,9 @@ from effasr.model.transducer import TransducerConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
 from effasr.nn.experts.config import ExpertsConfig, named_experts_of
 
+_MOST_LAYERS = 1000
+"""Most layers of a part: a model is built, without weights, before it is compared with a file's."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
@@ -49,6 +52,9 @@ class ModelConfig:
     best_rq: BestRQConfig | None = None
 
     def __post_init__(self) -> None:
+        for name in ("encoder", "decoder", "transducer", "text_encoder"):
+            layers = getattr(getattr(self, name), "layers", 0)
+            check(layers <= _MOST_LAYERS, f"{name}.layers", f"be at most {_MOST_LAYERS}", layers)
         needed, given = self.encoder.subsampling, self.features.subsampling
         if given is None:
             object.__setattr__(self, "features", replace(self.features, subsampling=needed))

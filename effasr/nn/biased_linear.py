@@ -1,4 +1,4 @@
-"""A linear layer whose bias gradient waits for those of the model's layer.
+"""Linear layer whose bias gradient is computed with those of the whole layer of the model.
 
 The gradient of the bias is the sum of the rows of the output's gradient. Autograd adds them in a
 launch for each linear layer. Here the gradient of the output is handed over as partial sums

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,6 +57,7 @@ class Initial:
         tokenizer: Path,
         init_from: Path | None = None,
         language: str = "en",
+        progress: Callable[[int], None] = lambda count: None,
     ) -> Initial:
         """Survey a corpus and choose by its size.
 
@@ -67,11 +68,12 @@ class Initial:
             tokenizer: Folder of the tokenizer; if it does not exist, a vocabulary is chosen.
             init_from: A run or a model directory to fine-tune.
             language: Language of utterances that name none.
+            progress: Called with the number of utterances read so far.
 
         Raises:
             ValueError: A manifest or the model cannot be read, or there are no utterances.
         """
-        found = survey(train, language=language)
+        found = survey(train, language=language, progress=progress)
         if not found.utterances:
             raise ValueError(f"{', '.join(map(str, train))}: no utterances to write a recipe for.")
         for manifest in dev:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -101,6 +101,7 @@ def read_listing(
     tokenizer: Tokenizer | None = None,
     prompt_tokens: int = PROMPT_TOKENS,
     language: str = "en",
+    progress: Callable[[int], None] = lambda count: None,
 ) -> Listing:
     """Read the lengths of utterances.
 
@@ -122,11 +123,12 @@ def read_listing(
         tokenizer: Tokenizer of texts and prompts; None to estimate.
         prompt_tokens: Tokens of a prompt if there is no tokenizer.
         language: Default language of utterances.
+        progress: Called with the number of utterances read so far.
 
     Raises:
         ValueError: A line is malformed or incomplete; the message names file and line.
     """
-    reader = _Reader(limits, tokenizer, prompt_tokens, language)
+    reader = _Reader(limits, tokenizer, prompt_tokens, language, progress)
     for source, path in enumerate(paths):
         reader.read(source, Path(path))
     return reader.listing(tuple(map(str, paths)))
@@ -136,12 +138,18 @@ class _Reader:
     """Builds a listing in flat arrays, so that millions of utterances fit in memory."""
 
     def __init__(
-        self, limits: Limits, tokenizer: Tokenizer | None, prompt_tokens: int, language: str
+        self,
+        limits: Limits,
+        tokenizer: Tokenizer | None,
+        prompt_tokens: int,
+        language: str,
+        progress: Callable[[int], None],
     ) -> None:
         self._limits = limits
         self._tokenizer = tokenizer
         self._prompt_tokens = prompt_tokens
         self._language = language
+        self._progress, self._read = progress, 0
         self._untranscribed = limits.text != "required"
         # Cuts are made only where more than their length is used.
         self._looks_at_texts = (
@@ -168,6 +176,7 @@ class _Reader:
             utterances = named(path, language=self._language, untranscribed=self._untranscribed)
             for line, (name, utterance) in enumerate(utterances, 1):
                 self._add_utterance(name, (source, line), utterance)
+                self._count()
             return
         file = file if path.is_dir() else path
         check_file(file)
@@ -200,6 +209,10 @@ class _Reader:
             dropped=tuple(self._dropped),
             speeds=self._limits.speed_perturbation,
         )
+
+    def _count(self) -> None:
+        self._read += 1
+        self._progress(self._read)
 
     def _add(
         self,
@@ -234,9 +247,11 @@ class _Reader:
             else:
                 prompt = self._prompt_tokens
             self._add(row.name, place, row.seconds, asked, tokens, prompt)
+            self._count()
 
     def _add_objects(self, source: int, path: Path, lines: Iterator[tuple[int, str]]) -> None:
         for line, json_text in lines:
+            self._count()
             origin = f"{path}:{line}"
             row = parse_object(json_text, origin)
             seconds = seconds_field(row, "duration", origin)

@@ -11,8 +11,9 @@ import yaml
 from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
 from effasr.data.statistics.frames_per_token import FramesPerToken
-from effasr.data.statistics.guidance import fold
+from effasr.data.statistics.guidance import COLUMNS
 from effasr.planning.practice import Practice
+from effasr.untrusted.display import fold
 
 SPEEDS = (0.9, 1.0, 1.1)
 """Speed perturbation factors, as in the recipes of Kaldi, icefall and ESPnet."""
@@ -125,7 +126,7 @@ def _head(request: RecipeRequest, time: str | None) -> Iterator[str]:
         f"# Written by effasr init for {request.hours:,.2f} h in {request.utterances:,} utterances."
     )
     if time is not None:
-        yield from fold(f"# Expected time: {time}.", "#   ")
+        yield from fold(f"# Expected time: {time}.", COLUMNS, "#   ")
     if request.init_from is None:
         if request.hours < LITTLE:
             yield "# Starting from a trained model gives far fewer errors from so little speech:"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -126,8 +126,16 @@ class Request:
             transducer=model.transducer is not None,
         )
 
-    def read(self, prompt_tokens: int = PROMPT_TOKENS) -> tuple[Listing, Selection]:
+    def read(
+        self,
+        prompt_tokens: int = PROMPT_TOKENS,
+        progress: Callable[[int], None] = lambda count: None,
+    ) -> tuple[Listing, Selection]:
         """Read the lengths and drop utterances that cannot be trained on.
+
+        Args:
+            prompt_tokens: Tokens of a prompt if there is no tokenizer.
+            progress: Called with the number of utterances read so far.
 
         Raises:
             ValueError: A line is malformed, or no utterance is left.
@@ -138,6 +146,7 @@ class Request:
             tokenizer=self.tokenizer,
             prompt_tokens=prompt_tokens,
             language=self.data.language,
+            progress=progress,
         )
         selection = select(
             listing,

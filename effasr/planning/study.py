@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -86,17 +86,32 @@ class Outcome:
 
 
 def compare(
-    selection: Selection, strategies: Sequence[str], cost: CostModel, options: StudyOptions
+    selection: Selection,
+    strategies: Sequence[str],
+    cost: CostModel,
+    options: StudyOptions,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Outcome]:
     """Plan the utterances by each strategy.
 
     All but ``packed`` are computed with padding, as in the toolkits they come from: every utterance
     at the length of the longest of its micro-batch.
 
+    Args:
+        selection: The utterances.
+        strategies: Names of the strategies.
+        cost: Cost model.
+        options: Options of the plans.
+        progress: Called with the number of strategies done so far, and of all.
+
     Raises:
         ValueError: A strategy is unknown, or cannot plan these utterances.
     """
-    return [_outcome(selection, strategy, cost, options) for strategy in strategies]
+    outcomes = []
+    for done, strategy in enumerate(strategies):
+        progress(done, len(strategies))
+        outcomes.append(_outcome(selection, strategy, cost, options))
+    return outcomes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Escapes control characters in untrusted text before it is shown on a terminal.
+"""Display on a terminal: its width, and escapes of control characters in untrusted text.
 
 A file name or a text may contain an escape sequence that clears the screen, renames the window or
 types commands, or a bidirectional override that makes it display as a different text.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
+import sys
+import textwrap
 
 # C0 except line feed and tab, DEL and C1; directional marks, embeddings, overrides and isolates;
 # line and paragraph separators; surrogates. Joiners are kept: Persian and Hindi need them.
-_BIDI = "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
-_CONTROLS = f"\x00-\x08\x0b-\x1f\x7f-\x9f{_BIDI}\u2028\u2029\ud800-\udfff"
+BIDI_MARKS = "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
+_CONTROLS = f"\x00-\x08\x0b-\x1f\x7f-\x9f{BIDI_MARKS}\u2028\u2029\ud800-\udfff"
 _ESCAPED = re.compile(f"[{_CONTROLS}]")
 _ESCAPED_IN_LINE = re.compile(f"[\t\n{_CONTROLS}]")
-_IN_JSON = re.compile(f"[\x7f-\x9f{_BIDI}\u2028\u2029]")
+_IN_JSON = re.compile(f"[\x7f-\x9f{BIDI_MARKS}\u2028\u2029]")
 
 
 def escape_controls(text: str) -> str:
@@ -34,6 +37,22 @@ def escape_line(text: str) -> str:
 def escape_json(text: str) -> str:
     """Return a JSON document with the same value and no raw control characters."""
     return _IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def display_width() -> int | None:
+    """Return the columns of the terminal to which standard output goes; None if it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def fold(text: str, width: int, indent: str = "  ") -> list[str]:
+    """Return the lines of a paragraph, with ``indent`` before all but the first.
+
+    No word is divided, so that names and paths can be copied.
+    """
+    lines = textwrap.wrap(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return lines or [""]
 
 
 def utf8(text: str) -> bytes:

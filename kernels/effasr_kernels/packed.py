@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_INTEGERS: tuple[type, ...] = (int, torch.SymInt)
 _INT32_MAX = torch.iinfo(torch.int32).max
 
 
@@ -62,7 +63,7 @@ class PackedLayout:
         """Build the layout of sequences of these lengths; a length may be zero.
 
         Args:
-            lengths: The length of each sequence.
+            lengths: The length of each sequence, on the host.
             device: Device of ``cu_seqlens``.
             rows: Rows of the tensors, for a static shape; ``sum(lengths)`` by default.
             num_sequences: N, for a static shape; empty sequences are appended up to it.
@@ -70,8 +71,18 @@ class PackedLayout:
 
         Raises:
             ValueError: A length is negative or above ``static_max_seqlen``, the total does not fit
-                in int32, or the sequences do not fit in ``rows`` or ``num_sequences``.
+                in int32, the sequences do not fit in ``rows`` or ``num_sequences``, or the
+                lengths are on another device.
         """
+        if isinstance(lengths, Tensor):
+            if lengths.device.type != "cpu":
+                raise ValueError(
+                    f"`lengths` must be on the host, but is a tensor on {lengths.device}: pass "
+                    "lengths.tolist(), which waits for the device, or use from_offsets."
+                )
+            lengths = lengths.tolist()
+        # NumPy's integers are no arguments of kernels.
+        lengths = [n if isinstance(n, _INTEGERS) else int(n) for n in lengths]
         for n, length in enumerate(lengths):
             if length < 0:
                 raise ValueError(f"`lengths[{n}]` must be at least 0, but is {length}.")

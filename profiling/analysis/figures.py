@@ -162,27 +162,26 @@ def kernels(
     row = np.concatenate([piece.row for piece in pieces])
     work = np.concatenate([piece.work for piece in pieces])
     wall = np.concatenate([piece.wall for piece in pieces])
-    # Of one name when shortened: one kernel, in several shapes.
-    texts = sorted({shorten(table.names[name]) for name in np.unique(table.work["name"][row])})
-    number = {text: index for index, text in enumerate(texts)}
-    names = np.unique(table.work["name"])
-    label_of = np.zeros(int(names.max()) + 1 if len(names) else 1, np.int64)
-    category: dict[int, str] = {}
-    for name in names.tolist():
-        label = label_of[name] = number.get(shorten(table.names[name]), 0)
-        if shorten(table.names[name]) in number:
-            category[int(label)] = categories[name]
+    # Of one name when shortened, and of one category: one kernel, in several shapes.
+    used = np.unique(table.work["name"][row]).tolist()
+    kinds = {name: (shorten(table.names[name]), categories[name]) for name in used}
+    known = sorted(set(kinds.values()))
+    number = {kind: index for index, kind in enumerate(known)}
+    label_of = np.zeros(len(table.names), np.int64)
+    for name, kind in kinds.items():
+        label_of[name] = number[kind]
     label = label_of[table.work["name"][row]]
     total = max(int(work.sum()), 1)
     order = np.argsort(label, kind="stable")
     edges = np.flatnonzero(np.diff(label[order])) + 1
     found = []
     for group in np.split(order, edges) if len(order) else []:
-        own, calls = int(label[group[0]]), _calls(table, row[group], work[group])
+        text, category = known[int(label[group[0]])]
+        calls = _calls(table, row[group], work[group])
         found.append(
             {
-                "name": texts[own],
-                "category": category[own],
+                "name": text,
+                "category": category,
                 "calls": len(calls) / steps,
                 "work_ms": int(work[group].sum()) / 1e6 / steps,
                 "wall_ms": int(wall[group].sum()) / 1e6 / steps,
@@ -192,6 +191,9 @@ def kernels(
         )
     found.sort(key=lambda entry: (-entry["work_ms"], entry["name"]))
     rest = found[most:]
+    totals: dict[str, float] = {}
+    for entry in found:
+        totals[entry["name"]] = totals.get(entry["name"], 0.0) + entry["work_ms"]
     return {
         "top": found[:most],
         "others": {
@@ -201,7 +203,7 @@ def kernels(
             "wall_ms": sum(entry["wall_ms"] for entry in rest),
             "share": sum(entry["share"] for entry in rest),
         },
-        "work_ms": {entry["name"]: entry["work_ms"] for entry in found},
+        "work_ms": totals,
     }
 
 

@@ -81,8 +81,8 @@ def _events(
     threads = {thread: _HOST_TRACK + n for n, thread in enumerate(_distinct(ranges["thread"]))}
     for track in threads.values():
         yield _meta(number, track, "thread_name", "host" if track == 2 else f"host {track - 1}")
-    for start, end, thread, name in ranges[["start", "end", "thread", "name"]].tolist():
-        yield _slice(number, threads[thread], names[name], start + shift, end - start)
+    for first, last, thread, name in ranges[["start", "end", "thread", "name"]].tolist():
+        yield _slice(number, threads[thread], names[name], first + shift, last - first)
     work = table.work[lane.rows]
     chosen = np.flatnonzero((work["end"] > begin) & (work["start"] < end))
     work, rows = work[chosen], lane.rows[chosen]
@@ -97,9 +97,9 @@ def _events(
         attribution.rule[rows].tolist(),
         strict=True,
     )
-    for (start, end, stream, name), path, phase, rule in labels:
+    for (first, last, stream, name), path, phase, rule in labels:
         more = f'"range":{paths[path]},"phase":{paths[phase]},"attributed by":{rules[rule]}'
-        yield _slice(number, tracks[stream], names[name], start + shift, end - start, more)
+        yield _slice(number, tracks[stream], names[name], first + shift, last - first, more)
 
 
 def _span(table: Table, lane: Lane) -> tuple[int, int]:

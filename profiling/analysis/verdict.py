@@ -155,12 +155,13 @@ def sentence(summary: dict[str, Any]) -> dict[str, Any]:
     scope = _scope(budget)
     lost = 1 - compute
     if worst["share"] < _COMPUTE_BOUND and compute >= 0.5:
-        kinds = [c for c in summary["categories"] if c["work_ms"] > 0]
-        most = (
-            f", most of all {kinds[0]['name']} ({percent(kinds[0]['share'])} of it)"
-            if kinds
-            else ""
-        )
+        # Not by summed work, which has the communication and copies that compute hides.
+        kinds = [c for c in summary["categories"] if c["compute_ms"] > 0]
+        most = ""
+        if kinds:
+            largest = max(kinds, key=lambda c: c["compute_ms"])
+            share = largest["compute_ms"] / sum(c["compute_ms"] for c in kinds)
+            most = f", most of all {largest['name']} ({percent(share)} of it)"
         text = (
             f"Compute limits the run: {percent(compute)} of a step of {milliseconds(wall)}{most}. "
             f"Without all the rest the run would be {_gain(lost)}{scope}."

@@ -28,7 +28,7 @@ def append(path: Path, columns: Sequence[str], row: Mapping[str, Any]) -> None:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         if new:
             writer.writeheader()
-        writer.writerow(row)
+        writer.writerow(_as_cells(row))
 
 
 def write(path: Path, columns: Sequence[str], found: Iterable[Mapping[str, Any]]) -> None:
@@ -39,7 +39,7 @@ def write(path: Path, columns: Sequence[str], found: Iterable[Mapping[str, Any]]
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(found)
+    writer.writerows(map(_as_cells, found))
     write_atomically(path, text.getvalue().encode())
 
 
@@ -53,4 +53,36 @@ def read(path: Path) -> Iterator[dict[str, str]]:
     """Yield the rows of a file; none where there is no file."""
     if path.exists():
         with path.open(newline="", encoding="utf-8") as file:
-            yield from csv.DictReader(file)
+            for row in csv.DictReader(file):
+                yield {name: _original(value) for name, value in row.items()}
+
+
+_FORMULA = ("=", "+", "-", "@", "\t")
+"""Beginnings of a text that a spreadsheet may take for a formula."""
+
+
+def _as_cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row whose texts, such as names of runs, are no formulas and stay in their cells."""
+    return {name: _cell(value) for name, value in row.items()}
+
+
+def _cell(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    # csv does not quote a carriage return, which ends the row for some readers.
+    text = value.replace("\r", " ")
+    is_formula = text.lstrip("'").startswith(_FORMULA) and not _is_number(text)
+    return f"'{text}" if is_formula else text
+
+
+def _original(cell: Any) -> Any:
+    is_quoted = isinstance(cell, str) and cell.startswith("'")
+    return cell[1:] if is_quoted and cell.lstrip("'").startswith(_FORMULA) else cell
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

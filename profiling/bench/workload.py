@@ -77,7 +77,7 @@ class Workload:
     """One packed batch, and what a model does with it.
 
     Attributes:
-        rows: Frames of the static shape; a quarter as many are tokens.
+        rows: Frames of the static shape, which has fewer token rows; see `tokens`.
         head_width: D.
         durations: Durations to draw utterances from.
         device: Device of the tensors.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class Entry:
         bytes: Bytes read and written.
         flops: Multiplications and additions of matrix products.
         is_half: Whether the products have 16-bit inputs.
+        call: Number that the entries of one call of an operation share: its floating-point
+            operations are an entry beside its kernels.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Entry:
     bytes: int
     flops: int
     is_half: bool
+    call: int
 
 
 class Recorder(TorchDispatchMode):
@@ -68,6 +72,8 @@ class Recorder(TorchDispatchMode):
         self._numbers: list[int] = []
         self._places: list[str] = []
         self._operation: str | None = None
+        self._numbers_of_calls = itertools.count()
+        self._call = 0
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -136,11 +142,12 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def within_operation(self, name: str) -> Iterator[None]:
         """Attribute everything recorded in the context to an operation."""
-        before, self._operation = self._operation, name
+        before = self._operation, self._call
+        self._operation, self._call = name, next(self._numbers_of_calls)
         try:
             yield
         finally:
-            self._operation = before
+            self._operation, self._call = before
 
     def _add(
         self,
@@ -154,6 +161,7 @@ class Recorder(TorchDispatchMode):
         is_kernel: bool = False,
     ) -> None:
         pass_, place = self._where()
+        is_alone = self._operation is None
         self.entries.append(
             Entry(
                 name=name,
@@ -166,6 +174,7 @@ class Recorder(TorchDispatchMode):
                 bytes=bytes_,
                 flops=flops,
                 is_half=operators.math_dtype(tensors).itemsize == 2,
+                call=next(self._numbers_of_calls) if is_alone else self._call,
             )
         )
 

@@ -19,7 +19,7 @@ from emulator.parse import Operations, Program, parse
 _SOURCES = Path(__file__).parent / "native"
 _MOST_STEPS = 20_000_000
 _OPTIONS = ("-std=c++20", "-O2", "-fno-strict-aliasing", "-fPIC", "-shared")
-COUNTS = ("issued", "sectors", "needed", "turns", "fewest", "products")
+COUNTS = ("issued", "sectors", "needed", "wavefronts", "fewest", "products")
 """Counters of each instruction; see ``native/counts.h``."""
 
 

@@ -1,7 +1,5 @@
 """Packed attention on CPUs: csrc/attention_cpu.cpp beside PyTorch, forward and with the backward.
 
-import sys
-
 Sequences of a batch are equally long, so that a padded batch has no padding: what it wins in real
 batches comes on top. Systems take turns; the time is the least of all turns, in milliseconds, as
 other load on the machine only adds to it. Each result is compared with the reference's first.

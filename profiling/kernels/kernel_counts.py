@@ -9,11 +9,11 @@ PTX (`emulator`). Printed for each kernel, and for the lines of its source that 
     instructions  of a warp, in all launches
     sectors       32-byte sectors of global memory that were touched, and how many of them the bytes
                   that were wanted would fill: 1.00 is coalesced
-    turns         of shared memory's banks, and by how much conflicts multiply them: 1.00 is none
+    wavefronts    of shared memory, and by how much bank conflicts multiply them: 1.00 is none
     products      multiplications of tensor cores for each instruction
 
 Counts are exact and need no GPU; what they cost in time only a GPU tells. A line without sectors or
-turns computes.
+wavefronts computes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Sum:
     issued: int = 0
     sectors: int = 0
     needed: int = 0
-    turns: int = 0
+    wavefronts: int = 0
     fewest: int = 0
     products: int = 0
 
@@ -56,8 +56,8 @@ class Sum:
 
     @property
     def lost(self) -> int:
-        """Sectors and turns that better patterns would save."""
-        return self.sectors - self.needed + self.turns - self.fewest
+        """Sectors and wavefronts that better patterns would save."""
+        return self.sectors - self.needed + self.wavefronts - self.fewest
 
     def cells(self) -> list[str]:
         """Return the printed cells."""
@@ -67,8 +67,8 @@ class Sum:
             f"{self.issued:,}",
             f"{self.sectors:,}" if self.sectors else "",
             ratio(self.sectors, self.needed),
-            f"{self.turns:,}" if self.turns else "",
-            ratio(self.turns, self.fewest),
+            f"{self.wavefronts:,}" if self.wavefronts else "",
+            ratio(self.wavefronts, self.fewest),
             products,
         ]
 
@@ -130,7 +130,7 @@ def lines_of(binary: Binary) -> dict[str, Sum]:
 def main(arguments: list[str] | None = None) -> None:
     """Count, and print."""
     options = parse(arguments)
-    head = ["instructions", "sectors", "x needed", "turns", "x conflicts", "products"]
+    head = ["instructions", "sectors", "x needed", "wavefronts", "x conflicts", "products"]
     for case in cases(options):
         try:
             count(case, options.architecture)

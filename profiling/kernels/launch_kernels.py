@@ -27,9 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import bench_ops
 import torch
 from bench.training.corpus import batches_of
+from bench.training.cpu_models import CPU_MODELS
 from bench.training.systems import Effasr
 from bench_training import Setup
 
+from effasr.model.presets import PRESETS
+from effasr_kernels import OPERATIONS
 from effasr_kernels.runtime.launch import Launch, capability, diverted
 from effasr_kernels.testing import aot
 
@@ -111,19 +114,23 @@ def compile_share(options: argparse.Namespace) -> int:
     gpu = torch.cuda.is_available()
     compiler = Compiler((number, count), warm_up if gpu else lambda launch: None)
     where = capability(torch.device("cuda")) if gpu else (9, 0)
+    failures: list[str] = []
     for name, call in _calls(options):
         # What kernels would have written is undefined, and nothing is done with it.
         try:
             with diverted(compiler, where):
                 call()
         except Exception as error:
-            sys.stderr.write(f"launch_kernels: {name}: {type(error).__name__}: {error}\n")
-    for line in compiler.failed:
+            failures.append(f"{name}: {type(error).__name__}: {error}")
+    if not compiler.seen:
+        failures.append("no kernel was launched: give --op or --model, and a --kind that --op has")
+    failures += compiler.failed
+    for line in failures:
         sys.stderr.write(f"launch_kernels: {line}\n")
     done = "compiled" if gpu else "counted, and none compiled: no GPU"
     mine, all_of_them = len(compiler.compiled), len(compiler.seen)
     sys.stdout.write(f"share {number} of {count}: {mine} of {all_of_them} kernels {done}\n")
-    return 1 if compiler.failed else 0
+    return 1 if failures else 0
 
 
 def compile_all(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -155,12 +162,15 @@ def main(arguments: list[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--compile", action="store_true")
     what.add_argument("--once", action="store_true")
-    parser.add_argument("--op", nargs="+", default=[])
+    parser.add_argument("--op", nargs="+", choices=list(OPERATIONS), metavar="NAME", default=[])
     parser.add_argument("--kind", nargs="+", default=[])
     parser.add_argument("--frames", nargs="+", type=int, default=[])
     parser.add_argument("--head-width", nargs="+", type=int, default=[])
     parser.add_argument("--backend", default="triton")
-    parser.add_argument("--model", nargs="+", default=[], help="to train")
+    models = [*CPU_MODELS, *PRESETS]
+    parser.add_argument(
+        "--model", nargs="+", choices=models, metavar="NAME", default=[], help="to train"
+    )
     parser.add_argument("--frame-budget", type=int)
     parser.add_argument("--utterances", type=int, default=400)
     parser.add_argument("--longest", type=float, default=30.0)

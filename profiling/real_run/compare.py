@@ -14,8 +14,8 @@ from effasr.training.checkpointing.run_checkpoints import TENSORS
 from effasr.training.run_dir.run_directory import METRICS, read_lines
 
 MEASURED = {
-    *("data_wait_s", "step_s", "useful_tflops", "peak_memory_bytes", "slowest_rank"),
-    "rank_wait_s",
+    *("data_wait_s", "step_s", "mfu", "mfu_with_padding", "hfu", "useful_tflops"),
+    *("peak_memory_bytes", "slowest_rank", "rank_wait_s"),
 }
 """Fields of metrics.jsonl that differ from run to run."""
 

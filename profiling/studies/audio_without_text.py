@@ -7,8 +7,8 @@
 CORPUS is a folder that `effasr demo-data` wrote. All systems have the same CTC model, tokenizer and
 test set, and as many updates in each stage. A row has the word error rate of a system and a seed,
 with a bootstrap interval, and the CPU seconds of its stages, training and labelling, in one thread.
-A system that has a row for a seed is left out, and stages that are complete are used again: the
-command can be interrupted and repeated.
+A system that has a row for a seed, the data and as many updates is left out, and stages that are
+complete are used again: the command can be interrupted and repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import rows
 from bench.provenance import provenance
 from small_data import table
-from small_data.effasr_runs import QUIET, Commands
+from small_data.effasr_runs import QUIET, Commands, once
 
 STUDY = "audio_without_text"
 COLUMNS = (
@@ -84,8 +84,11 @@ class Study:
 
     def prepare(self) -> None:
         """Write the manifests, of transcripts, of audio without text, and of both with texts."""
-        if self.tokenizer.exists():
-            return
+        corpus = str(self.options.corpus.absolute())
+        settings = {"corpus": corpus} | self._settings("minutes", "hours")
+        once(self.data / "cpu_s.json", settings, self._prepare)
+
+    def _prepare(self) -> float:
         self.data.mkdir(parents=True, exist_ok=True)
         source = self.options.corpus / "train.jsonl"
         lines = [json.loads(line) for line in source.read_text().splitlines()]
@@ -100,7 +103,9 @@ class Study:
             (self.data / f"{name}.jsonl").write_text(text)
         manifest = str(self.data / "transcripts.jsonl")
         vocabulary = ("--vocab-size", str(VOCABULARY))
-        self.commands.call("tokenizer", manifest, str(self.tokenizer), *vocabulary)
+        # Not what an interrupted command had made.
+        shutil.rmtree(self.tokenizer, ignore_errors=True)
+        return self.commands.call("tokenizer", manifest, str(self.tokenizer), *vocabulary)
 
     def supervised(self) -> Stage:
         """Train on the transcripts alone."""
@@ -114,9 +119,14 @@ class Study:
         """Pretrain on all audio, and fine-tune on the transcripts."""
         steps = self.options.pretrain_steps
         pretraining = (*ENCODER, self._on("oracle"), "data.frame_budget=640")
-        first = self._train("pretrained", *pretraining, recipe="pretrain_best_rq", steps=steps)
+        first = self._train(
+            *("pretrained", *pretraining),
+            recipe="pretrain_best_rq",
+            steps=steps,
+            settings=("pretrain_steps",),
+        )
         given = (*MODEL, self._on("transcripts"), self._tokens, f"init_from={first.run}")
-        return self._train("best_rq", *given, before=first)
+        return self._train("best_rq", *given, before=first, settings=("pretrain_steps",))
 
     def noisy_student(self, generation: int) -> Stage:
         """Train on the transcripts and on labels by the generation before."""
@@ -131,7 +141,8 @@ class Study:
             shutil.rmtree(out, ignore_errors=True)
             return self.commands.call("label", *arguments, *least)
 
-        spent = _once(out / "cpu_s.json", label)
+        settings = self._settings("steps", "min_confidence")
+        spent = once(out / "cpu_s.json", settings, label)
         report = json.loads((out / "report.json").read_text())
         kept = report["kept"]
         data = self._mix("labels", out / "manifest.jsonl")
@@ -139,7 +150,8 @@ class Study:
             # A teacher that says nothing leaves the transcripts; the row has 0 labels.
             data = self._on("transcripts")
         before = replace(teacher, cpu_s=teacher.cpu_s + spent)
-        made = self._train(name, *MODEL, data, self._tokens, before=before)
+        given = (*MODEL, data, self._tokens)
+        made = self._train(name, *given, before=before, settings=("min_confidence",))
         return replace(made, labels=kept["utterances"], label_hours=kept["hours"])
 
     def teacher(self, *, times: int = 1, rule: bool = True) -> Stage:
@@ -168,6 +180,9 @@ class Study:
     def _warmup(self) -> int:
         return max(1, min(200, self.options.steps // 10))
 
+    def _settings(self, *names: str) -> dict[str, object]:
+        return {name: getattr(self.options, name) for name in names}
+
     @property
     def _tokens(self) -> str:
         return f"data.tokenizer={self.tokenizer}"
@@ -187,8 +202,18 @@ class Study:
         recipe: str = "demo",
         steps: int | None = None,
         before: Stage | None = None,
+        settings: Sequence[str] = (),
     ) -> Stage:
-        """Train a stage, unless it has been trained."""
+        """Train a stage, unless it has been trained.
+
+        Args:
+            name: Name of the stage.
+            given: Overrides of the recipe.
+            recipe: Recipe of `effasr train`.
+            steps: Updates of this stage; None for those of the option.
+            before: Stage that this one needs.
+            settings: Options besides ``steps`` that the stage depends on.
+        """
         updates: int = steps or self.options.steps
         output, run = self.options.work / "runs", f"{name}_{self.seed}"
         base = [f"name={run}", f"output={output}", f"seed={self.seed}", *QUIET]
@@ -200,7 +225,7 @@ class Study:
         def train() -> float:
             return self.commands.call("train", recipe, *base, *given)
 
-        spent = _once(output / run / "cpu_s.json", train)
+        spent = once(output / run / "cpu_s.json", self._settings("steps", *settings), train)
         earlier = Stage(Path(), 0, 0.0, 0.0) if before is None else before
         return Stage(output / run, earlier.updates + updates, earlier.cpu_s + spent, spent)
 
@@ -217,6 +242,21 @@ SYSTEMS: dict[str, Callable[[Study], Stage]] = {
 }
 
 
+def updates(system: str, options: argparse.Namespace) -> int:
+    """Return the updates of all stages of a system, before they are trained."""
+    steps: int = options.steps
+    match system:
+        case "best_rq":
+            return options.pretrain_steps + steps
+        case "noisy_student_1" | "teacher":
+            return 2 * steps
+        case "noisy_student_2":
+            return 3 * steps
+        case "teacher_x4_rule" | "teacher_x4_plain":
+            return steps + max(1, steps // 4)
+    return steps
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train and evaluate the systems that have no row yet."""
     options = _parser().parse_args(arguments)
@@ -227,7 +267,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         study = Study(options, seed)
         study.prepare()
         for name in options.only or SYSTEMS:
-            if not table.is_done(options.csv, system=name, seed=seed):
+            wanted = {"minutes": options.minutes, "hours": options.hours}
+            wanted["updates"] = updates(name, options)
+            if table.is_done(options.csv, system=name, seed=seed, **wanted):
+                told = f"{name}, seed {seed}, {wanted['updates']} updates"
+                table.show(f"{told}: skipped, as {options.csv} has its row")
+            else:
                 _append(options, name, seed, SYSTEMS[name](study), study.commands)
     return 0
 
@@ -265,15 +310,6 @@ def _append(
     row |= {key: found[key] for key in COLUMNS if key in found}
     rows.append(options.csv, COLUMNS, row)
     table.show(f"{name}, seed {seed}: WER {result['wer']:.3f}, {stage.cpu_s:.0f} CPU s")
-
-
-def _once(path: Path, work: Callable[[], float]) -> float:
-    """Return the CPU seconds of work that is done once, and is begun again if interrupted."""
-    if not path.is_file():
-        spent = work()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(spent))
-    return float(json.loads(path.read_text()))
 
 
 def _lasting(lines: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:

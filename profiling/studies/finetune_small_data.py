@@ -57,14 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tuning = replace(tuning, name=f"fine-tuned from {base.name}")
     for name in options.sets:
         for minutes in options.minutes:
-            folder = options.work / "corpora" / f"{name}_{minutes:g}"
+            folder = options.work / "corpora" / f"{name}_{minutes:g}_{options.seed}"
             corpus = write_corpus(
                 options.corpus, name.split("+"), folder, minutes=minutes, seed=options.seed
             )
             commands.prepare(corpus)
             if options.base is not None:
                 texts = [corpus.manifest("train")]
-                tokenizer = commands.tokenizer(texts, corpus.name, options.vocab_size)
+                tokenizer = commands.tokenizer(texts, folder.name, options.vocab_size)
             kept = None if options.base is None else tokenizer
             run(commands, scratch, corpus, options, tokenizer=tokenizer)
             run(commands, tuning, corpus, options, init_from=base, tokenizer=kept)

@@ -11,8 +11,8 @@ put it behind the encoder of RUN, with as many updates of as many frames: ``join
 written conversations in one stage (`speech_llm_demo`), ``speech_only`` on the spoken ones. A row
 has the word error rate of a system for one instruction of CORPUS/speech_dev.jsonl (transcribe,
 translate), with a bootstrap interval, and the perplexity of the answers in CORPUS/text_dev.jsonl,
-by token, with the end of each answer. A system that has rows for a seed is left out: the command
-can be interrupted and repeated.
+by token, with the end of each answer. A system that has rows for a seed and as many updates is left
+out, and what is trained is used again: the command can be interrupted and repeated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import rows
 from bench.provenance import provenance
 from small_data import table
-from small_data.effasr_runs import QUIET, Commands
+from small_data.effasr_runs import QUIET, Commands, once
 
 if TYPE_CHECKING:
     from effasr.checkpoint import LoadedModel
@@ -63,7 +63,6 @@ class Study:
 
     def run(self, system: str) -> None:
         """Train a system, and write its rows."""
-        steps = self.options.text_steps if system == "text" else self.options.steps
         trained, spent = self._text() if system == "text" else self._joined(system)
         import torch
 
@@ -75,7 +74,7 @@ class Study:
             "study": STUDY,
             "system": system,
             "seed": self.seed,
-            "updates": steps,
+            "updates": updates(system, self.options),
             "cpu_s": round(spent, 1),
             "text_perplexity": round(
                 text_perplexity(loaded, self.options.corpus / "text_dev.jsonl"), 3
@@ -94,7 +93,7 @@ class Study:
         corpus = self.options.corpus
         given = [f"data.train={corpus / 'text.jsonl'}"]
         given.append(f"model.language_model.path={corpus / 'chat_model'}")
-        return self._train("text", "speech_llm_demo_text", self.options.text_steps, given)
+        return self._train("text", "speech_llm_demo_text", given)
 
     def _joined(self, system: str) -> tuple[Path, float]:
         """Put the language model behind the encoder, and train both."""
@@ -109,21 +108,24 @@ class Study:
             given.append(f"data.train={speech}")
         given += [f"init_from={self.options.encoder}", "data.validation=[]"]
         given.append(f"model.language_model.path={folder}")
-        return self._train(system, "speech_llm_demo", self.options.steps, given)
+        return self._train(system, "speech_llm_demo", given)
 
-    def _train(
-        self, system: str, recipe: str, steps: int, given: Sequence[str]
-    ) -> tuple[Path, float]:
+    def _train(self, system: str, recipe: str, given: Sequence[str]) -> tuple[Path, float]:
         """Train a system, unless it has been trained; return its run and CPU seconds."""
-        output, name = self.options.work / "runs", f"{system}_{self.seed}"
-        spent = output / name / "cpu_s.json"
-        if not spent.is_file():
+        options = self.options
+        output, name = options.work / "runs", f"{system}_{self.seed}"
+        steps = updates(system, options)
+        settings = {"corpus": str(options.corpus), "text_steps": options.text_steps}
+        if system != "text":
+            settings |= {"encoder": str(options.encoder.absolute()), "steps": options.steps}
+
+        def train() -> float:
             base = [f"name={name}", f"output={output}", f"seed={self.seed}", *QUIET]
             base += [f"training.max_steps={steps}", f"training.checkpoint_every={10**9}"]
             base.append(f"schedule.warmup_steps={max(1, min(100, steps // 10))}")
-            seconds = self.commands.call("train", recipe, *base, *given)
-            spent.write_text(json.dumps(seconds))
-        return output / name, float(json.loads(spent.read_text()))
+            return self.commands.call("train", recipe, *base, *given)
+
+        return output / name, once(output / name / "cpu_s.json", settings, train)
 
     def _errors(self, run: Path) -> Iterator[dict[str, Any]]:
         """Yield the columns of each instruction."""
@@ -145,6 +147,11 @@ class Study:
                 "words": result["words"],
                 **{name: round(rate, 4) for name, rate in rates.items()},
             }
+
+
+def updates(system: str, options: argparse.Namespace) -> int:
+    """Return the updates of a system."""
+    return options.text_steps if system == "text" else options.steps
 
 
 def by_instruction(path: Path) -> list[tuple[str, list[dict[str, str]]]]:
@@ -216,7 +223,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for seed in options.seeds:
         study = Study(options, seed)
         for system in options.only or SYSTEMS:
-            if not table.is_done(options.csv, system=system, seed=seed):
+            number = updates(system, options)
+            if table.is_done(options.csv, system=system, seed=seed, updates=number):
+                told = f"{system}, seed {seed}, {number} updates"
+                table.show(f"{told}: skipped, as {options.csv} has its rows")
+            else:
                 study.run(system)
     return 0
 

@@ -130,7 +130,7 @@ def unpack(path: Path, folder: Path) -> None:
     try:
         with tarfile.open(path) as archive:
             archive.extractall(folder, filter="data")
-    except (OSError, tarfile.TarError) as error:
+    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
         raise ValueError(
             f"`--continue-from` must name the archive of an earlier call, but {path} cannot be "
             f"unpacked: {error}. Name another file, or none."

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from suite import models, operations
-from suite.gate import GROUPS, INFERENCE, LOADER, TRAINING, Gate
+from suite.gate import ANSWERING, GROUPS, INFERENCE, LOADER, TRAINING, Gate
 from suite.parts import Part, Setting, Steps, environment, missing, tests
 from suite.steps import LeftOut, Step
 
@@ -42,7 +42,7 @@ def _part(
     needs: Sequence[str] = (),
 ) -> Part:
     made = _behind(name, tuple(uses), needs, make)
-    return Part(name, about, made, calls, tuple(uses))
+    return Part(name, about, made, calls, tuple(uses), tuple(needs))
 
 
 _REAL = (*TRAINING, LOADER)
@@ -74,7 +74,15 @@ PARTS = (
     _part(
         "peers", "transformers' Canary, and padded batches", models.peers, {2: (50, 50)}, TRAINING
     ),
-    _part("inference", "RTFx by decoder depth", models.inference, {2: (40, 40)}, INFERENCE),
+    _part("inference", "RTFx by decoder depth", models.inference, {2: (30, 30)}, INFERENCE),
+    _part(
+        "conversations",
+        "tokens per second of a language model's answers",
+        models.conversations,
+        {2: (20, 20)},
+        ANSWERING,
+        needs=models.CONVERSATION_NEEDS,
+    ),
     _part("memory", "memory over many steps", models.memory, {2: (20, 20)}, TRAINING),
     _part(
         "train",

@@ -14,6 +14,7 @@ OPERATIONS = tuple(sorted(path.parent.name for path in _PACKAGE.glob("*/definiti
 MODEL = "model"
 """The group of the tests of the whole model and of its training."""
 ENGINE = "decoding engine"
+CONVERSATIONS = "conversations"
 LOADER = "data loader"
 GOSSIP = "gossip"
 """Asynchronous averaging over a network, which nothing here measures."""
@@ -31,8 +32,14 @@ INFERENCE = (
     *(MODEL, ENGINE),
 )
 """Operations of its inference."""
-GROUPS = (*OPERATIONS, MODEL, ENGINE, LOADER, GOSSIP, *ADAPTERS)
+ANSWERING = (
+    *("append_to_pages", "attention", "decode_attention", "gated_activation", "rms_norm"),
+    CONVERSATIONS,
+)
+"""Operations of a language model that answers conversations."""
+GROUPS = (*OPERATIONS, MODEL, ENGINE, CONVERSATIONS, LOADER, GOSSIP, *ADAPTERS)
 _OF_OPERATIONS = ("gpu", "ops")
+_OF_CONVERSATIONS = "gpu/test_conversations.py", "decoding/language_model/test_engine.py"
 
 
 @dataclass
@@ -113,6 +120,8 @@ def groups_of(test: str) -> tuple[str, ...]:
         return (LOADER,)
     if topic in ("decoding_engine", "continuous_batching"):
         return (ENGINE,)
+    if file.endswith(_OF_CONVERSATIONS):
+        return (CONVERSATIONS,)
     if path.parent.name not in _OF_OPERATIONS or topic.startswith("training"):
         return (MODEL,)
     named = [name for name in OPERATIONS if topic.split("_")[0] == name.split("_")[0]]

@@ -12,7 +12,7 @@ FRAME_BUDGET = ("--frame-budget", "8448")
 """Two full waves of tiles on the 132 multiprocessors of an H200."""
 PEER = ("transformers>=5.23",)
 """The first with Canary."""
-ANSWERS = ("transformers>=5", "sentencepiece")
+CONVERSATION_NEEDS = ("transformers>=5", "sentencepiece")
 REAL_NEEDS = (*DATA_PACKAGES, "jiwer", "nvtx")
 """Packages that `effasr train` imports in addition to the suite's."""
 NOTHING_HERE = 3
@@ -61,25 +61,28 @@ def peers(setting: Setting, gate: Gate) -> Steps:
 
 
 def inference(setting: Setting, gate: Gate) -> Steps:
-    """RTFx by decoder depth, and answers of a language model."""
+    """RTFx by decoder depth."""
     command = setting.script("bench_inference.py", "--output", setting.output / "inference.csv")
-    answers = setting.script(
-        "bench_conversations.py", "--output", setting.output / "conversations.csv"
-    )
     if setting.dry:
         tiny = ["--size", "tiny", "--shapes", "2/1", "1/2", "--batch", "2", "--longest", "3"]
         return [
             Step("inference", [*command, *tiny, "--repeats", "1"]),
             LeftOut("inference peer", "left out of a dry run: its tests run it"),
-            LeftOut("conversations", "left out of a dry run: its tests run it"),
         ]
-    both = ["--caches", "paged", "contiguous", "--peer"]
     return [
         Step("inference", [*command, "--shapes", "24/24", "32/4"], weight=3),
         Step("inference peer", [*command, "--peer", "--shapes", "17/4"], weight=2, needs=PEER),
         Step("inference more", [*command, "--shapes", "17/4", "18/8"], weight=2),
-        Step("conversations", [*answers, *both, "--answers", "replies"], weight=2, needs=ANSWERS),
     ]
+
+
+def conversations(setting: Setting, gate: Gate) -> Steps:
+    """Answers of a language model."""
+    if setting.dry:
+        return [LeftOut("conversations", "left out of a dry run: its tests run it")]
+    output = ["--output", setting.output / "conversations.csv"]
+    both = ["--caches", "paged", "contiguous", "--peer", "--answers", "replies"]
+    return [Step("conversations", setting.script("bench_conversations.py", *output, *both))]
 
 
 def memory(setting: Setting, gate: Gate) -> Steps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from suite.gate import OPERATIONS, TRAINING, Gate
@@ -37,10 +37,11 @@ _WEIGHTS = {"attention": 4.0, "linear_cross_entropy": 3.0, "transducer_loss": 2.
 def warm_up(setting: Setting, gate: Gate) -> Steps:
     """Return steps that compile kernels on all cores; benchmarks would compile one by one."""
     wanted = setting.wanted
-    ops = [x for x in OPERATIONS if x in wanted and not gate.reasons([x])]
+    is_measured = lambda names: setting.unproven or not gate.reasons(names)
+    ops = [x for x in OPERATIONS if x in wanted and is_measured([x])]
     options: list[str] = ["--op", *ops] if ops and not setting.trains else []
     steps: list[Step | LeftOut] = []
-    if setting.trains and not gate.reasons(TRAINING):
+    if setting.trains and is_measured(TRAINING):
         options = [*TINY] if setting.dry else ["--model", *MODELS, *FRAME_BUDGET]
         steps = [] if setting.dry else [compiled(setting, model) for model in MODELS]
     if not options:
@@ -62,22 +63,19 @@ def operations(setting: Setting, gate: Gate) -> Steps:
     reasons = gate.reasons(OPERATIONS)
     names = sorted(OPERATIONS, key=lambda x: _ORDER.index(x) if x in _ORDER else len(_ORDER))
     steps: list[Step | LeftOut] = []
-    if "attention" not in reasons:
+    if setting.unproven or "attention" not in reasons:
         tiles = setting.script("kernels/attention_tiles.py", *tiny)
-        output = ["--output", str(setting.output / "attention_tiles.csv")]
+        output = ["--output", str(_folder(setting, "attention", reasons) / "attention_tiles.csv")]
         note = gate.note(["attention"])
         steps.append(
             Step("attention tiles", [*tiles, *output], 3, 20, budget="--budget-s", note=note)
         )
     for name in names:
-        output = setting.output
-        if name in reasons:
-            if not setting.unproven:
-                reason = f"not measured: {reasons[name]}"
-                steps.append(LeftOut(f"ops {name}", reason, well=False))
-                continue
-            output = output / "unproven"
-        options = ["--output", output / "ops.csv", *tiny, "--op", name]
+        if name in reasons and not setting.unproven:
+            reason = f"not measured: {reasons[name]}"
+            steps.append(LeftOut(f"ops {name}", reason, well=False))
+            continue
+        options = ["--output", _folder(setting, name, reasons) / "ops.csv", *tiny, "--op", name]
         command = setting.script("bench_ops.py", *options)
         if name == "transducer_loss":
             kinds = [] if setting.dry else ["--kind", *TRANSDUCER_KINDS]
@@ -96,6 +94,11 @@ def operations(setting: Setting, gate: Gate) -> Steps:
     if setting.dry and "linear_cross_entropy" not in reasons:
         steps.append(_interpreted(setting, tiny))
     return steps
+
+
+def _folder(setting: Setting, name: str, reasons: Collection[str]) -> Path:
+    """Return the folder of what is measured of an operation."""
+    return setting.output / "unproven" if name in reasons else setting.output
 
 
 def _interpreted(setting: Setting, tiny: Sequence[str]) -> Step | LeftOut:
@@ -153,10 +156,10 @@ def counters(setting: Setting, gate: Gate) -> Steps:
     tool = find_tool("ncu")
     if tool is None and not setting.dry:
         return [LeftOut("ncu", "no ncu found: no counters of kernels were read")]
-    (setting.output / "ncu").mkdir(parents=True, exist_ok=True)
     steps: list[Step | LeftOut] = []
     for op, kind, kernel in MATTER:
-        if reasons := gate.reasons([op]):
+        reasons = gate.reasons([op])
+        if reasons and not setting.unproven:
             steps.append(LeftOut(f"ncu {kernel}", f"not measured: {op}: {reasons[op]}", well=False))
             continue
         size = ["--frames", "40"] if setting.dry else ["--frames", "8448", "--head-width", "128"]
@@ -165,7 +168,8 @@ def counters(setting: Setting, gate: Gate) -> Steps:
         command = setting.script("kernels/launch_kernels.py", *once)
         if setting.dry:
             return [Step("ncu, the command alone", command)]
-        log = setting.output / "ncu" / f"{kernel}.csv"
+        log = _folder(setting, op, reasons) / "ncu" / f"{kernel}.csv"
+        log.parent.mkdir(parents=True, exist_ok=True)
         # Its second launch: all has been compiled, and nothing is done for the first time.
         chosen = ["--kernel-name", kernel, "--launch-skip", "1", "--launch-count", "1"]
         shown = ["--set", "full", "--page", "details", "--csv", "--log-file", str(log)]

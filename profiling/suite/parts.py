@@ -26,7 +26,7 @@ _FIRST = (
     *("decoding engine", "transducer_loss", "ctc_loss", "guided_attention"),
     *("batch_norm", "update_running_statistics", "grouped_linear"),
     *("audio_windows", "normalize_features", "mask_features"),
-    *("rms_norm", "gated_activation"),
+    *("rms_norm", "gated_activation", "conversations"),
 )
 """The groups in the order in which their tests run: what most rows use comes first."""
 TESTED = "all that this call rests on has been tested by an earlier one"
@@ -35,7 +35,8 @@ _HANGING_S = 150
 """Seconds after which a test hangs; a process that compiles beside eleven others is slow."""
 REFERENCES = "check_order and odd or a_static_pack_is_the_sum or alone_to_the_bit or "
 REFERENCES += "writes_each_row or leave_and_others_enter or batch_has_the_same_shape or "
-REFERENCES += "moves_as_the_module or neighbour_reaches or reaches_no_other_row"
+REFERENCES += "moves_as_the_module or neighbour_reaches or reaches_no_other_row or "
+REFERENCES += "refilled_row_forgets"
 """A few tests of references, models and the engine, which take a CPU little time."""
 
 
@@ -86,6 +87,7 @@ class Part:
         calls: Calls in which it runs; for each the least seconds that earlier parts leave it, and
             its weight in the spare time.
         uses: Groups of tests on which its rows rest.
+        needs: Required packages, without which the part is left out.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Part:
     steps: Callable[[Setting, Gate], Steps]
     calls: Mapping[int, tuple[float, float]]
     uses: Sequence[str] = ()
+    needs: Sequence[str] = ()
 
 
 def environment(setting: Setting, gate: Gate) -> Steps:
@@ -182,6 +185,9 @@ def _dry_tests(setting: Setting, lacking: Sequence[str]) -> Steps:
     files = [TESTS / "ops" / f"test_{name}.py" for name in OPERATIONS if name in lacking]
     files += [TESTS / "model" / "test_asr.py"] * ("model" in lacking)
     files += [TESTS / "decoding" / "test_continuous_batching.py"] * ("decoding engine" in lacking)
+    if importlib.util.find_spec("transformers") is not None:
+        answers = TESTS / "decoding" / "language_model" / "test_engine.py"
+        files += [answers] * ("conversations" in lacking)
     if not any(importlib.util.find_spec(name) is None for name in DATA_PACKAGES):
         files += [TESTS / "data" / "test_loader.py"] * ("data loader" in lacking)
     before = lambda: _list_done(setting)

@@ -102,7 +102,9 @@ class Suite:
         return 0 if all(result.well for result in self.results) else 1
 
     def _share(self, part: Part) -> tuple[float, float]:
-        """Floor and weight, in this call; of all calls together the largest."""
+        """Floor and weight, in this call; of all calls the largest; none of what is left out."""
+        if missing(part.needs):
+            return 0.0, 0.0
         chosen = part.calls if self._call is None else {self._call: part.calls[self._call]}
         return max(floor for floor, _ in chosen.values()), max(w for _, w in chosen.values())
 
@@ -156,7 +158,7 @@ class Suite:
             self._gate = Gate.read([self.setting.outcomes])
             self._gate.save(self.setting.output / "tests.json", self._key())
         else:
-            summary.set_aside(self.setting.output, self._gate)
+            summary.set_aside(self.setting.output, self._gate, self._began)
 
     def _run_step(self, step: Step, seconds: float, running: list[Running]) -> None:
         """Start a step and, unless it runs beside others, wait for it."""

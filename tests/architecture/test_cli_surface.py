@@ -1,7 +1,10 @@
 """The commands and their options: to change them is to change this list as well."""
 
 import argparse
+import re
 import shlex
+
+import pytest
 
 from effasr.cli.main import build_parser
 
@@ -94,9 +97,9 @@ SURFACE = {
 
 def shown(action: argparse.Action) -> str:
     """An argument as a user would write it; ``!`` if an option must be given."""
-    value = action.metavar or (
-        f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper()
-    )
+    value = action.metavar or action.dest.upper()
+    if action.choices and action.option_strings:
+        value = f"{{{','.join(map(str, action.choices))}}}"
     if not action.option_strings:
         return f"{value}{'...' if action.nargs in ('+', '*') else ''}"
     names = " ".join(action.option_strings)
@@ -134,5 +137,29 @@ def test_everything_is_explained() -> None:
     for command in commands.choices.values():
         assert command.description
         assert all(action.help for action in command._actions), command.prog
+        assert command.description is not None
         assert parser.description is not None
-        assert command.description in parser.description
+        assert " ".join(command.description.split()) in " ".join(parser.description.split())
+
+
+def test_the_help_of_an_option_begins_with_what_it_is() -> None:
+    """Not with a preposition, as in `of each utterance`, which names no thing."""
+    parser = build_parser()
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    for command in commands.choices.values():
+        for action in command._actions:
+            text = str(action.help)
+            assert not re.match("(of|that|to|whose|for|by|default)\\b", text), (command.prog, text)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_help_fits_the_terminal(monkeypatch, columns) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    parser = build_parser()
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    for command in (parser, *commands.choices.values()):
+        for line in command.format_help().splitlines():
+            assert len(line) <= columns, command.prog
+        # Paragraphs are of a readable width, too.
+        for text in (command.description, command.epilog):
+            assert all(len(line) <= 90 for line in str(text).splitlines()), command.prog

@@ -1,6 +1,7 @@
 """Rules about the folders of operations, and which packages an installation has."""
 
 import ast
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,14 @@ def test_an_installation_has_everything_but_the_support_of_tests() -> None:
         for path in (place / package).rglob("__init__.py")
     }
     assert set(packages) == folders - {"effasr_kernels.testing"}
+
+
+def test_operations_need_torch_and_triton_alone() -> None:
+    allowed = {*sys.stdlib_module_names, "effasr_kernels", "torch", "triton"}
+    for path in KERNELS.rglob("*.py"):
+        if KERNELS / "testing" not in path.parents:
+            found = {module.split(".")[0] for module in _imports(path)}
+            assert found <= allowed, f"{path} imports {sorted(found - allowed)}"
 
 
 def test_nothing_that_is_installed_imports_the_support_of_tests() -> None:

@@ -1,4 +1,4 @@
-"""The layout of the tree: small folders, and the layers that CONTRIBUTING shows."""
+"""The layout of the tree: small folders, and the layers and suites that CONTRIBUTING shows."""
 
 import tomllib
 from pathlib import Path
@@ -72,3 +72,14 @@ def test_contributing_shows_the_layers_in_their_order() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     shown = [line.strip().split("  ")[0] for line in text.splitlines() if line.startswith("    e")]
     assert [line.split(" | ") for line in shown] == LAYERS
+
+
+def test_contributing_names_the_promise_of_every_suite() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text.partition("| Promise | ")[2].partition("\n\n")[0]
+    paths = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")]
+    suites = {
+        f"tests/{path.parts[1]}" if len(path.parts) > 2 else "tests/test_*.py" for path in paths
+    }
+    assert len(suites) > 15
+    assert [name for name in sorted(suites) if f"`{name}`" not in table] == []

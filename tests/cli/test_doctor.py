@@ -58,6 +58,14 @@ def test_the_text_has_a_table_for_each_section(found) -> None:
     assert all(row.name in text for row in found.rows)
 
 
+@pytest.mark.parametrize("columns", [80, 100])
+def test_the_real_report_has_the_width_of_the_terminal(found, columns) -> None:
+    recipe = recipe_rows("fastconformer_transducer_streaming", ["training.device=cpu"])
+    assert recipe
+    lines = doctor.Report((*found.rows, *recipe)).text(columns).splitlines()
+    assert columns - 5 < max(map(len, lines)) <= columns
+
+
 def test_another_package_named_apex_is_recognised(monkeypatch, tmp_path) -> None:
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").touch()

@@ -138,7 +138,7 @@ def test_prepare_with_nothing_left(effasr, workplace, manifest, tmp_path) -> Non
     tokenizer = workplace.folder / "tokenizer"
     failed = effasr("prepare", path, tmp_path / "out", "--tokenizer", tokenizer)
     assert failed.code == 2
-    assert f"no utterance is left; {tmp_path}/out/dropped.jsonl says why" in failed.error
+    assert f"no utterance is left; {tmp_path}/out/dropped.jsonl has the reasons" in failed.error
     reasons = [line["reason"] for line in read_lines(tmp_path / "out" / "dropped.jsonl")]
     assert reasons == ["unknown_text", "unknown_language"]
 

@@ -1,5 +1,6 @@
 """The model card of an export, and averages of checkpoints."""
 
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from effasr.checkpoint import WEIGHTS, resolve
 from effasr.data.checksums import sha256
+from effasr.evaluation.model_card import ModelCard
 
 
 @pytest.fixture
@@ -99,8 +101,57 @@ def test_a_card_written_by_hand_is_left_alone(effasr, run, tmp_path) -> None:
     readme.write_text("by hand")
     again = effasr("export", run, tmp_path / "hf")
     assert again.code == 0
-    assert f"{readme} was not written here, and stays as it is" in again.err
+    assert f"{readme} is kept, because effasr export did not write it" in again.err
     assert readme.read_text() == "by hand"
+
+
+def test_an_export_over_an_earlier_one_keeps_files_of_others_and_drops_stale_ones(
+    effasr, run, tmp_path, monkeypatch
+) -> None:
+    out = tmp_path / "hf"
+    assert effasr("export", run, out).code == 0
+    (out / "notes.txt").write_text("mine")
+    (out / "model.safetensors.index.json").write_text("{}")
+    before = (out / "config.json").stat().st_ino
+    names = {path.name for path in out.iterdir()} - {"model.safetensors.index.json"}
+    assert effasr("export", run, out).code == 0
+    assert {path.name for path in out.iterdir()} == names
+    assert (out / "notes.txt").read_text() == "mine"
+    assert (out / "config.json").stat().st_ino != before
+    # In a folder with another folder, or the working directory, each file is replaced.
+    (out / ".git").mkdir()
+    (out / "model.safetensors.index.json").write_text("{}")
+    (out / "model.safetensors").write_bytes(b"old")
+    place = out.stat().st_ino
+    assert effasr("export", run, out).code == 0
+    monkeypatch.chdir(out)
+    assert effasr("export", run, ".").code == 0
+    assert {path.name for path in out.iterdir()} == names | {".git"}
+    assert out.stat().st_ino == place
+    assert load_file(out / "model.safetensors")
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("with_folder", [False, True])
+def test_an_export_that_fails_leaves_the_earlier_one(
+    effasr, run, tmp_path, monkeypatch, with_folder: bool
+) -> None:
+    out = tmp_path / "hf"
+    assert effasr("export", run, out).code == 0
+    if with_folder:
+        (out / ".git").mkdir()
+    before = {path.name: sha256(path) for path in out.iterdir() if path.is_file()}
+
+    def full(self: ModelCard) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "README.md")
+
+    monkeypatch.setattr(ModelCard, "text", full)
+    failed = effasr("export", run, out, "--author", "other")
+    assert failed.code == 1
+    reason = f"{out} cannot be written; is the disk full? No space left on device"
+    assert failed.err.splitlines()[-1] == f"effasr export: {reason}"
+    assert {path.name: sha256(path) for path in out.iterdir() if path.is_file()} == before
+    assert not list(tmp_path.rglob("*.partial"))
 
 
 def test_a_model_directory_has_a_card_too(effasr, model, tmp_path) -> None:

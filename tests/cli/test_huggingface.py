@@ -89,7 +89,7 @@ def test_in_tuned_and_out(effasr, tune, canary, tmp_path, recipe) -> None:
 
     out = effasr("export", run, tmp_path / "hf")
     assert out.code == 0, out.err
-    assert "stays behind" not in out.err
+    assert "not exported" not in out.err
     model = transformers.CanaryForConditionalGeneration.from_pretrained(tmp_path / "hf")
     theirs = json.loads((canary / "tokenizer.json").read_text())
     assert json.loads((tmp_path / "hf" / "tokenizer.json").read_text()) == theirs

@@ -180,7 +180,7 @@ def test_export_loads_in_transformers(effasr, workplace, tmp_path) -> None:
     transformers = pytest.importorskip("transformers")
     done = effasr("export", workplace.run, tmp_path / "hf")
     assert done.code == 0
-    assert "effasr export: the tokenizer stays behind" in done.err
+    assert "effasr export: the tokenizer is not exported" in done.err
     transformers.utils.logging.disable_progress_bar()
     loaded, report = transformers.CanaryForConditionalGeneration.from_pretrained(
         tmp_path / "hf", output_loading_info=True

@@ -142,7 +142,7 @@ def test_ctm_of_a_stream(effasr, workplace, piped, monkeypatch) -> None:
     assert [(row[:2], row[4]) for row in rows] == [(["stream", "1"], word) for word in "abab"]
     starts = [float(row[2]) for row in rows]
     assert starts == sorted(starts)
-    note = "2 of 2 segments have no times of words, and their words share their time evenly"
+    note = "2 of 2 segments have no word timestamps; their words divide the time evenly"
     assert note in done.err
 
 
@@ -195,12 +195,12 @@ def test_what_has_no_times_is_counted(effasr, workplace) -> None:
         done = effasr(*command, "--json", *arguments)
         segments = json.loads(done.out)["segments"]
         missing = sum(segment.get("words", ()) is None for segment in segments)
-        assert (f"{missing} of 1 segments have no times of words" in done.err) == (missing > 0)
+        assert (f"{missing} of 1 segments have no word timestamps" in done.err) == (missing > 0)
 
 
 def test_ctm_without_times_says_so(effasr, workplace, monkeypatch) -> None:
     heard(monkeypatch)
     done = effasr("transcribe", "--run", workplace.run, workplace.wav, "--format", "ctm")
     assert len(done.out.splitlines()) == 2
-    note = "1 of 1 segments have no times of words, and their words share their time evenly"
+    note = "1 of 1 segments have no word timestamps; their words divide the time evenly"
     assert note in done.err

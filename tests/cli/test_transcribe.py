@@ -84,7 +84,9 @@ def test_going_on_where_it_was_left(effasr, workplace, folder, tmp_path) -> None
     (out / "a.txt").write_text("corrected by hand\n")
     again = effasr(*command, "--continue")
     assert again.code == 0
-    assert again.err.startswith("effasr transcribe: 1 of 2 are there already\n")
+    assert again.err.startswith(
+        "effasr transcribe: skipping 1 of 2 recordings that have an output file\n"
+    )
     assert (out / "a.txt").read_text() == "corrected by hand\n"
     assert (out / "deep" / "b.txt").is_file()
     assert effasr(*command, "--continue").code == 0
@@ -97,8 +99,8 @@ def test_going_on_where_it_was_left(effasr, workplace, folder, tmp_path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "`FILE` or `--manifest` must say what to transcribe, but neither does."),
-        (("x.wav", "--continue"), "`--continue` must have `--output FOLDER`"),
+        ((), "`FILE` or `--manifest` must be given, but both are missing: name a recording."),
+        (("x.wav", "--continue"), "`--continue` must have `--output`"),
         (("--manifest", "gone.jsonl"), "gone.jsonl: there is no such file or folder."),
     ],
 )

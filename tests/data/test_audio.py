@@ -80,6 +80,15 @@ def test_bad_files_say_what_is_wrong(
     assert caught.value.problem == problem
 
 
+@pytest.mark.parametrize("name", ["a.au", "a.snd"])
+def test_what_is_no_audio_is_not_taken_for_telephone_speech(tmp_path: Path, name: str) -> None:
+    soundfile.write(tmp_path / name, np.zeros(100), 16_000, format="AU")
+    assert read_header(tmp_path / name).num_samples == 100
+    (tmp_path / name).write_bytes(bytes(1000))
+    with pytest.raises(AudioError, match="not a readable audio file: it has no header"):
+        read_header(tmp_path / name)
+
+
 def test_a_file_without_samples_is_refused(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "a.wav", np.zeros((0, 1), np.float32), 16_000)
     with pytest.raises(AudioError, match="holds no samples"):

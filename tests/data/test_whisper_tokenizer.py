@@ -67,6 +67,16 @@ def test_english_only_models_have_no_languages(tmp_path: Path) -> None:
         tokenizer.prompt(Prompt("de", "de"))
 
 
+@pytest.mark.parametrize("name", ["vocab.json", "merges.txt"])
+def test_a_vocabulary_and_its_merges_have_a_size(name: str, tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "merges.txt").write_text("")
+    with (tmp_path / name).open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    with pytest.raises(ValueError, match=f"{name} must have at most 67108864 bytes"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_vocabulary_and_its_merges_are_as_good(folder: Path, tmp_path: Path) -> None:
     whole = json.loads((folder / "tokenizer.json").read_text())
     parts, copy = tmp_path / "parts", tmp_path / "copy"

@@ -1,7 +1,9 @@
 """Shallow fusion of causal language models of transformers."""
 
 import gc
+import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,6 +118,46 @@ def test_scores_are_the_models_own(kind: str) -> None:
     lm._most = 1
     assert torch.equal(lm.scores(contexts, symbols), found)
     assert len(lm._known) == 3
+
+
+def _rewrite(folder: Path, **fields) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+@pytest.mark.timeout(60)
+def test_what_is_no_model_is_refused_before_memory_is_taken(folder: Path) -> None:
+    kept = (folder / "config.json").read_text()
+    for fields, message in (
+        (
+            {"n_embd": 1 << 20, "vocab_size": 1 << 30},
+            "must have the sizes of the weights beside it",
+        ),
+        ({"n_embd": "wide"}, "not a configuration of gpt2"),
+        ({"model_type": "none"}, "`model_type` must be a causal language model"),
+        ({"auto_map": {"AutoModelForCausalLM": "code.Model"}, "model_type": "x"}, "model_type"),
+    ):
+        (folder / "config.json").write_text(kept)
+        _rewrite(folder, **fields)
+        with pytest.raises(ValueError, match=message):
+            load_neural_lm(folder, V, EOS)
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(ValueError, match="a pipe, a device or a socket"):
+        load_neural_lm(folder, V, EOS)
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(kept)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(b"\xff" * weights.stat().st_size)
+    with pytest.raises(ValueError, match="is damaged"):
+        load_neural_lm(folder, V, EOS)
+
+
+def test_weights_are_read_from_safetensors_alone(folder: Path) -> None:
+    torch.save(causal("gpt2").state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors: there is no such file"):
+        load_neural_lm(folder, V, EOS)
 
 
 def read_by(model) -> list[torch.Size]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import secrets
 import socket
 import threading
@@ -16,6 +17,8 @@ from torch.distributed import HashStore
 
 from effasr.distributed.async_sgd.gossip import listener
 from effasr.distributed.async_sgd.gossip.addresses import own_addresses
+from effasr.distributed.async_sgd.gossip.config import GossipConfig
+from effasr.distributed.async_sgd.gossip.gossip import Gossip
 from effasr.distributed.async_sgd.gossip.handshake import (
     HELLO_BYTES,
     KEY_BYTES,
@@ -120,6 +123,32 @@ def test_two_learners_connect_and_exchange_under_attack(attack, monkeypatch, cap
     assert f"learner 1 dropped {passive.strangers} connections that are not of this run" in (
         caplog.text
     )
+
+
+def test_a_huge_length_of_an_authenticated_peer_takes_no_memory() -> None:
+    """A relay that changes the header, or a neighbour with another model."""
+    store = HashStore()
+    with ThreadPoolExecutor(1) as pool:
+        listening = pool.submit(SocketTransport, store, 1, [0], 30.0)
+        endpoint = endpoint_of(store)
+        key = bytes.fromhex(json.loads(store.get("listening/1"))["key"])
+        with socket.create_connection(endpoint, 5.0) as client:
+            introduce(client, key, connecting=0, listening=1, until=time.monotonic() + 5.0)
+            gossip = Gossip(
+                [torch.zeros(10)], learner=1, learners=2, transport=listening.result(),
+                config=GossipConfig(),
+            )  # fmt: skip
+            gossip.start()
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            with suppress(OSError):
+                client.sendall(torch.tensor([1, 2**62]).numpy().tobytes())
+                client.sendall(bytes(1 << 16))
+            failure = "learner 1 averages 10 numbers, but learner 0 4611686018427387904"
+            with pytest.raises(RuntimeError, match=failure):
+                gossip.drain()
+            # KiB: no more than a test allocates by the way.
+            assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
+            gossip.abandon()
 
 
 def test_a_thousand_connections_keep_no_learner_out(monkeypatch) -> None:

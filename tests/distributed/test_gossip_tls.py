@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed import HashStore
 
 from effasr import config as configuration
@@ -19,6 +20,9 @@ from effasr.distributed.async_sgd.gossip.config import GossipConfig
 from effasr.distributed.async_sgd.gossip.sockets import SocketTransport
 from effasr.distributed.async_sgd.gossip.tls import TLSConfig, client_context
 from effasr.distributed.async_sgd.gossip.transport import PeerLost
+from effasr.distributed.async_sgd.learners import Learners
+from effasr.distributed.async_sgd.weight_averaging import WeightAveraging
+from effasr.distributed.process_group import DistributedContext
 
 pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None, reason="needs the openssl command to sign certificates"
@@ -86,6 +90,24 @@ def test_what_is_sent_arrives_encrypted_in_both_directions(ours) -> None:
         assert "of this learner were closed" in str(waiting.exception(timeout=5.0))
     with pytest.raises(PeerLost):
         active.receive(got, 1, 5.0)
+
+
+def test_the_averaging_of_weights_uses_the_certificates_of_its_settings(ours) -> None:
+    store, config = HashStore(), GossipConfig(tls=ours, timeout_s=20.0)
+
+    def connect(rank: int) -> WeightAveraging:
+        model = nn.Linear(2, 2)
+        context = DistributedContext(rank, 2, torch.device("cpu"), store=store)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return WeightAveraging(model, optimizer, Learners(context, 1, config), config, seed=0)
+
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(connect, range(2)))
+    for rank, averaging in enumerate(both):
+        connection = averaging._gossip._transport._connections[1 - rank]
+        assert connection.version() == "TLSv1.3"
+        averaging.abandon()
+        connection.close()
 
 
 @pytest.mark.parametrize("encrypted", [False, True])

@@ -1,8 +1,12 @@
-"""Loads the scripts of docs/, which belong to no package."""
+"""Loads and runs the scripts of docs/ and profiling/, which belong to no package."""
 
 import importlib.util
+import runpy
+import sys
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,3 +19,16 @@ def load(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def run(name: str, *arguments: str) -> int:
+    """Call a script as ``python NAME`` does, but in this process; its exit code."""
+    script = ROOT / name
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [name, *arguments])
+        patch.syspath_prepend(script.parent)
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:
+            return int(end.code or 0)
+    return 0

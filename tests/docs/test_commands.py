@@ -1,39 +1,37 @@
-"""Every command in README.md and docs/ is one that exists; those of the quick start are run.
+"""Every command in README.md and docs/ is one that exists, with its options.
 
-The words after ``sh`` that open a block say what its commands need: ``gpu``, ``download``, or
-``run`` for those that are run here, in their order, on a synthesised corpus.
+The words after ``sh`` that open a block say why no test runs its commands (``gpu``, ``download``,
+``long``), or where `tests/docs/test_run_blocks.py` runs them (``run``, ``run trained``,
+``run chat``).
 """
 
-import json
+import argparse
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
-import soundfile
 from torch.distributed import run as torchrun
 
 from effasr import config
 from effasr.cli import main as cli
 from effasr.data.manifest import nemo
 from effasr.training.config import TrainConfig
+from tests.docs.scripts import ROOT, run
 
-ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     *(ROOT / "kernels/README.md", ROOT / "CONTRIBUTING.md", ROOT / "csrc/README.md"),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-NEEDS = {"", "gpu", "download", "run"}
-ELSEWHERE = {"arecord", "find", "hf", "tensorboard"}
+NEEDS = {"gpu", "download", "long", "run", "run trained", "run chat"}
+ELSEWHERE = {"arecord", "find", "head", "hf", "sed", "tail", "tensorboard"}
 """Programs of others, whose options are not checked."""
 PLACEHOLDER = "demo"
 """The recipe that stands for RECIPE, and for one that the reader has yet to write."""
-QUICK = ["training.max_steps=2", "training.device=cpu", "training.tensorboard=false"]
-QUICK += ["data.frame_budget=160", "data.workers=0"]
 
 
 def blocks(page: Path, language: str) -> Iterator[tuple[str, str]]:
@@ -107,16 +105,32 @@ def check_torchrun(words: list[str]) -> None:
     check_training(options.training_script_args[0], options.training_script_args[1:])
 
 
+class _Read(Exception):
+    """The command line has been read."""
+
+
 def check_python(words: list[str]) -> None:
-    script = ROOT / words[0]
+    """Run a script until it has read its command line."""
     if words[0] == "setup.py":
         return
-    assert script.is_file(), words[0]
-    text = script.read_text()
-    for word in words[1:]:
-        option = word.split("=")[0]
-        if option.startswith("--") and option != "--help":
-            assert f'"{option}"' in text, f"{words[0]} has no {option}"
+    assert (ROOT / words[0]).is_file(), words[0]
+
+    def reading(read: Callable[..., Any]) -> Callable[..., None]:
+        def alone(*given: Any) -> None:
+            read(*given)
+            raise _Read
+
+        return alone
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("parse_args", "parse_intermixed_args"):
+            read = getattr(argparse.ArgumentParser, name)
+            patch.setattr(argparse.ArgumentParser, name, reading(read))
+        try:
+            code = run(*words)
+        except _Read:
+            return
+    assert (code, "--help" in words) == (0, True), words
 
 
 def check_make(words: list[str]) -> None:
@@ -170,9 +184,19 @@ def test_a_command_exists_with_its_options(words, tmp_path, monkeypatch) -> None
 
 def test_the_commands_of_every_page_are_found() -> None:
     assert len(COMMANDS) > 100
-    for page in PAGES:
-        for needs, _ in blocks(page, "sh"):
-            assert needs in NEEDS, page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_of_commands_is_marked(page) -> None:
+    """Those that are not run are marked with what they need."""
+    programs = "|".join(CHECKS)
+    for language, needs, text in re.findall(
+        r"^```(\w*) *([^\n]*)\n(.*?)^```", page.read_text(), re.M | re.S
+    ):
+        if language == "sh":
+            assert needs in NEEDS, text
+        else:
+            assert not re.search(rf"^({programs}) ", text, re.M), text
 
 
 @pytest.mark.parametrize(
@@ -213,46 +237,7 @@ def test_the_line_of_a_manifest_is_read() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_programs_in_python_run(page) -> None:
+    """In their order: a later one may go on with what an earlier one has made."""
+    names: dict[str, Any] = {}
     for _, text in blocks(page, "python"):
-        exec(compile(text, str(page), "exec"), {})
-
-
-def write_corpus(folder: Path, name: str, count: int) -> None:
-    """Write NAME.jsonl, with tones for speech and random words of random letters for texts."""
-    generator = np.random.default_rng(count)
-    lines = []
-    for number in range(count):
-        seconds = generator.uniform(1.0, 3.0)
-        times = np.arange(int(16_000 * seconds)) / 16_000
-        tone = 0.3 * np.sin(2 * np.pi * generator.uniform(200, 3000) * times)
-        soundfile.write(folder / f"{name}-{number}.wav", tone.astype(np.float32), 16_000)
-        letters = generator.choice(list("abcdefghijklmnopqrst "), size=int(6 * seconds))
-        text = "a" + "".join(letters)
-        lines.append({"audio_filepath": f"{name}-{number}.wav", "text": text, "lang": "en"})
-    (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-RUN = [
-    pytest.param(text, id=str(page.relative_to(ROOT)))
-    for page in PAGES
-    for needs, text in blocks(page, "sh")
-    if needs == "run"
-]
-
-
-@pytest.mark.parametrize("text", RUN)
-def test_the_quick_start_runs(text, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, count in (("train", 40), ("dev", 4)):
-        write_corpus(tmp_path, name, count)
-    (tmp_path / "recording.wav").write_bytes((tmp_path / "dev-0.wav").read_bytes())
-    for line in text.splitlines():
-        for words in split(line):
-            assert words[0] == "effasr"
-            extra = QUICK if words[1] == "train" else []
-            code = cli.main([*words[1:], *extra])
-            assert code == 0, (words, capsys.readouterr().err)
-    if "transcribe" in text:
-        assert "recording.wav\t" in capsys.readouterr().out
-        assert list(tmp_path.glob("runs/mine/evaluation/*/wer.json"))
-    assert (tmp_path / "data/tokenizer").is_dir()
+        exec(compile(text, str(page), "exec"), names)

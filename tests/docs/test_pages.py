@@ -1,10 +1,15 @@
-"""The README is short, pages begin with their purpose, links lead somewhere, tables are current."""
+"""The README is short, pages begin with their purpose, links lead somewhere, tables are current.
 
+So are the rows of operations in pictures of `effasr doctor`.
+"""
+
+import html
 import re
 from pathlib import Path
 
 import pytest
 
+from effasr_kernels import OPERATIONS
 from tests.docs.scripts import ROOT, load
 
 DOCS = sorted(path for path in (ROOT / "docs").glob("*.md"))
@@ -72,6 +77,20 @@ def test_a_changed_table_is_found() -> None:
     generate = load(ROOT / "docs/generate_tables.py")
     text = (ROOT / "README.md").read_text()
     row = next(line for line in text.splitlines() if line.startswith("| 400 "))
-    assert generate.updated(text.replace(row, row.replace("386", "999"))) == text
+    figure = row.split("|")[2].strip()
+    changed = text.replace(row, row.replace(f"| {figure} |", f"| {figure}9 |"))
+    assert changed != text
+    assert generate.updated(changed) == text
     with pytest.raises(ValueError, match="must be one of training_summary, "):
         generate.updated(text.replace("table: training_summary", "table: nothing"))
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_picture_of_doctor_has_its_last_operations(columns) -> None:
+    """Those above are off the screen."""
+    picture = (ROOT / f"docs/images/doctor_{columns}.svg").read_text()
+    lines = html.unescape(" ".join(re.findall(r"<text[^>]*>(.*?)</text>", picture)))
+    shown = re.findall(r"\| ([^\s|][^|]*) on cpu ", lines.replace("\xa0", " "))
+    labels = [example.label for operation in OPERATIONS.values() for example in operation.examples]
+    assert len(shown) > 20
+    assert shown == labels[-len(shown) :]

@@ -273,7 +273,7 @@ def test_tables() -> None:
     assert cells[3][:4] == ["en", "2", "6", "50.00"]
     assert cells[4][:4] == ["all", "3", "7", "42.86"]
     assert cells[4][5:] == ["0", "1", "2"]
-    assert lines[5] == "normaliser basic, RTFx 6.0 (3 s of audio in 0.5 s)"
+    assert lines[5] == "normalizer basic, RTFx 6.0 (3 s of audio in 0.5 s)"
     assert worst_table(result, count=10).splitlines() == [
         "b[red]: 2 errors in 2 words",
         "  REF:  ONE TWO",

@@ -1,42 +1,67 @@
-"""Scenario: a model directory is written over an older one."""
+"""Scenario: ``effasr export`` writes a model for transformers over an earlier export."""
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from effasr.checkpoint import load_model, save_model
+from safetensors.torch import load_file
+
+from effasr.checkpoint import save_model
+from effasr.cli.main import main
 from tests.faults.checkpoint import filled_model
 
 
-def _save(folder: Path, value: float) -> None:
-    save_model(folder / "model", *filled_model(folder.with_name("cached"), value))
+def _export(folder: Path, value: float) -> str:
+    """Return the error."""
+    model, shown = folder.with_name("models") / f"{value:g}", io.StringIO()
+    with redirect_stdout(io.StringIO()), redirect_stderr(shown):
+        code = main(["export", str(model), str(folder / "model"), "--author", f"value {value:g}"])
+    lines = [line for line in shown.getvalue().splitlines() if line.startswith("effasr export: ")]
+    return lines[-1].removeprefix("effasr export: ") if code else ""
 
 
 def prepare(folder: Path) -> None:
-    """Write the older one."""
-    _save(folder, 1.0)
+    """Make three models, and export the first; its folder gets a file of somebody else."""
+    for value in (1.0, 2.0, 3.0):
+        model = filled_model(folder.with_name("cached"), value)
+        save_model(folder.with_name("models") / f"{value:g}", *model)
+    assert _export(folder, 1.0) == ""
+    (folder / "model" / "notes.txt").write_text("kept")
 
 
-def act(folder: Path) -> None:
-    """Write the newer one."""
-    _save(folder, 2.0)
+def act(folder: Path) -> str:
+    """Export the second."""
+    return _export(folder, 2.0)
 
 
 def check(folder: Path, fault: str, error: str) -> None:
-    """Check that it is the one or the other, and that it can be written again."""
+    """Check that it is the one or the other, and that it can be exported again."""
     gone = folder.with_name("state.gone")
     if gone.exists():
         if (folder / "model").exists():
             assert _value(folder) == 2.0
         folder = gone
-    assert _value(folder) in (1.0, 2.0)
-    assert error or gone.exists() or _value(folder) == 2.0
-    _save(folder, 3.0)
+    found = _value(folder)
+    assert found in (1.0, 2.0)
+    assert error or gone.exists() or found == 2.0
+    assert (folder / "model" / "notes.txt").read_text() == "kept"
+    assert _export(folder, 3.0) == ""
     assert _value(folder) == 3.0
     assert [path.name for path in folder.iterdir()] == ["model"]
+    names = {"README.md", "config.json", "model.safetensors", "notes.txt"}
+    assert {path.name for path in (folder / "model").iterdir()} == names | {
+        "preprocessor_config.json"
+    }
 
 
 def _value(folder: Path) -> float:
-    parameters = load_model(folder / "model").model.parameters()
-    (value,) = {one.unique().item() for one in parameters}
+    """Return the value of which all files are."""
+    weights = load_file(folder / "model" / "model.safetensors")
+    is_filled = lambda name: "running_" not in name and "num_batches" not in name
+    values = {one.unique().item() for name, one in weights.items() if is_filled(name)}
+    (value,) = values
+    assert f"Author: value {value:g}." in (folder / "model" / "README.md").read_text()
+    assert (folder / "model" / "config.json").stat().st_size
     return value

@@ -13,6 +13,7 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/sendfile.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -132,6 +133,21 @@ OPEN(open64, (const char *path, int flags, ...), (path, flags, permissions), AT_
 OPEN(openat, (int at_, const char *path, int flags, ...), (at_, path, flags, permissions), at_)
 OPEN(openat64, (int at_, const char *path, int flags, ...), (at_, path, flags, permissions), at_)
 
+#define FOPEN(name)                                                        \
+    FILE *name(const char *path, const char *how) {                        \
+        if (strpbrk(how, "wa+") && watched(AT_FDCWD, path)) {              \
+            int error = fault(SPACE, 0);                                   \
+            if (error > 0) {                                               \
+                errno = error;                                             \
+                return NULL;                                               \
+            }                                                              \
+        }                                                                  \
+        return REAL(name)(path, how);                                      \
+    }
+
+FOPEN(fopen)
+FOPEN(fopen64)
+
 #define CALL(name, declared, passed, is_watched, needs) \
     int name declared {                                 \
         CHECK(is_watched, needs)                        \
@@ -148,6 +164,21 @@ CALL(rmdir, (const char *p), (p), watched(AT_FDCWD, p), NO_SPACE)
 CALL(unlink, (const char *p), (p), watched(AT_FDCWD, p), NO_SPACE)
 CALL(unlinkat, (int d, const char *p, int flags), (d, p, flags), watched(d, p), NO_SPACE)
 CALL(symlink, (const char *t, const char *p), (t, p), watched(AT_FDCWD, p), SPACE)
+CALL(symlinkat, (const char *t, int d, const char *p), (t, d, p), watched(d, p), SPACE)
+CALL(link, (const char *from, const char *to), (from, to), watched(AT_FDCWD, to), SPACE)
+CALL(linkat, (int d, const char *from, int e, const char *to, int flags),
+     (d, from, e, to, flags), watched(e, to), SPACE)
+CALL(truncate, (const char *p, off_t size), (p, size), watched(AT_FDCWD, p), NO_SPACE)
+CALL(truncate64, (const char *p, off64_t size), (p, size), watched(AT_FDCWD, p), NO_SPACE)
+CALL(fallocate, (int f, int how, off_t o, off_t n), (f, how, o, n), watched_descriptor(f), SPACE)
+CALL(fallocate64, (int f, int how, off64_t o, off64_t n), (f, how, o, n), watched_descriptor(f),
+     SPACE)
+CALL(chmod, (const char *p, mode_t m), (p, m), watched(AT_FDCWD, p), NO_SPACE)
+CALL(fchmod, (int f, mode_t m), (f, m), watched_descriptor(f), NO_SPACE)
+CALL(fchmodat, (int d, const char *p, mode_t m, int flags), (d, p, m, flags), watched(d, p),
+     NO_SPACE)
+CALL(utimensat, (int d, const char *p, const struct timespec times[2], int flags),
+     (d, p, times, flags), watched(d, p), NO_SPACE)
 CALL(rename, (const char *from, const char *to), (from, to),
      watched(AT_FDCWD, from) || watched(AT_FDCWD, to), NO_SPACE)
 CALL(renameat, (int d, const char *from, int e, const char *to), (d, from, e, to),
@@ -172,3 +203,10 @@ WRITE(write, (int f, const void *b, size_t n), (f, b, n), (f, b, n / 2), f, n)
 WRITE(pwrite, (int f, const void *b, size_t n, off_t o), (f, b, n, o), (f, b, n / 2, o), f, n)
 WRITE(pwrite64, (int f, const void *b, size_t n, off64_t o), (f, b, n, o), (f, b, n / 2, o), f, n)
 WRITE(writev, (int f, const struct iovec *v, int n), (f, v, n), (f, v, n / 2), f, n)
+WRITE(pwritev, (int f, const struct iovec *v, int n, off_t o), (f, v, n, o), (f, v, n / 2, o), f, n)
+WRITE(pwritev64, (int f, const struct iovec *v, int n, off64_t o), (f, v, n, o),
+      (f, v, n / 2, o), f, n)
+WRITE(sendfile, (int f, int g, off_t *o, size_t n), (f, g, o, n), (f, g, o, n / 2), f, n)
+WRITE(sendfile64, (int f, int g, off64_t *o, size_t n), (f, g, o, n), (f, g, o, n / 2), f, n)
+WRITE(copy_file_range, (int g, off64_t *p, int f, off64_t *o, size_t n, unsigned flags),
+      (g, p, f, o, n, flags), (g, p, f, o, n / 2, flags), f, n)

@@ -81,6 +81,23 @@ def test_every_activation(activation: Any, dtype: torch.dtype, device: torch.dev
     _compare((3, 2), dtype, device, activation, rows=6)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_stays_nan(activation: Any, device: torch.device) -> None:
+    layout = PackedLayout.from_lengths([4])
+    x = torch.tensor([[torch.nan, 1.0, -1.0, torch.nan]]).repeat(4, 1)
+    dy = torch.tensor([[1.0, 2.0, 3.0, 4.0]]).repeat(4, 1)
+
+    def run(backend: str, where: torch.device | str) -> list[Tensor]:
+        leaf = x.to(where).requires_grad_()
+        y = bias_activation_dropout(
+            leaf, None, layout.to(where), activation=activation, backend=backend
+        )
+        return [y.detach().cpu(), *(dx.cpu() for dx in torch.autograd.grad(y, leaf, dy.to(where)))]
+
+    for got, expected in zip(run("triton", device), run("reference", "cpu"), strict=True):
+        torch.testing.assert_close(got, expected, equal_nan=True)
+
+
 def test_every_layout(lengths: tuple[int, ...], device: torch.device) -> None:
     _compare(lengths, torch.float32, device, rows=sum(lengths) + 6)
 

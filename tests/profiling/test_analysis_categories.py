@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 from analysis.categories import categorize, shorten
 
+KERNELS = Path(__file__).parents[2] / "kernels" / "effasr_kernels"
+OWN = {
+    "attention": "attention_forward attention_backward_kv attention_backward_q attention_delta "
+    "attend_one attend_several merge_parts rotate scores grad_queries grad_table fill_tile_table",
+    "convolution": "convolve convolve_backward stem_forward stem_backward stem_patches "
+    "strided_forward strided_backward",
+    "copy": "append_rows",
+    "elementwise": "activate activate_backward activate_gated activate_gated_backward "
+    "cut_windows mask_rows sum_rows sum_segments",
+    "lattice": "sweep_forward sweep_backward sweep_durations_forward sweep_durations_backward "
+    "differentiate differentiate_kept divide finish_frames finish_states fold join place_nodes "
+    "score",
+    "loss": "_differentiate _find_scale _finish_statistics _lose_and_differentiate "
+    "_partial_normalizers label_gradient merge_repeats score_labels softmax_gradient",
+    "matmul": "multiply multiply_transposed rank_parts",
+    "normalisation": "add_norm add_norm_backward normalize normalize_backward normalize_rows "
+    "sum_gradients update",
+}
+"""Kernels of effasr_kernels by category."""
 LAMBDA = (
     "at::native::gpu_kernel_impl_nocast<at::native::log_kernel_cuda()::[lambda() (instance 1)]>"
 )
@@ -65,12 +87,36 @@ def test_the_name_tells_the_category(name: str, category: str) -> None:
     assert categorize(name) == category
 
 
+def launched() -> set[str]:
+    """Return the names of the Triton kernels of effasr_kernels that the host launches."""
+    kernels, named = set(), set()
+    for path in KERNELS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.FunctionDef(decorator_list=[decorator]):
+                    if "triton.jit" in ast.unparse(decorator):
+                        kernels.add(node.name)
+                case ast.Call(ast.Name("launch" | "_launch"), [kernel, *_]) | ast.Call(
+                    ast.Name("partial"), [ast.Name("launch"), kernel, *_]
+                ):
+                    for part in ast.walk(kernel):
+                        named |= {getattr(part, "id", None), getattr(part, "attr", None)}
+    return kernels & named
+
+
+def test_every_kernel_of_effasr_has_its_category() -> None:
+    expected = {name: category for category, names in OWN.items() for name in names.split()}
+    assert {name: categorize(name) for name in launched()} == expected
+
+
 @pytest.mark.parametrize(
     ("name", "short"),
     [
         ("ncclDevKernel_Sum_bf16(ncclDevKernelArgsStorage<4096ul>)", "ncclDevKernel_Sum_bf16"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>(int)",
          "at::native::vectorized_elementwise_kernel<FillFunctor>"),
+        (f"void at::native::elementwise_kernel<128, 4, {LAMBDA}>(int)",
+         "at::native::elementwise_kernel<log_kernel_cuda>"),
         ("void (anonymous namespace)::kernel<int>(float*)", "kernel<…>"),
         ("void <unnamed>::kernel(float*)", "kernel"),
         ("Memcpy HtoD (pageable -> device)", "Memcpy HtoD (pageable -> device)"),

@@ -73,6 +73,17 @@ def test_the_verdict_names_what_limits_the_run(
     assert bound in verdict["text"]
 
 
+def test_what_compute_hides_is_not_what_limits_the_run(tmp_path: Path) -> None:
+    export = Export()
+    export.range("step", 0, 1000)
+    export.kernel(0, 2, 700)
+    export.kernel(3, 700, 1000, "void layer_norm<float>(float*)")
+    export.kernel(5, 10, 990, NCCL, stream=9)
+    found = report(export, tmp_path / "e.sqlite")
+    assert found["categories"][0]["name"] == "communication"
+    assert "most of all matmul (69.9 % of it)" in found["verdict"]["text"]
+
+
 def test_the_first_action_is_about_the_largest_part(tmp_path: Path) -> None:
     actions = limited_by("data_wait", tmp_path / "export.sqlite")["actions"]
     assert actions[0]["basis"] == "waiting for data"
@@ -198,6 +209,22 @@ def test_a_kernel_with_little_work_is_compared_too(tmp_path: Path) -> None:
     assert listed[0] != listed[1]
     changed = {row["name"]: row["delta"] for row in compare(*reports)["kernels"] if row["delta"]}
     assert changed == {"kernel_42": pytest.approx(1e-3)}
+
+
+def test_kernels_of_one_short_name_and_two_categories_are_two_rows(tmp_path: Path) -> None:
+    export = Export()
+    export.range("step", 0, 1000)
+    kernel = "void at::native::elementwise_kernel<128, 2, at::native::my_own_{}>(int)"
+    export.kernel(0, 2, 600, kernel.format("copy"))
+    export.kernel(3, 600, 1000, kernel.format("sum"))
+    found = report(export, tmp_path / "e.sqlite")["kernels"]
+    rows = [(row["name"], row["category"], row["work_ms"]) for row in found["top"]]
+    short = "at::native::elementwise_kernel<…>"
+    assert rows == [
+        (short, "copy", pytest.approx(598e-6)),
+        (short, "elementwise", pytest.approx(400e-6)),
+    ]
+    assert found["work_ms"] == {short: pytest.approx(998e-6)}
 
 
 def test_a_profiled_step_is_held_against_the_log(tmp_path: Path) -> None:

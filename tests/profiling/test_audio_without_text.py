@@ -77,6 +77,28 @@ def test_compute_adds_up_over_the_stages_and_none_is_made_twice(options) -> None
     assert len(made.commands.calls) == before
 
 
+@pytest.mark.parametrize("name", ["minutes", "hours", "steps", "min_confidence"])
+def test_a_stage_of_other_settings_is_refused(options, name: str) -> None:
+    def train() -> None:
+        made = study.Study(options, 0)
+        made.prepare()
+        made.noisy_student(1)
+
+    train()
+    before = getattr(options, name)
+    setattr(options, name, before / 2)
+    with pytest.raises(ValueError, match=r"`--work` must be a folder of the same settings") as told:
+        train()
+    assert all(f"'{name}': {value}" in str(told.value) for value in (before, before / 2))
+
+
+def test_updates_of_a_system_are_known_before_it_is_trained(options) -> None:
+    made = study.Study(options, 0)
+    made.prepare()
+    for name, train in study.SYSTEMS.items():
+        assert train(made).updates == study.updates(name, options)
+
+
 def test_only_one_of_the_large_batches_follows_the_rule(options) -> None:
     made = study.Study(options, 1)
     made.prepare()
@@ -87,6 +109,18 @@ def test_only_one_of_the_large_batches_follows_the_rule(options) -> None:
         assert f"init_from={made.supervised().run}" in call
         assert "data.micro_batches=8" in call
         assert ("training.ema_reference_micro_batches=2" in call) is rule
+
+
+def test_a_row_of_other_updates_leaves_out_nothing(options, capsys) -> None:
+    arguments = [str(options.corpus), "--csv", str(options.csv), "--seeds", "0", "--minutes", "1"]
+    arguments += ["--hours", "0.1", "--only", "supervised"]
+    for steps in ("80", "90", "90"):
+        work = str(options.work / steps)
+        assert study.main([*arguments, "--steps", steps, "--work", work]) == 0
+    with options.csv.open() as file:
+        assert [row["updates"] for row in csv.DictReader(file)] == ["80", "90"]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"supervised, seed 0, 90 updates: skipped, as {options.csv} has its row"
 
 
 def test_rows_are_written_once(options) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import subprocess
+import tempfile
 from pathlib import Path
 
 import bench_ops
 import pytest
 from bench import revisions, rows
 from bench.provenance import fingerprint, revision
+from hypothesis import given
+from hypothesis import strategies as st
 
 ROOT = bench_ops.ROOT
 IS_CHECKOUT = (ROOT / ".git").exists()
@@ -63,6 +67,28 @@ def test_what_only_one_has_is_named() -> None:
     assert "3.000   T=1" in shown
     assert "only here: c  triton forward T=1" in shown
     assert "only in the base: b  triton forward T=1" in shown
+
+
+TEXT = st.text(st.sampled_from("=+-@\t\r\n'\",;1e. A\u202e"), max_size=6)
+
+
+@given(names=st.lists(TEXT, min_size=1, max_size=4), number=st.floats(-1e9, 1e9))
+def test_a_text_in_a_table_is_no_formula_and_is_read_as_it_was(names, number: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.csv"
+        for name in names:
+            rows.append(path, ["name", "value"], {"name": name, "value": number})
+        with path.open(newline="", encoding="utf-8") as file:
+            _, *cells = csv.reader(file)
+        assert len(cells) == len(names)
+        for first, second in cells:
+            assert second == str(number)
+            if first.startswith(("=", "+", "-", "@", "\t", "\r")):
+                float(first)  # a number, such as -1
+        found = list(rows.read(path))
+        assert [row["name"] for row in found] == [name.replace("\r", " ") for name in names]
+        rows.write(path, ["name", "value"], found)
+        assert list(rows.read(path)) == found
 
 
 def test_a_copy_without_git_has_a_fingerprint(tmp_path: Path) -> None:

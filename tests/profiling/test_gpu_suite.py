@@ -15,7 +15,7 @@ import bench_ops
 import gpu_suite
 import pytest
 from suite import calls, operations, parts
-from suite.gate import GROUPS, INFERENCE, LOADER, OPERATIONS, TRAINING, Gate, Group
+from suite.gate import ANSWERING, GROUPS, INFERENCE, LOADER, OPERATIONS, TRAINING, Gate, Group
 from suite.parts import Part, Setting
 from suite.steps import LeftOut, Step
 
@@ -155,7 +155,8 @@ def test_what_decides_most_comes_first(tmp_path: Path) -> None:
     first = [*planned("ops", Setting(tmp_path))][:3]
     assert first == ["attention tiles", "ops attention", "ops linear_cross_entropy"]
     second = [part.name for part in of_call(2)[3:]]
-    assert second == ["training", "peers", "inference", "memory", "train", "profile"]
+    speeds = ["training", "peers", "inference", "conversations"]
+    assert second == [*speeds, "memory", "train", "profile"]
     # The tools slow everything down, and show what is wrong behind a GPU in disorder.
     third = [part.name for part in of_call(3)[3:]]
     assert third == ["transducer", "wide heads", "ncu", "sanitizer"]
@@ -168,7 +169,7 @@ def test_a_call_rests_on_what_its_parts_use() -> None:
         return set(gpu_suite.setting_of(options, Path(), found).wanted)
 
     assert wanted(1) == set(GROUPS)
-    assert wanted(2) == {*TRAINING, *INFERENCE, LOADER}
+    assert wanted(2) == {*TRAINING, *INFERENCE, *ANSWERING, LOADER}
     assert wanted(3) == {
         *("attention", "depthwise_conv", "linear_cross_entropy", "transducer_loss"),
     }

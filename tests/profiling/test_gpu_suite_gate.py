@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import bench_conversations
 import bench_inference
 import bench_ops
 import bench_training
@@ -13,6 +15,8 @@ import pytest
 from suite import calls, models, operations, parts, summary
 from suite.gate import (
     ADAPTERS,
+    ANSWERING,
+    CONVERSATIONS,
     ENGINE,
     GOSSIP,
     GROUPS,
@@ -30,6 +34,7 @@ from suite.parts import Setting
 from suite.steps import LeftOut, Step
 
 from effasr.data.features import log_mel
+from effasr.model.language_model import fused
 from effasr.nn import feed_forward, residual
 from effasr.transcription import packed_weights
 from effasr_kernels.runtime import native
@@ -66,6 +71,8 @@ def command(name: str, setting: Setting, gate: Gate = GREEN, step: str = "") -> 
         ("tests/model/test_on_gpu.py::test_a", (MODEL,)),
         ("tests/gpu/test_decoding_engine.py::test_a", (ENGINE,)),
         ("tests/data/test_loader.py::test_a", (LOADER,)),
+        ("tests/gpu/test_conversations.py::test_a", (CONVERSATIONS,)),
+        ("tests/training/calibration/test_conversations.py::test_a", (MODEL,)),
         # What fails of these closes nothing but rows of its own.
         ("tests/distributed/test_gossip_cuda.py::test_a", (GOSSIP,)),
         ("tests/ops/test_attention_packages.py::test_a[varlen-1]", ("attention: varlen",)),
@@ -174,7 +181,7 @@ def test_a_red_group_closes_what_uses_it_and_nothing_else(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", ["guided_attention", "ctc_loss", "transducer_loss", GOSSIP, *ADAPTERS]
+    "name", ["guided_attention", "ctc_loss", "transducer_loss", CONVERSATIONS, GOSSIP, *ADAPTERS]
 )
 def test_training_does_not_rest_on_what_it_does_not_use(name: str, tmp_path: Path) -> None:
     for part in ("training", "peers", "inference", "memory", "profile"):
@@ -191,15 +198,49 @@ def test_what_is_not_proven_is_measured_elsewhere_on_request(tmp_path: Path) -> 
     moved = command("training", setting, without("attention"))
     assert str(tmp_path / "unproven" / "training.csv") in moved
     assert str(tmp_path / "training.csv") in command("training", setting)
+    tiles = command("ops", setting, without("attention"), "attention tiles")
+    assert str(tmp_path / "unproven" / "attention_tiles.csv") in tiles
+    assert str(tmp_path / "attention_tiles.csv") in command("ops", setting, step="attention tiles")
+
+
+def test_what_is_not_proven_is_compiled_and_counted_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "find_tool", lambda name: name)
+    setting, red = Setting(tmp_path, unproven=True), without("attention")
+    assert "attention" in command("warm up", setting, red)
+    assert "attention" not in command("warm up", replace(setting, unproven=False), red)
+    trains = replace(setting, trains=True)
+    assert "canary_1b_flash" in command("warm up", trains, red)
+    counted = command("ncu", setting, red, "ncu attention_forward")
+    assert str(tmp_path / "unproven" / "ncu" / "attention_forward.csv") in counted
+    beside = command("ncu", setting, red, "ncu convolve_backward")
+    assert str(tmp_path / "ncu" / "convolve_backward.csv") in beside
+    left_out = planned("ncu", replace(setting, unproven=False), red)["ncu attention_forward"]
+    assert isinstance(left_out, LeftOut)
+
+
+def test_conversations_rest_on_their_own_operations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "version", lambda name: "9")
+    assert isinstance(planned("conversations", Setting(tmp_path))["conversations"], Step)
+    for name in OPERATIONS:
+        (only,) = planned("conversations", Setting(tmp_path), without(name)).values()
+        assert isinstance(only, LeftOut) == (name in ANSWERING), name
+    (only,) = planned("conversations", Setting(tmp_path), without(CONVERSATIONS)).values()
+    assert isinstance(only, LeftOut)
 
 
 def test_rows_of_an_adapter_whose_tests_failed_are_set_aside(tmp_path: Path) -> None:
     path = tmp_path / "ops.csv"
     rows = [
-        {"op": op, "backend": backend}
-        for op, backend in [
-            *[("attention", "triton"), ("attention", "varlen"), ("attention", "flash_attn_2")],
-            ("transducer_loss", "triton"),
+        {"op": op, "backend": backend, "date": date}
+        for op, backend, date in [
+            # Of an earlier call, whose tests may have been others.
+            ("attention", "varlen", "2025"),
+            *[("attention", name, "2026") for name in ("triton", "varlen", "flash_attn_2")],
+            ("transducer_loss", "triton", "2026"),
         ]
     ]
     with path.open("w", newline="") as file:
@@ -211,24 +252,32 @@ def test_rows_of_an_adapter_whose_tests_failed_are_set_aside(tmp_path: Path) -> 
         with path.open(newline="") as file:
             return [row["backend"] for row in csv.DictReader(file)]
 
-    assert summary.set_aside(tmp_path, GREEN) == 0
+    # A process was killed while it wrote.
+    path.write_text(path.read_text() + "attention,")
+    assert summary.set_aside(tmp_path, GREEN, "2026") == 0
     gate = without("attention: varlen")
-    assert summary.set_aside(tmp_path, gate) == 1
-    assert backends(path) == ["triton", "flash_attn_2", "triton"]
+    assert summary.set_aside(tmp_path, gate, "2026") == 1
+    assert backends(path) == ["varlen", "triton", "flash_attn_2", "triton"]
     assert backends(tmp_path / "unproven" / "ops.csv") == ["varlen"]
 
 
-def test_a_step_uses_what_its_gate_asks_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    used: set[str] = set()
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The operations that are called."""
+    found: set[str] = set()
     select = TorchOp.select
 
     def spy(self: TorchOp, *arguments: object, **options: object) -> object:
-        used.add(self.name)
+        found.add(self.name)
         return select(self, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(TorchOp, "select", spy)
+    return found
+
+
+def test_a_step_uses_what_its_gate_asks_for(
+    used: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     # A GPU joins what lies between products; here references compute it.
     for module in (residual, feed_forward):
         monkeypatch.setattr(module, "is_fused", lambda x: True)
@@ -247,6 +296,18 @@ def test_a_step_uses_what_its_gate_asks_for(
     unused = set(INFERENCE) - used - {MODEL, ENGINE}
     in_cpp = {"projected_top_k"} if native.unsupported_reason() is None else set()
     assert unused == {"append_to_pages", "decode_attention"} | in_cpp
+    capsys.readouterr()
+
+
+def test_answers_use_what_their_gate_asks_for(
+    used: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    # As on a GPU.
+    monkeypatch.setattr(fused, "is_fused", lambda x: True)
+    tiny = ["--size", "tiny", "--conversations", "2", "--slots", "2", "--repeats", "1"]
+    assert bench_conversations.main([*tiny, "--caches", "paged", "contiguous"]) == 0
+    assert used == set(ANSWERING) - {CONVERSATIONS}
     capsys.readouterr()
 
 

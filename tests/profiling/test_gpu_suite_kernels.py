@@ -22,11 +22,15 @@ from effasr_kernels.testing import aot
 from effasr_kernels.update_running_statistics import _triton as update_running_statistics
 
 
-def launches() -> list[Any]:
+def convolve() -> None:
     layout = PackedLayout.from_lengths([5, 3])
     x, weight = torch.zeros(8, 16, dtype=torch.bfloat16), torch.zeros(16, 3, dtype=torch.bfloat16)
+    depthwise_conv(x, weight.T.contiguous().T, layout, backend="triton")
+
+
+def launches() -> list[Any]:
     with recording() as found:
-        depthwise_conv(x, weight.T.contiguous().T, layout, backend="triton")
+        convolve()
     return found
 
 
@@ -126,6 +130,33 @@ def test_on_a_cpu_kernels_are_counted(capfd: pytest.CaptureFixture[str]) -> None
     shown = capfd.readouterr().out
     assert "share 0 of 1: " in shown
     assert "none compiled: no GPU" in shown
+
+
+@pytest.mark.parametrize("given", [["--op", "depthwise_cnov"], ["--model", "canary_2b"]])
+def test_what_cannot_be_compiled_ahead_is_refused(
+    given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        launch_kernels.main(["--compile", *given])
+    assert ended.value.code == 2
+    assert f"argument {given[0]}: invalid choice: '{given[1]}'" in capsys.readouterr().err
+
+
+def test_compiling_nothing_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--compile", "--op", "depthwise_conv", "--kind", "no such", "--frames", "40"]
+    assert launch_kernels.main([*options, "--share", "0/1"]) == 1
+    assert "no kernel was launched: give --op or --model" in capsys.readouterr().err
+
+
+def test_a_call_that_fails_is_named_and_the_others_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = [("broken", lambda: [][1]), ("whole", convolve)]
+    monkeypatch.setattr(launch_kernels, "_calls", lambda options: iter(calls))
+    assert launch_kernels.main(["--compile", "--share", "0/1"]) == 1
+    shown = capsys.readouterr()
+    assert shown.err == "launch_kernels: broken: IndexError: list index out of range\n"
+    assert "1 of 1 kernels counted" in shown.out
 
 
 def test_a_case_is_computed_for_a_profiler() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,19 @@ def test_the_next_call_goes_on_from_the_archive(tmp_path: Path) -> None:
     (tmp_path / "broken").write_text("no archive")
     with pytest.raises(ValueError, match="`--continue-from` must name the archive of an earlier"):
         archive.unpack(tmp_path / "broken", tmp_path / "third")
+
+
+@pytest.mark.parametrize("end", [b"", b"\xff" * 99], ids=["truncated", "damaged"])
+def test_half_an_archive_is_refused(end: bytes, tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "a.log").write_bytes(os.urandom(50_000))
+    whole = gzip.decompress(archive.packed(tmp_path / "first"))
+    stream = zlib.compressobj(wbits=31)
+    half = stream.compress(whole[: len(whole) // 2]) + stream.flush(zlib.Z_FULL_FLUSH)
+    path = tmp_path / "half.tar.gz"
+    path.write_bytes(half + end)
+    with pytest.raises(ValueError, match=f"but {path} cannot be unpacked"):
+        archive.unpack(path, tmp_path / "second")
 
 
 def test_the_archive_is_bounded_and_has_results_first(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,16 @@ def test_what_is_not_installed_has_no_share_of_the_time(
     assert one.run() == 0
     assert [(name, round(seconds)) for name, seconds in given] == [("first", 120), ("second", 240)]
     assert [result.name for result in one.results] == ["first", "peer", "second"]
+
+
+def test_a_part_that_is_left_out_has_no_share_of_the_time(
+    given: list[tuple[str, float]], tmp_path: Path
+) -> None:
+    absent = fake("b", LeftOut("b", "needs nothing_at_all"), floor=60, weight=9)
+    absent = replace(absent, needs=["nothing_at_all>=1"])
+    one = suite.Suite(Setting(tmp_path), [fake("a", Step("first", [])), absent], 4.0, call=1)
+    assert one.run() == 0
+    assert [(name, round(seconds)) for name, seconds in given] == [("first", 240)]
 
 
 def test_what_runs_beside_others_is_waited_for_at_the_end_of_its_part(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def results(tmp_path: Path) -> Path:
         op("triton", 1.0, op="ctc_loss", kind=""),
     )
     train = {"model": "canary_180m_flash", "frame_budget": "12000", "mode": "eager"}
+    train["precision"] = "bfloat16"
     write(
         tmp_path,
         "training",
@@ -106,7 +107,40 @@ def test_tables_say_where_and_how(results: Path, capsys: pytest.CaptureFixture[s
         '2026-01 | `python profiling/bench_ops.py --op attention --kind "relative"` |'
     )
     (line,) = [line for line in lines if line.startswith("| packed_static")]
-    assert line.endswith("--systems packed_static --frame-budget 12000 --modes graph` |")
+    assert line.endswith(
+        "--systems packed_static --frame-budget 12000 --precision bfloat16 --modes graph` |"
+    )
+
+
+def test_rows_that_differ_in_threads_budget_or_precision_are_lines_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = {"model": "small", "system": "packed", "mode": "eager", "precision": "float32"}
+    train |= {"frame_budget": "4000", "threads": "1", "audio_s_per_s": "9"} | CPU
+    others = ({"threads": "2"}, {"frame_budget": "400"}, {"precision": "bfloat16"})
+    write(tmp_path, "training", bench_training.COLUMNS, train, *(train | one for one in others))
+    assert plot.main(["--results", str(tmp_path), "--device", "cpu", "--table"]) == 0
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "9" in line]
+    assert [line[0] for line in lines] == [
+        "| packed, 4,000 frames, float32, 1 thread",
+        "| packed, 4,000 frames, float32, 2 threads",
+        "| packed, 400 frames, float32, 1 thread",
+        "| packed, 4,000 frames, bfloat16, 1 thread",
+    ]
+    assert lines[3][-1] == (
+        "`OMP_NUM_THREADS=1 python profiling/bench_training.py --model small --systems packed "
+        "--frame-budget 4000 --precision bfloat16` |"
+    )
+
+
+def test_an_operation_with_a_forward_alone_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decoding = {"op": "decode_attention", "kind": "", "mode": "forward"}
+    rows = (op("triton", 1.0, **decoding), op("peer: a", 3.0, **decoding))
+    write(tmp_path, "ops", bench_ops.COLUMNS, *rows)
+    assert plot.main(["--results", str(tmp_path), "--table"]) == 0
+    assert "| decode_attention, T=24 D=64; a | 3.00x |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", [[], ["--table"], ["--device", "A100"]])

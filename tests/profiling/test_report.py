@@ -116,6 +116,20 @@ def test_an_export_becomes_a_page_figures_and_a_trace(
     }
 
 
+def test_the_trace_has_kernels_that_run_after_the_last_range_of_the_host(
+    tmp_path: Path, output: Path
+) -> None:
+    made = Export()
+    for number in range(2):
+        made.range("step", 100 * number, 100 * number + 90, payload=number)
+        made.range("encoder", 100 * number + 10, 100 * number + 50)
+        made.kernel(100 * number + 20, 1000 * number + 300, 1000 * number + 1200)
+    assert report.main([str(made.write(tmp_path / "a.sqlite")), "--output", str(output)]) == 0
+    events = check_trace(output / "trace.json")
+    kernels = [event for event in events if event.get("args", {}).get("range")]
+    assert [event["dur"] for event in kernels] == [0.9, 0.9]
+
+
 def train(folder: Path, name: str, rank: int = 0) -> Path:
     """Two profiled steps of a tiny model on the CPU."""
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import compare_small_data
+import finetune_small_data
 import numpy as np
 import pytest
 import small_data_ladder
@@ -71,6 +72,35 @@ def test_a_draw_of_minutes_is_part_of_a_larger_one(source: Path, tmp_path: Path)
         assert len(corpus.rows("train")) == 2 * seconds
         assert len(corpus.rows("test")) == 4
     assert draws[0] < draws[1]
+
+
+def test_another_seed_draws_other_minutes_in_the_same_folder(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def call(commands: Commands, *arguments: str) -> float:
+        calls.append(arguments)
+        out = Path(arguments[2])
+        out.mkdir(parents=True)
+        (out / "report.json").touch()
+        return 1.0
+
+    trained = []
+    monkeypatch.setattr(Commands, "call", call)
+    monkeypatch.setattr(
+        finetune_small_data, "run", lambda *given, **start: trained.append((given[2], start))
+    )
+    arguments = [str(source), "--csv", str(tmp_path / "table.csv"), "--sets", "en"]
+    arguments += ["--minutes", "0.1", "--base", str(tmp_path), "--work", str(tmp_path / "work")]
+    for seed in ("0", "1", "0"):
+        assert finetune_small_data.main([*arguments, "--seed", seed]) == 0
+    assert len(calls) == 2 * 4
+    first, second, again = trained[::2]
+    assert {corpus.name for corpus, _ in trained} == {"en-0.1min"}
+    assert first[0].rows("train") != second[0].rows("train")
+    assert first[1]["tokenizer"] != second[1]["tokenizer"]
+    assert first == again
 
 
 def test_a_set_says_what_its_source_lacks(source: Path, tmp_path: Path) -> None:

@@ -91,6 +91,21 @@ def test_each_system_is_trained_once_and_has_a_row_for_each_instruction(
     assert {row["text_perplexity"] for row in found} == {"2.5"}
 
 
+def test_what_was_trained_for_other_updates_is_refused(corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(study, "Commands", Recorded)
+    monkeypatch.setattr(Recorded, "calls", [])
+    monkeypatch.setattr(study, "text_perplexity", lambda loaded, path: 2.5)
+    monkeypatch.setattr("effasr.checkpoint.load_model", lambda path, device: None)
+    monkeypatch.setattr("effasr.checkpoint.resolve", lambda path: path)
+    arguments = [str(corpus), "--encoder", "E", "--csv", str(tmp_path / "out.csv")]
+    arguments += ["--seeds", "0", "--work", str(tmp_path / "work"), "--only", "joint"]
+    for _ in range(2):
+        assert study.main([*arguments, "--steps", "7"]) == 0
+    assert "joint, seed 0, 7 updates: skipped" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"same settings, .*'steps': 8.* but .*'steps': 7"):
+        study.main([*arguments, "--steps", "8"])
+
+
 def test_other_conversations_have_no_instruction(tmp_path):
     _, text = write_talks(tmp_path)
     with pytest.raises(ValueError, match="must have a recording, an instruction and an answer"):

@@ -2,13 +2,17 @@
 
 import json
 from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import step_census
 import torch
 from census import operators, speech_llm
-from census.report import COMPARED, growth
+from census.recorder import Recorder
+from census.report import COMPARED, growth, roofline_ms
+from torch import nn
 
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr_kernels.bias_activation_dropout import _triton as activation
@@ -37,6 +41,32 @@ def test_an_operator_moves_what_it_reads_and_writes() -> None:
     assert _moved(aten._to_copy.default, x) == 2 * 96
 
 
+def test_a_fused_optimizer_stores_gradients_only_where_it_scales_them() -> None:
+    weights, gradients, mean, variance = ([torch.ones(6, 4)] for _ in range(4))
+    func, step = aten._fused_adamw_.default, torch.tensor(1.0)
+    args = [weights, gradients, mean, variance, [], [step]]
+    assert operators.bytes_moved(func, args, {}, None, "cpu") == (4 + 3) * 96 + 4
+    scaled = {"grad_scale": torch.tensor(2.0)}
+    assert operators.bytes_moved(func, args, scaled, None, "cpu") == (4 + 4) * 96 + 4 + 4
+
+
+def test_a_call_takes_the_larger_time_of_its_bytes_and_its_products() -> None:
+    recorder, x = Recorder(nn.Module(), "cpu", 7), torch.ones(2, 2)
+    ms_of_products, ms_of_bytes = 67_000_000_000, 4_800_000_000
+    with recorder.recording():
+        for products, kernels in ((3, 1), (1, 2)):
+            with recorder.within_operation("attention"):
+                recorder.add_flops("attention", products * ms_of_products, [x])
+                for _ in range(kernels):
+                    x.add(x)
+        # Outside of operations each is a call.
+        x.add(x)
+        x.add(x)
+    entries = [replace(e, bytes=2 * ms_of_bytes if e.launches else 0) for e in recorder.entries]
+    assert len(entries) == 7
+    assert roofline_ms(entries) == max(3, 2) + max(1, 2 * 2) + 2 + 2
+
+
 def test_views_launch_nothing() -> None:
     x = torch.ones(6, 4)
     for func in (aten.t.default, aten.empty_like.default, aten.detach.default):
@@ -48,12 +78,12 @@ def test_views_launch_nothing() -> None:
     ("elements", "lists", "expected"),
     [
         ([1], 1, 1),
-        ([1] * 110, 1, 1),
-        ([1] * 111, 1, 2),
-        ([1] * 48, 3, 1),
-        ([1] * 49, 3, 2),
-        ([320 * 65_536], 1, 1),
-        ([320 * 65_536 + 1], 1, 2),
+        ([1] * 770, 1, 1),
+        ([1] * 771, 1, 2),
+        ([1] * 336, 3, 1),
+        ([1] * 337, 3, 2),
+        ([2_240 * 65_536], 1, 1),
+        ([2_240 * 65_536 + 1], 1, 2),
         ([0, 0], 1, 0),
     ],
 )
@@ -169,3 +199,32 @@ def test_a_census_packs_every_conversation_of_a_micro_batch() -> None:
 def test_only_a_speech_language_model_is_counted_padded(capsys) -> None:
     assert step_census.main(["--model", "canary_180m_flash", "--layout", "sorted"]) == 2
     assert "`layout` must be packed for canary_180m_flash" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--check", "--frame-budget", "800"], "leave out --frame-budget"),
+        (["--check", "--layout", "packed"], "leave out --layout"),
+        (["--check", "--json"], "leave out --json"),
+        (["--update-baseline", "--layout", "sorted", "--json"], "leave out --layout, --json"),
+        (["--update-baseline", "--model", "canary_1b_flash"], "leave out --model"),
+        (["--check", "--baseline", "typo.json"], "is typo.json: [Errno 2]"),
+        (["--check", "--baseline", "torn.json"], "is torn.json: Expecting"),
+    ],
+)
+def test_a_gate_that_would_leave_out_what_is_asked_for_is_refused(
+    given: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("torn.json").write_text("{", encoding="utf-8")
+    for name in ("check", "update_baseline"):
+        monkeypatch.setattr(step_census, name, lambda *_: pytest.fail("it has begun"))
+    with pytest.raises(SystemExit) as ended:
+        step_census.main(given)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

@@ -13,12 +13,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+import torch
 import train_on_gpu
 from bench import processes, rows
-from real_run import corpus, settings, steps, wheels
+from real_run import compare, corpus, settings, steps, wheels
 from real_run.steps import Context, Failed, LeftOut
 
 from effasr import config as configuration
+from effasr.distributed.process_group import DistributedContext
+from effasr.training import metrics as training_metrics
+from effasr.training.config import TrainConfig
+from effasr.training.cuda_graph.rules import uses_graph
+from effasr.training.metrics import TrainingMetrics
+from effasr.training.strategies.parallelism import has_weight_copies
 
 ROOT = Path(train_on_gpu.__file__).parents[1]
 
@@ -176,6 +183,54 @@ def test_runs_are_judged(context: Context, monkeypatch: pytest.MonkeyPatch) -> N
     on_gpu = replace(context, dry=False)
     with pytest.raises(Failed, match=r"more than the 0\.000 GB that were given"):
         steps.calibrated_run(on_gpu)
+
+
+def test_each_step_changes_the_quiet_run_on_a_gpu_in_one_way(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrappers = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPModule"}
+    configs: dict[str, TrainConfig] = {}
+
+    def train(
+        self: Context, name: str, *overrides: str, quiet: bool, wrapped: bool = False
+    ) -> Path:
+        configs[name] = configuration.load(TrainConfig, self.recipe(quiet=quiet), overrides)
+        _metrics(self.runs / name, [5.0] * self.size.quiet_steps)
+        if wrapped:
+            log = self.output / "logs" / f"train_on_gpu_{self.step}.log"
+            log.parent.mkdir(exist_ok=True)
+            log.write_text(f"one_process: {wrappers[name]} by nccl\n")
+        return self.runs / name
+
+    monkeypatch.setattr(Context, "train", train)
+    monkeypatch.setattr(compare, "differing", lambda *_: [])
+    context = replace(context, dry=False, corpus=corpus.tones(context.work / "corpus", 8))
+    for do in (steps.quiet, steps.cuda_graph, steps.compile_model, steps.one_process, steps.fsdp2):
+        do(context)
+    gpu = DistributedContext(0, 1, torch.device("cuda", 0))
+    assert [name for name in configs if uses_graph(configs[name], gpu.device)] == ["graph"]
+    assert [name for name in configs if configs[name].training.compile] == ["compile"]
+    # Copies of shards cannot be made.
+    uncopied = [name for name in configs if not has_weight_copies(configs[name], gpu)]
+    assert uncopied == ["fsdp2"]
+    strategies = {name: config.training.strategy for name, config in configs.items()}
+    assert strategies == dict.fromkeys(configs, "ddp") | {"fsdp2": "fsdp2"}
+
+
+def test_no_time_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    # That of a known GPU: without one, some fields are empty.
+    monkeypatch.setattr(training_metrics, "peak_flops", lambda device: 1e12)
+
+    def line(seconds: float) -> dict[str, object]:
+        found = TrainingMetrics(torch.device("cpu"))
+        kinds = ("useful_flops", "computed_flops", "hardware_flops")
+        found._sums = {"steps": 1.0} | dict.fromkeys(kinds, 3e11)
+        found.time(seconds, seconds / 2)
+        return found.line(1, 0)
+
+    quick, slow = line(0.5), line(1.0)
+    timed = {name for name in quick if quick[name] != slow[name]}
+    assert {"step_s", "mfu", "mfu_with_padding", "hfu"} <= timed <= compare.MEASURED
 
 
 def test_a_run_that_ends_before_it_is_killed_is_told(

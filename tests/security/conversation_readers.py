@@ -5,6 +5,8 @@
 | conversations | JSON lines with messages, and their audio | as manifest; local files alone |
 | chat_template | tokenizer.json, a Jinja template and settings | 1 MiB; rendered in another process: 5 s, 512 MiB, 4 Mi characters |
 | language_model | config.json, safetensors | as huggingface; no code of the folder; sizes that the weights have |
+| neural_lm | the same for shallow fusion | as language_model |
+| second_lm | the same and a tokenizer of transformers, to score texts again | as language_model; 64 MiB a file of the tokenizer |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import soundfile
 
-from tests.security.reader import Reader, write_rows
+from tests.security.reader import LINE_SLACK, Reader, write_rows
 
 TURNS = [
     {"role": "user", "content": "What is said?"},
@@ -84,8 +86,25 @@ def _use_language_model(folder: Path) -> object:
     return model
 
 
+def _use_neural_lm(folder: Path) -> object:
+    import torch
+
+    from effasr.decoding.lm.neural import load_neural_lm
+
+    lm = load_neural_lm(folder, 320, 1)
+    return lm.scores(torch.tensor([[[5, 6]]]), torch.tensor([[[7, 8]]]))
+
+
+def _use_second_lm(folder: Path) -> object:
+    from effasr.decoding.second_pass.causal_scorer import CausalScorer
+
+    return CausalScorer(folder).log_probs([("the cat", "sat on the mat")])
+
+
 CONVERSATION_READERS = {
-    "conversations": Reader(_conversations, _use_conversations),
+    "conversations": Reader(_conversations, _use_conversations, LINE_SLACK),
     "chat_template": Reader(_chat_template, _use_chat_template),
     "language_model": Reader(_language_model, _use_language_model),
+    "neural_lm": Reader(_language_model, _use_neural_lm),
+    "second_lm": Reader(_language_model, _use_second_lm),
 }

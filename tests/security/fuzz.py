@@ -4,7 +4,8 @@
 
 Each input is read in a child process, which has limits of memory and of time for each, and is
 started again when it dies. An input must be read, or be refused with an error that the command line
-shows as one line; a crash, a hang, another error, or a change of the folder beside it is a failure.
+shows as one line; a crash, a hang, another error, too much memory, or another file in its folder or
+beside it is a failure.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ from random import Random
 from typing import Any
 
 from tests.security.mutations import OUTSIDE, mutate
+from tests.security.reader import Reader
+from tests.security.readers import READERS
 
 INPUT_SECONDS, START_SECONDS = 20.0, 240.0
 """Of processor time; what waits for something else ends after `_WAITING` times as long."""
 _WAITING = 15
-SLACK_BYTES = 192 << 20
-"""Resident memory that any input may take, beside twice its size and twice that of a valid one: a
-file of 64 MiB in an archive may be packed, and is held about twice while it is read."""
 SECRET = "a text that no reader may change"
 
 
@@ -80,7 +80,8 @@ class Worker:
             line = process.stdout.readline()
             if line:
                 outcome, detail, grown = json.loads(line)
-                return outcome, detail, grown
+                # The first input takes what is imported and kept.
+                return outcome, detail, 0 if fresh and not request.get("make") else grown
             # Its output has ended, and so will it.
             process.wait(10)
         self.close()
@@ -132,12 +133,14 @@ def fuzz(names: Iterable[str], inputs: int, root: Path) -> Iterator[tuple[str, C
     worker = Worker(root / "log")
     try:
         for name in names:
-            yield name, _fuzz_one(worker, name, range(inputs), root / name)
+            yield name, _fuzz_one(worker, name, READERS[name], range(inputs), root / name)
     finally:
         worker.close()
 
 
-def _fuzz_one(worker: Worker, name: str, numbers: Iterable[int], root: Path) -> Count:
+def _fuzz_one(
+    worker: Worker, name: str, reader: Reader, numbers: Iterable[int], root: Path
+) -> Count:
     seed, outside, case = root / "seed", root / OUTSIDE, root / "case"
     seed.mkdir(parents=True)
     outside.mkdir()
@@ -152,15 +155,14 @@ def _fuzz_one(worker: Worker, name: str, numbers: Iterable[int], root: Path) -> 
     for number in numbers:
         shutil.copytree(seed, case)
         done = mutate(case, Random(f"{name} {number}"))
-        size = sum(path.stat().st_size for path in case.rglob("*") if path.is_file())
+        size = sum(map(_size, case.rglob("*")))
+        before = _listing(root, case, writes=reader.writes)
         outcome, detail, grown = worker.ask({"reader": name, "folder": str(case)})
         count.most_bytes = max(count.most_bytes, grown)
-        if outcome != "failed" and grown > 2 * (size + honest) + SLACK_BYTES:
+        if outcome != "failed" and grown > 2 * (size + honest) + reader.slack:
             outcome, detail = "failed", f"{grown >> 20} MiB for a file of {size} bytes"
-        if [path.name for path in outside.iterdir()] != ["secret"] or (
-            (outside / "secret").read_text() != SECRET
-        ):
-            outcome, detail = "failed", "wrote outside its folder"
+        if after := _listing(root, case, writes=reader.writes) ^ before:
+            outcome, detail = "failed", f"wrote {', '.join(sorted(name for name, *_ in after))}"
             shutil.rmtree(outside)
             outside.mkdir()
             (outside / "secret").write_text(SECRET)
@@ -172,6 +174,32 @@ def _fuzz_one(worker: Worker, name: str, numbers: Iterable[int], root: Path) -> 
         shutil.rmtree(case)
     count.seconds = time.monotonic() - begun
     return count
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a file; a hole takes none."""
+    if not path.is_file():
+        return 0
+    found = path.stat()
+    return min(found.st_size, 512 * found.st_blocks)
+
+
+def _listing(root: Path, case: Path, *, writes: bool) -> set[tuple[str, int, int, str]]:
+    """Return names, kinds and sizes of all files, and the text of the secret.
+
+    Args:
+        root: Folder of the reader.
+        case: Folder of the input.
+        writes: Whether the reader may write into ``case``.
+    """
+    found = set()
+    for path in root.rglob("*"):
+        if not writes or case not in path.parents:
+            state = path.lstat()
+            text = path.read_text() if path == root / OUTSIDE / "secret" else ""
+            size = 0 if path.is_dir() else state.st_size
+            found.add((str(path.relative_to(root)), state.st_mode, size, text))
+    return found
 
 
 def table(counts: dict[str, Count]) -> str:
@@ -196,8 +224,6 @@ def table(counts: dict[str, Count]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    from tests.security.readers import READERS
-
     inputs, *names = arguments
     with tempfile.TemporaryDirectory(prefix="effasr_fuzz_") as folder:
         counts = {}

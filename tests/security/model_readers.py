@@ -11,7 +11,7 @@
 | model_directory | model.yaml, safetensors, tokenizer | YAML 4 MiB, depth 64, 500,000 values after aliases |
 | checkpoint | a run's checkpoints | checksums; uncompressed; plain tensors |
 | checkpoint_forged | the same after a change with checksums to match | names of files in the folder; values that the files hold |
-| recipe | YAML | as model_directory |
+| recipe, decoding | YAML | as model_directory |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ import numpy as np
 from tests.security.reader import Reader
 
 RATE = 16_000
+SLACK_BYTES = 192 << 20
+"""Of archives: a file of 64 MiB may be packed, and is held about twice while it is read."""
 NEMO = Path(__file__).parents[1] / "interop" / "nemo"
 
 
@@ -75,7 +77,7 @@ def _tokenizer_json(folder: Path) -> None:
     made.save(str(folder / "tokenizer.json"))
 
 
-def _use_tokenizer(folder: Path) -> object:
+def use_tokenizer(folder: Path) -> object:
     from effasr.data.tokenizer import load_tokenizer
 
     found = load_tokenizer(folder)
@@ -89,7 +91,7 @@ def _huggingface(folder: Path) -> None:
     export_model(_model(), folder)
 
 
-def _use_huggingface(folder: Path) -> object:
+def use_huggingface(folder: Path) -> object:
     from effasr.interop.huggingface.checkpoint import import_model
     from effasr.model.asr import ASRModel
 
@@ -152,7 +154,7 @@ def _nemo_folder(folder: Path) -> None:
         tar.extractall(folder, filter="data")
 
 
-def _import_nemo(path: Path) -> Any:
+def import_nemo(path: Path) -> Any:
     from effasr.interop.nemo.importer import import_nemo
     from effasr.model.asr import ASRModel
 
@@ -185,7 +187,7 @@ def _nemo_streaming(folder: Path) -> None:
 def _use_nemo_streaming(folder: Path) -> object:
     from effasr.transcription.online import OnlineRecognizer
 
-    model = _import_nemo(folder).eval()
+    model = import_nemo(folder).eval()
     recognizer = OnlineRecognizer(model, _tokenizer(str(folder.with_name("own"))))
     stream = recognizer.open()
     stream.feed(np.zeros(RATE, np.float32))
@@ -206,19 +208,36 @@ def _use_recipe(folder: Path) -> object:
     return load(TrainConfig, folder / "recipe.yaml")
 
 
+def _decoding(folder: Path) -> None:
+    from effasr.decoding.config import DecodingConfig
+    from effasr.evaluation.tuning.decoding_file import write_decoding
+
+    write_decoding(folder / "decoding.yaml", DecodingConfig(beam=4, length_penalty=0.6), "x")
+
+
+def _use_decoding(folder: Path) -> object:
+    from effasr.decoding.config import DecodingConfig
+    from effasr.evaluation.tuning.decoding_file import read_decoding
+
+    return DecodingConfig(**read_decoding(folder / "decoding.yaml", {}))
+
+
 MODEL_READERS = {
     "nemo": Reader(
         lambda folder: (folder / "model.nemo").write_bytes((NEMO / "ctc.nemo").read_bytes()),
-        lambda folder: _import_nemo(folder / "model.nemo"),
+        lambda folder: import_nemo(folder / "model.nemo"),
+        SLACK_BYTES,
     ),
-    "nemo_folder": Reader(_nemo_folder, _import_nemo),
+    "nemo_folder": Reader(_nemo_folder, import_nemo),
     "nemo_streaming": Reader(_nemo_streaming, _use_nemo_streaming),
-    "huggingface": Reader(_huggingface, _use_huggingface),
-    "tokenizer_json": Reader(_tokenizer_json, _use_tokenizer),
-    "tokenizer_own": Reader(_own_tokenizer, _use_tokenizer),
-    "tokenizer_nemo": Reader(_nemo_tokenizer, _use_tokenizer),
-    "model_directory": Reader(_model_directory, _use_model_directory),
-    "checkpoint": Reader(_checkpoint, _use_checkpoint),
-    "checkpoint_forged": Reader(_checkpoint, _use_forged_checkpoint),
+    "huggingface": Reader(_huggingface, use_huggingface),
+    "tokenizer_json": Reader(_tokenizer_json, use_tokenizer),
+    "tokenizer_own": Reader(_own_tokenizer, use_tokenizer),
+    "tokenizer_nemo": Reader(_nemo_tokenizer, use_tokenizer),
+    "model_directory": Reader(_model_directory, _use_model_directory, SLACK_BYTES),
+    # It puts a `latest` right that is damaged.
+    "checkpoint": Reader(_checkpoint, _use_checkpoint, writes=True),
+    "checkpoint_forged": Reader(_checkpoint, _use_forged_checkpoint, SLACK_BYTES, writes=True),
     "recipe": Reader(_recipe, _use_recipe),
+    "decoding": Reader(_decoding, _use_decoding),
 }

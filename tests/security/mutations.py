@@ -28,6 +28,9 @@ _VALUES: tuple[Any, ...] = (
     "\x1b[2J", "a" * 100_000, "\u202e", "command", "url", "-1", "nan", "1:" * 50,
     [], {}, [[]], [None], {"": None}, [0] * 1000, {"a": {"a": {"a": {}}}},
 )  # fmt: skip
+_BINARY = (
+    ".wav", ".flac", ".ogg", ".mp3", ".aiff", ".au", ".caf", ".w64", ".model", ".sqlite"
+)  # fmt: skip
 _LENGTHS = (0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFF0, 0xFFFFFFFF)
 
 
@@ -84,7 +87,7 @@ def _for_format(path: Path) -> list[Callable[[Path, Path, Random], str]]:
         return [_tar]
     if head[:4] == b"PK\3\4":
         return [_zip]
-    if name.endswith((".wav", ".flac", ".ogg", ".model", ".sqlite")):
+    if name.endswith(_BINARY):
         return [_lengths]
     return [_words]
 
@@ -198,6 +201,34 @@ def _json_text(text: str, random: Random, outside: Path) -> str:
         return text
 
 
+def _other_source(text: str, random: Random, folder: Path) -> str | None:
+    """Return a cut or recording with another audio source, or one more; None if it is neither."""
+    try:
+        row = json.loads(text)
+        recording = row.get("recording", row)
+        sources = recording["sources"]
+        first = dict(sources[0])
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    pipe, sparse = folder / "pipe", folder / "sparse"
+    if not pipe.exists():
+        os.mkfifo(pipe)
+        sparse.touch()
+        os.truncate(sparse, 900 << 20)
+    place = random.choice((str(pipe), str(sparse), "/dev/zero", "/dev/tty", first.get("source")))
+    begin, end = random.choice(((0, 10), (0, 700_000_000), (0, 10**12), (10**12, 10**13), (9, 5)))
+    source = first | random.choice(
+        ({"type": "shar", "source": f"{place}[{begin}:{end}]"}, {"type": "file", "source": place})
+    )
+    if random.random() < 0.5:
+        sources[0] = source
+    else:
+        sources.append(source | {"channels": [1]})
+        row.update({"type": "MultiCut", "channel": [0, 1]} if "recording" in row else {})
+        recording["channel_ids"] = [0, 1]
+    return json.dumps(row)
+
+
 def _json(path: Path, folder: Path, random: Random) -> str:
     _packed(path, _json_text(_unpacked(path), random, folder.parent / OUTSIDE))
     return "json"
@@ -209,6 +240,10 @@ def _json_lines(path: Path, folder: Path, random: Random) -> str:
         path.write_bytes(gzip.compress(b" " * (64 << 20), 9))
         return "gzip bomb"
     place = random.randrange(len(lines))
+    if random.random() < 0.1 and (text := _other_source(lines[place], random, folder)):
+        lines[place] = text
+        _packed(path, "\n".join(lines) + "\n")
+        return "audio source"
     lines[place] = _json_text(lines[place], random, folder.parent / OUTSIDE)
     _packed(path, "\n".join(lines) + "\n")
     return "json line"
@@ -276,11 +311,13 @@ def _tar(path: Path, folder: Path, random: Random) -> str:
         with tarfile.open(path) as tar:
             entries = [(info, tar.extractfile(info)) for info in tar if info.isreg()]
             files = [(info, source.read()) for info, source in entries if source is not None]
-    except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError):
+    except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError, MemoryError):
         return "damaged before"
     if not files:
         return "empty"
-    kind = random.choice(("name", "type", "inner", "bomb", "many", "twice", "order", "pax", "huge"))
+    kind = random.choice(
+        ("name", "type", "inner", "bomb", "many", "twice", "order", "pax", "huge", "long")
+    )
     place = random.randrange(len(files))
     info, content = files[place]
     if kind == "name":
@@ -319,6 +356,12 @@ def _tar(path: Path, folder: Path, random: Random) -> str:
     files[place] = info, content
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        if kind == "long":
+            # tarfile reads the content of these headers at once.
+            header = tarfile.TarInfo("long")
+            header.type = random.choice((b"L", b"K", b"x", b"g"))
+            header.size = random.choice((1 << 31, 1 << 42))
+            tar.fileobj.write(header.tobuf(tarfile.GNU_FORMAT))
         for one, data in files:
             tar.fileobj.write(one.tobuf(tarfile.PAX_FORMAT))
             tar.fileobj.write(data + bytes(-len(data) % 512))

@@ -7,8 +7,10 @@
 | shar | cuts and tars of audio | as cuts; regular files of the tar |
 | kaldi | wav.scp, text, segments | as manifest; no programs |
 | csv_folder | metadata.csv | as manifest; a field 128 KiB |
+| json_folder, librispeech, neighbours | metadata.jsonl, *.trans.txt, NAME.txt | as manifest |
+| plan_list, plan_table | lists and tables of `effasr plan` | as manifest |
 | clips | recordings to augment with | as cuts |
-| wav, flac, ogg | libsndfile | 8,192 samples a byte, 1 kHz to 1 MHz; regular files; decoded in blocks |
+| wav, flac, ogg, mp3, aiff, au, caf, w64 | libsndfile | 8,192 samples a byte, 1 kHz to 1 MHz; regular files; decoded in blocks |
 | arpa | n-grams, gzipped | as manifest; counts are those promised |
 | evaluation | wer.json, hypotheses.jsonl | as manifest |
 | bucket_table | JSON | as huggingface |
@@ -16,7 +18,7 @@
 | nsys | SQLite exports of nsys | values of 16 MiB; read-only, no functions of the file's schema |
 | labels | labels.json, journal.jsonl of `effasr label` | as manifest |
 
-`model_readers` has those of models, and `conversation_readers` those of speech language models.
+`model_readers` and `foreign_models` have those of models, and `conversation_readers` those of speech language models.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ import numpy as np
 import soundfile
 
 from tests.security.conversation_readers import CONVERSATION_READERS
+from tests.security.foreign_models import FOREIGN_MODELS
 from tests.security.model_readers import MODEL_READERS
-from tests.security.reader import Reader, write_rows
+from tests.security.reader import LINE_SLACK, Reader, write_rows
 
 RATE = 16_000
 ARPA = """\\data\\
@@ -51,6 +54,7 @@ ngram 2=2
 
 \\end\\
 """
+AUDIO = ("wav", "flac", "ogg", "mp3", "aiff", "au", "caf", "w64")
 PROFILING = Path(__file__).parents[2] / "profiling"
 
 
@@ -120,6 +124,40 @@ def _kaldi(folder: Path) -> None:
 def _csv_folder(folder: Path) -> None:
     _sound(folder / "a.wav")
     (folder / "metadata.csv").write_text('file_name,text,id\na.wav,"the, fox",1\na.wav,dog,2\n')
+
+
+def _json_folder(folder: Path) -> None:
+    _sound(folder / "a.wav")
+    row = {"file_name": "a.wav", "text": "the fox", "duration": 0.2}
+    write_rows(folder / "metadata.jsonl", [row, row | {"id": "2"}])
+
+
+def _librispeech(folder: Path) -> None:
+    (folder / "1").mkdir()
+    _sound(folder / "1" / "1-0.flac")
+    (folder / "1" / "1.trans.txt").write_text("1-0 THE FOX\n")
+
+
+def _neighbours(folder: Path) -> None:
+    _sound(folder / "a.wav")
+    (folder / "a.txt").write_text("the fox\n")
+
+
+def _plan_list(folder: Path) -> None:
+    rows = [{"duration": 2.5, "num_tokens": 9}, {"duration": 1.0, "text": "the fox", "id": "1"}]
+    write_rows(folder / "list.jsonl", rows)
+
+
+def _plan_table(folder: Path) -> None:
+    (folder / "table.tsv").write_text("id\tduration_seconds\tn_tokens\na\t2.5\t9\nb\t1\t\n")
+    (folder / "seconds.txt").write_text("# of a corpus\n2.5\n1.0\n")
+
+
+def _use_plan(folder: Path) -> object:
+    from effasr.data.filters.limits import Limits
+    from effasr.planning.listing import read_listing
+
+    return len(read_listing(sorted(folder.iterdir()), limits=Limits()))
 
 
 def _text_pairs(folder: Path) -> None:
@@ -229,21 +267,27 @@ def _audio(suffix: str) -> Reader:
 
 READERS = {
     **MODEL_READERS,
-    "manifest": Reader(_manifest, lambda folder: _use_manifest(folder / "manifest.jsonl")),
-    "cuts": Reader(_cuts, _use_manifest),
-    "shar": Reader(_shar, _use_manifest),
-    "kaldi": Reader(_kaldi, _use_manifest),
-    "csv_folder": Reader(_csv_folder, _use_manifest),
-    "text_pairs": Reader(_text_pairs, _use_text_pairs),
-    "clips": Reader(_clips, _use_clips),
-    "wav": _audio("wav"),
-    "flac": _audio("flac"),
-    "ogg": _audio("ogg"),
-    "arpa": Reader(_arpa, _use_arpa),
-    "evaluation": Reader(_evaluation, _use_evaluation),
+    **FOREIGN_MODELS,
+    "manifest": Reader(
+        _manifest, lambda folder: _use_manifest(folder / "manifest.jsonl"), LINE_SLACK
+    ),
+    "cuts": Reader(_cuts, _use_manifest, LINE_SLACK),
+    "shar": Reader(_shar, _use_manifest, LINE_SLACK),
+    "kaldi": Reader(_kaldi, _use_manifest, LINE_SLACK),
+    "csv_folder": Reader(_csv_folder, _use_manifest, LINE_SLACK),
+    "json_folder": Reader(_json_folder, _use_manifest, LINE_SLACK),
+    "librispeech": Reader(_librispeech, _use_manifest, LINE_SLACK),
+    "neighbours": Reader(_neighbours, _use_manifest, LINE_SLACK),
+    "plan_list": Reader(_plan_list, _use_plan, LINE_SLACK),
+    "plan_table": Reader(_plan_table, _use_plan, LINE_SLACK),
+    "text_pairs": Reader(_text_pairs, _use_text_pairs, LINE_SLACK),
+    "clips": Reader(_clips, _use_clips, LINE_SLACK),
+    **{suffix: _audio(suffix) for suffix in AUDIO},
+    "arpa": Reader(_arpa, _use_arpa, LINE_SLACK),
+    "evaluation": Reader(_evaluation, _use_evaluation, LINE_SLACK),
     "bucket_table": Reader(_buckets, _use_buckets),
     "kineto": Reader(_trace, _use_captures),
     "nsys": Reader(_nsys, _use_captures),
-    "labels": Reader(_labels, _use_labels),
+    "labels": Reader(_labels, _use_labels, writes=True),
     **CONVERSATION_READERS,
 }

@@ -1,20 +1,33 @@
 """What others wrote, on terminals, in subtitles and in model cards."""
 
 import json
+import logging
 import re
+import sys
 import unicodedata
-from typing import Literal
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
-from hypothesis import given
+import pytest
+import yaml
+from hypothesis import example, given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from effasr.cli.main import main
+from effasr.cli.options import print_line
 from effasr.evaluation import model_card
+from effasr.evaluation.result import Evaluation, ScoredUtterance, save
+from effasr.evaluation.wer import ErrorCounts
+from effasr.training.run_dir.progress import ProgressDisplay
 from effasr.transcription.json_files import json_line, one_line
 from effasr.transcription.outputs.subtitles import GrowingFile
 from effasr.transcription.results import Segment
 from effasr.transcription.word_timestamps import Word
-from effasr.untrusted.display import escape_controls, escape_line
+from effasr.untrusted.display import TerminalFormatter, escape_controls, escape_line
 
 TEXT = st.text(
     st.one_of(st.characters(), st.sampled_from("\x1b\x9b\x07\r\n\t\u202e\u2066\u2028 -->;&<|`[*#="))
@@ -58,6 +71,56 @@ def test_an_error_of_the_command_line_shows_escapes(tmp_path, capsys) -> None:
     assert not any(is_control(one) for one in shown.removesuffix("\n"))
 
 
+def test_torchrun_is_given_escapes(tmp_path, capsys, monkeypatch) -> None:
+    """It prints the reason in its summary."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert main(["prepare", str(tmp_path / "a\x1b[2J\u202eb.jsonl"), str(tmp_path / "out")]) == 2
+    reason = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert "\\x1b[2J\\u202eb.jsonl" in reason
+    assert not any(map(is_control, reason))
+
+
+def hostile_log(name: str) -> str:
+    stream = StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(TerminalFormatter("effasr: %(message)s"))
+    try:
+        raise ValueError(name)
+    except ValueError:
+        given = sys.exc_info()
+    handler.handle(logging.LogRecord("a", 30, "a", 1, "read %s", (name,), given))
+    return stream.getvalue()
+
+
+def hostile_display(name: str) -> str:
+    stream = StringIO()
+    with ProgressDisplay(2, 0, 1, Console(file=stream, width=200)) as display:
+        display.show(f"reading {name}")
+    return stream.getvalue()
+
+
+def hostile_line(name: str) -> str:
+    with redirect_stdout(StringIO()) as stream:
+        print_line(f"{name}: written")
+    return stream.getvalue()
+
+
+def hostile_comparison(name: str) -> str:
+    errors = ErrorCounts(words=1, substitutions=1, utterances=1)
+    scored = ScoredUtterance("a", "en", "b", "c", 1.0, errors)
+    with TemporaryDirectory() as folder, redirect_stdout(StringIO()) as stream:
+        save(Evaluation("basic", (scored,), seconds=1.0), Path(folder) / name / "evaluation" / name)
+        assert main(["compare", str(Path(folder) / name)]) == 0
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("shown", [hostile_log, hostile_display, hostile_line, hostile_comparison])
+def test_what_is_shown_of_a_hostile_name_is_escaped(shown) -> None:
+    text = shown("run\x1b[2J\x9b\u202e\u2066x")
+    assert "run\\x1b[2J\\x9b\\u202e\\u2066x" in text
+    assert not any(is_control(one) for one in text if one != "\n")
+
+
 def segments(texts: list[tuple[str, float, float]], *, timed: bool) -> list[Segment]:
     return [
         Segment(
@@ -94,7 +157,7 @@ def test_subtitles_have_cues_of_two_lines_whatever_the_text(texts, timed: bool) 
             (line,) = lines
             assert line.strip()
             assert "-->" not in line
-            assert not re.search("[\x00-\x1f\x7f-\x9f]", line)
+            assert not any(map(is_control, line))
 
 
 @given(TEXT, SEGMENTS, st.booleans())
@@ -102,7 +165,35 @@ def test_a_line_of_ctm_has_five_fields(name: str, texts, timed: bool) -> None:
     file = GrowingFile("ctm", name)
     for line in "".join(map(file.add, segments(texts, timed=timed))).split("\n")[:-1]:
         assert len(line.split()) == 5
+        assert not any(map(is_control, line))
         assert not line.startswith(";;")
+
+
+def front_and_body(card: str) -> tuple[dict[str, Any], str]:
+    """Divide a card as huggingface_hub does."""
+    found = re.search(r"^(\s*---[\r\n]+)([\S\s]*?)([\r\n]+---(\r\n|\r|\n|$))", card)
+    assert found is not None
+    return yaml.safe_load(found[2]), card[found.end() :]
+
+
+@given(name=TEXT, other=TEXT)
+@example(name="a\n---\nlicense: b", other="---")
+@example(name="!!python/name:os.system", other="*a: &b {c: [")
+def test_the_front_matter_of_a_model_card_has_the_values_as_text(name: str, other: str) -> None:
+    result = {
+        "utterances": 1, "words": 2, "wer": 0.5, "cer": 0.5, "rtfx": 1.0, "normalizer": other,
+    }  # fmt: skip
+    card = model_card.ModelCard(
+        name=name, loader="AutoModel", parameters=1, languages=(name, other), configuration="a: 1",
+        own_tokenizer=True, tested=(model_card.TestedSet(other, result),), license=other,
+    ).text()  # fmt: skip
+    front, _ = front_and_body(card)
+    assert front.get("license", "") == other
+    assert front["language"] == [name, other]
+    (index,) = front["model-index"]
+    assert index["name"] == name
+    assert index["results"][0]["dataset"]["name"] == other
+    assert index["results"][0]["metrics"][0]["name"] == f"WER % (normaliser {other})"
 
 
 def test_a_model_card_shows_names_as_text() -> None:
@@ -111,10 +202,14 @@ def test_a_model_card_shows_names_as_text() -> None:
         "utterances": 1, "words": 2, "wer": 0.5, "cer": 0.5, "rtfx": 1.0, "normalizer": name,
     }  # fmt: skip
     card = model_card.ModelCard(
-        name=name, loader="AutoModel", parameters=1, languages=(name,), configuration="a: 1",
-        own_tokenizer=True, data=(name,), tested=(model_card.TestedSet(name, result),), author=name,
+        name=name, loader="AutoModel", parameters=1, languages=(name,), own_tokenizer=True,
+        configuration="a: |\n  ```\n  ````\n  <b>", data=(name,), license=name, author=name,
+        tested=(model_card.TestedSet(name, result),),
     ).text()  # fmt: skip
-    body = card.split("---\n", 2)[2]
+    _, body = front_and_body(card)
+    body, configuration, last = re.split("`````(?:yaml)?\n", body)
+    assert configuration == "a: |\n  ```\n  ````\n  <b>\n"
+    body += last
     assert "<img" not in body
     assert "[a](" not in body
     assert "`c`" not in body.replace("\\`c\\`", "")

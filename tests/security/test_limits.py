@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import soundfile
 import torch
 import yaml
 from torch.distributed.checkpoint.metadata import (
@@ -23,11 +25,16 @@ from torch.distributed.checkpoint.metadata import (
 
 from effasr.checkpoint import CheckpointError, load_weights
 from effasr.data.audio.augmentation.clips import Clips
+from effasr.data.audio.waveform import AudioError, load_audio
+from effasr.data.features.config import FeatureConfig
 from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.data.manifest.reader import read
 from effasr.distributed import tensor_files
 from effasr.interop.huggingface.files import read_weights
 from effasr.interop.nemo.archive import CONFIG, WEIGHTS, read_archive
+from effasr.model.config import ModelConfig
+from effasr.model.encoder import FastConformerConfig
+from effasr.model.transducer import TransducerConfig
 from effasr.untrusted import files
 from effasr.untrusted.documents import parse_json, parse_yaml
 from effasr.untrusted.tensors import is_honest, load_tensors
@@ -84,6 +91,65 @@ def test_no_shell_gets_the_name_of_a_file_in_a_mixed_cut(tmp_path, kind: str) ->
     assert not (tmp_path / "pwned").exists()
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("fifo[0:10]", "a pipe, a device or a socket"),
+        ("/dev/zero[0:700000000]", "a pipe, a device or a socket"),
+        ("a.tar[0:1000000000000]", "must have at most 4294967296 bytes"),
+        ("a.tar[0:4000000000]", "the tar file ends before"),
+        ("a.tar[10:5]", "the tar file ends before"),
+    ],
+)
+def test_a_place_in_a_tar_lies_in_a_regular_file(tmp_path, place: str, message: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "a.tar").write_bytes(bytes(1024))
+    row = cut({"type": "shar", "source": str(tmp_path / place)})
+    (tmp_path / "cuts.jsonl").write_text(json.dumps(row) + "\n")
+    clips = Clips.load([tmp_path / "cuts.jsonl"], "noise")
+    with pytest.raises(AudioError, match=message):
+        load_audio(read(tmp_path / "cuts.jsonl")[0])
+    with pytest.raises(AudioError, match=message):
+        clips.read(0)
+
+
+@pytest.mark.timeout(30)
+def test_files_that_lhotse_reads_are_regular_ones(tmp_path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    soundfile.write(tmp_path / "a.wav", np.zeros(1600, np.float32), 16_000)
+    row = cut({"type": "file", "source": "a.wav"})
+    row |= {"type": "MultiCut", "channel": [0, 1]}
+    sources = row["recording"]["sources"]
+    sources.append({"type": "file", "channels": [1], "source": "a.wav"})
+    path = tmp_path / "cuts.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    assert load_audio(read(path)[0]).shape == (1600,)
+    sources[1]["source"] = "fifo"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(AudioError, match="not a file but a pipe or a device"):
+        load_audio(read(path)[0])
+    with pytest.raises(ValueError, match="not a file but a pipe or a device"):
+        Clips.load([path], "noise")
+    # lhotse would make 16,000 samples of each.
+    sources[1]["source"] = "a.wav"
+    row["recording"] |= {"sampling_rate": 1, "duration": 1600.0}
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(AudioError, match="`sampling_rate` must be from 1 kHz to 1 MHz, but is 1"):
+        load_audio(read(path)[0])
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
+def test_a_header_of_a_shard_that_claims_more_than_there_is(tmp_path, kind: bytes) -> None:
+    (tmp_path / "cuts.000000.jsonl").write_text("")
+    info = tarfile.TarInfo("long")
+    info.type, info.size = kind, 1 << 42
+    (tmp_path / "recording.000000.tar").write_bytes(info.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    with pytest.raises(ValueError, match="a header in it claims 4398046511104 bytes"):
+        read(tmp_path)
+
+
 def test_pipes_and_devices_are_not_opened(tmp_path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "zero").symlink_to("/dev/zero")
@@ -107,6 +173,18 @@ def test_weights_that_are_a_pipe_are_not_waited_for(tmp_path) -> None:
 def test_names_stay_in_their_folder(name: object) -> None:
     with pytest.raises(ValueError, match="in the same folder"):
         files.plain_name(name, "it")
+
+
+@pytest.mark.timeout(30)
+def test_sizes_are_bounded_before_a_model_is_built() -> None:
+    for kind, name in ((FeatureConfig, "n_fft"), (FeatureConfig, "mel_bins")):
+        with pytest.raises(ValueError, match=f"`{name}` must be at most"):
+            kind(**{name: 1 << 31})
+    layers = 1 << 31
+    with pytest.raises(ValueError, match=r"`encoder\.layers` must be at most 1000"):
+        ModelConfig(encoder=FastConformerConfig(layers=layers))
+    with pytest.raises(ValueError, match=r"`transducer\.layers` must be at most 1000"):
+        ModelConfig(transducer=TransducerConfig(layers=layers))
 
 
 def test_a_shard_lies_beside_its_index(tmp_path) -> None:
@@ -200,7 +278,7 @@ def test_an_archive_unpacks_to_what_a_model_of_its_size_holds(tmp_path, monkeypa
     monkeypatch.setattr("effasr.interop.nemo.archive._MOST_BYTES", 1 << 20)
     zeros = bytes(30 << 20)
     bomb = nemo(tmp_path / "bomb.nemo", (WEIGHTS, len(zeros), zeros), packed=True)
-    with pytest.raises(ValueError, match="than a model of its size can hold"):
+    with pytest.raises(ValueError, match="than a file of its size can hold"):
         read_archive(bomb)
     many = nemo(tmp_path / "many.nemo", *((f"f{n}", 1, b"x") for n in range(30)))
     monkeypatch.setattr("effasr.interop.nemo.archive._MOST_SMALL_BYTES", 20)

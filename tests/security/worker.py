@@ -39,21 +39,19 @@ def _resident(field: str) -> int:
 
 
 def _outcome(name: str, folder: Path) -> tuple[str, str]:
-    from effasr.cli.main import BAD_INPUT
+    from effasr.cli.main import BAD_INPUT, explain
 
     try:
         READERS[name].read(folder)
-    except BAD_INPUT as error:
-        text = str(error)
-        if not text or "Traceback" in text:
+    except (*BAD_INPUT, OSError) as error:
+        # What the command line shows.
+        text = explain(error)
+        if not str(error) or "Traceback" in text or "\n" in text:
             return "failed", f"message of {type(error).__name__}: {text[:300]!r}"
         return "refused", text[:300]
     except MemoryError:
         return "failed", "MemoryError"
     except BaseException as error:
-        if isinstance(error, OSError):
-            # A loop of links, a name that is too long: one line with the name, as any other file.
-            return "refused", str(error)[:300]
         return "failed", f"{type(error).__name__}: {str(error)[:300]}"
     return "read", ""
 

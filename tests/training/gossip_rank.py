@@ -4,12 +4,14 @@ Arguments: the recipe, a folder for notes, and what is to happen to this process
 ``pause_s`` after each step; and after how many of its own steps ``kill_at`` kills it, ``stop_at``
 asks it to stop, ``freeze_at`` lets it fall silent, and ``nan_at`` gives it sound that is no number.
 ``late_at``: after which meeting it goes on so late that the others have done all by then.
+``strangers``: so many foreign programs connect to it before its neighbours.
 """
 
 import itertools
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -17,6 +19,7 @@ from pathlib import Path
 import torch
 
 from effasr import config as configuration
+from effasr.distributed.async_sgd.gossip.listener import Listener
 from effasr.distributed.async_sgd.weight_averaging import WeightAveraging
 from effasr.training import trainer
 from effasr.training.config import TrainConfig
@@ -53,6 +56,20 @@ def main(recipe: str, notes: str, fate: str) -> int:
         if next(meetings) == events.get("late_at"):
             time.sleep(3.0)
 
+    accept = Listener.accept
+
+    def attacked(self, peers, until):
+        clients = [
+            socket.create_connection(self.endpoints[0]) for _ in range(events.get("strangers", 0))
+        ]
+        for client in clients:
+            client.sendall(bytes(1000))
+        found = accept(self, peers, until)
+        for client in clients:
+            client.close()
+        return found
+
+    Listener.accept = attacked
     WeightAveraging.start = late
     trainer.train_step = noted
     return trainer.run(configuration.load(TrainConfig, Path(recipe), []))

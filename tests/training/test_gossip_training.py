@@ -70,12 +70,15 @@ def check_trained_once(config: TrainConfig, folder: Path, steps: int, ranks: int
 def test_a_slow_learner_does_less_and_a_stopped_run_goes_on_with_ddp(
     make_config, tones, tmp_path
 ) -> None:
-    """Two learners, of which the slow one gets the request to stop; then one process."""
+    """Two learners, of which the slow one gets the request to stop; then one process.
+
+    Foreign programs connect to the slow one, which does not write the metrics.
+    """
     loop = {"max_steps": 20, "checkpoint_every": 4, "validate_every": 4, "log_every": 2}
     apart = loop | {"strategy": "h_adpsgd", "gossip": SHARED, "threads": 1}
     data = {"micro_batches": 4, "validation": [str(tones / "test.jsonl")]}
     config = make_config(data=data, training=apart)
-    fates = [{"pause_s": 0.1}, {"pause_s": 0.5, "stop_at": 3, "late_at": 1}]
+    fates = [{"pause_s": 0.1}, {"pause_s": 0.5, "stop_at": 3, "late_at": 1, "strangers": 3}]
     said = train(config, tmp_path, fates, [0, 0])
     assert "2 learners of 1 processes each" in said[0]
     assert not said[1]
@@ -91,6 +94,7 @@ def test_a_slow_learner_does_less_and_a_stopped_run_goes_on_with_ddp(
     assert lines[-1]["step"] == steps
     assert lines[-1]["learner_steps"] == [len(fast), len(slow)]
     assert lines[-1]["gossip_exchanges"] > 0
+    assert all(line["gossip_strangers"] == 3 for line in lines)
     assert lines[-1]["consensus_distance"] > 0
     assert lines[-1]["plan_steps_per_s"] > 0
     assert any(line["staleness"] is not None for line in lines)

@@ -17,7 +17,7 @@ LINE = {
 
 def test_the_figures_are_those_of_the_line() -> None:
     text = describe(LINE, ranks=2)
-    assert text == "loss 1.2346  200 audio-h/h per rank  padding 0.4 %  wait 2 %"
+    assert text == "loss 1.2346  200 audio-h/h per rank  padding 0.4 %  data wait 2 %"
     hybrid = describe(LINE | {"transducer": 2.34567}, ranks=2)
     assert hybrid.startswith("loss 1.2346 (transducer 2.3457)  200 audio-h/h")
     assert describe(LINE | {"transducer": LINE["loss"]}, ranks=2) == text

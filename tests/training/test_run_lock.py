@@ -16,10 +16,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from effasr import config as configuration
+from effasr.checkpoint import load_model
+from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
 from effasr.training.run_dir import run_lock
-from effasr.training.run_dir.run_directory import RunDirectory
+from effasr.training.run_dir.progress import ProgressDisplay
+from effasr.training.run_dir.run_directory import RunDirectory, read_lines
 from effasr.training.run_dir.run_lock import LOCK, RunLock
 from effasr.training.trainer import run
 from tests.support.run_ranks import ROOT, started
@@ -28,10 +32,12 @@ from tests.training.test_faults import wait_for
 ONE = {"max_steps": 100_000, "checkpoint_every": 5, "threads": 1}
 
 HOLD = """
-import os, sys, time
+import fcntl, os, sys, time
 from pathlib import Path
 from effasr.training.run_dir.run_lock import RunLock
 
+if "lockf" in sys.argv:
+    fcntl.flock = fcntl.lockf
 lock = RunLock(Path(sys.argv[1]), sys.argv[2])
 if "fork" not in sys.argv:
     print(-1, flush=True)
@@ -164,6 +170,28 @@ def test_a_file_of_one_that_ends_meanwhile_is_not_taken_for_the_lock(tmp_path, m
     second.release()
 
 
+def test_locks_of_a_file_server_belong_to_processes_and_work_as_well(tmp_path, monkeypatch) -> None:
+    """NFS makes POSIX locks of flock's: closing any descriptor of the file would release them."""
+    monkeypatch.setattr(run_lock.fcntl, "flock", fcntl.lockf)
+    folder = tmp_path / "run"
+    with holder(folder, "one", "fork", "lockf") as (process, child):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"must be free, but process {process.pid} "):
+                RunLock(folder, "two")
+        process.kill()
+        process.wait()
+        os.kill(child, 0)
+        mine = RunLock(folder, "two")
+        for _ in range(2):
+            third = subprocess.run(
+                [sys.executable, "-c", HOLD, str(folder), "three", "lockf"], cwd=ROOT, text=True,
+                stdin=subprocess.DEVNULL, capture_output=True,
+            )  # fmt: skip
+            assert f"must be free, but process {os.getpid()} " in third.stderr
+        mine.release()
+    RunLock(folder, "three").release()
+
+
 def test_without_locks_a_warning_says_so_once(tmp_path, monkeypatch, caplog) -> None:
     def refuse(descriptor: int, kind: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
@@ -175,6 +203,40 @@ def test_without_locks_a_warning_says_so_once(tmp_path, monkeypatch, caplog) -> 
     assert len(os.listdir("/proc/self/fd")) == before
     (record,) = caplog.records
     assert "without locks (flock: Function not implemented)" in record.getMessage()
+
+
+def test_of_two_trainings_without_locks_the_first_ends_and_names_the_second(
+    make_config, tmp_path, monkeypatch
+) -> None:
+    """Else the folder would have files of both: here it has those of the second."""
+
+    def refuse(descriptor: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    loop, second = {"max_steps": 8, "checkpoint_every": 2}, []
+    assert run(make_config(training=loop, output=str(tmp_path / "alone"))) == 0
+    without = SimpleNamespace(flock=refuse, LOCK_EX=fcntl.LOCK_EX, LOCK_NB=fcntl.LOCK_NB)
+    monkeypatch.setattr(run_lock, "fcntl", without)
+    advance = ProgressDisplay.advance
+
+    def meanwhile(self, step: int) -> None:
+        advance(self, step)
+        if step == 3 and not second:
+            second.append(step)
+            assert run(make_config(training=loop)) == 0
+
+    monkeypatch.setattr(ProgressDisplay, "advance", meanwhile)
+    with pytest.raises(ValueError, match=f"must be free, but process {os.getpid()} on"):
+        run(make_config(training=loop))
+    assert second
+    states = []
+    for folder in (tmp_path / "alone" / "run", tmp_path / "run"):
+        found = RunCheckpoints(folder / "checkpoints", keep=1).newest()
+        assert found is not None
+        assert found[0].name == "step_00000008"
+        states.append(load_model(found[0]).model.state_dict())
+        assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [*range(1, 9)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 def contents(folder: Path) -> dict[str, int]:

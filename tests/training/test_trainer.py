@@ -1,5 +1,7 @@
+import gc
 import json
 import os
+import resource
 import shutil
 import signal
 from pathlib import Path
@@ -319,3 +321,22 @@ def test_the_best_is_marked_even_if_the_run_was_killed_before(
 def test_a_run_that_met_bad_audio_can_go_on_without_it(make_config, tmp_path) -> None:
     assert run(make_config(training={"max_steps": 2})) == 0
     assert run(make_config(data={"on_bad_audio": "skip"}, training={"max_steps": 4})) == 0
+
+
+@pytest.mark.extended
+def test_memory_does_not_grow_over_the_steps_of_a_run(make_config, tones, monkeypatch) -> None:
+    """With validations and checkpoints; batches that are never freed exceed the limit."""
+    resident: list[int] = []
+
+    def measure() -> None:
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        resident.append(pages * resource.getpagesize())
+
+    for step in (100, 300):
+        at_step(monkeypatch, step, measure)
+    data = {"validation": [str(tones / "test.jsonl")]}
+    loop = {"max_steps": 300, "checkpoint_every": 50, "validate_every": 50, "log_every": 10}
+    assert run(make_config(data=data, training=loop)) == 0
+    settled, last = resident
+    assert last - settled < 12 << 20

@@ -28,6 +28,8 @@ content = open(path, "rb").read()
 if content.startswith(b"slow"):
     open({log!r} + ".pid", "w").write(str(os.getpid()))
     time.sleep(60)
+if content.startswith(b"playlist"):
+    sys.exit("[hls @ 0x55] Format not on whitelist 'aac,mp3'\\nError opening")
 if content.startswith(b"bad"):
     sys.exit("[in#0 @ 0x55] Invalid data\\nError opening")
 sys.stdout.buffer.write(content[len(b"secret"):])
@@ -63,6 +65,9 @@ def test_what_soundfile_cannot_read_comes_from_ffmpeg(calls, tmp_path, noise, mo
     assert '"-nostdin"' in first
     assert '"file:-x y.m4a"' in first
     assert '"-protocol_whitelist", "file"' in first
+    allowed = first.split('"-format_whitelist", "')[1].split('"')[0].split(",")
+    assert {"mov", "matroska", "mp3"} <= set(allowed)
+    assert not {"hls", "dash", "concat", "avisynth", "image2", "sdp", "vobsub"} & set(allowed)
     assert '"-ss"' not in first
     assert '"-ss", "1.500000", "-i"' in second
     assert '"-t", "0.250000", "-ac", "1", "-ar", "16000"' in second
@@ -88,11 +93,19 @@ def test_a_transcript_is_that_of_the_sound(calls, tmp_path, noise, model, tokeni
         (b"secret", "ffmpeg: no audio"),
         (b"secret" + b"\0\0\0\0" * 10 + b"tail", r"ffmpeg: no audio \(exit code 1\)"),
         (b"secret" + np.full(9, np.nan, np.float32).tobytes(), "is NaN or infinite"),
+        (b"playlist", "ffmpeg: not a format that has its audio in the file itself"),
     ],
 )
 def test_failures(calls, tmp_path, content, message) -> None:
     (tmp_path / "x.m4a").write_bytes(content)
     with pytest.raises(AudioError, match=message):
+        samples(open_stream(tmp_path / "x.m4a", RATE))
+
+
+def test_more_than_a_file_can_hold_is_not_read(calls, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(ffmpeg, "SAMPLES_PER_BYTE", 0)
+    (tmp_path / "x.m4a").write_bytes(b"secret" + bytes(400))
+    with pytest.raises(AudioError, match="more than 0 samples, which the file cannot hold"):
         samples(open_stream(tmp_path / "x.m4a", RATE))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effasr.cli.options import RUN_HELP, AddCommand, add_beam, add_device, at_least, print_line
+from effasr.cli.progress import progress_counter
 
 if TYPE_CHECKING:
     from effasr.checkpoint import LoadedModel
@@ -29,7 +30,12 @@ def add(command: AddCommand) -> None:
         example="effasr chat --run runs/mine --audio call.wav 'Who calls, and why?'",
     )
     parser.add_argument("--run", type=Path, required=True, help=RUN_HELP)
-    parser.add_argument("question", nargs="?", metavar="QUESTION", help="what to answer")
+    parser.add_argument(
+        "question",
+        nargs="?",
+        metavar="QUESTION",
+        help="question to answer (default: lines of standard input)",
+    )
     parser.add_argument(
         "--audio",
         type=Path,
@@ -48,14 +54,14 @@ def add(command: AddCommand) -> None:
         type=at_least(1),
         default=256,
         metavar="N",
-        help="of an answer (default: 256)",
+        help="longest answer, in tokens (default: 256)",
     )
     parser.add_argument(
         "--slots",
         type=at_least(1),
         default=16,
         metavar="N",
-        help="conversations of --manifest at a time (default: 16)",
+        help="conversations of --manifest that are answered together (default: 16)",
     )
     add_device(parser)
 
@@ -122,17 +128,19 @@ def _answer_manifest(options: argparse.Namespace, loaded: LoadedModel) -> int:
     )
     asked, given = tee(conversations(options.manifest))
     answers = responder.answers(one.problem or one.messages[:-1] for one in asked)
-    for conversation, found in zip(given, answers, strict=True):
-        row: dict[str, object] = {"id": conversation.id}
-        if isinstance(found, Answer):
-            row |= {"answer": found.text, "reference": _text(conversation)}
-            if found.truncated:
-                row["truncated"] = True
-        else:
-            row["error"] = str(found)
-            code = 1
-        print_line(json_line(row))
-        sys.stdout.flush()
+    with progress_counter("conversations") as show:
+        for done, (conversation, found) in enumerate(zip(given, answers, strict=True), 1):
+            row: dict[str, object] = {"id": conversation.id}
+            if isinstance(found, Answer):
+                row |= {"answer": found.text, "reference": _text(conversation)}
+                if found.truncated:
+                    row["truncated"] = True
+            else:
+                row["error"] = str(found)
+                code = 1
+            print_line(json_line(row))
+            sys.stdout.flush()
+            show(done)
     return code
 
 

@@ -29,9 +29,13 @@ def add(command: AddCommand) -> None:
         metavar="ACTION",
         help="list (the default), show or copy",
     )
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="to show or to copy")
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe to show or copy")
     parser.add_argument(
-        "file", nargs="?", type=Path, metavar="FILE", help="to write (default: RECIPE.yaml)"
+        "file",
+        nargs="?",
+        type=Path,
+        metavar="FILE",
+        help="file to write (default: RECIPE.yaml)",
     )
 
 
@@ -72,7 +76,7 @@ def copy(recipe: str, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     text = read(recipe).replace(f"name: {recipe}\n", f"name: {scalar(file.stem)}\n", 1)
     write_atomically(file, text.encode())
-    print_line(f"{file}: `effasr train {file}` trains it, into runs/{file.stem}")
+    print_line(f"wrote {file}; train it with `effasr train {file}` (results in runs/{file.stem})")
 
 
 def describe(recipe: str) -> str:

@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 import effasr_kernels
-from effasr.evaluation.tables import display_width, to_text
+from effasr.evaluation.tables import to_text
 from effasr.optim.adamw import apex_unsupported_reason
+from effasr.untrusted.display import display_width
 from effasr_kernels import OPERATIONS, Backend, BackendUnavailable, TorchOp
 from effasr_kernels.runtime import native
 from effasr_kernels.runtime.example import Example, ExampleInputs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from effasr.cli.options import (
     log,
     print_line,
 )
-from effasr.cli.progress import progress_counter
+from effasr.cli.progress import decoding_progress, progress_counter
 
 _BEAM = 8
 _MOST_SHOWN = 5
@@ -42,12 +41,13 @@ def add(command: AddCommand) -> None:
     parser.add_argument(
         "--language",
         metavar="LANG",
-        help="of lines that name none (default: what the model was trained on most)",
+        help="language of manifest lines that do not name one (default: what the model was trained "
+        "on most)",
     )
     parser.add_argument(
         "--source",
         metavar="NAME",
-        help="of the lists, such as that of the model, which each line has as `source`",
+        help="name of the system that made the lists; written to each line as `source`",
     )
     add_decoding(parser, beam=_BEAM)
     add_nbest(parser)
@@ -67,18 +67,19 @@ def run(options: argparse.Namespace) -> int:
     config = decoding_config(options)
     config = replace(config, nbest=config.nbest or config.beam)
     loaded = load_model(resolve(options.run), choose_device(options.device))
-    cuts, failures = openable_cuts(
-        options.manifest, language=options.language or loaded.prompt.source
-    )
-    done, count = itertools.count(1), 0
+    with progress_counter("utterances read") as show:
+        cuts, failures = openable_cuts(
+            options.manifest, language=options.language or loaded.prompt.source, progress=show
+        )
+    count = 0
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    with progress_counter("utterances") as show, atomic_file(options.out) as file:
+    with decoding_progress(len(cuts)) as decoded, atomic_file(options.out) as file:
         for one in correction_pairs(
             loaded.model,
             loaded.tokenizer,
             cuts,
             config,
-            on_result=lambda _: show(next(done), len(cuts)),
+            on_result=decoded,
             source_name=options.source,
         ):
             if isinstance(one, Failure):

@@ -16,9 +16,10 @@ from effasr.cli.options import (
     add_second_pass,
     decoding_config,
     log,
+    print_folded,
     print_line,
 )
-from effasr.cli.progress import progress_counter
+from effasr.cli.progress import decoding_progress, progress_counter
 
 _BEAM = 8
 """The default: without a beam there is nothing to choose among."""
@@ -45,15 +46,20 @@ def add(command: AddCommand) -> None:
         "--output",
         type=Path,
         metavar="FILE.yaml",
-        help="for the options (default: RUN/decoding.yaml; needed for a model directory)",
+        help="file that receives the options (default: RUN/decoding.yaml; required for a model "
+        "directory)",
     )
     parser.add_argument(
         "--language",
         metavar="LANG",
-        help="of lines that name none (default: what the model was trained on most)",
+        help="language of manifest lines that do not name one (default: what the model was trained "
+        "on most)",
     )
     parser.add_argument(
-        "--normalizer", default="basic", help="of both texts before they are compared, as evaluate"
+        "--normalizer",
+        default="basic",
+        help="normalizer applied to reference and hypothesis before scoring, as for evaluate "
+        "(default: basic)",
     )
     add_decoding(parser, beam=_BEAM)
     add_nbest(parser)
@@ -74,21 +80,23 @@ def run(options: argparse.Namespace) -> int:
     if config.beam < 2:
         raise ValueError(
             f"`--beam` must be at least 2, which gives alternatives to choose among, but is "
-            f"{config.beam}."
+            f"{config.beam}: 8 is usual."
         )
     path = options.output
     if path is None:
         if not (options.run / "checkpoints").is_dir():
             raise ValueError(
-                f"`--output` must name a file for the options, because {options.run} is no run."
+                f"`--output` must be given for {options.run}, which is a model directory and no "
+                "run: name a file for the options."
             )
         path = options.run / DECODING_FILE
     loaded = load_model(resolve(options.run), choose_device(options.device))
-    cuts, unreadable = openable_cuts(
-        options.manifest, language=options.language or loaded.prompt.source
-    )
-    decoded, tried = itertools.count(1), itertools.count(1)
-    with progress_counter("utterances") as show, progress_counter("trials of weights") as trials:
+    with progress_counter("utterances read") as show:
+        cuts, unreadable = openable_cuts(
+            options.manifest, language=options.language or loaded.prompt.source, progress=show
+        )
+    tried = itertools.count(1)
+    with decoding_progress(len(cuts)) as decoded, progress_counter("trials of weights") as trials:
         found = tune(
             loaded.model,
             loaded.tokenizer,
@@ -96,10 +104,10 @@ def run(options: argparse.Namespace) -> int:
             config,
             normalizer=options.normalizer,
             failures=unreadable,
-            on_result=lambda _: show(next(decoded), len(cuts)),
+            on_result=decoded,
             on_trial=lambda: trials(next(tried)),
         )
-    print_line(found.report())
+    print_folded(found.report())
     write_decoding(path, found.config, found.comment(set_name(options.manifest)))
     print_line(f"written to {path}")
     if found.failures:

@@ -49,13 +49,13 @@ def add(command: AddCommand) -> None:
         type=float,
         default=0.0,
         metavar="C",
-        help="leave out segments below it, 0 to 1 (default: 0)",
+        help="least confidence of a segment, from 0 to 1; others are left out (default: 0)",
     )
     parser.add_argument(
         "--language",
         metavar="LANG",
-        help="that is spoken, where no manifest says so (default: what the model was trained on "
-        "most)",
+        help="language spoken in recordings whose manifest does not name one (default: what the "
+        "model was trained on most)",
     )
     add_decoding(parser)
 
@@ -74,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
 
     if not 0 <= options.min_confidence <= 1:
         raise ValueError(
-            f"`--min-confidence` must be from 0 to 1, but is {options.min_confidence:g}."
+            f"`--min-confidence` must be from 0 to 1, but is {options.min_confidence:g}: choose "
+            "another."
         )
     if Path(options.out).suffix == ".jsonl":
         raise ValueError(
@@ -106,7 +107,8 @@ def run(options: argparse.Namespace) -> int:
     labels = LabelFolder(options.out, settings)
     left = labels.missing(sources)
     if len(left) < len(sources):
-        log("label", f"{len(sources) - len(left)} of {len(sources)} are labelled already")
+        have = len(sources) - len(left)
+        log("label", f"skipping {have} of {len(sources)} recordings that have labels")
     with TranscriptionProgress(len(left)) as progress:
         results = transcribe(
             loaded.model,

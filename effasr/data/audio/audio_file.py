@@ -14,6 +14,7 @@ from typing import Any
 import soundfile
 
 from effasr.data.audio.wave_header import missing_share
+from effasr.untrusted.files import open_regular
 
 DURATION_TOLERANCE = 0.1
 """Seconds by which a file may miss the length that its manifest states.
@@ -26,8 +27,11 @@ RATES = range(1_000, 1_000_001)
 _UNKNOWN = 2**63 - 1
 """What libsndfile says of a FLAC whose header has no number of samples."""
 
-_SAMPLES_PER_BYTE = 8192
+SAMPLES_PER_BYTE = 8192
 """No codec does better: FLAC's longest block of silence is 65,535 samples in about 11 bytes."""
+
+_MOST_MEMBER_BYTES = 4 << 30
+"""Largest size of an audio file inside a tar, which is read as a whole; a WAV file has no more."""
 
 
 class AudioProblem(enum.StrEnum):
@@ -125,13 +129,23 @@ def regular_file_size(path: str | Path) -> int:
 
 
 def _bytes_of(member: TarMember) -> io.BytesIO:
+    """Return the audio file; a place that a manifest names is checked before memory is taken."""
+    if member.size > _MOST_MEMBER_BYTES:
+        raise AudioError(
+            AudioProblem.UNREADABLE,
+            f"{member}: an audio file in a tar file must have at most {_MOST_MEMBER_BYTES} bytes.",
+        )
+    data = b""
     try:
-        with open(member.tar, "rb") as file:
-            file.seek(member.offset)
-            data = file.read(member.size)
+        with open_regular(member.tar) as file:
+            if 0 < member.size <= os.fstat(file.fileno()).st_size - member.offset:
+                file.seek(member.offset)
+                data = file.read(member.size)
     except OSError as error:
         raise AudioError(AudioProblem.MISSING, f"{member}: {one_line(error)}") from error
-    if len(data) < member.size or not data:
+    except ValueError as error:
+        raise AudioError(AudioProblem.UNREADABLE, one_line(error)) from error
+    if not data or len(data) < member.size:
         raise AudioError(AudioProblem.UNREADABLE, f"{member}: the tar file ends before.")
     return io.BytesIO(data)
 
@@ -153,6 +167,12 @@ def _checked_file(
         file.close()
         raise AudioError(AudioProblem.EMPTY, f"{path}: the file holds no samples.")
     claim = None
+    if (file.format, file.subtype) == ("RAW", "ULAW"):
+        # libsndfile takes whatever is named .au or .snd for telephone speech.
+        file.close()
+        raise AudioError(
+            AudioProblem.UNREADABLE, f"{path}: not a readable audio file: it has no header."
+        )
     if file.frames == _UNKNOWN:
         file.close()
         raise UnknownFormat(
@@ -162,7 +182,7 @@ def _checked_file(
         )
     if file.samplerate not in RATES:
         claim = f"a sample rate of {file.samplerate} Hz, which is not from 1 kHz to 1 MHz"
-    elif file.frames > _SAMPLES_PER_BYTE * size:
+    elif file.frames > SAMPLES_PER_BYTE * size:
         claim = f"{file.frames} samples, which {size} bytes cannot hold"
     if claim is not None:
         file.close()

@@ -22,6 +22,7 @@ from effasr.data.audio.audio_file import (
     open_audio,
     reason,
 )
+from effasr.data.audio.cut_sources import check_sources
 from effasr.data.features.frame_geometry import SAMPLE_RATE
 
 if TYPE_CHECKING:
@@ -169,6 +170,7 @@ def load_audio(source: Cut | AudioSegment, sample_rate: float = SAMPLE_RATE) -> 
         )
     assert not isinstance(source, AudioSegment)
     _check_channels(source)
+    check_sources(source)
     try:
         samples: Any = source.load_audio()
     except Exception as error:  # lhotse raises whatever the storage behind it raises

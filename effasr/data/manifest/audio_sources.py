@@ -8,8 +8,9 @@ starts a program in a shell with the name of the file; one such file alone is re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
+
+from effasr.data.audio.cut_sources import recordings
 
 _TYPES = ("file", "memory", "shar")
 _SUSPECT = re.compile(r"command|url|sph|opus|\\u", re.IGNORECASE)
@@ -33,7 +34,7 @@ def refuse_programs(row: dict[str, Any], line: str, origin: str) -> None:
         return
     # lhotse reads what is not the recording of a simple cut, such as the tracks of a mixed one.
     of_cut = row if "sources" in row else row.get("recording")
-    for recording in _recordings(row):
+    for recording in recordings(row):
         sources = recording["sources"]
         alone = recording is of_cut and len(sources) == 1 and not recording.get("transforms")
         for source in sources:
@@ -54,16 +55,3 @@ def _check(source: Any, alone: bool, origin: str) -> None:
             "be of .sph or .opus files, as lhotse reads these with other programs: convert them to "
             "FLAC."
         )
-
-
-def _recordings(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield all objects with audio sources in a parsed line, at any depth."""
-    rest = [value]
-    while rest:
-        one = rest.pop()
-        if isinstance(one, dict):
-            if isinstance(one.get("sources"), list):
-                yield one
-            rest.extend(one.values())
-        elif isinstance(one, list):
-            rest.extend(one)

@@ -12,11 +12,13 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from effasr.data.audio.waveform import TarMember
 from effasr.data.manifest.cuts import utterances as cut_utterances
 from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.data.manifest.utterance import CutUtterance
+from effasr.untrusted.archives import BoundedTar
 from effasr.untrusted.files import open_regular
 
 _CUTS = re.compile(r"cuts\.(\d+)\.jsonl(\.gz)?")
@@ -54,7 +56,10 @@ def utterances(
 def _members(tar: Path, cuts: Path) -> dict[str, TarMember]:
     """Locate the recording of each cut; only headers are read."""
     try:
-        with open_regular(tar) as opened, tarfile.open(fileobj=opened, mode="r:") as file:
+        with (
+            open_regular(tar) as opened,
+            tarfile.open(fileobj=cast(BinaryIO, BoundedTar(opened)), mode="r:") as file,
+        ):
             return {
                 info.name.rpartition(".")[0]: TarMember(str(tar), info.offset_data, info.size)
                 for info in file

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterator
 
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.statistics.frames_per_token import LEAST_MEDIAN, FramesPerToken
 from effasr.data.statistics.survey import Survey
 from effasr.data.statistics.vocabulary import VocabularyChoice, choose_vocabulary
+from effasr.untrusted import display
 
 COLUMNS = 100
 """Width of a printed line."""
@@ -78,11 +78,9 @@ def warn_about_alignment(
     return fold(f"warning: {cause} {remedy}")
 
 
-def fold(text: str, indent: str = "  ") -> list[str]:
-    """Return lines of at most `COLUMNS` columns, with ``indent`` before all but the first."""
-    return textwrap.wrap(
-        text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+def fold(text: str) -> list[str]:
+    """Return lines that fit on the terminal, of at most `COLUMNS` columns."""
+    return display.fold(text, min(COLUMNS, display.display_width() or COLUMNS))
 
 
 def choice_options(choice: VocabularyChoice) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -188,6 +188,7 @@ def survey(
     language: str = "en",
     most: int | None = None,
     untranscribed: bool = False,
+    progress: Callable[[int], None] = lambda count: None,
 ) -> Survey:
     """Count the utterances of manifests with audio.
 
@@ -198,13 +199,16 @@ def survey(
         language: Language of utterances that name none.
         most: Number of utterances to read from the beginning of each manifest; None for all.
         untranscribed: Whether utterances may lack a text; these are not counted.
+        progress: Called with the number of utterances read so far.
 
     Raises:
         ValueError: A manifest is malformed; AudioError: a file's header cannot be read.
     """
-    found = Survey()
+    found, read = Survey(), 0
     for path in paths:
         for utterance in _utterances(path, language, most, untranscribed):
+            read += 1
+            progress(read)
             if utterance[1] or not untranscribed:
                 found.add(*utterance)
     return found

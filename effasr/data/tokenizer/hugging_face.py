@@ -10,7 +10,7 @@ from typing import Any
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer.base import Tokenizer, check_ids, check_language
 from effasr.untrusted.documents import read_json_object
-from effasr.untrusted.files import read_bytes, read_text
+from effasr.untrusted.files import DOCUMENT_BYTES, open_regular, read_bytes, read_text
 
 TOKENIZER_FILE = "tokenizer.json"
 VOCABULARY_FILE, MERGES_FILE, _ADDED_FILE = "vocab.json", "merges.txt", "added_tokens.json"
@@ -221,9 +221,14 @@ def read_tokenizer_json(path: Path) -> Any:
     return tokenizer
 
 
+def is_tokenizer_error(error: BaseException) -> bool:
+    """Return whether tokenizers may have raised an error: it raises Exception, and panics."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def _unreadable(path: Path, error: BaseException) -> BaseException:
-    """Return the error of a file that tokenizers cannot read; it raises Exception, and panics."""
-    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+    """Return the error of a file that tokenizers cannot read."""
+    if not is_tokenizer_error(error):
         return error
     return ValueError(f"{path}: not a tokenizer that can be read: {error}.")
 
@@ -232,6 +237,9 @@ def _from_vocabulary(folder: Path) -> Any:
     """Return the tokenizer of the three files that older checkpoints of Whisper have."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+    for name in (VOCABULARY_FILE, MERGES_FILE):
+        # tokenizers opens them by name, and reads them whatever their size.
+        open_regular(folder / name, DOCUMENT_BYTES).close()
     try:
         model = models.BPE.from_file(str(folder / VOCABULARY_FILE), str(folder / MERGES_FILE))
         added_file = folder / _ADDED_FILE

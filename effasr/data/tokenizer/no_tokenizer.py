@@ -1,4 +1,4 @@
-"""Stands for a tokenizer where a model was pretrained on audio alone."""
+"""Placeholder tokenizer of models that were pretrained on audio alone."""
 
 from __future__ import annotations
 

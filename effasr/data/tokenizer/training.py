@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -44,6 +44,7 @@ def train_tokenizer(
     byte_fallback: bool = False,
     sources: Sequence[str] = (),
     shared: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SentencePieceTokenizer:
     """Train a vocabulary for each language, or one for all, and write them together.
 
@@ -59,6 +60,7 @@ def train_tokenizer(
         byte_fallback: Spell unseen characters as UTF-8 bytes (256 more pieces each).
         sources: Languages that are spoken but never written (translated from).
         shared: Train one model on the texts of all languages, which then have the same pieces.
+        progress: Called with the number of vocabularies done so far, and of all.
 
     Returns:
         The tokenizer that was written.
@@ -84,16 +86,16 @@ def train_tokenizer(
         return tokenizer
     for language in texts_by_language:
         model_file(language)
-    models = {
-        language: train_model(
+    models = {}
+    for done, language in enumerate(sorted(texts_by_language)):
+        progress(done, len(texts_by_language))
+        models[language] = train_model(
             language,
             texts_by_language[language],
             vocab_size if isinstance(vocab_size, int) else vocab_size[language],
             model_type,
             byte_fallback=byte_fallback,
         )
-        for language in sorted(texts_by_language)
-    }
     tokenizer = SentencePieceTokenizer(models, sources)
     tokenizer.save(out)
     return tokenizer

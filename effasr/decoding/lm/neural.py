@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from effasr.decoding.lm.prefix_cache import PrefixCache, Text
+from effasr.interop.huggingface.files import read_weights
+from effasr.model.language_model.architecture import CONFIG_FILE, check_sizes, model_config
+from effasr.untrusted.documents import read_json_object
 
 log = logging.getLogger(__name__)
 
@@ -206,13 +209,15 @@ def load_neural_lm(
 ) -> NeuralLM:
     """Read a directory that ``AutoModelForCausalLM`` loads, without network access.
 
+    Only ``config.json`` and safetensors are read, and no code of the directory is run.
+
     Raises:
         ValueError: transformers is not installed, it is no such directory, or its vocabulary
             differs from that of the speech model.
     """
     directory = Path(directory)
     try:
-        from transformers import AutoModelForCausalLM
+        import transformers
         from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise ValueError(
@@ -221,11 +226,14 @@ def load_neural_lm(
         ) from error
     disable_progress_bar()
     try:
-        json.loads((directory / "config.json").read_text(encoding="utf-8"))["model_type"]
-        model: Any = AutoModelForCausalLM.from_pretrained(  # nosec B615
-            directory, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        path = directory / CONFIG_FILE
+        config = model_config(json.dumps(read_json_object(path)), str(path))
+        check_sizes(config, path)
+        weights = read_weights(directory)
+        kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        # Without the directory, in which it would look for weights and settings of other kinds.
+        model = kind.from_pretrained(None, config=config, state_dict=weights)
+    except Exception as error:  # Sizes that do not fit each other fail anywhere in transformers.
         first = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise ValueError(
             f"`lm` {directory} must be a folder of a causal language model, as transformers "

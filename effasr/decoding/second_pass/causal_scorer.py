@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from effasr.data.features.segments import segment_sum
+from effasr.data.tokenizer.hugging_face import is_tokenizer_error
 from effasr.interop.huggingface.language_model import read_language_model
 from effasr.model.language_model.architecture import (
     import_transformers,
@@ -18,9 +19,13 @@ from effasr.model.language_model.architecture import (
 )
 from effasr.model.language_model.config import LanguageModelConfig
 from effasr.model.language_model.model import LanguageModel
+from effasr.untrusted.files import DOCUMENT_BYTES, open_regular
 from effasr_kernels import PackedLayout, linear_cross_entropy
 
 _UNSCORED = -100
+
+_TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+"""Files that tokenizers of transformers are read from."""
 
 Text = tuple[str, str]
 """What was said before, perhaps nothing, and the text to score."""
@@ -55,6 +60,7 @@ class CausalScorer:
         self.model.check_against_transformers()
         self._tokenizer = _load_tokenizer(directory)
         self._start = _start_id(self._tokenizer, directory)
+        self._check_ids([self._start])
         self._most = max_rows(architecture)
         self._budget = row_budget
         self._device = torch.device(device)
@@ -123,16 +129,38 @@ class CausalScorer:
         return torch.tensor(ids, dtype=torch.int64, device=self._device)
 
     def _encoded(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
+        try:
+            ids = list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
+        except BaseException as error:
+            if not is_tokenizer_error(error):
+                raise
+            problem = " ".join(str(error).split())[:200]
+            raise ValueError(f"`second_lm`: its tokenizer cannot read a text: {problem}") from error
+        self._check_ids(ids)
+        return ids
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        vocab_size = self.model.output_weight.shape[0]
+        if (largest := max(ids, default=0)) >= vocab_size:
+            raise ValueError(
+                f"`second_lm` must have a tokenizer of its model's {vocab_size} tokens, but it "
+                f"gives the id {largest}: copy the folder again."
+            )
 
 
 def _load_tokenizer(directory: str | Path) -> Any:
     transformers = import_transformers()
+    for path in sorted(Path(directory).iterdir()):
+        # transformers and tokenizers open them by name, and read them whatever their size.
+        if path.suffix in _TOKENIZER_SUFFIXES:
+            open_regular(path, DOCUMENT_BYTES).close()
     try:
         return transformers.AutoTokenizer.from_pretrained(  # nosec B615
             str(directory), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # What a damaged tokenizer raises differs from one to the other.
+    except BaseException as error:  # What a damaged tokenizer raises differs; tokenizers panics.
+        if not is_tokenizer_error(error):
+            raise
         problem = " ".join(str(error).split())[:200]
         raise ValueError(
             f"`second_lm` {directory} must have a tokenizer of transformers, but has none that "

@@ -6,7 +6,6 @@ and files that the configuration names as ``nemo:FILE``; or a folder with the sa
 
 from __future__ import annotations
 
-import gzip
 import io
 import os
 import pickle
@@ -25,6 +24,7 @@ import yaml
 from torch import Tensor
 
 from effasr.data.atomic_files import atomic_file
+from effasr.untrusted.archives import BoundedTar
 from effasr.untrusted.documents import YAML_BYTES, parse_yaml
 from effasr.untrusted.files import open_regular, read_bytes
 from effasr.untrusted.tensors import is_honest, load_tensors
@@ -119,7 +119,7 @@ def _unpack(path: Path, weights: Path) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     with (
         open_regular(path) as packed,
-        _Bounded(packed) as content,
+        BoundedTar(packed, _UNPACKED_RATIO, _MOST_BYTES) as content,
         tarfile.open(fileobj=cast(BinaryIO, content), mode="r:") as tar,
     ):
         for count, member in enumerate(tar, 1):
@@ -144,41 +144,6 @@ def _check_amount(path: Path, files: Mapping[str, bytes]) -> None:
         raise ValueError(
             f"{path} must have at most {_MOST_SMALL_BYTES} bytes beside its weights, but has more."
         )
-
-
-class _Bounded:
-    """A tar, gzipped or not, of which no more is read than a file of its size can honestly hold.
-
-    tarfile reads the headers of long names at once, whatever size they claim.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        packed = file.read(2) == b"\x1f\x8b"
-        file.seek(0)
-        size = os.fstat(file.fileno()).st_size
-        self._file = cast(BinaryIO, gzip.GzipFile(fileobj=file)) if packed else file
-        self._end = _UNPACKED_RATIO * size + _MOST_BYTES if packed else size
-
-    def __enter__(self) -> _Bounded:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._end - self._file.tell())
-        data = self._file.read(left + 1 if size < 0 else min(size, left + 1))
-        if len(data) > left:
-            raise tarfile.ReadError("it unpacks to more than a model of its size can hold")
-        return data
-
-    def seek(self, place: int) -> int:
-        if place > self._end + tarfile.RECORDSIZE:
-            raise tarfile.ReadError("a file in it claims to be larger than all of it")
-        return self._file.seek(place)
-
-    def tell(self) -> int:
-        return self._file.tell()
 
 
 def _is_small(name: str, size: int) -> bool:

@@ -95,9 +95,9 @@ def export_onnx(
     if model.transducer is not None:
         graphs += ["predictor.onnx", "joint.onnx"]
         write_transducer(model.transducer, directory)
-    replaces = (directory / DESCRIPTION).exists()
+    earlier = earlier_graphs(directory)
     describe(model, directory, encoder.outputs, texts)
-    _remove_others(directory, graphs if replaces else _GRAPHS)
+    _remove_others(directory, earlier, graphs)
     return graphs
 
 
@@ -120,18 +120,24 @@ def _export_step(
     if model.transducer is not None:
         graphs += ["predictor.onnx", "joint.onnx"]
         write_transducer(model.transducer, directory)
-    replaces = (directory / DESCRIPTION).exists()
+    earlier = earlier_graphs(directory)
     describe(model, directory, step.outputs, texts, step)
-    _remove_others(directory, graphs if replaces else _GRAPHS)
+    _remove_others(directory, earlier, graphs)
     return graphs
 
 
-def _remove_others(directory: Path, graphs: Sequence[str]) -> None:
+def earlier_graphs(directory: Path) -> list[str]:
+    """Return the names that the graphs of an earlier export to a folder may have."""
+    if not (directory / DESCRIPTION).exists():
+        return []
+    return [file for name in _GRAPHS for file in (name, f"{name}.data")]
+
+
+def _remove_others(directory: Path, earlier: Sequence[str], graphs: Sequence[str]) -> None:
     """Remove the graphs of an earlier export."""
-    for name in _GRAPHS:
-        if name not in graphs:
-            for file in (name, f"{name}.data"):
-                (directory / file).unlink(missing_ok=True)
+    for name in earlier:
+        if name.removesuffix(".data") not in graphs:
+            (directory / name).unlink(missing_ok=True)
 
 
 def _chunk(step: StreamingStep, count: int) -> dict[str, Tensor]:

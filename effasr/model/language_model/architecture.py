@@ -48,12 +48,20 @@ def read_architecture(directory: str | Path) -> str:
             "model in bfloat16 or float32."
         )
     text = json.dumps(mapping, sort_keys=True)
-    _check_sizes(model_config(text, str(path)), path)
+    check_sizes(model_config(text, str(path)), path)
     return text
 
 
-def _check_sizes(config: Any, path: Path) -> None:
-    """Check that matrices of the model fit the weights in the folder, before memory is taken."""
+def check_sizes(config: Any, path: Path) -> None:
+    """Check that matrices of the model fit the weights in the folder, before memory is taken.
+
+    Args:
+        config: The configuration object of transformers.
+        path: The ``config.json`` that it was read from.
+
+    Raises:
+        ValueError: One has more values than the weights.
+    """
     files = list(path.parent.glob("*.safetensors"))
     if not files:
         # Its weights are to be random.

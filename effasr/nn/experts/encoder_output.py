@@ -1,4 +1,4 @@
-"""What an encoder hands to the decoder."""
+"""Output of an encoder, as the decoder reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation mode for the length of a context."""
+"""Context manager that puts modules into evaluation mode."""
 
 from __future__ import annotations
 

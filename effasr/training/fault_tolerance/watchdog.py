@@ -254,12 +254,12 @@ class Watchdog:
         since = max(self._phases.since, self._running_since)
         if limit is None or time.monotonic() - since < limit:
             return
-        text = (
+        text = escape_controls(
             f"rank {self._context.rank}: {_describe(self._own())}: no progress for "
             f"{limit:.3g} s (training.{name}), so this process is ended. It hangs {_where()}. "
             "A restart continues from the last checkpoint."
         )
-        sys.stderr.write(f"effasr train: {escape_controls(text)}\n")
+        sys.stderr.write(f"effasr train: {text}\n")
         sys.stderr.flush()
         write_torchrun_error(text)
         try:

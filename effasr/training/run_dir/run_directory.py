@@ -190,6 +190,8 @@ class RunDirectory:
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         data = utf8(_encode(line))
+        if self._lock is not None:
+            self._lock.check()
         with _naming(self.path / name), (self.path / name).open("ab") as file:
             file.write(data)
         size, value = self._sums.get(name, (0, 0))

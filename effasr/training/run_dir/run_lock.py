@@ -42,7 +42,8 @@ os.register_at_fork(after_in_child=_forget_in_child)
 class RunLock:
     """Holds the lock of a run directory until `release` or the end of the process.
 
-    Where the file system has no locks, nothing is locked, with a warning.
+    Where the file system has no locks, nothing is locked, with a warning: a second training is not
+    refused, but the first ends when `check` finds its name.
 
     Args:
         folder: Run directory; made if it does not exist.
@@ -58,6 +59,7 @@ class RunLock:
         self.run = run
         self._file = folder / LOCK
         self._descriptor: int | None = None
+        self._is_unlocked = False
         self._made = [made for made in (folder, *folder.parents) if not made.exists()]
         until, has_told = time.monotonic() + _PATIENCE_S, False
         while (holder := self._try()) is not None:
@@ -70,6 +72,19 @@ class RunLock:
                 log.warning("waiting for a process that torchrun has replaced: %s", self._file)
             has_told = True
             time.sleep(_POLL_S)
+
+    def check(self) -> None:
+        """Check, where the file system has no locks, that no other training has begun here.
+
+        Raises:
+            ValueError: One has; what is written from now on would mix with its files.
+        """
+        if not self._is_unlocked:
+            return
+        with suppress(FileNotFoundError):
+            holder = _read(self._file.read_bytes())
+            if holder.get("run", self.run) != self.run:
+                raise ValueError(_refusal(self._file.parent, holder))
 
     def moved(self, folder: Path) -> None:
         """Record that the run directory was renamed to ``folder``."""
@@ -107,8 +122,12 @@ class RunLock:
                 with os.fdopen(descriptor, "rb") as file:
                     return _read(file.read())
             except OSError as error:
-                os.close(descriptor)
                 _warn(self._file.parent, error.strerror)
+                try:
+                    self._record(descriptor)
+                finally:
+                    os.close(descriptor)
+                self._is_unlocked = True
                 return None
             # The file may have been removed by its holder; the next process would open another one.
             if _is_at(self._file, descriptor):
@@ -129,6 +148,10 @@ class RunLock:
     def _hold(self, descriptor: int) -> None:
         _held.add(descriptor)
         self._descriptor = descriptor
+        self._record(descriptor)
+
+    def _record(self, descriptor: int) -> None:
+        """Write who holds the lock."""
         holder = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -207,7 +230,7 @@ def _refusal(folder: Path, holder: dict[str, Any]) -> str:
 def _warn(folder: Path, reason: str) -> None:
     log.warning(
         "%s is on a file system without locks (flock: %s): a second training that writes there "
-        "would not be detected",
+        "would not be refused",
         folder,
         reason,
     )

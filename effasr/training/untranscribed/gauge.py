@@ -1,4 +1,4 @@
-"""Figures of training on audio without text, beside those of every run."""
+"""Metrics of training on audio without text, beside those of every run."""
 
 from __future__ import annotations
 

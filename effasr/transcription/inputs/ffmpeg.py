@@ -15,10 +15,25 @@ from typing import IO
 
 import numpy as np
 
-from effasr.data.audio.audio_file import AudioError, AudioProblem, regular_file_size
+from effasr.data.audio.audio_file import (
+    SAMPLES_PER_BYTE,
+    AudioError,
+    AudioProblem,
+    regular_file_size,
+)
 
 PATIENCE_S = 60.0
 """Seconds within which ffmpeg must return a sample."""
+
+_FORMATS = (
+    "aac", "ac3", "aiff", "alaw", "amr", "amrnb", "amrwb", "ape", "asf", "au", "avi", "caf", "dsf",
+    "dts", "dtshd", "dv", "eac3", "flac", "flv", "g722", "g726", "gsm", "gxf", "ircam", "iff",
+    "loas", "matroska", "mlp", "mov", "mp3", "mpc", "mpc8", "mpeg", "mpegts", "mpegvideo", "mulaw",
+    "mxf", "nistsphere", "nut", "ogg", "oma", "qcp", "rm", "shn", "sox", "spdif", "swf", "tak",
+    "truehd", "tta", "voc", "w64", "wav", "webm", "wtv", "wv", "xwma",
+)  # fmt: skip
+"""Formats of ffmpeg that have their audio in the file itself. Others, such as playlists (hls, dash,
+concat) and scripts (avisynth), name files that would be read, too."""
 
 _BLOCK_S = 10
 _BYTES = 4
@@ -38,7 +53,8 @@ def ffmpeg_blocks(
     """Decode the first audio track of a file.
 
     Args:
-        path: A file. ffmpeg is only allowed to open files, no URLs, whatever the name or content.
+        path: A file. ffmpeg is only allowed to open files, no URLs, whatever the name or content,
+            and only formats whose audio is in the file itself.
         sample_rate: Sample rate of the result in Hz.
         reason: Why soundfile cannot read the file, for the message if there is no ffmpeg.
         offset: Start in seconds.
@@ -48,10 +64,11 @@ def ffmpeg_blocks(
         float32 (samples,), mono.
 
     Raises:
-        AudioError: ffmpeg is missing, cannot read the file, or gives no sample for `PATIENCE_S`
-            seconds. Raised by the call if known before ffmpeg runs, else by the iterator.
+        AudioError: ffmpeg is missing, cannot read the file, gives no sample for `PATIENCE_S`
+            seconds, or more samples than the file can hold. Raised by the call if known before
+            ffmpeg runs, else by the iterator.
     """
-    regular_file_size(path)
+    size = regular_file_size(path)
     program = shutil.which("ffmpeg")
     if program is None:
         raise AudioError(
@@ -63,12 +80,12 @@ def ffmpeg_blocks(
     length = [] if duration is None else ["-t", _seconds(duration)]
     command = [
         *(program, "-nostdin", "-hide_banner", "-loglevel", "error"),
-        *("-protocol_whitelist", "file", *begin),
+        *("-protocol_whitelist", "file", "-format_whitelist", ",".join(_FORMATS), *begin),
         *("-i", f"file:{os.fspath(path)}", "-map", "0:a:0", "-vn", "-sn", "-dn"),
         *length,
         *("-ac", "1", "-ar", str(sample_rate), "-f", "f32le", "pipe:1"),
     ]
-    return _blocks(command, str(path), _BLOCK_S * sample_rate * _BYTES)
+    return _blocks(command, str(path), _BLOCK_S * sample_rate * _BYTES, SAMPLES_PER_BYTE * size)
 
 
 def _seconds(value: float) -> str:
@@ -76,13 +93,13 @@ def _seconds(value: float) -> str:
     return f"{value:.6f}"
 
 
-def _blocks(command: list[str], name: str, size: int) -> Iterator[np.ndarray]:
+def _blocks(command: list[str], name: str, size: int, most: int) -> Iterator[np.ndarray]:
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log
         )
         assert process.stdout is not None
-        empty = True
+        left = most
         try:
             while data := _read(process.stdout, size, name):
                 samples = np.frombuffer(data[: len(data) // _BYTES * _BYTES], "<f4")
@@ -92,14 +109,20 @@ def _blocks(command: list[str], name: str, size: int) -> Iterator[np.ndarray]:
                     raise AudioError(
                         AudioProblem.NOT_FINITE, f"{name}: a sample is NaN or infinite."
                     )
-                empty = False
+                left -= len(samples)
+                if left < 0:
+                    raise AudioError(
+                        AudioProblem.UNREADABLE,
+                        f"{name}: ffmpeg gives more than {most} samples, which the file cannot "
+                        "hold.",
+                    )
                 yield samples
             code = process.wait(PATIENCE_S)
         finally:
             process.kill()
             process.wait()
             process.stdout.close()
-        if code or empty:
+        if code or left == most:
             raise AudioError(AudioProblem.UNREADABLE, f"{name}: ffmpeg: {_last_words(log, code)}")
 
 
@@ -126,5 +149,7 @@ def _last_words(log: IO[bytes], code: int) -> str:
     log.seek(max(0, size - 4096))
     lines = log.read().decode("utf-8", "replace").split("\n")
     said = [line.strip() for line in lines if line.strip()]
+    if said and "not on whitelist" in said[0]:
+        return "not a format that has its audio in the file itself."
     # The first line names the cause, the last only its consequence.
     return _WHO.sub("", said[0])[:200] if said else f"no audio (exit code {code})."

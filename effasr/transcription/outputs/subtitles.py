@@ -11,6 +11,7 @@ from typing import Literal
 
 from effasr.transcription.results import Segment, Transcription
 from effasr.transcription.word_timestamps import Word
+from effasr.untrusted.display import BIDI_MARKS
 
 _LONGEST_S = 6.0
 _MOST_CHARACTERS = 84
@@ -20,6 +21,7 @@ _PAUSE_S = 1.0
 _VTT_HEADER = "WEBVTT\n"
 
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_BIDI_MARKS = re.compile(f"[{BIDI_MARKS}]")
 
 Cue = tuple[float, float, str]
 """Start, end, text."""
@@ -104,7 +106,7 @@ def _spaced(words: Iterable[Word], text: str) -> Iterator[Word]:
 
 def _plain(text: str) -> str:
     """Return a text without what would end its cue: control characters, line breaks and arrows."""
-    return " ".join(_CONTROLS.sub(" ", text).replace("-->", "->").split())
+    return " ".join(_visible(text).replace("-->", "->").split())
 
 
 def _recording(name: str) -> str:
@@ -113,7 +115,15 @@ def _recording(name: str) -> str:
 
 
 def _field(text: str) -> str:
-    return "_".join(_CONTROLS.sub(" ", text).split())
+    return "_".join(_visible(text).split())
+
+
+def _visible(text: str) -> str:
+    """Return a text with blanks for control characters, and without directional marks.
+
+    The marks have no width; those of one cue would change the order of what follows on a terminal.
+    """
+    return _CONTROLS.sub(" ", _BIDI_MARKS.sub("", text))
 
 
 def _srt(number: int, cue: Cue) -> str:

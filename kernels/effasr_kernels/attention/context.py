@@ -1,10 +1,9 @@
-"""The keys that a query of self-attention sees, where they are limited."""
+"""Limited context of self-attention: the frames that a query sees around its chunk."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,7 +80,11 @@ class Context:
     def pairs(self, rows: int) -> int:
         """Number of pairs of a query and a key that it sees, in a sequence."""
         left, right, chunk = self.bounds(rows)
-        first = np.arange(0, rows, chunk, dtype=np.int64)
-        queries = np.minimum(chunk, rows - first)
-        keys = np.minimum(first + chunk + right, rows) - np.maximum(first - left, 0)
-        return int((queries * keys).sum())
+        whole, rest = divmod(rows, chunk)
+        # Sums over whole chunks: of the ends of their keys, at most `rows`, and of the beginnings.
+        unlimited = min(max((rows - right) // chunk, 0), whole)
+        ends = chunk * unlimited * (unlimited + 1) // 2 + right * unlimited
+        ends += rows * (whole - unlimited)
+        later = range(left // chunk + 1, whole)
+        begins = chunk * (later.start + later.stop - 1) * len(later) // 2 - left * len(later)
+        return chunk * (ends - begins) + rest * (rows - max(whole * chunk - left, 0))

@@ -77,7 +77,7 @@ def activate(
     if ACTIVATION == "silu":
         value *= tl.sigmoid(value)
     elif ACTIVATION == "relu":
-        value = tl.maximum(value, 0.0)
+        value = tl.where(value < 0.0, 0.0, value)  # the maximum would be 0 for NaN
     else:
         value *= 0.5 * (1.0 + tl.erf(value * _SQRT_HALF))
     if DROPS:
@@ -153,7 +153,7 @@ def activate_backward(
             share = tl.sigmoid(value)
             slope = share * (1.0 + value * (1.0 - share))
         elif ACTIVATION == "relu":
-            slope = (value > 0.0).to(tl.float32)
+            slope = tl.where(value <= 0.0, 0.0, 1.0)  # 1 for NaN, as in PyTorch
         else:
             slope = 0.5 * (1.0 + tl.erf(value * _SQRT_HALF))
             slope += value * tl.exp(-0.5 * value * value) * _DENSITY_AT_0

@@ -1,4 +1,4 @@
-"""Partial sums of gradients that wait, so that those of a whole layer are added in one launch.
+"""Deferred partial sums of gradients: those of a whole layer are added in one launch.
 
 Each program of a backward writes a partial sum of the gradients of parameters. The backward of an
 operation adds them in a launch of its own, unless the node of autograd that receives the gradients

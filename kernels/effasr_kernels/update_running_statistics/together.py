@@ -1,4 +1,4 @@
-"""Updates that wait, so that those of all layers of a stack take one launch.
+"""Deferred updates: those of all layers of a stack take one launch.
 
 No other layer reads the running statistics of one, so they may change after the last layer has run.
 """

@@ -1,5 +1,5 @@
-// What an instruction asks of memory: sectors of 32 bytes of global memory, and turns of the 32 banks of
-// shared memory.
+// What an instruction asks of memory: sectors of 32 bytes of global memory, and wavefronts of shared
+// memory, which has 32 banks.
 #pragma once
 
 #include <algorithm>
@@ -7,12 +7,12 @@
 #include <vector>
 
 struct Counts {
-  uint64_t issued = 0;   // by a warp
-  uint64_t sectors = 0;  // of global memory that it touched
-  uint64_t needed = 0;   // as many as hold the bytes that it wanted
-  uint64_t turns = 0;    // of shared memory's banks
-  uint64_t fewest = 0;   // as many as there would be without conflicts
-  uint64_t products = 0; // multiplications of tensor cores
+  uint64_t issued = 0;     // by a warp
+  uint64_t sectors = 0;    // of global memory that it touched
+  uint64_t needed = 0;     // as many as hold the bytes that it wanted
+  uint64_t wavefronts = 0; // of shared memory
+  uint64_t fewest = 0;     // as many as there would be without bank conflicts
+  uint64_t products = 0;   // multiplications of tensor cores
 };
 
 inline void count_global(Counts& counts, std::vector<uint64_t>& at, uint32_t bytes) {
@@ -38,7 +38,7 @@ inline void count_shared(Counts& counts, const std::vector<uint64_t>& at, uint32
     uint32_t banks[32] = {};
     uint32_t most = 0;
     for (uint64_t word : words) most = std::max(most, ++banks[word % 32]);
-    counts.turns += most;
+    counts.wavefronts += most;
     counts.fewest += (words.size() + 31) / 32;
   }
 }

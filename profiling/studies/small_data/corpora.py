@@ -18,7 +18,7 @@ class Corpus:
     Attributes:
         name: ``en``, ``nl`` or, with several languages, ``en+nl``.
         folder: Folder of ``train.jsonl``, ``dev.jsonl`` and ``test.jsonl``, with absolute audio
-            paths.
+            paths. Its name, also that of the prepared data, is another one for each draw.
     """
 
     name: str

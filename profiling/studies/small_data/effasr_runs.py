@@ -84,7 +84,7 @@ class Commands:
     def prepare(self, corpus: Corpus) -> None:
         """Run `effasr prepare` for each split, once."""
         for split in SPLITS:
-            out = self.folder / "data" / corpus.name / split
+            out = self.folder / "data" / corpus.folder.name / split
             if not (out / "report.json").exists():
                 self.call("prepare", str(corpus.manifest(split)), str(out))
 
@@ -123,13 +123,13 @@ class Commands:
             init_from: Run to start from; None to train from scratch.
         """
         output = self.folder / "runs"
-        train = self.folder / "data" / corpus.name / "train"
+        train = self.folder / "data" / corpus.folder.name / "train"
         base = [choice.recipe, f"data.train={train}", f"seed={seed}", *QUIET]
         if init_from is not None:
             base.append(f"init_from={init_from}")
         elif tokenizer is None:
             texts = [corpus.manifest("train")]
-            tokenizer = self.tokenizer(texts, corpus.name, choice.vocab_size)
+            tokenizer = self.tokenizer(texts, corpus.folder.name, choice.vocab_size)
         base.append(f"data.tokenizer={tokenizer or repr('')}")
         base.append("data.validation=[]")
         base += [f"output={output}", f"training.checkpoint_every={10**9}", *choice.overrides]
@@ -155,7 +155,7 @@ class Commands:
 
     def evaluate(self, run: Path, corpus: Corpus, split: str, decoding: Sequence[str]) -> dict:
         """Run `effasr evaluate` and return the content of ``wer.json``."""
-        data, out = self.folder / "data" / corpus.name / split, run / f"evaluation_{split}"
+        data, out = self.folder / "data" / corpus.folder.name / split, run / f"evaluation_{split}"
         options = ["--run", str(run), "--manifest", str(data), "--output", str(out)]
         self.call("evaluate", *options, "--worst", "0", *decoding)
         return json.loads((out / "wer.json").read_text(encoding="utf-8"))
@@ -173,6 +173,32 @@ class Commands:
         if ended.code != 0:
             raise RuntimeError(f"effasr {' '.join(arguments)}: {ended.reason}")
         return _children_s() - before
+
+
+def once(path: Path, settings: Mapping[str, object], work: Callable[[], float]) -> float:
+    """Return the CPU seconds of work that is done once, and is begun again if interrupted.
+
+    Args:
+        path: File of the CPU seconds; the settings are in a file beside it.
+        settings: Options that the result depends on.
+        work: Function that does the work and returns its CPU seconds.
+
+    Raises:
+        ValueError: The work was done with other settings.
+    """
+    kept = path.with_name("study_settings.json")
+    if not path.is_file():
+        spent = work()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(settings))
+        path.write_text(json.dumps(spent))
+    found = json.loads(kept.read_text()) if kept.is_file() else None
+    if found != settings:
+        raise ValueError(
+            f"`--work` must be a folder of the same settings, {settings}, but {path.parent} has "
+            f"{'unknown ones' if found is None else found}: name another folder."
+        )
+    return float(json.loads(path.read_text()))
 
 
 def count_parameters(run: Path) -> int:

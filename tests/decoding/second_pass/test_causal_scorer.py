@@ -74,6 +74,11 @@ def test_folders_without_a_tokenizer_or_start_are_refused(tmp_path) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ValueError, match="`bos_token` or an `eos_token`"):
         CausalScorer(folder)
+    with (folder / "vocab.json").open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    with pytest.raises(ValueError, match=r"vocab\.json must have at most 67108864 bytes"):
+        CausalScorer(folder)
+    (folder / "vocab.json").unlink()
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="must have a tokenizer of transformers"):
         CausalScorer(folder)

@@ -18,6 +18,7 @@ from lhotse.cut.data import DataCut
 from lhotse.cut.set import deserialize_cut
 
 from effasr.data.audio.audio_file import AudioError, regular_file_size
+from effasr.data.audio.cut_sources import check_sources
 from effasr.data.audio.waveform import audio_path, load_audio, samples_in
 from effasr.data.features.frame_geometry import SAMPLE_RATE
 from effasr.data.index.columns import Ragged, RaggedBuilder, json_of
@@ -174,6 +175,8 @@ def _lhotse(row: dict[str, Any], line: str, origin: str, folder: Path) -> Cut:
                 source.source = absolute(str(source.source), folder)
     if (audio := audio_path(cut)) is not None:
         regular_file_size(audio)
+    else:
+        check_sources(cut)
     return cut
 
 

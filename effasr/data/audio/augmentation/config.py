@@ -79,7 +79,7 @@ class TelephoneConfig:
     """Sound as a telephone carries it: 8 kHz, in 8 bits of mu-law.
 
     Attributes:
-        probability: The share of utterances that are heard so.
+        probability: Share of utterances that get the telephone channel.
     """
 
     probability: float = 0.1
@@ -98,7 +98,7 @@ class AudioAugmentationConfig:
 
     Attributes:
         reverberation: Reverberation of a room.
-        noise: Added.
+        noise: Noise that is added to the speech.
         telephone: Bandwidth and quantisation.
     """
 

@@ -432,8 +432,8 @@ def attention_backward_q(
         first_seen, end_seen = keys_seen(  # pyright: ignore[reportGeneralTypeIssues]
             start + m, left, right, chunk
         )
-        k += begin * k_row
-        v += begin * v_row
+        k += begin.to(tl.int64) * k_row
+        v += begin.to(tl.int64) * v_row
     for step in range(0, end - begin, BLOCK_N):
         column = begin + step
         in_columns = column + n < length_k

@@ -188,8 +188,8 @@ def attention_forward(
             first_group, end_group = groups_seen(  # pyright: ignore[reportGeneralTypeIssues]
                 start + m, left, right, chunk
             )
-        k += begin * k_row
-        v += begin * v_row
+        k += begin.to(tl.int64) * k_row
+        v += begin.to(tl.int64) * v_row
     # From zero, as otherwise the compiler does not prefetch.
     for step in range(0, end - begin, BLOCK_N):
         column = begin + step
