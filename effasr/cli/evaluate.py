@@ -9,6 +9,7 @@ from effasr.cli.options import (
     MANIFEST_HELP,
     RUN_HELP,
     AddCommand,
+    add_averaged,
     add_confidence,
     add_corrector,
     add_decoding,
@@ -17,9 +18,11 @@ from effasr.cli.options import (
     at_least,
     decoding_config,
     folder,
+    load_average,
     log,
     print_folded,
     print_line,
+    run_checkpoints,
 )
 from effasr.cli.progress import decoding_progress, progress_counter
 
@@ -33,6 +36,7 @@ def add(command: AddCommand) -> None:
         example="effasr evaluate --run runs/mine --manifest data/dev --beam 4",
     )
     parser.add_argument("--run", type=Path, required=True, help=RUN_HELP)
+    add_averaged(parser)
     parser.add_argument("--manifest", type=Path, required=True, help=MANIFEST_HELP)
     parser.add_argument(
         "--language",
@@ -69,15 +73,15 @@ def add(command: AddCommand) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the error rates, and write the results next to the run."""
-    from effasr.checkpoint import WEIGHTS, load_model, resolve
+    from effasr.checkpoint import WEIGHTS
     from effasr.data.checksums import sha256
     from effasr.distributed.process_group import choose_device
     from effasr.evaluation.evaluate import evaluate, openable_cuts
     from effasr.evaluation.result import save, set_name
     from effasr.evaluation.tables import report
 
-    directory = resolve(options.run)
-    loaded = load_model(directory, choose_device(options.device))
+    checkpoints = run_checkpoints(options)
+    loaded = load_average(checkpoints, choose_device(options.device))
     with progress_counter("utterances read") as show:
         cuts, unreadable = openable_cuts(
             options.manifest, language=options.language or loaded.prompt.source, progress=show
@@ -100,15 +104,17 @@ def run(options: argparse.Namespace) -> int:
             f"{first.id}: {first.reason}"
         )
     print_folded(report(evaluation, options.worst))
-    folder = options.output or _default_folder(options.run, options.manifest)
+    folder = options.output or _default_folder(options.run, options.manifest, options.averaged)
     if folder is None:
         print_folded(
             f"not saved, because {options.run} is a model directory: --output FOLDER keeps the "
             "results"
         )
     else:
-        weights = sha256(directory / WEIGHTS)
-        save(evaluation, folder, model=weights, of_set=set_name(options.manifest))
+        # Averaged weights are in no file.
+        weights = sha256(checkpoints[0] / WEIGHTS) if len(checkpoints) == 1 else None
+        names = [path.name for path in checkpoints] if options.averaged else []
+        save(evaluation, folder, model=weights, of_set=set_name(options.manifest), averaged=names)
         print_line(f"written to {folder}")
     if evaluation.failures:
         log("evaluate", f"{len(evaluation.failures)} utterances failed and are not counted")
@@ -116,10 +122,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _default_folder(run: Path, manifest: Path) -> Path | None:
-    """runs/NAME/evaluation/SET; None for a model directory, which holds only a model."""
+def _default_folder(run: Path, manifest: Path, averaged: int | None) -> Path | None:
+    """runs/NAME/evaluation/SET, with a suffix for an average of checkpoints; None without a run."""
     if not (run / "checkpoints").is_dir():
         return None
     from effasr.evaluation.result import set_name
 
-    return run / "evaluation" / set_name(manifest)
+    suffix = "" if averaged is None else f"-averaged-{averaged}"
+    return run / "evaluation" / f"{set_name(manifest)}{suffix}"

@@ -14,10 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effasr.cli.progress import ERASE, erase_line
+from effasr.cli.progress import ERASE, erase_line, working
 from effasr.untrusted.display import display_width, escape_controls, fold
 
 if TYPE_CHECKING:
+    import torch
+
+    from effasr.checkpoint import LoadedModel
     from effasr.decoding.config import DecodingConfig
 
 AddCommand = Callable[..., argparse.ArgumentParser]
@@ -105,6 +108,44 @@ def add_device(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="device: auto (the default), cpu, cuda, or cuda:1 for the second GPU",
     )
+
+
+def add_averaged(parser: argparse.ArgumentParser) -> None:
+    """Add ``--averaged``, which `run_checkpoints` reads."""
+    parser.add_argument(
+        "--averaged",
+        type=at_least(1),
+        metavar="N",
+        help="average of the weights and batch-norm statistics of the last N checkpoints of the "
+        "run, in place of the best checkpoint",
+    )
+
+
+def run_checkpoints(options: argparse.Namespace) -> list[Path]:
+    """Return the model directories to average: the best of the run, or the last ``--averaged``.
+
+    Raises:
+        ValueError: There is no model, or the run has fewer checkpoints.
+    """
+    from effasr.checkpoint import resolve
+    from effasr.training.checkpointing.averaging import newest_checkpoints
+
+    if options.averaged is None:
+        return [resolve(options.run)]
+    return newest_checkpoints(options.run, options.averaged)
+
+
+def load_average(checkpoints: list[Path], device: torch.device) -> LoadedModel:
+    """Return the average of model directories, on a device; one is read as it is."""
+    from effasr.checkpoint import load_model
+    from effasr.training.checkpointing.averaging import average
+
+    with working("loading the model"):
+        if len(checkpoints) == 1:
+            return load_model(checkpoints[0], device)
+        loaded = average(checkpoints)
+        loaded.model.to(device)
+        return loaded
 
 
 def add_beam(parser: argparse.ArgumentParser, result: str) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from effasr.cli.options import (
     RUN_HELP,
     AddCommand,
+    add_averaged,
     add_confidence,
     add_corrector,
     add_decoding,
@@ -22,7 +23,9 @@ from effasr.cli.options import (
     at_least,
     decoding_config,
     folder,
+    load_average,
     log,
+    run_checkpoints,
     seconds,
 )
 
@@ -57,6 +60,7 @@ def add(command: AddCommand) -> None:
         example="effasr transcribe --run runs/mine calls --output texts --format srt",
     )
     parser.add_argument("--run", type=Path, required=True, help=RUN_HELP)
+    add_averaged(parser)
     parser.add_argument(
         "files",
         nargs="*",
@@ -144,7 +148,6 @@ def add(command: AddCommand) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write texts to standard output or to files, failures to standard error."""
-    from effasr.checkpoint import load_model, resolve
     from effasr.data.prompt import Prompt
     from effasr.distributed.process_group import choose_device
     from effasr.transcription.outputs.writers import ResultWriter
@@ -154,7 +157,7 @@ def run(options: argparse.Namespace) -> int:
 
     decoding = decoding_config(options, words=options.words)
     _check(options, decoding)
-    loaded = load_model(resolve(options.run), choose_device(options.device))
+    loaded = load_average(run_checkpoints(options), choose_device(options.device))
     source = options.language or loaded.prompt.source
     target = source if options.language else loaded.prompt.target
     task = "transcribe" if target == source else "translate"

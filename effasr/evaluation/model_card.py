@@ -164,7 +164,7 @@ def read_tested(run: Path, weights: Path) -> list[TestedSet]:
         try:
             found = read_summary(path.parent)
             if "model" in found and found["model"] is None:
-                continue  # A validation of training.
+                continue  # A validation of training, or an average of checkpoints.
             if found.get("model") != own:
                 _log.warning(
                     "%s is not known to be of %s, and is left out: evaluate again.", path, weights

@@ -217,6 +217,7 @@ def save(
     *,
     model: str | None = None,
     of_set: str | None = None,
+    averaged: Sequence[str] = (),
 ) -> None:
     """Write the files of an evaluation, each atomically; ``wer.json`` is the last.
 
@@ -231,6 +232,8 @@ def save(
             where they are not in a file yet.
         of_set: Name of the set; ``wer.json`` has it as ``set``. None where the folder has the
             name.
+        averaged: Names of the checkpoints whose average was evaluated; ``wer.json`` has them as
+            ``averaged``. Empty for a checkpoint or a model directory as it is.
     """
     folder = Path(folder)
     rows = (
@@ -254,6 +257,8 @@ def save(
     summary = evaluation.summary() | {"model": model, "files": files}
     if of_set is not None:
         summary["set"] = of_set
+    if averaged:
+        summary["averaged"] = list(averaged)
     write_json(folder / SUMMARY, with_checksum(summary))
 
 

@@ -9,6 +9,7 @@ import pytest
 from effasr.cli.main import build_parser
 
 RUN = ["--run RUN!"]
+AVERAGED = ["--averaged N"]
 DECODING = [
     "--device DEVICE",
     "--decoding FILE.yaml",
@@ -55,18 +56,19 @@ SURFACE = {
     ],
     "train": ["RECIPE", "path.to.field=value...", "--show"],
     "evaluate": [
-        *RUN, "--manifest MANIFEST!", "--language LANG", "--normalizer NORMALIZER",
+        *RUN, *AVERAGED, "--manifest MANIFEST!", "--language LANG", "--normalizer NORMALIZER",
         "--output FOLDER", "--worst N", *DECODING, "--nbest N",
         *SECOND_PASS, *CORRECTOR,
         "--confidence", "--calibration FILE",
     ],
     "tune": [
-        "RUN", "DEV", "--output FILE.yaml", "--language LANG", "--normalizer NORMALIZER",
+        "RUN", *AVERAGED, "DEV", "--output FILE.yaml", "--language LANG", "--normalizer NORMALIZER",
         *DECODING, "--nbest N", *SECOND_PASS, *CORRECTOR,
     ],
     "compare": ["RUN...", "--normalizer NORMALIZER", "--set NAME"],
     "transcribe": [
-        *RUN, "FILE...", "--manifest MANIFEST", "--language LANG", "--target-language LANG",
+        *RUN, *AVERAGED, "FILE...", "--manifest MANIFEST", "--language LANG",
+        "--target-language LANG",
         "--punctuation --no-punctuation", "--format {text,json,srt,vtt,ctm}", "--json", "--words",
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
         "--encoding {s16le,f32le}", "--latency S", *DECODING, "--nbest N",

@@ -189,6 +189,19 @@ def test_the_mean_of_checkpoints(effasr, run, tmp_path) -> None:
     assert torch.equal(newest[key], states[1][name])
 
 
+def test_an_average_is_evaluated_into_a_folder_of_its_own(effasr, run, workplace, model) -> None:
+    dev = workplace.folder / "dev"
+    done = effasr("evaluate", "--run", run, "--manifest", dev, "--averaged", "2")
+    assert done.code == 0, done.err
+    found = json.loads((run / "evaluation" / "dev-averaged-2" / "wer.json").read_text())
+    names = sorted((path.name for path in (run / "checkpoints").glob("step_*")), reverse=True)
+    assert (found["set"], found["averaged"], found["model"]) == ("dev", names[:2], None)
+    text = effasr("transcribe", "--run", run, "--averaged", "2", workplace.wav)
+    assert text.code == 0, text.err
+    failed = effasr("evaluate", "--run", model, "--manifest", dev, "--averaged", "1")
+    assert "`--averaged` must have a run with checkpoints" in failed.error
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

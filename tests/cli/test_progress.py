@@ -7,7 +7,7 @@ import time
 import pytest
 from rich.console import Console
 
-from effasr.cli import progress
+from effasr.cli import options, progress
 from effasr.training.run_dir.progress import ProgressDisplay
 
 
@@ -30,6 +30,37 @@ class Terminal(io.StringIO):
 def test_rate_and_time_left(done, total, seconds, text) -> None:
 
     assert progress.describe(done, total, "files", seconds) == text
+
+
+def test_the_speed_of_decoding_is_shown_as_rtfx() -> None:
+    text = "5/10 utterances, 0.5/s, RTFx 6.0, 10 s left"
+    assert progress.describe(5, 10, "utterances", 10.0, 60.0) == text
+
+
+def test_parts_of_long_work_are_counted(monkeypatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "_PATIENCE_S", 0.01)
+    with progress.working("planning", "strategies") as show:
+        show(2, 5)
+        deadline = time.monotonic() + 30
+        while not stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert stream.getvalue().startswith("\rplanning, 0 s, 2/5 strategies, ")
+
+
+def test_a_message_is_folded_and_a_command_stays_whole(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(options, "display_width", lambda: 30)
+    command, words = "  effasr train small name=mine data.train=data", "word " * 12
+    options.print_folded(f"frame budget   {words}\n{command}\n{words}\n")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("frame budget   word")
+    assert lines[1].startswith(" " * 15 + "word")
+    assert command in lines
+    assert max(len(line) for line in lines if line != command) <= 30
+    monkeypatch.setattr(options, "display_width", lambda: None)
+    options.print_folded(words)
+    assert capsys.readouterr().out == f"{words}\n"
 
 
 def test_work_of_unknown_extent_is_shown_after_a_while(monkeypatch) -> None:

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from effasr import config
+from effasr.cli import progress
 from effasr.cli.main import build_parser
 
 COMMANDS = sorted(
@@ -104,18 +105,40 @@ def test_progress_is_for_a_terminal_alone(
 ) -> None:
     stream = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    assert effasr("prepare", workplace.folder / "dev.jsonl", tmp_path / "out").code == 0
-    run = ("evaluate", "--run", workplace.run, "--manifest", workplace.folder / "dev")
-    assert effasr(*run, "--output", tmp_path / "evaluation").code == 0
-    written = stream.getvalue()
-    if not terminal:
-        assert written == ""
-        return
-    assert "\r1 utterances" in written
-    assert "\r1/4 utterances" in written
-    assert "\n" not in written
-    # The line is wiped, so that what follows begins in the first column.
-    assert written.endswith("\r\x1b[K")
+    monkeypatch.setattr(progress, "_PATIENCE_S", 0.0)
+    dev, nemo = workplace.folder / "dev", tmp_path / "model.nemo"
+    run = ("evaluate", "--run", workplace.run, "--manifest", dev)
+    for command, shown in (
+        (("prepare", f"{dev}.jsonl", tmp_path / "out"), ["1 utterances"]),
+        (("tokenizer", dev, tmp_path / "t", "--vocab-size", "30"), ["1 texts", "training the tok"]),
+        (("plan", "--manifest", dev, "--world-size", "1"), ["1 utterances read", "planning 4 utt"]),
+        ((*run, "--output", tmp_path / "e"), ["1 utterances read", "1/4 utterances", "loading"]),
+        (("export", workplace.run, nemo), ["exporting"]),
+        (("import", nemo, tmp_path / "model"), ["importing"]),
+    ):
+        stream.seek(0)
+        stream.truncate()
+        assert effasr(*command).code == 0
+        written = stream.getvalue()
+        if not terminal:
+            assert written == ""
+            continue
+        for text in shown:
+            assert f"\r{text}" in written
+        assert "\n" not in written
+        # The line is wiped, so that what follows begins in the first column.
+        assert written.endswith("\r\x1b[K")
+
+
+def test_messages_are_folded_to_the_terminal(workplace, monkeypatch, effasr) -> None:
+    plan = ("plan", "--manifest", workplace.folder / "train", "--world-size", "1")
+    # A pipe has one line a message.
+    assert max(map(len, effasr(*plan).out.splitlines())) > 80
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert effasr(*plan).code == 0
+    assert max(map(len, stream.getvalue().splitlines())) <= 80
 
 
 def test_progress_is_wiped_before_an_error(workplace, manifest, monkeypatch, effasr) -> None:

@@ -192,7 +192,7 @@ def test_the_command_tunes_on_a_set(tmp_path, model, tokenizer, noise, capsys) -
     command = ["tune", str(tmp_path / "model"), str(manifest), "--device", "cpu"]
     out = tmp_path / "tuned.yaml"
     assert main(command) == 2
-    assert "`--output` must name a file" in capsys.readouterr().err
+    assert "`--output` must be given" in capsys.readouterr().err
     assert main([*command, "--beam", "1", "--output", str(out)]) == 2
     assert "`--beam` must be at least 2" in capsys.readouterr().err
     assert not out.exists()

@@ -10,14 +10,17 @@ from effasr.cli.options import (
     MANIFEST_HELP,
     RUN_HELP,
     AddCommand,
+    add_averaged,
     add_corrector,
     add_decoding,
     add_nbest,
     add_second_pass,
     decoding_config,
+    load_average,
     log,
     print_folded,
     print_line,
+    run_checkpoints,
 )
 from effasr.cli.progress import decoding_progress, progress_counter
 
@@ -41,6 +44,7 @@ def add(command: AddCommand) -> None:
         example="effasr tune runs/mine dev.jsonl --beam 8 --ctc-weight 0.3",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help=RUN_HELP)
+    add_averaged(parser)
     parser.add_argument("manifest", type=Path, metavar="DEV", help=MANIFEST_HELP)
     parser.add_argument(
         "--output",
@@ -69,7 +73,6 @@ def add(command: AddCommand) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the error rates before and after, and write the options."""
-    from effasr.checkpoint import load_model, resolve
     from effasr.distributed.process_group import choose_device
     from effasr.evaluation.evaluate import openable_cuts
     from effasr.evaluation.result import set_name
@@ -90,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
                 "run: name a file for the options."
             )
         path = options.run / DECODING_FILE
-    loaded = load_model(resolve(options.run), choose_device(options.device))
+    loaded = load_average(run_checkpoints(options), choose_device(options.device))
     with progress_counter("utterances read") as show:
         cuts, unreadable = openable_cuts(
             options.manifest, language=options.language or loaded.prompt.source, progress=show
@@ -108,7 +111,8 @@ def run(options: argparse.Namespace) -> int:
             on_trial=lambda: trials(next(tried)),
         )
     print_folded(found.report())
-    write_decoding(path, found.config, found.comment(set_name(options.manifest)))
+    of = "" if options.averaged is None else f" with --averaged {options.averaged}"
+    write_decoding(path, found.config, found.comment(set_name(options.manifest) + of))
     print_line(f"written to {path}")
     if found.failures:
         log("tune", f"{len(found.failures)} utterances failed and are not counted")
