@@ -150,7 +150,7 @@ def _fail(command: str, error: Exception, code: int) -> int:
 def explain(error: Exception) -> str:
     """Return the line that reports an error."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}."
+        return f"{escape_line(str(error.filename))}: {error.strerror}."
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _MOST_MESSAGE else f"{text[:_MOST_MESSAGE]}..."
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,17 @@ def append(path: Path, columns: Sequence[str], row: Mapping[str, Any]) -> None:
         )
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
+        if not new and not _ends_a_line(path):
+            file.write("\n")  # a full disk has cut the last row, to which this one would be added
         if new:
             writer.writeheader()
         writer.writerow(_as_cells(row))
+
+
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def write(path: Path, columns: Sequence[str], found: Iterable[Mapping[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from effasr.cli.main import explain
 from effasr.training.run_dir.run_directory import read_lines
 
 CHINESE = {"text": "你好世界"}
@@ -194,3 +195,8 @@ def test_a_model_to_begin_with_brings_its_architecture(train, model) -> None:
     assert "is of another architecture, in " in failed.error
     assert "Leave `model` out of the recipe" in failed.error
     assert len(failed.error) < 600
+
+
+def test_the_error_of_a_file_is_one_line() -> None:
+    error = FileNotFoundError(2, "No such file or directory", "a\nb.wav")
+    assert explain(error) == "a\\nb.wav: No such file or directory."

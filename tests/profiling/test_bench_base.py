@@ -91,6 +91,15 @@ def test_a_text_in_a_table_is_no_formula_and_is_read_as_it_was(names, number: fl
         assert list(rows.read(path)) == found
 
 
+def test_a_row_after_one_that_was_cut_off_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "ops.csv"
+    rows.append(path, ["name", "value"], {"name": "a", "value": 1})
+    with path.open("a") as file:
+        file.write("b")
+    rows.append(path, ["name", "value"], {"name": "c", "value": 3})
+    assert path.read_text() == "name,value\na,1\nb\nc,3\n"
+
+
 def test_a_copy_without_git_has_a_fingerprint(tmp_path: Path) -> None:
     (tmp_path / "effasr").mkdir()
     source = tmp_path / "effasr" / "a.py"
