@@ -17,11 +17,11 @@ LINE = {
 
 def test_the_figures_are_those_of_the_line() -> None:
     text = describe(LINE, ranks=2)
-    assert text == "loss 1.2346  200 audio-h/h per rank  padding 0.4 %  data wait 2 %"
+    assert text == "loss 1.2346  RTFx 200 per rank  padding 0.4 %  data wait 2 %"
     hybrid = describe(LINE | {"transducer": 2.34567}, ranks=2)
-    assert hybrid.startswith("loss 1.2346 (transducer 2.3457)  200 audio-h/h")
+    assert hybrid.startswith("loss 1.2346 (transducer 2.3457)  RTFx 200")
     assert describe(LINE | {"transducer": LINE["loss"]}, ranks=2) == text
-    assert describe(LINE | {"loss": None}, ranks=1).startswith("loss -  400 audio-h/h")
+    assert describe(LINE | {"loss": None}, ranks=1).startswith("loss -  RTFx 400")
 
 
 def test_without_a_terminal_there_is_one_plain_line_per_entry() -> None:
@@ -44,7 +44,15 @@ def test_on_a_terminal_there_is_a_bar(step) -> None:
     with ProgressDisplay(total=170, done=40, ranks=1, console=console) as display:
         display.metrics(LINE | {"step": step})
     assert f"{step}/170" in out.getvalue()
-    assert "audio-h/h" in out.getvalue()
+    assert "RTFx" in out.getvalue()
+
+
+def test_the_line_of_progress_fits_80_columns() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80)
+    with ProgressDisplay(total=2_200, done=0, ranks=1, console=console) as display:
+        display.metrics(LINE | {"data_wait_s": 0.05})
+    assert "padding 0.4 %  data wait 10 % ETA" in out.getvalue()
 
 
 def test_other_ranks_say_nothing(capsys) -> None:

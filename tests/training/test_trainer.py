@@ -76,7 +76,7 @@ def test_a_run_writes_what_it_promises(make_config, tmp_path, capsys) -> None:
     assert any((folder / "tensorboard").iterdir())
     loaded = load_model(resolve(folder))
     assert all(tensor.isfinite().all() for tensor in loaded.model.state_dict().values())
-    assert capsys.readouterr().err.count("audio-h/h") == 4
+    assert capsys.readouterr().err.count("RTFx") == 4
 
 
 def test_utterances_that_cannot_be_used_are_listed(make_config, tmp_path) -> None:

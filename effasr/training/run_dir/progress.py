@@ -79,7 +79,7 @@ def describe(line: Mapping[str, Any], ranks: int) -> str:
     loss = "-" if line["loss"] is None else f"{line['loss']:.4f}"
     if line.get("transducer") and line["transducer"] != line["loss"]:
         loss += f" (transducer {line['transducer']:.4f})"
-    speed = f"{line['audio_seconds'] / seconds / ranks:.0f} audio-h/h"
+    speed = f"RTFx {line['audio_seconds'] / seconds / ranks:.0f}"
     if ranks > 1:
         speed += " per rank"
     padding = 100 * line["padding_frames"]
