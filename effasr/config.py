@@ -188,7 +188,7 @@ def _find(recipe: str | Path) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        mapping = read_yaml(path, _Loader)
+        mapping = read_yaml(path, _Loader, has_checksum=path.name == RUN_CONFIG)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if mapping is None:

@@ -5,6 +5,7 @@ import pytest
 
 from effasr import config
 from effasr.config import ConfigError
+from effasr.untrusted.documents import with_checksum_line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,6 +263,20 @@ def test_the_configuration_of_an_earlier_run_is_a_recipe(tmp_path) -> None:
     assert found == Run(data=expected)
     with pytest.raises(ConfigError, match="has been renamed"):
         config.load(Run, tmp_path / "recipe.yaml")
+
+
+def test_an_edited_configuration_of_a_run_is_refused_unless_its_checksum_is_removed(tmp_path):
+    text = with_checksum_line("data: {speed_perturbation: [0.9]}\n")
+    written, copied = tmp_path / "config.yaml", tmp_path / "mine.yaml"
+    written.write_text(text)
+    assert config.load(Run, written).data.speed_perturbation == (0.9,)
+    for path in (written, copied):
+        path.write_text(text.replace("0.9", "1.1"))
+    with pytest.raises(ConfigError, match=r"config.yaml does not match the checksum .* remove"):
+        config.load(Run, written)
+    assert config.load(Run, copied).data.speed_perturbation == (1.1,)
+    written.write_text("data: {speed_perturbation: [1.1]}\n")
+    assert config.load(Run, written).data.speed_perturbation == (1.1,)
 
 
 def test_a_section_without_content_has_its_defaults(recipe) -> None:

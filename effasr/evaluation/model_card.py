@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from effasr.config import RUN_CONFIG
 from effasr.data.checksums import sha256
 from effasr.evaluation.result import SUMMARY, read_summary, set_name
 from effasr.evaluation.tables import percent
@@ -179,11 +180,11 @@ def read_tested(run: Path, weights: Path) -> list[TestedSet]:
 
 def read_data(run: Path) -> list[str]:
     """Return names of a run's training sets: the last parts of their paths, which stay private."""
-    path = run / "config.yaml"
+    path = run / RUN_CONFIG
     if not path.is_file():
         return []
     try:
-        data = read_yaml(path)["data"]
+        data = read_yaml(path, has_checksum=True)["data"]
         train = data.get("train") or ()
         paths = [train] if isinstance(train, str) else list(train)
         mix = data.get("mix") or {}

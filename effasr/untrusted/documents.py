@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from effasr.untrusted.files import DOCUMENT_BYTES, read_text
+from effasr.untrusted.files import DOCUMENT_BYTES, read_bytes, read_text
 
 YAML_BYTES = 4 << 20
 """Largest size of a YAML file in bytes: PyYAML reads about 1 MB in 5 seconds."""
@@ -22,6 +24,9 @@ _MOST_NODES = 500_000
 
 _MOST_NUMBER = 400
 """Largest number of characters of a number: parsing time grows with the square."""
+
+_CHECKSUM_LINE = "# CRC-32 of the lines above: {:08x}. Remove this line if you edit them.\n"
+_CHECKSUM = re.compile(rb"^# CRC-32 of the lines above: ([0-9a-f]{8})\b.*\n*\Z", re.MULTILINE)
 
 WRONG_VALUES = (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 """Exceptions, in addition to ValueError, that code raises on values of unexpected types."""
@@ -89,14 +94,42 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return mapping
 
 
-def read_yaml(path: str | Path, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+def read_yaml(
+    path: str | Path,
+    loader: type[yaml.SafeLoader] = yaml.SafeLoader,
+    *,
+    has_checksum: bool = False,
+) -> Any:
     """Return the content of a YAML file.
+
+    Args:
+        path: The file.
+        loader: See `parse_yaml`.
+        has_checksum: Compare the file with its checksum, if it has the line of
+            `with_checksum_line`: somebody may have removed it.
 
     Raises:
         OSError: The file is missing or cannot be opened.
-        ValueError: It is not a regular file, too large, or not valid YAML; see `parse_yaml`.
+        ValueError: It is not a regular file, too large, not valid YAML (see `parse_yaml`), or does
+            not match its checksum.
     """
+    if has_checksum:
+        _verify_checksum_line(read_bytes(path, YAML_BYTES), str(path))
     return parse_yaml(read_text(path, YAML_BYTES), str(path), loader)
+
+
+def with_checksum_line(text: str) -> str:
+    """Return a YAML document with a last line that has the checksum of the others, a comment."""
+    return text + _CHECKSUM_LINE.format(zlib.crc32(text.encode()))
+
+
+def _verify_checksum_line(content: bytes, name: str) -> None:
+    found = _CHECKSUM.search(content)
+    if found is not None and zlib.crc32(content[: found.start()]) != int(found[1], 16):
+        raise ValueError(
+            f"{name} does not match the checksum in its last line: restore it if it is damaged; "
+            "if you have edited it, remove that line."
+        )
 
 
 def parse_yaml(text: str, name: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:

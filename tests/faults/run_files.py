@@ -9,6 +9,7 @@ from effasr.evaluation.comparison import read_run
 from effasr.evaluation.result import Evaluation, ScoredUtterance, save
 from effasr.evaluation.wer import ErrorCounts
 from effasr.training.run_dir.run_directory import RunDirectory, read_lines
+from effasr.untrusted.documents import with_checksum_line
 
 
 def _evaluation(text: str) -> Evaluation:
@@ -59,7 +60,8 @@ def check(folder: Path, fault: str, error: str) -> None:
 
 
 def _check_files(folder: Path, begins: list[int]) -> None:
-    assert (folder / "config.yaml").read_text() in [f"begin: {begin}\n" for begin in begins]
+    configs = [with_checksum_line(f"begin: {begin}\n") for begin in begins]
+    assert (folder / "config.yaml").read_text() in configs
     (dropped,) = read_lines(folder / "dropped.jsonl")
     assert dropped["id"] in [f"from {begin}" for begin in begins]
     problem = _read(folder / "evaluation" / "test")

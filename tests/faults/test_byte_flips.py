@@ -15,16 +15,18 @@ from typing import Any
 import pytest
 import safetensors.torch
 
+from effasr import config
 from effasr.checkpoint import WEIGHTS, load_model, resolve
 from effasr.cli.main import main
 from effasr.data.checksums import sha256
 from effasr.data.prompt import Prompt
 from effasr.decoding.confidence.calibration import Calibration
 from effasr.evaluation.comparison import read_run
-from effasr.evaluation.model_card import read_tested
+from effasr.evaluation.model_card import read_data, read_tested
 from effasr.evaluation.result import CALIBRATION, Evaluation, ScoredUtterance, save
 from effasr.evaluation.wer import ErrorCounts
 from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
+from effasr.training.config import TrainConfig
 from effasr.training.run_dir.run_directory import RunDirectory
 from tests.faults.test_streams import small_run
 
@@ -56,6 +58,11 @@ def _use(run: Path) -> Any:
     return folder, asdict(loaded.model.config), weights, tokens, loaded.prompt
 
 
+def _repeat(run: Path) -> Any:
+    """What a run is repeated with."""
+    return asdict(config.load(TrainConfig, run / "config.yaml"))
+
+
 def _compare(run: Path) -> Any:
     """What is compared and shown in a model card."""
     return read_run(run), read_tested(run, resolve(run) / WEIGHTS)
@@ -74,6 +81,7 @@ NOTICED: dict[str, list[Reader]] = {
     **{f"{BEST}/{name}": [_use] for name in _MODEL},
     "checkpoints/best": [_use, _continue],
     "checkpoints/latest": [_use, _continue],
+    "config.yaml": [_repeat, read_data],
     "metrics.jsonl": [_continue],
     "validation.jsonl": [_continue],
     "evaluation/test/wer.json": [_compare],
@@ -82,8 +90,8 @@ NOTICED: dict[str, list[Reader]] = {
 }
 """Files that are read again, and who reads them."""
 
-WRITTEN_ANEW = ("config.yaml", "dropped.jsonl")
-"""Files that a run writes when it continues, and reads never."""
+WRITTEN_ANEW = ("dropped.jsonl",)
+"""Files that a run writes when it continues, and that nothing reads."""
 
 FOR_PEOPLE = ("evaluation/*/ref.trn", "evaluation/*/hyp.trn", "evaluation/*/alignments.txt")
 """Files that nothing here reads."""

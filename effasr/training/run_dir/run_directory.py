@@ -11,8 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from effasr.config import RUN_CONFIG
 from effasr.training.run_dir.run_lock import LOCK, RunLock, launcher, torchrun_job
 from effasr.untrusted.display import utf8
+from effasr.untrusted.documents import with_checksum_line
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -38,7 +40,7 @@ _GROWING = (METRICS, VALIDATION, WARNINGS, SKIPPED, UNREADABLE)
 class RunDirectory:
     """``runs/NAME``.
 
-    config.yaml        resolved configuration
+    config.yaml        resolved configuration, with a checksum in its last line
     metrics.jsonl      one object per logged step
     validation.jsonl   one object per validation
     warnings.jsonl     one object per condition that began or ended, with cause and remedy
@@ -135,7 +137,7 @@ class RunDirectory:
         Lines that were damaged since they were written give a warning: nothing depends on them.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        _replace(self.path / "config.yaml", config)
+        _replace(self.path / RUN_CONFIG, with_checksum_line(config))
         for name in _GROWING:
             self._sums[name] = _truncate(self.path / name, step, self._expected.get(name))
         if tensorboard:
