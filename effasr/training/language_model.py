@@ -65,7 +65,7 @@ def load_conversations(config: TrainConfig, tokenizer: Tokenizer) -> Conversatio
         ValueError: The tokenizer has no chat template, a manifest is not one of conversations, or
             none can be trained on.
     """
-    from effasr.data.conversation.corpus import ConversationCorpus
+    from effasr.data.conversation.corpus_builder import load_conversation_corpus
     from effasr.data.conversation.messages import is_conversations
     from effasr.model.language_model.architecture import max_rows
 
@@ -83,7 +83,7 @@ def load_conversations(config: TrainConfig, tokenizer: Tokenizer) -> Conversatio
                 f"{path}: must be a manifest of conversations for a language model, JSON lines "
                 "with `messages`, but is not: see docs/speech-language-models.md."
             )
-    return ConversationCorpus.load(
+    return load_conversation_corpus(
         [path for path, _ in config.data.manifests],
         tokenizer,
         config.data,

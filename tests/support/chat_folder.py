@@ -12,6 +12,16 @@ CHATML = (
     "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+THINKING = CHATML.replace(
+    "{{ message.content }}",
+    "{% if loop.last and message.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ message.content }}",
+) + (
+    "{% if add_generation_prompt and not enable_thinking | default(true) %}"
+    "<think>\n\n</think>\n\n{% endif %}"
+)
+"""As Qwen3's: it writes an empty part for the last answer, and asks for one unless told."""
+
 TEXTS = ["what is said here", "hello world", "the cat sat on the mat", "user assistant system"]
 
 

@@ -88,8 +88,7 @@ class Conversation:
     @property
     def clips(self) -> tuple[FileUtterance, ...]:
         """Its speech, in order."""
-        parts = [part for message in self.messages for part in message.parts]
-        found = [part for part in parts if isinstance(part, AudioPart)]
+        found = _audio_parts(self.messages)
         return tuple(
             FileUtterance(
                 id=f"{self.id}-{number}",
@@ -103,6 +102,16 @@ class Conversation:
             )
             for number, part in enumerate(found)
         )
+
+
+def num_clips(messages: Sequence[Message]) -> int:
+    """Return the number of audio parts of messages."""
+    return len(_audio_parts(messages))
+
+
+def _audio_parts(messages: Sequence[Message]) -> list[AudioPart]:
+    parts = [part for message in messages for part in message.parts]
+    return [part for part in parts if isinstance(part, AudioPart)]
 
 
 def is_conversations(path: str | Path) -> bool:

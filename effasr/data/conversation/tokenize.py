@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from effasr.data.conversation.messages import Message
+from effasr.data.conversation.messages import Message, num_clips
 from effasr.data.conversation.rows import CLIP
 from effasr.data.filters.rules import Reason, Unfit
 from effasr.data.tokenizer.chat import ChatTokenizer
@@ -14,6 +14,35 @@ from effasr.untrusted.chat_template import TemplateError
 
 _MARK = "\ue0fa"
 """A character for private use, which stands for a clip while the template is rendered."""
+
+
+def training_rows(
+    messages: Sequence[Message], tokenizer: ChatTokenizer
+) -> list[tuple[int, np.ndarray]]:
+    """Return what a conversation is trained as.
+
+    One example has all answers where the template shows each of them as it asks for it. Some show
+    earlier answers in another way than the last (Qwen3's, which leaves out their thinking). There
+    each answer has its own example, of the turns before it as inference shows them.
+
+    Args:
+        messages: Turns, the last of the assistant.
+        tokenizer: Tokenizer with a chat template.
+
+    Returns:
+        For each example the number of turns, from the first, and the rows, as `conversation_rows`
+        returns them.
+
+    Raises:
+        Unfit: The template refuses the conversation, or writes no answer as it asks for it.
+    """
+    answers = [turn for turn, message in enumerate(messages, 1) if message.role == "assistant"]
+    try:
+        return [(len(messages), conversation_rows(messages, tokenizer))]
+    except _ChangedTurns:
+        if len(answers) == 1:
+            raise
+    return [(turns, _answer_rows(messages[:turns], tokenizer)) for turns in answers]
 
 
 def conversation_rows(messages: Sequence[Message], tokenizer: ChatTokenizer) -> np.ndarray:
@@ -33,11 +62,7 @@ def conversation_rows(messages: Sequence[Message], tokenizer: ChatTokenizer) -> 
     Raises:
         Unfit: The template refuses the conversation, or changes earlier turns when more follow.
     """
-    try:
-        rows = _rows(messages, tokenizer, asks=False)
-    except TemplateError as error:
-        raise Unfit(Reason.CHAT_TEMPLATE, str(error)) from error
-    return _checked(rows, messages)
+    return _checked(_rows(messages, tokenizer, asks=False), messages)
 
 
 def prompt_rows(messages: Sequence[Message], tokenizer: ChatTokenizer) -> np.ndarray:
@@ -47,38 +72,62 @@ def prompt_rows(messages: Sequence[Message], tokenizer: ChatTokenizer) -> np.nda
         Unfit: The template refuses the conversation.
     """
     try:
-        try:
-            rows = _rows(messages, tokenizer, asks=True)
-        except Unfit:
-            # A template may show earlier answers in another way than the last.
-            rows = _encode(tokenizer.render(_turns(messages), asks=True), tokenizer)
-    except TemplateError as error:
-        raise Unfit(Reason.CHAT_TEMPLATE, str(error)) from error
+        rows = _rows(messages, tokenizer, asks=True)
+    except _ChangedTurns:
+        rows = _encode(_render(messages, tokenizer, asks=True), tokenizer)
     return _checked([row if row >= 0 or row == CLIP else ~row for row in rows], messages)
+
+
+class _ChangedTurns(Unfit):
+    """The template shows a turn in another way when more follow."""
+
+    def __init__(self, turn: int) -> None:
+        super().__init__(
+            Reason.CHAT_TEMPLATE,
+            f"the chat template changes what is before turn {turn} when it follows",
+        )
 
 
 def _rows(messages: Sequence[Message], tokenizer: ChatTokenizer, *, asks: bool) -> list[int]:
     """Return the rows of a conversation, or of one that asks for an answer."""
-    turns, rows, cursor = _turns(messages), [], 0
-    whole = tokenizer.render(turns, asks=asks)
+    rows, cursor = [], 0
+    whole = _render(messages, tokenizer, asks=asks)
     for number, message in enumerate(messages):
         if message.role != "assistant":
             continue
-        asked = tokenizer.render(turns[:number], asks=True)
-        answered = tokenizer.render(turns[: number + 1])
+        asked = _render(messages[:number], tokenizer, asks=True)
+        answered = _render(messages[: number + 1], tokenizer, asks=False)
         if not (whole.startswith(answered) and answered.startswith(asked)):
-            raise Unfit(
-                Reason.CHAT_TEMPLATE,
-                f"the chat template changes what is before turn {number + 1} when it follows",
-            )
+            raise _ChangedTurns(number + 1)
         written = answered[len(asked) :].rstrip()
-        rows += _encode(whole[cursor : len(asked)], tokenizer)
-        ids = tokenizer.encode(written, "")
-        if not ids or ids[-1] not in tokenizer.stop_ids:
-            ids.append(tokenizer.eos_id)
-        rows += [~token for token in ids]
+        rows += _encode(whole[cursor : len(asked)], tokenizer) + _targets(written, tokenizer)
         cursor = len(asked) + len(written)
     return rows + _encode(whole[cursor:], tokenizer) if asks else rows
+
+
+def _answer_rows(messages: Sequence[Message], tokenizer: ChatTokenizer) -> np.ndarray:
+    """Return the rows of a conversation of which the model must write the last turn alone."""
+    asked = _render(messages[:-1], tokenizer, asks=True)
+    answered = _render(messages, tokenizer, asks=False)
+    if not answered.startswith(asked):
+        raise _ChangedTurns(len(messages))
+    prompt = prompt_rows(messages[:-1], tokenizer).tolist()
+    return _checked(prompt + _targets(answered[len(asked) :].rstrip(), tokenizer), messages)
+
+
+def _targets(written: str, tokenizer: ChatTokenizer) -> list[int]:
+    """Return the coded tokens that the model must write for a turn, with the one that ends it."""
+    ids = tokenizer.encode(written, "")
+    if not ids or ids[-1] not in tokenizer.stop_ids:
+        ids.append(tokenizer.eos_id)
+    return [~token for token in ids]
+
+
+def _render(messages: Sequence[Message], tokenizer: ChatTokenizer, *, asks: bool) -> str:
+    try:
+        return tokenizer.render(_turns(messages), asks=asks)
+    except TemplateError as error:
+        raise Unfit(Reason.CHAT_TEMPLATE, str(error)) from error
 
 
 def _turns(messages: Sequence[Message]) -> list[dict[str, str]]:
@@ -102,7 +151,7 @@ def _encode(text: str, tokenizer: ChatTokenizer) -> list[int]:
 
 
 def _checked(rows: list[int], messages: Sequence[Message]) -> np.ndarray:
-    clips = sum(not isinstance(part, str) for message in messages for part in message.parts)
+    clips = num_clips(messages)
     if rows.count(CLIP) != clips:
         raise Unfit(
             Reason.CHAT_TEMPLATE,

@@ -82,6 +82,11 @@ def describe_data(
             f"{text.shape.frame_budget} tokens to read and {text.shape.token_budget} to write, "
             f"from {len(text)} pairs"
         )
+    if isinstance(corpus, ConversationCorpus) and corpus.divided:
+        yield (
+            f"{corpus.divided} conversations have an example for each answer, as the chat template "
+            "shows earlier answers in another way than the last"
+        )
     for summary in corpus.summaries(plan, loader.text_plan(epoch)):
         yield from summary.table()
     if corpus.dropped:

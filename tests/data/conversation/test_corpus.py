@@ -5,7 +5,7 @@ import pytest
 import soundfile
 
 from effasr.data.config import DataConfig
-from effasr.data.conversation.corpus import ConversationCorpus
+from effasr.data.conversation.corpus_builder import load_conversation_corpus
 from effasr.data.conversation.rows import CLIP
 from effasr.data.filters.config import FilterConfig
 from effasr.data.loader import Loader
@@ -13,7 +13,7 @@ from effasr.data.mixture import MixConfig
 from effasr.data.sampling.cost import CANARY_180M_FLASH
 from effasr.data.sampling.report import measure
 from effasr.data.tokenizer import load_tokenizer
-from tests.support.chat_folder import write_tokenizer
+from tests.support.chat_folder import THINKING, write_tokenizer
 from tests.support.talks import WORDS, write_talks
 
 pytest.importorskip("transformers")
@@ -32,7 +32,7 @@ def talks(tmp_path_factory):
 def load(paths, tokenizer, **settings):
     config = DataConfig(**{"frame_budget": 60, "workers": 0, "cache": None, **settings})
     sources = list(range(len(paths))) if config.mix is not None else None
-    return config, ConversationCorpus.load(paths, tokenizer, config, stack=4, sources=sources)
+    return config, load_conversation_corpus(paths, tokenizer, config, stack=4, sources=sources)
 
 
 def test_every_conversation_is_loaded_with_its_speech(talks, tokenizer):
@@ -98,6 +98,41 @@ def test_text_alone_needs_a_token_budget(talks, tokenizer):
 def test_settings_for_utterances_are_refused(talks, tokenizer, settings):
     with pytest.raises(ValueError, match=f"data.{next(iter(settings))}"):
         load(talks, tokenizer, **settings)
+
+
+def test_a_conversation_has_an_example_for_each_answer_where_the_template_needs_it(
+    tmp_path, tokenizer
+):
+    turns = []
+    for number, seconds in enumerate((0.5, 1.0, 4.0)):
+        soundfile.write(tmp_path / f"{number}.wav", np.full(int(16_000 * seconds), 0.1), 16_000)
+        turns += [
+            {"role": "user", "content": [{"type": "audio", "audio": f"{number}.wav"}]},
+            {"role": "assistant", "content": WORDS[number]},
+        ]
+    path = tmp_path / "talk.jsonl"
+    path.write_text(json.dumps({"id": "talk", "messages": turns}))
+    thinking = load_tokenizer(write_tokenizer(tmp_path / "thinking", THINKING))
+    settings = {"frame_budget": 30, "filters": FilterConfig(max_dropped=1.0)}
+    _, corpus = load([str(path)], thinking, **settings)
+    assert corpus.divided == 1
+    assert [corpus.name(index) for index in range(len(corpus))] == [
+        "talk-answer-1",
+        "talk-answer-2",
+    ]
+    (dropped,) = corpus.dropped
+    assert (dropped.id, dropped.reason) == ("talk-answer-3", "over_frame_budget")
+    assert dropped.duration == 5.5
+    assert [len(corpus.clips(index)) for index in range(2)] == [1, 2]
+    for index, seconds in enumerate((0.5, 1.5)):
+        example = corpus.example(index)
+        assert corpus.duration(index) == seconds == sum(map(len, example.clips)) / 16_000
+        batch = corpus.collate([example], None)
+        assert batch.token_lengths == (corpus.lengths.tokens[index],)
+        words = thinking.decode([~x for x in example.rows.tolist() if x < 0 and x != CLIP])
+        assert words == WORDS[index]
+    _, whole = load([str(path)], tokenizer, frame_budget=80)
+    assert (len(whole), whole.divided) == (1, 0)
 
 
 @pytest.fixture(scope="module")

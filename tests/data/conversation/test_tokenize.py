@@ -6,10 +6,10 @@ import pytest
 from effasr.data.batch import IGNORED
 from effasr.data.conversation.messages import AudioPart, Message
 from effasr.data.conversation.rows import CLIP, input_rows, num_rows, num_targets
-from effasr.data.conversation.tokenize import conversation_rows, prompt_rows
+from effasr.data.conversation.tokenize import conversation_rows, prompt_rows, training_rows
 from effasr.data.filters.rules import Unfit
 from effasr.data.tokenizer import ChatTokenizer, load_tokenizer
-from tests.support.chat_folder import CHATML, write_tokenizer
+from tests.support.chat_folder import CHATML, THINKING, write_tokenizer
 
 pytest.importorskip("transformers")
 
@@ -109,25 +109,42 @@ def test_templates_that_refuse_or_change_a_conversation(tokenizer, tmp_path):
         conversation_rows(TALK[1:], other)
 
 
-def test_answers_have_no_part_in_which_the_model_thinks(tmp_path):
-    """Qwen3's template writes an empty one for the last answer, and asks for one unless told."""
-    thinking = CHATML.replace(
-        "{{ message.content }}",
-        "{% if loop.last and message.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
-        "{{ message.content }}",
-    )
-    thinking += (
-        "{% if add_generation_prompt and not enable_thinking | default(true) %}"
-        "<think>\n\n</think>\n\n{% endif %}"
-    )
-    plain = load_tokenizer(write_tokenizer(tmp_path / "plain", CHATML))
-    other = load_tokenizer(write_tokenizer(tmp_path / "thinking", thinking))
-    talk = TALK[1:3]
-    targets = [text_of(conversation_rows(talk, one), one, written=True) for one in (plain, other)]
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory):
+    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("thinking"), THINKING))
+
+
+def test_answers_have_no_part_in_which_the_model_thinks(tokenizer, thinking):
+    both = tokenizer, thinking
+    targets = [text_of(conversation_rows(TALK[1:3], one), one, written=True) for one in both]
     assert targets[0] == targets[1]
     # Earlier answers are shown without it, which is no obstacle to asking.
-    asked = [prompt_rows(TALK[1:4], one) for one in (plain, other)]
+    asked = [prompt_rows(TALK[1:4], one) for one in both]
     assert len(asked[1]) > len(asked[0])
+
+
+def test_answers_that_are_shown_otherwise_later_have_an_example_each(tokenizer, thinking):
+    with pytest.raises(Unfit, match="changes what is before turn 3"):
+        conversation_rows(TALK, thinking)
+    examples = training_rows(TALK, thinking)
+    assert [turns for turns, _ in examples] == [3, 5]
+    for (turns, rows), answer in zip(examples, ("hello world", "the cat"), strict=True):
+        assert text_of(rows, thinking, written=True) == f"{answer}<|im_end|>"
+        asked = prompt_rows(TALK[: turns - 1], thinking)
+        assert np.array_equal(rows[: len(asked)], asked)
+        assert (rows[len(asked) :] < 0).all()
+    assert "hello world" in text_of(examples[1][1], thinking, written=False)
+    ((turns, rows),) = training_rows(TALK, tokenizer)
+    assert turns == len(TALK)
+    assert np.array_equal(rows, conversation_rows(TALK, tokenizer))
+
+
+def test_an_answer_that_is_never_shown_as_it_is_asked_for(tmp_path):
+    template = CHATML + "{% if add_generation_prompt %}Now: {% endif %}"
+    other = load_tokenizer(write_tokenizer(tmp_path, template))
+    for talk in (TALK, TALK[:3]):
+        with pytest.raises(Unfit, match="changes what is before turn 3"):
+            training_rows(talk, other)
 
 
 def test_a_question_has_the_rows_of_training(tokenizer, tmp_path):

@@ -15,7 +15,7 @@ from effasr.data.tokenizer import load_tokenizer
 from effasr.model.asr import ASRModel
 from effasr.training.config import TrainConfig
 from effasr.training.trainer import run
-from tests.support.chat_folder import write_chat_model
+from tests.support.chat_folder import THINKING, write_chat_model, write_tokenizer
 from tests.support.run_ranks import run_module
 from tests.support.talks import model_mapping, write_talks
 
@@ -68,6 +68,14 @@ def metrics(output):
 
 def weights(output, step):
     return load_file(output / "talks" / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+
+
+def test_a_template_that_shows_earlier_answers_otherwise(folders, tmp_path, capsys):
+    write_tokenizer(write_chat_model(tmp_path / "llm"), THINKING)
+    thinking = folders | {"llm": str(tmp_path / "llm")}
+    assert run(config(thinking, tmp_path, steps=2)) == 0
+    assert (tmp_path / "talks" / "dropped.jsonl").read_text() == ""
+    assert "4 conversations have an example for each answer" in capsys.readouterr().err
 
 
 def test_a_run_learns_and_continues_bit_by_bit(folders, tmp_path):
