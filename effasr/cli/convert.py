@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effasr.cli.options import RUN_HELP, AddCommand, at_least, folder, log, print_line, seconds
-from effasr.cli.progress import working
+from effasr.cli.progress import reading, writing
 
 if TYPE_CHECKING:
     from effasr.checkpoint import LoadedModel
+    from effasr.data.prompt import Prompt
     from effasr.data.tokenizer import Tokenizer
     from effasr.evaluation.model_card import ModelCard
     from effasr.model.asr import ASRModel
@@ -40,29 +41,33 @@ def add_import(command: AddCommand) -> None:
 
 def run_import(options: argparse.Namespace) -> int:
     """Convert a .nemo file or a Hugging Face folder to a model directory."""
-    with working(f"importing {options.source}"):
-        parameters = _import(options)
+    from effasr.checkpoint import save_model
+
+    source = _model_in(options.source)
+    with reading(source):
+        model, tokenizer, prompt = _import(source)
+    with writing(options.out, _bytes_of(model)):
+        save_model(options.out, model, tokenizer, prompt)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     print_line(f"{options.out}: {parameters / 1e6:.1f} M parameters")
     return 0
 
 
-def _import(options: argparse.Namespace) -> int:
-    """Write the model directory; return the number of parameters."""
-    from effasr.checkpoint import save_model
+def _bytes_of(model: ASRModel) -> int:
+    return sum(value.nbytes for value in model.state_dict().values())
+
+
+def _import(source: Path) -> tuple[ASRModel, Tokenizer, Prompt | None]:
     from effasr.interop.nemo.archive import CONFIG
     from effasr.model.asr import ASRModel
 
-    source, prompt = _model_in(options.source), None
     if source.is_file() or source.suffix == ".nemo" or (source / CONFIG).is_file():
         from effasr.interop.nemo.importer import import_nemo
 
         found = import_nemo(source)
         model = ASRModel.from_state_dict(found.config, found.vocab_size, found.state)
-        tokenizer, prompt = found.tokenizer, found.prompt
-    else:
-        model, tokenizer = _import_hugging_face(source)
-    save_model(options.out, model, tokenizer, prompt)
-    return sum(p.numel() for p in model.parameters())
+        return model, found.tokenizer, found.prompt
+    return *_import_hugging_face(source), None
 
 
 def _model_in(source: Path) -> Path:
@@ -159,13 +164,13 @@ def run_export(options: argparse.Namespace) -> int:
     from effasr.training.checkpointing.averaging import average, newest_checkpoints
 
     format_ = _format(options)
-    with working(f"exporting {options.model}"):
-        if options.averaged is None:
-            sources = [resolve(options.model)]
-            loaded = load_model(sources[0])
-        else:
-            sources = newest_checkpoints(options.model, options.averaged)
-            loaded = average(sources)
+    if options.averaged is None:
+        sources = [resolve(options.model)]
+    else:
+        sources = newest_checkpoints(options.model, options.averaged)
+    with reading(*sources):
+        loaded = load_model(sources[0]) if options.averaged is None else average(sources)
+    with writing(options.out, _bytes_of(loaded.model)):
         if loaded.model.language_model is not None:
             return _language_model(options, loaded, format_)
         if format_ == "onnx":

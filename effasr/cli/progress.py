@@ -6,7 +6,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 ERASE = "\r\x1b[K"
 """Moves to the beginning of the line and erases it."""
 _REFRESH_S = 0.1
+_IO = Path("/proc/self/io")
+_TICK_S = 1.0
 _PATIENCE_S = 2.0
 """Shorter work shows nothing; a rate or a time left is shown from here on."""
 
@@ -82,7 +85,57 @@ def describe(
 
 
 @contextmanager
-def working(text: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
+def reading(*sources: Path) -> Iterator[None]:
+    """Show the megabytes that were read of files, or of all files of folders.
+
+    They are counted by the kernel for the whole process; where it does not count, the seconds are
+    shown.
+    """
+    names = ", ".join(map(str, sources))
+    total = sum(map(_size, sources))
+    # A file that is mapped to memory counts in the second, where it is not in memory yet.
+    with _transfer(f"reading {names}", total, "rchar", "read_bytes"):
+        yield
+
+
+@contextmanager
+def writing(target: Path, size: int) -> Iterator[None]:
+    """Show the megabytes that were written of ``size`` bytes; see `reading`."""
+    with _transfer(f"writing {target}", size, "wchar"):
+        yield
+
+
+@contextmanager
+def _transfer(text: str, total: int, *fields: str) -> Iterator[None]:
+    begin = _transferred(fields)
+
+    def count() -> tuple[int, int] | None:
+        done = min(total, _transferred(fields) - begin) >> 20
+        return (done, total >> 20) if done else None
+
+    with working(text, "MB", count):
+        yield
+
+
+def _transferred(fields: tuple[str, ...]) -> int:
+    """Return the largest of these counters of the process, in bytes; 0 without any."""
+    with suppress(OSError, ValueError):
+        lines = (line.partition(":") for line in _IO.read_text().splitlines())
+        return max((int(value) for name, _, value in lines if name in fields), default=0)
+    return 0
+
+
+def _size(path: Path) -> int:
+    with suppress(OSError):
+        files = path.rglob("*") if path.is_dir() else [path]
+        return sum(file.stat().st_size for file in files if file.is_file())
+    return 0
+
+
+@contextmanager
+def working(
+    text: str, unit: str = "", count: Callable[[], tuple[int, int] | None] | None = None
+) -> Iterator[Callable[[int, int], None]]:
     """Show a text and the seconds so far, for work that takes long in one piece.
 
     Shorter work than two seconds shows nothing.
@@ -90,6 +143,7 @@ def working(text: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
     Args:
         text: What is done.
         unit: Counted parts of the work in the plural, if there are any.
+        count: Returns the number of parts done so far and the total; None where it is unknown.
 
     Yields:
         A function of the number of parts done so far, and of the total.
@@ -109,11 +163,13 @@ def working(text: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
     def tick() -> None:
         wait = _PATIENCE_S
         while not ended.wait(wait):
+            if count is not None and (found := count()) is not None:
+                show(*found)
             seconds = time.monotonic() - started
             counted = "" if parts is None else f", {describe(*parts, unit, seconds)}"
             sys.stderr.write(f"\r{text}, {clock(seconds)}{counted}\x1b[K")
             sys.stderr.flush()
-            wait = 1.0
+            wait = _TICK_S
 
     thread = threading.Thread(target=tick, daemon=True)
     thread.start()

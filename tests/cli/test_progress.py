@@ -3,6 +3,7 @@
 import io
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -73,6 +74,35 @@ def test_work_of_unknown_extent_is_shown_after_a_while(monkeypatch) -> None:
             time.sleep(0.01)
     assert stream.getvalue().startswith("\rreading, 0 s")
     assert stream.getvalue().endswith("\r\x1b[K")
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel counts no bytes")
+def test_megabytes_of_files_are_counted(monkeypatch, tmp_path) -> None:
+    stream, folder = Terminal(), tmp_path / "model"
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(progress, "_TICK_S", 0.01)
+
+    def is_shown(text: str) -> bool:
+        deadline = time.monotonic() + 30
+        while text not in stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return text in stream.getvalue()
+
+    with progress.writing(folder, 4 << 20):
+        assert is_shown(f"\rwriting {folder}, 0 s\x1b")
+        folder.mkdir()
+        for number in range(3):
+            (folder / str(number)).write_bytes(bytes(1 << 20))
+        assert is_shown(", 3/4 MB, ")
+    with progress.reading(folder):
+        (folder / "0").read_bytes()
+        assert is_shown(", 1/3 MB, ")
+        (folder / "1").read_bytes()
+        assert is_shown(", 2/3 MB, ")
+    monkeypatch.setattr(progress, "_IO", tmp_path / "none")
+    with progress.reading(folder):
+        assert is_shown(f"\rreading {folder}, 0 s\x1b")
 
 
 def test_nothing_is_shown_without_a_terminal(monkeypatch) -> None:
