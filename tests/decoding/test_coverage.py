@@ -82,18 +82,23 @@ def _share(weights: torch.Tensor) -> float:
     return sum(float(frame) > 0.5 for frame in weights.sum(0)) / max(1, weights.shape[1])
 
 
-def _ranked(model, frames, prompt, limit, length_penalty, coverage_penalty):
-    """Rank and covered share of every transcript."""
-    found = {}
-    for length in range(limit + 1):
-        for said in product((0, 1, 3), repeat=length):
-            steps, weights = _read(model, frames, [*prompt, *said])
-            steps, weights = steps[len(prompt) - 1 :], weights[len(prompt) - 1 :]
-            score = float(steps.gather(1, torch.tensor([*said, EOS])[:, None]).sum())
-            share = _share(weights)
-            rank = score / ((5 + length + 1) / 6) ** length_penalty + coverage_penalty * share
-            found[said] = rank, share
+@pytest.fixture(scope="module")
+def transcripts(tiny, speech) -> list[dict[tuple[int, ...], tuple[float, float]]]:
+    """Log-probability and covered share of every transcript of each utterance."""
+    found = []
+    with torch.no_grad():
+        for frames, prompt, limit in zip(speech.unpack(), PROMPTS, LIMITS, strict=True):
+            lengths = range(limit + 1)
+            every = [said for length in lengths for said in product((0, 1, 3), repeat=length)]
+            found.append({said: _scored(tiny, frames, prompt, said) for said in every})
     return found
+
+
+def _scored(model, frames, prompt, said) -> tuple[float, float]:
+    steps, weights = _read(model, frames, [*prompt, *said])
+    steps, weights = steps[len(prompt) - 1 :], weights[len(prompt) - 1 :]
+    score = float(steps.gather(1, torch.tensor([*said, EOS])[:, None]).sum())
+    return score, _share(weights)
 
 
 @torch.no_grad()
@@ -163,16 +168,21 @@ def test_each_hypothesis_covers_what_its_tokens_attend_to(
 @pytest.mark.parametrize("length_penalty", [0.0, 0.8])
 @pytest.mark.parametrize("coverage_penalty", [3.0, 100.0])
 def test_a_wide_beam_finds_the_best_of_all_transcripts(
-    paged, caches, coverage_penalty, length_penalty, tiny, speech
+    paged, caches, coverage_penalty, length_penalty, tiny, speech, transcripts
 ) -> None:
     options = {"beam": 150, "length_penalty": length_penalty}
     arguments = tiny, speech, PROMPTS, LIMITS, EOS
     found = attention_beam(*arguments, **options, coverage_penalty=coverage_penalty)
     likeliest = attention_beam(*arguments, **options)
     gained = 0
-    rows = zip(found, likeliest, speech.unpack(), PROMPTS, LIMITS, strict=True)
-    for result, plain, frames, prompt, limit in rows:
-        ranked = _ranked(tiny, frames, prompt, limit, length_penalty, coverage_penalty)
+    for result, plain, every in zip(found, likeliest, transcripts, strict=True):
+        ranked = {
+            said: (
+                score / ((6 + len(said)) / 6) ** length_penalty + coverage_penalty * share,
+                share,
+            )
+            for said, (score, share) in every.items()
+        }
         best = max(rank for rank, _ in ranked.values())
         assert ranked[result.tokens][0] == pytest.approx(best, rel=1e-5)
         if coverage_penalty == 100.0:
