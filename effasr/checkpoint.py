@@ -371,6 +371,20 @@ def remove_folder(path: Path) -> None:
         shutil.rmtree(useless, ignore_errors=True)
 
 
+def remove_hidden(folder: Path) -> None:
+    """Remove what a process that was killed has left half written, or half removed.
+
+    Each is renamed first: if its process is alive after all and publishes it meanwhile, it is
+    published whole or not at all.
+    """
+    for hidden in sorted(folder.glob(".step_*")):
+        removed = hidden.with_suffix(".removed")
+        shutil.rmtree(removed, ignore_errors=True)
+        with suppress(OSError):
+            hidden.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
+
+
 def restore_outdated(folder: Path) -> None:
     """Restore a folder if the process was killed while replacing it."""
     for outdated in folder.glob(".*.outdated"):

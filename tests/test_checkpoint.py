@@ -2,6 +2,7 @@ import json
 import logging
 import resource
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 
 from effasr.checkpoint import (
     CheckpointError,
+    begin_folder,
     load_model,
+    publish_folder,
+    remove_hidden,
     resolve,
     save_model,
 )
@@ -247,6 +251,29 @@ def test_what_a_killed_process_had_begun_to_write_is_removed(tmp_path, model, to
     (tmp_path / ".step_00000007.partial" / "tokenizer").mkdir(parents=True)
     checkpoints.save(10, model, tokenizer, state(10))
     assert folders(checkpoints) == ["step_00000010"]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_folder_published_while_it_is_removed_is_whole_or_absent(
+    tmp_path, monkeypatch, at
+) -> None:
+    """On a file system without locks, the process that writes it may be alive."""
+    path, rmtree, calls = tmp_path / "step_00000002", shutil.rmtree, []
+    (begin_folder(path) / "weights").touch()
+
+    def publish_meanwhile(folder: Path, **options) -> None:
+        calls.append(folder)
+        if len(calls) == at + 1:
+            (folder / "weights").unlink(missing_ok=True)
+            with suppress(OSError):
+                publish_folder(path)
+        rmtree(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", publish_meanwhile)
+    remove_hidden(tmp_path)
+    assert len(calls) > at
+    assert [*tmp_path.iterdir()] == ([] if at else [path])
+    assert not path.exists() or (path / "weights").exists()
 
 
 def test_a_checkpoint_whose_replacement_was_cut_off_is_put_back(

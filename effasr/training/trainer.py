@@ -86,6 +86,11 @@ def run(config: TrainConfig) -> int:
             except TrainingFailed as error:
                 trainer.log.show(f"failed: {error}")
                 return 1
+            except OSError:
+                # Another training, which a file system without locks does not refuse, removes
+                # checkpoints in progress.
+                directory.check_lock()
+                raise
     return 0
 
 
@@ -339,6 +344,7 @@ class Trainer:
         blends = self.mixture_stats.merge(context)
         if not context.is_main and not is_sharded(self.state):
             return
+        self.log.directory.check_lock()
         with ranges.range("checkpoint"):
             optimizer, tensors = self._optimizer_state().split()
             state = self._identity() | self.progress.state_dict() | {"optimizer": optimizer}

@@ -113,8 +113,8 @@ def test_progress_is_for_a_terminal_alone(
         (("tokenizer", dev, tmp_path / "t", "--vocab-size", "30"), ["1 texts", "training the tok"]),
         (("plan", "--manifest", dev, "--world-size", "1"), ["1 utterances read", "planning 4 utt"]),
         ((*run, "--output", tmp_path / "e"), ["1 utterances read", "1/4 utterances", "loading"]),
-        (("export", workplace.run, nemo), ["exporting"]),
-        (("import", nemo, tmp_path / "model"), ["importing"]),
+        (("export", workplace.run, nemo), ["reading", "writing"]),
+        (("import", nemo, tmp_path / "model"), ["reading", "writing"]),
     ):
         stream.seek(0)
         stream.truncate()

@@ -117,7 +117,7 @@ def test_two_learners_connect_and_exchange_under_attack(attack, monkeypatch, cap
             began = time.monotonic()
             active = SocketTransport(store, 0, [1], 30.0)
             passive = listening.result()
-            assert time.monotonic() - began < 5.0
+            assert time.monotonic() - began < 15.0
             talk(active, passive)
     assert passive.strangers >= 8
     assert f"learner 1 dropped {passive.strangers} connections that are not of this run" in (
@@ -175,16 +175,16 @@ def test_a_thousand_connections_keep_no_learner_out(monkeypatch) -> None:
 def test_one_that_says_nothing_or_little_is_dropped_in_time(monkeypatch) -> None:
     monkeypatch.setattr(listener, "HANDSHAKE_S", 0.3)
     with Listener(["127.0.0.1"], 1) as own, ThreadPoolExecutor(1) as pool:
-        accepting = pool.submit(own.accept, {0}, time.monotonic() + 2.0)
+        accepting = pool.submit(own.accept, {0}, time.monotonic() + 4.0)
         with socket.create_connection(tuple(own.endpoints[0]), 5.0) as client:
             assert len(client.recv(100)) == 32
             began = time.monotonic()
             with suppress(OSError):
-                while time.monotonic() - began < 1.5:
+                while time.monotonic() - began < 3.5:
                     client.sendall(b"x")
                     time.sleep(0.02)
             # Not 0.3 s after the last byte: after the first moment.
-            assert time.monotonic() - began < 1.0
+            assert time.monotonic() - began < 3.0
         assert accepting.result() == {}
         assert own.strangers == 1
 
@@ -280,7 +280,7 @@ def test_a_false_server_is_not_taken_for_a_learner(answer) -> None:
                 theirs.sendall(hello[-32:] if answer == "reflection" else os.urandom(32))
         with pytest.raises((Stranger, TimeoutError)):
             call.result()
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 10.0
 
 
 def test_only_the_chosen_interface_listens(monkeypatch) -> None:

@@ -107,7 +107,7 @@ def test_closing_ends_every_call_that_waits() -> None:
             == error_of(receiving)
             == ("the connections of this learner were closed")
         )
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 30.0
         with pytest.raises(PeerLost, match="of this learner were closed"):
             passive.send(torch.zeros(1), 0, 1.0)
     # The neighbours come to know it.

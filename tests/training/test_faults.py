@@ -7,10 +7,12 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from effasr import config as configuration
+from effasr.training.fault_tolerance import phase_tracker
 from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
 from effasr.training.fault_tolerance.watchdog import EX_TEMPFAIL
 from effasr.training.run_dir.run_directory import read_lines
@@ -129,21 +131,29 @@ def test_a_rank_alone_waits_for_nobody(make_config, tmp_path) -> None:
     assert (line["slowest_rank"], line["rank_wait_s"]) == (0, 0.0)
 
 
-def test_the_time_until_ranks_meet_is_a_ranks_own(batches) -> None:
+def test_the_time_until_ranks_meet_is_a_ranks_own(batches, monkeypatch) -> None:
+    now = 0.0
+
+    def wait(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: now)
+    monkeypatch.setattr(phase_tracker, "time", clock)
     phases = PhaseTracker()
     for step in (1, 2):
         phases.begin("loading", step)
-        time.sleep(0.02)
+        wait(0.02)
         phases.begin("waiting for the others", batches=batches[:2])
         assert phases.utterances == [*batches[0].ids, *batches[1].ids]
         # What the ranks exchange before.
-        time.sleep(0.05)
+        wait(0.05)
         phases.compute(batches[0])
-        time.sleep(0.03)
+        wait(0.03)
         phases.compute(batches[1])
         assert phases.utterances == list(batches[1].ids)
         phases.wait_for_ranks()
-        time.sleep(0.05)
+        wait(0.05)
         phases.wait_for_ranks()
     assert phases.steps == 2
-    assert 0.1 <= phases.seconds < 0.16
+    assert phases.seconds == pytest.approx(2 * (0.02 + 0.03))

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -20,6 +21,7 @@ import torch
 
 from effasr import config as configuration
 from effasr.checkpoint import load_model
+from effasr.training.checkpointing import run_checkpoints
 from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
 from effasr.training.run_dir import run_lock
 from effasr.training.run_dir.progress import ProgressDisplay
@@ -27,7 +29,7 @@ from effasr.training.run_dir.run_directory import RunDirectory, read_lines
 from effasr.training.run_dir.run_lock import LOCK, RunLock
 from effasr.training.trainer import run
 from tests.support.run_ranks import ROOT, started
-from tests.training.test_faults import wait_for
+from tests.training.test_faults import wait_for, wait_for_checkpoint
 
 ONE = {"max_steps": 100_000, "checkpoint_every": 5, "threads": 1}
 
@@ -205,16 +207,30 @@ def test_without_locks_a_warning_says_so_once(tmp_path, monkeypatch, caplog) -> 
     assert "without locks (flock: Function not implemented)" in record.getMessage()
 
 
+@pytest.mark.parametrize("is_saving", [False, True])
 def test_of_two_trainings_without_locks_the_first_ends_and_names_the_second(
-    make_config, tmp_path, monkeypatch
+    make_config, tmp_path, monkeypatch, is_saving
 ) -> None:
-    """Else the folder would have files of both: here it has those of the second."""
+    """Else the folder would have files of both: here it has those of the second.
+
+    It begins after the first has written a checkpoint, or while it writes one.
+    """
 
     def refuse(descriptor: int, kind: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     loop, second = {"max_steps": 8, "checkpoint_every": 2}, []
     assert run(make_config(training=loop, output=str(tmp_path / "alone"))) == 0
+    write, begun, has_ended = run_checkpoints.write_model, threading.Event(), threading.Event()
+
+    def write_slowly(*arguments) -> None:
+        is_first = not begun.is_set()
+        begun.set()
+        if is_saving and is_first:
+            assert has_ended.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(run_checkpoints, "write_model", write_slowly)
     without = SimpleNamespace(flock=refuse, LOCK_EX=fcntl.LOCK_EX, LOCK_NB=fcntl.LOCK_NB)
     monkeypatch.setattr(run_lock, "fcntl", without)
     advance = ProgressDisplay.advance
@@ -222,8 +238,12 @@ def test_of_two_trainings_without_locks_the_first_ends_and_names_the_second(
     def meanwhile(self, step: int) -> None:
         advance(self, step)
         if step == 3 and not second:
+            assert begun.wait(60)
+            if not is_saving:
+                wait_for_checkpoint(tmp_path / "run", [])
             second.append(step)
             assert run(make_config(training=loop)) == 0
+            has_ended.set()
 
     monkeypatch.setattr(ProgressDisplay, "advance", meanwhile)
     with pytest.raises(ValueError, match=f"must be free, but process {os.getpid()} on"):

@@ -18,7 +18,6 @@ import io
 import json
 import logging
 import os
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from effasr.checkpoint import (
     point,
     publish_folder,
     remove_folder,
+    remove_hidden,
     restore_outdated,
     write_model,
     writing,
@@ -200,7 +200,7 @@ class RunCheckpoints:
             CheckpointError: There are checkpoints, but all are damaged.
         """
         restore_outdated(self.folder)
-        self._remove_hidden()
+        remove_hidden(self.folder)
         reasons = []
         for path in newest_first(self.folder):
             try:
@@ -264,7 +264,7 @@ class RunCheckpoints:
                 (self.folder / "best").unlink()
         for useless in later:
             remove_folder(useless)
-        self._remove_hidden()
+        remove_hidden(self.folder)
         self._prune()
 
     def _gather(self, sums: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -274,11 +274,6 @@ class RunCheckpoints:
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, sums, group=self._group)
         return {name: of for one in everyone for name, of in one.items()}
-
-    def _remove_hidden(self) -> None:
-        """Remove what a process that was killed has left half written, or half removed."""
-        for hidden in self.folder.glob(".step_*"):
-            shutil.rmtree(hidden, ignore_errors=True)
 
     def _prune(self) -> None:
         outdated = newest_first(self.folder)[self.keep :]

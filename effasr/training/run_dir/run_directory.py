@@ -75,6 +75,15 @@ class RunDirectory:
         """
         self._lock = RunLock(self.path, run, succeeds=succeeds)
 
+    def check_lock(self) -> None:
+        """Check that no other training has begun here: see `run_lock.RunLock.check`.
+
+        Raises:
+            ValueError: One has.
+        """
+        if self._lock is not None:
+            self._lock.check()
+
     def restart(self) -> Path | None:
         """Set an existing directory aside for ``training.restart``: see `set_aside`.
 
@@ -192,8 +201,7 @@ class RunDirectory:
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         data = utf8(_encode(line))
-        if self._lock is not None:
-            self._lock.check()
+        self.check_lock()
         with _naming(self.path / name), (self.path / name).open("ab") as file:
             file.write(data)
         size, value = self._sums.get(name, (0, 0))
