@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # One process a core: small models gain nothing from threads inside an operation.
 PROCESSES ?= 2
 export OMP_NUM_THREADS ?= 1
+# Modules of a checkout would be compiled anew in each process, and assertions of all tests rewritten.
+unexport PYTHONDONTWRITEBYTECODE
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES)
 DEMO := data/demo
 # One more than two cores, as some tests wait; a process that has nothing left takes tests from another.

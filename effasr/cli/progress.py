@@ -17,6 +17,7 @@ ERASE = "\r\x1b[K"
 """Moves to the beginning of the line and erases it."""
 _REFRESH_S = 0.1
 _IO = Path("/proc/self/io")
+_MEGABYTE = 10**6
 _TICK_S = 1.0
 _PATIENCE_S = 2.0
 """Shorter work shows nothing; a rate or a time left is shown from here on."""
@@ -110,8 +111,8 @@ def _transfer(text: str, total: int, *fields: str) -> Iterator[None]:
     begin = _transferred(fields)
 
     def count() -> tuple[int, int] | None:
-        done = min(total, _transferred(fields) - begin) >> 20
-        return (done, total >> 20) if done else None
+        done = min(total, _transferred(fields) - begin) // _MEGABYTE
+        return (done, total // _MEGABYTE) if done else None
 
     with working(text, "MB", count):
         yield

@@ -265,7 +265,7 @@ def _oom_recovery(state: TrainState, counts: Tensor) -> OOMRecovery:
     reason = sync.unsplittable_reason if state.graph is None else UNSPLITTABLE_REASON
     if state.teacher is not None:
         reason = teacher.UNSPLITTABLE_REASON
-    return OOMRecovery(gradient, sync, state.statistics, reason)
+    return OOMRecovery(gradient, sync, state.statistics, reason, state.context.device)
 
 
 def _sum_losses_and_clip(

@@ -48,8 +48,8 @@ def execute(launch: Launch, architecture: int, seed: int = 0, *, counted: bool =
         return 0
     key = (architecture, *aot.key(launch))
     if key not in _BINARIES:
-        resources = aot.compile_launch(launch, architecture)
-        _BINARIES[key] = load(resources.ptx), resources.shared
+        ptx, shared_bytes = aot.compile_to_ptx(launch, architecture)
+        _BINARIES[key] = load(ptx), shared_bytes
     binary, shared_bytes = _BINARIES[key]
     parameters, tensors = _arguments(launch, binary)
     return run(

@@ -142,6 +142,7 @@ def test_an_impossible_latency_is_named(effasr, run, piped, latency, message) ->
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_export_is_of_the_context_of_a_latency(effasr, run, tmp_path) -> None:
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")

@@ -89,11 +89,11 @@ def test_megabytes_of_files_are_counted(monkeypatch, tmp_path) -> None:
             time.sleep(0.01)
         return text in stream.getvalue()
 
-    with progress.writing(folder, 4 << 20):
+    with progress.writing(folder, 4_000_000):
         assert is_shown(f"\rwriting {folder}, 0 s\x1b")
         folder.mkdir()
         for number in range(3):
-            (folder / str(number)).write_bytes(bytes(1 << 20))
+            (folder / str(number)).write_bytes(bytes(1_000_000))
         assert is_shown(", 3/4 MB, ")
     with progress.reading(folder):
         (folder / "0").read_bytes()

@@ -84,6 +84,7 @@ def test_what_all_ranks_find_wrong_is_said_once(workplace, tmp_path, overrides, 
     assert not (tmp_path / "here").exists()
 
 
+@pytest.mark.extended
 def test_what_one_rank_finds_wrong_is_not_lost_among_what_follows(workplace, tmp_path) -> None:
     """The other rank sees a closed connection, and that is no news."""
     (tmp_path / "gone.py").write_text(

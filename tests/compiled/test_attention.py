@@ -99,6 +99,7 @@ def test_compiles_for_every_architecture(
 
 @pytest.mark.parametrize("features", ["all_with_rotary", "all_with_relative"])
 @pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.representative(width=128, features="all_with_relative")
 def test_compiles_with_tile_tables(compiled_ok: CompiledOk, width: int, features: str) -> None:
     """As many programs share a multiprocessor, and none searches before its loop."""
     given = {"width": width, **FEATURES[features]}

@@ -19,7 +19,7 @@ from effasr.model.decoder import Decoder, DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.nn.cache.paged import PagedCache
 from effasr.transcription.recognizer import Recognizer
-from effasr_kernels import pack
+from effasr_kernels import PackedSequence, pack
 from tests.decoding.cases import batch_of, decode_all, make_examples
 
 
@@ -176,22 +176,42 @@ def _heard(model, frames: torch.Tensor, said) -> float:
     return -float(loss)
 
 
+PROMPTS = [[0], [1, 3], [3], [0, 0, 1], [2], [1]]
+LIMITS = [4, 4, 3, 1, 4, 4]
+
+
+@pytest.fixture(scope="module")
+def speech() -> PackedSequence:
+    draw = torch.Generator().manual_seed(0)
+    return pack([3 * torch.randn(length, 16, generator=draw) for length in (6, 3, 7, 4, 5, 2)])
+
+
+@pytest.fixture(scope="module")
+def transcripts(tiny, speech) -> list[dict[tuple[int, ...], tuple[float, float]]]:
+    """Log-probabilities of every transcript of each utterance, by the decoder and by CTC."""
+    found = []
+    with torch.no_grad():
+        for frames, prompt, limit in zip(speech.unpack(), PROMPTS, LIMITS, strict=True):
+            lengths = range(limit + 1)
+            every = [said for length in lengths for said in product((0, 1, 3), repeat=length)]
+            spoken = [_spoken(tiny, pack([frames]), prompt, said, EOS, 4) for said in every]
+            heard = [_heard(tiny, frames, said) for said in every]
+            found.append(dict(zip(every, zip(spoken, heard, strict=True), strict=True)))
+    return found
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("lm_weight", [0.0, 0.7])
 @pytest.mark.parametrize("ctc_weight", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("penalty", [0.0, 0.6, 1.5])
 def test_a_wide_beam_finds_the_best_of_all_transcripts(
-    tiny, bigrams, penalty, ctc_weight, lm_weight
+    tiny, bigrams, speech, transcripts, penalty, ctc_weight, lm_weight
 ) -> None:
-    draw = torch.Generator().manual_seed(0)
-    encoded = pack([3 * torch.randn(length, 16, generator=draw) for length in (6, 3, 7, 4, 5, 2)])
-    prompts = [[0], [1, 3], [3], [0, 0, 1], [2], [1]]
-    limits = [4, 4, 3, 1, 4, 4]
     found = attention_beam(
         tiny,
-        encoded,
-        prompts,
-        limits,
+        speech,
+        PROMPTS,
+        LIMITS,
         EOS,
         beam=150,
         length_penalty=penalty,
@@ -199,15 +219,12 @@ def test_a_wide_beam_finds_the_best_of_all_transcripts(
         lm=bigrams if lm_weight else None,
         lm_weight=lm_weight,
     )
-    for result, frames, prompt, limit in zip(found, encoded.unpack(), prompts, limits, strict=True):
+    for result, every, limit in zip(found, transcripts, LIMITS, strict=True):
         ranks = {}
-        for length in range(limit + 1):
-            for said in product((0, 1, 3), repeat=length):
-                score = (1 - ctc_weight) * _spoken(tiny, pack([frames]), prompt, said, EOS, 4)
-                if ctc_weight:
-                    score += ctc_weight * _heard(tiny, frames, said)
-                score += lm_weight * _written(said)
-                ranks[said] = _rank(score, said, penalty)
+        for said, (spoken, heard) in every.items():
+            # A text longer than the frames is impossible to CTC, whose weight may be 0.
+            score = (1 - ctc_weight) * spoken + (ctc_weight * heard if ctc_weight else 0.0)
+            ranks[said] = _rank(score + lm_weight * _written(said), said, penalty)
         assert ranks[result.tokens] == pytest.approx(max(ranks.values()), rel=1e-5)
         assert result.truncated == (len(result.tokens) == limit)
     assert len({len(result.tokens) for result in found}) > 1, "the test needs various lengths"

@@ -148,6 +148,7 @@ def test_is_right_where_heads_share_keys(
     _check_values(case_for, dtype, device)
 
 
+@pytest.mark.extended
 def test_heads_that_share_keys_drop_other_weights(dtype: torch.dtype, device: torch.device) -> None:
     layout = PackedLayout.from_lengths([33, 2], device)
     q, k, v = (_exact(35, heads, 16).to(device, dtype).requires_grad_() for heads in (4, 2, 2))
@@ -171,7 +172,7 @@ def test_is_right_across_larger_tiles(dtype: torch.dtype, device: torch.device) 
 
 @pytest.mark.parametrize("kind", ["none", "rotary", "part", "relative"])
 @pytest.mark.parametrize("width", [11, 36, 96, 256])
-@pytest.mark.representative(width=36, kind=["part", "relative"])
+@pytest.mark.representative(width=36, kind="relative")
 @pytest.mark.representative(width=256, kind="none")
 def test_pads_the_width_of_heads(
     width: int, kind: str, dtype: torch.dtype, device: torch.device
@@ -201,6 +202,7 @@ def test_takes_slices_of_one_product(dtype: torch.dtype, device: torch.device) -
 
 
 @pytest.mark.parametrize("kind", ["none", "rotary", "partly rotary", "relative", "cross"])
+@pytest.mark.representative(kind=["relative", "cross"])
 def test_gradients_of_one_product_are_one_tensor(
     kind: str, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -352,6 +354,7 @@ def test_refuses_what_does_not_fit_a_tile(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "rotary", "part", "relative"])
+@pytest.mark.representative(kind="relative")
 def test_tile_tables_change_no_bit(kind: str, dtype: torch.dtype, device: torch.device) -> None:
     lengths = (70, 0, 5)
     layout = PackedLayout.from_lengths(lengths, device, rows=90, num_sequences=5)

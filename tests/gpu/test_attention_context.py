@@ -61,6 +61,7 @@ def _case_for(
     [("none", Context(1, 0, 2)), ("rotary", Context(2, 1, 1)), ("relative", Context(2, 0, 3))],
     ids=["none", "rotary", "relative"],
 )
+@pytest.mark.representative(kind=["none", "relative"])
 def test_keeps_the_contract(
     kind: str, context: Context, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -103,6 +104,7 @@ def test_is_right_across_tiles(
 
 
 @pytest.mark.parametrize("kind", ["rotary", "relative"])
+@pytest.mark.representative(kind="relative")
 def test_drops_the_same_weights_forward_and_backward(kind: str, device: torch.device) -> None:
     """The gradient of a value is the sum of its weights, which the forward shows."""
     rows, context = 75, Context(17, 0, 9)

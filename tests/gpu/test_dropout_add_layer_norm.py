@@ -135,6 +135,7 @@ def test_any_number_of_channels(channels: int, dtype: torch.dtype, device: torch
 
 
 @pytest.mark.parametrize("mode", [*MODES, *BIASED])
+@pytest.mark.representative(mode=["pre-norm", "pre-norm, bias"])
 def test_a_wide_stream_beside_a_narrow_branch(
     mode: str, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -97,6 +97,8 @@ def _streamed(
 @pytest.mark.parametrize("position", ["relative", "rotary", "none"])
 @pytest.mark.parametrize("left", [0, 1, 5, 12])
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 40])
+@pytest.mark.representative(position="relative")
+@pytest.mark.representative(chunk=2)
 def test_chunks_give_what_the_whole_gives(chunk: int, left: int, position: str) -> None:
     context = Context(left, 0, chunk)
     encoder = _encoder(context, position=position)

@@ -2,6 +2,7 @@
 
 from array import array
 
+import pytest
 import torch
 from emulator.emulate import binaries, emulated
 from emulator.machine import COUNTS
@@ -28,6 +29,7 @@ def _instructions(context: Context | None) -> int:
     return sum(sum(binary.counts[:: len(COUNTS)]) for binary in binaries())
 
 
+@pytest.mark.extended
 def test_instructions_fall_with_the_context() -> None:
     full, wide, narrow = map(_instructions, (None, Context(112, 0, 16), Context(48, 0, 16)))
     # Tiles of 64 queries and 64 keys: 8 of 8 tiles of keys, at most 3 of 8, and at most 2 of 8.

@@ -86,6 +86,7 @@ def _product(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize(("m", "n"), [(64, 64), (64, 8), (128, 32), (16, 16)])
 @pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.representative(across=[(False, False), (True, False)], dtype=torch.bfloat16)
 def test_products_are_right(
     architecture: int, m: int, n: int, dtype: torch.dtype, across: tuple[bool, bool]
 ) -> None:

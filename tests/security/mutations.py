@@ -29,7 +29,8 @@ _VALUES: tuple[Any, ...] = (
     [], {}, [[]], [None], {"": None}, [0] * 1000, {"a": {"a": {"a": {}}}},
 )  # fmt: skip
 _BINARY = (
-    ".wav", ".flac", ".ogg", ".mp3", ".aiff", ".au", ".caf", ".w64", ".model", ".sqlite"
+    ".wav", ".flac", ".ogg", ".mp3", ".aiff", ".au", ".caf", ".w64", ".m4a", ".mka", ".wma",
+    ".model", ".sqlite",
 )  # fmt: skip
 _LENGTHS = (0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFF0, 0xFFFFFFFF)
 

@@ -11,6 +11,7 @@
 | plan_list, plan_table | lists and tables of `effasr plan` | as manifest |
 | clips | recordings to augment with | as cuts |
 | wav, flac, ogg, mp3, aiff, au, caf, w64 | libsndfile | 8,192 samples a byte, 1 kHz to 1 MHz; regular files; decoded in blocks |
+| m4a, mka, wma | ffmpeg, where it is installed | as wav; files alone, no playlists, 4 GiB |
 | arpa | n-grams, gzipped | as manifest; counts are those promised |
 | evaluation | wer.json, hypotheses.jsonl | as manifest |
 | bucket_table | JSON | as huggingface |
@@ -25,9 +26,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import soundfile
@@ -36,6 +40,7 @@ from tests.security.conversation_readers import CONVERSATION_READERS
 from tests.security.foreign_models import FOREIGN_MODELS
 from tests.security.model_readers import MODEL_READERS
 from tests.security.reader import LINE_SLACK, Reader, write_rows
+from tests.support.real_ffmpeg import real_ffmpeg
 
 RATE = 16_000
 ARPA = """\\data\\
@@ -55,6 +60,7 @@ ngram 2=2
 \\end\\
 """
 AUDIO = ("wav", "flac", "ogg", "mp3", "aiff", "au", "caf", "w64")
+FFMPEG_AUDIO = ("m4a", "mka", "wma")
 PROFILING = Path(__file__).parents[2] / "profiling"
 
 
@@ -265,6 +271,27 @@ def _audio(suffix: str) -> Reader:
     return Reader(lambda folder: _sound(folder / f"a.{suffix}", 0.05), read)
 
 
+def _ffmpeg_audio(suffix: str, program: str) -> Reader:
+    def make(folder: Path) -> None:
+        path = folder.parent / "bin"
+        path.mkdir()
+        (path / "ffmpeg").symlink_to(program)
+        _sound(path / "a.wav", 0.5)
+        quiet = (program, "-nostdin", "-v", "error")
+        command = [*quiet, "-i", path / "a.wav", folder / f"a.{suffix}"]
+        subprocess.run(command, check=True, capture_output=True)
+
+    def read(folder: Path) -> object:
+        from effasr.transcription.inputs.audio_stream import open_stream
+
+        with mock.patch.dict(os.environ, PATH=str(folder.parent / "bin")):
+            return sum(map(len, open_stream(folder / f"a.{suffix}", RATE).blocks))
+
+    return Reader(make, read)
+
+
+_FFMPEG = real_ffmpeg()
+
 READERS = {
     **MODEL_READERS,
     **FOREIGN_MODELS,
@@ -283,6 +310,7 @@ READERS = {
     "text_pairs": Reader(_text_pairs, _use_text_pairs, LINE_SLACK),
     "clips": Reader(_clips, _use_clips, LINE_SLACK),
     **{suffix: _audio(suffix) for suffix in AUDIO},
+    **{suffix: _ffmpeg_audio(suffix, _FFMPEG) for suffix in FFMPEG_AUDIO if _FFMPEG},
     "arpa": Reader(_arpa, _use_arpa, LINE_SLACK),
     "evaluation": Reader(_evaluation, _use_evaluation, LINE_SLACK),
     "bucket_table": Reader(_buckets, _use_buckets),

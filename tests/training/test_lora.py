@@ -235,6 +235,7 @@ def test_the_compiled_model_trains_alike(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "adpsgd"])
+@pytest.mark.representative(strategy="fsdp2")
 def test_runs_of_two_processes_publish_merged_weights(
     make_lora_config, base, tones, tmp_path, strategy
 ) -> None:

@@ -27,7 +27,7 @@ from tests.support.quiet_run import VOCABULARY, make, quiet_config, train, uneve
 from tests.support.run_ranks import check_ranks, run_module
 from tests.training.test_cuda_graph import record
 
-STEPS = 8
+STEPS = 5
 
 
 def equal(context: DistributedContext) -> None:
@@ -81,7 +81,7 @@ def recorded(context: DistributedContext) -> None:
         assert (train_state.graph is not None) == is_recorded
         kind = FlatGradientSync if is_recorded else DDPGradientSync
         assert isinstance(train_state.grad_sync, kind)
-        losses = train(model, train_state, range(6), share)
+        losses = train(model, train_state, range(4), share)
         results.append([*weights(model, train_state), torch.tensor(losses)])
     for with_ddp, with_graph in (results[:2], results[2:]):
         for x, y in zip(with_ddp, with_graph, strict=True):
@@ -188,6 +188,7 @@ def published(folder) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_run_goes_on_with_another_strategy_on_another_number_of_ranks(
     make_config, tones, tmp_path
 ) -> None:

@@ -35,7 +35,22 @@ def trained(config: TrainConfig, ranks: DistributedContext, own: slice) -> dict[
     return state | {"losses": torch.tensor(losses)}
 
 
-def partly_trained(context: DistributedContext) -> None:
+def alone_of(context: DistributedContext) -> DistributedContext:
+    return DistributedContext(0, 1, context.device)
+
+
+def assert_as_one(config: TrainConfig, context: DistributedContext) -> None:
+    expected = trained(config, alone_of(context), slice(None))
+    for strategy in ("ddp", "fsdp2"):
+        loop = replace(config.training, strategy=strategy)
+        found = trained(
+            replace(config, training=loop), context, slice(context.rank, None, context.size)
+        )
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def adapters_and_a_frozen_layer(context: DistributedContext) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(context.broadcast(folder)) / "base"
         plain = quiet_config(OPTIMIZER, ema_decay=0.9, clip=0.5)
@@ -46,17 +61,7 @@ def partly_trained(context: DistributedContext) -> None:
         lora = LoRAConfig(rank=3, alpha=6.0, also_train=("*norm*", "ctc_head"))
         adapted = replace(plain, init_from=str(path), lora=lora)
         frozen = replace(plain, training=replace(plain.training, freeze=("encoder.layers.0",)))
-        below = ("encoder", "decoder.embed_tokens")
-        encoder = replace(plain, training=replace(plain.training, freeze=below))
-        alone, share = DistributedContext(0, 1, context.device), slice(context.rank, None, 2)
-        configs = adapted, frozen, encoder
-        for config in configs:
-            expected = trained(config, alone, slice(None))
-            for strategy in ("ddp", "fsdp2"):
-                loop = replace(config.training, strategy=strategy)
-                found = trained(replace(config, training=loop), context, share)
-                for name, value in expected.items():
-                    torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
+        assert_as_one(adapted, context)
         for config, loop in (
             (
                 adapted,
@@ -65,8 +70,8 @@ def partly_trained(context: DistributedContext) -> None:
             (frozen, {"strategy": "delayed", "delayed": DelayedConfig(warmup_steps=1)}),
         ):
             settings = replace(config, training=replace(config.training, **loop))
-            found = trained(settings, context, share)
-            for name, parameter in make(config, alone)[0].named_parameters():
+            found = trained(settings, context, slice(context.rank, None, 2))
+            for name, parameter in make(config, alone_of(context))[0].named_parameters():
                 if not parameter.requires_grad:
                     assert torch.equal(found[name], parameter), name
             everyone = context.all_gather(found)
@@ -76,6 +81,18 @@ def partly_trained(context: DistributedContext) -> None:
         context.all_gather(None)
 
 
+def frozen_encoder(context: DistributedContext) -> None:
+    plain = quiet_config(OPTIMIZER, ema_decay=0.9, clip=0.5)
+    for frozen in (("encoder.layers.0",), ("encoder", "decoder.embed_tokens")):
+        assert_as_one(replace(plain, training=replace(plain.training, freeze=frozen)), context)
+
+
 @pytest.mark.slow
 def test_two_ranks_train_as_one() -> None:
-    check_ranks(partly_trained)
+    check_ranks(adapters_and_a_frozen_layer)
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_two_ranks_with_frozen_parts_train_as_one() -> None:
+    check_ranks(frozen_encoder)

@@ -138,20 +138,18 @@ def talk(number: int) -> ConversationBatch:
     return make_conversation_batch(written if (number + step) % 3 else spoken[2:], shape=TALK)
 
 
+FROZEN = (
+    (),
+    ("language_model.model", "encoder"),
+    ("language_model.model", "encoder.subsampling", "encoder.layers.0"),
+    ("language_model.model.embed_tokens", "encoder.layers"),
+)
+
+
 def language_model(context: DistributedContext) -> None:
-    """Whole, with parts frozen before, behind and among the others, and with adapters."""
-    kinds = [[bool(sum(talk(4 * step + n).clip_counts)) for n in range(4)] for step in range(STEPS)]
-    assert any(a != b for step in kinds for a, b in zip(step[::2], step[1::2], strict=True))
-    config, model = quiet_config(OPTIMIZER), speech_llm_config()
-    config = replace(config, model=replace(model, encoder=replace(model.encoder, layers=2)))
-    for frozen in (
-        (),
-        ("language_model.model", "encoder"),
-        ("language_model.model", "encoder.subsampling", "encoder.layers.0"),
-        ("language_model.model.embed_tokens", "encoder.layers"),
-    ):
-        loop = replace(config.training, freeze=frozen)
-        alike(context, talk, replace(config, training=loop))
+    """With parts frozen before, behind and among the others, and with adapters."""
+    config = spoken_config()
+    alike(context, talk, frozen_in(config, FROZEN[2]))
     lora = LoRAConfig(
         rank=2,
         targets=("language_model.model.*_proj", "encoder.layers.1.*"),
@@ -160,18 +158,41 @@ def language_model(context: DistributedContext) -> None:
     alike(context, talk, replace(config, lora=lora))
 
 
+def partly_frozen_language_model(context: DistributedContext) -> None:
+    """Whole, and with other parts frozen."""
+    for frozen in (*FROZEN[:2], FROZEN[3]):
+        alike(context, talk, frozen_in(spoken_config(), frozen))
+
+
+def frozen_in(config: TrainConfig, frozen: tuple[str, ...]) -> TrainConfig:
+    return replace(config, training=replace(config.training, freeze=frozen))
+
+
+def spoken_config() -> TrainConfig:
+    """A speech language model, for steps in which one rank has speech and the other text."""
+    kinds = [[bool(sum(talk(4 * step + n).clip_counts)) for n in range(4)] for step in range(STEPS)]
+    assert any(a != b for step in kinds for a, b in zip(step[::2], step[1::2], strict=True))
+    config, model = quiet_config(OPTIMIZER), speech_llm_config()
+    return replace(config, model=replace(model, encoder=replace(model.encoder, layers=2)))
+
+
 def partly_frozen_text(context: DistributedContext) -> None:
     """A rank has text where the other has speech, and one of the encoders is frozen."""
     config = with_text(quiet_config(OPTIMIZER))
     for frozen in (("encoder",), ("text_encoder", "encoder.layers.0"), ("text_encoder.layers",)):
-        loop = replace(config.training, freeze=frozen)
-        alike(context, mixed, replace(config, training=loop))
+        alike(context, mixed, frozen_in(config, frozen))
 
 
 @pytest.mark.slow
 def test_sharded_training_is_that_of_one_process() -> None:
     """All scenarios in the same two processes, which take long to begin."""
-    check_ranks(strategies, text, recomputed, experts, partly_frozen_text)
+    check_ranks(strategies, text, experts)
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_sharded_training_of_layers_computed_again_or_frozen_is_that_of_one_process() -> None:
+    check_ranks(recomputed, partly_frozen_text)
 
 
 @pytest.mark.slow
@@ -184,3 +205,10 @@ def test_sharded_training_of_compiled_layers_is_that_of_one_process() -> None:
 def test_a_sharded_language_model_trains_as_that_of_one_process() -> None:
     pytest.importorskip("transformers")
     check_ranks(language_model)
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_a_sharded_language_model_with_frozen_parts_trains_as_that_of_one_process() -> None:
+    pytest.importorskip("transformers")
+    check_ranks(partly_frozen_language_model)

@@ -1,3 +1,5 @@
+import traceback
+
 import pytest
 import torch
 
@@ -82,6 +84,17 @@ def test_seeds_differ_by_run_step_and_micro_batch() -> None:
         for index in range(8)
     }
     assert len(seeds) == 3 * 20 * 8
+
+
+def test_seeds_cost_no_stack_of_calls(make_train_state, batches, monkeypatch) -> None:
+    """As `torch.manual_seed` does, which formats one for each kind of device not in use."""
+
+    def refuse(*arguments) -> list[str]:
+        raise AssertionError("the stack of calls was formatted")
+
+    _, train_state = make_train_state()
+    monkeypatch.setattr(traceback, "format_stack", refuse)
+    assert train_step(train_state, batches[:2], 0).values.read()[6]
 
 
 def test_a_loss_that_is_not_finite_changes_nothing(make_train_state, batches, broken_batch) -> None:

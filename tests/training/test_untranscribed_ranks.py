@@ -90,16 +90,23 @@ def over_ranks(context: DistributedContext) -> None:
 
 
 def sharded(context: DistributedContext) -> None:
-    """Two ranks with shards of all weights, of compiled layers too, make the steps of one."""
+    """Two ranks with shards of all weights make the steps of one."""
+    assert_as_one(context, pretraining(strategy="fsdp2"))
+
+
+def compiled(context: DistributedContext) -> None:
+    """So they do with layers that are compiled."""
     # The default backend writes and compiles C++, which takes minutes.
     torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
+    assert_as_one(context, pretraining(strategy="fsdp2", compile=True))
+
+
+def assert_as_one(context: DistributedContext, sharded: TrainConfig) -> None:
     alone, share = DistributedContext(0, 1, context.device), slice(context.rank, None, 2)
-    plain, fsdp = pretraining(), {"strategy": "fsdp2"}
     results: list[list[Tensor]] = []
     for config, ranks, own in (
-        (plain, alone, slice(None)),
-        (pretraining(**fsdp), context, share),
-        (pretraining(**fsdp, compile=True), context, share),
+        (pretraining(), alone, slice(None)),
+        (sharded, context, share),
     ):
         model, state = make(config, ranks)
         values = train(state, own, pretrain=True)
@@ -107,13 +114,17 @@ def sharded(context: DistributedContext) -> None:
         counts = build.build_gauges(state)["code_use"].state_dict()["counts"].double()
         assert counts.sum() > 0
         results.append([torch.tensor(values), ranks.all_reduce(counts), *weights(model, state)])
-    for other in results[1:]:
-        for one, theirs in zip(results[0], other, strict=True):
-            torch.testing.assert_close(one, theirs, rtol=1e-5, atol=1e-5)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_two_ranks_make_the_steps_of_one() -> None:
     check_ranks(over_ranks, sharded, size=2, limit_s=240)
+
+
+@pytest.mark.extended
+def test_two_ranks_with_compiled_layers_make_the_steps_of_one() -> None:
+    check_ranks(compiled, size=2, limit_s=240)
 
 
 # Torch's tracer instantiates autograd functions, and looks at the gradients of all inputs.

@@ -1,7 +1,6 @@
-"""With a program that behaves as ffmpeg does, and with ffmpeg itself where there is one."""
+"""With a program that behaves as ffmpeg does, and with ffmpeg itself."""
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from effasr.transcription.inputs import ffmpeg
 from effasr.transcription.inputs.audio_stream import AudioStream, open_stream
 from effasr.transcription.results import Failure, Transcription
 from effasr.transcription.transcribe import Waveform, transcribe
+from tests.support.real_ffmpeg import real_ffmpeg
 
 RATE = 16_000
 FAKE = """\
@@ -127,19 +127,82 @@ def test_without_ffmpeg_it_is_named(tmp_path, monkeypatch) -> None:
         open_stream(tmp_path / "x.m4a", RATE)
 
 
-@pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="there is no ffmpeg")
-@pytest.mark.parametrize("name", ["x.m4a", "-x.mp4", "concat:a|b.mkv"])
-def test_ffmpeg_itself(tmp_path, monkeypatch, name) -> None:
+def test_what_takes_too_much_memory_is_ended(calls, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(ffmpeg, "_MEMORY_BYTES", 64 << 20)
+    (tmp_path / "bin" / "ffmpeg").write_text(
+        f"#!{sys.executable}\nimport time\ntime.sleep(1)\ntry:\n    bytearray(1 << 27)\n"
+        "except MemoryError:\n    raise SystemExit('Cannot allocate memory') from None\n"
+    )
+    (tmp_path / "x.m4a").write_bytes(b"secret")
+    with pytest.raises(AudioError, match="ffmpeg: Cannot allocate memory"):
+        samples(open_stream(tmp_path / "x.m4a", RATE))
+
+
+@pytest.fixture
+def real(monkeypatch, tmp_path) -> Path:
+    """A working directory where the real ffmpeg is on the PATH."""
+    program = real_ffmpeg()
+    if program is None:
+        pytest.skip("neither ffmpeg nor imageio-ffmpeg is installed")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ffmpeg").symlink_to(program)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.chdir(tmp_path)
-    seconds = np.arange(5 * RATE) / RATE
-    sound = 0.1 * np.sin(2 * np.pi * seconds * (100 + 60 * seconds))
+    return tmp_path
+
+
+def sweep(seconds: float) -> np.ndarray:
+    """A tone whose pitch rises: a part of it fits at its own place alone."""
+    times = np.arange(int(seconds * RATE)) / RATE
+    return 0.1 * np.sin(2 * np.pi * times * (100 + 60 * times))
+
+
+def write(name: str, sound: np.ndarray) -> None:
     soundfile.write("sound.wav", np.stack([sound, sound], axis=1), RATE)
     command = ["ffmpeg", "-nostdin", "-v", "error", "-i", "sound.wav", f"file:{name}"]
-    if subprocess.run(command, check=False, capture_output=True).returncode:
-        pytest.skip("this ffmpeg cannot write it")
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("name", ["x.m4a", "-x.mp4", "concat:a|b.mkv"])
+def test_ffmpeg_itself(real, name) -> None:
+    sound = sweep(5.0)
+    write(name, sound)
     heard = samples(open_stream(name, RATE))
     assert abs(len(heard) - len(sound)) < 0.1 * RATE
     length = min(len(heard), len(sound))
     assert np.corrcoef(heard[:length], sound[:length])[0, 1] > 0.98
     part = samples(open_stream(name, RATE, offset=2.0, duration=1.0))
     assert len(part) == pytest.approx(RATE, abs=0.1 * RATE)
+
+
+PLAYLIST = "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile://{}\n#EXT-X-ENDLIST\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "plain"),
+    [
+        ("x.m3u8", PLAYLIST, ("-allowed_extensions", "ALL", "-extension_picky", "0")),
+        ("x.m4a", "ffconcat version 1.0\nfile {}\n", ("-safe", "0", "-f", "concat")),
+    ],
+)
+def test_ffmpeg_itself_reads_no_other_file(real, name, text, plain) -> None:
+    sound = sweep(1.0)
+    write("other.mp4", sound)
+    Path(name).write_text(text.format(Path("other.mp4").absolute()))
+    # Asked to, ffmpeg reads the other file.
+    command = ["ffmpeg", "-v", "error", *plain, "-i", name, "-f", "f32le", "-ac", "1", "-"]
+    heard = subprocess.run(command, check=True, capture_output=True).stdout
+    assert len(heard) // 4 == pytest.approx(len(sound), abs=0.1 * RATE)
+    with pytest.raises(AudioError, match="not a format that has its audio in the file itself"):
+        samples(open_stream(name, RATE))
+
+
+def test_ffmpeg_itself_knows_each_format(real) -> None:
+    """A name that it does not know would have no effect."""
+    listed = subprocess.run(
+        ["ffmpeg", "-v", "error", "-demuxers"], check=True, capture_output=True, text=True
+    ).stdout
+    rows = [line.split() for line in listed.splitlines() if line.startswith(" D")]
+    known = {name for row in rows for name in row[1].split(",")}
+    assert set(ffmpeg._FORMATS) <= known
+    assert {"hls", "dash", "concat"} <= known

@@ -74,7 +74,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`."""
         checked = check_ids(ids, self.vocab_size)
-        return self._tokenizer.decode(checked, skip_special_tokens=True).strip()
+        try:
+            return self._tokenizer.decode(checked, skip_special_tokens=True).strip()
+        except BaseException as error:
+            raise _unreadable(self._path, error) from error
 
     def count_unknown(self, ids: Iterable[int]) -> int:
         """See `Tokenizer.count_unknown`."""

@@ -23,7 +23,7 @@ from effasr.distributed.batch_norm import copies
 from effasr.distributed.grad_sync import GradientSync
 from effasr.training.fault_tolerance.batch_split import split
 from effasr.training.memory import in_use
-from effasr.training.seeds import micro_batch_seed
+from effasr.training.seeds import micro_batch_seed, seed_generators
 
 T = TypeVar("T")
 
@@ -140,6 +140,7 @@ class OOMRecovery:
         statistics: Running statistics of the model's batch norms before the step.
         unsplittable_reason: Why micro-batches cannot be computed in pieces, and the remedy; None
             if they can.
+        device: Device of the model.
 
     Attributes:
         kept: Copies of the statistics before the step.
@@ -152,11 +153,13 @@ class OOMRecovery:
         grad_sync: GradientSync,
         statistics: Sequence[Tensor],
         unsplittable_reason: str | None,
+        device: torch.device,
     ) -> None:
         self._gradient = gradient
         self._grad_sync = grad_sync
         self._statistics = statistics
         self._unsplittable_reason = unsplittable_reason
+        self._device = device
         self._done: list[list[Outcome]] = []
         self.kept = copies(statistics)
         self.splits = 0
@@ -180,7 +183,7 @@ class OOMRecovery:
             OutOfMemory: There is not enough memory for a single utterance, or splitting is
                 impossible.
         """
-        torch.manual_seed(piece.seed)
+        seed_generators(piece.seed, self._device)
         result = attempt(run)
         if not isinstance(result, Failure):
             self._done.append([Outcome(piece, *result)])
@@ -221,7 +224,7 @@ class OOMRecovery:
         while waiting:
             piece = waiting.popleft()
             _restore(self._statistics, before)
-            torch.manual_seed(piece.seed)
+            seed_generators(piece.seed, self._device)
             result = attempt(partial(self._gradient, piece.batch))
             if isinstance(result, Failure):
                 waiting.extendleft(reversed(piece.halves(result.reason)))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -34,6 +36,9 @@ _FORMATS = (
 )  # fmt: skip
 """Formats of ffmpeg that have their audio in the file itself. Others, such as playlists (hls, dash,
 concat) and scripts (avisynth), name files that would be read, too."""
+
+_MEMORY_BYTES = 4 << 30
+"""Address space that ffmpeg may take; it takes 0.2 GB, and more with shared libraries."""
 
 _BLOCK_S = 10
 _BYTES = 4
@@ -65,8 +70,8 @@ def ffmpeg_blocks(
 
     Raises:
         AudioError: ffmpeg is missing, cannot read the file, gives no sample for `PATIENCE_S`
-            seconds, or more samples than the file can hold. Raised by the call if known before
-            ffmpeg runs, else by the iterator.
+            seconds, more samples than the file can hold, or needs more than 4 GiB of address space.
+            Raised by the call if known before ffmpeg runs, else by the iterator.
     """
     size = regular_file_size(path)
     program = shutil.which("ffmpeg")
@@ -79,7 +84,8 @@ def ffmpeg_blocks(
     begin = ["-ss", _seconds(offset)] if offset else []
     length = [] if duration is None else ["-t", _seconds(duration)]
     command = [
-        *(program, "-nostdin", "-hide_banner", "-loglevel", "error"),
+        # A decoder would have a thread for each core, and memory of its own in each.
+        *(program, "-nostdin", "-hide_banner", "-loglevel", "error", "-threads", "1"),
         *("-protocol_whitelist", "file", "-format_whitelist", ",".join(_FORMATS), *begin),
         *("-i", f"file:{os.fspath(path)}", "-map", "0:a:0", "-vn", "-sn", "-dn"),
         *length,
@@ -99,6 +105,7 @@ def _blocks(command: list[str], name: str, size: int, most: int) -> Iterator[np.
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log
         )
         assert process.stdout is not None
+        _limit_memory(process.pid)
         left = most
         try:
             while data := _read(process.stdout, size, name):
@@ -124,6 +131,14 @@ def _blocks(command: list[str], name: str, size: int, most: int) -> Iterator[np.
             process.stdout.close()
         if code or left == most:
             raise AudioError(AudioProblem.UNREADABLE, f"{name}: ffmpeg: {_last_words(log, code)}")
+
+
+def _limit_memory(process: int) -> None:
+    if sys.platform != "linux":
+        return
+    now = resource.prlimit(process, resource.RLIMIT_AS)
+    limit = min(bound for bound in (_MEMORY_BYTES, *now) if bound != resource.RLIM_INFINITY)
+    resource.prlimit(process, resource.RLIMIT_AS, (limit, limit))
 
 
 def _read(pipe: IO[bytes], size: int, name: str) -> bytes:

@@ -66,7 +66,7 @@ def problems(draw: st.DrawFn) -> tuple[UtteranceLengths, StaticShape, int]:
     return lengths_of(list(frames), list(tokens)), shape, draw(st.integers(1, 5))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(problems(), st.integers(0, 2**63), st.sampled_from(["carry", "exact"]))
 def test_every_plan_is_sound(
     problem: tuple[UtteranceLengths, StaticShape, int], seed: int, epoch_end: EpochEnd

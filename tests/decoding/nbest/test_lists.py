@@ -87,6 +87,7 @@ def test_transducers_find_the_likeliest_of_all_transcripts(durations) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("penalty", [0.0, 0.6])
+@pytest.mark.representative(penalty=0.6)
 def test_attention_finds_the_best_ranks_and_their_scores(
     penalty, examples, model, tokenizer
 ) -> None:

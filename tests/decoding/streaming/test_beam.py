@@ -112,6 +112,7 @@ def fed(
 
 @pytest.mark.parametrize(("chunk", "seed"), [(1, None), (7, None), (5, 1), (40, 2)])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.representative(chunk=[1, 5])
 def test_a_stream_has_the_hypotheses_of_the_whole_utterance(kind, chunk, seed) -> None:
     head, encoded = case(kind)
     expected, rows = whole(kind, head, encoded), encoded.unpack()
