@@ -161,7 +161,7 @@ def compile_to_ptx(launch: Launch, architecture: int) -> tuple[str, int]:
         RuntimeError: See `compile_launch`.
     """
     with knobs.runtime.scope(), knobs.cache.scope():
-        knobs.runtime.add_stages_inspection_hook = _leave_out_assembler
+        knobs.runtime.add_stages_inspection_hook = _leave_out_assembler  # type: ignore[assignment]
         # The key of Triton 3.6 does not depend on the hook: it would take these files for whole.
         knobs.cache.dir = os.path.join(knobs.cache.dir, "ptx")
         compiled = _compile(launch, architecture)
