@@ -12,6 +12,7 @@ DEMO := data/demo
 # One more than two cores, as some tests wait; a process that has nothing left takes tests from another.
 SHARED := -n 3 --dist worksteal
 INTERPRETED := -k "contract and not transducer"
+SOME_OPERATIONS := $(addprefix tests/gpu/test_, $(addsuffix .py, ctc_loss depthwise_conv linear_cross_entropy))
 # Inputs of each reader of foreign files in `make fuzz`.
 INPUTS ?= 1000
 
@@ -100,7 +101,7 @@ demo-transducer: $(VENV)/.demo
 test: $(VENV)/.test
 	EFFASR_EMULATE=90 $(BIN)/pytest $(SHARED) -m "not gpu and not extended"
 	@echo; echo "Some kernels in Triton's interpreter:"; echo
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/gpu $(INTERPRETED) -m "not extended"
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 $(SOME_OPERATIONS) $(INTERPRETED) -m "not extended"
 
 # All cases: every architecture, dtype and shape.
 test-all: $(VENV)/.test

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 import yaml
 
 from effasr.untrusted.documents import parse_yaml, read_yaml
+from effasr.untrusted.yaml_text import NUMBER, dump_yaml
 
 T = TypeVar("T")
 
@@ -167,7 +167,7 @@ def _translated_value(annotation: Any, value: Any, fill: bool) -> Any:
 
 def dump(config: Any) -> str:
     """Return the configuration as YAML, every field written out."""
-    return yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True)
+    return dump_yaml(to_mapping(config))
 
 
 def _find(recipe: str | Path) -> Path:
@@ -204,7 +204,7 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
+    NUMBER,
     list("-+0123456789"),
 )
 

@@ -10,8 +10,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from effasr.config import RUN_CONFIG
 from effasr.data.checksums import sha256
 from effasr.evaluation.result import SUMMARY, read_summary, set_name
@@ -19,6 +17,7 @@ from effasr.evaluation.tables import percent
 from effasr.untrusted.display import escape_line
 from effasr.untrusted.documents import WRONG_VALUES, read_yaml
 from effasr.untrusted.files import read_text
+from effasr.untrusted.yaml_text import dump_yaml
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class ModelCard:
 
     def text(self) -> str:
         """Front matter in YAML, and Markdown."""
-        front = yaml.safe_dump(self._front(), sort_keys=False, allow_unicode=True)
+        front = dump_yaml(self._front())
         fence = "```"
         while fence in self.configuration:
             fence += "`"

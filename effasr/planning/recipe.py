@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import yaml
-
 from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
 from effasr.data.statistics.frames_per_token import FramesPerToken
 from effasr.data.statistics.guidance import COLUMNS
 from effasr.planning.practice import Practice
 from effasr.untrusted.display import fold
+from effasr.untrusted.yaml_text import dump_scalar
 
 SPEEDS = (0.9, 1.0, 1.1)
 """Speed perturbation factors, as in the recipes of Kaldi, icefall and ESPnet."""
@@ -135,7 +134,7 @@ def _head(request: RecipeRequest, time: str | None) -> Iterator[str]:
         yield from (f"#   {source}" for source in practice.sources)
     else:
         yield "# Fine-tuning: architecture, tokenizer and features are those of the model."
-    yield f"name: {scalar(request.name)}"
+    yield f"name: {dump_scalar(request.name)}"
 
 
 def _scratch(request: RecipeRequest) -> Iterator[str]:
@@ -164,7 +163,7 @@ def _scratch(request: RecipeRequest) -> Iterator[str]:
     yield "  decoder:"
     yield from (f"    {line}" for line in _sizes(practice, practice.decoder_layers))
     yield from _data(request)
-    yield f"  tokenizer: {scalar(request.tokenizer)} # {request.vocabulary}"
+    yield f"  tokenizer: {dump_scalar(request.tokenizer)} # {request.vocabulary}"
     yield "# CTC leads until it has found the alignment, then attention is guided along it."
     weight, before = practice.ctc_weights
     yield (
@@ -185,7 +184,7 @@ def _sizes(practice: Practice, layers: int) -> Iterator[str]:
 
 
 def _fine_tuning(request: RecipeRequest) -> Iterator[str]:
-    yield f"init_from: {scalar(request.init_from)}"
+    yield f"init_from: {dump_scalar(request.init_from)}"
     yield from _data(request)
     yield "loss: {label_smoothing: 0.0}"
     yield "optimizer: {lr: 0.00002, weight_decay: 0.001}"
@@ -201,7 +200,7 @@ def _data(request: RecipeRequest) -> Iterator[str]:
     else:
         yield "  # No validation without speech that is not trained on: validation: data/dev"
     if request.language != DataConfig().language:
-        yield f"  language: {scalar(request.language)}"
+        yield f"  language: {dump_scalar(request.language)}"
     yield "  # Each utterance is three times in an epoch, once at each speed."
     yield f"  speed_perturbation: [{', '.join(map(str, SPEEDS))}]"
     seconds = request.step_seconds / count
@@ -223,15 +222,5 @@ def _training(request: RecipeRequest) -> Iterator[str]:
 
 
 def _paths(paths: Sequence[str]) -> str:
-    listed = ", ".join(map(scalar, paths))
+    listed = ", ".join(map(dump_scalar, paths))
     return listed if len(paths) == 1 else f"[{listed}]"
-
-
-def scalar(text: str | None) -> str:
-    """Return a text as a one-line YAML scalar, quoted where necessary."""
-    # Recipes are read with the numbers of YAML 1.2: PyYAML would write 1e5 without quotes.
-    style = "'" if text and text[0] in "-+0123456789" else None
-    dumped = yaml.safe_dump(
-        [text], default_flow_style=True, default_style=style, allow_unicode=True, width=10**6
-    )
-    return dumped.strip()[1:-1]

@@ -149,6 +149,7 @@ def test_the_launcher_refuses_options_in_one_line(
     assert line.startswith(f"effasr.launch: {message}")
 
 
+@pytest.mark.extended
 def test_the_launcher_trains_as_torchrun_does(workplace, tmp_path) -> None:
     # One rank: tests above have two. An interpreter of its own, as a user starts it.
     command = [sys.executable, "-m", "effasr.launch", "--standalone", "--nproc-per-node", "1"]

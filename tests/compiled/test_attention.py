@@ -86,8 +86,7 @@ def _launches(
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 @pytest.mark.representative(
     features=[
-        *("plain", "all_with_rotary", "all_with_relative", "grouped", "grouped_with_rotary"),
-        "context_with_relative",
+        *("all_with_rotary", "all_with_relative", "grouped", "context_with_relative"),
     ]
 )
 def test_compiles_for_every_architecture(

@@ -69,6 +69,7 @@ def test_compiles_for_every_architecture(architecture: int, compiled_ok: Check) 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.representative(dtype=torch.float32)
+@pytest.mark.extended
 def test_compiles_for_every_dtype(dtype: torch.dtype, compiled_ok: Check) -> None:
     compiled_ok(_launches(90, 9, 512, dtype), 90)
 
@@ -84,7 +85,6 @@ def test_compiles_for_every_dtype(dtype: torch.dtype, compiled_ok: Check) -> Non
     ],
 )
 @pytest.mark.representative(taps=7)
-@pytest.mark.representative(taps=9, causal=True)
 def test_compiles_for_every_kind(
     taps: int, channels: int, gated: bool, causal: bool, bias: bool, compiled_ok: Check
 ) -> None:
@@ -93,6 +93,7 @@ def test_compiles_for_every_kind(
 
 
 @pytest.mark.parametrize("taps", [17, pytest.param(32, marks=pytest.mark.extended)])
+@pytest.mark.extended
 def test_the_most_taps_fit_in_registers(taps: int, compiled_ok: Check) -> None:
     causal = taps % 2 == 0
     compiled_ok(_launches(90, taps, 512, torch.float32, causal=causal), 90)

@@ -76,6 +76,7 @@ def test_compiles_for_every_architecture(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.representative(width=64, dtype=torch.float32)
+@pytest.mark.extended
 def test_compiles_for_other_dtypes(compiled_ok: CompiledOk, width: int, dtype: torch.dtype) -> None:
     products = KERNELS if dtype == torch.float16 else ()
     compiled_ok(_launches(width=width, dtype=dtype), 90, products=products)
@@ -83,6 +84,7 @@ def test_compiles_for_other_dtypes(compiled_ok: CompiledOk, width: int, dtype: t
 
 @pytest.mark.parametrize("width", [16, 36, 80, 144])
 @pytest.mark.representative(width=80)
+@pytest.mark.extended
 def test_compiles_for_other_widths(compiled_ok: CompiledOk, width: int) -> None:
     compiled_ok(_launches(width=width), 90, products=KERNELS)
 

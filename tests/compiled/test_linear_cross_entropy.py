@@ -150,6 +150,7 @@ def test_no_number_of_rows_compiles_anything() -> None:
     assert len(keys) == 3
 
 
+@pytest.mark.extended
 def test_few_rows_share_the_vocabulary() -> None:
     """So that every multiprocessor has work; the number depends on shapes alone."""
     grids = {}

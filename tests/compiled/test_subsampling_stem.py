@@ -71,6 +71,7 @@ def test_compiles_for_every_architecture(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.representative(dtype=torch.float32)
+@pytest.mark.extended
 def test_compiles_for_every_dtype(dtype: torch.dtype, compiled_ok: Check) -> None:
     products = () if dtype == torch.float32 else PRODUCTS
     compiled_ok(_launches(90, dtype), 90, products=products)

@@ -82,6 +82,7 @@ def test_compiles_for_every_architecture(
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 @pytest.mark.parametrize("durations", [None, (0, 1, 2, 3, 4)])
 @pytest.mark.representative(durations=None)
+@pytest.mark.extended
 def test_compiles_where_the_device_divides_the_nodes(
     compiled_ok: Callable[..., dict[str, aot.Resources]],
     durations: tuple[int, ...] | None,
@@ -148,7 +149,7 @@ def test_compiles_for_every_width_of_the_lattice(
     ],
     ids=["float16", "float32", "odd"],
 )
-@pytest.mark.representative(options=[{"dtype": torch.float32}, {"classes": 1025, "width": 177}])
+@pytest.mark.representative(options={"classes": 1025, "width": 177})
 def test_compiles_for_other_inputs(
     compiled_ok: Callable[..., dict[str, aot.Resources]], options: dict
 ) -> None:

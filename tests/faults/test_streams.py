@@ -72,6 +72,7 @@ sys.exit(main(["train", sys.argv[1]]))
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_an_environment_of_ascii_and_nothing_else_is_enough(tmp_path) -> None:
     """Nor is a home, a user or the temporary folder that is named needed."""
     folder = tmp_path / "Übung Ω"

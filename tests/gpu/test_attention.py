@@ -139,7 +139,7 @@ def test_is_right_across_tiles(
 
 
 @pytest.mark.parametrize("kind", ["none", "rotary", "part"])
-@pytest.mark.representative(kind=["none", "rotary"])
+@pytest.mark.representative(kind="rotary")
 def test_is_right_where_heads_share_keys(
     kind: str, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -80,6 +80,7 @@ def test_agrees_with_the_definition(
     ],
     ids=["first", "last", "repeats"],
 )
+@pytest.mark.representative(options={"blank_id": 0, "with_bias": False})
 def test_agrees_wherever_the_blank_is(options: dict, device: torch.device) -> None:
     """With two labels to choose from, most transcripts repeat theirs, also in a row."""
     check_kernel(_case_for((5, 0, 11), **options), torch.float32, device)

@@ -137,12 +137,13 @@ def test_any_number_of_taps(taps: int, dtype: torch.dtype, device: torch.device)
 
 
 @pytest.mark.parametrize("channels", [1, 32, 33, 130])
-@pytest.mark.representative(channels=[1, 33])
+@pytest.mark.representative(channels=33)
 def test_any_number_of_channels(channels: int, dtype: torch.dtype, device: torch.device) -> None:
     _compare((9, 3), channels, 3, dtype, device, rows=13)
 
 
 @pytest.mark.parametrize(("gated", "causal"), [(False, False), (True, True)])
+@pytest.mark.representative(gated=True)
 def test_bias_can_be_left_out(
     gated: bool, causal: bool, dtype: torch.dtype, device: torch.device
 ) -> None:

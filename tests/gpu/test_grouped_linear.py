@@ -101,6 +101,7 @@ def test_large_tiles_of_weights(
     _compare((70, 5), 72, 136, dtype, device)
 
 
+@pytest.mark.extended
 def test_more_groups_than_a_search_reads_at_a_time(device: torch.device) -> None:
     sizes = (3, *[0] * 130, 2, 1)
     _compare(sizes, 8, 8, torch.float32, device, tail=2)

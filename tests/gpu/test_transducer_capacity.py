@@ -52,6 +52,7 @@ def _on_device(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("durations", [None, (0, 1, 2)])
+@pytest.mark.representative(durations=(0, 1, 2))
 def test_one_chunk_gives_the_bits_of_a_division_on_the_host(
     durations: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -95,6 +96,7 @@ def test_numbers_of_tiles_have_room_for_every_sequence() -> None:
         assert past <= fold.count_tiles(Room(node, frame, count, state))
 
 
+@pytest.mark.extended
 def test_tiles_of_long_transcripts(device: torch.device) -> None:
     """Of several strips of states, and frames that are no whole tile."""
     transcripts = [[1] * 33, [], [3] * 40]

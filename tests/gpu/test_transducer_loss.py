@@ -129,6 +129,7 @@ def _scores(frames: int, labels: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("frames", "labels"), [(300, 60), (5, 1023), (5, 1024), (3, 2100)])
+@pytest.mark.representative(labels=[60, 1024])
 def test_lattice_against_float64(frames: int, labels: int, device: torch.device) -> None:
     """Occupancies to rounding; and every path crosses each anti-diagonal once.
 

@@ -268,6 +268,7 @@ def test_rows_go_to_files_of_the_same_columns_alone(tmp_path: Path) -> None:
         rows.append(path, ["b", "a"], {})
 
 
+@pytest.mark.extended
 def test_a_bare_machine_is_enough() -> None:
     """Without what reads audio and manifests, the model can be timed, and recorded."""
     code = """

@@ -327,6 +327,7 @@ def test_apex_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _distance(REALISTIC, APEX[1]) < 1e-5
 
 
+@pytest.mark.extended
 def test_pruning_is_timed_but_not_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

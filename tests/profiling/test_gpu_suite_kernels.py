@@ -124,6 +124,7 @@ def test_a_layer_of_each_kind_has_all_the_kernels(monkeypatch: pytest.MonkeyPatc
     assert one == seen_in_training(2, monkeypatch)
 
 
+@pytest.mark.extended
 def test_on_a_cpu_kernels_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--compile", "--op", "depthwise_conv", "--frames", "40", "--processes", "1"]
     assert launch_kernels.main(options) == 0

@@ -178,6 +178,7 @@ def front_and_body(card: str) -> tuple[dict[str, Any], str]:
 
 @given(name=TEXT, other=TEXT)
 @example(name="a\n---\nlicense: b", other="---")
+@example(name="a\u2028b", other="\x85")
 @example(name="!!python/name:os.system", other="*a: &b {c: [")
 def test_the_front_matter_of_a_model_card_has_the_values_as_text(name: str, other: str) -> None:
     result = {

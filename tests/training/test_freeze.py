@@ -40,6 +40,7 @@ def test_what_is_frozen_stays_to_the_bit_and_has_no_moments(make_config, tmp_pat
     }
 
 
+@pytest.mark.extended
 def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_config, tmp_path) -> None:
     settings = {"freeze": ("encoder.layers.*.conv", "decoder.embed_tokens")}
     assert run(make_config(name="straight", training=settings)) == 0

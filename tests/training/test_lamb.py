@@ -17,6 +17,7 @@ LAMB = OptimizerConfig(name="lamb", lr=0.01)
 
 
 @needs_library
+@pytest.mark.extended
 def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_config, tmp_path) -> None:
     assert run(make_config(name="straight", optimizer=LAMB)) == 0
     assert run(make_config(optimizer=LAMB, training={"stop_at": 5})) == 0

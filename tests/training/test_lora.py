@@ -75,6 +75,7 @@ def test_a_run_changes_what_it_is_to_and_publishes_merged_weights(
     assert len(moments) == len(own)
 
 
+@pytest.mark.extended
 def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_lora_config, tmp_path) -> None:
     assert run(make_lora_config(name="straight")) == 0
     assert run(make_lora_config(training={"stop_at": 5})) == 0
@@ -235,7 +236,7 @@ def test_the_compiled_model_trains_alike(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "adpsgd"])
-@pytest.mark.representative(strategy="fsdp2")
+@pytest.mark.extended
 def test_runs_of_two_processes_publish_merged_weights(
     make_lora_config, base, tones, tmp_path, strategy
 ) -> None:

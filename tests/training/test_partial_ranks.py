@@ -88,6 +88,7 @@ def frozen_encoder(context: DistributedContext) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_two_ranks_train_as_one() -> None:
     check_ranks(adapters_and_a_frozen_layer)
 

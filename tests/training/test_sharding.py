@@ -202,6 +202,7 @@ def test_sharded_training_of_compiled_layers_is_that_of_one_process() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_sharded_language_model_trains_as_that_of_one_process() -> None:
     pytest.importorskip("transformers")
     check_ranks(language_model)

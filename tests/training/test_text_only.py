@@ -136,6 +136,7 @@ def test_speech_and_text_train_together(make_mixed, tmp_path, capsys) -> None:
     assert model.config.text_encoder == TEXT
 
 
+@pytest.mark.extended
 def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_mixed, tmp_path) -> None:
     straight, stopped = make_mixed(name="straight"), make_mixed(name="stopped")
     assert run(straight) == 0
@@ -306,6 +307,7 @@ def test_validation_on_text_counts_what_the_model_writes(make_text_alone, pairs)
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_two_ranks_have_the_loss_curve_of_one(make_mixed, tmp_path) -> None:
     """Where the last micro-batch of one rank is speech, and that of the other text."""
     training = {"max_steps": 10}

@@ -312,6 +312,7 @@ def test_hostile_streams_end_cleanly(streaming_model: Make, tokenizer: Tokenizer
         assert stream.take() == []
 
 
+@pytest.mark.extended
 def test_silence_for_minutes_takes_no_more_memory(
     streaming_model: Make, tokenizer: Tokenizer
 ) -> None:

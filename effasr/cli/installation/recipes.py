@@ -66,7 +66,7 @@ def copy(recipe: str, file: Path) -> None:
         ValueError: The file exists already, or is no YAML file.
     """
     from effasr.data.atomic_files import write_atomically
-    from effasr.planning.recipe import scalar
+    from effasr.untrusted.yaml_text import dump_scalar
 
     if file.suffix not in (".yaml", ".yml") or file.exists():
         raise ValueError(
@@ -74,7 +74,7 @@ def copy(recipe: str, file: Path) -> None:
             "one, or remove it."
         )
     file.parent.mkdir(parents=True, exist_ok=True)
-    text = read(recipe).replace(f"name: {recipe}\n", f"name: {scalar(file.stem)}\n", 1)
+    text = read(recipe).replace(f"name: {recipe}\n", f"name: {dump_scalar(file.stem)}\n", 1)
     write_atomically(file, text.encode())
     print_line(f"wrote {file}; train it with `effasr train {file}` (results in runs/{file.stem})")
 

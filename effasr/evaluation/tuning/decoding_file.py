@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from effasr.config import from_mapping
 from effasr.data.atomic_files import write_atomically
 from effasr.decoding.config import DecodingConfig
 from effasr.untrusted.display import escape_line
 from effasr.untrusted.documents import read_yaml
+from effasr.untrusted.yaml_text import dump_yaml
 
 DECODING_FILE = "decoding.yaml"
 
@@ -91,7 +90,7 @@ def write_decoding(path: str | Path, config: DecodingConfig, comment: str) -> No
         value = getattr(config, name)
         if value != getattr(plain, name):
             row[name] = str(_absolute(value)) if isinstance(value, Path) else value
-    text = f"# {escape_line(comment)}\n{yaml.safe_dump(row, sort_keys=False, allow_unicode=True)}"
+    text = f"# {escape_line(comment)}\n{dump_yaml(row)}"
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text.encode("utf-8"))

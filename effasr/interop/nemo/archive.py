@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
-import yaml
 from torch import Tensor
 
 from effasr.data.atomic_files import atomic_file
@@ -28,6 +27,7 @@ from effasr.untrusted.archives import BoundedTar
 from effasr.untrusted.documents import YAML_BYTES, parse_yaml
 from effasr.untrusted.files import open_regular, read_bytes
 from effasr.untrusted.tensors import is_honest, load_tensors
+from effasr.untrusted.yaml_text import dump_yaml
 
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 _PREFIX = "nemo:"
@@ -204,7 +204,7 @@ def write_archive(
         files: Files by the names that the configuration has after ``nemo:``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+    text = dump_yaml(dict(config))
     with (
         tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as saved,
         atomic_file(path) as file,

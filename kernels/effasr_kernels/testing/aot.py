@@ -135,10 +135,7 @@ def compile_launch(launch: Launch, architecture: int) -> Resources:
     Raises:
         RuntimeError: The kernel's module was imported under ``TRITON_INTERPRET=1``.
     """
-    # Nothing here depends on the lines of the source, which take a tenth of the time.
-    with knobs.compilation.scope():
-        knobs.compilation.disable_line_info = True
-        compiled = _compile(launch, architecture)
+    compiled = _compile(launch, architecture)
     ptx = compiled.asm["ptx"]
     registers, stack, static = _usage(compiled.asm["cubin"])
     return Resources(

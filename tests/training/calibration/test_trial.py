@@ -64,6 +64,7 @@ def test_want_of_memory_is_a_result(request_of) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_model_of_memory_predicts_what_is_measured(request_of, population, tmp_path) -> None:
     """From the first trials to a budget that is larger than all of them."""
     endless = replace(population, total_frames=10**9)
