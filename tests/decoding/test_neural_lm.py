@@ -215,7 +215,7 @@ def test_a_cache_that_is_wrong_is_not_used(caplog) -> None:
     model = causal("gpt2")
     model.register_forward_hook(
         lambda _, given, options, output: setattr(output, "logits", output.logits + 1e-2 * (
-            options.get("past_key_values") is not None) * torch.arange(V)),
+            not {"cache", "past_key_values"}.isdisjoint(options)) * torch.arange(V)),
         with_kwargs=True,
     )  # fmt: skip
     assert NeuralLM(model, V, EOS)._cache is None

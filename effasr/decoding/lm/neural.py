@@ -6,6 +6,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ class NeuralLM:
             for layer, (keys, values) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
                 past.update(keys, values, layer)
         ids = self._ids([text[known:] for text in texts])
-        output = self._model(input_ids=ids, past_key_values=past, use_cache=True)
+        output = _read_on(self._model, ids, past)
         self._remember([text[1:] for text in texts], output)
         if len(texts[0]) == self.order:
             # The next context loses its first token, which changes all positions.
@@ -173,6 +174,13 @@ class NeuralLM:
             self._known[row] = scores.clone()
 
 
+def _read_on(model: Any, ids: Tensor, cache: Any) -> Any:
+    """Read tokens behind those of a cache, which gets their keys and values."""
+    # Its name since transformers 5.24, which warns of the other one.
+    named = "cache" in signature(model.forward).parameters
+    return model(input_ids=ids, use_cache=True, **{"cache" if named else "past_key_values": cache})
+
+
 def _parts(cache: Any) -> list[Tensor]:
     """Return keys and values of each layer, (texts, heads, tokens, width) each."""
     return [part for layer in cache.layers for part in (layer.keys, layer.values)]
@@ -190,12 +198,12 @@ def _shapes(model: Any, token: int) -> list[tuple[int, int]] | None:
     ids = torch.tensor([[token] * 3, [token] * 3], device=device)
     try:
         expected = model(input_ids=ids, use_cache=False).logits[:, -1]
-        model(input_ids=ids[:, :2], past_key_values=past, use_cache=True)
+        _read_on(model, ids[:, :2], past)
         parts = _parts(past)
         shapes = [(part.shape[1], part.shape[3]) for part in parts]
         if not parts or any(part.shape[::2] != (2, 2) for part in parts):
             return None
-        found = model(input_ids=ids[:, 2:], past_key_values=past, use_cache=True).logits[:, -1]
+        found = _read_on(model, ids[:, 2:], past).logits[:, -1]
         if any(part.shape[2] != 3 for part in _parts(past)):
             return None
     except Exception:  # What models without a cache raise differs from one to the other.
