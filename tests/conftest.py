@@ -1,3 +1,4 @@
+import gc
 import os
 import shutil
 import signal
@@ -23,6 +24,15 @@ else:
     settings.load_profile("any_load")
 
 pytest_plugins = ["pytester", "tests.support.cpu_report", "tests.support.suites"]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave modules and tests, which stay to the end, out of collections of garbage.
+
+    They took an eighth of the processor time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -213,6 +213,7 @@ def case(request, encoder, tokenizer, exported, tmp_path_factory) -> tuple[ASRMo
 
 
 @pytest.mark.representative(case="lstm")
+@pytest.mark.extended
 def test_the_search_of_a_stranger_finds_the_same(case, recordings, tokenizer) -> None:
     model, folder = case
     batch = collate(

@@ -182,6 +182,7 @@ def test_a_wide_beam_finds_the_likeliest_of_all_texts(
 
 
 @torch.no_grad()
+@pytest.mark.extended
 def test_a_wider_beam_is_likelier_and_any_than_greedy() -> None:
     totals: dict[str | int, float] = {"greedy": 0.0, 1: 0.0, 2: 0.0, 8: 0.0}
     better = 0

@@ -77,6 +77,7 @@ def _compare(
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.representative(activation="silu")
 def test_every_activation(activation: Any, dtype: torch.dtype, device: torch.device) -> None:
     _compare((3, 2), dtype, device, activation, rows=6)
 

@@ -59,6 +59,7 @@ def test_two_steps_give_the_losses_of_the_references(
 @pytest.mark.skipif(launch.INTERPRETED, reason="Triton's interpreter computes bfloat16 wrongly")
 @pytest.mark.parametrize("durations", [None, (0, 1, 2)], ids=["decoder", "transducer"])
 @pytest.mark.representative(durations=(0, 1, 2))
+@pytest.mark.extended
 def test_two_steps_in_bfloat16(device: torch.device, durations: tuple[int, ...] | None) -> None:
     transducer = None
     if durations is not None:

@@ -77,6 +77,7 @@ def test_agrees_in_every_dtype(dtype: torch.dtype, device: torch.device) -> None
     ],
     ids=["threes", "no_time", "no_frames", "by_twos", "all_at_once"],
 )
+@pytest.mark.representative(durations=[(0, 3), (0, 1, 2)])
 def test_what_no_path_fits_costs_infinity(
     frames: tuple[int, ...],
     transcripts: tuple[list[int], ...],

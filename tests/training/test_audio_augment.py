@@ -56,6 +56,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(found[0] / "model.safetensors")
 
 
+@pytest.mark.extended
 def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_augmented, tmp_path) -> None:
     assert run(make_augmented("straight")) == 0
     stopped = make_augmented("stopped")

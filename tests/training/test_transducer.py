@@ -42,6 +42,7 @@ def _fresh_compiler() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.usefixtures("_fresh_compiler", "without_onednn")
 @pytest.mark.representative(hybrid="lstm")
+@pytest.mark.extended
 def test_the_model_compiles_once_and_without_a_break(hybrid: ModelConfig) -> None:
     assert hybrid.transducer is not None
     quiet = replace(

@@ -118,6 +118,7 @@ def assert_as_one(context: DistributedContext, sharded: TrainConfig) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.extended
 def test_two_ranks_make_the_steps_of_one() -> None:
     check_ranks(over_ranks, sharded, size=2, limit_s=240)
 

@@ -140,6 +140,7 @@ def test_an_utterance_above_the_node_budget_is_refused() -> None:
         StaticShape(100, 50, 9, node_budget=0)
 
 
+@pytest.mark.extended
 def test_a_large_node_budget_is_kept_in_coarse_units() -> None:
     """Beyond what 32 bits hold of many sums."""
     lengths = lengths_of([9000, 9100, 9200, 9300] * 20, [4000, 4100, 4200, 4300] * 20)

@@ -55,6 +55,7 @@ def test_a_trial_measures_memory_and_speed(request_of) -> None:
     assert len(calls) >= 2
 
 
+@pytest.mark.extended
 def test_want_of_memory_is_a_result(request_of) -> None:
     """The limit is the kernel's: what is taken beyond it does not exist."""
     measured = measure(request_of(3000, limit=450 << 20))
