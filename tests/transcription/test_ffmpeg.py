@@ -127,12 +127,24 @@ def test_without_ffmpeg_it_is_named(tmp_path, monkeypatch) -> None:
         open_stream(tmp_path / "x.m4a", RATE)
 
 
+GREEDY = """\
+#!{python}
+import resource, time
+until = time.monotonic() + 60
+while resource.getrlimit(resource.RLIMIT_AS)[0] != {limit} and time.monotonic() < until:
+    time.sleep(0.01)
+try:
+    bytearray({limit})
+except MemoryError:
+    raise SystemExit("Cannot allocate memory") from None
+"""
+
+
 def test_what_takes_too_much_memory_is_ended(calls, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(ffmpeg, "_MEMORY_BYTES", 64 << 20)
-    (tmp_path / "bin" / "ffmpeg").write_text(
-        f"#!{sys.executable}\nimport time\ntime.sleep(1)\ntry:\n    bytearray(1 << 27)\n"
-        "except MemoryError:\n    raise SystemExit('Cannot allocate memory') from None\n"
-    )
+    limit = 128 << 20
+    monkeypatch.setattr(ffmpeg, "_MEMORY_BYTES", limit)
+    program = GREEDY.format(python=sys.executable, limit=limit)
+    (tmp_path / "bin" / "ffmpeg").write_text(program)
     (tmp_path / "x.m4a").write_bytes(b"secret")
     with pytest.raises(AudioError, match="ffmpeg: Cannot allocate memory"):
         samples(open_stream(tmp_path / "x.m4a", RATE))
