@@ -105,6 +105,7 @@ def test_what_one_rank_finds_wrong_is_not_lost_among_what_follows(workplace, tmp
     assert "u7: it is gone." in failed.stderr.partition("Root Cause (first observed failure):")[2]
 
 
+@pytest.mark.extended
 def test_the_launcher_adds_nothing_to_the_reason_of_a_failure(workplace, tmp_path) -> None:
     failed = launch(TRAIN, workplace.recipe, "model.encoder.layrs=3", folder=tmp_path)
     assert failed.returncode == 2

@@ -101,8 +101,10 @@ def test_heads_that_share_keys_load_them_once(
     ],
     ids=str,
 )
-@pytest.mark.representative(dtype=torch.bfloat16)
-@pytest.mark.representative(dtype=torch.float32, options={"width": 64, "size": 375, "columns": 1})
+@pytest.mark.representative(
+    dtype=torch.bfloat16,
+    options=[{"width": 64, "size": 375, "columns": 1}, {"width": 256, "new": True}],
+)
 def test_other_shapes(options: dict, dtype: torch.dtype, compiled_ok: Check) -> None:
     compiled_ok(_launches(90, dtype, sequences=2, **options), 90)
 

@@ -60,6 +60,7 @@ def test_guided_attention_computes_each_score_once(
     assert found == {name: [] for name in guided.KERNELS}
 
 
+@pytest.mark.extended
 def test_the_exceptions_are_known(compiled_ok: CompiledOk) -> None:
     """What no longer repeats a product must leave the list."""
     for operation, expected in WIDE.items():

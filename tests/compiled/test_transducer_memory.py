@@ -73,8 +73,8 @@ def _peak(
     return arguments["encoded"].nbytes + arguments["predicted"].nbytes, live.peak
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("durations", [None, (0, 1, 2, 3, 4)], ids=["rnnt", "tdt"])
-@pytest.mark.representative(durations=(0, 1, 2, 3, 4))
 def test_a_batch_of_1024_takes_less_than_2_gb(durations: tuple[int, ...] | None) -> None:
     """Inputs, which gradients replace, and all else: about a third of what was published."""
     inputs, peak = _peak(1024, ("encoded", "predicted"), durations)

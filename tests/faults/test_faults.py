@@ -53,8 +53,8 @@ def test_a_fault_leaves_the_state_before_or_after(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.extended
 @pytest.mark.parametrize("scenario", ["checkpoint", "model_directory", "export", "run_files"])
-@pytest.mark.representative(scenario="export")
 def test_every_call_that_changes_a_file_is_counted(scenario: str, library, tmp_path) -> None:
     """Otherwise no fault is tried there: strace shows what libraries call in other ways."""
     tried = ["strace", "-o", os.devnull, "true"]

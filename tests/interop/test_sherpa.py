@@ -95,7 +95,7 @@ def search(folder: Path, mel: np.ndarray, rows: np.ndarray) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.representative(kind="stateless tdt")
+@pytest.mark.extended
 @torch.no_grad()
 def test_a_search_by_the_graphs_finds_the_same(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")

@@ -95,7 +95,8 @@ def test_the_step_is_that_of_the_encoder(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["causal", pytest.param("relative", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["causal", "relative"])
 @torch.no_grad()
 def test_onnxruntime_computes_the_step(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("onnx")

@@ -101,6 +101,7 @@ def test_keeps_the_contract_in_narrow_types(kind: str, dtype: torch.dtype) -> No
 
 
 @each_kind
+@pytest.mark.representative(kind=["plain", "rotary_cross", "relative_causal", "guided"])
 def test_compiles(kind: str) -> None:
     """In types that `check_compiler` does not take."""
     case = _case_for(kind, (5, 0, 2))("cpp")

@@ -53,6 +53,8 @@ def figures(path: Path, budget: int) -> dict[str, dict]:
 
 @pytest.mark.parametrize("count", [3_000, 20_000])
 @pytest.mark.parametrize("budget", [8_000, 24_000])
+@pytest.mark.representative(count=3_000, budget=8_000)
+@pytest.mark.representative(count=20_000, budget=24_000)
 def test_read_speech(tmp_path, count, budget) -> None:
     found = figures(enlarged(tmp_path, count), budget)
     packed, random = found["packed"], found["random"]

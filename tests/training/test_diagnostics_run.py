@@ -74,6 +74,7 @@ def test_a_run_on_audio_without_speech_warns(make_config, noise, tmp_path, capsy
     assert any((folder / "tensorboard").iterdir())
 
 
+@pytest.mark.extended
 def test_a_resumed_run_warns_as_if_it_had_never_stopped_and_diagnostics_change_nothing(
     make_config, tones, tmp_path
 ) -> None:

@@ -119,6 +119,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(make_config, tmp_path, str
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_killed_run_of_two_ranks_ends_as_if_nothing_had_happened(make_config, tmp_path) -> None:
     """With data workers, which must not outlive their rank."""
     configs = [

@@ -59,6 +59,7 @@ def tensors(state: object, name: str = "") -> dict[str, torch.Tensor]:
     return {}
 
 
+@pytest.mark.extended
 def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_mixed, tmp_path, capsys) -> None:
     straight, stopped = make_mixed(name="straight"), make_mixed(name="stopped")
     assert run(straight) == 0

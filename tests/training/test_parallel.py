@@ -223,6 +223,7 @@ def test_a_run_goes_on_with_another_strategy_on_another_number_of_ranks(
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_local_sgd_goes_on_exactly(make_config, tmp_path) -> None:
     settings = LocalSGDConfig(period=3, warmup_steps=1)
     loop = {"strategy": "local_sgd", "local_sgd": settings, "threads": 1, "max_steps": 8}

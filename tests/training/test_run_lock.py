@@ -292,6 +292,7 @@ def test_a_start_that_fails_leaves_no_lock_and_no_folder(make_config, tmp_path) 
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_of_two_ranks_one_locks_and_a_second_start_of_both_is_told_once(
     make_config, tmp_path
 ) -> None:

@@ -153,6 +153,7 @@ def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_mixed, tmp_path
     assert blends[0] == blends[1]
 
 
+@pytest.mark.extended
 def test_a_step_is_the_same_on_any_number_of_ranks(make_mixed) -> None:
     config = make_mixed()
     corpus = load_corpus(config, build.find_tokenizer(config, None), None)

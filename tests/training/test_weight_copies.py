@@ -82,7 +82,7 @@ def train(case: str, model_config, batches, *, copies: bool) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.representative(case=[case for case in CASES if case != "compile"])
+@pytest.mark.representative(case=["plain", "checkpointing", "lora", "transducer", "shortage"])
 def test_the_run_is_bitwise_that_of_autocast(case, model_config, batches, monkeypatch) -> None:
     compile_module = torch.nn.Module.compile
     monkeypatch.setattr(

@@ -102,8 +102,8 @@ LORA = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-@pytest.mark.representative(strategy="fsdp2")
 def test_two_processes_train_adapters_as_one(folders, tmp_path, strategy):
     loop = {"max_steps": 3, "log_every": 1, "device": "cpu", "threads": 1, "tensorboard": False}
     # A large epsilon, so that Adam does not turn rounding into steps.
