@@ -112,11 +112,11 @@ test-all: $(VENV)/.test
 	TRITON_INTERPRET=1 $(BIN)/pytest $(SHARED) tests/gpu $(INTERPRETED)
 	$(MAKE) faults fuzz audit
 
-# Two at a time are enough for one core: while one waits, the other runs. Ends at the first failure.
+# Ends at the first failure.
 test-processes: $(VENV)/.test
 	for run in $$(seq $(RUNS)); do \
 	  echo "run $$run of $(RUNS)"; \
-	  $(BIN)/pytest -q -x -n 2 --dist worksteal -m "not gpu" $(PROCESS_TESTS) || exit 1; \
+	  $(BIN)/pytest -q -x $(SHARED) -m "not gpu" $(PROCESS_TESTS) || exit 1; \
 	done
 
 # Each kind of fault at every call that changes a file; `make test` tries some of them.
