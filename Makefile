@@ -12,7 +12,6 @@ DEMO := data/demo
 # One more than two cores, as some tests wait; a process that has nothing left takes tests from another.
 SHARED := -n 3 --dist worksteal
 INTERPRETED := -k "contract and not transducer"
-SOME_OPERATIONS := $(addprefix tests/gpu/test_, $(addsuffix .py, ctc_loss depthwise_conv linear_cross_entropy))
 # Inputs of each reader of foreign files in `make fuzz`.
 INPUTS ?= 1000
 
@@ -50,12 +49,15 @@ help:
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 
-# $(1) is the extras. Modules are compiled afterwards, on all cores and without tests of packages and
-# the models of transformers, of which a few are imported; pip would take half a minute for them on
-# one core. That a package has a file for another version of Python is no failure.
+# Large parts of packages of which nothing or little is imported, as a pattern.
+UNUSED := /(tests|pip|setuptools|pygments/lexers|sympy/physics|torch/testing|transformers/models|onnxruntime/transformers)/
+
+# $(1) is the extras. Modules are compiled afterwards, on all cores and without UNUSED; pip would take
+# half a minute for them on one core. That a package has a file for another version of Python is no
+# failure.
 define install
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable ".[$(1)]"
-	@$(BIN)/python -W ignore -m compileall -qq -j 0 -x 'transformers/models|/tests/' $(VENV)/lib || true
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib || true
 endef
 TESTED := demo,huggingface,lamb,onnx,test
 
@@ -100,8 +102,6 @@ demo-transducer: $(VENV)/.demo
 # A case or a few of each claim; kernels run as compiled for a GPU, instruction by instruction.
 test: $(VENV)/.test
 	EFFASR_EMULATE=90 $(BIN)/pytest $(SHARED) -m "not gpu and not extended"
-	@echo; echo "Some kernels in Triton's interpreter:"; echo
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 $(SOME_OPERATIONS) $(INTERPRETED) -m "not extended"
 
 # All cases: every architecture, dtype and shape.
 test-all: $(VENV)/.test

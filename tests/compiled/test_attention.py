@@ -161,7 +161,7 @@ def test_compiles_for_float16(compiled_ok: CompiledOk, width: int, features: str
     ("width", "kind"),
     [(16, "rotary"), (36, "none"), (36, "rotary"), (80, "relative"), (96, "none"), (144, "none")],
 )
-@pytest.mark.representative(width=36, kind="rotary")
+@pytest.mark.extended
 def test_compiles_for_other_widths(compiled_ok: CompiledOk, width: int, kind: str) -> None:
     compiled_ok(_launches(width=width, kind=kind), 90, products=_kernels(kind))
 

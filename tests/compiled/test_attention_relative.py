@@ -71,8 +71,8 @@ def test_contexts(width: int, architecture: int, compiled_ok: Callable) -> None:
     compiled_ok(launches, architecture, products=_KERNELS)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("width", [16, 36, 80, 256])
-@pytest.mark.representative(width=36)
 def test_other_widths(width: int, compiled_ok: Callable) -> None:
     compiled_ok(_launches(width, torch.bfloat16, 90), 90, products=_KERNELS)
 

@@ -73,6 +73,7 @@ def test_greedy_is_frame_by_frame(kind: str, max_symbols: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
+@pytest.mark.representative(kind="context 3")
 def test_a_beam_of_one_is_greedy(kind: str) -> None:
     compared = set()
     for seed in range(4):
@@ -93,6 +94,7 @@ def every_text(longest: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
+@pytest.mark.representative(kind="lstm")
 def test_a_wide_beam_finds_the_likeliest_of_all_texts(kind: str) -> None:
     """Whose likelihood is the sum over all paths, as the loss has it."""
     texts = every_text(2)

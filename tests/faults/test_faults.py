@@ -34,7 +34,7 @@ def library(tmp_path_factory) -> Path:
     ("scenario", "least_calls", "stride"),
     [("checkpoint", 80, 7), ("model_directory", 25, 5), ("export", 25, 5), ("run_files", 70, 9)],
 )
-@pytest.mark.representative(fault="kill", scenario=["checkpoint", "run_files"])
+@pytest.mark.representative(fault="kill", scenario="checkpoint")
 def test_a_fault_leaves_the_state_before_or_after(
     scenario: str, least_calls: int, stride: int, fault: str, library, tmp_path
 ) -> None:

@@ -52,7 +52,7 @@ def _on_device(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("durations", [None, (0, 1, 2)])
-@pytest.mark.representative(durations=(0, 1, 2))
+@pytest.mark.extended
 def test_one_chunk_gives_the_bits_of_a_division_on_the_host(
     durations: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -183,6 +183,7 @@ def test_autocast_is_near(
 
 
 @pytest.mark.parametrize("head", ["lstm", "stateless", "durations"])
+@pytest.mark.representative(head="durations")
 def test_a_few_steps_learn_the_batch(
     head: str, tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
 ) -> None:

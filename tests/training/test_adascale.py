@@ -88,6 +88,7 @@ def test_the_gain_of_two_ranks_is_that_of_a_direct_computation() -> None:
     check_ranks(gain)
 
 
+@pytest.mark.extended
 def test_a_killed_run_goes_on_exactly_and_ends_by_progress(
     make_config, tmp_path, monkeypatch
 ) -> None:

@@ -140,6 +140,7 @@ def test_the_other_goes_on_without_a_learner_that_was_killed(make_config, tones,
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_another_rank_writes_the_files_when_that_which_did_was_killed(
     make_config, tones, tmp_path
 ) -> None:

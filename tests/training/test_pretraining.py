@@ -47,6 +47,7 @@ def weights(folder) -> dict[str, torch.Tensor]:
     return checkpoint.load_model(folder).model.state_dict()
 
 
+@pytest.mark.extended
 def test_a_resumed_run_is_the_same_bit_by_bit(pretraining, tones, tmp_path) -> None:
     data = {"validation": str(tones / "test.jsonl")}
     settings = {"max_steps": 8, "checkpoint_every": 3, "validate_every": 4, "log_every": 2}

@@ -153,6 +153,7 @@ def test_wrong_values(field: str, value: object, message: str) -> None:
         ProfileConfig(**{field: value})
 
 
+@pytest.mark.extended
 def test_kineto_writes_nothing_of_its_own(tmp_path) -> None:
     """It would log the start and the stop to standard error, in a process that has not used it."""
     program = f"""

@@ -208,6 +208,7 @@ def test_without_locks_a_warning_says_so_once(tmp_path, monkeypatch, caplog) -> 
 
 
 @pytest.mark.parametrize("is_saving", [False, True])
+@pytest.mark.representative(is_saving=True)
 def test_of_two_trainings_without_locks_the_first_ends_and_names_the_second(
     make_config, tmp_path, monkeypatch, is_saving
 ) -> None:

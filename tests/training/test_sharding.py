@@ -185,8 +185,14 @@ def partly_frozen_text(context: DistributedContext) -> None:
 
 @pytest.mark.slow
 def test_sharded_training_is_that_of_one_process() -> None:
-    """All scenarios in the same two processes, which take long to begin."""
-    check_ranks(strategies, text, experts)
+    check_ranks(strategies)
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_sharded_training_of_texts_and_experts_is_that_of_one_process() -> None:
+    """Both in the same two processes, which take long to begin."""
+    check_ranks(text, experts)
 
 
 @pytest.mark.slow

@@ -189,6 +189,7 @@ def test_the_teacher_has_the_weights_of_the_average_without_a_copy(state) -> Non
     assert not teacher.ctc_head.weight.equal(before)
 
 
+@pytest.mark.extended
 def test_a_resumed_run_is_the_same_bit_by_bit(untranscribed, tmp_path) -> None:
     training = {"max_steps": 6, "checkpoint_every": 2, "log_every": 3}
     training["teacher"] = TeacherConfig(after_step=1)

@@ -133,6 +133,7 @@ def test_a_finished_run_has_nothing_left_to_do(make_config, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.representative(number=signal.SIGTERM)
 def test_a_request_to_stop_saves_and_exits_with_zero(
     make_config, tmp_path, monkeypatch, number
 ) -> None:

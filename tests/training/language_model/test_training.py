@@ -78,6 +78,7 @@ def test_a_template_that_shows_earlier_answers_otherwise(folders, tmp_path, caps
     assert "4 conversations have an example for each answer" in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_a_run_learns_and_continues_bit_by_bit(folders, tmp_path):
     assert run(config(folders, tmp_path / "a", steps=12)) == 0
     lines = metrics(tmp_path / "a")
