@@ -4,6 +4,7 @@
 each with its `DistributedContext`, and writes their names as they return.
 """
 
+import faulthandler
 import importlib
 import json
 import os
@@ -92,13 +93,20 @@ def run_ranks(
 def check_ranks(*functions: Callable[..., Any], **options: Any) -> list[Finished]:
     """As `run_ranks`, where every rank must return from every function."""
     results = run_ranks(*functions, **options)
+    failed = {n: done for n, done in enumerate(results) if done.returncode}
+    # A rank that ends fails the others: the cause is in one of several.
+    assert not failed, "\n".join(
+        f"rank {n} ended with {done.returncode}:\n{done.stderr[-3000:]}"
+        for n, done in failed.items()
+    )
     for done in results:
-        assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.splitlines()[-1] == json.dumps([f.__name__ for f in functions])
     return results
 
 
 def _main(timeout_s: str, *paths: str) -> None:
+    # A signal that ends the process names its cause.
+    faulthandler.enable()
     torch.set_num_threads(1)
     with distributed_context("cpu", timeout_s=float(timeout_s)) as context:
         returned = []
