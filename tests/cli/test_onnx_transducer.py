@@ -32,7 +32,7 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 FEATURES = FeatureConfig(mel_bins=16)
 RNNT = TransducerConfig(predictor="lstm", width=24, layers=2, joint=16, activation="tanh")
@@ -212,7 +212,6 @@ def case(request, encoder, tokenizer, exported, tmp_path_factory) -> tuple[ASRMo
     return model, folder
 
 
-@pytest.mark.extended
 def test_the_search_of_a_stranger_finds_the_same(case, recordings, tokenizer) -> None:
     model, folder = case
     batch = collate(
@@ -238,7 +237,6 @@ def test_the_search_of_a_stranger_finds_the_same(case, recordings, tokenizer) ->
     assert any(not is_label for is_label, _ in steps), "the test needs blanks"
 
 
-@pytest.mark.extended
 def test_the_features_are_those_of_the_definition(exported, encoder, recordings) -> None:
     for audio in recordings:
         batch = collate([Example("x", audio, [0], [], monotonic=True)], eos_id=0, pad_id=0)
@@ -248,7 +246,6 @@ def test_the_features_are_those_of_the_definition(exported, encoder, recordings)
         assert found == pytest.approx(mel.values[: int(mel.lengths[0])].numpy(), abs=1e-3)
 
 
-@pytest.mark.extended
 def test_the_description_says_what_is_needed(case) -> None:
     model, folder = case
     config, says = head_of(model).config, Graphs(folder).says
@@ -262,7 +259,6 @@ def test_the_description_says_what_is_needed(case) -> None:
         assert shapes == [["batch", config.context - 1]] * (config.context > 1)
 
 
-@pytest.mark.extended
 def test_the_graphs_are_checked(case) -> None:
     """Weights that are not those of the graphs are told, whichever they are."""
     model, folder = case

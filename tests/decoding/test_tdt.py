@@ -162,8 +162,8 @@ def likelihoods(head: Transducer, frames: Tensor, texts: list[list[int]]) -> Ten
 
 @pytest.mark.parametrize("durations", [(0, 1), (0, 1, 2), (0, 1, 3)])
 @pytest.mark.parametrize("predictor", ["lstm", "stateless"])
-@torch.no_grad()
 @pytest.mark.representative(durations=(0, 1, 3))
+@torch.no_grad()
 def test_a_wide_beam_finds_the_likeliest_of_all_texts(
     predictor: str, durations: tuple[int, ...]
 ) -> None:

@@ -72,8 +72,8 @@ def test_greedy_is_frame_by_frame(kind: str, max_symbols: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
 @pytest.mark.representative(kind="context 3")
+@torch.no_grad()
 def test_a_beam_of_one_is_greedy(kind: str) -> None:
     compared = set()
     for seed in range(4):
@@ -93,8 +93,8 @@ def every_text(longest: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
 @pytest.mark.representative(kind="lstm")
+@torch.no_grad()
 def test_a_wide_beam_finds_the_likeliest_of_all_texts(kind: str) -> None:
     """Whose likelihood is the sum over all paths, as the loss has it."""
     texts = every_text(2)

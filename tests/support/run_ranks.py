@@ -105,7 +105,7 @@ def check_ranks(*functions: Callable[..., Any], **options: Any) -> list[Finished
 
 
 def _main(timeout_s: str, *paths: str) -> None:
-    # A signal that ends the process names its cause.
+    # A crash in C++ writes the Python stacks to standard error.
     faulthandler.enable()
     torch.set_num_threads(1)
     with distributed_context("cpu", timeout_s=float(timeout_s)) as context:
