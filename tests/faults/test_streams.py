@@ -49,7 +49,7 @@ def test_a_closed_or_full_stream_changes_no_exit_code(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [">&- 2>&- <&-", "2>&1 | true", "2> /dev/full"])
-@pytest.mark.representative(streams=">&- 2>&- <&-")
+@pytest.mark.extended
 def test_training_does_not_end_with_its_streams(streams: str, tmp_path) -> None:
     recipe = small_run(tmp_path)
     done = shell(f"{EFFASR} train {recipe} {streams}")

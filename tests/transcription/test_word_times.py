@@ -118,7 +118,7 @@ def learn(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("subsampling", [8, 4])
-@pytest.mark.representative(subsampling=8)
+@pytest.mark.extended
 def test_words_are_found_where_they_are_said(spoken, tmp_path, subsampling: int) -> None:
     model, tokenizer = learn(spoken[HELD_OUT:], tmp_path, subsampling)
     held_out = spoken[:HELD_OUT]
