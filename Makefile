@@ -147,7 +147,7 @@ lint: $(VENV)/.test
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.test
-	$(BIN)/python profiling/bench_ops.py
+	$(BIN)/python profiling/bench.py ops
 
 # With what is installed, torch above all: PYTHON names it. CALL is one of the three, 1, 2 or 3.
 gpu:
