@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from analysis import perfetto, summary
-from analysis.comparison import compare
-from analysis.readers.sources import gather, is_run
+from analysis.sources import gather, is_run
+from analysis.verdict import compare
 from report_page.markup import without_controls
 from report_page.page import render
 
@@ -39,20 +39,7 @@ def make(
     step_range: str | None = None,
     skip: int = 0,
 ) -> dict[str, Any]:
-    """Analyse one run, or two to compare, and write the files.
-
-    Args:
-        groups: Groups for each run, its captures and its directory.
-        output: Folder for the files; made where it is missing.
-        step_range: Name of the ranges that mark steps; None: found by their names.
-        skip: Number of first steps to leave out.
-
-    Returns:
-        What report.json holds.
-
-    Raises:
-        ValueError: An input is damaged, of another kind, or not there.
-    """
+    """Analyse one run, or two to compare, and write the files."""
     found = [
         summary.analyze(gather(list(paths)), step_range=step_range, skip=skip) for paths in groups
     ]

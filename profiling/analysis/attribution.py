@@ -23,8 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis import steps as step_ranges
-from analysis.readers.nesting import Nest
-from analysis.readers.table import NONE, Kind, Table
+from analysis.table import NONE, Kind, Nest, Table
 
 RULES = ("none", "launch", "forward", "time", "external id", "operator")
 _NO_RULE, _LAUNCH, _FORWARD, _TIME, _EXTERNAL, _OPERATOR = range(6)
@@ -38,15 +37,7 @@ _BACKWARD = re.compile(r"^backward", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """Host times and threads at which each row of work was launched.
-
-    Attributes:
-        row: Row of ``launches``, or -1.
-        thread: Thread of the launch or, without one, of the operator; NONE where unknown.
-        begin: Begin of the launch; where unknown, the start of the work.
-        end: End of the launch; where unknown, the start of the work.
-        is_known: Whether there is a launch, bool.
-    """
+    """Host times and threads at which each row of work was launched."""
 
     row: np.ndarray
     thread: np.ndarray
@@ -57,15 +48,7 @@ class Launches:
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """One label a row of work.
-
-    Attributes:
-        paths: Texts of the labels.
-        path: Range that made the work, an index into ``paths``.
-        phase: Phase of the work, an index into ``paths``.
-        rule: Rule of the attribution, an index into `RULES`.
-        is_backward: Whether the backward launched it.
-    """
+    """One label a row of work."""
 
     paths: list[str]
     path: np.ndarray
@@ -103,13 +86,7 @@ def find_launches(table: Table) -> Launches:
 
 
 def attribute(table: Table, launches: Launches, steps: dict[int, step_ranges.Steps]) -> Attribution:
-    """Give each row of work its range and its phase.
-
-    Args:
-        table: The capture.
-        launches: Launches of its work.
-        steps: Steps of each process.
-    """
+    """Give each row of work its range and its phase."""
     work, ranges = table.work, table.ranges
     place_of_name = np.empty(len(table.names), np.int64)
     place_of_name[np.argsort(np.array(table.names, object), kind="stable")] = np.arange(

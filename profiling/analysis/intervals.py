@@ -90,16 +90,7 @@ def increments(
 def split(
     begins: np.ndarray, ends: np.ndarray, windows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut intervals at the edges of windows.
-
-    Args:
-        begins: int64 (n,).
-        ends: int64 (n,).
-        windows: A set.
-
-    Returns:
-        For each piece: the number of its interval and of its window, its begin and its end.
-    """
+    """Cut intervals at the edges of windows."""
     first = np.searchsorted(windows[:, 1], begins, side="right")
     last = np.searchsorted(windows[:, 0], ends, side="left")
     counts = np.maximum(last - first, 0)

@@ -18,9 +18,9 @@ import numpy as np
 from analysis import intervals
 from analysis.attribution import RULES, Attribution
 from analysis.budget import PARTS, Lane
-from analysis.ranks import lane_labels
-from analysis.readers.kineto import MARK
-from analysis.readers.table import Table
+from analysis.kineto import MARK
+from analysis.summary import lane_labels
+from analysis.table import Table
 from analysis.verdict import NAMES
 
 MOST = 50_000
@@ -28,14 +28,7 @@ _BUDGET_TRACK, _HOST_TRACK = 1, 2
 
 
 def write(path: Path, table: Table, lanes: list[Lane], attribution: Attribution) -> None:
-    """Write the trace, first under another name.
-
-    Args:
-        path: Path of the file.
-        table: The capture.
-        lanes: Budgets of the capture.
-        attribution: Attribution of its work.
-    """
+    """Write the trace, first under another name."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
         _write(file, table, lanes, attribution)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis import intervals
-from analysis.readers.table import NONE, Note, Table
+from analysis.table import NONE, Note, Table
 
 STEP = re.compile(
     r"^(ProfilerStep#\d+|(train(ing)?[ _]?)?(step|iteration|iter|train_batch)(?![a-z]))", re.I
@@ -27,17 +27,7 @@ _INTERRUPTION = 10
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The steps of one process.
-
-    Attributes:
-        windows: A set of intervals, one a step.
-        numbers: Numbers of the steps, int64 (n,): the payload of the range, else the number in its
-            name, else counted from 0.
-        host: Ranges of the steps on the host, a set.
-        containers: Rows of the ranges that mark the steps.
-        thread: Thread of these rows.
-        is_found: Whether such ranges exist; otherwise the whole capture is one window.
-    """
+    """The steps of one process."""
 
     windows: np.ndarray
     numbers: np.ndarray
@@ -55,15 +45,7 @@ def find(
     name: str | None = None,
     skip: int = 0,
 ) -> Steps:
-    """Find the steps of a process.
-
-    Args:
-        table: The capture.
-        process: Number of the process.
-        launched: Host time at which each row of work was launched, int64; its start if unknown.
-        name: Name of the ranges that mark steps; None: any name that `STEP` matches.
-        skip: Number of first steps to leave out.
-    """
+    """Find the steps of a process."""
     containers, thread = _containers(table, process, name)
     own = table.work["process"] == process
     asked, done = launched[own], table.work["end"][own]
@@ -89,14 +71,7 @@ def find(
 def _windows(
     begins: np.ndarray, ends: np.ndarray, pauses: np.ndarray, finish: _Finish
 ) -> np.ndarray:
-    """Return begin and end of the steps, int64 (n, 2); steps that the next overtakes are empty.
-
-    Args:
-        begins: Begins of the ranges on the host.
-        ends: Ends of the ranges on the host.
-        pauses: Set of the times that belong to no step.
-        finish: Finish time of the work.
-    """
+    """Return begin and end of the steps, int64 (n, 2); steps that the next overtakes are empty."""
     windows = []
     previous = finish.of(None, int(begins[0]))
     left = None
@@ -143,15 +118,7 @@ def _containers(table: Table, process: int, name: str | None) -> tuple[np.ndarra
 
 
 def _with_data(table: Table, process: int, thread: int, begin: int, length: int) -> int:
-    """Return the begin of the first step: that of the range which fetched its batch, if adjacent.
-
-    Args:
-        table: The capture.
-        process: Number of the process.
-        thread: The one with the steps.
-        begin: Begin of the range of the step.
-        length: Length of a step, which is as long before as is looked.
-    """
+    """Return the begin of the first step, or of the adjacent range that fetched its batch."""
     ranges = table.ranges
     named = np.array([DATA.match(text) is not None for text in table.names], bool)
     chosen = (ranges["process"] == process) & (ranges["thread"] == thread) & ~ranges["is_op"]

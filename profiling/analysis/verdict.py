@@ -8,6 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from analysis import intervals
+from analysis.attribution import Launches
+from analysis.budget import Lane
+from analysis.table import Kind, Note, Table
+
 NAMES = {
     "compute": "compute",
     "communication": "exposed communication",
@@ -83,11 +90,7 @@ _CPU_HINTS = {
 
 
 def actions(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return possible remedies, the most promising first.
-
-    Args:
-        summary: Figures with ``budget``, ``categories``, ``padding`` and ``ranks``.
-    """
+    """Return possible remedies, the most promising first."""
     budget = summary.get("budget")
     found: list[dict[str, Any]] = []
     if not budget:
@@ -139,11 +142,7 @@ def _add(found: list[dict[str, Any]], title: str, how: str, share: float, basis:
 
 
 def sentence(summary: dict[str, Any]) -> dict[str, Any]:
-    """Return the verdict: what limits the run, and by how much.
-
-    Args:
-        summary: All other figures of the report.
-    """
+    """Return the verdict: what limits the run, and by how much."""
     budget = summary.get("budget")
     if not budget:
         return _from_log(summary["log"])
@@ -224,4 +223,235 @@ def _gain(share: float) -> str:
         f"at most {1 / (1 - share):.2f} times as fast"
         if share < 0.999
         else "over 1000 times as fast"
+    )
+
+
+# Rates how reliable the figures are: data that the capture lacks, and the profiler's cost.
+
+_FEW_STEPS = 3
+_SPREAD = 1.5
+_UNATTRIBUTED = 0.05
+
+
+def assess(
+    table: Table,
+    launches: Launches,
+    lanes: list[Lane],
+    rules: dict[str, float],
+    log: dict[str, Any],
+) -> list[Note]:
+    """Everything to know before using the figures, most serious first."""
+    notes = [
+        *table.notes,
+        *_steps(table, lanes),
+        *_launches(table, launches, lanes),
+        *_rules(table, rules),
+        *_graphs(table),
+        *_overhead(table, lanes),
+        *_against_log(lanes, log),
+    ]
+    order = {"warning": 0, "note": 1, "ok": 2}
+    unique = {(note.level, note.text): note for note in notes}
+    return sorted(unique.values(), key=lambda note: order[note.level])
+
+
+def _steps(table: Table, lanes: list[Lane]) -> list[Note]:
+    notes = []
+    for source in dict.fromkeys(
+        table.processes[lane.process].source for lane in lanes if not lane.steps.is_found
+    ):
+        notes.append(
+            Note(
+                "warning",
+                f"{source} has no ranges that mark steps: the whole capture counts as one step "
+                "(--step-range NAME says which ranges do)",
+            )
+        )
+    counts = {len(lane.steps.windows) for lane in lanes if lane.steps.is_found}
+    if counts:
+        least, most = min(counts), max(counts)
+        text = f"{least} steps" if least == most else f"{least} to {most} steps"
+        level = "note" if least < _FEW_STEPS else "ok"
+        more = f": fewer than {_FEW_STEPS} say little about the spread" if level == "note" else ""
+        notes.append(Note(level, f"{text} of {_count(len(lanes), 'rank')}{more}"))
+    walls = np.concatenate([lane.wall for lane in lanes]) if lanes else np.zeros(0)
+    if len(walls) > 1 and walls.max() > _SPREAD * np.median(walls):
+        notes.append(
+            Note(
+                "note",
+                f"the longest step takes {walls.max() / np.median(walls):.1f} times the median: "
+                "--skip N leaves the first N out, if they warm up",
+            )
+        )
+    return notes
+
+
+def _launches(table: Table, launches: Launches, lanes: list[Lane]) -> list[Note]:
+    if not table.has_gpu:
+        return []
+    rows = np.concatenate([lane.rows for lane in lanes]) if lanes else np.zeros(0, np.int64)
+    lost = rows[~launches.is_known[rows]]
+    work = table.work["end"] - table.work["start"]
+    total = int(work[rows].sum())
+    if not len(lost) or not total:
+        return [Note("ok", "every kernel and copy has its launch")]
+    share = int(work[lost].sum()) / total
+    return [
+        Note(
+            "warning" if share > _UNATTRIBUTED else "note",
+            f"{len(lost)} of {len(rows)} kernels and copies, {percent(share)} of their time, have "
+            "no record of their launch: it lies outside the capture",
+        )
+    ]
+
+
+def _rules(table: Table, rules: dict[str, float]) -> list[Note]:
+    if not table.has_gpu and not len(table.work):
+        return []
+    said = {
+        "launch": "by the range around the launch",
+        "forward": "to the forward range of a backward operator",
+        "time": "by the range open on the main thread at the time",
+        "external id": "by the operator that the trace names",
+        "operator": "to an operator only, no range being open",
+        "none": "to nothing",
+    }
+    shares = [f"{percent(rules[rule])} {text}" for rule, text in said.items() if rules.get(rule)]
+    lost = rules.get("none", 0.0)
+    level = "warning" if lost > _UNATTRIBUTED else "ok"
+    return [Note(level, f"work attributed: {', '.join(shares)}")] if shares else []
+
+
+def _graphs(table: Table) -> list[Note]:
+    gpu = table.work["kind"] == Kind.KERNEL
+    in_graph = gpu & (table.work["graph_node"] > 0)
+    if not in_graph.any():
+        return []
+    work = table.work["end"] - table.work["start"]
+    share = int(work[in_graph].sum()) / max(int(work[gpu].sum()), 1)
+    return [
+        Note(
+            "note",
+            f"{percent(share)} of the kernels' time is in CUDA graphs, where ranges are not "
+            "replayed: their kernels count for the range that launched the graph",
+        )
+    ]
+
+
+def _overhead(table: Table, lanes: list[Lane]) -> list[Note]:
+    spent = wall = 0
+    for process in {lane.process for lane in lanes}:
+        windows = next(lane.steps.windows for lane in lanes if lane.process == process)
+        own = table.overhead[table.overhead[:, 0] == process]
+        moments = intervals.union(own[:, 1], own[:, 2])
+        spent += intervals.measure(intervals.intersect(moments, windows))
+        wall += intervals.measure(windows)
+    if not spent or not wall:
+        return []
+    share = spent / wall
+    return [
+        Note(
+            "warning" if share > _UNATTRIBUTED else "ok",
+            f"the profiler itself was at work during {percent(share)} of the steps",
+        )
+    ]
+
+
+def _against_log(lanes: list[Lane], log: dict[str, Any]) -> list[Note]:
+    if "step_s" not in log or not any(lane.steps.is_found for lane in lanes):
+        return []
+    profiled = float(np.median(np.concatenate([lane.wall for lane in lanes]))) / 1e9
+    usual = log["step_s"]["median"]
+    if usual <= 0:
+        return []
+    ratio = profiled / usual
+    level = "warning" if ratio > 1.1 else "ok"
+    return [
+        Note(
+            level,
+            f"a profiled step takes {ratio:.2f} times the run's median step ({profiled * 1e3:.1f} "
+            f"against {usual * 1e3:.1f} ms)",
+        )
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+# Two runs side by side: what changed, and how much of the difference each part explains.
+
+_MOST = 12
+_LOGGED = ("step_s", "data_wait_s", "rank_imbalance", "audio_seconds")
+
+
+def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Return the differences of two reports; times per step and rank."""
+    result: dict[str, Any] = {"before": before["name"], "after": after["name"]}
+    if before["budget"] and after["budget"]:
+        one, other = before["budget"], after["budget"]
+        result["step_ms"] = _row("step", one["step_ms"]["mean"], other["step_ms"]["mean"])
+        result["parts"] = _rows(one["parts"], other["parts"], "ms")
+        result["categories"] = _rows(before["categories"], after["categories"], "work_ms")
+        # Of all kernels: one that is not among those with most work is not absent.
+        times = [report["kernels"]["work_ms"] for report in (before, after)]
+        changed = _differences(*times)
+        changed.sort(key=lambda row: -abs(row["delta"]))
+        result["kernels"] = changed[:_MOST]
+    result["log"] = [
+        _row(key, before["log"][key]["mean"], after["log"][key]["mean"])
+        for key in _LOGGED
+        if key in before["log"] and key in after["log"]
+    ]
+    result["log"] += [
+        _row(key, before["padding"][key]["mean"], after["padding"][key]["mean"])
+        for key in ("padding_frames", "padding_tokens")
+        if key in before["padding"] and key in after["padding"]
+    ]
+    result["text"] = _sentence(result)
+    return result
+
+
+def _rows(one: list[dict[str, Any]], other: list[dict[str, Any]], key: str) -> list[dict]:
+    before = {entry["name"]: entry[key] for entry in one}
+    after = {entry["name"]: entry[key] for entry in other}
+    return _differences(before, after)
+
+
+def _differences(before: dict[str, float], after: dict[str, float]) -> list[dict]:
+    names = list(dict.fromkeys([*before, *after]))
+    return [_row(name, before.get(name, 0.0), after.get(name, 0.0)) for name in names]
+
+
+def _row(name: str, before: float, after: float) -> dict[str, Any]:
+    return {
+        "name": name,
+        "before": before,
+        "after": after,
+        "delta": after - before,
+        "ratio": after / before if before else None,
+    }
+
+
+def _sentence(result: dict[str, Any]) -> str:
+    before, after = result["before"], result["after"]
+    step = result.get("step_ms")
+    scale, source = 1.0, ""
+    if step is None:
+        step = next((row for row in result["log"] if row["name"] == "step_s"), None)
+        scale, source = 1e3, ", by the runs' logs"
+    if step is None or not step["ratio"]:
+        return f"{after} and {before} have no figure in common to compare their speed by."
+    times = [milliseconds(step[key] * scale) for key in ("after", "before")]
+    text = (
+        f"A step of {after} takes {times[0]}, one of {before} {times[1]}: {step['ratio']:.2f} "
+        f"times as long{source}"
+    )
+    if "parts" not in result:
+        return f"{text}."
+    moved = max(result["parts"], key=lambda row: abs(row["delta"]))
+    sign = "+" if moved["delta"] > 0 else ""
+    return (
+        f"{text}. Most of the change is in {NAMES[moved['name']]} "
+        f"({sign}{milliseconds(moved['delta'])})."
     )

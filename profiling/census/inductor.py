@@ -39,24 +39,14 @@ _SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel of TorchInductor.
-
-    Attributes:
-        is_backward: Whether it belongs to the graph of the backward.
-        bytes: Sizes of the tensors that it reads and writes, each once.
-    """
+    """One kernel of TorchInductor."""
 
     is_backward: bool
     bytes: int
 
 
 def inductor_kernels(run: Callable[[Callable[..., Any]], object]) -> list[Kernel]:
-    """Return the kernels of functions that are compiled, forward and backward.
-
-    Args:
-        run: Is given a substitute of `torch.compile`, compiles and calls functions of tensors on
-            the CPU with it, and runs their backward. Compiled functions return undefined numbers.
-    """
+    """Return the kernels of functions that are compiled, forward and backward."""
     found: list[Kernel] = []
 
     def inner(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:

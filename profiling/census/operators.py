@@ -111,12 +111,7 @@ def launches(func: Any, args: Sequence[Any]) -> int:
 
 
 def multi_tensor_launches(elements: Iterable[int], lists: int) -> int:
-    """Return the number of launches of a multi-tensor kernel, divided as PyTorch does.
-
-    Args:
-        elements: Number of elements of each tensor.
-        lists: Number of lists of tensors that the kernel takes.
-    """
+    """Return the number of launches of a multi-tensor kernel, divided as PyTorch does."""
     most = _TENSORS_OF_LAUNCH[min(lists, len(_TENSORS_OF_LAUNCH)) - 1]
     made = tensors = blocks = 0
     for count in elements:

@@ -27,22 +27,7 @@ _LARGEST_SEQUENCE_NUMBER = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One operator or one kernel launch.
-
-    Attributes:
-        name: Name of the operator or kernel.
-        category: Kind of work; for an operation of effasr_kernels, its name.
-        is_kernel: Whether it is a kernel of effasr_kernels.
-        pass_: ``forward``, ``backward`` or ``update``.
-        place: Path of the module, or the range outside of modules.
-        by_frame: Whether one of its tensors has one row per frame.
-        launches: Number of kernels and copies.
-        bytes: Bytes read and written.
-        flops: Multiplications and additions of matrix products.
-        is_half: Whether the products have 16-bit inputs.
-        call: Number that the entries of one call of an operation share: its floating-point
-            operations are an entry beside its kernels.
-    """
+    """One operator or one kernel launch."""
 
     name: str
     category: str

@@ -57,12 +57,7 @@ _SORTED_TOGETHER = 50
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a micro-batch.
-
-    Attributes:
-        frames: Rows of the encoder.
-        tokens: Rows of the language model.
-    """
+    """Rows of a micro-batch."""
 
     frames: int
     tokens: int
@@ -122,13 +117,7 @@ def conversation_lengths(stack: int) -> UtteranceLengths:
 
 
 def padded_rows(planned: Lengths, lengths: UtteranceLengths, layout: Layout) -> Rows:
-    """Return the rows of these conversations with the padding of a corpus in padded batches.
-
-    Args:
-        planned: Frames and rows of each.
-        lengths: Those of the corpus.
-        layout: ``random`` or ``sorted``.
-    """
+    """Return the rows of these conversations with the padding of a corpus in padded batches."""
     count = len(planned)
     every = np.stack([lengths.frames, lengths.tokens], 1).astype(np.int64)
     generator = np.random.default_rng(0)

@@ -27,14 +27,7 @@ _TOKENS_PER_SECOND, _PROMPT = 3.6, 5
 
 @dataclass(frozen=True)
 class Recorded:
-    """A recorded step.
-
-    Attributes:
-        config: Configuration of the run.
-        batch: The micro-batch.
-        entries: Operators and kernels of the step, in order.
-        parameters: Number of weights.
-    """
+    """A recorded step."""
 
     config: TrainConfig
     batch: Batch
@@ -46,16 +39,6 @@ def record(model: str, frame_budget: int, layout: speech_llm.Layout = "packed") 
     """Record a step of one micro-batch: forward, backward and update, with dropout.
 
     The second step of a run is recorded, so that cached tables and optimizer moments exist.
-
-    Args:
-        model: Name of a recipe whose architecture is in `effasr.model.presets`, or
-            `census.speech_llm.NAME`.
-        frame_budget: Encoder frames of the micro-batch, including the tail.
-        layout: Of a speech language model: packed, or with as many rows as the conversations of the
-            packed batch have in padded ones.
-
-    Raises:
-        ValueError: The architecture is unknown, or a weight has ``frame_budget`` rows or columns.
     """
     if model not in (*PRESETS, speech_llm.NAME):
         known = ", ".join(sorted([*PRESETS, speech_llm.NAME]))

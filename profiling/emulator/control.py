@@ -4,17 +4,7 @@ from __future__ import annotations
 
 
 def meetings(after: list[list[int]]) -> list[int]:
-    """Return the immediate post-dominator of each instruction: the first one on every path.
-
-    Args:
-        after: Possible successors of each instruction; ``len(after)`` is the end.
-
-    Returns:
-        One number per instruction; the end for those from which the end is never reached.
-
-    References:
-        Cooper, Harvey and Kennedy 2001, A Simple, Fast Dominance Algorithm, on the reversed graph.
-    """
+    """Return the immediate post-dominator of each instruction: the first one on every path."""
     end = len(after)
     before: list[list[int]] = [[] for _ in range(end + 1)]
     for number, others in enumerate(after):

@@ -18,16 +18,7 @@ _BINARIES: dict[tuple, tuple[Binary, int]] = {}
 
 @contextmanager
 def emulated(architecture: int, seed: int = 0, *, counted: bool = False) -> Iterator[None]:
-    """Run launches in PTX, on tensors of the CPU.
-
-    Args:
-        architecture: 80 or 90.
-        seed: Seed of the order of blocks and warps.
-        counted: Whether accesses are counted, see `binaries`.
-
-    Raises:
-        Fault: By a launch: see ``native/memory.h``.
-    """
+    """Run launches in PTX, on tensors of the CPU."""
     run_one = partial(execute, architecture=architecture, seed=seed, counted=counted)
     with diverted(run_one, divmod(architecture, 10)):
         yield
@@ -39,11 +30,7 @@ def binaries() -> list[Binary]:
 
 
 def execute(launch: Launch, architecture: int, seed: int = 0, *, counted: bool = False) -> int:
-    """Run one launch; returns how many instructions its warps have run.
-
-    Raises:
-        Fault: See ``native/memory.h``.
-    """
+    """Run one launch; returns how many instructions its warps have run."""
     if 0 in launch.grid:
         return 0
     key = (architecture, *aot.key(launch))

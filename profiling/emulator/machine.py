@@ -56,16 +56,7 @@ class _Launch(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """A kernel in the form that the machine takes.
-
-    Attributes:
-        program: The parsed program.
-        code: Flattened ``code`` of the program; int32, as the following.
-        operands: Flattened ``operands`` of the program.
-        constants: Flattened ``constants`` of the program, as low and high halves.
-        specials: Flattened ``specials`` of the program.
-        counts: uint64, `COUNTS` of each instruction, over all launches that were counted.
-    """
+    """A kernel in the form that the machine takes."""
 
     program: Program
     code: array
@@ -77,11 +68,7 @@ class Binary:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Build the machine, once for each version of its sources.
-
-    Raises:
-        FileNotFoundError: There is no C++ compiler.
-    """
+    """Build the machine, once for each version of its sources."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise FileNotFoundError("no C++ compiler")
@@ -119,11 +106,7 @@ def operations() -> Operations:
 
 
 def load(ptx: str) -> Binary:
-    """Read a kernel.
-
-    Raises:
-        Unknown: It has something that is not understood.
-    """
+    """Read a kernel."""
     program = parse(ptx, operations())
     flat = lambda rows: array("i", [_signed(x) for row in rows for x in row])
     constants = (
@@ -149,20 +132,7 @@ def run(
     seed: int = 0,
     counted: bool = False,
 ) -> int:
-    """Launch a kernel; returns how many instructions its warps have run.
-
-    Args:
-        binary: The kernel.
-        grid: Blocks along each axis.
-        parameters: Parameters in the layout of `Program.parameters`.
-        tensors: Name, address and bytes of all memory that it may touch.
-        shared_bytes: Shared bytes of a block.
-        seed: Seed of the order of blocks and warps.
-        counted: Whether ``binary.counts`` is added to.
-
-    Raises:
-        Fault: See `native/memory.h`.
-    """
+    """Launch a kernel; returns how many instructions its warps have run."""
     program = binary.program
     pointer = lambda values: values.buffer_info()[0]
     places = (_Tensor * len(tensors))(*((at, size, name.encode()) for name, at, size in tensors))

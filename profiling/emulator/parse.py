@@ -40,20 +40,7 @@ class Operations:
 
 @dataclass(slots=True)
 class Program:
-    """A kernel, ready to run.
-
-    Attributes:
-        name: Name of the kernel.
-        parameters: Parameters of each parameter, where it begins and how many bytes it has.
-        parameter_bytes: Parameter bytes of all of them.
-        threads: Threads of a block.
-        words: Registers of a lane, in 32-bit words.
-        constants: (place, whether 64 bits wide, value) of registers that are never written.
-        specials: (place, number of `_SPECIALS`).
-        code: (operation, guard or -1, negated, where its operands begin, line) each.
-        operands: Operands of all instructions.
-        lines: Places in the kernel's source, to which ``line`` is an index.
-    """
+    """A kernel, ready to run."""
 
     name: str = ""
     parameters: list[tuple[int, int]] = field(default_factory=list)
@@ -68,11 +55,7 @@ class Program:
 
 
 def parse(text: str, operations: Operations) -> Program:
-    """Read the one kernel of a module.
-
-    Raises:
-        Unknown: It has something that is not understood.
-    """
+    """Read the one kernel of a module."""
     return _Parser(operations).parse(text)
 
 

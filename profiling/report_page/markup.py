@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
+
+from analysis.verdict import milliseconds, percent
 
 # As in effasr.untrusted.display, which a report does not need to be installed.
 _CONTROLS = re.compile(
@@ -16,12 +20,7 @@ _CONTROLS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell of a table.
-
-    Attributes:
-        html: Content.
-        value: A figure to sort by; figures are aligned to the right.
-    """
+    """One cell of a table."""
 
     html: str
     value: float | None = None
@@ -77,16 +76,7 @@ def table(
     sortable: bool = False,
     classes: str = "",
 ) -> str:
-    """Return a table whose first column names the rows.
-
-    Args:
-        heads: Heads of the columns.
-        rows: Cells, a row as long as ``heads``.
-        caption: Says what it shows.
-        last: A row of sums.
-        sortable: Whether the script lets readers sort it.
-        classes: More CSS classes.
-    """
+    """Return a table whose first column names the rows."""
     rows = list(rows)
     is_figure = [
         any(len(row) > column and row[column].value is not None for row in rows)
@@ -127,3 +117,154 @@ def section(title: str, identifier: str, *content: str, lead: str = "") -> str:
     intro = f"<p>{escape(lead)}</p>" if lead else ""
     inner = "".join(content)
     return f'<section id="{identifier}"><h2>{escape(title)}</h2>{intro}{inner}</section>'
+
+
+# Pictures as inline SVG; every mark says in a title what it is, and a table says the same.
+
+WIDTH = 1080
+
+
+def _open(height: float, label: str) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">'
+        f"<title>{escape(label)}</title>"
+    )
+
+
+def _rectangle(
+    x: float, y: float, width: float, height: float, color: str, title: str, radius: float = 2
+) -> str:
+    return (
+        f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.6):.2f}" height="{height:.1f}" '
+        f'rx="{min(radius, width / 2):.1f}" fill="var({color})">'
+        f"<title>{escape(title)}</title></rect>"
+    )
+
+
+def stacked(
+    rows: Sequence[tuple[str, Sequence[tuple[str, float]]]],
+    colors: dict[str, str],
+    label: str,
+    show: Callable[[float], str] = milliseconds,
+    names: dict[str, str] | None = None,
+) -> str:
+    """Return horizontal bars of several parts each, on one scale."""
+    named = any(name for name, _ in rows)
+    left, right = (190 if named else 0), 90
+    longest = max((sum(v for _, v in parts) for _, parts in rows), default=0) or 1
+    scale = (WIDTH - left - right) / longest
+    height = 34 if len(rows) == 1 else 26
+    out = [_open(len(rows) * (height + 8) + 4, label)]
+    for number, (name, parts) in enumerate(rows):
+        y, x = number * (height + 8) + 4, float(left)
+        if named:
+            out.append(
+                f'<text x="0" y="{y + height / 2 + 4.5:.1f}">{escape(_cut(name, 25))}</text>'
+            )
+        total = sum(value for _, value in parts)
+        for part, value in parts:
+            if value <= 0:
+                continue
+            wide = value * scale
+            shown = (names or {}).get(part, part)
+            title = f"{shown}: {show(value)}, {percent(value / total)}"
+            out.append(_rectangle(x, y, wide - 1.5, height, colors.get(part, "--grey"), title))
+            x += wide
+        out.append(f'<text class="soft" x="{x + 8:.1f}" y="{y + height / 2 + 4.5:.1f}">'
+                   f"{escape(show(total))}</text>")  # fmt: skip
+    return "".join(out) + "</svg>"
+
+
+def timeline(picture: dict[str, Any], color_of: Callable[[str, str], str]) -> str:
+    """Draw a step with a row for each track."""
+    left, height, gap = 130, 24, 10
+    length = picture["length_ms"] or 1
+    scale = (WIDTH - left - 10) / length
+    rows = picture["rows"]
+    total = len(rows) * (height + gap) + 28
+    label = f"Step {picture['step']} of {picture['process']}, {milliseconds(length)}"
+    out = [_open(total, label)]
+    bottom = len(rows) * (height + gap) + 4
+    for tick in _ticks(length):
+        x = left + tick * scale
+        out.append(f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{bottom}"/>')
+        out.append(
+            f'<text class="soft" x="{x + 3:.1f}" y="{bottom + 14}">{milliseconds(tick)}</text>'
+        )
+    for number, row in enumerate(rows):
+        y = number * (height + gap) + 4
+        out.append(
+            f'<text x="0" y="{y + height / 2 + 4.5:.1f}">{escape(_cut(row["name"], 18))}</text>'
+        )
+        out.append(f'<rect class="track" x="{left}" y="{y}" width="{WIDTH - left - 10}" '
+                   f'height="{height}"/>')  # fmt: skip
+        for begin, end, name in row["segments"]:
+            title = f"{name}: {milliseconds(end - begin)} from {milliseconds(begin)}"
+            out.append(
+                _rectangle(
+                    *(left + begin * scale, y, (end - begin) * scale, height),
+                    *(color_of(row["name"], name), title, 0),
+                )
+            )
+    return "".join(out) + "</svg>"
+
+
+def histogram(data: dict[str, Any], color: str) -> str:
+    """Return a histogram of the logged shares of padding."""
+    edges, counts = data["edges"], data["counts"]
+    width, height, left = 520, 190, 8
+    scale = (width - 2 * left) / (edges[-1] - edges[0])
+    tallest = max(max(counts), 1)
+    label = f"Padding of {data['label']}: {percent(data['mean'])} on average"
+    out = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">'
+           f"<title>{escape(label)}</title>"]  # fmt: skip
+    base = height - 26
+    for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
+        tall = (base - 16) * count / tallest
+        title = f"{percent(low)} to {percent(high)}: {count} lines"
+        x = left + (low - edges[0]) * scale
+        if count:
+            out.append(_rectangle(x, base - tall, (high - low) * scale - 1.5, tall, color, title))
+    out.append(f'<line x1="{left}" y1="{base}" x2="{width - left}" y2="{base}"/>')
+    for edge, anchor in ((edges[0], "start"), (edges[-1], "end")):
+        x = left + (edge - edges[0]) * scale
+        out.append(f'<text class="soft" x="{x:.1f}" y="{base + 18}" text-anchor="{anchor}">'
+                   f"{percent(edge)}</text>")  # fmt: skip
+    x = left + (min(data["mean"], edges[-1]) - edges[0]) * scale
+    anchor = "start" if x < width / 2 else "end"
+    shift = 4 if anchor == "start" else -4
+    out.append(f'<line x1="{x:.1f}" y1="4" x2="{x:.1f}" y2="{base}" style="stroke:var(--ink)"/>')
+    out.append(f'<text x="{x + shift:.1f}" y="14" text-anchor="{anchor}">'
+               f"mean {percent(data['mean'])}</text>")  # fmt: skip
+    return "".join(out) + "</svg>"
+
+
+def waterfall(bars: Sequence[dict[str, Any]]) -> str:
+    """Return bars of the shares of the peak, each below the one that contains it."""
+    left, height, gap = 260, 26, 10
+    out = [_open(len(bars) * (height + gap) + 4, "From the peak of the GPU to useful FLOPs")]
+    scale = WIDTH - left - 90
+    colors = ["--grey", "--violet", "--blue", "--aqua"]
+    colors = [colors[0], *colors[-(len(bars) - 1) :]]
+    for number, (bar, color) in enumerate(zip(bars, colors, strict=True)):
+        y = number * (height + gap) + 4
+        wide = min(bar["share"], 1.0) * scale
+        out.append(f'<text x="0" y="{y + 18}">{escape(bar["name"])}</text>')
+        title = f"{bar['name']}: {percent(bar['share'])} of the peak"
+        out.append(_rectangle(left, y, wide, height, color, title))
+        out.append(f'<text class="soft" x="{left + wide + 8:.1f}" y="{y + 18}">'
+                   f"{percent(bar['share'])}</text>")  # fmt: skip
+    return "".join(out) + "</svg>"
+
+
+def _ticks(length: float) -> list[float]:
+    """Round times, about six of them."""
+    power = 10 ** math.floor(math.log10(length / 9))
+    step = next(m * power for m in (1, 2, 5, 10) if length / (m * power) <= 9)
+    return [
+        step * number for number in range(int(length / step) + 1) if step * number < length * 0.97
+    ]
+
+
+def _cut(name: str, most: int) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from analysis import attribution, steps, summary
-from analysis.budget import Lane, classes, lanes
-from analysis.categories import categorize
-from analysis.figures import by_range, cut
-from analysis.readers import nsys
-from analysis.readers.sources import Subject, gather
-from analysis.readers.table import LAUNCH, RANGE, WORK, Kind, Process, Table
+from analysis import attribution, nsys, steps, summary
+from analysis.budget import Lane, categorize, classes, lanes
+from analysis.sources import Subject, gather
+from analysis.summary import by_range, cut
+from analysis.table import LAUNCH, RANGE, WORK, Kind, Process, Table
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

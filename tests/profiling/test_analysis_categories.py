@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from analysis.categories import categorize, shorten
+from analysis.budget import categorize, shorten
 
 KERNELS = Path(__file__).parents[2] / "kernels" / "effasr_kernels"
 OWN = {

@@ -7,10 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-from analysis import summary
-from analysis.readers import kineto, sources
-from analysis.readers.kineto import nanoseconds
-from analysis.readers.table import Kind
+from analysis import kineto, sources, summary
+from analysis.kineto import nanoseconds
+from analysis.table import Kind
 
 from tests.profiling.kineto_trace import AUTOGRAD, MAIN, Trace
 from tests.profiling.test_analysis_nsys import labelled

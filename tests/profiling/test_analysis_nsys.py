@@ -7,11 +7,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from analysis import summary
+from analysis import nsys, sources, summary
 from analysis.attribution import RULES, UNATTRIBUTED, attribute, find_launches
-from analysis.readers import nsys, sources
-from analysis.readers.table import Table, merge
 from analysis.steps import find
+from analysis.table import Table, merge
 
 from tests.profiling.nsys_export import COPY, FILL, GRAPH, KERNEL, Export
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from analysis import summary
-from analysis.comparison import compare
-from analysis.readers import run_log
-from analysis.readers.sources import Subject, gather, read_metrics
+from analysis import sources, summary
+from analysis.sources import Subject, gather, read_metrics
+from analysis.verdict import compare
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -142,7 +141,7 @@ def test_the_slowest_rank_is_the_one_that_does_not_wait(tmp_path: Path) -> None:
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=50))
 def test_a_histogram_of_padding_counts_every_line(values: list[float]) -> None:
-    found = run_log.padding([line(padding_frames=value) for value in values])["padding_frames"]
+    found = sources.padding([line(padding_frames=value) for value in values])["padding_frames"]
     assert sum(found["counts"]) == len(values)
     assert len(found["edges"]) == len(found["counts"]) + 1 <= 42
     assert found["edges"][0] == 0
@@ -151,9 +150,9 @@ def test_a_histogram_of_padding_counts_every_line(values: list[float]) -> None:
 
 def test_the_waterfall_falls() -> None:
     metrics = [line(mfu=0.4, mfu_with_padding=0.5, hfu=0.6)]
-    bars = run_log.waterfall(metrics, {})["bars"]
+    bars = sources.waterfall(metrics, {})["bars"]
     assert [bar["share"] for bar in bars] == [1.0, 0.6, 0.5, 0.4]
-    estimate = run_log.waterfall([line(mfu=0.4)], {"padding_frames": {"mean": 0.2}})
+    estimate = sources.waterfall([line(mfu=0.4)], {"padding_frames": {"mean": 0.2}})
     assert estimate["is_estimate"]
     assert [bar["share"] for bar in estimate["bars"]] == [1.0, pytest.approx(0.5), 0.4]
 
@@ -167,7 +166,7 @@ def test_the_waterfall_falls() -> None:
     ],
 )
 def test_without_flops_the_reason_is_given(metrics: list, reason: str) -> None:
-    assert reason in run_log.waterfall(metrics, {})["reason"]
+    assert reason in sources.waterfall(metrics, {})["reason"]
 
 
 def test_a_log_that_was_cut_short_loses_its_last_line_only(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from analysis.readers import nsys
+from analysis import nsys
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """

@@ -257,7 +257,7 @@ def _nsys(folder: Path) -> None:
 
 def _use_captures(folder: Path) -> object:
     sys.path[:0] = [str(PROFILING)] if str(PROFILING) not in sys.path else []
-    from analysis.readers import sources
+    from analysis import sources
 
     return [len(sources.read(path).work) for path in sorted(folder.iterdir())]
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from analysis import summary
-from analysis.readers import sources
+from analysis import sources, summary
 
 COLUMNS = (
     *("system", "model", "mode", "graph", "compile", "precision", "frame_budget", "category"),

@@ -15,8 +15,19 @@ from pathlib import Path
 
 import numpy as np
 
-from analysis.readers import links
-from analysis.readers.table import LAUNCH, NONE, RANGE, WORK, Kind, Names, Note, Process, Table
+from analysis.table import (
+    LAUNCH,
+    NONE,
+    RANGE,
+    WORK,
+    Kind,
+    Names,
+    Note,
+    Process,
+    Table,
+    is_backward_name,
+    link_by_sequence,
+)
 
 _MOST_VALUE_BYTES = 1 << 24
 _PROCESS_MASK = 0xFFFFFFFFFF000000
@@ -37,14 +48,7 @@ _LOST = re.compile(r"dropped|lost|overflow|not all (NVTX|CUDA) events", re.IGNOR
 
 
 def read(path: Path) -> Table:
-    """Read one export.
-
-    Args:
-        path: SQLite file.
-
-    Raises:
-        ValueError: It is damaged, or no export of nsys.
-    """
+    """Read one export."""
     with _errors_of(path), closing(_open(path)) as connection:
         reader = _Reader(connection, path)
         if not reader.columns.keys() & {_RUNTIME, _KERNEL, _RANGES, _GRAPH, "StringIds"}:
@@ -271,7 +275,7 @@ class _Reader:
                 *(start, last if end is None else end, self.process(thread), thread, *known),
                 *(NONE if payload is None else min(payload, 2**62), NONE, 0),
             )
-        links.by_sequence(ranges)
+        link_by_sequence(ranges)
         return ranges
 
     def _range_name(self, text: str) -> tuple[int, bool, bool, int]:
@@ -282,7 +286,7 @@ class _Reader:
         match = _EMITTED.match(text, cut)
         sequence = int(match[1]) if match and match[1] else NONE
         name = text[:cut]
-        is_backward = cut < len(text) and links.is_backward(name)
+        is_backward = cut < len(text) and is_backward_name(name)
         is_op = is_backward or _OPERATOR.match(name) is not None
         return self.names.number(name), is_op, is_backward, sequence
 

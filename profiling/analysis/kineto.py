@@ -20,9 +20,23 @@ from typing import Any
 
 import numpy as np
 
-from analysis.readers import links, operators
-from analysis.readers.nsys import rank_of
-from analysis.readers.table import LAUNCH, NONE, RANGE, WORK, Kind, Names, Note, Process, Table
+from analysis.nsys import rank_of
+from analysis.table import (
+    LAUNCH,
+    NONE,
+    RANGE,
+    WORK,
+    Kind,
+    Names,
+    Note,
+    Process,
+    Table,
+    is_backward_name,
+    link_by_flow,
+    link_by_sequence,
+    parents,
+    sort_key,
+)
 
 _KINDS = {
     "kernel": Kind.KERNEL,
@@ -46,14 +60,7 @@ MARK = "written by profiling/report.py"
 
 
 def read(path: Path) -> Table:
-    """Read one trace.
-
-    Args:
-        path: JSON, or JSON compressed by gzip.
-
-    Raises:
-        ValueError: It is cut short, or no trace.
-    """
+    """Read one trace."""
     text = _text(path)
     reader = _Reader(path)
     try:
@@ -204,14 +211,14 @@ class _Reader:
                 "name the capture that the report was made from."
             )
         ranges = np.array(self.ranges, RANGE)
-        links.by_flow(ranges, *self.flows)
-        links.by_sequence(ranges)
+        link_by_flow(ranges, *self.flows)
+        link_by_sequence(ranges)
         work = np.array(self.work, WORK)
         launches = np.array(self.launches, LAUNCH)
         if len(work):
             self._place_external(work, launches)
         else:
-            work = operators.work(ranges)
+            work = operator_work(ranges)
         epoch = head.get("baseTimeNanoseconds", 0)
         process = Process(self.path.name, *self._identity(head), epoch)
         return Table(
@@ -249,7 +256,7 @@ class _Reader:
         is_op = is_op or text.startswith(_EXCHANGES)
         get = event.get("args", {}).get
         # A forward thread is named by the backward operators only.
-        is_backward = is_op and (get("Fwd thread id", 0) != 0 or links.is_backward(text))
+        is_backward = is_op and (get("Fwd thread id", 0) != 0 or is_backward_name(text))
         sequence = get("Sequence number", NONE)
         self.ranges.append(
             (
@@ -315,3 +322,56 @@ def _facts(head: dict[str, Any]) -> dict[str, str]:
     if "cuda_driver_version" in head:
         facts["CUDA driver"] = str(head["cuda_driver_version"])
     return facts
+
+
+# On a trace without a GPU, operators are the work: each counts while none inside it runs.
+
+
+def operator_work(ranges: np.ndarray) -> np.ndarray:
+    """Return the time in which each operator itself runs, without those that it calls."""
+    rows = np.flatnonzero(ranges["is_op"])
+    pieces = []
+    for thread in np.unique(ranges["thread"][rows]):
+        own = rows[ranges["thread"][rows] == thread]
+        own = own[sort_key(ranges[own])]
+        pieces.append(_pieces(ranges, own))
+    if not pieces:
+        return np.zeros(0, WORK)
+    index, begin, end = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    result = np.zeros(len(index), WORK)
+    result["start"], result["end"] = begin, end
+    result["device"] = NONE
+    result["graph_node"] = NONE
+    result["kind"] = Kind.OPERATOR
+    result["correlation"] = index
+    for name in ("process", "thread", "name"):
+        result[name] = ranges[name][index]
+    result["stream"], result["called"] = result["thread"], ranges["start"][index]
+    return result
+
+
+def _pieces(ranges: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return which operator of a thread runs when: (row, begin, end), each int64 (n,).
+
+    At every edge the innermost operator is the last that began and has not ended.
+    """
+    starts, ends = ranges["start"][rows], ranges["end"][rows]
+    edges = np.unique(np.concatenate([starts, ends]))
+    if len(edges) < 2:
+        nothing = np.zeros(0, np.int64)
+        return nothing, nothing, nothing
+    begins, stops = edges[:-1], edges[1:]
+    parent = parents(starts, ends)
+    inner = np.searchsorted(starts, begins, side="right") - 1
+    while True:
+        over = (inner >= 0) & (ends[np.maximum(inner, 0)] < stops)
+        if not over.any():
+            break
+        inner[over] = parent[inner[over]]
+    kept = inner >= 0
+    inner, begins, stops = inner[kept], begins[kept], stops[kept]
+    # Stretches of one operator that follow on one another are one.
+    first = np.ones(len(inner), bool)
+    first[1:] = (inner[1:] != inner[:-1]) | (begins[1:] != stops[:-1])
+    last = np.append(first[1:], True) if len(first) else first
+    return rows[inner[first]], begins[first], stops[last]

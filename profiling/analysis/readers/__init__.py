@@ -1,1 +1,0 @@
-"""Captures and run directories, read into one table whatever wrote them."""
