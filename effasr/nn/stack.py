@@ -17,7 +17,7 @@ from effasr.nn.parameters.sharded import is_sharded_tensor
 from effasr.nn.parameters.unused import touch_unused_parameters
 from effasr.nn.residual import draw_layer_seeds
 from effasr_kernels import PackedLayout, PackedSequence
-from effasr_kernels.update_running_statistics.together import updates_together
+from effasr_kernels.update_running_statistics import updates_together
 
 # Per thread, because autograd recomputes in a thread of its own.
 _here = threading.local()

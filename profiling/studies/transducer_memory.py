@@ -32,8 +32,7 @@ from bench.transducer.loss import DEFAULTS, PEERS
 from bench.workload import LISTED, Workload, drawn_durations, read_durations
 from bench_ops import TOLERANCE
 
-from effasr_kernels.transducer_loss import set_workspace
-from effasr_kernels.transducer_loss.definition import OPERATION, TransducerArguments
+from effasr_kernels.transducer_loss import OPERATION, TransducerArguments, set_workspace
 
 COLUMNS = [
     *("op", "backend", "batch", "frames", "labels", "joint", "classes", "dtype", "nodes"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _PACKAGE = ROOT / "kernels" / "effasr_kernels"
-OPERATIONS = tuple(sorted(path.parent.name for path in _PACKAGE.glob("*/definition.py")))
+OPERATIONS = tuple(sorted(path.parent.name for path in _PACKAGE.glob("*/reference.py")))
 MODEL = "model"
 """The group of the tests of the whole model and of its training."""
 ENGINE = "decoding engine"

@@ -36,8 +36,8 @@ def test_one_operation_does_not_import_another(name: str) -> None:
             assert parts[:1] != ["effasr_kernels"] or parts[1] not in others, f"{path}: {module}"
 
 
-def test_every_folder_with_a_definition_is_an_operation() -> None:
-    assert {path.parent.name for path in KERNELS.glob("*/definition.py")} == set(OPERATIONS)
+def test_every_folder_with_a_reference_is_an_operation() -> None:
+    assert {path.parent.name for path in KERNELS.glob("*/reference.py")} == set(OPERATIONS)
 
 
 def test_an_installation_has_everything_but_the_support_of_tests() -> None:

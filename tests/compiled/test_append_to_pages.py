@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from effasr_kernels.append_to_pages import _triton
-from effasr_kernels.append_to_pages.definition import AppendArguments
+from effasr_kernels.append_to_pages import AppendArguments, _triton
 from effasr_kernels.runtime.launch import Launch, recording
 from effasr_kernels.testing import aot
 

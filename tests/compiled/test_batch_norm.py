@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from effasr_kernels import PackedLayout
-from effasr_kernels.batch_norm import _triton
-from effasr_kernels.batch_norm.definition import BatchNormArguments
+from effasr_kernels.batch_norm import BatchNormArguments, _triton
 from effasr_kernels.runtime import launch
 from effasr_kernels.testing import aot
+from effasr_kernels.update_running_statistics import UpdateArguments
 from effasr_kernels.update_running_statistics import _triton as running
-from effasr_kernels.update_running_statistics.definition import UpdateArguments
 
 Check = Callable[..., dict[str, aot.Resources]]
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from effasr_kernels import PackedLayout
-from effasr_kernels.bias_activation_dropout import _triton
-from effasr_kernels.bias_activation_dropout.definition import ACTIVATIONS, ActivationArguments
+from effasr_kernels.bias_activation_dropout import ACTIVATIONS, ActivationArguments, _triton
 from effasr_kernels.runtime import launch
 from effasr_kernels.testing import aot
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from effasr_kernels.ctc_loss import _triton
-from effasr_kernels.ctc_loss.definition import CtcArguments
+from effasr_kernels.ctc_loss import CtcArguments, _triton
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import Launch, recording
 from effasr_kernels.testing import aot

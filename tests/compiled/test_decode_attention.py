@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from effasr_kernels.decode_attention import _triton
-from effasr_kernels.decode_attention.definition import DecodeArguments
+from effasr_kernels.decode_attention import DecodeArguments, _triton
 from effasr_kernels.runtime.launch import Launch, recording
 from effasr_kernels.testing import aot
 

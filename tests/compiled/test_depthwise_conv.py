@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from effasr_kernels import PackedLayout
-from effasr_kernels.depthwise_conv import _triton
-from effasr_kernels.depthwise_conv.definition import ConvArguments
+from effasr_kernels.depthwise_conv import ConvArguments, _triton
 from effasr_kernels.runtime import launch
 from effasr_kernels.testing import aot
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from effasr_kernels import PackedLayout
-from effasr_kernels.dropout_add_layer_norm import _triton
-from effasr_kernels.dropout_add_layer_norm.definition import NormArguments
+from effasr_kernels.dropout_add_layer_norm import NormArguments, _triton
 from effasr_kernels.runtime import launch
 from effasr_kernels.testing import aot
 

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from effasr_kernels.gated_activation import _triton
-from effasr_kernels.gated_activation.definition import ACTIVATIONS, GatedArguments
+from effasr_kernels.gated_activation import ACTIVATIONS, GatedArguments, _triton
 from effasr_kernels.runtime import launch
 from effasr_kernels.testing import aot
 

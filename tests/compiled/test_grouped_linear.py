@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from effasr_kernels import PackedLayout
-from effasr_kernels.grouped_linear import _triton
-from effasr_kernels.grouped_linear.definition import GroupedLinearArguments
+from effasr_kernels.grouped_linear import GroupedLinearArguments, _triton
 from effasr_kernels.runtime import launch
 from effasr_kernels.testing import aot
 

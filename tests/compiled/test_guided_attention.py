@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from effasr_kernels.attention.triton import guided
-from effasr_kernels.guided_attention.definition import GuidedArguments
+from effasr_kernels.guided_attention import GuidedArguments
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import Launch, recording
 from effasr_kernels.testing import aot

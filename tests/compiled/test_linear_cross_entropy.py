@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from effasr_kernels.linear_cross_entropy import _triton
-from effasr_kernels.linear_cross_entropy.definition import CrossEntropyArguments
+from effasr_kernels.linear_cross_entropy import CrossEntropyArguments, _triton
 from effasr_kernels.runtime.launch import Launch, recording
 from effasr_kernels.shared import projection
 from effasr_kernels.testing import aot

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from effasr_kernels.projected_top_k import _triton
-from effasr_kernels.projected_top_k.definition import TopKArguments
+from effasr_kernels.projected_top_k import TopKArguments, _triton
 from effasr_kernels.runtime.launch import Launch, recording
 from effasr_kernels.testing import aot
 

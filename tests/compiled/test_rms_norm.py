@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from effasr_kernels.rms_norm import _triton
-from effasr_kernels.rms_norm.definition import RMSNormArguments
+from effasr_kernels.rms_norm import RMSNormArguments, _triton
 from effasr_kernels.runtime import launch
 from effasr_kernels.testing import aot
 

@@ -7,8 +7,7 @@ import torch
 
 from effasr_kernels import PackedLayout
 from effasr_kernels.runtime import launch
-from effasr_kernels.strided_depthwise import _triton
-from effasr_kernels.strided_depthwise.definition import StridedArguments
+from effasr_kernels.strided_depthwise import StridedArguments, _triton
 from effasr_kernels.testing import aot
 
 Check = Callable[..., dict[str, aot.Resources]]

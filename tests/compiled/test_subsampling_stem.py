@@ -8,8 +8,7 @@ import torch
 
 from effasr_kernels import PackedLayout
 from effasr_kernels.runtime import launch
-from effasr_kernels.subsampling_stem import _triton
-from effasr_kernels.subsampling_stem.definition import StemArguments
+from effasr_kernels.subsampling_stem import StemArguments, _triton
 from effasr_kernels.testing import aot
 
 Check = Callable[..., dict[str, aot.Resources]]

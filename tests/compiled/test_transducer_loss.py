@@ -10,8 +10,7 @@ import torch
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import Launch, recording
 from effasr_kernels.testing import aot
-from effasr_kernels.transducer_loss import set_workspace
-from effasr_kernels.transducer_loss.definition import TransducerArguments
+from effasr_kernels.transducer_loss import TransducerArguments, set_workspace
 from effasr_kernels.transducer_loss.triton import backend
 
 CLASSES, WIDTH = 1024, 640

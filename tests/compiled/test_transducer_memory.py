@@ -13,8 +13,7 @@ from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import launch
-from effasr_kernels.transducer_loss import set_workspace
-from effasr_kernels.transducer_loss.definition import TransducerArguments
+from effasr_kernels.transducer_loss import TransducerArguments, set_workspace
 from effasr_kernels.transducer_loss.triton import backend, sums
 from tests.gpu.live_memory import Live
 

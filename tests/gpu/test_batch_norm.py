@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from effasr_kernels import PackedLayout, batch_norm
-from effasr_kernels.batch_norm.definition import OPERATION, BatchNormArguments
+from effasr_kernels.batch_norm import OPERATION, BatchNormArguments
 from effasr_kernels.shared.ragged import wide_dtype
 from effasr_kernels.testing.conformance import Case, check_kernel
 from effasr_kernels.testing.tolerance import assert_no_worse

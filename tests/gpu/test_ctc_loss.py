@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from effasr_kernels import BackendUnavailable, PackedLayout, ctc_loss
-from effasr_kernels.ctc_loss import _triton
-from effasr_kernels.ctc_loss.definition import CtcArguments
+from effasr_kernels.ctc_loss import CtcArguments, _triton
 from effasr_kernels.shared import projection
 from effasr_kernels.testing.conformance import Case, Packed, Shared, check_kernel
 from effasr_kernels.testing.tolerance import assert_no_worse

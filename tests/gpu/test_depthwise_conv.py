@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from effasr_kernels import BackendUnavailable, PackedLayout, depthwise_conv
-from effasr_kernels.depthwise_conv import _triton
-from effasr_kernels.depthwise_conv.definition import ConvArguments
+from effasr_kernels.depthwise_conv import ConvArguments, _triton
 from effasr_kernels.runtime.deferred_sums import waiting
 from effasr_kernels.testing.conformance import Case, check_kernel
 from effasr_kernels.testing.tolerance import assert_no_worse

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from effasr_kernels import linear_cross_entropy
-from effasr_kernels.linear_cross_entropy import _triton
-from effasr_kernels.linear_cross_entropy.definition import CrossEntropyArguments
+from effasr_kernels.linear_cross_entropy import CrossEntropyArguments, _triton
 from effasr_kernels.shared import projection
 from effasr_kernels.testing.conformance import Case, check_kernel
 from effasr_kernels.testing.tolerance import assert_no_worse

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from effasr_kernels import PackedLayout, transducer_loss
-from effasr_kernels.transducer_loss import set_workspace
-from effasr_kernels.transducer_loss.definition import TransducerArguments
+from effasr_kernels.transducer_loss import TransducerArguments, set_workspace
 from effasr_kernels.transducer_loss.triton import backend, fold
 from effasr_kernels.transducer_loss.triton.division import DeviceLattices, strides
 from effasr_kernels.transducer_loss.triton.plan import Cost, Room, first_nodes

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from effasr_kernels.testing.conformance import check_kernel
-from effasr_kernels.transducer_loss import set_workspace
-from effasr_kernels.transducer_loss.definition import TransducerArguments
+from effasr_kernels.transducer_loss import TransducerArguments, set_workspace
 from effasr_kernels.transducer_loss.duration_lattice import occupancies
 from effasr_kernels.transducer_loss.triton import backend, duration_lattice
 from effasr_kernels.transducer_loss.triton.plan import Cost, Lattices

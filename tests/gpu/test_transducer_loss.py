@@ -9,8 +9,7 @@ from torch import Tensor
 from effasr_kernels import PackedLayout
 from effasr_kernels.testing.conformance import check_kernel
 from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
-from effasr_kernels.transducer_loss import set_workspace
-from effasr_kernels.transducer_loss.definition import TransducerArguments
+from effasr_kernels.transducer_loss import TransducerArguments, set_workspace
 from effasr_kernels.transducer_loss.lattice import occupancies
 from effasr_kernels.transducer_loss.triton import backend, lattice
 from effasr_kernels.transducer_loss.triton.plan import Cost, Lattices, first_nodes

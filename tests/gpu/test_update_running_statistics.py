@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from effasr_kernels import PackedLayout, update_running_statistics
-from effasr_kernels.update_running_statistics.together import updates_together
+from effasr_kernels.update_running_statistics import updates_together
 
 
 @pytest.mark.parametrize("channels", [3, 300])

@@ -14,13 +14,12 @@ from torch import Tensor
 import effasr_kernels
 from effasr_kernels import BackendUnavailable, PackedLayout, TorchOp, ctc_loss, transducer_loss
 from effasr_kernels.ctc_loss import OPERATION as ctc_op
+from effasr_kernels.ctc_loss import CtcArguments
 from effasr_kernels.ctc_loss import _cpp as ctc_cpp
-from effasr_kernels.ctc_loss.definition import CtcArguments
 from effasr_kernels.testing.conformance import check_kernel
 from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
 from effasr_kernels.transducer_loss import OPERATION as transducer_op
-from effasr_kernels.transducer_loss import _cpp, _cpp_nodes, set_workspace
-from effasr_kernels.transducer_loss.definition import TransducerArguments
+from effasr_kernels.transducer_loss import TransducerArguments, _cpp, _cpp_nodes, set_workspace
 from tests.gpu.live_memory import Live
 from tests.ops.cpp_calls import (
     WIDTH,

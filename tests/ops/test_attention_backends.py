@@ -23,9 +23,9 @@ from effasr_kernels import (
     Rotary,
     attention,
 )
+from effasr_kernels.attention import OPERATION as op
 from effasr_kernels.attention import order
 from effasr_kernels.attention.backends import packages, varlen
-from effasr_kernels.attention.definition import OPERATION as op
 from effasr_kernels.testing.conformance import Case, Packed, Shared, check_kernel
 from effasr_kernels.testing.tolerance import poison
 from tests.ops.attention_doubles import Library, torchs, version_2, version_3, version_4

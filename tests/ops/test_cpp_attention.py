@@ -20,8 +20,8 @@ from effasr_kernels import (
     attention,
     guided_attention,
 )
-from effasr_kernels.attention.definition import OPERATION as attention_op
-from effasr_kernels.guided_attention.definition import OPERATION as guided_op
+from effasr_kernels.attention import OPERATION as attention_op
+from effasr_kernels.guided_attention import OPERATION as guided_op
 from effasr_kernels.runtime import native
 from effasr_kernels.shared.cpu.attention import Call
 from effasr_kernels.testing.conformance import (

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import effasr_kernels
 from effasr_kernels import OPERATIONS
 from effasr_kernels.runtime.example import ExampleInputs
-from effasr_kernels.runtime.forward_only import ForwardOnlyOp
+from effasr_kernels.runtime.torch_op import ForwardOnlyOp
 
 EXAMPLES = {
     example.label: (op, example)

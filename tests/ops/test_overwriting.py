@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from effasr_kernels import PackedLayout, transducer_loss
-from effasr_kernels.transducer_loss.definition import OPERATION, TransducerArguments
+from effasr_kernels.transducer_loss import OPERATION, TransducerArguments
 
 FRAMES, LABELS, WIDTH, CLASSES = (4, 0, 3, 5), (2, 1, 0, 3), 3, 9
 SPARE = 2

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from effasr_kernels import PackedLayout, update_running_statistics
 from effasr_kernels.runtime import launch
-from effasr_kernels.update_running_statistics.together import updates_together
+from effasr_kernels.update_running_statistics import updates_together
 
 
 def _given(channels: int = 3, dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from effasr_kernels import Context, PackedLayout, RelativeBias, Rotary
-from effasr_kernels.attention.definition import AttentionArguments
+from effasr_kernels.attention import AttentionArguments
 from effasr_kernels.shared.dropout import seed_for
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from effasr_kernels.append_to_pages.definition import AppendArguments
+from effasr_kernels.append_to_pages import AppendArguments
 from effasr_kernels.runtime.launch import launch, refusal
 from effasr_kernels.shared.paged import refuse_pages
 

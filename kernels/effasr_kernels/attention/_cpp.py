@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effasr_kernels.attention.definition import AttentionArguments
+from effasr_kernels.attention import AttentionArguments
 from effasr_kernels.attention.position import angles, rotate
 from effasr_kernels.shared.cpu import attention as cpu_attention
 from effasr_kernels.shared.ragged import widen

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
-from effasr_kernels.attention.backends.packages import capability
 from effasr_kernels.runtime.dispatch import Backend
-
-if TYPE_CHECKING:
-    from effasr_kernels.attention.definition import AttentionArguments
 
 UNMEASURED = (
     Backend.TRITON,
@@ -53,8 +49,15 @@ MEASURED: tuple[Row, ...] = ()
 """Measured orders; the first row that covers a call applies. Nothing has been measured yet."""
 
 
-def order(a: AttentionArguments) -> tuple[Backend, ...]:
-    """The backends for a call of `attention`, in the order in which to try them."""
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of an available NVIDIA GPU; None for any other device."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def order(a: Any) -> tuple[Backend, ...]:
+    """The backends to try for `AttentionArguments`, which are defined above this module."""
     gpu = capability(a.q.device) if MEASURED else None
     if gpu is None:
         return UNMEASURED

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effasr_kernels.attention.definition import AttentionArguments
+from effasr_kernels.attention import AttentionArguments
 from effasr_kernels.attention.position import RelativeBias, angles, rotate
 from effasr_kernels.shared.dropout import Dropout
 from effasr_kernels.shared.ragged import join_rows, split_attention, split_rows, widen, zeroed

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effasr_kernels.audio_windows.definition import WindowArguments
+from effasr_kernels.audio_windows import WindowArguments
 from effasr_kernels.runtime.launch import launch, refusal
 
 _LARGEST = 4096

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from effasr_kernels.audio_windows.definition import WindowArguments
+from effasr_kernels.audio_windows import WindowArguments
 
 
 def run(a: WindowArguments) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effasr_kernels.batch_norm.definition import BatchNormArguments
+from effasr_kernels.batch_norm import BatchNormArguments
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.shared.ragged import wide_dtype, widen
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effasr_kernels.bias_activation_dropout.definition import ActivationArguments
+from effasr_kernels.bias_activation_dropout import ActivationArguments
 from effasr_kernels.shared.dropout import kept_elements
 from effasr_kernels.shared.ragged import widen
 

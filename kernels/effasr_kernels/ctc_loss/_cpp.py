@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from effasr_kernels.ctc_loss.definition import CtcArguments
+from effasr_kernels.ctc_loss import CtcArguments
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.checks import check_labels
 from effasr_kernels.shared import lattice

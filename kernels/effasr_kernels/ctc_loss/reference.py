@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effasr_kernels.ctc_loss.definition import CtcArguments
+from effasr_kernels.ctc_loss import CtcArguments
 from effasr_kernels.runtime.checks import check_labels
 from effasr_kernels.shared.cpu.linear import linear
 from effasr_kernels.shared.ragged import split_rows, widen, zeroed

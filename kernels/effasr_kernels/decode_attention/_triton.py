@@ -12,11 +12,11 @@ import math
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from effasr_kernels.decode_attention._kernels import attend_one, attend_several
-from effasr_kernels.decode_attention._parts import merge_parts
-from effasr_kernels.decode_attention.definition import DecodeArguments
+from effasr_kernels.decode_attention import DecodeArguments
 from effasr_kernels.runtime.launch import launch, multiprocessors, refusal
 from effasr_kernels.shared.paged import refuse_pages
 
@@ -145,3 +145,461 @@ def _attend(
 def _padded(width: int) -> int:
     """The power of two, at least 16, to which D is padded."""
     return max(16, 1 << (width - 1).bit_length())
+
+
+@triton.jit(
+    do_not_specialize=["splits", "pages", "size", "columns", "table_row", "table_column", "rows"]
+)
+def attend_one(
+    q,
+    k_pages,
+    v_pages,
+    page_table,
+    lengths,
+    new_k,
+    new_v,
+    out,
+    partial,
+    statistics,
+    splits,
+    pages,
+    size,
+    columns,
+    table_row,
+    table_column,
+    rows,
+    heads,
+    q_row,
+    q_head,
+    k_page,
+    k_key,
+    k_head,
+    v_page,
+    v_key,
+    v_head,
+    new_k_row,
+    new_k_head,
+    new_v_row,
+    new_v_head,
+    scale_log2,
+    GROUP: tl.constexpr,
+    SHARE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    WITHIN: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """Attend with one query and head to one part of the keys: program (n * H + h, part).
+
+    There are no matrix products, as programs share no keys: each thread computes the softmax of the
+    keys that it loads, in float32, and these are merged at the end.
+
+    Args:
+        q: (N, H, D), its channels contiguous, as are those of all arguments. A pointer, as are all
+            up to ``statistics``.
+        k_pages: (P, B, Hk, D), written to where there is ``new_k``.
+        v_pages: Likewise.
+        page_table: int32 (S, M).
+        lengths: int32 (S,), contiguous.
+        new_k: (N, Hk, D), N = S, the last key; None if all keys are in pages.
+        new_v: Likewise.
+        out: (N, H, D), contiguous, written; None with ``MERGED``.
+        partial: float32 (splits, N, H, D), contiguous, written: sums of values, weighted by powers
+            of two relative to the largest score; None unless ``MERGED``.
+        statistics: float32 (2, splits, N, H), contiguous, written: the largest score and the sum of
+            the weights; None unless ``MERGED``.
+        splits: Parts of the keys.
+        pages: P.
+        size: B.
+        columns: M.
+        table_row: Row stride of ``page_table`` in elements.
+        table_column: Column stride of ``page_table`` in elements.
+        rows: N.
+        heads: H.
+        q_row: Row stride of ``q`` in elements.
+        q_head: Head stride of ``q`` in elements.
+        k_page: From one page of ``k_pages`` to the next.
+        k_key: From one key to the next.
+        k_head: Head stride of ``k_pages``.
+        v_page: Page stride of ``v_pages``.
+        v_key: Row stride within a page of ``v_pages``.
+        v_head: Head stride of ``v_pages``.
+        new_k_row: Row stride of ``new_k``.
+        new_k_head: Head stride of ``new_k``.
+        new_v_row: Row stride of ``new_v``.
+        new_v_head: Head stride of ``new_v``.
+        scale_log2: Factor of the scores, for powers of two.
+        GROUP: N / S, queries of a sequence.
+        SHARE: H / Hk, heads of queries that share a head of keys.
+        WIDTH: D.
+        BLOCK_D: The power of two, at least 16, that D is padded to.
+        BLOCK_N: Keys of a tile.
+        STAGES: Stages of the pipeline of loads.
+        WITHIN: Whether a tile lies within one page.
+        MERGED: Whether another kernel merges the parts.
+    """
+    query_row = (tl.program_id(0) // heads).to(tl.int64)
+    sequence = query_row // GROUP
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    key_head = head // SHARE
+    part = tl.program_id(1)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    in_width = d < WIDTH
+    length = tl.minimum(tl.load(lengths + sequence), columns * size)
+    query = tl.load(q + query_row * q_row + head * q_head + d, mask=in_width, other=0.0)
+    query = query.to(tl.float32) * scale_log2
+    page_table += sequence * table_row
+    k_pages += key_head * k_head
+    v_pages += key_head * v_head
+
+    # A new key, the last one, is not yet in a page.
+    kept = length
+    if new_k is not None:
+        kept = tl.maximum(length - 1, 0)
+    begin, end = locate_part(kept, splits, BLOCK_N)  # pyright: ignore[reportGeneralTypeIssues]
+    largest = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        page, key, exists = locate_keys(  # pyright: ignore[reportGeneralTypeIssues]
+            page_table, first, n, end, pages, size, table_column, BLOCK_N, WITHIN
+        )
+        real = first + n < end
+        mask = (real & exists)[:, None] & in_width[None, :]
+        k_place = point(k_pages, page, key, n, d, k_page, k_key, WITHIN)
+        k_tile = tl.load(k_place, mask=mask, other=0.0)
+        v_place = point(v_pages, page, key, n, d, v_page, v_key, WITHIN)
+        v_tile = tl.load(v_place, mask=mask, other=0.0)
+        scores = tl.sum(k_tile.to(tl.float32) * query[None, :], 1)
+        scores = tl.where(real, tl.where(exists, scores, float("nan")), float("-inf"))
+        larger = tl.maximum(largest, scores)
+        pivot = tl.where(larger == float("-inf"), 0.0, larger)
+        shrink = tl.exp2(largest - pivot)
+        weights = tl.exp2(scores - pivot)
+        total = total * shrink + weights
+        acc = acc * shrink[:, None] + weights[:, None] * v_tile.to(tl.float32)
+        largest = larger
+
+    # Merge the softmaxes of the threads.
+    top = tl.max(largest, 0)
+    pivot = tl.where(top == float("-inf"), 0.0, top)
+    shrink = tl.exp2(largest - pivot)
+    # A maximum may lose a NaN; the sums keep it.
+    mass = tl.sum(total * shrink, 0)
+    sums = tl.sum(acc * shrink[:, None], 0)
+    if new_k is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
+        if (part == 0) & (length > 0):
+            page, key, exists = locate_keys(
+                page_table, length - 1, 0, length, pages, size, table_column, 1, True
+            )
+            # One of the programs that share a head of keys writes it; none reads it from the page.
+            is_written = exists & (head % SHARE == 0)
+            new_k += query_row * new_k_row + key_head * new_k_head
+            new_v += query_row * new_v_row + key_head * new_v_head
+            k_new = move_row(new_k, k_pages, page, key, d, k_page, k_key, in_width, is_written)
+            v_new = move_row(new_v, v_pages, page, key, d, v_page, v_key, in_width, is_written)
+            score = tl.sum(k_new.to(tl.float32) * query, 0)
+            score = tl.where(exists, score, float("nan"))
+            larger = tl.maximum(top, score)
+            pivot = tl.where(larger == float("-inf"), 0.0, larger)
+            shrunk, weight = tl.exp2(top - pivot), tl.exp2(score - pivot)
+            mass = mass * shrunk + weight
+            sums = sums * shrunk + weight * v_new.to(tl.float32)
+            top = larger
+
+    row = query_row * heads + head
+    if MERGED:
+        row += part.to(tl.int64) * rows * heads
+        tl.store(partial + row * WIDTH + d, sums, mask=in_width)
+        tl.store(statistics + row, top)
+        tl.store(statistics + splits.to(tl.int64) * rows * heads + row, mass)
+    else:
+        sums = sums / tl.where(mass == 0, 1.0, mass)
+        tl.store(out + row * WIDTH + d, sums.to(out.dtype.element_ty), mask=in_width)
+
+
+@triton.jit(
+    do_not_specialize=["splits", "pages", "size", "columns", "table_row", "table_column", "rows"]
+)
+def attend_several(
+    q,
+    k_pages,
+    v_pages,
+    page_table,
+    lengths,
+    new_k,
+    new_v,
+    out,
+    partial,
+    statistics,
+    splits,
+    pages,
+    size,
+    columns,
+    table_row,
+    table_column,
+    rows,
+    heads,
+    q_row,
+    q_head,
+    k_page,
+    k_key,
+    k_head,
+    v_page,
+    v_key,
+    v_head,
+    new_k_row,
+    new_k_head,
+    new_v_row,
+    new_v_head,
+    scale_log2,
+    GROUP: tl.constexpr,
+    SHARE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WITHIN: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """Attend with queries of a sequence to one part of the keys: program (s * Hk + h, part, i).
+
+    The rows of a sequence and head of keys are its N / S queries in H / Hk heads each. The program
+    processes ``BLOCK_G`` rows from number ``i * BLOCK_G`` on. It loads a tile of keys once for all
+    of them, and computes matrix products.
+
+    Args:
+        q: (N, H, D).
+        k_pages: (P, B, Hk, D), written to where there is ``new_k``.
+        v_pages: Likewise.
+        page_table: int32 (S, M).
+        lengths: int32 (S,).
+        new_k: See `attend_one`.
+        new_v: See `attend_one`.
+        out: (N, H, D).
+        partial: float32 (splits, N, H, D).
+        statistics: float32 (2, splits, N, H).
+        splits: Parts of the keys.
+        pages: P.
+        size: B.
+        columns: M.
+        table_row: See `attend_one`.
+        table_column: See `attend_one`.
+        rows: See `attend_one`.
+        heads: H.
+        q_row: See `attend_one`.
+        q_head: See `attend_one`.
+        k_page: See `attend_one`.
+        k_key: See `attend_one`.
+        k_head: See `attend_one`.
+        v_page: See `attend_one`.
+        v_key: See `attend_one`.
+        v_head: See `attend_one`.
+        new_k_row: See `attend_one`.
+        new_k_head: See `attend_one`.
+        new_v_row: See `attend_one`.
+        new_v_head: See `attend_one`.
+        scale_log2: See `attend_one`.
+        GROUP: N / S * H / Hk, rows of a sequence and head of keys.
+        SHARE: See `attend_one`.
+        BLOCK_G: Rows of a program.
+        WIDTH: D.
+        BLOCK_D: See `attend_one`.
+        BLOCK_N: See `attend_one`.
+        WITHIN: See `attend_one`.
+        MERGED: See `attend_one`.
+    """
+    sequence = (tl.program_id(0) // (heads // SHARE)).to(tl.int64)
+    key_head = (tl.program_id(0) % (heads // SHARE)).to(tl.int64)
+    g = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    in_width = d < WIDTH
+    in_group = (g < GROUP)[:, None] & in_width[None, :]
+    length = tl.minimum(tl.load(lengths + sequence), columns * size)
+    row = sequence * (GROUP // SHARE) + g // SHARE
+    head = key_head * SHARE + g % SHARE
+    q_tile = tl.load(
+        q + (row * q_row + head * q_head)[:, None] + d[None, :], mask=in_group, other=0.0
+    )
+    page_table += sequence * table_row
+    k_pages += key_head * k_head
+    v_pages += key_head * v_head
+
+    # A new key, the last one, is not yet in a page.
+    kept = length
+    if new_k is not None:
+        kept = tl.maximum(length - 1, 0)
+    begin, end = locate_part(kept, splits, BLOCK_N)  # pyright: ignore[reportGeneralTypeIssues]
+    largest = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    for first in range(begin, end, BLOCK_N):
+        page, key, exists = locate_keys(  # pyright: ignore[reportGeneralTypeIssues]
+            page_table, first, n, end, pages, size, table_column, BLOCK_N, WITHIN
+        )
+        real = first + n < end
+        mask = (real & exists)[:, None] & in_width[None, :]
+        k_place = point(k_pages, page, key, n, d, k_page, k_key, WITHIN)
+        k_tile = tl.load(k_place, mask=mask, other=0.0)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
+        scores = tl.where((real & exists)[None, :], scores, float("nan"))
+        scores = tl.where(real[None, :], scores, float("-inf"))
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        pivot = tl.where(larger == float("-inf"), 0.0, larger)
+        shrink = tl.exp2(largest - pivot)
+        weights = tl.exp2(scores - pivot[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        v_place = point(v_pages, page, key, n, d, v_page, v_key, WITHIN)
+        v_tile = tl.load(v_place, mask=mask, other=0.0)
+        acc = acc * shrink[:, None]
+        acc += tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
+        largest = larger
+
+    if new_k is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
+        if (tl.program_id(1) == 0) & (length > 0):
+            page, key, exists = locate_keys(
+                page_table, length - 1, 0, length, pages, size, table_column, 1, True
+            )
+            is_written = exists & (tl.program_id(2) == 0)
+            new_k += sequence * new_k_row + key_head * new_k_head
+            new_v += sequence * new_v_row + key_head * new_v_head
+            k_new = move_row(new_k, k_pages, page, key, d, k_page, k_key, in_width, is_written)
+            v_new = move_row(new_v, v_pages, page, key, d, v_page, v_key, in_width, is_written)
+            score = tl.sum(q_tile.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale_log2
+            score = tl.where(exists, score, float("nan"))
+            larger = tl.maximum(largest, score)
+            pivot = tl.where(larger == float("-inf"), 0.0, larger)
+            shrink, weight = tl.exp2(largest - pivot), tl.exp2(score - pivot)
+            total = total * shrink + weight
+            acc = acc * shrink[:, None] + weight[:, None] * v_new.to(tl.float32)[None, :]
+            largest = larger
+
+    place = row * heads + head
+    if MERGED:
+        place += tl.program_id(1).to(tl.int64) * rows * heads
+        tl.store(partial + place[:, None] * WIDTH + d[None, :], acc, mask=in_group)
+        tl.store(statistics + place, largest, mask=g < GROUP)
+        statistics += splits.to(tl.int64) * rows * heads
+        tl.store(statistics + place, total, mask=g < GROUP)
+    else:
+        acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+        place = place[:, None] * WIDTH + d[None, :]
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=in_group)
+
+
+@triton.jit
+def locate_part(length, splits, BLOCK_N: tl.constexpr):
+    """The first key and one past the last of this program's part; parts are whole tiles."""
+    tiles = tl.cdiv(tl.cdiv(length, BLOCK_N), splits)
+    begin = tl.program_id(1) * tiles * BLOCK_N
+    return begin, tl.minimum(begin + tiles * BLOCK_N, length)
+
+
+@triton.jit
+def locate_keys(
+    table, first, n, end, pages, size, table_column, BLOCK_N: tl.constexpr, WITHIN: tl.constexpr
+):
+    """The page and the row in it, int64, of the keys ``first + n``, and whether the page exists.
+
+    Args:
+        table: int32, a pointer to the sequence's row of the page table.
+        first: The first key of the tile.
+        n: (BLOCK_N,), keys within the tile.
+        end: One past the last key.
+        pages: P.
+        size: B.
+        table_column: Elements from one entry of the table to the next.
+        BLOCK_N: Keys of a tile.
+        WITHIN: Whether a tile lies within one page. Then the page is a scalar, and the row is that
+            of the first key.
+    """
+    if WITHIN:
+        page = tl.load(table + first // size * table_column)
+        key = first % size
+    else:
+        page = tl.load(table + (first + n) // size * table_column, mask=first + n < end, other=0)
+        key = (first + n) % size
+    exists = (page >= 0) & (page < pages)
+    return tl.where(exists, page, 0).to(tl.int64), key.to(tl.int64), exists
+
+
+@triton.jit
+def point(x, page, key, n, d, x_page, x_key, WITHIN: tl.constexpr):
+    """Pointers to the tile of keys at `locate_keys`, (BLOCK_N, BLOCK_D)."""
+    if WITHIN:
+        place = x + (page * x_page + key * x_key) + n[:, None] * x_key
+    else:
+        place = x + (page * x_page + key * x_key)[:, None]
+    return place + d[None, :]
+
+
+@triton.jit
+def move_row(new, x, page, key, d, x_page, x_key, in_width, is_written):
+    """Return a new row of keys or values, (BLOCK_D,), and write it to its page if asked.
+
+    Args:
+        new: The row.
+        x: A pointer to the head in the pages.
+        page: The page, int64.
+        key: The row in the page, int64.
+        d: (BLOCK_D,), the channels.
+        x_page: Page stride of ``x``.
+        x_key: Row stride of ``x``.
+        in_width: bool (BLOCK_D,), the channels that exist.
+        is_written: Whether this program writes it.
+    """
+    row = tl.load(new + d, mask=in_width, other=0.0)
+    tl.store(x + page * x_page + key * x_key + d, row, mask=in_width & is_written)
+    return row
+
+
+@triton.jit(do_not_specialize=["splits", "count"])
+def merge_parts(
+    partial,
+    statistics,
+    out,
+    splits,
+    count,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Merge the parts of a query and head: program (n * H + h).
+
+    Args:
+        partial: float32 (splits, N, H, D), contiguous.
+        statistics: float32 (2, splits, N, H), contiguous.
+        out: (N, H, D), contiguous, written; zeros without keys.
+        splits: Number of parts.
+        count: N * H.
+        WIDTH: D.
+        BLOCK_D: The power of two that D is padded to.
+        BLOCK_S: Parts per step.
+    """
+    s = tl.arange(0, BLOCK_S)
+    d = tl.arange(0, BLOCK_D)
+    in_width = d < WIDTH
+    row = tl.program_id(0).to(tl.int64)
+    masses = statistics + splits.to(tl.int64) * count
+    largest = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    for first in range(0, splits, BLOCK_S):
+        real = first + s < splits
+        place = (first + s).to(tl.int64) * count + row
+        tops = tl.load(statistics + place, mask=real, other=float("-inf"))
+        mass = tl.load(masses + place, mask=real, other=0.0)
+        mask = real[:, None] & in_width[None, :]
+        sums = tl.load(partial + place[:, None] * WIDTH + d[None, :], mask=mask, other=0.0)
+        larger = tl.maximum(largest, tl.max(tops, 0))
+        pivot = tl.where(larger == float("-inf"), 0.0, larger)
+        shrink, shares = tl.exp2(largest - pivot), tl.exp2(tops - pivot)
+        total = total * shrink + tl.sum(mass * shares, 0)
+        acc = acc * shrink + tl.sum(sums * shares[:, None], 0)
+        largest = larger
+    acc = acc / tl.where(total == 0, 1.0, total)
+    tl.store(out + row * WIDTH + d, acc.to(out.dtype.element_ty), mask=in_width)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effasr_kernels.decode_attention.definition import DecodeArguments
+from effasr_kernels.decode_attention import DecodeArguments
 from effasr_kernels.runtime.checks import wrong
 from effasr_kernels.shared.paged import check_page_numbers
 from effasr_kernels.shared.ragged import wide_dtype, widen

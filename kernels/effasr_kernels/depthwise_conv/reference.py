@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from effasr_kernels.depthwise_conv.definition import ConvArguments
+from effasr_kernels.depthwise_conv import ConvArguments
 from effasr_kernels.shared.ragged import widen
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effasr_kernels.dropout_add_layer_norm.definition import NormArguments
+from effasr_kernels.dropout_add_layer_norm import NormArguments
 from effasr_kernels.shared.dropout import kept_elements
 from effasr_kernels.shared.ragged import widen
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from effasr_kernels.gated_activation.definition import GatedArguments
+from effasr_kernels.gated_activation import GatedArguments
 from effasr_kernels.shared.ragged import widen
 
 

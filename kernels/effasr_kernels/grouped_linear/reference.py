@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effasr_kernels.grouped_linear.definition import GroupedLinearArguments
+from effasr_kernels.grouped_linear import GroupedLinearArguments
 from effasr_kernels.shared.cpu.linear import linear
 from effasr_kernels.shared.ragged import join_rows, split_rows, widen
 

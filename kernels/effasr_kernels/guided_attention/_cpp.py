@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effasr_kernels.guided_attention.definition import GuidedArguments
+from effasr_kernels.guided_attention import GuidedArguments
 from effasr_kernels.shared.cpu import attention as cpu_attention
 from effasr_kernels.shared.ragged import widen
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effasr_kernels.guided_attention.definition import GuidedArguments
+from effasr_kernels.guided_attention import GuidedArguments
 from effasr_kernels.shared.dropout import Dropout
 from effasr_kernels.shared.ragged import join_rows, split_attention, widen, zeroed
 

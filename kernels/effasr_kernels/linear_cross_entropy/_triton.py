@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effasr_kernels.linear_cross_entropy.definition import CrossEntropyArguments
+from effasr_kernels.linear_cross_entropy import CrossEntropyArguments
 from effasr_kernels.runtime.launch import launch, refusal
 from effasr_kernels.shared import projection
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from effasr_kernels.linear_cross_entropy.definition import CrossEntropyArguments
+from effasr_kernels.linear_cross_entropy import CrossEntropyArguments
 from effasr_kernels.runtime.checks import check_labels
 from effasr_kernels.shared.ragged import widen
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effasr_kernels.mask_features.definition import MaskArguments
+from effasr_kernels.mask_features import MaskArguments
 from effasr_kernels.runtime.launch import launch, refusal
 from effasr_kernels.runtime.tiles import count_tiles, find_tile
 

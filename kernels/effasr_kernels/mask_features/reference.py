@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effasr_kernels.mask_features.definition import MaskArguments
+from effasr_kernels.mask_features import MaskArguments
 from effasr_kernels.shared.slots import row_positions, rows_of
 
 

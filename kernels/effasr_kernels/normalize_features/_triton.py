@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effasr_kernels.normalize_features.definition import NormalizeArguments
+from effasr_kernels.normalize_features import NormalizeArguments
 from effasr_kernels.runtime.launch import launch, refusal
 
 _BLOCK_R, _BLOCK_C = 128, 16

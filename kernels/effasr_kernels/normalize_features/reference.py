@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effasr_kernels.normalize_features.definition import NormalizeArguments
+from effasr_kernels.normalize_features import NormalizeArguments
 from effasr_kernels.shared.ragged import widen
 from effasr_kernels.shared.slots import row_positions, rows_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from effasr_kernels.projected_top_k.definition import TopKArguments
+from effasr_kernels.projected_top_k import TopKArguments
 from effasr_kernels.shared.ragged import widen
 
 _TILE = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effasr_kernels.rms_norm.definition import RMSNormArguments
+from effasr_kernels.rms_norm import RMSNormArguments
 from effasr_kernels.shared.ragged import widen
 
 

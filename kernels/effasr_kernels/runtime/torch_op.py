@@ -9,18 +9,19 @@ reference, the registered backward runs the forward again with autograd and diff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
-from effasr_kernels.runtime import inplace_grad
+from effasr_kernels.runtime import deferred_sums, inplace_grad
 from effasr_kernels.runtime.arguments import ArgumentSchema
-from effasr_kernels.runtime.autograd import ImplementationFunction
 from effasr_kernels.runtime.dispatch import Backend, Dispatcher
 from effasr_kernels.runtime.example import Example
 
@@ -387,3 +388,158 @@ def recording() -> Iterator[None]:
     finally:
         for key in excluded:
             torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
+
+
+class ImplementationFunction(Function):
+    """Calls ``forward`` and ``backward`` of an implementation; see `dispatch.Dispatcher`."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, op: DifferentiableOp, implementation: Any, arguments: Any, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Run the forward. ``tensors`` are the tensor fields of ``arguments``."""
+        results, saved = implementation.forward(arguments)
+        ctx.op, ctx.implementation = op, implementation
+        # Autograd would launch a kernel that writes zeros for each result that was not used.
+        ctx.set_materialize_grads(False)
+        # Tensors are saved through autograd, so that saved-tensor hooks and version checks apply.
+        ctx.others, ctx.count = op.schema.others(arguments), len(results)
+        ctx.overwritten = op.overwritten(arguments)
+        integers = [x for x in results if not x.is_floating_point()]
+        if integers:
+            ctx.mark_non_differentiable(*integers)
+        # `next_functions` has no entry for an argument that is None.
+        given = zip(op.schema.tensor_names, tensors, strict=True)
+        ctx.given = [name for name, x in given if x is not None]
+        unread = op.unread(arguments)
+        if unread:
+            names = zip(op.schema.tensor_names, tensors, strict=True)
+            tensors = tuple([None if name in unread else x for name, x in names])
+        ctx.save_for_backward(*tensors, *results, *saved)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Run the backward; a KeyError reports a required gradient that it does not return."""
+        names, overwritten = ctx.op.schema.tensor_names, ctx.overwritten
+        inplace_grad.begin(ctx, ctx.op.name, overwritten)
+        # Read only once: activation checkpointing recomputes them at each access.
+        saved = ctx.saved_tensors
+        inputs, results = len(names), len(names) + ctx.count
+        arguments = ctx.op.schema.join(saved[:inputs], ctx.others)
+        outputs = saved[inputs:results]
+        upstream = _upstream(grads, outputs, ctx.op.undifferentiated)
+        receivers = deferred_sums.receivers(ctx, ctx.given)
+        with deferred_sums.waiting(is_allowed=bool(receivers)) as waiting:
+            gradients = ctx.implementation.backward(arguments, upstream, outputs, saved[results:])
+        for name in overwritten:
+            gradients[name] = inplace_grad.finish(getattr(arguments, name))
+        required = {
+            name: gradients[name] if is_needed else None
+            for name, is_needed in zip(names, ctx.needs_input_grad[3:], strict=True)
+        }
+        deferred_sums.hand_over(waiting, required, receivers)
+        return None, None, None, *required.values()
+
+
+def _upstream(
+    grads: Sequence[Tensor | None], results: Sequence[Tensor], undifferentiated: Collection[int]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the results: zeros for those that were not used.
+
+    Args:
+        grads: Gradients of the results; None for a result that was not used.
+        results: The results.
+        undifferentiated: Indices of results whose gradients the backward does not read.
+    """
+    return tuple(
+        [
+            gradient.contiguous()
+            if gradient is not None
+            else None
+            if index in undifferentiated
+            else torch.zeros_like(result, memory_format=torch.contiguous_format)
+            for index, (gradient, result) in enumerate(zip(grads, results, strict=True))
+        ]
+    )
+
+
+class ForwardOnlyOp(TorchOp):
+    """An operation without a backward: ``effasr::NAME``.
+
+    Attributes:
+        written: The arguments that calls write to.
+    """
+
+    def __init__(
+        self,
+        *definition: Any,
+        written: Sequence[str] = (),
+        written_with: str | None = None,
+        **options: Any,
+    ):
+        """Define and register it.
+
+        Args:
+            definition: See `TorchOp`.
+            written: The arguments that calls write to; the schema declares them as mutated.
+            written_with: An optional argument. If given, only calls where it is not None write;
+                they call ``effasr::NAME_in_place``, so that the compiler copies nothing for others.
+            options: See `TorchOp`.
+        """
+        super().__init__(*definition, **options)
+        self.written, self._written_with = tuple(written), written_with
+        # Not a list: torch.compile does not support it for an operation that mutates arguments.
+        tensors = ", ".join(["Tensor"] * self._results)
+        returns = tensors if self._results == 1 else f"({tensors})"
+        how: Any = {"run": self._run, "fake": self._fake, "count": self._count}
+        in_place = self._written(written)
+        plain = ", ".join(self.schema.parts) if written_with else in_place
+        self._call = self._call_in_place = self._define(self.name, plain, returns, **how)
+        if written_with is not None:
+            self._call_in_place = self._define(f"{self.name}_in_place", in_place, returns, **how)
+
+    def __call__(self, arguments: Any, backend: Backend | str | None = None) -> Any:
+        """Run the operation; see `TorchOp`.
+
+        Raises:
+            RuntimeError: Grad mode is enabled and an argument requires a gradient.
+        """
+        self.refuse_gradients(arguments)
+        return super().__call__(arguments, backend)
+
+    def refuse_gradients(self, arguments: Any) -> None:
+        """Raise the RuntimeError of a call whose arguments require a gradient."""
+        if torch.is_grad_enabled():
+            for name in self.schema.tensor_names:
+                value = getattr(arguments, name)
+                if value is not None and value.requires_grad:
+                    raise RuntimeError(
+                        f"{self.name}: `{name}` requires a gradient, which this operation does not "
+                        "have: call it under torch.no_grad() or torch.inference_mode()."
+                    )
+
+    def _compute(self, implementation: Any, arguments: Any) -> Any:
+        return implementation.run(arguments)
+
+    def _through_library(self, arguments: Any, backend: Backend | str | None) -> Any:
+        writes = self._written_with and getattr(arguments, self._written_with) is not None
+        call = self._call_in_place if writes else self._call
+        return call(*self.flatten(arguments, backend))
+
+    def _run(self, *flat: Any) -> Any:
+        arguments = self.schema.restore(flat[:-1])
+        with torch.no_grad(), without_autocast(flat):
+            results = self.select(arguments, flat[-1] or None).run(arguments)
+        # The compiler relies on the strides that `_fake` returns.
+        if isinstance(results, tuple):
+            return tuple(x.contiguous() for x in results)
+        return results if results is None else results.contiguous()
+
+    def _fake(self, *flat: Any) -> Any:
+        arguments = self.schema.restore(flat[:-1])
+        self.select(arguments, flat[-1] or None)
+        return self._outputs(arguments)

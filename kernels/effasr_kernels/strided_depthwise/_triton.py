@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+# pyright: reportGeneralTypeIssues=false
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.runtime.launch import launch, refusal
-from effasr_kernels.runtime.tiles import count_tiles
+from effasr_kernels.runtime.tiles import count_tiles, find_tile
 from effasr_kernels.shared.partial_sums import summed
-from effasr_kernels.strided_depthwise._kernels import strided_backward, strided_forward
-from effasr_kernels.strided_depthwise.definition import StridedArguments
+from effasr_kernels.strided_depthwise import StridedArguments
 
 _PROGRAMS = 528
 """Rows of the backward's partial sums: four programs per multiprocessor of an H200 (132)."""
@@ -101,3 +103,255 @@ def backward(
     sums = summed(partials, x.dtype)
     weight, bias = sums.split([9 * channels, channels])
     return {"x": grad_x, "weight": weight.view(channels, 9), "bias": bias}
+
+
+@triton.jit
+def _find_places(
+    cu_seqlens, lengths, sequences, slots, tile, BINS: tl.constexpr, SPAN: tl.constexpr
+):
+    """Find a span of places (row and column of the result) within one sequence.
+
+    Returns:
+        The first place of the sequence, int64; its number of places; the first place of the span,
+        relative to the sequence; the number of input rows, 0 in the tail.
+    """
+    sequence, first, count, start = find_tile(cu_seqlens, sequences, slots, tile, SPAN, BINS // 2)
+    length = tl.load(lengths + sequence, mask=sequence < sequences, other=0).to(tl.int32)
+    return first, count, start, length
+
+
+@triton.jit
+def _tap(weight, c, known, TAP: tl.constexpr):
+    """Load one tap of each channel, float32 (1, BLOCK_C)."""
+    return tl.load(weight + c * 9 + TAP, mask=known, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _wide(pointers, wanted, known):
+    """Load a tile in float32; masked elements are zero."""
+    mask = wanted[:, None] & known[None, :]
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _input(pointers, wanted, known, RELU: tl.constexpr):
+    """Load a tile of the input in float32, after ReLU if RELU; masked elements are zero."""
+    x = _wide(pointers, wanted, known)
+    # Not the maximum, which would be 0 for NaN.
+    return tl.where(x < 0, 0.0, x) if RELU else x
+
+
+@triton.jit
+def _grad_input(grad, x, RELU: tl.constexpr):
+    """Return the gradient before ReLU from that after it; ``x`` is the loaded input."""
+    return tl.where(x == 0, 0.0, grad) if RELU else grad
+
+
+@triton.jit(do_not_specialize=["sequences", "slots"])
+def strided_forward(
+    x,
+    weight,
+    bias,
+    cu_seqlens,
+    lengths,
+    y,
+    sequences,
+    slots,
+    RELU: tl.constexpr,
+    BINS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Compute one span of places and one block of channels; program (span, block).
+
+    Args:
+        x: (2 T, G, C), contiguous.
+        weight: (C, 9), contiguous.
+        bias: (C,), contiguous.
+        cu_seqlens: int32 (N + 1,), offsets of the slots of each sequence.
+        lengths: (N,), rows of ``x`` of each sequence.
+        y: (T, G / 2, C), contiguous, written; zero in rows past the length.
+        sequences: N.
+        slots: T; a slot has G / 2 places.
+        RELU: Whether to apply ReLU to ``x``.
+        BINS: G.
+        CHANNELS: C.
+        BLOCK_P: Places of a tile.
+        BLOCK_C: Channels of a tile.
+        SPAN: Places of a program, a multiple of BLOCK_P.
+    """
+    first, count, start, length = _find_places(
+        cu_seqlens, lengths, sequences, slots, tl.program_id(0), BINS, SPAN
+    )
+    if start >= count:
+        return
+    WIDTH: tl.constexpr = BINS // 2
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    known = c < CHANNELS
+    w0 = _tap(weight, c, known, 0)
+    w1 = _tap(weight, c, known, 1)
+    w2 = _tap(weight, c, known, 2)
+    w3 = _tap(weight, c, known, 3)
+    w4 = _tap(weight, c, known, 4)
+    w5 = _tap(weight, c, known, 5)
+    w6 = _tap(weight, c, known, 6)
+    w7 = _tap(weight, c, known, 7)
+    w8 = _tap(weight, c, known, 8)
+    offset = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
+    n = tl.arange(0, BLOCK_P)
+    # The loop starts at 0 because the compiler loses all alignments if it starts at a loaded value.
+    for done in range(0, tl.minimum(SPAN, count - start), BLOCK_P):
+        begin = start + done
+        row = (begin + n) // WIDTH
+        column = (begin + n) % WIDTH
+        inside = begin + n < count
+        real = inside & (2 * row < length)
+        top = begin // WIDTH
+        # Place (r, f) reads from row 2 r, column 2 f; the input has four elements per place.
+        here = ((row - top) * (2 * BINS) + 2 * column)[:, None] * CHANNELS + c[None, :]
+        at = x + (4 * first + top * (2 * BINS)) * CHANNELS + here
+        above = real & (row > 0)
+        below = real & (2 * row + 1 < length)
+        not_first = column > 0
+        acc = _input(at, real, known, RELU) * w4 + offset
+        acc += _input(at - (BINS + 1) * CHANNELS, above & not_first, known, RELU) * w0
+        acc += _input(at - BINS * CHANNELS, above, known, RELU) * w1
+        acc += _input(at - (BINS - 1) * CHANNELS, above, known, RELU) * w2
+        acc += _input(at - CHANNELS, real & not_first, known, RELU) * w3
+        acc += _input(at + CHANNELS, real, known, RELU) * w5
+        acc += _input(at + (BINS - 1) * CHANNELS, below & not_first, known, RELU) * w6
+        acc += _input(at + BINS * CHANNELS, below, known, RELU) * w7
+        acc += _input(at + (BINS + 1) * CHANNELS, below, known, RELU) * w8
+        acc = tl.where(real[:, None], acc, 0.0)
+        to = y + (first + begin) * CHANNELS + (n[:, None] * CHANNELS + c[None, :])
+        tl.store(to, acc.to(y.dtype.element_ty), mask=inside[:, None] & known[None, :])
+
+
+@triton.jit(do_not_specialize=["sequences", "slots", "spans"])
+def strided_backward(
+    x,
+    weight,
+    cu_seqlens,
+    lengths,
+    grad_y,
+    grad_x,
+    partials,
+    sequences,
+    slots,
+    spans,
+    RELU: tl.constexpr,
+    BINS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Compute the gradients of a block of channels; program (i, block) of n takes spans i, i + n...
+
+    Each place (r, f) of the result is assigned the four inputs of rows 2 r and 2 r + 1, columns 2 f
+    and 2 f + 1. These enter only the results at (r, f), (r, f + 1), (r + 1, f) and
+    (r + 1, f + 1), through all nine taps. Four inputs and four gradients thus suffice for all
+    gradients, and each input is loaded once.
+
+    Args:
+        x: (2 T, G, C), contiguous.
+        weight: (C, 9), contiguous.
+        cu_seqlens: int32 (N + 1,), offsets of the slots of each sequence.
+        lengths: (N,), rows of ``x`` of each sequence.
+        grad_y: (T, G / 2, C), contiguous.
+        grad_x: (2 T, G, C), contiguous, written; zero in rows past the length.
+        partials: float32 (programs, 9 C + C), contiguous, written: sums for the weight, in its
+            order, and for the bias.
+        sequences: N.
+        slots: T; a slot has G / 2 places.
+        spans: Number of spans.
+        RELU: Whether to apply ReLU to ``x``.
+        BINS: G.
+        CHANNELS: C.
+        BLOCK_P: Places of a tile.
+        BLOCK_C: Channels of a tile.
+        SPAN: Places of a span, a multiple of BLOCK_P.
+    """
+    WIDTH: tl.constexpr = BINS // 2
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    known = c < CHANNELS
+    n = tl.arange(0, BLOCK_P)
+    w0 = _tap(weight, c, known, 0)
+    w1 = _tap(weight, c, known, 1)
+    w2 = _tap(weight, c, known, 2)
+    w3 = _tap(weight, c, known, 3)
+    w4 = _tap(weight, c, known, 4)
+    w5 = _tap(weight, c, known, 5)
+    w6 = _tap(weight, c, known, 6)
+    w7 = _tap(weight, c, known, 7)
+    w8 = _tap(weight, c, known, 8)
+    zeros = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    d0, d1, d2, d3, d4, d5, d6, d7, d8, total = (
+        zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros
+    )  # fmt: skip
+    for span in range(tl.program_id(0), spans, tl.num_programs(0)):
+        first, count, start, length = _find_places(
+            cu_seqlens, lengths, sequences, slots, span, BINS, SPAN
+        )
+        for done in range(0, tl.minimum(SPAN, count - start), BLOCK_P):
+            begin = start + done
+            row = (begin + n) // WIDTH
+            column = (begin + n) % WIDTH
+            inside = begin + n < count
+            top = begin // WIDTH
+            at = (4 * first + top * (2 * BINS)) * CHANNELS
+            at += ((row - top) * (2 * BINS) + 2 * column)[:, None] * CHANNELS + c[None, :]
+            from_y = grad_y + (first + begin) * CHANNELS + (n[:, None] * CHANNELS + c[None, :])
+
+            here = inside & (2 * row < length)
+            below = inside & (2 * row + 2 < length) & (begin + n + WIDTH < count)
+            not_last = column < WIDTH - 1
+            g = _wide(from_y, here, known)
+            g_right = _wide(from_y + CHANNELS, here & not_last, known)
+            g_below = _wide(from_y + WIDTH * CHANNELS, below, known)
+            g_aslant = _wide(from_y + (WIDTH + 1) * CHANNELS, below & not_last, known)
+            total += g
+
+            odd = here & (2 * row + 1 < length)
+            a = _input(x + at, here, known, RELU)
+            d4 += g * a
+            grad_a = _grad_input(g * w4, a, RELU)
+            b = _input(x + at + CHANNELS, here, known, RELU)
+            d5 += g * b
+            d3 += g_right * b
+            grad_b = _grad_input(g * w5 + g_right * w3, b, RELU)
+            e = _input(x + at + BINS * CHANNELS, odd, known, RELU)
+            d7 += g * e
+            d1 += g_below * e
+            grad_e = g * w7 + g_below * w1
+            f = _input(x + at + (BINS + 1) * CHANNELS, odd, known, RELU)
+            d8 += g * f
+            d6 += g_right * f
+            d2 += g_below * f
+            d0 += g_aslant * f
+            grad_f = g * w8 + g_right * w6 + g_below * w2 + g_aslant * w0
+
+            # The gradient is zero in rows past the length; the results below them are past it too.
+            dtype: tl.constexpr = grad_x.dtype.element_ty
+            mask = inside[:, None] & known[None, :]
+            grad_e = tl.where(odd[:, None], _grad_input(grad_e, e, RELU), 0.0)
+            grad_f = tl.where(odd[:, None], _grad_input(grad_f, f, RELU), 0.0)
+            tl.store(grad_x + at, grad_a.to(dtype), mask=mask)
+            tl.store(grad_x + at + CHANNELS, grad_b.to(dtype), mask=mask)
+            tl.store(grad_x + at + BINS * CHANNELS, grad_e.to(dtype), mask=mask)
+            tl.store(grad_x + at + (BINS + 1) * CHANNELS, grad_f.to(dtype), mask=mask)
+    partials += tl.program_id(0).to(tl.int64) * (10 * CHANNELS)
+    # Once for all spans of a program, so that it does not matter that threads store apart.
+    to = partials + c * 9
+    tl.store(to, tl.sum(d0, 0), mask=known)
+    tl.store(to + 1, tl.sum(d1, 0), mask=known)
+    tl.store(to + 2, tl.sum(d2, 0), mask=known)
+    tl.store(to + 3, tl.sum(d3, 0), mask=known)
+    tl.store(to + 4, tl.sum(d4, 0), mask=known)
+    tl.store(to + 5, tl.sum(d5, 0), mask=known)
+    tl.store(to + 6, tl.sum(d6, 0), mask=known)
+    tl.store(to + 7, tl.sum(d7, 0), mask=known)
+    tl.store(to + 8, tl.sum(d8, 0), mask=known)
+    tl.store(partials + 9 * CHANNELS + c, tl.sum(total, 0), mask=known)

@@ -12,7 +12,7 @@ from effasr_kernels.shared.strided import (
     slot_table,
     unreal_rows,
 )
-from effasr_kernels.strided_depthwise.definition import StridedArguments
+from effasr_kernels.strided_depthwise import StridedArguments
 
 _SLOTS = 4_096
 """Maximum number of slots computed at a time."""

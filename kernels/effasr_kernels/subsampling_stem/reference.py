@@ -14,7 +14,7 @@ from effasr_kernels.shared.strided import (
     slot_table,
     unreal_rows,
 )
-from effasr_kernels.subsampling_stem.definition import StemArguments
+from effasr_kernels.subsampling_stem import StemArguments
 
 _SLOTS = 1_024
 """Maximum number of slots computed at a time."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,9 +12,81 @@ from torch import Tensor
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
+from effasr_kernels.runtime.example import CHANNELS, CLASSES, Example, ExampleInputs, Keywords
+from effasr_kernels.runtime.flops import pairs
 from effasr_kernels.runtime.inplace_grad import check_overwritable
-from effasr_kernels.transducer_loss.definition import OPERATION, TransducerArguments
-from effasr_kernels.transducer_loss.workspace import set_workspace as set_workspace
+from effasr_kernels.runtime.torch_op import DifferentiableOp
+from effasr_kernels.shared.ragged import wide_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class TransducerArguments:
+    """The arguments of a call, checked; see `effasr_kernels.transducer_loss.transducer_loss`.
+
+    ``overwritten`` names the tensors over which the backward writes their gradients.
+    """
+
+    encoded: Tensor
+    predicted: Tensor
+    targets: Tensor
+    layout_frames: PackedLayout
+    layout_targets: PackedLayout
+    weight: Tensor
+    bias: Tensor
+    blank_id: int
+    activation: str
+    fastemit: float
+    durations: tuple[int, ...] | None = None
+    sigma: float = 0.0
+    overwritten: tuple[str, ...] = ()
+    max_nodes: int | None = None
+
+
+def _outputs(a: TransducerArguments) -> Tensor:
+    return a.encoded.new_empty(a.layout_frames.num_sequences, dtype=wide_dtype(a.encoded))
+
+
+def _flops(a: TransducerArguments) -> int:
+    return 2 * pairs(a.layout_frames, a.layout_targets.lengthened(1)) * a.weight.numel()
+
+
+def _example(inputs: ExampleInputs, rows: int = CLASSES, **options: Any) -> Keywords:
+    frames, tokens = inputs.frames(), inputs.tokens()
+    return {
+        "encoded": inputs.floating(frames.rows, CHANNELS),
+        "predicted": inputs.floating(tokens.rows + tokens.num_sequences, CHANNELS),
+        "targets": inputs.targets(),
+        "layout_frames": frames,
+        "layout_targets": tokens,
+        "weight": inputs.floating(rows, CHANNELS),
+        "bias": inputs.floating(rows),
+        "blank_id": 0,
+        **options,
+    }
+
+
+_NODES = 24 * 6 + 16 * 4
+
+OPERATION = DifferentiableOp(
+    "transducer_loss",
+    TransducerArguments,
+    {
+        Backend.TRITON: "effasr_kernels.transducer_loss.triton.backend",
+        Backend.CPP: "effasr_kernels.transducer_loss._cpp",
+        Backend.REFERENCE: "effasr_kernels.transducer_loss.reference",
+    },
+    outputs=_outputs,
+    flops=_flops,
+    overwritable=("encoded", "predicted"),
+    examples=[
+        Example("transducer_loss", _example, 2 * _NODES * CLASSES * CHANNELS),
+        Example(
+            "transducer_loss, durations",
+            lambda inputs: _example(inputs, CLASSES + 2, durations=(0, 1), sigma=0.05),
+            2 * _NODES * (CLASSES + 2) * CHANNELS,
+        ),
+    ],
+)
 
 _NAME = OPERATION.name
 
@@ -185,3 +258,43 @@ def _count_durations(durations: tuple[int, ...] | None, sigma: float) -> int:
         rule = "increase, from 0 or more to 1 or more, as (0, 1, 2, 3, 4) do"
         raise checks.wrong(_NAME, "durations", rule, durations)
     return len(durations)
+
+
+class _Workspace:
+    """The memory limit, beside the arguments and their gradients."""
+
+    bytes = 512 * 2**20
+
+
+def set_workspace(size: int) -> int:
+    """Set the size of the workspace; the default is 512 MiB.
+
+    The Triton backend uses a quarter for numbers of lattice nodes, and three quarters for rows of
+    the joint's output and of the logits' gradient. A larger workspace makes products larger and
+    launches fewer; results change only by rounding. The minimum is one frame of one sequence and
+    the lattice of one sequence, however small the workspace; see
+    `effasr_kernels.transducer_loss.triton.backend`. The backend ``cpp`` uses at most 32 MiB for
+    each thread of it.
+
+    The setting applies to the whole process (autograd runs backward passes in its own threads), so
+    programs should set it, not libraries. Compiled code keeps the value from its compilation.
+
+    Args:
+        size: Size in bytes, positive.
+
+    Returns:
+        The setting before this call, to restore it.
+
+    Raises:
+        ValueError: ``size`` is not positive.
+    """
+    if size <= 0:
+        raise ValueError(f"`size` must be positive, but is {size}.")
+    before = _Workspace.bytes
+    _Workspace.bytes = size
+    return before
+
+
+def workspace() -> int:
+    """The size of the workspace in bytes."""
+    return _Workspace.bytes

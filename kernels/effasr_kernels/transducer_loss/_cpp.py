@@ -5,7 +5,7 @@ label are computed in chunks of frames; then the lattices, with one thread per s
 gradient of the logits, in place, and its products, again in chunks.
 
 Peak memory, beside the arguments and their gradients: one group's logits and 12 bytes for each
-node, in the workspace (`workspace.set_workspace`) but at most 32 MiB per thread; and one chunk. For
+node, in the workspace (`set_workspace`) but at most 32 MiB per thread; and one chunk. For
 a sequence that needs more, the logits are computed twice, and 12 bytes for each node are kept.
 """
 
@@ -23,9 +23,8 @@ from effasr_kernels.runtime.checks import check_labels
 from effasr_kernels.shared import lattice
 from effasr_kernels.shared.cpp import differentiable, groups, refusal
 from effasr_kernels.shared.ragged import widen
+from effasr_kernels.transducer_loss import TransducerArguments, workspace
 from effasr_kernels.transducer_loss._cpp_nodes import Joint, Sequence
-from effasr_kernels.transducer_loss.definition import TransducerArguments
-from effasr_kernels.transducer_loss.workspace import workspace
 
 _GROUP_BYTES = 32 * 2**20
 """Memory of a group for each thread. More is not faster, as allocating new memory takes time."""

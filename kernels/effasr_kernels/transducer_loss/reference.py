@@ -13,8 +13,7 @@ from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import inplace_grad
 from effasr_kernels.runtime.checks import check_labels
 from effasr_kernels.shared.ragged import widen
-from effasr_kernels.transducer_loss import duration_lattice, lattice
-from effasr_kernels.transducer_loss.definition import TransducerArguments
+from effasr_kernels.transducer_loss import TransducerArguments, duration_lattice, lattice
 
 
 @dataclass(frozen=True, slots=True)

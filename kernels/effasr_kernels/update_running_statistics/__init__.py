@@ -2,16 +2,68 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
-from effasr_kernels.update_running_statistics.definition import OPERATION, UpdateArguments
-from effasr_kernels.update_running_statistics.together import wait
+from effasr_kernels.runtime.example import CHANNELS, Example, ExampleInputs, Keywords
+from effasr_kernels.runtime.torch_op import ForwardOnlyOp, is_dispatched
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateArguments:
+    """Validated arguments of a call.
+
+    See `effasr_kernels.update_running_statistics.update_running_statistics`.
+    """
+
+    running_mean: Tensor
+    running_variance: Tensor
+    num_batches: Tensor
+    mean: Tensor
+    variance: Tensor
+    layout: PackedLayout
+    momentum: float
+
+
+def _example(inputs: ExampleInputs) -> Keywords:
+    running_mean, running_variance, mean, variance = (inputs.floating(CHANNELS) for _ in range(4))
+    return {
+        "running_mean": running_mean,
+        "running_variance": running_variance,
+        "num_batches": torch.tensor(3, device=inputs.device),
+        "mean": mean,
+        "variance": variance,
+        "layout": inputs.frames(),
+    }
+
+
+OPERATION = ForwardOnlyOp(
+    "update_running_statistics",
+    UpdateArguments,
+    {
+        Backend.TRITON: "effasr_kernels.update_running_statistics._triton",
+        Backend.REFERENCE: "effasr_kernels.update_running_statistics.reference",
+    },
+    outputs=lambda _: None,
+    flops=lambda _: 0,
+    results=0,
+    written=("running_mean", "running_variance", "num_batches"),
+    examples=[Example("update_running_statistics", _example, 0)],
+)
 
 _NAME = OPERATION.name
+_MOST = 64
+"""Updates of one launch: with five addresses each, 2,560 of the 4,096 bytes of its arguments."""
+
+_here = threading.local()
 
 
 def update_running_statistics(
@@ -35,7 +87,7 @@ def update_running_statistics(
     changes neither. The number of batches increases by one. The host does not wait for the device,
     and there is no gradient.
 
-    Inside `effasr_kernels.update_running_statistics.together.updates_together` a call of eager code
+    Inside `effasr_kernels.update_running_statistics.updates_together` a call of eager code
     takes effect at the end of the context, in one launch for all layers.
 
     Args:
@@ -80,5 +132,50 @@ def update_running_statistics(
     arguments = UpdateArguments(
         running_mean, running_variance, num_batches, mean, variance, layout, momentum
     )
-    if not wait(arguments, backend):
+    if not _wait(arguments, backend):
         OPERATION(arguments, backend)
+
+
+@contextmanager
+def updates_together() -> Iterator[None]:
+    """Let the updates of this thread wait inside the context, and run those of a kind together.
+
+    No other layer reads the running statistics of one, so they may change after the last has run.
+
+    Until its end, nothing may read the running statistics or change the tensors that were given. If
+    the context raises, none is updated: a batch that is repeated then counts once. What compiled
+    code calls does not wait, because compiled code uses the memory of its tensors again.
+    """
+    before = getattr(_here, "waiting", None)
+    waiting: list[tuple[UpdateArguments, Backend | str | None]] = []
+    _here.waiting = waiting
+    try:
+        yield
+    finally:
+        _here.waiting = before
+    groups: dict[tuple[Backend | str | None, Hashable], list[UpdateArguments]] = {}
+    for a, backend in waiting:
+        groups.setdefault((backend, _kind(a)), []).append(a)
+    for (backend, _), found in groups.items():
+        for start in range(0, len(found), _MOST):
+            first, *others = found[start : start + _MOST]
+            OPERATION.select(first, backend).run(first, *others)
+
+
+def _wait(arguments: UpdateArguments, backend: Backend | str | None) -> bool:
+    """Let an update wait if this is an eager call inside the context; return whether it does.
+
+    Raises:
+        RuntimeError: A tensor requires a gradient and grad mode is enabled.
+    """
+    waiting = None if is_dispatched() else getattr(_here, "waiting", None)
+    if waiting is None:
+        return False
+    OPERATION.refuse_gradients(arguments)
+    waiting.append((arguments, backend))
+    return True
+
+
+def _kind(a: UpdateArguments) -> Hashable:
+    """What updates of one launch have in common."""
+    return id(a.layout), a.momentum, a.mean.shape, a.mean.dtype, a.running_mean.dtype

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from effasr_kernels.runtime.launch import launch, refusal
-from effasr_kernels.update_running_statistics.definition import UpdateArguments
+from effasr_kernels.update_running_statistics import UpdateArguments
 
 _BLOCK = 256
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from effasr_kernels.update_running_statistics.definition import UpdateArguments
+from effasr_kernels.update_running_statistics import UpdateArguments
 
 
 def run(*updates: UpdateArguments) -> None:

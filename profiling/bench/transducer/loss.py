@@ -14,7 +14,7 @@ from bench.transducer import packages
 from bench.transducer import torch_losses as torchs
 from bench.transducer.batch import Batch, draw
 from bench.workload import Workload
-from effasr_kernels.transducer_loss.definition import OPERATION, TransducerArguments
+from effasr_kernels.transducer_loss import OPERATION, TransducerArguments
 
 _JUDGED = [60, 41, 7], [12, 5, 3]
 """Frames and labels of the utterances on which results of large batches are compared."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from effasr_kernels.attention import AttentionArguments
 from effasr_kernels.attention.backends import packages
-from effasr_kernels.attention.definition import AttentionArguments
 
 
 @dataclass(frozen=True, slots=True)

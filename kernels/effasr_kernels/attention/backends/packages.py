@@ -13,7 +13,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,22 +21,14 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from effasr_kernels.attention import AttentionArguments
+from effasr_kernels.attention.order import capability
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.shared.ragged import zeroed
-
-if TYPE_CHECKING:
-    from effasr_kernels.attention.definition import AttentionArguments
 
 _OLDEST = (8, 0)
 _WIDEST = 256
 _VECTOR = 8
-
-
-def capability(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of an available NVIDIA GPU; None for any other device."""
-    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
-        return None
-    return torch.cuda.get_device_capability(device)
 
 
 def refusal(a: AttentionArguments) -> str | None:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from effasr_kernels.attention import AttentionArguments
 from effasr_kernels.attention.backends import packages
-from effasr_kernels.attention.definition import AttentionArguments
 
 _FUNCTION = (
     "torch.nn.attention.varlen",

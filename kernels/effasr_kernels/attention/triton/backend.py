@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effasr_kernels.attention.definition import AttentionArguments
+from effasr_kernels.attention import AttentionArguments
 from effasr_kernels.attention.triton.backward import attention_backward_kv, attention_backward_q
 from effasr_kernels.attention.triton.config import (
     WIDEST,

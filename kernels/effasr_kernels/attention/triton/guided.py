@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from effasr_kernels.attention.definition import AttentionArguments
+from effasr_kernels.attention import AttentionArguments
 from effasr_kernels.attention.triton import backend
 from effasr_kernels.attention.triton.config import WIDEST
 from effasr_kernels.packed import PackedLayout

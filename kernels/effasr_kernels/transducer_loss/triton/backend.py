@@ -3,18 +3,18 @@ r"""`transducer_loss` in Triton, in memory that does not grow with the batch siz
 The forward processes groups of sequences in chunks of their lattices' nodes (`plan`). For each
 chunk it computes the rows of the joint's output and their logits of blank and label; their
 normalizers, in one pass over the vocabulary that stores no logits; and the log-probabilities of
-durations, if any. Then it sums the lattices of the group (`sweeps`). The backward uses the same
-groups and chunks: it computes the occupancies of the steps, weighted by the upstream gradient; the
-gradient of the chunk's logits, which are recomputed; its products with weight and rows; and its
-sums over states and over frames. Gradients are computed in the backward, so they are exact for any
-upstream gradient, need no synchronization, and may overwrite the inputs: the chunk that writes the
-gradient of a frame, and the group that writes that of a state, are the last to read it. The joint's
-output is summed in float32 and rounded to the dtype of the arguments, as is the gradient of the
-logits; products, normalizers and sums are float32.
+durations, if any. Then it sums the lattices of the group (`lattice` or `duration_lattice`). The
+backward uses the same groups and chunks: it computes the occupancies of the steps, weighted by the
+upstream gradient; the gradient of the chunk's logits, which are recomputed; its products with
+weight and rows; and its sums over states and over frames. Gradients are computed in the backward,
+so they are exact for any upstream gradient, need no synchronization, and may overwrite the inputs:
+the chunk that writes the gradient of a frame, and the group that writes that of a state, are the
+last to read it. The joint's output is summed in float32 and rounded to the dtype of the arguments,
+as is the gradient of the logits; products, normalizers and sums are float32.
 
 With J columns, C rows of the weight (V classes and D durations) and R nodes, products are 8 R J C
 operations, of which 2 R J C recompute logits. If they fit in a quarter of the workspace
-(`workspace.set_workspace`), normalizers and shares of nodes are kept for the backward: 8 bytes for
+(`set_workspace`), normalizers and shares of nodes are kept for the backward: 8 bytes for
 each node of the static shape (frame rows times states of the longest transcript), or 20 + 4 D with
 durations, whose backward needs log-probabilities and masses. Otherwise the backward recomputes
 them, group by group, with 10 R J C operations; or with 8 R J C, if the rounded logits of eight of
@@ -46,13 +46,12 @@ import torch
 from torch import Tensor
 
 from effasr_kernels.runtime.launch import refusal
-from effasr_kernels.transducer_loss.definition import TransducerArguments
+from effasr_kernels.transducer_loss import TransducerArguments, workspace
 from effasr_kernels.transducer_loss.triton.duration_lattice import LONGEST, DurationSweeps
-from effasr_kernels.transducer_loss.triton.plan import Cost, most_nodes
+from effasr_kernels.transducer_loss.triton.lattice import LabelSweeps
+from effasr_kernels.transducer_loss.triton.plan import Cost, Scores, Trace, most_nodes
 from effasr_kernels.transducer_loss.triton.sums import Sums
-from effasr_kernels.transducer_loss.triton.sweeps import LabelSweeps, Scores, Trace
 from effasr_kernels.transducer_loss.triton.work import Work
-from effasr_kernels.transducer_loss.workspace import workspace
 
 
 def unsupported_reason(a: TransducerArguments) -> str | None:

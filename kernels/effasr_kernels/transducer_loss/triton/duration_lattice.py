@@ -20,7 +20,7 @@ logarithms are computed only of their differences, in float32.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import triton
@@ -30,11 +30,8 @@ from torch import Tensor
 from effasr_kernels.runtime.launch import launch
 from effasr_kernels.shared.logarithm import log2_of_more
 from effasr_kernels.transducer_loss.triton.lattice import _LN2, _NOTHING, _extent, _log2
-from effasr_kernels.transducer_loss.triton.plan import Group
-from effasr_kernels.transducer_loss.triton.sweeps import Scores, Trace
-
-if TYPE_CHECKING:
-    from effasr_kernels.transducer_loss.triton.work import Work
+from effasr_kernels.transducer_loss.triton.plan import Group, Scores, Trace
+from effasr_kernels.transducer_loss.triton.work import Work
 
 LONGEST = 8
 """The longest duration for which registers hold the diagonals."""

@@ -18,6 +18,8 @@ in strips of this many states. A strip writes one number for each frame to memor
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +27,8 @@ from torch import Tensor
 
 from effasr_kernels.runtime.launch import launch
 from effasr_kernels.shared.logarithm import log2_of_more
-from effasr_kernels.transducer_loss.triton.plan import Group
+from effasr_kernels.transducer_loss.triton.plan import Group, Scores, Trace
+from effasr_kernels.transducer_loss.triton.work import Work
 
 _NARROWEST, _WIDEST = 64, 1024
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -34,6 +37,58 @@ _NOTHING = tl.constexpr(-1e30)
 """The logarithm of zero mass; finite, as the difference of two infinities is NaN."""
 _NO_SHARE = tl.constexpr(1e-37)
 """A share of zero; not 0, as it needs a sign."""
+
+
+class LabelSweeps:
+    """The recursions of an RNN-T; `duration_lattice.DurationSweeps` has the same methods."""
+
+    trace_dtype: ClassVar[torch.dtype] = torch.float32  # of a share for each node
+    keeps_scores: ClassVar[bool] = False  # whether the backward needs log-probabilities again
+
+    def __init__(self, work: Work):
+        """Prepare for a call."""
+        self._offsets, self._bound, self._fastemit = work.offsets, work.bound, work.fastemit
+
+    def room(self, scores: Scores) -> Trace:
+        """A buffer for a trace that is used only with ``scores`` and may overwrite some of them."""
+        return Trace(scores.base, scores.blank)
+
+    def losses(self, group: Group, scores: Scores, trace: Trace, loss: Tensor) -> None:
+        """Compute the loss of each sequence of a group.
+
+        Args:
+            group: The group.
+            scores: Log-probabilities of its nodes.
+            trace: Trace of its nodes, written.
+            loss: float32 (N,), written.
+        """
+        planes = scores.blank, scores.label, trace.values
+        losses(group, self._offsets, *planes, trace.base, loss, self._bound)
+
+    def occupancies(
+        self,
+        group: Group,
+        scores: Scores,
+        trace: Trace,
+        loss: Tensor,
+        grad_loss: Tensor,
+        out: Scores,
+    ) -> None:
+        """Compute the occupancies of the steps, weighted by the gradient of the losses.
+
+        Args:
+            group: The group.
+            scores: The log-probabilities given to `losses`, if ``keeps_scores``.
+            trace: The trace that `losses` wrote.
+            loss: float32 (N,).
+            grad_loss: float32 (N,); treated as zero for an infinite loss.
+            out: Occupancies of the group's nodes, written; those of labels are multiplied by
+                1 + lambda of FastEmit. It may be ``scores``.
+        """
+        occupancies(
+            *(group, self._offsets, trace.values, trace.base, loss, grad_loss),
+            *(out.blank, out.label, self._bound, self._fastemit),
+        )
 
 
 def losses(

@@ -96,6 +96,37 @@ class Group:
     chunks: tuple[Chunk, ...]
 
 
+class Scores(NamedTuple):
+    """A float32 number for each step out of each node.
+
+    The numbers are log-probabilities in the forward, and occupancies in the backward.
+
+    Attributes:
+        base: Node of the first elements.
+        blank: (R,).
+        label: (R,).
+        duration: (R, D), of all steps with each duration; None without durations. In the backward
+            this is the gradient of the duration logits.
+    """
+
+    base: int
+    blank: Tensor
+    label: Tensor
+    duration: Tensor | None = None
+
+
+class Trace(NamedTuple):
+    """The numbers of the nodes that the forward recursion stores for the backward.
+
+    Attributes:
+        base: Node of the first element.
+        values: (R,).
+    """
+
+    base: int
+    values: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Bytes per node, per frame and per state (row of ``predicted``)."""

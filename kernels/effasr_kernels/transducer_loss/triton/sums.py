@@ -11,8 +11,7 @@ from effasr_kernels.runtime.launch import capability, launch
 from effasr_kernels.shared.projection import multiply, multiply_add
 from effasr_kernels.transducer_loss.triton import fold as folding
 from effasr_kernels.transducer_loss.triton.gradient import differentiate, differentiate_kept
-from effasr_kernels.transducer_loss.triton.plan import Chunk, Group, Number
-from effasr_kernels.transducer_loss.triton.sweeps import Scores
+from effasr_kernels.transducer_loss.triton.plan import Chunk, Group, Number, Scores
 from effasr_kernels.transducer_loss.triton.work import Rows, Work, pieces
 
 

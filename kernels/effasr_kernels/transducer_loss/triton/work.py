@@ -10,14 +10,19 @@ from torch import Tensor
 
 from effasr_kernels.runtime.launch import capability, launch
 from effasr_kernels.shared.projection import aligned, product_tiles, row_statistics
-from effasr_kernels.transducer_loss.definition import TransducerArguments
+from effasr_kernels.transducer_loss import TransducerArguments, workspace
 from effasr_kernels.transducer_loss.triton import fold as folding
 from effasr_kernels.transducer_loss.triton.division import DeviceLattices
 from effasr_kernels.transducer_loss.triton.durations import score_durations
 from effasr_kernels.transducer_loss.triton.joint import join, normalize, place_nodes
-from effasr_kernels.transducer_loss.triton.plan import Chunk, Cost, Group, Lattices, first_nodes
-from effasr_kernels.transducer_loss.triton.sweeps import Scores
-from effasr_kernels.transducer_loss.workspace import workspace
+from effasr_kernels.transducer_loss.triton.plan import (
+    Chunk,
+    Cost,
+    Group,
+    Lattices,
+    Scores,
+    first_nodes,
+)
 
 _PLACED, _JOINED = 256, 16
 _KEPT_SEQUENCES = 8
