@@ -118,11 +118,7 @@ class ASRModel(nn.Module):
     def from_state_dict(
         cls, config: ModelConfig, vocab_size: int, state: Mapping[str, Tensor]
     ) -> Self:
-        """Build a model around these tensors, without initializing or copying weights.
-
-        Raises:
-            RuntimeError: A tensor is missing, unknown, or of another shape.
-        """
+        """Build a model around these tensors, without initializing or copying weights."""
         with torch.device("meta"):
             model = cls(config, vocab_size)
         model.load_state_dict(state, assign=True)
@@ -162,17 +158,7 @@ class ASRModel(nn.Module):
     def forward(
         self, batch: Batch, *, label_smoothing: float = 0.0, guided_sigma: float | None = None
     ) -> Losses:
-        """Compute the losses of a batch.
-
-        Args:
-            batch: Batch on the model's device.
-            label_smoothing: Label smoothing of the cross-entropy.
-            guided_sigma: Width of the unpenalized diagonal of guided attention, as a share of the
-                utterance; None for no penalty.
-
-        Returns:
-            Sums, which the caller weights and divides by the counts of the whole step.
-        """
+        """Compute the losses of a batch."""
         if self.language_model is not None:
             return self._converse(batch, label_smoothing)
         if self.best_rq is not None:
@@ -253,11 +239,7 @@ class ASRModel(nn.Module):
         return losses
 
     def converse(self, batch: Batch) -> Tensor:
-        """Return the hidden states of the language model over whole conversations: (U, width).
-
-        Raises:
-            ValueError: The batch is none of conversations, or the model has no language model.
-        """
+        """Return the hidden states of the language model over whole conversations: (U, width)."""
         model = self.language_model
         if model is None:
             raise ValueError("`language_model` must be given for conversations, but is null.")
@@ -310,9 +292,6 @@ class ASRModel(nn.Module):
         """Compute the encoder output, (T, encoder width), with SpecAugment in training.
 
         For a text-only batch it is the output of the text encoder.
-
-        Raises:
-            ValueError: The batch is text-only, and the model has no text encoder.
         """
         if batch.source is not None:
             if self.text_encoder is None:
@@ -344,21 +323,9 @@ class ASRModel(nn.Module):
         *,
         guided_sigma: float | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the decoder over whole transcripts.
-
-        Args:
-            tokens: int64 (U,), prompts and transcripts.
-            encoded: The encoder output, as many sequences, from `encode`.
-            guided_sigma: Width of the diagonal of guided attention, see `forward`; None for no
-                penalty.
-
-        Returns:
-            Hidden states (U, decoder width), and the penalty of each token, averaged over layers
-            and heads: (U,) or None.
-
-        Raises:
-            ValueError: The model has no decoder, or a transcript is too long for it.
-        """
+        """Run the decoder over whole transcripts."""
+        # tokens: int64 (U,), prompts and transcripts -> Hidden states (U, decoder width), and the
+        # penalty of each token, averaged over layers and heads: (U,) or None
         with ranges.range("decoder"):
             tokens = PackedSequence(tokens.values, tokens.layout.with_tile_tables())
             return self._decoder()(tokens, self.projected(encoded), guided_sigma)

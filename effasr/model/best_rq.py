@@ -153,14 +153,9 @@ class BestRQ(nn.Module):
 
         Every utterance with frames has a span. Random numbers come from torch's global generator
         of the device, as many whatever the lengths are.
-
-        Args:
-            mel: Features, whose layout and lengths count.
-            values: float32 (s T, mel_bins), the input, such as these features with SpecAugment.
-
-        Returns:
-            The input with noise, and bool (T,), which frames are masked.
         """
+        # values: float32 (s T, mel_bins), the input, such as these features with SpecAugment -> The
+        # input with noise, and bool (T,), which frames are masked
         masked = draw_spans(mel.layout, self.span, self._begins)
         rows = masked.repeat_interleave(mel.subsampling) & mel.mask
         noise = torch.randn_like(values).mul_(self.config.noise)
@@ -172,18 +167,9 @@ class BestRQ(nn.Module):
         return self.quantizer(values.view(mel.layout.rows, -1))
 
     def forward(self, mel: MelFrames, masked: Tensor, encoded: PackedSequence) -> Tensor:
-        """Compute the loss.
-
-        Args:
-            mel: Features without masks.
-            masked: bool (T,), which frames the encoder did not see.
-            encoded: Its output, (T, width).
-
-        Returns:
-            (N,), the cross-entropy of an utterance: the mean over its masked frames and the
-            codebooks, times its frames. The sum over utterances, divided by all frames, is thus a
-            mean that does not depend on how many frames were masked.
-        """
+        """Compute the loss."""
+        # masked: bool (T,), which frames the encoder did not see -> (N,), the cross-entropy of an
+        # utterance: the mean over its masked frames and the codebooks, times its frames
         with ranges.range("best_rq"):
             codes, layout = self.codes(mel), mel.layout
             if self.training:
@@ -209,17 +195,8 @@ class BestRQ(nn.Module):
 
 
 def draw_spans(layout: PackedLayout, span: int, begins: float) -> Tensor:
-    """Draw spans of frames.
-
-    Args:
-        layout: Encoder frames, N sequences in T rows.
-        span: Frames of a span, which ends with its sequence at the latest.
-        begins: Probability that a span begins at a frame. A sequence where none does has one at a
-            random frame.
-
-    Returns:
-        bool (T,), which frames are in a span; False in the tail.
-    """
+    """Draw spans of frames."""
+    #  -> bool (T,), which frames are in a span; False in the tail
     device, rows = layout.device, layout.rows
     offsets, real = layout.cu_seqlens.long(), layout.mask()
     first = (torch.rand(rows, device=device) < begins) & real

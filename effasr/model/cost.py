@@ -25,9 +25,6 @@ def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
     The table of relative positions is not, as it does not grow with the utterance. All decoder
     tokens but the first of a prompt count as text, as lengths do not tell them apart. Tokens of a
     language model are its rows, and clips of a conversation count as one.
-
-    Raises:
-        ValueError: ``vocab_size`` is less than 1.
     """
     if vocab_size < 1:
         raise ValueError(f"`vocab_size` must be at least 1, but is {vocab_size}.")
@@ -107,13 +104,6 @@ def recomputed_costs(
 
     The last product of a Transformer layer without dropout is not repeated: no gradient needs it,
     unless that of a router does.
-
-    Args:
-        config: The architecture.
-        vocab_size: V, the tokenizer's.
-        every: Interval of recomputed layers, see `effasr.nn.stack.apply_activation_checkpointing`.
-        below: Number of first encoder layers that the backward does not reach, because nothing in
-            or before them is trained.
     """
     encoder, decoder, text = config.encoder, config.decoder, config.text_encoder
     # The costs are linear in the number of layers.
@@ -213,11 +203,7 @@ def _decoder(config: DecoderConfig, vocab_size: int) -> tuple[int, int, int, int
 
 
 def language_model_sizes(config: LanguageModelConfig) -> ModelSizes:
-    """Return the sizes of a language model whose architecture is known.
-
-    Raises:
-        ValueError: ``config.architecture`` is null, or cannot be built.
-    """
+    """Return the sizes of a language model whose architecture is known."""
     if config.architecture is None:
         raise ValueError(
             "`language_model.architecture` must be the content of a config.json here, but is null: "

@@ -79,23 +79,10 @@ class Decoder(nn.Module):
     def forward(
         self, tokens: PackedSequence, encoded: PackedSequence, sigma: float | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Decode whole transcripts with a causal mask.
-
-        Args:
-            tokens: int64 (U,).
-            encoded: (T, width), as many sequences; an `EncoderOutput` where names choose the
-                experts.
-            sigma: Width of guided attention; None for no penalty.
-
-        Returns:
-            Hidden states (U, width), and the penalty of each token, averaged over layers and heads:
-            (U,) or None. Rows of the tail are finite but have no meaning. In training the losses
-            of routers are left in ``router_losses``, float32 (2,) for each layer.
-
-        Raises:
-            ValueError: A transcript has more tokens than ``config.max_positions``, or names choose
-                the experts and ``encoded`` has none.
-        """
+        """Decode whole transcripts with a causal mask."""
+        # tokens: int64 (U,); encoded: (T, width), as many sequences; an `EncoderOutput` where names
+        # choose the experts -> Hidden states (U, width), and the penalty of each token, averaged
+        # over layers and heads: (U,) or None
         layout, positions = tokens.layout, self.config.max_positions
         if layout.max_seqlen_bound > positions:
             raise ValueError(
@@ -136,19 +123,8 @@ class Decoder(nn.Module):
         max_tokens: int,
         read: Sequence[Sequence[int]] | None = None,
     ) -> DecoderState:
-        """Prepare to decode sequences token by token, together.
-
-        Args:
-            encoded: (T, width); an `EncoderOutput` where names choose the experts.
-            max_tokens: Most tokens per sequence, at most ``config.max_positions``.
-            read: Tokens of each sequence before the first step, equally many each; further
-                sequences are left out. By default no sequence has read any.
-
-        Raises:
-            ValueError: ``max_tokens`` is out of range, or ``read`` has more sequences than
-                ``encoded``, or unequally many tokens, or more than ``max_tokens``, or names choose
-                the experts and ``encoded`` has none.
-        """
+        """Prepare to decode sequences token by token, together."""
+        # encoded: (T, width); an `EncoderOutput` where names choose the experts
         layout = encoded.layout
         read = [()] * layout.num_sequences if read is None else read
         count, lengths = len(read), [len(tokens) for tokens in read]
@@ -176,16 +152,6 @@ class Decoder(nn.Module):
         pages: tuple[int, int] | None = None,
     ) -> DecoderState:
         """Return a state for sequences that start and end at different times; see `DecoderState`.
-
-        Args:
-            sequences: The most at a time.
-            max_tokens: Most tokens per sequence, at most ``config.max_positions``.
-            max_frames: Most encoder frames per sequence.
-            paged: Whether caches are paged; by default on a GPU, whose kernels read pages.
-            pages: See `DecoderState`.
-
-        Raises:
-            ValueError: ``max_tokens`` is out of range.
         """
         positions = self.config.max_positions
         rule = f"be in 1 to max_positions = {positions}"
@@ -210,18 +176,8 @@ class Decoder(nn.Module):
         """Start sequences in a state, in place of what these rows held.
 
         One forward reads the first tokens of all of them.
-
-        Args:
-            state: State from `new_state`.
-            rows: The row of each.
-            encoded: (T, width), as many sequences; an `EncoderOutput` where names choose the
-                experts.
-            read: The tokens that each has read before its first step; may be empty.
-            tokens: The most that each will read, these included.
-
-        Raises:
-            ValueError: Names choose the experts, and ``encoded`` has none.
         """
+        # encoded: (T, width), as many sequences; an `EncoderOutput` where names choose the experts
         expert = named_expert(self.config.experts, expert_of(encoded))
         lengths = [len(one) for one in read]
         keys_values = self._keys_values(encoded, read, state.sizes)

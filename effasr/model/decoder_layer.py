@@ -155,14 +155,6 @@ class DecoderLayer(Layer):
         """Transform (U, width); also return the penalty of guided attention, (U,) or None.
 
         A layer with a router returns its losses as a third result.
-
-        Args:
-            x: The stream.
-            layout: The sequences of ``x``.
-            encoded: The encoder output.
-            sigma: Width of guided attention; None for no penalty.
-            groups: The experts of the rows, where names choose them.
-            seeds: The layer's from `draw_layer_seeds`; drawn if empty.
         """
         own, cross = self.self_attn, self.encoder_attn
         residual = Residual.of(self, x, layout, self.dropout, seeds)
@@ -189,18 +181,8 @@ class DecoderLayer(Layer):
         layout_speech: PackedLayout,
         groups: Groups | None = None,
     ) -> tuple[Tensor, KeysValues]:
-        """Transform the first rows of sequences as `forward`, in inference.
-
-        Args:
-            x: (U, width).
-            layout: The sequences of ``x``.
-            speech: Keys and values of the encoder output, from ``encoder_attn.keys_values``.
-            layout_speech: The sequences of ``speech``.
-            groups: The experts of the rows, where names choose them.
-
-        Returns:
-            (U, width), and keys and values of the rows, for `step`.
-        """
+        """Transform the first rows of sequences as `forward`, in inference."""
+        # x: (U, width) -> (U, width), and keys and values of the rows, for `step`
         y, own = self.self_attn.read(self.input_layernorm(x), layout)
         x = x + y
         normed = self.post_attention_layernorm(x)

@@ -140,20 +140,12 @@ class FastConformerConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """Inputs that all layers share in one forward.
+    """Inputs that all layers share in one forward."""
 
-    Attributes:
-        layout: The sequences, T rows.
-        embeddings: Embeddings of the distances, (2 L - 1, width); None unless positions are
-            relative.
-        seen: The frames that a frame attends to; None for all of its utterance.
-        groups: The experts of the frames, where names choose them.
-    """
-
-    layout: PackedLayout
+    layout: PackedLayout  # The sequences, T rows
     embeddings: Tensor | None
-    seen: Context | None
-    groups: Groups | None = None
+    seen: Context | None  # The frames that a frame attends to; None for all of its utterance
+    groups: Groups | None = None  # The experts of the frames, where names choose them
 
 
 class ConformerLayer(Layer):
@@ -256,14 +248,8 @@ class FastConformerEncoder(nn.Module):
 
         Rows of the tail are finite, without meaning. In training the losses of routers are
         left in ``router_losses``, float32 (2,) for each layer.
-
-        Args:
-            mel: The mel rows.
-            expert: int64 (N,), the expert of each utterance, where names choose: `Batch.expert`.
-
-        Raises:
-            ValueError: An utterance is longer than ``config.max_frames``, or ``expert`` is missing.
         """
+        # expert: int64 (N,), the expert of each utterance, where names choose: `Batch.expert`
         with ranges.range("subsampling"):
             x = self.subsampling(mel)
         if self.subsampling_norm is not None:

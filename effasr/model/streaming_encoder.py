@@ -28,11 +28,7 @@ for any number."""
 
 
 def check_features(features: FeatureConfig) -> None:
-    """Check that the features of a frame need no later audio.
-
-    Raises:
-        ValueError: They do.
-    """
+    """Check that the features of a frame need no later audio."""
     check(
         not features.normalize,
         "features.normalize",
@@ -43,11 +39,7 @@ def check_features(features: FeatureConfig) -> None:
 
 
 def check_streamable(config: object, context: Context | None) -> Context:
-    """Return the context, checked to allow decoding frame by frame in constant memory.
-
-    Raises:
-        ValueError: It does not, or the encoder reads later frames elsewhere.
-    """
+    """Return the context, checked to allow decoding frame by frame in constant memory."""
     if not isinstance(config, FastConformerConfig):
         kind = getattr(config, "kind", type(config).__name__)
         raise ValueError(
@@ -97,26 +89,12 @@ class StreamingEncoder:
     All tensors have the sizes of the slots, whatever number of them is in use: S slots, chunks of c
     frames, ``left`` earlier frames. A slot has one stream at a time, and no work waits for the
     device.
-
-    Attributes:
-        context: Context of self-attention.
-        slots: S.
     """
 
     def __init__(
         self, encoder: FastConformerEncoder, mel_bins: int, slots: int, context: Context | None
     ):
-        """Allocate the states.
-
-        Args:
-            encoder: Encoder in evaluation mode; it must not change while streams are open.
-            mel_bins: Mel bands of its input.
-            slots: S.
-            context: Context to encode with.
-
-        Raises:
-            ValueError: See `check_streamable`.
-        """
+        """Allocate the states."""
         self.context = context = check_streamable(encoder.config, context)
         check(slots >= 1, "slots", "be at least 1", slots)
         self.slots, self._encoder = slots, encoder
@@ -146,19 +124,9 @@ class StreamingEncoder:
 
     @torch.inference_mode()
     def step(self, mel: Tensor, rows: Sequence[int], frames: Sequence[int] | None = None) -> Tensor:
-        """Encode the next chunk of each stream.
-
-        Args:
-            mel: float32 (S, s c, mel_bins), s = ``config.subsampling``; what follows the real rows
-                of a slot is ignored.
-            rows: Real mel rows of each slot: s c; fewer only in the last chunk of a stream; 0 for a
-                slot that is left as it is.
-            frames: Frames of each slot, ``ceil(rows / s)`` by default; causal subsampling gives
-                more of them at the end of a stream.
-
-        Returns:
-            (S, c, width); the frames of a slot come first.
-        """
+        """Encode the next chunk of each stream."""
+        # mel: float32 (S, s c, mel_bins), s = ``config.subsampling``; what follows the real rows of
+        # a slot is ignored -> (S, c, width); the frames of a slot come first
         chunk, factor = self.context.chunk, self._encoder.config.subsampling
         if frames is None:
             frames = [-(-count // factor) for count in rows]

@@ -98,15 +98,8 @@ class TextEncoder(nn.Module):
 
         In training the losses of routers are left in ``router_losses``, float32 (2,) for each
         layer.
-
-        Args:
-            tokens: The texts.
-            idle: Parts to skip first, those of the speech encoder.
-            expert: int64 (N,), the expert of each text, where names choose; see `Batch.expert`.
-
-        Raises:
-            ValueError: Names choose the experts, and ``expert`` is None.
         """
+        # expert: int64 (N,), the expert of each text, where names choose; see `Batch.expert`
         layout = tokens.layout
         x = self.embed_tokens(tokens.values)
         x = x + decoder_sinusoids(layout.positions(), self.width).to(x.dtype)

@@ -103,17 +103,9 @@ class Transducer(nn.Module):
     def forward(
         self, encoded: PackedSequence, text: PackedSequence, max_nodes: int | None = None
     ) -> Tensor:
-        """Compute the loss of whole transcripts.
-
-        Args:
-            encoded: (T, encoder width).
-            text: int64 (U,), as many sequences.
-            max_nodes: Capacity for the nodes of the lattices, of a static shape; None to let the
-                host read the lengths. See `transducer_loss`.
-
-        Returns:
-            (N,); infinite where there are labels, but no frame. See `transducer_loss`.
-        """
+        """Compute the loss of whole transcripts."""
+        # encoded: (T, encoder width); text: int64 (U,), as many sequences -> (N,); infinite where
+        # there are labels, but no frame
         predicted = self.predictor(text.values, text.layout)
         return transducer_loss(
             self.encoder_projection(encoded.values),
@@ -145,14 +137,7 @@ class Transducer(nn.Module):
         return self.predictor_projection(predicted), state
 
     def logits(self, frames: Tensor, predicted: Tensor) -> Tensor:
-        """Return logits of every label, then the blank, then every duration.
-
-        Args:
-            frames: (..., J), from ``encoder_projection``.
-            predicted: (..., J), from `begin` or `step`.
-
-        Returns:
-            (..., V + 1), or (..., V + 1 + D) with durations.
-        """
+        """Return logits of every label, then the blank, then every duration."""
+        # frames: (..., J), from ``encoder_projection``; predicted: (..., J), from `begin` or `step`
         joint = frames + predicted
         return self.output(joint.relu() if self.config.activation == "relu" else joint.tanh())

@@ -146,11 +146,7 @@ class WhisperEncoder(nn.Module):
         return self.embed_positions(positions.clamp(max=self.config.max_frames - 1))
 
     def forward(self, mel: MelFrames) -> PackedSequence:
-        """Encode (2 T, mel_bins) into (T, width); rows of the tail are finite, without meaning.
-
-        Raises:
-            ValueError: An utterance is longer than ``config.max_frames``.
-        """
+        """Encode (2 T, mel_bins) into (T, width); rows of the tail are finite, without meaning."""
         layout, config = mel.layout, self.config
         if layout.max_seqlen_bound > config.max_frames:
             raise ValueError(

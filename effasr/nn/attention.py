@@ -35,18 +35,7 @@ class SelfAttention(nn.Module):
         key_bias: bool = True,
         dropout: float = 0.0,
     ):
-        """Build the projections.
-
-        Args:
-            width: Channels of input and output.
-            heads: H.
-            head_dim: D; H D may differ from the width.
-            causal: Whether a row attends only to itself and the rows before it.
-            rotary: Rotary position embedding; None for no positions.
-            bias: Whether the projections have biases.
-            key_bias: Whether the key projection has one, too; it changes no attention weight.
-            dropout: Probability of dropping an attention weight.
-        """
+        """Build the projections."""
         super().__init__()
         self.heads, self.head_dim = heads, head_dim
         self.causal, self.rotary, self.dropout = causal, rotary, dropout
@@ -63,15 +52,8 @@ class SelfAttention(nn.Module):
         *,
         residual: Residual | None = None,
     ) -> Tensor:
-        """Attend within each sequence.
-
-        Args:
-            x: (T, width).
-            layout: The sequences.
-            embeddings: Of the distances, for `RelativeSelfAttention`.
-            context: The rows that a row attends to; by default all of its sequence.
-            residual: Has the seed of dropout, and is given the result, with ``o_proj``.
-        """
+        """Attend within each sequence."""
+        # x: (T, width)
         if residual is None:
             return self.read(x, layout, embeddings, context)[0]
         y, _ = self._attend(x, layout, embeddings, context, residual.seed)
@@ -117,16 +99,8 @@ class SelfAttention(nn.Module):
         return k, v
 
     def step(self, x: Tensor, cache: ContiguousCache | PagedCache, layer: int) -> Tensor:
-        """Attend from one new row per sequence to that row and all rows before it.
-
-        Args:
-            x: (N, width), the next row of each sequence.
-            cache: Keys and values of the earlier rows; those of the new rows are appended.
-            layer: Index of this layer in the cache.
-
-        Returns:
-            (N, width).
-        """
+        """Attend from one new row per sequence to that row and all rows before it."""
+        # x: (N, width), the next row of each sequence -> (N, width)
         qkv = self.qkv_proj(x).view(-1, 3, self.heads, self.head_dim)
         return self.o_proj(cache.attend(layer, qkv[:, 0], qkv[:, 1:]).flatten(1))
 
@@ -206,21 +180,9 @@ class CrossAttention(nn.Module):
         seed: Tensor | None = None,
         residual: Residual | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
-
-        Args:
-            x: (U, width).
-            layout: The sequences of ``x``.
-            encoded: (T, width), the encoder output.
-            layout_encoded: The sequences of ``encoded``.
-            sigma: Width of the unpenalized diagonal of guided attention, as a share of the
-                sequences; None for no penalty.
-            seed: Seed of dropout; drawn by default.
-            residual: Is given the result, with ``o_proj``.
-
-        Returns:
-            (U, width), and the penalty of each row, averaged over the heads: (U,) or None.
-        """
+        """Attend."""
+        # x: (U, width); encoded: (T, width), the encoder output -> (U, width), and the penalty of
+        # each row, averaged over the heads: (U,) or None
         q = self._queries(x)
         k, v = self.keys_values(encoded)
         dropout = self.dropout if self.training else 0.0
@@ -255,15 +217,9 @@ class CrossAttention(nn.Module):
 
         This uses float64, because the attention operation returns no weights, and because rounding
         must not depend on the rest of the batch.
-
-        Args:
-            x: (N K, width), K rows of each sequence.
-            keys: (N, H, t, D).
-            lengths: int64 (N,), frames of each sequence, at most t.
-
-        Returns:
-            The mean over heads, float64 (N K, t), 0 past the end.
         """
+        # x: (N K, width), K rows of each sequence; keys: (N, H, t, D); lengths: int64 (N,), frames
+        # of each sequence, at most t -> The mean over heads, float64 (N K, t), 0 past the end
         q = self._queries(x).unflatten(0, (len(keys), -1)).double() * self.head_dim**-0.5
         scores = torch.einsum("nkhd,nhtd->nkht", q, keys.double())
         past = torch.arange(keys.shape[2], device=x.device) >= lengths[:, None, None, None]

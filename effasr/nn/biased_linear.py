@@ -27,15 +27,8 @@ def biased_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
     Output and gradients of ``x`` and ``weight`` are those of torch bit by bit. Rows of the bias
     gradient are added in another order, in float32 as well.
-
-    Args:
-        x: (..., K).
-        weight: (N, K).
-        bias: (N,). Its gradient waits if it goes to a node that takes rows.
-
-    Returns:
-        (..., N).
     """
+    # x: (..., K); weight: (N, K); bias: (N,)
     return _Linear.apply(x, weight, bias) if _may_wait(x, weight, bias) else linear(x, weight, bias)
 
 

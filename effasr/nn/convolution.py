@@ -75,16 +75,7 @@ class ConformerConvolution(nn.Module):
         bias: bool = True,
         causal: bool = False,
     ):
-        """Build the module.
-
-        Args:
-            width: Channels of input and output.
-            taps: Kernel size of the depthwise convolution, odd.
-            norm: Published models use batch normalisation; layer normalisation does not depend on
-                the rest of the batch and suits small batches.
-            bias: Whether the linear layers and the convolution have biases.
-            causal: Whether the depthwise convolution reads no later rows.
-        """
+        """Build the module."""
         super().__init__()
         self.pointwise1 = Linear(width, 2 * width, bias=bias)
         self.depthwise = DepthwiseConv(width, taps, bias=bias, causal=causal)

@@ -32,15 +32,8 @@ class FeedForward(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor, residual: Residual | None = None, *, offset: int = 0) -> Tensor:
-        """Transform each row.
-
-        Args:
-            x: (..., width).
-            residual: Has the layout of ``x`` and the seed of dropout, for the operation that joins
-                bias, activation and dropout, and is given the result and ``linear2``; None for
-                separate steps.
-            offset: Number of this dropout among those with the same seed.
-        """
+        """Transform each row."""
+        # x: (..., width)
         if residual is None or not is_fused(x):
             x = ACTIVATIONS[self.activation](self.linear1(x))
             return self.linear2(F.dropout(x, self.dropout, self.training))

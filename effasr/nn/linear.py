@@ -26,13 +26,9 @@ class Linear(nn.Linear):
 
 
 class JoinedLinear(Linear):
-    """Linear layers of one size on one input, as one product.
+    """Linear layers of one size on one input, as one product."""
 
-    Attributes:
-        biased: Whether each layer has a bias. ``bias`` holds the existing ones, in order.
-    """
-
-    biased: tuple[bool, ...]
+    biased: tuple[bool, ...]  # Whether each layer has a bias
 
     def __init__(self, width: int, size: int, biased: Sequence[bool]):
         """Build the layers from ``width`` to ``size`` channels each; at least one has a bias."""

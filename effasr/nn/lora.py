@@ -152,12 +152,7 @@ class LoRAGroupedLinear(GroupedLinear):
 
 
 def adapt(model: nn.Module, config: LoRAConfig) -> None:
-    """Add adapters to linear layers in place, and train only these and ``also_train``.
-
-    Raises:
-        ValueError: A pattern matches nothing, or a layer that cannot have an adapter; or a language
-            model has no projection.
-    """
+    """Add adapters to linear layers in place, and train only these and ``also_train``."""
     layers = {
         name: x for name, x in model.named_modules() if isinstance(x, (nn.Linear, GroupedLinear))
     }

@@ -50,19 +50,9 @@ class BatchNorm(nn.Module):
         *,
         silu: bool = False,
     ) -> Tensor:
-        """Normalise each channel, in training by the statistics of this batch.
-
-        Args:
-            x: (T, C).
-            layout: The sequences of ``x``.
-            statistics: Mean and biased variance of the real rows, (C,), in the dtype of sums, if
-                the operation that made ``x`` has computed them; the gradient is the same. Used in
-                training only.
-            silu: Whether to apply SiLU to the result, in the same pass.
-
-        Returns:
-            (T, C), the dtype of ``x``, under autocast the dtype of products; zero in the tail.
-        """
+        """Normalise each channel, in training by the statistics of this batch."""
+        # x: (T, C) -> (T, C), the dtype of ``x``, under autocast the dtype of products; zero in the
+        # tail
         if not self.training:
             statistics = self.running_mean, self.running_var
         else:

@@ -17,15 +17,11 @@ class PaddedView:
     A recurrence runs over all rows of the grid at once. With one sequence per row the grid would be
     mostly padding, as a static shape has room for many more sequences than a batch holds. So a row
     holds several sequences, each after a free slot, where the recurrence must be reset.
-
-    Attributes:
-        count: B, rows of the grid.
-        steps: S, slots of each row.
-        slots: int64 (rows,), the place of each packed row in the flattened grid; B S for the tail.
     """
 
-    count: int
-    steps: int
+    count: int  # B, rows of the grid
+    steps: int  # S, slots of each row
+    # int64 (rows,), the place of each packed row in the flattened grid; B S for the tail
     slots: Tensor
 
     @classmethod
@@ -35,11 +31,6 @@ class PaddedView:
         With the free slots the sequences fill at most R rows, and none is longer than W = longest +
         1. A sequence that starts in packed rows k W to (k + 1) W - 1 goes to row k of the grid, so
         that each grid row needs fewer than 2 W slots, and all together about 2 R.
-
-        Args:
-            layout: The sequences.
-            longest: Upper bound of the lengths. It is not ``layout.max_seqlen_bound``, because
-                compiled code does not know the bound of a derived layout.
         """
         spaced, width = layout.lengthened(1), longest + 1
         count = max(-(-spaced.rows // width), 1)

@@ -22,17 +22,7 @@ class PositionTables:
         self._tables: dict[tuple[object, ...], Tensor] = {}
 
     def get(self, make: Callable[[], Tensor], like: Tensor, *key: object) -> Tensor:
-        """Return the table of a key, computed at the first call.
-
-        Args:
-            make: Computes the table, on the device of ``like``.
-            like: An input of the step.
-            key: What the table depends on, besides the device.
-
-        Returns:
-            The result of ``make``; not to be written to. The first call for a key waits for the
-            device, so that a call on any stream may use the same table.
-        """
+        """Return the table of a key, computed at the first call."""
         if torch.compiler.is_compiling():
             return make()
         key = (*key, like.device, is_fake(like))
@@ -53,14 +43,8 @@ def sinusoids(positions: Tensor, width: int) -> Tensor:
     """Embed positions or distances by interleaved sines and cosines, as Transformer-XL.
 
     Channels 2c and 2c + 1 are the sine and the cosine of ``position * 10000 ** (-2c / width)``.
-
-    Args:
-        positions: (R,), any number type.
-        width: Channels, even.
-
-    Returns:
-        float32 (R, width).
     """
+    # positions: (R,), any number type -> float32 (R, width)
     exponents = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width
     angles = positions[:, None].float() * (1.0 / 10_000.0**exponents)
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
@@ -76,14 +60,8 @@ def decoder_sinusoids(positions: Tensor, width: int) -> Tensor:
 
     All sines, then all cosines, over ``sqrt(width)``. The wavelengths differ slightly from the
     usual ones: Canary spaces them from 1 to ``10000 ** ((width - 2) / width)``.
-
-    Args:
-        positions: (R,), any number type.
-        width: Channels; even, at least 4.
-
-    Returns:
-        float32 (R, width).
     """
+    # positions: (R,), any number type -> float32 (R, width)
     step = math.log(10_000.0) * (width - 2) / width / (width // 2 - 1)
     channels = torch.arange(width // 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None].float() * torch.exp(-step * channels)

@@ -25,14 +25,7 @@ class StatelessPredictor(nn.Module):
     """
 
     def __init__(self, vocab_size: int, width: int, context: int, dropout: float = 0.0):
-        """Build the embedding and the taps.
-
-        Args:
-            vocab_size: V; the start symbol has index V.
-            width: P, channels.
-            context: Number of labels that are read, at least 1.
-            dropout: Dropout of the embedded labels.
-        """
+        """Build the embedding and the taps."""
         super().__init__()
         self.start_id, self.context, self.dropout = vocab_size, context, dropout
         self.embedding = nn.Embedding(vocab_size + 1, width)
@@ -46,16 +39,9 @@ class StatelessPredictor(nn.Module):
         nn.init.uniform_(self.taps, -bound, bound)
 
     def forward(self, labels: Tensor, layout: PackedLayout) -> Tensor:
-        """Read whole transcripts.
-
-        Args:
-            labels: int64 (U,), each in [0, V).
-            layout: Layout of the N label sequences.
-
-        Returns:
-            (U + N, P): for each sequence one row before any label, and one after each label. Rows
-            of the tail are finite but have no meaning.
-        """
+        """Read whole transcripts."""
+        # labels: int64 (U,), each in [0, V) -> (U + N, P): for each sequence one row before any
+        # label, and one after each label
         rows = layout.lengthened(1)
         x = self._drop(self.embedding(after_start(labels, layout, self.start_id)))
         return F.relu(depthwise_conv(x, self.taps, rows, causal=True))
@@ -66,15 +52,8 @@ class StatelessPredictor(nn.Module):
         return (torch.full(seen, -1, device=self.taps.device),)
 
     def step(self, labels: Tensor, state: PredictorState) -> tuple[Tensor, PredictorState]:
-        """Read one more label of each sequence, beginning with the start symbol.
-
-        Args:
-            labels: int64 (N,).
-            state: State of N sequences.
-
-        Returns:
-            (N, P), and the next state.
-        """
+        """Read one more label of each sequence, beginning with the start symbol."""
+        # labels: int64 (N,) -> (N, P), and the next state
         seen = torch.cat([state[0], labels[:, None]], 1)
         embedded = self.embedding(seen.clamp(min=0)) * (seen >= 0)[..., None]
         return F.relu((embedded * self.taps.T).sum(1)), (seen[:, 1:],)
@@ -129,16 +108,8 @@ class LSTMPredictor(nn.Module):
 
 
 def after_start(labels: Tensor, layout: PackedLayout, start_id: int) -> Tensor:
-    """Insert the start symbol before each sequence.
-
-    Args:
-        labels: int64 (U,).
-        layout: Layout of the N label sequences.
-        start_id: Id of the start symbol; it also fills the tail.
-
-    Returns:
-        int64 (U + N,), under ``layout.lengthened(1)``.
-    """
+    """Insert the start symbol before each sequence."""
+    # labels: int64 (U,) -> int64 (U + N,), under ``layout.lengthened(1)``
     rows = layout.lengthened(1)
     sequences = rows.sequence_ids()
     starts = rows.cu_seqlens.long()[sequences]

@@ -31,16 +31,9 @@ def lstm(x: Tensor, resets: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
     as `torch.nn.LSTM`, with c and h exactly zero where ``resets``. There is no double backward.
     Under autocast all is cast as for a matrix product.
-
-    Args:
-        x: (B, S, C), floating point, C the width of the first layer.
-        resets: bool (B, S).
-        weights: Weights of each layer: ``weight_ih`` (4P, C), ``weight_hh`` (4P, P), ``bias_ih``
-            (4P,) and ``bias_hh`` (4P,), gates in the order i, f, g, o.
-
-    Returns:
-        h of the last layer, (B, S, P).
     """
+    # x: (B, S, C), floating point, C the width of the first layer; resets: bool (B, S) -> h of the
+    # last layer, (B, S, P)
     x, *cast = checks.under_autocast(x, *weights)
     shut = resets.to(x.dtype)[..., None]
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():

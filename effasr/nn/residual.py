@@ -35,11 +35,8 @@ def residual_stream(x: Tensor, *, in_fp32: bool) -> Tensor:
     """Return the input of a stack in the dtype that its residual stream keeps under autocast.
 
     Without autocast, and on a CPU, that is the dtype of ``x``.
-
-    Args:
-        x: (T, width).
-        in_fp32: Whether the stream is float32; else it has the dtype of autocast.
     """
+    # x: (T, width)
     kind = x.device.type
     if not is_fused(x) or not torch.is_autocast_enabled(kind):
         return x
@@ -59,16 +56,7 @@ class TakesSeeds(Protocol):
 
 
 def draw_layer_seeds(layers: Iterable[TakesSeeds], x: Tensor) -> list[tuple[Tensor, ...]]:
-    """Draw the seeds of dropout of all layers of a stack in one launch.
-
-    Args:
-        layers: The layers.
-        x: The stream, (T, width).
-
-    Returns:
-        For each layer as many seeds as it takes, int64 (). It takes none if it drops nothing, or if
-        its dropouts draw from the global generator, as on a CPU.
-    """
+    """Draw the seeds of dropout of all layers of a stack in one launch."""
     counts = [layer.seeds if _takes_seeds(layer, x) else 0 for layer in layers]
     drawn = iter(draw_seeds(sum(counts), x.device) if any(counts) else ())
     return [tuple(islice(drawn, count)) for count in counts]
@@ -80,17 +68,10 @@ class Residual:
 
     The last linear layer of a module leaves its bias to the addition (`project`), whose backward
     then sums the gradient of the bias with the rows that it computes anyway.
-
-    Attributes:
-        layout: Layout of the stream.
-        dropout: Probability to drop an element of an output; 0 outside training.
-        seed: Seed that the layer's dropouts share, int64 (): those of rows, each with its own
-            offset, and self-attention, which decides independently of them. None on a CPU, where
-            they draw from the global generator, and where nothing is dropped.
     """
 
-    layout: PackedLayout
-    dropout: float
+    layout: PackedLayout  # Layout of the stream
+    dropout: float  # Probability to drop an element of an output; 0 outside training
     seed: Tensor | None
 
     @classmethod
@@ -102,15 +83,7 @@ class Residual:
         dropout: float,
         seeds: Sequence[Tensor] = (),
     ) -> Residual:
-        """Return the object for one forward of a layer.
-
-        Args:
-            layer: The layer; without training it drops nothing.
-            x: The stream, (T, width).
-            layout: Layout of ``x``.
-            dropout: Probability to drop an element of an output in training.
-            seeds: The layer's from `draw_layer_seeds`, of which it takes the first; drawn if empty.
-        """
+        """Return the object for one forward of a layer."""
         seeds = seeds or draw_layer_seeds([layer], x)[0]
         return cls(layout, dropout if layer.training else 0.0, seeds[0] if seeds else None)
 
@@ -131,15 +104,7 @@ class Residual:
     def add(
         self, x: Tensor, output: Tensor, last: nn.Module, *, offset: int, scale: float = 1.0
     ) -> Tensor:
-        """Return the stream with ``scale`` times the output of a module.
-
-        Args:
-            x: The stream, (T, width).
-            output: Output of the module, (T, width).
-            last: Its last layer, which `project` has applied.
-            offset: Number of this dropout among those with the same seed.
-            scale: Factor of the output.
-        """
+        """Return the stream with ``scale`` times the output of a module."""
         if not is_fused(x):
             return torch.add(x, F.dropout(output, self.dropout), alpha=scale)
         return dropout_add_layer_norm(

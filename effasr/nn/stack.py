@@ -24,17 +24,11 @@ _here = threading.local()
 
 
 class Layer(nn.Module):
-    """A layer of a stack; its forward is wrapped by `checkpointed_forward`.
-
-    Attributes:
-        is_checkpointed: Whether only the inputs are kept between forward and backward.
-        is_compiled: Whether torch.compile compiles the layer.
-        seeds: Number of seeds that its forward takes as ``seeds``, where it drops anything.
-    """
+    """A layer of a stack; its forward is wrapped by `checkpointed_forward`."""
 
     is_checkpointed = False
     is_compiled = False
-    seeds: int = 0
+    seeds: int = 0  # Number of seeds that its forward takes as ``seeds``, where it drops anything
 
     @property
     def dropouts(self) -> tuple[float, ...]:
@@ -125,14 +119,6 @@ def skip_branch(parts: Iterable[nn.Module], like: Tensor) -> Tensor | None:
     As with `skip_layers`, processes gather sharded layers in one order. If some parts are frozen,
     which layers have a backward depends on what is trained before them, so the skipped branch has a
     graph of its own, until `join_skipped` where the results of both branches are alternatives.
-
-    Args:
-        parts: In the order in which they run; a `nn.ModuleList` holds layers.
-        like: Any tensor of the batch.
-
-    Returns:
-        A zero, whose gradient gives every trained parameter a zero gradient; None if the layers are
-        not sharded.
     """
     parts = list(parts)
     if not any(is_sharded(part) for part in parts if isinstance(part, nn.ModuleList)):
@@ -159,17 +145,7 @@ def run_layers(
     *args: Any,
     losses: list[Tensor] | None = None,
 ) -> Any:
-    """Run a stack, with a profiler range for each layer; skip it for an empty batch if sharded.
-
-    Args:
-        layers: Called as ``layer(x, *args, seeds=seeds)``. A layer with routers returns their
-            losses, too, as an output of its own: hooks of a sharded layer then see the gradient.
-        name: Name of the profiler ranges.
-        x: The input.
-        layout: The sequences of ``x``.
-        args: Further arguments.
-        losses: The losses of routers are appended to it.
-    """
+    """Run a stack, with a profiler range for each layer; skip it for an empty batch if sharded."""
     if is_empty(layout) and is_sharded(layers):
         return skip_layers(layers, x)
     all_seeds = draw_layer_seeds(cast("Iterable[Layer]", layers), x)

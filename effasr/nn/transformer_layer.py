@@ -37,20 +37,7 @@ class TransformerLayer(Layer):
         attention_dropout: float = 0.0,
         experts: ExpertsConfig | None = None,
     ):
-        """Build the layer.
-
-        Args:
-            width: Channels of input and output.
-            heads: Attention heads; they divide the width.
-            feed_forward: Channels inside the feed-forward network.
-            activation: Activation of the feed-forward network.
-            bias: Whether the projections of attention have biases.
-            key_bias: Whether the key projection has one.
-            residual_dropout: Dropout of the output of each module, before it is added.
-            activation_dropout: Inside the feed-forward network.
-            attention_dropout: Dropout of attention weights.
-            experts: Experts of the feed-forward network; None for none.
-        """
+        """Build the layer."""
         super().__init__()
         self.dropout = residual_dropout
         self.norm_self_att = nn.LayerNorm(width)
@@ -95,14 +82,7 @@ class TransformerLayer(Layer):
         groups: Groups | None = None,
         seeds: Sequence[Tensor] = (),
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Transform (T, width); a layer with a router also returns its losses.
-
-        Args:
-            x: The stream.
-            layout: The sequences of ``x``.
-            groups: The experts of the rows, where names choose them.
-            seeds: The layer's from `draw_layer_seeds`; drawn if empty.
-        """
+        """Transform (T, width); a layer with a router also returns its losses."""
         residual = Residual.of(self, x, layout, self.dropout, seeds)
         y, x = residual.norm(x, self.norm_self_att)
         y = self.self_attn(y, layout, residual=residual)

@@ -15,12 +15,6 @@ class BoundedTar:
     """A file for ``tarfile.open``, of which no more is read than it can honestly hold.
 
     tarfile reads the headers of long names at once, whatever size they claim.
-
-    Args:
-        file: A tar file, gzipped or not.
-        unpacked_ratio: Most bytes that a byte of a gzipped file stands for; None if a gzipped file
-            is read as it is, and so is no tar.
-        unpacked_bytes: Bytes that a gzipped file may hold beyond these.
     """
 
     def __init__(
@@ -41,11 +35,7 @@ class BoundedTar:
         self._file.close()
 
     def read(self, size: int = -1) -> bytes:
-        """Return bytes.
-
-        Raises:
-            tarfile.ReadError: They are more than the file can hold, or than a header has.
-        """
+        """Return bytes."""
         if size > _MOST_READ:
             raise tarfile.ReadError(f"a header in it claims {size} bytes")
         left = max(0, self._end - self._file.tell())

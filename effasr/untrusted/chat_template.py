@@ -125,16 +125,5 @@ os.register_at_fork(after_in_child=_renderer.forget)
 
 
 def render_template(template: str, variables: Mapping[str, Any]) -> str:
-    """Render a template in Jinja's sandbox, in another process.
-
-    Args:
-        template: The template, with what transformers provides: ``raise_exception``, ``tojson``,
-            ``strftime_now``, ``generation`` blocks, ``break`` and ``continue``. The date is always
-            26 July 2024, so that the text of a conversation does not depend on the day.
-        variables: Plain values.
-
-    Raises:
-        TemplateError: The template is invalid, raises an error, or takes more than 5 s of processor
-            time, 512 MiB of memory or 4 Mi characters of output.
-    """
+    """Render a template in Jinja's sandbox, in another process."""
     return _renderer.render(template, variables)

@@ -33,12 +33,7 @@ WRONG_VALUES = (LookupError, TypeError, AttributeError, ArithmeticError, Runtime
 
 
 def read_json(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        OSError: The file is missing or cannot be opened.
-        ValueError: It is not a regular file, too large, or not valid JSON; see `parse_json`.
-    """
+    """Return the content of a JSON file."""
     return parse_json(read_text(path, most_bytes), str(path))
 
 
@@ -51,16 +46,7 @@ def read_json_object(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> dict
 
 
 def parse_json(text: str, name: str) -> Any:
-    """Parse a JSON document.
-
-    Args:
-        text: The document.
-        name: Name of the document for messages.
-
-    Raises:
-        ValueError: The document is invalid, repeats a key in an object, is nested deeper than
-            `MOST_DEPTH`, or has a number that Python cannot read.
-    """
+    """Parse a JSON document."""
     try:
         value = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -100,19 +86,7 @@ def read_yaml(
     *,
     has_checksum: bool = False,
 ) -> Any:
-    """Return the content of a YAML file.
-
-    Args:
-        path: The file.
-        loader: See `parse_yaml`.
-        has_checksum: Compare the file with its checksum, if it has the line of
-            `with_checksum_line`: somebody may have removed it.
-
-    Raises:
-        OSError: The file is missing or cannot be opened.
-        ValueError: It is not a regular file, too large, not valid YAML (see `parse_yaml`), or does
-            not match its checksum.
-    """
+    """Return the content of a YAML file."""
     if has_checksum:
         _verify_checksum_line(read_bytes(path, YAML_BYTES), str(path))
     return parse_yaml(read_text(path, YAML_BYTES), str(path), loader)
@@ -133,17 +107,7 @@ def _verify_checksum_line(content: bytes, name: str) -> None:
 
 
 def parse_yaml(text: str, name: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """Parse a YAML document of plain data.
-
-    Args:
-        text: The document.
-        name: Name of the document for messages.
-        loader: `yaml.SafeLoader` or a subclass.
-
-    Raises:
-        ValueError: The document is invalid, repeats a key in a mapping, is nested deeper than
-            `MOST_DEPTH`, contains itself, or its aliases expand to too many values.
-    """
+    """Parse a YAML document of plain data."""
     try:
         reader = loader(text)
         try:

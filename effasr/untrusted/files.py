@@ -16,16 +16,7 @@ DOCUMENT_BYTES = 64 << 20
 
 
 def open_regular(path: str | Path, most_bytes: int | None = None) -> BinaryIO:
-    """Open a regular file for reading.
-
-    Args:
-        path: The file.
-        most_bytes: Largest size in bytes; no limit by default.
-
-    Raises:
-        OSError: The file is missing or cannot be opened.
-        ValueError: It is not a regular file, or is larger than ``most_bytes``.
-    """
+    """Open a regular file for reading."""
     _check(path, os.stat(path), most_bytes)
     # The file may be replaced by a pipe in between; opening that would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -59,12 +50,7 @@ def read_bytes(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> str:
-    """Return the content of a UTF-8 file.
-
-    Raises:
-        OSError: The file is missing or cannot be opened.
-        ValueError: It is not a regular file, is larger than ``most_bytes``, or is not UTF-8.
-    """
+    """Return the content of a UTF-8 file."""
     try:
         return read_bytes(path, most_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -72,15 +58,7 @@ def read_text(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> str:
 
 
 def plain_name(name: object, where: str) -> str:
-    """Return a file name after checking that it has no folder part.
-
-    Args:
-        name: The name as given in a document.
-        where: The document and its field, for the message.
-
-    Raises:
-        ValueError: It is not a string, or refers to another folder.
-    """
+    """Return a file name after checking that it has no folder part."""
     if (
         not isinstance(name, str)
         or name in ("", ".", "..")

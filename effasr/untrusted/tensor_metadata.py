@@ -49,11 +49,6 @@ def read_metadata(folder: Path) -> Metadata:
 
     No code that the file names is run. `FileSystemReader.read_metadata` of torch would run it, and
     its planners would unpickle values that are no tensors without limits.
-
-    Raises:
-        OSError: A file is missing or cannot be opened.
-        ValueError: The metadata are damaged, name other things than tensors or other files than
-            regular ones in the folder, or claim more values than the files have room for.
     """
     path = folder / FILE
     content = read_bytes(path, _MOST_BYTES)

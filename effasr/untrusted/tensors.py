@@ -21,17 +21,6 @@ def load_tensors(path: Path, *, mmap: bool = False) -> Any:
 
     No code in the file is run: only ``weights_only`` unpickling is used. torch writes files without
     compression, so a file whose content is larger than the file is refused.
-
-    Args:
-        path: The file.
-        mmap: Whether tensor pages are read on first use. Files of torch before 1.6 are not zip
-            files and are always read at once.
-
-    Raises:
-        OSError: The file cannot be opened.
-        pickle.UnpicklingError: It contains anything except tensors and plain values.
-        ValueError: It is not a regular file, or its content is compressed.
-        Exception: The file is damaged; torch and zipfile raise various exceptions.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size

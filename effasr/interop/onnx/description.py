@@ -25,15 +25,7 @@ def describe(
     texts: Mapping[str, Any],
     step: StreamingStep | None = None,
 ) -> None:
-    """Write ``onnx.json``.
-
-    Args:
-        model: The exported model.
-        directory: Folder of the graphs.
-        outputs: Names of the outputs of the encoder's graph.
-        texts: Further fields, such as the prompt and the end token.
-        step: The exported step of a streaming encoder, in place of an encoder.
-    """
+    """Write ``onnx.json``."""
     features = model.config.features
     rows: dict[str, Any] = {
         "features": {**asdict(features), "definition": _FEATURES[features.kind]},

@@ -48,20 +48,6 @@ def export_onnx(
     The graphs are ``encoder.onnx``, with the log-probabilities of a CTC head if there is one;
     ``decoder_step.onnx`` for a decoder; ``predictor.onnx`` and ``joint.onnx`` for a transducer.
     With a context, ``encoder_step.onnx`` takes the place of the first two: a chunk of streams.
-
-    Args:
-        model: Model in any mode, on any device; exported in float32.
-        directory: Created if needed; files of the same names are replaced, and other graphs of an
-            earlier export removed.
-        texts: Fields of the description about tokens, such as the prompt and the end token.
-        context: Context of a streaming encoder, one that it is trained with.
-
-    Returns:
-        Names of the graphs.
-
-    Raises:
-        ValueError: Required packages are missing; the encoder has a context and none is given; or
-            no stream can be decoded with it.
     """
     check_packages()
     refuse_experts(model.config, "an ONNX graph of effasr")
@@ -171,12 +157,7 @@ def _write_decoder_step(model: ASRModel, path: Path, encoded: Mapping[str, Tenso
 
 
 def write_transducer(head: Transducer, directory: Path) -> None:
-    """Write ``predictor.onnx`` and ``joint.onnx``.
-
-    Args:
-        head: Transducer in evaluation mode, on the host, float32.
-        directory: Created if needed; files of the same names are replaced.
-    """
+    """Write ``predictor.onnx`` and ``joint.onnx``."""
     predictor = predictor_step(head).eval()
     count = len(_EXAMPLE)
     inputs = {"tokens": torch.full((count,), head.blank_id)}
@@ -198,17 +179,7 @@ def write_transducer(head: Transducer, directory: Path) -> None:
 
 
 def check_onnx(model: ASRModel, directory: Path, context: Context | None = None) -> None:
-    """Check that onnxruntime computes the same from the graphs as the model.
-
-    Args:
-        model: The exported model.
-        directory: Folder of the graphs.
-        context: That of `export_onnx`.
-
-    Raises:
-        ImportError: onnxruntime is not installed.
-        ValueError: An output differs.
-    """
+    """Check that onnxruntime computes the same from the graphs as the model."""
     model = on_host(model)
     if context is not None:
         _check_step(model, directory, context)
@@ -257,17 +228,8 @@ def _check_decoder_step(model: ASRModel, directory: Path, encoded: Mapping[str, 
 
 @torch.no_grad()
 def check_transducer(head: Transducer, directory: Path, frames: Tensor) -> None:
-    """Check ``predictor.onnx`` and ``joint.onnx`` against the transducer, label by label.
-
-    Args:
-        head: Transducer in evaluation mode, on the host, float32.
-        directory: Folder of the graphs.
-        frames: (B, T, J), encoder frames for the joint network.
-
-    Raises:
-        ImportError: onnxruntime is not installed.
-        ValueError: An output differs.
-    """
+    """Check ``predictor.onnx`` and ``joint.onnx`` against the transducer, label by label."""
+    # frames: (B, T, J), encoder frames for the joint network
     predictor, joint = Graph(directory / "predictor.onnx"), Graph(directory / "joint.onnx")
     count = len(frames)
     tokens = torch.full((count,), head.blank_id)

@@ -23,11 +23,7 @@ _TOLERANCE = 1e-3
 
 
 def check_packages() -> None:
-    """Check that the packages for writing graphs are installed.
-
-    Raises:
-        ValueError: One is missing.
-    """
+    """Check that the packages for writing graphs are installed."""
     for package in ("onnx", "onnxscript"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(
@@ -43,15 +39,7 @@ def write_graph(
     outputs: Sequence[str],
     dynamic: Mapping[str, Mapping[int, str]],
 ) -> None:
-    """Write a module as a graph, replacing a file of the same name.
-
-    Args:
-        module: Module in evaluation mode, on the host.
-        path: Path of the graph; its folder is created if needed.
-        inputs: Examples, by the argument names of ``module.forward``.
-        outputs: Names of the results.
-        dynamic: Names of the dynamic sizes of each input.
-    """
+    """Write a module as a graph, replacing a file of the same name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     size = sum(weight.numel() * weight.element_size() for weight in module.parameters())
     with tempfile.TemporaryDirectory(prefix=".onnx-", dir=path.parent) as folder:
@@ -90,18 +78,7 @@ class Graph:
     def compared(
         self, inputs: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Run the graph and compare its outputs.
-
-        Args:
-            inputs: Inputs by name.
-            expected: The outputs of the model, by name.
-
-        Returns:
-            The outputs of the graph.
-
-        Raises:
-            ValueError: The outputs have other names, or one differs.
-        """
+        """Run the graph and compare its outputs."""
         values = {name: value.contiguous().numpy() for name, value in inputs.items()}
         found = dict(zip(self._outputs, self._session.run(None, values), strict=True))
         if list(found) != list(expected):

@@ -27,11 +27,7 @@ from effasr_kernels import Rotary
 
 
 class PaddedEncoder(nn.Module):
-    """Encoder, and everything that the other parts compute once from its output.
-
-    Attributes:
-        outputs: Names of the results of `forward`.
-    """
+    """Encoder, and everything that the other parts compute once from its output."""
 
     def __init__(self, model: ASRModel):
         """Share the weights of a model."""
@@ -50,19 +46,13 @@ class PaddedEncoder(nn.Module):
             self.outputs.append("encoder_projected")
 
     def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
-        """Encode.
-
-        Args:
-            features: float32 (B, T, mel_bins), from `effasr.data.features.log_mel.LogMel` for each
-                utterance, followed by arbitrary rows.
-            lengths: int64 (B,), real rows of each, at least one.
-
-        Returns:
-            Frames, (B, T / subsampling rounded up, width), and their lengths, int64 (B,); with a
-            decoder the keys and values of its layers, (layers, B, heads, frames, head_dim) each;
-            with a CTC head log-probabilities of tokens and blank, (B, frames, V + 1); with a
-            transducer the encoder's share of its joint network, (B, frames, J).
-        """
+        """Encode."""
+        # features: float32 (B, T, mel_bins), from `effasr.data.features.log_mel.LogMel` for each
+        # utterance, followed by arbitrary rows; lengths: int64 (B,), real rows of each, at least
+        # one -> Frames, (B, T / subsampling rounded up, width), and their lengths, int64 (B,); with
+        # a decoder the keys and values of its layers, (layers, B, heads, frames, head_dim) each;
+        # with a CTC head log-probabilities of tokens and blank, (B, frames, V + 1); with a
+        # transducer the encoder's share of its joint network, (B, frames, J)
         if isinstance(self.encoder, WhisperEncoder):
             x, lengths = _whisper(self.encoder, features, lengths)
         else:
@@ -98,20 +88,10 @@ class PaddedDecoderStep(nn.Module):
         cross_values: Tensor,
         encoded_lengths: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Decode.
-
-        Args:
-            tokens: int64 (B,), the next token of each.
-            positions: int64 (B,), P; an exporter would make a constant of a size.
-            past_keys: (layers, B, heads, P, head_dim), of the P earlier tokens, none at first.
-            past_values: Values, as ``past_keys``.
-            cross_keys: Keys of the encoder output.
-            cross_values: Values, as ``cross_keys``.
-            encoded_lengths: Lengths of the encoder output.
-
-        Returns:
-            Logits (B, V), and keys and values with those of the new token.
-        """
+        """Decode."""
+        # tokens: int64 (B,), the next token of each; positions: int64 (B,), P; an exporter would
+        # make a constant of a size; past_keys: (layers, B, heads, P, head_dim), of the P earlier
+        # tokens, none at first -> Logits (B, V), and keys and values with those of the new token
         decoder = self.decoder
         x = decoder.embed(tokens, positions)[:, None]
         heard = _mask(encoded_lengths, cross_keys.shape[3])[:, None, None]

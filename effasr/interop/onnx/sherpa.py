@@ -96,19 +96,6 @@ def export_sherpa(
     model: ASRModel, directory: Path, pieces: Sequence[str], context: Context | None = None
 ) -> list[str]:
     """Write ``tokens.txt``, and the graphs of the CTC head and the transducer, whichever there are.
-
-    Args:
-        model: Model in any mode, on any device; exported in float32.
-        directory: Created if needed; files of the same names are replaced.
-        pieces: Text of every token, with the character U+2581 for a space.
-        context: Context of a streaming encoder, one that it is trained with, for sherpa-onnx's
-            OnlineRecognizer; None for whole utterances and its OfflineRecognizer.
-
-    Returns:
-        Names of the graphs.
-
-    Raises:
-        ValueError: Required packages are missing, or sherpa-onnx cannot run the model.
     """
     check_packages()
     refuse_experts(model.config, "sherpa-onnx")

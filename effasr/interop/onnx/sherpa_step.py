@@ -24,23 +24,10 @@ class SherpaStep(nn.Module):
     ``cache_last_channel`` holds the keys and values of earlier frames, (B, layers, left, 2 width);
     ``cache_last_time`` the inputs of the convolutions and the mel rows of earlier frames, flat,
     (B, 1, 1, n); ``cache_last_channel_len`` how many frames were before, (B,).
-
-    Attributes:
-        step: The step.
-        rows: Mel rows of a chunk, all of which are new: sherpa-onnx's window and its shift.
     """
 
     def __init__(self, model: ASRModel, context: Context, output: str):
-        """Share the weights of a model.
-
-        Args:
-            model: The model.
-            context: Context of the encoder.
-            output: ``ctc_log_probs`` or ``encoder_projected``.
-
-        Raises:
-            ValueError: See `check_streamable`.
-        """
+        """Share the weights of a model."""
         super().__init__()
         self.step, self.output = StreamingStep(model, context), output
         self.rows = context.chunk * self.step.encoder.config.subsampling
@@ -58,19 +45,11 @@ class SherpaStep(nn.Module):
         cache_last_time: Tensor,
         cache_last_channel_len: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Encode the next chunk of each stream.
-
-        Args:
-            audio_signal: float32 (B, mel_bins, rows).
-            length: int64 (B,), the number of rows.
-            cache_last_channel: See the class.
-            cache_last_time: See the class.
-            cache_last_channel_len: int64, see the class.
-
-        Returns:
-            Log-probabilities (B, c, V + 1) or the encoder's share of the joint network (B, J, c);
-            the number of frames of each stream; and the three caches of the next step.
-        """
+        """Encode the next chunk of each stream."""
+        # audio_signal: float32 (B, mel_bins, rows); length: int64 (B,), the number of rows;
+        # cache_last_channel_len: int64, see the class -> Log-probabilities (B, c, V + 1) or the
+        # encoder's share of the joint network (B, J, c); the number of frames of each stream; and
+        # the three caches of the next step
         frames = torch.full_like(length, self.step.context.chunk)
         caches = self._unpacked(cache_last_channel, cache_last_time, cache_last_channel_len)
         found = self.step(audio_signal.mT, length, frames, **caches)

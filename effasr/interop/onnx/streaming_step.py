@@ -28,19 +28,10 @@ _LAYERED = ("cache_keys", "cache_values", "cache_conv")
 
 
 class StreamingStep(nn.Module):
-    """The encoder over the next chunk of each stream, and what CTC or a transducer makes of it.
-
-    Attributes:
-        context: Context of self-attention.
-        outputs: Names of the results of `forward`.
-    """
+    """The encoder over the next chunk of each stream, and what CTC or a transducer makes of it."""
 
     def __init__(self, model: ASRModel, context: Context):
-        """Share the weights of a model.
-
-        Raises:
-            ValueError: See `check_streamable`.
-        """
+        """Share the weights of a model."""
         super().__init__()
         self.context = check_streamable(model.config.encoder, context)
         self.encoder = cast(FastConformerEncoder, model.encoder)
@@ -93,25 +84,16 @@ class StreamingStep(nn.Module):
         cache_frames: Tensor,
         cache_missing: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Encode the next chunk, c frames of s = ``subsampling`` mel rows.
-
-        Args:
-            features: float32 (B, s c, mel_bins), real rows followed by arbitrary ones.
-            lengths: int64 (B,), real rows: s c, fewer only in the last chunk.
-            frames: int64 (B,), frames of the chunk: c, fewer only in the last one, 0 for a stream
-                that is left as it is.
-            cache_mel: float32 (B, kept s, mel_bins), the rows before.
-            cache_keys: float32 (layers, B, left, heads, head_dim).
-            cache_values: Values, as ``cache_keys``.
-            cache_conv: float32 (layers, B, conv_kernel - 1, 2 width), inputs of the convolutions.
-            cache_frames: int64 (B,), frames so far.
-            cache_missing: int64 (B,), rows that the chunk before lacked.
-
-        Returns:
-            Frames (B, c, width), the real ones first; log-probabilities (B, c, V + 1) with a CTC
-            head; the encoder's share of the joint network (B, c, J) with a transducer; and the
-            caches of the next step.
-        """
+        """Encode the next chunk, c frames of s = ``subsampling`` mel rows."""
+        # features: float32 (B, s c, mel_bins), real rows followed by arbitrary ones; lengths: int64
+        # (B,), real rows: s c, fewer only in the last chunk; frames: int64 (B,), frames of the
+        # chunk: c, fewer only in the last one, 0 for a stream that is left as it is; cache_mel:
+        # float32 (B, kept s, mel_bins), the rows before; cache_keys: float32 (layers, B, left,
+        # heads, head_dim); cache_conv: float32 (layers, B, conv_kernel - 1, 2 width), inputs of the
+        # convolutions; cache_frames: int64 (B,), frames so far; cache_missing: int64 (B,), rows
+        # that the chunk before lacked -> Frames (B, c, width), the real ones first;
+        # log-probabilities (B, c, V + 1) with a CTC head; the encoder's share of the joint network
+        # (B, c, J) with a transducer; and the caches of the next step
         config, context = self.encoder.config, self.context
         chunk, active = context.chunk, frames > 0
         x = self._subsampled(features, lengths, cache_mel, cache_frames, cache_missing)

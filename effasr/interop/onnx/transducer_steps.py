@@ -19,19 +19,12 @@ from effasr.nn.predictor import LSTMPredictor, PredictorState, StatelessPredicto
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """State of a predictor between labels.
+    """State of a predictor between labels."""
 
-    Attributes:
-        description: Meaning of the tensor.
-        dtype: Data type.
-        shape: Sizes; None stands for the batch.
-        initial: Fill value before the first label.
-    """
-
-    description: str
-    dtype: torch.dtype
-    shape: tuple[int | None, ...]
-    initial: int
+    description: str  # Meaning of the tensor
+    dtype: torch.dtype  # Data type
+    shape: tuple[int | None, ...]  # Sizes; None stands for the batch
+    initial: int  # Fill value before the first label
 
     @property
     def batch_axis(self) -> int:
@@ -45,11 +38,7 @@ class StateTensor:
 
 
 class LSTMStep(nn.Module):
-    """One more label of each transcript, read by LSTM layers.
-
-    Attributes:
-        states: Hidden state and cell.
-    """
+    """One more label of each transcript, read by LSTM layers."""
 
     def __init__(self, head: Transducer):
         """Share the weights of a transducer with an `LSTMPredictor`."""
@@ -64,16 +53,10 @@ class LSTMStep(nn.Module):
     def forward(
         self, tokens: Tensor, input_states_1: Tensor, input_states_2: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Read a label.
-
-        Args:
-            tokens: int64 (B,), the blank at first.
-            input_states_1: (layers, B, P), the hidden state.
-            input_states_2: (layers, B, P), the cell.
-
-        Returns:
-            The predictor's share of the joint network (B, J), and both states of the next label.
-        """
+        """Read a label."""
+        # tokens: int64 (B,), the blank at first; input_states_1: (layers, B, P), the hidden state;
+        # input_states_2: (layers, B, P), the cell -> The predictor's share of the joint network (B,
+        # J), and both states of the next label
         x, lstm = self.predictor.embedding(tokens), self.predictor.lstm
         hidden, cells = [], []
         for layer in range(lstm.layers):
@@ -87,11 +70,7 @@ class LSTMStep(nn.Module):
 
 
 class StatelessStep(nn.Module):
-    """One more label of each transcript, where only the last few are seen.
-
-    Attributes:
-        states: The labels before the new one; nothing where that is the only one seen.
-    """
+    """One more label of each transcript, where only the last few are seen."""
 
     def __init__(self, head: Transducer):
         """Share the weights of a transducer with a `StatelessPredictor`."""
@@ -103,15 +82,10 @@ class StatelessStep(nn.Module):
         self.states = (state,) if before else ()
 
     def forward(self, tokens: Tensor, input_states_1: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Read a label.
-
-        Args:
-            tokens: int64 (B,), the blank at first.
-            input_states_1: int64 (B, context - 1), the labels before it.
-
-        Returns:
-            The predictor's share of the joint network (B, J), and the state of the next label.
-        """
+        """Read a label."""
+        # tokens: int64 (B,), the blank at first; input_states_1: int64 (B, context - 1), the labels
+        # before it -> The predictor's share of the joint network (B, J), and the state of the next
+        # label
         seen = tokens[:, None]
         if input_states_1 is not None:
             seen = torch.cat([input_states_1, seen], 1)
@@ -130,15 +104,10 @@ class JointStep(nn.Module):
         self.symbols = head.blank_id + 1
 
     def forward(self, encoder_projected: Tensor, predictor_projected: Tensor) -> tuple[Tensor, ...]:
-        """Score.
-
-        Args:
-            encoder_projected: (B, J), a frame of each utterance.
-            predictor_projected: (B, J), from the predictor.
-
-        Returns:
-            Logits of labels and blank, (B, V + 1); with durations also theirs, (B, D).
-        """
+        """Score."""
+        # encoder_projected: (B, J), a frame of each utterance; predictor_projected: (B, J), from
+        # the predictor -> Logits of labels and blank, (B, V + 1); with durations also theirs, (B,
+        # D)
         joint = encoder_projected + predictor_projected
         scores = self.output(joint.relu() if self.activation == "relu" else joint.tanh())
         if scores.shape[-1] == self.symbols:

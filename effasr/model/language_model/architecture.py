@@ -29,12 +29,7 @@ _MATRICES = (
 
 
 def read_architecture(directory: str | Path) -> str:
-    """Return the ``config.json`` of a language model as one line of JSON.
-
-    Raises:
-        ValueError: The file is missing, is not that of a causal language model of the installed
-            transformers, or has larger sizes than the weights beside it.
-    """
+    """Return the ``config.json`` of a language model as one line of JSON."""
     path = Path(directory) / CONFIG_FILE
     if not path.is_file():
         raise ValueError(
@@ -53,15 +48,7 @@ def read_architecture(directory: str | Path) -> str:
 
 
 def check_sizes(config: Any, path: Path) -> None:
-    """Check that matrices of the model fit the weights in the folder, before memory is taken.
-
-    Args:
-        config: The configuration object of transformers.
-        path: The ``config.json`` that it was read from.
-
-    Raises:
-        ValueError: One has more values than the weights.
-    """
+    """Check that matrices of the model fit the weights in the folder, before memory is taken."""
     files = list(path.parent.glob("*.safetensors"))
     if not files:
         # Its weights are to be random.
@@ -81,12 +68,7 @@ def check_sizes(config: Any, path: Path) -> None:
 
 
 def model_config(architecture: str, origin: str = "language_model.architecture") -> Any:
-    """Return the configuration object of transformers for a ``config.json``.
-
-    Raises:
-        ValueError: It is invalid, or of another kind of model.
-        ImportError: transformers is not installed.
-    """
+    """Return the configuration object of transformers for a ``config.json``."""
     transformers = import_transformers()
     mapping = parse_json(architecture, origin)
     kind = mapping.pop("model_type", None) if isinstance(mapping, dict) else None
@@ -109,11 +91,7 @@ def model_config(architecture: str, origin: str = "language_model.architecture")
 
 
 def import_transformers() -> Any:
-    """Import transformers.
-
-    Raises:
-        ImportError: It is not installed; the message says how to install it.
-    """
+    """Import transformers."""
     try:
         import transformers
     except ImportError as error:
@@ -125,11 +103,7 @@ def import_transformers() -> Any:
 
 
 def build_causal_model(architecture: str) -> Any:
-    """Build transformers' model in float32 with packed attention and initialized weights.
-
-    Raises:
-        ValueError: The model cannot be built; see `model_config`.
-    """
+    """Build transformers' model in float32 with packed attention and initialized weights."""
     transformers, config = import_transformers(), model_config(architecture)
     config.use_cache = False
     try:
@@ -146,9 +120,6 @@ def build_causal_model(architecture: str) -> Any:
 
 def max_rows(architecture: str) -> int | None:
     """Return the most rows of a conversation: by positions and sliding windows; None for no limit.
-
-    Raises:
-        ValueError: See `model_config`.
     """
     config = model_config(architecture)
     limits = [getattr(config, "max_position_embeddings", None)]
@@ -161,36 +132,21 @@ def max_rows(architecture: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes of a language model that costs and adapters depend on.
+    """Sizes of a language model that costs and adapters depend on."""
 
-    Attributes:
-        width: Channels of a row.
-        vocab_size: Classes of the output.
-        layers: Number of layers.
-        attention: Channels of all query heads of a layer.
-        heads: Query heads of a layer.
-        key_heads: Heads of keys and values of a layer.
-        head_dim: Channels of a head.
-        linear: Weights of all matrices but the embeddings and the output.
-    """
-
-    width: int
-    vocab_size: int
-    layers: int
-    attention: int
-    heads: int
-    key_heads: int
-    head_dim: int
-    linear: int
+    width: int  # Channels of a row
+    vocab_size: int  # Classes of the output
+    layers: int  # Number of layers
+    attention: int  # Channels of all query heads of a layer
+    heads: int  # Query heads of a layer
+    key_heads: int  # Heads of keys and values of a layer
+    head_dim: int  # Channels of a head
+    linear: int  # Weights of all matrices but the embeddings and the output
 
 
 @cache
 def model_sizes(architecture: str) -> ModelSizes:
-    """Return the sizes of a language model.
-
-    Raises:
-        ValueError: See `build_causal_model`.
-    """
+    """Return the sizes of a language model."""
     with torch.device("meta"):
         model = build_causal_model(architecture)
     config, output = model.config, model.get_output_embeddings()

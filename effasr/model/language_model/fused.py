@@ -40,27 +40,16 @@ Forward = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of modules that an operation may replace.
+    """A kind of modules that an operation may replace."""
 
-    Attributes:
-        name: As shown to users, in the plural.
-        resembles: Whether a module has the parts of this kind.
-        fused: Returns the forward by the operation, or None if the module computes something else.
-    """
-
-    name: str
-    resembles: Callable[[nn.Module], bool]
+    name: str  # As shown to users, in the plural
+    resembles: Callable[[nn.Module], bool]  # Whether a module has the parts of this kind
     fused: Callable[[nn.Module], Forward | None]
 
 
 @dataclass(slots=True)
 class FusedModules:
-    """The modules of a model whose forward is an operation, and those that only resemble them.
-
-    Attributes:
-        forwards: The replaced modules and their forwards.
-        counts: Of each kind of modules, how many are fused and how many resemble it.
-    """
+    """The modules of a model whose forward is an operation, and those that only resemble them."""
 
     forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -102,14 +91,7 @@ def fuse(model: nn.Module) -> FusedModules:
 
 @cache
 def fused_modules(architecture: str) -> str:
-    """Return how many modules of each kind are fused in a language model, as shown to users.
-
-    Args:
-        architecture: The content of a ``config.json``.
-
-    Raises:
-        ValueError: See `effasr.model.language_model.architecture.build_causal_model`.
-    """
+    """Return how many modules of each kind are fused in a language model, as shown to users."""
     with torch.device("meta"):
         return str(fuse(build_causal_model(architecture)))
 
@@ -215,11 +197,7 @@ class _Given(nn.Module):
         self.expected, self.rows = expected, rows
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return them.
-
-        Raises:
-            ValueError: The input is another one.
-        """
+        """Return them."""
         if x.shape != self.expected.shape or not torch.equal(x, self.expected):
             raise ValueError("another input")
         return self.rows

@@ -32,15 +32,6 @@ def host_read(architecture: str) -> str | None:
     waits for the device there, and a CUDA graph cannot record it. The forward runs on tensors
     without values, so it takes no memory, and whatever reads a value fails. A forward that fails
     for another reason, as some mixtures of experts do, counts as one that reads.
-
-    Args:
-        architecture: The content of a ``config.json``.
-
-    Returns:
-        File, line and operator, or the error, in one line.
-
-    Raises:
-        ValueError: See `effasr.model.language_model.architecture.build_causal_model`.
     """
     with FakeTensorMode(), torch.no_grad(), _without_log():
         causal = build_causal_model(architecture).train()

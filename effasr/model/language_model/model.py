@@ -38,12 +38,7 @@ class LanguageModel(nn.Module):
     """
 
     def __init__(self, config: LanguageModelConfig, encoder_width: int):
-        """Build the modules, with initialized weights.
-
-        Raises:
-            ValueError: The architecture is unknown, or cannot be built.
-            ImportError: transformers is not installed.
-        """
+        """Build the modules, with initialized weights."""
         super().__init__()
         if config.architecture is None:
             raise ValueError(
@@ -84,15 +79,9 @@ class LanguageModel(nn.Module):
         return F.linear(hidden, self.output_weight, self.output_bias)
 
     def embed(self, batch: ConversationBatch, encoded: Tensor | None) -> Tensor:
-        """Return the input rows: embedded tokens, and the speech in their places.
-
-        Args:
-            batch: Conversations.
-            encoded: (T, encoder width), the encoder output of their clips; None without any.
-
-        Returns:
-            (U, width).
-        """
+        """Return the input rows: embedded tokens, and the speech in their places."""
+        # encoded: (T, encoder width), the encoder output of their clips; None without any -> (U,
+        # width)
         x = self.embed_tokens(batch.tokens.values)
         if encoded is None:
             return x
@@ -166,9 +155,6 @@ class LanguageModel(nn.Module):
         """Compare the logits of random rows with those of transformers' own forward.
 
         A family may scale or cap its logits, or attend in another way than it says.
-
-        Raises:
-            ValueError: They differ.
         """
         generator = torch.Generator().manual_seed(0)
         weight = self.embed_tokens.weight

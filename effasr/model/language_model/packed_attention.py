@@ -37,15 +37,9 @@ class AttentionContext(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PackedContext:
-    """Each row attends to itself and to the earlier rows of its sequence.
+    """Each row attends to itself and to the earlier rows of its sequence."""
 
-    Attributes:
-        layout: The sequences.
-        dropout: Probability of dropping an attention weight.
-        observe: Called with the layer, keys and values, (T, H_k, D) each, for a cache; or None.
-    """
-
-    layout: PackedLayout
+    layout: PackedLayout  # The sequences
     observe: Callable[[int, Tensor, Tensor], None] | None = field(default=None)
 
     def attend(
@@ -80,26 +74,8 @@ def packed_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers' attention functions do, within the sequences of a context.
-
-    Args:
-        module: The attention layer, which knows its index.
-        query: (1, H, T, D).
-        key: (1, H_k, T, D); H_k divides H.
-        value: As ``key``.
-        attention_mask: None; the context replaces it.
-        scaling: Factor of the scores, ``D ** -0.5`` by default.
-        dropout: Probability of dropping an attention weight.
-        sliding_window: Most keys that a query of this layer attends to; None for no limit.
-        softcap: None; other models squash their scores.
-        kwargs: Arguments of the model's forward, `CONTEXT` among them.
-
-    Returns:
-        (1, T, H, D), and None in place of the attention weights.
-
-    Raises:
-        ValueError: The layer attends in a way that packed attention does not have.
-    """
+    """Attend as transformers' attention functions do, within the sequences of a context."""
+    # query: (1, H, T, D); key: (1, H_k, T, D); H_k divides H
     context: AttentionContext | None = kwargs.get(CONTEXT)
     name = type(module).__name__
     if context is None:

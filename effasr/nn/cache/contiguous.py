@@ -29,21 +29,13 @@ several threads for numbers of rows that this does not divide."""
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """Sizes of a decoder that its caches depend on.
+    """Sizes of a decoder that its caches depend on."""
 
-    Attributes:
-        layers: Number of layers.
-        heads: H.
-        head_dim: D.
-        dtype: Data type of keys and values.
-        device: Device of keys and values.
-    """
-
-    layers: int
-    heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
+    layers: int  # Number of layers
+    heads: int  # H
+    head_dim: int  # D
+    dtype: torch.dtype  # Data type of keys and values
+    device: torch.device  # Device of keys and values
 
     def integers(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         """Copy numbers to the device, without waiting for it."""
@@ -60,25 +52,15 @@ class CacheSizes:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Neighbouring rows, up to the length of the longest.
+    """Neighbouring rows, up to the length of the longest."""
 
-    Attributes:
-        keys: Keys of each layer, (rows H, D, length).
-        values: Values of each layer, (rows H, length, D).
-        mask: (rows H, 1, length), added to scores.
-    """
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    mask: Tensor
+    keys: list[Tensor]  # Keys of each layer, (rows H, D, length)
+    values: list[Tensor]  # Values of each layer, (rows H, length, D)
+    mask: Tensor  # (rows H, 1, length), added to scores
 
 
 class ContiguousCache:
-    """Keys and values of N rows, (N, H, room, D) per layer; the room grows as needed.
-
-    Attributes:
-        rows: Rows that are read; more may be allocated.
-    """
+    """Keys and values of N rows, (N, H, room, D) per layer; the room grows as needed."""
 
     def __init__(self, sizes: CacheSizes, rows: int, *, ahead: bool = False) -> None:
         """Start empty, with N = ``rows``; ``ahead`` doubles the room whenever it is too small."""
@@ -92,16 +74,7 @@ class ContiguousCache:
     def loader(
         self, rows: Sequence[int], lengths: Sequence[int]
     ) -> Callable[[int, Tensor, Tensor], None]:
-        """Return a function that writes keys and values of whole sequences from position 0 on.
-
-        Args:
-            rows: The row of each sequence.
-            lengths: Length of each sequence.
-
-        Returns:
-            A function of the index of a layer and its packed keys and values, at least (sum of the
-            lengths, H, D) each.
-        """
+        """Return a function that writes keys and values of whole sequences from position 0 on."""
         longest = max(lengths, default=1)
         self._grow(longest)
         self._longest = max(self._longest, longest)
@@ -133,11 +106,6 @@ class ContiguousCache:
 
     def look(self, lengths: Sequence[int], *, grouped: bool = True) -> None:
         """Make `attend` read this many places of each row, and write new rows to the last of them.
-
-        Args:
-            lengths: Places of each row.
-            grouped: Whether lengths differ so much that it pays to read groups of neighbours
-                separately.
         """
         self.reserve(max(lengths, default=0))
         self._unread = tuple(lengths), grouped
@@ -168,16 +136,8 @@ class ContiguousCache:
         self._places = last.flatten()
 
     def attend(self, layer: int, q: Tensor, new: Tensor | None = None) -> Tensor:
-        """Attend from each query to the places of its row.
-
-        Args:
-            layer: Index of the layer.
-            q: (N K, H, D), K queries of each row.
-            new: Keys and values of the last place of each row, (N, 2, H, D), to write first.
-
-        Returns:
-            (N K, H, D).
-        """
+        """Attend from each query to the places of its row."""
+        # q: (N K, H, D), K queries of each row -> (N K, H, D)
         if self._unread is not None:
             self._read(*self._unread)
             self._unread = None
@@ -210,11 +170,8 @@ class ContiguousCache:
         return self._held[layer, 0, : self.rows, ..., : self.sizes.head_dim]
 
     def reorder(self, rows: Tensor) -> None:
-        """Continue each row from another one, which several rows may share.
-
-        Args:
-            rows: int64 (M,), those others; M is the new number of rows.
-        """
+        """Continue each row from another one, which several rows may share."""
+        # rows: int64 (M,), those others; M is the new number of rows
         held, self.rows = self._held, len(rows)
         if self.rows > held.shape[2]:
             self._hold(self._empty(self.rows, held.shape[4]))

@@ -24,16 +24,6 @@ class DecoderState:
     Sequences may start and end at different times, each at its own position (`admit`, `release`).
     Or all start together and have several hypotheses each (`widen`, `reorder`, `keep`), which share
     the encoder output. The hypotheses of a sequence are neighbouring rows.
-
-    Attributes:
-        hypotheses: K, number of hypotheses of each sequence.
-        max_tokens: Largest number of tokens of a sequence.
-        length: Steps so far; for sequences that started together, their tokens.
-        self_cache: Cache of the tokens.
-        cross_cache: Cache of the encoder output.
-        watched: The layer whose cross-attention weights each step computes; None for none.
-        weights: Attention of each row to each frame in the last step, averaged over the heads:
-            float64 (N K, at least the longest), 0 past the end. None if no layer is watched.
     """
 
     def __init__(
@@ -46,17 +36,7 @@ class DecoderState:
         paged: bool,
         pages: tuple[int, int] | None = None,
     ) -> None:
-        """Start with idle sequences.
-
-        Args:
-            sizes: Sizes of the decoder.
-            sequences: N.
-            max_tokens: Largest number of tokens of a sequence.
-            max_frames: Largest number of encoder frames of a sequence.
-            paged: Whether the caches have pages, with shapes that never change; else they are
-                contiguous and grow.
-            pages: Pages for all tokens and for all frames; by default as many as could be needed.
-        """
+        """Start with idle sequences."""
         self.sizes, self.max_tokens = sizes, max_tokens
         self.hypotheses, self.length, self._together = 1, 0, False
         self.watched: int | None = None
@@ -139,18 +119,8 @@ class DecoderState:
         read: Sequence[int] | None = None,
         expert: Tensor | None = None,
     ) -> None:
-        """Start sequences, in place of what these rows held.
-
-        Args:
-            rows: The row of each.
-            frames: Encoder frames of each.
-            tokens: The most that each will read.
-            keys_values: Packed keys and values of each layer: those of the encoder output, at least
-                (sum of the frames, H, D) each, and then, where any token has been read, those of
-                the tokens.
-            read: Tokens that each has read; none by default.
-            expert: int64 (rows,), the expert of each; None where no names choose it.
-        """
+        """Start sequences, in place of what these rows held."""
+        # expert: int64 (rows,), the expert of each; None where no names choose it
         read = [0] * len(rows) if read is None else read
         if isinstance(self.self_cache, PagedCache):
             self.self_cache.take(rows, tokens)
@@ -202,11 +172,7 @@ class DecoderState:
         return self.cross_cache.keys(layer), self.sizes.integers(self._frames)
 
     def look(self) -> None:
-        """Prepare the step that reads one more token of each row.
-
-        Raises:
-            ValueError: There is no room left.
-        """
+        """Prepare the step that reads one more token of each row."""
         self._check_room()
         seen = self.positions + 1
         if isinstance(self.self_cache, PagedCache):
@@ -215,11 +181,7 @@ class DecoderState:
             self.self_cache.look(seen.tolist(), grouped=False)
 
     def reserve(self) -> tuple[ContiguousCache, ContiguousCache]:
-        """Prepare a step that itself writes to the caches, of tokens and of encoder output.
-
-        Raises:
-            ValueError: There is no room left, or the caches are paged.
-        """
+        """Prepare a step that itself writes to the caches, of tokens and of encoder output."""
         self._check_room()
         own, speech = self.self_cache, self.cross_cache
         if isinstance(own, PagedCache) or isinstance(speech, PagedCache):
@@ -257,14 +219,7 @@ class DecoderState:
             self.self_cache.reorder(rows)
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Drop all sequences but these, with all their hypotheses; the rest takes this order.
-
-        Args:
-            indices: Into the current sequences, on the host; none may be less than its new place.
-
-        Raises:
-            ValueError: A sequence would move to a later place.
-        """
+        """Drop all sequences but these, with all their hypotheses; the rest takes this order."""
         wrong = next((place for place, index in enumerate(indices) if index < place), None)
         if wrong is not None:
             raise ValueError(

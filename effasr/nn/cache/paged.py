@@ -25,15 +25,9 @@ def pages_of(length: int) -> int:
 def page_writer(
     sizes: CacheSizes, pages: Tensor, table: Tensor, rows: Sequence[int], lengths: Sequence[int]
 ) -> Callable[[int, Tensor, Tensor], None]:
-    """Return a function that writes whole sequences to pages; see `ContiguousCache.loader`.
-
-    Args:
-        sizes: Sizes of the decoder.
-        pages: (layers, 2, P, PAGE, H, D), keys and values.
-        table: int32 (N, M), the pages of each row in order; copied.
-        rows: The row of each sequence.
-        lengths: Length of each sequence.
-    """
+    """Return a function that writes whole sequences to pages; see `ContiguousCache.loader`."""
+    # pages: (layers, 2, P, PAGE, H, D), keys and values; table: int32 (N, M), the pages of each row
+    # in order; copied
     total = sum(lengths)
     owners = [row for row, length in zip(rows, lengths, strict=True) for _ in range(length)]
     places = [place for length in lengths for place in range(length)]
@@ -52,13 +46,6 @@ class PagedCache:
     """Keys and values of N rows in a pool of pages, which rows take and release.
 
     Pages, page table and lengths keep their addresses, so that a CUDA graph of a step stays valid.
-
-    Attributes:
-        rows: N.
-        most: Pages that all rows together can have.
-        pages: (layers, 2, P, PAGE, H, D), keys and values.
-        table: int32 (N, M), the pages of each row in order; the other entries are the unread page.
-        lengths: int32 (N,), places of each row that `attend` reads.
     """
 
     def __init__(self, sizes: CacheSizes, rows: int, longest: int, pages: int) -> None:
@@ -81,11 +68,7 @@ class PagedCache:
         return len(self._free)
 
     def take(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Give rows the pages for this many places, in exchange for those they have.
-
-        Raises:
-            ValueError: There are not enough pages, or a row is too long.
-        """
+        """Give rows the pages for this many places, in exchange for those they have."""
         self.release(rows)
         for row, length in zip(rows, lengths, strict=True):
             count, most = pages_of(length), self.table.shape[1]
@@ -131,11 +114,8 @@ class PagedCache:
 
         Full pages are never written again, so rows share them, and only the last page is copied. A
         page is released only after all rows that may share it.
-
-        Args:
-            rows: int64 (N,), those others.
-            length: Places of each row.
         """
+        # rows: int64 (N,), those others
         full = length // PAGE
         table = self.table[rows]
         own = self._own_table()

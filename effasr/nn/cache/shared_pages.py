@@ -16,13 +16,7 @@ _NO_PAGE = 0
 
 
 def most_pages(length: int, more: int, hypotheses: int = 1) -> int:
-    """Return the most pages that the hypotheses of a sequence take together.
-
-    Args:
-        length: Places that all of them share.
-        more: Most places that each of them adds.
-        hypotheses: Their number.
-    """
+    """Return the most pages that the hypotheses of a sequence take together."""
     full = length // PAGE
     return full + hypotheses * (pages_of(length + more) - full)
 
@@ -34,9 +28,6 @@ class SharedPageCache:
     continue the same row share its pages, with the number of rows that read each. A row which
     writes to a page that others read copies that page first, so only pages that are not full are
     ever copied.
-
-    Attributes:
-        pages: (layers, 2, P, PAGE, H, D), keys and values.
     """
 
     def __init__(self, sizes: CacheSizes, rows: int) -> None:
@@ -68,12 +59,6 @@ class SharedPageCache:
 
         The page table grows here alone: the order of the sums in `decode_attention` may depend on
         its width.
-
-        Args:
-            pages: Pages that all rows together will take.
-            longest: Places of the longest row.
-            most: Limit of the pages that are kept in reserve for later; None for no limit. More
-                than half of it is made all at once, as the pool is copied when it grows.
         """
         columns, before = pages_of(longest), len(self._readers)
         if columns > self._columns:
@@ -118,11 +103,7 @@ class SharedPageCache:
         self._table = None
 
     def look(self, lengths: Sequence[int]) -> None:
-        """Make `attend` read this many places of each row, the last of which it writes first.
-
-        Args:
-            lengths: Of each row, 0 if it is idle, else one place more than it has.
-        """
+        """Make `attend` read this many places of each row, the last of which it writes first."""
         sources, copies = [], []
         for own, length in zip(self._own, lengths, strict=True):
             if pages_of(length) > len(own):
@@ -142,18 +123,8 @@ class SharedPageCache:
             self._table = self._numbers(self._own)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """Attend from a new place of each row to all of its places, after `look`.
-
-        Args:
-            layer: Index of the layer.
-            q: (N, heads, D), a multiple of H heads.
-            k: Keys of the new places, (N, H, D); written.
-            v: Values of the new places, (N, H, D); written.
-            scale: Factor of the scores; ``D ** -0.5`` by default.
-
-        Returns:
-            (N, heads, D), in the data type of the cache.
-        """
+        """Attend from a new place of each row to all of its places, after `look`."""
+        # q: (N, heads, D), a multiple of H heads -> (N, heads, D), in the data type of the cache
         assert self._table is not None
         assert self._lengths is not None
         k_pages, v_pages = self.pages[layer]

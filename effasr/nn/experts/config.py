@@ -73,15 +73,7 @@ class ExpertsConfig:
         return self.route == "learned"
 
     def number_of(self, prompt: Prompt, source: str | None = None) -> int:
-        """Return the number of the expert that is named for an utterance or a text pair.
-
-        Args:
-            prompt: Its languages and task.
-            source: What a text pair comes from; None for speech, and where a line does not say it.
-
-        Raises:
-            ValueError: No expert has the name of its task, language or source.
-        """
+        """Return the number of the expert that is named for an utterance or a text pair."""
         names = {"task": prompt.task, "language": prompt.source, "source": source}
         name = names[self.route]
         if name in self.names:

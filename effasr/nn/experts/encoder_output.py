@@ -11,12 +11,9 @@ from effasr_kernels import PackedSequence
 
 @dataclass(frozen=True, slots=True)
 class EncoderOutput(PackedSequence):
-    """Encoder output of sequences, with the expert that names choose for each in the decoder.
+    """Encoder output of sequences, with the expert that names choose for each in the decoder."""
 
-    Attributes:
-        expert: int64 (N,), see `effasr.data.batch.Batch.expert`; None where the batch names none.
-    """
-
+    # int64 (N,), see `effasr.data.batch.Batch.expert`; None where the batch names none
     expert: Tensor | None = None
 
     def with_values(self, values: Tensor) -> EncoderOutput:

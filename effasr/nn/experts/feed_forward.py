@@ -45,14 +45,12 @@ class ExpertFeedForward(nn.Module):
     Rows are sorted by expert, so that a layer of all experts is one grouped product over as many
     rows as an expert network without the others would have; see `effasr_kernels.grouped_linear`.
     No row is dropped and none waits: a row's result does not depend on the rest of the batch.
-
-    Attributes:
-        rows: int64 (count,), how many rows each expert has had in training on this rank, since
-            `reset_parameters`.
-        balance: float32 (2,), the sum of the router's balance losses since then, and their number.
     """
 
+    # int64 (count,), how many rows each expert has had in training on this rank, since
+    # `reset_parameters`
     rows: Tensor
+    # float32 (2,), the sum of the router's balance losses since then, and their number
     balance: Tensor
 
     def __init__(
@@ -106,20 +104,8 @@ class ExpertFeedForward(nn.Module):
         offset: int = 0,
         groups: Groups | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Transform each row, and return the losses of the router, too.
-
-        Args:
-            x: (..., width).
-            residual: As in `effasr.nn.feed_forward.FeedForward`; biases are already added.
-            offset: Number of this dropout among those with the same seed.
-            groups: The experts of the rows, where names choose them.
-
-        Returns:
-            The transformed rows, and the router's losses, see `Routed`; None where names choose.
-
-        Raises:
-            ValueError: Names choose the experts, and ``groups`` is None.
-        """
+        """Transform each row, and return the losses of the router, too."""
+        # x: (..., width)
         shape, x = x.shape, x.flatten(0, -2)
         top_k, gate, losses = self.config.top_k, None, None
         if self.router is not None:

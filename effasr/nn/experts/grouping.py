@@ -16,26 +16,16 @@ from effasr_kernels import PackedLayout
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """A permutation of rows that sorts them by expert; rows without one come last.
+    """A permutation of rows that sorts them by expert; rows without one come last."""
 
-    Attributes:
-        order: int64 (T,), the row at each place of the sorted rows.
-        place: int64 (T,), its inverse: the place of each row.
-        layout: Layout of the sorted rows: a sequence for each expert.
-    """
-
-    order: Tensor
-    place: Tensor
-    layout: PackedLayout
+    order: Tensor  # int64 (T,), the row at each place of the sorted rows
+    place: Tensor  # int64 (T,), its inverse: the place of each row
+    layout: PackedLayout  # Layout of the sorted rows: a sequence for each expert
 
     @classmethod
     def of(cls, expert: Tensor, count: int) -> Groups:
-        """Sort rows by the number of their expert.
-
-        Args:
-            expert: int64 (T,), in [0, count); ``count`` for a row without an expert.
-            count: Number of experts.
-        """
+        """Sort rows by the number of their expert."""
+        # expert: int64 (T,), in [0, count); ``count`` for a row without an expert
         # Stable: the rows of an expert keep their order, in which gradients are added.
         found, order = torch.sort(expert, stable=True)
         rows = torch.arange(len(order), device=order.device)
@@ -45,13 +35,8 @@ class Groups:
 
     @classmethod
     def of_sequences(cls, expert: Tensor, layout: PackedLayout, count: int) -> Groups:
-        """Sort the rows of sequences by the expert of the sequence.
-
-        Args:
-            expert: int64 (N,), in [0, count).
-            layout: The sequences.
-            count: Number of experts.
-        """
+        """Sort the rows of sequences by the expert of the sequence."""
+        # expert: int64 (N,), in [0, count)
         with_tail = torch.cat([expert, expert.new_full((1,), count)])
         return cls.of(with_tail[layout.sequence_ids()], count)
 
@@ -69,15 +54,8 @@ class Groups:
 
 
 def named_expert(config: ExpertsConfig | None, expert: Tensor | None) -> Tensor | None:
-    """Return the expert of each sequence, int64 (N,), where names choose it; else None.
-
-    Args:
-        config: Experts of the stack; None for none.
-        expert: int64 (N,), the expert of each sequence; None if the batch names none.
-
-    Raises:
-        ValueError: Names choose the experts, but ``expert`` is None.
-    """
+    """Return the expert of each sequence, int64 (N,), where names choose it; else None."""
+    # expert: int64 (N,), the expert of each sequence; None if the batch names none
     if config is None or config.is_learned:
         return None
     if expert is None:
@@ -91,19 +69,7 @@ def named_expert(config: ExpertsConfig | None, expert: Tensor | None) -> Tensor 
 def named_groups(
     config: ExpertsConfig | None, expert: Tensor | None, layout: PackedLayout
 ) -> Groups | None:
-    """Return the groups of a stack's rows, which all of its layers share.
-
-    Args:
-        config: Experts of the stack; None for none.
-        expert: As in `named_expert`.
-        layout: The sequences.
-
-    Returns:
-        The groups; None without experts, or where a router chooses them.
-
-    Raises:
-        ValueError: Names choose the experts, but ``expert`` is None.
-    """
+    """Return the groups of a stack's rows, which all of its layers share."""
     found = named_expert(config, expert)
     if config is None or found is None:
         return None

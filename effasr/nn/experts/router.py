@@ -18,18 +18,13 @@ from effasr_kernels.shared.cpu.linear import linear
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """What a router has decided for rows.
+    """What a router has decided for rows."""
 
-    Attributes:
-        expert: int64 (T, k), the experts of each row, the most probable first; E, the number of
-            experts, for a row of the tail.
-        gate: (T, k), float32: factors of their outputs; 0 in the tail.
-        losses: float32 (2,): the balance loss and the z-loss, each a mean over the rows; 0 without
-            rows.
-    """
-
+    # int64 (T, k), the experts of each row, the most probable first; E, the number of experts, for
+    # a row of the tail
     expert: Tensor
-    gate: Tensor
+    gate: Tensor  # (T, k), float32: factors of their outputs; 0 in the tail
+    # float32 (2,): the balance loss and the z-loss, each a mean over the rows; 0 without rows
     losses: Tensor
 
 
@@ -59,12 +54,8 @@ class Router(nn.Module):
         nn.init.xavier_uniform_(self.weight)
 
     def forward(self, x: Tensor, inside: Tensor | None = None) -> Routed:
-        """Choose experts for (T, width).
-
-        Args:
-            x: The rows.
-            inside: bool (T,), False for rows of a tail; None if there is none.
-        """
+        """Choose experts for (T, width)."""
+        # inside: bool (T,), False for rows of a tail; None if there is none
         count = self.weight.shape[0]
         with torch.autocast(x.device.type, enabled=False):
             wide = x if x.dtype == torch.float64 else x.float()
@@ -96,9 +87,6 @@ def take_losses(stack: nn.Module) -> Tensor | None:
 
     The losses, each a mean over rows, are added over the layers. The stack's list is emptied, as it
     holds the graph.
-
-    Args:
-        stack: Module with ``config`` and ``router_losses``, float32 (2,) each: see `Routed`.
     """
     experts = experts_of(getattr(stack, "config", None))
     losses: list[Tensor] = getattr(stack, "router_losses", [])

@@ -10,16 +10,7 @@ from torch import nn
 
 
 def matching(paths: Collection[str], patterns: Iterable[str], argument: str) -> set[str]:
-    """Return the paths that a pattern matches, directly or by a module that contains them.
-
-    Args:
-        paths: Dotted, as in ``named_parameters``.
-        patterns: Shell patterns (`fnmatch`), where ``*`` matches dots as well.
-        argument: Name of the option with the patterns, for the message.
-
-    Raises:
-        ValueError: A pattern matches nothing.
-    """
+    """Return the paths that a pattern matches, directly or by a module that contains them."""
     chosen: set[str] = set()
     for pattern in patterns:
         found = {path for path in paths if any(fnmatchcase(x, pattern) for x in _within(path))}
@@ -35,16 +26,7 @@ def matching(paths: Collection[str], patterns: Iterable[str], argument: str) -> 
 
 
 def freeze(model: nn.Module, patterns: Iterable[str], argument: str = "freeze") -> None:
-    """Freeze the parameters that a pattern matches; see also `evaluate_frozen`.
-
-    Args:
-        model: Model whose matching parameters no longer require gradients.
-        patterns: See `matching`.
-        argument: Name of the option with the patterns, for the message.
-
-    Raises:
-        ValueError: A pattern matches nothing, or nothing is left to train.
-    """
+    """Freeze the parameters that a pattern matches; see also `evaluate_frozen`."""
     parameters = dict(model.named_parameters())
     for name in matching(parameters, patterns, argument):
         parameters[name].requires_grad_(False)

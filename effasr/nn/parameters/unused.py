@@ -16,11 +16,6 @@ def touch_unused_parameters(x: Tensor, parameters: Iterable[Tensor]) -> Tensor:
     """Return ``x`` such that its backward gives these parameters a zero gradient.
 
     DDP waits until every parameter has a gradient.
-
-    Args:
-        x: Any floating-point tensor.
-        parameters: They are not read. Sharded ones are skipped: their layer, which gathers them for
-            its own forward, must touch them itself.
     """
     reached = [parameter for parameter in parameters if not is_sharded_tensor(parameter)]
     return _TouchParameters.apply(x, *reached)  # type: ignore[return-value]
