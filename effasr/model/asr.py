@@ -25,14 +25,10 @@ from effasr.model.transducer import Transducer
 from effasr.model.whisper_encoder import WhisperEncoder, WhisperEncoderConfig
 from effasr.nn.attention import RelativeSelfAttention
 from effasr.nn.cache.decoder_state import DecoderState
-from effasr.nn.convolution import DepthwiseConv
-from effasr.nn.experts.encoder_output import EncoderOutput
-from effasr.nn.experts.feed_forward import ExpertFeedForward, GroupedLinear
-from effasr.nn.experts.router import Router, take_losses
+from effasr.nn.convolution import BatchNorm, DepthwiseConv
+from effasr.nn.experts import EncoderOutput, ExpertFeedForward, GroupedLinear, Router, take_losses
 from effasr.nn.linear import Linear
-from effasr.nn.norms import BatchNorm
-from effasr.nn.parameters.patterns import evaluate_frozen
-from effasr.nn.parameters.unused import touch_unused_parameters
+from effasr.nn.parameters import evaluate_frozen, touch_unused_parameters
 from effasr.nn.predictor import LSTMPredictor, StatelessPredictor
 from effasr.nn.stack import is_empty, join_skipped, skip_branch
 from effasr_kernels import PackedSequence, ctc_loss, linear_cross_entropy
@@ -73,11 +69,6 @@ class ASRModel(nn.Module):
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int):
-        """Build the model and initialize its weights.
-
-        A CTC head and a transducer have one class more than ``vocab_size``: the blank, which is
-        last.
-        """
         super().__init__()
         limit_onednn_caches()
         check(vocab_size >= 1, "vocab_size", "be at least 1", vocab_size)
@@ -134,8 +125,8 @@ class ASRModel(nn.Module):
 
         Linear layers are Xavier-uniform with zero biases, for a signal of equal size at every
         depth; convolutions are initialized as in torch. Embeddings have variance 1 / width, so that
-        a tied output layer starts with logits of variance 1. The biases of relative attention start
-        at zero. A language model has the weights of its own initialization.
+        a tied output layer starts with logits of variance 1. A language model has the weights of
+        its own initialization.
         """
         foreign = set() if self.language_model is None else self.language_model.foreign_modules()
         for module in self.modules():
@@ -158,7 +149,11 @@ class ASRModel(nn.Module):
     def forward(
         self, batch: Batch, *, label_smoothing: float = 0.0, guided_sigma: float | None = None
     ) -> Losses:
-        """Compute the losses of a batch."""
+        """Sums of the losses, which the caller weights and divides by the counts of the whole step.
+
+        ``guided_sigma``: width of the unpenalized diagonal of guided attention, as a share of the
+        utterance; None for no penalty.
+        """
         if self.language_model is not None:
             return self._converse(batch, label_smoothing)
         if self.best_rq is not None:
@@ -211,7 +206,6 @@ class ASRModel(nn.Module):
         return losses
 
     def _converse(self, batch: Batch, label_smoothing: float) -> Losses:
-        """Compute the losses of conversations, see `forward`."""
         model = self.language_model
         assert model is not None
         hidden = self.converse(batch)
@@ -239,7 +233,7 @@ class ASRModel(nn.Module):
         return losses
 
     def converse(self, batch: Batch) -> Tensor:
-        """Return the hidden states of the language model over whole conversations: (U, width)."""
+        """Hidden states of the language model over whole conversations: (U, width)."""
         model = self.language_model
         if model is None:
             raise ValueError("`language_model` must be given for conversations, but is null.")
@@ -258,7 +252,7 @@ class ASRModel(nn.Module):
             return model(x, batch.tokens.layout)
 
     def _pretrain(self, best_rq: BestRQ, batch: Batch) -> Losses:
-        """Compute the loss of BEST-RQ, as the cross-entropy, whose targets are frames."""
+        """The loss of BEST-RQ as the cross-entropy, whose targets are frames."""
         with ranges.range("features"):
             mel = self.features(batch.audio, batch.frames.with_tile_tables())
             values, masked = best_rq.mask(mel, self._augmented(mel))
@@ -273,7 +267,7 @@ class ASRModel(nn.Module):
         return Losses(total, zero, zero, zero, per_utterance=losses.detach(), router=router)
 
     def _router_loss(self, targets: Callable[[], Tensor]) -> Tensor | None:
-        """Return the losses of the routers of the last forward times ``targets``, see `Losses`."""
+        """Losses of the routers of the last forward times ``targets``, see `Losses`."""
         stacks = [x for x in (self.encoder, self.text_encoder, self.decoder) if x is not None]
         found = [x for x in map(take_losses, stacks) if x is not None]
         return torch.stack(found).sum() * targets() if found else None
@@ -282,14 +276,13 @@ class ASRModel(nn.Module):
         return spec_augment(mel, self.config.spec_augment) if self.training else mel.values
 
     def _idle(self, is_speech: bool) -> Iterator[nn.Parameter]:
-        """Yield the parameters that a batch of this kind does not use."""
         of_speech = self.encoder, self.ctc_head, self.transducer
         for module in (self.text_encoder,) if is_speech else of_speech:
             if module is not None:
                 yield from module.parameters()
 
     def encode(self, batch: Batch) -> EncoderOutput:
-        """Compute the encoder output, (T, encoder width), with SpecAugment in training.
+        """The encoder output, (T, encoder width), with SpecAugment in training.
 
         For a text-only batch it is the output of the text encoder.
         """
@@ -323,19 +316,18 @@ class ASRModel(nn.Module):
         *,
         guided_sigma: float | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the decoder over whole transcripts."""
-        # tokens: int64 (U,), prompts and transcripts -> Hidden states (U, decoder width), and the
-        # penalty of each token, averaged over layers and heads: (U,) or None
+        """Hidden states (U, decoder width) of whole transcripts, and the penalty of each token."""
+        # tokens: int64 (U,), prompts and transcripts -> (U, decoder width), (U,)
         with ranges.range("decoder"):
             tokens = PackedSequence(tokens.values, tokens.layout.with_tile_tables())
             return self._decoder()(tokens, self.projected(encoded), guided_sigma)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits from the decoder's hidden states: (..., width) to (..., V)."""
+        """Logits of the decoder's hidden states: (..., width) to (..., V)."""
         return self._decoder().logits(hidden)
 
     def ctc_logits(self, encoded: Tensor) -> Tensor:
-        """Return logits of every token and, last, the blank: (T, C) to (T, V + 1)."""
+        """Logits of every token and, last, the blank: (T, C) to (T, V + 1)."""
         if self.ctc_head is None:
             raise ValueError("`ctc` must be true for CTC scores, but this model has no CTC head.")
         return self.ctc_head(encoded)
@@ -346,11 +338,9 @@ class ASRModel(nn.Module):
         max_tokens: int,
         read: Sequence[Sequence[int]] | None = None,
     ) -> DecoderState:
-        """Prepare to decode token by token in evaluation mode; see `Decoder.start`."""
         return self._decoder().start(self.projected(encoded), max_tokens, read)
 
     def decode_step(self, tokens: Tensor, state: DecoderState) -> Tensor:
-        """Read one more token of each sequence: int64 (N,) to hidden states (N, decoder width)."""
         return self._decoder().step(tokens, state)
 
     def _decoder(self) -> Decoder:
@@ -359,7 +349,6 @@ class ASRModel(nn.Module):
         return self.decoder
 
     def projected(self, encoded: PackedSequence) -> PackedSequence:
-        """Return the encoder output in the width of the decoder."""
         if self.projection is None:
             return encoded
         return encoded.with_values(self.projection(encoded.values))

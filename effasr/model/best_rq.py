@@ -82,7 +82,6 @@ class RandomQuantizer(nn.Module):
     codes: Tensor
 
     def __init__(self, config: BestRQConfig, inputs: int):
-        """Draw the projections (K, inputs, code_width) and codes (K, codes, code_width)."""
         super().__init__()
         self.config, self.inputs = config, inputs
         width = config.code_width
@@ -94,7 +93,7 @@ class RandomQuantizer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw both again; those of a meta module come to the host."""
+        """Draw the projections and the codebooks; a meta module gets them on the host."""
         device = torch.device("cpu") if self.codes.is_meta else self.codes.device
         config = self.config
         # The stream of RandomState never changes, unlike that of numpy's newer generators.
@@ -109,7 +108,7 @@ class RandomQuantizer(nn.Module):
 
     @torch.no_grad()
     def forward(self, frames: Tensor) -> Tensor:
-        """Return the codes of stacked, normalised mel rows: (T, inputs) to int64 (K, T)."""
+        """Codes of stacked, normalised mel rows: (T, inputs) to int64 (K, T)."""
         with torch.autocast(frames.device.type, enabled=False):
             rounded = (frames * _FEATURE_SCALE).round().nan_to_num(0.0)
             whole = rounded.clamp(-_LARGEST_FEATURE, _LARGEST_FEATURE).double()
@@ -131,7 +130,6 @@ class BestRQ(nn.Module):
     code_counts: Tensor
 
     def __init__(self, config: BestRQConfig, features: FeatureConfig, width: int):
-        """Build projections, codebooks and softmaxes for an encoder of this width."""
         super().__init__()
         self.config, self._is_normalized = config, features.normalize
         inputs = features.rows_per_frame * features.mel_bins
@@ -144,7 +142,7 @@ class BestRQ(nn.Module):
         self.register_buffer("code_counts", counts, persistent=False)
 
     def reset_parameters(self) -> None:
-        """Set the counts to zero; those of a meta module come to the host."""
+        """Set the counts to zero; a meta module gets them on the host."""
         device = torch.device("cpu") if self.code_counts.is_meta else self.code_counts.device
         self.code_counts = torch.zeros(self.code_counts.shape, dtype=torch.int64, device=device)
 
@@ -154,22 +152,25 @@ class BestRQ(nn.Module):
         Every utterance with frames has a span. Random numbers come from torch's global generator
         of the device, as many whatever the lengths are.
         """
-        # values: float32 (s T, mel_bins), the input, such as these features with SpecAugment -> The
-        # input with noise, and bool (T,), which frames are masked
+        # values: float32 (s T, mel_bins), the input, such as these features with SpecAugment ->
+        # bool (T,)
         masked = draw_spans(mel.layout, self.span, self._begins)
         rows = masked.repeat_interleave(mel.subsampling) & mel.mask
         noise = torch.randn_like(values).mul_(self.config.noise)
         return torch.where(rows[:, None], noise, values), masked
 
     def codes(self, mel: MelFrames) -> Tensor:
-        """Return the codes of each encoder frame, int64 (K, T); without meaning in the tail."""
+        """Codes of each encoder frame, int64 (K, T); without meaning in the tail."""
         values = mel.values if self._is_normalized else normalized(mel)
         return self.quantizer(values.view(mel.layout.rows, -1))
 
     def forward(self, mel: MelFrames, masked: Tensor, encoded: PackedSequence) -> Tensor:
-        """Compute the loss."""
-        # masked: bool (T,), which frames the encoder did not see -> (N,), the cross-entropy of an
-        # utterance: the mean over its masked frames and the codebooks, times its frames
+        """(N,), the cross-entropy of an utterance, a mean over its masked frames, times its frames.
+
+        The sum over utterances, divided by all frames, is thus a mean that does not depend on how
+        many frames were masked. It is a mean over the codebooks, too.
+        """
+        # masked: bool (T,), which frames the encoder did not see
         with ranges.range("best_rq"):
             codes, layout = self.codes(mel), mel.layout
             if self.training:
@@ -195,8 +196,10 @@ class BestRQ(nn.Module):
 
 
 def draw_spans(layout: PackedLayout, span: int, begins: float) -> Tensor:
-    """Draw spans of frames."""
-    #  -> bool (T,), which frames are in a span; False in the tail
+    """Draw spans of frames, which end with their sequence: bool (T,), False in the tail.
+
+    A sequence where no span begins has one at a random frame.
+    """
     device, rows = layout.device, layout.rows
     offsets, real = layout.cu_seqlens.long(), layout.mask()
     first = (torch.rand(rows, device=device) < begins) & real

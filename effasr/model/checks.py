@@ -6,20 +6,17 @@ from typing import Any
 
 
 def check(condition: bool, name: str, rule: str, value: Any, remedy: str = "") -> None:
-    """Raise a ValueError of the uniform form unless ``condition`` holds."""
     if not condition:
         raise ValueError(f"`{name}` must {rule}, but is {value}{f': {remedy}' if remedy else ''}.")
 
 
 def check_positive(config: object, *names: str) -> None:
-    """Check that these fields are at least 1."""
     for name in names:
         value = getattr(config, name)
         check(value >= 1, name, "be at least 1", value)
 
 
 def check_probabilities(config: object, *names: str) -> None:
-    """Check that these fields are in [0, 1)."""
     for name in names:
         value = getattr(config, name)
         check(0 <= value < 1, name, "be in [0, 1)", value)

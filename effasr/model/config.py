@@ -14,7 +14,7 @@ from effasr.model.language_model.config import LanguageModelConfig
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
-from effasr.nn.experts.config import ExpertsConfig, named_experts_of
+from effasr.nn.experts import ExpertsConfig, named_experts_of
 
 _MOST_LAYERS = 1000
 """Most layers of a part: a model is built, without weights, before it is compared with a file's."""
@@ -102,10 +102,7 @@ class ModelConfig:
         self._check_named_experts()
 
     def _check_named_experts(self) -> None:
-        """Check that the experts of the decoder have the names of those before it.
-
-        An utterance has one number, which all of its stacks use.
-        """
+        """An utterance has one expert's number, which all of its stacks use."""
         decoder = named_experts_of(self.decoder)
         for name in ("encoder", "text_encoder"):
             own = named_experts_of(getattr(self, name))
@@ -118,15 +115,11 @@ class ModelConfig:
                 check(value == needed, f"decoder.experts.{part}", rule, value, remedy)
 
     def named_experts(self, *, text: bool = False) -> ExpertsConfig | None:
-        """Return the experts that names choose for speech, or for text pairs; None for none.
-
-        They give `effasr.data.batch.Batch.expert` its numbers.
-        """
+        """The experts that names choose for speech, or text pairs, by `Batch.expert`."""
         own = named_experts_of(self.text_encoder if text else self.encoder)
         return named_experts_of(self.decoder) if own is None else own
 
     def _check_alone(self, name: str, reason: str, remedy: str = "leave it out") -> None:
-        """Check that the output of this name is the only one."""
         for other in ("decoder", "ctc", "transducer", "text_encoder", "language_model"):
             if other != name and getattr(self, other):
                 raise ValueError(

@@ -11,20 +11,19 @@ from effasr.model.language_model.architecture import ModelSizes, model_sizes
 from effasr.model.language_model.config import LanguageModelConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
-from effasr.nn.experts.config import ExpertsConfig
+from effasr.nn.experts import ExpertsConfig
 from effasr.nn.subsampling import bands
 from effasr_kernels import Context
 
 
 def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
-    """Return forward FLOPs of an utterance by its lengths, for planning.
+    """Forward FLOPs of an utterance by its lengths, for planning.
 
-    A mean over the contexts of the encoder is counted, if there are several.
-
-    Matrix products and convolutions are counted, as by `torch.utils.flop_counter.FlopCounterMode`.
-    The table of relative positions is not, as it does not grow with the utterance. All decoder
-    tokens but the first of a prompt count as text, as lengths do not tell them apart. Tokens of a
-    language model are its rows, and clips of a conversation count as one.
+    A mean over the contexts of the encoder is counted, if there are several. Matrix products and
+    convolutions are counted, as by `torch.utils.flop_counter.FlopCounterMode`. The table of
+    relative positions is not, as it does not grow with the utterance. All decoder tokens but the
+    first of a prompt count as text, as lengths do not tell them apart. Tokens of a language model
+    are its rows, and clips of a conversation count as one.
     """
     if vocab_size < 1:
         raise ValueError(f"`vocab_size` must be at least 1, but is {vocab_size}.")
@@ -60,13 +59,13 @@ def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
 
 
 def contexts_of(config: ModelConfig) -> tuple[Context, ...]:
-    """Return the contexts of the encoder; none if it sees whole utterances."""
+    """The contexts of the encoder; none if it sees whole utterances."""
     encoder = config.encoder
     return () if isinstance(encoder, WhisperEncoderConfig) else encoder.context
 
 
 def best_rq_cost(config: ModelConfig) -> int:
-    """Return FLOPs per frame of the targets and softmaxes of BEST-RQ; 0 without it."""
+    """FLOPs per frame of the targets and softmaxes of BEST-RQ."""
     best_rq, features = config.best_rq, config.features
     if best_rq is None:
         return 0
@@ -76,10 +75,7 @@ def best_rq_cost(config: ModelConfig) -> int:
 
 
 def text_cost_model(config: ModelConfig, vocab_size: int) -> CostModel | None:
-    """Return forward FLOPs of a text pair, whose frames are the tokens of the text encoder.
-
-    None for a model without a text encoder; see `cost_model`.
-    """
+    """Forward FLOPs of a text pair, whose frames are the tokens of the text encoder."""
     text, width = config.text_encoder, config.encoder.width
     if text is None or config.decoder is None:
         return None
@@ -145,12 +141,12 @@ def _difference(more: CostModel, less: CostModel) -> CostModel:
 
 
 def _more(layers: int, every: int) -> int:
-    """Return the number of layers, with the recomputed ones counted twice."""
+    """The number of layers, with the recomputed ones counted twice."""
     return layers + -(-layers // every)
 
 
 def subsampling_cost(config: ModelConfig) -> int:
-    """Return FLOPs per frame before the first encoder layer: features and convolutions."""
+    """FLOPs per frame before the first encoder layer: features and convolutions."""
     encoder, width, bins = config.encoder, config.encoder.width, config.features.mel_bins
     features = 2 * config.features.rows_per_frame * (config.features.n_fft // 2 + 1) * bins
     if isinstance(encoder, WhisperEncoderConfig):
@@ -165,7 +161,7 @@ def subsampling_cost(config: ModelConfig) -> int:
 
 
 def _encoder(config: ModelConfig) -> tuple[int, int]:
-    """Return FLOPs of features and encoder: per frame, and per pair of frames."""
+    """FLOPs of features and encoder: per frame, and per pair of frames."""
     encoder = config.encoder
     width = encoder.width
     if isinstance(encoder, WhisperEncoderConfig):
@@ -182,7 +178,7 @@ def _encoder(config: ModelConfig) -> tuple[int, int]:
 
 
 def _network(width: int, hidden: int, experts: ExpertsConfig | None) -> int:
-    """Return FLOPs per row of a feed-forward network; of its experts those that the row uses."""
+    """FLOPs per row of a feed-forward network; of its experts those that the row uses."""
     dense = 2 * 2 * width * hidden
     if experts is None:
         return dense
@@ -191,7 +187,7 @@ def _network(width: int, hidden: int, experts: ExpertsConfig | None) -> int:
 
 
 def _decoder(config: DecoderConfig, vocab_size: int) -> tuple[int, int, int, int]:
-    """Return FLOPs per frame, token, pair of tokens, and pair of a token and a frame."""
+    """FLOPs per frame, token, pair of tokens, and pair of a token and a frame."""
     width, layers, inner = config.width, config.layers, config.heads * config.head_width
     # Query, key, value and output of self-attention; query and output of cross-attention.
     projections = 2 * 6 * width * inner
@@ -203,7 +199,6 @@ def _decoder(config: DecoderConfig, vocab_size: int) -> tuple[int, int, int, int
 
 
 def language_model_sizes(config: LanguageModelConfig) -> ModelSizes:
-    """Return the sizes of a language model whose architecture is known."""
     if config.architecture is None:
         raise ValueError(
             "`language_model.architecture` must be the content of a config.json here, but is null: "
@@ -213,7 +208,7 @@ def language_model_sizes(config: LanguageModelConfig) -> ModelSizes:
 
 
 def adapter_cost(config: LanguageModelConfig, width: int) -> float:
-    """Return FLOPs of the adapter per encoder frame of this width."""
+    """FLOPs of the adapter per encoder frame of this width."""
     rows = language_model_sizes(config).width
     if config.adapter == "linear":
         return 2 * width * rows
@@ -222,7 +217,7 @@ def adapter_cost(config: LanguageModelConfig, width: int) -> float:
 
 
 def _language_model(config: LanguageModelConfig) -> tuple[int, int]:
-    """Return FLOPs of the layers per row, and per pair of rows."""
+    """FLOPs of the layers per row, and per pair of rows."""
     sizes = language_model_sizes(config)
     # A row sees u (u + 1) / 2 of the pairs: scores and values are two products.
     pairs = sizes.layers * 2 * sizes.attention
@@ -230,7 +225,7 @@ def _language_model(config: LanguageModelConfig) -> tuple[int, int]:
 
 
 def predictor_cost(config: TransducerConfig) -> int:
-    """Return FLOPs per label, and for the row before the first."""
+    """FLOPs per label, and for the row before the first."""
     width = config.width
     projection = 2 * width * config.joint
     if config.predictor == "lstm":

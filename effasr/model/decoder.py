@@ -4,26 +4,222 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effasr import ranges
-from effasr.model.checks import check
-from effasr.model.decoder_layer import DecoderConfig, DecoderLayer
+from effasr.model.checks import check, check_positive, check_probabilities
+from effasr.nn.attention import CrossAttention, SelfAttention
 from effasr.nn.cache.contiguous import CacheSizes
 from effasr.nn.cache.decoder_state import DecoderState, KeysValues
-from effasr.nn.experts.config import named_experts_of
-from effasr.nn.experts.encoder_output import EncoderOutput, expert_of
-from effasr.nn.experts.feed_forward import GroupedLinear
-from effasr.nn.experts.grouping import Groups, named_expert, named_groups
+from effasr.nn.experts import (
+    EncoderOutput,
+    ExpertsConfig,
+    GroupedLinear,
+    Groups,
+    build_feed_forward,
+    expert_of,
+    named_expert,
+    named_experts_of,
+    named_groups,
+    run_feed_forward,
+)
 from effasr.nn.positions import PositionTables, decoder_sinusoids
-from effasr.nn.residual import draw_layer_seeds, residual_stream
-from effasr.nn.stack import is_empty, is_sharded, skip_layers
+from effasr.nn.residual import Residual, draw_layer_seeds, residual_stream
+from effasr.nn.stack import Layer, checkpointed_forward, is_empty, is_sharded, skip_layers
 from effasr_kernels import PackedLayout, PackedSequence, projected_top_k
+
+_MOST_BARRED = 15
+"""Greedy search looks at one token more than may be suppressed, of 16 at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderConfig:
+    """A pre-norm Transformer decoder; by default with ReLU and sinusoidal positions, as Canary's.
+
+    Attributes:
+        width: Channels; even, at least 4.
+        layers: Decoder layers.
+        heads: Heads of self- and cross-attention.
+        head_dim: Channels of a head; by default ``width / heads``.
+        feed_forward: Channels inside a feed-forward network.
+        max_positions: Most tokens of a sequence, the prompt included.
+        positions: Canary's sinusoids, or a learned embedding, as Whisper's.
+        activation: Activation of the feed-forward networks; GELU is the exact one.
+        embedding_norm: Whether a LayerNorm follows the embedding.
+        bias: Whether the projections of attention have biases.
+        key_bias: Whether the key projection has one, too.
+        tie_embeddings: Whether the output layer shares the weights of the token embedding.
+        output_bias: Whether the output layer has a bias.
+        suppress: Tokens that are never decoded, such as Whisper's for noises.
+        begin_suppress: Tokens that no transcript begins with.
+        alignment_heads: Layer and head of each cross-attention that transformers finds the times of
+            words by; of a Whisper, for its export.
+        max_initial_timestamp: Largest number of the first timestamp in transformers' generation
+            with timestamps, null for no limit; of a Whisper, for its export.
+        input_dropout: Dropout of the embedded tokens.
+        residual_dropout: Dropout of the output of each module, before it is added.
+        activation_dropout: Inside the feed-forward networks.
+        attention_dropout: Dropout of attention weights.
+        experts: Experts of the feed-forward networks; null for none.
+    """
+
+    width: int = 1024
+    layers: int = 4
+    heads: int = 8
+    head_dim: int | None = None
+    feed_forward: int = 4096
+    max_positions: int = 1024
+    positions: Literal["sinusoidal", "learned"] = "sinusoidal"
+    activation: Literal["relu", "gelu"] = "relu"
+    embedding_norm: bool = True
+    bias: bool = True
+    key_bias: bool = True
+    tie_embeddings: bool = True
+    output_bias: bool = True
+    suppress: tuple[int, ...] = ()
+    begin_suppress: tuple[int, ...] = ()
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    max_initial_timestamp: int | None = None
+    input_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    experts: ExpertsConfig | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(self, "width", "layers", "heads", "feed_forward", "max_positions")
+        check_probabilities(
+            self, "input_dropout", "residual_dropout", "activation_dropout", "attention_dropout"
+        )
+        for name, choices in (
+            ("positions", ("sinusoidal", "learned")),
+            ("activation", ("relu", "gelu")),
+        ):
+            value = getattr(self, name)
+            check(value in choices, name, f"be one of {', '.join(choices)}", repr(value))
+        for name in ("suppress", "begin_suppress"):
+            least = min(getattr(self, name), default=0)
+            check(least >= 0, name, "be token ids, at least 0", least)
+        rule = f"be below layers = {self.layers} and heads = {self.heads}"
+        for layer, head in self.alignment_heads:
+            inside = 0 <= layer < self.layers and 0 <= head < self.heads
+            check(inside, "alignment_heads", rule, [layer, head], "or leave them out")
+        most = len(self.begin_suppress)
+        check(most <= _MOST_BARRED, "begin_suppress", f"be at most {_MOST_BARRED} tokens", most)
+        even = self.width % 2 == 0 and self.width >= 4
+        check(even, "width", "be even and at least 4", self.width)
+        if self.head_dim is None:
+            rule = f"be a multiple of heads = {self.heads}"
+            check(self.width % self.heads == 0, "width", rule, self.width, "or set `head_dim`")
+        else:
+            check_positive(self, "head_dim")
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads if self.head_dim is None else self.head_dim
+
+
+class DecoderLayer(Layer):
+    """Causal self-attention, cross-attention and a feed-forward network, each after a LayerNorm."""
+
+    seeds = 2
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        sizes = config.width, config.heads, config.head_width
+        attention = {
+            "bias": config.bias,
+            "key_bias": config.key_bias,
+            "dropout": config.attention_dropout,
+        }
+        self.dropout = config.residual_dropout
+        self.input_layernorm = nn.LayerNorm(config.width)
+        self.self_attn = SelfAttention(*sizes, causal=True, **attention)
+        self.post_attention_layernorm = nn.LayerNorm(config.width)
+        self.encoder_attn = CrossAttention(*sizes, **attention)
+        self.final_layernorm = nn.LayerNorm(config.width)
+        self.mlp = build_feed_forward(
+            config.width,
+            config.feed_forward,
+            config.experts,
+            activation=config.activation,
+            dropout=config.activation_dropout,
+        )
+
+    @property
+    def dropouts(self) -> tuple[float, ...]:
+        return self.dropout, self.mlp.dropout, self.self_attn.dropout
+
+    @checkpointed_forward
+    def forward(
+        self,
+        x: Tensor,
+        layout: PackedLayout,
+        encoded: PackedSequence,
+        sigma: float | None,
+        groups: Groups | None = None,
+        seeds: Sequence[Tensor] = (),
+    ) -> tuple[Tensor | None, ...]:
+        """Transform (U, width); also return the penalty of guided attention, (U,) or None.
+
+        A layer with a router returns its losses as a third result.
+        """
+        own, cross = self.self_attn, self.encoder_attn
+        residual = Residual.of(self, x, layout, self.dropout, seeds)
+        y, x = residual.norm(x, self.input_layernorm)
+        y = own(y, layout, residual=residual)
+        y, x = residual.add_norm(x, y, own.o_proj, self.post_attention_layernorm, offset=0)
+        y, penalty = cross(
+            *(y, layout, encoded.values, encoded.layout),
+            sigma=sigma,
+            # With the same one it would drop what self-attention drops.
+            seed=seeds[1] if seeds else None,
+            residual=residual,
+        )
+        y, x = residual.add_norm(x, y, cross.o_proj, self.final_layernorm, offset=1)
+        y, losses = run_feed_forward(self.mlp, y, residual, offset=3, groups=groups)
+        x = residual.add(x, y, self.mlp.linear2, offset=2)
+        return (x, penalty) if losses is None else (x, penalty, losses)
+
+    def read(
+        self,
+        x: Tensor,
+        layout: PackedLayout,
+        speech: KeysValues,
+        layout_speech: PackedLayout,
+        groups: Groups | None = None,
+    ) -> tuple[Tensor, KeysValues]:
+        """Transform the first rows of sequences as `forward`, in inference.
+
+        ``speech`` are keys and values of the encoder output. Also returns those of the rows, for
+        `step`.
+        """
+        # x: (U, width) -> (U, width)
+        y, own = self.self_attn.read(self.input_layernorm(x), layout)
+        x = x + y
+        normed = self.post_attention_layernorm(x)
+        x = x + self.encoder_attn.read(normed, layout, speech, layout_speech)
+        return self._after_network(x, groups), own
+
+    def step(
+        self, x: Tensor, state: DecoderState, number: int, groups: Groups | None = None
+    ) -> Tensor:
+        """Transform the next row of each sequence in this layer: (N, width) to (N, width)."""
+        x = x + self.self_attn.step(self.input_layernorm(x), state.self_cache, number)
+        normed = self.post_attention_layernorm(x)
+        if number == state.watched:
+            state.weights = self.encoder_attn.weights(normed, *state.speech(number))
+        x = x + self.encoder_attn.step(normed, state.cross_cache, number)
+        return self._after_network(x, groups)
+
+    def _after_network(self, x: Tensor, groups: Groups | None) -> Tensor:
+        y = self.final_layernorm(x)
+        return x + (self.mlp(y) if groups is None else self.mlp(y, groups=groups))
 
 
 class Decoder(nn.Module):
@@ -34,10 +230,6 @@ class Decoder(nn.Module):
     """
 
     def __init__(self, config: DecoderConfig, vocab_size: int, *, residual_in_fp32: bool = True):
-        """Build the layers for V = ``vocab_size`` tokens.
-
-        ``residual_in_fp32`` is as in `effasr.model.config.ModelConfig`.
-        """
         super().__init__()
         self.config, self.residual_in_fp32 = config, residual_in_fp32
         self.router_losses: list[Tensor] = []
@@ -73,16 +265,20 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """Weights of the output layer, (V, width)."""
+        """(V, width), tied or not."""
         return self.embed_tokens.weight if self.untied_weight is None else self.untied_weight
 
     def forward(
         self, tokens: PackedSequence, encoded: PackedSequence, sigma: float | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Decode whole transcripts with a causal mask."""
+        """Hidden states (U, width) of whole transcripts, and the penalty of each token or None.
+
+        The penalty of guided attention is averaged over layers and heads. Rows of the tail are
+        finite. In training the losses of routers are left in ``router_losses``, float32 (2,) for
+        each layer.
+        """
         # tokens: int64 (U,); encoded: (T, width), as many sequences; an `EncoderOutput` where names
-        # choose the experts -> Hidden states (U, width), and the penalty of each token, averaged
-        # over layers and heads: (U,) or None
+        # choose the experts -> (U, width), (U,)
         layout, positions = tokens.layout, self.config.max_positions
         if layout.max_seqlen_bound > positions:
             raise ValueError(
@@ -107,11 +303,10 @@ class Decoder(nn.Module):
         return self.norm(x), mean
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits of every token: (..., width) to (..., V)."""
         return F.linear(hidden, self.output_weight, self.output_bias)
 
     def likeliest(self, hidden: Tensor, classes: int | None = None) -> Tensor:
-        """Return the best of the first ``classes`` tokens (all): (N, width) to int64 (N,)."""
+        """The best of the first ``classes`` tokens (all): (N, width) to int64 (N,)."""
         _, indices = projected_top_k(
             hidden, self.output_weight, bias=self.output_bias, classes=classes
         )
@@ -123,7 +318,11 @@ class Decoder(nn.Module):
         max_tokens: int,
         read: Sequence[Sequence[int]] | None = None,
     ) -> DecoderState:
-        """Prepare to decode sequences token by token, together."""
+        """Prepare to decode sequences token by token, together.
+
+        ``read`` has the tokens of each sequence before the first step, equally many each; further
+        sequences are left out. ``encoded`` is an `EncoderOutput` where names choose the experts.
+        """
         # encoded: (T, width); an `EncoderOutput` where names choose the experts
         layout = encoded.layout
         read = [()] * layout.num_sequences if read is None else read
@@ -151,7 +350,9 @@ class Decoder(nn.Module):
         paged: bool | None = None,
         pages: tuple[int, int] | None = None,
     ) -> DecoderState:
-        """Return a state for sequences that start and end at different times; see `DecoderState`.
+        """A state for sequences that start and end at different times.
+
+        By default it is paged on a GPU, whose kernels read pages.
         """
         positions = self.config.max_positions
         rule = f"be in 1 to max_positions = {positions}"
@@ -173,9 +374,9 @@ class Decoder(nn.Module):
         read: Sequence[Sequence[int]],
         tokens: Sequence[int],
     ) -> None:
-        """Start sequences in a state, in place of what these rows held.
+        """Start sequences in these rows; one forward reads the first tokens of all of them.
 
-        One forward reads the first tokens of all of them.
+        ``tokens``: the most that each will read, those of ``read`` included.
         """
         # encoded: (T, width), as many sequences; an `EncoderOutput` where names choose the experts
         expert = named_expert(self.config.experts, expert_of(encoded))
@@ -197,7 +398,7 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def cast(self, dtype: torch.dtype) -> Decoder:
-        """Return a decoder with matrix product weights of this dtype, for many steps of autocast.
+        """A decoder with matrix product weights of this dtype, for many steps of autocast.
 
         It shares everything else. Autocast would cast the weights at every step, and in a CUDA
         graph the recording would keep casts that are freed before it is replayed.
@@ -217,7 +418,6 @@ class Decoder(nn.Module):
     def _keys_values(
         self, encoded: PackedSequence, read: Sequence[Sequence[int]], sizes: CacheSizes
     ) -> Iterator[Sequence[KeysValues]]:
-        """Yield keys and values of each layer for `DecoderState.admit`."""
         if not any(map(len, read)):
             for layer in self.decoder_layers():
                 yield (layer.encoder_attn.keys_values(encoded.values),)
@@ -237,7 +437,6 @@ class Decoder(nn.Module):
         yield last.encoder_attn.keys_values(encoded.values), own
 
     def decoder_layers(self) -> list[DecoderLayer]:
-        """Return the layers, in order."""
         return cast("list[DecoderLayer]", list(self.layers))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -249,7 +448,7 @@ class Decoder(nn.Module):
         return F.dropout(x, self.config.input_dropout, self.training)
 
     def position_table(self) -> Tensor:
-        """Return the position embeddings that `embed` adds to tokens: (max_positions, width)."""
+        """The position embeddings that `embed` adds to tokens: (max_positions, width)."""
         weight = self.embed_tokens.weight
         return self._places(torch.arange(self.config.max_positions, device=weight.device))
 

@@ -16,14 +16,15 @@ from effasr.data.features.log_mel import MelFrames
 from effasr.model.checks import check, check_positive, check_probabilities
 from effasr.nn.attention import RelativeSelfAttention, SelfAttention
 from effasr.nn.convolution import ConformerConvolution
-from effasr.nn.experts.config import ExpertsConfig
-from effasr.nn.experts.feed_forward import (
+from effasr.nn.experts import (
     ExpertFeedForward,
+    ExpertsConfig,
+    Groups,
     add_losses,
     build_feed_forward,
+    named_groups,
     run_feed_forward,
 )
-from effasr.nn.experts.grouping import Groups, named_groups
 from effasr.nn.feed_forward import FeedForward
 from effasr.nn.positions import PositionTables, relative_sinusoids
 from effasr.nn.residual import Residual, residual_stream
@@ -175,17 +176,13 @@ class ConformerLayer(Layer):
 
     @property
     def dropouts(self) -> tuple[float, ...]:
-        """Of outputs of modules, of feed-forward networks, and of attention."""
         return self.dropout, self.feed_forward1.dropout, self.self_attn.dropout
 
     @checkpointed_forward
     def forward(
         self, x: Tensor, context: _Context, seeds: Sequence[Tensor] = ()
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Transform (T, width); a layer with routers also returns their losses.
-
-        ``seeds`` are the layer's from `draw_layer_seeds`; drawn if empty.
-        """
+        """Transform (T, width); a layer with routers also returns their losses."""
         layout, groups = context.layout, context.groups
         first, second = self.feed_forward1, self.feed_forward2
         residual = Residual.of(self, x, layout, self.dropout, seeds)
@@ -212,7 +209,6 @@ class FastConformerEncoder(nn.Module):
     def __init__(
         self, config: FastConformerConfig, mel_bins: int, *, residual_in_fp32: bool = True
     ):
-        """Build the layers; ``residual_in_fp32`` as in `effasr.model.config.ModelConfig`."""
         super().__init__()
         self.config, self.residual_in_fp32 = config, residual_in_fp32
         self.router_losses: list[Tensor] = []
@@ -246,8 +242,8 @@ class FastConformerEncoder(nn.Module):
     def forward(self, mel: MelFrames, expert: Tensor | None = None) -> PackedSequence:
         """Encode (s T, mel_bins), s = ``config.subsampling``, into (T, width).
 
-        Rows of the tail are finite, without meaning. In training the losses of routers are
-        left in ``router_losses``, float32 (2,) for each layer.
+        Rows of the tail are finite. In training the losses of routers are left in
+        ``router_losses``, float32 (2,) for each layer.
         """
         # expert: int64 (N,), the expert of each utterance, where names choose: `Batch.expert`
         with ranges.range("subsampling"):

@@ -20,8 +20,7 @@ from effasr.model.cost import (
 )
 from effasr.model.decoder import Decoder
 from effasr.model.whisper_encoder import WhisperEncoder
-from effasr.nn.experts.feed_forward import ExpertFeedForward, GroupedLinear
-from effasr.nn.experts.router import Router
+from effasr.nn.experts import ExpertFeedForward, GroupedLinear, Router
 from effasr.nn.lora import LoRAGroupedLinear, LoRALinear
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from effasr.data.features.log_mel import MelFrames
 from effasr.model.checks import check
 from effasr.model.encoder import ConformerLayer, FastConformerConfig, FastConformerEncoder
 from effasr.nn.attention import RelativeSelfAttention, SelfAttention
-from effasr.nn.convolution import ConformerConvolution
-from effasr.nn.norms import BatchNorm
+from effasr.nn.convolution import BatchNorm, ConformerConvolution
 from effasr.nn.positions import sinusoids
 from effasr_kernels import Context, PackedLayout
 from effasr_kernels.attention.position import angles, rotate
@@ -39,7 +38,7 @@ def check_features(features: FeatureConfig) -> None:
 
 
 def check_streamable(config: object, context: Context | None) -> Context:
-    """Return the context, checked to allow decoding frame by frame in constant memory."""
+    """The context, checked to allow decoding frame by frame in constant memory."""
     if not isinstance(config, FastConformerConfig):
         kind = getattr(config, "kind", type(config).__name__)
         raise ValueError(
@@ -88,13 +87,12 @@ class StreamingEncoder:
 
     All tensors have the sizes of the slots, whatever number of them is in use: S slots, chunks of c
     frames, ``left`` earlier frames. A slot has one stream at a time, and no work waits for the
-    device.
+    device. The encoder must not change while streams are open.
     """
 
     def __init__(
         self, encoder: FastConformerEncoder, mel_bins: int, slots: int, context: Context | None
     ):
-        """Allocate the states."""
         self.context = context = check_streamable(encoder.config, context)
         check(slots >= 1, "slots", "be at least 1", slots)
         self.slots, self._encoder = slots, encoder
@@ -124,9 +122,14 @@ class StreamingEncoder:
 
     @torch.inference_mode()
     def step(self, mel: Tensor, rows: Sequence[int], frames: Sequence[int] | None = None) -> Tensor:
-        """Encode the next chunk of each stream."""
+        """Encode the next chunk of each stream: (S, c, width); the frames of a slot come first.
+
+        ``rows`` are the real mel rows of each slot: s c; fewer only in the last chunk of a stream;
+        0 for a slot that is left as it is. ``frames`` are ``ceil(rows / s)`` by default; causal
+        subsampling gives more of them at the end of a stream.
+        """
         # mel: float32 (S, s c, mel_bins), s = ``config.subsampling``; what follows the real rows of
-        # a slot is ignored -> (S, c, width); the frames of a slot come first
+        # a slot is ignored
         chunk, factor = self.context.chunk, self._encoder.config.subsampling
         if frames is None:
             frames = [-(-count // factor) for count in rows]
@@ -150,7 +153,7 @@ class StreamingEncoder:
         return [cast(ConformerLayer, layer) for layer in self._encoder.layers]
 
     def _subsample(self, mel: Tensor, rows: Sequence[int], frames: Sequence[int]) -> Tensor:
-        """Return the input of the first layer, (S c, width).
+        """The input of the first layer, (S c, width).
 
         A frame reads the rows of its own slot of s rows and of those before it that are kept.
         """
@@ -241,7 +244,7 @@ class StreamingEncoder:
 
     @torch.inference_mode()
     def _table(self, module: SelfAttention) -> Tensor | None:
-        """Return the projected distances from 1 - c to left + c - 1: (R, H, D), or None."""
+        """The projected distances from 1 - c to left + c - 1: (R, H, D), or None."""
         if not isinstance(module, RelativeSelfAttention):
             return None
         weight, chunk = module.relative_k_proj.weight, self.context.chunk

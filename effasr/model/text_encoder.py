@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effasr.model.checks import check, check_positive, check_probabilities
-from effasr.nn.experts.config import ExpertsConfig
-from effasr.nn.experts.grouping import named_groups
+from effasr.nn.experts import ExpertsConfig, named_groups
 from effasr.nn.positions import decoder_sinusoids
 from effasr.nn.residual import residual_stream
 from effasr.nn.stack import join_skipped, run_layers, skip_branch
@@ -51,7 +50,6 @@ class TextEncoderConfig:
         )
 
     def check_width(self, width: int) -> None:
-        """Check that the layers can have the speech encoder's width."""
         divides = width % self.heads == 0
         check(divides, "text_encoder.heads", f"divide encoder.width = {width}", self.heads)
         check(width >= 4, "encoder.width", "be at least 4 with a `text_encoder`", width)
@@ -68,10 +66,6 @@ class TextEncoder(nn.Module):
         *,
         residual_in_fp32: bool = True,
     ):
-        """Build the layers; ``width`` is that of the speech encoder.
-
-        ``residual_in_fp32`` is as in `effasr.model.config.ModelConfig`.
-        """
         super().__init__()
         config.check_width(width)
         self.config, self.width, self.residual_in_fp32 = config, width, residual_in_fp32
@@ -85,7 +79,6 @@ class TextEncoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize the embedding with variance 1 / width."""
         nn.init.normal_(self.embed_tokens.weight, std=self.width**-0.5)
 
     def forward(
@@ -94,10 +87,10 @@ class TextEncoder(nn.Module):
         idle: Iterable[nn.Module] = (),
         expert: Tensor | None = None,
     ) -> PackedSequence:
-        """Encode int64 (T,) into (T, width); rows of the tail are finite, without meaning.
+        """Encode int64 (T,) into (T, width); rows of the tail are finite.
 
         In training the losses of routers are left in ``router_losses``, float32 (2,) for each
-        layer.
+        layer. ``idle``: the parts to skip first, those of the speech encoder.
         """
         # expert: int64 (N,), the expert of each text, where names choose; see `Batch.expert`
         layout = tokens.layout

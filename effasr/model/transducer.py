@@ -87,7 +87,6 @@ class Transducer(nn.Module):
     """
 
     def __init__(self, config: TransducerConfig, encoder_width: int, vocab_size: int):
-        """Build the layers; the blank is class V = ``vocab_size``."""
         super().__init__()
         self.config, self.blank_id = config, vocab_size
         self.predictor: StatelessPredictor | LSTMPredictor
@@ -103,9 +102,8 @@ class Transducer(nn.Module):
     def forward(
         self, encoded: PackedSequence, text: PackedSequence, max_nodes: int | None = None
     ) -> Tensor:
-        """Compute the loss of whole transcripts."""
-        # encoded: (T, encoder width); text: int64 (U,), as many sequences -> (N,); infinite where
-        # there are labels, but no frame
+        """The loss of whole transcripts; see `transducer_loss`."""
+        # encoded: (T, encoder width); text: int64 (U,), as many sequences -> (N,)
         predicted = self.predictor(text.values, text.layout)
         return transducer_loss(
             self.encoder_projection(encoded.values),
@@ -126,7 +124,7 @@ class Transducer(nn.Module):
         )
 
     def begin(self, count: int) -> tuple[Tensor, PredictorState]:
-        """Start transcripts: the predictor's share of the joint network (N, J), and its state."""
+        """The predictor's share of the joint network (N, J) before any label, and its state."""
         device = self.output.weight.device
         starts = torch.full((count,), self.blank_id, device=device)
         return self.step(starts, self.predictor.begin(count))
@@ -137,7 +135,7 @@ class Transducer(nn.Module):
         return self.predictor_projection(predicted), state
 
     def logits(self, frames: Tensor, predicted: Tensor) -> Tensor:
-        """Return logits of every label, then the blank, then every duration."""
+        """Logits of every label, then the blank, then every duration."""
         # frames: (..., J), from ``encoder_projection``; predicted: (..., J), from `begin` or `step`
         joint = frames + predicted
         return self.output(joint.relu() if self.config.activation == "relu" else joint.tanh())

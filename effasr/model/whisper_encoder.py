@@ -74,7 +74,6 @@ class WhisperEncoderConfig:
 
     @property
     def subsampling(self) -> int:
-        """Mel rows of an encoder frame."""
         return 2
 
 
@@ -87,7 +86,6 @@ class ConvolutionStem(nn.Module):
     """
 
     def __init__(self, mel_bins: int, width: int):
-        """Build the convolutions."""
         super().__init__()
         self.conv1 = nn.Conv1d(mel_bins, width, 3, padding=1)
         self.conv2 = nn.Conv1d(width, width, 3, stride=2, padding=1)
@@ -107,12 +105,9 @@ class ConvolutionStem(nn.Module):
 
 
 class WhisperEncoder(nn.Module):
-    """Encoder of ``WhisperForConditionalGeneration``: mel rows to encoder frames."""
-
     def __init__(
         self, config: WhisperEncoderConfig, mel_bins: int, *, residual_in_fp32: bool = True
     ):
-        """Build the layers; ``residual_in_fp32`` as in `effasr.model.config.ModelConfig`."""
         super().__init__()
         self.config, self.residual_in_fp32 = config, residual_in_fp32
         self.stem = ConvolutionStem(mel_bins, config.width)
@@ -126,7 +121,6 @@ class WhisperEncoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize learned positions with the sinusoids."""
         if self.embed_positions is not None:
             table = self.embed_positions.weight
             table.copy_(
@@ -135,7 +129,6 @@ class WhisperEncoder(nn.Module):
 
     @property
     def width(self) -> int:
-        """Channels of the encoder frames."""
         return self.config.width
 
     def places(self, positions: Tensor) -> Tensor:
@@ -146,7 +139,7 @@ class WhisperEncoder(nn.Module):
         return self.embed_positions(positions.clamp(max=self.config.max_frames - 1))
 
     def forward(self, mel: MelFrames) -> PackedSequence:
-        """Encode (2 T, mel_bins) into (T, width); rows of the tail are finite, without meaning."""
+        """Encode (2 T, mel_bins) into (T, width); rows of the tail are finite."""
         layout, config = mel.layout, self.config
         if layout.max_seqlen_bound > config.max_frames:
             raise ValueError(
@@ -164,6 +157,6 @@ class WhisperEncoder(nn.Module):
 
 
 def _product(rows: Tensor, conv: nn.Conv1d) -> Tensor:
-    """Return a convolution of rows joined with their neighbours, (R, 3 C in) to (R, C out)."""
+    """A convolution of rows joined with their neighbours, (R, 3 C in) to (R, C out)."""
     # A linear layer for autocast; taps come before channels.
     return F.linear(rows, conv.weight.transpose(1, 2).flatten(1), conv.bias)

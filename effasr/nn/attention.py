@@ -35,7 +35,6 @@ class SelfAttention(nn.Module):
         key_bias: bool = True,
         dropout: float = 0.0,
     ):
-        """Build the projections."""
         super().__init__()
         self.heads, self.head_dim = heads, head_dim
         self.causal, self.rotary, self.dropout = causal, rotary, dropout
@@ -52,7 +51,6 @@ class SelfAttention(nn.Module):
         *,
         residual: Residual | None = None,
     ) -> Tensor:
-        """Attend within each sequence."""
         # x: (T, width)
         if residual is None:
             return self.read(x, layout, embeddings, context)[0]
@@ -78,7 +76,7 @@ class SelfAttention(nn.Module):
         context: Context | None,
         seed: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return the weighted values, (T, H D), and keys and values, (T, H, D) each."""
+        """Weighted values (T, H D), and keys and values, (T, H, D) each."""
         q, k, v = self._qkv(x)
         y = attention(
             q,
@@ -94,12 +92,12 @@ class SelfAttention(nn.Module):
         return y.flatten(1), (k, v)
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute only the keys and values of `read`."""
+        """Only the keys and values of `read`."""
         _, k, v = self._qkv(x)
         return k, v
 
     def step(self, x: Tensor, cache: ContiguousCache | PagedCache, layer: int) -> Tensor:
-        """Attend from one new row per sequence to that row and all rows before it."""
+        """Attend from a new row of each sequence, whose keys and values it appends to the cache."""
         # x: (N, width), the next row of each sequence -> (N, width)
         qkv = self.qkv_proj(x).view(-1, 3, self.heads, self.head_dim)
         return self.o_proj(cache.attend(layer, qkv[:, 0], qkv[:, 1:]).flatten(1))
@@ -112,16 +110,11 @@ class SelfAttention(nn.Module):
 
 
 class RelativeSelfAttention(SelfAttention):
-    """Attention by content and by distance, as in Transformer-XL, NeMo and Parakeet.
-
-    References:
-        Dai et al., 2019, https://arxiv.org/abs/1901.02860.
-    """
+    """Attention by content and by distance: Transformer-XL, https://arxiv.org/abs/1901.02860."""
 
     def __init__(
         self, width: int, heads: int, head_dim: int, *, bias: bool = True, dropout: float = 0.0
     ):
-        """Build the projections; the arguments are those of `SelfAttention`."""
         super().__init__(width, heads, head_dim, bias=bias, dropout=dropout)
         self.relative_k_proj = Linear(width, heads * head_dim, bias=False)
         self.bias_u = nn.Parameter(torch.empty(heads, head_dim))
@@ -129,7 +122,6 @@ class RelativeSelfAttention(SelfAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the biases to zero, as Transformer-XL does."""
         nn.init.zeros_(self.bias_u)
         nn.init.zeros_(self.bias_v)
 
@@ -156,7 +148,6 @@ class CrossAttention(nn.Module):
         key_bias: bool = True,
         dropout: float = 0.0,
     ):
-        """Build the projections; the arguments are those of `SelfAttention`."""
         super().__init__()
         self.heads, self.head_dim, self.dropout = heads, head_dim, dropout
         self.q_proj = Linear(width, heads * head_dim, bias=bias)
@@ -180,7 +171,6 @@ class CrossAttention(nn.Module):
         seed: Tensor | None = None,
         residual: Residual | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend."""
         # x: (U, width); encoded: (T, width), the encoder output -> (U, width), and the penalty of
         # each row, averaged over the heads: (U,) or None
         q = self._queries(x)
@@ -204,22 +194,20 @@ class CrossAttention(nn.Module):
         keys_values: tuple[Tensor, Tensor],
         layout_encoded: PackedLayout,
     ) -> Tensor:
-        """Attend as `forward`, to keys and values that `keys_values` has projected."""
         y = attention(self._queries(x), *keys_values, layout, layout_encoded)
         return self.o_proj(y.flatten(1))
 
     def step(self, x: Tensor, cache: ContiguousCache | PagedCache, layer: int) -> Tensor:
-        """Attend from new rows to the cached encoder output; see `SelfAttention.step`."""
         return self.o_proj(cache.attend(layer, self._queries(x)).flatten(1))
 
     def weights(self, x: Tensor, keys: Tensor, lengths: Tensor) -> Tensor:
-        """Compute how much new rows attend to each encoder frame.
+        """Attention of new rows to each encoder frame.
 
-        This uses float64, because the attention operation returns no weights, and because rounding
-        must not depend on the rest of the batch.
+        The attention operation returns no weights. In float64, so that rounding does not depend on
+        the batch.
         """
         # x: (N K, width), K rows of each sequence; keys: (N, H, t, D); lengths: int64 (N,), frames
-        # of each sequence, at most t -> The mean over heads, float64 (N K, t), 0 past the end
+        # of each sequence, at most t -> float64 (N K, t)
         q = self._queries(x).unflatten(0, (len(keys), -1)).double() * self.head_dim**-0.5
         scores = torch.einsum("nkhd,nhtd->nkht", q, keys.double())
         past = torch.arange(keys.shape[2], device=x.device) >= lengths[:, None, None, None]

@@ -1,4 +1,4 @@
-"""The Conformer's convolution module."""
+"""The Conformer's convolution module, and its batch normalisation over real rows."""
 
 from __future__ import annotations
 
@@ -10,23 +10,100 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effasr.nn.linear import Linear
-from effasr.nn.norms import BatchNorm
 from effasr.nn.residual import Residual
-from effasr_kernels import PackedLayout, depthwise_conv
+from effasr.nn.stack import is_recomputing
+from effasr_kernels import PackedLayout, batch_norm, depthwise_conv, update_running_statistics
+
+
+class BatchNorm(nn.Module):
+    """`torch.nn.BatchNorm1d` over real rows only, with the same parameters and buffers.
+
+    Padded trainers include padding in these statistics. Statistics and sums are float32 (float64
+    for float64), of each process alone; a forward that activation checkpointing repeats does not
+    count again.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(self, channels: int, *, eps: float = 1e-5, momentum: float = 0.1):
+        super().__init__()
+        self.eps, self.momentum = eps, momentum
+        self.weight = nn.Parameter(torch.empty(channels))
+        self.bias = nn.Parameter(torch.empty(channels))
+        self.register_buffer("running_mean", torch.empty(channels))
+        self.register_buffer("running_var", torch.empty(channels))
+        self.register_buffer("num_batches_tracked", torch.tensor(0))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for ones in (self.weight, self.running_var):
+            nn.init.ones_(ones)
+        for zeros in (self.bias, self.running_mean, self.num_batches_tracked):
+            nn.init.zeros_(zeros)
+
+    def forward(
+        self,
+        x: Tensor,
+        layout: PackedLayout,
+        statistics: tuple[Tensor, Tensor] | None = None,
+        *,
+        silu: bool = False,
+    ) -> Tensor:
+        """Normalise each channel (and apply SiLU), in training by the statistics of this batch.
+
+        ``statistics`` are mean and biased variance of the real rows, where the operation that made
+        ``x`` has computed them; the gradient is the same.
+        """
+        # x: (T, C) -> (T, C)
+        if not self.training:
+            statistics = self.running_mean, self.running_var
+        else:
+            statistics = statistics or _statistics(x, layout)
+            # In its own recomputation the compiler omits the update.
+            if torch.compiler.is_compiling() or not is_recomputing():
+                update_running_statistics(
+                    self.running_mean,
+                    self.running_var,
+                    self.num_batches_tracked,
+                    *statistics,
+                    layout,
+                    momentum=self.momentum,
+                )
+        return batch_norm(
+            x,
+            self.weight,
+            self.bias,
+            *statistics,
+            layout,
+            eps=self.eps,
+            silu=silu,
+            fixed=not self.training,
+        )
+
+
+@torch.no_grad()
+def _statistics(x: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+    x = x if x.dtype == torch.float64 else x.float()
+    mask = layout.mask()[:, None] if layout.has_tail else None
+    count = layout.cu_seqlens[-1].to(x.dtype).clamp(min=1)
+    mean = _masked(x, mask).sum(0) / count
+    return mean, _masked(x - mean, mask).square().sum(0) / count
+
+
+def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    return x if mask is None else torch.where(mask, x, 0.0)
 
 
 class DepthwiseConv(nn.Module):
     """A depthwise convolution over time that stops at the ends of sequences.
 
-    The input is gated as by `torch.nn.GLU`, without storing the gated tensor.
+    The input is gated as by `torch.nn.GLU`, without storing the gated tensor. If ``causal``, a row
+    depends on itself and the K - 1 rows before it, else on (K - 1) / 2 rows on either side.
     """
 
     def __init__(self, channels: int, taps: int, *, bias: bool = True, causal: bool = False):
-        """Build the filters: ``taps`` is the kernel size K, odd.
-
-        If ``causal``, a row depends on itself and the K - 1 rows before it, else on (K - 1) / 2
-        rows on either side.
-        """
         super().__init__()
         self.causal = causal
         self.weight = nn.Parameter(torch.empty(channels, taps))
@@ -34,7 +111,6 @@ class DepthwiseConv(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize the filters as `torch.nn.Conv1d` does."""
         bound = 1 / math.sqrt(self.weight.shape[1])
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
@@ -43,11 +119,7 @@ class DepthwiseConv(nn.Module):
     def forward(
         self, x: Tensor, layout: PackedLayout, *, statistics: bool = False
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Gate and convolve (T, 2C) to (T, C), with zeros beyond the ends of each sequence.
-
-        With ``statistics``, also return the mean and the biased variance of each channel of the
-        result, for `effasr.nn.norms.BatchNorm`.
-        """
+        """Gate and convolve (T, 2C) to (T, C); ``statistics``: also mean and biased variance."""
         return depthwise_conv(
             x,
             self.weight,
@@ -60,11 +132,7 @@ class DepthwiseConv(nn.Module):
 
 
 class ConformerConvolution(nn.Module):
-    """Linear, gate, depthwise convolution, norm, SiLU, linear: (T, width) to (T, width).
-
-    References:
-        Gulati et al., 2020, https://arxiv.org/abs/2005.08100.
-    """
+    """Linear, gate, depthwise convolution, norm, SiLU, linear: https://arxiv.org/abs/2005.08100."""
 
     def __init__(
         self,
@@ -75,7 +143,6 @@ class ConformerConvolution(nn.Module):
         bias: bool = True,
         causal: bool = False,
     ):
-        """Build the module."""
         super().__init__()
         self.pointwise1 = Linear(width, 2 * width, bias=bias)
         self.depthwise = DepthwiseConv(width, taps, bias=bias, causal=causal)
@@ -83,10 +150,6 @@ class ConformerConvolution(nn.Module):
         self.pointwise2 = Linear(width, width, bias=bias)
 
     def forward(self, x: Tensor, layout: PackedLayout, residual: Residual | None = None) -> Tensor:
-        """Transform the rows of each sequence: (T, width) to (T, width).
-
-        If ``residual`` is given, it must be given the result, with ``pointwise2``.
-        """
         x = self.pointwise1(x)
         if not isinstance(self.norm, BatchNorm):
             x = F.silu(self.norm(self.depthwise(x, layout)))

@@ -24,7 +24,6 @@ class FeedForward(nn.Module):
         bias: bool = True,
         dropout: float = 0.0,
     ):
-        """Build two layers with ``hidden`` channels between them; GELU is the exact one."""
         super().__init__()
         self.linear1 = Linear(width, hidden, bias=bias)
         self.linear2 = Linear(hidden, width, bias=bias)
@@ -32,7 +31,10 @@ class FeedForward(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor, residual: Residual | None = None, *, offset: int = 0) -> Tensor:
-        """Transform each row."""
+        """Transform each row; with ``residual``, bias, activation and dropout are one operation.
+
+        ``offset`` numbers this dropout among those with the same seed.
+        """
         # x: (..., width)
         if residual is None or not is_fused(x):
             x = ACTIVATIONS[self.activation](self.linear1(x))

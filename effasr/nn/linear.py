@@ -1,55 +1,105 @@
-"""Several linear layers as one matrix product, some with a bias and some without."""
+"""Linear layers: oneDNN's products on CPUs, joined projections, deferred bias gradients on GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
-from effasr.nn.biased_linear import biased_linear
+from effasr_kernels.runtime.deferred_sums import PartialSums, hand_over, receivers, takes_rows
+from effasr_kernels.runtime.dispatch import load
 from effasr_kernels.shared.cpu.linear import linear
 
 
-class Linear(nn.Linear):
-    """`torch.nn.Linear` for training.
+def biased_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """`F.linear`, whose bias gradient waits where it can.
 
-    Its products are oneDNN's on a CPU (`effasr_kernels.shared.cpu.linear`), and the gradient of its
-    bias waits for those of the layer on a GPU (`biased_linear`).
+    Autograd would add up the rows of each bias gradient in a launch of its own. Here the gradient
+    of the output is handed over as partial sums (`effasr_kernels.runtime.deferred_sums`), and the
+    launch that adds up those of a whole layer of the model reads its rows, too. Results are torch's
+    bit by bit, except for the order of the sum in the bias gradient.
     """
+    # x: (..., K); weight: (N, K); bias: (N,)
+    return _Linear.apply(x, weight, bias) if _may_wait(x, weight, bias) else linear(x, weight, bias)
+
+
+def _may_wait(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not takes_rows(bias):
+        return False
+    if x.ndim != 2 or not x.dtype == weight.dtype == bias.dtype:
+        return False
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != x.dtype:
+        return False
+    # Loaded by name, as a machine without a GPU may lack Triton.
+    launch = load("effasr_kernels.runtime.launch")
+    return not isinstance(launch, str) and launch.refusal(x) is None
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        (dy,) = grad_outputs
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        # The products of torch's own backward.
+        dx = dy @ weight if needs_x else None
+        dweight = dy.T @ x if needs_weight else None
+        dbias: dict[str, Tensor | None] = {"bias": None}
+        if needs_bias:
+            rows = dy.contiguous()
+            dbias["bias"] = out = rows.new_empty(rows.shape[1])
+            sums = PartialSums(rows, out, None, partial(torch.sum, rows, 0, out=out))
+            hand_over([sums], dbias, receivers(ctx, ["x", "weight", "bias"]))
+        return dx, dweight, dbias["bias"]
+
+
+class Linear(nn.Linear):
+    """`torch.nn.Linear` with oneDNN's products on a CPU, and bias gradients that wait on a GPU."""
 
     def forward(self, input: Tensor, *, with_bias: bool = True) -> Tensor:
-        """Map (..., in) to (..., out), without the bias if the caller adds it."""
         if with_bias and self.bias is not None:
             return biased_linear(input, self.weight, self.bias)
         return linear(input, self.weight)
 
 
 class JoinedLinear(Linear):
-    """Linear layers of one size on one input, as one product."""
+    """Layers of one size on one input, as one product; ``bias`` holds the existing ones."""
 
     biased: tuple[bool, ...]  # Whether each layer has a bias
 
     def __init__(self, width: int, size: int, biased: Sequence[bool]):
-        """Build the layers from ``width`` to ``size`` channels each; at least one has a bias."""
         super().__init__(width, len(biased) * size, bias=False)
         self.biased = tuple(biased)
         self.bias = nn.Parameter(self.weight.new_zeros(sum(biased) * size))
 
     def forward(self, input: Tensor, *, with_bias: bool = True) -> Tensor:
-        """Map (..., in) to (..., out), the layers' outputs in order."""
         return linear(input, self.weight, whole_bias(self) if with_bias else None)
 
 
 def joined_linear(width: int, size: int, biased: Sequence[bool]) -> nn.Linear:
-    """Return a `JoinedLinear`, or a plain layer where all layers have a bias or none has."""
+    """A `JoinedLinear`, or a plain layer where all parts have a bias or none has."""
     if all(biased) or not any(biased):
         return Linear(width, len(biased) * size, bias=all(biased))
     return JoinedLinear(width, size, biased)
 
 
 def whole_bias(layer: nn.Linear) -> Tensor | None:
-    """Return the bias of a layer, with zeros for parts without one: (out,), or None."""
+    """The bias of a layer, with zeros for parts without one: (out,), or None."""
     biased, bias = getattr(layer, "biased", None), layer.bias
     if biased is None or bias is None:
         return bias

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effasr.nn.experts.feed_forward import GroupedLinear
+from effasr.nn.experts import GroupedLinear
 from effasr.nn.linear import whole_bias
-from effasr.nn.parameters.patterns import matching
+from effasr.nn.parameters import matching
 from effasr_kernels import PackedLayout, grouped_linear
 from effasr_kernels.shared.cpu.linear import linear
 
@@ -80,15 +80,14 @@ class LoRAConfig:
 
     @property
     def scale(self) -> float:
-        """Factor of an adapter's output."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class LoRALinear(nn.Linear):
     """A linear layer with an adapter; ``weight`` and ``bias`` are those of the adapted layer.
 
-    Its state dict has all that merging needs: ``lora_a`` (r, in), ``lora_b`` (out, r) and
-    ``lora_scale`` () beside ``weight``. All three are None while the adapter is `merged`.
+    ``lora_a`` (r, in), ``lora_b`` (out, r) and ``lora_scale`` () are all that merging needs; they
+    are None while the adapter is `merged`.
     """
 
     lora_a: nn.Parameter | None
@@ -96,7 +95,6 @@ class LoRALinear(nn.Linear):
     lora_scale: Tensor | None
 
     def __init__(self, base: nn.Linear, config: LoRAConfig):
-        """Share the parameters of a layer, and initialize an adapter on its device."""
         has_bias = base.bias is not None
         super().__init__(base.in_features, base.out_features, bias=has_bias, device="meta")
         self.weight, self.bias = base.weight, base.bias
@@ -109,7 +107,6 @@ class LoRALinear(nn.Linear):
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map (..., in) to (..., out)."""
         y = linear(input, self.weight, whole_bias(self))
         if self.lora_a is None or self.lora_b is None or self.lora_scale is None:
             return y
@@ -119,17 +116,13 @@ class LoRALinear(nn.Linear):
 
 
 class LoRAGroupedLinear(GroupedLinear):
-    """The layers of several experts with an adapter for each: a row uses that of its expert.
-
-    As `LoRALinear`, with ``lora_a`` (experts, r, in) and ``lora_b`` (experts, out, r).
-    """
+    """`LoRALinear` of several experts: (experts, r, in) and (experts, out, r)."""
 
     lora_a: nn.Parameter | None
     lora_b: nn.Parameter | None
     lora_scale: Tensor | None
 
     def __init__(self, base: GroupedLinear, config: LoRAConfig):
-        """Share the parameters of a layer, and initialize an adapter for each expert."""
         count, outputs, width = base.weight.shape
         with torch.device("meta"):
             super().__init__(count, width, outputs, bias=base.bias is not None)
@@ -142,7 +135,6 @@ class LoRAGroupedLinear(GroupedLinear):
             nn.init.kaiming_uniform_(expert, a=math.sqrt(5))
 
     def forward(self, x: Tensor, layout: PackedLayout) -> Tensor:
-        """Map (T, in) to (T, out); ``layout`` has a sequence for each expert."""
         y = super().forward(x, layout)
         if self.lora_a is None or self.lora_b is None or self.lora_scale is None:
             return y
@@ -191,7 +183,6 @@ def adapt(model: nn.Module, config: LoRAConfig) -> None:
 
 
 def _is_projection(name: str) -> bool:
-    """Return whether a linear layer is a projection of attention or a feed-forward network."""
     if not name.startswith(_LANGUAGE_MODEL):
         return name.rpartition(".")[2] in _PROJECTIONS
     # Each family has its own names, but all number their layers; what is outside of these belongs
@@ -201,17 +192,13 @@ def _is_projection(name: str) -> bool:
 
 
 def adapters(model: nn.Module) -> list[LoRALinear | LoRAGroupedLinear]:
-    """Return the layers with adapters."""
     kinds = LoRALinear, LoRAGroupedLinear
     return [module for module in model.modules() if isinstance(module, kinds)]
 
 
 @contextmanager
 def merged(model: nn.Module) -> Iterator[None]:
-    """Merge the adapters of a model into its weights for the length of a context.
-
-    The weights are restored bit by bit, from a copy.
-    """
+    """Merge the adapters for the length of a context; a copy restores the weights."""
     kept = []
     try:
         for module in adapters(model):
@@ -233,7 +220,7 @@ def merged(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def without_adapters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict with adapters merged into the weights."""
+    """A state dict with adapters merged into the weights."""
     plain = dict(state)
     for name in state:
         layer, _, part = name.rpartition(".")
@@ -245,8 +232,5 @@ def without_adapters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _sum(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    """W + s B A in float64: rounded once, independent of the precision of GPU products.
-
-    All three are of one layer, or have a layer for each expert.
-    """
+    """W + s B A in float64: rounded once, independent of the precision of GPU products."""
     return (weight.double() + scale.double() * (b.double() @ a.double())).to(weight.dtype)

@@ -18,11 +18,10 @@ class PositionTables:
     """
 
     def __init__(self) -> None:
-        """Start without a table."""
         self._tables: dict[tuple[object, ...], Tensor] = {}
 
     def get(self, make: Callable[[], Tensor], like: Tensor, *key: object) -> Tensor:
-        """Return the table of a key, computed at the first call."""
+        """The table of a key, not to be written to; the first call waits for the device."""
         if torch.compiler.is_compiling():
             return make()
         key = (*key, like.device, is_fake(like))
@@ -69,14 +68,7 @@ def decoder_sinusoids(positions: Tensor, width: int) -> Tensor:
 
 
 def whisper_sinusoids(positions: Tensor, width: int) -> Tensor:
-    """Embed frame positions as Whisper's encoder.
-
-    All sines, then all cosines, of wavelengths from 1 to 10000 times 2 pi. Arguments and result are
-    those of `decoder_sinusoids`.
-
-    References:
-        Radford et al., 2022, https://arxiv.org/abs/2212.04356.
-    """
+    """Frame positions of Whisper's encoder: all sines, then all cosines."""
     step = math.log(10_000.0) / (width // 2 - 1)
     channels = torch.arange(width // 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None].float() * torch.exp(-step * channels)

@@ -18,7 +18,7 @@ from effasr_kernels.shared.dropout import draw_seeds
 
 
 def is_fused(x: Tensor) -> bool:
-    """Return whether kernels that join several steps serve rows.
+    """Whether kernels that join several steps serve rows.
 
     On a CPU, PyTorch's own calls are faster than references, and torch.compile joins them.
     """
@@ -50,13 +50,15 @@ class TakesSeeds(Protocol):
     seeds: int
 
     @property
-    def dropouts(self) -> tuple[float, ...]:
-        """Probabilities of the dropouts that take a seed in training."""
-        ...
+    def dropouts(self) -> tuple[float, ...]: ...
 
 
 def draw_layer_seeds(layers: Iterable[TakesSeeds], x: Tensor) -> list[tuple[Tensor, ...]]:
-    """Draw the seeds of dropout of all layers of a stack in one launch."""
+    """Draw the seeds of dropout of all layers of a stack in one launch.
+
+    A layer has none if it drops nothing, or if its dropouts draw from the global generator, as on a
+    CPU.
+    """
     counts = [layer.seeds if _takes_seeds(layer, x) else 0 for layer in layers]
     drawn = iter(draw_seeds(sum(counts), x.device) if any(counts) else ())
     return [tuple(islice(drawn, count)) for count in counts]
@@ -70,8 +72,10 @@ class Residual:
     then sums the gradient of the bias with the rows that it computes anyway.
     """
 
-    layout: PackedLayout  # Layout of the stream
+    layout: PackedLayout
     dropout: float  # Probability to drop an element of an output; 0 outside training
+    # int64 (), shared by the dropouts of rows, each at its own offset, and by self-attention, which
+    # decides independently of them. None on a CPU (the global generator), or if nothing is dropped.
     seed: Tensor | None
 
     @classmethod
@@ -83,7 +87,6 @@ class Residual:
         dropout: float,
         seeds: Sequence[Tensor] = (),
     ) -> Residual:
-        """Return the object for one forward of a layer."""
         seeds = seeds or draw_layer_seeds([layer], x)[0]
         return cls(layout, dropout if layer.training else 0.0, seeds[0] if seeds else None)
 
@@ -93,7 +96,7 @@ class Residual:
         return last(y) if _bias_of(last, y) is None else last(y, with_bias=False)
 
     def norm(self, x: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-        """Return the normalized stream and the stream, which must replace ``x`` from here on.
+        """The normalized stream and the stream, which must replace ``x`` from here on.
 
         Gradients of both meet in the backward of the norm, instead of in an addition.
         """
@@ -104,7 +107,10 @@ class Residual:
     def add(
         self, x: Tensor, output: Tensor, last: nn.Module, *, offset: int, scale: float = 1.0
     ) -> Tensor:
-        """Return the stream with ``scale`` times the output of a module."""
+        """The stream with ``scale`` times the output of a module, without the bias of ``last``.
+
+        ``offset`` numbers this dropout among those with the same seed.
+        """
         if not is_fused(x):
             return torch.add(x, F.dropout(output, self.dropout), alpha=scale)
         return dropout_add_layer_norm(
@@ -130,7 +136,7 @@ class Residual:
         offset: int,
         scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """Return the normalized result of `add`, and that result."""
+        """The normalized result of `add`, and that result."""
         if not is_fused(x):
             x = self.add(x, output, last, offset=offset, scale=scale)
             return norm(x), x
@@ -158,7 +164,7 @@ class Residual:
         offset: int,
         scale: float = 1.0,
     ) -> Tensor:
-        """Return the normalized result of `add`, which goes on as the stream."""
+        """The normalized result of `add`, which goes on as the stream."""
         if not is_fused(x):
             return norm(self.add(x, output, last, offset=offset, scale=scale))
         return dropout_add_layer_norm(

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from effasr import ranges
-from effasr.nn.parameters.sharded import is_sharded_tensor
-from effasr.nn.parameters.unused import touch_unused_parameters
+from effasr.nn.parameters import is_sharded_tensor, touch_unused_parameters
 from effasr.nn.residual import draw_layer_seeds
 from effasr_kernels import PackedLayout, PackedSequence
 from effasr_kernels.update_running_statistics import updates_together
@@ -32,7 +31,6 @@ class Layer(nn.Module):
 
     @property
     def dropouts(self) -> tuple[float, ...]:
-        """Probabilities of the dropouts that take one of these seeds in training."""
         return ()
 
 
@@ -74,7 +72,7 @@ def checkpointed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def apply_activation_checkpointing(model: nn.Module, every: int) -> None:
-    """Checkpoint the activations of every ``every``-th layer of each stack, from the first."""
+    """Checkpoint every ``every``-th layer of each stack, from the first."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             for number, layer in enumerate(module):
@@ -83,19 +81,16 @@ def apply_activation_checkpointing(model: nn.Module, every: int) -> None:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile each layer of every stack in a model, for batches of one shape."""
     for module in model.modules():
         if isinstance(module, Layer):
             module.is_compiled = True
 
 
 def is_recomputing() -> bool:
-    """Return whether this forward is a recomputation of an earlier one."""
     return getattr(_here, "depth", 0) > 0
 
 
 def is_sharded(layers: Iterable[nn.Module]) -> bool:
-    """Return whether layers are sharded, so that processes gather each one before use."""
     return any(is_sharded_tensor(next(layer.parameters(), None)) for layer in layers)
 
 
@@ -119,6 +114,9 @@ def skip_branch(parts: Iterable[nn.Module], like: Tensor) -> Tensor | None:
     As with `skip_layers`, processes gather sharded layers in one order. If some parts are frozen,
     which layers have a backward depends on what is trained before them, so the skipped branch has a
     graph of its own, until `join_skipped` where the results of both branches are alternatives.
+    ``parts`` are in the order in which they run; a `nn.ModuleList` holds layers. The result is a
+    zero whose gradient gives every trained parameter a zero gradient; None if the layers are not
+    sharded.
     """
     parts = list(parts)
     if not any(is_sharded(part) for part in parts if isinstance(part, nn.ModuleList)):
@@ -133,7 +131,7 @@ def skip_branch(parts: Iterable[nn.Module], like: Tensor) -> Tensor | None:
 
 
 def join_skipped(x: Tensor, skipped: Tensor | None) -> Tensor:
-    """Return ``x``, whose backward runs that of a skipped branch as well; see `skip_branch`."""
+    """``x``, whose backward runs that of a skipped branch as well; see `skip_branch`."""
     return x if skipped is None else touch_unused_parameters(x, [skipped])
 
 
@@ -145,7 +143,11 @@ def run_layers(
     *args: Any,
     losses: list[Tensor] | None = None,
 ) -> Any:
-    """Run a stack, with a profiler range for each layer; skip it for an empty batch if sharded."""
+    """Run a stack: ``layer(x, *args, seeds=seeds)``; skip it for an empty batch if sharded.
+
+    A layer with routers returns their losses, too, as an output of its own: hooks of a sharded
+    layer then see the gradient. They are appended to ``losses``.
+    """
     if is_empty(layout) and is_sharded(layers):
         return skip_layers(layers, x)
     all_seeds = draw_layer_seeds(cast("Iterable[Layer]", layers), x)
@@ -162,12 +164,12 @@ def run_layers(
 
 
 def is_empty(*layouts: PackedLayout) -> bool:
-    """Return whether the host knows that a batch has no row in one of its layouts."""
+    """Whether the host knows that a batch has no row in one of its layouts."""
     return all(layout.known_on_host for layout in layouts) and 0 in [x.total for x in layouts]
 
 
 def _is_reached(layer: nn.Module, inputs: Iterable[Any]) -> bool:
-    """Return whether the backward reaches a layer: it, or something before it, is trained."""
+    """Whether the backward reaches a layer: it, or something before it, is trained."""
     values = [x.values if isinstance(x, PackedSequence) else x for x in inputs]
     tensors = [x for x in values if isinstance(x, Tensor)]
     return any(x.requires_grad for x in (*tensors, *layer.parameters()))

@@ -28,7 +28,6 @@ class ConvSubsampling(nn.Module):
     def __init__(
         self, mel_bins: int, channels: int, width: int, factor: int = 8, *, causal: bool = False
     ):
-        """Build the layers; ``mel_bins`` is a multiple of ``factor``, which is 4 or 8."""
         super().__init__()
         self.factor, self.causal = factor, causal
         self.conv = nn.Conv2d(1, channels, 3, stride=2, padding=1)
@@ -81,7 +80,6 @@ class ConvSubsampling(nn.Module):
         return x
 
     def stages(self) -> Iterator[tuple[nn.Conv2d, Linear]]:
-        """Yield the depthwise and pointwise convolutions after the first one, in order."""
         yield self.depthwise1, self.pointwise1
         if self.factor == 8:
             yield self.depthwise2, self.pointwise2
@@ -91,13 +89,12 @@ class ConvSubsampling(nn.Module):
         return linear(x, self.project_weight(), self.linear.bias)
 
     def project_weight(self) -> Tensor:
-        """Return the last layer's weight for channels last, stored as (channel, frequency)."""
+        """The last layer's weight for channels last; it is stored as (channel, frequency)."""
         weight, channels = self.linear.weight, self.conv.weight.shape[0]
         return weight.view(weight.shape[0], channels, -1).transpose(1, 2).flatten(1)
 
 
 def bands(mel_bins: int, factor: int, *, causal: bool) -> list[int]:
-    """Return the number of bands after each convolution of stride 2."""
     found = [mel_bins]
     for _ in range(factor.bit_length() - 1):
         found.append(found[-1] // 2 + 1 if causal else found[-1] // 2)
@@ -105,6 +102,6 @@ def bands(mel_bins: int, factor: int, *, causal: bool) -> list[int]:
 
 
 def _taps(conv: nn.Conv2d) -> tuple[Tensor, Tensor]:
-    """Weight and bias of a convolution of one input channel per filter: (C, 9) and (C,)."""
+    """Weight (C, 9) and bias (C,) of a convolution of one input channel per filter."""
     assert conv.bias is not None
     return conv.weight.flatten(1), conv.bias

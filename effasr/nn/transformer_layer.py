@@ -8,9 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from effasr.nn.attention import SelfAttention
-from effasr.nn.experts.config import ExpertsConfig
-from effasr.nn.experts.feed_forward import build_feed_forward, run_feed_forward
-from effasr.nn.experts.grouping import Groups
+from effasr.nn.experts import ExpertsConfig, Groups, build_feed_forward, run_feed_forward
 from effasr.nn.residual import Residual
 from effasr.nn.stack import Layer, checkpointed_forward
 from effasr_kernels import PackedLayout
@@ -37,7 +35,6 @@ class TransformerLayer(Layer):
         attention_dropout: float = 0.0,
         experts: ExpertsConfig | None = None,
     ):
-        """Build the layer."""
         super().__init__()
         self.dropout = residual_dropout
         self.norm_self_att = nn.LayerNorm(width)
@@ -63,7 +60,7 @@ class TransformerLayer(Layer):
         activation: Literal["relu", "gelu"],
         key_bias: bool = True,
     ) -> TransformerLayer:
-        """Return a layer with the remaining arguments from configuration fields of these names."""
+        """A layer with the remaining arguments from configuration fields of these names."""
         names = "heads", "feed_forward", "bias", *_DROPOUTS
         options = {name: getattr(config, name) for name in names}
         experts = getattr(config, "experts", None)
@@ -71,7 +68,6 @@ class TransformerLayer(Layer):
 
     @property
     def dropouts(self) -> tuple[float, ...]:
-        """Of outputs of modules, of the feed-forward network, and of attention."""
         return self.dropout, self.feed_forward.dropout, self.self_attn.dropout
 
     @checkpointed_forward

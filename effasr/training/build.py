@@ -27,8 +27,7 @@ from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.cost import recomputed_costs
 from effasr.model.learning_cost import learning_cost, learning_text_cost, unreached_layers
-from effasr.nn.experts.feed_forward import ExpertFeedForward
-from effasr.nn.experts.use import ExpertUse
+from effasr.nn.experts import ExpertFeedForward, ExpertUse
 from effasr.nn.stack import apply_activation_checkpointing, compile_layers
 from effasr.optim.adamw import build_adamw
 from effasr.optim.adascale import AdaScale

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from effasr.model.decoder import Decoder
-from effasr.model.decoder_layer import DecoderLayer
+from effasr.model.decoder import Decoder, DecoderLayer
 from effasr.nn.cache.decoder_state import DecoderState
 from effasr.nn.feed_forward import FeedForward
 from effasr.nn.linear import JoinedLinear, Linear, whole_bias

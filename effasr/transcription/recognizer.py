@@ -22,7 +22,7 @@ from effasr.decoding.decoded import Decoded
 from effasr.decoding.greedy import check_config, check_prompt, is_plain_greedy, load_lm
 from effasr.model.asr import ASRModel
 from effasr.model.encoder import FastConformerConfig
-from effasr.nn.parameters.evaluating import evaluating
+from effasr.nn.parameters import evaluating
 from effasr.transcription.batching import plan_batches
 from effasr.transcription.decode_queue import (
     BatchSearch,

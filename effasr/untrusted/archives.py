@@ -14,7 +14,9 @@ _MOST_READ = (64 << 20) + tarfile.BLOCKSIZE
 class BoundedTar:
     """A file for ``tarfile.open``, of which no more is read than it can honestly hold.
 
-    tarfile reads the headers of long names at once, whatever size they claim.
+    tarfile reads the headers of long names at once, whatever size they claim. A gzipped file is
+    unpacked only with an ``unpacked_ratio``: the most bytes that one of its bytes stands for,
+    beyond ``unpacked_bytes``.
     """
 
     def __init__(
@@ -35,7 +37,6 @@ class BoundedTar:
         self._file.close()
 
     def read(self, size: int = -1) -> bytes:
-        """Return bytes."""
         if size > _MOST_READ:
             raise tarfile.ReadError(f"a header in it claims {size} bytes")
         left = max(0, self._end - self._file.tell())
@@ -45,11 +46,9 @@ class BoundedTar:
         return data
 
     def seek(self, place: int) -> int:
-        """Go to a place; raises as `read`."""
         if place > self._end + tarfile.RECORDSIZE:
             raise tarfile.ReadError("a file in it claims to be larger than all of it")
         return self._file.seek(place)
 
     def tell(self) -> int:
-        """Return the place."""
         return self._file.tell()

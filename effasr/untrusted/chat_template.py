@@ -64,7 +64,6 @@ class _Renderer:
         return process.wait()
 
     def end(self) -> None:
-        """End the process."""
         with self._lock:
             if self._process is not None:
                 self._end()
@@ -91,7 +90,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
-    """Return the answer, which ends with a line feed; a part of it where the process has ended."""
+    """The answer, which ends with a line feed; a part of it where the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     left, parts = memoryview(request), []
@@ -125,5 +124,10 @@ os.register_at_fork(after_in_child=_renderer.forget)
 
 
 def render_template(template: str, variables: Mapping[str, Any]) -> str:
-    """Render a template in Jinja's sandbox, in another process."""
+    """Render a template in Jinja's sandbox, in another process; raises `TemplateError`.
+
+    The template has what transformers provides: ``raise_exception``, ``tojson``, ``strftime_now``,
+    ``generation`` blocks, ``break`` and ``continue``. The date is always 26 July 2024, so that the
+    text of a conversation does not depend on the day.
+    """
     return _renderer.render(template, variables)

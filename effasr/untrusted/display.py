@@ -22,33 +22,27 @@ _IN_JSON = re.compile(f"[\x7f-\x9f{BIDI_MARKS}\u2028\u2029]")
 
 
 def escape_controls(text: str) -> str:
-    r"""Return a multi-line text with control characters written as ``\x1b`` or ``\u202e``.
-
-    Line feeds and tabs are kept.
-    """
+    r"""A multi-line text with control characters written as ``\x1b`` or ``\u202e``."""
     return _ESCAPED.sub(_escape, text)
 
 
 def escape_line(text: str) -> str:
-    """Return a text as one line; line feeds and tabs are escaped as well."""
+    """A text as one line; line feeds and tabs are escaped as well."""
     return _ESCAPED_IN_LINE.sub(_escape, text)
 
 
 def escape_json(text: str) -> str:
-    """Return a JSON document with the same value and no raw control characters."""
+    """A JSON document with the same value and no raw control characters."""
     return _IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def display_width() -> int | None:
-    """Return the columns of the terminal to which standard output goes; None if it is none."""
+    """The columns of the terminal to which standard output goes; None if it is none."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def fold(text: str, width: int, indent: str = "  ") -> list[str]:
-    """Return the lines of a paragraph, with ``indent`` before all but the first.
-
-    No word is divided, so that names and paths can be copied.
-    """
+    """The lines of a paragraph; no word is divided, so that names and paths can be copied."""
     lines = textwrap.wrap(
         text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
@@ -71,5 +65,4 @@ class TerminalFormatter(logging.Formatter):
     """Formats log records and escapes raw control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record as `logging.Formatter` does, and escape its control characters."""
         return escape_controls(super().format(record))

@@ -33,12 +33,10 @@ WRONG_VALUES = (LookupError, TypeError, AttributeError, ArithmeticError, Runtime
 
 
 def read_json(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> Any:
-    """Return the content of a JSON file."""
     return parse_json(read_text(path, most_bytes), str(path))
 
 
 def read_json_object(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> dict[str, Any]:
-    """Return the content of a JSON file that holds an object; raises as `read_json`."""
     found = read_json(path, most_bytes)
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold a JSON object, but holds a {type(found).__name__}.")
@@ -46,7 +44,7 @@ def read_json_object(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> dict
 
 
 def parse_json(text: str, name: str) -> Any:
-    """Parse a JSON document."""
+    """Parse a JSON document; a ValueError with its name for whatever is wrong with it."""
     try:
         value = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -57,7 +55,6 @@ def parse_json(text: str, name: str) -> Any:
 
 
 def is_deep(value: Any, most: int = MOST_DEPTH) -> bool:
-    """Return whether lists and mappings are nested deeper than ``most``."""
     level, depth = [value], 0
     while level := [inner for one in level for inner in _children(one)]:
         depth += 1
@@ -86,14 +83,13 @@ def read_yaml(
     *,
     has_checksum: bool = False,
 ) -> Any:
-    """Return the content of a YAML file."""
+    """Parse a YAML file, and compare it with its checksum line, which may have been removed."""
     if has_checksum:
         _verify_checksum_line(read_bytes(path, YAML_BYTES), str(path))
     return parse_yaml(read_text(path, YAML_BYTES), str(path), loader)
 
 
 def with_checksum_line(text: str) -> str:
-    """Return a YAML document with a last line that has the checksum of the others, a comment."""
     return text + _CHECKSUM_LINE.format(zlib.crc32(text.encode()))
 
 
@@ -107,7 +103,7 @@ def _verify_checksum_line(content: bytes, name: str) -> None:
 
 
 def parse_yaml(text: str, name: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """Parse a YAML document of plain data."""
+    """Parse a YAML document of plain data; a ValueError with its name for whatever is wrong."""
     try:
         reader = loader(text)
         try:
@@ -126,7 +122,7 @@ def parse_yaml(text: str, name: str, loader: type[yaml.SafeLoader] = yaml.SafeLo
 
 
 def _expanded(node: yaml.Node, sizes: dict[int, int], depth: int) -> int:
-    """Return the number of values in a node after all aliases are expanded."""
+    """The number of values in a node after all aliases are expanded."""
     if depth > MOST_DEPTH:
         raise ValueError(f"it must be nested at most {MOST_DEPTH} deep, but is deeper")
     if isinstance(node, yaml.ScalarNode):

@@ -16,7 +16,7 @@ DOCUMENT_BYTES = 64 << 20
 
 
 def open_regular(path: str | Path, most_bytes: int | None = None) -> BinaryIO:
-    """Open a regular file for reading."""
+    """Open a regular file for reading; a ValueError for a FIFO, a device, or one of more bytes."""
     _check(path, os.stat(path), most_bytes)
     # The file may be replaced by a pipe in between; opening that would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -41,7 +41,6 @@ def _check(path: str | Path, found: os.stat_result, most_bytes: int | None) -> N
 
 
 def read_bytes(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> bytes:
-    """Return the content of a file; raises as `open_regular`."""
     with open_regular(path, most_bytes) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
@@ -50,7 +49,6 @@ def read_bytes(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> str:
-    """Return the content of a UTF-8 file."""
     try:
         return read_bytes(path, most_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -58,7 +56,7 @@ def read_text(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> str:
 
 
 def plain_name(name: object, where: str) -> str:
-    """Return a file name after checking that it has no folder part."""
+    """A file name of a document, after checking that it has no folder part."""
     if (
         not isinstance(name, str)
         or name in ("", ".", "..")

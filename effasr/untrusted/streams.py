@@ -63,8 +63,6 @@ def _text(file: Any, before: Any, *, line_buffering: bool) -> io.TextIOWrapper:
 
 
 class _Output(io.FileIO):
-    """Standard output: errors name it."""
-
     def write(self, data: Any) -> int | None:
         try:
             return super().write(data)
@@ -74,8 +72,6 @@ class _Output(io.FileIO):
 
 
 class _Messages(io.FileIO):
-    """Standard error: what cannot be written is dropped."""
-
     def write(self, data: Any) -> int:
         left = memoryview(data)
         try:

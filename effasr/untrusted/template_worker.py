@@ -39,7 +39,6 @@ class _GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the content as a block."""
         line = next(parser.stream).lineno
         content = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(content, lineno=line)
@@ -50,7 +49,7 @@ def _raise(message: object) -> None:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """Return JSON; Jinja's own filter would escape for HTML."""
+    """Jinja's own filter would escape for HTML."""
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
@@ -80,7 +79,7 @@ def _limit_memory(size: int) -> None:
 
 
 def _within(limit: int, hard: int) -> int:
-    """Return a limit that a process may set: only the administrator may raise a hard limit."""
+    """A limit that a process may set: only the administrator may raise a hard limit."""
     return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
 
 
@@ -99,7 +98,6 @@ def _answer(request: dict[str, Any], memory: int, characters: int) -> dict[str, 
 
 
 def main(seconds: int, memory: int, characters: int) -> None:
-    """Answer requests to the end of standard input."""
     # Of ctrl-C, which the terminal sends to this process as well, the parent takes care.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

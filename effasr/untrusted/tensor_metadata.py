@@ -45,7 +45,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return the metadata of a folder that holds tensors alone, all of them in its own files.
+    """The metadata of a folder that holds tensors alone, all of them in its own files.
 
     No code that the file names is run. `FileSystemReader.read_metadata` of torch would run it, and
     its planners would unpickle values that are no tensors without limits.

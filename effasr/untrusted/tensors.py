@@ -20,7 +20,9 @@ def load_tensors(path: Path, *, mmap: bool = False) -> Any:
     """Load a ``torch.save`` file of tensors and plain values on the CPU.
 
     No code in the file is run: only ``weights_only`` unpickling is used. torch writes files without
-    compression, so a file whose content is larger than the file is refused.
+    compression, so a file whose content is larger than the file is refused. Files of torch before
+    1.6 are no zip files, and are not mapped. Besides OSError, UnpicklingError (other content) and
+    ValueError, torch and zipfile raise various exceptions for a damaged file.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -33,6 +35,6 @@ def load_tensors(path: Path, *, mmap: bool = False) -> Any:
 
 
 def is_honest(tensor: Tensor) -> bool:
-    """Return whether a tensor's storage holds all its values (strides of 0 repeat values)."""
+    """Whether a tensor's storage holds all its values (strides of 0 repeat values)."""
     values = tensor.numel() * tensor.element_size()
     return tensor.layout == torch.strided and values <= tensor.untyped_storage().nbytes()

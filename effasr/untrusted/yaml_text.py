@@ -18,7 +18,7 @@ _SEPARATORS = re.compile("[\x85\u2028\u2029]")
 
 
 class _Dumper(yaml.SafeDumper):
-    """`yaml.SafeDumper` with quotes around more texts."""
+    pass
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -31,12 +31,11 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def dump_yaml(value: Any) -> str:
-    """Return a document with a plain value, whose mappings keep their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def dump_scalar(text: str | None) -> str:
-    """Return a text as a scalar on one line, quoted where necessary."""
+    """A text as a scalar on one line, quoted where necessary."""
     dumped = yaml.dump(
         [text],
         Dumper=_Dumper,

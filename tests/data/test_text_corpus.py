@@ -17,7 +17,7 @@ from effasr.data.manifest.reader import read
 from effasr.data.mixture import MixConfig
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer, train_tokenizer
-from effasr.nn.experts.config import ExpertsConfig
+from effasr.nn.experts import ExpertsConfig
 
 EN = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 DE = ["null", "eins", "zwei", "drei", "vier", "sechs", "sieben", "acht", "neun", "zehn"]

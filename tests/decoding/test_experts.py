@@ -11,7 +11,7 @@ from effasr.data.prompt import Prompt
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.decoding.greedy import attention_greedy
 from effasr.model.asr import ASRModel
-from effasr.nn.experts.config import ExpertsConfig
+from effasr.nn.experts import ExpertsConfig
 from tests.decoding.cases import (
     assert_independent_of_batch,
     batch_of,

@@ -18,9 +18,7 @@ from effasr.model.cost import cost_model
 from effasr.model.encoder import FastConformerEncoder
 from effasr.model.learning_cost import learning_cost
 from effasr.model.streaming_encoder import check_streamable
-from effasr.nn.experts.config import ExpertsConfig
-from effasr.nn.experts.feed_forward import ExpertFeedForward
-from effasr.nn.experts.use import ExpertUse
+from effasr.nn.experts import ExpertFeedForward, ExpertsConfig, ExpertUse
 from effasr.nn.lora import (
     LoRAConfig,
     LoRAGroupedLinear,

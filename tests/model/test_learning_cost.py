@@ -15,9 +15,9 @@ from effasr.model.cost import cost_model, recomputed_costs, text_cost_model
 from effasr.model.learning_cost import learning_cost, learning_text_cost, unreached_layers
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
-from effasr.nn.experts.config import ExpertsConfig
+from effasr.nn.experts import ExpertsConfig
 from effasr.nn.lora import LoRAConfig, adapt
-from effasr.nn.parameters.patterns import freeze
+from effasr.nn.parameters import freeze
 from effasr.nn.stack import apply_activation_checkpointing
 
 VOCABULARY = 40

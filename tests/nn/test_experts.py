@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 from effasr.data.prompt import Prompt
+from effasr.nn import experts
 from effasr.nn import residual as residuals
-from effasr.nn.experts import feed_forward
-from effasr.nn.experts.config import ExpertsConfig
-from effasr.nn.experts.feed_forward import ExpertFeedForward
-from effasr.nn.experts.grouping import Groups
-from effasr.nn.experts.router import Router
+from effasr.nn.experts import ExpertFeedForward, ExpertsConfig, Groups, Router
 from effasr.nn.feed_forward import FeedForward
 from effasr.nn.residual import Residual
 from effasr.nn.stack import Layer, checkpointed_forward
@@ -195,7 +192,7 @@ def test_joined_steps_are_the_separate_ones(
         groups = Groups.of_sequences(torch.tensor([2, 1, 0, 2]), layout, config.count)
     call = lambda: module(x, _residual(layout), groups=groups)
     separate = call()
-    for place in (residuals, feed_forward):
+    for place in (residuals, experts):
         monkeypatch.setattr(place, "is_fused", lambda x: True)
     torch.testing.assert_close(call(), separate)
 

@@ -13,7 +13,7 @@ from effasr.data.features.log_mel import LogMel
 from effasr.data.features.spec_augment import SpecAugmentConfig, spec_augment
 from effasr.model.losses import gather_losses
 from effasr.model.whisper_encoder import ConvolutionStem
-from effasr.nn.norms import BatchNorm
+from effasr.nn.convolution import BatchNorm
 from effasr.nn.positions import decoder_sinusoids, relative_sinusoids, whisper_sinusoids
 from effasr.nn.predictor import LSTMPredictor, StatelessPredictor
 from effasr.nn.subsampling import ConvSubsampling

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from effasr.nn.norms import BatchNorm
+from effasr.nn.convolution import BatchNorm
 from effasr_kernels import PackedLayout
 
 LENGTHS, TAIL, CHANNELS = (7, 0, 1, 12), 5, 6

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from effasr.nn.parameters.patterns import evaluate_frozen, freeze, matching
+from effasr.nn.parameters import evaluate_frozen, freeze, matching
 
 PATHS = ["encoder.layers.0.weight", "encoder.layers.1.weight", "encoder.layers.12.weight", "head.b"]
 

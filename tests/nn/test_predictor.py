@@ -5,9 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from effasr.nn.padded_view import PaddedView
-from effasr.nn.predictor import LSTMPredictor, StatelessPredictor, after_start
-from effasr.nn.recurrent import lstm
+from effasr.nn.predictor import LSTMPredictor, PaddedView, StatelessPredictor, after_start, lstm
 from effasr_kernels import PackedLayout
 
 LABELS, WIDTH = 7, 6

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from effasr.model.decoder import Decoder
-from effasr.model.decoder_layer import DecoderConfig, DecoderLayer
+from effasr.model.decoder import Decoder, DecoderConfig, DecoderLayer
 from effasr.model.encoder import ConformerLayer, FastConformerConfig, _Context
 from effasr.nn import attention, feed_forward, residual
 from effasr.nn.lora import LoRAConfig, adapt

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from effasr.nn.cache.contiguous import CacheSizes
-from effasr.nn.cache.paged import PAGE
-from effasr.nn.cache.shared_pages import SharedPageCache, most_pages
+from effasr.nn.cache.paged import PAGE, SharedPageCache, most_pages
 
 LAYERS, HEADS, WIDTH = 2, 2, 8
 SIZES = CacheSizes(LAYERS, HEADS, WIDTH, torch.float64, torch.device("cpu"))

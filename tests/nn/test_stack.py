@@ -14,7 +14,7 @@ from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.text_encoder import TextEncoderConfig
-from effasr.nn.norms import BatchNorm
+from effasr.nn.convolution import BatchNorm
 from effasr.nn.stack import apply_activation_checkpointing, is_recomputing
 from tests.training.conftest import VOCABULARY, make_batch
 

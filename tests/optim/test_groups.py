@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from effasr.nn.recurrent import LSTM
+from effasr.nn.predictor import LSTM
 from effasr.optim.groups import parameter_groups
 
 

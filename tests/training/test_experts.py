@@ -11,9 +11,7 @@ from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, TextExample, collate, collate_text
 from effasr.model.asr import ASRModel
 from effasr.model.text_encoder import TextEncoderConfig
-from effasr.nn.experts.config import ExpertsConfig
-from effasr.nn.experts.feed_forward import ExpertFeedForward
-from effasr.nn.experts.use import ExpertUse
+from effasr.nn.experts import ExpertFeedForward, ExpertsConfig, ExpertUse
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training.step import train_step

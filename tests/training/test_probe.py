@@ -15,7 +15,7 @@ from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
-from effasr.nn.experts.config import ExpertsConfig
+from effasr.nn.experts import ExpertsConfig
 from effasr.training.diagnostics.probe import Probe
 from effasr.training.diagnostics.probe_sums import ProbeSums
 from effasr_kernels import pack

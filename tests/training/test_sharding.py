@@ -14,7 +14,7 @@ from effasr.data.collate import TextExample, collate, collate_text
 from effasr.data.conversation.batch import ConversationBatch
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.text_encoder import TextEncoderConfig
-from effasr.nn.experts.config import ExpertsConfig
+from effasr.nn.experts import ExpertsConfig
 from effasr.nn.lora import LoRAConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.training.config import TrainConfig

@@ -22,7 +22,7 @@ from effasr.evaluation.text_pairs import evaluate_pairs
 from effasr.evaluation.wer import count_errors
 from effasr.model.cost import cost_model, text_cost_model
 from effasr.model.text_encoder import TextEncoderConfig
-from effasr.nn.experts.config import ExpertsConfig
+from effasr.nn.experts import ExpertsConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training import build

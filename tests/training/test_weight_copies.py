@@ -13,7 +13,7 @@ from effasr.data.config import DataConfig
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.transducer import TransducerConfig
 from effasr.nn.lora import LoRAConfig, adapt
-from effasr.nn.parameters.patterns import freeze
+from effasr.nn.parameters import freeze
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.adascale import AdaScaleConfig
 from effasr.training import build

@@ -17,7 +17,7 @@ from effasr.decoding.config import DecodingConfig
 from effasr.evaluation.text_pairs import evaluate_pairs
 from effasr.model.asr import ASRModel
 from effasr.model.text_encoder import TextEncoderConfig
-from effasr.nn.experts.config import ExpertsConfig
+from effasr.nn.experts import ExpertsConfig
 from effasr.transcription.results import Alternative, Failure, Segment, Transcription
 from effasr.transcription.second_pass.corrector import Corrector, joined_texts, retimed
 from effasr.transcription.second_pass.text_to_text import TextToText, Written, source_of

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from effasr.model.decoder import Decoder
-from effasr.model.decoder_layer import DecoderConfig
+from effasr.model.decoder import Decoder, DecoderConfig
 from effasr.nn.cache.decoder_state import DecoderState
 from effasr.nn.lora import LoRAConfig, adapt, merged
 from effasr.transcription.packed_decoder import PackedDecoder, can_pack

@@ -19,7 +19,7 @@ from effasr.decoding.suppression import Suppression
 from effasr.model.asr import ASRModel
 from effasr.nn.cache.contiguous import GROUP
 from effasr.nn.cache.decoder_state import KEPT_SHARE
-from effasr.nn.experts.encoder_output import EncoderOutput, expert_of
+from effasr.nn.experts import EncoderOutput, expert_of
 from effasr_kernels import PackedSequence
 
 _AHEAD = 2

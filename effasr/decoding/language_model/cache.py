@@ -12,7 +12,7 @@ from effasr.model.cost import language_model_sizes
 from effasr.model.language_model.model import LanguageModel
 from effasr.model.language_model.packed_attention import AttentionContext, PackedContext
 from effasr.nn.cache.contiguous import CacheSizes, ContiguousCache
-from effasr.nn.cache.shared_pages import SharedPageCache
+from effasr.nn.cache.paged import SharedPageCache
 from effasr_kernels import PackedSequence
 
 

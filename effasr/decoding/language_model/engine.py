@@ -16,7 +16,7 @@ from effasr.decoding.decoded import Decoded
 from effasr.decoding.language_model.cache import CachedConversations
 from effasr.model.asr import ASRModel
 from effasr.nn.cache.decoder_state import KEPT_SHARE
-from effasr.nn.cache.shared_pages import most_pages
+from effasr.nn.cache.paged import most_pages
 from effasr_kernels import PackedLayout, PackedSequence
 
 _ADMITTED_SHARE = 1 / 8

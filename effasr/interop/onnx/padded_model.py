@@ -18,8 +18,7 @@ from effasr.model.decoder import Decoder, DecoderLayer
 from effasr.model.encoder import ConformerLayer, FastConformerEncoder
 from effasr.model.whisper_encoder import WhisperEncoder
 from effasr.nn.attention import CrossAttention, RelativeSelfAttention, SelfAttention
-from effasr.nn.convolution import ConformerConvolution
-from effasr.nn.norms import BatchNorm
+from effasr.nn.convolution import BatchNorm, ConformerConvolution
 from effasr.nn.positions import relative_sinusoids, sinusoids
 from effasr.nn.subsampling import ConvSubsampling
 from effasr.nn.transformer_layer import TransformerLayer
@@ -49,10 +48,8 @@ class PaddedEncoder(nn.Module):
         """Encode."""
         # features: float32 (B, T, mel_bins), from `effasr.data.features.log_mel.LogMel` for each
         # utterance, followed by arbitrary rows; lengths: int64 (B,), real rows of each, at least
-        # one -> Frames, (B, T / subsampling rounded up, width), and their lengths, int64 (B,); with
-        # a decoder the keys and values of its layers, (layers, B, heads, frames, head_dim) each;
-        # with a CTC head log-probabilities of tokens and blank, (B, frames, V + 1); with a
-        # transducer the encoder's share of its joint network, (B, frames, J)
+        # one -> (B, T / subsampling rounded up, width), int64 (B,), (layers, B, heads, frames,
+        # head_dim), (B, frames, V + 1), (B, frames, J)
         if isinstance(self.encoder, WhisperEncoder):
             x, lengths = _whisper(self.encoder, features, lengths)
         else:
@@ -91,7 +88,7 @@ class PaddedDecoderStep(nn.Module):
         """Decode."""
         # tokens: int64 (B,), the next token of each; positions: int64 (B,), P; an exporter would
         # make a constant of a size; past_keys: (layers, B, heads, P, head_dim), of the P earlier
-        # tokens, none at first -> Logits (B, V), and keys and values with those of the new token
+        # tokens, none at first -> (B, V)
         decoder = self.decoder
         x = decoder.embed(tokens, positions)[:, None]
         heard = _mask(encoded_lengths, cross_keys.shape[3])[:, None, None]

@@ -95,7 +95,10 @@ class _Joiner(nn.Module):
 def export_sherpa(
     model: ASRModel, directory: Path, pieces: Sequence[str], context: Context | None = None
 ) -> list[str]:
-    """Write ``tokens.txt``, and the graphs of the CTC head and the transducer, whichever there are.
+    """Write ``tokens.txt``, and the graphs of the CTC head and the transducer.
+
+    With a context, they are for sherpa-onnx's OnlineRecognizer, else for its OfflineRecognizer.
+    ``pieces`` are the texts of the tokens, with the character U+2581 for a space.
     """
     check_packages()
     refuse_experts(model.config, "sherpa-onnx")
@@ -133,7 +136,6 @@ def export_sherpa(
 
 
 def _check_runnable(model: ASRModel, context: Context | None) -> None:
-    """Check that sherpa-onnx can run a model; raises ValueError."""
     config, features = model.config.encoder, model.config.features
     check(
         features.kind == "parakeet" and features.sample_rate == 16_000,
@@ -194,7 +196,6 @@ def _write_encoder(
 
 
 def _write_step(step: SherpaStep, path: Path) -> dict[str, object]:
-    """Write the encoder of a chunk; return the metadata of streams."""
     count = len(_EXAMPLE_ROWS)
     caches = step.begin(count)
     inputs = {
@@ -212,7 +213,6 @@ def _write_step(step: SherpaStep, path: Path) -> dict[str, object]:
 
 
 def _write_transducer(head: Transducer, directory: Path) -> dict[str, object]:
-    """Write predictor and joint network; return the metadata of the predictor."""
     decoder, count = _Decoder(head).eval(), 3
     layers, width = decoder.sizes
     inputs = {

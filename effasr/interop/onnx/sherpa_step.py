@@ -47,9 +47,7 @@ class SherpaStep(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Encode the next chunk of each stream."""
         # audio_signal: float32 (B, mel_bins, rows); length: int64 (B,), the number of rows;
-        # cache_last_channel_len: int64, see the class -> Log-probabilities (B, c, V + 1) or the
-        # encoder's share of the joint network (B, J, c); the number of frames of each stream; and
-        # the three caches of the next step
+        # cache_last_channel_len: int64, see the class -> (B, c, V + 1), (B, J, c)
         frames = torch.full_like(length, self.step.context.chunk)
         caches = self._unpacked(cache_last_channel, cache_last_time, cache_last_channel_len)
         found = self.step(audio_signal.mT, length, frames, **caches)

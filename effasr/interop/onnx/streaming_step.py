@@ -91,9 +91,7 @@ class StreamingStep(nn.Module):
         # float32 (B, kept s, mel_bins), the rows before; cache_keys: float32 (layers, B, left,
         # heads, head_dim); cache_conv: float32 (layers, B, conv_kernel - 1, 2 width), inputs of the
         # convolutions; cache_frames: int64 (B,), frames so far; cache_missing: int64 (B,), rows
-        # that the chunk before lacked -> Frames (B, c, width), the real ones first;
-        # log-probabilities (B, c, V + 1) with a CTC head; the encoder's share of the joint network
-        # (B, c, J) with a transducer; and the caches of the next step
+        # that the chunk before lacked -> (B, c, width), (B, c, V + 1), (B, c, J)
         config, context = self.encoder.config, self.context
         chunk, active = context.chunk, frames > 0
         x = self._subsampled(features, lengths, cache_mel, cache_frames, cache_missing)

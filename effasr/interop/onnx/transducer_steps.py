@@ -55,8 +55,7 @@ class LSTMStep(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Read a label."""
         # tokens: int64 (B,), the blank at first; input_states_1: (layers, B, P), the hidden state;
-        # input_states_2: (layers, B, P), the cell -> The predictor's share of the joint network (B,
-        # J), and both states of the next label
+        # input_states_2: (layers, B, P), the cell -> (B, J)
         x, lstm = self.predictor.embedding(tokens), self.predictor.lstm
         hidden, cells = [], []
         for layer in range(lstm.layers):
@@ -84,8 +83,7 @@ class StatelessStep(nn.Module):
     def forward(self, tokens: Tensor, input_states_1: Tensor | None = None) -> tuple[Tensor, ...]:
         """Read a label."""
         # tokens: int64 (B,), the blank at first; input_states_1: int64 (B, context - 1), the labels
-        # before it -> The predictor's share of the joint network (B, J), and the state of the next
-        # label
+        # before it -> (B, J)
         seen = tokens[:, None]
         if input_states_1 is not None:
             seen = torch.cat([input_states_1, seen], 1)
@@ -106,8 +104,7 @@ class JointStep(nn.Module):
     def forward(self, encoder_projected: Tensor, predictor_projected: Tensor) -> tuple[Tensor, ...]:
         """Score."""
         # encoder_projected: (B, J), a frame of each utterance; predictor_projected: (B, J), from
-        # the predictor -> Logits of labels and blank, (B, V + 1); with durations also theirs, (B,
-        # D)
+        # the predictor -> (B, V + 1), (B, D)
         joint = encoder_projected + predictor_projected
         scores = self.output(joint.relu() if self.activation == "relu" else joint.tanh())
         if scores.shape[-1] == self.symbols:

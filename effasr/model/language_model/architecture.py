@@ -6,7 +6,11 @@ The modules are those of the installed transformers. Code that a folder may cont
 from __future__ import annotations
 
 import json
+import logging
 import math
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,9 +18,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
-from effasr.model.language_model.packed_attention import register
+from effasr.model.language_model.packed_attention import CONTEXT, PackedContext, register
 from effasr.untrusted.documents import parse_json, read_json_object
+from effasr_kernels import PackedLayout
 
 CONFIG_FILE = "config.json"
 
@@ -29,7 +39,7 @@ _MATRICES = (
 
 
 def read_architecture(directory: str | Path) -> str:
-    """Return the ``config.json`` of a language model as one line of JSON."""
+    """The ``config.json`` of a language model as one line of JSON."""
     path = Path(directory) / CONFIG_FILE
     if not path.is_file():
         raise ValueError(
@@ -68,7 +78,7 @@ def check_sizes(config: Any, path: Path) -> None:
 
 
 def model_config(architecture: str, origin: str = "language_model.architecture") -> Any:
-    """Return the configuration object of transformers for a ``config.json``."""
+    """The configuration object of transformers for a ``config.json``."""
     transformers = import_transformers()
     mapping = parse_json(architecture, origin)
     kind = mapping.pop("model_type", None) if isinstance(mapping, dict) else None
@@ -91,7 +101,6 @@ def model_config(architecture: str, origin: str = "language_model.architecture")
 
 
 def import_transformers() -> Any:
-    """Import transformers."""
     try:
         import transformers
     except ImportError as error:
@@ -103,7 +112,7 @@ def import_transformers() -> Any:
 
 
 def build_causal_model(architecture: str) -> Any:
-    """Build transformers' model in float32 with packed attention and initialized weights."""
+    """Transformers' model in float32 with packed attention and initialized weights."""
     transformers, config = import_transformers(), model_config(architecture)
     config.use_cache = False
     try:
@@ -119,8 +128,7 @@ def build_causal_model(architecture: str) -> Any:
 
 
 def max_rows(architecture: str) -> int | None:
-    """Return the most rows of a conversation: by positions and sliding windows; None for no limit.
-    """
+    """Most rows of a conversation, by positions and sliding windows; None for no limit."""
     config = model_config(architecture)
     limits = [getattr(config, "max_position_embeddings", None)]
     kinds = getattr(config, "layer_types", None)
@@ -132,21 +140,18 @@ def max_rows(architecture: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes of a language model that costs and adapters depend on."""
-
     width: int  # Channels of a row
     vocab_size: int  # Classes of the output
-    layers: int  # Number of layers
+    layers: int
     attention: int  # Channels of all query heads of a layer
     heads: int  # Query heads of a layer
     key_heads: int  # Heads of keys and values of a layer
-    head_dim: int  # Channels of a head
+    head_dim: int
     linear: int  # Weights of all matrices but the embeddings and the output
 
 
 @cache
 def model_sizes(architecture: str) -> ModelSizes:
-    """Return the sizes of a language model."""
     with torch.device("meta"):
         model = build_causal_model(architecture)
     config, output = model.config, model.get_output_embeddings()
@@ -166,3 +171,55 @@ def model_sizes(architecture: str) -> ModelSizes:
         head_dim=head_dim,
         linear=linear,
     )
+
+
+_LENGTHS = (5, 3)
+_WAITS = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+@cache
+def host_read(architecture: str) -> str | None:
+    """Where a forward over packed rows asks the device for a value; None if it does not.
+
+    Dynamic rotary positions, for example, are chosen by the longest position that occurs: the host
+    waits for the device there, and a CUDA graph cannot record it. The forward runs on tensors
+    without values, so it takes no memory, and whatever reads a value fails. A forward that fails
+    for another reason, as some mixtures of experts do, counts as one that reads.
+    """
+    with FakeTensorMode(), torch.no_grad(), _without_log():
+        causal = build_causal_model(architecture).train()
+        model = getattr(causal, causal.base_model_prefix)
+        layout = PackedLayout.from_lengths(_LENGTHS)
+        width = causal.get_input_embeddings().weight.shape[1]
+        try:
+            model(
+                inputs_embeds=torch.empty(1, sum(_LENGTHS), width),
+                position_ids=torch.zeros(1, sum(_LENGTHS), dtype=torch.int64),
+                use_cache=False,
+                **{CONTEXT: PackedContext(layout)},
+            )
+        except _WAITS as error:
+            return _place(error)
+        except Exception as error:  # Modules of any family fail in any way without values.
+            problem = " ".join(str(error).split())[:120]
+            return f"{_place(error)}: {problem}"
+    return None
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Keep torch from logging a stack for each operator that fails on tensors without values."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was_disabled
+
+
+def _place(error: Exception) -> str:
+    """The innermost line of transformers, and the operator that has no value."""
+    frames = [x for x in traceback.extract_tb(error.__traceback__) if "transformers" in x.filename]
+    where = f"{Path(frames[-1].filename).name} line {frames[-1].lineno}, " if frames else ""
+    operator = getattr(error, "func", None)
+    return f"{where}{operator if operator is not None else type(error).__name__}"

@@ -59,12 +59,10 @@ class FusedModules:
         return ", ".join(f"{a} of {b} {name}" for name, (a, b) in self.counts.items())
 
     def suspend(self) -> None:
-        """Give the modules their own forwards."""
         for module, _ in self.forwards:
             del module.forward
 
     def resume(self) -> None:
-        """Give the modules the forwards by operations."""
         for module, forward in self.forwards:
             module.forward = forward
 
@@ -72,8 +70,7 @@ class FusedModules:
 def fuse(model: nn.Module) -> FusedModules:
     """Replace the forwards of the modules that compute what an operation does.
 
-    Parameters and names stay. On a CPU, and wherever else the operation has no kernel, the module's
-    own forward is called.
+    On a CPU, and wherever else the operation has no kernel, the module's own forward is called.
     """
     found = FusedModules()
     for module in model.modules():
@@ -91,13 +88,13 @@ def fuse(model: nn.Module) -> FusedModules:
 
 @cache
 def fused_modules(architecture: str) -> str:
-    """Return how many modules of each kind are fused in a language model, as shown to users."""
+    """How many modules of each kind are fused in a language model, as shown to users."""
     with torch.device("meta"):
         return str(fuse(build_causal_model(architecture)))
 
 
 def _resembles_norm(module: nn.Module) -> bool:
-    """Whether it has one vector of weights and an epsilon, and nothing else."""
+    """It has one vector of weights and an epsilon, and nothing else."""
     parameters = dict(module.named_parameters())
     return (
         list(parameters) == ["weight"]
@@ -139,7 +136,7 @@ _JOINED = {"gate_up_proj", "down_proj"}
 
 
 def _resembles_gated(module: nn.Module) -> bool:
-    """Whether it has projections to gates and values, an activation, and a projection back."""
+    """It has projections to gates and values, an activation, and a projection back."""
     linear = {name for name, x in module.named_children() if isinstance(x, nn.Linear)}
     # Neither a gate that learns nor one that drops is an activation.
     owners = {name.partition(".")[0] for name, _ in module.named_parameters()}
@@ -190,21 +187,19 @@ KINDS = (
 
 
 class _Given(nn.Module):
-    """Returns given rows for the input that it expects."""
+    """Returns the stored rows for the input that it expects."""
 
     def __init__(self, expected: Tensor, rows: Tensor) -> None:
         super().__init__()
         self.expected, self.rows = expected, rows
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return them."""
         if x.shape != self.expected.shape or not torch.equal(x, self.expected):
             raise ValueError("another input")
         return self.rows
 
 
 def _copy(module: nn.Module) -> Any:
-    """Return a module with the same attributes, whose parts can be replaced."""
     probe = copy.copy(module)
     for name in ("_parameters", "_buffers", "_modules"):
         setattr(probe, name, dict(getattr(module, name)))
@@ -212,7 +207,6 @@ def _copy(module: nn.Module) -> Any:
 
 
 def _random(rows: int, width: int, *, seed: int = 0) -> Tensor:
-    """Return rows of different scales."""
     generator = torch.Generator("cpu").manual_seed(seed)
     scales = torch.logspace(*_SCALES, rows, device="cpu")
     return torch.randn(rows, width, generator=generator, device="cpu") * scales[:, None]
@@ -220,7 +214,6 @@ def _random(rows: int, width: int, *, seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def _equal(module: nn.Module, operation: Forward, x: Tensor) -> bool:
-    """Whether a module computes what an operation does."""
     try:
         own = module(x)
     except Exception:  # Modules of any family fail in any way on rows that they do not expect.

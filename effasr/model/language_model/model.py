@@ -1,4 +1,4 @@
-"""A causal language model behind a speech encoder."""
+"""A causal language model behind a speech encoder, and the adapter between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from effasr.data.conversation.batch import ConversationBatch
-from effasr.model.language_model.adapter import StackingAdapter
 from effasr.model.language_model.architecture import build_causal_model
 from effasr.model.language_model.config import LanguageModelConfig
 from effasr.model.language_model.fused import fuse
@@ -22,7 +21,28 @@ from effasr.model.language_model.packed_attention import (
     AttentionContext,
     PackedContext,
 )
+from effasr.nn.linear import Linear
 from effasr_kernels import PackedLayout
+
+
+class StackingAdapter(nn.Module):
+    """Stacks k neighbouring frames and projects them: one or two linear layers."""
+
+    def __init__(self, width: int, output: int, stack: int, hidden: int | None):
+        super().__init__()
+        self.stack = stack
+        self.stack_proj = Linear(stack * width, output if hidden is None else hidden)
+        self.output_proj = None if hidden is None else Linear(hidden, output)
+
+    def forward(self, encoded: Tensor, stacks: Tensor) -> Tensor:
+        """Map frames to rows."""
+        # encoded: (T, width); stacks: int64 (A, k), the frames of each row; T for a frame past the
+        # end of its clip, which counts as zeros -> (A, output)
+        frames = torch.cat([encoded, encoded.new_zeros(1, encoded.shape[1])])
+        stacked = frames.index_select(0, stacks.flatten()).view(stacks.shape[0], -1)
+        x = self.stack_proj(stacked)
+        return x if self.output_proj is None else self.output_proj(F.gelu(x))
+
 
 _TOLERANCE = 1e-3
 """Largest difference of logits from transformers', as a share of the largest logit."""
@@ -38,7 +58,6 @@ class LanguageModel(nn.Module):
     """
 
     def __init__(self, config: LanguageModelConfig, encoder_width: int):
-        """Build the modules, with initialized weights."""
         super().__init__()
         if config.architecture is None:
             raise ValueError(
@@ -61,27 +80,23 @@ class LanguageModel(nn.Module):
 
     @property
     def embed_tokens(self) -> nn.Embedding:
-        """The embedding of tokens."""
         return self.model.get_input_embeddings()
 
     @property
     def output_weight(self) -> Tensor:
-        """(V, width), the weight of the logits."""
+        """(V, width), tied or not."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     @property
     def output_bias(self) -> Tensor | None:
-        """(V,), or None."""
         return None if self.lm_head is None else self.lm_head.bias
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits: (..., width) to (..., V)."""
         return F.linear(hidden, self.output_weight, self.output_bias)
 
     def embed(self, batch: ConversationBatch, encoded: Tensor | None) -> Tensor:
-        """Return the input rows: embedded tokens, and the speech in their places."""
-        # encoded: (T, encoder width), the encoder output of their clips; None without any -> (U,
-        # width)
+        """Input rows (U, width): embedded tokens, and the speech in their places."""
+        # encoded: (T, encoder width), the encoder output of their clips; None without any
         x = self.embed_tokens(batch.tokens.values)
         if encoded is None:
             return x
@@ -115,14 +130,14 @@ class LanguageModel(nn.Module):
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
     def foreign_modules(self) -> set[nn.Module]:
-        """Return the modules of transformers, which initialize themselves."""
+        """The modules of transformers, which initialize themselves."""
         return {*self.model.modules(), *([] if self.lm_head is None else [self.lm_head])}
 
     def reset_tables(self) -> None:
         """Compute the tables that are not saved, such as rotary frequencies, after a meta device.
 
-        Buffers are computed by transformers' own initialization, on the device of the weights.
-        Weights stay as they are.
+        transformers' own initialization computes them, on the device of the weights, which stay as
+        they are.
         """
         device = self.output_weight.device
         for module in self.model.modules():

@@ -39,7 +39,7 @@ class AttentionContext(Protocol):
 class PackedContext:
     """Each row attends to itself and to the earlier rows of its sequence."""
 
-    layout: PackedLayout  # The sequences
+    layout: PackedLayout
     observe: Callable[[int, Tensor, Tensor], None] | None = field(default=None)
 
     def attend(
@@ -51,14 +51,12 @@ class PackedContext:
         scale: float | None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """See `AttentionContext.attend`."""
         if self.observe is not None:
             self.observe(layer, k, v)
         return attention(q, k, v, self.layout, causal=True, scale=scale, dropout=dropout)
 
     @property
     def longest(self) -> int:
-        """See `AttentionContext.longest`."""
         return self.layout.max_seqlen_bound
 
 

@@ -29,13 +29,11 @@ several threads for numbers of rows that this does not divide."""
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """Sizes of a decoder that its caches depend on."""
-
-    layers: int  # Number of layers
+    layers: int
     heads: int  # H
     head_dim: int  # D
-    dtype: torch.dtype  # Data type of keys and values
-    device: torch.device  # Device of keys and values
+    dtype: torch.dtype
+    device: torch.device
 
     def integers(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         """Copy numbers to the device, without waiting for it."""
@@ -63,7 +61,7 @@ class ContiguousCache:
     """Keys and values of N rows, (N, H, room, D) per layer; the room grows as needed."""
 
     def __init__(self, sizes: CacheSizes, rows: int, *, ahead: bool = False) -> None:
-        """Start empty, with N = ``rows``; ``ahead`` doubles the room whenever it is too small."""
+        """Start empty; ``ahead`` doubles the room whenever it is too small."""
         self.sizes, self.rows, self._ahead = sizes, rows, ahead
         self._scale = sizes.head_dim**-0.5
         self._width = max(_WIDTH, sizes.head_dim)
@@ -74,7 +72,7 @@ class ContiguousCache:
     def loader(
         self, rows: Sequence[int], lengths: Sequence[int]
     ) -> Callable[[int, Tensor, Tensor], None]:
-        """Return a function that writes keys and values of whole sequences from position 0 on."""
+        """A function that writes packed keys and values of a layer from position 0 on."""
         longest = max(lengths, default=1)
         self._grow(longest)
         self._longest = max(self._longest, longest)
@@ -100,12 +98,14 @@ class ContiguousCache:
         return self._held
 
     def reserve(self, longest: int) -> None:
-        """Make room for this many places, the most of any row."""
         self._longest = longest
         self._grow(longest)
 
     def look(self, lengths: Sequence[int], *, grouped: bool = True) -> None:
-        """Make `attend` read this many places of each row, and write new rows to the last of them.
+        """Make `attend` read these many places of each row, and write new rows to the last of them.
+
+        ``grouped``: whether lengths differ so much that it pays to read groups of neighbours
+        separately.
         """
         self.reserve(max(lengths, default=0))
         self._unread = tuple(lengths), grouped
@@ -136,7 +136,6 @@ class ContiguousCache:
         self._places = last.flatten()
 
     def attend(self, layer: int, q: Tensor, new: Tensor | None = None) -> Tensor:
-        """Attend from each query to the places of its row."""
         # q: (N K, H, D), K queries of each row -> (N K, H, D)
         if self._unread is not None:
             self._read(*self._unread)
@@ -166,7 +165,7 @@ class ContiguousCache:
         return y.transpose(1, 2).reshape(q.shape)
 
     def keys(self, layer: int) -> Tensor:
-        """Return the keys of a layer: (N, H, room, D), anything finite past the end of a row."""
+        """Keys of a layer: (N, H, room, D), anything finite past the end of a row."""
         return self._held[layer, 0, : self.rows, ..., : self.sizes.head_dim]
 
     def reorder(self, rows: Tensor) -> None:
@@ -211,7 +210,7 @@ class ContiguousCache:
         self._bounds: list[tuple[int, int, int]] = []
 
     def _view(self, begin: int, end: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return keys and values of rows in the layout of the matrix products, of each layer."""
+        """Keys and values of rows in the layout of the matrix products, of each layer."""
         near = self._held[:, :, begin:end, :, :length].unbind(0)
         keys = [part[0].flatten(0, 1).transpose(1, 2) for part in near]
         return keys, [part[1].flatten(0, 1) for part in near]

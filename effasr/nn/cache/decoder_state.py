@@ -23,7 +23,9 @@ class DecoderState:
 
     Sequences may start and end at different times, each at its own position (`admit`, `release`).
     Or all start together and have several hypotheses each (`widen`, `reorder`, `keep`), which share
-    the encoder output. The hypotheses of a sequence are neighbouring rows.
+    the encoder output. The K = ``hypotheses`` of a sequence are neighbouring rows. ``length``
+    counts steps; ``weights``, if a layer is ``watched``, is the attention of each row to each frame
+    in the last step, averaged over the heads: float64 (N K, at least the longest), 0 past the end.
     """
 
     def __init__(
@@ -36,7 +38,10 @@ class DecoderState:
         paged: bool,
         pages: tuple[int, int] | None = None,
     ) -> None:
-        """Start with idle sequences."""
+        """Start with idle sequences, with ``pages`` for all tokens and for all frames if ``paged``.
+
+        By default there are as many pages as could be needed. Caches without pages grow.
+        """
         self.sizes, self.max_tokens = sizes, max_tokens
         self.hypotheses, self.length, self._together = 1, 0, False
         self.watched: int | None = None
@@ -58,33 +63,27 @@ class DecoderState:
 
     @property
     def num_sequences(self) -> int:
-        """N, the sequences of a step."""
         return len(self._frames)
 
     @property
     def num_rows(self) -> int:
-        """The rows of a step: hypotheses of all sequences."""
         return self.num_sequences * self.hypotheses
 
     @property
     def frames(self) -> int:
-        """Encoder frames of all sequences."""
         return sum(self._frames)
 
     @property
     def frames_each(self) -> Sequence[int]:
-        """Encoder frames of each sequence."""
         return self._frames
 
     @property
     def last_position(self) -> int:
-        """Position at which rows stop advancing."""
         # A token that is read before the host sees the end of the sequence takes the last position.
         return self.max_tokens - 1 + self._together
 
     @property
     def paged(self) -> bool:
-        """Whether the caches are paged."""
         return isinstance(self.self_cache, PagedCache)
 
     @property
@@ -103,7 +102,7 @@ class DecoderState:
         return self._expert[: self.num_rows]
 
     def fits(self, tokens: Sequence[int], frames: Sequence[int], *, empty: bool = False) -> bool:
-        """Return whether these sequences get pages: now, or with ``empty`` in empty caches."""
+        """Whether these sequences get pages: now, or with ``empty`` in empty caches."""
         return all(
             sum(map(pages_of, lengths)) <= (cache.most if empty else cache.free)
             for cache, lengths in ((self.self_cache, tokens), (self.cross_cache, frames))
@@ -119,7 +118,11 @@ class DecoderState:
         read: Sequence[int] | None = None,
         expert: Tensor | None = None,
     ) -> None:
-        """Start sequences, in place of what these rows held."""
+        """Start sequences in these rows, in place of what the rows held.
+
+        ``keys_values`` are packed, of each layer: those of the encoder output, and where any token
+        has been ``read`` those of the tokens. ``tokens``: the most that each sequence will read.
+        """
         # expert: int64 (rows,), the expert of each; None where no names choose it
         read = [0] * len(rows) if read is None else read
         if isinstance(self.self_cache, PagedCache):
@@ -168,11 +171,10 @@ class DecoderState:
         self.watched = self.sizes.layers - 1
 
     def speech(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys of the encoder output, (N, H, places, D), and frames of each, int64 (N,)."""
+        """Keys of the encoder output, (N, H, places, D), and frames of each, int64 (N,)."""
         return self.cross_cache.keys(layer), self.sizes.integers(self._frames)
 
     def look(self) -> None:
-        """Prepare the step that reads one more token of each row."""
         self._check_room()
         seen = self.positions + 1
         if isinstance(self.self_cache, PagedCache):
@@ -190,7 +192,6 @@ class DecoderState:
         return own, speech
 
     def advance(self) -> None:
-        """Count the tokens that a step has read."""
         moved = self.positions + self.going
         self.positions.copy_(moved.clamp_(max=self.last_position))
         self.length += 1
@@ -219,7 +220,7 @@ class DecoderState:
             self.self_cache.reorder(rows)
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Drop all sequences but these, with all their hypotheses; the rest takes this order."""
+        """Drop all sequences but these, with their hypotheses; none may move to a later place."""
         wrong = next((place for place, index in enumerate(indices) if index < place), None)
         if wrong is not None:
             raise ValueError(

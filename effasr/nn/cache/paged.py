@@ -1,4 +1,4 @@
-"""Decoder cache in pages, with shapes that never change: for a GPU and for CUDA graphs."""
+"""Decoder caches in pages, for a GPU: with shapes that never change, and with shared pages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ _UNREAD_PAGE = 0
 
 
 def pages_of(length: int) -> int:
-    """Return the number of pages for this many places."""
     return -(-length // PAGE)
 
 
 def page_writer(
     sizes: CacheSizes, pages: Tensor, table: Tensor, rows: Sequence[int], lengths: Sequence[int]
 ) -> Callable[[int, Tensor, Tensor], None]:
-    """Return a function that writes whole sequences to pages; see `ContiguousCache.loader`."""
+    """A function that writes whole sequences to pages; see `ContiguousCache.loader`."""
     # pages: (layers, 2, P, PAGE, H, D), keys and values; table: int32 (N, M), the pages of each row
     # in order; copied
     total = sum(lengths)
@@ -49,12 +48,12 @@ class PagedCache:
     """
 
     def __init__(self, sizes: CacheSizes, rows: int, longest: int, pages: int) -> None:
-        """Start with N rows of at most ``longest`` places each, and none of the ``pages`` taken."""
         self.sizes, self.rows = sizes, rows
         shape = sizes.layers, 2, pages + 1, PAGE, sizes.heads, sizes.head_dim
         # Zeros: idle rows read them without effect, but NaN would fail checks.
         self.pages = torch.zeros(shape, dtype=sizes.dtype, device=sizes.device)
         integers = {"dtype": torch.int32, "device": sizes.device}
+        # int32 (N, M), the pages of each row in order; the other entries are the unread page.
         self.table = torch.full((rows, max(1, pages_of(longest))), _UNREAD_PAGE, **integers)
         self.lengths = torch.zeros(rows, **integers)
         self.most = pages
@@ -64,7 +63,6 @@ class PagedCache:
 
     @property
     def free(self) -> int:
-        """Number of pages that no row has."""
         return len(self._free)
 
     def take(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
@@ -91,7 +89,6 @@ class PagedCache:
     def loader(
         self, rows: Sequence[int], lengths: Sequence[int]
     ) -> Callable[[int, Tensor, Tensor], None]:
-        """Return a function that writes whole sequences; see `ContiguousCache.loader`."""
         self.lengths.index_copy_(
             0, self.sizes.integers(rows), self.sizes.integers(lengths, torch.int32)
         )
@@ -106,7 +103,7 @@ class PagedCache:
         )
 
     def keys(self, layer: int) -> Tensor:
-        """Return a copy of the keys of a layer: (N, H, places, D), anything finite past the end."""
+        """A copy of the keys of a layer: (N, H, places, D), anything finite past the end."""
         return self.pages[layer, 0, self.table.long()].flatten(1, 2).transpose(1, 2)
 
     def reorder(self, rows: Tensor, length: int) -> None:
@@ -134,7 +131,7 @@ class PagedCache:
         self.rows = len(rows)
 
     def widened(self, times: int, length: int) -> PagedCache:
-        """Return a cache with each row's first ``length`` positions ``times`` times."""
+        """A cache with each row's first ``length`` positions ``times`` times."""
         longest = self.table.shape[1] * PAGE
         count = self.rows * times
         wide = PagedCache(self.sizes, count, longest, count * self.table.shape[1])
@@ -145,14 +142,13 @@ class PagedCache:
         return wide
 
     def _copy_table(self, rows: Sequence[int]) -> None:
-        """Copy the pages of rows to the table on the device."""
         if rows:
             own = self._numbers([self._own[row] for row in rows])
             self.table.index_copy_(0, self.sizes.integers(rows), own)
         self._beginning = None
 
     def _own_table(self) -> Tensor:
-        """Return the table before rows shared pages."""
+        """The table before rows shared pages."""
         if self._beginning is None:
             self._beginning = self._numbers(self._own)
         return self._beginning
@@ -161,3 +157,149 @@ class PagedCache:
         width = self.table.shape[1]
         padded = [[*pages, *[_UNREAD_PAGE] * (width - len(pages))] for pages in own]
         return self.sizes.integers(padded, torch.int32).view(len(own), width)
+
+
+_NO_PAGE = 0
+"""Fills the page table past the pages of a row, where it is not read."""
+
+
+def most_pages(length: int, more: int, hypotheses: int = 1) -> int:
+    """Most pages of the hypotheses of a sequence: ``length`` shared places, ``more`` for each."""
+    full = length // PAGE
+    return full + hypotheses * (pages_of(length + more) - full)
+
+
+class SharedPageCache:
+    """Keys and values of N rows in a pool of pages; H heads are those of the keys.
+
+    The host knows the pages of each row, and copies them to the device when they change. Rows that
+    continue the same row share its pages, with the number of rows that read each. A row which
+    writes to a page that others read copies that page first, so only pages that are not full are
+    ever copied.
+    """
+
+    def __init__(self, sizes: CacheSizes, rows: int) -> None:
+        self.sizes = sizes
+        self.pages = self._pool(0)
+        self._free: list[int] = []
+        # Of each page: rows that read it.
+        self._readers: list[int] = []
+        # Of each row: its pages in order.
+        self._own: list[list[int]] = [[] for _ in range(rows)]
+        self._columns = 1
+        self._table: Tensor | None = None
+        self._lengths: Tensor | None = None
+
+    @property
+    def page_bytes(self) -> int:
+        sizes = self.sizes
+        return 2 * sizes.layers * PAGE * sizes.heads * sizes.head_dim * sizes.dtype.itemsize
+
+    @property
+    def used(self) -> int:
+        return len(self._readers) - len(self._free)
+
+    def reserve(self, pages: int, longest: int, most: int | None = None) -> None:
+        """Make room, if possible twice as much as before if there is too little.
+
+        The page table grows here alone: the order of the sums in `decode_attention` may depend on
+        its width. ``most`` limits the reserve for later; more than half of it is made all at once,
+        as the pool is copied when it grows.
+        """
+        columns, before = pages_of(longest), len(self._readers)
+        if columns > self._columns:
+            self._columns, self._table = max(columns, 2 * self._columns), None
+        if pages > before:
+            ahead = max(pages, 2 * before)
+            if most is not None and 2 * ahead > most:
+                ahead = most
+            pages = max(pages, ahead)
+            pool = self._pool(pages)
+            pool[:, :, :before] = self.pages
+            self.pages = pool
+            self._free += range(pages - 1, before - 1, -1)
+            self._readers += [0] * (pages - before)
+
+    def loader(
+        self, rows: Sequence[int], lengths: Sequence[int]
+    ) -> Callable[[int, Tensor, Tensor], None]:
+        self.release(rows)
+        for row, length in zip(rows, lengths, strict=True):
+            self._own[row] = [self._take() for _ in range(pages_of(length))]
+        owners = self._numbers([self._own[row] for row in rows])
+        return page_writer(self.sizes, self.pages, owners, range(len(rows)), lengths)
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Make rows idle; pages that no other row reads become free."""
+        for row in rows:
+            own, self._own[row] = self._own[row], []
+            self._let_go(own)
+        if rows:
+            self._table = None
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Continue with these rows, which may repeat and take any order."""
+        before, self._own = self._own, [list(self._own[row]) for row in rows]
+        for own in self._own:
+            for page in own:
+                self._readers[page] += 1
+        for own in before:
+            self._let_go(own)
+        self._table = None
+
+    def look(self, lengths: Sequence[int]) -> None:
+        """Make `attend` read these places of each row, 0 if idle; it writes the last one first."""
+        sources, copies = [], []
+        for own, length in zip(self._own, lengths, strict=True):
+            if pages_of(length) > len(own):
+                own.append(self._take())
+                self._table = None
+            elif length and self._readers[own[-1]] > 1:
+                sources.append(own[-1])
+                copies.append(self._take())
+                self._readers[own[-1]] -= 1
+                own[-1] = copies[-1]
+                self._table = None
+        if copies:
+            found = self.pages.index_select(2, self.sizes.integers(sources))
+            self.pages.index_copy_(2, self.sizes.integers(copies), found)
+        self._lengths = self.sizes.integers(lengths, torch.int32)
+        if self._table is None:
+            self._table = self._numbers(self._own)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """Write keys and values of a new place of each row, and attend to all of its places."""
+        # q: (N, heads, D), a multiple of H heads -> (N, heads, D)
+        assert self._table is not None
+        assert self._lengths is not None
+        k_pages, v_pages = self.pages[layer]
+        q, k, v = (x.to(self.sizes.dtype) for x in (q, k, v))
+        options = {"new_k": k, "new_v": v, "scale": scale}
+        return decode_attention(q, k_pages, v_pages, self._table, self._lengths, **options)
+
+    def _take(self) -> int:
+        if not self._free:
+            raise ValueError(
+                f"SharedPageCache: `reserve` must have made room for more than {self.used} pages, "
+                "which rows have taken, but has not."
+            )
+        page = self._free.pop()
+        self._readers[page] = 1
+        return page
+
+    def _let_go(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._readers[page] -= 1
+            if not self._readers[page]:
+                self._free.append(page)
+
+    def _pool(self, pages: int) -> Tensor:
+        sizes = self.sizes
+        shape = sizes.layers, 2, pages, PAGE, sizes.heads, sizes.head_dim
+        return torch.zeros(shape, dtype=sizes.dtype, device=sizes.device)
+
+    def _numbers(self, own: Sequence[Sequence[int]]) -> Tensor:
+        """Copy pages of some rows to the device: int32 (rows, columns)."""
+        empty = [_NO_PAGE] * self._columns
+        flat = [page for pages in own for page in (*pages, *empty[len(pages) :])]
+        return self.sizes.integers(flat, torch.int32).view(len(own), self._columns)

@@ -115,7 +115,7 @@ def _reason_of_language_model(model: ModelConfig) -> str | None:
     if model.language_model is None or model.language_model.architecture is None:
         return None
     # Imported here, because transformers takes seconds.
-    from effasr.model.language_model.host_reads import host_read
+    from effasr.model.language_model.architecture import host_read
 
     found = host_read(model.language_model.architecture)
     return None if found is None else f"transformers' modules read a value from the GPU ({found})"

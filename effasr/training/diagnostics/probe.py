@@ -15,7 +15,7 @@ from effasr.data.manifest.reader import request
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel
-from effasr.nn.parameters.evaluating import evaluating
+from effasr.nn.parameters import evaluating
 from effasr.training.diagnostics.probe_sums import ProbeSums
 from effasr_kernels import PackedSequence, linear_cross_entropy, pack
 

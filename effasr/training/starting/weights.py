@@ -8,7 +8,7 @@ from effasr import checkpoint
 from effasr.data.tokenizer import load_tokenizer
 from effasr.model.asr import ASRModel
 from effasr.nn.lora import adapt
-from effasr.nn.parameters.patterns import freeze
+from effasr.nn.parameters import freeze
 from effasr.training.config import TrainConfig
 from effasr.training.starting import vocabulary
 

@@ -29,8 +29,8 @@ from effasr import ranges
 from effasr.model.decoder import Decoder
 from effasr.nn.attention import RelativeSelfAttention
 from effasr.nn.convolution import DepthwiseConv
-from effasr.nn.experts.feed_forward import GroupedLinear
-from effasr.nn.recurrent import LSTM
+from effasr.nn.experts import GroupedLinear
+from effasr.nn.predictor import LSTM
 from effasr_kernels.runtime.deferred_sums import Share
 
 _CAST: tuple[tuple[type[nn.Module], tuple[str, ...] | None], ...] = (

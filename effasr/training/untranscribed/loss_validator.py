@@ -18,7 +18,7 @@ from effasr.distributed.process_group import DistributedContext
 from effasr.evaluation.evaluate import shard
 from effasr.evaluation.result import free_set_name
 from effasr.model.asr import ASRModel
-from effasr.nn.parameters.evaluating import evaluating
+from effasr.nn.parameters import evaluating
 from effasr.training.config import TrainConfig
 
 log = logging.getLogger(__name__)

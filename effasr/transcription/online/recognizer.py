@@ -18,7 +18,7 @@ from effasr.decoding.streaming.beam import BeamStreams
 from effasr.model.asr import ASRModel
 from effasr.model.checks import check
 from effasr.model.streaming_encoder import StreamingEncoder
-from effasr.nn.parameters.evaluating import evaluating
+from effasr.nn.parameters import evaluating
 from effasr.transcription.online.held_samples import HeldSamples
 from effasr.transcription.online.search import check_beam, stream_search
 from effasr.transcription.online.segments import SegmentOptions, StreamSegments

@@ -17,7 +17,7 @@ from effasr.decoding.greedy import check_config, decode
 from effasr.model.asr import ASRModel
 from effasr.model.checks import check
 from effasr.model.config import ModelConfig
-from effasr.nn.parameters.evaluating import evaluating
+from effasr.nn.parameters import evaluating
 from effasr.transcription.batching import plan_batches
 from effasr_kernels import PackedSequence
 

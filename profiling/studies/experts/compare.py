@@ -34,8 +34,7 @@ from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.cost import cost_model
 from effasr.model.encoder import FastConformerConfig
-from effasr.nn.experts.config import ExpertsConfig
-from effasr.nn.experts.use import ExpertUse
+from effasr.nn.experts import ExpertsConfig, ExpertUse
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training import build

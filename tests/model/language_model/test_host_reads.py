@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from effasr.data.batch import StaticShape
-from effasr.model.language_model.host_reads import host_read
+from effasr.model.language_model.architecture import host_read
 from effasr.training.cuda_graph import rules
 from effasr.training.cuda_graph.graph import MicroBatchGraph
 from tests.support.speech_llm import (

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from effasr.model.cost import cost_model, recomputed_costs
 from effasr.model.learning_cost import learning_cost
 from effasr.nn.lora import LoRAConfig, adapt
-from effasr.nn.parameters.patterns import freeze
+from effasr.nn.parameters import freeze
 from tests.support.speech_llm import (
     VOCABULARY,
     conversations,

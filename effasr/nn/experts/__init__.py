@@ -1,1 +1,0 @@
-"""Feed-forward networks with experts, of which a row uses some."""

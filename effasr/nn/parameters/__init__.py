@@ -1,1 +1,0 @@
-"""Patterns of parameter names, and parameters that are unused or sharded."""
