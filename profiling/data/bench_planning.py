@@ -19,9 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from effasr.data.batch import StaticShape
-from effasr.data.sampling.balance import imbalance
 from effasr.data.sampling.cost import CANARY_180M_FLASH
-from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
+from effasr.data.sampling.packing import imbalance, plan_epoch, suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
 
 FRAMES_PER_SECOND = 12.5

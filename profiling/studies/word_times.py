@@ -21,9 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from effasr.checkpoint import load_model, resolve
-from effasr.data.demo import phrases
-from effasr.data.demo.acoustics import SAMPLE_RATE, record
-from effasr.data.demo.espeak import Espeak, SpokenWords
+from effasr.data.demo import sentences as phrases
+from effasr.data.demo.acoustics import SAMPLE_RATE, Espeak, SpokenWords, record
 from effasr.data.demo.plan import Recording, plan
 from effasr.decoding.config import DecodingConfig
 from effasr.transcription.results import Transcription

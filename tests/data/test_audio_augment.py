@@ -21,7 +21,7 @@ from effasr.data.audio.augmentation.config import (
     ReverberationConfig,
     TelephoneConfig,
 )
-from effasr.data.audio.augmentation.noise import mean_power
+from effasr.data.audio.augmentation.effects import mean_power
 from effasr.data.audio.waveform import AudioError
 from effasr.data.config import DataConfig
 from effasr.data.index.corpus import Corpus

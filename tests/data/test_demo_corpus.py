@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from effasr.data.demo import corpus, workers
+from effasr.data.demo import corpus, render
 from effasr.data.demo.corpus import DemoCorpus, build
 from effasr.data.demo.plan import SPLITS
 from effasr.data.manifest import reader
@@ -30,11 +30,11 @@ def multilingual(tmp_path_factory: pytest.TempPathFactory) -> DemoCorpus:
 
 
 @pytest.fixture
-def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_render(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a worker was started")
 
-    monkeypatch.setattr(workers, "_run_worker", refuse)
+    monkeypatch.setattr(render, "_run_worker", refuse)
 
 
 def rows(manifest: Path) -> list[dict]:
@@ -128,12 +128,12 @@ def test_another_seed_gives_other_sentences(english: DemoCorpus, tmp_path: Path)
     assert {r["text"] for r in rows(other.train)} != {r["text"] for r in rows(english.train)}
 
 
-@pytest.mark.usefixtures("no_workers")
+@pytest.mark.usefixtures("no_render")
 def test_the_second_call_finds_the_corpus(english: DemoCorpus) -> None:
     assert build(english.root, **SMALL) == english
 
 
-@pytest.mark.usefixtures("no_workers")
+@pytest.mark.usefixtures("no_render")
 def test_a_built_corpus_needs_no_synthesiser(
     english: DemoCorpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,14 +8,14 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from effasr.data.demo.voices import VARIANTS, voices
+from effasr.data.demo.plan import VARIANTS, voices
 
 pytest.importorskip("espeakng_loader")
 
 SPECTRA = """
 import json, sys
 import numpy as np
-from effasr.data.demo.espeak import Espeak
+from effasr.data.demo.acoustics import Espeak
 espeak = Espeak()
 spectra = {}
 for name in json.loads(sys.argv[1]):
@@ -30,7 +30,7 @@ json.dump(spectra, sys.stdout)
 """
 REFUSED = """
 import sys
-from effasr.data.demo.espeak import Espeak
+from effasr.data.demo.acoustics import Espeak
 try:
     Espeak().select(sys.argv[1])
 except ValueError as error:
@@ -71,7 +71,7 @@ def test_every_voice_exists_and_the_held_out_ones_are_others(language: str, text
 WORDS = """
 import json, sys
 import numpy as np
-from effasr.data.demo.espeak import Espeak
+from effasr.data.demo.acoustics import Espeak
 espeak = Espeak()
 answer = []
 for voice in ("en-us+m1", "en-gb-scotland+linda", "de+grandma"):

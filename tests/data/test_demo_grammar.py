@@ -4,8 +4,7 @@ from collections import Counter
 
 import pytest
 
-from effasr.data.demo.grammar import BILINGUAL, ENGLISH, MAX_DIGITS, Grammar, Sentence
-from effasr.data.demo.phrases import DIGITS
+from effasr.data.demo.sentences import BILINGUAL, DIGITS, ENGLISH, MAX_DIGITS, Grammar, Sentence
 
 
 def sentences(grammar: Grammar, count: int) -> list[Sentence]:

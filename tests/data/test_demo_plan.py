@@ -3,8 +3,7 @@ from itertools import combinations
 
 import pytest
 
-from effasr.data.demo.plan import SPLITS, Recording, plan
-from effasr.data.demo.voices import ACCENTS, VARIANTS, voices
+from effasr.data.demo.plan import ACCENTS, SPLITS, VARIANTS, Recording, plan, voices
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["english", "multilingual"])

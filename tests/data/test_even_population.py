@@ -3,9 +3,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from effasr.data.sampling.even_population import even_population, mean_epoch
 from effasr.data.sampling.plan import UtteranceLengths
-from effasr.data.sampling.population import population
+from effasr.data.sampling.population import even_population, mean_epoch, population
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effasr.data.audio.augmentation.noise import add_noise, looped, mean_power
-from effasr.data.audio.augmentation.reverberation import ImpulseResponse, convolve, reverberate
-from effasr.data.audio.augmentation.rooms import simulated_room
-from effasr.data.audio.augmentation.telephone import telephone
+from effasr.data.audio.augmentation.effects import (
+    ImpulseResponse,
+    add_noise,
+    convolve,
+    looped,
+    mean_power,
+    reverberate,
+    simulated_room,
+    telephone,
+)
 from effasr.data.audio.waveform import AudioError
 
 RATE = 16_000

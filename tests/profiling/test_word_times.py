@@ -12,7 +12,7 @@ import pytest
 import word_times
 from word_times import Errors, Spoken, compare
 
-from effasr.data.demo.espeak import SpokenWords
+from effasr.data.demo.acoustics import SpokenWords
 from effasr.transcription.results import Segment, Transcription
 from effasr.transcription.transcribe import Waveform
 from effasr.transcription.word_timestamps import Word

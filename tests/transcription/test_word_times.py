@@ -30,7 +30,7 @@ SPEAK = """
 import json, random, sys
 import numpy as np
 from effasr.data.demo.acoustics import record
-from effasr.data.demo.espeak import Espeak
+from effasr.data.demo.acoustics import Espeak
 espeak, draw, audio, words = Espeak(), random.Random(0), {}, []
 espeak.select("en-us+m1")
 for number in range(int(sys.argv[2])):

@@ -7,13 +7,13 @@ import io
 import os
 import re
 import stat
+import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import soundfile
 
-from effasr.data.audio.wave_header import missing_share
 from effasr.untrusted.files import open_regular
 
 DURATION_TOLERANCE = 0.1
@@ -46,11 +46,7 @@ class AudioProblem(enum.StrEnum):
 
 
 class AudioError(ValueError):
-    """A recording cannot be used.
-
-    Attributes:
-        problem: The kind of fault, for counting.
-    """
+    """A recording cannot be used."""
 
     def __init__(self, problem: AudioProblem, message: str) -> None:
         super().__init__(message)
@@ -67,17 +63,11 @@ class UnknownFormat(AudioError):
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """An audio file inside an uncompressed tar file.
+    """An audio file inside an uncompressed tar file."""
 
-    Attributes:
-        tar: The tar file.
-        offset: Byte offset of the audio file.
-        size: Bytes of the audio file.
-    """
-
-    tar: str
-    offset: int
-    size: int
+    tar: str  # The tar file
+    offset: int  # Byte offset of the audio file
+    size: int  # Bytes of the audio file
 
     def __str__(self) -> str:
         return f"{self.tar}[{self.offset}:{self.offset + self.size}]"
@@ -93,11 +83,7 @@ _TAR_MEMBER = re.compile(r"(.+)\[(\d+):(\d+)\]", re.DOTALL)
 
 
 def open_audio(path: str | Path | TarMember) -> soundfile.SoundFile:
-    """Open a file whose header can be believed; see `read_audio`.
-
-    Raises:
-        AudioError: There is none, it is no regular file, or it is not audio.
-    """
+    """Open a file whose header can be believed; see `read_audio`."""
     if isinstance(path, TarMember):
         return _checked_file(_open(_bytes_of(path), path), path, path.size)
     size = regular_file_size(path)
@@ -106,11 +92,7 @@ def open_audio(path: str | Path | TarMember) -> soundfile.SoundFile:
 
 
 def regular_file_size(path: str | Path) -> int:
-    """Return the bytes of an existing file that can be read without waiting for a writer.
-
-    Raises:
-        AudioError: It is missing, empty, a folder, a pipe or a device.
-    """
+    """Return the bytes of an existing file that can be read without waiting for a writer."""
     try:
         found = os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -191,11 +173,7 @@ def _checked_file(
 
 
 def check_not_cut_short(file: soundfile.SoundFile, path: str | Path | TarMember) -> None:
-    """See that a WAV file holds what its header promises, where its length is taken from it.
-
-    Raises:
-        AudioError: More than `DURATION_TOLERANCE` is missing.
-    """
+    """See that a WAV file holds what its header promises, where its length is taken from it."""
     if file.format not in ("WAV", "WAVEX") or isinstance(path, TarMember):
         return
     with open(path, "rb") as opened:
@@ -219,3 +197,32 @@ def one_line(error: object) -> str:
     """Return a message on one line, and not a long one."""
     text = " ".join(str(error).split())
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+# Finds out how much of a truncated WAV file is missing; libsndfile does not report it.
+
+_UNKNOWN_RIFF_SIZE = 0x7FFF_0000
+"""Sizes from here on stand for "not known yet": programs that write to a pipe claim such ones."""
+
+_CHUNKS = 1000
+"""Limit of the chunks before the data of a file; intact files have fewer."""
+
+
+def missing_share(file: BinaryIO, size: int) -> float:
+    """Return the part of the samples that the header of a RIFF file promises and that is not there.
+
+    The file, of ``size`` bytes, is read from its beginning.
+    """
+    head = file.read(12)
+    if len(head) < 12 or head[:4] != b"RIFF" or head[8:] != b"WAVE":
+        return 0.0
+    for _ in range(_CHUNKS):
+        chunk = file.read(8)
+        if len(chunk) < 8:
+            return 0.0
+        name, length = struct.unpack("<4sI", chunk)
+        if name == b"data":
+            there = size - file.tell()
+            return 0.0 if length >= _UNKNOWN_RIFF_SIZE or there >= length else 1 - there / length
+        file.seek(length + length % 2, 1)
+    return 0.0

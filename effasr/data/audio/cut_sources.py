@@ -15,10 +15,6 @@ def check_sources(cut: Cut) -> None:
     """Check every audio file of a cut as `open_audio` does: of tracks and transforms, too.
 
     lhotse would wait for the writer of a pipe, and believes any header.
-
-    Raises:
-        AudioError: A file is missing, is no regular file or not audio, or the cut's sample rate is
-            not from 1 kHz to 1 MHz.
     """
     if cut.sampling_rate not in RATES:
         raise AudioError(
@@ -34,12 +30,7 @@ def check_sources(cut: Cut) -> None:
 
 
 def recordings(value: Any, left_out: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield all objects with audio sources in a document of plain values, at any depth.
-
-    Args:
-        value: The document.
-        left_out: Key whose values are left out.
-    """
+    """Yield all objects with audio sources in a document of plain values, at any depth."""
     rest = [value]
     while rest:
         one = rest.pop()

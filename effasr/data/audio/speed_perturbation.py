@@ -22,9 +22,6 @@ def load_at(source: Cut | AudioSegment, speed: float) -> np.ndarray:
 
     Returns:
         float32 (samples,), exactly ``samples_in(duration_at(source.duration, speed))``.
-
-    Raises:
-        AudioError: As `load_audio`.
     """
     return load_audio(source, SAMPLE_RATE / speed)
 

@@ -57,11 +57,7 @@ def samples_in(seconds: float, sample_rate: float = SAMPLE_RATE) -> int:
 
 
 def read_header(path: str | Path) -> AudioHeader:
-    """Read the header alone of a WAV, FLAC, Ogg or MP3 file.
-
-    Raises:
-        AudioError: The file is missing, is not audio, holds no samples, or was cut short.
-    """
+    """Read the header alone of a WAV, FLAC, Ogg or MP3 file."""
     with open_audio(path) as file:
         check_not_cut_short(file, path)
         return AudioHeader(file.samplerate, file.frames, file.channels)
@@ -79,19 +75,8 @@ def read_audio(
 
     Only the wanted part is decoded.
 
-    Args:
-        path: A WAV, FLAC, Ogg or MP3 file, or one inside a tar file.
-        sample_rate: Rate of the result in Hz; other rates are resampled by soxr.
-        offset: Start in seconds.
-        duration: Seconds to read; up to the end by default.
-        channels: The channels to average; all by default.
-
     Returns:
         float32 (samples,). With a ``duration``, exactly ``samples_in(duration, sample_rate)``.
-
-    Raises:
-        AudioError: The file is missing, damaged, empty, or ends before ``offset + duration``
-            by more than `DURATION_TOLERANCE`.
     """
     with open_audio(path) as file:
         rate = file.samplerate
@@ -105,19 +90,12 @@ def read_audio(
 
 @dataclass(frozen=True, slots=True)
 class AudioSegment:
-    """A part of an audio file, to be read as one channel.
+    """A part of an audio file, to be read as one channel."""
 
-    Attributes:
-        path: The file, or where in a tar file it is.
-        start: Seconds.
-        duration: Seconds.
-        channels: Channels of the file to average, the first of which is 0.
-    """
-
-    path: str | TarMember
-    start: float
-    duration: float
-    channels: tuple[int, ...]
+    path: str | TarMember  # The file, or where in a tar file it is
+    start: float  # Seconds
+    duration: float  # Seconds
+    channels: tuple[int, ...]  # Channels of the file to average, the first of which is 0
 
     @classmethod
     def of(cls, cut: Cut) -> AudioSegment | None:
@@ -149,15 +127,8 @@ def load_audio(source: Cut | AudioSegment, sample_rate: float = SAMPLE_RATE) -> 
 
     Files are read with soundfile and soxr; lhotse reads only what has no `AudioSegment`.
 
-    Args:
-        source: Any cut with a recording, or a segment.
-        sample_rate: Rate of the result in Hz.
-
     Returns:
         float32 (samples,), exactly ``samples_in(source.duration, sample_rate)``.
-
-    Raises:
-        AudioError: The audio is missing, damaged, or shorter than the cut.
     """
     part = source if isinstance(source, AudioSegment) else AudioSegment.of(source)
     if part is not None:
@@ -195,11 +166,7 @@ def audio_path(source: Cut | AudioSegment) -> str | None:
 def place(
     file: soundfile.SoundFile, path: str | Path | TarMember, offset: float, duration: float | None
 ) -> tuple[int, int]:
-    """Return the first sample of a part of a file, and how many it has.
-
-    Raises:
-        AudioError: The file ends before.
-    """
+    """Return the first sample of a part of a file, and how many it has."""
     rate = file.samplerate
     begin = samples_in(offset, rate)
     if begin >= file.frames:
@@ -222,12 +189,6 @@ def mono_blocks(
     """Decode ``wanted`` samples of an open file from ``begin`` on, in blocks of so many ``values``.
 
     The chosen channels are averaged; all by default.
-
-    Yields:
-        float32 (samples,), mono, at the file's rate; no array is empty.
-
-    Raises:
-        AudioError: The file is damaged, ends before the part does, or has NaN or infinite samples.
     """
     rate, left = file.samplerate, wanted
     longest = max(1, values // file.channels)

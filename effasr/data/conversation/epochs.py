@@ -9,10 +9,9 @@ import numpy as np
 from effasr.data.batch import StaticShape
 from effasr.data.mixture import MixConfig
 from effasr.data.mixture_summary import Mixture
-from effasr.data.sampling.even_population import even_population, mean_epoch
 from effasr.data.sampling.packing import suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
-from effasr.data.sampling.population import Population
+from effasr.data.sampling.population import Population, even_population, mean_epoch
 
 _FILL = 0.9975
 """Share of the budgets that an epoch is to fill; the planner reaches it."""

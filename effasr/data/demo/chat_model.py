@@ -38,21 +38,13 @@ _CONFIG = {
 
 @dataclass(frozen=True, slots=True)
 class DemoConversations:
-    """Files that `write_conversations` wrote.
+    """Files that `write_conversations` wrote."""
 
-    Attributes:
-        speech: Spoken conversations to train on.
-        dev: The same of the development split.
-        text: Written conversations to train on.
-        text_dev: The same of the development split.
-        model: Folder of the chat model: ``config.json`` and tokenizer, without weights.
-    """
-
-    speech: Path
-    dev: Path
-    text: Path
-    text_dev: Path
-    model: Path
+    speech: Path  # Spoken conversations to train on
+    dev: Path  # The same of the development split
+    text: Path  # Written conversations to train on
+    text_dev: Path  # The same of the development split
+    model: Path  # Folder of the chat model: ``config.json`` and tokenizer, without weights
 
 
 def write_conversations(root: Path) -> DemoConversations:
@@ -60,13 +52,6 @@ def write_conversations(root: Path) -> DemoConversations:
 
     Spoken ones ask for the transcript or the translation. Written ones ask to say something, or to
     repeat a text.
-
-    Args:
-        root: Folder of the corpus, in which the files are written.
-
-    Raises:
-        ValueError: A manifest of the corpus cannot be read.
-        ImportError: tokenizers is not installed.
     """
     files = DemoConversations(
         speech=root / "speech.jsonl",

@@ -15,7 +15,7 @@ from pathlib import Path
 from effasr.data.atomic_files import write_atomically
 from effasr.data.demo.acoustics import SAMPLE_RATE
 from effasr.data.demo.plan import SPLITS, Recording, plan
-from effasr.data.demo.workers import Progress, render_all
+from effasr.data.demo.render import Progress, render_all
 
 _STATE = "demo-corpus.json"
 # Part of the fingerprint: raise it when equal plans give other audio or manifests.
@@ -38,25 +38,15 @@ class SplitStatistics:
 
 @dataclass(frozen=True, slots=True)
 class DemoCorpus:
-    """Paths of a built corpus.
+    """Paths of a built corpus."""
 
-    Attributes:
-        root: Folder of the corpus.
-        train: Manifest of the training split, NeMo JSONL.
-        dev: Manifest of the development split: other sentences, other voices.
-        test: Manifest of the test split: again other sentences, other voices.
-        sample: A test recording to try a trained model on.
-        sample_text: Transcript of the sample.
-        statistics: Split -> figures.
-    """
-
-    root: Path
-    train: Path
-    dev: Path
-    test: Path
-    sample: Path
-    sample_text: str
-    statistics: Mapping[str, SplitStatistics]
+    root: Path  # Folder of the corpus
+    train: Path  # Manifest of the training split, NeMo JSONL
+    dev: Path  # Manifest of the development split: other sentences, other voices
+    test: Path  # Manifest of the test split: again other sentences, other voices
+    sample: Path  # A test recording to try a trained model on
+    sample_text: str  # Transcript of the sample
+    statistics: Mapping[str, SplitStatistics]  # Split -> figures
 
 
 def build(
@@ -72,22 +62,6 @@ def build(
 
     Half digit strings, half commands; other voices and other sentences in every split. The bytes
     depend on ``multilingual``, ``utterances``, ``seed`` and the installed synthesiser alone.
-
-    Args:
-        out: Folder to create. An earlier or half-written demo corpus in it is replaced.
-        multilingual: English, German, and German to English, from a smaller grammar.
-        utterances: Training recordings; dev adds 5 %, test 10 %.
-        seed: Seed of sentences, voices and noise.
-        jobs: Processes at a time.
-        progress: Told about the advance.
-
-    Returns:
-        The corpus.
-
-    Raises:
-        ValueError: An argument is out of range, ``out`` holds something else, or the
-            synthesiser is not installed.
-        RuntimeError: A worker process failed.
     """
     for name, value, least in (("utterances", utterances, 8), ("jobs", jobs, 1)):
         if value < least:
@@ -139,11 +113,7 @@ def _fingerprint(recordings: Sequence[Recording]) -> str:
 
 
 def _read_state(root: Path) -> dict:
-    """Return the state file; empty for a new or empty folder.
-
-    Raises:
-        ValueError: The folder holds something that is no demo corpus.
-    """
+    """Return the state file; empty for a new or empty folder."""
     try:
         return json.loads((root / _STATE).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -3,10 +3,52 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from effasr.data.demo.grammar import BILINGUAL, ENGLISH, Grammar, Sentence
-from effasr.data.demo.voices import voices
+from effasr.data.demo.sentences import BILINGUAL, ENGLISH, Grammar, Sentence
+
+# Which voices speak in which split; no variant is in two of them.
+#
+# Chosen by the distance between their log spectra, frame by frame: of variants that are near copies
+# (Gene and Gene2; steph, steph2 and steph3) one is used, and every held-out one is well apart from
+# those of the other splits. Variants that whisper or imitate robots are left out.
+
+ACCENTS: Mapping[str, tuple[str, ...]] = {
+    "en": ("en-us", "en", "en-gb-x-rp", "en-gb-scotland"),
+    "de": ("de",),
+}
+"""Language -> the synthesiser's voices for it (``en`` is British English)."""
+
+VARIANTS: Mapping[str, tuple[str, ...]] = {
+    "train": (
+        *("m1", "m2", "m3", "m4", "m6", "m7", "m8", "f1", "f3", "f5", "adam", "Alex"),
+        *("Annie", "belinda", "boris", "Diogo", "Gene2", "grandma", "grandpa", "Henrique"),
+        *("john", "Michael", "Mike", "shelby"),
+    ),
+    "dev": ("m5", "f4", "travis", "marcelo"),
+    "test": ("f2", "linda", "Denis", "quincy", "robert", "sandro", "paul", "steph"),
+}
+"""Split -> timbres that any accent can take."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Voice:
+    """An accent with a timbre."""
+
+    accent: str
+    variant: str
+
+    @property
+    def name(self) -> str:
+        """The synthesiser's name for it: ``en-us+f1``."""
+        return f"{self.accent}+{self.variant}"
+
+
+def voices(split: str, language: str) -> list[Voice]:
+    """Return all voices of a split in a language, in a fixed order."""
+    return [Voice(a, v) for v in VARIANTS[split] for a in ACCENTS[language]]
+
 
 SPLITS = ("train", "dev", "test")
 _HELD_OUT_SHARE = {"dev": 0.05, "test": 0.10}  # of the training recordings
@@ -20,47 +62,27 @@ _MARGIN_S = (0.02, 0.12)  # background before and after the speech
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One audio file to be made.
+    """One audio file to be made."""
 
-    Attributes:
-        path: Relative to the corpus.
-        split: ``train``, ``dev`` or ``test``.
-        language: Spoken language.
-        texts: Language -> text: the transcript first, then the English translation if there is one.
-        spoken: Text for the synthesiser.
-        voice: The synthesiser's name for the voice.
-        rate: Words a minute.
-        pitch: 0 to 100, 50 is the voice's own.
-        gain_db: Level of the speech relative to the corpus' reference level.
-        snr_db: Speech power over noise power.
-        noise_slope: Noise power falls as 1 / f^slope.
-        lead_s: Seconds of background before the speech.
-        tail_s: Seconds of background after it.
-        seed: Seed of the noise.
-    """
-
-    path: str
-    split: str
-    language: str
+    path: str  # Relative to the corpus
+    split: str  # ``train``, ``dev`` or ``test``
+    language: str  # Spoken language
+    # Language -> text: the transcript first, then the English translation if there is one
     texts: dict[str, str]
-    spoken: str
-    voice: str
-    rate: int
-    pitch: int
-    gain_db: float
-    snr_db: float
-    noise_slope: float
-    lead_s: float
-    tail_s: float
-    seed: int
+    spoken: str  # Text for the synthesiser
+    voice: str  # The synthesiser's name for the voice
+    rate: int  # Words a minute
+    pitch: int  # 0 to 100, 50 is the voice's own
+    gain_db: float  # Level of the speech relative to the corpus' reference level
+    snr_db: float  # Speech power over noise power
+    noise_slope: float  # Noise power falls as 1 / f^slope
+    lead_s: float  # Seconds of background before the speech
+    tail_s: float  # Seconds of background after it
+    seed: int  # Seed of the noise
 
 
 def plan(*, multilingual: bool, utterances: int, seed: int) -> list[Recording]:
-    """Return the whole corpus, a pure function of its arguments.
-
-    Returns:
-        Recordings of train, dev and test, in this order.
-    """
+    """Return the whole corpus, a pure function of its arguments."""
     recordings: list[Recording] = []
     grammar = BILINGUAL if multilingual else ENGLISH
     for split in SPLITS:

@@ -18,20 +18,15 @@ Count = TypeVar("Count", int, np.ndarray)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Framing:
-    """Maps samples to encoder frames; the default is a FastConformer that subsamples by 8.
+    """Maps samples to encoder frames; the default is a FastConformer that subsamples by 8."""
 
-    Attributes:
-        hop: Samples between two mel rows.
-        subsampling: Mel rows per encoder frame.
-        minimum: Least number of encoder frames of an utterance: a shorter one is extended with
-            silence, unless it has no samples.
-        causal: Whether the convolutions that subsample read no later rows. Frame f then reads the
-            mel rows up to s f, instead of s f + s - 1, and there is one frame more.
-    """
-
-    hop: int = 160
-    subsampling: int = 8
+    hop: int = 160  # Samples between two mel rows
+    subsampling: int = 8  # Mel rows per encoder frame
+    # Least number of encoder frames of an utterance: a shorter one is extended with silence, unless
+    # it has no samples
     minimum: int = 0
+    # Whether the convolutions that subsample read no later rows. Frame f then reads the mel rows up
+    # to s f, instead of s f + s - 1, and there is one frame more
     causal: bool = False
 
     @property

@@ -47,9 +47,6 @@ def spec_augment(mel: MelFrames, config: SpecAugmentConfig) -> Tensor:
     each uniformly from 0 to its bound, then its place. As many numbers are drawn whatever the
     lengths are, and nothing waits for the device.
 
-    Returns:
-        float32 (s T, mel_bins), like ``mel.values``, which is left as it is.
-
     References:
         Park et al., 2019, https://arxiv.org/abs/1904.08779; time masks in proportion to the
         utterance: https://arxiv.org/abs/1912.05533.

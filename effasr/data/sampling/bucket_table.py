@@ -28,14 +28,11 @@ class BucketTable:
 
     An utterance belongs to the first bucket that it fits in: usually one of its own duration range;
     one with more text than these allow goes to a later range.
-
-    Attributes:
-        bins: Upper limits of encoder frames and decoder tokens (prompt and text) of each bucket.
-        batch_sizes: Utterances of a batch of each bucket.
     """
 
+    # Upper limits of encoder frames and decoder tokens (prompt and text) of each bucket
     bins: tuple[tuple[int, int], ...]
-    batch_sizes: tuple[int, ...]
+    batch_sizes: tuple[int, ...]  # Utterances of a batch of each bucket
 
     def __post_init__(self) -> None:
         if not self.bins or len(self.bins) != len(self.batch_sizes):
@@ -63,11 +60,6 @@ class BucketTable:
         Duration ranges have about equal total durations, and the two buckets of a range about equal
         total tokens. Outliers with far more tokens than others of their duration are not counted:
         they would make every batch of their range small.
-
-        Args:
-            lengths: Lengths of the corpus.
-            shape: Budgets that a padded batch must not exceed.
-            buckets: Number of duration ranges; fewer result if many utterances are equally long.
         """
         frames, tokens = np.maximum(lengths.frames, 1), np.maximum(lengths.tokens, 1)
         # Imported here so that a configuration needs none of the packages that read data.
@@ -93,11 +85,7 @@ class BucketTable:
 
     @classmethod
     def load(cls, path: str | Path, framing: Framing = FASTCONFORMER) -> BucketTable:
-        """Read a table written by `save`, in encoder frames of the corpus.
-
-        Raises:
-            ValueError: The file is missing or malformed.
-        """
+        """Read a table written by `save`, in encoder frames of the corpus."""
         try:
             content = read_json(path)
         except (OSError, ValueError) as error:
@@ -128,11 +116,7 @@ class BucketTable:
         write_atomically(Path(path), (json.dumps(content) + "\n").encode())
 
     def assign(self, lengths: UtteranceLengths) -> np.ndarray:
-        """Return the bucket of each utterance, int32 (n,).
-
-        Raises:
-            ValueError: An utterance fits in no bucket.
-        """
+        """Return the bucket of each utterance, int32 (n,)."""
         found = _first_fitting(self.bins, lengths)
         homeless = np.flatnonzero(found == len(self.bins))
         if homeless.size:

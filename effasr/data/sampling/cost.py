@@ -24,22 +24,17 @@ class CostModel:
 
     A multiply-add is two FLOPs. `effasr.model.cost.cost_model` derives the factors of a model.
     The backward of matrix products is twice the forward, so it changes no comparison.
-
-    Attributes:
-        frame: a, FLOPs per frame: convolutions, projections, feed-forward networks.
-        frame_pair: b, FLOPs per pair of frames: self-attention of the encoder. There are p of them,
-            f^2 without a context.
-        token: c, FLOPs per token.
-        token_pair: d, FLOPs per pair of tokens: self-attention of the decoder.
-        token_frame: e, FLOPs per pair of a token and a frame: cross-attention, transducer joint.
-        contexts: Contexts of the encoder, over which p is a mean, rounded down; none for all pairs.
     """
 
-    frame: float
+    frame: float  # a, FLOPs per frame: convolutions, projections, feed-forward networks
+    # b, FLOPs per pair of frames: self-attention of the encoder. There are p of them, f^2 without a
+    # context
     frame_pair: float
-    token: float
-    token_pair: float
+    token: float  # c, FLOPs per token
+    token_pair: float  # d, FLOPs per pair of tokens: self-attention of the decoder
+    # e, FLOPs per pair of a token and a frame: cross-attention, transducer joint
     token_frame: float
+    # Contexts of the encoder, over which p is a mean, rounded down; none for all pairs
     contexts: tuple[Context, ...] = ()
 
     def __post_init__(self) -> None:
@@ -62,9 +57,6 @@ class CostModel:
 
         Returns:
             int64 (n,), FLOPs, with the factors rounded to integers.
-
-        Raises:
-            ValueError: A cost is too large for int64.
         """
         a, b, c, d, e = (round(getattr(self, name)) for name in FACTORS)
         f = np.asarray(frames).astype(np.int64)

@@ -37,15 +37,10 @@ _CARRY = 0x6361_7272_79
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Expected content of a micro-batch.
+    """Expected content of a micro-batch."""
 
-    Attributes:
-        scarce: Quantity that runs out first, as an index into `filling.budgets`.
-        amount: Amount of that quantity in a micro-batch.
-    """
-
-    scarce: int
-    amount: int
+    scarce: int  # Quantity that runs out first, as an index into `filling.budgets`
+    amount: int  # Amount of that quantity in a micro-batch
 
 
 def capacity(utterances: Utterances, shape: StaticShape) -> Capacity:
@@ -144,19 +139,7 @@ def matched(
     seed: int,
     number: int,
 ) -> np.ndarray:
-    """Draw a random subset of the utterances with a given proportion of frames to tokens.
-
-    Args:
-        utterances: Lengths of the utterances; at least one.
-        totals: Frames, tokens, utterances and perhaps nodes that define the proportion.
-        scarce: Quantity in which ``amount`` is given; see `Capacity`.
-        amount: Amount of the subset, met to within an utterance.
-        seed: Seed of the random order.
-        number: Second seed of the random order.
-
-    Returns:
-        int64, indices in ascending order.
-    """
+    """Draw a random subset of the utterances with a given proportion of frames to tokens."""
     order = _first(utterances, scarce, amount, seed, number)
     ends = np.cumsum(values_of(utterances, scarce)[order], dtype=np.int64)
     count = int(np.searchsorted(ends, amount, side="right"))
@@ -197,9 +180,6 @@ def exchanged(
         units: Amount of each quantity that counts as much as that of the others.
         chosen: int (c,), indices of utterances; the last 256 may be exchanged.
         waiting: int (w,), indices of utterances that are not chosen.
-
-    Returns:
-        Chosen and waiting utterances: one may also be given or taken without another in return.
     """
     # Index -1 stands for no utterance.
     chosen, waiting = np.append(chosen, -1), np.append(waiting, -1)

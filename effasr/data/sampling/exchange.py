@@ -30,19 +30,12 @@ _FEW = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantity:
-    """A quantity whose sums are to be equal over groups.
+    """A quantity whose sums are to be equal over groups."""
 
-    Attributes:
-        values: int32 (n,), the value of each utterance.
-        limit: Upper limit of a group's sum; None if equality is only an objective.
-        slack: Tolerated deviation from the mean in 1/1024 of it, where there is no limit.
-        weight: Weight relative to the other quantities, in eighths.
-    """
-
-    values: np.ndarray
-    limit: int | None
-    slack: int = 2
-    weight: int = 8
+    values: np.ndarray  # int32 (n,), the value of each utterance
+    limit: int | None  # Upper limit of a group's sum; None if equality is only an objective
+    slack: int = 2  # Tolerated deviation from the mean in 1/1024 of it, where there is no limit
+    weight: int = 8  # Weight relative to the other quantities, in eighths
 
 
 class Exchange:
@@ -57,15 +50,7 @@ class Exchange:
     def __init__(
         self, quantities: Sequence[Quantity], group: np.ndarray, groups: int, aside: int = 0
     ) -> None:
-        """Start from an initial grouping.
-
-        Args:
-            quantities: Quantities to balance, at most five; those with a limit come first.
-            group: int (n,), ascending, the group of each utterance.
-            groups: Number of groups.
-            aside: The last ``aside`` groups need not be like the others and only help those that
-                exceed a limit.
-        """
+        """Start from an initial grouping."""
         self._groups, self._members, self._alike = groups, len(group), groups - aside
         count = np.bincount(group, minlength=groups)
         self._size = slots(count)
@@ -193,11 +178,7 @@ class Exchange:
         return np.argsort(keys[which], kind="stable")
 
     def _choices(self, number: int, *, few: bool) -> np.ndarray:
-        """Return the slots a group may give, relative to its turn: one, two, or at first a run.
-
-        Returns:
-            int64 (choices, slots per choice).
-        """
+        """Return the slots a group may give, relative to its turn: one, two, or at first a run."""
         slots = len(self._slots) // self._groups
         run = slots // 32 >> number // 2
         if run > 2:

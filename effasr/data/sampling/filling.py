@@ -29,18 +29,12 @@ _LOOSE = 97
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Utterances:
-    """Lengths and costs of the utterances to be distributed over micro-batches.
+    """Lengths and costs of the utterances to be distributed over micro-batches."""
 
-    Attributes:
-        frames: int32 (n,), encoder frames.
-        tokens: int32 (n,), decoder tokens.
-        cost: int64 (n,), predicted FLOPs; None to leave costs unequal.
-        nodes: int32 (n,), what each takes of the node budget; None without such a budget.
-    """
-
-    frames: np.ndarray
-    tokens: np.ndarray
-    cost: np.ndarray | None = None
+    frames: np.ndarray  # int32 (n,), encoder frames
+    tokens: np.ndarray  # int32 (n,), decoder tokens
+    cost: np.ndarray | None = None  # int64 (n,), predicted FLOPs; None to leave costs unequal
+    # int32 (n,), what each takes of the node budget; None without such a budget
     nodes: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -61,15 +55,10 @@ class Utterances:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filled:
-    """Utterances of each micro-batch.
+    """Utterances of each micro-batch."""
 
-    Attributes:
-        members: int32 (n,), indices of utterances, micro-batch by micro-batch.
-        starts: int64 (micro-batches + 1,), index into ``members`` where each begins.
-    """
-
-    members: np.ndarray
-    starts: np.ndarray
+    members: np.ndarray  # int32 (n,), indices of utterances, micro-batch by micro-batch
+    starts: np.ndarray  # int64 (micro-batches + 1,), index into ``members`` where each begins
 
 
 def budgets(shape: StaticShape) -> tuple[int, ...]:
@@ -91,16 +80,6 @@ def fill(
     """Distribute all utterances over micro-batches within the budgets, with about equal costs.
 
     Each micro-batch gets a contiguous part of the order; then they exchange utterances.
-
-    Args:
-        utterances: Utterances in random order, each within the budgets.
-        shape: Budgets of a micro-batch.
-        micro_batches: Number of micro-batches.
-        reserve: Leave the spare room to the last few micro-batches and fill the others. Where a
-            micro-batch has few utterances, a little room in each cannot be used.
-
-    Returns:
-        The micro-batches; None if the search failed.
     """
     totals, limits = utterances.totals(), budgets(shape)
     if any(total > limit * micro_batches for total, limit in zip(totals, limits, strict=True)):

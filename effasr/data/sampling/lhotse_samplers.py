@@ -61,12 +61,7 @@ class LhotsePlanner:
         seed: int,
         options: StrategyOptions,
     ) -> None:
-        """Make the planner; `effasr.data.sampling.strategies.planner` checks the arguments.
-
-        Raises:
-            ValueError: There is no utterance, there are fewer utterances than buckets, or one
-                exceeds a micro-batch.
-        """
+        """Make the planner; `effasr.data.sampling.strategies.planner` checks the arguments."""
         if not len(lengths):
             raise ValueError("`lengths` must hold at least one utterance, but is empty.")
         self._strategy = strategy
@@ -169,15 +164,10 @@ class LhotsePlanner:
 
 @dataclass(frozen=True, slots=True)
 class _StandIn:
-    """The attributes of a cut that a sampler reads.
+    """The attributes of a cut that a sampler reads."""
 
-    Attributes:
-        index: Index of the utterance.
-        duration: Encoder frames, whose sums are exact, or the number of a bucket.
-    """
-
-    index: int
-    duration: int
+    index: int  # Index of the utterance
+    duration: int  # Encoder frames, whose sums are exact, or the number of a bucket
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,11 +199,7 @@ class _BucketingSampler(_AllRanks, DynamicBucketingSampler): ...
 def _batch_frames(
     lengths: UtteranceLengths, shape: StaticShape, batch_duration: float | None
 ) -> int:
-    """Return the encoder frames of a batch.
-
-    Raises:
-        ValueError: An utterance has more frames.
-    """
+    """Return the encoder frames of a batch."""
     longest = int(lengths.frames.max())
     if batch_duration is None:
         frames, name = shape.frame_budget, f"`frame_budget` = {shape.frame_budget}"
@@ -238,11 +224,7 @@ def _scaled(shape: StaticShape, frames: int | None) -> StaticShape:
 
 
 def _estimated_edges(frames: np.ndarray, num_buckets: int) -> list[float]:
-    """Return at least one bucket limit, as lhotse estimates them.
-
-    Raises:
-        ValueError: There are fewer utterances than buckets.
-    """
+    """Return at least one bucket limit, as lhotse estimates them."""
     if num_buckets > len(frames):
         raise ValueError(
             f"`buckets` must be at most the number of utterances, {len(frames)}, but is "

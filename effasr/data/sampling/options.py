@@ -13,32 +13,20 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyOptions:
-    """Options of the strategies other than ``packed``.
+    """Options of the strategies other than ``packed``."""
 
-    Attributes:
-        batch_duration: Seconds of a micro-batch, with padding; by default derived from the
-            frame budget.
-        batch_size: Utterances of a micro-batch, instead of ``batch_duration``.
-        buckets: Number of duration buckets with about equal total durations.
-        table: Buckets and batch sizes of ``sync_bucketed_2d``; by default derived from the
-            budgets.
-        padded: Whether a micro-batch is computed at the length of its longest utterance, which
-            the reported padding then counts.
-    """
-
+    # Seconds of a micro-batch, with padding; by default derived from the frame budget
     batch_duration: float | None = None
-    batch_size: int | None = None
-    buckets: int = 20
+    batch_size: int | None = None  # Utterances of a micro-batch, instead of ``batch_duration``
+    buckets: int = 20  # Number of duration buckets with about equal total durations
+    # Buckets and batch sizes of ``sync_bucketed_2d``; by default derived from the budgets
     table: BucketTable | None = None
+    # Whether a micro-batch is computed at the length of its longest utterance, which the reported
+    # padding then counts
     padded: bool = False
 
     def check(self, strategy: str) -> None:
-        """Check the options against a strategy.
-
-        Raises:
-            ValueError: The strategy is unknown, a value is out of range, or an option does not
-                apply to the strategy.
-        """
+        """Check the options against a strategy."""
         if strategy not in STRATEGIES:
             raise ValueError(
                 f"`strategy` must be one of {', '.join(STRATEGIES)}, but is {strategy!r}."

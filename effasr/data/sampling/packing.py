@@ -12,7 +12,6 @@ from typing import Literal
 import numpy as np
 
 from effasr.data.batch import StaticShape
-from effasr.data.sampling.balance import steps as grouped
 from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
 from effasr.data.sampling.ends import Ends, capacity
 from effasr.data.sampling.filling import Filled, Utterances, budgets, fill
@@ -52,14 +51,10 @@ def plan_epoch(
         micro_batches: Micro-batches of a global step, over all ranks.
         seed: Seed of the run.
         epoch: Number of the epoch.
-        cost: Cost model by which micro-batches are grouped; by default that of a common model.
+        cost: Cost model by which micro-batches are steps; by default that of a common model.
         epoch_end: ``carry`` or ``exact``; by default ``carry``, or ``exact`` for a ``population``.
         population: int32 (p,), the utterances of this epoch with repetitions, instead of every
             utterance once. Only ``exact`` is possible, because other epochs may have others.
-
-    Raises:
-        ValueError: There is no utterance, an argument is out of range, or an utterance alone
-            exceeds a budget; such utterances must be dropped before.
     """
     _check(micro_batches, epoch, epoch_end, population)
     members = _members(lengths, population)
@@ -99,15 +94,6 @@ def suggest_token_budget(
     """Return the token budget that this corpus fills along with the frame budget.
 
     It is raised if more than one utterance in a thousand would exceed it.
-
-    Args:
-        lengths: Lengths of the utterances.
-        frame_budget: Most frames of a micro-batch.
-        sums: Frames and tokens of which the budgets are to have the proportion; by default those
-            of the corpus.
-
-    Raises:
-        ValueError: The corpus has no frames.
     """
     totals = (int(x.sum(dtype=np.int64)) for x in (lengths.frames, lengths.tokens))
     frames, tokens = totals if sums is None else sums
@@ -126,14 +112,6 @@ def suggest_node_budget(
 
     It is a sixteenth more than the utterances of the frame budget need on average. Kernels multiply
     rows for the whole budget.
-
-    Args:
-        usual: Lengths in the proportions in which they are drawn.
-        frame_budget: Frames of a micro-batch.
-        everything: Lengths of all utterances that may be drawn.
-
-    Raises:
-        ValueError: The corpus has no frames.
     """
     frames = int(usual.frames.sum(dtype=np.int64))
     if frames < 1:
@@ -236,7 +214,7 @@ def _plan(
     assert utterances.cost is not None
     starts = filled.starts
     cost = _sums(utterances.cost, filled)
-    chosen = grouped(cost, micro_batches, seed, epoch).ravel()
+    chosen = group_into_steps(cost, micro_batches, seed, epoch).ravel()
     sizes = np.diff(starts)[chosen]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     # Indices into the members, micro-batch by micro-batch in the new order.
@@ -256,3 +234,73 @@ def _sums(values: np.ndarray, filled: Filled) -> np.ndarray:
     """Sum the values of each micro-batch: int64."""
     ends = np.concatenate([[0], np.cumsum(values[filled.members])])
     return ends[filled.starts[1:]] - ends[filled.starts[:-1]]
+
+
+# Groups micro-batches into global steps so that ranks have equal work.
+
+_ORDERS = 24
+"""Orders of a step's micro-batches that are tried; the most balanced one is used."""
+
+
+def group_into_steps(cost: np.ndarray, micro_batches: int, seed: int, epoch: int) -> np.ndarray:
+    """Group micro-batches of similar cost into steps, in random order.
+
+    Within a step, rank r of W runs the micro-batches r, r + W, ...: their order balances the ranks
+    for all W that divide ``micro_batches``.
+
+    Args:
+        cost: int64 (steps * micro_batches,), predicted FLOPs of each micro-batch.
+        micro_batches: Micro-batches of a step.
+        seed: Seed of the run.
+        epoch: Number of the epoch.
+
+    Returns:
+        int64 (steps, micro_batches), indices of micro-batches.
+    """
+    alike = np.argsort(cost, kind="stable").reshape(-1, micro_batches)
+    alike = alike[shuffled(len(alike), seed, epoch)]
+    orders = _orders(micro_batches)
+    worlds = [w for w in range(2, micro_batches) if micro_batches % w == 0]
+    if not worlds:
+        return alike
+    best = np.zeros(len(alike), np.int64)
+    least = np.full(len(alike), np.iinfo(np.int64).max)
+    sorted_cost = cost[alike]
+    for number, order in enumerate(orders):
+        worst = np.zeros(len(alike), np.int64)
+        for world in worlds:
+            ranks = sorted_cost[:, order].reshape(len(alike), -1, world).sum(axis=1)
+            # The mean over ranks is total / world: multiples of it are compared, to stay in
+            # integers.
+            np.maximum(worst, ranks.max(axis=1) * world, out=worst)
+        best[worst < least] = number
+        np.minimum(least, worst, out=least)
+    return np.take_along_axis(alike, orders[best], axis=1)
+
+
+def imbalance(cost: np.ndarray, micro_batches: int, world_size: int) -> np.ndarray:
+    """Return by how much the slowest rank's work exceeds the mean of the ranks, in each step.
+
+    Args:
+        cost: int (steps * micro_batches,), predicted FLOPs of each micro-batch, as planned.
+        micro_batches: Micro-batches of a step.
+        world_size: Number of ranks; divides ``micro_batches``.
+
+    Returns:
+        float64 (steps,), relative to the mean; 0 where all ranks have equal work.
+    """
+    if world_size < 1 or micro_batches % world_size:
+        raise ValueError(
+            f"`world_size` must divide `micro_batches` = {micro_batches}, but is {world_size}."
+        )
+    ranks = cost.reshape(-1, micro_batches // world_size, world_size).sum(axis=1)
+    mean = ranks.mean(axis=1)
+    return np.divide(ranks.max(axis=1), mean, out=np.ones(len(mean)), where=mean > 0) - 1
+
+
+def _orders(micro_batches: int) -> np.ndarray:
+    """Return orders to try for micro-batches sorted by cost; the first balances equal halves."""
+    half = (micro_batches + 1) // 2
+    fold = np.concatenate([np.arange(half), np.arange(micro_batches - 1, half - 1, -1)])
+    random = [shuffled(micro_batches, micro_batches, number) for number in range(_ORDERS - 1)]
+    return np.stack([fold, *random])

@@ -13,15 +13,10 @@ from effasr.data.batch import StaticShape
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UtteranceLengths:
-    """Lengths of utterances.
+    """Lengths of utterances."""
 
-    Attributes:
-        frames: int32 (n,), encoder frames.
-        tokens: int32 (n,), decoder tokens: prompt and text.
-    """
-
-    frames: np.ndarray
-    tokens: np.ndarray
+    frames: np.ndarray  # int32 (n,), encoder frames
+    tokens: np.ndarray  # int32 (n,), decoder tokens: prompt and text
 
     def __post_init__(self) -> None:
         for name in ("frames", "tokens"):
@@ -45,24 +40,16 @@ class UtteranceLengths:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpochPlan:
-    """Utterances of each micro-batch of an epoch, equal on every rank.
+    """Utterances of each micro-batch of an epoch, equal on every rank."""
 
-    Attributes:
-        micro_batches: Micro-batches of a global step, over all ranks.
-        indices: int32, the planned utterances, micro-batch by micro-batch.
-        offsets: int64 (num_steps * micro_batches + 1,); micro-batch m is
-            ``indices[offsets[m]:offsets[m + 1]]``.
-        deferred: int32, the utterances left for the next epoch, in ascending order.
-        padding_frames: Share of all frame rows that no utterance fills.
-        padding_tokens: Share of all token rows that no utterance fills.
-    """
-
-    micro_batches: int
-    indices: np.ndarray
+    micro_batches: int  # Micro-batches of a global step, over all ranks
+    indices: np.ndarray  # int32, the planned utterances, micro-batch by micro-batch
+    # int64 (num_steps * micro_batches + 1,); micro-batch m is ``indices[offsets[m]:offsets[m +
+    # 1]]``
     offsets: np.ndarray
-    deferred: np.ndarray
-    padding_frames: float
-    padding_tokens: float
+    deferred: np.ndarray  # int32, the utterances left for the next epoch, in ascending order
+    padding_frames: float  # Share of all frame rows that no utterance fills
+    padding_tokens: float  # Share of all token rows that no utterance fills
 
     @property
     def num_steps(self) -> int:
@@ -70,11 +57,7 @@ class EpochPlan:
         return (len(self.offsets) - 1) // self.micro_batches
 
     def step(self, step: int) -> list[np.ndarray]:
-        """Return the micro-batches of a global step, each an array of utterance indices.
-
-        Raises:
-            IndexError: The epoch has no such step.
-        """
+        """Return the micro-batches of a global step, each an array of utterance indices."""
         if not 0 <= step < self.num_steps:
             raise IndexError(f"step {step} of an epoch of {self.num_steps} steps")
         first = step * self.micro_batches
@@ -96,9 +79,5 @@ class Planner(Protocol):
         ...
 
     def plan(self, epoch: int) -> EpochPlan:
-        """Plan an epoch: each utterance is in one micro-batch or deferred.
-
-        Raises:
-            ValueError: ``epoch`` is negative.
-        """
+        """Plan an epoch: each utterance is in one micro-batch or deferred."""
         ...

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from effasr.data.batch import StaticShape
+from effasr.data.sampling.ends import exchanged
 from effasr.data.sampling.plan import EpochPlan, Planner, UtteranceLengths
 from effasr.data.sampling.shuffle import shuffled
 
@@ -41,9 +42,6 @@ def population(
 
     Returns:
         int32 (p,), grouped by source; the planner shuffles them.
-
-    Raises:
-        ValueError: A source with a quota has no utterance, or an amount is less than 1.
     """
     found = sequences(sources, amounts, quotas, seed=seed, epoch=epoch)
     parts = [one.stretch(q * epoch, q * (epoch + 1)) for q, one in found]
@@ -77,13 +75,7 @@ class SourceSequence:
     """A source as an endless sequence of its utterances, shuffled anew for each pass."""
 
     def __init__(self, members: np.ndarray, amounts: np.ndarray, seed: int) -> None:
-        """Prepare the sequence.
-
-        Args:
-            members: int32 (n,), the utterances of the source.
-            amounts: int (n,), the size of each.
-            seed: Seed of the orders.
-        """
+        """Prepare the sequence."""
         self.members, self._amounts, self._seed = members, amounts, seed
         self.total = int(amounts.sum(dtype=np.int64))
         self._passes: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -117,18 +109,12 @@ class SourceSequence:
 
 @dataclass(frozen=True, slots=True)
 class PopulationPlanner:
-    """Plans the population of each epoch with another planner.
+    """Plans the population of each epoch with another planner."""
 
-    Attributes:
-        make: Makes the planner for utterances of given lengths.
-        lengths: Lengths of all utterances.
-        population: Maps an epoch to its utterances.
-        buckets: None: each epoch has limits of its own, those of the utterances that it draws.
-    """
-
-    make: Callable[[UtteranceLengths], Planner]
-    lengths: UtteranceLengths
-    population: Population
+    make: Callable[[UtteranceLengths], Planner]  # Makes the planner for utterances of given lengths
+    lengths: UtteranceLengths  # Lengths of all utterances
+    population: Population  # Maps an epoch to its utterances
+    # None: each epoch has limits of its own, those of the utterances that it draws
     buckets: None = None
 
     @property
@@ -137,11 +123,7 @@ class PopulationPlanner:
         return self.make(self.lengths).shape
 
     def plan(self, epoch: int) -> EpochPlan:
-        """Plan an epoch: each member of its population is in one micro-batch or deferred.
-
-        Raises:
-            ValueError: ``epoch`` is negative.
-        """
+        """Plan an epoch: each member of its population is in one micro-batch or deferred."""
         chosen = self.population(epoch)
         lengths = UtteranceLengths(self.lengths.frames[chosen], self.lengths.tokens[chosen])
         plan = self.make(lengths).plan(epoch)
@@ -151,3 +133,92 @@ class PopulationPlanner:
 def _source_seed(seed: int, source: int) -> int:
     digest = hashlib.blake2b(struct.pack("<qq", seed, source), digest_size=8, person=b"source")
     return int.from_bytes(digest.digest(), "little")
+
+
+# Draws epochs of mixed sources that all have the same frames and the same tokens.
+#
+# An epoch meets the quota of each source in one quantity. The other varies with what is drawn, by
+# as much as a step. Here utterances near the border between two epochs change sides, until the
+# utterances before the border have the frames and tokens that they have on average.
+
+_NEAR = 256
+"""Utterances on each side of a border that may change sides."""
+
+_NONE = np.arange(0, dtype=np.int32)
+
+
+def even_population(
+    lengths: UtteranceLengths,
+    sources: np.ndarray,
+    quotas: Sequence[int],
+    *,
+    seed: int,
+    epoch: int,
+) -> np.ndarray:
+    """Draw the utterances of an epoch with equal frames and tokens in every epoch.
+
+    A pure function. What it draws over all epochs is what `population` draws from tokens; only
+    utterances near the borders between epochs belong to the epoch before or after instead. A border
+    has to make up for all that was drawn before it, so shares of sources do not drift.
+
+    Args:
+        lengths: Frames of each utterance, and tokens, in which quotas are given.
+        sources: int (n,), the source of each utterance.
+        quotas: Tokens that each source contributes to an epoch on average.
+        seed: Seed of the run.
+        epoch: Number of the epoch.
+
+    Returns:
+        int32 (p,); the planner shuffles them.
+    """
+    found = sequences(sources, lengths.tokens, quotas, seed=seed, epoch=epoch)
+    if not found:
+        return _NONE
+    _, after = _border(lengths, found, epoch)
+    before, _ = _border(lengths, found, epoch + 1)
+    return np.concatenate([after, before]).astype(np.int32)
+
+
+def mean_epoch(
+    lengths: UtteranceLengths, sources: np.ndarray, quotas: Sequence[int]
+) -> tuple[int, int]:
+    """Return the frames and tokens of an epoch, on average."""
+    count = len(quotas)
+    # Sums of integers below 2**53 are exact in float64, whatever their order.
+    frames = np.bincount(sources, weights=lengths.frames, minlength=count).astype(np.int64).tolist()
+    tokens = np.bincount(sources, weights=lengths.tokens, minlength=count).astype(np.int64).tolist()
+    drawn = [quota * f // max(1, t) for quota, f, t in zip(quotas, frames, tokens, strict=True)]
+    return sum(drawn), sum(quotas)
+
+
+def _border(
+    lengths: UtteranceLengths, found: Sequence[tuple[int, SourceSequence]], number: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the second half of the epoch before border ``number``, and the first half after it.
+
+    Utterances change sides within these halves alone, so neighbouring borders do not interfere.
+    """
+    values = [lengths.frames, lengths.tokens]
+    near = max(1, _NEAR // len(found))
+    target, drawn, unit = [0, 0], [0, 0], [0, 0]
+    kept_before, kept_after, chosen, waiting = [], [], [], []
+    for quota, sequence in found:
+        border = quota * number
+        before = sequence.stretch(border - quota + quota // 2, border) if number else _NONE
+        after = sequence.stretch(border, border + quota // 2)
+        cut = max(0, len(before) - near)
+        kept_before.append(before[:cut])
+        chosen.append(before[cut:])
+        waiting.append(after[:near])
+        kept_after.append(after[near:])
+        passes, begun = sequence.begun(border)
+        for kind, value in enumerate(values):
+            whole = int(value[sequence.members].sum(dtype=np.int64))
+            target[kind] += border * whole // sequence.total
+            unit[kind] += quota * whole // sequence.total
+            drawn[kind] += passes * whole + int(value[begun].sum(dtype=np.int64))
+    ones, others = np.concatenate(chosen), np.concatenate(waiting)
+    if number:
+        missing = [t - d for t, d in zip(target, drawn, strict=True)]
+        ones, others = exchanged(values, missing, unit, ones, others)
+    return np.concatenate([*kept_before, ones]), np.concatenate([*kept_after, others])

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from effasr.data.batch import StaticShape
-from effasr.data.sampling.balance import imbalance
 from effasr.data.sampling.cost import CostModel
+from effasr.data.sampling.packing import imbalance
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 
 
@@ -18,41 +18,26 @@ class PlanReport:
     """Figures of one or more planned epochs; shares are fractions of one.
 
     A batch is a micro-batch, which one rank runs; a step is a global step of all ranks.
-
-    Attributes:
-        steps: Global steps.
-        planned: Utterances planned, counted with repetitions.
-        deferred: Utterances that the last epoch leaves out or to the next.
-        batch_utterances: Mean utterances of a batch.
-        batch_audio_seconds: Mean seconds of audio of a batch.
-        padding_frames: Share of the encoder's rows that are padding.
-        padding_tokens: Share of the decoder's rows that are padding.
-        padding_flops: Share of the FLOPs spent on padding.
-        padding_cells: Share of the cells (frames times tokens) of a transducer's lattices that are
-            padding.
-        rank_imbalance_mean: Mean over steps of the FLOPs of the busiest rank relative to the mean
-            of the ranks, minus 1.
-        rank_imbalance_p99: 99th percentile of the same.
-        bucket_mismatch: Share of the steps in which the ranks drew different buckets; None for a
-            strategy without buckets, and where each epoch has its own.
-        step_flops: Mean forward FLOPs of a step.
-        flops_per_audio_hour: Forward FLOPs per hour of audio.
     """
 
-    steps: int
-    planned: int
-    deferred: int
-    batch_utterances: float
-    batch_audio_seconds: float
-    padding_frames: float
-    padding_tokens: float
-    padding_flops: float
+    steps: int  # Global steps
+    planned: int  # Utterances planned, counted with repetitions
+    deferred: int  # Utterances that the last epoch leaves out or to the next
+    batch_utterances: float  # Mean utterances of a batch
+    batch_audio_seconds: float  # Mean seconds of audio of a batch
+    padding_frames: float  # Share of the encoder's rows that are padding
+    padding_tokens: float  # Share of the decoder's rows that are padding
+    padding_flops: float  # Share of the FLOPs spent on padding
+    # Share of the cells (frames times tokens) of a transducer's lattices that are padding
     padding_cells: float
+    # Mean over steps of the FLOPs of the busiest rank relative to the mean of the ranks, minus 1
     rank_imbalance_mean: float
-    rank_imbalance_p99: float
+    rank_imbalance_p99: float  # 99th percentile of the same
+    # Share of the steps in which the ranks drew different buckets; None for a strategy without
+    # buckets, and where each epoch has its own
     bucket_mismatch: float | None
-    step_flops: float
-    flops_per_audio_hour: float
+    step_flops: float  # Mean forward FLOPs of a step
+    flops_per_audio_hour: float  # Forward FLOPs per hour of audio
 
 
 def measure(
@@ -81,9 +66,6 @@ def measure(
         shape: The static shape; None for padded micro-batches.
         buckets: int (n,), the bucket of each utterance; None for a strategy without buckets, and
             where each epoch has its own.
-
-    Raises:
-        ValueError: There is no plan, or ``world_size`` is less than 1.
     """
     if not plans:
         raise ValueError("`plans` must hold at least one plan, but is empty.")

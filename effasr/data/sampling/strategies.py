@@ -36,23 +36,6 @@ def planner(
 
     Micro-batch number m of a global step belongs to rank m modulo ``world_size``. Plans of
     ``packed`` do not depend on the number of ranks; those of lhotse's samplers do.
-
-    Args:
-        strategy: One of `STRATEGIES`.
-        lengths: Frames and tokens of the utterances.
-        shape: Budgets of a micro-batch, which ``packed`` fills and from which the batch sizes of
-            the other strategies are derived.
-        micro_batches: Micro-batches of a global step, over all ranks.
-        world_size: Number of ranks; all strategies but ``packed`` give each as many micro-batches.
-        seed: Seed of the run.
-        options: Options of the strategies other than ``packed``.
-        population: Utterances of an epoch, with repetitions; by default each once.
-        cost: Cost model by which ``packed`` balances the ranks.
-        epoch_end: End of an epoch with ``packed``; see `plan_epoch`.
-
-    Raises:
-        ValueError: An argument is out of range or does not suit the strategy, or an utterance fits
-            in no micro-batch.
     """
     options = options or StrategyOptions()
     options.check(strategy)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from effasr.data.tokenizer.base import Tokenizer, UnknownLanguageError
+from effasr.data.tokenizer.base import (
+    NO_TOKENIZER_FILE,
+    NoTokenizer,
+    Tokenizer,
+    UnknownLanguageError,
+)
 from effasr.data.tokenizer.chat import ChatTokenizer, has_template
 from effasr.data.tokenizer.hugging_face import (
     TOKENIZER_FILE,
@@ -16,7 +21,6 @@ from effasr.data.tokenizer.hugging_face import (
     read_tokenizer_json,
 )
 from effasr.data.tokenizer.nemo import NEMO_FILE, NeMoTokenizer
-from effasr.data.tokenizer.no_tokenizer import NO_TOKENIZER_FILE, NoTokenizer
 from effasr.data.tokenizer.sentence_piece import METADATA_FILE, SentencePieceTokenizer
 from effasr.data.tokenizer.training import train_tokenizer
 from effasr.data.tokenizer.whisper import WhisperTokenizer, is_whisper
@@ -40,11 +44,7 @@ __all__ = [
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Read a tokenizer: ours, NeMo's, or a folder with Hugging Face's ``tokenizer.json``.
-
-    Raises:
-        ValueError: The folder holds none, or its files are broken.
-    """
+    """Read a tokenizer: ours, NeMo's, or a folder with Hugging Face's ``tokenizer.json``."""
     folder = Path(directory)
     if (folder / NO_TOKENIZER_FILE).is_file():
         return NoTokenizer()
@@ -69,10 +69,6 @@ def load_hugging_face(directory: str | Path) -> HuggingFaceTokenizer:
     """Read the ``tokenizer.json`` of a chat model, a Whisper, a Parakeet or a Canary.
 
     A chat model has a chat template, and a Parakeet has a blank.
-
-    Raises:
-        ValueError: The file is missing or broken, or that of another model.
-        ImportError: The package `tokenizers` is not installed.
     """
     path = Path(directory) / TOKENIZER_FILE
     vocabulary = read_tokenizer_json(path).get_vocab(with_added_tokens=True)

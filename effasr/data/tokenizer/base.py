@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from effasr.data.prompt import Prompt
 
@@ -14,47 +15,26 @@ class UnknownLanguageError(ValueError):
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back, and prompts as token ids.
+    """Text to token ids and back, and prompts as token ids."""
 
-    Attributes:
-        vocab_size: Ids are ``0 .. vocab_size - 1``; the CTC blank is ``vocab_size``.
-        pad_id: Fills the tail of a static shape; no loss sees it.
-        eos_id: Ends a transcript.
-        specials: Ids by token, of tokens that are no text.
-        languages: Languages that text may be in.
-        sources: Languages that speech may be in.
-    """
-
-    vocab_size: int
-    pad_id: int
-    eos_id: int
-    specials: Mapping[str, int]
-    languages: tuple[str, ...]
-    sources: tuple[str, ...]
+    vocab_size: int  # Ids are ``0 .. vocab_size - 1``; the CTC blank is ``vocab_size``
+    pad_id: int  # Fills the tail of a static shape; no loss sees it
+    eos_id: int  # Ends a transcript
+    specials: Mapping[str, int]  # Ids by token, of tokens that are no text
+    languages: tuple[str, ...]  # Languages that text may be in
+    sources: tuple[str, ...]  # Languages that speech may be in
 
     @abstractmethod
     def encode(self, text: str, language: str) -> list[int]:
-        """Token ids of a text, without prompt and end.
-
-        Raises:
-            UnknownLanguageError: The tokenizer has no such language.
-        """
+        """Token ids of a text, without prompt and end."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of token ids; special tokens are skipped.
-
-        Raises:
-            ValueError: An id is outside the vocabulary.
-        """
+        """Return the text of token ids; special tokens are skipped."""
 
     @abstractmethod
     def prompt(self, prompt: Prompt) -> list[int]:
-        """Return the tokens that the decoder reads before it writes.
-
-        Raises:
-            UnknownLanguageError: The tokenizer has no such language.
-        """
+        """Return the tokens that the decoder reads before it writes."""
 
     @abstractmethod
     def count_unknown(self, ids: Iterable[int]) -> int:
@@ -74,21 +54,13 @@ class Tokenizer(ABC):
         return self.vocab_size
 
     def check_prompt_languages(self, prompt: Prompt) -> None:
-        """Check that both languages of a request are known.
-
-        Raises:
-            UnknownLanguageError: One is not.
-        """
+        """Check that both languages of a request are known."""
         check_language(prompt.source, self.sources, "speech")
         check_language(prompt.target, self.languages, "text")
 
 
 def check_language(language: str, known: Collection[str], what: str) -> None:
-    """Check that a language is known.
-
-    Raises:
-        UnknownLanguageError: It is not; the message lists those that are.
-    """
+    """Check that a language is known."""
     if language not in known:
         raise UnknownLanguageError(
             f"the language of the {what} must be one of {', '.join(known)}, but is {language!r}: "
@@ -97,13 +69,54 @@ def check_language(language: str, known: Collection[str], what: str) -> None:
 
 
 def check_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
-    """Return the ids as a list.
-
-    Raises:
-        ValueError: One is outside the vocabulary.
-    """
+    """Return the ids as a list."""
     checked = [int(token) for token in ids]
     for token in checked:
         if not 0 <= token < vocab_size:
             raise ValueError(f"`ids` must be in 0 .. {vocab_size - 1}, but one is {token}.")
     return checked
+
+
+# Placeholder tokenizer of models that were pretrained on audio alone.
+
+NO_TOKENIZER_FILE = "no_tokenizer.json"
+
+_REMEDY = (
+    "the model was pretrained on audio alone and has no tokenizer: fine-tune it with init_from and "
+    "data.tokenizer."
+)
+
+
+class NoTokenizer(Tokenizer):
+    """A tokenizer without texts; whoever asks for tokens gets a ValueError."""
+
+    vocab_size = 1
+    pad_id = eos_id = 0
+    specials: Mapping[str, int] = {}
+    languages = sources = ()
+
+    def encode(self, text: str, language: str) -> NoReturn:
+        """Raise a ValueError."""
+        raise ValueError(_REMEDY)
+
+    def decode(self, ids: Iterable[int]) -> NoReturn:
+        """Raise a ValueError."""
+        raise ValueError(_REMEDY)
+
+    def prompt(self, prompt: Prompt) -> NoReturn:
+        """Raise a ValueError."""
+        raise ValueError(_REMEDY)
+
+    def count_unknown(self, ids: Iterable[int]) -> int:
+        """Return 0: there are no texts."""
+        return 0
+
+    def pieces(self) -> list[str]:
+        """Return nothing: there are no texts."""
+        return []
+
+    def save(self, directory: str | Path) -> None:
+        """Write the file by which `effasr.data.tokenizer.load_tokenizer` knows it."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / NO_TOKENIZER_FILE).write_text("{}\n")

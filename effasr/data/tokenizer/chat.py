@@ -20,22 +20,12 @@ _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class ChatTokenizer(HuggingFaceTokenizer):
-    """One with a chat template; see `effasr.untrusted.chat_template`.
-
-    Attributes:
-        stop_ids: Tokens that end a turn of the assistant.
-    """
+    """One with a chat template; see `effasr.untrusted.chat_template`."""
 
     companions = (*HuggingFaceTokenizer.companions, TEMPLATE_FILE, GENERATION_FILE)
 
     def __init__(self, directory: str | Path) -> None:
-        """Read a folder; see `HuggingFaceTokenizer`.
-
-        Raises:
-            ValueError: The template is missing or cannot be rendered, or a special token is not in
-                the vocabulary.
-            ImportError: `tokenizers` is not installed.
-        """
+        """Read a folder; see `HuggingFaceTokenizer`."""
         super().__init__(directory)
         folder = Path(directory)
         self._template = read_template(folder)
@@ -55,15 +45,7 @@ class ChatTokenizer(HuggingFaceTokenizer):
         self.pad_id = self.eos_id if pad is None else self._id_of(pad)
 
     def render(self, messages: Sequence[Mapping[str, str]], *, asks: bool = False) -> str:
-        """Return the text of a conversation.
-
-        Args:
-            messages: Each with ``role`` and ``content``.
-            asks: Whether the beginning of an assistant's turn follows.
-
-        Raises:
-            TemplateError: The template refuses the conversation, is broken, or takes too long.
-        """
+        """Return the text of a conversation."""
         variables = {
             "messages": [dict(message) for message in messages],
             "tools": None,
@@ -76,11 +58,7 @@ class ChatTokenizer(HuggingFaceTokenizer):
         return render_template(self._template, variables)
 
     def prompt(self, prompt: Prompt) -> list[int]:
-        """Refuse: what a chat model reads is a conversation.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Refuse: what a chat model reads is a conversation."""
         raise ValueError(
             "`tokenizer` must have prompts for utterances, but is that of a chat model, which "
             "reads conversations: use manifests with `messages`."
@@ -114,11 +92,7 @@ def has_template(folder: Path) -> bool:
 
 
 def read_template(folder: Path) -> str:
-    """Return the chat template of a folder.
-
-    Raises:
-        ValueError: There is none, or a file cannot be read.
-    """
+    """Return the chat template of a folder."""
     path = folder / TEMPLATE_FILE
     if path.is_file():
         return read_text(path, _TEMPLATE_BYTES)

@@ -35,21 +35,12 @@ _PUNCTUATION = ("<|nopnc|>", "<|pnc|>")
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A ``tokenizer.json``; what its prompts are, a subclass says.
+    """A ``tokenizer.json``; what its prompts are, a subclass says."""
 
-    Attributes:
-        companions: Other files of the folder that `save` writes.
-    """
-
-    companions: tuple[str, ...] = _COMPANIONS
+    companions: tuple[str, ...] = _COMPANIONS  # Other files of the folder that `save` writes
 
     def __init__(self, directory: str | Path) -> None:
-        """Read a folder.
-
-        Raises:
-            ValueError: The file is missing, broken, or not one of this class.
-            ImportError: The package `tokenizers` is not installed.
-        """
+        """Read a folder."""
         self._path = Path(directory) / TOKENIZER_FILE
         self._tokenizer = read_tokenizer_json(self._path)
         # Kept, because a run that was resumed removes the checkpoint that it read them from.
@@ -110,11 +101,7 @@ class CanaryTokenizer(HuggingFaceTokenizer):
     """
 
     def __init__(self, directory: str | Path) -> None:
-        """Read a folder; see `HuggingFaceTokenizer`.
-
-        Raises:
-            ValueError: The file lacks a prompt token.
-        """
+        """Read a folder; see `HuggingFaceTokenizer`."""
         super().__init__(directory)
         vocabulary = self._vocabulary
         self.sources = self.languages = tuple(
@@ -152,11 +139,7 @@ class ParakeetTokenizer(HuggingFaceTokenizer):
     """
 
     def __init__(self, directory: str | Path) -> None:
-        """Read a folder; see `HuggingFaceTokenizer`.
-
-        Raises:
-            ValueError: There is no blank, or nothing else.
-        """
+        """Read a folder; see `HuggingFaceTokenizer`."""
         super().__init__(directory)
         blank = find_blank(self._vocabulary)
         if not blank:
@@ -196,12 +179,7 @@ def _tag(language: str) -> str:
 
 
 def read_tokenizer_json(path: Path) -> Any:
-    """Load the tokenizer file, or if it is missing, ``vocab.json`` and ``merges.txt``.
-
-    Raises:
-        ValueError: There is neither, or a file is broken.
-        ImportError: The package `tokenizers` is not installed.
-    """
+    """Load the tokenizer file, or if it is missing, ``vocab.json`` and ``merges.txt``."""
     parts = [path.with_name(name) for name in (VOCABULARY_FILE, MERGES_FILE)]
     if not path.is_file() and not all(part.is_file() for part in parts):
         raise ValueError(f"{path}: there is no such file.")

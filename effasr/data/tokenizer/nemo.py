@@ -46,17 +46,7 @@ class NeMoTokenizer(AggregateTokenizer):
     """
 
     def __init__(self, models: Mapping[str, bytes], prompt_format: str | None = None) -> None:
-        """Put models together.
-
-        Args:
-            models: Serialised SentencePiece models by language, in the order of their ids, that of
-                special tokens named `SPECIAL`; or one alone, named `UNIFIED`, for all languages.
-            prompt_format: One of `PROMPT_FORMATS`; None for no prompts.
-
-        Raises:
-            ValueError: There is no model, one is no SentencePiece model or has a name that no file
-                may have, the format is unknown, or the models lack a token of it.
-        """
+        """Put models together."""
         if not models:
             raise ValueError("`models` must hold at least one model, but is empty.")
         for name in models:
@@ -144,12 +134,7 @@ class NeMoTokenizer(AggregateTokenizer):
 
     @classmethod
     def load(cls, directory: str | Path) -> NeMoTokenizer:
-        """Read what `save` wrote.
-
-        Raises:
-            ValueError: A file is missing or not that of the others, or the folder was written by
-                another version.
-        """
+        """Read what `save` wrote."""
         path = Path(directory) / NEMO_FILE
         metadata = read_metadata(path, _REMEDY)
         files = {name: f"{name}.model" for name in metadata["models"]}

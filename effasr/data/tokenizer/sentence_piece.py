@@ -30,15 +30,7 @@ _PUNCTUATION = ("<|nopnc|>", "<|pnc|>")
 
 
 class AggregateTokenizer(Tokenizer):
-    """SentencePiece models whose ids follow one another.
-
-    Args:
-        models: Serialised models by name, in the order of their ids.
-        first: The id that the first token of the first model gets.
-
-    Raises:
-        ValueError: One is no SentencePiece model.
-    """
+    """SentencePiece models whose ids follow one another."""
 
     def __init__(self, models: Mapping[str, bytes], first: int = 0) -> None:
         self.models = dict(models)
@@ -97,17 +89,7 @@ class SentencePieceTokenizer(AggregateTokenizer):
         *,
         sharing: Sequence[str] = (),
     ) -> None:
-        """Put languages together.
-
-        Args:
-            models: A serialised SentencePiece model by language; with ``sharing`` one model.
-            sources: Further languages, spoken but never written (translated from).
-            sharing: Languages that share the model.
-
-        Raises:
-            ValueError: There is no model, one is no SentencePiece model, or languages share several
-                models.
-        """
+        """Put languages together."""
         if not models:
             raise ValueError("`models` must hold at least one language, but is empty.")
         if sharing and len(models) != 1:
@@ -165,11 +147,7 @@ class SentencePieceTokenizer(AggregateTokenizer):
 
     @classmethod
     def load(cls, directory: str | Path) -> SentencePieceTokenizer:
-        """Read what `save` wrote.
-
-        Raises:
-            ValueError: A file is missing, or the folder was written by another version.
-        """
+        """Read what `save` wrote."""
         path = Path(directory) / METADATA_FILE
         metadata = read_metadata(path, "train the tokenizer again")
         files = {name: entry["model"] for name, entry in metadata["languages"].items()}
@@ -189,11 +167,7 @@ class SentencePieceTokenizer(AggregateTokenizer):
 
 
 def model_file(language: str) -> str:
-    """Return the name of the file of a language's model.
-
-    Raises:
-        ValueError: It would be a file in another folder.
-    """
+    """Return the name of the file of a language's model."""
     try:
         return plain_name(f"{language}.model", "the model")
     except ValueError as error:
@@ -204,12 +178,7 @@ def model_file(language: str) -> str:
 
 
 def read_metadata(path: Path, remedy: str) -> dict[str, Any]:
-    """Return the metadata of an `AggregateTokenizer`.
-
-    Raises:
-        ValueError: The file cannot be read, or another version wrote it; the message ends with
-            the remedy.
-    """
+    """Return the metadata of an `AggregateTokenizer`."""
     try:
         metadata = read_json_object(path)
     except (OSError, ValueError) as error:
@@ -220,11 +189,7 @@ def read_metadata(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def read_models(folder: Path, files: Mapping[str, str], remedy: str) -> dict[str, bytes]:
-    """Serialised models, from their files by name.
-
-    Raises:
-        ValueError: A file is missing; the message ends with the remedy.
-    """
+    """Serialised models, from their files by name."""
     for name, file in files.items():
         plain_name(file, f"the model of {name!r} in {folder}")
         if not (folder / file).is_file():
@@ -233,11 +198,7 @@ def read_models(folder: Path, files: Mapping[str, str], remedy: str) -> dict[str
 
 
 def load_processor(language: str, model: bytes) -> sentencepiece.SentencePieceProcessor:
-    """Read a serialised SentencePiece model.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Read a serialised SentencePiece model."""
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:

@@ -21,11 +21,7 @@ _THREADS = 4
 
 
 class VocabularyTooSmall(ValueError):
-    """A vocabulary cannot hold the characters of a language.
-
-    Attributes:
-        needed: Pieces that it must have at least.
-    """
+    """A vocabulary cannot hold the characters of a language."""
 
     def __init__(self, language: str, vocab_size: int, needed: int) -> None:
         super().__init__(
@@ -50,24 +46,6 @@ def train_tokenizer(
 
     The same texts in the same order give the same files. Of more than two million texts a
     fixed random part is used.
-
-    Args:
-        texts_by_language: Transcripts by language code.
-        out: The folder to write.
-        vocab_size: Pieces of each language, or of all languages by their names; if shared, of all
-            together. A small corpus gets as many as it can fill.
-        model_type: ``unigram`` or ``bpe``.
-        byte_fallback: Spell unseen characters as UTF-8 bytes (256 more pieces each).
-        sources: Languages that are spoken but never written (translated from).
-        shared: Train one model on the texts of all languages, which then have the same pieces.
-        progress: Called with the number of vocabularies done so far, and of all.
-
-    Returns:
-        The tokenizer that was written.
-
-    Raises:
-        ValueError: There is no language or no text, a language cannot be the name of a file, or
-            ``vocab_size`` cannot hold the letters.
     """
     if not texts_by_language:
         raise ValueError("`texts_by_language` must name at least one language, but is empty.")
@@ -109,12 +87,7 @@ def train_model(
     *,
     byte_fallback: bool = False,
 ) -> bytes:
-    """Train a SentencePiece model of one language, and return it serialised.
-
-    Raises:
-        VocabularyTooSmall: ``vocab_size`` cannot hold the characters.
-        ValueError: There is no text.
-    """
+    """Train a SentencePiece model of one language, and return it serialised."""
     lines = _lines(texts)
     first = next(lines, None)
     if first is None:

@@ -29,16 +29,7 @@ class WhisperTokenizer(HuggingFaceTokenizer):
     """
 
     def __init__(self, directory: str | Path) -> None:
-        """Read a folder; see `HuggingFaceTokenizer`.
-
-        Args:
-            directory: A folder with a ``tokenizer.json``, or with ``vocab.json``, ``merges.txt``
-                and ``added_tokens.json``.
-
-        Raises:
-            ValueError: The files are missing or broken, or lack a prompt token.
-            ImportError: The package `tokenizers` is not installed.
-        """
+        """Read a folder; see `HuggingFaceTokenizer`."""
         super().__init__(directory)
         vocabulary = self._vocabulary
         missing = [name for name in (_START, _EOS, _NOTIMESTAMPS) if name not in vocabulary]
@@ -74,11 +65,7 @@ class WhisperTokenizer(HuggingFaceTokenizer):
         return super().decode(token for token in checked if token not in self._silent)
 
     def prompt(self, prompt: Prompt) -> list[int]:
-        """See `Tokenizer.prompt`; there is no token for punctuation.
-
-        Raises:
-            UnknownLanguageError: The model knows not a language, or does not translate into it.
-        """
+        """See `Tokenizer.prompt`; there is no token for punctuation."""
         self.check_prompt_languages(prompt)
         names = [_START, _NOTIMESTAMPS]
         if self.is_multilingual:

@@ -8,8 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from effasr import checkpoint
-from effasr.data.tokenizer.base import Tokenizer
-from effasr.data.tokenizer.no_tokenizer import NoTokenizer
+from effasr.data.tokenizer.base import NoTokenizer, Tokenizer
 from effasr.model.asr import ASRModel
 
 TABLES = (

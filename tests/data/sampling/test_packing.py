@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effasr.data.batch import StaticShape
-from effasr.data.sampling.balance import imbalance
 from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
 from effasr.data.sampling.filling import Utterances, fill
 from effasr.data.sampling.packing import (
     EpochEnd,
+    imbalance,
     nodes_of,
     plan_epoch,
     suggest_node_budget,

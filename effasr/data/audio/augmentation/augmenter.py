@@ -11,10 +11,14 @@ import numpy as np
 
 from effasr.data.audio.augmentation.clips import Clips
 from effasr.data.audio.augmentation.config import AudioAugmentationConfig
-from effasr.data.audio.augmentation.noise import add_noise, looped
-from effasr.data.audio.augmentation.reverberation import ImpulseResponse, reverberate
-from effasr.data.audio.augmentation.rooms import simulated_room
-from effasr.data.audio.augmentation.telephone import telephone
+from effasr.data.audio.augmentation.effects import (
+    ImpulseResponse,
+    add_noise,
+    looped,
+    reverberate,
+    simulated_room,
+    telephone,
+)
 from effasr.data.audio.waveform import AudioError, audio_path
 from effasr.data.filters.rules import Dropped
 
@@ -26,17 +30,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Position of an utterance in a run.
+    """Position of an utterance in a run."""
 
-    Attributes:
-        epoch: Counted from 0.
-        step: Counted from 0 in each epoch; an utterance may come more than once in an epoch.
-        index: Index of the utterance in its corpus.
-    """
-
-    epoch: int
-    step: int
-    index: int
+    epoch: int  # Counted from 0
+    step: int  # Counted from 0 in each epoch; an utterance may come more than once in an epoch
+    index: int  # Index of the utterance in its corpus
 
 
 class UnreadableRecording(AudioError):
@@ -52,9 +50,6 @@ class Augmenter:
         """List recordings and check them.
 
         With ``skip_unreadable``, an utterance stays as it is where its recording cannot be read.
-
-        Raises:
-            ValueError: See `Clips.load`.
         """
         self._config = config
         self._seed = seed
@@ -100,18 +95,7 @@ class Augmenter:
         return hashlib.sha256(" ".join(used).encode()).hexdigest() if used else ""
 
     def __call__(self, audio: np.ndarray, moment: Moment) -> tuple[np.ndarray, list[Dropped]]:
-        """Change the audio of an utterance.
-
-        Args:
-            audio: float32 (samples,), mono, at `SAMPLE_RATE`; left as it is.
-            moment: Position of the utterance in the run.
-
-        Returns:
-            float32 (samples,), as many; and the recordings that could not be read.
-
-        Raises:
-            UnreadableRecording: A recording cannot be read, and is not to be skipped.
-        """
+        """Change the audio of an utterance."""
         unreadable: list[Dropped] = []
         for kind, apply in self._steps:
             key = (self._seed, moment.epoch, moment.step, moment.index, kind)

@@ -42,32 +42,16 @@ _WHOLE = 20 * SAMPLE_RATE
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Clips:
-    """Recordings in flat arrays, which forked workers share.
+    """Recordings in flat arrays, which forked workers share."""
 
-    Attributes:
-        samples: int64 (n,), lengths at `SAMPLE_RATE`.
-        fingerprint: Changes if their number, order or a length does.
-    """
-
-    samples: np.ndarray
-    fingerprint: str
+    samples: np.ndarray  # int64 (n,), lengths at `SAMPLE_RATE`
+    fingerprint: str  # Changes if their number, order or a length does
     _lines: Ragged
     _cache: OrderedDict[int, np.ndarray] = field(default_factory=OrderedDict)
 
     @classmethod
     def load(cls, paths: Sequence[str | Path], what: str) -> Clips:
-        """List recordings.
-
-        Args:
-            paths: Folders, in which all audio files are taken, at any depth; or manifests of any
-                kind that `effasr.data.manifest.reader.read` takes. NeMo's lines need no text,
-                lhotse's cuts no supervision, and lhotse's recordings are taken as well.
-            what: Kind of the recordings, for messages: the path of the field.
-
-        Raises:
-            ValueError: A path holds none, a line is malformed, or an audio file is missing or no
-                audio.
-        """
+        """List recordings."""
         lines, samples = RaggedBuilder(), array("q")
         for path in paths:
             before = len(samples)
@@ -96,9 +80,6 @@ class Clips:
 
         Returns:
             float32 (samples,), mono, at `SAMPLE_RATE`; not to be written to.
-
-        Raises:
-            AudioError: It cannot be read.
         """
         end = int(self.samples[index]) if samples is None else start + samples
         if self.samples[index] > _WHOLE:
