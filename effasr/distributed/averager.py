@@ -76,15 +76,7 @@ def average_each(tensors: Iterable[Tensor], context: DistributedContext) -> None
 
 @torch.no_grad()
 def add_flat(tensors: Sequence[Tensor], delta: Tensor) -> None:
-    """Add a flat tensor to the tensors whose elements it concatenates; the host does not wait.
-
-    Args:
-        tensors: Tensors to change in place.
-        delta: Shape (elements of all tensors,), on the host or on their device.
-
-    Raises:
-        ValueError: ``delta`` has another number of elements than the tensors.
-    """
+    """Add a flat tensor to the tensors whose elements it concatenates; the host does not wait."""
     sizes = [tensor.numel() for tensor in tensors]
     if delta.shape != (sum(sizes),):
         raise ValueError(

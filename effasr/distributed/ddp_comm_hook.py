@@ -18,9 +18,6 @@ class RecoverableAllReduceHook:
     gradient in another way and sends the remaining buckets.
 
     It costs one call of a Python function per bucket, and a read of each gradient, per step.
-
-    Args:
-        model: Made by `effasr.distributed.ddp.replicate`, and not used yet.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -49,12 +46,6 @@ class RecoverableAllReduceHook:
 
         A bucket that was sent holds the whole gradient of its parameters, as the backward computed
         it before it failed; for these the argument is ignored.
-
-        Args:
-            gradients: Gradient of this rank's whole step for each trained parameter.
-
-        Raises:
-            RuntimeError: The all-reduce itself failed, after the last gradient.
         """
         if not self._begun:
             for parameter, gradient in zip(self._parameters, gradients, strict=True):

@@ -25,14 +25,7 @@ class PeerFailed(RuntimeError):
 
 @contextmanager
 def report_once_per_node(environment: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Let only local rank 0 report an error that all processes of a node raise before they join.
-
-    Args:
-        environment: Holds torchrun's LOCAL_RANK; ``os.environ`` by default.
-
-    Raises:
-        PeerFailed: Raised in the other processes in place of the error.
-    """
+    """Let only local rank 0 report an error that all processes of a node raise before they join."""
     environment = os.environ if environment is None else environment
     try:
         yield
@@ -55,13 +48,6 @@ def record_failure(store: Store, rank: int, reason: str, losses: int = 0) -> str
     """Record that a rank failed; return the reason of the rank that failed first, if another did.
 
     torchrun's store outlives the ranks. A store that ended with its rank records nothing.
-
-    Args:
-        store: Store of the run.
-        rank: Rank that failed.
-        reason: Reason of its failure.
-        losses: How often the run has continued without some ranks. A rank that was left out may
-            fail much later, which must not hide a failure of those that continued.
     """
     own = f"rank {rank}: {reason.removeprefix(f'rank {rank}: ')}"
     try:

@@ -20,12 +20,6 @@ class FlatGradAllReduce:
     This is for a backward that a CUDA graph replays: it accumulates gradients in place and runs no
     hook of `DistributedDataParallel`. The communication therefore does not overlap with the
     backward: for n bytes of gradients and W ranks it moves 2 n (W - 1) / W bytes once a step.
-
-    Args:
-        model: Model whose parameters and buffers are set to those of rank 0; ``grad`` of each
-            trained parameter becomes a view that must stay its gradient
-            (``zero_grad(set_to_none=False)``).
-        context: Process group of all ranks, more than one.
     """
 
     def __init__(self, model: nn.Module, context: DistributedContext) -> None:
@@ -37,11 +31,7 @@ class FlatGradAllReduce:
         self._views = [(parameter, parameter.grad) for parameter in trained]
 
     def __call__(self) -> None:
-        """Replace each gradient by its mean over the ranks; on a GPU the host does not wait.
-
-        Raises:
-            RuntimeError: A parameter has another gradient, which would not be averaged.
-        """
+        """Replace each gradient by its mean over the ranks; on a GPU the host does not wait."""
         if any(parameter.grad is not view for parameter, view in self._views):
             raise RuntimeError("a gradient was replaced, so that the ranks cannot average it")
         works = []

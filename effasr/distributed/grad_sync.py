@@ -17,16 +17,10 @@ from effasr.distributed.process_group import DistributedContext
 
 
 class GradientSync:
-    """Leaves gradients as they are: for a single rank.
+    """Leaves gradients as they are: for a single rank."""
 
-    Args:
-        model: The module that the step calls: a model or its wrapper.
-
-    Attributes:
-        unsplittable_reason: Why a micro-batch cannot be recomputed in pieces after an out-of-memory
-            error, and the remedy; None if it can.
-    """
-
+    # Why a micro-batch cannot be recomputed in pieces after an out-of-memory error, and the remedy;
+    # None if it can
     unsplittable_reason: str | None = None
 
     def __init__(self, model: nn.Module) -> None:
@@ -59,23 +53,14 @@ class GradientSync:
             parameter.grad = None
 
     def replace(self, gradients: Sequence[Tensor | None], *, exchanging: bool) -> None:
-        """Set the gradients of the step so far after a failed backward.
-
-        Args:
-            gradients: One for each of `parameters`; None where a parameter has no gradient.
-            exchanging: Whether the failed backward had to all-reduce them.
-        """
+        """Set the gradients of the step so far after a failed backward."""
         del exchanging
         for parameter, gradient in zip(self._trained, gradients, strict=True):
             parameter.grad = gradient
 
 
 class DDPGradientSync(GradientSync):
-    """`DistributedDataParallel`: gradients are averaged in buckets during the last backward.
-
-    Args:
-        model: Made by `effasr.distributed.ddp.replicate`, and not used yet.
-    """
+    """`DistributedDataParallel`: gradients are averaged in buckets during the last backward."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         super().__init__(model)

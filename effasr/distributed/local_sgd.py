@@ -69,18 +69,6 @@ class LocalSGD(LocalUpdates):
     PyTorch's `PeriodicModelAverager` and `HierarchicalModelAverager` leave out each parameter
     without a gradient, also if only one rank has none, which then deadlocks, and count steps from
     the start of the process.
-
-    Args:
-        model: Model without wrapper.
-        optimizer: Optimizer of its parameters.
-        statistics: Running statistics of its batch norms.
-        context: All ranks, more than one.
-        periods: Group size, None for all ranks, by the steps between two averages; all ranks
-            create the groups together.
-        warmup_steps: Steps before the first average, in which gradients are exchanged.
-
-    Raises:
-        ValueError: A group size does not divide the number of ranks.
     """
 
     def __init__(

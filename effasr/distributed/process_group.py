@@ -29,24 +29,17 @@ DEFAULT_TIMEOUT = timedelta(seconds=600)
 
 @dataclass(frozen=True, slots=True)
 class DistributedContext:
-    """This process among those of a run or of a subgroup. With a size of 1, methods are no-ops.
+    """This process among those of a run or of a subgroup. With a size of 1, methods are no-ops."""
 
-    Attributes:
-        rank: Rank of this process in the group, from 0.
-        size: Number of processes in the group.
-        device: Device of this process.
-        group: Process group; None for all processes of the run.
-        store: Key-value store that all processes of the run share; None for a single process.
-        timeout: A collective that waits longer than this for another rank raises an error.
-        survivors: Contexts that replaced this one after a loss of ranks, the newest last.
-    """
-
-    rank: int
-    size: int
-    device: torch.device
-    group: dist.ProcessGroup | None = None
+    rank: int  # Rank of this process in the group, from 0
+    size: int  # Number of processes in the group
+    device: torch.device  # Device of this process
+    group: dist.ProcessGroup | None = None  # Process group; None for all processes of the run
+    # Key-value store that all processes of the run share; None for a single process
     store: Store | None = None
+    # A collective that waits longer than this for another rank raises an error
     timeout: timedelta = DEFAULT_TIMEOUT
+    # Contexts that replaced this one after a loss of ranks, the newest last
     survivors: list[DistributedContext] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -83,12 +76,7 @@ class DistributedContext:
             dist.barrier(group=context.group)
 
     def subgroup(self, ranks: Sequence[int], backend: str | None = None) -> DistributedContext:
-        """Return the context of some ranks, all of which call this; no other rank needs to.
-
-        Args:
-            ranks: Ranks of this context, ascending.
-            backend: Backend of the new group; None for that of all processes.
-        """
+        """Return the context of some ranks, all of which call this; no other rank needs to."""
         group = None
         if len(ranks) > 1:
             everyone = dist.get_process_group_ranks(self.group or dist.group.WORLD)
@@ -100,12 +88,7 @@ class DistributedContext:
         )
 
     def new_group(self, ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
-        """Return a process group with the timeout of this context, which torch does not inherit.
-
-        Args:
-            ranks: Ranks of the run; None for all.
-            options: Further arguments of `torch.distributed.new_group`.
-        """
+        """Return a process group with the timeout of this context, which torch does not inherit."""
         made = dist.new_group(ranks, timeout=self.timeout, **options)
         return cast(dist.ProcessGroup, made)
 
@@ -121,19 +104,6 @@ def distributed_context(
     """Join the processes that torchrun started; leave them when the block ends.
 
     Connections to the other processes remain open, unused, until this process ends.
-
-    Args:
-        device: ``cpu``, ``cuda``, or ``auto``: a GPU where there is one. torchrun's LOCAL_RANK
-            selects it.
-        timeout_s: A collective that waits longer than this for another rank raises an error.
-        environment: Holds RANK, LOCAL_RANK and WORLD_SIZE; ``os.environ`` by default. Without
-            them, this process is the only one.
-        on_host: Whether to use gloo on GPUs, too: NCCL loses all connections of a group when one
-            of its processes ends.
-
-    Raises:
-        ValueError: The device is unknown, or there is none for this rank.
-        PeerFailed: The block raised an error, but another rank had failed before.
     """
     environment = os.environ if environment is None else environment
     rank = int(environment.get("RANK", 0))
@@ -189,9 +159,6 @@ def _leave(*, destroy: bool = True) -> None:
     holds the last reference to it, and its own destructor has the GIL: the process deadlocks
     (torch 2.13, within a few runs of two ranks). The groups of a process are therefore never
     deleted; their threads and connections end with the process. Processes with GPUs have gloo, too.
-
-    Args:
-        destroy: Whether torch is to close the connections of the groups; they are kept in any case.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         # A reference in a variable would be dropped when the interpreter ends, with the GIL.
@@ -201,11 +168,7 @@ def _leave(*, destroy: bool = True) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of a name: ``auto``, ``cpu``, ``cuda``, or ``cuda:1`` for the second GPU.
-
-    Raises:
-        ValueError: The name is unknown, or there is no such device.
-    """
+    """Return the device of ``auto``, ``cpu``, ``cuda``, or ``cuda:1`` for the second GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")

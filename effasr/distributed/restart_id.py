@@ -19,9 +19,6 @@ def agree_on_restart_id(store: Store, rank: int, size: int, timeout_s: float) ->
 
     Every process therefore writes a random name and waits for an answer to it. Rank 0 answers all
     names that it finds, including those of dead processes, until each rank has confirmed an answer.
-
-    Raises:
-        RuntimeError: A process did not join in time.
     """
     own = uuid.uuid4().hex
     if rank:

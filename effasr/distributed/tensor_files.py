@@ -23,17 +23,7 @@ from effasr.untrusted.tensor_metadata import read_metadata
 def write(
     tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write tensors, flushed to the disk.
-
-    Args:
-        tensors: Tensors by name. Sharded ones are `DTensor` over all processes of ``group``.
-        folder: Otherwise empty folder on a file system that all processes share.
-        group: Gloo group of the processes that call this with the same names; None for this one
-            alone.
-
-    Raises:
-        OSError: Writing failed; with a group it is raised in every process if one fails.
-    """
+    """Write tensors, flushed to the disk."""
     writer = FileSystemWriter(folder)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     state = dict(tensors)
@@ -65,12 +55,7 @@ def describe(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def read(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Fill tensors, whole or sharded, from a folder; other processes need not call this.
-
-    Raises:
-        KeyError: A name is not in the folder.
-        OSError, ValueError: As `read_metadata`.
-    """
+    """Fill tensors, whole or sharded, from a folder; other processes need not call this."""
     reader, metadata = FileSystemReader(folder), read_metadata(folder)
     if missing := sorted(tensors.keys() - metadata.state_dict_metadata.keys()):
         raise KeyError(f"{folder} has no {missing[0]}")

@@ -96,11 +96,7 @@ class OptimizerConfig:
 def build_adamw(
     groups: Sequence[dict[str, Any]], config: OptimizerConfig, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Build the optimizer from the groups of `parameter_groups`.
-
-    Raises:
-        ValueError: ``apex`` is requested but cannot be used; the message gives the reason.
-    """
+    """Build the optimizer from the groups of `parameter_groups`."""
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     reason = apex_unsupported_reason(device, sharded=has_sharded(groups))
     if config.implementation == "apex" and reason is not None:
@@ -178,14 +174,7 @@ def _with_step(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, lr: float, factor: Tensor | None = None
 ) -> None:
-    """Set the learning rate of the next update.
-
-    Args:
-        optimizer: Any optimizer.
-        lr: Learning rate.
-        factor: Multiplies it, (), on the device of the parameters. PyTorch's fused optimizers read
-            it there; any other costs one wait for the device.
-    """
+    """Set the learning rate of the next update."""
     rate: float | Tensor = lr
     if factor is not None:
         on_device = getattr(optimizer, "_step_supports_amp_scaling", False)

@@ -64,14 +64,6 @@ class AdaScale:
 
     With equal parts these are the paper's (OpenReview rygxdA4YPS, section 4). V and M are averaged
     over steps, and the gain is (S V + M) / (V + M). The norm |g| is that before clipping.
-
-    Args:
-        parameters: Parameters of the model; hooks are put on the trained ones.
-        config: Smoothing and power.
-        scale: S.
-        factor: Factor of gradients in the backward, which the all-reduce divides out.
-        device: Device of the parameters.
-        copy: Starts a copy of a tensor to the host.
     """
 
     def __init__(
@@ -122,19 +114,7 @@ class AdaScale:
     def update(
         self, sums: Tensor, targets: Tensor, norm: Tensor, made: Tensor, seen: Tensor
     ) -> Tensor:
-        """Record a step, and return the factor of its learning rate.
-
-        Args:
-            sums: `sums` of all ranks, added up.
-            targets: Targets of the step, ().
-            norm: Norm of the gradient before clipping, ().
-            made: Bool (): whether the update will be made; others do not count as progress.
-            seen: Bool (): whether the samples are complete. If not, the gain is that of the
-                averages so far.
-
-        Returns:
-            Float32 (), on the device; reading `progress` later does not wait for it.
-        """
+        """Record a step, and return the factor of its learning rate."""
         variance, square, count, progress = self._state
         squared_norm, samples = norm.double() ** 2, sums[1].double()
         total = sums[0].double() * targets.double()

@@ -15,11 +15,6 @@ class WeightAverage:
     An update on k times the reference batch stands for k reference updates, and keeps ``decay **
     k`` of the old average (Busbridge et al. 2023). The decay after n reference updates is
     ``min(decay, (1 + n) / (10 + n))``, so that the first steps have little weight.
-
-    Args:
-        model: Model whose present parameters are the first average.
-        decay: Share of the old average that a reference update keeps, in (0, 1).
-        scale: Ratio k of the batch to the reference batch.
     """
 
     def __init__(self, model: nn.Module, decay: float, scale: float = 1.0) -> None:

@@ -17,17 +17,6 @@ def parameter_groups(
 
     A shared parameter is listed once, by the first module that has it. The order is that of
     ``model.named_parameters()``, so it is the same in every process.
-
-    Args:
-        model: Model whose trained parameters are split.
-        weight_decay: Weight decay of the first group; that of the second is 0.
-        exempt: Kinds of parameters without weight decay: ``biases`` (named ``bias``, ``..._bias``,
-            or as
-            those of torch's LSTM, ``bias_ih...`` and ``bias_hh...``), ``norms`` (of a module whose
-            class is named ``...Norm...``), ``embeddings``.
-
-    Returns:
-        The groups, each ``{"params": [...], "weight_decay": ...}``; an empty one is left out.
     """
     decayed: list[nn.Parameter] = []
     spared: list[nn.Parameter] = []

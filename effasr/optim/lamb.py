@@ -23,9 +23,6 @@ def build_lamb(
     decay are not scaled, as in the authors' code. Gradients are not clipped here. No library can
     skip an update on the device, so `apply_update` synchronizes with it once a step.
 
-    Raises:
-        ValueError: A setting or a library is missing.
-
     References:
         You et al., 2020, https://arxiv.org/abs/1904.00962.
     """

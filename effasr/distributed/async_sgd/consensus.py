@@ -16,11 +16,6 @@ def consensus_distance(tensors: Sequence[Tensor], group: ProcessGroup | None = N
 
     Below a critical value, learners train as one would (Kong et al. 2021, "Consensus Control for
     Decentralized Deep Learning").
-
-    Args:
-        tensors: Tensors of this learner; of the same number and shapes on all.
-        group: One rank of each learner, all of which call this; None for all processes. It must not
-            be used by running exchanges.
     """
     learners = dist.get_world_size(group)
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)

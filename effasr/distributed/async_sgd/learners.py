@@ -67,34 +67,23 @@ class WorkLoader(Protocol, Generic[T_co]):
 
 
 class Learners:
-    """The learner of this process: ``size`` neighbouring ranks among all.
-
-    Attributes:
-        context: All remaining ranks.
-        own: Ranks of this learner, of which the first is the leader.
-        count: Number of learners of the run, lost ones included.
-        left: Numbers of the learners at the last synchronization.
-        number: Number of this learner.
-        made: Steps that this learner has made, and those of the run before it was resumed.
-        step: Step that the run has reached.
-        epoch: Epoch of the step before.
-        position: Epoch of the next step, and its index there.
-        stopped: Whether the run was asked to stop here.
-    """
+    """The learner of this process: ``size`` neighbouring ranks among all."""
 
     def __init__(self, context: DistributedContext, size: int, config: GossipConfig) -> None:
         first = context.rank - context.rank % size
         on_gpu = context.device.type == "cuda"
-        self.context = context
+        self.context = context  # All remaining ranks
+        # Ranks of this learner, of which the first is the leader
         self.own = context.subgroup(range(first, first + size), NCCL if on_gpu else None)
-        self.count = context.size // size
-        self.number = context.rank // size
-        self.left = list(range(self.count))
+        self.count = context.size // size  # Number of learners of the run, lost ones included
+        self.number = context.rank // size  # Number of this learner
+        self.left = list(range(self.count))  # Numbers of the learners at the last synchronization
+        # Steps that this learner has made, and those of the run before it was resumed
         self.made = 0
-        self.step = 0
-        self.epoch = 0
-        self.position = (0, 0)
-        self.stopped = False
+        self.step = 0  # Step that the run has reached
+        self.epoch = 0  # Epoch of the step before
+        self.position = (0, 0)  # Epoch of the next step, and its index there
+        self.stopped = False  # Whether the run was asked to stop here
         self.membership: Membership | None = None
         self._config = config
         self._all = context
@@ -120,19 +109,7 @@ class Learners:
         on_begin: Callable[[], None],
         on_wait: Callable[[], None],
     ) -> Iterator[Iterator[T | None]]:
-        """Yield an iterator of this rank's data; None where all learners have synchronized.
-
-        Args:
-            loader: Loads the data of this rank.
-            step: Step that the run begins with.
-            next_sync_step: Returns the next step at which learners synchronize, given the step at
-                which they continue.
-            on_begin: Called whenever learners begin or continue.
-            on_wait: Called when this learner waits for others.
-
-        Raises:
-            TrainingFailed: Another learner failed.
-        """
+        """Yield an iterator of this rank's data; None where all learners have synchronized."""
         self.step = self.made = self._done = step
         self.position = loader.position(step)
         self.epoch = self.position[0] - (step > 0 and self.position[1] == 0)
@@ -162,15 +139,7 @@ class Learners:
             raise
 
     def finish(self, item: int, *, stopping: bool = False) -> int:
-        """Report that an item was trained, and whether a rank of this learner was asked to stop.
-
-        Returns:
-            The step that the run had reached, as far as was known when this item was begun; the
-            same on all ranks of the learner.
-
-        Raises:
-            LeftOut: The others continue without this learner.
-        """
+        """Report that an item was trained, and whether a rank of this learner was asked to stop."""
         self.made += 1
         if self._queue is not None:
             if self.membership is not None:
@@ -282,11 +251,7 @@ class Learners:
         return True
 
     def _limit(self, membership: Membership) -> int | None:
-        """Return the step at which all synchronize; None while learners agree on a stop.
-
-        Raises:
-            TrainingFailed: A learner failed for a reason that concerns all.
-        """
+        """Return the step at which all synchronize; None while learners agree on a stop."""
         store = self.store
         if not store.check(["ending"]):
             return self._sync_step

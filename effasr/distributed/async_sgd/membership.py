@@ -34,13 +34,6 @@ class Membership:
     connection to it broke and it is silent. Learners notice that at different times, so the
     remaining learners are determined at a synchronization, by the first learner that finds all of
     them there.
-
-    Args:
-        store: Store that all leaders share; used by nothing else.
-        learner: Number of this learner.
-        learners: Number of learners at first.
-        timeout_s: Longest silence of a learner, in seconds.
-        on_lost: Called by the thread once for each lost learner, with its number.
     """
 
     def __init__(
@@ -106,9 +99,6 @@ class Membership:
         """Report the arrival of this learner; return the learners present, or None.
 
         None means that some are missing: it is called repeatedly until all are present.
-
-        Raises:
-            LeftOut: The others have continued without this learner.
         """
         key = f"present/{self._synchronizations}"
         if not self._store.check([key]):

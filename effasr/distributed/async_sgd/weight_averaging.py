@@ -31,9 +31,6 @@ class WeightAveraging(Averager):
 
     A learner of several ranks adds the same difference on each of them: its leader sends them 4
     bytes per parameter whenever one has arrived, and a flag in every step.
-
-    Attributes:
-        distance: Consensus distance at the last synchronization; None before.
     """
 
     def __init__(
@@ -56,6 +53,7 @@ class WeightAveraging(Averager):
         self._running = False
         self._logged: GossipCounters | None = None
         self._exchanges_before = 0
+        # Consensus distance at the last synchronization; None before
         self.distance: float | None = None
         self._connect()
 

@@ -26,17 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Clips:
-    """Clips of the conversations of a trial.
+    """Clips of the conversations of a trial."""
 
-    Attributes:
-        longest: Encoder frames of the longest.
-        most: Most clips of a batch.
-        stack: k, encoder frames of a row of speech.
-    """
-
-    longest: int
-    most: int
-    stack: int
+    longest: int  # Encoder frames of the longest
+    most: int  # Most clips of a batch
+    stack: int  # k, encoder frames of a row of speech
 
     def split(self, frames: int) -> Sequence[int]:
         """Return the encoder frames of each clip of a conversation of so many frames."""
@@ -45,38 +39,24 @@ class Clips:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversations:
-    """What a population of conversations has besides lengths.
+    """What a population of conversations has besides lengths."""
 
-    Attributes:
-        sources: uint16 (n,), the source of each conversation.
-        clip_counts: int64 (n,), the clips of each conversation.
-        shortest_clip: Encoder frames of the shortest clip.
-        longest_clip: Encoder frames of the longest clip.
-        model: Architecture.
-        quotas: Rows that each source contributes to an epoch; None where an epoch has every
-            conversation once.
-        drawn: Lengths of the conversations of an epoch.
-        sums: Frames and rows of an epoch, on average; None for the sums of ``drawn``.
-    """
-
-    sources: np.ndarray
-    clip_counts: np.ndarray
-    shortest_clip: int
-    longest_clip: int
-    model: ModelConfig
+    sources: np.ndarray  # uint16 (n,), the source of each conversation
+    clip_counts: np.ndarray  # int64 (n,), the clips of each conversation
+    shortest_clip: int  # Encoder frames of the shortest clip
+    longest_clip: int  # Encoder frames of the longest clip
+    model: ModelConfig  # Architecture
+    # Rows that each source contributes to an epoch; None where an epoch has every conversation once
     quotas: tuple[int, ...] | None
-    drawn: UtteranceLengths
+    drawn: UtteranceLengths  # Lengths of the conversations of an epoch
+    # Frames and rows of an epoch, on average; None for the sums of ``drawn``
     sums: tuple[int, int] | None
 
     @classmethod
     def of(
         cls, corpus: ConversationCorpus, mix: MixConfig | None, model: ModelConfig
     ) -> Conversations:
-        """Return those of a corpus that dropped nothing for its budgets.
-
-        Raises:
-            ValueError: No conversation has speech.
-        """
+        """Return those of a corpus that dropped nothing for its budgets."""
         lengths, sources = corpus.lengths, corpus.sources
         if not corpus.longest_clip:
             raise ValueError(
@@ -140,15 +120,7 @@ class Conversations:
 def conversations_of(
     lengths: Sequence[tuple[int, int]], shape: StaticShape, clips: Clips, vocab_size: int, seed: int
 ) -> ConversationBatch:
-    """Return a batch of these lengths: noise, and texts that the model must write.
-
-    Args:
-        lengths: Encoder frames, and rows of the language model, of each conversation.
-        shape: The static shape.
-        clips: Clips of the conversations.
-        vocab_size: Vocabulary of the tokenizer.
-        seed: Seed of the noise.
-    """
+    """Return a batch of these lengths: noise, and texts that the model must write."""
     generator = np.random.default_rng(seed)
     examples = []
     for number, (frames, rows) in enumerate(lengths):

@@ -11,17 +11,11 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Quantities that determine the memory of a micro-batch.
+    """Quantities that determine the memory of a micro-batch."""
 
-    Attributes:
-        frames: Encoder rows, padding included.
-        tokens: Decoder rows, padding included.
-        cells: Scores of all attentions and lattices; see `workload.cells`.
-    """
-
-    frames: int
-    tokens: int
-    cells: int
+    frames: int  # Encoder rows, padding included
+    tokens: int  # Decoder rows, padding included
+    cells: int  # Scores of all attentions and lattices; see `workload.cells`
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +33,7 @@ class MemoryModel:
 
     @classmethod
     def fit(cls, loads: Sequence[Load], peaks: Sequence[int]) -> MemoryModel:
-        """Fit the model to the peaks (bytes) of trials by non-negative least squares.
-
-        Raises:
-            ValueError: There is no trial.
-        """
+        """Fit the model to the peaks (bytes) of trials by non-negative least squares."""
         if not loads:
             raise ValueError("`loads` must hold at least one trial, but is empty.")
         matrix = np.array([(1, *astuple(load)) for load in loads], dtype=np.float64)

@@ -32,11 +32,7 @@ def measure(
     alive: Callable[[], None] = lambda: None,
     every_s: float = 10.0,
 ) -> Measurement:
-    """Run a trial and wait for it.
-
-    Raises:
-        TrialFailed: The trial failed for another reason than a lack of memory, or timed out.
-    """
+    """Run a trial and wait for it."""
     process = subprocess.Popen(
         [*_COMMAND, str(os.getpid())],
         env=_environment(os.environ),
@@ -68,11 +64,7 @@ def _finish(
     alive: Callable[[], None],
     every_s: float,
 ) -> tuple[str, str]:
-    """Return the output of the process.
-
-    Raises:
-        TimeoutExpired: The process has not ended at the deadline.
-    """
+    """Return the output of the process."""
     text: str | None = request.to_json()
     while True:
         try:

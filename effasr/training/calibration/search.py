@@ -38,19 +38,12 @@ _NEAR = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A measurement.
+    """A measurement."""
 
-    Attributes:
-        load: Quantities that determine its memory.
-        purpose: Purpose of the trial.
-        measured: The result.
-        predicted_bytes: Predicted peak; None without a prediction.
-    """
-
-    load: Load
-    purpose: str
-    measured: Measurement
-    predicted_bytes: int | None = None
+    load: Load  # Quantities that determine its memory
+    purpose: str  # Purpose of the trial
+    measured: Measurement  # The result
+    predicted_bytes: int | None = None  # Predicted peak; None without a prediction
 
     @property
     def error(self) -> float | None:
@@ -62,23 +55,14 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-        frame_budget: Budget to train with.
-        largest: Largest budget that is predicted to fit.
-        limited_by: Constraint that keeps ``frame_budget`` from being larger.
-        memory: Memory model.
-        speed: Speed model.
-        trials: Trials in order.
-    """
-
-    frame_budget: int
-    largest: int
-    limited_by: LimitedBy
-    memory: MemoryModel
-    speed: SpeedModel
-    trials: tuple[Trial, ...]
+    frame_budget: int  # Budget to train with
+    largest: int  # Largest budget that is predicted to fit
+    limited_by: LimitedBy  # Constraint that keeps ``frame_budget`` from being larger
+    memory: MemoryModel  # Memory model
+    speed: SpeedModel  # Speed model
+    trials: tuple[Trial, ...]  # Trials in order
 
     @property
     def replay(self) -> Trial:
@@ -93,26 +77,16 @@ class Found:
 
 @dataclass(slots=True)
 class Search:
-    """Searches for a frame budget.
+    """Searches for a frame budget."""
 
-    Attributes:
-        population: Lengths of the corpus.
-        model: Architecture.
-        settings: Objective and margins.
-        target: Bytes that must not be exceeded.
-        micro_batches: Micro-batches of a global step, which limits the budget on small corpora.
-        measure: Runs a trial.
-        note: Called with a description of each trial.
-        multiprocessors: Multiprocessors of the GPU, for whole waves of tiles; None for a CPU.
-    """
-
-    population: Population
-    model: ModelConfig
-    settings: CalibrationConfig
-    target: int
-    micro_batches: int
-    measure: Measure
-    note: Callable[[str], None] = lambda text: None
+    population: Population  # Lengths of the corpus
+    model: ModelConfig  # Architecture
+    settings: CalibrationConfig  # Objective and margins
+    target: int  # Bytes that must not be exceeded
+    micro_batches: int  # Micro-batches of a global step, which limits the budget on small corpora
+    measure: Measure  # Runs a trial
+    note: Callable[[str], None] = lambda text: None  # Called with a description of each trial
+    # Multiprocessors of the GPU, for whole waves of tiles; None for a CPU
     multiprocessors: int | None = None
     trials: list[Trial] = field(default_factory=list)
 
@@ -122,11 +96,7 @@ class Search:
         return self.target * (1 - self.settings.margin)
 
     def run(self) -> Found:
-        """Search.
-
-        Raises:
-            OutOfMemory: No budget fits.
-        """
+        """Search."""
         self._first_trials()
         while True:
             memory, speed = self._memory(), self._speed()
@@ -146,11 +116,7 @@ class Search:
             return Found(replay.load.frames, largest, reason, memory, speed, tuple(self.trials))
 
     def memory_model(self) -> MemoryModel:
-        """Return the memory model of the first trials, without a search for a budget.
-
-        Raises:
-            OutOfMemory: The longest utterance does not fit.
-        """
+        """Return the memory model of the first trials, without a search for a budget."""
         self._first_trials()
         return self._memory()
 

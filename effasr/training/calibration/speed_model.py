@@ -17,11 +17,7 @@ class SpeedModel:
 
     @classmethod
     def fit(cls, frames: Sequence[int], seconds: Sequence[float]) -> SpeedModel:
-        """Fit the model to the seconds of micro-batches by least squares of relative errors.
-
-        Raises:
-            ValueError: There is no trial.
-        """
+        """Fit the model to the seconds of micro-batches by least squares of relative errors."""
         if not frames:
             raise ValueError("`frames` must hold at least one trial, but is empty.")
         x, y = np.array(frames, dtype=np.float64), np.array(seconds)

@@ -34,48 +34,28 @@ _PER_FRAMES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The content of calibration.json.
+    """The content of calibration.json."""
 
-    Attributes:
-        fingerprint: Fingerprint of ``made_for``.
-        made_for: Configuration and device that the calibration depends on.
-        frame_budget: Encoder frames of a micro-batch.
-        token_budget: Decoder tokens of a micro-batch.
-        max_sequences: Utterances of a micro-batch.
-        limited_by: ``memory``, ``throughput`` or ``corpus``.
-        largest_frame_budget: Largest budget that fits by the memory model.
-        target_bytes: Limit of the memory.
-        margin: Share of it that predictions leave free.
-        predicted_bytes: Predicted peak of the longest utterances together.
-        measured_bytes: Measured peak of these.
-        prediction_error: Relative error of the prediction.
-        audio_seconds_per_second: Measured speed.
-        memory_model: Bytes: fixed, per_frame, per_token, per_cell.
-        speed_model: Seconds of a micro-batch: fixed, per_frame.
-        bucket_batch_sizes: The table for ``sync_bucketed_2d``: rows of longest duration in seconds,
-            most tokens, utterances of a batch; empty for conversations.
-        trials: Trials in order.
-        seconds: Duration of the calibration.
-    """
-
-    fingerprint: str
-    made_for: dict[str, Any]
-    frame_budget: int
-    token_budget: int
-    max_sequences: int
-    limited_by: str
-    largest_frame_budget: int
-    target_bytes: int
-    margin: float
-    predicted_bytes: int
-    measured_bytes: int
-    prediction_error: float
-    audio_seconds_per_second: float
-    memory_model: dict[str, float]
-    speed_model: dict[str, float]
+    fingerprint: str  # Fingerprint of ``made_for``
+    made_for: dict[str, Any]  # Configuration and device that the calibration depends on
+    frame_budget: int  # Encoder frames of a micro-batch
+    token_budget: int  # Decoder tokens of a micro-batch
+    max_sequences: int  # Utterances of a micro-batch
+    limited_by: str  # ``memory``, ``throughput`` or ``corpus``
+    largest_frame_budget: int  # Largest budget that fits by the memory model
+    target_bytes: int  # Limit of the memory
+    margin: float  # Share of it that predictions leave free
+    predicted_bytes: int  # Predicted peak of the longest utterances together
+    measured_bytes: int  # Measured peak of these
+    prediction_error: float  # Relative error of the prediction
+    audio_seconds_per_second: float  # Measured speed
+    memory_model: dict[str, float]  # Bytes: fixed, per_frame, per_token, per_cell
+    speed_model: dict[str, float]  # Seconds of a micro-batch: fixed, per_frame
+    # The table for ``sync_bucketed_2d``: rows of longest duration in seconds, most tokens,
+    # utterances of a batch; empty for conversations
     bucket_batch_sizes: list[list[float]]
-    trials: list[dict[str, Any]]
-    seconds: float
+    trials: list[dict[str, Any]]  # Trials in order
+    seconds: float  # Duration of the calibration
 
     def to_json(self) -> str:
         """Return the content of the file."""

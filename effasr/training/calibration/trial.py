@@ -48,24 +48,15 @@ _FIELDS_OF_SHAPE = (
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Configuration and batches of a trial.
+    """Configuration and batches of a trial."""
 
-    Attributes:
-        config: Resolved configuration, as a mapping.
-        vocab_size: Vocabulary of the tokenizer.
-        device: Device, such as ``cuda:0``.
-        limit_bytes: Largest memory of the process, or of everything on the GPU.
-        micro_batches: Micro-batches of a step: with two, the gradients of the first are held during
-            the second.
-        workload: The batches.
-    """
-
-    config: Mapping[str, Any]
-    vocab_size: int
-    device: str
-    limit_bytes: int
+    config: Mapping[str, Any]  # Resolved configuration, as a mapping
+    vocab_size: int  # Vocabulary of the tokenizer
+    device: str  # Device, such as ``cuda:0``
+    limit_bytes: int  # Largest memory of the process, or of everything on the GPU
+    # Micro-batches of a step: with two, the gradients of the first are held during the second
     micro_batches: int
-    workload: Workload
+    workload: Workload  # The batches
 
     def to_json(self) -> str:
         """Return one line."""
@@ -86,24 +77,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The result of a trial.
+    """The result of a trial."""
 
-    Attributes:
-        fits: Whether there was enough memory.
-        peak_bytes: Peak memory, as ``limit_bytes`` counts it; 0 if it did not fit.
-        tensor_bytes: Peak memory of tensors on a GPU; elsewhere as ``peak_bytes``.
-        seconds: Shortest time of a micro-batch, its share of the update included; 0 if it did not
-            fit.
-        audio_seconds: Mean duration of a timed micro-batch.
-        reason: Why it did not fit.
-    """
-
-    fits: bool
-    peak_bytes: int = 0
-    tensor_bytes: int = 0
+    fits: bool  # Whether there was enough memory
+    peak_bytes: int = 0  # Peak memory, as ``limit_bytes`` counts it; 0 if it did not fit
+    tensor_bytes: int = 0  # Peak memory of tensors on a GPU; elsewhere as ``peak_bytes``
+    # Shortest time of a micro-batch, its share of the update included; 0 if it did not fit
     seconds: float = 0.0
-    audio_seconds: float = 0.0
-    reason: str = ""
+    audio_seconds: float = 0.0  # Mean duration of a timed micro-batch
+    reason: str = ""  # Why it did not fit
 
     @property
     def speed(self) -> float:
@@ -126,11 +108,7 @@ def main() -> int:
 
 
 def run(request: Request) -> Measurement:
-    """Train for a few steps on the batches of the request.
-
-    Raises:
-        RuntimeError: There is not enough memory, or another error occurred.
-    """
+    """Train for a few steps on the batches of the request."""
     device = torch.device(request.device)
     config = configuration.from_mapping(TrainConfig, request.config)
     if config.training.threads is not None:

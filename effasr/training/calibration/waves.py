@@ -18,13 +18,6 @@ def whole_waves(width: int, multiprocessors: int) -> int:
 
     Its multiples do, too, and so do products to a multiple of the width, such as those of feed
     forward layers.
-
-    Args:
-        width: Channels of the encoder.
-        multiprocessors: Multiprocessors of the GPU.
-
-    Raises:
-        ValueError: An argument is less than 1.
     """
     for name, value in (("width", width), ("multiprocessors", multiprocessors)):
         if value < 1:

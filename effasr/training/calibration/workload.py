@@ -33,42 +33,28 @@ _LARGEST_POPULATION = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Batches of a trial.
+    """Batches of a trial."""
 
-    Attributes:
-        shape: Shape of every batch.
-        timed: Usual batches, whose steps are timed.
-        extreme: The batch that takes the most memory.
-        clips: Clips of the conversations of a language model; None for utterances.
-    """
-
-    shape: StaticShape
-    timed: list[Lengths]
-    extreme: Lengths
+    shape: StaticShape  # Shape of every batch
+    timed: list[Lengths]  # Usual batches, whose steps are timed
+    extreme: Lengths  # The batch that takes the most memory
+    # Clips of the conversations of a language model; None for utterances
     clips: Clips | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Population:
-    """The lengths of a corpus.
+    """The lengths of a corpus."""
 
-    Attributes:
-        lengths: Lengths of all utterances that can be planned, or of a sample.
-        total_frames: Frames of all of them; of conversations in shares, of an epoch.
-        token_budget: Configured token budget; None to derive it from the frame budget.
-        max_sequences: Configured number of utterances; None to derive it likewise.
-        framing: Framing of the model's features.
-        transducer: Whether the model has a transducer, whose lattices have a budget.
-        conversations: Clips and sources of conversations, whose tokens are the rows of a language
-            model; None for utterances.
-    """
-
-    lengths: UtteranceLengths
-    total_frames: int
+    lengths: UtteranceLengths  # Lengths of all utterances that can be planned, or of a sample
+    total_frames: int  # Frames of all of them; of conversations in shares, of an epoch
+    # Configured token budget; None to derive it from the frame budget
     token_budget: int | None = None
-    max_sequences: int | None = None
-    framing: Framing = FASTCONFORMER
-    transducer: bool = False
+    max_sequences: int | None = None  # Configured number of utterances; None to derive it likewise
+    framing: Framing = FASTCONFORMER  # Framing of the model's features
+    transducer: bool = False  # Whether the model has a transducer, whose lattices have a budget
+    # Clips and sources of conversations, whose tokens are the rows of a language model; None for
+    # utterances
     conversations: Conversations | None = None
 
     @classmethod
@@ -139,15 +125,7 @@ class Population:
     def workload(
         self, frame_budget: int, *, batches: int, kind: Kind = "longest", tokens: float = 1.0
     ) -> Workload:
-        """Return the batches of a trial.
-
-        Args:
-            frame_budget: Encoder frames of a micro-batch.
-            batches: Number of timed batches.
-            kind: Utterances of the extreme batch: the longest together, which no plan can exceed;
-                or the shortest, and then those of the timed ones as well.
-            tokens: Multiplies the token budget.
-        """
+        """Return the batches of a trial."""
         shape, clips = self._shape(frame_budget, tokens)
         kept = self._fitting(shape.frame_budget, shape.token_budget).lengths
         extreme = self._extreme(kept, shape, clips, kind)
@@ -233,13 +211,7 @@ def together(
 
 
 def cells(lengths: Lengths, model: ModelConfig, clips: Clips | None = None) -> int:
-    """Return the number of scores of all attentions and lattices.
-
-    Args:
-        lengths: Encoder frames and tokens of the utterances or conversations.
-        model: Architecture.
-        clips: Clips of conversations, of which each is a sequence of the encoder.
-    """
+    """Return the number of scores of all attentions and lattices."""
     encoder, decoder = model.encoder, model.decoder
     frames = np.array([f for f, _ in lengths], dtype=np.int64)
     tokens = np.array([u for _, u in lengths], dtype=np.int64)

@@ -12,11 +12,7 @@ from effasr.checkpoint import CheckpointError, LoadedModel, load_model, read_des
 
 
 def newest_checkpoints(run: Path, count: int) -> list[Path]:
-    """Return the last ``count`` checkpoints of a run, or of a folder, the newest first.
-
-    Raises:
-        ValueError: It has fewer.
-    """
+    """Return the last ``count`` checkpoints of a run, or of a folder, the newest first."""
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     found = sorted((path for path in folder.glob("step_*") if path.is_dir()), reverse=True)
     if not found:
@@ -35,9 +31,6 @@ def average(checkpoints: list[Path]) -> LoadedModel:
     """Return a model with the mean of weights and batch-norm statistics of model directories.
 
     Sums are float64. Integers, tokenizer and prompt are those of the first checkpoint.
-
-    Raises:
-        CheckpointError: One is damaged, or of another architecture than the first.
     """
     first = load_model(checkpoints[0])
     model, state = first.model, first.model.state_dict()

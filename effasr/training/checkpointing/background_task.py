@@ -22,11 +22,7 @@ class Background:
         self._waited = self._told = 0.0
 
     def start(self, what: str, job: Callable[[], object]) -> None:
-        """Start a job after the previous one has ended.
-
-        Raises:
-            BaseException: The error of the previous job.
-        """
+        """Start a job after the previous one has ended."""
         self.wait()
         self._what = what
         self._thread = threading.Thread(target=self._run, args=(job,), daemon=True, name=what)
@@ -38,11 +34,7 @@ class Background:
             self.wait()
 
     def wait(self, reason: str = "") -> None:
-        """Wait for the job.
-
-        Raises:
-            BaseException: The error of the job.
-        """
+        """Wait for the job."""
         if self._thread is None:
             return
         began = time.perf_counter()

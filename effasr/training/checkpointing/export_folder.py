@@ -25,13 +25,6 @@ def export_folder(directory: Path, dropped: Collection[str] = ()) -> Iterator[Pa
     instead where ``directory`` cannot be renamed (a mount point, the working directory, one whose
     parent is read-only) or has other folders, such as that of git, in which somebody may be
     writing.
-
-    Args:
-        directory: Created if needed; files of the same names are replaced.
-        dropped: Names of files of an earlier export that are not carried over.
-
-    Raises:
-        OSError: Writing fails; the message names ``directory``.
     """
     # Of a link, the folder is replaced, not the link.
     directory = directory.resolve()

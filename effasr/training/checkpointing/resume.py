@@ -52,11 +52,7 @@ def identity(config: TrainConfig, corpus: str, plan: str | None, ranks: int) -> 
 
 
 def check_resumable(saved: Saved, config: TrainConfig, ranks: int) -> None:
-    """Check configuration and number of ranks, and log tolerated differences.
-
-    Raises:
-        ValueError: The run cannot continue from the checkpoint.
-    """
+    """Check configuration and number of ranks, and log tolerated differences."""
     before = configuration.complete(TrainConfig, saved.state["config"])
     for change in check_same_run(before, configuration.to_mapping(config)):
         log.warning("differs from the checkpoint: %s", change)
@@ -64,14 +60,7 @@ def check_resumable(saved: Saved, config: TrainConfig, ranks: int) -> None:
 
 
 def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Compare the configuration in a checkpoint with that of this run.
-
-    Returns:
-        Differences that are tolerated, each as ``field: old -> new``.
-
-    Raises:
-        ValueError: A field that determines the model or the order of the data differs.
-    """
+    """Compare the configuration in a checkpoint with that of this run."""
     tolerated = []
     for path, old, new in _differences(saved, now):
         change = f"{path}: {old!r} -> {new!r}"

@@ -123,20 +123,7 @@ class RunCheckpoints:
         *,
         is_best: bool = False,
     ) -> Path:
-        """Write a checkpoint, point ``latest`` at it, and remove those no longer kept.
-
-        Args:
-            step: Updates made so far.
-            model: Model with the weights to evaluate.
-            tokenizer: Tokenizer of the model.
-            state: Training state: small tensors and plain values, nested.
-            tensors: Large tensors by name, from `stage`.
-            prompt: See `effasr.checkpoint.save_model`.
-            is_best: Whether to point ``best`` at it, too.
-
-        Raises:
-            OSError: This checkpoint or the previous one cannot be written.
-        """
+        """Write a checkpoint, point ``latest`` at it, and remove those no longer kept."""
         serialized = io.BytesIO()
         weights: Mapping[str, Tensor] = {}
         if self._rank == 0:
@@ -161,11 +148,7 @@ class RunCheckpoints:
         self._background.check()
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Wait until the last checkpoint is complete."""
         self._background.wait()
 
     def linger(self) -> None:
@@ -195,9 +178,6 @@ class RunCheckpoints:
         """Return the newest complete checkpoint and its state; None if there never was one.
 
         A damaged one is skipped with a warning, and ``latest`` is set to the one found.
-
-        Raises:
-            CheckpointError: There are checkpoints, but all are damaged.
         """
         restore_outdated(self.folder)
         remove_hidden(self.folder)
@@ -220,11 +200,7 @@ class RunCheckpoints:
         return None
 
     def read(self, path: Path) -> dict[str, Any]:
-        """Return the training state of a checkpoint.
-
-        Raises:
-            CheckpointError: The checkpoint is missing or damaged.
-        """
+        """Return the training state of a checkpoint."""
         try:
             return load_tensors(path / _STATE)
         except Exception as error:  # torch and zipfile raise many kinds.

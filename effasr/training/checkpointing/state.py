@@ -29,23 +29,15 @@ class Stateful(Protocol):
 
 @dataclass(slots=True)
 class RunProgress:
-    """Progress of a run.
+    """Progress of a run."""
 
-    Attributes:
-        step: Updates made.
-        epoch: Epoch of the last step, from 0.
-        position: Epoch of the next step, and its index there.
-        best: Lowest word error rate of a validation; in pretraining, its lowest loss.
-        is_best: Whether the last validation reached it and no step was made since.
-        must_validate: Whether a validation is due.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    position: tuple[int, int] = (0, 0)
+    step: int = 0  # Updates made
+    epoch: int = 0  # Epoch of the last step, from 0
+    position: tuple[int, int] = (0, 0)  # Epoch of the next step, and its index there
+    # Lowest word error rate of a validation; in pretraining, its lowest loss
     best: float = math.inf
-    is_best: bool = False
-    must_validate: bool = False
+    is_best: bool = False  # Whether the last validation reached it and no step was made since
+    must_validate: bool = False  # Whether a validation is due
 
     def record_error_rate(self, wer: float) -> None:
         """Record the result of a validation; NaN (no reference words) is no improvement."""
@@ -70,11 +62,6 @@ class OptimizerState:
 
     Small values belong to the training state. Moments and weights are large, and may be sharded,
     so that they go to files of their own, by name (`effasr.distributed.tensor_files`).
-
-    Args:
-        optimizer: The optimizer.
-        model: Model that is trained, whole or sharded, with the parameter names of checkpoints.
-        has_average: Whether the checkpoint publishes an average of the weights.
     """
 
     def __init__(

@@ -18,9 +18,6 @@ def split(batch: Batch) -> tuple[Batch, Batch]:
     """Split a batch on the host between two utterances, into parts of similar size.
 
     The parts have no padding to a static shape, which would take memory.
-
-    Raises:
-        ValueError: The batch has fewer than two utterances.
     """
     count = len(batch.ids)
     if count < 2:

@@ -20,16 +20,7 @@ _PATIENCE = 100
 
 
 class NonFiniteGuard:
-    """Ends the run at, or records, skipped updates. All ranks call it with the same steps.
-
-    Args:
-        model: Model without wrapper, which recomputes the losses of utterances.
-        autocast: Returns the context in which its forward runs.
-        policy: ``stop``: the first such step ends the run. ``skip``: it is written to
-            skipped.jsonl, and only very many in a row end the run.
-        context: The ranks, each of which has its own utterances.
-        note: Receives the line for skipped.jsonl, on rank 0.
-    """
+    """Ends the run at, or records, skipped updates. All ranks call it with the same steps."""
 
     def __init__(
         self,
@@ -46,15 +37,7 @@ class NonFiniteGuard:
         self._note = note
 
     def handle(self, reports: Sequence[StepReport], in_a_row: int) -> None:
-        """Handle the steps whose update was skipped.
-
-        Args:
-            reports: Reports of these steps.
-            in_a_row: Number of consecutive skipped updates up to the newest of them.
-
-        Raises:
-            TrainingFailed: The run must end.
-        """
+        """Handle the steps whose update was skipped."""
         for report in reports:
             line = self._describe(report)
             if self._context.is_main:

@@ -60,24 +60,14 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Utterances of a micro-batch that are computed together: all of them or some.
+    """Utterances of a micro-batch that are computed together: all of them or some."""
 
-    Attributes:
-        batch: The utterances, on the host.
-        seed: Seed of dropout and augmentation.
-        begin: Index of the first utterance in the micro-batch.
-    """
-
-    batch: Batch
-    seed: int
-    begin: int = 0
+    batch: Batch  # The utterances, on the host
+    seed: int  # Seed of dropout and augmentation
+    begin: int = 0  # Index of the first utterance in the micro-batch
 
     def halves(self, reason: str) -> tuple[Piece, Piece]:
-        """Split the piece in two.
-
-        Raises:
-            OutOfMemory: The piece has fewer than two utterances; the message includes ``reason``.
-        """
+        """Split the piece in two."""
         if len(self.batch.ids) < 2:
             raise OutOfMemory(_describe_unsplittable(self.batch, reason))
         first, second = split(self.batch)
@@ -90,17 +80,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The losses of a piece.
+    """The losses of a piece."""
 
-    Attributes:
-        piece: The piece.
-        parts: The loss parts of the piece, (5,).
-        losses: Loss of each utterance, (N,).
-    """
-
-    piece: Piece
-    parts: Tensor
-    losses: Tensor
+    piece: Piece  # The piece
+    parts: Tensor  # The loss parts of the piece, (5,)
+    losses: Tensor  # Loss of each utterance, (N,)
 
 
 Gradient = Callable[[Batch], tuple[Sequence[Tensor | None], Tensor, Tensor]]
@@ -132,20 +116,7 @@ def attempt(run: Callable[[], T]) -> T | Failure:
 
 
 class OOMRecovery:
-    """Runs the micro-batches of a step and recomputes the step in pieces if one does not fit.
-
-    Args:
-        gradient: Computes the gradient of a piece.
-        grad_sync: Receives the recomputed gradients.
-        statistics: Running statistics of the model's batch norms before the step.
-        unsplittable_reason: Why micro-batches cannot be computed in pieces, and the remedy; None
-            if they can.
-        device: Device of the model.
-
-    Attributes:
-        kept: Copies of the statistics before the step.
-        splits: Number of pieces that were split.
-    """
+    """Runs the micro-batches of a step and recomputes the step in pieces if one does not fit."""
 
     def __init__(
         self,
@@ -161,8 +132,8 @@ class OOMRecovery:
         self._unsplittable_reason = unsplittable_reason
         self._device = device
         self._done: list[list[Outcome]] = []
-        self.kept = copies(statistics)
-        self.splits = 0
+        self.kept = copies(statistics)  # Copies of the statistics before the step
+        self.splits = 0  # Number of pieces that were split
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -172,17 +143,7 @@ class OOMRecovery:
     def run(
         self, piece: Piece, run: Callable[[], tuple[Tensor, Tensor]], *, exchanging: bool
     ) -> None:
-        """Compute a micro-batch.
-
-        Args:
-            piece: The micro-batch.
-            run: Adds its gradient to ``grad``; returns the loss parts and the losses.
-            exchanging: Whether its backward exchanges the gradients of the step.
-
-        Raises:
-            OutOfMemory: There is not enough memory for a single utterance, or splitting is
-                impossible.
-        """
+        """Compute a micro-batch."""
         seed_generators(piece.seed, self._device)
         result = attempt(run)
         if not isinstance(result, Failure):

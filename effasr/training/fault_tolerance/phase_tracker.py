@@ -19,24 +19,14 @@ class PhaseTracker:
     A rank's own time is the time to load its micro-batches and to compute until it first needs the
     other ranks; a slow rank has more of it. With fsdp2, ranks wait for each other in every layer,
     so that only loading distinguishes them.
-
-    Args:
-        on_gpu: Whether to measure with GPU events, for which the host never waits.
-
-    Attributes:
-        step: Step in progress, counted from 1.
-        phase: Phase of the step.
-        since: Start of the phase, by `time.monotonic`.
-        steps: Number of steps whose own time is known.
-        seconds: Total own time of these steps.
     """
 
     def __init__(self, *, on_gpu: bool = False) -> None:
-        self.step = 0
-        self.phase = "starting"
-        self.since = time.monotonic()
-        self.steps = 0
-        self.seconds = 0.0
+        self.step = 0  # Step in progress, counted from 1
+        self.phase = "starting"  # Phase of the step
+        self.since = time.monotonic()  # Start of the phase, by `time.monotonic`
+        self.steps = 0  # Number of steps whose own time is known
+        self.seconds = 0.0  # Total own time of these steps
         self._batches: Sequence[Batch] = ()
         self._on_gpu = on_gpu
         self._loading = 0.0

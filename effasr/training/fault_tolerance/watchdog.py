@@ -52,16 +52,7 @@ class RankLost(RuntimeError):
 
 
 class Watchdog:
-    """Watches the training of this rank, and the phases of the others.
-
-    Args:
-        context: All ranks.
-        phases: Phases of this rank.
-        timeout_s: Most seconds of a micro-batch, if there are other ranks.
-        data_timeout_s: Most seconds of loading.
-        reading: Returns the utterances that are being read, with their files.
-        before_exit: Called before the process of a stuck rank is ended.
-    """
+    """Watches the training of this rank, and the phases of the others."""
 
     def __init__(
         self,
@@ -105,11 +96,7 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """End the thread; name the lost ranks if they caused the error.
-
-        Raises:
-            RankLost: Other ranks were lost.
-        """
+        """End the thread; name the lost ranks if they caused the error."""
         self._ended.set()
         if self._store is None or not _is_loss(error):
             return
@@ -122,12 +109,7 @@ class Watchdog:
         ) from error
 
     def slowest(self) -> dict[str, Any]:
-        """Return the rank with the most own time since the last call, for a line of metrics.
-
-        Returns:
-            ``slowest_rank``, and ``rank_wait_s``: by how much its time per step exceeds the median
-            rank's. None before the first reports.
-        """
+        """Return the rank with the most own time since the last call, for a line of metrics."""
         reports = [(one["own"][0], one["own"][1]) for one in self._heard]
         if self._context.size == 1:
             return {"slowest_rank": 0, "rank_wait_s": 0.0}

@@ -68,19 +68,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def lock(self, run: str, *, succeeds: bool = False) -> None:
-        """Lock the directory until `close`: see `run_lock.RunLock`.
-
-        Raises:
-            ValueError: Another process trains here.
-        """
+        """Lock the directory until `close`: see `run_lock.RunLock`."""
         self._lock = RunLock(self.path, run, succeeds=succeeds)
 
     def check_lock(self) -> None:
-        """Check that no other training has begun here: see `run_lock.RunLock.check`.
-
-        Raises:
-            ValueError: One has.
-        """
+        """Check that no other training has begun here: see `run_lock.RunLock.check`."""
         if self._lock is not None:
             self._lock.check()
 
@@ -107,14 +99,7 @@ class RunDirectory:
         return aside
 
     def set_aside(self) -> Path | None:
-        """Rename an existing directory to the first free ``NAME.old-1``, ``NAME.old-2``, ...
-
-        Returns:
-            The new path, or None if there was nothing.
-
-        Raises:
-            ValueError: Another process has started to train here meanwhile.
-        """
+        """Rename an existing directory to the first free ``NAME.old-1``, ``NAME.old-2``, ..."""
         kept = (LOCK, RESTARTED)
         if not self.path.exists() or all(file.name in kept for file in self.path.iterdir()):
             return None

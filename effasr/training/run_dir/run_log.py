@@ -28,19 +28,13 @@ log = logging.getLogger(__name__)
 
 
 class RunLog:
-    """Writes the files of a run and reports to the user on rank 0; other ranks keep their lines.
-
-    Attributes:
-        directory: Directory of the run.
-        display: Progress display.
-        step: Step of the last line of metrics.
-    """
+    """Writes the files of a run and reports to the user on rank 0; other ranks keep their lines."""
 
     def __init__(self, directory: RunDirectory, start: str) -> None:
-        self.directory = directory
+        self.directory = directory  # Directory of the run
         self._start = start
-        self.display: ProgressDisplay = SilentDisplay()
-        self.step = 0
+        self.display: ProgressDisplay = SilentDisplay()  # Progress display
+        self.step = 0  # Step of the last line of metrics
         self._is_main = False
         self._skipped: list[dict[str, Any]] = []
         self._unreadable: list[dict[str, Any]] = []
@@ -69,11 +63,7 @@ class RunLog:
 
     @contextmanager
     def listing_dropped(self, context: DistributedContext) -> Iterator[None]:
-        """Write dropped.jsonl if filters drop too much of the corpus in the block.
-
-        Raises:
-            ValueError: They do; the message names the file.
-        """
+        """Write dropped.jsonl if filters drop too much of the corpus in the block."""
         try:
             yield
         except TooManyDropped as error:

@@ -107,13 +107,6 @@ def describe_alignment(
 
     Lengths are those of the training corpus. Texts (a few thousand of each manifest) are read only
     if a larger vocabulary must be found.
-
-    Args:
-        corpus: Training corpus.
-        data: Configuration of the data.
-        model: Model configuration.
-        tokenizer: Tokenizer of the texts.
-        fixed: Whether the vocabulary is that of a trained model and cannot change.
     """
     characters = 0
     if isinstance(tokenizer, SentencePieceTokenizer):

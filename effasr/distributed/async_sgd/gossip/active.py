@@ -19,12 +19,7 @@ _SIGN_OF_LIFE = 1 / 4
 
 
 class Active:
-    """Performs one exchange per publication, or as many as the network allows, in one thread.
-
-    Attributes:
-        exchanges: Number of completed exchanges.
-        bytes: Bytes of weights, sent and received.
-    """
+    """Performs one exchange per publication, or as many as the network allows, in one thread."""
 
     def __init__(
         self,
@@ -43,8 +38,8 @@ class Active:
         self._published = False
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self.exchanges = 0
-        self.bytes = 0
+        self.exchanges = 0  # Number of completed exchanges
+        self.bytes = 0  # Bytes of weights, sent and received
 
     def start(self) -> None:
         """Start the thread that waits for publications."""

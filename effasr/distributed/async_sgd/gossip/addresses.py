@@ -25,9 +25,6 @@ def own_addresses() -> list[str]:
     torchrun started all processes on this node, only the loopback address is returned. Otherwise
     the address from which MASTER_ADDR is reached comes first, then those of all interfaces, with
     loopback last. Linux only.
-
-    Raises:
-        ValueError: An interface has no address.
     """
     named = os.environ.get(INTERFACES_VARIABLE)
     if named:

@@ -37,12 +37,6 @@ class FlatWeights:
 
     From a GPU the copy overlaps with later computation: the weights are concatenated on the device
     and copied on a separate stream. This needs device memory for one more copy of them.
-
-    Args:
-        tensors: float32, on one device; read at each call of `copy_to`.
-
-    Raises:
-        ValueError: The list is empty, or a tensor has another dtype or device.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

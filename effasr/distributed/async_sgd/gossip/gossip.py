@@ -25,29 +25,20 @@ _LOOK_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class GossipCounters:
-    """Counters since the creation of a learner.
+    """Counters since the creation of a learner."""
 
-    Attributes:
-        updates: Number of calls of `Gossip.publish`.
-        exchanges: Number of exchanges, begun by either side.
-        applied: Number of exchanges whose difference was added to the weights.
-        bytes: Bytes of weights, sent and received.
-        staleness_mean: Mean number of own updates between the copy of the weights from which a
-            difference is computed and the addition of the difference; nan before the first.
-        staleness_max: Largest such number.
-        non_finite: Number of pieces of 2 ** 20 elements left out of an exchange because of an
-            infinity or NaN in one learner.
-        lost: Lost neighbours, in the order of their loss.
-    """
-
-    updates: int
-    exchanges: int
-    applied: int
-    bytes: int
+    updates: int  # Number of calls of `Gossip.publish`
+    exchanges: int  # Number of exchanges, begun by either side
+    applied: int  # Number of exchanges whose difference was added to the weights
+    bytes: int  # Bytes of weights, sent and received
+    # Mean number of own updates between the copy of the weights from which a difference is computed
+    # and the addition of the difference; nan before the first
     staleness_mean: float
-    staleness_max: int
+    staleness_max: int  # Largest such number
+    # Number of pieces of 2 ** 20 elements left out of an exchange because of an infinity or NaN in
+    # one learner
     non_finite: int
-    lost: tuple[int, ...]
+    lost: tuple[int, ...]  # Lost neighbours, in the order of their loss
 
 
 class Gossip:
@@ -67,18 +58,6 @@ class Gossip:
     For n elements it needs host memory for 6n, or 7n if passive with several neighbours. For a
     model on a GPU, 5n of them are pinned, and n more are on the GPU. A publication copies 4n bytes
     from the GPU to the host while the GPU computes, and `add_flat` copies 4n bytes back.
-
-    Args:
-        tensors: float32 weights on one device; equal on all learners at the first `start`.
-        learner: Number of this learner, from 0.
-        learners: Number of learners.
-        transport: Connections to the neighbours, for the exclusive use of this object.
-        config: Topology and period.
-        seed: Seed of the choice of neighbours with topology ``random``.
-        on_lost: Called from any thread with the number of a lost neighbour.
-
-    Raises:
-        ValueError: An argument is invalid.
     """
 
     def __init__(
@@ -107,11 +86,7 @@ class Gossip:
         self._running = False
 
     def start(self) -> None:
-        """Publish the weights and begin exchanges.
-
-        Raises:
-            RuntimeError: Exchanges are running already, or one failed.
-        """
+        """Publish the weights and begin exchanges."""
         if self._running:
             raise RuntimeError("`start` must not be called between `start` and `drain`.")
         self._peers.check()
@@ -126,9 +101,6 @@ class Gossip:
 
         Only every ``period``-th call copies them. If the copy before is still in progress, because
         the host is ahead of the GPU, the call does nothing.
-
-        Raises:
-            RuntimeError: An exchange failed, or `start` was not called.
         """
         self._check()
         self._updates += 1
@@ -145,9 +117,6 @@ class Gossip:
             next `publish`. None if nothing is available without waiting, or if `take` returned a
             contribution since the weights were last copied. Later calls return the rest, at the
             latest the call after `drain`.
-
-        Raises:
-            RuntimeError: An exchange failed.
         """
         self._check(running=False)
         return self._mixer.take(self._updates)
@@ -156,9 +125,6 @@ class Gossip:
         """End all exchanges; the next `take` returns the rest.
 
         The neighbours must call it as well: the call waits until active learners drain.
-
-        Raises:
-            RuntimeError: An exchange failed, or `start` was not called.
         """
         self._check()
         self._side.stop()

@@ -37,25 +37,14 @@ class Stranger(Exception):
 
 
 class Challenge:
-    """The listening side of one handshake.
-
-    Attributes:
-        nonce: The first message.
-    """
+    """The listening side of one handshake."""
 
     def __init__(self, key: bytes, learner: int) -> None:
         self._key, self._learner = key, learner
-        self.nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.nonce = secrets.token_bytes(_NONCE_BYTES)  # The first message
 
     def verify(self, hello: bytes) -> tuple[int, bytes]:
-        """Return the number of the learner that connected, and the reply to it.
-
-        Args:
-            hello: `HELLO_BYTES` bytes.
-
-        Raises:
-            Stranger: The other side does not have the key.
-        """
+        """Return the number of the learner that connected, and the reply to it."""
         version, connecting, listening, nonce, proof = _HELLO.unpack(hello)
         if version != _VERSION:
             raise Stranger("it speaks another protocol")
@@ -70,19 +59,7 @@ class Challenge:
 def introduce(
     connection: socket.socket, key: bytes, *, connecting: int, listening: int, until: float
 ) -> None:
-    """Perform the handshake of the connecting side.
-
-    Args:
-        connection: Connection to the listening learner.
-        key: Key of the listening learner.
-        connecting: Number of this learner.
-        listening: Number of the listening learner.
-        until: Deadline, as a time of `time.monotonic`.
-
-    Raises:
-        Stranger: The other side is not the expected learner.
-        OSError: The connection broke, or the deadline passed.
-    """
+    """Perform the handshake of the connecting side."""
     theirs, own = _receive(connection, _NONCE_BYTES, until), secrets.token_bytes(_NONCE_BYTES)
     about = key, connecting, listening, theirs, own
     hello = _HELLO.pack(_VERSION, connecting, listening, own, _proof(_CONNECTS, *about))

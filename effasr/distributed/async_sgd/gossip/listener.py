@@ -34,27 +34,13 @@ _PAUSE_S = 0.05
 
 
 class Listener:
-    """Listens on a free port of each given address.
-
-    Attributes:
-        endpoints: Addresses and ports.
-        key: Key that neighbours must prove to have.
-        strangers: Number of dropped connections.
-
-    Args:
-        addresses: Addresses of this node; those that cannot be bound are left out.
-        learner: Number of this learner.
-        context: TLS context; None without TLS.
-
-    Raises:
-        OSError: None of the addresses can be bound.
-    """
+    """Listens on a free port of each given address."""
 
     def __init__(
         self, addresses: Sequence[str], learner: int, context: ssl.SSLContext | None = None
     ) -> None:
-        self.key = secrets.token_bytes(KEY_BYTES)
-        self.strangers = 0
+        self.key = secrets.token_bytes(KEY_BYTES)  # Key that neighbours must prove to have
+        self.strangers = 0  # Number of dropped connections
         self._learner, self._context = learner, context
         self._reason = ""
         self._sockets: list[socket.socket] = []
@@ -69,7 +55,7 @@ class Listener:
                 f"no port can be opened at the addresses of this node ({'; '.join(refused)}); "
                 f"{INTERFACES_VARIABLE} names the interface to use."
             )
-        self.endpoints = [own.getsockname()[:2] for own in self._sockets]
+        self.endpoints = [own.getsockname()[:2] for own in self._sockets]  # Addresses and ports
 
     def __enter__(self) -> Self:
         return self
@@ -82,13 +68,6 @@ class Listener:
         """Wait until all neighbours have connected.
 
         Handshakes run concurrently, so that a silent connection does not delay others.
-
-        Args:
-            peers: Numbers of the neighbours.
-            until: Deadline, as a time of `time.monotonic`.
-
-        Returns:
-            Blocking connections of the neighbours that connected, by number.
         """
         found: dict[int, socket.socket] = {}
         # Sorted by age; as the time limit is the same for all, the first expires first.
@@ -213,21 +192,12 @@ class _Arrival:
         self._received = bytearray()
 
     def challenge_other(self) -> None:
-        """Send the first message.
-
-        Raises:
-            OSError: The connection broke.
-        """
+        """Send the first message."""
         self._send(self._challenge.nonce)
         self._challenged = True
 
     def advance(self) -> int | None:
-        """Read available data; return the number of the learner once it is authenticated.
-
-        Raises:
-            OSError: The connection broke.
-            Stranger: The other side is not a member of this run.
-        """
+        """Read available data; return the number of the learner once it is authenticated."""
         try:
             if not self._challenged:
                 if isinstance(self.connection, ssl.SSLSocket):

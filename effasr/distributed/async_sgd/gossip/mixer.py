@@ -57,14 +57,6 @@ class Mixer:
 
     On the active side, one other thread calls `snapshot` and `average` in turn. On the passive
     side, any number of threads call `answer`.
-
-    Attributes:
-        applied: Number of deltas taken.
-        staleness_sum: Sum over the taken deltas of the number of own updates between the copy of
-            the weights from which a delta is computed and the call that took it.
-        staleness_max: Largest such number.
-        non_finite: Number of pieces left out of an exchange, on both sides, because of an infinity
-            or NaN in one learner.
     """
 
     def __init__(self, count: int, *, pinned: bool = False) -> None:
@@ -85,9 +77,13 @@ class Mixer:
         # the copy after it. None until that copy exists.
         self._read: Landing | None = Landed()
         self.count = count
-        self.applied = 0
+        self.applied = 0  # Number of deltas taken
+        # Sum over the taken deltas of the number of own updates between the copy of the weights
+        # from which a delta is computed and the call that took it
         self.staleness_sum = 0
-        self.staleness_max = 0
+        self.staleness_max = 0  # Largest such number
+        # Number of pieces left out of an exchange, on both sides, because of an infinity or NaN in
+        # one learner
         self.non_finite = 0
 
     def publish(self, copy_to: Callable[[Tensor], Landing], version: int) -> bool:

@@ -24,10 +24,6 @@ class Passive:
     """Answers each neighbour in a separate thread, so that none waits for another's updates.
 
     A neighbour may be silent for up to three times ``timeout_s``.
-
-    Attributes:
-        exchanges: Number of completed exchanges.
-        bytes: Bytes of weights, sent and received.
     """
 
     def __init__(self, mixer: Mixer, peers: Peers, transport: Transport, timeout_s: float) -> None:
@@ -40,8 +36,8 @@ class Passive:
             self._buffers.put(torch.empty(mixer.count))
         self._threads: dict[int, threading.Thread] = {}
         self._lock = threading.Lock()
-        self.exchanges = 0
-        self.bytes = 0
+        self.exchanges = 0  # Number of completed exchanges
+        self.bytes = 0  # Bytes of weights, sent and received
 
     def start(self) -> None:
         """Start the threads of the remaining neighbours."""

@@ -46,22 +46,6 @@ class SocketTransport:
     (`effasr.distributed.async_sgd.gossip.handshake`), so neither a foreign program nor the same
     address on another node is mistaken for the neighbour. Anyone who can read the store of the run
     can read the key. Data are encrypted only with TLS.
-
-    Args:
-        store: Store shared by all learners, for the exclusive use of this object.
-        learner: Number of this learner.
-        peers: Its neighbours: odd-numbered for an even-numbered learner, and vice versa.
-        timeout_s: Seconds to wait for them. A neighbour that has not connected by then is lost: the
-            first message to or from it raises the error.
-        tls: TLS files, on all learners or on none.
-
-    Attributes:
-        strangers: Number of dropped connections to this learner that did not come from a
-            neighbour.
-
-    Raises:
-        ValueError: A TLS file is invalid.
-        OSError: This learner cannot open a port.
     """
 
     def __init__(
@@ -72,6 +56,7 @@ class SocketTransport:
         timeout_s: float,
         tls: TLSConfig | None = None,
     ) -> None:
+        # Number of dropped connections to this learner that did not come from a neighbour
         self.strangers = 0
         self._connections: dict[int, socket.socket] = {}
         self._missing: dict[int, str] = {}

@@ -36,11 +36,7 @@ def server_context(config: TLSConfig) -> ssl.SSLContext:
 
 
 def client_context(config: TLSConfig) -> ssl.SSLContext:
-    """Return the TLS context of the connecting side.
-
-    Raises:
-        ValueError: A file is missing or invalid; the message names the file.
-    """
+    """Return the TLS context of the connecting side."""
     return _context(config, ssl.PROTOCOL_TLS_CLIENT)
 
 

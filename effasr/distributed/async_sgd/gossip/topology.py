@@ -26,11 +26,7 @@ def is_active(learner: int) -> bool:
 
 
 def neighbours(topology: Topology, learner: int, learners: int) -> tuple[int, ...]:
-    """Return the learners that ``learner`` may average with, in ascending order.
-
-    Raises:
-        ValueError: There are fewer than two learners, or ``learner`` is out of range.
-    """
+    """Return the learners that ``learner`` may average with, in ascending order."""
     if learners < 2:
         raise ValueError(
             f"`learners` must be at least 2, but is {learners}: a single learner has nobody to "

@@ -18,11 +18,7 @@ class Transport(Protocol):
     """
 
     def send(self, tensor: Tensor, peer: int, timeout_s: float) -> None:
-        """Send ``tensor``; return when it may be overwritten.
-
-        Raises:
-            PeerLost: The peer is gone, accepted nothing for ``timeout_s``, or `close` was called.
-        """
+        """Send ``tensor``; return when it may be overwritten."""
         ...
 
     def receive(self, tensor: Tensor, peer: int, timeout_s: float) -> None:

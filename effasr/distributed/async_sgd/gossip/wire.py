@@ -24,11 +24,7 @@ def blank() -> Tensor:
 
 
 def read(message: Tensor, count: int, *, learner: int, peer: int) -> int:
-    """Return the kind of a header received by ``learner`` from ``peer``.
-
-    Raises:
-        ValueError: The weights of the two learners cannot be averaged.
-    """
+    """Return the kind of a header received by ``learner`` from ``peer``."""
     kind, theirs = message.tolist()
     if kind not in (EXCHANGE, ALIVE, STOP):
         raise ValueError(f"a message of unknown kind {kind}: something else uses the group.")
