@@ -1,19 +1,58 @@
-"""AdamW, its settings and those of LAMB, and an update that the device can skip."""
+"""Parameter groups with and without weight decay."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from effasr.optim.adascale import AdaScaleConfig
-from effasr.optim.groups import Exempt
+
+Exempt = Literal["biases", "norms", "embeddings"]
+
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float, exempt: Collection[Exempt]
+) -> list[dict[str, Any]]:
+    """Split the parameters in two groups for an optimizer: with and without weight decay.
+
+    A shared parameter is listed once, by the first module that has it. The order is that of
+    ``model.named_parameters()``, so it is the same in every process.
+    """
+    decayed: list[nn.Parameter] = []
+    spared: list[nn.Parameter] = []
+    seen: set[nn.Parameter] = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter in seen or not parameter.requires_grad:
+                continue
+            seen.add(parameter)
+            (spared if _kind(module, name) in exempt else decayed).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": spared, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _kind(module: nn.Module, name: str) -> Exempt | None:
+    if "Norm" in type(module).__name__:
+        return "norms"
+    if isinstance(module, nn.Embedding):
+        return "embeddings"
+    if name == "bias" or name.endswith("_bias") or name.startswith(("bias_ih", "bias_hh")):
+        return "biases"
+    return None
+
+
+# AdamW, its settings and those of LAMB, and an update that the device can skip.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,3 +265,42 @@ def clear_gradients(optimizer: torch.optim.Optimizer, *, keep_addresses: bool) -
     An optimizer's own ``zero_grad`` is not called: that of apex takes no argument.
     """
     torch.optim.Optimizer.zero_grad(optimizer, set_to_none=not keep_addresses)
+
+
+# LAMB for large batches, from a library that implements it.
+
+
+def build_lamb(
+    groups: Sequence[dict[str, Any]], config: OptimizerConfig, device: torch.device
+) -> torch.optim.Optimizer:
+    """Build the optimizer from the groups of `parameter_groups`.
+
+    The result is that of the paper's third version, without bias correction of the moments and
+    without bounds on the norm of weights, with either library. Updates of parameters without weight
+    decay are not scaled, as in the authors' code. Gradients are not clipped here. No library can
+    skip an update on the device, so `apply_update` synchronizes with it once a step.
+
+    References:
+        You et al., 2020, https://arxiv.org/abs/1904.00962.
+    """
+    settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    reason = apex_unsupported_reason(device, "fused_lamb.py", sharded=has_sharded(groups))
+    if config.implementation == "apex" and reason is not None:
+        raise ValueError(f"`implementation` must not be 'apex' here: {reason}. Use 'auto'.")
+    if config.implementation != "torch" and reason is None:
+        optimizers = importlib.import_module("apex.optimizers")
+        return optimizers.FusedLAMB(
+            list(groups), bias_correction=False, max_grad_norm=math.inf, **settings
+        )
+    if importlib.util.find_spec("pytorch_optimizer") is None:
+        raise ValueError(
+            "`name` must not be 'lamb' here: `pytorch_optimizer` is not installed, and "
+            f"{reason or 'apex is not requested'}. "
+            "Install one (pip install 'effasr[lamb]'), or use adamw."
+        )
+    library = importlib.import_module("pytorch_optimizer")
+    # ``adam`` leaves a group's updates unscaled; ``adam_debias`` means no bias correction.
+    own = [{**group, "adam": not group["weight_decay"]} for group in groups]
+    optimizer = library.Lamb(own, weight_decouple=False, adam_debias=True, **settings)
+    optimizer.clamp = math.inf
+    return optimizer

@@ -12,8 +12,7 @@ from effasr import config as configuration
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.training import build
 from effasr.training.calibration.calibrate import target_bytes
-from effasr.training.calibration.runner import measure
-from effasr.training.calibration.trial import Request
+from effasr.training.calibration.trial import Request, measure
 from effasr.training.calibration.workload import Population
 from effasr.training.config import TrainConfig
 

@@ -29,12 +29,10 @@ from effasr.model.cost import recomputed_costs
 from effasr.model.learning_cost import learning_cost, learning_text_cost, unreached_layers
 from effasr.nn.experts import ExpertFeedForward, ExpertUse
 from effasr.nn.stack import apply_activation_checkpointing, compile_layers
-from effasr.optim.adamw import build_adamw
+from effasr.optim.adamw import build_adamw, build_lamb, parameter_groups
 from effasr.optim.adascale import AdaScale
 from effasr.optim.batch_scaling import peak_learning_rate, relative_batch
 from effasr.optim.ema import WeightAverage
-from effasr.optim.groups import parameter_groups
-from effasr.optim.lamb import build_lamb
 from effasr.optim.schedules import learning_rate_ratio
 from effasr.training.checkpointing.resume import Saved
 from effasr.training.config import TrainConfig, resolve_losses

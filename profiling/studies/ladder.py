@@ -45,10 +45,9 @@ from effasr.planning.selection import Selection
 from effasr.planning.study import LADDER, Outcome, Planned, StudyOptions, compare, plan_by
 from effasr.planning.text import percent
 from effasr.training.build import build_model, build_train_state
-from effasr.training.calibration.runner import measure
 from effasr.training.calibration.search import Search, bucket_sizes, load_of
 from effasr.training.calibration.settings import CalibrationConfig
-from effasr.training.calibration.trial import Measurement
+from effasr.training.calibration.trial import Measurement, measure
 from effasr.training.calibration.trial import Request as TrialRequest
 from effasr.training.calibration.workload import Population
 from effasr.training.calibration.workload import Workload as CalibrationWorkload

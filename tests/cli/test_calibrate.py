@@ -7,7 +7,7 @@ import pytest
 
 from effasr import config as configuration
 from effasr.training.calibration import calibrate
-from effasr.training.calibration.memory_model import MemoryModel
+from effasr.training.calibration.models import MemoryModel
 from effasr.training.calibration.search import load_of
 from effasr.training.calibration.trial import Measurement
 from effasr.training.config import TrainConfig

@@ -19,7 +19,7 @@ from effasr.data.statistics.survey import survey
 from effasr.data.tokenizer import Tokenizer
 from effasr.planning.listing import read_listing
 from effasr.planning.selection import select
-from effasr.training.fault_tolerance.batch_split import split
+from effasr.training.fault_tolerance.oom_recovery import split
 
 SHAPE = StaticShape(frame_budget=40, token_budget=30, max_sequences=5)
 

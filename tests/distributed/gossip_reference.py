@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from effasr.distributed.async_sgd.gossip.mixer import Mixer
+from effasr.distributed.async_sgd.gossip.sockets import PeerLost
 from effasr.distributed.async_sgd.gossip.topology import is_active, neighbours
-from effasr.distributed.async_sgd.gossip.transport import PeerLost
 
 
 def edges(topology: str, learners: int) -> list[tuple[int, int]]:

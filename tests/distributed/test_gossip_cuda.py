@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
-from effasr.distributed.async_sgd.gossip.flat import FlatWeights
 from effasr.distributed.async_sgd.gossip.gossip import Gossip
+from effasr.distributed.async_sgd.gossip.mixer import FlatWeights
 from effasr.distributed.averager import add_flat
 from tests.distributed.gossip_reference import MemoryNetwork
 

@@ -16,17 +16,17 @@ import torch
 from torch.distributed import HashStore
 
 from effasr.distributed.async_sgd.gossip import listener
-from effasr.distributed.async_sgd.gossip.addresses import own_addresses
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
 from effasr.distributed.async_sgd.gossip.gossip import Gossip
-from effasr.distributed.async_sgd.gossip.handshake import (
+from effasr.distributed.async_sgd.gossip.listener import (
     HELLO_BYTES,
     KEY_BYTES,
     Challenge,
+    Listener,
     Stranger,
     introduce,
+    own_addresses,
 )
-from effasr.distributed.async_sgd.gossip.listener import Listener
 from effasr.distributed.async_sgd.gossip.sockets import SocketTransport
 
 Attack = Callable[[tuple[str, int], threading.Event], None]

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effasr.distributed.async_sgd.gossip import mixer as mixer_module
-from effasr.distributed.async_sgd.gossip.flat import FlatWeights, Landed
-from effasr.distributed.async_sgd.gossip.mixer import Mixer
+from effasr.distributed.async_sgd.gossip.mixer import FlatWeights, Landed, Mixer
 from effasr.distributed.averager import add_flat
 from tests.distributed.gossip_reference import Learner, pair_matrix
 

@@ -14,10 +14,8 @@ import torch
 from torch.distributed import HashStore
 
 from effasr.distributed.async_sgd.gossip import listener, sockets
-from effasr.distributed.async_sgd.gossip.addresses import own_addresses
-from effasr.distributed.async_sgd.gossip.handshake import HELLO_BYTES
-from effasr.distributed.async_sgd.gossip.sockets import SocketTransport
-from effasr.distributed.async_sgd.gossip.transport import PeerLost
+from effasr.distributed.async_sgd.gossip.listener import HELLO_BYTES, own_addresses
+from effasr.distributed.async_sgd.gossip.sockets import PeerLost, SocketTransport
 
 MUCH = 10_000_000
 """More numbers than the buffers of a connection hold."""

@@ -17,9 +17,8 @@ from torch.distributed import HashStore
 from effasr import config as configuration
 from effasr.distributed.async_sgd.gossip import sockets
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
-from effasr.distributed.async_sgd.gossip.sockets import SocketTransport
+from effasr.distributed.async_sgd.gossip.sockets import PeerLost, SocketTransport
 from effasr.distributed.async_sgd.gossip.tls import TLSConfig, client_context
-from effasr.distributed.async_sgd.gossip.transport import PeerLost
 from effasr.distributed.async_sgd.learners import Learners
 from effasr.distributed.async_sgd.weight_averaging import WeightAveraging
 from effasr.distributed.process_group import DistributedContext

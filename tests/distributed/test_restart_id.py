@@ -4,7 +4,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from effasr.distributed.restart_id import agree_on_restart_id
+from effasr.distributed.process_group import agree_on_restart_id
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from effasr.distributed.async_sgd.membership import BEAT_S, LeftOut, Membership
-from effasr.distributed.async_sgd.work_queue import WorkQueue
+from effasr.distributed.async_sgd.membership import BEAT_S, LeftOut, Membership, WorkQueue
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from effasr.nn.lora import (
     merged,
     without_adapters,
 )
-from effasr.optim.groups import parameter_groups
+from effasr.optim.adamw import parameter_groups
 from effasr.training.strategies import weight_copies
 from effasr_kernels import Context
 

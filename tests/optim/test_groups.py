@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from effasr.nn.predictor import LSTM
-from effasr.optim.groups import parameter_groups
+from effasr.optim.adamw import parameter_groups
 
 
 class Tied(nn.Module):

@@ -5,8 +5,7 @@ import sys
 import pytest
 import torch
 
-from effasr.optim.adamw import OptimizerConfig, apply_update, restore
-from effasr.optim.lamb import build_lamb
+from effasr.optim.adamw import OptimizerConfig, apply_update, build_lamb, restore
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 HAS_LIBRARY = importlib.util.find_spec("pytorch_optimizer") is not None

@@ -17,8 +17,7 @@ from effasr.distributed.failures import TrainingFailed
 from effasr.model.asr import ASRModel
 from effasr.training import trainer
 from effasr.training.checkpointing import run_checkpoints
-from effasr.training.checkpointing.background_task import Background
-from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
+from effasr.training.checkpointing.run_checkpoints import Background, RunCheckpoints
 from effasr.training.trainer import run
 
 

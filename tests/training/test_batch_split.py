@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from effasr.data.collate import collate
-from effasr.training.fault_tolerance.batch_split import split, utterances
+from effasr.training.fault_tolerance.oom_recovery import split, utterances
 from tests.training.conftest import make_batch
 
 

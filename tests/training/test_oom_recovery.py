@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from effasr.model.asr import ASRModel
-from effasr.training.fault_tolerance.batch_split import split
 from effasr.training.fault_tolerance.nonfinite_guard import NonFiniteGuard
-from effasr.training.fault_tolerance.oom_recovery import OutOfMemory, is_out_of_memory
+from effasr.training.fault_tolerance.oom_recovery import OutOfMemory, is_out_of_memory, split
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import StepReport, TrainState, train_step
 from effasr.training.trainer import run

@@ -28,7 +28,7 @@ from effasr.optim.schedules import ScheduleConfig
 from effasr.training import build
 from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
 from effasr.training.config import LoopConfig, TrainConfig
-from effasr.training.fault_tolerance.batch_split import split
+from effasr.training.fault_tolerance.oom_recovery import split
 from effasr.training.flops import work_of
 from effasr.training.loss import LossConfig
 from effasr.training.run_dir.run_directory import read_lines

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
-from effasr.distributed.async_sgd.membership import Membership
-from effasr.distributed.async_sgd.work_queue import WorkQueue
+from effasr.distributed.async_sgd.membership import Membership, WorkQueue
 from effasr.distributed.failures import TrainingFailed
 from effasr.distributed.process_group import NCCL, DistributedContext
 

@@ -1,22 +1,42 @@
-"""Averages the weights of a learner with those of its neighbours while it trains."""
+"""The distance of learners from their mean."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroup  # type: ignore[attr-defined]
 
-from effasr.distributed.async_sgd.consensus import consensus_distance
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
 from effasr.distributed.async_sgd.gossip.gossip import Gossip, GossipCounters
 from effasr.distributed.async_sgd.gossip.sockets import SocketTransport
 from effasr.distributed.async_sgd.gossip.topology import neighbours
 from effasr.distributed.async_sgd.learners import Learners
 from effasr.distributed.averager import Averager, add_flat, average_training_state
+
+
+@torch.no_grad()
+def consensus_distance(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> float:
+    """Return the mean over learners of the squared distance from their mean, ``||x_i - mean||^2``.
+
+    Below a critical value, learners train as one would (Kong et al. 2021, "Consensus Control for
+    Decentralized Deep Learning").
+    """
+    learners = dist.get_world_size(group)
+    total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+    for tensor in tensors:
+        mean = tensor.detach().clone()
+        dist.all_reduce(mean, group=group)
+        mean.div_(learners)
+        total += torch.sub(tensor, mean).double().square().sum()
+    dist.all_reduce(total, group=group)
+    return total.item() / learners
+
+
+# Averages the weights of a learner with those of its neighbours while it trains.
 
 _STRANGERS = "gossip_strangers"
 """Key of the store: connections that all learners have dropped."""

@@ -17,11 +17,10 @@ from effasr.data.tokenizer import Tokenizer
 from effasr.distributed.process_group import DistributedContext
 from effasr.training.calibration import store
 from effasr.training.calibration.conversations import Conversations
-from effasr.training.calibration.runner import measure
 from effasr.training.calibration.search import Found, Search, bucket_sizes
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.store import Calibration
-from effasr.training.calibration.trial import Measurement, Request
+from effasr.training.calibration.trial import Measurement, Request, measure
 from effasr.training.calibration.workload import Population, Workload
 from effasr.training.config import TrainConfig
 from effasr.training.memory import total_bytes

@@ -9,11 +9,9 @@ from typing import Literal
 
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.model.config import ModelConfig
-from effasr.training.calibration.memory_model import Load, MemoryModel
+from effasr.training.calibration.models import Load, MemoryModel, SpeedModel, whole_waves
 from effasr.training.calibration.settings import CalibrationConfig
-from effasr.training.calibration.speed_model import SpeedModel
 from effasr.training.calibration.trial import Measurement
-from effasr.training.calibration.waves import whole_waves
 from effasr.training.calibration.workload import Population, Workload, cells
 from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
 from effasr.training.memory import gib

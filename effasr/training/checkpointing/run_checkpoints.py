@@ -1,15 +1,4 @@
-"""The checkpoints of a run: one folder each, complete or absent.
-
-A checkpoint is a model directory (see `effasr.checkpoint`) named after its step, with the state
-that a run continues from:
-
-    training.pt     training state of the components: small values
-    training/       moments, and weights under an average, in the format of
-                    torch.distributed.checkpoint: each rank writes its shards
-    manifest.json   size and checksum of every file
-
-Files are written while training continues, from copies in host memory.
-"""
+"""Copies of tensors in host memory, from which checkpoints are written while training continues."""
 
 from __future__ import annotations
 
@@ -18,7 +7,9 @@ import io
 import json
 import logging
 import os
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +19,8 @@ import safetensors
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from effasr.checkpoint import (
     DESCRIPTION,
@@ -53,12 +46,128 @@ from effasr.data.tokenizer import Tokenizer
 from effasr.distributed import tensor_files
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel
-from effasr.training.checkpointing.background_task import Background
-from effasr.training.checkpointing.staging import HostCopies
 from effasr.untrusted.documents import read_json_object
 from effasr.untrusted.tensors import load_tensors
 
+
+class HostCopies:
+    """Buffers for copies, allocated once: pinned for tensors on a GPU.
+
+    The next copy of a name overwrites the one before.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._mesh: DeviceMesh | None = None
+
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of tensors on the CPU, complete; sharded ones stay sharded."""
+        copies = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+            buffer = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+            self._buffers[name] = buffer
+        buffer.copy_(local.detach(), non_blocking=True)
+        if not isinstance(tensor, DTensor):
+            return buffer
+        return DTensor.from_local(
+            buffer,
+            self._mesh_like(tensor.device_mesh),
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+
+    def _mesh_like(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return a mesh of the same ranks on the CPU."""
+        if mesh.device_type == "cpu":
+            return mesh
+        if self._mesh is None:
+            self._mesh = DeviceMesh("cpu", mesh.mesh)
+        return self._mesh
+
+
+# A slow task that runs while training continues, one at a time.
+
 log = logging.getLogger(__name__)
+
+_UNNOTICED_S = 0.05
+
+
+class Background:
+    """Runs one job at a time in a daemon thread; its error is raised by the next call."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._what = ""
+        self._error: BaseException | None = None
+        self._waited = self._told = 0.0
+
+    def start(self, what: str, job: Callable[[], object]) -> None:
+        """Start a job after the previous one has ended."""
+        self.wait()
+        self._what = what
+        self._thread = threading.Thread(target=self._run, args=(job,), daemon=True, name=what)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise the error of a job that has failed, without waiting."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self, reason: str = "") -> None:
+        """Wait for the job."""
+        if self._thread is None:
+            return
+        began = time.perf_counter()
+        self._thread.join()
+        seconds = time.perf_counter() - began
+        self._waited += seconds if reason else 0.0
+        if self._waited > max(_UNNOTICED_S, 2 * self._told):
+            self._told = self._waited
+            log.warning(
+                "waited %.1f s, %.1f s in all, for %s: %s",
+                seconds,
+                self._waited,
+                self._what,
+                reason,
+            )
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def linger(self, seconds: float) -> None:
+        """Wait a limited time for the job, in a process that is about to be ended."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _run(self, job: Callable[[], object]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            self._error = error
+
+
+# The checkpoints of a run: one folder each, complete or absent.
+#
+# A checkpoint is a model directory (see `effasr.checkpoint`) named after its step, with the state
+# that a run continues from:
+#
+#     training.pt     training state of the components: small values
+#     training/       moments, and weights under an average, in the format of
+#                     torch.distributed.checkpoint: each rank writes its shards
+#     manifest.json   size and checksum of every file
+#
+# Files are written while training continues, from copies in host memory.
+
 
 TENSORS = "training"
 _STATE = "training.pt"

@@ -1,29 +1,99 @@
-"""Recovery from out-of-memory errors: a micro-batch that does not fit is computed in pieces.
-
-Losses are sums over tokens divided by the counts of the whole global step, so the gradients of the
-pieces add up to that of the micro-batch. Two things differ: dropout and augmentation use other
-random numbers, from a seed of the piece; and batch norms normalise each piece by its own mean and
-variance, as they would for a smaller micro-batch.
-"""
+"""Splits a micro-batch in two after an out-of-memory error."""
 
 from __future__ import annotations
 
 import gc
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from effasr.data.batch import Batch
+from effasr.data.batch import IGNORED, Batch
+from effasr.data.conversation.batch import ConversationBatch
+from effasr.data.features.frame_geometry import SAMPLE_RATE
 from effasr.distributed.batch_norm import copies
 from effasr.distributed.grad_sync import GradientSync
-from effasr.training.fault_tolerance.batch_split import split
 from effasr.training.memory import in_use
 from effasr.training.seeds import micro_batch_seed, seed_generators
+from effasr_kernels import PackedLayout, PackedSequence
+
+
+def split(batch: Batch) -> tuple[Batch, Batch]:
+    """Split a batch on the host between two utterances, into parts of similar size.
+
+    The parts have no padding to a static shape, which would take memory.
+    """
+    count = len(batch.ids)
+    if count < 2:
+        raise ValueError(f"`batch` must have two utterances or more to be split, but has {count}.")
+    sizes = [
+        frames + tokens
+        for frames, tokens in zip(batch.frames.lengths, batch.tokens.layout.lengths, strict=True)
+    ]
+    ends = list(accumulate(sizes[:count]))
+    middle = min(range(1, count), key=lambda place: abs(2 * ends[place - 1] - ends[-1]))
+    return utterances(batch, 0, middle), utterances(batch, middle, count)
+
+
+def utterances(batch: Batch, begin: int, end: int) -> Batch:
+    """Return utterances ``begin`` to ``end - 1`` of a batch, unchanged."""
+    if isinstance(batch, ConversationBatch):
+        return batch.part(begin, end)
+    targets = _rows(batch.targets, batch.tokens.layout, begin, end)
+    tokens = _sequences(batch.tokens, begin, end)
+    monotonic = batch.monotonic[begin:end]
+    audio = _sequences(batch.audio, begin, end)
+    frames = _layout(batch.frames, begin, end)
+    counted = targets != IGNORED
+    of_transcriptions = monotonic[tokens.layout.sequence_ids()]
+    return replace(
+        batch,
+        audio=audio,
+        frames=frames,
+        tokens=tokens,
+        targets=targets,
+        text=_sequences(batch.text, begin, end),
+        monotonic=monotonic,
+        ids=batch.ids[begin:end],
+        audio_seconds=audio.layout.total / SAMPLE_RATE,
+        num_targets=frames.total if batch.is_untranscribed else int(counted.sum()),
+        num_monotonic_targets=int((counted & of_transcriptions).sum()),
+        frame_lengths=batch.frame_lengths[begin:end],
+        token_lengths=batch.token_lengths[begin:end],
+        label_room=None if batch.label_room is None else batch.label_room[begin:end],
+        source=None if batch.source is None else _sequences(batch.source, begin, end),
+        expert=None if batch.expert is None else batch.expert[begin:end],
+        # Part of the static shape: for a part of the batch it would take memory.
+        node_budget=None,
+    )
+
+
+def _sequences(packed: PackedSequence, begin: int, end: int) -> PackedSequence:
+    values = _rows(packed.values, packed.layout, begin, end)
+    return PackedSequence(values, _layout(packed.layout, begin, end))
+
+
+def _rows(values: Tensor, layout: PackedLayout, begin: int, end: int) -> Tensor:
+    offsets = layout.cu_seqlens_host
+    # A copy, so that the whole tensor need not be kept for a part.
+    return values[offsets[begin] : offsets[end]].clone(memory_format=torch.contiguous_format)
+
+
+def _layout(layout: PackedLayout, begin: int, end: int) -> PackedLayout:
+    return PackedLayout.from_lengths(layout.lengths[begin:end])
+
+
+# Recovery from out-of-memory errors: a micro-batch that does not fit is computed in pieces.
+#
+# Losses are sums over tokens divided by the counts of the whole global step, so the gradients of
+# the pieces add up to that of the micro-batch. Two things differ: dropout and augmentation use
+# other random numbers, from a seed of the piece; and batch norms normalise each piece by its own
+# mean and variance, as they would for a smaller micro-batch.
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from effasr.training.calibration import calibrate as module
 from effasr.training.calibration import trial, workload
 from effasr.training.calibration.calibrate import read_population, settle
 from effasr.training.calibration.conversations import Clips
-from effasr.training.calibration.memory_model import MemoryModel
+from effasr.training.calibration.models import MemoryModel
 from effasr.training.calibration.search import load_of
 from effasr.training.calibration.trial import Measurement, Request
 from effasr.training.calibration.workload import batch_of, cells

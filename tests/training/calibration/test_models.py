@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effasr.training.calibration.memory_model import Load, MemoryModel
-from effasr.training.calibration.speed_model import SpeedModel
+from effasr.training.calibration.models import Load, MemoryModel, SpeedModel
 
 LOADS = [
     Load(1000, 300, 40_000),

@@ -7,11 +7,9 @@ import pytest
 from effasr.data.batch import StaticShape
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.plan import UtteranceLengths
-from effasr.training.calibration.memory_model import Load, MemoryModel
+from effasr.training.calibration.models import Load, MemoryModel, SpeedModel, whole_waves
 from effasr.training.calibration.search import Search, bucket_sizes, describe
 from effasr.training.calibration.settings import CalibrationConfig
-from effasr.training.calibration.speed_model import SpeedModel
-from effasr.training.calibration.waves import whole_waves
 from effasr.training.calibration.workload import Lengths, Population, cells
 from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
 from tests.training.calibration.conftest import MODEL, lengths

@@ -21,10 +21,9 @@ from effasr.training.calibration.calibrate import (
     settle,
     target_bytes,
 )
-from effasr.training.calibration.memory_model import MemoryModel
+from effasr.training.calibration.models import MemoryModel, SpeedModel
 from effasr.training.calibration.search import load_of
 from effasr.training.calibration.settings import CalibrationConfig
-from effasr.training.calibration.speed_model import SpeedModel
 from effasr.training.calibration.trial import Measurement
 from effasr.training.config import TrainConfig
 from effasr.training.fault_tolerance.oom_recovery import OutOfMemory

@@ -9,11 +9,10 @@ import pytest
 
 from effasr import config as configuration
 from effasr.training import build
-from effasr.training.calibration import runner
-from effasr.training.calibration.runner import TrialFailed, measure
+from effasr.training.calibration import trial
 from effasr.training.calibration.search import Search
 from effasr.training.calibration.settings import CalibrationConfig
-from effasr.training.calibration.trial import Measurement, Request
+from effasr.training.calibration.trial import Measurement, Request, TrialFailed, measure
 from effasr.training.calibration.workload import Workload
 from effasr.training.config import LoopConfig, TrainConfig
 from tests.support.preloaded import Preloaded
@@ -78,7 +77,7 @@ def test_the_model_of_memory_predicts_what_is_measured(request_of, population, t
         module = "tests.training.calibration.trial_from_file"
         process = Preloaded(module, str(file), str(os.getpid()), env=dict(os.environ))
         out, error = process.communicate(timeout=240)
-        return runner._result(process.returncode, out, error)
+        return trial._result(process.returncode, out, error)
 
     found = Search(endless, MODEL, settings, target, 1, trial).run()
     assert found.limited_by == "memory"
@@ -88,7 +87,7 @@ def test_the_model_of_memory_predicts_what_is_measured(request_of, population, t
 
 
 def ends(monkeypatch, code: str) -> None:
-    monkeypatch.setattr(runner, "_COMMAND", [sys.executable, "-c", code])
+    monkeypatch.setattr(trial, "_COMMAND", [sys.executable, "-c", code])
 
 
 def test_a_process_that_the_system_kills_is_a_result(request_of, monkeypatch) -> None:
@@ -118,6 +117,6 @@ def test_a_trial_that_hangs_is_stopped(request_of, monkeypatch) -> None:
 
 def test_a_trial_does_not_take_itself_for_a_rank(monkeypatch) -> None:
     own = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "PATH": "p"}
-    environment = runner._environment(own)
+    environment = trial._environment(own)
     assert environment.keys() == {"PATH", "PYTHONPATH"}
     assert replace(Measurement(fits=True), seconds=2.0, audio_seconds=6.0).speed == 3.0

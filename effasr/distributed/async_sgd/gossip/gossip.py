@@ -10,14 +10,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from effasr.distributed.async_sgd.gossip.active import Active
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
-from effasr.distributed.async_sgd.gossip.flat import FlatWeights
-from effasr.distributed.async_sgd.gossip.mixer import Mixer
-from effasr.distributed.async_sgd.gossip.passive import Passive
-from effasr.distributed.async_sgd.gossip.peers import Peers
+from effasr.distributed.async_sgd.gossip.exchange import Active, Passive, Peers
+from effasr.distributed.async_sgd.gossip.mixer import FlatWeights, Mixer
+from effasr.distributed.async_sgd.gossip.sockets import Transport
 from effasr.distributed.async_sgd.gossip.topology import choose, is_active, neighbours
-from effasr.distributed.async_sgd.gossip.transport import Transport
 
 # Polling interval for threads that are about to end.
 _LOOK_S = 0.01

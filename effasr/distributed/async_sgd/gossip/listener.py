@@ -1,24 +1,187 @@
-"""Listening side of a learner: accepts its neighbours and drops all other connections."""
+"""Mutual authentication of two learners on a new connection.
+
+The learner that listens draws a key and writes it into the store of the run. The key is never
+sent: each side proves that it has the key by an HMAC-SHA256 over the nonces of both sides::
+
+    listens  -> connects   nonce
+    connects -> listens    version, numbers of both learners, nonce, HMAC in the role "connects"
+    listens  -> connects   HMAC in the role "listens"
+
+A recorded message does not fit the nonces of another connection. A message of one side is not
+valid for the other side, because the role is part of the HMAC. All messages have fixed
+sizes. A program on the path between two learners can still read and change what follows; TLS
+(`effasr.distributed.async_sgd.gossip.tls`) prevents that.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import hmac
+import ipaddress
 import logging
+import os
 import secrets
 import selectors
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Self
 
-from effasr.distributed.async_sgd.gossip.addresses import INTERFACES_VARIABLE
-from effasr.distributed.async_sgd.gossip.handshake import (
-    HELLO_BYTES,
-    KEY_BYTES,
-    Challenge,
-    Stranger,
-)
+_VERSION = b"effasr-1"
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_HELLO = struct.Struct(f"!8sqq{_NONCE_BYTES}s{_PROOF_BYTES}s")
+_CONNECTS, _LISTENS = b"connects", b"listens"
+
+KEY_BYTES = 32
+HELLO_BYTES = _HELLO.size
+"""Size of the message of the side that connects."""
+
+
+class Stranger(Exception):
+    """The other side did not authenticate as a member of this run; the message has the reason."""
+
+
+class Challenge:
+    """The listening side of one handshake."""
+
+    def __init__(self, key: bytes, learner: int) -> None:
+        self._key, self._learner = key, learner
+        self.nonce = secrets.token_bytes(_NONCE_BYTES)  # The first message
+
+    def verify(self, hello: bytes) -> tuple[int, bytes]:
+        """Return the number of the learner that connected, and the reply to it."""
+        version, connecting, listening, nonce, proof = _HELLO.unpack(hello)
+        if version != _VERSION:
+            raise Stranger("it speaks another protocol")
+        if listening != self._learner:
+            raise Stranger("it looks for another learner")
+        about = self._key, connecting, listening, self.nonce, nonce
+        if not hmac.compare_digest(proof, _proof(_CONNECTS, *about)):
+            raise Stranger("it does not have the key of this run")
+        return connecting, _proof(_LISTENS, *about)
+
+
+def introduce(
+    connection: socket.socket, key: bytes, *, connecting: int, listening: int, until: float
+) -> None:
+    """Perform the handshake of the connecting side."""
+    theirs, own = _receive(connection, _NONCE_BYTES, until), secrets.token_bytes(_NONCE_BYTES)
+    about = key, connecting, listening, theirs, own
+    hello = _HELLO.pack(_VERSION, connecting, listening, own, _proof(_CONNECTS, *about))
+    connection.settimeout(_left(until))
+    connection.sendall(hello)
+    answer = _receive(connection, _PROOF_BYTES, until)
+    if not hmac.compare_digest(answer, _proof(_LISTENS, *about)):
+        raise Stranger("another program answers")
+
+
+def _proof(
+    role: bytes, key: bytes, connecting: int, listening: int, first: bytes, second: bytes
+) -> bytes:
+    """Return the HMAC; ``first`` is the nonce of the listening side."""
+    message = struct.pack("!8s8sqq", _VERSION, role, connecting, listening) + first + second
+    return hmac.digest(key, message, "sha256")
+
+
+def _receive(connection: socket.socket, size: int, until: float) -> bytes:
+    received = bytearray()
+    while len(received) < size:
+        connection.settimeout(_left(until))
+        more = connection.recv(size - len(received))
+        if not more:
+            raise Stranger("it closed the connection")
+        received += more
+    return bytes(received)
+
+
+def _left(until: float) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("it did not answer in time")
+    return left
+
+
+# Finds the addresses at which other nodes can reach this one.
+
+INTERFACES_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Variable with the names of the interfaces to use, separated by commas; gloo reads it too."""
+
+_LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+
+
+def own_addresses() -> list[str]:
+    """Return the IPv4 and IPv6 addresses of this node, the most likely to be reachable first.
+
+    If GLOO_SOCKET_IFNAME is set, only the addresses of those interfaces are returned. Otherwise, if
+    torchrun started all processes on this node, only the loopback address is returned. Otherwise
+    the address from which MASTER_ADDR is reached comes first, then those of all interfaces, with
+    loopback last. Linux only.
+    """
+    named = os.environ.get(INTERFACES_VARIABLE)
+    if named:
+        return [address for name in named.split(",") for address in _named(name.strip())]
+    size = os.environ.get("WORLD_SIZE")
+    if size is not None and size == os.environ.get("LOCAL_WORLD_SIZE"):
+        return [_LOOPBACK]
+    found = [
+        *_towards(os.environ.get("MASTER_ADDR")),
+        *(address for _, name in socket.if_nameindex() for address in _of(name)),
+    ]
+    return sorted(dict.fromkeys(found), key=lambda address: _is_loopback(address))
+
+
+def _named(name: str) -> list[str]:
+    found = _of(name)
+    if not found:
+        there = ", ".join(other for _, other in socket.if_nameindex())
+        raise ValueError(
+            f"`{INTERFACES_VARIABLE}` must name interfaces that have an address, but {name!r} has "
+            f"none here: choose of {there}, or leave it out."
+        )
+    return found
+
+
+def _of(interface: str) -> list[str]:
+    """Return its addresses, IPv4 first; link-local IPv6 is omitted: it needs an interface name."""
+    found = []
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        found.append(socket.inet_ntoa(reply[20:24]))
+    with suppress(OSError):
+        for line in _IPV6_ADDRESSES.read_text().splitlines():
+            digits, *_, name = line.split()
+            address = ipaddress.IPv6Address(bytes.fromhex(digits))
+            if name == interface and not address.is_link_local:
+                found.append(str(address))
+    return found
+
+
+def _towards(host: str | None) -> list[str]:
+    """Return the source address of packets to a host; nothing is sent."""
+    if not host:
+        return []
+    with suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return [probe.getsockname()[0]]
+    return []
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+# Listening side of a learner: accepts its neighbours and drops all other connections.
 
 log = logging.getLogger(__name__)
 

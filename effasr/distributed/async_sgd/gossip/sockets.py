@@ -1,9 +1,4 @@
-"""TCP connections between learners, one for each pair of neighbours.
-
-gloo is not used: when a connection breaks within a message, it often does not wake the receiver,
-and the timeout of one call closes the connections to all. Here the loss of a neighbour immediately
-raises an error in the calls that concern it, and `SocketTransport.close` ends every call.
-"""
+"""The interface of connections between learners."""
 
 from __future__ import annotations
 
@@ -15,17 +10,52 @@ import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from effasr.distributed.async_sgd.gossip.addresses import INTERFACES_VARIABLE, own_addresses
-from effasr.distributed.async_sgd.gossip.handshake import Stranger, introduce
-from effasr.distributed.async_sgd.gossip.listener import Listener
+from effasr.distributed.async_sgd.gossip.listener import (
+    INTERFACES_VARIABLE,
+    Listener,
+    Stranger,
+    introduce,
+    own_addresses,
+)
 from effasr.distributed.async_sgd.gossip.tls import TLSConfig, client_context, server_context
 from effasr.distributed.async_sgd.gossip.topology import is_active
-from effasr.distributed.async_sgd.gossip.transport import PeerLost
+
+
+class PeerLost(Exception):
+    """The other learner cannot be reached any more."""
+
+
+class Transport(Protocol):
+    """Ordered messages between two learners; sending may wait for the receiver.
+
+    Methods may be called from any thread, also concurrently for different peers.
+    """
+
+    def send(self, tensor: Tensor, peer: int, timeout_s: float) -> None:
+        """Send ``tensor``; return when it may be overwritten."""
+        ...
+
+    def receive(self, tensor: Tensor, peer: int, timeout_s: float) -> None:
+        """Fill ``tensor``; raises as `send`."""
+        ...
+
+    def close(self) -> None:
+        """End all connections and all waiting calls."""
+        ...
+
+
+# TCP connections between learners, one for each pair of neighbours.
+#
+# gloo is not used: when a connection breaks within a message, it often does not wake the receiver,
+# and the timeout of one call closes the connections to all. Here the loss of a neighbour
+# immediately raises an error in the calls that concern it, and `SocketTransport.close` ends every
+# call.
 
 # Timeout for one address of a neighbour, which may belong to another network; then the next address
 # is tried. A neighbour that was reached may be slow to answer.
