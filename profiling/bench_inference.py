@@ -282,11 +282,11 @@ class Peer:
     def __init__(self, model: ASRModel, spoken: Utterances) -> None:
         from transformers import CanaryForConditionalGeneration
 
-        from effasr.interop.huggingface.canary import export_canary
+        from effasr.interop.huggingface.checkpoint import export_model
 
         device = next(model.parameters()).device
         with tempfile.TemporaryDirectory() as folder:
-            export_canary(model, folder)
+            export_model(model, folder)
             loaded: Any = CanaryForConditionalGeneration.from_pretrained(folder)
         self._model = loaded.to(device).eval()
         self._model.generation_config.eos_token_id = None

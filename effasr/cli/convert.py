@@ -62,7 +62,7 @@ def _import(source: Path) -> tuple[ASRModel, Tokenizer, Prompt | None]:
     from effasr.model.asr import ASRModel
 
     if source.is_file() or source.suffix == ".nemo" or (source / CONFIG).is_file():
-        from effasr.interop.nemo.importer import import_nemo
+        from effasr.interop.nemo.checkpoint import import_nemo
 
         found = import_nemo(source)
         model = ASRModel.from_state_dict(found.config, found.vocab_size, found.state)
@@ -184,7 +184,7 @@ def run_export(options: argparse.Namespace) -> int:
 
 def _language_model(options: argparse.Namespace, loaded: LoadedModel, format_: str) -> int:
     """Write the language model for transformers, and how to add the speech."""
-    from effasr.interop.huggingface.speech_llm import export_speech_llm
+    from effasr.interop.huggingface.language_model import export_speech_llm
     from effasr.training.checkpointing.export_folder import export_folder
 
     if format_ != "huggingface":
@@ -205,7 +205,7 @@ def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: lis
     from effasr.data.tokenizer import HuggingFaceTokenizer, WhisperTokenizer
     from effasr.evaluation.model_card import is_replaceable
     from effasr.interop.huggingface.checkpoint import export_model
-    from effasr.interop.huggingface.special_tokens import SpecialTokens
+    from effasr.interop.huggingface.files import SpecialTokens
     from effasr.training.checkpointing.export_folder import export_folder
     from effasr.transcription.json_files import write_text
 
@@ -269,7 +269,7 @@ def _format(options: argparse.Namespace) -> str:
 
 def _nemo(options: argparse.Namespace, loaded: LoadedModel) -> int:
     """Write a .nemo file."""
-    from effasr.interop.nemo.export import export_nemo
+    from effasr.interop.nemo.checkpoint import export_nemo
 
     name = export_nemo(loaded.model, loaded.tokenizer, options.out, loaded.prompt)
     print_line(f"{options.out}: load it with NeMo's {name}.restore_from")

@@ -11,7 +11,7 @@ import sentencepiece
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import NeMoTokenizer, UnknownLanguageError, load_tokenizer
 from effasr.data.tokenizer.nemo import NEMO_FILE, SPECIAL, UNIFIED
-from effasr.interop.nemo.importer import import_nemo
+from effasr.interop.nemo.checkpoint import import_nemo
 
 FOLDER = Path(__file__).parents[1] / "interop" / "nemo"
 CASES = ("ctc", "rnnt", "canary", "flash", "unified")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from effasr.data.collate import Example
 from effasr.interop.huggingface.checkpoint import import_model
-from effasr.interop.weights import Renames, export_weights
+from effasr.interop.tables import Renames, export_weights
 from effasr.model.asr import ASRModel
 
 # Tests that import this are skipped where it is missing.

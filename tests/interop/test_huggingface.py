@@ -16,11 +16,11 @@ from effasr.data.features.config import FeatureConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.ctc_beam import ctc_beam
-from effasr.interop.huggingface.canary import export_canary, import_canary
-from effasr.interop.huggingface.parakeet import export_parakeet_ctc, import_parakeet_ctc
-from effasr.interop.huggingface.special_tokens import SpecialTokens
-from effasr.interop.huggingface.weights import CANARY
+from effasr.interop.huggingface.checkpoint import export_model, import_model
+from effasr.interop.huggingface.files import SpecialTokens
+from effasr.interop.huggingface.parakeet import CANARY
 from effasr.model.asr import ASRModel
+from effasr.model.best_rq import BestRQConfig
 from effasr.model.config import ModelConfig
 from effasr_kernels import pack
 from tests.interop.parakeet import (
@@ -77,7 +77,7 @@ def directory(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ours(directory: Path) -> ASRModel:
-    return ASRModel.from_state_dict(*import_canary(directory)).eval()
+    return ASRModel.from_state_dict(*import_model(directory)).eval()
 
 
 def their_inputs(example: Example) -> dict[str, Tensor]:
@@ -147,13 +147,13 @@ def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
 
 
 def test_export_is_the_inverse_of_import(ours: ASRModel, tmp_path: Path) -> None:
-    assert_export_inverts_import(ours, tmp_path, export_canary)
+    assert_export_inverts_import(ours, tmp_path, export_model)
 
 
 def test_transformers_loads_what_is_exported(
     theirs: Any, ours: ASRModel, tmp_path: Path, examples: Sequence[Example]
 ) -> None:
-    export_canary(ours, tmp_path)
+    export_model(ours, tmp_path)
     again, report = transformers.CanaryForConditionalGeneration.from_pretrained(
         tmp_path, output_loading_info=True
     )
@@ -169,7 +169,7 @@ def test_transformers_loads_what_is_exported(
 def test_a_sharded_checkpoint_is_the_same(theirs: Any, directory: Path, tmp_path: Path) -> None:
     saved(theirs, tmp_path, max_shard_size="50KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
-    whole, sharded = import_canary(directory), import_canary(tmp_path)
+    whole, sharded = import_model(directory), import_model(tmp_path)
     assert sharded[:2] == whole[:2]
     assert sharded[2].keys() == whole[2].keys()
     assert all(torch.equal(sharded[2][name], value) for name, value in whole[2].items())
@@ -187,9 +187,9 @@ def test_an_untied_output_layer_goes_both_ways(
     theirs = transformers.CanaryForConditionalGeneration(config).eval()
     shake(theirs)
     saved(theirs, tmp_path / "theirs")
-    model = ASRModel.from_state_dict(*import_canary(tmp_path / "theirs"))
+    model = ASRModel.from_state_dict(*import_model(tmp_path / "theirs"))
     assert torch.equal(model.decoder.output_weight, theirs.proj_out.weight)
-    export_canary(model, tmp_path / "ours")
+    export_model(model, tmp_path / "ours")
     again = transformers.CanaryForConditionalGeneration.from_pretrained(tmp_path / "ours")
     assert torch.equal(again.proj_out.weight, theirs.proj_out.weight)
     assert torch.equal(again.get_input_embeddings().weight, theirs.get_input_embeddings().weight)
@@ -211,7 +211,7 @@ def test_parakeet_ctc_is_the_same_function(
     theirs = transformers.ParakeetForCTC(config).eval()
     shake(theirs)
     saved(theirs, tmp_path / "theirs")
-    model = ASRModel.from_state_dict(*import_parakeet_ctc(tmp_path / "theirs")).eval()
+    model = ASRModel.from_state_dict(*import_model(tmp_path / "theirs")).eval()
     assert model.vocab_size == VOCABULARY
     batch = make_batch([examples[0]])
     features = features_of(examples[0])
@@ -229,7 +229,7 @@ def test_parakeet_ctc_is_the_same_function(
         loss = F.ctc_loss(steps, text, [2], [len(text)], blank=VOCABULARY, reduction="sum")
         assert one.score == pytest.approx(-float(loss), abs=1e-4)
 
-    export_parakeet_ctc(model, tmp_path / "ours")
+    export_model(model, tmp_path / "ours")
     again = transformers.ParakeetForCTC.from_pretrained(tmp_path / "ours").eval()
     assert torch.equal(again(**features).logits, theirs(**features).logits)
 
@@ -243,10 +243,10 @@ def test_what_only_training_uses_is_left_out_with_a_warning(
         spec_augment=SpecAugmentConfig(freq_masks=1),
     )
     with caplog.at_level(logging.WARNING):
-        export_canary(ASRModel(config, VOCABULARY), tmp_path)
+        export_model(ASRModel(config, VOCABULARY), tmp_path)
     assert "CTC head is not exported" in caplog.text
     assert "decoder.residual_dropout = 0.2, spec_augment" in caplog.text
-    imported, _, state = import_canary(tmp_path)
+    imported, _, state = import_model(tmp_path)
     assert not imported.ctc
     assert "ctc_head.weight" not in state
 
@@ -272,33 +272,33 @@ def test_what_transformers_cannot_express_is_refused(
     changed = dataclasses.replace(getattr(ours.config, part), **changes)
     config = dataclasses.replace(ours.config, **{part: changed})
     with pytest.raises(ValueError, match=message):
-        export_canary(ASRModel(config, VOCABULARY), tmp_path / "out")
+        export_model(ASRModel(config, VOCABULARY), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_tokens_that_are_never_decoded_are_exported(ours: ASRModel, tmp_path: Path) -> None:
     decoder = dataclasses.replace(ours.config.decoder, suppress=(5, 6), begin_suppress=(9,))
     model = ASRModel(dataclasses.replace(ours.config, decoder=decoder), VOCABULARY)
-    export_canary(model, tmp_path, SpecialTokens(count=VOCABULARY - 1))
+    export_model(model, tmp_path, SpecialTokens(count=VOCABULARY - 1))
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     assert generation["suppress_tokens"] == [5, 6, VOCABULARY - 1]
     assert generation["begin_suppress_tokens"] == [9]
 
 
-def test_models_without_the_part_are_refused(ours: ASRModel, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="`ctc` must be true"):
-        export_parakeet_ctc(ours, tmp_path)
-    only_ctc = ASRModel(dataclasses.replace(ours.config, decoder=None, ctc=True), VOCABULARY)
-    with pytest.raises(ValueError, match="exported as a Parakeet CTC model"):
-        export_canary(only_ctc, tmp_path)
+def test_a_model_without_an_output_and_other_special_tokens_are_refused(
+    ours: ASRModel, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(ours.config, decoder=None, best_rq=BestRQConfig(codes=8))
+    with pytest.raises(ValueError, match="`ctc` must be true for a Parakeet CTC model"):
+        export_model(ASRModel(config, VOCABULARY), tmp_path)
     with pytest.raises(ValueError, match=r"`eos_token_id`.*vocabulary of 40, but is 99"):
-        export_canary(ours, tmp_path, SpecialTokens(eos_id=99))
+        export_model(ours, tmp_path, SpecialTokens(eos_id=99))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "whisper"}, "must be canary, but is whisper"),
+        ({"model_type": "bert"}, "must be canary or parakeet_ctc or .* or whisper, but is bert"),
         ({"encoder_config": {**ENCODER, "hidden_act": "gelu"}}, "hidden_act` must be silu"),
         ({"decoder_config": {**DECODER, "num_key_value_heads": 2}}, "grouped queries"),
         ({"encoder_config": {**ENCODER, "subsampling_factor": 2}}, "must be 4 or 8, but is 2"),
@@ -314,7 +314,7 @@ def test_a_directory_that_does_not_fit_is_refused(
         encoder = {"subsampling_factor": subsampling, **change["encoder_config"]}
         change = {**change, "encoder_config": encoder}
     with pytest.raises(ValueError, match=message):
-        import_canary(copy_with(directory, tmp_path, change))
+        import_model(copy_with(directory, tmp_path, change))
 
 
 def test_weights_of_another_subsampling_are_refused_by_name(
@@ -324,12 +324,12 @@ def test_weights_of_another_subsampling_are_refused_by_name(
         directory, tmp_path, {"encoder_config": {**ENCODER, "subsampling_factor": 12 - subsampling}}
     )
     with pytest.raises(ValueError, match=r"first is encoder\.subsampling\.\w+\.\w+, expected"):
-        import_canary(other)
+        import_model(other)
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        import_canary(tmp_path / "nowhere")
+        import_model(tmp_path / "nowhere")
 
 
 def test_the_preprocessor_may_be_part_of_a_processor_or_missing(
@@ -339,7 +339,7 @@ def test_the_preprocessor_may_be_part_of_a_processor_or_missing(
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
     expected = FeatureConfig(mel_bins=BINS, subsampling=subsampling)
-    assert import_canary(tmp_path)[0].features == expected
+    assert import_model(tmp_path)[0].features == expected
     processor = {"feature_extractor": {"feature_size": BINS, "preemphasis": 0.9}}
     (tmp_path / "processor_config.json").write_text(json.dumps(processor))
-    assert import_canary(tmp_path)[0].features.preemphasis == 0.9
+    assert import_model(tmp_path)[0].features.preemphasis == 0.9

@@ -15,14 +15,9 @@ from effasr.data.collate import Example
 from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import transducer_beam
 from effasr.decoding.transducer_greedy import transducer_greedy
-from effasr.interop.huggingface.canary import export_canary
 from effasr.interop.huggingface.checkpoint import export_model, import_model
-from effasr.interop.huggingface.parakeet import (
-    export_parakeet_transducer,
-    import_parakeet_transducer,
-)
-from effasr.interop.huggingface.special_tokens import SpecialTokens
-from effasr.interop.huggingface.weights import PARAKEET
+from effasr.interop.huggingface.files import SpecialTokens
+from effasr.interop.huggingface.parakeet import PARAKEET_TRANSDUCER
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
@@ -197,7 +192,7 @@ def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
     assert_same(torch.stack(each).double(), expected.double(), "each loss")
     assert_same(losses.transducer.double(), expected.sum().double(), "loss")
     # That of a key's bias is only rounding errors, as it adds a constant to a row of scores.
-    assert_same_gradients(ours, theirs, PARAKEET, least=1e-2)
+    assert_same_gradients(ours, theirs, PARAKEET_TRANSDUCER, least=1e-2)
 
 
 @torch.no_grad()
@@ -292,7 +287,7 @@ def test_a_trained_configuration_goes_out_and_comes_back(
 
 def test_bfloat16_weights_become_float32(tmp_path: Path) -> None:
     theirs = random_model("rnnt").to(torch.bfloat16)
-    _, _, state = import_parakeet_transducer(saved(theirs, tmp_path))
+    _, _, state = import_model(saved(theirs, tmp_path))
     weight = state["transducer.output.weight"]
     assert weight.dtype == torch.float32
     assert torch.equal(weight, theirs.joint.head.weight.float())
@@ -305,16 +300,15 @@ def test_a_canary_leaves_its_transducer_behind(
         tiny_config,
         ctc=False,
         decoder=DecoderConfig(width=32, layers=1, heads=2, feed_forward=40, max_positions=64),
-        transducer=TransducerConfig(width=12, joint=12),
+        transducer=TransducerConfig(width=12, joint=12, dropout=0.1),
     )
-    model = ASRModel(config, VOCABULARY)
     with caplog.at_level(logging.WARNING):
-        export_canary(model, tmp_path / "canary")
-        export_parakeet_transducer(model, tmp_path / "parakeet")
+        assert export_model(ASRModel(config, VOCABULARY), tmp_path) == (
+            "CanaryForConditionalGeneration"
+        )
     assert "The transducer is not exported: transformers' Canary has none" in caplog.text
-    assert "The decoder is not exported: transformers' ParakeetForRNNT has none" in caplog.text
-    assert import_model(tmp_path / "canary")[0].transducer is None
-    assert import_model(tmp_path / "parakeet")[0].decoder is None
+    assert "transducer.dropout" not in caplog.text
+    assert import_model(tmp_path)[0].transducer is None
 
 
 @pytest.mark.parametrize(
@@ -335,22 +329,24 @@ def test_what_transformers_cannot_express_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_without_the_part_is_refused(
-    tiny_model: ASRModel, tmp_path: Path, kind: str, ours: ASRModel
+def test_padding_outside_of_the_vocabulary_is_refused(
+    kind: str, ours: ASRModel, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="`transducer` must be given for a Parakeet transducer"):
-        export_parakeet_transducer(tiny_model, tmp_path)
-    if kind == "tdt":
+    tokens = SpecialTokens(pad_id=VOCABULARY)
+    if kind == "rnnt":
+        # Its labels are filled with the blank.
+        export_model(ours, tmp_path, tokens)
+    else:
         with pytest.raises(ValueError, match="`pad_id` must be in the vocabulary of 40, but is 40"):
-            export_parakeet_transducer(ours, tmp_path, pad_id=VOCABULARY)
+            export_model(ours, tmp_path, tokens)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "wav2vec2"}, "parakeet_rnnt or parakeet_tdt, but is wav2vec2"),
+        ({"model_type": "wav2vec2"}, "parakeet_rnnt or parakeet_tdt or whisper, but is wav2vec2"),
         ({"blank_token_id": 0}, "`blank_token_id` must be the last class, 40, but is 0"),
-        ({"hidden_act": "gelu"}, "`hidden_act` must be relu or tanh, but is gelu"),
+        ({"hidden_act": "gelu"}, r"`config\.hidden_act` must be relu or tanh, but is gelu"),
         ({"num_decoder_layers": 1}, r"decoder\.lstm\.\w+_l1, expected nothing"),
         ({"decoder_hidden_size": 20}, r"expected \(20,.*, found \(24,"),
     ],

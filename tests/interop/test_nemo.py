@@ -16,8 +16,7 @@ from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import SentencePieceTokenizer, train_tokenizer
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.interop.nemo.archive import read_archive
-from effasr.interop.nemo.export import export_nemo
-from effasr.interop.nemo.importer import NemoModel, import_nemo
+from effasr.interop.nemo.checkpoint import NemoModel, export_nemo, import_nemo
 from effasr.interop.nemo.tokenizer import nemo_tokens
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig

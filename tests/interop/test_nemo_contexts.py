@@ -10,9 +10,8 @@ import torch
 from effasr.data.features.config import FeatureConfig
 from effasr.data.tokenizer import train_tokenizer
 from effasr.interop.nemo.archive import read_archive
-from effasr.interop.nemo.contexts import read_contexts, read_convolution, write_contexts
-from effasr.interop.nemo.export import export_nemo
-from effasr.interop.nemo.importer import import_nemo
+from effasr.interop.nemo.checkpoint import export_nemo, import_nemo
+from effasr.interop.nemo.config import read_contexts, read_convolution, write_contexts
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig

@@ -17,8 +17,7 @@ import torch
 from effasr.data.features.config import FeatureConfig
 from effasr.data.tokenizer import NeMoTokenizer
 from effasr.interop.nemo.archive import NemoArchive, read_archive, write_archive
-from effasr.interop.nemo.export import export_nemo
-from effasr.interop.nemo.importer import import_nemo
+from effasr.interop.nemo.checkpoint import export_nemo, import_nemo
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig

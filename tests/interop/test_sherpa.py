@@ -11,8 +11,7 @@ from effasr.data.collate import Example, collate
 from effasr.data.features.config import FeatureConfig
 from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.transducer_greedy import transducer_greedy
-from effasr.interop.onnx.sherpa import BLANK, export_sherpa
-from effasr.interop.onnx.sherpa_step import SherpaStep
+from effasr.interop.onnx.sherpa import BLANK, SherpaStep, export_sherpa
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig

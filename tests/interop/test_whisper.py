@@ -17,10 +17,10 @@ from effasr.data.collate import Example, collate
 from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.greedy import attention_greedy
 from effasr.interop.huggingface.checkpoint import export_model, import_model
-from effasr.interop.huggingface.special_tokens import SpecialTokens
-from effasr.interop.huggingface.weights import WHISPER
+from effasr.interop.huggingface.files import SpecialTokens
+from effasr.interop.huggingface.whisper import WHISPER
 from effasr.interop.onnx.padded_model import PaddedDecoderStep, PaddedEncoder
-from effasr.interop.weights import export_weights, import_weights
+from effasr.interop.tables import export_weights, import_weights
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.cost import cost_model, recomputed_costs
@@ -242,7 +242,7 @@ def test_a_model_tuned_without_silence_is_exported_with_a_warning(
     ("name", "changes", "message"),
     [
         ("config.json", {"activation_function": "relu"}, "activation_function` must be gelu"),
-        ("config.json", {"scale_embedding": True}, "scale_embedding` must be False"),
+        ("config.json", {"scale_embedding": True}, "scale_embedding` must be false"),
         ("config.json", {"num_mel_bins": 128}, "feature_size` must be 128, but is 80"),
         ("config.json", {"decoder_layers": 1}, "missing, unknown or of another shape"),
         ("config.json", {"max_source_positions": 50}, "chunk_length` must be 1.0, but is 2"),

@@ -9,7 +9,7 @@ import torch
 
 from effasr.data.collate import collate
 from effasr.interop.huggingface.checkpoint import export_model, import_model
-from effasr.interop.huggingface.special_tokens import SpecialTokens
+from effasr.interop.huggingface.files import SpecialTokens
 from effasr.model.asr import ASRModel
 from effasr.model.learning_cost import unreached_layers
 from effasr.nn.positions import whisper_sinusoids

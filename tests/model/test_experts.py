@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from effasr.data.batch import Batch
 from effasr.data.collate import Example
-from effasr.interop.export_checks import refuse_experts
+from effasr.interop.tables import refuse_experts
 from effasr.model.asr import ASRModel
 from effasr.model.best_rq import BestRQConfig
 from effasr.model.config import ModelConfig

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from effasr.data.batch import IGNORED, StaticShape
 from effasr.data.collate import TextExample, collate_text
-from effasr.interop.huggingface.canary import export_canary
+from effasr.interop.huggingface.checkpoint import export_model
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.cost import text_cost_model
@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_refused(tiny_config, tiny_model) -> None:
 def test_an_export_leaves_the_text_encoder_out(config, tmp_path, caplog) -> None:
     assert config.decoder is not None
     decoder = replace(config.decoder, width=config.encoder.width)
-    export_canary(ASRModel(replace(config, decoder=decoder), VOCABULARY), tmp_path / "hf")
+    export_model(ASRModel(replace(config, decoder=decoder), VOCABULARY), tmp_path / "hf")
     assert "The text encoder is not exported: transformers' Canary has none" in caplog.text
 
 

@@ -155,7 +155,7 @@ def _nemo_folder(folder: Path) -> None:
 
 
 def import_nemo(path: Path) -> Any:
-    from effasr.interop.nemo.importer import import_nemo
+    from effasr.interop.nemo.checkpoint import import_nemo
     from effasr.model.asr import ASRModel
 
     found = import_nemo(path)
@@ -164,7 +164,7 @@ def import_nemo(path: Path) -> Any:
 
 def _nemo_streaming(folder: Path) -> None:
     from effasr.data.features.config import FeatureConfig
-    from effasr.interop.nemo.export import export_nemo
+    from effasr.interop.nemo.checkpoint import export_nemo
     from effasr.model.asr import ASRModel
     from effasr.model.config import ModelConfig
     from effasr.model.encoder import FastConformerConfig

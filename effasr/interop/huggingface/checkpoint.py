@@ -8,87 +8,118 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from safetensors.torch import save_file
 from torch import Tensor
 
-from effasr.interop.export_checks import refuse_experts
-from effasr.interop.huggingface.canary import export_canary, import_canary
-from effasr.interop.huggingface.files import read_config
-from effasr.interop.huggingface.parakeet import (
-    export_parakeet_ctc,
-    export_parakeet_transducer,
-    import_parakeet_ctc,
-    import_parakeet_transducer,
+from effasr.data.features.spec_augment import SpecAugmentConfig
+from effasr.interop.huggingface import parakeet, whisper
+from effasr.interop.huggingface.files import (
+    Content,
+    SpecialTokens,
+    read_config,
+    read_generation,
+    read_preprocessor,
+    read_weights,
+    write_json,
 )
-from effasr.interop.huggingface.special_tokens import SpecialTokens
-from effasr.interop.huggingface.whisper import export_whisper, import_whisper
+from effasr.interop.tables import (
+    check_weights,
+    export_weights,
+    import_weights,
+    refuse_experts,
+    warn_about_options,
+    warn_about_parts,
+    weight_shapes,
+)
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
 from effasr.untrusted.documents import WRONG_VALUES
 
-_READERS = {
-    "whisper": import_whisper,
-    "canary": import_canary,
-    "parakeet_ctc": import_parakeet_ctc,
-    "parakeet_rnnt": import_parakeet_transducer,
-    "parakeet_tdt": import_parakeet_transducer,
+CLASSES = {**parakeet.CLASSES, **whisper.CLASSES}
+"""The supported classes by ``model_type``."""
+
+_LOST_OPTIONS = {
+    "encoder": ("residual_dropout",),
+    "decoder": ("input_dropout", "residual_dropout", "activation_dropout"),
+    "transducer": ("dropout", "fastemit", "sigma"),
 }
+"""Training options that Canary and Parakeet do not have."""
 
 
 def import_model(directory: str | Path) -> tuple[ModelConfig, int, dict[str, Tensor]]:
-    """Read a model directory of transformers, of the class that ``config.json`` names.
+    """Configuration, vocabulary size and state for `ASRModel`, of a model directory.
 
-    The classes are ``CanaryForConditionalGeneration``, ``WhisperForConditionalGeneration``,
-    ``ParakeetForCTC``, ``ParakeetForRNNT`` and ``ParakeetForTDT``.
-
-    Args:
-        directory: Holds ``config.json``, ``model.safetensors`` or its shards with their index, and
-            perhaps ``preprocessor_config.json`` or ``processor_config.json``.
-
-    Returns:
-        Configuration, vocabulary size and state for `ASRModel`; the weights are float32. The
-        vocabulary size does not count a blank, which must be the last class.
-
-    Raises:
-        FileNotFoundError: A file is missing.
-        ValueError: It is another kind of model, or has an option or weights that are unknown here.
+    The class is what ``config.json`` names. The weights become float32. The vocabulary size does
+    not count a blank, which must be the last class.
     """
-    model_type = read_config(Path(directory), *_READERS)["model_type"]
+    directory = Path(directory)
+    mapping = read_config(directory, *CLASSES)
+    class_ = CLASSES[mapping["model_type"]]
     try:
-        return _READERS[model_type](directory)
+        weights = read_weights(directory)
+        generation = read_generation(directory)
+        content = Content(mapping, read_preprocessor(directory), generation, weights)
+        config, vocab_size = class_.read(content)
+        shapes = weight_shapes(config, vocab_size)
+        state, unknown = import_weights(weights, shapes, class_.weights)
+        check_weights(state | unknown, shapes, directory)
     except WRONG_VALUES as error:
         raise ValueError(
             f"{directory}: a value of its configuration or a weight is of a wrong kind "
             f"({type(error).__name__}: {error}): copy the folder again."
         ) from error
+    return config, vocab_size, state
 
 
 def export_model(
     model: ASRModel, directory: str | Path, tokens: SpecialTokens | None = None
 ) -> str:
-    """Write a directory that transformers loads, of the first output that the model has.
+    """Write a directory of the first output that the model has; return the class that loads it.
 
     That is the decoder, else the transducer, else the CTC head. Other parts, SpecAugment and
     training options that transformers does not have are left out with a warning: they do not change
-    what the exported model computes.
-
-    Args:
-        model: The model to export.
-        directory: Created if needed; files of the same names are replaced.
-        tokens: The tokenizer's special tokens; canary-1b-v2's by default.
-
-    Returns:
-        The class that loads it.
-
-    Raises:
-        ValueError: transformers cannot express the model; the message says why.
+    what the exported model computes. ``tokens`` are canary-1b-v2's by default.
     """
-    tokens = SpecialTokens() if tokens is None else tokens
-    refuse_experts(model.config, "transformers")
-    if isinstance(model.config.encoder, WhisperEncoderConfig):
-        return export_whisper(model, directory, tokens)
-    if model.config.decoder is not None:
-        return export_canary(model, directory, tokens)
-    if model.config.transducer is not None:
-        return export_parakeet_transducer(model, directory, pad_id=tokens.pad_id)
-    return export_parakeet_ctc(model, directory)
+    config = model.config
+    refuse_experts(config, "transformers")
+    class_ = CLASSES[_model_type(config)]
+    content = class_.write(model, SpecialTokens() if tokens is None else tokens)
+    warn_about_parts(config, (class_.part,), f"transformers' {class_.short_name}")
+    warn_about_options(_lost_options(config, class_.part))
+    names = tuple(class_.weights)
+    state = {name: value for name, value in model.state_dict().items() if name.startswith(names)}
+    weights = content.weights | export_weights(state, class_.weights)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    fields = {"architectures": [class_.name], "dtype": "float32", **content.config}
+    write_json(directory / "config.json", fields)
+    write_json(directory / "preprocessor_config.json", content.preprocessor)
+    if content.generation:
+        write_json(directory / "generation_config.json", content.generation)
+    return class_.name
+
+
+def _model_type(config: ModelConfig) -> str:
+    if isinstance(config.encoder, WhisperEncoderConfig):
+        return "whisper"
+    if config.decoder is not None:
+        return "canary"
+    if config.transducer is not None:
+        return "parakeet_rnnt" if config.transducer.durations is None else "parakeet_tdt"
+    return "parakeet_ctc"
+
+
+def _lost_options(config: ModelConfig, part: str) -> list[str]:
+    """The training options that transformers does not have."""
+    lost = []
+    for name, options in _LOST_OPTIONS.items():
+        # Whispers have these dropouts, and a transducer that is left out loses no options.
+        if isinstance(config.encoder, WhisperEncoderConfig) or (
+            name == "transducer" and part != name
+        ):
+            continue
+        values = {option: getattr(getattr(config, name), option, 0.0) for option in options}
+        lost += [f"{name}.{option} = {value}" for option, value in values.items() if value]
+    return lost + ["spec_augment"] * (config.spec_augment != SpecAugmentConfig())

@@ -1,36 +1,20 @@
-"""Checkpoints of transformers' ``ParakeetForCTC``, ``ParakeetForRNNT`` and ``ParakeetForTDT``."""
+"""transformers' ``CanaryForConditionalGeneration`` and ``ParakeetForCTC``, ``-RNNT``, ``-TDT``."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
-from effasr.interop.export_checks import warn_about_parts
-from effasr.interop.huggingface.config import (
-    encoder_mapping,
-    feature_mapping,
-    read_encoder,
-    read_features,
-    read_transducer,
-    transducer_mapping,
-)
-from effasr.interop.huggingface.files import (
-    read_config,
-    read_preprocessor,
-    read_state,
-    read_weights,
-    warn_about_training_options,
-    write,
-    write_json,
-)
-from effasr.interop.huggingface.weights import PARAKEET
-from effasr.interop.weights import export_weights
+from effasr.data.features.config import FeatureConfig
+from effasr.interop.huggingface.files import Content, ModelClass, SpecialTokens
+from effasr.interop.tables import Renames, Section, number, one_of, refuse
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
 
 _log = logging.getLogger(__name__)
@@ -38,144 +22,321 @@ _log = logging.getLogger(__name__)
 _MAX_SYMBOLS = 10
 """Labels per frame: the default of transformers, and of decoding here."""
 
+# The defaults are what transformers 5.23 fills in where a file leaves a field out.
+_ENCODER = Section(
+    {
+        "width": ("hidden_size", 1024),
+        "layers": ("num_hidden_layers", 24),
+        "heads": ("num_attention_heads", 8),
+        "feed_forward": ("intermediate_size", 4096),
+        "conv_kernel": ("conv_kernel_size", 9),
+        "subsampling": ("subsampling_factor", 8, one_of(4, 8)),
+        "subsampling_channels": ("subsampling_conv_channels", 256),
+        "scale_input": ("scale_input", True),
+        "bias": ("attention_bias", True),
+        "convolution_bias": ("convolution_bias", True),
+        "input_dropout": ("dropout", 0.1, number),
+        "activation_dropout": ("activation_dropout", 0.1, number),
+        "attention_dropout": ("attention_dropout", 0.1, number),
+        "position_dropout": ("dropout_positions", 0.0, number),
+    },
+    constants={
+        "hidden_act": "silu",
+        "subsampling_conv_kernel_size": 3,
+        "subsampling_conv_stride": 2,
+    },
+)
+_DECODER = Section(
+    {
+        "width": ("hidden_size", 1024),
+        "layers": ("num_hidden_layers", 8),
+        "heads": ("num_attention_heads", 8),
+        "head_dim": ("head_dim", 128),
+        "feed_forward": ("intermediate_size", 4096),
+        "max_positions": ("max_position_embeddings", 1024),
+        "bias": ("attention_bias", True),
+        "attention_dropout": ("attention_dropout", 0.0, number),
+    },
+    constants={"hidden_act": "relu"},
+)
+_TRANSDUCER = Section(
+    {
+        "width": ("decoder_hidden_size", 640),
+        "layers": ("num_decoder_layers", 2),
+        "activation": ("hidden_act", "relu", one_of("relu", "tanh")),
+    }
+)
+_FEATURES = Section(
+    {
+        "sample_rate": ("sampling_rate", 16_000),
+        "n_fft": ("n_fft", 512),
+        "window": ("win_length", 400),
+        "hop": ("hop_length", 160),
+        "preemphasis": ("preemphasis", 0.97, number),
+    }
+)
+# Where a Canary's file does not describe the encoder.
+_CANARY_ENCODER = {"num_hidden_layers": 32, "num_mel_bins": 128, "scale_input": False}
 
-def import_parakeet_ctc(directory: str | Path) -> tuple[ModelConfig, int, dict[str, Tensor]]:
-    """Read ``ParakeetForCTC``; see `effasr.interop.huggingface.checkpoint.import_model`."""
-    mapping = read_config(Path(directory), "parakeet_ctc")
-    classes, blank = mapping.get("vocab_size", 1025), mapping.get("pad_token_id", 1024)
+_QKV = ".self_attn.q_proj.", ".self_attn.k_proj.", ".self_attn.v_proj."
+_ENCODER_NAMES = (
+    ("encoder.subsampling.conv.", "encoder.subsampling.layers.0."),
+    ("encoder.subsampling.depthwise1.", "encoder.subsampling.layers.2."),
+    ("encoder.subsampling.pointwise1.", "encoder.subsampling.layers.3."),
+    ("encoder.subsampling.depthwise2.", "encoder.subsampling.layers.5."),
+    ("encoder.subsampling.pointwise2.", "encoder.subsampling.layers.6."),
+    (".conv.pointwise1.", ".conv.pointwise_conv1."),
+    (".conv.pointwise2.", ".conv.pointwise_conv2."),
+    (".conv.depthwise.", ".conv.depthwise_conv."),
+    (".self_attn.qkv_proj.", _QKV),
+)
+CANARY: Renames = {
+    "encoder.": (*_ENCODER_NAMES, ("encoder.", "model.encoder.")),
+    "decoder.": (
+        ("decoder.output_bias", "proj_out.bias"),
+        ("decoder.untied_weight", "proj_out.weight"),
+        ("decoder.", "model.decoder."),
+        (".mlp.linear1.", ".mlp.fc1."),
+        (".mlp.linear2.", ".mlp.fc2."),
+        (".self_attn.qkv_proj.", _QKV),
+        (".encoder_attn.kv_proj.", (".encoder_attn.k_proj.", ".encoder_attn.v_proj.")),
+    ),
+}
+PARAKEET_CTC: Renames = {"encoder.": _ENCODER_NAMES, "ctc_head.": ()}
+PARAKEET_TRANSDUCER: Renames = {
+    "encoder.": _ENCODER_NAMES,
+    "transducer.": (
+        ("transducer.encoder_projection.", "encoder_projector."),
+        ("transducer.predictor_projection.", "decoder.decoder_projector."),
+        ("transducer.predictor.embedding.", "decoder.embedding."),
+        ("transducer.predictor.lstm.", "decoder.lstm."),
+        ("transducer.output.", "joint.head."),
+    ),
+}
+
+
+def _read_canary(content: Content) -> tuple[ModelConfig, int]:
+    mapping = content.config
+    tied = mapping.get("tie_word_embeddings", True)
+    if tied:
+        content.weights.pop("proj_out.weight", None)
+    options = mapping.get("decoder_config") or {}
+    fields, _ = _DECODER.read("decoder_config", options)
+    if options.get("num_key_value_heads") not in (None, fields["heads"]):
+        raise ValueError(
+            f"`decoder_config.num_key_value_heads` must be {fields['heads']}, as "
+            f"`num_attention_heads` is, but is {options['num_key_value_heads']}: grouped queries "
+            "are not supported."
+        )
+    decoder = DecoderConfig(**fields, tie_embeddings=tied)
+    encoder = mapping.get("encoder_config") or _CANARY_ENCODER
+    config = _read_model(content, encoder, decoder=decoder)
+    return config, mapping.get("vocab_size", 16384)
+
+
+def _read_ctc(content: Content) -> tuple[ModelConfig, int]:
+    classes = content.config.get("vocab_size", 1025)
+    blank = content.config.get("pad_token_id", 1024)
     if blank != classes - 1:
         raise ValueError(
             f"`pad_token_id` must be the last class, {classes - 1}, as it is the blank, "
             f"but is {blank}."
         )
-    return _import(Path(directory), mapping, classes - 1, None)
+    return _read_model(content, ctc=True), classes - 1
 
 
-def import_parakeet_transducer(
-    directory: str | Path,
-) -> tuple[ModelConfig, int, dict[str, Tensor]]:
-    """Read a transducer; see `effasr.interop.huggingface.checkpoint.import_model`."""
-    mapping = read_config(Path(directory), "parakeet_rnnt", "parakeet_tdt")
+def _read_transducer(content: Content) -> tuple[ModelConfig, int]:
+    mapping = content.config
     classes, blank = mapping.get("vocab_size", 8193), mapping.get("blank_token_id", 8192)
     if blank != classes - 1:
         raise ValueError(
             f"`blank_token_id` must be the last class, {classes - 1}, but is {blank}: move its "
             "rows of `decoder.embedding` and `joint.head` there."
         )
+    is_tdt = mapping["model_type"] == "parakeet_tdt"
     most = mapping.get("max_symbols_per_step", _MAX_SYMBOLS)
     # transformers ignores the field for a TDT.
-    if most != _MAX_SYMBOLS and mapping["model_type"] == "parakeet_rnnt":
+    if most != _MAX_SYMBOLS and not is_tdt:
         _log.warning(
             "`max_symbols_per_step` = %s is not part of a model here: decode with `max_symbols`.",
             most,
         )
-    return _import(Path(directory), mapping, classes - 1, read_transducer(mapping))
+    fields, _ = _TRANSDUCER.read("config", mapping)
+    durations = tuple(mapping.get("durations", range(5))) if is_tdt else None
+    transducer = TransducerConfig(**fields, joint=fields["width"], durations=durations)
+    return _read_model(content, transducer=transducer), classes - 1
 
 
-def _import(
-    directory: Path,
-    mapping: Mapping[str, Any],
-    vocab_size: int,
-    transducer: TransducerConfig | None,
-) -> tuple[ModelConfig, int, dict[str, Tensor]]:
-    encoder = mapping.get("encoder_config") or {}
-    config = ModelConfig(
-        features=read_features(read_preprocessor(directory), encoder.get("num_mel_bins", 80)),
-        encoder=read_encoder(encoder),
-        decoder=None,
-        ctc=transducer is None,
-        transducer=transducer,
+def _read_model(
+    content: Content, encoder: Mapping[str, Any] | None = None, **output: Any
+) -> ModelConfig:
+    """The features and the encoder with one output."""
+    encoder = content.config.get("encoder_config") or {} if encoder is None else encoder
+    if encoder.get("layerdrop"):
+        _log.warning("`layerdrop` = %s is not used in training here.", encoder["layerdrop"])
+    bins = encoder.get("num_mel_bins", 80)
+    if content.preprocessor.get("feature_size", bins) != bins:
+        raise ValueError(
+            f"`feature_size` must be num_mel_bins = {bins}, as in config.json, but is "
+            f"{content.preprocessor['feature_size']} in the preprocessor's configuration."
+        )
+    features, _ = _FEATURES.read("preprocessor_config", content.preprocessor)
+    fields, _ = _ENCODER.read("encoder_config", encoder)
+    return ModelConfig(
+        features=FeatureConfig(**features, mel_bins=bins),
+        encoder=FastConformerConfig(**fields),
+        **{"decoder": None, **output},
     )
-    warn_about_layerdrop(encoder)
-    weights = read_weights(directory)
-    return config, vocab_size, read_state(config, vocab_size, weights, PARAKEET, directory)
 
 
-def export_parakeet_ctc(model: ASRModel, directory: str | Path) -> str:
-    """Write ``ParakeetForCTC``; see `effasr.interop.huggingface.checkpoint.export_model`.
+def _write_canary(model: ASRModel, tokens: SpecialTokens) -> Content:
+    decoder, width = model.config.decoder, model.config.encoder.width
+    assert decoder is not None
+    ids = tokens.fields(model.vocab_size)
+    encoder = _write_encoder(model.config)
+    refuse(
+        "transformers",
+        {
+            f"decoder.width={decoder.width}, not encoder.width={width}": decoder.width != width,
+            f"decoder.width={decoder.width}, not a multiple of heads={decoder.heads}": (
+                decoder.width % decoder.heads != 0
+            ),
+            f"decoder.positions={decoder.positions} (only sinusoidal)": (
+                decoder.positions != "sinusoidal"
+            ),
+            f"decoder.activation={decoder.activation} (only relu)": decoder.activation != "relu",
+            "decoder.embedding_norm=False": not decoder.embedding_norm,
+            "decoder.key_bias=False": decoder.bias and not decoder.key_bias,
+        },
+    )
+    # transformers stops after 20 tokens by default.
+    generation: dict[str, Any] = {**ids, "max_length": decoder.max_positions}
+    if suppressed := [*decoder.suppress, *tokens.unused_classes(model.vocab_size)]:
+        generation["suppress_tokens"] = suppressed
+    if decoder.begin_suppress:
+        generation["begin_suppress_tokens"] = list(decoder.begin_suppress)
+    fields = {
+        "model_type": "canary",
+        "encoder_config": encoder,
+        "decoder_config": {
+            "model_type": "canary_decoder",
+            "vocab_size": model.vocab_size,
+            "num_key_value_heads": decoder.heads,
+            **_DECODER.write(decoder),
+            "head_dim": decoder.head_width,
+            **{key: ids[key] for key in ids if key != "decoder_start_token_id"},
+        },
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": decoder.tie_embeddings,
+        "is_encoder_decoder": True,
+        **ids,
+    }
+    # transformers' output layer always has a bias.
+    bias = {"proj_out.bias": torch.zeros(model.vocab_size)}
+    return Content(fields, _write_features(model.config.features), generation, bias)
 
-    Raises:
-        ValueError: The model has no CTC head, or transformers cannot express it.
-    """
+
+def _write_ctc(model: ASRModel, tokens: SpecialTokens) -> Content:
     if not model.config.ctc:
         raise ValueError("`ctc` must be true for a Parakeet CTC model, but this one has no head.")
-    warn_about_parts(model.config, ("ctc",), "transformers' Parakeet CTC")
-    warn_about_training_options(model.config)
     fields = {
         "model_type": "parakeet_ctc",
+        "encoder_config": _write_encoder(model.config),
         "vocab_size": model.vocab_size + 1,
         "pad_token_id": model.vocab_size,
     }
-    _export(model, directory, "ParakeetForCTC", fields, "ctc_head.")
-    return "ParakeetForCTC"
+    return Content(fields, _write_features(model.config.features))
 
 
-def export_parakeet_transducer(model: ASRModel, directory: str | Path, *, pad_id: int = 2) -> str:
-    """Write a transducer; see `effasr.interop.huggingface.checkpoint.export_model`.
-
-    Args:
-        model: Model with a transducer; one with durations is a TDT.
-        directory: Created if needed; files of the same names are replaced.
-        pad_id: Fills the labels of a TDT; no text may have it. An RNN-T fills them with the blank.
-
-    Raises:
-        ValueError: The model has no transducer, transformers cannot express it, or ``pad_id`` is
-            not in its vocabulary.
-    """
-    layers = transducer_mapping(model.config)
-    assert model.config.transducer is not None  # checked by transducer_mapping
-    blank, durations = model.vocab_size, model.config.transducer.durations
+def _write_transducer(model: ASRModel, tokens: SpecialTokens) -> Content:
+    transducer, blank = model.config.transducer, model.vocab_size
+    assert transducer is not None
+    predictor, durations = transducer.predictor, transducer.durations
+    refuse(
+        "transformers",
+        {
+            f"transducer.predictor={predictor} (only lstm)": predictor != "lstm",
+            f"transducer.joint={transducer.joint}, not transducer.width={transducer.width}": (
+                transducer.joint != transducer.width
+            ),
+        },
+    )
+    # transformers counts as labels those that are not blank for an RNN-T, and those that are not
+    # padding for a TDT: no text may have that token.
+    pad_id = blank if durations is None else tokens.pad_id
     if durations is not None and not 0 <= pad_id < blank:
         raise ValueError(
             f"`pad_id` must be in the vocabulary of {blank}, but is {pad_id}: pass the tokenizer's."
         )
-    name = "ParakeetForRNNT" if durations is None else "ParakeetForTDT"
-    warn_about_parts(model.config, ("transducer",), f"transformers' {name}")
-    if durations is not None and durations != tuple(range(len(durations))):
-        _log.warning(
-            "transformers' generate will skip the wrong numbers of frames: it takes the places of "
-            "the durations %s for their values.",
-            list(durations),
-        )
-    warn_about_training_options(model.config, transducer=True)
-    # transformers counts as labels those that are not blank for an RNN-T, and those that are not
-    # padding for a TDT.
-    pad_id = blank if durations is None else pad_id
     fields = {
         "model_type": "parakeet_rnnt" if durations is None else "parakeet_tdt",
-        **layers,
+        "encoder_config": _write_encoder(model.config),
+        **_TRANSDUCER.write(transducer),
         "vocab_size": blank + 1,
         "blank_token_id": blank,
         "max_symbols_per_step": _MAX_SYMBOLS,
         "is_encoder_decoder": True,
         "pad_token_id": pad_id,
     }
-    directory = _export(model, directory, name, fields, "transducer.")
     generation: dict[str, Any] = {"pad_token_id": pad_id, "decoder_start_token_id": blank}
     if durations is not None:
+        fields["durations"] = list(durations)
         # Generation takes the maximum over all rows, but the rows of durations are not tokens.
         generation["suppress_tokens"] = list(range(blank + 1, blank + 1 + len(durations)))
-    write_json(directory / "generation_config.json", generation)
-    return name
+        if durations != tuple(range(len(durations))):
+            _log.warning(
+                "transformers' generate will skip the wrong numbers of frames: it takes the places "
+                "of the durations %s for their values.",
+                list(durations),
+            )
+    return Content(fields, _write_features(model.config.features), generation)
 
 
-def _export(
-    model: ASRModel, directory: str | Path, name: str, fields: dict[str, Any], head: str
-) -> Path:
-    """Write the files of an encoder with one head."""
-    config = {
-        "architectures": [name],
-        "encoder_config": encoder_mapping(model.config),
-        "dtype": "float32",
-        **fields,
+def _write_encoder(config: ModelConfig) -> dict[str, Any]:
+    encoder = config.encoder
+    assert isinstance(encoder, FastConformerConfig)
+    refuse(
+        "transformers",
+        {
+            f"position={encoder.position} (only relative)": encoder.position != "relative",
+            f"conv_norm={encoder.conv_norm} (only batch_norm)": encoder.conv_norm != "batch_norm",
+            "subsampling_norm": encoder.subsampling_norm,
+            "context": bool(encoder.context),
+            "causal_convolution": encoder.causal_convolution,
+            "causal_subsampling": encoder.causal_subsampling,
+            f"input_positions={encoder.input_positions} (only 0)": encoder.input_positions != 0,
+            "features.normalize=False": not config.features.normalize,
+        },
+    )
+    return {
+        "model_type": "parakeet_encoder",
+        "num_key_value_heads": encoder.heads,
+        "num_mel_bins": config.features.mel_bins,
+        "layerdrop": 0.0,
+        **_ENCODER.write(encoder),
     }
-    parts = ("encoder.", head)
-    state = {key: value for key, value in model.state_dict().items() if key.startswith(parts)}
-    features = feature_mapping(model.config.features)
-    return write(directory, config, export_weights(state, PARAKEET), features)
 
 
-def warn_about_layerdrop(encoder: Mapping[str, Any]) -> None:
-    """Warn that training here does not use a configuration's layerdrop."""
-    if encoder.get("layerdrop"):
-        _log.warning("`layerdrop` = %s is not used in training here.", encoder["layerdrop"])
+def _write_features(config: FeatureConfig) -> dict[str, Any]:
+    return {
+        "feature_extractor_type": "ParakeetFeatureExtractor",
+        "feature_size": config.mel_bins,
+        **_FEATURES.write(config),
+        "padding_side": "right",
+        "padding_value": 0.0,
+        "return_attention_mask": True,
+    }
+
+
+CLASSES = {
+    "canary": ModelClass(
+        "CanaryForConditionalGeneration", "decoder", CANARY, _read_canary, _write_canary
+    ),
+    "parakeet_ctc": ModelClass("ParakeetForCTC", "ctc", PARAKEET_CTC, _read_ctc, _write_ctc),
+    "parakeet_rnnt": ModelClass(
+        "ParakeetForRNNT", "transducer", PARAKEET_TRANSDUCER, _read_transducer, _write_transducer
+    ),
+    "parakeet_tdt": ModelClass(
+        "ParakeetForTDT", "transducer", PARAKEET_TRANSDUCER, _read_transducer, _write_transducer
+    ),
+}

@@ -48,30 +48,13 @@ _DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError,
 
 @dataclass(frozen=True, slots=True)
 class NemoArchive:
-    """Content of a ``.nemo``.
-
-    Attributes:
-        path: Path of the file or folder.
-        config: Content of ``model_config.yaml``.
-        weights: Content of ``model_weights.ckpt``, on the CPU, in their saved dtypes.
-        files: The other small files, by name.
-    """
-
-    path: Path
-    config: dict[str, Any]
+    path: Path  # Path of the file or folder
+    config: dict[str, Any]  # Content of ``model_config.yaml``
     weights: dict[str, Tensor]
-    files: dict[str, bytes]
+    files: dict[str, bytes]  # The other small files, by name
 
     def file(self, where: str, name: Any) -> bytes:
-        """Return the content of a file that a field of the configuration names.
-
-        Args:
-            where: The field, for the message.
-            name: Reference ``nemo:FILE``; old files have an absolute path instead.
-
-        Raises:
-            ValueError: There is no such file.
-        """
+        """The content of a file that a field of the configuration names."""
         file = name.removeprefix(_PREFIX).rsplit("/", 1)[-1] if isinstance(name, str) else None
         if file is None or file not in self.files:
             raise ValueError(
@@ -86,10 +69,6 @@ def read_archive(path: str | Path) -> NemoArchive:
 
     Only regular files at the top of the tar are read. Only the weights are written, under our own
     name in a temporary folder, which is removed afterwards.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is no ``.nemo``, lacks a file, or is damaged.
     """
     path = Path(path)
     if not path.exists():
@@ -147,7 +126,7 @@ def _check_amount(path: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _is_small(name: str, size: int) -> bool:
-    """Return whether a file is not a model: a second model, for word alignment, is not read."""
+    """A second model, such as for word alignment, is not read."""
     return size <= _MOST_BYTES and not name.endswith((".ckpt", ".nemo"))
 
 
@@ -195,14 +174,6 @@ def _load(path: Path, weights: Path) -> dict[str, Tensor]:
 def write_archive(
     path: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], files: Mapping[str, bytes]
 ) -> None:
-    """Write a ``.nemo`` file atomically, replacing an existing one.
-
-    Args:
-        path: The file.
-        config: Configuration of plain types, whose order is kept.
-        weights: Weights by NeMo's names.
-        files: Files by the names that the configuration has after ``nemo:``.
-    """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = dump_yaml(dict(config))
     with (
@@ -230,5 +201,4 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes | Any, size: int | None
 
 
 def file_reference(name: str) -> str:
-    """Return the name of a file of the archive in a configuration."""
     return f"{_PREFIX}{name}"

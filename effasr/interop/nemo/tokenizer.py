@@ -19,15 +19,7 @@ _AGGREGATE, _UNIFIED = "CanaryTokenizer", "CanaryBPETokenizer"
 
 
 def read_tokenizer(archive: NemoArchive, prompt_format: str | None) -> NeMoTokenizer:
-    """Read the tokenizer of a model.
-
-    Args:
-        archive: The model's file.
-        prompt_format: Prompt format of a Canary; None for a model without prompts.
-
-    Raises:
-        ValueError: Its kind is not supported here, or a file is missing or damaged.
-    """
+    """The tokenizer of a model; ``prompt_format`` of a Canary, None without prompts."""
     section = archive.config.get("tokenizer")
     if not isinstance(section, Mapping):
         raise ValueError(f"`tokenizer` must be a mapping, but is {section!r}.")
@@ -66,33 +58,20 @@ def _read_model(archive: NemoArchive, where: str, section: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class NemoTokens:
-    """A tokenizer in NeMo's form.
+    """A tokenizer in NeMo's form."""
 
-    Attributes:
-        section: The configuration.
-        files: Files that it names.
-        vocabulary: NeMo's tokens, in the order of their ids.
-        ids: Our id of each of them; None if there is none.
-        prompt_format: Prompt format of a Canary; None without prompts.
-    """
-
-    section: dict[str, Any]
-    files: dict[str, bytes]
-    vocabulary: list[str]
-    ids: list[int | None]
-    prompt_format: str | None
+    section: dict[str, Any]  # The configuration
+    files: dict[str, bytes]  # Files that it names
+    vocabulary: list[str]  # NeMo's tokens, in the order of their ids
+    ids: list[int | None]  # Our id of each of them; None if there is none
+    prompt_format: str | None  # Prompt format of a Canary; None without prompts
 
 
 def nemo_tokens(tokenizer: Tokenizer, *, prompts: bool) -> NemoTokens:
-    """Express a tokenizer by NeMo's classes.
+    """Express a tokenizer of a ``.nemo`` file, or effasr's own, by NeMo's classes.
 
-    Args:
-        tokenizer: Imported from a ``.nemo`` file, or effasr's own.
-        prompts: Whether the model has prompts, as a Canary. If not, the prompt tokens of effasr's
-            own tokenizer, which occur in no text, are left out.
-
-    Raises:
-        ValueError: NeMo has no equal tokenizer; the message says why.
+    Without prompts, the prompt tokens of effasr's own tokenizer, which occur in no text, are left
+    out.
     """
     if isinstance(tokenizer, NeMoTokenizer):
         return _own(tokenizer, prompts)
@@ -119,7 +98,7 @@ def _own(tokenizer: NeMoTokenizer, prompts: bool) -> NemoTokens:
 
 
 def _ours(tokenizer: SentencePieceTokenizer, prompts: bool) -> NemoTokens:
-    """Convert the tokens: languages keep their order, only the special tokens differ."""
+    """Languages keep their order; only the special tokens differ."""
     first = len(tokenizer.specials)
     ids: list[int | None] = list(range(first, tokenizer.vocab_size))
     if not prompts:
@@ -143,7 +122,7 @@ def _ours(tokenizer: SentencePieceTokenizer, prompts: bool) -> NemoTokens:
 
 
 def _special_model(tokens: Sequence[str] | Mapping[str, int]) -> bytes:
-    """Return a SentencePiece model of these tokens as in NeMo: first <unk>, last a space."""
+    """A SentencePiece model of these tokens as in NeMo: first <unk>, last a space."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(tokens),
@@ -198,7 +177,7 @@ def _pieces(models: Mapping[str, bytes]) -> list[str]:
 
 
 def _listed(model: bytes) -> str:
-    """Return the pieces with their scores, as SentencePiece writes them next to a model."""
+    """The pieces with their scores, as SentencePiece writes them next to a model."""
     processor = _processor(model)
     return "".join(
         f"{processor.id_to_piece(index)}\t{processor.get_score(index):g}\n"

@@ -25,7 +25,7 @@ def describe(
     texts: Mapping[str, Any],
     step: StreamingStep | None = None,
 ) -> None:
-    """Write ``onnx.json``."""
+    """Write ``onnx.json``; ``texts`` are further fields, such as the prompt and the end token."""
     features = model.config.features
     rows: dict[str, Any] = {
         "features": {**asdict(features), "definition": _FEATURES[features.kind]},

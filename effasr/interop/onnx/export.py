@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effasr.interop.export_checks import refuse, refuse_experts
 from effasr.interop.onnx.description import DESCRIPTION, describe
 from effasr.interop.onnx.graph import Graph, check_packages, write_graph
 from effasr.interop.onnx.padded_model import PaddedDecoderStep, PaddedEncoder
 from effasr.interop.onnx.streaming_step import CACHES, StreamingStep
 from effasr.interop.onnx.transducer_steps import JointStep, in_model_layout, predictor_step
+from effasr.interop.tables import refuse, refuse_experts
 from effasr.model.asr import ASRModel
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.streaming_encoder import check_features
@@ -43,11 +43,12 @@ _OTHER = (57, 100)
 def export_onnx(
     model: ASRModel, directory: Path, texts: Mapping[str, Any], context: Context | None = None
 ) -> list[str]:
-    """Write the graphs of a model and their description, ``onnx.json``.
+    """Write the graphs of a model and their description, ``onnx.json``; return their names.
 
     The graphs are ``encoder.onnx``, with the log-probabilities of a CTC head if there is one;
     ``decoder_step.onnx`` for a decoder; ``predictor.onnx`` and ``joint.onnx`` for a transducer.
-    With a context, ``encoder_step.onnx`` takes the place of the first two: a chunk of streams.
+    With a context, which the encoder is trained with, ``encoder_step.onnx`` takes the place of the
+    first two: a chunk of streams. Other graphs of an earlier export are removed.
     """
     check_packages()
     refuse_experts(model.config, "an ONNX graph of effasr")
@@ -113,14 +114,12 @@ def _export_step(
 
 
 def earlier_graphs(directory: Path) -> list[str]:
-    """Return the names that the graphs of an earlier export to a folder may have."""
     if not (directory / DESCRIPTION).exists():
         return []
     return [file for name in _GRAPHS for file in (name, f"{name}.data")]
 
 
 def _remove_others(directory: Path, earlier: Sequence[str], graphs: Sequence[str]) -> None:
-    """Remove the graphs of an earlier export."""
     for name in earlier:
         if name.removesuffix(".data") not in graphs:
             (directory / name).unlink(missing_ok=True)
@@ -157,7 +156,7 @@ def _write_decoder_step(model: ASRModel, path: Path, encoded: Mapping[str, Tenso
 
 
 def write_transducer(head: Transducer, directory: Path) -> None:
-    """Write ``predictor.onnx`` and ``joint.onnx``."""
+    """Write ``predictor.onnx`` and ``joint.onnx`` of a transducer on the host, in float32."""
     predictor = predictor_step(head).eval()
     count = len(_EXAMPLE)
     inputs = {"tokens": torch.full((count,), head.blank_id)}
@@ -256,7 +255,7 @@ def _joint_outputs(head: Transducer) -> list[str]:
 
 
 def on_host(model: ASRModel) -> ASRModel:
-    """Return a copy in evaluation mode, on the host, float32."""
+    """A copy in evaluation mode, on the host, float32."""
     state = {name: value.detach().cpu().float() if value.is_floating_point() else value.cpu()
              for name, value in model.state_dict().items()}  # fmt: skip
     return ASRModel.from_state_dict(model.config, model.vocab_size, state).eval()

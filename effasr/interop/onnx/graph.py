@@ -23,7 +23,6 @@ _TOLERANCE = 1e-3
 
 
 def check_packages() -> None:
-    """Check that the packages for writing graphs are installed."""
     for package in ("onnx", "onnxscript"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(
@@ -39,7 +38,10 @@ def write_graph(
     outputs: Sequence[str],
     dynamic: Mapping[str, Mapping[int, str]],
 ) -> None:
-    """Write a module as a graph, replacing a file of the same name."""
+    """Write a module as a graph, replacing a file of the same name.
+
+    ``inputs`` are examples by the argument names of ``forward``, ``dynamic`` their dynamic sizes.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     size = sum(weight.numel() * weight.element_size() for weight in module.parameters())
     with tempfile.TemporaryDirectory(prefix=".onnx-", dir=path.parent) as folder:
@@ -68,7 +70,6 @@ class Graph:
     """A graph on the host, run by onnxruntime."""
 
     def __init__(self, path: Path):
-        """Load it; raises ImportError if onnxruntime is not installed."""
         import onnxruntime
 
         self.name = path.name
@@ -78,7 +79,7 @@ class Graph:
     def compared(
         self, inputs: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Run the graph and compare its outputs."""
+        """Run the graph and compare its outputs with those of the model."""
         values = {name: value.contiguous().numpy() for name, value in inputs.items()}
         found = dict(zip(self._outputs, self._session.run(None, values), strict=True))
         if list(found) != list(expected):

@@ -29,7 +29,6 @@ class PaddedEncoder(nn.Module):
     """Encoder, and everything that the other parts compute once from its output."""
 
     def __init__(self, model: ASRModel):
-        """Share the weights of a model."""
         super().__init__()
         self.encoder, self.projection = model.encoder, model.projection
         self.mel_bins = model.config.features.mel_bins
@@ -45,7 +44,6 @@ class PaddedEncoder(nn.Module):
             self.outputs.append("encoder_projected")
 
     def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
-        """Encode."""
         # features: float32 (B, T, mel_bins), from `effasr.data.features.log_mel.LogMel` for each
         # utterance, followed by arbitrary rows; lengths: int64 (B,), real rows of each, at least
         # one -> (B, T / subsampling rounded up, width), int64 (B,), (layers, B, heads, frames,
@@ -71,7 +69,6 @@ class PaddedDecoderStep(nn.Module):
     """Decoder step for one token per utterance, all at the same position."""
 
     def __init__(self, model: ASRModel):
-        """Share the weights of a model with a decoder."""
         super().__init__()
         self.decoder = cast(Decoder, model.decoder)
 
@@ -85,7 +82,6 @@ class PaddedDecoderStep(nn.Module):
         cross_values: Tensor,
         encoded_lengths: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Decode."""
         # tokens: int64 (B,), the next token of each; positions: int64 (B,), P; an exporter would
         # make a constant of a size; past_keys: (layers, B, heads, P, head_dim), of the P earlier
         # tokens, none at first -> (B, V)
@@ -254,5 +250,5 @@ def _joined(module: SelfAttention | CrossAttention, x: Tensor) -> Tensor:
 
 
 def _mask(lengths: Tensor, rows: int) -> Tensor:
-    """Return which rows are real: bool (B, rows)."""
+    """Which rows are real: bool (B, rows)."""
     return torch.arange(rows, device=lengths.device) < lengths[:, None]

@@ -3,7 +3,7 @@
 A CTC head becomes ``model.onnx``; a transducer ``encoder.onnx``, ``decoder.onnx`` (the predictor)
 and ``joiner.onnx``; and the tokenizer ``tokens.txt``. sherpa-onnx takes inputs and outputs by their
 order, and sizes from the metadata of the first graph. With a context, the first graph encodes the
-next chunk of streams.
+next chunk of streams, with the inputs and outputs of NeMo's cache-aware encoders.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from effasr.data.atomic_files import write_atomically
-from effasr.interop.export_checks import refuse, refuse_experts
 from effasr.interop.onnx.export import on_host
 from effasr.interop.onnx.graph import check_packages, write_graph
 from effasr.interop.onnx.padded_model import PaddedEncoder
-from effasr.interop.onnx.sherpa_step import NAMES, SherpaStep
+from effasr.interop.onnx.streaming_step import StreamingStep
 from effasr.interop.onnx.transducer_steps import JointStep, predictor_step
+from effasr.interop.tables import refuse, refuse_experts
 from effasr.model.asr import ASRModel
 from effasr.model.checks import check
 from effasr.model.encoder import FastConformerConfig
@@ -30,19 +30,88 @@ from effasr.model.transducer import Transducer
 from effasr.nn.predictor import LSTMPredictor
 from effasr_kernels import Context
 
+NAMES = ("cache_last_channel", "cache_last_time", "cache_last_channel_len")
+"""NeMo's names of the caches; those of the next step end with ``_next``."""
+
+
+class SherpaStep(nn.Module):
+    """Mel rows of a chunk to what the joiner or CTC's search reads.
+
+    sherpa-onnx takes the sizes of the three caches from the metadata; what they hold is known to
+    the graph alone: ``cache_last_channel`` the keys and values of earlier frames, (B, layers, left,
+    2 width); ``cache_last_time`` the inputs of the convolutions and the mel rows of earlier frames,
+    flat, (B, 1, 1, n); ``cache_last_channel_len`` how many frames were before, (B,).
+    """
+
+    def __init__(self, model: ASRModel, context: Context, output: str):
+        super().__init__()
+        self.step, self.output = StreamingStep(model, context), output
+        self.rows = context.chunk * self.step.encoder.config.subsampling
+
+    def begin(self, streams: int) -> dict[str, Tensor]:
+        caches = self.step.begin(streams)
+        return dict(zip(NAMES, self._packed(caches), strict=True))
+
+    def forward(
+        self,
+        audio_signal: Tensor,
+        length: Tensor,
+        cache_last_channel: Tensor,
+        cache_last_time: Tensor,
+        cache_last_channel_len: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Log-probabilities (B, c, V + 1) or the joint share (B, J, c), frames, and caches."""
+        # audio_signal: float32 (B, mel_bins, rows); length: int64 (B,), the number of rows;
+        # cache_last_channel_len: int64, see the class -> (B, c, V + 1), (B, J, c)
+        frames = torch.full_like(length, self.step.context.chunk)
+        caches = self._unpacked(cache_last_channel, cache_last_time, cache_last_channel_len)
+        found = self.step(audio_signal.mT, length, frames, **caches)
+        named = dict(zip(self.step.outputs, found, strict=True))
+        result = named[self.output]
+        if self.output == "encoder_projected":
+            result = result.mT
+        after = {name: named[name.replace("cache", "next")] for name in caches}
+        return result, frames, *self._packed(after)
+
+    def _packed(self, caches: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        both = torch.cat([caches["cache_keys"], caches["cache_values"]], -2)
+        flat = [caches["cache_conv"].transpose(0, 1).flatten(1), caches["cache_mel"].flatten(1)]
+        return (
+            both.transpose(0, 1).flatten(3),
+            torch.cat(flat, 1)[:, None, None],
+            caches["cache_frames"],
+        )
+
+    def _unpacked(self, channel: Tensor, time: Tensor, count: Tensor) -> dict[str, Tensor]:
+        config = self.step.encoder.config
+        keys, values = channel.transpose(0, 1).unflatten(3, (2 * config.heads, -1)).chunk(2, -2)
+        rows = self.step.kept * config.subsampling, self.step.mel_bins
+        flat = time[:, 0, 0]
+        inputs, mel = flat.split([flat.shape[1] - rows[0] * rows[1], rows[0] * rows[1]], 1)
+        sizes = config.layers, config.conv_kernel - 1, 2 * config.width
+        return {
+            "cache_mel": mel.unflatten(1, rows),
+            "cache_keys": keys,
+            "cache_values": values,
+            "cache_conv": inputs.unflatten(1, sizes).transpose(0, 1),
+            "cache_frames": count,
+            # sherpa-onnx decodes whole chunks only.
+            "cache_missing": torch.zeros_like(count),
+        }
+
+
 BLANK = "<blk>"
 _EXAMPLE_ROWS = (83, 40)
 
 
 class _Encoder(nn.Module):
-    """Mel rows (B, mel_bins, T) to what the joiner or CTC's search reads."""
+    """Mel rows (B, mel_bins, T) to log-probabilities (B, T', V + 1); or (B, J, T') and lengths."""
 
     def __init__(self, model: ASRModel, output: str):
         super().__init__()
         self.padded, self.output = PaddedEncoder(model), output
 
     def forward(self, audio_signal: Tensor, length: Tensor) -> tuple[Tensor, ...]:
-        """Return log-probabilities (B, T', V + 1); or (B, J, T'), and its lengths."""
         found = dict(zip(self.padded.outputs, self.padded(audio_signal.mT, length), strict=True))
         if self.output == "ctc_log_probs":
             return (found[self.output],)
@@ -80,14 +149,11 @@ class _Decoder(nn.Module):
 
 
 class _Joiner(nn.Module):
-    """Scores of one frame and one state of the predictor."""
-
     def __init__(self, head: Transducer):
         super().__init__()
         self.step = JointStep(head)
 
     def forward(self, encoder_outputs: Tensor, decoder_outputs: Tensor) -> Tensor:
-        """Return logits (B, 1, 1, V + 1), followed by those of the durations."""
         scores = self.step(encoder_outputs[..., 0], decoder_outputs[..., 0])
         return torch.cat(scores, -1)[:, None, None]
 

@@ -31,7 +31,6 @@ class StreamingStep(nn.Module):
     """The encoder over the next chunk of each stream, and what CTC or a transducer makes of it."""
 
     def __init__(self, model: ASRModel, context: Context):
-        """Share the weights of a model."""
         super().__init__()
         self.context = check_streamable(model.config.encoder, context)
         self.encoder = cast(FastConformerEncoder, model.encoder)
@@ -53,11 +52,10 @@ class StreamingStep(nn.Module):
 
     @staticmethod
     def batch_axis(name: str) -> int:
-        """Return the axis of the streams in an input."""
         return 1 if name in _LAYERED else 0
 
     def begin(self, streams: int) -> dict[str, Tensor]:
-        """Return the caches before the first step by name: zeros."""
+        """The caches before the first step: zeros."""
         config, left = self.encoder.config, cast(int, self.context.left)
         heads, head_dim = config.heads, config.width // config.heads
         before = torch.zeros(config.layers, streams, left, heads, head_dim)
@@ -84,7 +82,7 @@ class StreamingStep(nn.Module):
         cache_frames: Tensor,
         cache_missing: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Encode the next chunk, c frames of s = ``subsampling`` mel rows."""
+        """Encode the next chunk: c frames of s = ``subsampling`` mel rows."""
         # features: float32 (B, s c, mel_bins), real rows followed by arbitrary ones; lengths: int64
         # (B,), real rows: s c, fewer only in the last chunk; frames: int64 (B,), frames of the
         # chunk: c, fewer only in the last one, 0 for a stream that is left as it is; cache_mel:
@@ -132,7 +130,7 @@ class StreamingStep(nn.Module):
     def _subsampled(
         self, features: Tensor, lengths: Tensor, mel: Tensor, before: Tensor, missing: Tensor
     ) -> Tensor:
-        """Return the input of the first layer, (B, c, width)."""
+        """The input of the first layer, (B, c, width)."""
         encoder, config = self.encoder, self.encoder.config
         factor, chunk, kept = config.subsampling, self.context.chunk, self.kept
         causal = config.causal_subsampling
@@ -211,7 +209,7 @@ def _convolution(module: ConformerConvolution, x: Tensor, before: Tensor) -> tup
 
 
 def _kept(cache: Tensor, both: Tensor, active: Tensor) -> Tensor:
-    """Return the last rows of both, (B, n, ...), for active streams, else the cache."""
+    """The last rows of both, (B, n, ...), for active streams, else the cache."""
     last = both[:, both.shape[1] - cache.shape[1] :]
     return torch.where(active.view(-1, *[1] * (cache.ndim - 1)), last, cache)
 

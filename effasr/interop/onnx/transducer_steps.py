@@ -28,11 +28,9 @@ class StateTensor:
 
     @property
     def batch_axis(self) -> int:
-        """Index of the batch dimension."""
         return self.shape.index(None)
 
     def begin(self, count: int) -> Tensor:
-        """Before any label of ``count`` transcripts."""
         sizes = [count if size is None else size for size in self.shape]
         return torch.full(sizes, self.initial, dtype=self.dtype)
 
@@ -41,7 +39,6 @@ class LSTMStep(nn.Module):
     """One more label of each transcript, read by LSTM layers."""
 
     def __init__(self, head: Transducer):
-        """Share the weights of a transducer with an `LSTMPredictor`."""
         super().__init__()
         self.predictor = cast(LSTMPredictor, head.predictor)
         self.projection = head.predictor_projection
@@ -53,7 +50,6 @@ class LSTMStep(nn.Module):
     def forward(
         self, tokens: Tensor, input_states_1: Tensor, input_states_2: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Read a label."""
         # tokens: int64 (B,), the blank at first; input_states_1: (layers, B, P), the hidden state;
         # input_states_2: (layers, B, P), the cell -> (B, J)
         x, lstm = self.predictor.embedding(tokens), self.predictor.lstm
@@ -72,7 +68,6 @@ class StatelessStep(nn.Module):
     """One more label of each transcript, where only the last few are seen."""
 
     def __init__(self, head: Transducer):
-        """Share the weights of a transducer with a `StatelessPredictor`."""
         super().__init__()
         self.predictor = cast(StatelessPredictor, head.predictor)
         self.projection = head.predictor_projection
@@ -81,7 +76,6 @@ class StatelessStep(nn.Module):
         self.states = (state,) if before else ()
 
     def forward(self, tokens: Tensor, input_states_1: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Read a label."""
         # tokens: int64 (B,), the blank at first; input_states_1: int64 (B, context - 1), the labels
         # before it -> (B, J)
         seen = tokens[:, None]
@@ -96,13 +90,11 @@ class JointStep(nn.Module):
     """The scores of one frame of each utterance, given the labels so far."""
 
     def __init__(self, head: Transducer):
-        """Share the weights of a transducer."""
         super().__init__()
         self.activation, self.output = head.config.activation, head.output
         self.symbols = head.blank_id + 1
 
     def forward(self, encoder_projected: Tensor, predictor_projected: Tensor) -> tuple[Tensor, ...]:
-        """Score."""
         # encoder_projected: (B, J), a frame of each utterance; predictor_projected: (B, J), from
         # the predictor -> (B, V + 1), (B, D)
         joint = encoder_projected + predictor_projected
@@ -113,10 +105,9 @@ class JointStep(nn.Module):
 
 
 def predictor_step(head: Transducer) -> LSTMStep | StatelessStep:
-    """Return the predictor of a transducer, by itself."""
     return LSTMStep(head) if isinstance(head.predictor, LSTMPredictor) else StatelessStep(head)
 
 
 def in_model_layout(state: tuple[Tensor, ...]) -> PredictorState:
-    """Return states of a step in the layout of `Transducer.step`, the batch first."""
+    """States of a step in the layout of `Transducer.step`, the batch first."""
     return tuple(part.transpose(0, 1) if part.ndim == 3 else part for part in state)

@@ -1,26 +1,175 @@
-"""Export of models as ``.nemo`` files, which NeMo restores."""
+"""NeMo's models, from and to ``.nemo`` files."""
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from effasr.data.features.log_mel import LogMel
 from effasr.data.prompt import Prompt
-from effasr.data.tokenizer import Tokenizer
-from effasr.interop.export_checks import warn_about_options, warn_about_parts
-from effasr.interop.nemo.archive import write_archive
-from effasr.interop.nemo.config import HYBRID, MULTITASK
-from effasr.interop.nemo.model_yaml import check_expressible, model_yaml, nemo_class
-from effasr.interop.nemo.tokenizer import NemoTokens, nemo_tokens
-from effasr.interop.nemo.weights import position_table, renames, to_nemo_order
-from effasr.interop.weights import export_weights
+from effasr.data.tokenizer import NeMoTokenizer, Tokenizer
+from effasr.interop.nemo.archive import CONFIG, NemoArchive, read_archive, write_archive
+from effasr.interop.nemo.config import (
+    HYBRID,
+    MULTITASK,
+    check_expressible,
+    model_class,
+    model_yaml,
+    nemo_class,
+    read_model,
+)
+from effasr.interop.nemo.tables import (
+    AFTER_DROPOUT,
+    from_nemo_order,
+    position_table,
+    renames,
+    to_nemo_order,
+)
+from effasr.interop.nemo.tokenizer import NemoTokens, nemo_tokens, read_tokenizer
+from effasr.interop.tables import (
+    check_weights,
+    export_weights,
+    import_weights,
+    warn_about_options,
+    warn_about_parts,
+    weight_shapes,
+)
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
+from effasr.untrusted.documents import WRONG_VALUES
+
+_log = logging.getLogger(__name__)
+
+_MAX_SYMBOLS = 10
+"""Labels per frame: the default of decoding here."""
+
+_BANDS, _WINDOW = "preprocessor.featurizer.fb", "preprocessor.featurizer.window"
+_POSITIONS = "transf_decoder._embedding.position_embedding.pos_enc"
+_TIED = "transf_decoder._embedding.token_embedding.weight"
+_OUTPUT = "log_softmax.mlp.layer0.weight"
+_START = "transducer.predictor.embedding.weight"
+# A weight that is never used, and a table that older versions stored.
+_IGNORED = ("transf_decoder._embedding.token_type_embedding.weight", "encoder.pos_enc.pe")
+
+
+@dataclass(frozen=True, slots=True)
+class NemoModel:
+    config: ModelConfig  # Architecture of the model
+    vocab_size: int
+    state: dict[str, Tensor]  # Float32 weights for `ASRModel.from_state_dict`
+    tokenizer: NeMoTokenizer  # Tokenizer of the model
+    prompt: Prompt  # Default prompt of the model
+
+
+def import_nemo(path: str | Path) -> NemoModel:
+    """Read a ``.nemo`` file, or a folder with its content.
+
+    A warning lists training options that are not used here.
+    """
+    path = Path(path)
+    archive = read_archive(path)
+    try:
+        return _read(archive)
+    except ValueError as error:
+        where = "" if str(error).startswith(str(path)) else f"{path}: "
+        raise ValueError(f"{where}{error}") from error
+    except WRONG_VALUES as error:
+        raise ValueError(
+            f"{path}: a value of its configuration or a weight is of a wrong kind "
+            f"({type(error).__name__}: {error}): copy the file again."
+        ) from error
+
+
+def _read(archive: NemoArchive) -> NemoModel:
+    name = model_class(archive.config)
+    config, unused = read_model(archive.config)
+    is_canary = name == MULTITASK
+    prompt_format = str(archive.config.get("prompt_format")) if is_canary else None
+    tokenizer = read_tokenizer(archive, prompt_format)
+    weights = {name.replace(*AFTER_DROPOUT): value for name, value in archive.weights.items()}
+    vocab_size = tokenizer.vocab_size
+    if is_canary and _TIED in weights:
+        # NeMo rounds the number of classes up.
+        vocab_size = max(len(weights[_TIED]), vocab_size)
+    shapes = weight_shapes(config, vocab_size)
+    state, rest = import_weights(weights, shapes, renames(hybrid=name == HYBRID), from_nemo_order)
+    _check_tables(config, rest, weights.get(_TIED))
+    if _START in state and state[_START][-1].any():
+        raise ValueError(
+            "`decoder.prediction.embed.weight` must be zero in its last row, the blank's, as NeMo "
+            "starts a text from zeros, but is not."
+        )
+    known = (_BANDS, _WINDOW, _POSITIONS, _OUTPUT, *_IGNORED)
+    unknown = {key: value for key, value in rest.items() if key not in known}
+    check_weights(state | unknown, shapes, archive.path, CONFIG)
+    _warn_about_options(archive.config, unused)
+    return NemoModel(config, vocab_size, state, tokenizer, _prompt(archive.config, tokenizer))
+
+
+def _check_tables(config: ModelConfig, rest: Mapping[str, Tensor], tied: Tensor | None) -> None:
+    """Check that NeMo's saved tables equal those that are computed, or shared, here."""
+    features = LogMel(config.features)
+    expected = {_BANDS: features.filterbank.T[None], _WINDOW: features.window}
+    if config.decoder is not None and _POSITIONS in rest:
+        expected[_POSITIONS] = position_table(len(rest[_POSITIONS]), config.decoder.width)
+    if tied is not None:
+        expected[_OUTPUT] = tied.float()
+    for name, wanted in expected.items():
+        if name not in rest:
+            continue
+        found, tolerance = rest[name], 4 * torch.finfo(rest[name].dtype).eps
+        if found.shape != wanted.shape or not torch.allclose(
+            found.float(), wanted, tolerance, 1e-6
+        ):
+            what = "an output layer of its own" if name == _OUTPUT else "other features"
+            raise ValueError(
+                f"`{name}` must be what the configuration says, but is not: the file was made with "
+                f"{what}, or changed."
+            )
+
+
+def _prompt(config: Mapping[str, Any], tokenizer: NeMoTokenizer) -> Prompt:
+    """NeMo's default prompt; else English, else the tokenizer's first language."""
+    language = "en"
+    if tokenizer.languages and language not in tokenizer.languages:
+        language = tokenizer.languages[0]
+    slots: Mapping[str, Any] = {}
+    for turn in config.get("prompt_defaults") or ():
+        if turn.get("role") == "user":
+            slots = turn.get("slots") or {}
+    source, target = (
+        str(slots.get(key) or language).removeprefix("<|").removesuffix("|>")
+        for key in ("source_lang", "target_lang")
+    )
+    if source not in tokenizer.sources or target not in tokenizer.languages:
+        source = target = language
+    return Prompt(
+        source,
+        target,
+        "transcribe" if source == target else "translate",
+        str(slots.get("pnc", "pnc")) in ("yes", "Yes", "true", "True", "1", "pnc", "<|pnc|>"),
+    )
+
+
+def _warn_about_options(config: Mapping[str, Any], unused: list[str]) -> None:
+    if unused:
+        _log.warning("Options of training that are not used here: %s.", ", ".join(unused))
+    most = ((config.get("decoding") or {}).get("greedy") or {}).get("max_symbols")
+    if most not in (None, _MAX_SYMBOLS):
+        _log.warning(
+            "`decoding.greedy.max_symbols` = %s is not part of a model here: decode with "
+            "`max_symbols`.",
+            most,
+        )
+
 
 _ROUNDED_TO = 8
 """NeMo rounds the classes of a Canary up to a multiple of this."""
@@ -38,23 +187,11 @@ _BIASED = re.compile(
 def export_nemo(
     model: ASRModel, tokenizer: Tokenizer, path: str | Path, prompt: Prompt | None = None
 ) -> str:
-    """Write a ``.nemo`` file of the first output that the model has.
+    """Write a ``.nemo`` file of the first output that the model has; return its class.
 
     That is the decoder, else the transducer, with a CTC head if there is one, else the CTC head.
     Other parts, and training options that NeMo does not have, are left out with a warning: they do
     not change what the exported model computes.
-
-    Args:
-        model: The model.
-        tokenizer: Tokenizer of a ``.nemo`` file or of `effasr tokenizer`.
-        path: The file; an existing one is replaced.
-        prompt: Default prompt of a Canary.
-
-    Returns:
-        The class that restores it.
-
-    Raises:
-        ValueError: NeMo cannot express the model or its tokenizer; the message says why.
     """
     config = model.config
     check_expressible(config)
@@ -68,7 +205,7 @@ def export_nemo(
     else:
         classes = len(tokens.ids)
         _put_labels(state, tokens, model.vocab_size)
-    _warn(config, name)
+    _warn_about_losses(config, name)
     names = renames(hybrid=name == HYBRID)
     weights = export_weights(state, names, to_nemo_order) | _tables(config)
     if name == MULTITASK:
@@ -112,15 +249,7 @@ def _add_biases(state: dict[str, Tensor], config: ModelConfig) -> None:
 def _put_classes(
     state: dict[str, Tensor], tokens: NemoTokens, known: int, ours: int, classes: int
 ) -> None:
-    """Reorder the classes of a decoder as NeMo's.
-
-    Args:
-        state: Weights of the decoder.
-        tokens: NeMo's tokens.
-        known: Tokens of our tokenizer.
-        ours: Classes of our model, the first ``known`` with a token.
-        classes: Number of classes of NeMo's model.
-    """
+    """Reorder the classes of a decoder as NeMo's; the first ``known`` of ours have a token."""
     spare = list(range(known, ours))
     ids: list[int | None] = [*tokens.ids, *spare][:classes]
     ids += [None] * (classes - len(ids))
@@ -150,7 +279,7 @@ def _put_labels(state: dict[str, Tensor], tokens: NemoTokens, blank: int) -> Non
 
 
 def _rows(tensor: Tensor, ids: list[int | None], fill: float) -> Tensor:
-    """Return the rows with these numbers; rows of None are filled."""
+    """The rows with these numbers; rows of None are filled."""
     rows = tensor[torch.tensor([0 if index is None else index for index in ids])]
     missing = torch.tensor([index is None for index in ids])
     return rows.masked_fill(missing.view(-1, *[1] * (tensor.dim() - 1)), fill)
@@ -170,7 +299,6 @@ def _tables(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _defaults(prompt: Prompt, prompt_format: str) -> list[dict[str, object]]:
-    """Default slots of NeMo's prompt."""
     # Languages are not tokens in this model, because NeMo chooses the tokenizer by them.
     slots = {
         "source_lang": prompt.source,
@@ -185,7 +313,7 @@ def _defaults(prompt: Prompt, prompt_format: str) -> list[dict[str, object]]:
     return [{"role": "user", "slots": slots}]
 
 
-def _warn(config: ModelConfig, name: str) -> None:
+def _warn_about_losses(config: ModelConfig, name: str) -> None:
     exported = ("decoder",) if name == MULTITASK else ("transducer", "ctc")
     warn_about_parts(config, exported, f"NeMo's {name}")
     encoder, decoder = config.encoder, config.decoder
