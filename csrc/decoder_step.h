@@ -19,7 +19,7 @@ typedef struct {
   const float* bias;  // (outputs,), or null
   int64_t inputs;
   int64_t outputs;
-} PackedMatrix;
+} PanelMatrix;
 
 typedef struct {
   const float* weight;  // (width,); null for no norm
@@ -29,11 +29,11 @@ typedef struct {
 
 typedef struct {
   LayerNorm self_norm, cross_norm, forward_norm;
-  PackedMatrix qkv;        // queries, keys and values, (heads, head_width) each
-  PackedMatrix self_out;
-  PackedMatrix q;
-  PackedMatrix cross_out;
-  PackedMatrix first, second;
+  PanelMatrix qkv;        // queries, keys and values, (heads, head_width) each
+  PanelMatrix self_out;
+  PanelMatrix q;
+  PanelMatrix cross_out;
+  PanelMatrix first, second;
 } DecoderLayer;
 
 enum { kRelu = 0, kGelu = 1 };  // activation of feed-forward networks; exact GELU
@@ -78,7 +78,7 @@ typedef struct {
 // The largest of the first `outputs` logits of each row, the first among equal logits.
 typedef struct {
   const float* hidden;     // (rows, matrix.inputs)
-  PackedMatrix matrix;
+  PanelMatrix matrix;
   int64_t* out;            // (rows,)
   int64_t rows;
   int32_t instructions;

@@ -1,4 +1,4 @@
-// Products of a few rows with packed weights, and operations on single rows. Included once for each
+// Products of a few rows with weights in panels, and operations on single rows. Included once for each
 // instruction set.
 
 constexpr int kPanelColumns = 32;
@@ -75,7 +75,7 @@ constexpr int kBlockPanels = kLanes == 16 ? 4 : kLanes == 8 ? 2 : 1;
 constexpr int kBlockColumns = kBlockPanels * kPanelColumns;
 
 // Multiplies rows by at most kBlockPanels panels.
-inline void multiply(int rows, const float* a, int64_t a_pitch, const PackedMatrix& m, int panel,
+inline void multiply(int rows, const float* a, int64_t a_pitch, const PanelMatrix& m, int panel,
                      int panels, float* c) {
   const int inner = static_cast<int>(m.inputs);
   const float* b = m.weight + static_cast<int64_t>(panel) * inner * kPanelColumns;
@@ -93,7 +93,7 @@ inline void multiply(int rows, const float* a, int64_t a_pitch, const PackedMatr
 // Computes some outputs of a linear layer. `use(row, column, sum)` receives vectors of kLanes
 // outputs including the bias; the last may extend past the outputs.
 template <class Use>
-void linear(Range panels, int rows, const float* a, int64_t a_pitch, const PackedMatrix& m,
+void linear(Range panels, int rows, const float* a, int64_t a_pitch, const PanelMatrix& m,
             float* block, Use use) {
   for (int p = panels.begin; p < panels.end; p += kBlockPanels) {
     const int count = std::min(kBlockPanels, panels.end - p);

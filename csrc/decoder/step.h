@@ -26,11 +26,11 @@ struct Member {
   }
 
   template <class Use>
-  void product_of(const float* a, int64_t a_pitch, const PackedMatrix& m, Use use) const {
+  void product_of(const float* a, int64_t a_pitch, const PanelMatrix& m, Use use) const {
     linear(team.share(panels_of(m.outputs), thread), count(), a, a_pitch, m, block, use);
   }
 
-  void add_to_x(const float* a, int64_t a_pitch, const PackedMatrix& m) const {
+  void add_to_x(const float* a, int64_t a_pitch, const PanelMatrix& m) const {
     product_of(a, a_pitch, m, [&](int r, int column, Vec y) {
       float* place = s.x + r * s.x_pitch + column;
       store(place, load(place) + y);
@@ -136,7 +136,7 @@ int run_step(const DecoderWeights& w, DecoderStep& step, const std::vector<int>&
     longest = std::max({longest, step.positions[row] + 1, step.frames[row / step.hypotheses]});
   }
   int64_t work = 0;
-  for (const PackedMatrix& m : {first.qkv, first.self_out, first.q, first.cross_out, first.first,
+  for (const PanelMatrix& m : {first.qkv, first.self_out, first.q, first.cross_out, first.first,
                                 first.second}) {
     work += m.inputs * m.outputs;
   }
@@ -171,7 +171,7 @@ struct LargestMemory {
 
 void largest_of_panels(const LargestLogit& request, Range panels, const LargestMemory& own,
                        Largest* found) {
-  const PackedMatrix& m = request.matrix;
+  const PanelMatrix& m = request.matrix;
   const int rows = static_cast<int>(request.rows);
   // Each lane keeps the first among equal values, because it is only replaced by larger ones.
   std::fill_n(own.values, rows * kLanes, -INFINITY);
@@ -201,7 +201,7 @@ void largest_of_panels(const LargestLogit& request, Range panels, const LargestM
 }
 
 int run_largest(const LargestLogit& request, int most) {
-  const PackedMatrix& m = request.matrix;
+  const PanelMatrix& m = request.matrix;
   const int rows = static_cast<int>(request.rows);
   const int threads = threads_for(rows * m.inputs * m.outputs, most);
   Memory memory;

@@ -11,7 +11,7 @@ from effasr.nn.feed_forward import FeedForward
 from effasr.nn.linear import JoinedLinear, Linear, whole_bias
 from effasr.nn.lora import LoRALinear
 from effasr_kernels.shared.cpu import decoder as cpu_decoder
-from effasr_kernels.shared.cpu.decoder import Cache, DecoderWeights, Norm, PackedMatrix
+from effasr_kernels.shared.cpu.decoder import Cache, DecoderWeights, Norm, PanelMatrix
 
 
 class PackedDecoder:
@@ -28,7 +28,7 @@ class PackedDecoder:
         config = decoder.config
         table = decoder.position_table().float()
         norm = decoder.embedding_layernorm
-        self._output = PackedMatrix.of(decoder.output_weight, decoder.output_bias)
+        self._output = PanelMatrix.from_weight(decoder.output_weight, decoder.output_bias)
         self._weights = DecoderWeights(
             layers=[_packed_layer(layer) for layer in decoder.decoder_layers()],
             tokens=decoder.embed_tokens.weight.detach().contiguous(),
@@ -95,17 +95,17 @@ def _packed_layer(layer: DecoderLayer) -> cpu_decoder.Layer:
         self_norm=_packed_norm(layer.input_layernorm),
         cross_norm=_packed_norm(layer.post_attention_layernorm),
         forward_norm=_packed_norm(layer.final_layernorm),
-        qkv=_packed(own.qkv_proj),
-        self_out=_packed(own.o_proj),
-        q=_packed(speech.q_proj),
-        cross_out=_packed(speech.o_proj),
-        first=_packed(network.linear1),
-        second=_packed(network.linear2),
+        qkv=_panels(own.qkv_proj),
+        self_out=_panels(own.o_proj),
+        q=_panels(speech.q_proj),
+        cross_out=_panels(speech.o_proj),
+        first=_panels(network.linear1),
+        second=_panels(network.linear2),
     )
 
 
-def _packed(module: nn.Linear) -> PackedMatrix:
-    return PackedMatrix.of(module.weight, whole_bias(module))
+def _panels(module: nn.Linear) -> PanelMatrix:
+    return PanelMatrix.from_weight(module.weight, whole_bias(module))
 
 
 def _packed_norm(norm: nn.LayerNorm) -> Norm:

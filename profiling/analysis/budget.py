@@ -195,7 +195,8 @@ PATTERNS: dict[str, str] = {
     r"|clip_grad|Optimizer\.",
     "loss": r"log_?softmax|nll_loss|cross_?entropy|(?<![a-z])ctc|kl_div|(^|_)loss"
     r"|^_?(label_gradient|softmax_gradient|score_labels|merge_repeats)"
-    r"|^_differentiate$|^_lose_and_|^_find_scale$|^_partial_normalizers$|^_finish_statistics$",
+    r"|^_(grad_logits|loss_and_grad|upstream_scale)_kernel$|^_partial_normalizers$"
+    r"|^_finish_statistics$",
     "attention": r"flash|fmha|attention|attn|softmax|^_?(grad_queries|grad_table|turn\b"
     r"|add_content_bias|scores$|fill_tile_table$)|^(attend_(one|several)|merge_parts|rotate)$",
     "convolution": r"conv(?!ert)|fprop|dgrad|wgrad|winograd|im2col|col2im|implicit_?gemm"

@@ -52,7 +52,7 @@ def _launches(
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_common_shapes(architecture: int, compiled_ok: Callable) -> None:
     found = compiled_ok(_launches(architecture), architecture, products={PRODUCT})
-    assert set(found) == {PRODUCT, "_finish_statistics", "_differentiate"}
+    assert set(found) == {PRODUCT, "_finish_statistics", "_grad_logits_kernel"}
     if architecture >= 90:
         # Two programs of 256 threads fit on a multiprocessor.
         assert found[PRODUCT].registers <= 128
@@ -80,11 +80,11 @@ def test_gradients_of_any_number_of_classes_are_stored_in_wide_pieces(
     compiled_ok: Callable,
 ) -> None:
     found = compiled_ok(_launches(90, classes=1025), 90)
-    assert "ld.global.v4" in found["_differentiate"].ptx
-    assert "st.global.v4" in found["_differentiate"].ptx
+    assert "ld.global.v4" in found["_grad_logits_kernel"].ptx
+    assert "st.global.v4" in found["_grad_logits_kernel"].ptx
 
 
-EARLY = {"_lose_and_differentiate", "_find_scale"}
+EARLY = {"_loss_and_grad_kernel", "_upstream_scale_kernel"}
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 100])
@@ -101,7 +101,7 @@ def test_gradients_in_the_forward(architecture: int, options: dict, compiled_ok:
     found = compiled_ok(_launches(architecture, uniform_gradient=True, **options), architecture)
     assert set(found) == EARLY
     # Rows of any length are read and written in pieces of 16 bytes.
-    row = found["_lose_and_differentiate"]
+    row = found["_loss_and_grad_kernel"]
     assert "ld.global.v4" in row.ptx
     assert "st.global.v4" in row.ptx or "st.global.v2" in row.ptx
     assert row.registers <= 128
@@ -137,7 +137,7 @@ def test_offsets_have_64_bits(compiled_ok: Callable) -> None:
         assert re.search(r"arith\.(muli|addi) .* : (i64|tensor<[0-9x]+xi64>)", needs.ttir), name
     # Rows and classes, each as (first of the tile) times (stride), and the place of the results.
     assert len(re.findall(r"arith\.muli .* : i64", found[PRODUCT].ttir)) >= 3
-    assert re.search(r"arith\.muli .* : i64", found["_differentiate"].ttir)
+    assert re.search(r"arith\.muli .* : i64", found["_grad_logits_kernel"].ttir)
 
 
 def test_no_number_of_rows_compiles_anything() -> None:

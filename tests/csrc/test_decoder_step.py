@@ -12,7 +12,7 @@ from torch import Tensor
 
 from effasr_kernels.runtime import native
 from effasr_kernels.shared.cpu import decoder as cpu_decoder
-from effasr_kernels.shared.cpu.decoder import Cache, DecoderWeights, Layer, Norm, PackedMatrix
+from effasr_kernels.shared.cpu.decoder import Cache, DecoderWeights, Layer, Norm, PanelMatrix
 
 pytestmark = pytest.mark.skipif(
     native.unsupported_reason() is not None, reason=str(native.unsupported_reason())
@@ -74,7 +74,9 @@ class Plain:
 
     def packed(self) -> DecoderWeights:
         def layer(one: dict[str, Any]) -> Layer:
-            parts: dict[str, Any] = {k: PackedMatrix.of(*one[k]) for k in one if k not in NORMS}
+            parts: dict[str, Any] = {
+                k: PanelMatrix.from_weight(*one[k]) for k in one if k not in NORMS
+            }
             parts |= {name: _norm(one[name]) for name in NORMS}
             return Layer(**parts)
 
@@ -196,7 +198,7 @@ def lacks(instructions: str) -> bool:
     try:
         cpu_decoder.largest_logit(
             torch.ones(1, 1),
-            PackedMatrix.of(torch.ones(1, 1), None),
+            PanelMatrix.from_weight(torch.ones(1, 1), None),
             instructions=INSTRUCTIONS[instructions],
         )
     except RuntimeError:
@@ -312,7 +314,7 @@ def test_bad_weights_are_refused() -> None:
     with pytest.raises(ValueError, match=r"`layers\[1\].second` must map 45 channels to 38"):
         plain.packed()
     with pytest.raises(ValueError, match="`weight` must be float32"):
-        PackedMatrix.of(torch.zeros(3, 3).double(), None)
+        PanelMatrix.from_weight(torch.zeros(3, 3).double(), None)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 17])
@@ -321,7 +323,7 @@ def test_the_largest_logit(rows: int, classes: int | None, instructions: int) ->
     # Whole numbers: sums are exact, and many logits are equal.
     hidden, weight = torch.randint(-2, 3, (rows, 6)).float(), torch.randint(-2, 3, (200, 6)).float()
     bias = torch.randint(-2, 3, (200,)).float()
-    matrix = PackedMatrix.of(weight, bias)
+    matrix = PanelMatrix.from_weight(weight, bias)
     expected = (hidden @ weight.T + bias)[:, :classes].argmax(-1)
     found = cpu_decoder.largest_logit(hidden, matrix, classes, instructions=instructions)
     assert torch.equal(found, expected)
@@ -332,24 +334,27 @@ def test_nan_is_the_largest_as_for_torch(instructions: int) -> None:
     weight[[11, 50]] = torch.nan
     hidden = torch.randn(3, 4)
     found = cpu_decoder.largest_logit(
-        hidden, PackedMatrix.of(weight, None), instructions=instructions
+        hidden, PanelMatrix.from_weight(weight, None), instructions=instructions
     )
     assert torch.equal(found, (hidden @ weight.T).argmax(-1))
-    nothing = PackedMatrix.of(torch.full((40, 4), torch.nan), None)
+    nothing = PanelMatrix.from_weight(torch.full((40, 4), torch.nan), None)
     assert cpu_decoder.largest_logit(hidden, nothing, instructions=instructions).tolist() == [0] * 3
 
 
 def test_the_largest_logit_is_the_same_on_any_number_of_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hidden, matrix = torch.randn(50, 64), PackedMatrix.of(torch.randn(1000, 64), torch.randn(1000))
+    hidden, matrix = (
+        torch.randn(50, 64),
+        PanelMatrix.from_weight(torch.randn(1000, 64), torch.randn(1000)),
+    )
     one = cpu_decoder.largest_logit(hidden, matrix)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(cpu_decoder.largest_logit(hidden, matrix), one)
 
 
 def test_classes_out_of_range_are_refused() -> None:
-    matrix = PackedMatrix.of(torch.ones(5, 2), None)
+    matrix = PanelMatrix.from_weight(torch.ones(5, 2), None)
     for classes in (0, 6):
         with pytest.raises(ValueError, match="`classes` must be in 1 to 5"):
             cpu_decoder.largest_logit(torch.ones(1, 2), matrix, classes)

@@ -81,7 +81,7 @@ def test_a_stream_keeps_its_counters_and_a_graph_has_its_own(
         zeroed.append(count)
         return torch.zeros(count)
 
-    monkeypatch.setattr(counting, "_KEPT", {})
+    monkeypatch.setattr(counting, "_EAGER", {})
     monkeypatch.setattr(counting, "_zeros", zeros)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -19,7 +19,7 @@ from effasr_kernels.ctc_loss import _cpp as ctc_cpp
 from effasr_kernels.testing.conformance import check_kernel
 from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
 from effasr_kernels.transducer_loss import OPERATION as transducer_op
-from effasr_kernels.transducer_loss import TransducerArguments, _cpp, _cpp_nodes, set_workspace
+from effasr_kernels.transducer_loss import TransducerArguments, _cpp, set_workspace
 from tests.gpu.live_memory import Live
 from tests.ops.cpp_calls import (
     WIDTH,
@@ -175,7 +175,7 @@ def test_agrees_however_sequences_are_divided(size: int, monkeypatch: pytest.Mon
     arguments = transducer((9, 4, 0, 6), (3, 5, 1, 0))
     upstream = torch.tensor([1.0, -2.0, 3.0, 0.5])
     expected = gradients(transducer_loss, arguments, upstream, "cpp")
-    monkeypatch.setattr(_cpp_nodes, "_CHUNK_BYTES", size // 8)
+    monkeypatch.setattr(_cpp, "_CHUNK_BYTES", size // 8)
     monkeypatch.setattr(ctc_cpp, "_GROUP_BYTES", size)
     before = set_workspace(size)
     try:

@@ -10,7 +10,8 @@ import effasr_kernels
 from effasr_kernels import BackendUnavailable, PackedLayout, attention, ctc_loss
 from effasr_kernels.ctc_loss._cpp import _Losses
 from effasr_kernels.runtime import native
-from effasr_kernels.shared.cpp import groups, refusal
+from effasr_kernels.runtime.native import refusal
+from effasr_kernels.shared.lattice_losses import groups
 from tests.csrc.build import run
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from effasr_kernels.shared.cpu import linear as cpu_linear
-from effasr_kernels.shared.cpu.linear import linear, onednn_packed, onednn_product
+from effasr_kernels.shared.cpu.linear import linear, onednn_product, onednn_weight
 from effasr_kernels.testing.tolerance import assert_no_worse
 
 pytestmark = pytest.mark.skipif(
@@ -86,7 +86,7 @@ def test_the_work_is_counted() -> None:
 def test_a_row_does_not_depend_on_the_others() -> None:
     x, weight, bias = (value.detach() for value in arguments(LARGE))
     rows = x.flatten(0, 1)
-    weight = onednn_packed(weight)
+    weight = onednn_weight(weight)
     whole = onednn_product(rows, weight, bias)
     for count in (1, 2, 17, 139):
         assert torch.equal(onednn_product(rows[:count], weight, bias), whole[:count])

@@ -153,13 +153,13 @@ def test_a_schema_flattens_and_rebuilds_its_arguments(
     again = op.schema.restore(flat)
     for x, y in zip(op.schema.tensors(arguments), op.schema.tensors(again), strict=True):
         assert x is y
-    for x, y in zip(op.schema.others(arguments), op.schema.others(again), strict=True):
+    for x, y in zip(op.schema.other_values(arguments), op.schema.other_values(again), strict=True):
         if isinstance(x, PackedLayout):
             assert (x.cu_seqlens is y.cu_seqlens, x.rows) == (True, y.rows)
             assert x.lengths == y.lengths
         else:
             assert x == y
-    joined = op.schema.join(op.schema.tensors(arguments), op.schema.others(arguments))
+    joined = op.schema.join(op.schema.tensors(arguments), op.schema.other_values(arguments))
     for name in arguments.__dataclass_fields__:
         assert getattr(joined, name) is getattr(arguments, name)
 

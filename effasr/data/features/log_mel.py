@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from effasr.data.features.config import FeatureConfig
 from effasr.data.features.segments import segment_max
 from effasr_kernels import PackedLayout, PackedSequence, audio_windows, normalize_features
-from effasr_kernels.shared.cpu.linear import has_onednn, onednn_packed, onednn_product
+from effasr_kernels.shared.cpu.linear import has_onednn, onednn_product, onednn_weight
 from effasr_kernels.shared.slots import row_positions, rows_of
 
 _LOG_GUARD = 2.0**-24
@@ -24,7 +24,7 @@ _CHUNK_ROWS = {"cpu": 512}
 _CHUNK_ROWS_ELSEWHERE = 131_072
 
 # Filterbanks in oneDNN's order, kept outside of the modules: they cannot be copied or pickled.
-_PACKED = WeakTensorKeyDictionary()
+_ONEDNN_WEIGHTS = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -208,9 +208,11 @@ class LogMel(nn.Module):
         """Project power spectra to the mel bands: (rows, bins) to (rows, mel_bins)."""
         if torch.compiler.is_compiling() or power.device.type != "cpu" or not has_onednn():
             return power @ self.filterbank
-        if (packed := _PACKED.get(self.filterbank)) is None:
-            packed = _PACKED[self.filterbank] = onednn_packed(self.filterbank.T.contiguous())
-        return onednn_product(power, packed)
+        if (weight := _ONEDNN_WEIGHTS.get(self.filterbank)) is None:
+            weight = _ONEDNN_WEIGHTS[self.filterbank] = onednn_weight(
+                self.filterbank.T.contiguous()
+            )
+        return onednn_product(power, weight)
 
     def _log_mel_on_host(self, audio: PackedSequence, frames: PackedLayout) -> Tensor:
         """Return the same rows if the host knows the lengths: without index or empty sequence.

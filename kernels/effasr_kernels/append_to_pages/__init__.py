@@ -15,8 +15,6 @@ from effasr_kernels.shared import paged
 
 @dataclass(frozen=True, slots=True)
 class AppendArguments:
-    """The arguments of a call, checked; see `effasr_kernels.append_to_pages.append_to_pages`."""
-
     k: Tensor
     v: Tensor
     k_pages: Tensor

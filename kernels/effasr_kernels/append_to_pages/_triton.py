@@ -13,12 +13,10 @@ _BLOCK = 1024
 
 
 def unsupported_reason(a: AppendArguments) -> str | None:
-    """The reason why this backend does not support these arguments, or None."""
     return refusal(a.k) or refuse_pages(a.k_pages, a.v_pages)
 
 
 def run(a: AppendArguments) -> None:
-    """See `effasr_kernels.append_to_pages.append_to_pages`."""
     k_pages, v_pages, page_table = a.k_pages, a.v_pages, a.page_table
     count, heads, width = a.k.shape
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (a.k, a.v))
@@ -38,16 +36,16 @@ def run(a: AppendArguments) -> None:
 
 @triton.jit(do_not_specialize=["columns", "pages", "size", "table_row", "table_column"])
 def append_rows(
-    k,
-    v,
-    k_pages,
-    v_pages,
-    page_table,
-    positions,
-    columns,
-    pages,
-    size,
-    heads,
+    k,  # (N, H, D), contiguous channels
+    v,  # (N, H, D), contiguous channels
+    k_pages,  # (P, B, H, D), contiguous channels, written
+    v_pages,  # (P, B, H, D), contiguous channels, written
+    page_table,  # int32 (N, M)
+    positions,  # int32 (N,), contiguous
+    columns,  # M
+    pages,  # P
+    size,  # B
+    heads,  # H
     table_row,
     table_column,
     k_row,
@@ -60,38 +58,10 @@ def append_rows(
     v_page,
     v_key,
     v_page_head,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,  # D
     BLOCK: tl.constexpr,
 ):
-    """Write block i of the channels of row n, if its position and page are valid: program (n, i).
-
-    Args:
-        k: (N, H, D), a pointer, like all up to ``positions``. The channels of the first four
-            tensors are contiguous.
-        v: (N, H, D).
-        k_pages: (P, B, H, D), written.
-        v_pages: (P, B, H, D), written.
-        page_table: int32 (N, M).
-        positions: int32 (N,), contiguous.
-        columns: M.
-        pages: P.
-        size: B.
-        heads: H.
-        table_row: Row stride of ``page_table`` in elements.
-        table_column: Column stride of ``page_table`` in elements.
-        k_row: Row stride of ``k`` in elements.
-        k_head: Head stride of ``k``.
-        v_row: Row stride of ``v``.
-        v_head: Head stride of ``v``.
-        k_page: Page stride of ``k_pages``.
-        k_key: Row stride within a page of ``k_pages``.
-        k_page_head: Head stride of ``k_pages``.
-        v_page: Page stride of ``v_pages``.
-        v_key: Row stride within a page of ``v_pages``.
-        v_page_head: Head stride of ``v_pages``.
-        WIDTH: D.
-        BLOCK: Channels per program.
-    """
+    """Write block i of the channels of row n, if position and page are valid: program (n, i)."""
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + row)
     if position < 0:

@@ -1,5 +1,3 @@
-"""Reference implementation of `append_to_pages`, which all other backends must match."""
-
 from __future__ import annotations
 
 from effasr_kernels.append_to_pages import AppendArguments
@@ -8,7 +6,6 @@ from effasr_kernels.shared.paged import check_page_numbers
 
 
 def run(a: AppendArguments) -> None:
-    """See `effasr_kernels.append_to_pages.append_to_pages`."""
     k_pages, page_table, positions = a.k_pages, a.page_table, a.positions
     rows = (positions >= 0).nonzero().squeeze(1)
     if not rows.numel():

@@ -44,12 +44,6 @@ _CONTEXT = Kind(
 
 @dataclass(frozen=True, slots=True)
 class AttentionArguments:
-    """The arguments of a call, checked; see `effasr_kernels.attention.attention`.
-
-    A position is either in ``rotary`` or in the three tensors of a `RelativeBias`; else all four
-    are None.
-    """
-
     q: Tensor
     k: Tensor
     v: Tensor

@@ -11,23 +11,18 @@ from torch import Tensor
 
 from effasr_kernels.attention import AttentionArguments
 from effasr_kernels.attention.position import angles, rotate
+from effasr_kernels.runtime.dispatch import Gradients, Tensors
 from effasr_kernels.shared.cpu import attention as cpu_attention
 from effasr_kernels.shared.ragged import widen
 
 
 def unsupported_reason(a: AttentionArguments) -> str | None:
-    """Return why this backend does not support these arguments, or None if it does."""
     if a.context is not None:
         return "does not support a context"
     return cpu_attention.refusal(a.q)
 
 
 def forward(a: AttentionArguments) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
-    """See `effasr_kernels.attention.attention`.
-
-    Saved are the softmax statistics; for float16 and bfloat16 also the result before rounding; with
-    rotary positions also the rotated queries and keys and the cosines and sines of both.
-    """
     q, k = widen(a.q), widen(a.k)
     rotary: tuple[Tensor, ...] = ()
     if a.rotary is not None:
@@ -41,7 +36,6 @@ def forward(a: AttentionArguments) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
 
 
 def saved_like(a: AttentionArguments) -> tuple[Tensor, ...]:
-    """Return empty tensors with the shapes and dtypes of what `forward` saves."""
     empty = lambda *shape: a.q.new_empty(shape, dtype=torch.float32)
     saved = [cpu_attention.saved_like(a.q)]
     if a.q.dtype != torch.float32:
@@ -53,13 +47,7 @@ def saved_like(a: AttentionArguments) -> tuple[Tensor, ...]:
     return tuple(saved)
 
 
-def backward(
-    a: AttentionArguments,
-    grads: tuple[Tensor],
-    results: tuple[Tensor],
-    saved: tuple[Tensor, ...],
-) -> dict[str, Tensor | None]:
-    """Compute the gradients of all tensors, zero in the tail."""
+def backward(a: AttentionArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     softmax, *rest = saved
     out, dtype = results[0], a.q.dtype
     if dtype != torch.float32:

@@ -26,23 +26,15 @@ cannot distinguish the two when it runs.
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A measured order for one compute capability and calls up to a size.
+    """A measured order for one compute capability and calls up to a size."""
 
-    Attributes:
-        capability: Compute capability.
-        dtype: Dtype of the queries.
-        head_width: Largest measured width of a head.
-        longest: Longest measured sequence.
-        backends: Backends from the fastest on; the others follow in the order of `UNMEASURED`.
-        source: File and commit of the measurements: ``profiling/results/ops.csv@1a2b3c``.
-    """
-
-    capability: tuple[int, int]
-    dtype: torch.dtype
-    head_width: int
-    longest: int
+    capability: tuple[int, int]  # compute capability
+    dtype: torch.dtype  # dtype of the queries
+    head_width: int  # largest measured width of a head
+    longest: int  # longest measured sequence
+    # Backends from the fastest on; the others follow in the order of `UNMEASURED`
     backends: tuple[Backend, ...]
-    source: str
+    source: str  # file and commit of the measurements: ``profiling/results/ops.csv@1a2b3c``
 
 
 MEASURED: tuple[Row, ...] = ()

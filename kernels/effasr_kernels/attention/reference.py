@@ -1,5 +1,3 @@
-"""Reference implementation of `attention`, which all other backends must match."""
-
 from __future__ import annotations
 
 import torch
@@ -13,7 +11,6 @@ from effasr_kernels.shared.ragged import join_rows, split_attention, split_rows,
 
 
 def run(a: AttentionArguments) -> Tensor:
-    """See `effasr_kernels.attention.attention`."""
     drop = Dropout(a.dropout, a.seed, a.q.device)
     q, k, v = widen(a.q), widen(a.k), widen(a.v)
     if a.relative is not None:
@@ -100,13 +97,6 @@ def _skew(by_distance: Tensor, t_k: int) -> Tensor:
     """Return scores by key as a view of scores by descending distance.
 
     The score of query i and key j is in column ``j - i + t_q - 1``; each row is shifted by one.
-
-    Args:
-        by_distance: (H, t_q, t_q + t_k - 1), contiguous.
-        t_k: Number of keys.
-
-    Returns:
-        View (H, t_q, t_k).
     """
     heads, t_q, width = by_distance.shape
     return by_distance.contiguous().as_strided(

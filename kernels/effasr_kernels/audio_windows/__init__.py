@@ -16,14 +16,6 @@ from effasr_kernels.shared.slots import SIZES
 
 @dataclass(frozen=True, slots=True)
 class WindowArguments:
-    """Validated arguments of a call; see `effasr_kernels.audio_windows.audio_windows`.
-
-    Attributes:
-        cu_audio: Offsets of the samples, int32 (N + 1,): no length of the audio is needed.
-        first_slot: First slot whose windows are computed.
-        end_slot: End of these slots.
-    """
-
     audio: Tensor
     window: Tensor
     cu_audio: Tensor

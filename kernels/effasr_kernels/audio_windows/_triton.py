@@ -18,14 +18,12 @@ _LARGEST = 4096
 
 
 def unsupported_reason(a: WindowArguments) -> str | None:
-    """Return why this backend does not support these arguments, or None if it does."""
     if a.n_fft > _LARGEST:
         return f"holds a window of at most {_LARGEST} points in registers"
     return refusal(a.audio)
 
 
 def run(a: WindowArguments) -> Tensor:
-    """See `effasr_kernels.audio_windows.audio_windows`."""
     y = a.audio.new_empty(a.rows, a.n_fft)
     points = 1 << (a.n_fft - 1).bit_length()
     launch(
@@ -48,43 +46,24 @@ def run(a: WindowArguments) -> Tensor:
 
 @triton.jit(do_not_specialize=["sequences", "first_slot"])
 def cut_windows(
-    audio,
-    window,
-    cu_audio,
-    cu_slots,
-    y,
-    sequences,
-    first_slot,
-    preemphasis,
-    EMPHASIZED: tl.constexpr,
-    HOP: tl.constexpr,
-    BEFORE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    POINTS: tl.constexpr,
-    SLOT: tl.constexpr,
+    audio,  # (samples,), contiguous
+    window,  # (W,), contiguous
+    cu_audio,  # int32 (N + 1,), of samples
+    cu_slots,  # int32 (N + 1,), of slots
+    y,  # (rows, F), written
+    sequences,  # N
+    first_slot,  # slot of the first program
+    preemphasis,  # p
+    EMPHASIZED: tl.constexpr,  # whether p is not 0
+    HOP: tl.constexpr,  # h
+    BEFORE: tl.constexpr,  # samples of a window before its centre
+    WIDTH: tl.constexpr,  # W
+    POINTS: tl.constexpr,  # F
+    SLOT: tl.constexpr,  # s
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write windows of a slot: program (slot, block of its rows).
-
-    Args:
-        audio: (samples,), contiguous.
-        window: (W,), contiguous.
-        cu_audio: int32 (N + 1,), of samples.
-        cu_slots: int32 (N + 1,), of slots.
-        y: (rows, F), written.
-        sequences: N.
-        first_slot: Slot of the first program.
-        preemphasis: p.
-        EMPHASIZED: Whether p is not 0.
-        HOP: h.
-        BEFORE: Samples of a window before its centre.
-        WIDTH: W.
-        POINTS: F.
-        SLOT: s.
-        BLOCK_R: Rows of a program.
-        BLOCK_N: Points of a tile, at least F.
-    """
+    """Write windows of a slot: program (slot, block of its rows)."""
     slot = first_slot + tl.program_id(0)
     # The number of sequences that end before the slot is that of its sequence, N in the tail.
     index = tl.arange(0, 128)

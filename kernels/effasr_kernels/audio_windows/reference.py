@@ -1,5 +1,3 @@
-"""Reference implementation of `audio_windows`, which all other backends must match."""
-
 from __future__ import annotations
 
 import torch
@@ -10,7 +8,6 @@ from effasr_kernels.audio_windows import WindowArguments
 
 
 def run(a: WindowArguments) -> Tensor:
-    """See `effasr_kernels.audio_windows.audio_windows`."""
     width, device = a.window.shape[0], a.audio.device
     slots = slice(a.first_slot, a.end_slot)
     # The tail has the id N, of which there is an offset, and no sample.

@@ -17,8 +17,6 @@ from effasr_kernels.runtime.torch_op import DifferentiableOp
 
 @dataclass(frozen=True, slots=True)
 class BatchNormArguments:
-    """Validated arguments of a call; see `effasr_kernels.batch_norm.batch_norm`."""
-
     x: Tensor
     weight: Tensor
     bias: Tensor

@@ -7,8 +7,6 @@ repeat to the bit.
 from __future__ import annotations
 
 # pyright: reportGeneralTypeIssues=false
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +14,8 @@ from torch import Tensor
 
 from effasr_kernels.batch_norm import BatchNormArguments
 from effasr_kernels.runtime.counters import program_counters
-from effasr_kernels.runtime.launch import launch, refusal
+from effasr_kernels.runtime.dispatch import Gradients, Tensors
+from effasr_kernels.runtime.launch import ceil_div, launch, refusal, unit_stride
 from effasr_kernels.shared.last_program import is_last_program
 from effasr_kernels.shared.partial_sums import sum_of_columns
 
@@ -30,19 +29,17 @@ the last program of a block of channels, which adds them when the others have en
 
 
 def unsupported_reason(a: BatchNormArguments) -> str | None:
-    """Return why this backend does not support these arguments, or None if it does."""
     return refusal(a.x)
 
 
 def forward(a: BatchNormArguments) -> tuple[tuple[Tensor], tuple[()]]:
-    """See `effasr_kernels.batch_norm.batch_norm`; saves nothing."""
-    x, layout = _with_unit_stride(a.x), a.layout
+    x, layout = unit_stride(a.x), a.layout
     channels = x.shape[1]
     y = x.new_empty(layout.rows, channels)
     block, block_c = _tile(channels, _ELEMENTS)
     launch(
         normalize,
-        (_cover(layout.rows, block), _cover(channels, block_c)),
+        (ceil_div(layout.rows, block), ceil_div(channels, block_c)),
         *(x, *_parameters(a), layout.cu_seqlens, y),
         *(layout.num_sequences, layout.rows, x.stride(0), channels, a.eps),
         SILU=a.silu,
@@ -53,21 +50,14 @@ def forward(a: BatchNormArguments) -> tuple[tuple[Tensor], tuple[()]]:
 
 
 def saved_like(a: BatchNormArguments) -> tuple[()]:
-    """Return no tensors, because the backward normalizes again."""
     return ()
 
 
-def backward(
-    a: BatchNormArguments,
-    grads: Sequence[Tensor],
-    results: Sequence[Tensor],
-    saved: Sequence[Tensor],
-) -> dict[str, Tensor | None]:
-    """Return the gradients of x, weight and bias; the statistics have none."""
-    x, layout = _with_unit_stride(a.x), a.layout
+def backward(a: BatchNormArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
+    x, layout = unit_stride(a.x), a.layout
     channels, sequences = x.shape[1], layout.num_sequences
     parameters = _parameters(a)
-    spans, blocks_c = _cover(layout.rows, _SPAN), _cover(channels, _SPAN_C)
+    spans, blocks_c = ceil_div(layout.rows, _SPAN), ceil_div(channels, _SPAN_C)
     partials = x.new_empty(2, spans, channels, dtype=torch.float32)
     # Without a row nothing is launched.
     sums = (torch.empty if spans else torch.zeros)(
@@ -88,7 +78,7 @@ def backward(
     dx = x.new_empty(layout.rows, channels)
     launch(
         normalize_backward,
-        (_cover(layout.rows, block), _cover(channels, block_c)),
+        (ceil_div(layout.rows, block), ceil_div(channels, block_c)),
         *(grads[0], x, *parameters, layout.cu_seqlens, sums, dx),
         *(sequences, layout.rows, x.stride(0), channels, a.eps),
         SILU=a.silu,
@@ -112,25 +102,13 @@ def _parameters(a: BatchNormArguments) -> tuple[Tensor, ...]:
 
 def _tile(channels: int, elements: int) -> tuple[int, int]:
     """Return the rows and channels of a tile, with the fewest surplus channels."""
-    block_c = min((256, 128, 64), key=lambda size: _cover(channels, size) * size)
+    block_c = min((256, 128, 64), key=lambda size: ceil_div(channels, size) * size)
     return elements // block_c, block_c
-
-
-def _cover(count: int, block: int) -> int:
-    return -(-count // block)
-
-
-def _with_unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 @triton.jit
 def _per_channel(weight, bias, mean, variance, eps, c, known):
-    """Load the parameters and statistics of channels, float32 (1, BLOCK_C) each.
-
-    Returns:
-        The mean, the reciprocal of the standard deviation, the weight and the bias.
-    """
+    """Return mean, reciprocal of the standard deviation, weight and bias, float32 (1, BLOCK_C)."""
     centre = tl.load(mean + c, mask=known, other=0.0).to(tl.float32)
     spread = tl.load(variance + c, mask=known, other=0.0).to(tl.float32)
     # Rounded to the nearest: an approximation would shift all rows of the channel.
@@ -152,41 +130,23 @@ def _derivative(dy, normal, w, b, SILU: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sequences", "rows"])
 def normalize(
-    x,
-    weight,
-    bias,
-    mean,
-    variance,
-    cu_seqlens,
-    y,
-    sequences,
-    rows,
+    x,  # (rows, C)
+    weight,  # (C,)
+    bias,  # (C,)
+    mean,  # (C,)
+    variance,  # (C,)
+    cu_seqlens,  # int32 (N + 1,)
+    y,  # (rows, C), contiguous, written; zero in the tail
+    sequences,  # N
+    rows,  # rows of x and y
     x_stride,
-    channels,
-    eps,
-    SILU: tl.constexpr,
+    channels,  # C
+    eps,  # added to the variance
+    SILU: tl.constexpr,  # whether to apply SiLU
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Normalize one block of rows and channels; program (block of rows, block of channels).
-
-    Args:
-        x: (rows, C).
-        weight: (C,).
-        bias: (C,).
-        mean: (C,).
-        variance: (C,).
-        cu_seqlens: int32 (N + 1,).
-        y: (rows, C), contiguous, written; zero in the tail.
-        sequences: N.
-        rows: Rows of x and y.
-        x_stride: Row stride of ``x`` in elements.
-        channels: C.
-        eps: Added to the variance.
-        SILU: Whether to apply SiLU.
-        BLOCK: Rows of a program.
-        BLOCK_C: Channels of a program.
-    """
+    """Normalize one block of rows and channels; program (block of rows, block of channels)."""
     real = tl.load(cu_seqlens + sequences)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -205,48 +165,28 @@ def normalize(
 
 @triton.jit(do_not_specialize=["sequences"])
 def sum_gradients(
-    dy,
-    x,
-    weight,
-    bias,
-    mean,
-    variance,
-    cu_seqlens,
-    partials,
-    sums,
-    counters,
-    sequences,
+    dy,  # (rows, C), contiguous
+    x,  # (rows, C)
+    weight,  # (C,)
+    bias,  # (C,)
+    mean,  # (C,)
+    variance,  # (C,)
+    cu_seqlens,  # int32 (N + 1,)
+    partials,  # float32 (2, spans, C), written: gradients of the weight, then of the bias
+    sums,  # float32 (2, C), written: the sums over the spans
+    counters,  # int32 (blocks of channels,); see `is_last_program`
+    sequences,  # N
     x_stride,
-    channels,
-    eps,
-    SILU: tl.constexpr,
+    channels,  # C
+    eps,  # added to the variance
+    SILU: tl.constexpr,  # whether the forward applies SiLU
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    SPAN: tl.constexpr,
+    SPAN: tl.constexpr,  # rows of a program, a multiple of BLOCK
 ):
     """Sum the gradients of weight and bias over a span of rows; program (span, block of channels).
 
     The last program of a block of channels adds up the spans.
-
-    Args:
-        dy: (rows, C), contiguous.
-        x: (rows, C).
-        weight: (C,).
-        bias: (C,).
-        mean: (C,).
-        variance: (C,).
-        cu_seqlens: int32 (N + 1,).
-        partials: float32 (2, spans, C), written: gradients of the weight, then of the bias.
-        sums: float32 (2, C), written: the sums over the spans.
-        counters: int32 (blocks of channels,); see `is_last_program`.
-        sequences: N.
-        x_stride: Row stride of ``x`` in elements.
-        channels: C.
-        eps: Added to the variance.
-        SILU: Whether the forward applies SiLU.
-        BLOCK: Rows of a tile.
-        BLOCK_C: Channels of a program.
-        SPAN: Rows of a program, a multiple of BLOCK.
     """
     span = tl.program_id(0)
     left = tl.minimum(tl.load(cu_seqlens + sequences) - span * SPAN, SPAN)
@@ -280,49 +220,29 @@ def sum_gradients(
 
 @triton.jit(do_not_specialize=["sequences", "rows"])
 def normalize_backward(
-    dy,
-    x,
-    weight,
-    bias,
-    mean,
-    variance,
-    cu_seqlens,
-    sums,
-    dx,
-    sequences,
-    rows,
+    dy,  # (rows, C), contiguous
+    x,  # (rows, C)
+    weight,  # (C,)
+    bias,  # (C,)
+    mean,  # (C,)
+    variance,  # (C,)
+    cu_seqlens,  # int32 (N + 1,)
+    sums,  # float32 (2, C), gradients of the weight and of the bias
+    dx,  # (rows, C), contiguous, written; zero in the tail
+    sequences,  # N
+    rows,  # rows of x, dy and dx
     x_stride,
-    channels,
-    eps,
-    SILU: tl.constexpr,
-    FIXED: tl.constexpr,
+    channels,  # C
+    eps,  # added to the variance
+    SILU: tl.constexpr,  # whether the forward applies SiLU
+    FIXED: tl.constexpr,  # whether the statistics are constants
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    r"""Compute one block of the gradient of x; program (block of rows, block of channels).
+    """Compute one block of the gradient of x; program (block of rows, block of channels).
 
     With n the normalized values, R the number of real rows and dz the gradient of z, this is
     w / sigma (dz - (n sum(dz n) + sum(dz)) / R), or w / sigma dz if FIXED.
-
-    Args:
-        dy: (rows, C), contiguous.
-        x: (rows, C).
-        weight: (C,).
-        bias: (C,).
-        mean: (C,).
-        variance: (C,).
-        cu_seqlens: int32 (N + 1,).
-        sums: float32 (2, C), gradients of the weight and of the bias.
-        dx: (rows, C), contiguous, written; zero in the tail.
-        sequences: N.
-        rows: Rows of x, dy and dx.
-        x_stride: Row stride of ``x`` in elements.
-        channels: C.
-        eps: Added to the variance.
-        SILU: Whether the forward applies SiLU.
-        FIXED: Whether the statistics are constants.
-        BLOCK: Rows of a program.
-        BLOCK_C: Channels of a program.
     """
     real = tl.load(cu_seqlens + sequences)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

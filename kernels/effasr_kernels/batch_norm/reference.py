@@ -1,22 +1,18 @@
-"""Reference implementation of `batch_norm`, which all other backends must match."""
-
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from effasr_kernels.batch_norm import BatchNormArguments
-from effasr_kernels.packed import PackedLayout
-from effasr_kernels.shared.ragged import wide_dtype, widen
+from effasr_kernels.runtime.dispatch import Gradients, Tensors
+from effasr_kernels.shared.ragged import real_rows, wide_dtype, widen
 
 
 def forward(a: BatchNormArguments) -> tuple[tuple[Tensor], tuple[Tensor]]:
-    """See `effasr_kernels.batch_norm.batch_norm`; saves the normalized values in a wide dtype."""
+    """Saves the normalized values in a wide dtype."""
     whole_normal, normal = _with_tail(a)
-    torch.sub(widen(_real(a.x, a.layout)), _like(a.mean, normal), out=normal)
+    torch.sub(widen(real_rows(a.x, a.layout)), _like(a.mean, normal), out=normal)
     normal *= _rstd(a)
     whole_y, y = _with_tail(a)
     torch.addcmul(_like(a.bias, normal), normal, _like(a.weight, normal), out=y)
@@ -26,18 +22,11 @@ def forward(a: BatchNormArguments) -> tuple[tuple[Tensor], tuple[Tensor]]:
 
 
 def saved_like(a: BatchNormArguments) -> tuple[Tensor]:
-    """Return empty tensors with the shapes and dtypes of what `forward` saves."""
     return (a.x.new_empty(a.x.shape, dtype=wide_dtype(a.x)),)
 
 
-def backward(
-    a: BatchNormArguments,
-    grads: Sequence[Tensor],
-    results: Sequence[Tensor],
-    saved: Sequence[Tensor],
-) -> dict[str, Tensor | None]:
-    """Return the gradients of x, weight and bias; the statistics have none."""
-    normal, dy = _real(saved[0], a.layout), widen(_real(grads[0], a.layout))
+def backward(a: BatchNormArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
+    normal, dy = real_rows(saved[0], a.layout), widen(real_rows(grads[0], a.layout))
     weight = _like(a.weight, normal)
     if a.silu:
         z = torch.addcmul(_like(a.bias, normal), normal, weight)
@@ -57,11 +46,6 @@ def backward(
         "mean": None,
         "variance": None,
     }
-
-
-def _real(x: Tensor, layout: PackedLayout) -> Tensor:
-    total = layout.total
-    return x if total == layout.rows else x[:total]
 
 
 def _with_tail(a: BatchNormArguments) -> tuple[Tensor, Tensor]:

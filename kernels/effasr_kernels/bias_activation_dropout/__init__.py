@@ -19,11 +19,6 @@ ACTIVATIONS = ("silu", "relu", "gelu")
 
 @dataclass(frozen=True, slots=True)
 class ActivationArguments:
-    """Validated arguments of a call.
-
-    See `effasr_kernels.bias_activation_dropout.bias_activation_dropout`.
-    """
-
     x: Tensor
     bias: Tensor | None
     seed: Tensor | None

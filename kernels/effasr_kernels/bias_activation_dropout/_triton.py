@@ -8,7 +8,6 @@ the dropout included), the gradient of the bias among them.
 from __future__ import annotations
 
 # pyright: reportGeneralTypeIssues=false
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.bias_activation_dropout import ActivationArguments
-from effasr_kernels.runtime.launch import launch, refusal
+from effasr_kernels.runtime.dispatch import Gradients, Tensors
+from effasr_kernels.runtime.launch import ceil_div, launch, refusal, unit_stride
 from effasr_kernels.shared.dropout import seed_tensor
 from effasr_kernels.shared.partial_sums import summed
 from effasr_kernels.shared.philox import keep_elements
@@ -29,18 +29,16 @@ _PROGRAMS = 1_056
 
 
 def unsupported_reason(a: ActivationArguments) -> str | None:
-    """Return why this backend does not support these arguments, or None if it does."""
     return refusal(a.x)
 
 
 def forward(a: ActivationArguments) -> tuple[tuple[Tensor], tuple[()]]:
-    """See `effasr_kernels.bias_activation_dropout.bias_activation_dropout`; saves nothing."""
-    x, (rows, channels) = _with_unit_stride(a.x), a.x.shape
+    x, (rows, channels) = unit_stride(a.x), a.x.shape
     y = x.new_empty(rows, channels)
     options = _configuration(x)
     launch(
         activate,
-        (-(-rows // _ROWS), -(-channels // options["BLOCK_C"])),
+        (ceil_div(rows, _ROWS), ceil_div(channels, options["BLOCK_C"])),
         *(x, *_shared(a), y, a.layout.num_sequences, rows, a.offset, channels, x.stride(0)),
         *(1 / (1 - a.dropout), a.dropout),
         **options,
@@ -51,22 +49,15 @@ def forward(a: ActivationArguments) -> tuple[tuple[Tensor], tuple[()]]:
 
 
 def saved_like(a: ActivationArguments) -> tuple[()]:
-    """Return no tensors, because the backward only uses the arguments."""
     return ()
 
 
-def backward(
-    a: ActivationArguments,
-    grads: Sequence[Tensor],
-    results: Sequence[Tensor],
-    saved: Sequence[Tensor],
-) -> dict[str, Tensor | None]:
-    """Return the gradients of x and the bias."""
-    x, (rows, channels) = _with_unit_stride(a.x), a.x.shape
+def backward(a: ActivationArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
+    x, (rows, channels) = unit_stride(a.x), a.x.shape
     dx = x.new_empty(rows, channels)
     options = _configuration(x)
-    blocks = -(-channels // options["BLOCK_C"])
-    programs = max(1, min(-(-rows // _ROWS), _PROGRAMS // max(1, blocks)))
+    blocks = ceil_div(channels, options["BLOCK_C"])
+    programs = max(1, min(ceil_div(rows, _ROWS), _PROGRAMS // max(1, blocks)))
     partials = None
     if a.bias is not None:
         partials = x.new_empty(programs, channels, dtype=torch.float32)
@@ -102,10 +93,6 @@ def _configuration(x: Tensor) -> dict[str, Any]:
     return {"ROWS": _ROWS, "BLOCK_C": block, "num_warps": block // row_of_warp}
 
 
-def _with_unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _DENSITY_AT_0 = tl.constexpr(0.3989422804014327)
 
@@ -128,43 +115,24 @@ def _load_bias(bias, c, channels, BLOCK_C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sequences", "rows", "offset"])
 def activate(
-    x,
-    bias,
-    seed,
-    cu_seqlens,
-    y,
-    sequences,
-    rows,
+    x,  # (rows, C)
+    bias,  # (C,), or None
+    seed,  # int64 (1,), or None without dropout
+    cu_seqlens,  # int32 (N + 1,)
+    y,  # (rows, C), written
+    sequences,  # N
+    rows,  # rows of x and y, including the tail
     offset,
-    channels,
+    channels,  # C
     x_stride,
-    scale,
-    probability,
-    ACTIVATION: tl.constexpr,
-    DROPS: tl.constexpr,
-    ROWS: tl.constexpr,
+    scale,  # factor of kept elements
+    probability,  # probability to drop an element
+    ACTIVATION: tl.constexpr,  # ``silu``, `relu` or `gelu`
+    DROPS: tl.constexpr,  # whether to drop elements
+    ROWS: tl.constexpr,  # rows of a tile
     BLOCK_C: tl.constexpr,
 ):
-    """Compute a tile of y; program (block of rows, block of columns).
-
-    Args:
-        x: (rows, C).
-        bias: (C,), or None.
-        seed: int64 (1,), or None without dropout.
-        cu_seqlens: int32 (N + 1,).
-        y: (rows, C), written.
-        sequences: N.
-        rows: Rows of x and y, including the tail.
-        offset: See `keep_elements`.
-        channels: C.
-        x_stride: Row stride of ``x`` in elements.
-        scale: Factor of kept elements.
-        probability: Probability to drop an element.
-        ACTIVATION: ``silu``, ``relu`` or ``gelu``.
-        DROPS: Whether to drop elements.
-        ROWS: Rows of a tile.
-        BLOCK_C: Columns of a tile.
-    """
+    """Compute a tile of y; program (block of rows, block of columns)."""
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK_C
@@ -189,49 +157,29 @@ def activate(
 
 @triton.jit(do_not_specialize=["sequences", "rows", "offset"])
 def activate_backward(
-    dy,
-    x,
-    bias,
-    seed,
-    cu_seqlens,
-    dx,
-    partials,
-    sequences,
-    rows,
+    dy,  # (rows, C)
+    x,  # (rows, C)
+    bias,  # (C,), or None
+    seed,  # int64 (1,), or None without dropout
+    cu_seqlens,  # int32 (N + 1,)
+    dx,  # (rows, C), written
+    partials,  # float32 (n, C), written; None without a bias
+    sequences,  # N
+    rows,  # rows of dy, x and dx, including the tail
     offset,
-    channels,
+    channels,  # C
     x_stride,
-    scale,
-    probability,
-    ACTIVATION: tl.constexpr,
-    DROPS: tl.constexpr,
-    ROWS: tl.constexpr,
+    scale,  # factor of kept elements
+    probability,  # probability to drop an element
+    ACTIVATION: tl.constexpr,  # ``silu``, `relu` or `gelu`
+    DROPS: tl.constexpr,  # whether elements were dropped
+    ROWS: tl.constexpr,  # rows of a tile
     BLOCK_C: tl.constexpr,
 ):
     """Write the gradient of x, and partial sums of it for the bias.
 
     Program (i, block of columns) of n along the rows takes rows from ROWS i, from ROWS (i + n) and
     so on, and adds them in this order.
-
-    Args:
-        dy: (rows, C).
-        x: (rows, C).
-        bias: (C,), or None.
-        seed: int64 (1,), or None without dropout.
-        cu_seqlens: int32 (N + 1,).
-        dx: (rows, C), written.
-        partials: float32 (n, C), written; None without a bias.
-        sequences: N.
-        rows: Rows of dy, x and dx, including the tail.
-        offset: See `keep_elements`.
-        channels: C.
-        x_stride: Row stride of ``x`` in elements.
-        scale: Factor of kept elements.
-        probability: Probability to drop an element.
-        ACTIVATION: ``silu``, ``relu`` or ``gelu``.
-        DROPS: Whether elements were dropped.
-        ROWS: Rows of a tile.
-        BLOCK_C: Columns of a tile.
     """
     column = tl.program_id(1) * BLOCK_C
     c = column + tl.arange(0, BLOCK_C)

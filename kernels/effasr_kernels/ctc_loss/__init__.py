@@ -17,8 +17,6 @@ from effasr_kernels.shared.ragged import wide_dtype
 
 @dataclass(frozen=True, slots=True)
 class CtcArguments:
-    """Validated arguments of a call; see `effasr_kernels.ctc_loss.ctc_loss`."""
-
     hidden: Tensor
     weight: Tensor
     targets: Tensor

@@ -20,20 +20,19 @@ from torch.nn.utils.rnn import pad_sequence
 from effasr_kernels.ctc_loss import CtcArguments
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.checks import check_labels
+from effasr_kernels.runtime.native import refusal
 from effasr_kernels.shared import lattice
-from effasr_kernels.shared.cpp import differentiable, refusal
+from effasr_kernels.shared.lattice_losses import differentiable
 from effasr_kernels.shared.ragged import widen
 
 _GROUP_BYTES = 64 * 2**20
 
 
 def unsupported_reason(a: CtcArguments) -> str | None:
-    """Return why this backend does not support these arguments, or None if it does."""
     return refusal(a.hidden)
 
 
 def run(a: CtcArguments) -> Tensor:
-    """See `effasr_kernels.ctc_loss.ctc_loss`."""
     labels = a.targets[: a.layout_targets.total]
     exception = f" other than the blank {a.blank_id}"
     check_labels("ctc_loss", labels, a.weight.shape[0], exception, a.blank_id)
@@ -46,7 +45,7 @@ def run(a: CtcArguments) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Losses:
-    """Implements `effasr_kernels.shared.cpp.Losses`; inputs are hidden, weight, optionally bias."""
+    """See `shared.lattice_losses.Losses`; inputs are hidden, weight, optionally bias."""
 
     frames: PackedLayout
     labels: PackedLayout

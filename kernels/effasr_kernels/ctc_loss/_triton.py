@@ -26,7 +26,8 @@ from torch import Tensor
 from effasr_kernels.ctc_loss import CtcArguments
 from effasr_kernels.ctc_loss._lattice import sweep_backward, sweep_forward
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.runtime.launch import launch, refusal
+from effasr_kernels.runtime.dispatch import Gradients, Tensors
+from effasr_kernels.runtime.launch import ceil_div, launch, refusal
 from effasr_kernels.runtime.tiles import count_tiles, find_tile
 from effasr_kernels.shared.projection import project_backward, row_statistics
 
@@ -35,7 +36,6 @@ _MERGED_FRAMES = 32
 
 
 def unsupported_reason(a: CtcArguments) -> str | None:
-    """Return why this backend does not support these arguments, or None if it does."""
     longest = a.layout_targets.max_seqlen_bound
     if longest >= _WIDEST:
         return f"supports up to {_WIDEST - 1} labels in a sequence, not {longest}"
@@ -56,7 +56,7 @@ def forward(
         score_labels,
         (
             count_tiles(rows, sequences, config["BLOCK_M"]),
-            _pieces(columns, config["BLOCK_N"]),
+            ceil_div(columns, config["BLOCK_N"]),
         ),
         *(hidden, weight, bias, targets, *offsets, scores),
         *(sequences, rows, columns, *weight.shape),
@@ -87,13 +87,7 @@ def saved_like(a: CtcArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return log_normalizer, moved, stayed, ended
 
 
-def backward(
-    a: CtcArguments,
-    grads: Sequence[Tensor],
-    results: Sequence[Tensor],
-    saved: Sequence[Tensor],
-) -> dict[str, Tensor | None]:
-    """Return the gradients of ``hidden``, ``weight`` and ``bias``."""
+def backward(a: CtcArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     hidden, weight, targets, bias = _dense(a)
     log_normalizer = saved[0]
     occupancies, classes, scale = occupancies_of(
@@ -102,13 +96,13 @@ def backward(
     columns, count = occupancies.shape[1], weight.shape[0]
     sequence_ids = a.layout_frames.sequence_ids()
 
-    def fill(first: int, logits: Tensor, d_logits: Tensor) -> None:
+    def write_grad_logits(first: int, logits: Tensor, d_logits: Tensor) -> None:
         rows, pitch = logits.shape[0], logits.stride(0)
         common = logits, d_logits, bias, log_normalizer, scale
         in_place = logits.dtype == hidden.dtype
         launch(
             softmax_gradient,
-            (_pieces(rows, 4),),
+            (ceil_div(rows, 4),),
             *(*common, first, rows, count, pitch),
             num_warps=8,
             num_stages=1,
@@ -118,7 +112,7 @@ def backward(
         )
         launch(
             label_gradient,
-            (_pieces(rows, 16), _pieces(columns, 64)),
+            (ceil_div(rows, 16), ceil_div(columns, 64)),
             *(*common, occupancies, classes, sequence_ids, a.layout_targets.cu_seqlens),
             *(first, rows, columns, count, pitch, a.blank_id),
             num_warps=4,
@@ -129,34 +123,20 @@ def backward(
         )
 
     # Sequences without a gradient are left out of the products, because they may contain NaN.
-    gradients = project_backward(hidden, weight, bias, scale != 0, fill, padded=True)
+    gradients = project_backward(hidden, weight, bias, scale != 0, write_grad_logits, padded=True)
     return dict(zip(("hidden", "weight", "bias"), gradients, strict=True))
 
 
 def occupancies_of(
-    grad_loss: Tensor,
-    loss: Tensor,
-    shares: Sequence[Tensor],
-    targets: Tensor,
-    layout_frames: PackedLayout,
-    layout_targets: PackedLayout,
-    blank_id: int,
+    grad_loss: Tensor,  # float32 (N,)
+    loss: Tensor,  # float32 (N,)
+    shares: Sequence[Tensor],  # the last three tensors that `forward` saves
+    targets: Tensor,  # int32 or int64 (U,)
+    layout_frames: PackedLayout,  # layout of the T frames
+    layout_targets: PackedLayout,  # layout of the U labels
+    blank_id: int,  # class of the blank
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return occupancies summed by class, and the classes and scales of `sweep_backward`.
-
-    Args:
-        grad_loss: float32 (N,).
-        loss: float32 (N,).
-        shares: The last three tensors that `forward` saves.
-        targets: int32 or int64 (U,).
-        layout_frames: Layout of the T frames.
-        layout_targets: Layout of the U labels.
-        blank_id: Class of the blank.
-
-    Returns:
-        Occupancies, float32 (T, K + 1), those of a class in its first column; classes, int32 (U,);
-        scales, float32 (T,).
-    """
+    """Return occupancies summed by class, and the classes and scales of `sweep_backward`."""
     moved, stayed, ended = shares
     rows, columns = moved.shape
     offsets = layout_frames.cu_seqlens, layout_targets.cu_seqlens
@@ -199,10 +179,6 @@ def _product(dtype: torch.dtype, width: int) -> dict[str, int]:
     return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_C": block_c, "num_warps": 4, "num_stages": 3}
 
 
-def _pieces(length: int, block: int) -> int:
-    return -(-length // block)
-
-
 def _dense(a: CtcArguments) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return hidden, weight, targets and bias, with contiguous rows."""
     hidden, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.hidden, a.weight))
@@ -218,21 +194,21 @@ def _classes(targets, first_label, labels, column, blank_id):
 
 @triton.jit(do_not_specialize=["sequences", "rows", "columns", "blank_id"])
 def score_labels(
-    hidden,
-    weight,
-    bias,
-    targets,
-    cu_frames,
-    cu_targets,
-    scores,
-    sequences,
-    rows,
-    columns,
-    count,
-    width,
+    hidden,  # (T, C)
+    weight,  # (V, C)
+    bias,  # (V,), or None
+    targets,  # int32 or int64 (U,)
+    cu_frames,  # int32 (N + 1,)
+    cu_targets,  # int32 (N + 1,)
+    scores,  # float32 (T, K + 1), written
+    sequences,  # N
+    rows,  # T
+    columns,  # k + 1
+    count,  # V
+    width,  # C
     hidden_stride,
     weight_stride,
-    blank_id,
+    blank_id,  # class of the blank
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -240,26 +216,6 @@ def score_labels(
     """Compute the logits of the blank and the labels with gathered rows of the weight.
 
     A label outside [0, V) causes no read out of bounds; its logit, and so the loss, is NaN.
-
-    Args:
-        hidden: (T, C).
-        weight: (V, C).
-        bias: (V,), or None.
-        targets: int32 or int64 (U,).
-        cu_frames: int32 (N + 1,).
-        cu_targets: int32 (N + 1,).
-        scores: float32 (T, K + 1), written.
-        sequences: N.
-        rows: T.
-        columns: K + 1.
-        count: V.
-        width: C.
-        hidden_stride: Row stride of ``hidden`` in elements.
-        weight_stride: Row stride of ``weight`` in elements.
-        blank_id: Class of the blank.
-        BLOCK_M: Frames of a tile.
-        BLOCK_N: Columns of a tile.
-        BLOCK_C: Channels of each partial product.
     """
     n, first_frame, frames, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
         cu_frames, sequences, rows, tl.program_id(0), BLOCK_M
@@ -296,15 +252,15 @@ def score_labels(
 
 @triton.jit(do_not_specialize=["sequences", "rows", "columns", "blank_id"])
 def merge_repeats(
-    occupancies,
-    scale,
-    targets,
-    cu_frames,
-    cu_targets,
-    sequences,
-    rows,
-    columns,
-    blank_id,
+    occupancies,  # float32 (T, K + 1), read and written
+    scale,  # float32 (T,); sequences where it is 0 are skipped
+    targets,  # int32 or int64 (U,)
+    cu_frames,  # int32 (N + 1,)
+    cu_targets,  # int32 (N + 1,)
+    sequences,  # N
+    rows,  # T
+    columns,  # k + 1
+    blank_id,  # class of the blank
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -313,19 +269,6 @@ def merge_repeats(
     Columns are overwritten from left to right, and each reads only itself and columns to its
     right, so no overwritten value is read. Columns that are not the first of a class are undefined
     afterwards.
-
-    Args:
-        occupancies: float32 (T, K + 1), read and written.
-        scale: float32 (T,); sequences where it is 0 are skipped.
-        targets: int32 or int64 (U,).
-        cu_frames: int32 (N + 1,).
-        cu_targets: int32 (N + 1,).
-        sequences: N.
-        rows: T.
-        columns: K + 1.
-        blank_id: Class of the blank.
-        BLOCK_M: Frames of a tile.
-        BLOCK_N: Columns of a tile.
     """
     n, first_frame, frames, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
         cu_frames, sequences, rows, tl.program_id(0), BLOCK_M
@@ -357,16 +300,16 @@ def merge_repeats(
 
 @triton.jit(do_not_specialize=["first", "rows"])
 def softmax_gradient(
-    logits,
-    d_logits,
-    bias,
-    log_normalizer,
-    scale,
-    first,
-    rows,
-    count,
+    logits,  # float32 (n, V), frames from `first` on, without the bias
+    d_logits,  # (n, V), written; may be `logits`
+    bias,  # (V,), or None
+    log_normalizer,  # float32 (T,)
+    scale,  # float32 (T,); where it is 0 the gradient is 0 even if logits are not finite
+    first,  # index of the first frame
+    rows,  # n
+    count,  # V
     pitch,
-    IN_PLACE: tl.constexpr,
+    IN_PLACE: tl.constexpr,  # whether `d_logits` is `logits`, float32
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -378,20 +321,6 @@ def softmax_gradient(
 
     The padding between rows is read and written too: masks that end at an arbitrary class would
     make loads and stores of single elements.
-
-    Args:
-        logits: float32 (n, V), frames from ``first`` on, without the bias.
-        d_logits: (n, V), written; may be ``logits``.
-        bias: (V,), or None.
-        log_normalizer: float32 (T,).
-        scale: float32 (T,); where it is 0 the gradient is 0 even if logits are not finite.
-        first: Index of the first frame.
-        rows: n.
-        count: V.
-        pitch: Row stride of ``logits`` and ``d_logits`` in elements.
-        IN_PLACE: Whether ``d_logits`` is ``logits``, float32.
-        BLOCK_M: Frames of a tile.
-        BLOCK_N: Classes of a tile.
     """
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = row < rows
@@ -428,21 +357,22 @@ def _softmax(
 
 @triton.jit(do_not_specialize=["first", "rows", "columns", "blank_id"])
 def label_gradient(
-    logits,
-    d_logits,
-    bias,
-    log_normalizer,
-    scale,
-    occupancies,
-    classes,
-    sequence_ids,
-    cu_targets,
-    first,
-    rows,
-    columns,
-    count,
+    logits,  # float32 (n, V), as for `softmax_gradient`
+    d_logits,  # (n, V), output of `softmax_gradient`; the elements of these classes are overwritten
+    bias,  # (V,), or None
+    log_normalizer,  # float32 (T,)
+    scale,  # float32 (T,)
+    occupancies,  # float32 (T, K + 1), output of `merge_repeats`
+    classes,  # int32 (U,), class of each label if it is the first of its class, else -1
+    sequence_ids,  # int64 (T,), sequence of each frame
+    cu_targets,  # int32 (N + 1,)
+    first,  # index of the first frame
+    rows,  # n
+    columns,  # k + 1
+    count,  # V
     pitch,
-    blank_id,
+    blank_id,  # class of the blank
+    # Whether ``d_logits`` is ``logits``, which `softmax_gradient` has overwritten
     IN_PLACE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -451,27 +381,6 @@ def label_gradient(
 
     It must be launched after `softmax_gradient`. Each element is written by one thread, because
     only one column of each class is used.
-
-    Args:
-        logits: float32 (n, V), as for `softmax_gradient`.
-        d_logits: (n, V), output of `softmax_gradient`; the elements of these classes are
-            overwritten.
-        bias: (V,), or None.
-        log_normalizer: float32 (T,).
-        scale: float32 (T,).
-        occupancies: float32 (T, K + 1), output of `merge_repeats`.
-        classes: int32 (U,), class of each label if it is the first of its class, else -1.
-        sequence_ids: int64 (T,), sequence of each frame.
-        cu_targets: int32 (N + 1,).
-        first: Index of the first frame.
-        rows: n.
-        columns: K + 1.
-        count: V.
-        pitch: Row stride of ``logits`` and ``d_logits`` in elements.
-        blank_id: Class of the blank.
-        IN_PLACE: Whether ``d_logits`` is ``logits``, which `softmax_gradient` has overwritten.
-        BLOCK_M: Frames of a tile.
-        BLOCK_N: Columns of a tile.
     """
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]

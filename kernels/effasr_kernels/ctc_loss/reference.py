@@ -1,5 +1,3 @@
-"""Reference implementation of `ctc_loss`, which all other backends must match."""
-
 from __future__ import annotations
 
 import torch
@@ -13,7 +11,6 @@ from effasr_kernels.shared.ragged import split_rows, widen, zeroed
 
 
 def run(a: CtcArguments) -> Tensor:
-    """See `effasr_kernels.ctc_loss.ctc_loss`."""
     labels = a.targets[: a.layout_targets.total]
     exception = f" other than the blank {a.blank_id}"
     check_labels("ctc_loss", labels, a.weight.shape[0], exception, a.blank_id)

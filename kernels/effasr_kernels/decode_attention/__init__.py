@@ -17,8 +17,6 @@ from effasr_kernels.shared import paged
 
 @dataclass(frozen=True, slots=True)
 class DecodeArguments:
-    """The arguments of a call, checked; see `effasr_kernels.decode_attention.decode_attention`."""
-
     q: Tensor
     k_pages: Tensor
     v_pages: Tensor

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.decode_attention import DecodeArguments
-from effasr_kernels.runtime.launch import launch, multiprocessors, refusal
+from effasr_kernels.runtime.launch import ceil_div, launch, multiprocessors, refusal
 from effasr_kernels.shared.paged import refuse_pages
 
 _WIDEST = 256
@@ -49,27 +49,18 @@ def config(dtype: torch.dtype, width: int, *, shared: bool) -> Config:
 
 
 def default_splits(columns: int, size: int, key_heads: int, processors: int) -> int:
-    """Number of parts of the keys, so that one sequence can fill a GPU; independent of N.
-
-    Args:
-        columns: M.
-        size: B.
-        key_heads: Hk.
-        processors: Multiprocessors of the GPU.
-    """
+    """Number of parts of the keys, so that one sequence can fill a GPU; independent of N."""
     useful = -(-columns * size // _KEYS_PER_SPLIT)
     return max(1, min(useful, 2 * processors // max(1, key_heads), _MOST_SPLITS))
 
 
 def unsupported_reason(a: DecodeArguments) -> str | None:
-    """The reason why this backend does not support these arguments, or None."""
     if a.q.shape[2] > _WIDEST:
         return f"supports head widths up to {_WIDEST}, not {a.q.shape[2]}"
     return refusal(a.q) or refuse_pages(a.k_pages, a.v_pages)
 
 
 def run(a: DecodeArguments) -> Tensor:
-    """See `effasr_kernels.decode_attention.decode_attention`."""
     q, splits = a.q, a.splits
     out = q.new_empty(q.shape)
     if not q.numel():
@@ -124,7 +115,7 @@ def _attend(
     strides = *q.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3]
     new = new_k, new_v
     new_strides = [n for x in new for n in ((0, 0) if x is None else x.stride()[:2])]
-    grid = (sequences * key_heads, splits, -(-group // _BLOCK_G))
+    grid = (sequences * key_heads, splits, ceil_div(group, _BLOCK_G))
     launch(
         attend_several if shared else attend_one,
         grid if shared else (count * heads, splits),
@@ -151,28 +142,34 @@ def _padded(width: int) -> int:
     do_not_specialize=["splits", "pages", "size", "columns", "table_row", "table_column", "rows"]
 )
 def attend_one(
+    # (N, H, D), its channels contiguous, as are those of all arguments. A pointer, as are all up to
+    # ``statistics``.
     q,
-    k_pages,
-    v_pages,
-    page_table,
-    lengths,
-    new_k,
-    new_v,
-    out,
+    k_pages,  # (P, B, Hk, D), written to where there is `new_k`
+    v_pages,  # likewise
+    page_table,  # int32 (S, M)
+    lengths,  # int32 (S,), contiguous
+    new_k,  # (N, Hk, D), N = S, the last key; None if all keys are in pages
+    new_v,  # likewise
+    out,  # (N, H, D), contiguous, written; None with `MERGED`
+    # float32 (splits, N, H, D), contiguous, written: sums of values, weighted by powers of two
+    # relative to the largest score; None unless ``MERGED``
     partial,
+    # float32 (2, splits, N, H), contiguous, written: the largest score and the sum of the weights;
+    # None unless ``MERGED``
     statistics,
-    splits,
-    pages,
-    size,
-    columns,
+    splits,  # parts of the keys
+    pages,  # P
+    size,  # B
+    columns,  # M
     table_row,
     table_column,
-    rows,
-    heads,
+    rows,  # N
+    heads,  # H
     q_row,
     q_head,
-    k_page,
-    k_key,
+    k_page,  # from one page of `k_pages` to the next
+    k_key,  # from one key to the next
     k_head,
     v_page,
     v_key,
@@ -181,64 +178,20 @@ def attend_one(
     new_k_head,
     new_v_row,
     new_v_head,
-    scale_log2,
-    GROUP: tl.constexpr,
-    SHARE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    scale_log2,  # factor of the scores, for powers of two
+    GROUP: tl.constexpr,  # N / S, queries of a sequence
+    SHARE: tl.constexpr,  # H / Hk, heads of queries that share a head of keys
+    WIDTH: tl.constexpr,  # D
+    BLOCK_D: tl.constexpr,  # the power of two, at least 16, that D is padded to
     BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    WITHIN: tl.constexpr,
-    MERGED: tl.constexpr,
+    STAGES: tl.constexpr,  # stages of the pipeline of loads
+    WITHIN: tl.constexpr,  # whether a tile lies within one page
+    MERGED: tl.constexpr,  # whether another kernel merges the parts
 ):
     """Attend with one query and head to one part of the keys: program (n * H + h, part).
 
     There are no matrix products, as programs share no keys: each thread computes the softmax of the
     keys that it loads, in float32, and these are merged at the end.
-
-    Args:
-        q: (N, H, D), its channels contiguous, as are those of all arguments. A pointer, as are all
-            up to ``statistics``.
-        k_pages: (P, B, Hk, D), written to where there is ``new_k``.
-        v_pages: Likewise.
-        page_table: int32 (S, M).
-        lengths: int32 (S,), contiguous.
-        new_k: (N, Hk, D), N = S, the last key; None if all keys are in pages.
-        new_v: Likewise.
-        out: (N, H, D), contiguous, written; None with ``MERGED``.
-        partial: float32 (splits, N, H, D), contiguous, written: sums of values, weighted by powers
-            of two relative to the largest score; None unless ``MERGED``.
-        statistics: float32 (2, splits, N, H), contiguous, written: the largest score and the sum of
-            the weights; None unless ``MERGED``.
-        splits: Parts of the keys.
-        pages: P.
-        size: B.
-        columns: M.
-        table_row: Row stride of ``page_table`` in elements.
-        table_column: Column stride of ``page_table`` in elements.
-        rows: N.
-        heads: H.
-        q_row: Row stride of ``q`` in elements.
-        q_head: Head stride of ``q`` in elements.
-        k_page: From one page of ``k_pages`` to the next.
-        k_key: From one key to the next.
-        k_head: Head stride of ``k_pages``.
-        v_page: Page stride of ``v_pages``.
-        v_key: Row stride within a page of ``v_pages``.
-        v_head: Head stride of ``v_pages``.
-        new_k_row: Row stride of ``new_k``.
-        new_k_head: Head stride of ``new_k``.
-        new_v_row: Row stride of ``new_v``.
-        new_v_head: Head stride of ``new_v``.
-        scale_log2: Factor of the scores, for powers of two.
-        GROUP: N / S, queries of a sequence.
-        SHARE: H / Hk, heads of queries that share a head of keys.
-        WIDTH: D.
-        BLOCK_D: The power of two, at least 16, that D is padded to.
-        BLOCK_N: Keys of a tile.
-        STAGES: Stages of the pipeline of loads.
-        WITHIN: Whether a tile lies within one page.
-        MERGED: Whether another kernel merges the parts.
     """
     query_row = (tl.program_id(0) // heads).to(tl.int64)
     sequence = query_row // GROUP
@@ -325,24 +278,24 @@ def attend_one(
     do_not_specialize=["splits", "pages", "size", "columns", "table_row", "table_column", "rows"]
 )
 def attend_several(
-    q,
-    k_pages,
-    v_pages,
-    page_table,
-    lengths,
+    q,  # (N, H, D)
+    k_pages,  # (P, B, Hk, D), written to where there is `new_k`
+    v_pages,  # likewise
+    page_table,  # int32 (S, M)
+    lengths,  # int32 (S,)
     new_k,
     new_v,
-    out,
-    partial,
-    statistics,
-    splits,
-    pages,
-    size,
-    columns,
+    out,  # (N, H, D)
+    partial,  # float32 (splits, N, H, D)
+    statistics,  # float32 (2, splits, N, H)
+    splits,  # parts of the keys
+    pages,  # P
+    size,  # B
+    columns,  # M
     table_row,
     table_column,
     rows,
-    heads,
+    heads,  # H
     q_row,
     q_head,
     k_page,
@@ -356,10 +309,10 @@ def attend_several(
     new_v_row,
     new_v_head,
     scale_log2,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr,  # N / S * H / Hk, rows of a sequence and head of keys
     SHARE: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,  # D
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WITHIN: tl.constexpr,
@@ -370,47 +323,6 @@ def attend_several(
     The rows of a sequence and head of keys are its N / S queries in H / Hk heads each. The program
     processes ``BLOCK_G`` rows from number ``i * BLOCK_G`` on. It loads a tile of keys once for all
     of them, and computes matrix products.
-
-    Args:
-        q: (N, H, D).
-        k_pages: (P, B, Hk, D), written to where there is ``new_k``.
-        v_pages: Likewise.
-        page_table: int32 (S, M).
-        lengths: int32 (S,).
-        new_k: See `attend_one`.
-        new_v: See `attend_one`.
-        out: (N, H, D).
-        partial: float32 (splits, N, H, D).
-        statistics: float32 (2, splits, N, H).
-        splits: Parts of the keys.
-        pages: P.
-        size: B.
-        columns: M.
-        table_row: See `attend_one`.
-        table_column: See `attend_one`.
-        rows: See `attend_one`.
-        heads: H.
-        q_row: See `attend_one`.
-        q_head: See `attend_one`.
-        k_page: See `attend_one`.
-        k_key: See `attend_one`.
-        k_head: See `attend_one`.
-        v_page: See `attend_one`.
-        v_key: See `attend_one`.
-        v_head: See `attend_one`.
-        new_k_row: See `attend_one`.
-        new_k_head: See `attend_one`.
-        new_v_row: See `attend_one`.
-        new_v_head: See `attend_one`.
-        scale_log2: See `attend_one`.
-        GROUP: N / S * H / Hk, rows of a sequence and head of keys.
-        SHARE: See `attend_one`.
-        BLOCK_G: Rows of a program.
-        WIDTH: D.
-        BLOCK_D: See `attend_one`.
-        BLOCK_N: See `attend_one`.
-        WITHIN: See `attend_one`.
-        MERGED: See `attend_one`.
     """
     sequence = (tl.program_id(0) // (heads // SHARE)).to(tl.int64)
     key_head = (tl.program_id(0) % (heads // SHARE)).to(tl.int64)
@@ -503,20 +415,7 @@ def locate_part(length, splits, BLOCK_N: tl.constexpr):
 def locate_keys(
     table, first, n, end, pages, size, table_column, BLOCK_N: tl.constexpr, WITHIN: tl.constexpr
 ):
-    """The page and the row in it, int64, of the keys ``first + n``, and whether the page exists.
-
-    Args:
-        table: int32, a pointer to the sequence's row of the page table.
-        first: The first key of the tile.
-        n: (BLOCK_N,), keys within the tile.
-        end: One past the last key.
-        pages: P.
-        size: B.
-        table_column: Elements from one entry of the table to the next.
-        BLOCK_N: Keys of a tile.
-        WITHIN: Whether a tile lies within one page. Then the page is a scalar, and the row is that
-            of the first key.
-    """
+    """The page and the row in it, int64, of the keys ``first + n``, and whether the page exists."""
     if WITHIN:
         page = tl.load(table + first // size * table_column)
         key = first % size
@@ -539,19 +438,7 @@ def point(x, page, key, n, d, x_page, x_key, WITHIN: tl.constexpr):
 
 @triton.jit
 def move_row(new, x, page, key, d, x_page, x_key, in_width, is_written):
-    """Return a new row of keys or values, (BLOCK_D,), and write it to its page if asked.
-
-    Args:
-        new: The row.
-        x: A pointer to the head in the pages.
-        page: The page, int64.
-        key: The row in the page, int64.
-        d: (BLOCK_D,), the channels.
-        x_page: Page stride of ``x``.
-        x_key: Row stride of ``x``.
-        in_width: bool (BLOCK_D,), the channels that exist.
-        is_written: Whether this program writes it.
-    """
+    """Return a new row of keys or values, (BLOCK_D,), and write it to its page if asked."""
     row = tl.load(new + d, mask=in_width, other=0.0)
     tl.store(x + page * x_page + key * x_key + d, row, mask=in_width & is_written)
     return row
@@ -559,27 +446,16 @@ def move_row(new, x, page, key, d, x_page, x_key, in_width, is_written):
 
 @triton.jit(do_not_specialize=["splits", "count"])
 def merge_parts(
-    partial,
-    statistics,
-    out,
-    splits,
-    count,
-    WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    partial,  # float32 (splits, N, H, D), contiguous
+    statistics,  # float32 (2, splits, N, H), contiguous
+    out,  # (N, H, D), contiguous, written; zeros without keys
+    splits,  # number of parts
+    count,  # n * H
+    WIDTH: tl.constexpr,  # D
+    BLOCK_D: tl.constexpr,  # the power of two that D is padded to
     BLOCK_S: tl.constexpr,
 ):
-    """Merge the parts of a query and head: program (n * H + h).
-
-    Args:
-        partial: float32 (splits, N, H, D), contiguous.
-        statistics: float32 (2, splits, N, H), contiguous.
-        out: (N, H, D), contiguous, written; zeros without keys.
-        splits: Number of parts.
-        count: N * H.
-        WIDTH: D.
-        BLOCK_D: The power of two that D is padded to.
-        BLOCK_S: Parts per step.
-    """
+    """Merge the parts of a query and head: program (n * H + h)."""
     s = tl.arange(0, BLOCK_S)
     d = tl.arange(0, BLOCK_D)
     in_width = d < WIDTH

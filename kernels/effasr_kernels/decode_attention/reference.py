@@ -19,7 +19,6 @@ from effasr_kernels.shared.ragged import wide_dtype, widen
 
 
 def run(a: DecodeArguments) -> Tensor:
-    """See `effasr_kernels.decode_attention.decode_attention`."""
     q, k_pages, v_pages = a.q, a.k_pages, a.v_pages
     (count, heads, width), sequences = q.shape, a.page_table.shape[0]
     if not count:

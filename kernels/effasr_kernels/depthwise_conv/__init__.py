@@ -21,8 +21,6 @@ _TAPS = 9
 
 @dataclass(frozen=True, slots=True)
 class ConvArguments:
-    """Validated arguments of a call; see `effasr_kernels.depthwise_conv.depthwise_conv`."""
-
     x: Tensor
     weight: Tensor
     layout: PackedLayout

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from effasr_kernels.depthwise_conv import ConvArguments
 from effasr_kernels.runtime.counters import program_counters
-from effasr_kernels.runtime.launch import launch, refusal
+from effasr_kernels.runtime.dispatch import Gradients, Tensors
+from effasr_kernels.runtime.launch import ceil_div, launch, refusal, unit_stride
 from effasr_kernels.runtime.tiles import count_tiles, find_tile
 from effasr_kernels.shared.last_program import is_last_program
 from effasr_kernels.shared.partial_sums import summed, summed_parts
@@ -32,19 +33,17 @@ _MERGED = 16
 
 
 def unsupported_reason(a: ConvArguments) -> str | None:
-    """Return why this backend does not support these arguments, or None if it does."""
     if a.weight.shape[1] > _MOST_TAPS:
         return f"more than {_MOST_TAPS} taps do not fit in registers"
     return refusal(a.x)
 
 
 def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[()]]:
-    """See `effasr_kernels.depthwise_conv.depthwise_conv`; saves nothing."""
-    x, layout = _with_unit_stride(a.x), a.layout
+    x, layout = unit_stride(a.x), a.layout
     channels, width = a.weight.shape
     tiles = count_tiles(layout.rows, layout.num_sequences, _BLOCK)
     config, options = _configuration(width, channels)
-    blocks_c = _cover(channels, config["BLOCK_C"])
+    blocks_c = ceil_div(channels, config["BLOCK_C"])
     y = x.new_empty(layout.rows, channels)
     # Without a row nothing is launched.
     make = x.new_empty if tiles else x.new_zeros
@@ -75,18 +74,11 @@ def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[()]]
 
 
 def saved_like(a: ConvArguments) -> tuple[()]:
-    """Return no tensors, because the backward only uses the arguments."""
     return ()
 
 
-def backward(
-    a: ConvArguments,
-    grads: tuple[Tensor, ...],
-    results: tuple[Tensor, ...],
-    saved: tuple[Tensor, ...],
-) -> dict[str, Tensor | None]:
-    """Return the gradients of x, weight and bias; gradients of the statistics are not used."""
-    x, layout = _with_unit_stride(a.x), a.layout
+def backward(a: ConvArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
+    x, layout = unit_stride(a.x), a.layout
     channels, width = a.weight.shape
     tiles = count_tiles(layout.rows, layout.num_sequences, _BLOCK_BACKWARD)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -95,7 +87,7 @@ def backward(
     config, options = _configuration(width, channels)
     launch(
         convolve_backward,
-        (tiles, _cover(channels, config["BLOCK_C"])),
+        (tiles, ceil_div(channels, config["BLOCK_C"])),
         *(grads[0], x, a.weight.contiguous(), dx, partials),
         *(layout.cu_seqlens, layout.num_sequences, layout.rows, x.stride(0), channels),
         **options,
@@ -118,7 +110,7 @@ def _configuration(taps: int, channels: int) -> tuple[dict[str, int], dict[str, 
     per_thread = 4 if taps <= 11 else 2 if taps <= 17 else 1
     # The largest of the block sizes with the fewest surplus channels.
     blocks = (128, 64, 32) if per_thread > 1 else (64, 32)
-    block = min(blocks, key=lambda size: _cover(channels, size) * size)
+    block = min(blocks, key=lambda size: ceil_div(channels, size) * size)
     warps = _GROUPS * block // (32 * per_thread)
     return {"BLOCK_C": block, "GROUPS": _GROUPS, "STEP": _STEP}, {"num_warps": warps}
 
@@ -132,10 +124,6 @@ def _most_registers(dtype: torch.dtype, taps: int, warps: int) -> int | None:
     return 128 if dtype != torch.float32 and taps <= 9 and warps == 4 else None
 
 
-def _cover(count: int, block: int) -> int:
-    return -(-count // block)
-
-
 def _left(taps: int, causal: bool) -> int:
     return taps - 1 if causal else taps // 2
 
@@ -144,67 +132,38 @@ def _wide(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape, dtype=torch.float32)
 
 
-def _with_unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 @triton.jit(do_not_specialize=["sequences", "rows"])
 def convolve(
-    x,
-    weight,
-    bias,
-    y,
+    x,  # (rows, C), or (rows, 2C) if GATED
+    weight,  # (C, TAPS), contiguous
+    bias,  # (C,), or None
+    y,  # (rows, C), written
+    # float32 (blocks of channels, tiles), number of rows of each tile, written if STATISTICS; the
+    # following, too
     counts,
-    means,
-    squares,
-    mean,
-    variance,
-    counters,
-    cu_seqlens,
-    sequences,
-    rows,
+    means,  # float32 (tiles, C), mean of the rows of each tile
+    squares,  # float32 (tiles, C), sums of squared deviations from the mean
+    mean,  # float32 (C,), 0 if all counts are 0
+    variance,  # float32 (C,), biased, 0 if all counts are 0
+    counters,  # int32 (blocks of channels,); see `is_last_program`
+    cu_seqlens,  # int32 (N + 1,)
+    sequences,  # N
+    rows,  # rows of x and y
     x_stride,
-    channels,
-    TAPS: tl.constexpr,
-    LEFT: tl.constexpr,
-    GATED: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    MERGED: tl.constexpr,
+    channels,  # C
+    TAPS: tl.constexpr,  # K
+    LEFT: tl.constexpr,  # P, number of taps before the frame
+    GATED: tl.constexpr,  # whether to convolve ``a * sigmoid(b)`` of the halves a and b of x
+    STATISTICS: tl.constexpr,  # whether to compute statistics
+    MERGED: tl.constexpr,  # tiles whose statistics are loaded at a time
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STEP: tl.constexpr,
+    GROUPS: tl.constexpr,  # number of rows computed in parallel
+    STEP: tl.constexpr,  # number of rows that a thread loads at a time
 ):
     """Write one tile of y, and the statistics of all; program (tile, block of channels).
 
     Statistics exclude the tail. The last program of a block of channels merges those of all tiles.
-
-    Args:
-        x: (rows, C), or (rows, 2C) if GATED.
-        weight: (C, TAPS), contiguous.
-        bias: (C,), or None.
-        y: (rows, C), written.
-        counts: float32 (blocks of channels, tiles), number of rows of each tile, written if
-            STATISTICS; the following, too.
-        means: float32 (tiles, C), mean of the rows of each tile.
-        squares: float32 (tiles, C), sums of squared deviations from the mean.
-        mean: float32 (C,), 0 if all counts are 0.
-        variance: float32 (C,), biased, 0 if all counts are 0.
-        counters: int32 (blocks of channels,); see `is_last_program`.
-        cu_seqlens: int32 (N + 1,).
-        sequences: N.
-        rows: Rows of x and y.
-        x_stride: Row stride of ``x`` in elements.
-        channels: C.
-        TAPS: K.
-        LEFT: P, number of taps before the frame.
-        GATED: Whether to convolve ``a * sigmoid(b)`` of the halves a and b of x.
-        STATISTICS: Whether to compute statistics.
-        MERGED: Tiles whose statistics are loaded at a time.
-        BLOCK: Rows of a tile; a multiple of GROUPS * STEP.
-        BLOCK_C: Channels of a program.
-        GROUPS: Number of rows computed in parallel.
-        STEP: Number of rows that a thread loads at a time.
     """
     tile = tl.program_id(0)
     sequence, first, length, start = find_tile(cu_seqlens, sequences, rows, tile, BLOCK)
@@ -239,33 +198,12 @@ def _convolve_tile(
     TAPS: tl.constexpr, LEFT: tl.constexpr, GATED: tl.constexpr, STATISTICS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write the channels c of a tile of y.
+    """Write the channels c of a tile of y; x and y begin at the first row of the tile.
 
     Each of the GROUPS of threads iterates over consecutive rows with the last TAPS - 1 inputs in
-    registers, so that every input is loaded and gated about once instead of TAPS times.
-
-    Args:
-        x: Its first row is that of the tile; the others as in `convolve`, as far as they are there.
-        weight: See `convolve`.
-        bias: See `convolve`.
-        y: Its first row is that of the tile.
-        c: (1, BLOCK_C).
-        start: First row of the tile within its sequence.
-        length: Rows of the sequence, or of the tail.
-        real: ``length``, but 0 for the tail.
-        x_stride: See `convolve`; the following, too.
-        channels: C.
-        TAPS: K.
-        LEFT: P.
-        GATED: Whether x is gated.
-        STATISTICS: Whether to compute statistics.
-        BLOCK: Rows of a tile.
-        BLOCK_C: Channels of a program.
-        GROUPS: Number of rows computed in parallel.
-        STEP: Number of rows that a thread loads at a time.
-
-    Returns:
-        Number, means and sums of squared deviations of the real rows; zeros unless STATISTICS.
+    registers, so that every input is loaded and gated about once instead of TAPS times. `real` is
+    `length`, but 0 in the tail. Returns number, means and sums of squared deviations of the real
+    rows; zeros unless STATISTICS.
     """
     inside = c < channels
     size, each, group = span(length, start, BLOCK, GROUPS, STEP)
@@ -322,20 +260,7 @@ def _merge(
     counts, means, squares, mean, variance, c, tiles, channels,
     BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Merge the statistics of all tiles in two passes, by the formula of Chan et al.
-
-    Args:
-        counts: float32 (tiles,).
-        means: float32 (tiles, C).
-        squares: float32 (tiles, C).
-        mean: float32 (C,), written; 0 if all counts are 0.
-        variance: float32 (C,), biased, written; 0 if all counts are 0.
-        c: The channels, (1, BLOCK_C).
-        tiles: Number of tiles.
-        channels: C.
-        BLOCK: Tiles loaded at a time.
-        BLOCK_C: Channels of a program.
-    """
+    """Merge the statistics of all tiles in two passes, by the formula of Chan et al."""
     index = tl.arange(0, BLOCK)[:, None]
     number = tl.zeros((BLOCK, 1), dtype=tl.float32)
     weighted = tl.zeros((BLOCK, BLOCK_C), dtype=tl.float32)
@@ -366,50 +291,31 @@ def _tiles_from(begin, index, counts, c, tiles, channels):
 
 @triton.jit(do_not_specialize=["sequences", "rows"])
 def convolve_backward(
-    dy,
-    x,
-    weight,
-    dx,
+    dy,  # (rows, C)
+    x,  # (rows, C), or (rows, 2C) if GATED
+    weight,  # (C, TAPS), contiguous
+    dx,  # the shape of `x`, contiguous, written
+    # float32, (tiles, C TAPS + C) if BIASED, else (tiles, C TAPS), written: the sums of the tile
+    # for the weight in its order, then for the bias
     partials,
-    cu_seqlens,
-    sequences,
-    rows,
+    cu_seqlens,  # int32 (N + 1,)
+    sequences,  # N
+    rows,  # rows of x, dx and dy
     x_stride,
-    channels,
-    TAPS: tl.constexpr,
-    LEFT: tl.constexpr,
-    GATED: tl.constexpr,
-    BIASED: tl.constexpr,
+    channels,  # C
+    TAPS: tl.constexpr,  # K
+    LEFT: tl.constexpr,  # P, number of taps before the frame
+    GATED: tl.constexpr,  # whether the second half of the channels of `x` gates the first half
+    BIASED: tl.constexpr,  # whether there is a bias
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STEP: tl.constexpr,
+    GROUPS: tl.constexpr,  # number of rows computed in parallel
+    STEP: tl.constexpr,  # number of rows that a thread loads at a time
 ):
-    r"""Write one tile of dx and its partial sums of the gradients of the taps and the bias.
+    """Write one tile of dx and its partial sums of the gradients of the taps and the bias.
 
     With u the gated input, du_s is the sum over k of w_k dy_{s - k + P}, and dw_k the sum over s of
     u_s dy_{s - k + P}. Both use the same window of dy, kept in registers as in the forward.
-
-    Args:
-        dy: (rows, C).
-        x: (rows, C), or (rows, 2C) if GATED.
-        weight: (C, TAPS), contiguous.
-        dx: The shape of ``x``, contiguous, written.
-        partials: float32, (tiles, C TAPS + C) if BIASED, else (tiles, C TAPS), written: the sums of
-            the tile for the weight in its order, then for the bias.
-        cu_seqlens: int32 (N + 1,).
-        sequences: N.
-        rows: Rows of x, dx and dy.
-        x_stride: Row stride of ``x`` in elements.
-        channels: C.
-        TAPS: K.
-        LEFT: P, number of taps before the frame.
-        GATED: Whether the second half of the channels of ``x`` gates the first half.
-        BIASED: Whether there is a bias.
-        BLOCK: Rows of a tile; a multiple of GROUPS * STEP.
-        BLOCK_C: Channels of a program.
-        GROUPS: Number of rows computed in parallel.
-        STEP: Number of rows that a thread loads at a time.
     """
     tile = tl.program_id(0)
     sequence, first, length, start = find_tile(cu_seqlens, sequences, rows, tile, BLOCK)
@@ -481,14 +387,6 @@ def _store_sums(
 
     Those of the taps are joined to one tensor (BLOCK_C, a power of two), so that adjacent threads
     store adjacent values of (C, TAPS).
-
-    Args:
-        partials: float32 (C TAPS + C,) or (C TAPS,), written.
-        dw: TAPS + 1 of (GROUPS, BLOCK_C).
-        channels: C.
-        TAPS: K.
-        BIASED: Whether to store the sum for the bias.
-        BLOCK_C: Channels of a program.
     """
     SIZE: tl.constexpr = triton.next_power_of_2(TAPS)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -515,10 +413,9 @@ def _store_sums(
 def span(length, start, BLOCK: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr):
     """Divide the rows of a tile evenly among GROUPS of threads.
 
-    Returns:
-        The number of rows of the tile; the number of rows of each group, a multiple of STEP; and
-        the offset of each group's first row in the tile, (GROUPS, 1). Only the last tile of a
-        sequence can be incomplete, so surplus rows of a group are past the end of the sequence.
+    Returns the rows of the tile; the rows of each group, a multiple of STEP; and the offset of each
+    group's first row in the tile, (GROUPS, 1). Only the last tile of a sequence can be incomplete,
+    so surplus rows of a group are past the end of the sequence.
     """
     size = tl.minimum(tl.maximum(length - start, 0), BLOCK)
     each = tl.cdiv(size, GROUPS * STEP) * STEP

@@ -1,5 +1,3 @@
-"""Reference implementation of `depthwise_conv`, which all other backends must match."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,15 +9,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from effasr_kernels.depthwise_conv import ConvArguments
-from effasr_kernels.shared.ragged import widen
+from effasr_kernels.shared.ragged import real_rows, widen, with_tail
 
 
 def run(a: ConvArguments) -> tuple[Tensor, Tensor, Tensor]:
     """See `effasr_kernels.depthwise_conv.depthwise_conv`; returns empty statistics by default."""
     taps, layout = a.weight.shape[1], a.layout
-    total = layout.total
-    # Slice only if needed, because the gradient of a slice is a copy.
-    u = widen(a.x if total == layout.rows else a.x[:total])
+    u = widen(real_rows(a.x, layout))
     if a.gated:
         u = F.glu(u)
     lengths = [length for length in layout.lengths if length]
@@ -28,9 +24,7 @@ def run(a: ConvArguments) -> tuple[Tensor, Tensor, Tensor]:
         y = y + widen(a.bias)
     y = y.to(a.x.dtype)
     mean, variance = _statistics(widen(y)) if a.statistics else (u.new_empty(0), u.new_empty(0))
-    if total < layout.rows:
-        y = F.pad(y, (0, 0, 0, layout.rows - total))
-    return y, mean, variance
+    return with_tail(y, layout), mean, variance
 
 
 @torch.no_grad()

@@ -18,16 +18,6 @@ from effasr_kernels.shared.dropout import seed_for
 
 @dataclass(frozen=True, slots=True)
 class NormArguments:
-    """Validated arguments of a call.
-
-    See `effasr_kernels.dropout_add_layer_norm.dropout_add_layer_norm`.
-
-    Attributes:
-        has_branch: Whether ``x`` is given; the backward does not see it.
-        dtype: Name of the dtype of ``x``, or without ``x`` of what a pre-norm returns.
-        x_bias: Added to ``x``.
-    """
-
     residual: Tensor
     x: Tensor | None
     weight: Tensor | None

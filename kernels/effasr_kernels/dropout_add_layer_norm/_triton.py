@@ -9,7 +9,6 @@ included, is less than 20 instructions an element, a third of that time.
 from __future__ import annotations
 
 # pyright: reportGeneralTypeIssues=false
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.dropout_add_layer_norm import NormArguments
-from effasr_kernels.runtime.launch import launch, refusal
+from effasr_kernels.runtime.dispatch import Gradients, Tensors
+from effasr_kernels.runtime.launch import ceil_div, contiguous, launch, refusal, unit_stride
 from effasr_kernels.shared.dropout import seed_tensor
 from effasr_kernels.shared.partial_sums import summed, summed_parts
 from effasr_kernels.shared.philox import keep_elements
@@ -34,19 +34,14 @@ multiprocessors of an H200 for 1,024 channels. Each writes a partial sum, 16 byt
 
 
 def unsupported_reason(a: NormArguments) -> str | None:
-    """Return why this backend does not support these arguments, or None if it does."""
     if a.residual.shape[1] > _MOST_CHANNELS:
         return f"more than {_MOST_CHANNELS:,} channels do not fit in registers"
     return refusal(a.residual) or (None if a.x is None else refusal(a.x))
 
 
 def forward(a: NormArguments) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """See `effasr_kernels.dropout_add_layer_norm.dropout_add_layer_norm`.
-
-    Saves means and inverse standard deviations of the rows.
-    """
-    residual, x, (rows, channels) = _with_unit_stride(a.residual), a.x, a.residual.shape
-    x = None if x is None else _with_unit_stride(x)
+    residual, x, (rows, channels) = unit_stride(a.residual), a.x, a.residual.shape
+    x = None if x is None else unit_stride(x)
     none = residual.new_empty(0)
     summed = normed = None
     if a.prenorm and x is not None:
@@ -57,8 +52,8 @@ def forward(a: NormArguments) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tens
     options = _configuration(channels, residual, x, normed)
     launch(
         add_norm,
-        (-(-rows // options["ROWS"]),),
-        *(residual, x, *map(_contiguous, (a.x_bias, a.weight, a.bias)), *_seed_and_layout(a)),
+        (ceil_div(rows, options["ROWS"]),),
+        *(residual, x, *map(contiguous, (a.x_bias, a.weight, a.bias)), *_seed_and_layout(a)),
         *(summed, normed, *((None, None) if normed is None else (means, rstds))),
         *(a.layout.num_sequences, rows, a.offset, channels, residual.stride(0)),
         *(channels if x is None else x.stride(0), *_scale(a), a.eps),
@@ -71,33 +66,29 @@ def forward(a: NormArguments) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tens
 
 
 def saved_like(a: NormArguments) -> tuple[Tensor, Tensor]:
-    """Return empty tensors with the shapes and dtypes of what `forward` saves."""
     rows = 0 if a.weight is None else a.residual.shape[0]
     means, rstds = (a.residual.new_empty(rows, dtype=torch.float32) for _ in range(2))
     return means, rstds
 
 
-def backward(
-    a: NormArguments, grads: Sequence[Tensor], results: Sequence[Tensor], saved: Sequence[Tensor]
-) -> dict[str, Tensor | None]:
-    """Return the gradients of the branch, its bias, the residual and the parameters."""
+def backward(a: NormArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     dsummed = grads[1] if a.prenorm else None
     dnormed = None if a.weight is None else grads[0]
     given = results[1] if a.prenorm else a.residual
-    summed = None if dnormed is None else _with_unit_stride(given)
-    x = None if a.prenorm or a.x is None else _with_unit_stride(a.x)
+    summed = None if dnormed is None else unit_stride(given)
+    x = None if a.prenorm or a.x is None else unit_stride(a.x)
     rows, channels = given.shape
     dresidual = given.new_empty(rows, channels)
     dx = given.new_empty(rows, channels, dtype=a.narrow_dtype) if a.has_branch else None
     options = _configuration(channels, given, dnormed, dx)
-    programs = max(1, min(-(-rows // options["ROWS"]), _PROGRAMS // options["BLOCK_C"]))
+    programs = max(1, min(ceil_div(rows, options["ROWS"]), _PROGRAMS // options["BLOCK_C"]))
     partials = None
     if sums := 2 * (dnormed is not None) + (a.x_bias is not None):
         partials = given.new_empty(programs, sums, channels, dtype=torch.float32)
     launch(
         add_norm_backward,
         (programs,),
-        *(dnormed, dsummed, summed, x, *map(_contiguous, (a.x_bias, a.weight))),
+        *(dnormed, dsummed, summed, x, *map(contiguous, (a.x_bias, a.weight))),
         *((None, None) if dnormed is None else saved),
         *(*_seed_and_layout(a), dresidual, dx, partials),
         *(a.layout.num_sequences, rows, a.offset, channels),
@@ -112,7 +103,6 @@ def backward(
 
 
 def _of_parameters(a: NormArguments, partials: Tensor | None) -> dict[str, Tensor | None]:
-    """Return the gradients of the norm's parameters and of the branch's bias, from one launch."""
     none: dict[str, Tensor | None] = {"weight": None, "bias": None, "x_bias": None}
     if partials is None:
         return none
@@ -147,14 +137,6 @@ def _configuration(channels: int, *tensors: Tensor | None) -> dict[str, Any]:
     warps = min(_MOST_WARPS, max(1, block // (32 * vector)))
     rows = _ROWS if block < _WIDE else _ROWS_WIDE
     return {"ROWS": rows, "BLOCK_C": block, "VEC": vector, "num_warps": warps}
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
-
-
-def _with_unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 @triton.jit
@@ -200,59 +182,32 @@ def _sum(
 
 @triton.jit(do_not_specialize=["sequences", "rows", "offset"])
 def add_norm(
-    residual,
-    x,
-    x_bias,
-    weight,
-    bias,
-    seed,
-    cu_seqlens,
-    summed,
-    normed,
-    means,
-    rstds,
-    sequences,
-    rows,
+    residual,  # (rows, C)
+    x,  # (rows, C), or None
+    x_bias,  # (C,), or None
+    weight,  # (C,), or None without a norm
+    bias,  # (C,), or None without a norm
+    seed,  # int64 (1,)
+    cu_seqlens,  # int32 (N + 1,)
+    summed,  # (rows, C), written; None if only the norm is wanted
+    normed,  # (rows, C), written; None without a norm
+    means,  # float32 (rows,), means of the rows, written; None without a norm
+    rstds,  # float32 (rows,), inverse standard deviations, written; None without a norm
+    sequences,  # N
+    rows,  # rows of all tensors, including the tail
     offset,
-    channels,
+    channels,  # C
     residual_stride,
     x_stride,
-    scale,
-    probability,
-    eps,
-    DROPS: tl.constexpr,
+    scale,  # factor of x, divided by the share of kept elements
+    probability,  # probability to drop an element
+    eps,  # added to the variance
+    DROPS: tl.constexpr,  # whether to drop elements
     VEC: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,  # rows of a program
+    BLOCK_C: tl.constexpr,  # a power of two, at least C
 ):
-    """Add and normalize ROWS rows.
-
-    Args:
-        residual: (rows, C).
-        x: (rows, C), or None.
-        x_bias: (C,), or None.
-        weight: (C,), or None without a norm.
-        bias: (C,), or None without a norm.
-        seed: int64 (1,).
-        cu_seqlens: int32 (N + 1,).
-        summed: (rows, C), written; None if only the norm is wanted.
-        normed: (rows, C), written; None without a norm.
-        means: float32 (rows,), means of the rows, written; None without a norm.
-        rstds: float32 (rows,), inverse standard deviations, written; None without a norm.
-        sequences: N.
-        rows: Rows of all tensors, including the tail.
-        offset: See `keep_elements`.
-        channels: C.
-        residual_stride: Row stride of ``residual`` in elements.
-        x_stride: Row stride of ``x`` in elements.
-        scale: Factor of x, divided by the share of kept elements.
-        probability: Probability to drop an element.
-        eps: Added to the variance.
-        DROPS: Whether to drop elements.
-        VEC: See `_columns`.
-        ROWS: Rows of a program.
-        BLOCK_C: A power of two, at least C.
-    """
+    """Add and normalize ROWS rows."""
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)
     c, inside = _columns(channels, VEC, BLOCK_C)
@@ -282,65 +237,39 @@ def add_norm(
 
 @triton.jit(do_not_specialize=["sequences", "rows", "offset"])
 def add_norm_backward(
-    dnormed,
-    dsummed,
+    dnormed,  # (rows, C), or None without a norm
+    dsummed,  # (rows, C), or None if only the norm was wanted
+    # (rows, C): what was normalized if ``x`` is None, else the residual. None without a norm.
     summed,
-    x,
-    x_bias,
-    weight,
-    means,
-    rstds,
-    seed,
-    cu_seqlens,
-    dresidual,
-    dx,
+    x,  # (rows, C), to which the residual is added again, or None
+    x_bias,  # (C,), or None. It is read with `x`; without, it only has a gradient.
+    weight,  # (C,), or None without a norm
+    means,  # float32 (rows,), or None without a norm
+    rstds,  # float32 (rows,), or None without a norm
+    seed,  # int64 (1,)
+    cu_seqlens,  # int32 (N + 1,)
+    dresidual,  # (rows, C), written
+    dx,  # (rows, C), written, or None
+    # float32 (programs, P, C), written: of weight and bias if there is a norm, then of ``x_bias``;
+    # None if there is none of them
     partials,
-    sequences,
-    rows,
+    sequences,  # N
+    rows,  # rows of all tensors, including the tail
     offset,
-    channels,
+    channels,  # C
     summed_stride,
     x_stride,
-    scale,
-    probability,
-    DROPS: tl.constexpr,
+    scale,  # factor of x, divided by the share of kept elements
+    probability,  # probability to drop an element
+    DROPS: tl.constexpr,  # whether elements were dropped
     VEC: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,  # rows of a tile
+    BLOCK_C: tl.constexpr,  # a power of two, at least C
 ):
     """Write gradients of the residual and the branch, and partial sums of those of the parameters.
 
     Program i of n takes rows from ROWS i, from ROWS (i + n) and so on, and adds their shares of the
     parameters' gradients in this order.
-
-    Args:
-        dnormed: (rows, C), or None without a norm.
-        dsummed: (rows, C), or None if only the norm was wanted.
-        summed: (rows, C): what was normalized if ``x`` is None, else the residual. None without a
-            norm.
-        x: (rows, C), to which the residual is added again, or None.
-        x_bias: (C,), or None. It is read with ``x``; without, it only has a gradient.
-        weight: (C,), or None without a norm.
-        means: float32 (rows,), or None without a norm.
-        rstds: float32 (rows,), or None without a norm.
-        seed: int64 (1,).
-        cu_seqlens: int32 (N + 1,).
-        dresidual: (rows, C), written.
-        dx: (rows, C), written, or None.
-        partials: float32 (programs, P, C), written: of weight and bias if there is a norm, then of
-            ``x_bias``; None if there is none of them.
-        sequences: N.
-        rows: Rows of all tensors, including the tail.
-        offset: See `keep_elements`.
-        channels: C.
-        summed_stride: Row stride of ``summed`` in elements.
-        x_stride: Row stride of ``x`` in elements.
-        scale: Factor of x, divided by the share of kept elements.
-        probability: Probability to drop an element.
-        DROPS: Whether elements were dropped.
-        VEC: See `_columns`.
-        ROWS: Rows of a tile.
-        BLOCK_C: A power of two, at least C.
     """
     c, inside = _columns(channels, VEC, BLOCK_C)
     count = tl.load(cu_seqlens + sequences)

@@ -1,5 +1,3 @@
-"""Reference implementation of `dropout_add_layer_norm`, which all other backends must match."""
-
 from __future__ import annotations
 
 import torch
@@ -8,16 +6,15 @@ from torch import Tensor
 
 from effasr_kernels.dropout_add_layer_norm import NormArguments
 from effasr_kernels.shared.dropout import kept_elements
-from effasr_kernels.shared.ragged import widen
+from effasr_kernels.shared.ragged import real_rows, widen, with_tail
 
 
 def run(a: NormArguments) -> tuple[Tensor, Tensor]:
     """See `effasr_kernels.dropout_add_layer_norm.dropout_add_layer_norm`; or empty tensors."""
     none = a.residual.new_empty(0)
-    total = a.layout.total
-    summed = _real(a.residual, total)
+    summed = real_rows(a.residual, a.layout)
     if a.x is not None:
-        x = widen(_real(a.x, total))
+        x = widen(real_rows(a.x, a.layout))
         if a.x_bias is not None:
             x = x + widen(a.x_bias)
         if a.dropout:
@@ -28,16 +25,7 @@ def run(a: NormArguments) -> tuple[Tensor, Tensor]:
     if a.weight is not None and a.bias is not None:
         shape = a.residual.shape[1:]
         normed = F.layer_norm(widen(summed), shape, widen(a.weight), widen(a.bias), a.eps)
-        normed = _whole(normed.to(a.normed_dtype), a.layout.rows)
+        normed = with_tail(normed.to(a.normed_dtype), a.layout)
     if not a.prenorm:
         return normed, none
-    return normed, a.residual if a.x is None else _whole(summed, a.layout.rows)
-
-
-def _real(x: Tensor, total: int) -> Tensor:
-    # Slice only if needed, because the gradient of a slice is a copy.
-    return x if total == x.shape[0] else x[:total]
-
-
-def _whole(x: Tensor, rows: int) -> Tensor:
-    return x if x.shape[0] == rows else F.pad(x, (0, 0, 0, rows - x.shape[0]))
+    return normed, a.residual if a.x is None else with_tail(summed, a.layout)

@@ -17,13 +17,6 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 @dataclass(frozen=True, slots=True)
 class GatedArguments:
-    """Validated arguments of a call; see `effasr_kernels.gated_activation.gated_activation`.
-
-    Attributes:
-        gate: (T, W).
-        up: (T, W).
-    """
-
     gate: Tensor
     up: Tensor
     activation: str

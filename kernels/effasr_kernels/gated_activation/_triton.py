@@ -7,7 +7,6 @@ of 6,144 channels at the 4.8 TB/s of an H200. Separate calls of PyTorch move 10 
 from __future__ import annotations
 
 # pyright: reportGeneralTypeIssues=false
-from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -15,36 +14,28 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.gated_activation import GatedArguments
-from effasr_kernels.runtime.launch import launch, refusal
+from effasr_kernels.runtime.dispatch import Gradients, Tensors
+from effasr_kernels.runtime.launch import ceil_div, launch, refusal
 
 _ROWS = 4
 _MOST_COLUMNS = 512
 
 
 def unsupported_reason(a: GatedArguments) -> str | None:
-    """Return why this backend does not support these arguments, or None if it does."""
     return refusal(a.gate)
 
 
 def forward(a: GatedArguments) -> tuple[tuple[Tensor], tuple[()]]:
-    """See `effasr_kernels.gated_activation.gated_activation`; saves nothing."""
     y = a.gate.new_empty(a.gate.shape)
     _launch(activate_gated, a, y)
     return (y,), ()
 
 
 def saved_like(a: GatedArguments) -> tuple[()]:
-    """Return no tensors, because the backward only uses the arguments."""
     return ()
 
 
-def backward(
-    a: GatedArguments,
-    grads: Sequence[Tensor],
-    results: Sequence[Tensor],
-    saved: Sequence[Tensor],
-) -> dict[str, Tensor | None]:
-    """Return the gradients of gates and values."""
+def backward(a: GatedArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     dgate, dup = a.gate.new_empty(a.gate.shape), a.gate.new_empty(a.gate.shape)
     _launch(activate_gated_backward, a, dgate, dup, dy=grads[0])
     return {"gate": dgate, "up": dup}
@@ -58,7 +49,7 @@ def _launch(kernel: Any, a: GatedArguments, *written: Tensor, dy: Tensor | None 
     block = min(_MOST_COLUMNS, max(row_of_warp, 1 << (width - 1).bit_length()))
     launch(
         kernel,
-        (-(-rows // _ROWS), -(-width // block)),
+        (ceil_div(rows, _ROWS), ceil_div(width, block)),
         *(() if dy is None else (dy,)),
         *(gate, up, *written, rows, width, gate.stride(0), up.stride(0)),
         ACTIVATION=a.activation,
@@ -109,31 +100,18 @@ def _slope(g, share, ACTIVATION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def activate_gated(
-    gate,
-    up,
-    y,
-    rows,
-    width,
+    gate,  # (rows, W)
+    up,  # (rows, W)
+    y,  # (rows, W), contiguous, written
+    rows,  # rows of all tensors
+    width,  # W
     gate_stride,
     up_stride,
-    ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # ``silu``, `gelu` or `gelu_tanh`
+    ROWS: tl.constexpr,  # rows of a tile
     BLOCK_W: tl.constexpr,
 ):
-    """Compute a tile of y; program (block of rows, block of columns).
-
-    Args:
-        gate: (rows, W).
-        up: (rows, W).
-        y: (rows, W), contiguous, written.
-        rows: Rows of all tensors.
-        width: W.
-        gate_stride: Row stride of ``gate`` in elements.
-        up_stride: Row stride of ``up`` in elements.
-        ACTIVATION: ``silu``, ``gelu`` or ``gelu_tanh``.
-        ROWS: Rows of a tile.
-        BLOCK_W: Columns of a tile.
-    """
+    """Compute a tile of y; program (block of rows, block of columns)."""
     row, c, mask = _tile(rows, width, ROWS, BLOCK_W)
     g = tl.load(gate + row * gate_stride + c, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + c, mask=mask, other=0.0).to(tl.float32)
@@ -143,35 +121,20 @@ def activate_gated(
 
 @triton.jit(do_not_specialize=["rows"])
 def activate_gated_backward(
-    dy,
-    gate,
-    up,
-    dgate,
-    dup,
-    rows,
-    width,
+    dy,  # (rows, W), contiguous
+    gate,  # (rows, W)
+    up,  # (rows, W)
+    dgate,  # (rows, W), contiguous, written
+    dup,  # (rows, W), contiguous, written
+    rows,  # rows of all tensors
+    width,  # W
     gate_stride,
     up_stride,
-    ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # ``silu``, `gelu` or `gelu_tanh`
+    ROWS: tl.constexpr,  # rows of a tile
     BLOCK_W: tl.constexpr,
 ):
-    """Write a tile of both gradients; program (block of rows, block of columns).
-
-    Args:
-        dy: (rows, W), contiguous.
-        gate: (rows, W).
-        up: (rows, W).
-        dgate: (rows, W), contiguous, written.
-        dup: (rows, W), contiguous, written.
-        rows: Rows of all tensors.
-        width: W.
-        gate_stride: Row stride of ``gate`` in elements.
-        up_stride: Row stride of ``up`` in elements.
-        ACTIVATION: ``silu``, ``gelu`` or ``gelu_tanh``.
-        ROWS: Rows of a tile.
-        BLOCK_W: Columns of a tile.
-    """
+    """Write a tile of both gradients; program (block of rows, block of columns)."""
     row, c, mask = _tile(rows, width, ROWS, BLOCK_W)
     at = row * width + c
     gradient = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)

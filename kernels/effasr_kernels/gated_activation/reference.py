@@ -1,5 +1,3 @@
-"""Reference implementation of `gated_activation`, which all other backends must match."""
-
 from __future__ import annotations
 
 import torch.nn.functional as F
@@ -10,7 +8,6 @@ from effasr_kernels.shared.ragged import widen
 
 
 def run(a: GatedArguments) -> Tensor:
-    """See `effasr_kernels.gated_activation.gated_activation`."""
     gate = widen(a.gate)
     if a.activation == "silu":
         activated = F.silu(gate)

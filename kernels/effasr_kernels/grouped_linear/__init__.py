@@ -19,12 +19,6 @@ _OUTPUTS = 48
 
 @dataclass(frozen=True, slots=True)
 class GroupedLinearArguments:
-    """Validated arguments of a call; see `effasr_kernels.grouped_linear.grouped_linear`.
-
-    Attributes:
-        frozen: Whether neither ``weight`` nor ``bias`` has a gradient, so that none is computed.
-    """
-
     x: Tensor
     weight: Tensor
     layout: PackedLayout

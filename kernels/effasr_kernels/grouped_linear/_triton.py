@@ -9,7 +9,6 @@ rows are 118 MB, which take 25 us at 4.8 TB/s.
 from __future__ import annotations
 
 # pyright: reportGeneralTypeIssues=false
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,43 +18,44 @@ from torch import Tensor
 
 from effasr_kernels.grouped_linear import GroupedLinearArguments
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.runtime.launch import capability, launch, multiprocessors, refusal
+from effasr_kernels.runtime.dispatch import Gradients, Tensors
+from effasr_kernels.runtime.launch import (
+    capability,
+    ceil_div,
+    launch,
+    multiprocessors,
+    refusal,
+    unit_stride,
+)
 from effasr_kernels.runtime.tiles import count_tiles, find_sequence, find_tile
 
 
 def unsupported_reason(a: GroupedLinearArguments) -> str | None:
-    """Return why this backend does not support these arguments, or None if it does."""
     return refusal(a.x)
 
 
 def forward(a: GroupedLinearArguments) -> tuple[tuple[Tensor], tuple[()]]:
-    """See `effasr_kernels.grouped_linear.grouped_linear`; saves nothing."""
     bias = None if a.bias is None else a.bias.contiguous()
     return (_product(a.x, a.weight.contiguous(), bias, a.layout),), ()
 
 
 def saved_like(a: GroupedLinearArguments) -> tuple[()]:
-    """Return no tensors, because the backward only uses the arguments."""
     return ()
 
 
 def backward(
-    a: GroupedLinearArguments,
-    grads: Sequence[Tensor],
-    results: Sequence[Tensor],
-    saved: Sequence[Tensor],
-) -> dict[str, Tensor | None]:
-    """Return the gradients of x, weight and bias; if ``frozen``, of x alone."""
+    a: GroupedLinearArguments, grads: Tensors, results: Tensors, saved: Tensors
+) -> Gradients:
     dx = _product(grads[0], a.weight.contiguous().transpose(1, 2), None, a.layout)
     if a.frozen:
         return {"x": dx}
-    x, (groups, outputs, inputs) = _with_unit_stride(a.x), a.weight.shape
+    x, (groups, outputs, inputs) = unit_stride(a.x), a.weight.shape
     dweight = a.weight.new_empty(groups, outputs, inputs)
     dbias = None if a.bias is None else a.bias.new_empty(groups, outputs)
     tile, options = _transposed_tile(x, groups, outputs, inputs)
     launch(
         multiply_transposed,
-        (_cover(inputs, tile["BLOCK_C"]), _cover(outputs, tile["BLOCK_F"]), groups),
+        (ceil_div(inputs, tile["BLOCK_C"]), ceil_div(outputs, tile["BLOCK_F"]), groups),
         *(grads[0], x, a.layout.cu_seqlens, dweight, dbias),
         *(groups, outputs, inputs, x.stride(0)),
         **tile,
@@ -66,14 +66,14 @@ def backward(
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: PackedLayout) -> Tensor:
     """Return the rows of ``x`` times their group's weight (G, outputs, inputs), transposed."""
-    x, (_, outputs, inputs) = _with_unit_stride(x), weight.shape
+    x, (_, outputs, inputs) = unit_stride(x), weight.shape
     y = x.new_empty(layout.rows, outputs)
     tile, options = _tile(x, outputs, inputs)
     launch(
         multiply,
         (
             count_tiles(layout.rows, layout.num_sequences, tile["BLOCK_R"]),
-            _cover(outputs, tile["BLOCK_N"]),
+            ceil_div(outputs, tile["BLOCK_N"]),
         ),
         *(x, weight, bias, layout.cu_seqlens, y, layout.num_sequences, layout.rows),
         *(outputs, inputs, x.stride(0), *weight.stride()),
@@ -117,35 +117,27 @@ def _transposed_tile(
     if _is_narrow(x, outputs, inputs):
         return {**small, "BLOCK_T": 32}, options
     step, stages = (64, 3) if capability(x.device)[0] == 9 else (32, 4)
-    if groups * _cover(outputs, 128) * _cover(inputs, 128) < multiprocessors(x.device):
+    if groups * ceil_div(outputs, 128) * ceil_div(inputs, 128) < multiprocessors(x.device):
         return {**small, "BLOCK_T": step}, {**options, "num_stages": stages}
     large = {"BLOCK_F": 128, "BLOCK_C": 128, "BLOCK_T": step}
     return large, {"num_warps": 8, "num_stages": stages}
 
 
-def _cover(count: int, block: int) -> int:
-    return -(-count // block)
-
-
-def _with_unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 @triton.jit(do_not_specialize=["groups", "rows"])
 def multiply(
-    x,
-    weight,
-    bias,
-    cu_seqlens,
-    y,
+    x,  # (rows, inputs)
+    weight,  # (groups, outputs, inputs), of any strides of which one is 1
+    bias,  # (groups, outputs), contiguous; or None
+    cu_seqlens,  # int32 (groups + 1,)
+    y,  # (rows, outputs), contiguous, written
     groups,
-    rows,
-    outputs,
-    inputs,
+    rows,  # rows of x and y, including the tail
+    outputs,  # columns of y
+    inputs,  # columns of x
     x_stride,
-    group_stride,
-    output_stride,
-    input_stride,
+    group_stride,  # stride of `weight` between groups
+    output_stride,  # stride of `weight` between outputs
+    input_stride,  # stride of `weight` between inputs
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -153,24 +145,6 @@ def multiply(
     """Write a tile of ``x`` times the weight of its group; program (tile of rows, of outputs).
 
     The forward gives the strides of W, and the gradient of x those of its transpose.
-
-    Args:
-        x: (rows, inputs).
-        weight: (groups, outputs, inputs), of any strides of which one is 1.
-        bias: (groups, outputs), contiguous; or None.
-        cu_seqlens: int32 (groups + 1,).
-        y: (rows, outputs), contiguous, written.
-        groups: Number of groups.
-        rows: Rows of x and y, including the tail.
-        outputs: Columns of y.
-        inputs: Columns of x.
-        x_stride: Row stride of ``x`` in elements.
-        group_stride: Stride of ``weight`` between groups.
-        output_stride: Stride of ``weight`` between outputs.
-        input_stride: Stride of ``weight`` between inputs.
-        BLOCK_R: Rows of a tile.
-        BLOCK_N: Outputs of a tile.
-        BLOCK_K: Inputs of a step.
     """
     group, begin, length, start = find_tile(cu_seqlens, groups, rows, tl.program_id(0), BLOCK_R)
     if start >= length:
@@ -204,14 +178,14 @@ def multiply(
 
 @triton.jit(do_not_specialize=["groups"])
 def multiply_transposed(
-    dy,
-    x,
-    cu_seqlens,
-    dweight,
-    dbias,
+    dy,  # (rows, outputs), contiguous
+    x,  # (rows, inputs)
+    cu_seqlens,  # int32 (groups + 1,)
+    dweight,  # (groups, outputs, inputs), contiguous, written
+    dbias,  # (groups, outputs), contiguous, written; or None
     groups,
-    outputs,
-    inputs,
+    outputs,  # columns of dy
+    inputs,  # columns of x
     x_stride,
     BLOCK_F: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -221,20 +195,6 @@ def multiply_transposed(
 
     It adds the products of the group's rows in their order. Programs of the first tile of inputs
     also write the gradient of the bias.
-
-    Args:
-        dy: (rows, outputs), contiguous.
-        x: (rows, inputs).
-        cu_seqlens: int32 (groups + 1,).
-        dweight: (groups, outputs, inputs), contiguous, written.
-        dbias: (groups, outputs), contiguous, written; or None.
-        groups: Number of groups.
-        outputs: Columns of dy.
-        inputs: Columns of x.
-        x_stride: Row stride of ``x`` in elements.
-        BLOCK_F: Outputs of a tile.
-        BLOCK_C: Inputs of a tile.
-        BLOCK_T: Rows of a step.
     """
     group = tl.program_id(2)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)

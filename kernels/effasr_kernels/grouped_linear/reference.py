@@ -1,5 +1,3 @@
-"""Reference implementation of `grouped_linear`, which all other backends must match."""
-
 from __future__ import annotations
 
 from torch import Tensor
@@ -10,7 +8,6 @@ from effasr_kernels.shared.ragged import join_rows, split_rows, widen
 
 
 def run(a: GroupedLinearArguments) -> Tensor:
-    """See `effasr_kernels.grouped_linear.grouped_linear`."""
     weights = widen(a.weight).unbind(0)
     biases = [None] * len(weights) if a.bias is None else widen(a.bias).unbind(0)
     groups = zip(split_rows(widen(a.x), a.layout), weights, biases, strict=True)

@@ -18,8 +18,6 @@ from effasr_kernels.shared.ragged import wide_dtype
 
 @dataclass(frozen=True, slots=True)
 class GuidedArguments:
-    """The arguments of a call, checked; see `effasr_kernels.guided_attention.guided_attention`."""
-
     q: Tensor
     k: Tensor
     v: Tensor

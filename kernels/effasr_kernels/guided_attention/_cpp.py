@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from effasr_kernels.guided_attention import GuidedArguments
+from effasr_kernels.runtime.dispatch import Gradients, Tensors
 from effasr_kernels.shared.cpu import attention as cpu_attention
 from effasr_kernels.shared.ragged import widen
 
 
 def unsupported_reason(a: GuidedArguments) -> str | None:
-    """The reason why this backend does not support these arguments, or None."""
     return cpu_attention.refusal(a.q)
 
 
@@ -30,20 +30,13 @@ def forward(a: GuidedArguments) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ..
 
 
 def saved_like(a: GuidedArguments) -> tuple[Tensor, ...]:
-    """Empty tensors with the shapes and dtypes of what `forward` saves."""
     softmax = cpu_attention.saved_like(a.q)
     if a.q.dtype == torch.float32:
         return (softmax,)
     return softmax, a.q.new_empty(a.q.shape, dtype=torch.float32)
 
 
-def backward(
-    a: GuidedArguments,
-    grads: tuple[Tensor, Tensor],
-    results: tuple[Tensor, Tensor],
-    saved: tuple[Tensor, ...],
-) -> dict[str, Tensor | None]:
-    """Compute the gradients of queries, keys and values, zero in the tail."""
+def backward(a: GuidedArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     softmax, *exact = saved
     (out,) = exact or results[:1]
     grad_out, grad_penalty = grads

@@ -1,5 +1,3 @@
-"""Reference implementation of `guided_attention`, which all other backends must match."""
-
 from __future__ import annotations
 
 import torch
@@ -11,7 +9,6 @@ from effasr_kernels.shared.ragged import join_rows, split_attention, widen, zero
 
 
 def run(a: GuidedArguments) -> tuple[Tensor, Tensor]:
-    """See `effasr_kernels.guided_attention.guided_attention`."""
     drop = Dropout(a.dropout, a.seed, a.q.device)
     q = widen(a.q) * a.scale
     outputs, penalties = [], []

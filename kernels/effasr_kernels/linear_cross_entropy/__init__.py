@@ -17,14 +17,6 @@ from effasr_kernels.shared.ragged import wide_dtype
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropyArguments:
-    """Validated arguments of a call.
-
-    See `effasr_kernels.linear_cross_entropy.linear_cross_entropy`.
-
-    Attributes:
-        frozen: Whether neither ``weight`` nor ``bias`` has a gradient, so that none is computed.
-    """
-
     hidden: Tensor
     weight: Tensor
     targets: Tensor

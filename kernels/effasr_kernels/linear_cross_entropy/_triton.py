@@ -8,14 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.linear_cross_entropy import CrossEntropyArguments
-from effasr_kernels.runtime.launch import launch, refusal
+from effasr_kernels.runtime.dispatch import Gradients, Tensors
+from effasr_kernels.runtime.launch import ceil_div, launch, refusal
 from effasr_kernels.shared import projection
 
 _BLOCK_V = 1024
 
 
 def unsupported_reason(a: CrossEntropyArguments) -> str | None:
-    """Return why this backend does not support these arguments, or None if it does."""
     return refusal(a.hidden)
 
 
@@ -56,23 +56,8 @@ def saved_like(a: CrossEntropyArguments) -> tuple[Tensor, ...]:
 
 
 def backward(
-    a: CrossEntropyArguments,
-    grads: tuple[Tensor, ...],
-    results: tuple[Tensor, ...],
-    saved: tuple[Tensor, ...],
-) -> dict[str, Tensor | None]:
-    r"""Return the gradients of hidden, weight and bias; if ``frozen``, of hidden alone.
-
-    .. math::
-        \frac{\partial}{\partial z_{uv}} = g_u \Big( (1 + 2 \zeta L_u) e^{z_{uv} - L_u}
-            - (1 - \epsilon) [v = y_u] - \frac\epsilon V \Big)
-
-    In addition to the arguments, peak memory is ``U C b`` bytes for the gradient of hidden,
-    ``V C (4 + b)`` for the gradient of weight in float32 and rounded, and ``n V (4 + b)`` for
-    n = `projection.chunk_rows` (V) rows of logits and their gradient, where b is the element size
-    of ``hidden`` in bytes and V >= C. For float32 the last two are ``4 V C`` and ``4 n V``. If
-    ``frozen``, there is no gradient of weight.
-    """
+    a: CrossEntropyArguments, grads: Tensors, results: Tensors, saved: Tensors
+) -> Gradients:
     if a.uniform_gradient:
         return _scaled(a, grads[0], saved)
     (upstream,), (normalizer,) = grads, saved
@@ -80,11 +65,11 @@ def backward(
     count = a.weight.shape[0]
     peak, uniform = 1.0 - a.label_smoothing, a.label_smoothing / max(1, count)
 
-    def fill(first: int, logits: Tensor, d_logits: Tensor) -> None:
+    def write_grad_logits(first: int, logits: Tensor, d_logits: Tensor) -> None:
         rows = slice(first, first + logits.shape[0])
         launch(
-            _differentiate,
-            (logits.shape[0], -(-count // _BLOCK_V)),
+            _grad_logits_kernel,
+            (logits.shape[0], ceil_div(count, _BLOCK_V)),
             *(logits, d_logits, bias, targets[rows], normalizer[rows], upstream[rows]),
             *(count, logits.stride(0), a.ignore_index, peak, uniform, float(a.z_loss)),
             num_warps=4,
@@ -93,7 +78,7 @@ def backward(
         )
 
     d_hidden, d_weight, d_bias = projection.project_backward(
-        *(a.hidden, a.weight, a.bias, targets != a.ignore_index, fill),
+        *(a.hidden, a.weight, a.bias, targets != a.ignore_index, write_grad_logits),
         padded=True,
         frozen=a.frozen,
     )
@@ -109,10 +94,10 @@ def _with_gradients(
     losses = a.hidden.new_empty(a.hidden.shape[0], dtype=torch.float32)
     mean = a.label_smoothing / max(1, count)
 
-    def fill(first: int, logits: Tensor, d_logits: Tensor) -> None:
+    def write_grad_logits(first: int, logits: Tensor, d_logits: Tensor) -> None:
         rows = slice(first, first + logits.shape[0])
         launch(
-            _lose_and_differentiate,
+            _loss_and_grad_kernel,
             (logits.shape[0],),
             *(logits, d_logits, bias, targets[rows], losses[rows]),
             *(count, logits.stride(0), a.ignore_index, 1.0 - a.label_smoothing, mean),
@@ -124,7 +109,7 @@ def _with_gradients(
         )
 
     gradients = projection.project_backward(
-        *(a.hidden, a.weight, a.bias, targets != a.ignore_index, fill),
+        *(a.hidden, a.weight, a.bias, targets != a.ignore_index, write_grad_logits),
         padded=True,
         rounded=False,
         frozen=a.frozen,
@@ -138,7 +123,7 @@ def _scaled(
     """Return the saved gradients, scaled by the one upstream gradient and rounded once."""
     scale = upstream.new_empty(())
     launch(
-        _find_scale,
+        _upstream_scale_kernel,
         (1,),
         *(upstream, a.targets.contiguous(), scale, upstream.shape[0], a.ignore_index),
         num_warps=4,
@@ -154,7 +139,7 @@ def _scaled(
 
 
 @triton.jit(do_not_specialize=["count", "ignore_index", "peak", "uniform", "z_loss"])
-def _lose_and_differentiate(
+def _loss_and_grad_kernel(
     logits,
     d_logits,
     bias,
@@ -173,7 +158,7 @@ def _lose_and_differentiate(
 
     The row is read twice, the second time from a cache: for the normalizer, with a running maximum
     in each lane, and for the gradient. ``d_logits`` may be ``logits``: everything that depends on
-    several logits is reduced before the first store. Otherwise as `_differentiate`.
+    several logits is reduced before the first store. Otherwise as `_grad_logits_kernel`.
     """
     row = tl.program_id(0)
     lanes = tl.arange(0, BLOCK_V)
@@ -221,7 +206,7 @@ def _lose_and_differentiate(
 
 
 @triton.jit(do_not_specialize=["rows", "ignore_index"])
-def _find_scale(upstream, targets, scale, rows, ignore_index, BLOCK: tl.constexpr):
+def _upstream_scale_kernel(upstream, targets, scale, rows, ignore_index, BLOCK: tl.constexpr):
     """Write the upstream gradient of the rows that count: NaN if they differ, 0 if none counts."""
     lanes = tl.arange(0, BLOCK)
     least = tl.full((BLOCK,), float("inf"), tl.float32)
@@ -243,7 +228,7 @@ def _find_scale(upstream, targets, scale, rows, ignore_index, BLOCK: tl.constexp
 
 
 @triton.jit(do_not_specialize=["ignore_index", "peak", "uniform", "z_loss"])
-def _differentiate(
+def _grad_logits_kernel(
     logits,
     d_logits,
     bias,

@@ -1,5 +1,3 @@
-"""Reference implementation of `linear_cross_entropy`, which all other backends must match."""
-
 from __future__ import annotations
 
 import torch
@@ -16,7 +14,6 @@ _LARGEST = 2**24
 
 
 def run(a: CrossEntropyArguments) -> Tensor:
-    """See `effasr_kernels.linear_cross_entropy.linear_cross_entropy`."""
     # Ignored rows are removed rather than multiplied by zero, because they may contain NaN.
     counted = (a.targets != a.ignore_index).nonzero().squeeze(1)
     rows = widen(a.hidden).index_select(0, counted)

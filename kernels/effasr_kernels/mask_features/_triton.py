@@ -16,14 +16,12 @@ _ELEMENTS = 4096
 
 
 def unsupported_reason(a: MaskArguments) -> str | None:
-    """Return why this backend does not support these arguments, or None if it does."""
     if a.x.shape[1] > _ELEMENTS:
         return f"holds a row of at most {_ELEMENTS} channels in registers"
     return refusal(a.x)
 
 
 def run(a: MaskArguments) -> Tensor:
-    """See `effasr_kernels.mask_features.mask_features`."""
     layout, channels = a.layout, a.x.shape[1]
     block_c = 1 << max(channels - 1, 0).bit_length()
     block_t = max(1, min(8, _ELEMENTS // block_c // a.rows_per_slot))
@@ -58,43 +56,24 @@ def find_mask(shares, entry, entries, whole, widest):
 
 @triton.jit(do_not_specialize=["freq_width", "sequences", "slots"])
 def mask_rows(
-    x,
-    lengths,
-    freq_shares,
-    time_shares,
-    cu_seqlens,
-    y,
-    freq_width,
-    time_width,
-    sequences,
-    slots,
-    FREQ_MASKS: tl.constexpr,
-    TIME_MASKS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SLOT: tl.constexpr,
+    x,  # (s T, C), contiguous
+    lengths,  # int32 or int64 (N,), contiguous
+    freq_shares,  # float32 (2, N, F), contiguous, or None
+    time_shares,  # float32 (2, N, M), contiguous, or None
+    cu_seqlens,  # int32 (N + 1,), of slots
+    y,  # (s T, C), written
+    freq_width,  # channels of the widest band, at most C
+    time_width,  # share of the longest stretch
+    sequences,  # N
+    slots,  # T
+    FREQ_MASKS: tl.constexpr,  # F
+    TIME_MASKS: tl.constexpr,  # M
+    CHANNELS: tl.constexpr,  # C
+    SLOT: tl.constexpr,  # s
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Mask a tile of slots: program (tile).
-
-    Args:
-        x: (s T, C), contiguous.
-        lengths: int32 or int64 (N,), contiguous.
-        freq_shares: float32 (2, N, F), contiguous, or None.
-        time_shares: float32 (2, N, M), contiguous, or None.
-        cu_seqlens: int32 (N + 1,), of slots.
-        y: (s T, C), written.
-        freq_width: Channels of the widest band, at most C.
-        time_width: Share of the longest stretch.
-        sequences: N.
-        slots: T.
-        FREQ_MASKS: F.
-        TIME_MASKS: M.
-        CHANNELS: C.
-        SLOT: s.
-        BLOCK_T: Slots of a tile.
-        BLOCK_C: Channels of a tile, at least C.
-    """
+    """Mask a tile of slots: program (tile)."""
     sequence, begin, length, start = find_tile(
         cu_seqlens, sequences, slots, tl.program_id(0), BLOCK_T
     )

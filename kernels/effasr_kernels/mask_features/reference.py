@@ -1,5 +1,3 @@
-"""Reference implementation of `mask_features`, which all other backends must match."""
-
 from __future__ import annotations
 
 import torch
@@ -10,7 +8,6 @@ from effasr_kernels.shared.slots import row_positions, rows_of
 
 
 def run(a: MaskArguments) -> Tensor:
-    """See `effasr_kernels.mask_features.mask_features`."""
     count, channels = a.layout.num_sequences, a.x.shape[1]
     in_band = torch.zeros(count, channels, dtype=torch.bool, device=a.x.device)
     if a.freq_shares is not None:

@@ -17,8 +17,6 @@ from effasr_kernels.shared.slots import check_slots
 
 @dataclass(frozen=True, slots=True)
 class NormalizeArguments:
-    """Validated arguments of a call; see `effasr_kernels.normalize_features.normalize_features`."""
-
     x: Tensor
     lengths: Tensor
     layout: PackedLayout

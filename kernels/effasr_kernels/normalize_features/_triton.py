@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.normalize_features import NormalizeArguments
-from effasr_kernels.runtime.launch import launch, refusal
+from effasr_kernels.runtime.launch import ceil_div, launch, refusal
 
 _BLOCK_R, _BLOCK_C = 128, 16
 """Rows and channels of a tile: 16 elements for each thread of 4 warps, in whole sectors."""
@@ -22,18 +22,16 @@ _TAIL_PROGRAMS = 64
 
 
 def unsupported_reason(a: NormalizeArguments) -> str | None:
-    """Return why this backend does not support these arguments, or None if it does."""
     return refusal(a.x)
 
 
 def run(a: NormalizeArguments) -> Tensor:
-    """See `effasr_kernels.normalize_features.normalize_features`."""
     layout, channels = a.layout, a.x.shape[1]
     y = a.x.new_empty(a.x.shape)
     programs = layout.num_sequences + _TAIL_PROGRAMS if layout.rows else 0
     launch(
         normalize_rows,
-        (programs, -(-channels // _BLOCK_C)),
+        (programs, ceil_div(channels, _BLOCK_C)),
         *(a.x.contiguous(), a.lengths.contiguous(), layout.cu_seqlens, y),
         *(layout.num_sequences, layout.rows, float(a.eps)),
         TAIL_PROGRAMS=_TAIL_PROGRAMS,
@@ -47,35 +45,20 @@ def run(a: NormalizeArguments) -> Tensor:
 
 @triton.jit(do_not_specialize=["sequences", "slots"])
 def normalize_rows(
-    x,
-    lengths,
-    cu_seqlens,
-    y,
-    sequences,
-    slots,
-    eps,
-    TAIL_PROGRAMS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SLOT: tl.constexpr,
+    x,  # (s T, C), contiguous
+    lengths,  # int32 or int64 (N,), contiguous
+    cu_seqlens,  # int32 (N + 1,), of slots
+    y,  # (s T, C), written
+    sequences,  # N
+    slots,  # T
+    eps,  # added to the standard deviation
+    TAIL_PROGRAMS: tl.constexpr,  # programs for each block of channels that set the tail to zero
+    CHANNELS: tl.constexpr,  # C
+    SLOT: tl.constexpr,  # s
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Normalize a block of channels of a sequence: program (sequence, block); later ones, the tail.
-
-    Args:
-        x: (s T, C), contiguous.
-        lengths: int32 or int64 (N,), contiguous.
-        cu_seqlens: int32 (N + 1,), of slots.
-        y: (s T, C), written.
-        sequences: N.
-        slots: T.
-        eps: Added to the standard deviation.
-        TAIL_PROGRAMS: Programs for each block of channels that set the tail to zero.
-        CHANNELS: C.
-        SLOT: s.
-        BLOCK_R: Rows of a tile.
-        BLOCK_C: Channels of a tile.
-    """
+    """Normalize a block of channels of a sequence, program (sequence, block); or zero the tail."""
     sequence = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     known = (c < CHANNELS)[None, :]

@@ -1,5 +1,3 @@
-"""Reference implementation of `normalize_features`, which all other backends must match."""
-
 from __future__ import annotations
 
 import torch
@@ -11,7 +9,6 @@ from effasr_kernels.shared.slots import row_positions, rows_of
 
 
 def run(a: NormalizeArguments) -> Tensor:
-    """See `effasr_kernels.normalize_features.normalize_features`."""
     lengths = a.lengths[:, None]
     real = row_positions(a.layout, a.rows_per_slot)[:, None] < rows_of(
         lengths, a.layout, a.rows_per_slot

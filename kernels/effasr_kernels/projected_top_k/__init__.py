@@ -16,8 +16,6 @@ from effasr_kernels.shared.ragged import wide_dtype
 
 @dataclass(frozen=True, slots=True)
 class TopKArguments:
-    """Validated arguments of a call; see `effasr_kernels.projected_top_k.projected_top_k`."""
-
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None

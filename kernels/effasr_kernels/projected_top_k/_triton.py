@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.projected_top_k import TopKArguments
-from effasr_kernels.runtime.launch import launch, multiprocessors, refusal
+from effasr_kernels.runtime.launch import ceil_div, launch, multiprocessors, refusal
 
 _BLOCK = 1024
 _PROGRAMS = 2
@@ -52,26 +52,18 @@ def divide(rows: int, classes: int, choice: Config, processors: int) -> tuple[in
     """Return the number of vocabulary tiles per part and of parts.
 
     They depend only on the shapes and the GPU.
-
-    Args:
-        rows: N.
-        classes: V'.
-        choice: Tile sizes.
-        processors: Number of multiprocessors of the GPU.
     """
-    tiles = -(-classes // choice.block_v)
-    wanted = max(1, _PROGRAMS * processors // max(1, -(-rows // choice.block_r)))
+    tiles = ceil_div(classes, choice.block_v)
+    wanted = max(1, _PROGRAMS * processors // max(1, ceil_div(rows, choice.block_r)))
     per_split = -(-tiles // min(wanted, tiles))
-    return per_split, -(-tiles // per_split)
+    return per_split, ceil_div(tiles, per_split)
 
 
 def unsupported_reason(a: TopKArguments) -> str | None:
-    """Return why this backend does not support these arguments, or None if it does."""
     return refusal(a.hidden)
 
 
 def run(a: TopKArguments) -> tuple[Tensor, Tensor]:
-    """See `effasr_kernels.projected_top_k.projected_top_k`."""
     hidden, k, classes, (rows, width) = a.hidden, a.k, a.classes, a.hidden.shape
     log_probs = hidden.new_empty(rows, k, dtype=torch.float32)
     indices = hidden.new_empty(rows, k, dtype=torch.int64)
@@ -84,7 +76,7 @@ def run(a: TopKArguments) -> tuple[Tensor, Tensor]:
     block_k = 1 << (k - 1).bit_length()
     launch(
         rank_parts,
-        (splits if rows else 0, -(-rows // choice.block_r)),
+        (splits if rows else 0, ceil_div(rows, choice.block_r)),
         *(hidden, weight, bias, partial, statistics, rows, classes),
         *(hidden.stride(0), weight.stride(0), per_split),
         num_warps=choice.warps,
@@ -162,19 +154,21 @@ def take(kept, ranked):
 
 @triton.jit(do_not_specialize=["rows", "tiles_per_split"])
 def rank_parts(
-    hidden,
-    weight,
-    bias,
-    partial,
+    hidden,  # (N, C), with contiguous rows
+    weight,  # (V, C), with contiguous rows
+    bias,  # (V,), contiguous, or None
+    partial,  # int64 (splits, N, K), contiguous, written: the encoded best classes, unsorted
+    # float32 (2, splits, N), contiguous, written: the largest logit of the part and the sum of
+    # exponentials relative to it
     statistics,
-    rows,
-    count,
+    rows,  # N
+    count,  # V', number of classes to use
     hidden_stride,
     weight_stride,
-    tiles_per_split,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WIDTH: tl.constexpr,
+    tiles_per_split,  # tiles of the vocabulary in a part
+    K: tl.constexpr,  # k
+    BLOCK_K: tl.constexpr,  # k rounded up to a power of two
+    WIDTH: tl.constexpr,  # C
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -182,25 +176,6 @@ def rank_parts(
     """Select the best classes of a tile of rows in one part of the vocabulary.
 
     Program (part, tile).
-
-    Args:
-        hidden: (N, C), with contiguous rows.
-        weight: (V, C), with contiguous rows.
-        bias: (V,), contiguous, or None.
-        partial: int64 (splits, N, K), contiguous, written: the encoded best classes, unsorted.
-        statistics: float32 (2, splits, N), contiguous, written: the largest logit of the part and
-            the sum of exponentials relative to it.
-        rows: N.
-        count: V', number of classes to use.
-        hidden_stride: Row stride of ``hidden`` in elements.
-        weight_stride: Row stride of ``weight`` in elements.
-        tiles_per_split: Tiles of the vocabulary in a part.
-        K: k.
-        BLOCK_K: k rounded up to a power of two.
-        WIDTH: C.
-        BLOCK_R: Rows of a tile.
-        BLOCK_V: Classes of a tile.
-        BLOCK_C: Channels of a tile.
     """
     part = tl.program_id(0)
     first_row = tl.program_id(1) * BLOCK_R
@@ -252,29 +227,17 @@ def rank_parts(
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def merge_parts(
-    partial,
-    statistics,
-    log_probs,
-    indices,
-    rows,
-    splits,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    partial,  # int64 (splits, N, K), contiguous
+    statistics,  # float32 (2, splits, N), contiguous
+    log_probs,  # float32 (N, K), contiguous, written
+    indices,  # int64 (N, K), contiguous, written
+    rows,  # N
+    splits,  # parts of the vocabulary
+    K: tl.constexpr,  # k
+    BLOCK_K: tl.constexpr,  # k rounded up to a power of two
     BLOCK: tl.constexpr,
 ):
-    """Merge the parts of a row and sort its best classes; one program per row.
-
-    Args:
-        partial: int64 (splits, N, K), contiguous.
-        statistics: float32 (2, splits, N), contiguous.
-        log_probs: float32 (N, K), contiguous, written.
-        indices: int64 (N, K), contiguous, written.
-        rows: N.
-        splits: Parts of the vocabulary.
-        K: k.
-        BLOCK_K: k rounded up to a power of two.
-        BLOCK: Elements loaded at a time.
-    """
+    """Merge the parts of a row and sort its best classes; one program per row."""
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
     masses = statistics + splits.to(tl.int64) * rows

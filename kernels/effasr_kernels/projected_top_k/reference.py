@@ -1,5 +1,3 @@
-"""Reference implementation of `projected_top_k`, which all other backends must match."""
-
 from __future__ import annotations
 
 import torch.nn.functional as F
@@ -13,7 +11,6 @@ _TILE = 16
 
 
 def run(a: TopKArguments) -> tuple[Tensor, Tensor]:
-    """See `effasr_kernels.projected_top_k.projected_top_k`."""
     count = a.hidden.shape[0]
     rows = F.pad(widen(a.hidden), (0, 0, 0, -count % _TILE))
     bias = None if a.bias is None else widen(a.bias[: a.classes])

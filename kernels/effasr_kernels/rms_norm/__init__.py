@@ -16,14 +16,6 @@ from effasr_kernels.runtime.torch_op import DifferentiableOp
 
 @dataclass(frozen=True, slots=True)
 class RMSNormArguments:
-    """Validated arguments of a call; see `effasr_kernels.rms_norm.rms_norm`.
-
-    Attributes:
-        x: (T, W).
-        dtype: Name of the dtype of the result.
-        frozen: Whether ``weight`` has no gradient, so that none is computed.
-    """
-
     x: Tensor
     weight: Tensor
     eps: float

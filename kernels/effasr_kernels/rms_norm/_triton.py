@@ -8,7 +8,6 @@ of 2,048 channels at the 4.8 TB/s of an H200. Separate calls of PyTorch, as in t
 from __future__ import annotations
 
 # pyright: reportGeneralTypeIssues=false
-from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -16,7 +15,8 @@ import triton.language as tl
 from torch import Tensor, float32
 
 from effasr_kernels.rms_norm import RMSNormArguments
-from effasr_kernels.runtime.launch import launch, refusal
+from effasr_kernels.runtime.dispatch import Gradients, Tensors
+from effasr_kernels.runtime.launch import ceil_div, launch, refusal, unit_stride
 from effasr_kernels.shared.partial_sums import summed
 
 _MOST_CHANNELS = 8_192
@@ -30,21 +30,20 @@ _MOST_PROGRAMS = 2_112
 
 
 def unsupported_reason(a: RMSNormArguments) -> str | None:
-    """Return why this backend does not support these arguments, or None if it does."""
     if a.x.shape[1] > _MOST_CHANNELS:
         return f"more than {_MOST_CHANNELS:,} channels do not fit in registers"
     return refusal(a.x)
 
 
 def forward(a: RMSNormArguments) -> tuple[tuple[Tensor], tuple[Tensor]]:
-    """See `effasr_kernels.rms_norm.rms_norm`; saves the inverse root mean square of each row."""
-    x, (rows, width) = _with_unit_stride(a.x), a.x.shape
+    """Saves the inverse root mean square of each row."""
+    x, (rows, width) = unit_stride(a.x), a.x.shape
     y = x.new_empty(rows, width, dtype=a.result_dtype)
     (rstds,) = saved_like(a)
     options = _configuration(width, x, y)
     launch(
         normalize,
-        (-(-rows // options["ROWS"]),),
+        (ceil_div(rows, options["ROWS"]),),
         *(x, a.weight.contiguous(), y, rstds, rows, width, x.stride(0), a.eps),
         **options,
         OFFSET=a.offset,
@@ -57,18 +56,12 @@ def saved_like(a: RMSNormArguments) -> tuple[Tensor]:
     return (a.x.new_empty(a.x.shape[0], dtype=float32),)
 
 
-def backward(
-    a: RMSNormArguments,
-    grads: Sequence[Tensor],
-    results: Sequence[Tensor],
-    saved: Sequence[Tensor],
-) -> dict[str, Tensor | None]:
-    """Return the gradients of x and weight; if ``frozen``, of x alone."""
-    x, (rows, width) = _with_unit_stride(a.x), a.x.shape
+def backward(a: RMSNormArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
+    x, (rows, width) = unit_stride(a.x), a.x.shape
     dx = x.new_empty(rows, width)
     options = _configuration(width, x, grads[0])
     most = min(_MOST_PROGRAMS, _PROGRAMS // options["BLOCK_W"])
-    programs = max(1, min(-(-rows // options["ROWS"]), most))
+    programs = max(1, min(ceil_div(rows, options["ROWS"]), most))
     partials = None if a.frozen else x.new_empty(programs, width, dtype=float32)
     launch(
         normalize_backward,
@@ -90,10 +83,6 @@ def _configuration(width: int, *tensors: Tensor) -> dict[str, Any]:
     return {"ROWS": max(1, _TILE // block), "BLOCK_W": block, "VEC": vector, "num_warps": warps}
 
 
-def _with_unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 @triton.jit
 def _rows(tensor, row, c, stride, mask, VEC: tl.constexpr):
     """Load rows in float32, with zeros outside the mask; a thread takes VEC columns."""
@@ -110,35 +99,21 @@ def _factor(weight, c, width, OFFSET: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def normalize(
-    x,
-    weight,
-    y,
-    rstds,
-    rows,
-    width,
+    x,  # (rows, W)
+    weight,  # (W,)
+    y,  # (rows, W), contiguous, written
+    rstds,  # float32 (rows,), inverse root mean squares, written
+    rows,  # rows of x and y
+    width,  # W
     x_stride,
-    eps,
+    eps,  # added to the mean square
+    # Added to the weight; with 0 the normalized row is rounded to the dtype of x
     OFFSET: tl.constexpr,
     VEC: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    ROWS: tl.constexpr,  # rows of a program
+    BLOCK_W: tl.constexpr,  # a power of two, at least W
 ):
-    """Normalize ROWS rows.
-
-    Args:
-        x: (rows, W).
-        weight: (W,).
-        y: (rows, W), contiguous, written.
-        rstds: float32 (rows,), inverse root mean squares, written.
-        rows: Rows of x and y.
-        width: W.
-        x_stride: Row stride of ``x`` in elements.
-        eps: Added to the mean square.
-        OFFSET: Added to the weight; with 0 the normalized row is rounded to the dtype of x.
-        VEC: See `_rows`.
-        ROWS: Rows of a program.
-        BLOCK_W: A power of two, at least W.
-    """
+    """Normalize ROWS rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK_W)
     mask = (row < rows)[:, None] & (c < width)[None, :]
@@ -155,38 +130,23 @@ def normalize(
 
 @triton.jit(do_not_specialize=["rows"])
 def normalize_backward(
-    dy,
-    x,
-    weight,
-    rstds,
-    dx,
-    partials,
-    rows,
-    width,
+    dy,  # (rows, W), contiguous
+    x,  # (rows, W)
+    weight,  # (W,)
+    rstds,  # float32 (rows,)
+    dx,  # (rows, W), contiguous, written
+    partials,  # float32 (n, W), written; None if the weight has no gradient
+    rows,  # rows of dy, x and dx
+    width,  # W
     x_stride,
     OFFSET: tl.constexpr,
     VEC: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    ROWS: tl.constexpr,  # rows of a tile
+    BLOCK_W: tl.constexpr,  # a power of two, at least W
 ):
     """Write the gradient of x, and partial sums of that of the weight.
 
     Program i of n takes rows from ROWS i, from ROWS (i + n) and so on, and adds them in this order.
-
-    Args:
-        dy: (rows, W), contiguous.
-        x: (rows, W).
-        weight: (W,).
-        rstds: float32 (rows,).
-        dx: (rows, W), contiguous, written.
-        partials: float32 (n, W), written; None if the weight has no gradient.
-        rows: Rows of dy, x and dx.
-        width: W.
-        x_stride: Row stride of ``x`` in elements.
-        OFFSET: See `normalize`.
-        VEC: See `_rows`.
-        ROWS: Rows of a tile.
-        BLOCK_W: A power of two, at least W.
     """
     c = tl.arange(0, BLOCK_W)
     factor = _factor(weight, c, width, OFFSET)

@@ -1,5 +1,3 @@
-"""Reference implementation of `rms_norm`, which all other backends must match."""
-
 from __future__ import annotations
 
 import torch
@@ -10,7 +8,6 @@ from effasr_kernels.shared.ragged import widen
 
 
 def run(a: RMSNormArguments) -> Tensor:
-    """See `effasr_kernels.rms_norm.rms_norm`."""
     x, weight = widen(a.x), widen(a.weight)
     normal = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + a.eps)
     if a.offset:

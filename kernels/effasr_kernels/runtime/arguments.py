@@ -18,17 +18,12 @@ from effasr_kernels.packed import OffsetsOnDemand, PackedLayout
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Conversion between a dataclass field and the parts of a schema.
+    """Conversion between a dataclass field and the parts of a schema."""
 
-    Attributes:
-        parts: The type and name of each part, with ``{}`` for the name of the field.
-        flatten: Converts the field's value to one value for each part.
-        restore: Converts these values back to the field's value.
-    """
-
-    parts: tuple[str, ...]
+    parts: tuple[str, ...]  # the type and name of each part, with ``{}`` for the name of the field
+    # Converts the field's value to one value for each part
     flatten: Callable[[Any], tuple[Any, ...]]
-    restore: Callable[..., Any]
+    restore: Callable[..., Any]  # converts these values back to the field's value
 
 
 def _plain(type_name: str) -> Kind:
@@ -82,27 +77,16 @@ _KINDS: dict[Any, Kind] = {
 
 
 class ArgumentSchema:
-    """Flattens and rebuilds a dataclass of arguments.
-
-    Attributes:
-        parts: The parts of the schema, each a type and a name.
-        names: Their names.
-        tensor_names: The fields of type ``Tensor`` or ``Tensor | None``.
-    """
+    """Flattens and rebuilds a dataclass of arguments."""
 
     def __init__(self, arguments: type):
-        """Read the fields.
-
-        Args:
-            arguments: A frozen dataclass. The type of each field is a key of ``_KINDS``, or the
-                field's metadata has a `Kind` under ``"kind"``.
-        """
         hints = get_type_hints(arguments)
         self._arguments = arguments
         self._kinds: list[tuple[str, Kind]] = [
             (field.name, field.metadata.get("kind") or _KINDS[hints[field.name]])
             for field in fields(arguments)
         ]
+        # Types and names of the schema, such as "Tensor x", "SymInt layout_rows"
         self.parts = [part.format(name) for name, kind in self._kinds for part in kind.parts]
         self.names = [part.split()[-1] for part in self.parts]
         field_names = [name for name, _ in self._kinds]
@@ -115,13 +99,13 @@ class ArgumentSchema:
         """The values of the tensor fields, in the order of `tensor_names`."""
         return tuple([getattr(arguments, name) for name in self.tensor_names])
 
-    def others(self, arguments: Any) -> tuple[Any, ...]:
+    def other_values(self, arguments: Any) -> tuple[Any, ...]:
         """The values of the other fields: layouts and options."""
         return tuple([getattr(arguments, name) for name in self._other_names])
 
-    def join(self, tensors: Sequence[Tensor | None], others: Sequence[Any]) -> Any:
+    def join(self, tensors: Sequence[Tensor | None], other_values: Sequence[Any]) -> Any:
         """Rebuild the dataclass from the results of `tensors` and `others`."""
-        values = (*tensors, *others)
+        values = (*tensors, *other_values)
         return self._arguments(*[values[position] for position in self._positions])
 
     def flatten(self, arguments: Any) -> list[Any]:

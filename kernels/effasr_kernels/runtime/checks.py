@@ -17,23 +17,11 @@ _INTEGER = (torch.int32, torch.int64)
 
 
 def wrong(op: str, name: str, rule: str, value: Any) -> ValueError:
-    """Build the error for an argument that breaks a rule."""
     return ValueError(f"{op}: `{name}` must {rule}, but is {value}.")
 
 
 def check_shape(op: str, name: str, tensor: Tensor, letters: str, *sizes: int | None) -> None:
-    """Check the shape of a tensor.
-
-    Args:
-        op: The operation, for the message.
-        name: The argument, for the message.
-        tensor: The argument's value.
-        letters: The shape in the letters of `effasr_kernels.packed`, such as ``"(T, H, D)"``.
-        sizes: The required size of each dimension; None accepts any.
-
-    Raises:
-        ValueError: The shape differs.
-    """
+    """Check the shape; a required size of None accepts any."""
     shape = tensor.shape
     if len(shape) == len(sizes):
         for i, size in enumerate(sizes):
@@ -47,11 +35,7 @@ def check_shape(op: str, name: str, tensor: Tensor, letters: str, *sizes: int | 
 
 
 def check_rows(op: str, name: str, tensor: Tensor, layout_name: str, layout: PackedLayout) -> None:
-    """Check that a packed tensor has the rows and the device of its layout.
-
-    Raises:
-        ValueError: The number of rows or the device differs.
-    """
+    """Check that a packed tensor has the rows and the device of its layout."""
     if tensor.shape[0] != layout.rows:
         rule = f"have {layout.rows} rows, as `{layout_name}` does"
         raise wrong(op, name, rule, tuple(tensor.shape))
@@ -62,11 +46,7 @@ def check_rows(op: str, name: str, tensor: Tensor, layout_name: str, layout: Pac
 def check_same_sequences(
     op: str, name: str, layout: PackedLayout, like_name: str, like: PackedLayout
 ) -> None:
-    """Check that two layouts have the same number of sequences.
-
-    Raises:
-        ValueError: The numbers differ.
-    """
+    """Check that two layouts have the same number of sequences."""
     if layout is like:
         return
     actual, expected = layout.cu_seqlens.shape[0] - 1, like.cu_seqlens.shape[0] - 1
@@ -75,11 +55,7 @@ def check_same_sequences(
 
 
 def check_floating(op: str, **tensors: Tensor | None) -> None:
-    """Check that all tensors are floating point, of one dtype and on one device; None is skipped.
-
-    Raises:
-        ValueError: A dtype is not supported, or a dtype or device differs.
-    """
+    """Check that tensors are floating point, of one dtype and on one device; None is skipped."""
     first_name, first = "", None
     for name, tensor in tensors.items():
         if tensor is None:
@@ -96,11 +72,7 @@ def check_floating(op: str, **tensors: Tensor | None) -> None:
 
 
 def check_beside(op: str, name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
-    """Check a floating tensor whose dtype may differ from that of another one, unless wide.
-
-    Raises:
-        ValueError: The dtype is not supported, only one of them is float64, or the device differs.
-    """
+    """Check a floating tensor whose dtype may differ from that of another one, unless wide."""
     if tensor.dtype not in _FLOATING:
         raise wrong(op, name, "be float16, bfloat16, float32 or float64", tensor.dtype)
     if (tensor.dtype == torch.float64) != (like.dtype == torch.float64):
@@ -111,11 +83,7 @@ def check_beside(op: str, name: str, tensor: Tensor, like_name: str, like: Tenso
 
 
 def check_integers(op: str, name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
-    """Check that class numbers are int32 or int64 and on the device of ``like``.
-
-    Raises:
-        ValueError: The dtype is another one, or the device differs.
-    """
+    """Check that class numbers are int32 or int64 and on the device of ``like``."""
     if tensor.dtype not in _INTEGER:
         raise wrong(op, name, "be int32 or int64", tensor.dtype)
     if tensor.device != like.device:
@@ -124,30 +92,16 @@ def check_integers(op: str, name: str, tensor: Tensor, like_name: str, like: Ten
 
 def check_attention(
     op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor,  # queries
+    k: Tensor,  # keys
+    v: Tensor,  # values
     layout_q: PackedLayout,
-    layout_k: PackedLayout,
-    dropout: float,
+    layout_k: PackedLayout,  # layout of `k` and `v`
+    dropout: float,  # probability to drop a weight
     *,
-    grouped: bool = False,
+    grouped: bool = False,  # whether several heads of ``q`` may share one of `k` and `v`
 ) -> None:
-    """Check the arguments that all attention operations share, except for their dtypes.
-
-    Args:
-        op: The operation, for messages.
-        q: Queries.
-        k: Keys.
-        v: Values.
-        layout_q: Layout of ``q``.
-        layout_k: Layout of ``k`` and ``v``.
-        dropout: Probability to drop a weight.
-        grouped: Whether several heads of ``q`` may share one of ``k`` and ``v``.
-
-    Raises:
-        ValueError: A shape, device, number of sequences or ``dropout`` is invalid.
-    """
+    """Check the arguments that all attention operations share, except for their dtypes."""
     check_shape(op, "q", q, "(T_q, H, D)", None, None, None)
     check_rows(op, "q", q, "layout_q", layout_q)
     heads, width = q.shape[1:]
@@ -173,11 +127,7 @@ def check_transcripts(
     classes: int,
     blank_id: int,
 ) -> None:
-    """Check the labels that a lattice aligns to frames, except for their values.
-
-    Raises:
-        ValueError: The labels do not match the layouts, or the blank is not one of the classes.
-    """
+    """Check the labels that a lattice aligns to frames, except for their values."""
     check_shape(op, "targets", targets, "(U,)", layout.rows)
     check_rows(op, "targets", targets, "layout_targets", layout)
     check_integers(op, "targets", targets, "layout_frames", layout_frames.cu_seqlens)
@@ -189,18 +139,7 @@ def check_transcripts(
 def check_labels(
     op: str, labels: Tensor, classes: int, exception: str, forbidden: int | None = None
 ) -> None:
-    """Check the values of ``targets`` on a CPU; on a GPU the check would wait for the device.
-
-    Args:
-        op: The operation, for the message.
-        labels: The labels in ``targets`` that are not ignored.
-        classes: Number of classes.
-        exception: The end of the rule in the message, such as an ignored value.
-        forbidden: A class that must not occur; None allows all.
-
-    Raises:
-        ValueError: A label is out of range or forbidden.
-    """
+    """Check the values of ``targets`` on a CPU; on a GPU the check would wait for the device."""
     if not labels.is_cpu:
         return
     bad = (labels < 0) | (labels >= classes)
@@ -216,11 +155,8 @@ def under_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """Cast floating tensors as autocast does for a matrix product, if autocast is enabled.
 
     Under autocast the inputs of one call arrive in several dtypes (parameters in float32,
-    activations in bfloat16). As in torch's own matrix products, float64 is not cast.
-
-    Args:
-        tensors: The floating arguments; None stays None. The first is not None and determines the
-            device type.
+    activations in bfloat16). As in torch's own matrix products, float64 is not cast. The first
+    tensor is not None.
     """
     kind = tensors[0].device.type  # type: ignore[union-attr]
     if not torch.is_autocast_enabled(kind):

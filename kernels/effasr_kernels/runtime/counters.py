@@ -11,44 +11,37 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_LEAST = 4_096
+_MINIMUM = 4_096
 """Counters that are kept for a stream, at least: 16 kB."""
 
-_Kept = dict[tuple[torch.device, int], Tensor]
+_ByStream = dict[tuple[torch.device, int], Tensor]
 """Counters by device and stream."""
 
-_KEPT: _Kept = {}
-_OF_GRAPHS: dict[tuple[torch.device, int], _Kept] = {}
+_EAGER: _ByStream = {}
+_OF_GRAPHS: dict[tuple[torch.device, int], _ByStream] = {}
 """The counters of the graph that is being recorded, by the device and the stream of the graph."""
 
 
 def program_counters(like: Tensor, groups: int) -> Tensor:
-    """Return the counters of `is_last_program` for one launch on the current stream.
+    """The counters of `is_last_program` for one launch on the current stream: zeros, int32.
 
     Launches on one stream follow each other, so they share counters that are kept. A CUDA graph has
     its own, because it may be replayed beside other launches, and its memory ends with it. They are
     set to zero by a node of the graph: one for each launch, or one for all inside `graph_counters`.
-
-    Args:
-        like: A tensor on the device of the launch.
-        groups: Number of groups.
-
-    Returns:
-        Zeros, int32 (at least ``groups``,), on the device.
     """
     device = like.device
     if device.type != "cuda":
         return _zeros(groups, device)
     key = device, torch.cuda.current_stream(device).cuda_stream
-    kept = _KEPT
+    by_stream = _EAGER
     if torch.cuda.is_current_stream_capturing():
         if key not in _OF_GRAPHS:
             return _zeros(groups, device)
-        kept = _OF_GRAPHS[key]
-    found = kept.get(key)
-    if found is None or found.numel() < groups:
-        found = kept[key] = _zeros(max(groups, _LEAST), device)
-    return found
+        by_stream = _OF_GRAPHS[key]
+    counters = by_stream.get(key)
+    if counters is None or counters.numel() < groups:
+        counters = by_stream[key] = _zeros(max(groups, _MINIMUM), device)
+    return counters
 
 
 @contextmanager

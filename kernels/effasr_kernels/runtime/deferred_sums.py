@@ -27,24 +27,18 @@ _here = threading.local()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialSums:
-    """Partial sums of one launch.
+    """Partial sums of one launch."""
 
-    Attributes:
-        partials: (P, ...), contiguous, float32 or, if it is not made of partial sums, of any dtype:
-            C columns in all.
-        out: Where `run` writes the sums of the first columns.
-        last: Where `run` writes those of the other columns, if they have a dtype of their own.
-        run: Launches the addition.
-    """
-
+    # (P, ...), contiguous, float32 or, if it is not made of partial sums, of any dtype: C columns
+    # in all
     partials: Tensor
-    out: Tensor
+    out: Tensor  # where `run` writes the sums of the first columns
+    # Where `run` writes those of the other columns, if they have a dtype of their own
     last: Tensor | None
-    run: Callable[[], object]
+    run: Callable[[], object]  # launches the addition
 
     @property
     def columns(self) -> int:
-        """C."""
         return self.out.numel() + (0 if self.last is None else self.last.numel())
 
     @property
@@ -82,17 +76,11 @@ class PartialSums:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A gradient among the columns of partial sums.
+    """A gradient among the columns of partial sums."""
 
-    Attributes:
-        index: Index of the gradient among those that the node receives.
-        sums: The partial sums.
-        column: The first of its columns.
-    """
-
-    index: int
-    sums: PartialSums
-    column: int
+    index: int  # index of the gradient among those that the node receives
+    sums: PartialSums  # the partial sums
+    column: int  # the first of its columns
 
 
 def wait(sums: PartialSums) -> bool:
@@ -106,12 +94,12 @@ def wait(sums: PartialSums) -> bool:
 
 @contextmanager
 def waiting(*, is_allowed: bool = True) -> Iterator[list[PartialSums]]:
-    """Let partial sums wait inside the context, in the list that it returns, if that is allowed."""
+    """Let partial sums wait inside the context, in the list that it yields, if that is allowed."""
     before = getattr(_here, "waiting", None)
-    found: list[PartialSums] = []
-    _here.waiting = found if is_allowed else None
+    sums: list[PartialSums] = []
+    _here.waiting = sums if is_allowed else None
     try:
-        yield found
+        yield sums
     finally:
         _here.waiting = before
 
@@ -122,37 +110,24 @@ def takes_rows(tensor: Tensor) -> bool:
 
 
 def receivers(ctx: Any, names: list[str]) -> dict[str, tuple[list[Share], int]]:
-    """Return the tensors whose gradients go to a node that takes partial sums.
-
-    Args:
-        ctx: Node of the backward that runs.
-        names: Names of its tensor arguments, in order.
-
-    Returns:
-        By name, the list of the node and the index of the gradient there.
-    """
-    found = {}
+    """By name, the list of partial sums and the index there of gradients whose node takes them."""
+    by_name = {}
     for name, (node, index) in zip(names, ctx.next_functions, strict=True):
         shares = getattr(node, "partial_sums", None)
         # A gradient of other tensors only may pass the node by; it would keep what it was given.
         if isinstance(shares, list) and torch._C._will_engine_execute_node(node):
-            found[name] = (shares, index)
-    return found
+            by_name[name] = (shares, index)
+    return by_name
 
 
 def hand_over(
-    found: list[PartialSums],
+    waiting: list[PartialSums],  # the partial sums that wait
+    # The gradients that are required by name; those handed over become None
     gradients: dict[str, Tensor | None],
     to: dict[str, tuple[list[Share], int]],
 ) -> None:
-    """Give partial sums to the nodes that take them, and add up all others.
-
-    Args:
-        found: The partial sums that wait.
-        gradients: The gradients that are required by name; those handed over become None.
-        to: See `receivers`.
-    """
-    for sums in found:
+    """Give partial sums to the nodes that take them, and add up all others."""
+    for sums in waiting:
         columns: dict[str, int] = {}
         for name, gradient in gradients.items():
             if gradient is not None and (column := sums.column_of(gradient)) is not None:

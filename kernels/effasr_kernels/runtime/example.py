@@ -31,12 +31,7 @@ class ExampleInputs:
         self.device, self.dtype = torch.device(device), dtype
 
     def floating(self, *shape: int, differentiable: bool = True) -> Tensor:
-        """Return a floating tensor.
-
-        Args:
-            shape: Shape of the tensor.
-            differentiable: Whether every backend computes its gradient. Subclasses may use this.
-        """
+        """A random tensor; subclasses may use whether every backend has its gradient."""
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def integers(self, *values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -58,14 +53,8 @@ class ExampleInputs:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A small call of an operation.
+    """A small call of an operation."""
 
-    Attributes:
-        label: The operation's name, followed by the option that the call shows, if any.
-        arguments: The keyword arguments of the public function.
-        flops: Floating-point operations of the forward without the tail, counted by hand.
-    """
-
-    label: str
-    arguments: Callable[[ExampleInputs], Keywords]
-    flops: int
+    label: str  # the operation's name, followed by the option that the call shows, if any
+    arguments: Callable[[ExampleInputs], Keywords]  # the keyword arguments of the public function
+    flops: int  # floating-point operations of the forward without the tail, counted by hand

@@ -20,17 +20,10 @@ from effasr_kernels.runtime.checks import wrong
 
 
 def check_overwritable(op: str, option: str, names: Sequence[str], **tensors: Tensor) -> None:
-    """Check that gradients can be written over some of the arguments.
+    """Check that gradients can be written over the tensors of these names.
 
-    Args:
-        op: The operation, for the message.
-        option: The argument that requests it, for the message.
-        names: The tensors to overwrite.
-        tensors: All tensors of the call by name.
-
-    Raises:
-        ValueError: A tensor to overwrite is a leaf or a view of one (a parameter or the caller's
-            data), is not contiguous, or shares memory with another argument.
+    They must be no leaf or view of one (a parameter or the caller's data), contiguous, and share no
+    memory with another argument.
     """
     for name in names:
         x = tensors[name]
@@ -41,18 +34,16 @@ def check_overwritable(op: str, option: str, names: Sequence[str], **tensors: Te
         if not x.is_contiguous():
             rule = f"be contiguous where `{option}` is set"
             raise wrong(op, name, rule, f"{tuple(x.shape)} with strides {x.stride()}")
-    for one, other in combinations(tensors, 2):
-        if (one in names or other in names) and _overlap(tensors[one], tensors[other]):
+    for name_a, name_b in combinations(tensors, 2):
+        if (name_a in names or name_b in names) and _overlap(tensors[name_a], tensors[name_b]):
             rule = f"have memory of its own where `{option}` is set"
-            raise wrong(op, one if one in names else other, rule, f"`{one}` and `{other}` in one")
+            raise wrong(
+                op, name_a if name_a in names else name_b, rule, f"`{name_a}` and `{name_b}` in one"
+            )
 
 
 def begin(ctx: Any, op: str, names: Sequence[str]) -> None:
-    """Raise an error for a second backward, clearer than autograd's error about versions.
-
-    Raises:
-        RuntimeError: This is the second backward of a call with overwritten tensors.
-    """
+    """Raise an error for a second backward, clearer than autograd's error about versions."""
     if names and getattr(ctx, "is_spent", False):
         written = " and ".join(f"`{name}`" for name in names)
         raise RuntimeError(

@@ -26,21 +26,13 @@ _MULTIPROCESSORS = 132
 
 @dataclass(slots=True)
 class Launch:
-    """A recorded launch.
+    """A recorded launch."""
 
-    Attributes:
-        kernel: A function decorated by `triton.jit`.
-        grid: Programs along each axis.
-        values: The run-time arguments in order.
-        constants: The compile-time arguments by name.
-        options: Compiler options such as ``num_warps``.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    values: tuple[Any, ...]
-    constants: dict[str, Any]
-    options: dict[str, Any]
+    kernel: Any  # a function decorated by `triton.jit`
+    grid: tuple[int, ...]  # programs along each axis
+    values: tuple[Any, ...]  # the run-time arguments in order
+    constants: dict[str, Any]  # the compile-time arguments by name
+    options: dict[str, Any]  # compiler options such as `num_warps`
 
     @property
     def args(self) -> dict[str, Any]:
@@ -57,8 +49,7 @@ class _Recorder:
 def recording(capability: tuple[int, int] = _WITHOUT_GPU) -> Iterator[list[Launch]]:
     """Record launches instead of running them; the contents of their outputs are undefined.
 
-    Args:
-        capability: Compute capability of the GPU for which configurations are chosen.
+    Configurations are chosen for a GPU of this compute capability.
     """
     launches: list[Launch] = []
     with diverted(launches.append, capability):
@@ -69,12 +60,7 @@ def recording(capability: tuple[int, int] = _WITHOUT_GPU) -> Iterator[list[Launc
 def diverted(
     take: Callable[[Launch], object] | None, capability: tuple[int, int] = _WITHOUT_GPU
 ) -> Iterator[None]:
-    """Pass launches to a function instead of running them.
-
-    Args:
-        take: Called with every launch; None runs the launches, also inside another `diverted`.
-        capability: Compute capability of the GPU for which configurations are chosen.
-    """
+    """Pass launches to a function; None runs them, also inside another `diverted`."""
     before = _Recorder.take, _Recorder.capability
     _Recorder.take, _Recorder.capability = take, capability
     try:
@@ -84,28 +70,17 @@ def diverted(
 
 
 def launch(
-    kernel: Any,
-    grid: Sequence[int],
-    *args: Any,
-    num_warps: int = 4,
-    num_stages: int = 2,
-    maxnreg: int | None = None,
+    kernel: Any,  # a function decorated by `triton.jit`, whose compile-time arguments come last
+    grid: Sequence[int],  # programs along each axis, known to the host
+    *args: Any,  # tensors, tuples of tensors, numbers or None; at least one is a tensor
+    num_warps: int = 4,  # warps per program
+    num_stages: int = 2,  # stages of the software pipeline of loads
+    maxnreg: int | None = None,  # maximum registers per thread; None lets the compiler choose
     **constants: Any,
 ) -> None:
     """Launch a kernel, unless its grid is empty.
 
-    Args:
-        kernel: A function decorated by `triton.jit`, whose compile-time arguments come last.
-        grid: Programs along each axis, known to the host.
-        args: Tensors, tuples of tensors, numbers or None; at least one is a tensor.
-        num_warps: Warps per program.
-        num_stages: Stages of the software pipeline of loads.
-        maxnreg: Maximum registers per thread; None lets the compiler choose.
-        constants: The arguments annotated ``tl.constexpr``, by name. Lengths must not be among
-            them, as every new value compiles the kernel again.
-
-    Raises:
-        RuntimeError: A tensor is bfloat16 in the interpreter, which computes bfloat16 wrongly.
+    No length may be among the constants, as every new value compiles the kernel again.
     """
     # Allows fused multiply-adds, which later versions of Triton disable by default.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
@@ -130,6 +105,20 @@ def launch(
     kernel[tuple(grid)](*args, **constants)
 
 
+def ceil_div(count: int, divisor: int) -> int:
+    """``count / divisor``, rounded up; of numbers that are known when a call is launched."""
+    return -(-count // divisor)
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """The tensor, or a copy, whose rows (channels of its last dimension) are contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
 def serves_cpu() -> bool:
     """Whether kernels serve tensors on the CPU: interpreted, recorded or emulated."""
     return INTERPRETED or _Recorder.take is not None
@@ -152,11 +141,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def refusal(*tensors: Tensor | None) -> str | None:
-    """The reason why Triton does not support these tensors, or None; for ``unsupported_reason``.
-
-    Args:
-        tensors: The floating arguments of an operation, of one dtype and device; None is skipped.
-    """
+    """The reason why Triton does not support these tensors, or None; for ``unsupported_reason``."""
     x = next(tensor for tensor in tensors if tensor is not None)
     if x.dtype == torch.float64:
         return "float64 is for the reference"

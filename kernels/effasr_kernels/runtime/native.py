@@ -35,17 +35,21 @@ def unsupported_reason() -> str | None:
     return library if isinstance(library, str) else None
 
 
+def refusal(*tensors: Tensor | None) -> str | None:
+    """The reason why the CPU library does not support these tensors, or None."""
+    x = next(tensor for tensor in tensors if tensor is not None)
+    if x.device.type != "cpu":
+        return "supports only CPUs"
+    if x.dtype == torch.float64:
+        return "float64 is for the reference"
+    reason = unsupported_reason()
+    return None if reason is None else f"{reason} ({HOW_TO_BUILD})"
+
+
 def run(op: str, name: str, *structures: ctypes.Structure) -> None:
     """Call a function of the library with `torch.get_num_threads` threads.
 
-    Args:
-        op: The operation, for messages.
-        name: Name of the function.
-        structures: Arguments of the function. The caller keeps the tensors they point to alive.
-
-    Raises:
-        BackendUnavailable: The library cannot run; see `unsupported_reason`.
-        MemoryError: The function could not allocate its workspace.
+    The caller keeps the tensors alive to which the structures point.
     """
     library = _load()
     if isinstance(library, str):
@@ -66,24 +70,12 @@ def check(
     op: str,
     name: str,
     tensor: Tensor,
-    dtype: torch.dtype,
-    shape: tuple[int, ...] | torch.Size | None = None,
+    dtype: torch.dtype,  # required dtype
+    shape: tuple[int, ...] | torch.Size | None = None,  # required shape; None accepts any
     *,
-    contiguous: bool = True,
+    contiguous: bool = True,  # whether the tensor must be contiguous
 ) -> None:
-    """Check properties of a tensor that the library assumes.
-
-    Args:
-        op: The operation, for messages.
-        name: The argument, for messages.
-        tensor: The argument's value.
-        dtype: Required dtype.
-        shape: Required shape; None accepts any.
-        contiguous: Whether the tensor must be contiguous.
-
-    Raises:
-        ValueError: The tensor is not on a CPU, or its dtype, shape or strides differ.
-    """
+    """Check properties of a tensor that the library assumes."""
     if tensor.device.type != "cpu":
         raise wrong(op, name, "be on a CPU", f"on {tensor.device}")
     if tensor.dtype != dtype:

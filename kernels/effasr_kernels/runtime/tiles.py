@@ -27,19 +27,11 @@ def count_tiles(rows: int, sequences: int, block: int) -> int:
 
 @triton.jit
 def find_tile(cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr, times=1):
-    """Find the rows of a tile.
+    """Find the rows of a tile, whose number is below ``count_tiles(times * rows, N, BLOCK)``.
 
-    Args:
-        cu_seqlens: int32 (N + 1,), a pointer.
-        sequences: N.
-        rows: Rows of the packed tensor, including the tail.
-        tile: The number of the tile, in ``[0, count_tiles(times * rows, sequences, BLOCK))``.
-        BLOCK: Rows of a tile.
-        times: Rows of the tiles' tensor for each row that ``cu_seqlens`` and ``rows`` count.
-
-    Returns:
-        The sequence, N for the tail; its first row, int64; its length; the tile's first row within
-        the sequence. If the last is not less than the length, the tile has no rows.
+    `cu_seqlens` and `rows` count units of `times` rows. Returns the sequence, N for the tail; its
+    first row, int64; its length; the tile's first row within the sequence. If the last is not less
+    than the length, the tile has no rows.
     """
     # Counts the sequences whose numbers begin at or before this tile; the tile belongs to the last
     # of them. Sequences before ``early`` always count, so of thousands only a few are loaded.
@@ -72,14 +64,9 @@ def fill_tile_table(cu_seqlens, tiles, sequences, rows, BLOCK: tl.constexpr):
 
 
 def tile_table(layout: PackedLayout, block: int) -> Tensor | None:
-    """The table of a layout's tiles, int32 (tiles, 4), made at the first request.
+    """The results of `find_tile` for each tile, int32 (tiles, 4), made at the first request.
 
-    Args:
-        layout: The layout; it keeps the table.
-        block: Rows of a tile.
-
-    Returns:
-        For each tile the results of `find_tile`; None if the layout keeps no tables.
+    None if the layout keeps no tables.
     """
     tables, sequences = layout.tile_tables, layout.num_sequences
     if tables is None:
@@ -95,16 +82,7 @@ def tile_table(layout: PackedLayout, block: int) -> Tensor | None:
 
 @triton.jit
 def locate_tile(tiles, cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr):
-    """The results of `find_tile`, from a table if there is one.
-
-    Args:
-        tiles: int32 (tiles, 4), a pointer, from `tile_table`; None to search the offsets.
-        cu_seqlens: See `find_tile`.
-        sequences: See `find_tile`.
-        rows: See `find_tile`.
-        tile: See `find_tile`.
-        BLOCK: See `find_tile`.
-    """
+    """The results of `find_tile`, from a table if there is one."""
     if tiles is None:
         sequence, begin, length, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
             cu_seqlens, sequences, rows, tile, BLOCK

@@ -38,40 +38,25 @@ def is_dispatched() -> bool:
 
 
 class TorchOp(Dispatcher):
-    """The definition of an operation; base class of `DifferentiableOp` and `ForwardOnlyOp`.
-
-    Attributes:
-        schema: Converts the arguments to and from the torch.library schema.
-        examples: Small calls, for tests, ``effasr doctor`` and measurements.
-    """
+    """The definition of an operation; base class of `DifferentiableOp` and `ForwardOnlyOp`."""
 
     def __init__(
         self,
-        name: str,
-        arguments: type,
+        name: str,  # name of the operation's folder and public function
+        arguments: type,  # the frozen dataclass of its arguments; see `ArgumentSchema`
+        # The import path of each implementation, in order of preference; see `Dispatcher`
         backends: Mapping[Backend, str],
         *,
+        # Returns empty tensors with the shapes and dtypes of the results. Its arguments may be
+        # fake, with layouts that hold no lengths.
         outputs: Callable[[Any], Tensor | tuple[Tensor, ...] | None],
+        # Returns the floating-point operations of the forward, summed over sequences. A backward
+        # counts as twice that, as for matrix products; recomputation is not counted.
         flops: Callable[[Any], int],
-        examples: Sequence[Example],
-        results: int = 1,
+        examples: Sequence[Example],  # small calls
+        results: int = 1,  # number of tensors that a call returns; with 0 a call returns None
         order: Callable[[Any], Sequence[Backend]] | None = None,
     ):
-        """Define an operation.
-
-        Args:
-            name: Name of the operation's folder and public function.
-            arguments: The frozen dataclass of its arguments; see `ArgumentSchema`.
-            backends: The import path of each implementation, in order of preference; see
-                `Dispatcher`.
-            outputs: Returns empty tensors with the shapes and dtypes of the results. Its arguments
-                may be fake, with layouts that hold no lengths.
-            flops: Returns the floating-point operations of the forward, summed over sequences. A
-                backward counts as twice that, as for matrix products; recomputation is not counted.
-            examples: Small calls.
-            results: Number of tensors that a call returns; with 0 a call returns None.
-            order: See `Dispatcher`.
-        """
         super().__init__(name, dict(backends), order)
         self.schema = ArgumentSchema(arguments)
         self.examples = tuple(examples)
@@ -84,9 +69,6 @@ class TorchOp(Dispatcher):
 
         Autocast is disabled inside: the public functions have already cast their arguments, and
         autocast would narrow what an implementation computes in a wider dtype.
-
-        Returns:
-            A tensor, a tuple of tensors, or None, by the operation's number of results.
         """
         if is_dispatched():
             return self._through_library(arguments, backend)
@@ -106,11 +88,9 @@ class TorchOp(Dispatcher):
         return [*self.schema.flatten(arguments), "" if backend is None else str(backend)]
 
     def overwritten(self, arguments: Any) -> tuple[str, ...]:
-        """Names of the tensors over which the backward of a call writes their gradients."""
         return ()
 
     def _compute(self, implementation: Any, arguments: Any) -> Any:
-        """Run an implementation without torch's dispatcher."""
         raise NotImplementedError
 
     def _through_library(self, arguments: Any, backend: Backend | str | None) -> Any:
@@ -153,25 +133,18 @@ class DifferentiableOp(TorchOp):
     def __init__(
         self,
         *definition: Any,
+        # Names of tensors that the field ``overwritten`` may contain. A call that overwrites
+        # tensors has the backward ``effasr::NAME_backward_over``, which writes their gradients in
+        # place (`effasr_kernels.runtime.inplace_grad`) and returns the other gradients.
         overwritable: Sequence[str] = (),
+        # Returns the names of tensors of given arguments that a backward does not read. They are
+        # not kept for it in eager mode, where it finds None in their place.
         unread: Callable[[Any], Sequence[str]] = lambda _: (),
+        # Indices of results whose gradients a backward does not read. In eager mode it finds None
+        # in their place where the result was not used.
         undifferentiated: Sequence[int] = (),
         **options: Any,
     ):
-        """Define and register it.
-
-        Args:
-            definition: See `TorchOp`.
-            overwritable: Names of tensors that the field ``overwritten`` may contain. A call that
-                overwrites tensors has the backward ``effasr::NAME_backward_over``, which writes
-                their gradients in place (`effasr_kernels.runtime.inplace_grad`) and returns the
-                other gradients.
-            unread: Returns the names of tensors of given arguments that a backward does not read.
-                They are not kept for it in eager mode, where it finds None in their place.
-            undifferentiated: Indices of results whose gradients a backward does not read. In eager
-                mode it finds None in their place where the result was not used.
-            options: See `TorchOp`.
-        """
         super().__init__(*definition, **options)
         self.unread, self.undifferentiated = unread, frozenset(undifferentiated)
         self._may_overwrite = bool(overwritable)
@@ -246,29 +219,31 @@ class DifferentiableOp(TorchOp):
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
         ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
-        ctx.rest = [None if isinstance(value, Tensor) else value for value in inputs]
-        given = [value for value in inputs if isinstance(value, Tensor)]
+        ctx.options = [None if isinstance(value, Tensor) else value for value in inputs]
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
         saved = output[self._results :]
         # The backward reads the results only if the implementation saves further tensors.
-        kept = output if saved else []
-        ctx.given = len(given)
+        outputs = output if saved else []
+        ctx.tensor_count = len(tensors)
         ctx.mark_non_differentiable(*saved)
-        ctx.save_for_backward(*given, *kept)
+        ctx.save_for_backward(*tensors, *outputs)
 
     def _differentiate(self, ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
-        overwritten = self._flat_overwritten(ctx.rest)
+        overwritten = self._flat_overwritten(ctx.options)
         inplace_grad.begin(ctx, self.name, overwritten)
         # Read only once: activation checkpointing recomputes them at each access.
         saved_tensors = ctx.saved_tensors
-        given, kept = saved_tensors[: ctx.given], saved_tensors[ctx.given :]
-        tensors = iter(given)
+        tensors, outputs = (
+            iter(saved_tensors[: ctx.tensor_count]),
+            saved_tensors[ctx.tensor_count :],
+        )
         flat = [
             next(tensors) if is_tensor else value
-            for is_tensor, value in zip(ctx.is_tensor, ctx.rest, strict=True)
+            for is_tensor, value in zip(ctx.is_tensor, ctx.options, strict=True)
         ]
         backward = self._backward_over if overwritten else self._backward
         required = list(ctx.needs_input_grad)
-        gradients = iter(backward(list(grads[: self._results]), list(kept), required, *flat))
+        gradients = iter(backward(list(grads[: self._results]), list(outputs), required, *flat))
         return tuple(
             inplace_grad.finish(value)
             if name in overwritten
@@ -397,24 +372,22 @@ class ImplementationFunction(Function):
     def forward(  # type: ignore[override]
         ctx: Any, op: DifferentiableOp, implementation: Any, arguments: Any, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Run the forward. ``tensors`` are the tensor fields of ``arguments``."""
         results, saved = implementation.forward(arguments)
         ctx.op, ctx.implementation = op, implementation
         # Autograd would launch a kernel that writes zeros for each result that was not used.
         ctx.set_materialize_grads(False)
         # Tensors are saved through autograd, so that saved-tensor hooks and version checks apply.
-        ctx.others, ctx.count = op.schema.others(arguments), len(results)
+        ctx.other_values, ctx.count = op.schema.other_values(arguments), len(results)
         ctx.overwritten = op.overwritten(arguments)
         integers = [x for x in results if not x.is_floating_point()]
         if integers:
             ctx.mark_non_differentiable(*integers)
         # `next_functions` has no entry for an argument that is None.
-        given = zip(op.schema.tensor_names, tensors, strict=True)
-        ctx.given = [name for name, x in given if x is not None]
+        named = list(zip(op.schema.tensor_names, tensors, strict=True))
+        ctx.present = [name for name, x in named if x is not None]
         unread = op.unread(arguments)
         if unread:
-            names = zip(op.schema.tensor_names, tensors, strict=True)
-            tensors = tuple([None if name in unread else x for name, x in names])
+            tensors = tuple([None if name in unread else x for name, x in named])
         ctx.save_for_backward(*tensors, *results, *saved)
         return results
 
@@ -423,16 +396,15 @@ class ImplementationFunction(Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Run the backward; a KeyError reports a required gradient that it does not return."""
         names, overwritten = ctx.op.schema.tensor_names, ctx.overwritten
         inplace_grad.begin(ctx, ctx.op.name, overwritten)
         # Read only once: activation checkpointing recomputes them at each access.
         saved = ctx.saved_tensors
         inputs, results = len(names), len(names) + ctx.count
-        arguments = ctx.op.schema.join(saved[:inputs], ctx.others)
+        arguments = ctx.op.schema.join(saved[:inputs], ctx.other_values)
         outputs = saved[inputs:results]
         upstream = _upstream(grads, outputs, ctx.op.undifferentiated)
-        receivers = deferred_sums.receivers(ctx, ctx.given)
+        receivers = deferred_sums.receivers(ctx, ctx.present)
         with deferred_sums.waiting(is_allowed=bool(receivers)) as waiting:
             gradients = ctx.implementation.backward(arguments, upstream, outputs, saved[results:])
         for name in overwritten:
@@ -448,13 +420,6 @@ class ImplementationFunction(Function):
 def _upstream(
     grads: Sequence[Tensor | None], results: Sequence[Tensor], undifferentiated: Collection[int]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the results: zeros for those that were not used.
-
-    Args:
-        grads: Gradients of the results; None for a result that was not used.
-        results: The results.
-        undifferentiated: Indices of results whose gradients the backward does not read.
-    """
     return tuple(
         [
             gradient.contiguous()
@@ -468,46 +433,33 @@ def _upstream(
 
 
 class ForwardOnlyOp(TorchOp):
-    """An operation without a backward: ``effasr::NAME``.
-
-    Attributes:
-        written: The arguments that calls write to.
-    """
+    """An operation without a backward: ``effasr::NAME``."""
 
     def __init__(
         self,
         *definition: Any,
+        # The arguments that calls write to; the schema declares them as mutated
         written: Sequence[str] = (),
+        # An optional argument. If given, only calls where it is not None write; they call
+        # ``effasr::NAME_in_place``, so that the compiler copies nothing for others.
         written_with: str | None = None,
         **options: Any,
     ):
-        """Define and register it.
-
-        Args:
-            definition: See `TorchOp`.
-            written: The arguments that calls write to; the schema declares them as mutated.
-            written_with: An optional argument. If given, only calls where it is not None write;
-                they call ``effasr::NAME_in_place``, so that the compiler copies nothing for others.
-            options: See `TorchOp`.
-        """
         super().__init__(*definition, **options)
         self.written, self._written_with = tuple(written), written_with
         # Not a list: torch.compile does not support it for an operation that mutates arguments.
         tensors = ", ".join(["Tensor"] * self._results)
         returns = tensors if self._results == 1 else f"({tensors})"
-        how: Any = {"run": self._run, "fake": self._fake, "count": self._count}
+        functions: Any = {"run": self._run, "fake": self._fake, "count": self._count}
         in_place = self._written(written)
         plain = ", ".join(self.schema.parts) if written_with else in_place
-        self._call = self._call_in_place = self._define(self.name, plain, returns, **how)
+        self._call = self._call_in_place = self._define(self.name, plain, returns, **functions)
         if written_with is not None:
-            self._call_in_place = self._define(f"{self.name}_in_place", in_place, returns, **how)
+            self._call_in_place = self._define(
+                f"{self.name}_in_place", in_place, returns, **functions
+            )
 
     def __call__(self, arguments: Any, backend: Backend | str | None = None) -> Any:
-        """Run the operation; see `TorchOp`.
-
-        Raises:
-            RuntimeError: Grad mode is enabled and an argument requires a gradient.
-        """
         self.refuse_gradients(arguments)
         return super().__call__(arguments, backend)
 

@@ -62,14 +62,14 @@ def kept_elements(
     low = 0xFFFFFFFF
     i = torch.arange(-(-rows // 2), device=device)[:, None]
     j = torch.arange(-(-columns // 4), device=device)
-    whole = seed.reshape(()).long()
+    seed_bits = seed.reshape(()).long()
     words = [
         i + 0 * j,
         j + 0 * i,
         torch.full_like(i + j, offset & low),
         torch.full_like(i + j, low),
     ]
-    keys = [whole & low, (whole >> 32) & low]
+    keys = [seed_bits & low, (seed_bits >> 32) & low]
     for _ in range(_ROUNDS):
         # Products wrap around in int64; both halves are right even where the sign is not.
         a, b = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
@@ -93,13 +93,6 @@ class Dropout:
     """
 
     def __init__(self, probability: float, seed: Tensor | None, device: torch.device):
-        """Seed the generator; each call of an operation needs its own object.
-
-        Args:
-            probability: Probability to drop a value, in [0, 1). At zero nothing is drawn.
-            seed: Seed of the generator; required unless ``probability`` is zero.
-            device: Device of the values.
-        """
         self.probability = probability
         self._generator = None
         if probability > 0 and seed is not None:

@@ -45,8 +45,8 @@ class _Unbind(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
     ) -> Tensor:
-        whole = _joined(grads)
-        return torch.stack(grads, 1) if whole is None else whole
+        joint = _joined(grads)
+        return torch.stack(grads, 1) if joint is None else joint
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:

@@ -27,17 +27,11 @@ import triton.language as tl
 
 @triton.jit
 def is_last_program(counters, group, programs):
-    """Count this program as finished; return whether it is the last of its group.
+    """Count this program as finished; return whether it is the last of the `programs` of its group.
 
     Every program of the group must call this once, from all of its threads, behind its stores. The
     last program may then read what the others stored, with ``cache_modifier=".cg"`` because each
-    value is read once.
-
-    Args:
-        counters: int32 (groups,), from `effasr_kernels.runtime.counters.program_counters`; 0 again
-            behind the launch.
-        group: Number of the group.
-        programs: Number of programs in the group.
+    value is read once. `counters`, int32 (groups,), are 0 again behind the launch.
     """
     tl.debug_barrier()
     is_last = tl.atomic_add(counters + group, 1, sem="acq_rel", scope="gpu") == programs - 1

@@ -45,46 +45,28 @@ class _Ctc(ctypes.Structure):
 
 
 def node_offsets(cu_frames: Tensor, cu_labels: Tensor) -> Tensor:
-    """The first lattice node of each sequence, and the number of all nodes, int64 (N + 1,).
-
-    Args:
-        cu_frames: Offsets of the frames, int32 (N + 1,), with differences T_n.
-        cu_labels: Offsets of the labels, int32 (N + 1,), with differences U_n.
-    """
+    """The first lattice node of each sequence, and the number of all nodes, int64 (N + 1,)."""
     nodes = cu_frames.diff().long() * (cu_labels.diff().long() + 1)
     return torch.cat([nodes.new_zeros(1), nodes.cumsum(0)])
 
 
 def transducer_occupancies(
-    log_blank: Tensor,
+    log_blank: Tensor,  # log-probability of the blank at each node, float32 (nodes,)
+    # Log-probability of the next label, float32 (nodes,); not read where u = U_n
     log_label: Tensor,
+    # Offsets of the frames, int32 (N + 1,), with differences T_n; the first need not be 0
     cu_frames: Tensor,
-    cu_labels: Tensor,
-    first_nodes: Tensor,
+    cu_labels: Tensor,  # offsets of the labels, int32 (N + 1,), with differences U_n
+    first_nodes: Tensor,  # int64 (N,), for example from `node_offsets`
     *,
-    in_place: bool = False,
+    in_place: bool = False,  # whether the results overwrite `log_blank` and `log_label`
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `effasr_kernels.transducer_loss.lattice.occupancies` for packed sequences.
 
     Node (t, u) of sequence n is element ``first_nodes[n] + t (U_n + 1) + u`` of each tensor.
-
-    Args:
-        log_blank: Log-probability of the blank at each node, float32 (nodes,).
-        log_label: Log-probability of the next label, float32 (nodes,); not read where u = U_n.
-        cu_frames: Offsets of the frames, int32 (N + 1,), with differences T_n; the first need not
-            be 0.
-        cu_labels: Offsets of the labels, int32 (N + 1,), with differences U_n.
-        first_nodes: int64 (N,), for example from `node_offsets`.
-        in_place: Whether the results overwrite ``log_blank`` and ``log_label``.
-
-    Returns:
-        The log-likelihoods, float64 (N,), and the probabilities (nodes,) that a path takes the
-        blank and the label at each node; zero if no path exists. Elements that are not a node of a
-        sequence are not written.
-
-    Raises:
-        ValueError: A dtype, shape or offset is invalid.
-        BackendUnavailable: The CPU library is not built; see `native.unsupported_reason`.
+    Returns the log-likelihoods, float64 (N,), and the probabilities (nodes,) that a path takes the
+    blank and the label at each node; zero if no path exists. Elements that are not a node of a
+    sequence are not written.
     """
     occ_blank, occ_label = log_blank, log_label
     if not in_place:
@@ -106,34 +88,21 @@ def transducer_log_likelihood(
 
 
 def ctc_occupancies(
-    scores: Tensor,
+    scores: Tensor,  # logits, float32 (T, K + 1), where no transcript is longer than K
+    # Subtracted from each row of ``scores``, float32 (T,); None means 0
     log_normalizer: Tensor | None,
-    targets: Tensor,
-    cu_frames: Tensor,
-    cu_targets: Tensor,
+    targets: Tensor,  # labels, int32 or int64 (U,)
+    cu_frames: Tensor,  # offsets of the frames, int32 (N + 1,)
+    cu_targets: Tensor,  # offsets of the labels, int32 (N + 1,)
     *,
-    in_place: bool = False,
+    in_place: bool = False,  # whether the occupancies overwrite `scores`
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-likelihoods of transcripts over all alignments, and the occupancies.
 
     Tables have a row for each frame: the blank in column 0, then each label of the transcript.
-    Columns to the right of these are neither read nor written.
-
-    Args:
-        scores: Logits, float32 (T, K + 1), where no transcript is longer than K.
-        log_normalizer: Subtracted from each row of ``scores``, float32 (T,); None means 0.
-        targets: Labels, int32 or int64 (U,).
-        cu_frames: Offsets of the frames, int32 (N + 1,).
-        cu_targets: Offsets of the labels, int32 (N + 1,).
-        in_place: Whether the occupancies overwrite ``scores``.
-
-    Returns:
-        The log-likelihoods, float64 (N,), and the occupancies (T, K + 1), with a column for each
-        repetition of a label; zero if no alignment exists.
-
-    Raises:
-        ValueError: A dtype, shape or offset is invalid.
-        BackendUnavailable: The CPU library is not built; see `native.unsupported_reason`.
+    Columns to the right of these are neither read nor written. Returns the log-likelihoods, float64
+    (N,), and the occupancies (T, K + 1), with a column for each repetition of a label; zero if no
+    alignment exists.
     """
     occupancies = scores if in_place else torch.empty_like(scores)
     total = _ctc(scores, log_normalizer, occupancies, targets, cu_frames, cu_targets)

@@ -15,25 +15,13 @@ from effasr_kernels.runtime import checks
 
 def check_pages(
     op: str,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    heads: int | None,
-    width: int,
-    letters: str = "(P, B, H, D)",
+    k_pages: Tensor,  # keys
+    v_pages: Tensor,  # values
+    heads: int | None,  # H; None accepts any number
+    width: int,  # D
+    letters: str = "(P, B, H, D)",  # the shape, for the message
 ) -> None:
-    """Check that keys and values have one shape (P, B, H, D) with B at least 1.
-
-    Args:
-        op: The operation, for the message.
-        k_pages: Keys.
-        v_pages: Values.
-        heads: H; None accepts any number.
-        width: D.
-        letters: The shape, for the message.
-
-    Raises:
-        ValueError: A shape differs.
-    """
+    """Check that keys and values have one shape (P, B, H, D) with B at least 1."""
     checks.check_shape(op, "k_pages", k_pages, letters, None, None, heads, width)
     checks.check_shape(op, "v_pages", v_pages, letters, *k_pages.shape)
     if not k_pages.shape[1]:
@@ -43,11 +31,7 @@ def check_pages(
 def check_int32(
     op: str, name: str, tensor: Tensor, like: Tensor, letters: str, *sizes: int | None
 ) -> None:
-    """Check that a tensor is int32, has the given shape, and is on the device of the pages.
-
-    Raises:
-        ValueError: The dtype, device or shape differs.
-    """
+    """Check that a tensor is int32, has the given shape, and is on the device of the pages."""
     checks.check_shape(op, name, tensor, letters, *sizes)
     if tensor.dtype != torch.int32:
         raise checks.wrong(op, name, "be torch.int32", tensor.dtype)
@@ -56,11 +40,7 @@ def check_int32(
 
 
 def check_page_numbers(op: str, pages: list[int], count: int) -> None:
-    """Check the used entries of a page table, if they are known on the host.
-
-    Raises:
-        ValueError: An entry is not in ``[0, count)``.
-    """
+    """Check the used entries of a page table, if they are known on the host."""
     invalid = next((page for page in pages if not 0 <= page < count), None)
     if invalid is not None:
         rule = f"name pages in [0, {count}) wherever a key is needed"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from effasr_kernels.runtime.counters import program_counters
 from effasr_kernels.runtime.deferred_sums import PartialSums, wait
-from effasr_kernels.runtime.launch import launch
+from effasr_kernels.runtime.launch import ceil_div, launch
 from effasr_kernels.shared.last_program import is_last_program
 
 _ELEMENTS = 2_048
@@ -41,14 +41,8 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 def summed(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``partials.sum(0).to(dtype)``, added in a fixed order, in one launch.
 
-    In a backward, the launch may wait for that of `sums_of_layer`: only return the result.
-
-    Args:
-        partials: float32 (P, ...), contiguous.
-        dtype: Dtype of the result.
-
-    Returns:
-        (...), contiguous; zeros if P is 0.
+    ``partials`` is float32 (P, ...), contiguous. In a backward, the launch may wait for that of
+    `sums_of_layer`: only return the result.
     """
     out = partials.new_empty(partials.shape[1:], dtype=dtype)
     _launch(partials, out, None)
@@ -58,17 +52,9 @@ def summed(partials: Tensor, dtype: torch.dtype) -> Tensor:
 def summed_parts(
     partials: Tensor, dtype: torch.dtype, last_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums of S numbers per channel, of which the last has a dtype of its own.
+    """Sum float32 (P, S, C) to (S - 1, C) and (C,), of which the last has its own dtype.
 
     In a backward, the launch may wait as in `summed`.
-
-    Args:
-        partials: float32 (P, S, C), contiguous.
-        dtype: Dtype of the first S - 1.
-        last_dtype: Dtype of the last.
-
-    Returns:
-        (S - 1, C) and (C,), contiguous.
     """
     _, count, channels = partials.shape
     out = partials.new_empty(count - 1, channels, dtype=dtype)
@@ -77,43 +63,36 @@ def summed_parts(
     return out, last
 
 
-def sums_of_layer(found: Sequence[PartialSums]) -> list[Tensor]:
+def sums_of_layer(sums: Sequence[PartialSums]) -> list[Tensor]:
     """Add up partial sums of several kernels, in one launch for those of a layer.
 
-    Args:
-        found: Not empty, on one device. Up to `_CHUNK` partial sums are added in the same order as
-            in `summed`; of more, chunks are added first.
-
-    Returns:
-        The sums of each, float32 (C,), rounded to the dtype that `summed` would have given them.
+    Returns the sums of each, float32 (C,), rounded to the dtype that `summed` would have given
+    them. Up to `_CHUNK` partial sums are added in the same order as there; of more, chunks are
+    added first.
     """
-    sizes = [x.columns for x in found]
+    sizes = [x.columns for x in sums]
     # Every sum begins at a multiple of 16 bytes.
-    places = [-(-size // 4) * 4 for size in sizes]
-    buffer = found[0].partials.new_empty(sum(places), dtype=torch.float32)
-    pieces = buffer.split(places)
+    padded_sizes = [ceil_div(size, 4) * 4 for size in sizes]
+    buffer = sums[0].partials.new_empty(sum(padded_sizes), dtype=torch.float32)
+    pieces = buffer.split(padded_sizes)
     launches: list[_Segments] = []
-    for x, out in zip(found, pieces, strict=True):
-        chosen = next((one for one in launches if one.takes(x)), None)
+    for x, out in zip(sums, pieces, strict=True):
+        chosen = next((segments for segments in launches if segments.takes(x)), None)
         if chosen is None:
             launches.append(chosen := _Segments())
         chosen.add(x, out)
-    for one in launches:
-        one.run()
+    for segments in launches:
+        segments.run()
     return [piece[:size] for piece, size in zip(pieces, sizes, strict=True)]
 
 
 @dataclass(slots=True)
 class _Segments:
-    """What one launch of `sum_segments` adds: partial sums, each with the place of the result.
+    """The partial sums that one launch of `sum_segments` adds, each with where its result goes."""
 
-    Attributes:
-        narrow: Those of 16 bits: tensors with a row for each frame.
-        wide: Those of float32.
-    """
-
+    # Those of 16 bits: tensors with a row for each frame
     narrow: list[tuple[PartialSums, Tensor]] = field(default_factory=list)
-    wide: list[tuple[PartialSums, Tensor]] = field(default_factory=list)
+    wide: list[tuple[PartialSums, Tensor]] = field(default_factory=list)  # those of float32
 
     def takes(self, x: PartialSums) -> bool:
         """Return whether there is room, and all that has 16 bits is of one dtype."""
@@ -125,17 +104,18 @@ class _Segments:
         (self.wide if _is_wide(x) else self.narrow).append((x, out))
 
     def run(self) -> None:
-        """Launch it."""
         columns = _ELEMENTS // _ROWS
-        found = [*self.narrow, *self.wide]
-        chunks = [-(-len(x.partials) // (_CHUNK if _is_wide(x) else _ROW_CHUNK)) for x, _ in found]
+        segments = [*self.narrow, *self.wide]
+        chunks = [
+            -(-len(x.partials) // (_CHUNK if _is_wide(x) else _ROW_CHUNK)) for x, _ in segments
+        ]
         programs = sum(
             max(1, count) * -(-x.columns // (columns if _is_wide(x) else 2 * columns))
-            for count, (x, _) in zip(chunks, found, strict=True)
+            for count, (x, _) in zip(chunks, segments, strict=True)
         )
         parts = counters = None
         if max(chunks) > 1:
-            parts = found[0][1].new_empty(programs, 2 * columns)
+            parts = segments[0][1].new_empty(programs, 2 * columns)
             counters = program_counters(parts, programs)
         launch(
             sum_segments,
@@ -158,8 +138,8 @@ class _Segments:
 
 def _dtypes(x: PartialSums) -> set[torch.dtype]:
     """Return the dtypes of 16 bits that partial sums or their results have."""
-    found = {x.partials.dtype, x.narrow or torch.float32}
-    return found - {torch.float32}
+    dtypes = {x.partials.dtype, x.narrow or torch.float32}
+    return dtypes - {torch.float32}
 
 
 def _is_wide(x: PartialSums) -> bool:
@@ -167,15 +147,15 @@ def _is_wide(x: PartialSums) -> bool:
 
 
 def _arguments(
-    found: Sequence[tuple[PartialSums, Tensor]], most: int
+    segments: Sequence[tuple[PartialSums, Tensor]], capacity: int
 ) -> Iterator[Tensor | int | None]:
     """Yield the arguments of `sum_segments` for up to ``most`` tensors."""
-    spare = most - len(found)
-    yield from (*(out for _, out in found), *[None] * spare)
-    yield from (*(x.partials for x, _ in found), *[None] * spare)
-    yield from (*(len(x.partials) for x, _ in found), *[0] * spare)
-    yield from (*(x.columns for x, _ in found), *[0] * spare)
-    yield from (*(x.exact for x, _ in found), *[0] * spare)
+    spare = capacity - len(segments)
+    yield from (*(out for _, out in segments), *[None] * spare)
+    yield from (*(x.partials for x, _ in segments), *[None] * spare)
+    yield from (*(len(x.partials) for x, _ in segments), *[0] * spare)
+    yield from (*(x.columns for x, _ in segments), *[0] * spare)
+    yield from (*(x.exact for x, _ in segments), *[0] * spare)
 
 
 def _launch(partials: Tensor, out: Tensor, last: Tensor | None) -> None:
@@ -185,7 +165,7 @@ def _launch(partials: Tensor, out: Tensor, last: Tensor | None) -> None:
     run = partial(
         launch,
         sum_rows,
-        (-(-channels // columns),),
+        (ceil_div(channels, columns),),
         *(partials, out, last, partials.shape[0], channels, split),
         num_warps=4,
         num_stages=1,
@@ -217,24 +197,17 @@ def sum_of_columns(partials, c, count, channels, BLOCK: tl.constexpr, BLOCK_C: t
 def sum_rows(
     partials, out, last, count, channels, split, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """Write the sums of BLOCK_C columns.
+    """Write the sums of BLOCK_C columns of float32 (count, channels).
 
-    Args:
-        partials: float32 (P, C).
-        out: (``split``,), written: the sums of the first columns.
-        last: (C - ``split``,), written: the sums of the others; None if there are none.
-        count: P.
-        channels: C.
-        split: See ``out``.
-        BLOCK: Rows of a step.
-        BLOCK_C: Columns of a program.
+    Those of the first `split` columns go to `out`, the others to `last`, which is None if there are
+    none.
     """
     c = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    found = sum_of_columns(partials, c, count, channels, BLOCK, BLOCK_C)
-    tl.store(out + c, found.to(out.dtype.element_ty), mask=c < split)
+    sums = sum_of_columns(partials, c, count, channels, BLOCK, BLOCK_C)
+    tl.store(out + c, sums.to(out.dtype.element_ty), mask=c < split)
     if last is not None:
         of_last = (c >= split) & (c < channels)
-        tl.store(last + (c - split), found.to(last.dtype.element_ty), mask=of_last)
+        tl.store(last + (c - split), sums.to(last.dtype.element_ty), mask=of_last)
 
 
 @triton.jit
@@ -249,22 +222,22 @@ def _sum_chunk(
     c = block.to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     x += (chunk * CHUNK).to(tl.int64) * channels
     rows = tl.minimum(count - chunk * CHUNK, CHUNK)
-    found = sum_of_columns(x, c, rows, channels, BLOCK, BLOCK_C)
+    sums = sum_of_columns(x, c, rows, channels, BLOCK, BLOCK_C)
     is_last = chunks == 1
     if parts is not None:  # noqa: SIM102 (the first is decided when the kernel is compiled)
         if chunks > 1:
             # A matrix with a row for each chunk.
             part, padded = parts + first * WIDTH, blocks * BLOCK_C
-            tl.store(part + chunk.to(tl.int64) * padded + c, found)
+            tl.store(part + chunk.to(tl.int64) * padded + c, sums)
             is_last = is_last_program(counters, first + block, chunks)
             if is_last:
-                found = sum_of_columns(part, c, chunks, padded, BLOCK, BLOCK_C)
+                sums = sum_of_columns(part, c, chunks, padded, BLOCK, BLOCK_C)
     if is_last:
         if NARROW == "bf16":
-            rounded = found.to(tl.bfloat16).to(tl.float32)
+            rounded = sums.to(tl.bfloat16).to(tl.float32)
         else:
-            rounded = found.to(tl.float16).to(tl.float32)
-        tl.store(out + c, tl.where(c < exact, found, rounded), mask=c < channels)
+            rounded = sums.to(tl.float16).to(tl.float32)
+        tl.store(out + c, tl.where(c < exact, sums, rounded), mask=c < channels)
 
 
 @triton.jit

@@ -19,21 +19,11 @@ def keep_mask(
 
     One call of Philox (Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405) decides on
     eight weights, 16 bits each, so ``probability`` is rounded to a multiple of 2^-16. The eight are
-    those of a 16 x 16 block that one thread holds after a product on tensor cores: rows i and
-    i + 8, columns 2 j, 2 j + 1, 2 j + 8 and 2 j + 9. The counters are the index of i among the
-    first rows of the pairs, the index of j likewise, the head and the sequence. Of the four words,
-    the second and the fourth are for columns + 8, the last two for row + 8, and the upper half of
-    each is for the odd column.
-
-    Args:
-        seed: int64.
-        sequence: Number of the sequence in the batch.
-        head: Number of the head.
-        row: First row of the tile, a multiple of 16.
-        column: First column of the tile, a multiple of 16.
-        probability: Probability to drop a weight, float32.
-        BLOCK_M: Rows of the tile, a multiple of 16.
-        BLOCK_N: Columns of the tile, a multiple of 16.
+    those of a 16 x 16 block that one thread holds after a product on tensor cores: rows i and i +
+    8, columns 2 j, 2 j + 1, 2 j + 8 and 2 j + 9. The counters are the index of i among the first
+    rows of the pairs, the index of j likewise, the head and the sequence. Of the four words, the
+    second and the fourth are for columns + 8, the last two for row + 8, and the upper half of each
+    is for the odd column.
     """
     rows = (row // 2 + tl.arange(0, BLOCK_M // 2))[:, None]
     columns = (column // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
@@ -62,20 +52,11 @@ def keep_elements(
 ):
     """Which elements of a tile of a matrix survive dropout: bool (BLOCK_R, BLOCK_C).
 
-    One call of Philox decides on eight elements, as in `keep_mask`: rows 2 i and 2 i + 1, columns
-    4 j to 4 j + 3, which one thread can hold. The counters are i, j, the offset and 2^32 - 1,
-    where attention has the number of a sequence: one seed serves both. Of the four words, each is
-    for one column, and the upper half for the odd row. In PyTorch, `kept_elements` of
+    One call of Philox decides on eight elements, as in `keep_mask`: rows 2 i and 2 i + 1, columns 4
+    j to 4 j + 3, which one thread can hold. The counters are i, j, the offset and 2^32 - 1, where
+    attention has the number of a sequence: one seed serves both. Of the four words, each is for one
+    column, and the upper half for the odd row. In PyTorch, `kept_elements` of
     `effasr_kernels.shared.dropout` computes the same.
-
-    Args:
-        seed: int64.
-        row: First row of the tile, even.
-        column: First column of the tile, a multiple of 4.
-        offset: Number of the call among those with the same seed.
-        probability: Probability to drop an element, float32; rounded to a multiple of 2^-16.
-        BLOCK_R: Rows of the tile, even.
-        BLOCK_C: Columns of the tile, a multiple of 4.
     """
     i = (row // 2 + tl.arange(0, BLOCK_R // 2))[:, None]
     j = (column // 4 + tl.arange(0, BLOCK_C // 4))[None, :]

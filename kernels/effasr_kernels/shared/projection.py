@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effasr_kernels.runtime.launch import capability, launch
+from effasr_kernels.runtime.launch import capability, ceil_div, launch
 
 _FINISHED_ROWS = 32
 _PROGRAMS = 1024
@@ -29,28 +29,28 @@ _FEWEST_ROWS = 1024
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of each row of logits z (R, V); zero in ignored rows.
+    """Statistics of each row of logits z (R, V); zero in ignored rows."""
 
-    Attributes:
-        log_normalizer: L = log sum_v exp z_v, float32 (R,).
-        own: Logit z_y of the row's class y, float32 (R,); None without classes.
-        mean: Mean of z_v over v, float32 (R,); None unless requested.
-    """
-
-    log_normalizer: Tensor
-    own: Tensor | None
-    mean: Tensor | None
+    log_normalizer: Tensor  # L = log sum_v exp z_v, float32 (R,)
+    own: Tensor | None  # logit z_y of the row's class y, float32 (R,); None without classes
+    mean: Tensor | None  # mean of z_v over v, float32 (R,); None unless requested
 
 
 def row_statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    hidden: Tensor,  # (R, C), float32, float16 or bfloat16
+    weight: Tensor,  # (V, C), the dtype of `hidden`
+    bias: Tensor | None,  # (V,), the dtype of `hidden`, or None
+    # (R,), int32 or int64. For a class outside [0, V), ``own`` is NaN, and nothing is read out of
+    # bounds.
     classes: Tensor | None = None,
     *,
-    ignore_index: int | None = None,
+    ignore_index: int | None = None,  # the class of ignored rows
+    # int32 (1,), on the device, such as ``cu_seqlens[-1:]``: rows from ``total`` on are ignored
     total: Tensor | None = None,
-    with_mean: bool = False,
+    with_mean: bool = False,  # whether to compute the mean; it needs no classes
+    # Output, (R, V), the dtype of ``hidden``, with a row stride that is a multiple of 16: receives
+    # the logits of rows that are not ignored, rounded (the statistics are computed before
+    # rounding). The elements between rows are undefined.
     logits: Tensor | None = None,
 ) -> RowStatistics:
     """Reduce each row of ``hidden @ weight.T + bias`` to a few numbers; see `RowStatistics`.
@@ -58,20 +58,6 @@ def row_statistics(
     Ignored rows may hold any values, and a tile of ignored rows is skipped. The vocabulary is
     divided among programs by shapes alone, and its parts are merged in order, so results are
     bitwise reproducible.
-
-    Args:
-        hidden: (R, C), float32, float16 or bfloat16.
-        weight: (V, C), the dtype of ``hidden``.
-        bias: (V,), the dtype of ``hidden``, or None.
-        classes: (R,), int32 or int64. For a class outside [0, V), ``own`` is NaN, and nothing is
-            read out of bounds.
-        ignore_index: The class of ignored rows.
-        total: int32 (1,), on the device, such as ``cu_seqlens[-1:]``: rows from ``total`` on are
-            ignored.
-        with_mean: Whether to compute the mean; it needs no classes.
-        logits: Output, (R, V), the dtype of ``hidden``, with a row stride that is a multiple of 16:
-            receives the logits of rows that are not ignored, rounded (the statistics are computed
-            before rounding). The elements between rows are undefined.
     """
     config = product_tiles(hidden.dtype, capability(hidden.device))
     rows, count = hidden.shape[0], weight.shape[0]
@@ -86,7 +72,7 @@ def row_statistics(
     mass = torch.empty_like(largest)
     launch(
         _partial_normalizers,
-        (_ceil(rows, config["BLOCK_R"]), splits),
+        (ceil_div(rows, config["BLOCK_R"]), splits),
         *(hidden, weight, bias, *selection, largest, mass, logits),
         *(count, *strides, 0 if logits is None else logits.stride(0), per_split),
         WIDTH=hidden.shape[1],
@@ -101,7 +87,7 @@ def row_statistics(
     ]
     launch(
         _finish_statistics,
-        (_ceil(rows, _FINISHED_ROWS),),
+        (ceil_div(rows, _FINISHED_ROWS),),
         *(hidden, weight, bias, *selection, largest, mass),
         *(average, average_bias, *results),
         *(count, *strides, splits),
@@ -115,15 +101,22 @@ def row_statistics(
 
 
 def project_backward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    counted: Tensor,
-    fill: Callable[[int, Tensor, Tensor], None],
+    hidden: Tensor,  # (R, C), float32, float16 or bfloat16
+    weight: Tensor,  # (V, C), the dtype of `hidden`
+    bias: Tensor | None,  # (V,), the dtype of `hidden`, or None
+    counted: Tensor,  # (R,), bool: False for ignored rows, which may hold NaN
+    # Called with ``first``, ``logits``, float32 (n, V), of the rows ``first:first + n``, without
+    # the bias, and ``d_logits``. It writes the gradient of these logits to all of ``d_logits``,
+    # (n, V), in the dtype of ``hidden``, with zeros in ignored rows; there ``logits`` is zero. Both
+    # have the row stride ``logits.stride(0)``, and it may write between the rows. For float32
+    # ``d_logits`` is ``logits``, so that an element must depend only on its own logit.
+    write_grad_logits: Callable[[int, Tensor, Tensor], None],
     *,
+    # Whether the row stride of ``logits`` may be V rounded up to a multiple of 16. Otherwise the
+    # products load single elements for other V (1,024 classes and a blank).
     padded: bool = False,
-    rounded: bool = True,
-    frozen: bool = False,
+    rounded: bool = True,  # whether to round the gradients to the dtypes of the arguments
+    frozen: bool = False,  # whether to leave out the gradients of weight and bias
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute the gradients of a projection from a function of its logits.
 
@@ -132,29 +125,11 @@ def project_backward(
     products; the gradients of weight and bias are summed in float32 and rounded once. The memory
     beside the results is 4 bytes for each element of weight and, if V is at least C, 4 + b bytes
     for each logit of a chunk, with b the bytes of an element of ``hidden`` (4 bytes for float32).
-
-    Args:
-        hidden: (R, C), float32, float16 or bfloat16.
-        weight: (V, C), the dtype of ``hidden``.
-        bias: (V,), the dtype of ``hidden``, or None.
-        counted: (R,), bool: False for ignored rows, which may hold NaN.
-        fill: Called as ``fill(first, logits, d_logits)`` with ``logits``, float32 (n, V), of the
-            rows ``first:first + n``, without the bias. It writes the gradient of these logits to
-            all of ``d_logits``, (n, V), in the dtype of ``hidden``, with zeros in ignored rows;
-            there ``logits`` is zero. Both have the row stride ``logits.stride(0)``, and it may
-            write between the rows. For float32 ``d_logits`` is ``logits``, so that an element must
-            depend only on its own logit.
-        padded: Whether the row stride of ``logits`` may be V rounded up to a multiple of 16.
-            Otherwise the products load single elements for other V (1,024 classes and a blank).
-        rounded: Whether to round the gradients to the dtypes of the arguments.
-        frozen: Whether to leave out the gradients of weight and bias.
-
-    Returns:
-        The gradients of hidden, weight and bias, in their dtypes or, if not ``rounded``, float32;
-        None for those that are left out.
+    Returns the gradients of hidden, weight and bias, in their dtypes or, if not ``rounded``,
+    float32; None for those that are left out.
     """
     (rows, width), count = hidden.shape, weight.shape[0]
-    pitch = _ceil(count, 16) * 16 if padded else count
+    pitch = ceil_div(count, 16) * 16 if padded else count
     step = min(rows, chunk_rows(max(count, width)))
     is_narrow = hidden.dtype != torch.float32
     d_hidden = hidden.new_empty(hidden.shape, dtype=None if rounded else torch.float32)
@@ -179,7 +154,7 @@ def project_backward(
         clean = spare[first : first + n] if in_place else spare[:n]
         torch.where(counted[first : first + n, None], hidden[first : first + n], zero, out=clean)
         multiply(clean, weight.t(), logits[:n])
-        fill(first, logits[:n], d_logits[:n])
+        write_grad_logits(first, logits[:n], d_logits[:n])
         if d_weight is not None:
             (multiply_add if first else multiply)(d_logits[:n].t(), clean, d_weight)
         if d_bias is not None and first:
@@ -243,17 +218,12 @@ def aligned(x: Tensor, block: int) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _ceil(number: int, divisor: int) -> int:
-    """``number / divisor``, rounded up."""
-    return -(-number // divisor)
-
-
 def _split(rows: int, count: int, block_r: int, block_v: int) -> tuple[int, int]:
     """Number of vocabulary tiles per program, and of programs per row."""
-    tiles = _ceil(count, block_v)
-    splits = _ceil(_PROGRAMS, max(1, _ceil(rows, block_r)))
-    per_split = _ceil(tiles, max(1, min(splits, tiles)))
-    return per_split, _ceil(tiles, max(1, per_split))
+    tiles = ceil_div(count, block_v)
+    splits = ceil_div(_PROGRAMS, max(1, ceil_div(rows, block_r)))
+    per_split = ceil_div(tiles, max(1, min(splits, tiles)))
+    return per_split, ceil_div(tiles, max(1, per_split))
 
 
 def product_tiles(dtype: torch.dtype, gpu: tuple[int, int]) -> dict[str, int]:

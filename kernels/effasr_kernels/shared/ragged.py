@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
@@ -32,14 +33,10 @@ def split_rows(x: Tensor, layout: PackedLayout) -> tuple[Tensor, ...]:
 
 
 def join_rows(pieces: Sequence[Tensor], layout: PackedLayout, like: Tensor) -> Tensor:
-    """The inverse of `split_rows`, with zeros in the tail.
+    """The inverse of `split_rows`, with zeros in the tail and the dtype and device of ``like``.
 
-    Args:
-        pieces: One tensor per sequence, (length, ...), in the dtype of `wide_dtype`; empty
-            sequences may be left out.
-        layout: Layout of the result.
-        like: A tensor with the dtype and device of the result. Without pieces the result has its
-            shape and depends on it with zero gradient.
+    The pieces have the dtype of `wide_dtype`; those of empty sequences may be left out. Without
+    pieces the result has the shape of ``like`` and depends on it with zero gradient.
     """
     if not pieces:
         return zeroed(like)
@@ -56,6 +53,17 @@ def split_attention(
     for q_n, k_n, v_n in zip(*parts, strict=True):
         if q_n.shape[0]:
             yield q_n.transpose(0, 1), k_n.transpose(0, 1), v_n.transpose(0, 1)
+
+
+def real_rows(x: Tensor, layout: PackedLayout) -> Tensor:
+    """The rows without the tail."""
+    # Slice only if needed, because the gradient of a slice is a copy.
+    return x if layout.total == layout.rows else x[: layout.total]
+
+
+def with_tail(x: Tensor, layout: PackedLayout) -> Tensor:
+    """The inverse of `real_rows`, with zeros in the tail."""
+    return x if len(x) == layout.rows else F.pad(x, (0, 0, 0, layout.rows - len(x)))
 
 
 def zeroed(x: Tensor) -> Tensor:

@@ -27,11 +27,7 @@ def row_positions(layout: PackedLayout, rows_per_slot: int) -> Tensor:
 def check_slots(
     op: str, x: Tensor, lengths: Tensor, layout: PackedLayout, rows_per_slot: int
 ) -> None:
-    """Check rows in slots, (s T, C), and the number of real rows of each sequence.
-
-    Raises:
-        ValueError: A shape, dtype or device is invalid, or the size of a slot.
-    """
+    """Check rows in slots, (s T, C), and the number of real rows of each sequence."""
     if rows_per_slot not in SIZES:
         raise checks.wrong(op, "rows_per_slot", f"be one of {SIZES}", rows_per_slot)
     checks.check_shape(op, "x", x, "(s T, C)", rows_per_slot * layout.rows, None)

@@ -19,56 +19,33 @@ from effasr_kernels.packed import PackedLayout
 
 
 def slot_table(layout: PackedLayout, lengths: Tensor, rows_per_slot: int) -> tuple[Tensor, Tensor]:
-    """Return the position of each slot in its sequence, computed on the device.
+    """For each slot, whether it begins its sequence and how many rows the sequence still has.
 
-    Args:
-        layout: Layout of the slots, T rows.
-        lengths: int64 (N,), rows of each sequence.
-        rows_per_slot: Rows of a slot.
-
-    Returns:
-        Whether the slot is the first of its sequence, bool (T,), where the tail is one more
-        sequence; and the number of rows from the start of the slot to the end of its sequence,
-        int64 (T,).
+    Both are (T,), bool and int64, computed on the device. The tail is one more sequence.
     """
     ids = layout.sequence_ids()
     position = torch.arange(layout.rows, device=layout.device) - layout.cu_seqlens.long()[ids]
-    left = F.pad(lengths, (0, 1))[ids] - position * rows_per_slot
-    return position == 0, left
+    remaining = F.pad(lengths, (0, 1))[ids] - position * rows_per_slot
+    return position == 0, remaining
 
 
-def unreal_rows(left: Tensor, rows_per_slot: int, step: int) -> Tensor:
+def unreal_rows(remaining: Tensor, rows_per_slot: int, step: int) -> Tensor:
     """Return the indices of the rows of a stage that are past the length of their sequence.
 
-    They are few, so `Tensor.index_fill_` with them costs less than a mask over all rows.
-
-    Args:
-        left: Second result of `slot_table`, int64 (T,).
-        rows_per_slot: Rows of a slot at this stage.
-        step: Number of rows counted in ``left`` per row of this stage.
+    They are few, so `Tensor.index_fill_` with them costs less than a mask over all rows. A row of
+    the stage counts as ``step`` rows in ``remaining``, the second result of `slot_table`.
     """
-    row = torch.arange(rows_per_slot, device=left.device) * step
-    return (row >= left[:, None]).flatten().nonzero().squeeze(1)
+    row = torch.arange(rows_per_slot, device=remaining.device) * step
+    return (row >= remaining[:, None]).flatten().nonzero().squeeze(1)
 
 
 def first_rows(first: Tensor, rows_per_slot: int) -> Tensor:
-    """Return the indices of the first rows of all sequences in a stage except row 0.
-
-    Args:
-        first: First result of `slot_table`, bool (T,).
-        rows_per_slot: Rows of a slot at this stage.
-    """
+    """Return the indices of the first rows of all sequences in a stage except row 0."""
     return (first[1:].nonzero().squeeze(1) + 1) * rows_per_slot
 
 
 def by_pieces(slots: int, size: int, compute: Callable[[slice], Tensor]) -> Tensor:
-    """Compute rows in pieces of at most ``size`` slots, plus the slot before, and concatenate them.
-
-    Args:
-        slots: T.
-        size: Slots of a piece.
-        compute: Function from a range of slots to their rows, the same number for each slot.
-    """
+    """Compute rows in pieces of at most ``size`` slots, each with the slot before; join them."""
     pieces = [_dropped(compute(part), part, skipped) for part, skipped in _pieces(slots, size)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -95,29 +72,21 @@ class StridedTaps(torch.autograd.Function):
     def forward(
         ctx: Any, quarters: Tensor, taps: Tensor, bias: Tensor, first: Tensor, unreal: Tensor
     ) -> Tensor:
-        """Convolve each channel, with a zero before each first row and column.
+        """Convolve each channel, with a zero before each first row and column: (R, G, C).
 
-        Args:
-            ctx: Context of autograd.
-            quarters: (2, 2, R, G, C), contiguous.
-            taps: (3, 3, C).
-            bias: (C,).
-            first: Indices of the first rows of sequences except row 0; their taps exclude the rows
-                before.
-            unreal: Indices of rows of the result that are set to zero.
-
-        Returns:
-            (R, G, C).
+        ``quarters`` is (2, 2, R, G, C), contiguous, and ``taps`` (3, 3, C). The taps of the rows
+        ``first``, which begin a sequence, exclude the rows before. Rows ``unreal`` of the result
+        are zero.
         """
         ctx.save_for_backward(quarters, taps, first, unreal)
         x, step, w = _dense(quarters, taps)
         y = torch.addcmul(bias.repeat(quarters.shape[3]), x[0, 0], w[1, 1])
         y.addcmul_(x[0, 1], w[1, 2]).addcmul_(x[1, 0], w[2, 1]).addcmul_(x[1, 1], w[2, 2])
-        left, narrow = x[..., :-step], w[..., :-step]
-        y[:, step:].addcmul_(left[0, 1], narrow[1, 0]).addcmul_(left[1, 1], narrow[2, 0])
+        x_left, narrow = x[..., :-step], w[..., :-step]
+        y[:, step:].addcmul_(x_left[0, 1], narrow[1, 0]).addcmul_(x_left[1, 1], narrow[2, 0])
         above = x[1, 0, :-1] * w[0, 1]
         above.addcmul_(x[1, 1, :-1], w[0, 2])
-        above[:, step:].addcmul_(left[1, 1, :-1], narrow[0, 0])
+        above[:, step:].addcmul_(x_left[1, 1, :-1], narrow[0, 0])
         y[1:] += above.index_fill_(0, first - 1, 0)
         return y.index_fill_(0, unreal, 0).view(quarters.shape[2:])
 
@@ -126,10 +95,9 @@ class StridedTaps(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Accumulate the gradients of the input, the taps and the bias."""
         quarters, taps, first, unreal = ctx.saved_tensors
         x, step, w = _dense(quarters, taps)
-        left, narrow = x[..., :-step], w[..., :-step]
+        x_left, narrow = x[..., :-step], w[..., :-step]
         here = grad_outputs[0].flatten(1).index_fill(0, unreal, 0)
         right = here[:, step:]
         below = here[1:].index_fill(0, first - 1, 0)
@@ -140,9 +108,9 @@ class StridedTaps(torch.autograd.Function):
         grads[1, 1, :-1, :-step].addcmul_(aslant, narrow[0, 0])
         sums = torch.zeros_like(w)
         sums[1:, 1:] = (x * here).sum(2)
-        sums[1:, 0, :-step] = (left[:, 1] * right).sum(1)
+        sums[1:, 0, :-step] = (x_left[:, 1] * right).sum(1)
         sums[0, 1:] = (x[1, :, :-1] * below).sum(1)
-        sums[0, 0, :-step] = (left[1, 1, :-1] * aslant).sum(0)
+        sums[0, 0, :-step] = (x_left[1, 1, :-1] * aslant).sum(0)
         grad_taps = sums.view(3, 3, *quarters.shape[3:]).sum(2)
         grad_bias = here.sum(0).view(-1, step).sum(0)
         return grads.view_as(quarters), grad_taps, grad_bias, None, None

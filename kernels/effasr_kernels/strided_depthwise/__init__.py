@@ -16,11 +16,6 @@ from effasr_kernels.runtime.torch_op import DifferentiableOp
 
 @dataclass(frozen=True, slots=True)
 class StridedArguments:
-    """Validated arguments of a call.
-
-    See `effasr_kernels.strided_depthwise.strided_depthwise`.
-    """
-
     x: Tensor
     weight: Tensor
     bias: Tensor

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+# ruff: noqa: RUF005 (Triton cannot unpack a tuple into another)
 # pyright: reportGeneralTypeIssues=false
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effasr_kernels.runtime.launch import launch, refusal
+from effasr_kernels.runtime.dispatch import Gradients, Tensors
+from effasr_kernels.runtime.launch import ceil_div, launch, refusal
 from effasr_kernels.runtime.tiles import count_tiles, find_tile
 from effasr_kernels.shared.partial_sums import summed
 from effasr_kernels.strided_depthwise import StridedArguments
@@ -32,31 +33,25 @@ class Config:
 
 
 def configs(channels: int) -> tuple[Config, Config]:
-    """Return the configurations of the forward and backward (8 and 4 channels per thread).
-
-    Args:
-        channels: C.
-    """
+    """Return the configurations of the forward and backward (8 and 4 channels per thread)."""
     block_c = min(256, max(16, 1 << (channels - 1).bit_length()))
     return Config(1024 // block_c, block_c, 128), Config(512 // block_c, block_c, 128)
 
 
 def unsupported_reason(a: StridedArguments) -> str | None:
-    """Return why this backend does not support these arguments, or None if it does."""
     if a.layout.rows * (a.x.shape[1] // 2) > _INT32_MAX:
         return "counts places of the result in int32"
     return refusal(a.x)
 
 
 def forward(a: StridedArguments) -> tuple[tuple[Tensor], tuple[()]]:
-    """See `effasr_kernels.strided_depthwise.strided_depthwise`; saves nothing."""
     layout, (_, bins, channels) = a.layout, a.x.shape
     sequences, width = layout.num_sequences, bins // 2
     cut, _ = configs(channels)
     y = a.x.new_empty(layout.rows, width, channels)
     launch(
         strided_forward,
-        (count_tiles(layout.rows * width, sequences, cut.span), -(-channels // cut.block_c)),
+        (count_tiles(layout.rows * width, sequences, cut.span), ceil_div(channels, cut.block_c)),
         *(t.contiguous() for t in (a.x, a.weight, a.bias)),
         *(layout.cu_seqlens, a.lengths.contiguous(), y, sequences, layout.rows),
         RELU=a.relu,
@@ -70,17 +65,10 @@ def forward(a: StridedArguments) -> tuple[tuple[Tensor], tuple[()]]:
 
 
 def saved_like(a: StridedArguments) -> tuple[()]:
-    """Return no tensors, because the backward only uses the arguments."""
     return ()
 
 
-def backward(
-    a: StridedArguments,
-    grads: Sequence[Tensor],
-    results: Sequence[Tensor],
-    saved: Sequence[Tensor],
-) -> dict[str, Tensor | None]:
-    """Return the gradients of the input, the weight and the bias."""
+def backward(a: StridedArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     x, layout, (_, bins, channels) = a.x, a.layout, a.x.shape
     sequences, width = layout.num_sequences, bins // 2
     _, cut = configs(channels)
@@ -89,7 +77,7 @@ def backward(
     partials = x.new_empty(min(spans, _PROGRAMS), 10 * channels, dtype=torch.float32)
     launch(
         strided_backward,
-        (partials.shape[0], -(-channels // cut.block_c)),
+        (partials.shape[0], ceil_div(channels, cut.block_c)),
         *(t.contiguous() for t in (x, a.weight)),
         *(layout.cu_seqlens, a.lengths.contiguous(), grads[0], grad_x, partials),
         *(sequences, layout.rows, spans),
@@ -111,9 +99,8 @@ def _find_places(
 ):
     """Find a span of places (row and column of the result) within one sequence.
 
-    Returns:
-        The first place of the sequence, int64; its number of places; the first place of the span,
-        relative to the sequence; the number of input rows, 0 in the tail.
+    Returns the first place of the sequence, int64; its places; the first place of the span,
+    relative to the sequence; and the input rows, 0 in the tail.
     """
     sequence, first, count, start = find_tile(cu_seqlens, sequences, slots, tile, SPAN, BINS // 2)
     length = tl.load(lengths + sequence, mask=sequence < sequences, other=0).to(tl.int32)
@@ -121,9 +108,13 @@ def _find_places(
 
 
 @triton.jit
-def _tap(weight, c, known, TAP: tl.constexpr):
-    """Load one tap of each channel, float32 (1, BLOCK_C)."""
-    return tl.load(weight + c * 9 + TAP, mask=known, other=0.0).to(tl.float32)[None, :]
+def _taps(weight, c, known):
+    """Load the nine taps of each channel, float32 (1, BLOCK_C) each."""
+    taps = ()
+    for k in tl.static_range(9):
+        tap = tl.load(weight + c * 9 + k, mask=known, other=0.0)
+        taps = taps + (tap.to(tl.float32)[None, :],)
+    return taps
 
 
 @triton.jit
@@ -149,39 +140,22 @@ def _grad_input(grad, x, RELU: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sequences", "slots"])
 def strided_forward(
-    x,
-    weight,
-    bias,
-    cu_seqlens,
-    lengths,
-    y,
-    sequences,
-    slots,
-    RELU: tl.constexpr,
-    BINS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    x,  # (2 T, G, C), contiguous
+    weight,  # (C, 9), contiguous
+    bias,  # (C,), contiguous
+    cu_seqlens,  # int32 (N + 1,), offsets of the slots of each sequence
+    lengths,  # (N,), rows of `x` of each sequence
+    y,  # (T, G / 2, C), contiguous, written; zero in rows past the length
+    sequences,  # N
+    slots,  # T; a slot has G / 2 places
+    RELU: tl.constexpr,  # whether to apply ReLU to `x`
+    BINS: tl.constexpr,  # G
+    CHANNELS: tl.constexpr,  # C
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    SPAN: tl.constexpr,
+    SPAN: tl.constexpr,  # places of a program, a multiple of BLOCK_P
 ):
-    """Compute one span of places and one block of channels; program (span, block).
-
-    Args:
-        x: (2 T, G, C), contiguous.
-        weight: (C, 9), contiguous.
-        bias: (C,), contiguous.
-        cu_seqlens: int32 (N + 1,), offsets of the slots of each sequence.
-        lengths: (N,), rows of ``x`` of each sequence.
-        y: (T, G / 2, C), contiguous, written; zero in rows past the length.
-        sequences: N.
-        slots: T; a slot has G / 2 places.
-        RELU: Whether to apply ReLU to ``x``.
-        BINS: G.
-        CHANNELS: C.
-        BLOCK_P: Places of a tile.
-        BLOCK_C: Channels of a tile.
-        SPAN: Places of a program, a multiple of BLOCK_P.
-    """
+    """Compute one span of places and one block of channels; program (span, block)."""
     first, count, start, length = _find_places(
         cu_seqlens, lengths, sequences, slots, tl.program_id(0), BINS, SPAN
     )
@@ -190,15 +164,7 @@ def strided_forward(
     WIDTH: tl.constexpr = BINS // 2
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     known = c < CHANNELS
-    w0 = _tap(weight, c, known, 0)
-    w1 = _tap(weight, c, known, 1)
-    w2 = _tap(weight, c, known, 2)
-    w3 = _tap(weight, c, known, 3)
-    w4 = _tap(weight, c, known, 4)
-    w5 = _tap(weight, c, known, 5)
-    w6 = _tap(weight, c, known, 6)
-    w7 = _tap(weight, c, known, 7)
-    w8 = _tap(weight, c, known, 8)
+    w0, w1, w2, w3, w4, w5, w6, w7, w8 = _taps(weight, c, known)
     offset = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
     n = tl.arange(0, BLOCK_P)
     # The loop starts at 0 because the compiler loses all alignments if it starts at a loaded value.
@@ -231,22 +197,24 @@ def strided_forward(
 
 @triton.jit(do_not_specialize=["sequences", "slots", "spans"])
 def strided_backward(
-    x,
-    weight,
-    cu_seqlens,
-    lengths,
-    grad_y,
-    grad_x,
+    x,  # (2 T, G, C), contiguous
+    weight,  # (C, 9), contiguous
+    cu_seqlens,  # int32 (N + 1,), offsets of the slots of each sequence
+    lengths,  # (N,), rows of `x` of each sequence
+    grad_y,  # (T, G / 2, C), contiguous
+    grad_x,  # (2 T, G, C), contiguous, written; zero in rows past the length
+    # float32 (programs, 9 C + C), contiguous, written: sums for the weight, in its order, and for
+    # the bias
     partials,
-    sequences,
-    slots,
+    sequences,  # N
+    slots,  # T; a slot has G / 2 places
     spans,
-    RELU: tl.constexpr,
-    BINS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    RELU: tl.constexpr,  # whether to apply ReLU to `x`
+    BINS: tl.constexpr,  # G
+    CHANNELS: tl.constexpr,  # C
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    SPAN: tl.constexpr,
+    SPAN: tl.constexpr,  # places of a span, a multiple of BLOCK_P
 ):
     """Compute the gradients of a block of channels; program (i, block) of n takes spans i, i + n...
 
@@ -254,39 +222,12 @@ def strided_backward(
     and 2 f + 1. These enter only the results at (r, f), (r, f + 1), (r + 1, f) and
     (r + 1, f + 1), through all nine taps. Four inputs and four gradients thus suffice for all
     gradients, and each input is loaded once.
-
-    Args:
-        x: (2 T, G, C), contiguous.
-        weight: (C, 9), contiguous.
-        cu_seqlens: int32 (N + 1,), offsets of the slots of each sequence.
-        lengths: (N,), rows of ``x`` of each sequence.
-        grad_y: (T, G / 2, C), contiguous.
-        grad_x: (2 T, G, C), contiguous, written; zero in rows past the length.
-        partials: float32 (programs, 9 C + C), contiguous, written: sums for the weight, in its
-            order, and for the bias.
-        sequences: N.
-        slots: T; a slot has G / 2 places.
-        spans: Number of spans.
-        RELU: Whether to apply ReLU to ``x``.
-        BINS: G.
-        CHANNELS: C.
-        BLOCK_P: Places of a tile.
-        BLOCK_C: Channels of a tile.
-        SPAN: Places of a span, a multiple of BLOCK_P.
     """
     WIDTH: tl.constexpr = BINS // 2
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     known = c < CHANNELS
     n = tl.arange(0, BLOCK_P)
-    w0 = _tap(weight, c, known, 0)
-    w1 = _tap(weight, c, known, 1)
-    w2 = _tap(weight, c, known, 2)
-    w3 = _tap(weight, c, known, 3)
-    w4 = _tap(weight, c, known, 4)
-    w5 = _tap(weight, c, known, 5)
-    w6 = _tap(weight, c, known, 6)
-    w7 = _tap(weight, c, known, 7)
-    w8 = _tap(weight, c, known, 8)
+    w0, w1, w2, w3, w4, w5, w6, w7, w8 = _taps(weight, c, known)
     zeros = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     d0, d1, d2, d3, d4, d5, d6, d7, d8, total = (
         zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros
@@ -345,13 +286,7 @@ def strided_backward(
     partials += tl.program_id(0).to(tl.int64) * (10 * CHANNELS)
     # Once for all spans of a program, so that it does not matter that threads store apart.
     to = partials + c * 9
-    tl.store(to, tl.sum(d0, 0), mask=known)
-    tl.store(to + 1, tl.sum(d1, 0), mask=known)
-    tl.store(to + 2, tl.sum(d2, 0), mask=known)
-    tl.store(to + 3, tl.sum(d3, 0), mask=known)
-    tl.store(to + 4, tl.sum(d4, 0), mask=known)
-    tl.store(to + 5, tl.sum(d5, 0), mask=known)
-    tl.store(to + 6, tl.sum(d6, 0), mask=known)
-    tl.store(to + 7, tl.sum(d7, 0), mask=known)
-    tl.store(to + 8, tl.sum(d8, 0), mask=known)
+    sums = d0, d1, d2, d3, d4, d5, d6, d7, d8
+    for k in tl.static_range(9):
+        tl.store(to + k, tl.sum(sums[k], 0), mask=known)
     tl.store(partials + 9 * CHANNELS + c, tl.sum(total, 0), mask=known)

@@ -1,5 +1,3 @@
-"""Reference implementation of `strided_depthwise`, which all other backends must match."""
-
 from __future__ import annotations
 
 from torch import Tensor
@@ -19,7 +17,6 @@ _SLOTS = 4_096
 
 
 def run(a: StridedArguments) -> Tensor:
-    """See `effasr_kernels.strided_depthwise.strided_depthwise`."""
     x = a.x
     taps, offset = widen(a.weight.T).reshape(3, 3, -1), widen(a.bias)
     first, left = slot_table(a.layout, a.lengths, 2)

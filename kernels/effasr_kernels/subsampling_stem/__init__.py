@@ -16,8 +16,6 @@ from effasr_kernels.runtime.torch_op import DifferentiableOp
 
 @dataclass(frozen=True, slots=True)
 class StemArguments:
-    """Validated arguments of a call; see `effasr_kernels.subsampling_stem.subsampling_stem`."""
-
     x: Tensor
     weight: Tensor
     bias: Tensor

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+# ruff: noqa: RUF005 (Triton cannot unpack a tuple into another)
 # pyright: reportGeneralTypeIssues=false
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.runtime.launch import capability, launch, refusal
+from effasr_kernels.runtime.dispatch import Gradients, Tensors
+from effasr_kernels.runtime.launch import capability, ceil_div, launch, refusal
 from effasr_kernels.runtime.tiles import count_tiles, find_tile
 from effasr_kernels.shared.partial_sums import summed
 from effasr_kernels.subsampling_stem import StemArguments
@@ -37,13 +38,7 @@ class Config:
 
 
 def configs(dtype: torch.dtype, channels: int, major: int) -> tuple[Config, Config]:
-    """Return the configurations of the forward and the backward.
-
-    Args:
-        dtype: Dtype of the mel values.
-        channels: C.
-        major: Major version of the compute capability.
-    """
+    """Return the configurations of the forward and the backward."""
     padded = max(16, 1 << (channels - 1).bit_length())
     if dtype == torch.float32:
         # Products without tensor cores need both factors in registers, so tiles are small.
@@ -53,7 +48,6 @@ def configs(dtype: torch.dtype, channels: int, major: int) -> tuple[Config, Conf
 
 
 def unsupported_reason(a: StemArguments) -> str | None:
-    """Return why this backend does not support these arguments, or None if it does."""
     # Independent of grad mode: torch.library calls this without it and needs gradients later.
     if a.x.requires_grad:
         return "gives no gradient to x, which are features"
@@ -63,7 +57,6 @@ def unsupported_reason(a: StemArguments) -> str | None:
 
 
 def forward(a: StemArguments) -> tuple[tuple[Tensor], tuple[()]]:
-    """See `effasr_kernels.subsampling_stem.subsampling_stem`; saves nothing."""
     x, bins = a.x, a.x.shape[1]
     channels, sequences = a.weight.shape[0], a.layout.num_sequences
     cut, _ = configs(x.dtype, channels, capability(x.device)[0])
@@ -74,7 +67,7 @@ def forward(a: StemArguments) -> tuple[tuple[Tensor], tuple[()]]:
         stem_forward,
         (
             count_tiles(a.layout.rows * per_slot, sequences, cut.span),
-            -(-channels // cut.block_c),
+            ceil_div(channels, cut.block_c),
         ),
         _patches(x, a.layout, lengths, per_slot),
         *(t.contiguous() for t in (a.weight, a.bias, a.depthwise_weight, a.depthwise_bias)),
@@ -90,17 +83,10 @@ def forward(a: StemArguments) -> tuple[tuple[Tensor], tuple[()]]:
 
 
 def saved_like(a: StemArguments) -> tuple[()]:
-    """Return no tensors, because the backward recomputes the first convolution."""
     return ()
 
 
-def backward(
-    a: StemArguments,
-    grads: Sequence[Tensor],
-    results: Sequence[Tensor],
-    saved: Sequence[Tensor],
-) -> dict[str, Tensor | None]:
-    """Return the gradients of both weights and both biases."""
+def backward(a: StemArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     x, bins = a.x, a.x.shape[1]
     channels, sequences = a.weight.shape[0], a.layout.num_sequences
     _, cut = configs(x.dtype, channels, capability(x.device)[0])
@@ -110,7 +96,7 @@ def backward(
     lengths = a.lengths.contiguous()
     launch(
         stem_backward,
-        (partials.shape[0], -(-channels // cut.block_c)),
+        (partials.shape[0], ceil_div(channels, cut.block_c)),
         _patches(x, a.layout, lengths, per_slot),
         *(t.contiguous() for t in (a.weight, a.bias, a.depthwise_weight)),
         *(a.layout.cu_seqlens, lengths, grads[0], partials),
@@ -165,10 +151,9 @@ def _find_places(
 ):
     """Find a span of places (row and column of the result) within one utterance.
 
-    Returns:
-        The first place of the utterance, int64; its number of places; the first place of the span,
-        relative to the utterance; the number of mel rows, 0 in the tail; the first row of the
-        utterance in ``x``, int64.
+    Returns the first place of the utterance, int64; its places; the first place of the span,
+    relative to the utterance; the mel rows, 0 in the tail; and the utterance's first row in `x`,
+    int64.
     """
     sequence, first, count, start = find_tile(cu_seqlens, sequences, slots, tile, SPAN, per_slot)
     length = tl.load(lengths + sequence, mask=sequence < sequences, other=0).to(tl.int32)
@@ -178,34 +163,23 @@ def _find_places(
 
 @triton.jit(do_not_specialize=["sequences", "slots", "per_slot"])
 def stem_patches(
-    x,
-    cu_seqlens,
-    lengths,
-    patches,
-    sequences,
-    slots,
+    x,  # (s T, F), contiguous
+    cu_seqlens,  # int32 (N + 1,), offsets of the slots of each utterance
+    lengths,  # (N,), mel rows of each utterance
+    patches,  # (s T / 2, F / 2, 16), contiguous, the dtype of `x`, written except in the tail
+    sequences,  # N
+    slots,  # T
+    # Places of the result in a slot, s / 4 times F / 4; the first convolution has four times as
+    # many
     per_slot,
-    BINS: tl.constexpr,
+    BINS: tl.constexpr,  # F
     BLOCK_Q: tl.constexpr,
-    SPAN: tl.constexpr,
+    SPAN: tl.constexpr,  # places of the result in a program
 ):
     """Write the inputs of the first convolution at each of its places; one program per span.
 
     The 16 elements of a patch are nine mel values, a one for the bias, and zeros. All are zero in
     rows past the length, so that the convolution is zero there.
-
-    Args:
-        x: (s T, F), contiguous.
-        cu_seqlens: int32 (N + 1,), offsets of the slots of each utterance.
-        lengths: (N,), mel rows of each utterance.
-        patches: (s T / 2, F / 2, 16), contiguous, the dtype of ``x``, written except in the tail.
-        sequences: N.
-        slots: T.
-        per_slot: Places of the result in a slot, s / 4 times F / 4; the first convolution has four
-            times as many.
-        BINS: F.
-        BLOCK_Q: Places of the first convolution in a tile.
-        SPAN: Places of the result in a program.
     """
     first, count, start, length, mel_begin = _find_places(
         cu_seqlens, lengths, sequences, slots, per_slot, tl.program_id(0), BINS, SPAN
@@ -234,16 +208,7 @@ def stem_patches(
 
 @triton.jit
 def _patch(patches, row, column, inside, TAP: tl.constexpr, BINS: tl.constexpr):
-    """Load the patches of one tap of the second convolution, (BLOCK_P, 16).
-
-    Args:
-        patches: Pointers to the patch of row ``2 r``, column ``2 f`` for each place (r, f).
-        row: r, (BLOCK_P,).
-        column: f, (BLOCK_P,).
-        inside: Mask of valid places, (BLOCK_P,).
-        TAP: Index of the tap, in row-major order.
-        BINS: F.
-    """
+    """Load the patches of one tap of the second convolution, (BLOCK_P, 16)."""
     seen = inside
     if TAP < 3:
         seen = seen & (row > 0)
@@ -266,45 +231,27 @@ def _filters(weight, bias, c, CHANNELS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sequences", "slots", "per_slot"])
 def stem_forward(
-    patches,
-    weight,
-    bias,
-    taps,
-    offset,
-    cu_seqlens,
-    lengths,
-    y,
-    sequences,
-    slots,
-    per_slot,
-    BINS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    patches,  # (s T / 2, F / 2, 16), contiguous
+    weight,  # (C, 9), weights of the first convolution
+    bias,  # (C,), bias of the first convolution
+    taps,  # (C, 9), weights of the second convolution
+    offset,  # (C,), bias of the second convolution
+    cu_seqlens,  # int32 (N + 1,), offsets of the slots of each utterance
+    lengths,  # (N,), mel rows of each utterance
+    y,  # (s T / 4, F / 4, C), contiguous, written; zero in rows past the length
+    sequences,  # N
+    slots,  # T
+    per_slot,  # places in a slot, s / 4 times F / 4
+    BINS: tl.constexpr,  # F
+    CHANNELS: tl.constexpr,  # C
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    SPAN: tl.constexpr,
+    SPAN: tl.constexpr,  # places of a program, a multiple of BLOCK_P
 ):
     """Compute one span of places and one block of channels; program (span, block).
 
     Channels are the rows of every product, so that a thread holds few of them and their taps stay
     in registers.
-
-    Args:
-        patches: (s T / 2, F / 2, 16), contiguous.
-        weight: (C, 9), weights of the first convolution.
-        bias: (C,), bias of the first convolution.
-        taps: (C, 9), weights of the second convolution.
-        offset: (C,), bias of the second convolution.
-        cu_seqlens: int32 (N + 1,), offsets of the slots of each utterance.
-        lengths: (N,), mel rows of each utterance.
-        y: (s T / 4, F / 4, C), contiguous, written; zero in rows past the length.
-        sequences: N.
-        slots: T.
-        per_slot: Places in a slot, s / 4 times F / 4.
-        BINS: F.
-        CHANNELS: C.
-        BLOCK_P: Places of a tile.
-        BLOCK_C: Channels of a tile.
-        SPAN: Places of a program, a multiple of BLOCK_P.
     """
     first, count, start, length, _ = _find_places(
         cu_seqlens, lengths, sequences, slots, per_slot, tl.program_id(0), BINS, SPAN
@@ -342,19 +289,7 @@ def stem_forward(
 def _gathered(
     seen, patches, row, column, inside, filters, grad, TAP: tl.constexpr, BINS: tl.constexpr
 ):
-    """Add the weighted patches of one tap where the first convolution is positive.
-
-    Args:
-        seen: (BLOCK_C, 16), the sum so far.
-        patches: Pointers as for `_patch`, (BLOCK_P,).
-        row: r, (BLOCK_P,).
-        column: f, (BLOCK_P,).
-        inside: Mask of valid places, (BLOCK_P,).
-        filters: Result of `_filters`, (BLOCK_C, 16).
-        grad: Gradient of the result, the weight of each place, (BLOCK_C, BLOCK_P).
-        TAP: Index of the tap, in row-major order.
-        BINS: F.
-    """
+    """Add the weighted patches of one tap where the first convolution is positive."""
     patch = _patch(patches, row, column, inside, TAP, BINS)
     z = tl.dot(filters, tl.trans(patch), input_precision="ieee")
     passed = tl.where(z > 0, grad, 0.0).to(grad.dtype)
@@ -365,8 +300,7 @@ def _gathered(
 def _finish(seen, filters, taps, c, to, TAP: tl.constexpr, CHANNELS: tl.constexpr):
     """Store the gradient of one tap of the second convolution.
 
-    Returns:
-        Contribution of this tap to the gradients of the first convolution, (BLOCK_C, 16).
+    Returns this tap's part of the gradients of the first convolution, (BLOCK_C, 16).
     """
     known = c < CHANNELS
     tl.store(to + 10 * CHANNELS + c * 9 + TAP, tl.sum(seen * filters.to(tl.float32), 1), mask=known)
@@ -376,23 +310,25 @@ def _finish(seen, filters, taps, c, to, TAP: tl.constexpr, CHANNELS: tl.constexp
 
 @triton.jit(do_not_specialize=["sequences", "slots", "per_slot", "spans"])
 def stem_backward(
-    patches,
-    weight,
-    bias,
-    taps,
-    cu_seqlens,
-    lengths,
-    grad_y,
+    patches,  # (s T / 2, F / 2, 16), contiguous
+    weight,  # (C, 9), weights of the first convolution
+    bias,  # (C,), bias of the first convolution
+    taps,  # (C, 9), weights of the second convolution
+    cu_seqlens,  # int32 (N + 1,), offsets of the slots of each utterance
+    lengths,  # (N,), mel rows of each utterance
+    grad_y,  # (s T / 4, F / 4, C), contiguous
+    # float32 (programs, 20 C), contiguous, written: gradients of the weight (C, 9), the bias (C,),
+    # the taps (C, 9) and their bias (C,)
     partials,
-    sequences,
-    slots,
-    per_slot,
+    sequences,  # N
+    slots,  # T
+    per_slot,  # places in a slot, s / 4 times F / 4
     spans,
-    BINS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    BINS: tl.constexpr,  # F
+    CHANNELS: tl.constexpr,  # C
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    SPAN: tl.constexpr,
+    SPAN: tl.constexpr,  # places of a span, a multiple of BLOCK_P
 ):
     r"""Compute gradients of a block of channels; program (i, block) of n takes spans i, i + n...
 
@@ -404,26 +340,6 @@ def stem_backward(
     first convolution is :math:`\sum_{ij} w'_{c,ij} D_{ij,ck}`, that of a tap
     :math:`\sum_k w_{ck} D_{ij,ck}`. No factor of the product is rounded, because each gradient is
     either used unchanged or masked.
-
-    Args:
-        patches: (s T / 2, F / 2, 16), contiguous.
-        weight: (C, 9), weights of the first convolution.
-        bias: (C,), bias of the first convolution.
-        taps: (C, 9), weights of the second convolution.
-        cu_seqlens: int32 (N + 1,), offsets of the slots of each utterance.
-        lengths: (N,), mel rows of each utterance.
-        grad_y: (s T / 4, F / 4, C), contiguous.
-        partials: float32 (programs, 20 C), contiguous, written: gradients of the weight (C, 9), the
-            bias (C,), the taps (C, 9) and their bias (C,).
-        sequences: N.
-        slots: T.
-        per_slot: Places in a slot, s / 4 times F / 4.
-        spans: Number of spans.
-        BINS: F.
-        CHANNELS: C.
-        BLOCK_P: Places of a tile.
-        BLOCK_C: Channels of a tile.
-        SPAN: Places of a span, a multiple of BLOCK_P.
     """
     WIDTH: tl.constexpr = BINS // 4
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -433,15 +349,7 @@ def stem_backward(
     # Sums over places are products with ones; reductions would exchange values at every step.
     ones = tl.full((BLOCK_P, 16), 1.0, patches.dtype.element_ty)
     total = tl.zeros((BLOCK_C, 16), tl.float32)
-    d0 = tl.zeros((BLOCK_C, 16), tl.float32)
-    d1 = tl.zeros((BLOCK_C, 16), tl.float32)
-    d2 = tl.zeros((BLOCK_C, 16), tl.float32)
-    d3 = tl.zeros((BLOCK_C, 16), tl.float32)
-    d4 = tl.zeros((BLOCK_C, 16), tl.float32)
-    d5 = tl.zeros((BLOCK_C, 16), tl.float32)
-    d6 = tl.zeros((BLOCK_C, 16), tl.float32)
-    d7 = tl.zeros((BLOCK_C, 16), tl.float32)
-    d8 = tl.zeros((BLOCK_C, 16), tl.float32)
+    parts = (tl.zeros((BLOCK_C, 16), tl.float32),) * 9
     for span in range(tl.program_id(0), spans, tl.num_programs(0)):
         first, count, start, length, _ = _find_places(
             cu_seqlens, lengths, sequences, slots, per_slot, span, BINS, SPAN
@@ -457,25 +365,13 @@ def stem_backward(
             at = grad_y + (first + begin) * CHANNELS + (n[None, :] * CHANNELS + c[:, None])
             g = tl.load(at, mask=inside[None, :] & known[:, None], other=0.0)
             total = tl.dot(g, ones, acc=total, input_precision="ieee")
-            d0 = _gathered(d0, here, row, column, inside, filters, g, 0, BINS)
-            d1 = _gathered(d1, here, row, column, inside, filters, g, 1, BINS)
-            d2 = _gathered(d2, here, row, column, inside, filters, g, 2, BINS)
-            d3 = _gathered(d3, here, row, column, inside, filters, g, 3, BINS)
-            d4 = _gathered(d4, here, row, column, inside, filters, g, 4, BINS)
-            d5 = _gathered(d5, here, row, column, inside, filters, g, 5, BINS)
-            d6 = _gathered(d6, here, row, column, inside, filters, g, 6, BINS)
-            d7 = _gathered(d7, here, row, column, inside, filters, g, 7, BINS)
-            d8 = _gathered(d8, here, row, column, inside, filters, g, 8, BINS)
+            for tap in tl.static_range(9):
+                part = _gathered(parts[tap], here, row, column, inside, filters, g, tap, BINS)
+                parts = parts[:tap] + (part,) + parts[tap + 1 :]
     to = partials + tl.program_id(0).to(tl.int64) * (CHANNELS * 20)
-    grads = _finish(d0, filters, taps, c, to, 0, CHANNELS)
-    grads += _finish(d1, filters, taps, c, to, 1, CHANNELS)
-    grads += _finish(d2, filters, taps, c, to, 2, CHANNELS)
-    grads += _finish(d3, filters, taps, c, to, 3, CHANNELS)
-    grads += _finish(d4, filters, taps, c, to, 4, CHANNELS)
-    grads += _finish(d5, filters, taps, c, to, 5, CHANNELS)
-    grads += _finish(d6, filters, taps, c, to, 6, CHANNELS)
-    grads += _finish(d7, filters, taps, c, to, 7, CHANNELS)
-    grads += _finish(d8, filters, taps, c, to, 8, CHANNELS)
+    grads = _finish(parts[0], filters, taps, c, to, 0, CHANNELS)
+    for tap in tl.static_range(1, 9):
+        grads += _finish(parts[tap], filters, taps, c, to, tap, CHANNELS)
     k = tl.arange(0, 16)[None, :]
     place = tl.where(k < 9, c[:, None] * 9 + k, 9 * CHANNELS + c[:, None])
     tl.store(to + place, grads, mask=known[:, None] & (k < 10))

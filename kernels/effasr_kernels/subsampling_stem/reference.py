@@ -1,5 +1,3 @@
-"""Reference implementation of `subsampling_stem`, which all other backends must match."""
-
 from __future__ import annotations
 
 import torch
@@ -21,7 +19,6 @@ _SLOTS = 1_024
 
 
 def run(a: StemArguments) -> Tensor:
-    """See `effasr_kernels.subsampling_stem.subsampling_stem`."""
     x, weight, bias, layout = a.x, a.weight, a.bias, a.layout
     slots = widen(x).view(layout.rows, a.rows_per_slot, x.shape[1])
     # Contiguous, because the product for the gradient of a transposed view would be slow.
@@ -45,14 +42,6 @@ def _patches(slots: Tensor, first: Tensor, left: Tensor) -> Tensor:
     """Return the factors of the weights and the bias of the first convolution at each place.
 
     All ten factors are zero in rows past the length, so that the result is zero there.
-
-    Args:
-        slots: (T, s, F); rows past the length may contain any values.
-        first: bool (T,), whether each slot is the first of its sequence.
-        left: int64 (T,), mel rows from the start of each slot to the end of its sequence.
-
-    Returns:
-        (10, 2, 2, s T / 4, F / 4), with places in the order of `StridedTaps`.
     """
     rows_per_slot, bins = slots.shape[1:]
     x = slots.flatten(0, 1).index_fill(0, unreal_rows(left, rows_per_slot, 1), 0)

@@ -48,25 +48,15 @@ SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Resources of a compiled kernel.
+    """Resources of a compiled kernel."""
 
-    Attributes:
-        registers: Registers per thread.
-        stack: Bytes per thread of spilled registers and local arrays; 0 without spills.
-        shared: Static and dynamic shared memory per block, in bytes.
-        matrix_instructions: Number of tensor core instructions in the PTX.
-        ttir: The kernel in Triton's IR, before optimizations for a GPU.
-        ttgir: The kernel in Triton's IR for GPUs, with the layouts of tensors.
-        ptx: The PTX of the kernel.
-    """
-
-    registers: int
-    stack: int
-    shared: int
-    matrix_instructions: int
-    ttir: str
-    ttgir: str
-    ptx: str
+    registers: int  # registers per thread
+    stack: int  # bytes per thread of spilled registers and local arrays; 0 without spills
+    shared: int  # static and dynamic shared memory per block, in bytes
+    matrix_instructions: int  # number of tensor core instructions in the PTX
+    ttir: str  # the kernel in Triton's IR, before optimizations for a GPU
+    ttgir: str  # the kernel in Triton's IR for GPUs, with the layouts of tensors
+    ptx: str  # the PTX of the kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +120,7 @@ def key(launch: Launch) -> tuple[Any, ...]:
 
 
 def compile_launch(launch: Launch, architecture: int) -> Resources:
-    """Compile for ``sm_<architecture>``, such as 80, 90 or 100.
-
-    Raises:
-        RuntimeError: The kernel's module was imported under ``TRITON_INTERPRET=1``.
-    """
+    """Compile for ``sm_<architecture>``, such as 80, 90 or 100."""
     compiled = _compile(launch, architecture)
     ptx = compiled.asm["ptx"]
     registers, stack, static = _usage(compiled.asm["cubin"])
@@ -153,9 +139,6 @@ def compile_to_ptx(launch: Launch, architecture: int) -> tuple[str, int]:
     """Return the PTX, with lines of the source, and the dynamic shared memory in bytes.
 
     The assembler would take a fifth of the time.
-
-    Raises:
-        RuntimeError: See `compile_launch`.
     """
     with knobs.runtime.scope(), knobs.cache.scope():
         knobs.runtime.add_stages_inspection_hook = _leave_out_assembler  # type: ignore[assignment]

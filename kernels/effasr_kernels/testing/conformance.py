@@ -23,29 +23,23 @@ _IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A call of an operation.
+    """A call of an operation."""
 
-    Attributes:
-        run: Calls the operation with its packed and its shared tensors.
-        packed: The packed arguments by name, one tensor per sequence; float64 or integer.
-        shared: The other tensors, such as weights; float64.
-        results: For each result, the packed argument whose layout it has; None if it has one
-            number for each sequence.
-        one_more: Packed arguments that have one more row than the others for each sequence,
-            including empty ones.
-        has_true_gradient: Whether the gradient is the derivative of the value.
-        rounds_inside: Whether the operation rounds intermediate results by definition.
-        mixes_sequences: Whether the rows of a sequence depend on the other sequences, as with the
-            statistics of a batch.
-    """
-
+    # Calls the operation with its packed and its shared tensors
     run: Callable[[Packed, Shared], Tensor | tuple[Tensor, ...]]
+    # The packed arguments by name, one tensor per sequence; float64 or integer
     packed: Mapping[str, Sequence[Tensor]]
-    shared: Shared = field(default_factory=dict)
+    shared: Shared = field(default_factory=dict)  # the other tensors, such as weights; float64
+    # For each result, the packed argument whose layout it has; None if it has one number for each
+    # sequence
     results: tuple[str | None, ...] = (None,)
+    # Packed arguments that have one more row than the others for each sequence, including empty
+    # ones
     one_more: frozenset[str] = frozenset()
-    has_true_gradient: bool = True
-    rounds_inside: bool = False
+    has_true_gradient: bool = True  # whether the gradient is the derivative of the value
+    rounds_inside: bool = False  # whether the operation rounds intermediate results by definition
+    # Whether the rows of a sequence depend on the other sequences, as with the statistics of a
+    # batch
     mixes_sequences: bool = False
 
     @property
@@ -56,24 +50,15 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """A way to pack a case; by default in order, in float64, on a CPU.
+    """A way to pack a case; by default in order, in float64, on a CPU."""
 
-    Attributes:
-        order: The sequence at each position.
-        tail: Number of rows past the last sequence; they hold NaN or the ignored class.
-        extra: Number of empty sequences at the end.
-        poisoned: A sequence to fill with NaN.
-        strided: Whether the tensors are not contiguous.
-        dtype: Dtype of the floating tensors.
-        device: Device of all tensors.
-    """
-
-    order: tuple[int, ...] | None = None
-    tail: int = 0
-    extra: int = 0
-    poisoned: int | None = None
-    strided: bool = False
-    dtype: torch.dtype = torch.float64
+    order: tuple[int, ...] | None = None  # the sequence at each position
+    tail: int = 0  # number of rows past the last sequence; they hold NaN or the ignored class
+    extra: int = 0  # number of empty sequences at the end
+    poisoned: int | None = None  # a sequence to fill with NaN
+    strided: bool = False  # whether the tensors are not contiguous
+    dtype: torch.dtype = torch.float64  # dtype of the floating tensors
+    # Device of all tensors
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (a constant)
 
 
@@ -82,39 +67,29 @@ _PLAIN = Variation()
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Results and gradients, each by name and sequence, in the order of the case.
+    """Results and gradients, each by name and sequence, in the order of the case."""
 
-    Attributes:
-        rows: Results and gradients of packed arguments, for each sequence.
-        tails: Results and gradients of packed arguments past the last sequence of the case.
-        shared: Gradients of the shared tensors.
-    """
-
-    rows: dict[str, list[Tensor]]
+    rows: dict[str, list[Tensor]]  # results and gradients of packed arguments, for each sequence
+    # Results and gradients of packed arguments past the last sequence of the case
     tails: dict[str, Tensor]
-    shared: dict[str, Tensor]
+    shared: dict[str, Tensor]  # gradients of the shared tensors
 
 
-def evaluate(case: Case, how: Variation, wrap: Callable[..., object] | None = None) -> Outcome:
-    """Run a case forward and backward.
-
-    The upstream gradient of each sequence is the same in every variation.
-
-    Args:
-        case: The case to run.
-        how: The way to pack it.
-        wrap: Applied to ``case.run``, such as a compiler.
-    """
-    order = how.order or tuple(range(case.sequences))
-    packed = {name: _pack(case, name, order, how) for name in case.packed}
+def evaluate(
+    case: Case, variation: Variation, wrap: Callable[..., object] | None = None
+) -> Outcome:
+    """Run a case forward and backward, with the same upstream gradient in every variation."""
+    order = variation.order or tuple(range(case.sequences))
+    packed = {name: _pack(case, name, order, variation) for name in case.packed}
     shared = {
-        name: _leaf(x.to(how.device, how.dtype), how.strided) for name, x in case.shared.items()
+        name: _leaf(x.to(variation.device, variation.dtype), variation.strided)
+        for name, x in case.shared.items()
     }
     run = case.run if wrap is None else wrap(case.run)
     results = run(packed, shared)  # type: ignore[operator]
     results = (results,) if isinstance(results, Tensor) else results
     leaves = {name: x.values for name, x in packed.items() if x.values.requires_grad} | shared
-    upstream = [_upstream(case, i, result, order, how) for i, result in enumerate(results)]
+    upstream = [_upstream(case, i, result, order, variation) for i, result in enumerate(results)]
     grads = torch.autograd.grad(results, list(leaves.values()), upstream, materialize_grads=True)
     outcome = Outcome({}, {}, {})
     for i, result in enumerate(results):
@@ -172,23 +147,18 @@ def check_repeats(case: Case, base: Variation = _PLAIN) -> None:
 
 
 def check_kernel(
+    # Returns the case that calls a given backend (``backend`` or ``"reference"``), with the same
+    # tensors each time
     case_for: Callable[[str], Case],
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    backend: str = "triton",
+    dtype: torch.dtype,  # dtype of the kernel's tensors
+    device: torch.device | str = "cpu",  # device of the kernel's tensors
+    backend: str = "triton",  # backend of the kernel
 ) -> None:
     """Check that a kernel is as accurate as its dtype allows, and satisfies the contract.
 
     The errors of results and gradients against the reference in float64 are at most twice those of
     the reference in the same dtype, plus two ulp; and `check_order`, `check_static_shape`,
     `check_neighbours`, `check_strides` and `check_repeats` hold.
-
-    Args:
-        case_for: Returns the case that calls a given backend (``backend`` or ``"reference"``), with
-            the same tensors each time.
-        dtype: Dtype of the kernel's tensors.
-        device: Device of the kernel's tensors.
-        backend: Backend of the kernel.
     """
     kernel = case_for(backend)
     on_device = Variation(dtype=dtype, device=torch.device(device))
@@ -217,11 +187,12 @@ def check_gradients(case: Case) -> None:
     leaves |= {name: _leaf(x, False) for name, x in case.shared.items()}
 
     def call(*values: Tensor) -> tuple[Tensor, ...]:
-        given = dict(zip(leaves, values, strict=True))
-        again = {
-            name: PackedSequence(given.get(name, x.values), x.layout) for name, x in packed.items()
+        leaf_values = dict(zip(leaves, values, strict=True))
+        rebuilt = {
+            name: PackedSequence(leaf_values.get(name, x.values), x.layout)
+            for name, x in packed.items()
         }
-        results = case.run(again, {name: given[name] for name in case.shared})
+        results = case.run(rebuilt, {name: leaf_values[name] for name in case.shared})
         results = (results,) if isinstance(results, Tensor) else results
         # The difference of two infinite losses would be NaN.
         return tuple(torch.where(result.isinf(), 0, result) for result in results)
@@ -262,8 +233,8 @@ def check_compiler(case: Case) -> None:
     """Check that torch.compile traces the call without a graph break, with the same results."""
     torch._dynamo.reset()
     compile_whole = lambda run: torch.compile(run, fullgraph=True, backend="aot_eager")
-    how = Variation(tail=3, extra=1)
-    _assert_same(evaluate(case, how, compile_whole), evaluate(case, how))
+    variation = Variation(tail=3, extra=1)
+    _assert_same(evaluate(case, variation, compile_whole), evaluate(case, variation))
 
 
 CHECKS: tuple[Callable[[Case], None], ...] = (
@@ -302,20 +273,20 @@ def _counted(run: Callable[..., object]) -> Callable[..., object]:
     return call
 
 
-def _pack(case: Case, name: str, order: Sequence[int], how: Variation) -> PackedSequence:
+def _pack(case: Case, name: str, order: Sequence[int], variation: Variation) -> PackedSequence:
     pieces = [case.packed[name][n] for n in order]
     floating = pieces[0].is_floating_point()
-    pieces = [piece.to(how.device) for piece in pieces]
+    pieces = [piece.to(variation.device) for piece in pieces]
     total = sum(piece.shape[0] for piece in pieces)
-    tail = how.tail + (how.extra if name in case.one_more else 0)
-    packed = pack(pieces, rows=total + tail, num_sequences=len(pieces) + how.extra)
+    tail = variation.tail + (variation.extra if name in case.one_more else 0)
+    packed = pack(pieces, rows=total + tail, num_sequences=len(pieces) + variation.extra)
     if not floating:
         packed.values[total:] = _IGNORED
         return packed
     values = poison(packed.values, packed.layout)
-    if how.poisoned is not None:
-        values = poison(values, packed.layout, order.index(how.poisoned))
-    return PackedSequence(_leaf(values.to(how.dtype), how.strided), packed.layout)
+    if variation.poisoned is not None:
+        values = poison(values, packed.layout, order.index(variation.poisoned))
+    return PackedSequence(_leaf(values.to(variation.dtype), variation.strided), packed.layout)
 
 
 def _leaf(x: Tensor, strided: bool) -> Tensor:
@@ -330,15 +301,15 @@ def _lengths(case: Case, name: str | None, order: Sequence[int]) -> list[int]:
 
 
 def _upstream(
-    case: Case, index: int, result: Tensor, order: Sequence[int], how: Variation
+    case: Case, index: int, result: Tensor, order: Sequence[int], variation: Variation
 ) -> Tensor:
     pieces = []
     for n, length in zip(order, _lengths(case, case.results[index], order), strict=True):
         generator = torch.Generator().manual_seed(1000 * index + n)
         shape = length, *result.shape[1:]
         pieces.append(torch.randn(shape, generator=generator, dtype=torch.float64))
-    rest = result.shape[0] - sum(piece.shape[0] for piece in pieces)
-    pieces.append(torch.ones(rest, *result.shape[1:], dtype=torch.float64))
+    tail_rows = result.shape[0] - sum(piece.shape[0] for piece in pieces)
+    pieces.append(torch.ones(tail_rows, *result.shape[1:], dtype=torch.float64))
     # Exact in both narrow dtypes, so that only the rounding of the outcome is measured.
     exact = torch.cat(pieces).to(torch.bfloat16).to(torch.float16)
     return exact.to(result.device, result.dtype)

@@ -21,11 +21,6 @@ from effasr_kernels.shared.ragged import wide_dtype
 
 @dataclass(frozen=True, slots=True)
 class TransducerArguments:
-    """The arguments of a call, checked; see `effasr_kernels.transducer_loss.transducer_loss`.
-
-    ``overwritten`` names the tensors over which the backward writes their gradients.
-    """
-
     encoded: Tensor
     predicted: Tensor
     targets: Tensor

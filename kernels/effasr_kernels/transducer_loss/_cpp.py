@@ -20,11 +20,11 @@ from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.checks import check_labels
+from effasr_kernels.runtime.native import refusal
 from effasr_kernels.shared import lattice
-from effasr_kernels.shared.cpp import differentiable, groups, refusal
+from effasr_kernels.shared.lattice_losses import differentiable, groups
 from effasr_kernels.shared.ragged import widen
 from effasr_kernels.transducer_loss import TransducerArguments, workspace
-from effasr_kernels.transducer_loss._cpp_nodes import Joint, Sequence
 
 _GROUP_BYTES = 32 * 2**20
 """Memory of a group for each thread. More is not faster, as allocating new memory takes time."""
@@ -32,14 +32,12 @@ _PLANE_BYTES = 12
 
 
 def unsupported_reason(a: TransducerArguments) -> str | None:
-    """The reason why this backend does not support these arguments, or None."""
     if a.durations is not None:
         return "does not support durations"
     return refusal(a.encoded)
 
 
 def run(a: TransducerArguments) -> Tensor:
-    """See `effasr_kernels.transducer_loss.transducer_loss`."""
     labels = a.targets[: a.layout_targets.total]
     exception = f" other than the blank {a.blank_id}"
     check_labels("transducer_loss", labels, a.weight.shape[0], exception, a.blank_id)
@@ -56,7 +54,7 @@ def run(a: TransducerArguments) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Losses:
-    """See `effasr_kernels.shared.cpp.Losses`; inputs are encoded, predicted, weight and bias."""
+    """See `shared.lattice_losses.Losses`; inputs are encoded, predicted, weight and bias."""
 
     frames: PackedLayout
     labels: PackedLayout
@@ -157,3 +155,112 @@ class _Losses:
 
 def _group_bytes() -> int:
     return min(workspace(), _GROUP_BYTES * torch.get_num_threads())
+
+
+_CHUNK_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """The rows of a sequence, and its nodes relative to the first of its group."""
+
+    number: int
+    frames: slice
+    states: slice
+    labels: slice
+    nodes: slice
+
+    def chunks(self, width: int) -> Iterator[Chunk]:
+        """Yield chunks of its frames in order, where a node needs ``width`` floats."""
+        states = self.states.stop - self.states.start
+        count = max(1, _CHUNK_BYTES // (4 * width * states))
+        node = self.nodes.start
+        for begin in range(self.frames.start, self.frames.stop, count):
+            end = min(begin + count, self.frames.stop)
+            nodes = slice(node, node + (end - begin) * states)
+            yield Chunk(self, slice(begin, end), nodes, (end - begin, states))
+            node = nodes.stop
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some frames of a sequence and their nodes; ``shape`` is (frames, states)."""
+
+    sequence: Sequence
+    frames: slice
+    nodes: slice
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """The joint network, and the numbers of each node that are kept between the passes."""
+
+    inputs: tuple[Tensor, ...]  # encoded, predicted, weight and bias
+    targets: Tensor  # y, int64
+    blank_id: int  # the blank's class
+    activation: str  # ``"relu"`` or ``"tanh"``
+    dtype: torch.dtype  # dtype to which the activation's output is rounded
+    # float32 (3, nodes): the log-probabilities of blank and label, which the caller replaces by the
+    # occupancies before `differentiate`; and the sum of the exponentials
+    planes: Tensor
+    # (nodes, V), exponentials of the logits minus their maximum; None to recompute them
+    logits: Tensor | None
+
+    def score(self, chunk: Chunk) -> None:
+        """Compute the planes and the logits of a chunk."""
+        z = self._logits(self._join(chunk))
+        blank = z[:, self.blank_id].clone()
+        label = z.view(*chunk.shape, -1)[:, :-1].gather(2, self._columns(chunk))[..., 0]
+        exponentials = torch.exp(z, out=z if self.logits is None else self.logits[chunk.nodes])
+        log_blank, log_label, sums = self.planes[:, chunk.nodes]
+        torch.sum(exponentials, -1, out=sums)
+        log_sums = sums.log()
+        torch.sub(blank, log_sums, out=log_blank)
+        # The last state has no label.
+        log_label.view(chunk.shape)[:, :-1] = label - log_sums.view(chunk.shape)[:, :-1]
+
+    def differentiate(
+        self, chunk: Chunk, gradients: tuple[Tensor, ...], scale: float, fastemit: float
+    ) -> None:
+        """Add a chunk to the gradients; that of ``encoded`` is complete and is written."""
+        of_encoded, of_states, of_weight, of_bias = gradients
+        h = self._join(chunk)
+        dz = self._logits(h).exp_() if self.logits is None else self.logits[chunk.nodes]
+        took_blank, took_label, sums = self.planes[:, chunk.nodes]
+        took_blank *= scale
+        took_label *= scale * (1 + fastemit)
+        dz *= ((took_blank + took_label) / sums)[:, None]
+        dz[:, self.blank_id] -= took_blank
+        of_labels = took_label.view(chunk.shape)[:, :-1, None]
+        dz.view(*chunk.shape, -1)[:, :-1].scatter_add_(2, self._columns(chunk), -of_labels)
+        of_weight.addmm_(dz.T, h)
+        of_bias += dz.sum(0)
+        da = dz @ self.inputs[2]
+        if self.activation == "relu":
+            da = torch.ops.aten.threshold_backward(da, h, 0)
+        else:
+            da = torch.ops.aten.tanh_backward(da, h)
+        da = da.view(*chunk.shape, -1)
+        of_states += da.sum(0)
+        # May overwrite the rows of ``encoded``, which are no longer needed.
+        of_encoded[chunk.frames] = da.sum(1)
+
+    def _join(self, chunk: Chunk) -> Tensor:
+        """The joint's output, (nodes, J)."""
+        encoded, predicted, *_ = self.inputs
+        h = widen(encoded[chunk.frames])[:, None] + widen(predicted[chunk.sequence.states])
+        h = h.relu_() if self.activation == "relu" else h.tanh_()
+        # Rounded like the output of a layer in that dtype.
+        return h.to(self.dtype).to(h.dtype).flatten(0, 1)
+
+    def _logits(self, h: Tensor) -> Tensor:
+        """The logits, (nodes, V), minus the maximum of each node."""
+        *_, weight, bias = self.inputs
+        z = torch.addmm(bias, h, weight.T)
+        z -= z.amax(-1, keepdim=True)
+        return z
+
+    def _columns(self, chunk: Chunk) -> Tensor:
+        """The label of each node except those of the last state, (frames, U, 1)."""
+        return self.targets[chunk.sequence.labels].expand(chunk.shape[0], -1)[..., None]

@@ -32,16 +32,9 @@ def occupancies(
     for t < T; for (T, U), where paths end, only the first sum; with alpha(0, 0) = 1. Beta is the
     same sum in the reversed lattice. Both are computed as logarithms, in float64.
 
-    Args:
-        log_blank: log b, (T, U + 1), the log-probability of the blank.
-        log_label: log l, (T, U), the log-probability of the next label.
-        log_duration: log q, (T, U + 1, D), the log-probability of each duration.
-        durations: d, in frames.
-
-    Returns:
-        The log-likelihood, (); the probabilities that a path takes the blank and the label of each
-        node, (T, U + 1); and each duration, (T, U + 1, D). All are float64. If the log-likelihood
-        is -inf, the probabilities are zero.
+    Returns the log-likelihood, (); the probabilities that a path takes the blank and the label of
+    each node, (T, U + 1); and each duration, (T, U + 1, D). All are float64. If the log-likelihood
+    is -inf, the probabilities are zero.
     """
     steps = _steps(durations)
     arcs = _arcs(log_blank, log_label, log_duration, durations)
@@ -99,12 +92,7 @@ def _move(table: Tensor, step: _Step) -> Tensor:
 
 
 def _sum_paths(arcs: Tensor, steps: Sequence[_Step]) -> Tensor:
-    """Log of the sum over paths from the first node to each, (T + 1, U + 1).
-
-    Args:
-        arcs: (K, T + 1, U + 1), the log-probability of each step at the node to which it leads.
-        steps: The K steps.
-    """
+    """Log of the sum over paths from the first node to each, (T + 1, U + 1)."""
     by_diagonal = torch.stack([skew(arc) for arc in arcs], dim=1)
     diagonals, _, states = by_diagonal.shape
     # Before the first diagonal and the first column there is padding of -inf.

@@ -21,13 +21,8 @@ def occupancies(log_blank: Tensor, log_label: Tensor) -> tuple[Tensor, Tensor, T
     with alpha(0, 0) = beta(T, U) = 1, as logarithms in float64. (In float32 the error of an
     occupancy exceeds 1 % at T = 1000.)
 
-    Args:
-        log_blank: log b, (T, U + 1), the log-probability to go to the next frame.
-        log_label: log l, (T, U), the log-probability to emit the next label.
-
-    Returns:
-        The log-likelihood, (), and the probabilities that a path takes the blank and the label of
-        each node, (T, U + 1); all float64. If the log-likelihood is -inf, they are zero.
+    Returns the log-likelihood, (), and the probabilities that a path takes the blank and the label
+    of each node, (T, U + 1); all float64. If the log-likelihood is -inf, they are zero.
     """
     blank, label = _steps(log_blank, log_label)
     alpha = _forward(blank, label)

@@ -19,11 +19,6 @@ from effasr_kernels.runtime.torch_op import ForwardOnlyOp, is_dispatched
 
 @dataclass(frozen=True, slots=True)
 class UpdateArguments:
-    """Validated arguments of a call.
-
-    See `effasr_kernels.update_running_statistics.update_running_statistics`.
-    """
-
     running_mean: Tensor
     running_variance: Tensor
     num_batches: Tensor
@@ -163,11 +158,7 @@ def updates_together() -> Iterator[None]:
 
 
 def _wait(arguments: UpdateArguments, backend: Backend | str | None) -> bool:
-    """Let an update wait if this is an eager call inside the context; return whether it does.
-
-    Raises:
-        RuntimeError: A tensor requires a gradient and grad mode is enabled.
-    """
+    """Let an update wait if this is an eager call inside the context; return whether it does."""
     waiting = None if is_dispatched() else getattr(_here, "waiting", None)
     if waiting is None:
         return False

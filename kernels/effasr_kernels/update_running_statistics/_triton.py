@@ -6,28 +6,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from effasr_kernels.runtime.launch import launch, refusal
+from effasr_kernels.runtime.launch import ceil_div, launch, refusal
 from effasr_kernels.update_running_statistics import UpdateArguments
 
 _BLOCK = 256
 
 
 def unsupported_reason(a: UpdateArguments) -> str | None:
-    """Return why this backend does not support these arguments, or None if it does."""
     return refusal(a.mean) or refusal(a.running_mean)
 
 
 def run(a: UpdateArguments, *others: UpdateArguments) -> None:
-    """See `effasr_kernels.update_running_statistics.update_running_statistics`.
-
-    All updates have the layout, the momentum, the channels and the dtypes of the first.
-    """
     updates = a, *others
     channels = a.mean.shape[0]
     launch(
         update,
         # Without channels, too, one program counts the batch.
-        (max(1, -(-channels // _BLOCK)), len(updates)),
+        (max(1, ceil_div(channels, _BLOCK)), len(updates)),
         tuple(x.running_mean for x in updates),
         tuple(x.running_variance for x in updates),
         tuple(x.num_batches for x in updates),
@@ -40,31 +35,18 @@ def run(a: UpdateArguments, *others: UpdateArguments) -> None:
 
 @triton.jit(do_not_specialize=["sequences"])
 def update(
-    running_means,
-    running_variances,
-    nums_batches,
-    means,
-    variances,
-    cu_seqlens,
-    sequences,
-    channels,
-    momentum,
+    running_means,  # l times (C,), contiguous, written
+    running_variances,  # l times (C,), contiguous, written
+    nums_batches,  # l times int64 (), written
+    means,  # l times (C,), contiguous
+    variances,  # l times (C,), contiguous
+    cu_seqlens,  # int32 (N + 1,)
+    sequences,  # N
+    channels,  # C
+    momentum,  # share of the new statistics
     BLOCK: tl.constexpr,
 ):
-    """Update a block of channels of a layer; its first program also counts the batch.
-
-    Args:
-        running_means: L times (C,), contiguous, written.
-        running_variances: L times (C,), contiguous, written.
-        nums_batches: L times int64 (), written.
-        means: L times (C,), contiguous.
-        variances: L times (C,), contiguous.
-        cu_seqlens: int32 (N + 1,).
-        sequences: N.
-        channels: C.
-        momentum: Share of the new statistics.
-        BLOCK: Channels of a program.
-    """
+    """Update a block of channels of a layer; its first program also counts the batch."""
     running_mean, running_variance, num_batches = (
         running_means[0],
         running_variances[0],

@@ -1,12 +1,9 @@
-"""Reference implementation of `update_running_statistics`."""
-
 from __future__ import annotations
 
 from effasr_kernels.update_running_statistics import UpdateArguments
 
 
 def run(*updates: UpdateArguments) -> None:
-    """See `effasr_kernels.update_running_statistics.update_running_statistics`."""
     for a in updates:
         _update(a)
 

@@ -17,30 +17,22 @@ from effasr_kernels.attention.backends import packages
 
 @dataclass(frozen=True, slots=True)
 class FlashAttention:
-    """A version of FlashAttention as an implementation of `attention`.
+    """A version of FlashAttention as an implementation of `attention`."""
 
-    Attributes:
-        module: Module of its ``flash_attn_varlen_func``.
-        package: Name of the package to install.
-        reads_beyond: See `packages.guarded`.
-        refusal: Returns the reason why this version does not support a call, or None; called after
-            the checks for all versions.
-    """
-
-    module: str
-    package: str
-    reads_beyond: bool
+    module: str  # module of its `flash_attn_varlen_func`
+    package: str  # name of the package to install
+    reads_beyond: bool  # see `packages.guarded`
+    # Returns the reason why this version does not support a call, or None; called after the checks
+    # for all versions
     refusal: Callable[[AttentionArguments], str | None] = lambda a: None
 
     def unsupported_reason(self, a: AttentionArguments) -> str | None:
-        """The reason why this backend does not support the call, or None."""
         function = self._find()
         if isinstance(function, str):
             return function
         return packages.refusal(a) or self.refusal(a)
 
     def run(self, a: AttentionArguments) -> Tensor:
-        """See `effasr_kernels.attention.attention`."""
         return packages.guarded(self._find(), a, reads_beyond=self.reads_beyond)
 
     def _find(self) -> Callable[..., object] | str:

@@ -71,14 +71,7 @@ def same_offsets(a: PackedLayout, b: PackedLayout) -> bool:
 def find(
     module: str, name: str, package: str, parameters: tuple[str, ...]
 ) -> Callable[..., Any] | str:
-    """Return a function of an optional package, or the reason why it cannot be used.
-
-    Args:
-        module: Module of the function.
-        name: Name of the function.
-        package: Name of the package to install.
-        parameters: Arguments that are passed by name, as signatures differ between versions.
-    """
+    """Return a function of an optional package with these parameters, or why it cannot be used."""
     try:
         function = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
@@ -132,16 +125,10 @@ class _MaskedGradient(Function):
 def guarded(
     function: Callable[..., Any] | str, a: AttentionArguments, *, reads_beyond: bool
 ) -> Tensor:
-    """Call a deterministic ``flash_attn_varlen_func``, and set rows outside all sequences to zero.
+    """Call a deterministic ``flash_attn_varlen_func``, and zero the rows outside all sequences.
 
-    Args:
-        function: The function of any version, from `find`.
-        a: The arguments.
-        reads_beyond: Whether it loads rows past the end of a sequence and multiplies them by zero,
-            so that these rows must be finite.
-
-    Raises:
-        RuntimeError: ``function`` is a reason from `find`.
+    If it ``reads_beyond``, it loads rows past the end of a sequence and multiplies them by zero, so
+    that these rows must be finite.
     """
     if isinstance(function, str):
         raise RuntimeError(function)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from effasr_kernels.attention import AttentionArguments
 from effasr_kernels.attention.backends import packages
+from effasr_kernels.runtime.dispatch import Gradients, Tensors
 
 _FUNCTION = (
     "torch.nn.attention.varlen",
@@ -28,7 +29,6 @@ _WIDEST_ON_SMALL_GPUS = 192
 
 
 def unsupported_reason(a: AttentionArguments) -> str | None:
-    """The reason why this backend does not support the call, or None."""
     function = packages.find(*_FUNCTION)
     if isinstance(function, str):
         return function
@@ -70,17 +70,10 @@ def forward(a: AttentionArguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
 
 
 def saved_like(a: AttentionArguments) -> tuple[Tensor, ...]:
-    """Empty tensors with the shapes and dtypes of what `forward` saves."""
     return (a.q.new_empty(a.q.shape[1::-1], dtype=torch.float32),)
 
 
-def backward(
-    a: AttentionArguments,
-    grads: tuple[Tensor, ...],
-    results: tuple[Tensor, ...],
-    saved: tuple[Tensor, ...],
-) -> dict[str, Tensor | None]:
-    """Compute the gradients of queries, keys and values, zero outside the sequences."""
+def backward(a: AttentionArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     q, k, v, layout_q, layout_k = a.q, a.k, a.v, a.layout_q, a.layout_k
     if not (layout_q.max_seqlen_bound and layout_k.max_seqlen_bound):
         return {"q": torch.zeros_like(q), "k": torch.zeros_like(k), "v": torch.zeros_like(v)}

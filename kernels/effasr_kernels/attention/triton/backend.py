@@ -45,37 +45,23 @@ _LOG2_E = math.log2(math.e)
 
 @dataclass(slots=True)
 class _Call:
-    """The kernel arguments of a call.
+    """The kernel arguments of a call."""
 
-    Attributes:
-        arguments: Arguments of the call.
-        q: (T_q, H, D). In the backward rotated, or with the content bias added; in the forward
-            rotated unless ``rotates_in_kernel``.
-        k: (T_k, H_k, D); rotated for rotary positions.
-        v: (T_k, H_k, D).
-        angles: Cosines and sines of rotary positions, or None.
-        rotates_in_kernel: Whether the attention kernels rotate queries (forward) and gradients.
-        pointers: Cosines, sines, offsets and seed, which follow queries, keys, values and bias in
-            all kernels.
-        sizes: Heads and strides, the last integers of all kernels.
-        bias: The relative part of the scores, (T_q, H, W), a new buffer; or None.
-        bias_eighths: W / 8.
-        narrowness: ``1 / (2 sigma^2)`` of `guided_attention`; None for `attention`.
-        configs: Tile sizes of the kernels.
-    """
-
-    arguments: AttentionArguments
+    arguments: AttentionArguments  # arguments of the call
+    # (T_q, H, D). In the backward rotated, or with the content bias added; in the forward rotated
+    # unless ``rotates_in_kernel``.
     q: Tensor
-    k: Tensor
-    v: Tensor
-    angles: tuple[Tensor, Tensor] | None
-    rotates_in_kernel: bool
+    k: Tensor  # (T_k, H_k, D); rotated for rotary positions
+    v: Tensor  # (T_k, H_k, D)
+    angles: tuple[Tensor, Tensor] | None  # cosines and sines of rotary positions, or None
+    rotates_in_kernel: bool  # whether the attention kernels rotate queries (forward) and gradients
+    # Cosines, sines, offsets and seed, which follow queries, keys, values and bias in all kernels
     pointers: tuple[Tensor | None, ...]
-    sizes: tuple[int, ...]
-    bias: Tensor | None
-    bias_eighths: int
-    narrowness: float | None
-    configs: Configs
+    sizes: tuple[int, ...]  # heads and strides, the last integers of all kernels
+    bias: Tensor | None  # the relative part of the scores, (T_q, H, W), a new buffer; or None
+    bias_eighths: int  # W / 8
+    narrowness: float | None  # ``1 / (2 sigma^2)`` of `guided_attention`; None for `attention`
+    configs: Configs  # tile sizes of the kernels
 
     def options(self, config: Config) -> dict[str, Any]:
         """Constants and compiler options of a launch, except for ``BIAS``."""
@@ -152,7 +138,6 @@ def backward(
     saved: Sequence[Tensor],
     narrowness: float | None = None,
 ) -> dict[str, Tensor | None]:
-    """Compute the gradients of queries, keys, values and the tensors of a relative position."""
     grad_out, (lse,) = grads[0], saved
     if a.relative is None:
         guided = None if narrowness is None else (grads[1], results[1])

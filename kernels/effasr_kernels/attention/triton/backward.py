@@ -20,8 +20,7 @@ from effasr_kernels.attention.triton.context import (
     keys_seen,
     queries_of_tile,
 )
-from effasr_kernels.attention.triton.diagonal import distance
-from effasr_kernels.attention.triton.forward import as_scores
+from effasr_kernels.attention.triton.forward import as_scores, distance
 from effasr_kernels.attention.triton.rotary import store_rotated_back
 from effasr_kernels.runtime.tiles import find_sequence, locate_tile
 from effasr_kernels.shared.philox import keep_mask
@@ -33,26 +32,30 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
     do_not_specialize=["sequences", "rows_q", "rows_k", "bias_eighths", "left", "right", "chunk"]
 )
 def attention_backward_kv(
-    q,
-    k,
-    v,
+    q,  # (T_q, H, D), a pointer, like all up to `grad_v`; rotated for rotary positions
+    k,  # (T_k, H_k, D); rotated for rotary positions
+    v,  # (T_k, H_k, D)
     bias,
     cos,
-    sin,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seed,
-    tiles,
-    lse,
+    sin,  # same shape as `cos`
+    cu_seqlens_q,  # int32 (N + 1,)
+    cu_seqlens_k,  # int32 (N + 1,)
+    seed,  # int64 (1,); None without `DROPOUT`
+    tiles,  # int32 (tiles, 4), of keys; see `effasr_kernels.runtime.tiles.locate_tile`
+    lse,  # float32 (H, T_q), contiguous, from the forward
+    # float32 (H, T_q), or (2, H, T_q) with ``GUIDED``, contiguous, from
+    # `effasr_kernels.attention.triton.delta.row_delta`
     delta,
-    grad_out,
+    grad_out,  # (T_q, H, D), contiguous
+    # (T_k, H_k, D), written; zeros for keys without queries. The channels of all heads of a row are
+    # contiguous.
     grad_k,
-    grad_v,
-    sequences,
-    rows_q,
-    rows_k,
-    bias_eighths,
-    heads,
+    grad_v,  # (T_k, H_k, D), written, with the strides of `grad_k`
+    sequences,  # N
+    rows_q,  # T_q
+    rows_k,  # T_k
+    bias_eighths,  # W / 8
+    heads,  # H
     q_row,
     q_head,
     k_row,
@@ -61,21 +64,22 @@ def attention_backward_kv(
     v_head,
     grad_row,
     left,
-    right,
-    chunk,
-    scale,
-    probability,
-    narrowness,
-    WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    right,  # of a context, or None
+    chunk,  # of a context, or None
+    scale,  # factor of the scores
+    probability,  # probability to drop a weight
+    narrowness,  # ``1 / (2 sigma^2)`` of `guided_attention`
+    WIDTH: tl.constexpr,  # D
+    BLOCK_D: tl.constexpr,  # the power of two, at least 16, that D is padded to
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BIAS: tl.constexpr,
+    GROUP: tl.constexpr,  # H / H_k, the heads of queries that share a head of keys and values
+    CAUSAL: tl.constexpr,  # whether query i attends only to keys 0 to i
+    BIAS: tl.constexpr,  # whether scores have a bias; the content bias is already added to `q`
+    # Whether to rotate the gradient of keys back, all of its D = BLOCK_D channels
     ROTARY: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    GUIDED: tl.constexpr,
+    DROPOUT: tl.constexpr,  # whether weights are dropped
+    GUIDED: tl.constexpr,  # whether there is a gradient of the penalty of `guided_attention`
 ):
     """Gradients of one tile of keys and values of one of their heads: program (tile, head).
 
@@ -86,54 +90,6 @@ def attention_backward_kv(
 
     With ``BIAS`` the kernel also overwrites the bias with the gradient of the scores: this program
     alone reads each tile, before it writes it. The gradient of queries is a product with it.
-
-    Args:
-        q: (T_q, H, D), a pointer, like all up to ``grad_v``; rotated for rotary positions.
-        k: (T_k, H_k, D); rotated for rotary positions.
-        v: (T_k, H_k, D).
-        bias: See `effasr_kernels.attention.triton.forward.attention_forward`. The columns of a
-            row's keys are overwritten; masked keys, and columns up to a multiple of 8, with zeros.
-        cos: See `effasr_kernels.attention.triton.forward.attention_forward`.
-        sin: Same shape as ``cos``.
-        cu_seqlens_q: int32 (N + 1,).
-        cu_seqlens_k: int32 (N + 1,).
-        seed: int64 (1,); None without ``DROPOUT``.
-        tiles: int32 (tiles, 4), of keys; see `effasr_kernels.runtime.tiles.locate_tile`.
-        lse: float32 (H, T_q), contiguous, from the forward.
-        delta: float32 (H, T_q), or (2, H, T_q) with ``GUIDED``, contiguous, from
-            `effasr_kernels.attention.triton.delta.row_delta`.
-        grad_out: (T_q, H, D), contiguous.
-        grad_k: (T_k, H_k, D), written; zeros for keys without queries. The channels of all heads of
-            a row are contiguous.
-        grad_v: (T_k, H_k, D), written, with the strides of ``grad_k``.
-        sequences: N.
-        rows_q: T_q.
-        rows_k: T_k.
-        bias_eighths: W / 8.
-        heads: H.
-        q_row: Row stride of ``q`` in elements.
-        q_head: Head stride of ``q`` in elements.
-        k_row: Row stride of ``k``.
-        k_head: Head stride of ``k``.
-        v_row: Row stride of ``v``.
-        v_head: Head stride of ``v``.
-        grad_row: Row stride of ``grad_k`` and ``grad_v``.
-        left: See `effasr_kernels.attention.triton.forward.attention_forward`, like the next two.
-        right: Of a context, or None.
-        chunk: Of a context, or None.
-        scale: Factor of the scores.
-        probability: Probability to drop a weight.
-        narrowness: ``1 / (2 sigma^2)`` of `guided_attention`.
-        WIDTH: D.
-        BLOCK_D: The power of two, at least 16, that D is padded to.
-        BLOCK_M: Queries of a step.
-        BLOCK_N: Keys of a tile.
-        GROUP: H / H_k, the heads of queries that share a head of keys and values.
-        CAUSAL: Whether query i attends only to keys 0 to i.
-        BIAS: Whether scores have a bias; the content bias is already added to ``q``.
-        ROTARY: Whether to rotate the gradient of keys back, all of its D = BLOCK_D channels.
-        DROPOUT: Whether weights are dropped.
-        GUIDED: Whether there is a gradient of the penalty of `guided_attention`.
     """
     sequence, first_k, length_k, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
         tiles, cu_seqlens_k, sequences, rows_k, tl.program_id(0), BLOCK_N
@@ -298,22 +254,26 @@ def attention_backward_kv(
 
 @triton.jit(do_not_specialize=["sequences", "rows_q", "left", "right", "chunk"])
 def attention_backward_q(
-    q,
-    k,
-    v,
+    q,  # (T_q, H, D), a pointer, like all up to `grad_q`; rotated for rotary positions
+    k,  # (T_k, H_k, D); rotated for rotary positions
+    v,  # (T_k, H_k, D)
     cos,
-    sin,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seed,
-    tiles,
-    lse,
+    sin,  # same shape as `cos`
+    cu_seqlens_q,  # int32 (N + 1,)
+    cu_seqlens_k,  # int32 (N + 1,)
+    seed,  # int64 (1,); None without `DROPOUT`
+    tiles,  # int32 (tiles, 4), of queries; see `effasr_kernels.runtime.tiles.locate_tile`
+    lse,  # float32 (H, T_q), contiguous, from the forward
+    # float32 (H, T_q), or (2, H, T_q) with ``GUIDED``, contiguous, from
+    # `effasr_kernels.attention.triton.delta.row_delta`
     delta,
-    grad_out,
+    grad_out,  # (T_q, H, D), contiguous
+    # (T_q, H, D), written; zeros for rows without keys. The channels of all heads of a row are
+    # contiguous.
     grad_q,
-    sequences,
-    rows_q,
-    heads,
+    sequences,  # N
+    rows_q,  # T_q
+    heads,  # H
     q_row,
     q_head,
     k_row,
@@ -322,66 +282,24 @@ def attention_backward_q(
     v_head,
     grad_row,
     left,
-    right,
-    chunk,
-    scale,
-    probability,
-    narrowness,
-    WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    right,  # of a context, or None
+    chunk,  # of a context, or None
+    scale,  # factor of the scores
+    probability,  # probability to drop a weight
+    narrowness,  # ``1 / (2 sigma^2)`` of `guided_attention`
+    WIDTH: tl.constexpr,  # D
+    BLOCK_D: tl.constexpr,  # the power of two, at least 16, that D is padded to
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    ROTARY: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    GUIDED: tl.constexpr,
+    GROUP: tl.constexpr,  # H / H_k, the heads of queries that share a head of keys and values
+    CAUSAL: tl.constexpr,  # whether query i attends only to keys 0 to i
+    ROTARY: tl.constexpr,  # whether to rotate the gradient back, all of its D = BLOCK_D channels
+    DROPOUT: tl.constexpr,  # whether weights are dropped
+    GUIDED: tl.constexpr,  # whether there is a gradient of the penalty of `guided_attention`
 ):
     """Gradient of one tile of queries of one head: program (tile, head).
 
     It is not used with relative positions; `relative.relative_backward` computes the gradient then.
-
-    Args:
-        q: (T_q, H, D), a pointer, like all up to ``grad_q``; rotated for rotary positions.
-        k: (T_k, H_k, D); rotated for rotary positions.
-        v: (T_k, H_k, D).
-        cos: See `effasr_kernels.attention.triton.forward.attention_forward`.
-        sin: Same shape as ``cos``.
-        cu_seqlens_q: int32 (N + 1,).
-        cu_seqlens_k: int32 (N + 1,).
-        seed: int64 (1,); None without ``DROPOUT``.
-        tiles: int32 (tiles, 4), of queries; see `effasr_kernels.runtime.tiles.locate_tile`.
-        lse: float32 (H, T_q), contiguous, from the forward.
-        delta: float32 (H, T_q), or (2, H, T_q) with ``GUIDED``, contiguous, from
-            `effasr_kernels.attention.triton.delta.row_delta`.
-        grad_out: (T_q, H, D), contiguous.
-        grad_q: (T_q, H, D), written; zeros for rows without keys. The channels of all heads of a
-            row are contiguous.
-        sequences: N.
-        rows_q: T_q.
-        heads: H.
-        q_row: Row stride of ``q`` in elements.
-        q_head: Head stride of ``q`` in elements.
-        k_row: Row stride of ``k``.
-        k_head: Head stride of ``k``.
-        v_row: Row stride of ``v``.
-        v_head: Head stride of ``v``.
-        grad_row: Row stride of ``grad_q``.
-        left: See `effasr_kernels.attention.triton.forward.attention_forward`, like the next two.
-        right: Of a context, or None.
-        chunk: Of a context, or None.
-        scale: Factor of the scores.
-        probability: Probability to drop a weight.
-        narrowness: ``1 / (2 sigma^2)`` of `guided_attention`.
-        WIDTH: D.
-        BLOCK_D: The power of two, at least 16, that D is padded to.
-        BLOCK_M: Queries of a tile.
-        BLOCK_N: Keys of a step.
-        GROUP: H / H_k, the heads of queries that share a head of keys and values.
-        CAUSAL: Whether query i attends only to keys 0 to i.
-        ROTARY: Whether to rotate the gradient back, all of its D = BLOCK_D channels.
-        DROPOUT: Whether weights are dropped.
-        GUIDED: Whether there is a gradient of the penalty of `guided_attention`.
     """
     sequence, first_q, length_q, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
         tiles, cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M

@@ -53,24 +53,15 @@ def padded_width(head_width: int) -> int:
 
 @functools.cache
 def configs(
-    dtype: torch.dtype,
-    head_width: int,
-    major: int,
+    dtype: torch.dtype,  # dtype of the inputs
+    head_width: int,  # D
+    major: int,  # major compute capability; one that is not in the table uses the choice for 8
     *,
-    plain: bool,
-    guided: bool = False,
-    context: bool = False,
+    plain: bool,  # whether there are neither positions nor dropout, which need registers
+    guided: bool = False,  # whether the kernels compute `guided_attention`
+    context: bool = False,  # whether keys are masked by a context, which needs registers, too
 ) -> Configs:
-    """Select the configurations of the kernels; they do not depend on lengths.
-
-    Args:
-        dtype: Dtype of the inputs.
-        head_width: D.
-        major: Major compute capability; one that is not in the table uses the choice for 8.
-        plain: Whether there are neither positions nor dropout, which need registers.
-        guided: Whether the kernels compute `guided_attention`.
-        context: Whether keys are masked by a context, which needs registers, too.
-    """
+    """Select the configurations of the kernels; they do not depend on lengths."""
     width = max(64, padded_width(head_width))
     if guided:
         if dtype == torch.float32:

@@ -16,14 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def keys_seen(query, left, right, chunk):
-    """First key and one past the last key that a query sees, not limited to its sequence.
-
-    Args:
-        query: Places of queries in their sequence, int32, of any shape.
-        left: Keys before the chunk.
-        right: Keys after the chunk.
-        chunk: Rows of a chunk.
-    """
+    """First key and one past the last key that a query sees, not limited to its sequence."""
     first = query // chunk * chunk
     return first - left, first + chunk + right
 
@@ -39,17 +32,7 @@ def groups_seen(query, left, right, chunk):
 
 @triton.jit
 def keys_of_tile(start, last, length, left, right, chunk, BLOCK: tl.constexpr):
-    """First key and one past the last key that the queries from ``start`` to ``last`` see.
-
-    Args:
-        start: First query.
-        last: Last query.
-        length: Keys of the sequence.
-        left: See `keys_seen`.
-        right: See `keys_seen`.
-        chunk: See `keys_seen`.
-        BLOCK: A number of which the first is a multiple.
-    """
+    """First key and one past the last key that the queries from ``start`` to ``last`` see."""
     first, _ = keys_seen(  # pyright: ignore[reportGeneralTypeIssues]
         start, left, right, chunk
     )
@@ -73,15 +56,6 @@ def diagonals_of_tile(last, keys, shift, left, right, chunk, BLOCK: tl.constexpr
     """Range of the diagonals of a tile of queries that hold a group that a query sees.
 
     Diagonal g holds key g of the last query, and for each query before it one key less.
-
-    Args:
-        last: Last query of the tile.
-        keys: Keys of the sequence, rounded up as the caller needs them.
-        shift: Last query less the first one.
-        left: See `keys_seen`.
-        right: See `keys_seen`.
-        chunk: See `keys_seen`.
-        BLOCK: A number of which the first is a multiple.
     """
     first = tl.maximum(last - left - chunk - 7, 0) // BLOCK * BLOCK
     return first, tl.minimum(last + chunk + right + 7, keys + shift)

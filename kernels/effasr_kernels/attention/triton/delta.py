@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.attention.triton.config import padded_width
-from effasr_kernels.runtime.launch import launch
+from effasr_kernels.runtime.launch import ceil_div, launch
 
 _ELEMENTS = 4096
 """Elements of a block of rows."""
@@ -16,14 +16,7 @@ _ELEMENTS = 4096
 
 @triton.jit
 def sum_of_products(out, grad_out, offset, mask):
-    """The sums over channels of ``out * grad_out``, float32 (M,), for a tile of rows.
-
-    Args:
-        out: A pointer.
-        grad_out: A pointer.
-        offset: Offsets of the tile's elements from both, (M, D).
-        mask: Which elements to read, (M, D).
-    """
+    """The sums over channels of ``out * grad_out``, float32 (M,), for a tile of rows."""
     out_tile = tl.load(out + offset, mask=mask, other=0.0).to(tl.float32)
     grad_tile = tl.load(grad_out + offset, mask=mask, other=0.0).to(tl.float32)
     return tl.sum(out_tile * grad_tile, 1)
@@ -31,35 +24,21 @@ def sum_of_products(out, grad_out, offset, mask):
 
 @triton.jit(do_not_specialize=["rows"])
 def attention_delta(
-    grad_out,
-    out,
+    grad_out,  # (T_q, H, D), contiguous, a pointer, like all up to `grad_penalty`
+    out,  # (T_q, H, D), contiguous
+    # float32, (H, T_q), written: the sum over channels of ``out * grad_out``. With ``GUIDED`` it is
+    # (2, H, T_q): the sum includes ``penalty * grad_penalty``, which follows with its axes swapped.
     delta,
-    penalty,
-    grad_penalty,
-    rows,
-    heads,
-    WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    penalty,  # float32 (T_q, H), contiguous; None without `GUIDED`
+    grad_penalty,  # float32 (T_q, H), contiguous; None without `GUIDED`
+    rows,  # T_q
+    heads,  # H
+    WIDTH: tl.constexpr,  # D
+    BLOCK_D: tl.constexpr,  # the power of two that D is padded to
     BLOCK_M: tl.constexpr,
-    GUIDED: tl.constexpr,
+    GUIDED: tl.constexpr,  # whether there is a penalty
 ):
-    """Compute `row_delta` for a block of rows and a head: program (block, head).
-
-    Args:
-        grad_out: (T_q, H, D), contiguous, a pointer, like all up to ``grad_penalty``.
-        out: (T_q, H, D), contiguous.
-        delta: float32, (H, T_q), written: the sum over channels of ``out * grad_out``. With
-            ``GUIDED`` it is (2, H, T_q): the sum includes ``penalty * grad_penalty``, which follows
-            with its axes swapped.
-        penalty: float32 (T_q, H), contiguous; None without ``GUIDED``.
-        grad_penalty: float32 (T_q, H), contiguous; None without ``GUIDED``.
-        rows: T_q.
-        heads: H.
-        WIDTH: D.
-        BLOCK_D: The power of two that D is padded to.
-        BLOCK_M: Rows of a block.
-        GUIDED: Whether there is a penalty.
-    """
+    """Compute `row_delta` for a block of rows and a head: program (block, head)."""
     head = tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -87,16 +66,8 @@ def row_delta(grad_out: Tensor, out: Tensor, guided: tuple[Tensor, Tensor] | Non
     """The sum over channels of output times gradient, computed once for all tiles of keys.
 
     With relative positions `effasr_kernels.attention.triton.relative.relative_scores` computes it.
-
-    Args:
-        grad_out: (T, H, D), contiguous.
-        out: (T, H, D), contiguous.
-        guided: The gradient of the penalty of `guided_attention`, and the penalty; both float32
-            (T, H), contiguous. Their product is added to the sum.
-
-    Returns:
-        float32 (H, T), undefined in the tail; with ``guided`` (2, H, T), of which the second part
-        is the gradient of the penalty.
+    Returns float32 (H, T), undefined in the tail; with ``guided`` (2, H, T), of which the second
+    part is the gradient of the penalty.
     """
     rows, heads, width = out.shape
     parts = (heads, rows) if guided is None else (2, heads, rows)
@@ -105,7 +76,7 @@ def row_delta(grad_out: Tensor, out: Tensor, guided: tuple[Tensor, Tensor] | Non
     block = rows_of_block(width)
     launch(
         attention_delta,
-        (-(-rows // block), heads),
+        (ceil_div(rows, block), heads),
         grad_out,
         out,
         delta,

@@ -6,10 +6,21 @@ import triton
 import triton.language as tl
 
 from effasr_kernels.attention.triton.context import groups_seen, keys_of_tile, keys_seen
-from effasr_kernels.attention.triton.diagonal import distance
 from effasr_kernels.attention.triton.rotary import load_rotated
 from effasr_kernels.runtime.tiles import find_sequence, locate_tile
 from effasr_kernels.shared.philox import keep_mask
+
+# Below this, 1 - exp(-x) loses digits that five terms of its series keep.
+_SMALL = tl.constexpr(0.2)
+
+
+@triton.jit
+def distance(token, frame, narrowness):
+    """The distance from the diagonal: ``1 - exp(-narrowness (token - frame)^2)``."""
+    apart = token - frame
+    x = apart * apart * narrowness
+    series = x * (1 + x * (-1 / 2 + x * (1 / 6 + x * (-1 / 24 + x * (1 / 120)))))
+    return tl.where(x < _SMALL, series, 1 - tl.exp(-x))
 
 
 @triton.jit
@@ -38,46 +49,55 @@ def as_scores(b_tile):
 
 @triton.jit(do_not_specialize=["sequences", "rows_q", "bias_eighths", "left", "right", "chunk"])
 def attention_forward(
+    # (H, D), contiguous, added to ``q``; None without ``BIAS``. A pointer, like all up to
+    # ``penalty``.
     content_bias,
-    q,
-    k,
-    v,
+    q,  # (T_q, H, D)
+    k,  # (T_k, H_k, D); rotated for rotary positions
+    v,  # (T_k, H_k, D)
+    # (T_q, H, W), contiguous, added to the products of queries and keys; finite up to the next
+    # multiple of 8 columns. None without ``BIAS``.
     bias,
-    cos,
-    sin,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seed,
-    tiles,
-    out,
+    cos,  # float32 (positions, D / 2), contiguous; None without `ROTARY`
+    sin,  # same shape as `cos`
+    cu_seqlens_q,  # int32 (N + 1,)
+    cu_seqlens_k,  # int32 (N + 1,)
+    seed,  # int64 (1,); None without `DROPOUT`
+    tiles,  # int32 (tiles, 4), of `layout_q`; see `effasr_kernels.runtime.tiles.locate_tile`
+    out,  # (T_q, H, D), contiguous, written; zeros for rows without keys
+    # float32 (H, T_q), contiguous, written: the logarithm to base 2 of each row's sum of powers of
+    # two; -inf for rows without keys
     lse,
+    # float32 (T_q, H), contiguous, written: the mean distance of each query's weights from the
+    # diagonal; zeros for rows without keys. None without ``GUIDED``.
     penalty,
-    sequences,
-    rows_q,
-    bias_eighths,
-    heads,
+    sequences,  # N
+    rows_q,  # T_q
+    bias_eighths,  # W / 8
+    heads,  # H
     q_row,
     q_head,
     k_row,
     k_head,
     v_row,
     v_head,
-    left,
-    right,
-    chunk,
-    scale_log2,
-    probability,
-    narrowness,
-    WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    left,  # of a context; see `effasr_kernels.attention.triton.context`. None without.
+    right,  # of a context, or None
+    chunk,  # of a context, or None
+    scale_log2,  # factor of the scores, for powers of two
+    probability,  # probability to drop a weight
+    narrowness,  # ``1 / (2 sigma^2)`` of `guided_attention`
+    WIDTH: tl.constexpr,  # D
+    BLOCK_D: tl.constexpr,  # the power of two, at least 16, that D is padded to
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BIAS: tl.constexpr,
+    GROUP: tl.constexpr,  # H / H_k, the heads of queries that share a head of keys and values
+    CAUSAL: tl.constexpr,  # whether query i attends only to keys 0 to i
+    BIAS: tl.constexpr,  # whether scores and queries have a bias
+    # Whether to rotate all D = BLOCK_D channels of ``q`` by its position in the sequence
     ROTARY: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    GUIDED: tl.constexpr,
+    DROPOUT: tl.constexpr,  # whether weights are dropped
+    GUIDED: tl.constexpr,  # whether to compute the penalty of `guided_attention`
 ):
     """Compute the output of one tile of queries of one head: program (tile, head).
 
@@ -85,52 +105,6 @@ def attention_forward(
     powers of two. Without a context every query attends to the first key, so the largest score is
     finite after one step. With ``GUIDED`` there is one more sum: the weights times their distance
     from the diagonal.
-
-    Args:
-        content_bias: (H, D), contiguous, added to ``q``; None without ``BIAS``. A pointer, like
-            all up to ``penalty``.
-        q: (T_q, H, D).
-        k: (T_k, H_k, D); rotated for rotary positions.
-        v: (T_k, H_k, D).
-        bias: (T_q, H, W), contiguous, added to the products of queries and keys; finite up to the
-            next multiple of 8 columns. None without ``BIAS``.
-        cos: float32 (positions, D / 2), contiguous; None without ``ROTARY``.
-        sin: Same shape as ``cos``.
-        cu_seqlens_q: int32 (N + 1,).
-        cu_seqlens_k: int32 (N + 1,).
-        seed: int64 (1,); None without ``DROPOUT``.
-        tiles: int32 (tiles, 4), of ``layout_q``; see `effasr_kernels.runtime.tiles.locate_tile`.
-        out: (T_q, H, D), contiguous, written; zeros for rows without keys.
-        lse: float32 (H, T_q), contiguous, written: the logarithm to base 2 of each row's sum of
-            powers of two; -inf for rows without keys.
-        penalty: float32 (T_q, H), contiguous, written: the mean distance of each query's weights
-            from the diagonal; zeros for rows without keys. None without ``GUIDED``.
-        sequences: N.
-        rows_q: T_q.
-        bias_eighths: W / 8.
-        heads: H.
-        q_row: Row stride of ``q`` in elements.
-        q_head: Head stride of ``q`` in elements.
-        k_row: Row stride of ``k``.
-        k_head: Head stride of ``k``.
-        v_row: Row stride of ``v``.
-        v_head: Head stride of ``v``.
-        left: Of a context; see `effasr_kernels.attention.triton.context`. None without.
-        right: Of a context, or None.
-        chunk: Of a context, or None.
-        scale_log2: Factor of the scores, for powers of two.
-        probability: Probability to drop a weight.
-        narrowness: ``1 / (2 sigma^2)`` of `guided_attention`.
-        WIDTH: D.
-        BLOCK_D: The power of two, at least 16, that D is padded to.
-        BLOCK_M: Queries of a tile.
-        BLOCK_N: Keys of a tile.
-        GROUP: H / H_k, the heads of queries that share a head of keys and values.
-        CAUSAL: Whether query i attends only to keys 0 to i.
-        BIAS: Whether scores and queries have a bias.
-        ROTARY: Whether to rotate all D = BLOCK_D channels of ``q`` by its position in the sequence.
-        DROPOUT: Whether weights are dropped.
-        GUIDED: Whether to compute the penalty of `guided_attention`.
     """
     sequence, first_q, length_q, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
         tiles, cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -11,6 +10,7 @@ from effasr_kernels.attention import AttentionArguments
 from effasr_kernels.attention.triton import backend
 from effasr_kernels.attention.triton.config import WIDEST
 from effasr_kernels.packed import PackedLayout
+from effasr_kernels.runtime.dispatch import Gradients, Tensors
 from effasr_kernels.runtime.launch import refusal
 
 
@@ -29,7 +29,6 @@ class GuidedCall(Protocol):
 
 
 def unsupported_reason(a: GuidedCall) -> str | None:
-    """The reason why this backend does not support these arguments, or None."""
     if a.q.shape[-1] > WIDEST:
         return f"supports head widths up to {WIDEST}, not {a.q.shape[-1]}"
     return refusal(a.q)
@@ -45,12 +44,7 @@ def saved_like(a: GuidedCall) -> tuple[Tensor, ...]:
     return backend.saved_like(_plain(a))
 
 
-def backward(
-    a: GuidedCall,
-    grads: Sequence[Tensor],
-    results: Sequence[Tensor],
-    saved: Sequence[Tensor],
-) -> dict[str, Tensor | None]:
+def backward(a: GuidedCall, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     """Compute the gradients of ``q``, ``k`` and ``v``."""
     return backend.backward(_plain(a), grads, results, saved, _narrowness(a))
 

@@ -25,7 +25,7 @@ from effasr_kernels.attention.triton.config import padded_width
 from effasr_kernels.attention.triton.delta import rows_of_block
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.counters import program_counters
-from effasr_kernels.runtime.launch import capability, launch
+from effasr_kernels.runtime.launch import capability, ceil_div, launch
 from effasr_kernels.runtime.tiles import count_tiles, tile_table
 from effasr_kernels.shared.partial_sums import summed
 
@@ -36,21 +36,29 @@ _PROGRAMS = 1024
 
 def bias_width(bound: int) -> int:
     """W, the columns of the buffer for sequences of up to ``bound`` keys: a multiple of 8."""
-    return max(8, -(-bound // 8) * 8)
+    return max(8, ceil_div(bound, 8) * 8)
 
 
 def relative_scores(
-    q: Tensor,
-    position_bias: Tensor,
+    q: Tensor,  # (T_q, H, D)
+    position_bias: Tensor,  # v, (H, D)
+    # r, (2 L - 1, H, D), the table of `effasr_kernels.attention.RelativeBias`; L is at least every
+    # length of both layouts
     table: Tensor,
     layout_q: PackedLayout,
-    layout_k: PackedLayout,
-    context: Context | None = None,
+    layout_k: PackedLayout,  # layout of the keys
+    context: Context | None = None,  # the keys that a query sees; by default all of its sequence
     *,
+    # u, (H, D), to write the queries of the other part of the scores, too
     content_bias: Tensor | None = None,
+    # Where to write q + u, rounded to the dtype of ``q``: (T_q, H, D), contiguous. The tail is not
+    # written.
     biased: Tensor | None = None,
+    # The result of attention, (T_q, H, D), contiguous, to compute `row_delta` of it in the same
+    # launch
     result: Tensor | None = None,
-    grad_result: Tensor | None = None,
+    grad_result: Tensor | None = None,  # the gradient of `result`, likewise
+    # Where to write the sums, float32 (H, T_q), contiguous. The tail is not written.
     delta: Tensor | None = None,
 ) -> Tensor:
     r"""Compute the part of the scores that depends on distance, before scaling.
@@ -60,26 +68,9 @@ def relative_scores(
 
     for query i and key j of one sequence.
 
-    Args:
-        q: (T_q, H, D).
-        position_bias: v, (H, D).
-        table: r, (2 L - 1, H, D), the table of `effasr_kernels.attention.RelativeBias`; L is at
-            least every length of both layouts.
-        layout_q: Layout of ``q``.
-        layout_k: Layout of the keys.
-        context: The keys that a query sees; by default all of its sequence.
-        content_bias: u, (H, D), to write the queries of the other part of the scores, too.
-        biased: Where to write q + u, rounded to the dtype of ``q``: (T_q, H, D), contiguous. The
-            tail is not written.
-        result: The result of attention, (T_q, H, D), contiguous, to compute `row_delta` of it in
-            the same launch.
-        grad_result: The gradient of ``result``, likewise.
-        delta: Where to write the sums, float32 (H, T_q), contiguous. The tail is not written.
-
-    Returns:
-        (T_q, H, W), the dtype of ``q``, with W the `bias_width` of ``layout_k.max_seqlen_bound``.
-        Before and past the keys that it sees a row is finite in the rest of a group of 8 columns;
-        the other columns and the tail are undefined.
+    Returns (T_q, H, W), the dtype of ``q``, with W the `bias_width` of
+    ``layout_k.max_seqlen_bound``. Before and past the keys that it sees a row is finite in the rest
+    of a group of 8 columns; the other columns and the tail are undefined.
     """
     q, table = _dense_rows(q), _dense_rows(table)
     heads, width = q.shape[1:]
@@ -101,35 +92,25 @@ def relative_scores(
 
 
 def relative_backward(
+    # Gradient of the scores, (T_q, H, W), contiguous, the dtype of ``q``. Zero past the keys of a
+    # row up to the next multiple of 8 columns, and of a context likewise; the other columns and the
+    # tail are ignored.
     ds: Tensor,
-    q: Tensor,
-    k: Tensor,
-    position: RelativeBias,
+    q: Tensor,  # (T_q, H, D)
+    k: Tensor,  # (T_k, H, D)
+    position: RelativeBias,  # biases and table of the scores
     layout_q: PackedLayout,
     layout_k: PackedLayout,
-    scale: float,
+    scale: float,  # factor of the scores
+    # Where to write the gradient of ``q``: (T_q, H, D), the dtype of ``q``, with contiguous
+    # channels of all heads of a row. By default a new tensor.
     grad_q: Tensor | None = None,
-    context: Context | None = None,
+    context: Context | None = None,  # the keys that a query sees; by default all of its sequence
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    r"""Compute the gradients of the scores of `RelativeBias`, except for that of the keys.
+    """Compute the gradients of the scores of `RelativeBias`, except for that of the keys.
 
-    Args:
-        ds: Gradient of the scores, (T_q, H, W), contiguous, the dtype of ``q``. Zero past the keys
-            of a row up to the next multiple of 8 columns, and of a context likewise; the other
-            columns and the tail are ignored.
-        q: (T_q, H, D).
-        k: (T_k, H, D).
-        position: Biases and table of the scores.
-        layout_q: Layout of ``q``.
-        layout_k: Layout of ``k``.
-        scale: Factor of the scores.
-        grad_q: Where to write the gradient of ``q``: (T_q, H, D), the dtype of ``q``, with
-            contiguous channels of all heads of a row. By default a new tensor.
-        context: The keys that a query sees; by default all of its sequence.
-
-    Returns:
-        The gradients of ``q``, (T_q, H, D), zero in the tail; of the content and the position bias,
-        (H, D) each; and of the table, (2 L - 1, H, D). In the dtype of ``q``.
+    Returns the gradients of ``q``, (T_q, H, D), zero in the tail; of the content and the position
+    bias, (H, D) each; and of the table, (2 L - 1, H, D). In the dtype of ``q``.
     """
     q, k, table = _dense_rows(q), _dense_rows(k), _dense_rows(position.table)
     heads, width = q.shape[1:]

@@ -17,31 +17,38 @@ from effasr_kernels.shared.last_program import is_last_program
 
 @triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths", "left", "right", "chunk"])
 def grad_queries(
+    # (T_q, H, D), a pointer, written; zeros in the tail. The channels of all heads of a row are
+    # contiguous.
     grad_q,
+    # float32 (tiles, 2, H, D), a pointer, written: the sums of the content and the distance part
+    # over the tile
     grad_biases,
-    grad_scores,
-    k,
-    table,
-    cu_seqlens_q,
-    cu_seqlens_k,
+    grad_scores,  # (T_q, H, 8 eighths), a pointer; zeros past the last key up to a multiple of 8
+    k,  # (T_k, H, D), a pointer
+    table,  # (2 reach - 1, H, D), a pointer
+    cu_seqlens_q,  # int32 (N + 1,), a pointer
+    cu_seqlens_k,  # int32 (N + 1,), a pointer
+    # int32 (tiles, 4), of BLOCK_M * STEP queries; see `effasr_kernels.runtime.tiles.locate_tile`
     tiles,
-    sequences,
-    rows,
-    reach,
-    eighths,
-    scale,
-    heads,
+    sequences,  # N
+    rows,  # T_q
+    reach,  # L
+    eighths,  # an eighth of the width of `grad_scores`
+    scale,  # factor of the scores
+    heads,  # H
     k_row,
     k_head,
     stride_distance,
     stride_table_head,
     grad_row,
-    left,
-    right,
-    chunk,
-    WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    left,  # of a context; see `effasr_kernels.attention.triton.context`. None without.
+    right,  # of a context, or None
+    chunk,  # of a context, or None
+    WIDTH: tl.constexpr,  # D
+    BLOCK_D: tl.constexpr,  # the power of two at or above D
     BLOCK_M: tl.constexpr,
+    # Keys of a step. It differs from ``BLOCK_W``, as otherwise the compiler gives both kinds of
+    # tiles the same layout.
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
@@ -50,39 +57,6 @@ def grad_queries(
     The content part is the gradient of the scores times the keys, the distance part times the
     table. The latter iterates over the table like `relative_scores.scores`; here the shift is in
     the addresses of the loads.
-
-    Args:
-        grad_q: (T_q, H, D), a pointer, written; zeros in the tail. The channels of all heads of a
-            row are contiguous.
-        grad_biases: float32 (tiles, 2, H, D), a pointer, written: the sums of the content and the
-            distance part over the tile.
-        grad_scores: (T_q, H, 8 eighths), a pointer; zeros past the last key up to a multiple of 8.
-        k: (T_k, H, D), a pointer.
-        table: (2 reach - 1, H, D), a pointer.
-        cu_seqlens_q: int32 (N + 1,), a pointer.
-        cu_seqlens_k: int32 (N + 1,), a pointer.
-        tiles: int32 (tiles, 4), of BLOCK_M * STEP queries; see
-            `effasr_kernels.runtime.tiles.locate_tile`.
-        sequences: N.
-        rows: T_q.
-        reach: L.
-        eighths: An eighth of the width of ``grad_scores``.
-        scale: Factor of the scores.
-        heads: H.
-        k_row: Row stride of ``k`` in elements.
-        k_head: Head stride of ``k`` in elements.
-        stride_distance: Row stride of ``table``.
-        stride_table_head: Head stride of ``table``.
-        grad_row: Row stride of ``grad_q``.
-        left: Of a context; see `effasr_kernels.attention.triton.context`. None without.
-        right: Of a context, or None.
-        chunk: Of a context, or None.
-        WIDTH: D.
-        BLOCK_D: The power of two at or above D.
-        BLOCK_M: Queries of a tile.
-        BLOCK_N: Keys of a step. It differs from ``BLOCK_W``, as otherwise the compiler gives both
-            kinds of tiles the same layout.
-        BLOCK_W: Distances of a step.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     channel = tl.arange(0, BLOCK_D)
@@ -189,14 +163,8 @@ def grad_queries(
 def sequences_of(cu_seqlens, sequences, first_row, end_row):
     """The sequences with rows in a range: the first, and one past the last.
 
-    The counts are scalars in the loop: with vectors that are summed after it, the compiler
-    (Triton 3.7) loses the alignment of pointers inside nested loops that begin at the counts.
-
-    Args:
-        cu_seqlens: int32 (N + 1,), a pointer.
-        sequences: N.
-        first_row: First row of the range.
-        end_row: One past the last row of the range.
+    The counts are scalars in the loop: with vectors that are summed after it, the compiler (Triton
+    3.7) loses the alignment of pointers inside nested loops that begin at the counts.
     """
     index = tl.arange(0, 512)
     first, end = 0, 0
@@ -251,28 +219,29 @@ def _add_splits(
     ]
 )
 def grad_table(
-    grad,
-    by_split,
+    grad,  # (2 reach - 1, H, D), a pointer, written
+    by_split,  # float32 (splits, 2 reach - 1, H, D), a pointer, written: the sums of each split
+    # int32 (blocks * H,), a pointer; see `effasr_kernels.shared.last_program.is_last_program`
     counters,
-    grad_scores,
-    q,
-    position_bias,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    sequences,
-    rows,
-    reach,
-    eighths,
+    grad_scores,  # (T_q, H, 8 eighths), a pointer
+    q,  # (T_q, H, D), a pointer
+    position_bias,  # (H, D), a pointer
+    cu_seqlens_q,  # int32 (N + 1,), a pointer
+    cu_seqlens_k,  # int32 (N + 1,), a pointer
+    sequences,  # N
+    rows,  # T_q
+    reach,  # L
+    eighths,  # an eighth of the width of `grad_scores`
     splits,
-    scale,
-    heads,
+    scale,  # factor of the scores
+    heads,  # H
     stride_row,
     stride_head,
-    left,
-    right,
-    chunk,
-    WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    left,  # of a context; see `effasr_kernels.attention.triton.context`. None without.
+    right,  # of a context, or None
+    chunk,  # of a context, or None
+    WIDTH: tl.constexpr,  # D
+    BLOCK_D: tl.constexpr,  # the power of two at or above D
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
@@ -281,33 +250,6 @@ def grad_table(
     A split is a range of rows, and includes the tiles of sequences that begin in it. Blocks of
     small distances have the most pairs and come first. The last program that has a part of a block
     and head adds the parts of all splits, in their order.
-
-    Args:
-        grad: (2 reach - 1, H, D), a pointer, written.
-        by_split: float32 (splits, 2 reach - 1, H, D), a pointer, written: the sums of each split.
-        counters: int32 (blocks * H,), a pointer; see
-            `effasr_kernels.shared.last_program.is_last_program`.
-        grad_scores: (T_q, H, 8 eighths), a pointer.
-        q: (T_q, H, D), a pointer.
-        position_bias: (H, D), a pointer.
-        cu_seqlens_q: int32 (N + 1,), a pointer.
-        cu_seqlens_k: int32 (N + 1,), a pointer.
-        sequences: N.
-        rows: T_q.
-        reach: L.
-        eighths: An eighth of the width of ``grad_scores``.
-        splits: Number of splits.
-        scale: Factor of the scores.
-        heads: H.
-        stride_row: Row stride of ``q`` in elements.
-        stride_head: Head stride of ``q``.
-        left: Of a context; see `effasr_kernels.attention.triton.context`. None without.
-        right: Of a context, or None.
-        chunk: Of a context, or None.
-        WIDTH: D.
-        BLOCK_D: The power of two at or above D.
-        BLOCK_M: Queries of a step.
-        BLOCK_W: Distances of a block.
     """
     split, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     phase = split % STEP

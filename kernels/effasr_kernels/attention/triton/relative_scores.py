@@ -33,35 +33,38 @@ def is_spare(cu_seqlens, sequences, tile, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths", "left", "right", "chunk"])
 def scores(
-    out,
-    q,
-    position_bias,
-    table,
-    content_bias,
-    biased,
-    result,
-    grad_result,
+    out,  # (T_q, H, 8 eighths), a pointer
+    q,  # (T_q, H, D), a pointer
+    position_bias,  # (H, D), a pointer
+    table,  # (2 reach - 1, H, D), a pointer
+    content_bias,  # (H, D), a pointer, or None
+    biased,  # (T_q, H, D), a pointer, written: `q` plus `content_bias`; None without
+    result,  # the result of attention, (T_q, H, D), contiguous, a pointer, or None
+    grad_result,  # its gradient, (T_q, H, D), contiguous, a pointer; None without `result`
+    # float32 (H, T_q), a pointer, written: the sums over channels of ``result * grad_result``; None
+    # without
     delta,
-    cu_seqlens_q,
-    cu_seqlens_k,
+    cu_seqlens_q,  # int32 (N + 1,), a pointer
+    cu_seqlens_k,  # int32 (N + 1,), a pointer
+    # int32 (tiles, 4), of BLOCK_M * STEP queries; see `effasr_kernels.runtime.tiles.locate_tile`
     tiles,
-    sequences,
-    rows,
-    reach,
-    eighths,
-    heads,
+    sequences,  # N
+    rows,  # T_q
+    reach,  # L
+    eighths,  # W / 8, so that the compiler knows that 8 divides the width W of `out`
+    heads,  # H
     stride_row,
     stride_head,
     stride_distance,
     stride_table_head,
-    left,
-    right,
-    chunk,
-    WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    left,  # of a context; see `effasr_kernels.attention.triton.context`. None without.
+    right,  # of a context, or None
+    chunk,  # of a context, or None
+    WIDTH: tl.constexpr,  # D
+    BLOCK_D: tl.constexpr,  # the power of two at or above D
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    PART: tl.constexpr,
+    PART: tl.constexpr,  # rows of `result` that are read at once
 ):
     """Compute the scores of a tile of queries of one head for all keys of their sequence.
 
@@ -69,39 +72,6 @@ def scores(
     smallest, so that the scores of a query come in the order of its keys: diagonal g of the loop
     holds key ``g - shift`` of a query that is ``shift`` rows above the tile's last one. Every row
     of the table is multiplied once per tile, and the shift is only in the addresses of the stores.
-
-    Args:
-        out: (T_q, H, 8 eighths), a pointer.
-        q: (T_q, H, D), a pointer.
-        position_bias: (H, D), a pointer.
-        table: (2 reach - 1, H, D), a pointer.
-        content_bias: (H, D), a pointer, or None.
-        biased: (T_q, H, D), a pointer, written: ``q`` plus ``content_bias``; None without.
-        result: The result of attention, (T_q, H, D), contiguous, a pointer, or None.
-        grad_result: Its gradient, (T_q, H, D), contiguous, a pointer; None without ``result``.
-        delta: float32 (H, T_q), a pointer, written: the sums over channels of
-            ``result * grad_result``; None without.
-        cu_seqlens_q: int32 (N + 1,), a pointer.
-        cu_seqlens_k: int32 (N + 1,), a pointer.
-        tiles: int32 (tiles, 4), of BLOCK_M * STEP queries; see
-            `effasr_kernels.runtime.tiles.locate_tile`.
-        sequences: N.
-        rows: T_q.
-        reach: L.
-        eighths: W / 8, so that the compiler knows that 8 divides the width W of ``out``.
-        heads: H.
-        stride_row: Row stride of ``q`` in elements.
-        stride_head: Head stride of ``q``.
-        stride_distance: Row stride of ``table``.
-        stride_table_head: Head stride of ``table``.
-        left: Of a context; see `effasr_kernels.attention.triton.context`. None without.
-        right: Of a context, or None.
-        chunk: Of a context, or None.
-        WIDTH: D.
-        BLOCK_D: The power of two at or above D.
-        BLOCK_M: Queries of a tile.
-        BLOCK_W: Distances of a step.
-        PART: Rows of ``result`` that are read at once.
     """
     if tiles is None:  # noqa: SIM102 -- a constant
         if is_spare(cu_seqlens_q, sequences, tl.program_id(0) // STEP, BLOCK_M * STEP):

@@ -16,7 +16,7 @@ from torch import Tensor
 from effasr_kernels.attention.position import Rotary
 from effasr_kernels.attention.triton.config import next_power_of_two
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.runtime.launch import launch
+from effasr_kernels.runtime.launch import ceil_div, launch
 from effasr_kernels.runtime.tiles import count_tiles, locate_tile, tile_table
 
 _ELEMENTS = 4096
@@ -34,18 +34,7 @@ def _load_angles(cos, sin, start, in_rows, HALF: tl.constexpr, BLOCK_M: tl.const
 
 @triton.jit
 def load_rotated(x, cos, sin, start, row, in_rows, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Load a tile of rows and rotate it: (BLOCK_M, WIDTH), in the dtype of ``x``.
-
-    Args:
-        x: Pointer to the first element of the tile.
-        cos: float32 (positions, WIDTH / 2), contiguous, a pointer.
-        sin: Same shape as ``cos``.
-        start: The first row's position in its sequence.
-        row: Row stride of ``x`` in elements.
-        in_rows: Mask of the rows to load, bool (BLOCK_M,); the others are zero.
-        WIDTH: Channels, a power of two.
-        BLOCK_M: Rows.
-    """
+    """Load a tile of rows and rotate it: (BLOCK_M, WIDTH), in the dtype of ``x``."""
     HALF: tl.constexpr = WIDTH // 2
     m = tl.arange(0, BLOCK_M)
     c = tl.arange(0, HALF)
@@ -66,19 +55,7 @@ def load_rotated(x, cos, sin, start, row, in_rows, WIDTH: tl.constexpr, BLOCK_M:
 def store_rotated_back(
     out, x, cos, sin, start, row, in_rows, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Rotate a tile of gradients back and store it; see `load_rotated`.
-
-    Args:
-        out: Pointer to the first element of the tile.
-        x: float32 (BLOCK_M, WIDTH).
-        cos: float32 (positions, WIDTH / 2), contiguous, a pointer.
-        sin: Same shape as ``cos``.
-        start: The first row's position in its sequence.
-        row: Row stride of ``out`` in elements.
-        in_rows: Mask of the rows to store, bool (BLOCK_M,).
-        WIDTH: Channels, a power of two.
-        BLOCK_M: Rows.
-    """
+    """Rotate a tile of gradients back and store it; see `load_rotated`."""
     HALF: tl.constexpr = WIDTH // 2
     m = tl.arange(0, BLOCK_M)
     c = tl.arange(0, HALF)
@@ -96,43 +73,24 @@ def store_rotated_back(
 
 @triton.jit(do_not_specialize=["sequences", "rows"])
 def rotate(
-    x,
-    cos,
-    sin,
-    cu_seqlens,
-    tiles,
-    out,
-    sequences,
-    rows,
-    heads,
+    x,  # (T, H, D), a pointer, like all up to `out`
+    cos,  # float32 (positions, HALF), contiguous
+    sin,  # same shape as `cos`
+    cu_seqlens,  # int32 (N + 1,)
+    tiles,  # int32 (tiles, 4); see `effasr_kernels.runtime.tiles.locate_tile`
+    out,  # (T, H, D), contiguous, written
+    sequences,  # N
+    rows,  # T
+    heads,  # H
     x_row,
     x_head,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    WIDTH: tl.constexpr,  # D
+    HALF: tl.constexpr,  # R / 2, the pairs of channels that rotate
+    BLOCK_D: tl.constexpr,  # a power of two, at least D / 2 and HALF
     BLOCK_M: tl.constexpr,
-    BACK: tl.constexpr,
+    BACK: tl.constexpr,  # whether to apply the inverse rotation
 ):
-    """Rotate every head of a tile of rows: program (tile, head); zeros in the tail.
-
-    Args:
-        x: (T, H, D), a pointer, like all up to ``out``.
-        cos: float32 (positions, HALF), contiguous.
-        sin: Same shape as ``cos``.
-        cu_seqlens: int32 (N + 1,).
-        tiles: int32 (tiles, 4); see `effasr_kernels.runtime.tiles.locate_tile`.
-        out: (T, H, D), contiguous, written.
-        sequences: N.
-        rows: T.
-        heads: H.
-        x_row: Row stride of ``x`` in elements.
-        x_head: Head stride of ``x`` in elements.
-        WIDTH: D.
-        HALF: R / 2, the pairs of channels that rotate.
-        BLOCK_D: A power of two, at least D / 2 and HALF.
-        BLOCK_M: Rows of a tile.
-        BACK: Whether to apply the inverse rotation.
-    """
+    """Rotate every head of a tile of rows: program (tile, head); zeros in the tail."""
     sequence, first_row, length, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
         tiles, cu_seqlens, sequences, rows, tl.program_id(0), BLOCK_M
     )
@@ -167,29 +125,21 @@ def rotate(
 
 
 def rotated(
-    x: Tensor,
-    layout: PackedLayout,
-    angles: tuple[Tensor, Tensor],
-    dtype: torch.dtype,
+    x: Tensor,  # (T, H, D), with a last stride of 1
+    layout: PackedLayout,  # layout of `x`
+    angles: tuple[Tensor, Tensor],  # cosines and sines, from `angle_table`
+    dtype: torch.dtype,  # dtype of the copy
     *,
-    back: bool = False,
+    back: bool = False,  # whether to apply the inverse rotation
 ) -> Tensor:
     """Copy packed heads and rotate their first channels by each row's position.
 
-    Args:
-        x: (T, H, D), with a last stride of 1.
-        layout: Layout of ``x``.
-        angles: Cosines and sines, from `angle_table`.
-        dtype: Dtype of the copy.
-        back: Whether to apply the inverse rotation.
-
-    Returns:
-        (T, H, D), contiguous, zero in the tail.
+    Returns (T, H, D), contiguous, zero in the tail.
     """
     rows, heads, width = x.shape
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     half = angles[0].shape[1]
-    block_d = next_power_of_two(max(-(-width // 2), half))
+    block_d = next_power_of_two(max(ceil_div(width, 2), half))
     block_m = max(1, _ELEMENTS // block_d // 2)
     launch(
         rotate,
@@ -210,16 +160,8 @@ def angle_table(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of all positions that a row can have, rounded from float64 to float32.
 
-    Args:
-        rotary: Base and fraction of the rotation.
-        head_width: D.
-        rows: Rows of the packed tensor. The table has the next power of two of positions, so that
-            few tables are computed.
-        device: Device of the table.
-
-    Returns:
-        Two of float32 (positions, R / 2). The first call for a size waits for the device, so that a
-        call on any stream may use the same table.
+    Returns two of float32 (positions, R / 2). The first call for a size waits for the device, so
+    that a call on any stream may use the same table.
     """
     size, width = next_power_of_two(max(1, rows)), rotary.rotated(head_width)
     key = size, rotary.base, width, device

@@ -19,7 +19,6 @@ from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import native
 from effasr_kernels.runtime.checks import wrong
 from effasr_kernels.runtime.native import FLOAT, INT32, INT64, POINTER, check, pointer
-from effasr_kernels.shared import cpp
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 _BEST_INSTRUCTIONS = 0
@@ -58,51 +57,35 @@ class _Gradients(ctypes.Structure):
 
 def refusal(q: Tensor) -> str | None:
     """The reason why the kernels do not support these queries, or None."""
-    return cpp.refusal(q)
+    return native.refusal(q)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of the kernels; all floating tensors are float32.
+    """A call of the kernels; all floating tensors are float32."""
 
-    Attributes:
-        op: The operation, for messages.
-        q: (T_q, H, D). Like ``k`` and ``v`` it may have any strides between rows and heads, such
-            as a part of a joint projection; it is copied if its channels are not contiguous.
-        k: (T_k, H_k, D); H_k divides H, and is H with ``sigma`` or ``position``.
-        v: (T_k, H_k, D).
-        layout_q: Layout of ``q``.
-        layout_k: Layout of ``k`` and ``v``.
-        scale: Factor of the scores.
-        dropout: Probability to drop a weight.
-        seed: Seed of the dropout, int64 (); None without dropout.
-        causal: Whether query i attends only to keys 0 to i.
-        sigma: Width of the penalty of `effasr_kernels.guided_attention`; None for no penalty.
-        position: The tensors of a `RelativeBias`, (H, D), (H, D) and (2L-1, H, D); or None.
-    """
-
-    op: str
+    op: str  # the operation, for messages
+    # (T_q, H, D). Like ``k`` and ``v`` it may have any strides between rows and heads, such as a
+    # part of a joint projection; it is copied if its channels are not contiguous.
     q: Tensor
-    k: Tensor
-    v: Tensor
+    k: Tensor  # (T_k, H_k, D); H_k divides H, and is H with `sigma` or `position`
+    v: Tensor  # (T_k, H_k, D)
     layout_q: PackedLayout
-    layout_k: PackedLayout
-    scale: float
-    dropout: float
-    seed: Tensor | None
-    causal: bool = False
+    layout_k: PackedLayout  # layout of `k` and `v`
+    scale: float  # factor of the scores
+    dropout: float  # probability to drop a weight
+    seed: Tensor | None  # seed of the dropout, int64 (); None without dropout
+    causal: bool = False  # whether query i attends only to keys 0 to i
+    # Width of the penalty of `effasr_kernels.guided_attention`; None for no penalty
     sigma: float | None = None
+    # The tensors of a `RelativeBias`, (H, D), (H, D) and (2L-1, H, D); or None
     position: tuple[Tensor, Tensor, Tensor] | None = None
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run the forward.
 
-        Returns:
-            The output, (T_q, H, D); the softmax statistics for `backward`, (T_q, H, 2); and with
-            ``sigma`` the penalty, (T_q, H), else None.
-
-        Raises:
-            ValueError: A tensor or a layout is invalid.
+        Returns the output, (T_q, H, D); the softmax statistics for `backward`, (T_q, H, 2); and
+        with ``sigma`` the penalty, (T_q, H), else None.
         """
         inputs = self._inputs()
         q = inputs[0]
@@ -117,24 +100,13 @@ class Call:
 
     def backward(
         self,
-        d_out: Tensor,
-        d_penalty: Tensor | None,
-        out: Tensor,
-        softmax: Tensor,
-        penalty: Tensor | None,
+        d_out: Tensor,  # gradient of the output, (T_q, H, D), contiguous
+        d_penalty: Tensor | None,  # gradient of the penalty, (T_q, H), contiguous; None for zero
+        out: Tensor,  # the output of `forward`
+        softmax: Tensor,  # the softmax statistics of `forward`
+        penalty: Tensor | None,  # the penalty of `forward`
     ) -> list[Tensor]:
-        """Compute the gradients of q, k and v, and of the tensors of ``position`` if given.
-
-        Args:
-            d_out: Gradient of the output, (T_q, H, D), contiguous.
-            d_penalty: Gradient of the penalty, (T_q, H), contiguous; None for zero.
-            out: The output of `forward`.
-            softmax: The softmax statistics of `forward`.
-            penalty: The penalty of `forward`.
-
-        Raises:
-            ValueError: A tensor or a layout is invalid.
-        """
+        """Compute the gradients of q, k and v, and of the tensors of ``position`` if given."""
         inputs = self._inputs()
         shape = inputs[0].shape
         for name, x, expected in (

@@ -26,7 +26,7 @@ _BEST_INSTRUCTIONS = 0
 
 
 class _Matrix(ctypes.Structure):
-    """PackedMatrix of csrc/decoder_step.h."""
+    """PanelMatrix of csrc/decoder_step.h."""
 
     _fields_ = [
         ("weight", POINTER),
@@ -102,26 +102,16 @@ def unsupported_reason() -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedMatrix:
-    """Weights of a linear layer in the memory layout of the kernels.
+class PanelMatrix:
+    """Weights of a linear layer in panels of outputs, as the kernels read them."""
 
-    Attributes:
-        weight: float32 (panels, K, 32), panels of 32 outputs; the last is padded with zeros.
-        bias: float32 (N,), or None.
-        outputs: N.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    outputs: int
+    weight: Tensor  # float32 (panels, K, 32), panels of 32 outputs; the last is padded with zeros
+    bias: Tensor | None  # float32 (N,), or None
+    outputs: int  # N
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None) -> PackedMatrix:
-        """Pack a copy of the weight, float32 (N, K), and of the bias, float32 (N,) or None.
-
-        Raises:
-            ValueError: The dtype, the device or the size of the bias is wrong.
-        """
+    def from_weight(cls, weight: Tensor, bias: Tensor | None) -> PanelMatrix:
+        """Copy a weight, float32 (N, K), into panels, and the bias, float32 (N,) or None."""
         check(_STEP, "weight", weight, torch.float32, contiguous=False)
         outputs, inputs = weight.shape
         if bias is not None:
@@ -137,17 +127,11 @@ class PackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Parameters of a LayerNorm.
+    """Parameters of a LayerNorm."""
 
-    Attributes:
-        weight: float32 (width,).
-        bias: float32 (width,).
-        epsilon: Constant added to the variance.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    epsilon: float
+    weight: Tensor  # float32 (width,)
+    bias: Tensor  # float32 (width,)
+    epsilon: float  # constant added to the variance
 
     def _described(self) -> _Norm:
         return _Norm(pointer(self.weight), pointer(self.bias), self.epsilon)
@@ -155,40 +139,25 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of a pre-norm layer: self-attention, cross-attention, feed-forward network.
+    """Weights of a pre-norm layer: self-attention, cross-attention, feed-forward network."""
 
-    Attributes:
-        self_norm: LayerNorm before self-attention.
-        cross_norm: LayerNorm before cross-attention.
-        forward_norm: LayerNorm before the feed-forward network.
-        qkv: Projection to queries, keys and values of self-attention, H D outputs each.
-        self_out: Output projection of self-attention.
-        q: Projection to queries of cross-attention, H D outputs.
-        cross_out: Output projection of cross-attention.
-        first: First linear layer of the feed-forward network.
-        second: Second linear layer of the feed-forward network.
-    """
-
-    self_norm: Norm
-    cross_norm: Norm
-    forward_norm: Norm
-    qkv: PackedMatrix
-    self_out: PackedMatrix
-    q: PackedMatrix
-    cross_out: PackedMatrix
-    first: PackedMatrix
-    second: PackedMatrix
+    self_norm: Norm  # LayerNorm before self-attention
+    cross_norm: Norm  # LayerNorm before cross-attention
+    forward_norm: Norm  # LayerNorm before the feed-forward network
+    qkv: PanelMatrix  # projection to queries, keys and values of self-attention, H D outputs each
+    self_out: PanelMatrix  # output projection of self-attention
+    q: PanelMatrix  # projection to queries of cross-attention, H D outputs
+    cross_out: PanelMatrix  # output projection of cross-attention
+    first: PanelMatrix  # first linear layer of the feed-forward network
+    second: PanelMatrix  # second linear layer of the feed-forward network
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Cache of keys and values, read and written in place.
+    """Cache of keys and values, read and written in place."""
 
-    Attributes:
-        values: float32 (layers, 2, rows, H, room, at least D), contiguous; room is a multiple of
-            16. Values past the end of a row must be finite.
-    """
-
+    # float32 (layers, 2, rows, H, room, at least D), contiguous; room is a multiple of 16. Values
+    # past the end of a row must be finite.
     values: Tensor
 
     def _described(self, name: str, layers: int, heads: int, width: int) -> _Cache:
@@ -203,39 +172,22 @@ class Cache:
 
 
 class DecoderWeights:
-    """Weights of a decoder.
-
-    Attributes:
-        width: Channels of the residual stream.
-    """
+    """Weights of a decoder."""
 
     def __init__(
         self,
         *,
-        layers: Sequence[Layer],
-        tokens: Tensor,
+        layers: Sequence[Layer],  # weights of at least one layer
+        tokens: Tensor,  # float32 (V, width), token embedding
+        # float32 (P, width), position embedding; positions past P use the last row
         positions: Tensor,
-        embedding_norm: Norm | None,
-        norm: Norm,
-        heads: int,
-        head_width: int,
-        activation: Literal["relu", "gelu"],
+        embedding_norm: Norm | None,  # LayerNorm of the sum of both embeddings, or None
+        norm: Norm,  # LayerNorm after the last layer
+        heads: int,  # H
+        head_width: int,  # D
+        activation: Literal["relu", "gelu"],  # Activation of the feed-forward networks
     ) -> None:
-        """Check the weights and build their C structures.
-
-        Args:
-            layers: Weights of at least one layer.
-            tokens: float32 (V, width), token embedding.
-            positions: float32 (P, width), position embedding; positions past P use the last row.
-            embedding_norm: LayerNorm of the sum of both embeddings, or None.
-            norm: LayerNorm after the last layer.
-            heads: H.
-            head_width: D.
-            activation: Activation of the feed-forward networks.
-
-        Raises:
-            ValueError: A dtype, a device or a shape is wrong.
-        """
+        """Check the weights and build their C structures."""
         self.width = tokens.shape[1]
         inner = heads * head_width
         for name, x in (("tokens", tokens), ("positions", positions)):
@@ -267,37 +219,23 @@ class DecoderWeights:
 
     def step(
         self,
-        tokens: Tensor,
+        tokens: Tensor,  # int64 (N,), next token of each row
+        # int64 (N,), number of tokens decoded so far in each row; incremented in place
         positions: Tensor,
-        active: Tensor,
+        active: Tensor,  # int64 (N,), 0 for rows to skip
+        # Number of valid positions in ``cross_cache`` of each of the N / K sequences
         frames: Sequence[int],
         *,
-        self_cache: Cache,
-        cross_cache: Cache,
-        hypotheses: int,
-        most_position: int,
+        self_cache: Cache,  # cache of at least N rows, written at the positions
+        cross_cache: Cache,  # cache of at least N / K rows
+        hypotheses: int,  # K, number of adjacent rows that share a row of ``cross_cache``
+        most_position: int,  # maximum to which positions are incremented
+        # Instruction set as in ``csrc/attention.h``; by default the widest that the CPU supports
         instructions: int = _BEST_INSTRUCTIONS,
     ) -> Tensor:
         """Decode one more token of each active row.
 
-        Args:
-            tokens: int64 (N,), next token of each row.
-            positions: int64 (N,), number of tokens decoded so far in each row; incremented in
-                place.
-            active: int64 (N,), 0 for rows to skip.
-            frames: Number of valid positions in ``cross_cache`` of each of the N / K sequences.
-            self_cache: Cache of at least N rows, written at the positions.
-            cross_cache: Cache of at least N / K rows.
-            hypotheses: K, number of adjacent rows that share a row of ``cross_cache``.
-            most_position: Maximum to which positions are incremented.
-            instructions: Instruction set as in ``csrc/attention.h``; by default the widest that the
-                CPU supports.
-
-        Returns:
-            float32 (N, width), output of the last norm; zero for rows that are not active.
-
-        Raises:
-            ValueError: A dtype, a shape or a value is wrong; nothing was written.
+        Returns float32 (N, width), output of the last norm; zero for rows that are not active.
         """
         count = len(tokens)
         for name, x in (("tokens", tokens), ("positions", positions), ("active", active)):
@@ -360,27 +298,14 @@ class DecoderWeights:
 
 
 def largest_logit(
-    hidden: Tensor,
-    matrix: PackedMatrix,
-    classes: int | None = None,
+    hidden: Tensor,  # float32 (N, K)
+    matrix: PanelMatrix,  # projection from K channels to logits
+    classes: int | None = None,  # number of leading classes to choose from; all by default
     *,
+    # Instruction set as in ``csrc/attention.h``; by default the widest that the CPU supports
     instructions: int = _BEST_INSTRUCTIONS,
 ) -> Tensor:
-    """Return the class of the largest logit of each row, the first among equal logits.
-
-    Args:
-        hidden: float32 (N, K).
-        matrix: Projection from K channels to logits.
-        classes: Number of leading classes to choose from; all by default.
-        instructions: Instruction set as in ``csrc/attention.h``; by default the widest that the CPU
-            supports.
-
-    Returns:
-        Classes, int64 (N,).
-
-    Raises:
-        ValueError: A dtype or a shape is wrong, or ``classes`` is not in [1, outputs].
-    """
+    """Return the class of the largest logit of each row, int64 (N,), the first among equal ones."""
     classes = matrix.outputs if classes is None else classes
     if not 1 <= classes <= matrix.outputs:
         raise wrong(_LARGEST, "classes", f"be in 1 to {matrix.outputs}", classes)

@@ -47,14 +47,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     It calls torch for other devices and dtypes, under autocast, in compiled graphs, for products
     too small to gain, and in inference, where a row's result must not depend on the number of rows.
-
-    Args:
-        x: (..., K).
-        weight: (N, K).
-        bias: (N,).
-
-    Returns:
-        (..., N).
+    Returns (..., N).
     """
     if _uses_onednn(x, weight):
         return _OnednnLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
@@ -109,12 +102,12 @@ def onednn_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
     It requires `has_onednn`.
 
-    With a weight from `onednn_packed` a row's result does not depend on the number of rows.
+    With a weight from `onednn_weight` a row's result does not depend on the number of rows.
     """
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
 
 
-def onednn_packed(weight: Tensor) -> Tensor:
+def onednn_weight(weight: Tensor) -> Tensor:
     """Return a weight (N, K) in oneDNN's memory format, only usable in `onednn_product`."""
     return torch.ops.mkldnn._reorder_linear_weight(weight)
 

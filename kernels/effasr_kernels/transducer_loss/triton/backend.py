@@ -45,6 +45,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from effasr_kernels.runtime.dispatch import Gradients, Tensors
 from effasr_kernels.runtime.launch import refusal
 from effasr_kernels.transducer_loss import TransducerArguments, workspace
 from effasr_kernels.transducer_loss.triton.duration_lattice import LONGEST, DurationSweeps
@@ -55,7 +56,6 @@ from effasr_kernels.transducer_loss.triton.work import Work
 
 
 def unsupported_reason(a: TransducerArguments) -> str | None:
-    """The reason why this backend does not support the call, or None."""
     if a.durations is not None and a.durations[-1] > LONGEST:
         return f"supports durations of up to {LONGEST} frames, not {a.durations[-1]}"
     return refusal(a.encoded)
@@ -66,7 +66,7 @@ def _sweeps(a: TransducerArguments) -> type[LabelSweeps] | type[DurationSweeps]:
 
 
 def forward(a: TransducerArguments) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
-    """See `effasr_kernels.transducer_loss.transducer_loss`; saves what `saved_like` lists."""
+    """Saves what `saved_like` lists."""
     work = Work(a)
     sweeps = _sweeps(a)(work)
     loss = a.weight.new_empty(a.layout_frames.num_sequences, dtype=torch.float32)
@@ -113,13 +113,7 @@ def _unpack(
     return normalizer, Trace(0, trace), Scores(0, *rest) if sweeps.keeps_scores else None
 
 
-def backward(
-    a: TransducerArguments,
-    grads: Sequence[Tensor],
-    results: Sequence[Tensor],
-    saved: Sequence[Tensor],
-) -> dict[str, Tensor | None]:
-    """Compute the gradients of ``encoded``, ``predicted``, ``weight`` and ``bias``."""
+def backward(a: TransducerArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     work = Work(a)
     sweeps = _sweeps(a)(work)
     normalizer, trace, kept = _unpack(sweeps, saved)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.runtime.launch import launch
+from effasr_kernels.runtime.launch import ceil_div, launch
 from effasr_kernels.transducer_loss.triton.joint import search
 from effasr_kernels.transducer_loss.triton.plan import Chunk, Cost, Group, Room
 
@@ -30,30 +30,18 @@ _BLOCK = 32
 
 
 class Strides(NamedTuple):
-    """The division of a capacity.
-
-    Attributes:
-        chunks: Number of chunks.
-        nodes: Nodes of a stride.
-        room: Largest number of nodes of a chunk.
-    """
+    """The division of a capacity."""
 
     chunks: int
-    nodes: int
-    room: int
+    nodes: int  # nodes of a stride
+    room: int  # largest number of nodes of a chunk
 
 
 def strides(capacity: int, widest: int, room: int) -> Strides:
-    """Divide a capacity into equal strides, of at least one frame's nodes.
-
-    Args:
-        capacity: Most nodes of a batch.
-        widest: Most states of a sequence.
-        room: Nodes that a chunk should have at most; it has more if two frames do not fit.
-    """
+    """Divide a capacity into equal strides, of at least one frame's nodes."""
     most = max(room - widest + 1, widest)
-    chunks = max(1, -(-capacity // most))
-    nodes = -(-capacity // chunks)
+    chunks = max(1, ceil_div(capacity, most))
+    nodes = ceil_div(capacity, chunks)
     return Strides(chunks, nodes, min(capacity, nodes + widest - 1))
 
 
@@ -62,19 +50,13 @@ class DeviceLattices:
 
     def __init__(
         self,
-        layout_frames: PackedLayout,
-        layout_targets: PackedLayout,
+        layout_frames: PackedLayout,  # layout of ``encoded``
+        layout_targets: PackedLayout,  # layout of the targets, with a bound of their lengths
+        # Offsets of frames and targets, int32 (N + 1,), and first nodes, int64 (N + 1,)
         offsets: tuple[Tensor, Tensor, Tensor],
-        max_nodes: int,
+        max_nodes: int,  # most nodes of a batch
     ):
-        """Keep the offsets, which are read on the device.
-
-        Args:
-            layout_frames: Layout of ``encoded``.
-            layout_targets: Layout of the targets, with a bound of their lengths.
-            offsets: Offsets of frames and targets, int32 (N + 1,), and first nodes, int64 (N + 1,).
-            max_nodes: Most nodes of a batch.
-        """
+        """Keep the offsets, which are read on the device."""
         self._frames, self._targets = layout_frames, layout_targets
         self._offsets, self._capacity = offsets, max_nodes
         self.sequences = layout_frames.num_sequences
@@ -82,15 +64,7 @@ class DeviceLattices:
         self._widest = layout_targets.max_seqlen_bound + 1
 
     def groups(self, cost: Cost, size: int, chunk_cost: Cost, chunk_size: int) -> Iterator[Group]:
-        """Divide all nodes into chunks of one group; ``cost`` and ``size`` have no effect.
-
-        Args:
-            cost: Not used.
-            size: Not used.
-            chunk_cost: Memory that a chunk needs.
-            chunk_size: Bytes for a chunk. It needs more for the frames and states of the shape,
-                where these need more than half of it.
-        """
+        """Divide all nodes into chunks of one group; ``cost`` and ``size`` have no effect."""
         fixed = chunk_cost.frame * self._frames.rows + chunk_cost.state * self._states
         nodes = max(chunk_size - fixed, chunk_size // 2) // chunk_cost.node
         parts = strides(self._capacity, self._widest, nodes)
@@ -121,7 +95,7 @@ class DeviceLattices:
         table = torch.empty(size, dtype=torch.int32, device=self._frames.device)
         launch(
             divide,
-            (-(-parts.chunks // _BLOCK),),
+            (ceil_div(parts.chunks, _BLOCK),),
             *(*self._offsets, table, parts.chunks, parts.nodes),
             *(self.sequences, self.sequences.bit_length()),
             num_warps=1,
@@ -152,29 +126,17 @@ def _length(offsets, n):
 
 @triton.jit(do_not_specialize=["chunks", "nodes", "sequences", "steps"])
 def divide(
-    cu_frames,
-    cu_targets,
-    first_nodes,
-    table,
+    cu_frames,  # int32 (N + 1,)
+    cu_targets,  # int32 (N + 1,)
+    first_nodes,  # int64 (N + 1,)
+    table,  # int32 (chunks, 8, 4), of which [..., 0] is written
     chunks,
-    nodes,
-    sequences,
+    nodes,  # nodes of a stride
+    sequences,  # N, at least 1
     steps,
     BLOCK: tl.constexpr,
 ):
-    """Write the numbers of some chunks, in the order of `plan.Chunk`.
-
-    Args:
-        cu_frames: int32 (N + 1,).
-        cu_targets: int32 (N + 1,).
-        first_nodes: int64 (N + 1,).
-        table: int32 (chunks, 8, 4), of which [..., 0] is written.
-        chunks: Number of chunks.
-        nodes: Nodes of a stride.
-        sequences: N, at least 1.
-        steps: See `search`.
-        BLOCK: Chunks of a program.
-    """
+    """Write the numbers of some chunks, in the order of `plan.Chunk`."""
     chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_chunk = chunk < chunks
     value = chunk.to(tl.int64) * nodes

@@ -45,7 +45,6 @@ class DurationSweeps:
     keeps_scores: ClassVar[bool] = True
 
     def __init__(self, work: Work):
-        """See `LabelSweeps`."""
         self._offsets, self._fastemit, self._durations = work.offsets, work.fastemit, work.durations
         # One state per thread; the longest durations need half as many threads for registers.
         widest = 512 if work.durations[-1] <= LONGEST // 2 else 256
@@ -53,11 +52,9 @@ class DurationSweeps:
         self._strip = {"num_warps": block // 32, "num_stages": 1, "BLOCK": block, "STAGES": 2}
 
     def room(self, scores: Scores) -> Trace:
-        """See `LabelSweeps`."""
         return Trace(scores.base, torch.empty_like(scores.blank, dtype=torch.float64))
 
     def losses(self, group: Group, scores: Scores, trace: Trace, loss: Tensor) -> None:
-        """See `LabelSweeps`."""
         edge = scores.blank.new_empty(group.frames, dtype=torch.float64)
         launch(
             sweep_durations_forward,
@@ -78,7 +75,6 @@ class DurationSweeps:
         grad_loss: Tensor,
         out: Scores,
     ) -> None:
-        """See `LabelSweeps`."""
         edge = scores.blank.new_empty(group.frames, dtype=torch.float64)
         launch(
             sweep_durations_backward,
@@ -107,44 +103,25 @@ def _part(mass, step, whole):
 
 @triton.jit(do_not_specialize=["first_sequence", "first_frame", "base"])
 def sweep_durations_forward(
-    log_blank,
-    log_label,
-    log_duration,
-    cu_frames,
-    cu_targets,
-    first_nodes,
-    alpha,
+    log_blank,  # float32, of nodes from `base` on
+    log_label,  # float32, of nodes from `base` on; not read in last states
+    log_duration,  # float32 (..., D), of nodes from `base` on
+    cu_frames,  # int32 (N + 1,)
+    cu_targets,  # int32 (N + 1,)
+    first_nodes,  # int64 (N + 1,)
+    alpha,  # float64, of nodes from `base` on, written
+    # float64, a buffer for each of the group's frames: mass that labels pass to the next strip
     edge,
-    loss,
+    loss,  # float32 (N,), written
     first_sequence,
     first_frame,
-    base,
-    DURATIONS: tl.constexpr,
-    COUNT: tl.constexpr,
+    base,  # node of the first elements
+    DURATIONS: tl.constexpr,  # durations in frames, increasing
+    COUNT: tl.constexpr,  # D
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr,  # stages of the pipeline of loads
 ):
-    """Compute the loss of one sequence and the mass of each node.
-
-    Args:
-        log_blank: float32, of nodes from ``base`` on.
-        log_label: float32, of nodes from ``base`` on; not read in last states.
-        log_duration: float32 (..., D), of nodes from ``base`` on.
-        cu_frames: int32 (N + 1,).
-        cu_targets: int32 (N + 1,).
-        first_nodes: int64 (N + 1,).
-        alpha: float64, of nodes from ``base`` on, written.
-        edge: float64, a buffer for each of the group's frames: mass that labels pass to the next
-            strip.
-        loss: float32 (N,), written.
-        first_sequence: The group's first sequence.
-        first_frame: The group's first frame.
-        base: Node of the first elements.
-        DURATIONS: Durations in frames, increasing.
-        COUNT: D.
-        BLOCK: States of a strip.
-        STAGES: Stages of the pipeline of loads.
-    """
+    """Compute the loss of one sequence and the mass of each node."""
     MOST: tl.constexpr = DURATIONS[COUNT - 1]
     n = first_sequence + tl.program_id(0)
     frame, frames = _extent(cu_frames, n)  # pyright: ignore[reportGeneralTypeIssues]
@@ -206,49 +183,24 @@ def sweep_durations_backward(
     cu_frames,
     cu_targets,
     first_nodes,
-    loss,
-    grad_loss,
-    occ_blank,
-    occ_label,
-    d_duration,
+    loss,  # float32 (N,)
+    grad_loss,  # float32 (N,); treated as zero for an infinite loss
+    occ_blank,  # float32, of nodes from `out_base` on, written; may be `log_blank`
+    occ_label,  # float32, written, multiplied by `fast`; may be `log_label`
+    d_duration,  # float32 (..., D), written; may be `log_duration`
+    # float64, a buffer for each of the group's frames: occupancy of the first state of a strip
     edge,
     first_sequence,
     first_frame,
-    base,
-    out_base,
-    fast,
-    DURATIONS: tl.constexpr,
-    COUNT: tl.constexpr,
+    base,  # node of the first elements
+    out_base,  # node of the first elements of the outputs
+    fast,  # 1 + lambda of FastEmit
+    DURATIONS: tl.constexpr,  # durations in frames, increasing
+    COUNT: tl.constexpr,  # D
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr,  # stages of the pipeline of loads
 ):
-    """Compute the occupancies of one sequence and the gradient of the duration logits.
-
-    Args:
-        log_blank: See `sweep_durations_forward`.
-        log_label: See `sweep_durations_forward`.
-        log_duration: See `sweep_durations_forward`.
-        alpha: See `sweep_durations_forward`.
-        cu_frames: See `sweep_durations_forward`.
-        cu_targets: See `sweep_durations_forward`.
-        first_nodes: See `sweep_durations_forward`.
-        loss: float32 (N,).
-        grad_loss: float32 (N,); treated as zero for an infinite loss.
-        occ_blank: float32, of nodes from ``out_base`` on, written; may be ``log_blank``.
-        occ_label: float32, written, multiplied by ``fast``; may be ``log_label``.
-        d_duration: float32 (..., D), written; may be ``log_duration``.
-        edge: float64, a buffer for each of the group's frames: occupancy of the first state of a
-            strip.
-        first_sequence: The group's first sequence.
-        first_frame: The group's first frame.
-        base: Node of the first elements.
-        out_base: Node of the first elements of the outputs.
-        fast: 1 + lambda of FastEmit.
-        DURATIONS: Durations in frames, increasing.
-        COUNT: D.
-        BLOCK: States of a strip.
-        STAGES: Stages of the pipeline of loads.
-    """
+    """Compute the occupancies of one sequence and the gradient of the duration logits."""
     MOST: tl.constexpr = DURATIONS[COUNT - 1]
     n = first_sequence + tl.program_id(0)
     frame, frames = _extent(cu_frames, n)  # pyright: ignore[reportGeneralTypeIssues]

@@ -69,50 +69,29 @@ def _tiles_of_states(
     do_not_specialize=["first_node", "first_frame", "frames", "first_sequence", "sequences"]
 )
 def fold(
-    hidden,
-    d_hidden,
-    cu_frames,
-    cu_targets,
-    first_nodes,
-    over_states,
-    over_frames,
+    hidden,  # (R, J), the activation's output
+    d_hidden,  # float32 (R, J), the gradient of `hidden`
+    cu_frames,  # int32 (N + 1,)
+    cu_targets,  # int32 (N + 1,)
+    first_nodes,  # int64 (N + 1,)
+    over_states,  # float32, `count_sums` rows of J, written
+    over_frames,  # float32, `count_sums` rows of J, written
     first_node,
     first_frame,
-    frames,
-    first_sequence,
-    sequences,
-    width,
+    frames,  # number of frames of the chunk
+    first_sequence,  # the sequence of the chunk's first frame
+    sequences,  # number of sequences with frames in the chunk
+    width,  # J
     hidden_stride,
     d_stride,
-    TANH: tl.constexpr,
-    FRAMES: tl.constexpr,
-    STATES: tl.constexpr,
+    TANH: tl.constexpr,  # whether the activation is tanh, else relu
+    FRAMES: tl.constexpr,  # frames of a tile
+    STATES: tl.constexpr,  # states of a tile
     BLOCK_C: tl.constexpr,
 ):
     """Compute both sums of one tile of the gradient of the activation's input.
 
     The five numbers of the chunk may be on the device; see `load_number`.
-
-    Args:
-        hidden: (R, J), the activation's output.
-        d_hidden: float32 (R, J), the gradient of ``hidden``.
-        cu_frames: int32 (N + 1,).
-        cu_targets: int32 (N + 1,).
-        first_nodes: int64 (N + 1,).
-        over_states: float32, `count_sums` rows of J, written.
-        over_frames: float32, `count_sums` rows of J, written.
-        first_node: The chunk's first node.
-        first_frame: The chunk's first frame.
-        frames: Number of frames of the chunk.
-        first_sequence: The sequence of the chunk's first frame.
-        sequences: Number of sequences with frames in the chunk.
-        width: J.
-        hidden_stride: Row stride of ``hidden`` in elements.
-        d_stride: Row stride of the gradient in elements.
-        TANH: Whether the activation is tanh, else relu.
-        FRAMES: Frames of a tile.
-        STATES: States of a tile.
-        BLOCK_C: Columns per program.
     """
     tile = tl.program_id(0)
     frames, sequences = load_number(frames), load_number(sequences)
@@ -184,40 +163,24 @@ def fold(
 
 @triton.jit(do_not_specialize=["first_node", "first_frame", "frames", "sequences", "steps"])
 def finish_frames(
-    cu_frames,
-    cu_targets,
-    first_nodes,
-    over_states,
-    d_encoded,
+    cu_frames,  # int32 (N + 1,)
+    cu_targets,  # int32 (N + 1,)
+    first_nodes,  # int64 (N + 1,)
+    over_states,  # as `fold` wrote it
+    d_encoded,  # (T, J), contiguous, written
     first_node,
     first_frame,
-    frames,
-    sequences,
+    frames,  # number of frames of the chunk
+    sequences,  # N
     steps,
-    width,
-    STATES: tl.constexpr,
+    width,  # J
+    STATES: tl.constexpr,  # states of a tile
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Write the gradient of ``encoded`` for the frames of a chunk.
 
     The chunk's first node, first frame and frames may be on the device; see `load_number`.
-
-    Args:
-        cu_frames: int32 (N + 1,).
-        cu_targets: int32 (N + 1,).
-        first_nodes: int64 (N + 1,).
-        over_states: As `fold` wrote it.
-        d_encoded: (T, J), contiguous, written.
-        first_node: The chunk's first node.
-        first_frame: The chunk's first frame.
-        frames: Number of frames of the chunk.
-        sequences: N.
-        steps: See `search`.
-        width: J.
-        STATES: States of a tile.
-        BLOCK_R: Frames of a program.
-        BLOCK_C: Columns per program.
     """
     frames = load_number(frames)
     if tl.program_id(0) * BLOCK_R >= frames:
@@ -250,48 +213,28 @@ def finish_frames(
     ]
 )
 def finish_states(
-    cu_frames,
-    cu_targets,
-    first_nodes,
-    over_frames,
-    d_predicted,
+    cu_frames,  # int32 (N + 1,)
+    cu_targets,  # int32 (N + 1,)
+    first_nodes,  # int64 (N + 1,)
+    over_frames,  # as `fold` wrote it
+    d_predicted,  # float32 (S, J), of the group's states, contiguous, added to
     first_node,
     first_frame,
-    frames,
-    first_sequence,
-    first_state,
-    states,
-    group_state,
-    sequences,
+    frames,  # number of frames of the chunk
+    first_sequence,  # the first that the chunk touches
+    first_state,  # the first row of `predicted` of that sequence
+    states,  # rows of `predicted` of all sequences that the chunk touches
+    group_state,  # the group's first row of `predicted`
+    sequences,  # N
     steps,
-    width,
-    FRAMES: tl.constexpr,
+    width,  # J
+    FRAMES: tl.constexpr,  # frames of a tile
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Add the sums of a chunk to the gradient of ``predicted`` for its states.
 
     The six numbers of the chunk may be on the device; see `load_number`.
-
-    Args:
-        cu_frames: int32 (N + 1,).
-        cu_targets: int32 (N + 1,).
-        first_nodes: int64 (N + 1,).
-        over_frames: As `fold` wrote it.
-        d_predicted: float32 (S, J), of the group's states, contiguous, added to.
-        first_node: The chunk's first node.
-        first_frame: The chunk's first frame.
-        frames: Number of frames of the chunk.
-        first_sequence: The first that the chunk touches.
-        first_state: The first row of ``predicted`` of that sequence.
-        states: Rows of ``predicted`` of all sequences that the chunk touches.
-        group_state: The group's first row of ``predicted``.
-        sequences: N.
-        steps: See `search`.
-        width: J.
-        FRAMES: Frames of a tile.
-        BLOCK_R: States of a program.
-        BLOCK_C: Columns per program.
     """
     states = load_number(states)
     if tl.program_id(0) * BLOCK_R >= states:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from effasr_kernels.runtime.launch import ceil_div, launch
+from effasr_kernels.transducer_loss.triton.plan import Chunk
 
 
 @triton.jit
@@ -17,15 +21,7 @@ def load_number(x):
 
 @triton.jit
 def search(offsets, spacing, value, sequences, steps):
-    """The last n in [0, N] with ``offsets[n] + spacing * n <= value``, for each value.
-
-    Args:
-        offsets: (N + 1,), a pointer; not decreasing.
-        spacing: Rows that each sequence has in addition to ``offsets``.
-        value: A block of ints, none below ``offsets[0]``.
-        sequences: N.
-        steps: Steps of the binary search, at least the bits of N.
-    """
+    """The last n in [0, N] with ``offsets[n] + spacing * n <= value``, for each value."""
     low = value.to(tl.int32) * 0
     high = low + sequences
     for _ in range(0, steps):
@@ -38,38 +34,23 @@ def search(offsets, spacing, value, sequences, steps):
 
 @triton.jit(do_not_specialize=["first_node", "nodes", "first_frame", "sequences", "steps"])
 def place_nodes(
-    cu_frames,
-    cu_targets,
-    first_nodes,
-    targets,
-    frame_rows,
-    state_rows,
+    cu_frames,  # int32 (N + 1,)
+    cu_targets,  # int32 (N + 1,)
+    first_nodes,  # int64 (N + 1,), of `_plan.first_nodes`
+    targets,  # int32 or int64 (U,)
+    frame_rows,  # int32 (R,), written: the row of `encoded`
+    state_rows,  # int32 (R,), written: the row of `predicted`
+    # int32 (R,), written: the next label; -1 in the last state, and -2 for an invalid negative
+    # label
     labels,
-    first_node,
-    nodes,
+    first_node,  # the chunk's first node; see `load_number`, also for the next two
+    nodes,  # number of nodes of the chunk, at most R
     first_frame,
-    sequences,
+    sequences,  # N
     steps,
     BLOCK: tl.constexpr,
 ):
-    """Compute the frame, the state and the label of each node of a chunk.
-
-    Args:
-        cu_frames: int32 (N + 1,).
-        cu_targets: int32 (N + 1,).
-        first_nodes: int64 (N + 1,), of `_plan.first_nodes`.
-        targets: int32 or int64 (U,).
-        frame_rows: int32 (R,), written: the row of ``encoded``.
-        state_rows: int32 (R,), written: the row of ``predicted``.
-        labels: int32 (R,), written: the next label; -1 in the last state, and -2 for an invalid
-            negative label.
-        first_node: The chunk's first node; see `load_number`, also for the next two.
-        nodes: Number of nodes of the chunk, at most R.
-        first_frame: The chunk's first frame.
-        sequences: N.
-        steps: See `search`.
-        BLOCK: Nodes of a program.
-    """
+    """Compute the frame, the state and the label of each node of a chunk."""
     nodes = load_number(nodes)
     if tl.program_id(0) * BLOCK >= nodes:
         return
@@ -106,63 +87,37 @@ def _activate(x, TANH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_node", "nodes", "rows", "count", "blank_id"])
 def join(
-    encoded,
-    predicted,
-    frame_rows,
-    state_rows,
-    labels,
+    encoded,  # (T, J)
+    predicted,  # (U + N, J)
+    frame_rows,  # int32 (R,), of `place_nodes`
+    state_rows,  # int32 (R,)
+    labels,  # int32 (R,)
+    # float32, of the group's nodes. If it and ``occ_label`` are zero, the row is set to zero, as
+    # its sequence may hold NaN. None to compute all rows.
     occ_blank,
-    occ_label,
-    weight,
-    bias,
-    blank_logit,
+    occ_label,  # float32
+    weight,  # (V, ...), with zeros past J
+    bias,  # (V,)
+    blank_logit,  # float32, of the group's nodes, written; None to skip the logits
+    # float32, of the group's nodes, written: -inf in the last state, and NaN for a label out of
+    # range
     label_logit,
-    hidden,
-    first_node,
-    nodes,
-    rows,
-    width,
-    count,
-    blank_id,
+    hidden,  # (R, ...), written, with zeros past J up to a multiple of `BLOCK_C`
+    first_node,  # the chunk's first node, relative to the group's first; see `load_number`
+    nodes,  # number of nodes of the chunk; see `load_number`
+    rows,  # rows to write, at least `nodes`: those past the nodes are set to zero
+    width,  # J
+    count,  # V
+    blank_id,  # the blank's class
     encoded_stride,
     predicted_stride,
     weight_stride,
     hidden_stride,
-    TANH: tl.constexpr,
+    TANH: tl.constexpr,  # whether the activation is tanh, else relu
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Compute the rows act(f_t + g_u) of a chunk and their logits of the blank and the label.
-
-    Args:
-        encoded: (T, J).
-        predicted: (U + N, J).
-        frame_rows: int32 (R,), of `place_nodes`.
-        state_rows: int32 (R,).
-        labels: int32 (R,).
-        occ_blank: float32, of the group's nodes. If it and ``occ_label`` are zero, the row is set
-            to zero, as its sequence may hold NaN. None to compute all rows.
-        occ_label: float32.
-        weight: (V, ...), with zeros past J.
-        bias: (V,).
-        blank_logit: float32, of the group's nodes, written; None to skip the logits.
-        label_logit: float32, of the group's nodes, written: -inf in the last state, and NaN for a
-            label out of range.
-        hidden: (R, ...), written, with zeros past J up to a multiple of ``BLOCK_C``.
-        first_node: The chunk's first node, relative to the group's first; see `load_number`.
-        nodes: Number of nodes of the chunk; see `load_number`.
-        rows: Rows to write, at least ``nodes``: those past the nodes are set to zero.
-        width: J.
-        count: V.
-        blank_id: The blank's class.
-        encoded_stride: Row stride of ``encoded`` in elements.
-        predicted_stride: Row stride of ``predicted`` in elements.
-        weight_stride: Row stride of ``weight`` in elements.
-        hidden_stride: Row stride of ``hidden`` in elements.
-        TANH: Whether the activation is tanh, else relu.
-        BLOCK_R: Rows per program.
-        BLOCK_C: Columns per step.
-    """
+    """Compute the rows act(f_t + g_u) of a chunk and their logits of the blank and the label."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_C)
     is_node = row < load_number(nodes)
@@ -206,29 +161,17 @@ def join(
 
 @triton.jit(do_not_specialize=["first", "first_normalizer", "nodes", "sigma"])
 def normalize(
-    log_normalizers,
-    blank,
-    label,
-    normalizer,
-    first,
-    first_normalizer,
-    nodes,
-    sigma,
+    log_normalizers,  # float32 (R,)
+    blank,  # float32, of the group's nodes, changed
+    label,  # float32, of the group's nodes, changed
+    normalizer,  # float32, written: the normalizers; it may be `log_normalizers`
+    first,  # index of the chunk's first node in `blank` and `label`; see `load_number`
+    first_normalizer,  # index of the chunk's first node in `normalizer`; see `load_number`
+    nodes,  # number of nodes of the chunk; see `load_number`
+    sigma,  # subtracted in addition
     BLOCK: tl.constexpr,
 ):
-    """Subtract the normalizers of a chunk's rows from its logits of blank and label.
-
-    Args:
-        log_normalizers: float32 (R,).
-        blank: float32, of the group's nodes, changed.
-        label: float32, of the group's nodes, changed.
-        normalizer: float32, written: the normalizers; it may be ``log_normalizers``.
-        first: Index of the chunk's first node in ``blank`` and ``label``; see `load_number`.
-        first_normalizer: Index of the chunk's first node in ``normalizer``; see `load_number`.
-        nodes: Number of nodes of the chunk; see `load_number`.
-        sigma: Subtracted in addition.
-        BLOCK: Nodes of a program.
-    """
+    """Subtract the normalizers of a chunk's rows from its logits of blank and label."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_node = row < load_number(nodes)
     own = tl.load(log_normalizers + row, mask=is_node, other=0.0)
@@ -237,3 +180,81 @@ def normalize(
     node = load_number(first).to(tl.int64) + row
     tl.store(blank + node, tl.load(blank + node, mask=is_node, other=0.0) - own, mask=is_node)
     tl.store(label + node, tl.load(label + node, mask=is_node, other=0.0) - own, mask=is_node)
+
+
+ROWS = 64
+"""Rows of a program."""
+_NARROWEST = 16
+"""Minimum columns of a product."""
+
+
+def score_durations(
+    hidden: Tensor,  # (R, ...), rows of the joint's output, padded like those of `weight`
+    weight: Tensor,  # (V + D, ...), rows padded to whole blocks
+    bias: Tensor,  # (V + D,)
+    log_duration: Tensor,  # float32 (nodes, D), contiguous, written
+    base: int,  # node of the first element of `log_duration`
+    chunk: Chunk,
+    count: int,  # V
+    block: int,  # columns per step
+) -> None:
+    """Write the log-softmax of the duration logits of a chunk's nodes."""
+    durations = log_duration.shape[1]
+    launch(
+        score,
+        (ceil_div(chunk.room.nodes, ROWS),),
+        *(hidden, weight, bias, log_duration, chunk.node_from(base), chunk.nodes, count),
+        *(hidden.stride(0), weight.stride(0)),
+        num_warps=4,
+        num_stages=2,
+        WIDTH=weight.shape[1],
+        DURATIONS=durations,
+        BLOCK_R=ROWS,
+        BLOCK_D=max(_NARROWEST, 1 << (durations - 1).bit_length()),
+        BLOCK_C=block,
+    )
+
+
+@triton.jit(do_not_specialize=["first_node", "nodes", "count"])
+def score(
+    hidden,
+    weight,
+    bias,
+    log_duration,
+    first_node,
+    nodes,
+    count,
+    hidden_stride,
+    weight_stride,
+    WIDTH: tl.constexpr,
+    DURATIONS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One tile of rows; see `score_durations`."""
+    first_row = tl.program_id(0) * BLOCK_R
+    nodes = load_number(nodes)
+    if first_row >= nodes:
+        return
+    in_rows = tl.arange(0, BLOCK_R)
+    in_width = tl.arange(0, BLOCK_C)
+    d = tl.arange(0, BLOCK_D)
+    # Rows and durations past the end load the last one, unmasked; their results are not stored.
+    h_tile = hidden + first_row.to(tl.int64) * hidden_stride + in_width[None, :]
+    h_tile += tl.minimum(in_rows, nodes - 1 - first_row)[:, None] * hidden_stride
+    w_tile = weight + tl.cast(count, tl.int64) * weight_stride + in_width[None, :]
+    w_tile += tl.minimum(d, DURATIONS - 1)[:, None] * weight_stride
+    start = tl.load(bias + count + d, mask=d < DURATIONS, other=float("-inf")).to(tl.float32)
+    z = tl.zeros((BLOCK_R, BLOCK_D), tl.float32) + start[None, :]
+    for c in range(0, WIDTH, BLOCK_C):
+        z = tl.dot(tl.load(h_tile + c), tl.trans(tl.load(w_tile + c)), z, input_precision="ieee")
+    largest = tl.max(z, axis=1)
+    # Where all logits are -inf, the difference to their maximum would be NaN.
+    pivot = tl.where(largest == float("-inf"), 0.0, largest)
+    normalizer = pivot + tl.log(tl.sum(tl.exp(z - pivot[:, None]), axis=1))
+    row = first_row + in_rows
+    node = tl.cast(load_number(first_node), tl.int64) + row
+    stored = (row < nodes)[:, None] & (d < DURATIONS)[None, :]
+    out = log_duration + node[:, None] * DURATIONS + d[None, :]
+    tl.store(out, z - normalizer[:, None], mask=stored)

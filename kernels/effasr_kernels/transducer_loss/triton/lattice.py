@@ -54,37 +54,22 @@ class LabelSweeps:
         return Trace(scores.base, scores.blank)
 
     def losses(self, group: Group, scores: Scores, trace: Trace, loss: Tensor) -> None:
-        """Compute the loss of each sequence of a group.
-
-        Args:
-            group: The group.
-            scores: Log-probabilities of its nodes.
-            trace: Trace of its nodes, written.
-            loss: float32 (N,), written.
-        """
+        """Compute the loss of each sequence of a group."""
         planes = scores.blank, scores.label, trace.values
         losses(group, self._offsets, *planes, trace.base, loss, self._bound)
 
     def occupancies(
         self,
         group: Group,
-        scores: Scores,
-        trace: Trace,
-        loss: Tensor,
-        grad_loss: Tensor,
+        scores: Scores,  # the log-probabilities given to `losses`, if ``keeps_scores``
+        trace: Trace,  # the trace that `losses` wrote
+        loss: Tensor,  # float32 (N,)
+        grad_loss: Tensor,  # float32 (N,); treated as zero for an infinite loss
+        # Occupancies of the group's nodes, written; those of labels are multiplied by 1 + lambda of
+        # FastEmit. It may be ``scores``.
         out: Scores,
     ) -> None:
-        """Compute the occupancies of the steps, weighted by the gradient of the losses.
-
-        Args:
-            group: The group.
-            scores: The log-probabilities given to `losses`, if ``keeps_scores``.
-            trace: The trace that `losses` wrote.
-            loss: float32 (N,).
-            grad_loss: float32 (N,); treated as zero for an infinite loss.
-            out: Occupancies of the group's nodes, written; those of labels are multiplied by
-                1 + lambda of FastEmit. It may be ``scores``.
-        """
+        """Compute the occupancies of the steps, weighted by the gradient of the losses."""
         occupancies(
             *(group, self._offsets, trace.values, trace.base, loss, grad_loss),
             *(out.blank, out.label, self._bound, self._fastemit),
@@ -93,26 +78,16 @@ class LabelSweeps:
 
 def losses(
     group: Group,
+    # Offsets of frames and of targets, int32 (N + 1,), and first nodes, int64 (N + 1,)
     offsets: tuple[Tensor, Tensor, Tensor],
-    log_blank: Tensor,
-    log_label: Tensor,
-    share: Tensor,
-    share_base: int,
-    loss: Tensor,
-    bound: int,
+    log_blank: Tensor,  # log-probabilities of the blank, float32, of the group's nodes
+    log_label: Tensor,  # log-probabilities of the next label, float32; not read in last states
+    share: Tensor,  # float32, written: the smaller share of each node; see the module
+    share_base: int,  # node of the first element of `share`
+    loss: Tensor,  # float32 (N,), written
+    bound: int,  # upper bound of the transcripts' lengths
 ) -> None:
-    """Compute the loss of each sequence of a group, and the shares of its nodes.
-
-    Args:
-        group: The group.
-        offsets: Offsets of frames and of targets, int32 (N + 1,), and first nodes, int64 (N + 1,).
-        log_blank: Log-probabilities of the blank, float32, of the group's nodes.
-        log_label: Log-probabilities of the next label, float32; not read in last states.
-        share: float32, written: the smaller share of each node; see the module.
-        share_base: Node of the first element of ``share``.
-        loss: float32 (N,), written.
-        bound: Upper bound of the transcripts' lengths.
-    """
+    """Compute the loss of each sequence of a group, and the shares of its nodes."""
     edge = share.new_empty(group.frames, dtype=torch.float64)
     launch(
         sweep_forward,
@@ -126,29 +101,16 @@ def losses(
 def occupancies(
     group: Group,
     offsets: tuple[Tensor, Tensor, Tensor],
-    share: Tensor,
-    share_base: int,
-    loss: Tensor,
-    grad_loss: Tensor,
-    occ_blank: Tensor,
-    occ_label: Tensor,
-    bound: int,
-    fastemit: float,
+    share: Tensor,  # the shares that `losses` wrote; may be `occ_blank`
+    share_base: int,  # node of the first element of `share`
+    loss: Tensor,  # float32 (N,)
+    grad_loss: Tensor,  # float32 (N,); treated as zero for an infinite loss
+    occ_blank: Tensor,  # float32, of the group's nodes, written
+    occ_label: Tensor,  # float32, of the group's nodes, written; multiplied by 1 + `fastemit`
+    bound: int,  # upper bound of the transcripts' lengths
+    fastemit: float,  # lambda of FastEmit
 ) -> None:
-    """Compute the occupancies of blanks and labels, weighted by the gradient of the losses.
-
-    Args:
-        group: The group.
-        offsets: See `losses`.
-        share: The shares that `losses` wrote; may be ``occ_blank``.
-        share_base: Node of the first element of ``share``.
-        loss: float32 (N,).
-        grad_loss: float32 (N,); treated as zero for an infinite loss.
-        occ_blank: float32, of the group's nodes, written.
-        occ_label: float32, of the group's nodes, written; multiplied by 1 + ``fastemit``.
-        bound: Upper bound of the transcripts' lengths.
-        fastemit: Lambda of FastEmit.
-    """
+    """Compute the occupancies of blanks and labels, weighted by the gradient of the losses."""
     edge = share.new_empty(group.frames, dtype=torch.float64)
     launch(
         sweep_backward,

@@ -33,29 +33,17 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A range of frames.
+    """A range of frames."""
 
-    Attributes:
-        first_frame: Its first row of ``encoded``.
-        frames: Number of frames.
-        first_node: Its first node.
-        nodes: Number of nodes.
-        first_sequence: The sequence of its first frame.
-        sequences: Number of sequences from its first to its last frame, including empty ones.
-        first_state: The first row of ``predicted`` of the first sequence.
-        states: Rows of ``predicted`` of all these sequences.
-        room: Their upper bounds; equal to them if the host knows the lengths.
-    """
-
-    first_frame: Number
+    first_frame: Number  # its first row of `encoded`
     frames: Number
     first_node: Number
     nodes: Number
-    first_sequence: Number
-    sequences: Number
-    first_state: Number
-    states: Number
-    room: Room
+    first_sequence: Number  # the sequence of its first frame
+    sequences: Number  # number of sequences from its first to its last frame, including empty ones
+    first_state: Number  # the first row of `predicted` of the first sequence
+    states: Number  # rows of `predicted` of all these sequences
+    room: Room  # their upper bounds; equal to them if the host knows the lengths
 
     def node_from(self, base: int) -> Number:
         """Its first node, counted from node ``base``."""
@@ -71,60 +59,38 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A range of sequences.
-
-    Attributes:
-        first_sequence: Its first sequence.
-        sequences: Number of sequences.
-        first_frame: Its first row of ``encoded``.
-        frames: Number of frames.
-        first_node: Its first node.
-        nodes: Number of nodes.
-        first_state: Its first row of ``predicted``.
-        states: Number of states.
-        chunks: The chunks of its frames.
-    """
+    """A range of sequences."""
 
     first_sequence: int
     sequences: int
-    first_frame: int
+    first_frame: int  # its first row of `encoded`
     frames: int
     first_node: int
     nodes: int
-    first_state: int
+    first_state: int  # its first row of `predicted`
     states: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Chunk, ...]  # the chunks of its frames
 
 
 class Scores(NamedTuple):
     """A float32 number for each step out of each node.
 
     The numbers are log-probabilities in the forward, and occupancies in the backward.
-
-    Attributes:
-        base: Node of the first elements.
-        blank: (R,).
-        label: (R,).
-        duration: (R, D), of all steps with each duration; None without durations. In the backward
-            this is the gradient of the duration logits.
     """
 
-    base: int
-    blank: Tensor
-    label: Tensor
+    base: int  # node of the first elements
+    blank: Tensor  # (R,)
+    label: Tensor  # (R,)
+    # (R, D), of all steps with each duration; None without durations. In the backward this is the
+    # gradient of the duration logits.
     duration: Tensor | None = None
 
 
 class Trace(NamedTuple):
-    """The numbers of the nodes that the forward recursion stores for the backward.
+    """The numbers of the nodes that the forward recursion stores for the backward."""
 
-    Attributes:
-        base: Node of the first element.
-        values: (R,).
-    """
-
-    base: int
-    values: Tensor
+    base: int  # node of the first element
+    values: Tensor  # (R,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +130,7 @@ class Lattices:
         return max((end - begin for end, begin in pairs), default=0)
 
     def groups(self, cost: Cost, size: int, chunk_cost: Cost, chunk_size: int) -> Iterator[Group]:
-        """Divide the sequences into groups.
-
-        Args:
-            cost: Memory that a group needs.
-            size: Bytes for a group; a group of one sequence may need more.
-            chunk_cost: Memory that a chunk needs.
-            chunk_size: Bytes for a chunk; a chunk of one frame may need more.
-        """
+        """Divide the sequences into groups."""
         begin, used = 0, 0
         for n in range(self.sequences):
             needed = cost.of(self._frames(n), self._states(n))

@@ -8,13 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from effasr_kernels.runtime.launch import capability, launch
+from effasr_kernels.runtime.launch import capability, ceil_div, launch
 from effasr_kernels.shared.projection import aligned, product_tiles, row_statistics
 from effasr_kernels.transducer_loss import TransducerArguments, workspace
 from effasr_kernels.transducer_loss.triton import fold as folding
 from effasr_kernels.transducer_loss.triton.division import DeviceLattices
-from effasr_kernels.transducer_loss.triton.durations import score_durations
-from effasr_kernels.transducer_loss.triton.joint import join, normalize, place_nodes
+from effasr_kernels.transducer_loss.triton.joint import (
+    join,
+    normalize,
+    place_nodes,
+    score_durations,
+)
 from effasr_kernels.transducer_loss.triton.plan import (
     Chunk,
     Cost,
@@ -30,19 +34,12 @@ _KEPT_SEQUENCES = 8
 
 
 class Rows(NamedTuple):
-    """Buffers with the rows and the label of each node of a chunk.
+    """Buffers with the rows and the label of each node of a chunk."""
 
-    Attributes:
-        frame: int32 (R,), its row of ``encoded``.
-        state: int32 (R,), its row of ``predicted``.
-        label: int32 (R,); see `place_nodes`.
-        hidden: (R, ...), its row of the joint's output, with zeros past J.
-    """
-
-    frame: Tensor
-    state: Tensor
-    label: Tensor
-    hidden: Tensor
+    frame: Tensor  # int32 (R,), its row of `encoded`
+    state: Tensor  # int32 (R,), its row of `predicted`
+    label: Tensor  # int32 (R,); see `place_nodes`
+    hidden: Tensor  # (R, ...), its row of the joint's output, with zeros past J
 
 
 class Work:
@@ -61,7 +58,7 @@ class Work:
         self.count = self.columns - len(self.durations)
         self.tiles = product_tiles(a.weight.dtype, capability(a.weight.device))
         self.weight = aligned(a.weight, self.tiles["BLOCK_C"])
-        self.logit_bytes = pieces(self.columns, 16) * 16 * a.weight.element_size()
+        self.logit_bytes = ceil_div(self.columns, 16) * 16 * a.weight.element_size()
         frames, labels = a.layout_frames, a.layout_targets
         self.bound = labels.max_seqlen_bound
         self.offsets = frames.cu_seqlens, labels.cu_seqlens, first_nodes(frames, labels)
@@ -115,7 +112,7 @@ class Work:
 
     def logits(self, nodes: int) -> Tensor:
         """A buffer of logits, (nodes, V + D), with a row stride that is a multiple of 16."""
-        return self.weight.new_empty(nodes, pieces(self.columns, 16) * 16)[:, : self.columns]
+        return self.weight.new_empty(nodes, ceil_div(self.columns, 16) * 16)[:, : self.columns]
 
     def rows(self, groups: Sequence[Group]) -> Rows:
         """Buffers for the largest chunk."""
@@ -127,20 +124,13 @@ class Work:
         self,
         group: Group,
         rows: Rows,
-        scores: Scores,
-        normalizer: Tensor | None,
+        scores: Scores,  # log-probabilities, written
+        normalizer: Tensor | None,  # float32, of the group's nodes, written; None to discard it
+        # (R, V + D), of the group's nodes, written (those of durations are undefined); None to
+        # discard them
         logits: Tensor | None = None,
     ) -> None:
-        """Compute the log-probabilities of all steps out of a group's nodes.
-
-        Args:
-            group: The group.
-            rows: Buffers.
-            scores: Log-probabilities, written.
-            normalizer: float32, of the group's nodes, written; None to discard it.
-            logits: (R, V + D), of the group's nodes, written (those of durations are undefined);
-                None to discard them.
-        """
+        """Compute the log-probabilities of all steps out of a group's nodes."""
         classes = self.weight[: self.count], self.bias[: self.count]
         for chunk in group.chunks:
             self.place(chunk, rows)
@@ -159,7 +149,7 @@ class Work:
                 kept = normalizer, chunk.node_from(group.first_node)
             launch(
                 normalize,
-                (pieces(chunk.room.nodes, _PLACED),),
+                (ceil_div(chunk.room.nodes, _PLACED),),
                 *(log_normalizer, scores.blank, scores.label, kept[0]),
                 *(chunk.node_from(scores.base), kept[1], nodes, float(self.sigma)),
                 num_warps=4,
@@ -176,7 +166,7 @@ class Work:
         """Write the frame, state and label of a chunk's nodes."""
         launch(
             place_nodes,
-            (pieces(chunk.room.nodes, _PLACED),),
+            (ceil_div(chunk.room.nodes, _PLACED),),
             *(*self.offsets, self.targets, *rows[:3]),
             *(chunk.first_node, chunk.nodes, chunk.first_frame),
             *(self.lattices.sequences, self.steps),
@@ -186,20 +176,13 @@ class Work:
         )
 
     def join(self, chunk: Chunk, rows: Rows, scores: Scores, *, logits: bool = False) -> None:
-        """Write a chunk's rows; see `joint.join`.
-
-        Args:
-            chunk: The chunk.
-            rows: Buffers that `place` has filled.
-            scores: Occupancies of the steps out of its nodes; rows without any are set to zero.
-            logits: Whether ``scores`` is an output for the logits of blank and label instead.
-        """
+        """Write a chunk's rows; see `joint.join`."""
         steps = scores.blank, scores.label
         none = None, None
         occupancies, outputs = (none, steps) if logits else (steps, none)
         launch(
             join,
-            (pieces(chunk.room.nodes, _JOINED),),
+            (ceil_div(chunk.room.nodes, _JOINED),),
             *(self.encoded, self.predicted, *rows[:3], *occupancies, self.weight, self.bias),
             *(*outputs, rows.hidden, chunk.node_from(scores.base), chunk.nodes),
             *(chunk.room.nodes, self.width, self.count, self.blank_id, self.encoded.stride(0)),
@@ -210,8 +193,3 @@ class Work:
             BLOCK_R=_JOINED,
             BLOCK_C=self.tiles["BLOCK_C"],
         )
-
-
-def pieces(number: int, divisor: int) -> int:
-    """``number / divisor``, rounded up."""
-    return -(-number // divisor)

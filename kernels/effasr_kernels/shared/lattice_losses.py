@@ -1,9 +1,8 @@
-"""Shared code of the ``cpp`` backends of the losses, whose lattices are summed in C++ on a CPU.
+"""Autograd of losses over lattices, whose forward computes the gradients while logits exist.
 
-Torch computes projections and their gradients; `effasr_kernels.shared.lattice` computes sums over
-paths, with one thread per sequence. Sequences are processed in groups, so that memory does not grow
-with their number. The forward also computes the gradient of the sum of the losses, while the logits
-are in memory.
+In the ``cpp`` backends torch computes projections and their gradients, and
+`effasr_kernels.shared.lattice` sums over paths, with one thread per sequence. Sequences are
+processed in groups, so that memory does not grow with their number.
 """
 
 from __future__ import annotations
@@ -16,31 +15,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.runtime import inplace_grad, native
-
-
-def refusal(*tensors: Tensor | None) -> str | None:
-    """The reason why the CPU library does not support these tensors, or None.
-
-    Args:
-        tensors: The floating arguments of an operation, of one dtype and device; None is skipped.
-    """
-    x = next(tensor for tensor in tensors if tensor is not None)
-    if x.device.type != "cpu":
-        return "supports only CPUs"
-    if x.dtype == torch.float64:
-        return "float64 is for the reference"
-    reason = native.unsupported_reason()
-    return None if reason is None else f"{reason} ({native.HOW_TO_BUILD})"
+from effasr_kernels.runtime import inplace_grad
 
 
 def groups(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Divide sequences into groups; yield the first sequence and one past the last of each.
-
-    Args:
-        sizes: Size of each sequence.
-        most: Maximum sum of the sizes in a group; a larger sequence is a group by itself.
-    """
+    """Divide sequences into groups; yield the first sequence and one past the last of each."""
     begin, used = 0, 0
     for n, size in enumerate(sizes):
         if n > begin and used + size > most:
@@ -52,32 +31,20 @@ def groups(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 class Losses(Protocol):
-    """Computes the losses of a batch, and their gradients while the logits are in memory.
-
-    Attributes:
-        frames: The layout of the frames; a sequence without frames has no gradient.
-    """
+    """Losses of a batch, and their gradients while the logits are in memory."""
 
     @property
-    def frames(self) -> PackedLayout:
-        """As above."""
-        ...
+    def frames(self) -> PackedLayout: ...  # a sequence without frames has no gradient
 
     def __call__(
         self,
-        inputs: tuple[Tensor, ...],
+        inputs: tuple[Tensor, ...],  # the differentiable tensors
+        # Weight of each loss in the sum that is differentiated, (N,); by default 1
         scales: Tensor | None = None,
+        # Outputs: the gradient of this sum with respect to each input. Each may be the input
+        # itself. If empty, no gradient is computed.
         gradients: tuple[Tensor, ...] = (),
-    ) -> Tensor:
-        """Return the losses, (N,).
-
-        Args:
-            inputs: The differentiable tensors.
-            scales: Weight of each loss in the sum that is differentiated, (N,); by default 1.
-            gradients: Outputs: the gradient of this sum with respect to each input. Each may be the
-                input itself. If empty, no gradient is computed.
-        """
-        ...
+    ) -> Tensor: ...  # the losses, (N,)
 
 
 def differentiable(
@@ -87,14 +54,8 @@ def differentiable(
 
     The forward computes the gradient of the sum of the losses, and the backward scales it; if the
     upstream gradients of the losses differ, the backward computes it again. A loss of +inf has zero
-    gradient, whatever its upstream gradient.
-
-    Args:
-        op: The operation, for messages.
-        losses: Computes the losses.
-        inputs: The differentiable tensors by name.
-        overwritten: Names of inputs over which the backward writes their gradients; the forward
-            then computes no gradients. See `effasr_kernels.runtime.inplace_grad`.
+    gradient, whatever its upstream gradient. Gradients of the inputs ``overwritten`` are written
+    over them in the backward; the forward then computes none.
     """
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs.values())
     settings = op, losses, tuple(inputs), tuple(overwritten), has_gradient and not overwritten
