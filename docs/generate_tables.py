@@ -1,9 +1,9 @@
-"""Writes the tables of README.md and pages of docs/ from profiling/results/*.csv.
+"""Writes the tables of README.md and docs/, and pictures, from profiling/results/*.csv.
 
     python docs/generate_tables.py [--check]
 
 Each table stands between the lines ``<!-- table: NAME -->`` and ``<!-- end -->``; text around it is
-kept. --check writes nothing, and exits with 1 if a page is not up to date.
+kept. --check writes nothing, and exits with 1 if a page or a picture is not up to date.
 """
 
 from __future__ import annotations
@@ -12,23 +12,82 @@ import argparse
 import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-_DOCS = Path(__file__).parent
-sys.path[:0] = [str(_DOCS), str(_DOCS.parent), str(_DOCS.parent / "profiling/studies")]
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "profiling")]
 
-from tables.format import ROOT, Row, markdown, percent, read  # noqa: E402 (found on the path above)
-from tables.small_data import experts, other_language, small_data, subsampling  # noqa: E402
+from bench import rows as results  # noqa: E402 (found on the path above)
+
+from effasr.planning.picture import Panel, draw  # noqa: E402
+from effasr.planning.text import percent as whole_percent  # noqa: E402
 
 PAGES = (
     *("README.md", "docs/audio-without-text.md", "docs/benchmarks.md", "docs/kernels.md"),
     *("docs/architecture.md", "docs/finetuning.md"),
     *("docs/speech-language-models.md", "docs/transcription.md"),
 )
+Row = dict[str, str]
+Groups = dict[tuple[str, ...], list[Row]]
 _TABLE = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.S)
-_SYSTEMS = ("packed_static", "packed", "sync_bucketed_2d", "random", "transformers")
-_NAMES = {
+
+
+def read(name: str, *keys: str) -> list[Row]:
+    """Read the rows of a file of results; of rows with equal keys, only the newest."""
+    rows = list(results.read(ROOT / "profiling/results" / f"{name}.csv"))
+    if not rows:
+        raise ValueError(f"profiling/results/{name}.csv must have rows, but has none.")
+    if not keys:
+        return rows
+    newest: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        key = tuple(row[name] for name in keys)
+        if key not in newest or newest[key]["date"] <= row["date"]:
+            newest[key] = row
+    return list(newest.values())
+
+
+def grouped(rows: Iterable[Row], *columns: str) -> Groups:
+    groups: Groups = {}
+    for row in rows:
+        groups.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return groups
+
+
+def markdown(titles: Sequence[str], lines: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """Format a table; the first ``texts`` columns are aligned to the left."""
+    rule = ["---"] * texts + ["---:"] * (len(titles) - texts)
+    return "".join(f"| {' | '.join(line)} |\n" for line in [titles, rule, *lines])
+
+
+def percent(share: str) -> str:
+    """A share as percent, to three digits."""
+    return f"{100 * float(share):.3g}" if float(share) else "0"
+
+
+def tenths(share: str) -> str:
+    """A share as percent, with one decimal."""
+    return f"{100 * float(share):.1f}"
+
+
+def over_seeds(values: Sequence[float], digits: int) -> str:
+    """The mean and the extremes."""
+    if not values:
+        return "-"
+    low, high, mean = min(values), max(values), statistics.mean(values)
+    return f"{mean:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def mean(rows: Iterable[Row], column: str) -> float | None:
+    values = [float(row[column]) for row in rows if row[column] != ""]
+    return statistics.mean(values) if values else None
+
+
+# Training, padding and batching
+
+SYSTEMS = ("packed_static", "packed", "sync_bucketed_2d", "random", "transformers")
+LENGTHS = {
     "librispeech_dev-clean+librispeech_test-clean": "LibriSpeech dev+test-clean",
     "librispeech_train-clean-100_ge3s": "LibriSpeech train-clean-100, 3 s and longer",
     "earnings22_sentences": "Earnings-22, sentences",
@@ -37,32 +96,27 @@ _NAMES = {
 
 
 def training_rows() -> list[Row]:
-    """Return the rows of training on a CPU."""
+    """The rows of training on a CPU."""
     keys = ("device", "system", "model", "precision", "threads", "frame_budget", "mode")
     return [row for row in read("training", *keys) if row["device"].startswith("cpu")]
 
 
 def training_summary() -> str:
     """Throughput of the small model by frame budget, for the README."""
-    found = {
+    speeds = {
         (row["frame_budget"], row["system"]): float(row["audio_s_per_s"])
         for row in training_rows()
         if (row["model"], row["precision"], row["threads"], row["mode"])
         == ("small", "float32", "1", "eager")
     }
-    titles = [
-        *("frame budget", "effasr (packed)", "2D buckets, padded", "random batches, padded"),
-        "transformers, random batches",
-    ]
+    titles = ["frame budget", "effasr (packed)", "2D buckets, padded", "random batches, padded"]
+    systems = ("packed_static", "sync_bucketed_2d", "random", "transformers")
     lines = []
-    for budget in sorted({budget for budget, _ in found}, key=int):
-        rates = [
-            found[budget, name]
-            for name in ("packed_static", "sync_bucketed_2d", "random", "transformers")
-        ]
-        audio = int(budget) * 0.08
-        lines.append([f"{int(budget):,} ({audio:.0f} s)", *(f"{rate:.0f}" for rate in rates)])
-    return markdown(titles, lines)
+    for budget in sorted({budget for budget, _ in speeds}, key=int):
+        seconds = int(budget) * 0.08
+        cells = [f"{speeds[budget, system]:.0f}" for system in systems]
+        lines.append([f"{int(budget):,} ({seconds:.0f} s)", *cells])
+    return markdown([*titles, "transformers, random batches"], lines)
 
 
 def training() -> str:
@@ -70,26 +124,29 @@ def training() -> str:
     titles = ["model", "frame budget", "system", "audio s / s", "step, s", "audio s / step"]
     titles += ["padding: frames %", "tokens %", "useful TFLOP/s"]
     titles += ["precision, threads, mode", "revision"]
-    order = {name: n for n, name in enumerate(_SYSTEMS)}
     models = list(dict.fromkeys(row["model"] for row in training_rows()))
 
-    def key(row: Row) -> tuple[int, int, int]:
-        return models.index(row["model"]), int(row["frame_budget"]), order[row["system"]]
+    def order(row: Row) -> tuple[int, int, int]:
+        budget, system = int(row["frame_budget"]), SYSTEMS.index(row["system"])
+        return models.index(row["model"]), budget, system
 
-    lines = [
-        [
-            *(row["model"], f"{int(row['frame_budget']):,}", row["system"]),
-            f"{float(row['audio_s_per_s']):.0f}" if float(row["audio_s_per_s"]) > 50
-            else f"{float(row['audio_s_per_s']):.1f}",
-            f"{float(row['step_s']):.3f} ({float(row['p20_s']):.3f} to {float(row['p80_s']):.3f})",
-            f"{float(row['audio_s']):.0f}",
-            *(percent(row[f"padding_{kind}"]) for kind in ("frames", "tokens")),
-            row["tflops_useful"],
-            f"{row['precision']}, {row['threads']}, {row['mode']}",
-            f"{row['git'][:7]}, {row['date'][:10]}",
-        ]
-        for row in sorted(training_rows(), key=key)
-    ]  # fmt: skip
+    lines = []
+    for row in sorted(training_rows(), key=order):
+        speed, step, low, high = (
+            float(row[name]) for name in ("audio_s_per_s", "step_s", "p20_s", "p80_s")
+        )
+        lines.append(
+            [
+                *(row["model"], f"{int(row['frame_budget']):,}", row["system"]),
+                f"{speed:.0f}" if speed > 50 else f"{speed:.1f}",
+                f"{step:.3f} ({low:.3f} to {high:.3f})",
+                f"{float(row['audio_s']):.0f}",
+                *(percent(row[f"padding_{kind}"]) for kind in ("frames", "tokens")),
+                row["tflops_useful"],
+                f"{row['precision']}, {row['threads']}, {row['mode']}",
+                f"{row['git'][:7]}, {row['date'][:10]}",
+            ]
+        )
     return markdown(titles, lines, texts=3)
 
 
@@ -100,7 +157,7 @@ def padding() -> str:
     kinds = ("frames", "tokens", "flops", "cells")
     lines = [
         [
-            *(_NAMES.get(row["lengths"], row["lengths"]), f"{int(row['frame_budget']):,}"),
+            *(LENGTHS.get(row["lengths"], row["lengths"]), f"{int(row['frame_budget']):,}"),
             row["strategy"],
             *(percent(row[f"padding_{kind}"]) for kind in kinds),
             percent(row["rank_imbalance_p99"]),
@@ -109,6 +166,83 @@ def padding() -> str:
         for row in read("padding")
     ]
     return markdown(titles, lines, texts=3)
+
+
+def ladder() -> str:
+    """Padding and measured time by strategy."""
+    titles = ["strategy", "padding: frames / tokens / FLOPs %"]
+    titles += ["mean batch: utterances / audio s", "imbalance p99 %", "TFLOP / audio h"]
+    titles += ["CPU s / audio h"]
+    lines = [
+        [
+            row["strategy"],
+            " / ".join(percent(row[f"padding_{kind}"]) for kind in ("frames", "tokens", "flops")),
+            f"{float(row['batch_utterances']):.0f} / {float(row['batch_audio_seconds']):.0f}",
+            percent(row["rank_imbalance_p99"]),
+            f"{float(row['flops_per_audio_hour']) / 1e12:.1f}",
+            f"{float(row['cpu_seconds_per_audio_hour']):.1f}",
+        ]
+        for row in read("ladder")
+    ]
+    return markdown(titles, lines)
+
+
+def straggler_groups() -> Groups:
+    """Rows that differ in their seed alone, by network, slowdown and strategy."""
+    groups = grouped(read("straggler"), "rate_mbit", "slowdown", "strategy")
+    return dict(sorted(groups.items(), key=lambda item: (item[0][0], float(item[0][1]))))
+
+
+def straggler() -> str:
+    """Throughput and loss with a slow node: means over seeds."""
+    titles = ["one node slower", "strategy", "samples / s (of even nodes %)", "loss at equal time"]
+    titles += ["loss at equal samples", "consensus distance", "staleness", "steps of the nodes"]
+    groups = straggler_groups()
+    speeds = {key: mean(rows, "samples_per_s") or 0.0 for key, rows in groups.items()}
+    rule = ["---", "---", *["---:"] * 5, "---", "---:"]
+    lines = [[*titles, "seeds"], rule]
+    for (rate, slowdown, strategy), rows in groups.items():
+        speed = speeds[rate, slowdown, strategy]
+        even = speeds.get((rate, "1", strategy))
+        columns = ("loss_at_time", "loss_at_samples", "consensus", "staleness")
+        figures = [mean(rows, column) for column in columns]
+        steps = zip(*(map(int, row["node_steps"].split()) for row in rows), strict=True)
+        lines.append(
+            [
+                f"{slowdown} x" + (f", {rate} Mbit/s" if rate else ""),
+                strategy,
+                f"{speed:.1f}" + (f" ({100 * speed / even:.0f})" if even else ""),
+                *("" if value is None else f"{value:.3g}" for value in figures),
+                " ".join(f"{statistics.mean(of_node):.0f}" for of_node in steps),
+                str(len(rows)),
+            ]
+        )
+    head, _, *body = ("| " + " | ".join(line) + " |\n" for line in lines)
+    return "".join([head, f"|{'|'.join(rule)}|\n", *body])
+
+
+# Recognition and inference
+
+AUDIO_SYSTEMS = {
+    "supervised": "transcripts alone",
+    "noisy_student_1": "noisy student, first generation",
+    "noisy_student_2": "noisy student, second generation",
+    "teacher": "a teacher in the loop, from the model of the transcripts",
+    "teacher_x4_rule": "the same with four times the batch, and the average's rule",
+    "teacher_x4_plain": "the same with four times the batch, without the rule",
+    "best_rq": "BEST-RQ, then the transcripts",
+    "oracle": "all 3 hours transcribed",
+}
+TEXT_SYSTEMS = {
+    "best": "the search as it is",
+    "oracle": "the best of its 16 texts",
+    "tuned": "tuned shares of CTC and lengths",
+    "fusion": "n-grams over tokens in the search",
+    "word_fusion": "n-grams over words in the search",
+    "second_pass": "a second pass by n-grams over words",
+    "corrector": "a corrector",
+}
+LLM_SYSTEMS = {"text": "text", "joint": "speech and text", "speech_only": "speech alone"}
 
 
 def streaming() -> str:
@@ -131,117 +265,64 @@ def streaming() -> str:
     return markdown(titles, lines)
 
 
-_WITHOUT_TEXT = {
-    "supervised": "transcripts alone",
-    "noisy_student_1": "noisy student, first generation",
-    "noisy_student_2": "noisy student, second generation",
-    "teacher": "a teacher in the loop, from the model of the transcripts",
-    "teacher_x4_rule": "the same with four times the batch, and the average's rule",
-    "teacher_x4_plain": "the same with four times the batch, without the rule",
-    "best_rq": "BEST-RQ, then the transcripts",
-    "oracle": "all 3 hours transcribed",
-}
-
-
 def audio_without_text() -> str:
-    """Word errors of ways to use audio without text: the mean and the extremes over seeds."""
+    """Word errors of ways to use audio without text."""
     titles = ["system", "updates", "core s", "seeds", "word errors: mean, least and most"]
-    found = read("audio_without_text", "system", "seed")
+    by_system = grouped(read("audio_without_text", "system", "seed"), "system")
     lines = []
-    for system, name in _WITHOUT_TEXT.items():
-        own = [row for row in found if row["system"] == system]
-        errors = [100 * float(row["wer"]) for row in own]
-        range_ = f" ({min(errors):.1f} to {max(errors):.1f})" if len(own) > 1 else ""
+    for system, name in AUDIO_SYSTEMS.items():
+        rows = by_system[(system,)]
+        errors = [100 * float(row["wer"]) for row in rows]
+        extremes = f" ({min(errors):.1f} to {max(errors):.1f})" if len(rows) > 1 else ""
         lines.append(
             [
                 name,
-                f"{int(own[0]['updates']):,}",
-                f"{statistics.mean(float(row['cpu_s']) for row in own):.0f}",
-                str(len(own)),
-                f"{statistics.mean(errors):.1f} %{range_}",
+                f"{int(rows[0]['updates']):,}",
+                f"{mean(rows, 'cpu_s'):.0f}",
+                str(len(rows)),
+                f"{statistics.mean(errors):.1f} %{extremes}",
             ]
         )
     return markdown(titles, lines)
 
 
-_TEXTS = {
-    "best": "the search as it is",
-    "oracle": "the best of its 16 texts",
-    "tuned": "tuned shares of CTC and lengths",
-    "fusion": "n-grams over tokens in the search",
-    "word_fusion": "n-grams over words in the search",
-    "second_pass": "a second pass by n-grams over words",
-    "corrector": "a corrector",
-}
-
-
 def second_pass() -> str:
-    """Word errors of ways to use texts: the mean and the extremes over seeds."""
-    titles = ["word errors, %", "attention decoder", "CTC"]
-    found = read("second_pass", "run", "method", "system")
-    lines = []
-    for system, name in _TEXTS.items():
-        cells = [name]
-        for method in ("attention", "ctc"):
-            errors = [
-                100 * float(row["wer"])
-                for row in found
-                if (row["method"], row["system"]) == (method, system)
-            ]
-            range_ = f"{min(errors):.2f} to {max(errors):.2f}" if errors else ""
-            cells.append(f"{statistics.mean(errors):.2f} ({range_})" if errors else "-")
-        lines.append(cells)
-    return markdown(titles, lines)
+    """Word errors of ways to use texts."""
+    by_system = grouped(read("second_pass", "run", "method", "system"), "system", "method")
+    lines = [
+        [
+            name,
+            *(
+                over_seeds([100 * float(row["wer"]) for row in by_system.get((system, way), ())], 2)
+                for way in ("attention", "ctc")
+            ),
+        ]
+        for system, name in TEXT_SYSTEMS.items()
+    ]
+    return markdown(["word errors, %", "attention decoder", "CTC"], lines)
 
 
 def speech_llm() -> str:
-    """What systems of the speech language model's study reach: means and extremes over seeds."""
+    """What systems of the speech language model's study reach."""
     titles = ["trained on", "updates", "core s", "transcribing, WER %", "translating, WER %"]
     titles.append("perplexity of written answers")
-    found = read("speech_llm", "system", "seed", "updates", "instruction")
-    names = {"text": "text", "joint": "speech and text", "speech_only": "speech alone"}
+    rows = read("speech_llm", "system", "seed", "updates", "instruction")
+    systems = list(LLM_SYSTEMS)
     lines = []
-    for system, updates in sorted(
-        {(row["system"], int(row["updates"])) for row in found},
-        key=lambda key: (list(names).index(key[0]), key[1]),
+    for (system, updates), group in sorted(
+        grouped(rows, "system", "updates").items(),
+        key=lambda item: (systems.index(item[0][0]), int(item[0][1])),
     ):
-        own = [r for r in found if (r["system"], int(r["updates"])) == (system, updates)]
-        begin = ("Transcribe", "Translate")
         errors = [
-            [100 * float(row["wer"]) for row in own if row["instruction"].startswith(asked)]
-            for asked in begin
+            [100 * float(row["wer"]) for row in group if row["instruction"].startswith(verb)]
+            for verb in ("Transcribe", "Translate")
         ]
-        by_seed = {row["seed"]: row for row in own}.values()
-        spent = statistics.mean(float(row["cpu_s"]) for row in by_seed)
-        cells = [_over_seeds(some, 1) for some in errors]
-        cells.append(_over_seeds([float(row["text_perplexity"]) for row in by_seed], 2))
-        lines.append([names[system], f"{updates:,}", f"{spent:.0f}", *cells])
-    return markdown(titles, lines)
-
-
-def _over_seeds(values: Sequence[float], digits: int) -> str:
-    if not values:
-        return "-"
-    low, high, mean = min(values), max(values), statistics.mean(values)
-    return f"{mean:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-
-
-def ladder() -> str:
-    """Padding and measured time by strategy."""
-    titles = ["strategy", "padding: frames / tokens / FLOPs %"]
-    titles += ["mean batch: utterances / audio s", "imbalance p99 %", "TFLOP / audio h"]
-    titles += ["CPU s / audio h"]
-    lines = [
-        [
-            row["strategy"],
-            " / ".join(percent(row[f"padding_{kind}"]) for kind in ("frames", "tokens", "flops")),
-            f"{float(row['batch_utterances']):.0f} / {float(row['batch_audio_seconds']):.0f}",
-            percent(row["rank_imbalance_p99"]),
-            f"{float(row['flops_per_audio_hour']) / 1e12:.1f}",
-            f"{float(row['cpu_seconds_per_audio_hour']):.1f}",
-        ]
-        for row in read("ladder")
-    ]
+        by_seed = {row["seed"]: row for row in group}.values()
+        perplexities = [float(row["text_perplexity"]) for row in by_seed]
+        cells = [over_seeds(values, 1) for values in errors]
+        spent = f"{mean(by_seed, 'cpu_s'):.0f}"
+        name = LLM_SYSTEMS[system]
+        lines.append([name, f"{int(updates):,}", spent, *cells, over_seeds(perplexities, 2)])
     return markdown(titles, lines)
 
 
@@ -267,79 +348,142 @@ def whisper() -> str:
 def decoder_depth() -> str:
     """Word error rate of each seed, and mean RTFx, by depth and search."""
     searches = ("greedy", "--beam 4 --ctc-weight 0.3")
-    titles = ["encoder / decoder layers"]
-    for search in searches:
-        titles += [f"{search if search == 'greedy' else f'`{search}`'}, WER %", "RTFx"]
-    found: dict[str, dict[str, list[Row]]] = {}
-    for row in read("decoder_depth"):
-        depth = f"{row['encoder_layers']} / {row['decoder_layers']}"
-        found.setdefault(depth, {}).setdefault(row["search"], []).append(row)
+    titles = ["encoder / decoder layers", "greedy, WER %", "RTFx"]
+    titles += [f"`{searches[1]}`, WER %", "RTFx"]
     lines = []
-    for depth, by_search in found.items():
-        line = [depth]
+    for depth, rows in grouped(read("decoder_depth"), "encoder_layers", "decoder_layers").items():
+        by_search = grouped(rows, "search")
+        line = [" / ".join(depth)]
         for search in searches:
-            group = by_search[search]
-            line.append(", ".join(row["wer"] for row in group))
-            line.append(f"{statistics.mean(float(row['rtfx']) for row in group):.0f}")
+            group = by_search[(search,)]
+            line += [", ".join(row["wer"] for row in group), f"{mean(group, 'rtfx'):.0f}"]
         lines.append(line)
     return markdown(titles, lines)
 
 
 def inference() -> str:
     """RTFx by depth and batch, against transformers."""
-    found: dict[tuple[str, str, str], dict[str, Row]] = {}
-    for row in read("inference", "system", "shape", "size", "batch", "dtype", "device"):
-        key = (row["shape"], row["batch"], row["dtype"])
-        found.setdefault(key, {})[row["system"]] = row
+    rows = read("inference", "system", "shape", "size", "batch", "dtype", "device")
+    groups = grouped(rows, "shape", "batch", "dtype")
     lines = []
-    for (shape, batch, dtype), rows in sorted(found.items(), key=lambda one: int(one[0][1])):
-        rates = [float(rows[name]["rtfx"]) for name in ("effasr", "transformers")]
-        lines.append(
-            [
-                *(shape, batch, dtype, *(f"{rate:.0f}" for rate in rates)),
-                *(f"{rates[0] / rates[1]:.2f}", rows["effasr"]["git"][:7]),
-            ]
-        )
+    for key, group in sorted(groups.items(), key=lambda item: int(item[0][1])):
+        by_system = {row["system"]: row for row in group}
+        ours, peer = (float(by_system[name]["rtfx"]) for name in ("effasr", "transformers"))
+        revision = by_system["effasr"]["git"][:7]
+        lines.append([*key, f"{ours:.0f}", f"{peer:.0f}", f"{ours / peer:.2f}", revision])
     titles = ["encoder / decoder layers", "batch", "precision", "effasr, RTFx"]
     return markdown([*titles, "transformers, RTFx", "ratio", "revision"], lines)
 
 
 def conversations() -> str:
     """Answers a second of a language model, against transformers."""
-    found: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in read("conversations", "system", "size", "answers", "cache", "slots", "device"):
-        key = tuple(row[name] for name in ("answers", "size", "slots", "device"))
-        found.setdefault(key, {})[f"{row['system']} {row['cache']}"] = row
+    rows = read("conversations", "system", "size", "answers", "cache", "slots", "device")
     lines = []
-    for (answers, size, slots, _), rows in found.items():
-        theirs = float(rows["transformers contiguous"]["tokens_per_s"])
-        for name, row in rows.items():
-            if name.startswith("effasr"):
+    for key, group in grouped(rows, "answers", "size", "slots", "device").items():
+        by_system = {f"{row['system']} {row['cache']}": row for row in group}
+        peer = float(by_system["transformers contiguous"]["tokens_per_s"])
+        for row in group:
+            if row["system"] == "effasr":
                 ours = float(row["tokens_per_s"])
-                rates = f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}"
-                lines.append([answers, size, slots, row["cache"], *rates, row["git"][:7]])
+                rates = f"{ours:.0f}", f"{peer:.0f}", f"{ours / peer:.2f}"
+                lines.append([*key[:3], row["cache"], *rates, row["git"][:7]])
     titles = ["answers", "size", "slots", "cache", "effasr, tokens/s", "transformers, tokens/s"]
     return markdown([*titles, "ratio", "revision"], lines)
-
-
-def straggler() -> str:
-    """Throughput and loss with a slow node, as `profiling/studies/straggler_study.py` shows it."""
-    import straggler_study
-
-    return straggler_study.table(read("straggler"))
 
 
 def compiled_counts() -> str:
     """Launches and bytes of operations, and of torch.compile for the same."""
     columns = ("launches_forward", "launches_backward", "bytes_forward", "bytes_backward")
-    found: dict[tuple[str, str], list[str]] = {}
+    lines: dict[tuple[str, str], list[str]] = {}
     for row in read("compiled_counts"):
         forward, backward, *sizes = (row[name] for name in columns)
-        line = found.setdefault((f"`{row['part']}`", row["channels"]), [])
+        line = lines.setdefault((f"`{row['part']}`", row["channels"]), [])
         line += [f"{forward} + {backward}", " + ".join(f"{float(x):.1f}" for x in sizes)]
     titles = ["operation", "channels", "launches", "bytes an element"]
     titles += ["torch.compile, launches", "bytes an element"]
-    return markdown(titles, [[*key, *line] for key, line in found.items()])
+    return markdown(titles, [[*key, *line] for key, line in lines.items()])
+
+
+# Little speech, and experts
+
+CORPORA = {"en": "English, 1.2 h", "nl": "Dutch, 0.6 h", "en+nl": "both"}
+ERRORS = ("WER % (joint search)", "WER % (CTC)", "CER % (joint search)", "CER % (CTC)")
+NETWORKS = {
+    "dense": "dense",
+    "named": "experts by name of the source",
+    "learned": "experts by a router",
+}
+
+
+def _searches(study: str) -> list[tuple[Row, Row]]:
+    """The rows of a study in pairs, of the joint search and of CTC."""
+    rows = (row for row in read("small_data") if row["study"] == study)
+    groups = grouped(rows, "toolkit", "configuration", "corpus", "vocabulary", "cpu_s")
+    pairs = [{row["decoding"]: row for row in group} for group in groups.values()]
+    return [(pair["joint"], pair["ctc"]) for pair in pairs if len(pair) == 2]
+
+
+def _work(row: Row) -> tuple[str, str]:
+    return f"{float(row['cpu_s']):.0f}", f"{int(row['steps']):,}"
+
+
+def _errors(pair: tuple[Row, Row]) -> list[str]:
+    return [tenths(row[measure]) for measure in ("wer", "cer") for row in pair]
+
+
+def small_data() -> str:
+    """Errors of effasr and SpeechBrain after the same CPU time."""
+    lines = []
+    for pair in _searches("same CPU time, 800 s"):
+        row = pair[0]
+        toolkit = "effasr, `small`" if row["toolkit"] == "effasr" else "SpeechBrain 1.1.2"
+        hours = f"{float(row['audio_s']) / 3600:.1f}"
+        lines.append([CORPORA[row["corpus"]], toolkit, *_work(row), hours, *_errors(pair)])
+    titles = ["corpus", "toolkit", "core s", "steps", "audio heard, h", *ERRORS]
+    return markdown(titles, lines, texts=2)
+
+
+def subsampling() -> str:
+    """Errors of the recipe `small` by subsampling and vocabulary."""
+    lines = []
+    for _, ctc in _searches("ladder"):
+        factor = "8x" if "8x" in ctc["configuration"] else "4x"
+        step = float(ctc["cpu_s"]) / int(ctc["steps"])
+        errors = tenths(ctc["wer"]), tenths(ctc["cer"])
+        setting = f"{factor}, {ctc['vocabulary']}"
+        lines.append([setting, f"{step:.3f}", f"{int(ctc['steps']):,}", *errors])
+    titles = ["subsampling, pieces", "core s a step", "steps", "WER % (CTC)", "CER % (CTC)"]
+    return markdown(titles, lines)
+
+
+def other_language() -> str:
+    """Errors in Dutch, from scratch and from a model of English."""
+    is_tuned = lambda pair: pair[0]["configuration"].startswith("fine-tuned")
+    pairs = [pair for pair in _searches("fine-tuning") if pair[0]["corpus"].startswith("nl-")]
+    pairs.sort(key=lambda pair: (pair[0]["corpus"], is_tuned(pair), _work(pair[0])))
+    lines = []
+    for pair in pairs:
+        minutes = pair[0]["corpus"].removeprefix("nl-").removesuffix("min")
+        way = "fine-tuned" if is_tuned(pair) else "from scratch"
+        lines.append([f"{minutes} minutes", way, *_work(pair[0]), *_errors(pair)])
+    return markdown(["Dutch", "way", "core s", "steps", *ERRORS], lines, texts=2)
+
+
+def experts() -> str:
+    """Errors of three seeds by number of updates and kind of network."""
+    rows = sorted(read("experts"), key=lambda row: int(row["seed"]))
+    groups = grouped(rows, "updates", "system")
+    lines = [
+        [
+            updates,
+            *(
+                ", ".join(tenths(row["error"]) for row in groups[updates, name])
+                for name in NETWORKS
+            ),
+        ]
+        for updates in sorted({updates for updates, _ in groups}, key=int)
+    ]
+    return markdown(["updates", *(f"{name}, errors %" for name in NETWORKS.values())], lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -352,12 +496,82 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def updated(text: str) -> str:
-    """The text of a page with current tables.
+def padding_picture() -> str:
+    rows = [row for row in read("padding") if row["frame_budget"] == "8000"]
+    panels = []
+    for title in ("frames", "tokens", "FLOPs"):
+        shares = [float(row[f"padding_{title.lower()}"]) for row in rows]
+        labels = list(map(whole_percent, shares))
+        panels.append(Panel(f"{title}: padding %", [1 - x for x in shares], labels, shares))
+    return draw(
+        [row["strategy"] for row in rows],
+        panels,
+        title="Padding, by sampling strategy",
+        legend=("utterances", "padding"),
+        groups=[f"{row['lengths']}, 8,000 frames a batch" for row in rows],
+    )
 
-    Raises:
-        ValueError: A mark names no table.
-    """
+
+def ladder_picture() -> str:
+    rows = read("ladder")
+    column = lambda name, scale=1.0: [scale * float(row[name]) for row in rows]
+    shares, seconds = column("padding_flops"), column("batch_audio_seconds")
+    work, measured = column("flops_per_audio_hour", 1e-12), column("cpu_seconds_per_audio_hour")
+    labels = lambda values, digits: [f"{value:.{digits}f}" for value in values]
+    panels = [
+        Panel(
+            *("padding, % of FLOPs", [1 - x for x in shares], list(map(whole_percent, shares))),
+            rest=shares,
+        ),
+        Panel("mean batch, s of audio", seconds, labels(seconds, 0)),
+        Panel("predicted, TFLOP / audio h", work, labels(work, 1)),
+        Panel("measured, CPU s / audio h", measured, labels(measured, 1)),
+    ]
+    return draw(
+        [row["strategy"] for row in rows],
+        panels,
+        title=f"The same audio, {rows[0]['lengths']}",
+        subtitle="5,323 utterances, 8 ranks, 8,000 encoder frames a micro-batch",
+        legend=("utterances", "padding"),
+    )
+
+
+def straggler_picture() -> str:
+    groups = straggler_groups()
+    columns = [
+        ("samples / s", "samples_per_s", ".1f"),
+        ("loss, equal time", "loss_at_time", ".2f"),
+        ("loss, equal samples", "loss_at_samples", ".2f"),
+    ]
+    panels = []
+    for title, name, form in columns:
+        values = [mean(rows, name) for rows in groups.values()]
+        labels = ["-" if value is None else format(value, form) for value in values]
+        panels.append(Panel(title, [value or 0.0 for value in values], labels))
+    (first, *_), *_ = groups.values()
+    alike = lambda slowdown: slowdown == "1"
+    return draw(
+        [strategy for _, _, strategy in groups],
+        panels,
+        title="Training with a slow node",
+        subtitle=f"{first['nodes']} nodes of {first['per_node']} processes, {first['base_s']} s a "
+        "step, mostly sleep",
+        groups=[
+            "all nodes alike" if alike(slowdown) else f"one node {slowdown} x slower"
+            for _, slowdown, _ in groups
+        ],
+    )
+
+
+PICTURES = {
+    "profiling/results/padding.svg": padding_picture,
+    "profiling/results/ladder.svg": ladder_picture,
+    "profiling/results/straggler.svg": straggler_picture,
+}
+
+
+def updated(text: str) -> str:
+    """The text of a page with current tables."""
 
     def table(match: re.Match[str]) -> str:
         if match[1] not in TABLES:
@@ -369,21 +583,20 @@ def updated(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the tables, or check them; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="only report outdated pages")
     options = parser.parse_args(arguments)
-    outdated = []
-    for name in PAGES:
-        before = (ROOT / name).read_text(encoding="utf-8")
-        if (after := updated(before)) != before:
-            outdated.append(name)
+    made = {name: updated((ROOT / name).read_text(encoding="utf-8")) for name in PAGES}
+    made |= {name: picture() for name, picture in PICTURES.items()}
+    outdated = False
+    for name, text in made.items():
+        if text != (ROOT / name).read_text(encoding="utf-8"):
+            outdated = True
             if not options.check:
-                (ROOT / name).write_text(after, encoding="utf-8")
-    for name in outdated:
-        sys.stdout.write(f"{name}: {'outdated' if options.check else 'written'}\n")
+                (ROOT / name).write_text(text, encoding="utf-8")
+            sys.stdout.write(f"{name}: {'outdated' if options.check else 'written'}\n")
     return 1 if options.check and outdated else 0
 
 

@@ -15,8 +15,9 @@ import json
 import random
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,50 +29,36 @@ from effasr.decoding.config import DecodingConfig
 from effasr.transcription.results import Transcription
 from effasr.transcription.transcribe import Waveform, transcribe
 
-_DIGITS = frozenset(phrase["en"] for phrase in phrases.DIGITS)
-
-TOLERANCE_S = 0.08
-"""An encoder frame."""
+DIGITS = frozenset(phrase["en"] for phrase in phrases.DIGITS)
+TOLERANCE_MS = 80  # an encoder frame
 
 
-@dataclass(frozen=True)
-class Errors:
-    """Reported minus true times of one kind, in milliseconds.
-
-    Attributes:
-        words: Number of compared words.
-        mean: Mean absolute error.
-        bias: Median error, with its sign.
-        p95: 95th percentile of the absolute error.
-        within_80_ms: Share of errors of at most one encoder frame.
-    """
-
-    words: int
-    mean: float
-    bias: float
-    p95: float
-    within_80_ms: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Errors:
-        """Describe errors in seconds, at least one."""
-        errors = 1000 * np.asarray(seconds)
-        sizes = np.abs(errors)
-        return cls(
-            words=len(errors),
-            mean=round(float(sizes.mean()), 1),
-            bias=round(float(np.median(errors)), 1),
-            p95=round(float(np.quantile(sizes, 0.95)), 1),
-            within_80_ms=round(float((sizes <= 1000 * TOLERANCE_S).mean()), 4),
-        )
-
-
-@dataclass(frozen=True)
-class Spoken:
+class Spoken(NamedTuple):
     """A recording whose words are known."""
 
     waveform: Waveform
     words: tuple[SpokenWords, ...]
+
+
+class WordError(NamedTuple):
+    """Reported minus true times of a word, in seconds."""
+
+    is_digit: bool
+    start: float
+    end: float
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    """Describe errors, in milliseconds: mean and 95th percentile of their size, median, share."""
+    errors = 1000 * np.asarray(seconds)
+    sizes = np.abs(errors)
+    return {
+        "words": len(errors),
+        "mean": round(float(sizes.mean()), 1),
+        "bias": round(float(np.median(errors)), 1),
+        "p95": round(float(np.quantile(sizes, 0.95)), 1),
+        f"within_{TOLERANCE_MS}_ms": round(float((sizes <= TOLERANCE_MS).mean()), 4),
+    }
 
 
 def speak(recordings: Iterable[Recording]) -> list[Spoken]:
@@ -82,45 +69,37 @@ def speak(recordings: Iterable[Recording]) -> list[Spoken]:
         espeak.select(item.voice)
         speech = espeak.speak(item.spoken, rate=item.rate, pitch=item.pitch)
         words = tuple(
-            SpokenWords(
-                word.text.replace(",", ""), word.start + item.lead_s, word.end + item.lead_s
+            replace(
+                word,
+                text=word.text.replace(",", ""),
+                start=word.start + item.lead_s,
+                end=word.end + item.lead_s,
             )
             for word in espeak.words(item.spoken)
         )
-        audio = record(
-            speech,
-            espeak.sample_rate,
-            gain_db=item.gain_db,
-            snr_db=item.snr_db,
-            noise_slope=item.noise_slope,
-            lead_s=item.lead_s,
-            tail_s=item.tail_s,
-            seed=item.seed,
-        )
-        samples = audio.astype(np.float32) / 32768
+        fields = ("gain_db", "snr_db", "noise_slope", "lead_s", "tail_s", "seed")
+        acoustics = {name: getattr(item, name) for name in fields}
+        samples = record(speech, espeak.sample_rate, **acoustics).astype(np.float32) / 32768
         made.append(Spoken(Waveform(item.path, samples, SAMPLE_RATE), words))
     return made
 
 
-def compare(
-    spoken: Sequence[Spoken], results: Sequence[Transcription]
-) -> list[tuple[bool, float, float]]:
-    """Return whether it is a digit of a string of such, and the errors of start and end in seconds.
+def compare(spoken: Sequence[Spoken], results: Sequence[Transcription]) -> list[WordError]:
+    """Return the errors in recordings whose transcript has all words, and no others.
 
-    Recordings count whose transcript has all words, and no others. Several words that were said as
-    one have a start and an end together.
+    Several words that were said as one have a start and an end together.
     """
     errors = []
-    for one, result in zip(spoken, results, strict=True):
-        found = [word for segment in result.segments for word in segment.words or ()]
-        if " ".join(word.text for word in found) != " ".join(word.text for word in one.words):
+    for recording, result in zip(spoken, results, strict=True):
+        words = [word for segment in result.segments for word in segment.words or ()]
+        if " ".join(x.text for x in words) != " ".join(x.text for x in recording.words):
             continue
-        digits = all(word.text in _DIGITS for word in one.words)
+        is_digit = all(word.text in DIGITS for word in recording.words)
         place = 0
-        for true in one.words:
+        for true in recording.words:
             last = place + len(true.text.split())
-            start, end = found[place].start, found[last - 1].end
-            errors.append((digits, start - true.start, end - true.end))
+            start, end = words[place].start - true.start, words[last - 1].end - true.end
+            errors.append(WordError(is_digit, start, end))
             place = last
     return errors
 
@@ -138,36 +117,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.sentences < 1:
         parser.error(f"`--sentences` must be at least 1, but is {options.sentences}.")
     loaded = load_model(resolve(options.run))
-    test = [
-        one
-        for one in plan(multilingual=False, utterances=20 * options.sentences, seed=options.seed)
-        if one.split == "test"
-    ]
+    planned = plan(multilingual=False, utterances=20 * options.sentences, seed=options.seed)
+    test = [recording for recording in planned if recording.split == "test"]
     chosen = random.Random(options.seed).sample(test, options.sentences)
-    spoken = speak(sorted(chosen, key=lambda one: one.voice))
+    spoken = speak(sorted(chosen, key=lambda recording: recording.voice))
     results = transcribe(
         loaded.model,
         loaded.tokenizer,
-        [one.waveform for one in spoken],
+        [recording.waveform for recording in spoken],
         prompt=loaded.prompt,
         config=DecodingConfig(words=True),
     )
-    texts = [result for result in results if isinstance(result, Transcription)]
-    errors = compare(spoken, texts)
+    errors = compare(spoken, [x for x in results if isinstance(x, Transcription)])
     if not errors:
         sys.exit("No transcript has the words that were said: train the model first.")
     figures = {}
-    for kind, wanted in (("digits", True), ("commands", False)):
-        for which, name in ((1, "starts"), (2, "ends")):
-            values = [row[which] for row in errors if row[0] == wanted]
+    for kind, is_digit in (("digits", True), ("commands", False)):
+        for end in ("start", "end"):
+            values = [getattr(x, end) for x in errors if x.is_digit == is_digit]
             if not values:
                 continue
-            row = asdict(Errors.of(values))
-            figures[f"{kind} {name}"] = row
+            row = figures[f"{kind} {end}s"] = summary(values)
             sys.stdout.write(
-                f"{kind:8}  {name:6}  {row['words']} words  mean |error| {row['mean']:.0f} ms  "
+                f"{kind:8}  {end}s  {row['words']} words  mean |error| {row['mean']:.0f} ms  "
                 f"median error {row['bias']:+.0f} ms  95 % within {row['p95']:.0f} ms  "
-                f"{100 * row['within_80_ms']:.1f} % within 80 ms\n"
+                f"{100 * row[f'within_{TOLERANCE_MS}_ms']:.1f} % within {TOLERANCE_MS} ms\n"
             )
     if options.output is not None:
         options.output.write_text(json.dumps(figures, indent=2) + "\n")

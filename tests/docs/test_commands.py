@@ -206,7 +206,7 @@ def test_every_block_of_commands_is_marked(page) -> None:
         ["effasr", "train", "demo", "optimizer.learning_rate=1"],
         ["effasr", "train", "demos"],
         ["torchrun", "--nproc-per-node", "2", "effasr/trains.py", "demo"],
-        ["python", "profiling/plot.py", "--tables"],
+        ["python", "profiling/study.py", "padding", "--lists"],
         ["make", "demos"],
         ["pip", "install", ".[hugging]"],
         ["pytest", "tests/gpus"],

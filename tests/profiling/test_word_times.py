@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import word_times
-from word_times import Errors, Spoken, compare
+from word_times import Spoken, compare, summary
 
 from effasr.data.demo.acoustics import SpokenWords
 from effasr.transcription.results import Segment, Transcription
@@ -70,7 +70,7 @@ def measured(tmp_path_factory) -> tuple[list[dict], dict, str]:
     """What was said, the figures, and what was printed."""
     pytest.importorskip("espeakng_loader")
     folder = tmp_path_factory.mktemp("times")
-    path = os.pathsep.join([str(ROOT), str(ROOT / "profiling" / "studies")])
+    path = os.pathsep.join(str(ROOT / x) for x in ("", "kernels", "profiling/studies"))
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(folder)], cwd=ROOT, text=True,
         env=os.environ | {"PYTHONPATH": path}, capture_output=True, timeout=240, check=False,
@@ -135,8 +135,8 @@ def test_a_model_that_understands_nothing_is_told_to_learn(tmp_path, monkeypatch
 
 
 def test_errors_are_described_in_milliseconds() -> None:
-    found = Errors.of([-0.01] * 12 + [0.02] * 6 + [0.1] * 2)
-    assert found == Errors(words=20, mean=22.0, bias=-10.0, p95=100.0, within_80_ms=0.9)
+    figures = summary([-0.01] * 12 + [0.02] * 6 + [0.1] * 2)
+    assert figures == {"words": 20, "mean": 22.0, "bias": -10.0, "p95": 100.0, "within_80_ms": 0.9}
 
 
 def test_words_that_were_said_as_one_have_a_start_and_an_end_together() -> None:

@@ -1,1 +1,0 @@
-"""Tables of the documentation, from profiling/results/*.csv."""
