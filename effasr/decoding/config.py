@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -11,59 +11,51 @@ from effasr.model.checks import check, check_positive
 
 _COUNTS = "beam", "max_symbols", "frame_budget", "max_sequences", "extra_tokens", "workers"
 
-
-LENGTH_PENALTY = 0.6
-"""The default. Wu et al., 2016, https://arxiv.org/abs/1609.08144, recommend 0.6 to 0.7."""
-
-
+LENGTH_PENALTY = 0.6  # Wu et al., 2016, https://arxiv.org/abs/1609.08144, recommend 0.6 to 0.7
 LM_WEIGHT = 0.3
-"""The default."""
-
-
 INSTRUCTION = "Transcribe the speech."
-"""The default."""
-
-
-CORRECTOR_MARGIN = 2.0
-"""The default, in nats: 1.5 and 2 made the fewest errors on the dev set of the demo."""
+CORRECTOR_MARGIN = 2.0  # nats: 1.5 and 2 made the fewest errors on the dev set of the demo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodingConfig:
     """Splitting, batching and decoding of recordings.
 
+    The commands have options of the same names, whose help is the first sentence; see
+    `effasr.cli.options.add_fields`.
+
     Attributes:
-        method: ``attention``, ``transducer``, ``ctc``, ``language_model``, or ``auto``: the first
-            of them that the model has.
-        beam: Hypotheses of each utterance; 1 for greedy search.
-        length_penalty: With the attention decoder and a beam, the exponent a by which a transcript
-            of score s and n tokens, its end included, ranks: ``s / ((5 + n) / 6) ** a``. 0 takes
-            the likeliest, which tends to be too short; 1 is nearly the mean over the tokens. None
-            for 0.6, and where it is unused.
-        coverage_penalty: With the attention decoder and a beam, weight of the share of frames that
-            a transcript covers, so that transcripts that omit speech rank lower; see
-            `effasr.decoding.coverage`. It makes the search slower. None or 0 for none.
-        ctc_weight: With the attention decoder, the share of CTC in the scores, from 0 to 1; more
-            than 0 needs a model with both. It keeps the decoder from skipping and repeating speech.
-        no_repeat_ngram: With the attention decoder, n: no n tokens in a row come twice in a
-            transcript, which ends loops. A small n also forbids what is rightly said twice. None to
-            allow all.
-        lm: Language model for shallow fusion with the attention decoder or a CTC beam: an ARPA file
-            of n-grams, plain or gzipped, or the folder of a causal language model of transformers
-            with the same vocabulary; None for none.
-        lm_unit: ``token`` for n-grams over token ids in decimal, ``word`` for n-grams over words,
-            whose scores are added where words end: see `effasr.decoding.lm.word_fusion`.
-        lm_weight: Factor of its log-probability. None for 0.3, and where there is no ``lm``.
+        method: Decoding method: attention, transducer, ctc, language_model, or auto (the default)
+            for the first of these that the model has.
+        beam: Hypotheses of each utterance in beam search (default: 1, greedy).
+        length_penalty: Exponent of the length in the score of the attention decoder with ``beam``:
+            0 for the likeliest transcript, more for longer ones (default: 0.6). A transcript of
+            score s and n tokens, its end included, ranks by ``s / ((5 + n) / 6) ** a``. 0 tends to
+            be too short; 1 is nearly the mean over the tokens.
+        coverage_penalty: Weight of the share of frames that a transcript attends to, with ``beam``
+            and the attention decoder; more leaves out less speech (default: 0). See
+            `effasr.decoding.attention_beam.Coverage`. It makes the search slower.
+        ctc_weight: Share of CTC in the scores of the attention decoder, 0 to 1; needs both
+            (default: 0). It keeps the decoder from skipping and repeating speech.
+        no_repeat_ngram: Length of token sequences that the attention decoder never repeats, which
+            ends loops (default: all repetitions are allowed). A small one also forbids what is
+            rightly said twice.
+        lm: Language model over token ids for the attention decoder or a beam of CTC: n-grams (ARPA,
+            plain or .gz), or the folder of a causal language model of transformers. It has the
+            vocabulary of the speech model.
+        lm_unit: Unit of the n-grams in ``lm``: token ids (the default), or words, which are scored
+            when they end. See `effasr.decoding.lm.words.WordFusion`.
+        lm_weight: Weight of the language model in the score (default: 0.3).
         max_symbols: Most labels per frame in the greedy search of a transducer.
-        frame_budget: Encoder frames of a batch, of 80 ms each; twice as many for a FastConformer
-            that subsamples by 4, whose frames are 40 ms, and four times as many for Whisper's of
-            20 ms.
+        frame_budget: Audio to decode together, in frames of 80 ms (default: 4096); less needs less
+            memory. Encoder frames are twice as many for a FastConformer that subsamples by 4, whose
+            frames are 40 ms, and four times as many for Whisper's of 20 ms.
         max_sequences: Utterances of a batch.
         chunk_seconds: Longer recordings are split at pauses into chunks of at most this length, or
             of what ``encoder.max_frames`` allows, if that is less.
         search_seconds: Most seconds by which a cut moves towards a pause.
-        gap_seconds: Stretches without speech of this length or more are not decoded, as an
-            attention decoder may hallucinate words there. Detected by loudness: see
+        gap_seconds: Skip stretches without speech of this many seconds or more (default: 2; 0 for
+            none). An attention decoder may hallucinate words there. Detected by loudness: see
             `effasr.transcription.inputs.vad`. None to decode everything.
         tokens_per_frame: With ``extra_tokens``, limits the length of a transcript to
             ``tokens_per_frame * frames + extra_tokens``, because the attention decoder may repeat
@@ -72,65 +64,68 @@ class DecodingConfig:
         extra_tokens: See ``tokens_per_frame``.
         precision: Autocast precision of matrix products.
         workers: Threads that load audio.
-        nbest: Hypotheses of each utterance to report with their scores, the transcript included,
-            from 1 to ``beam``; None for the transcript alone.
+        nbest: Also write the N best texts of each utterance with their scores, as JSON; N is at
+            most ``beam``. The transcript is one of them. None for the transcript alone.
         score_parts: Whether to divide the scores of the ``nbest`` hypotheses, of which there are at
             least 2, into the parts that the weights combine; for `effasr.evaluation.tuning`.
-        second_lm: Language model which chooses among the ``nbest`` hypotheses of each segment: the
-            folder of a causal language model of transformers, with a tokenizer of its own, or an
-            ARPA file of n-grams over words, plain or gzipped. See
-            `effasr.transcription.second_pass.rescore`. None for none.
-        second_lm_weight: Factor of its log-probability. None for 0.3, and where there is none.
-        second_word_bonus: Added to the score for each word. None for 0, and where there is none.
-        corrector: Run or model directory of a model that reads the ``nbest`` hypotheses of each
-            segment and writes the text: see `effasr.transcription.second_pass.corrector`. None for
-            none.
-        corrector_margin: The text of the search stays unless the corrector's is likelier by more
-            than this, in nats. None for 2, and where there is none.
-        corrector_source: What a corrector with an expert for each source reads: the name of the
-            source in its training data that is most like this search. None for the only one, and
-            where there are none.
-        words: Whether to compute word timestamps; needs a model with a CTC head.
+        second_lm: Language model which chooses among the ``nbest`` texts of each segment (default
+            of ``nbest`` then: ``beam``): folder of a causal language model of transformers with a
+            tokenizer of its own, or n-grams over words (ARPA, plain or .gz). See
+            `effasr.transcription.second_pass.rescore`.
+        second_lm_weight: Weight of the second language model in the ranking (default: 0.3).
+        second_word_bonus: Bonus for each word with ``second_lm`` (default: 0).
+        corrector: Run of the recipe corrector, which reads the ``nbest`` texts of each segment
+            (default of ``nbest`` then: ``beam``) and writes the text. See
+            `effasr.transcription.second_pass.corrector`.
+        corrector_margin: Keep the text of the search unless the corrector's is likelier by more
+            than M nats (default: 2).
+        corrector_source: Source whose experts the corrector uses, where it has experts for each
+            `source` of its training data (default: the only one). It is the one most like this
+            search.
+        words: Find when each word is said; needs a CTC head, except in a stream that is decoded
+            frame by frame.
         confidence: Whether to compute the confidence of each transcript: see
             `effasr.transcription.results.confidence`.
-        word_confidence: Whether to compute the confidence of each word from the entropy of the
-            model's distributions: see `effasr.decoding.confidence.tokens`.
-        calibration: File that maps these to probabilities, which ``effasr evaluate`` with
-            ``--confidence`` writes for a dev set; None for the raw values.
-        instruction: With a language model, the text that follows the speech in the turn of the
-            user, which the answer transcribes or translates.
+        word_confidence: Also compute the confidence of each word, from the entropy of the model's
+            distributions. See `effasr.decoding.confidence.tokens`.
+        calibration: calibration.json of an evaluation of a dev set, which makes the confidences of
+            ``confidence`` probabilities. None for the raw values.
+        instruction: Instruction for a speech language model (default: Transcribe the speech.). It
+            follows the speech in the turn of the user, and the answer transcribes or translates.
     """
 
-    method: Literal["auto", "attention", "transducer", "ctc", "language_model"] = "auto"
+    method: Literal["auto", "attention", "transducer", "ctc", "language_model"] = field(
+        default="auto", metadata={"metavar": "METHOD"}
+    )
     beam: int = 1
-    length_penalty: float | None = None
-    coverage_penalty: float | None = None
-    ctc_weight: float = 0.0
+    length_penalty: float | None = field(default=None, metadata={"metavar": "A"})
+    coverage_penalty: float | None = field(default=None, metadata={"metavar": "B"})
+    ctc_weight: float = field(default=0.0, metadata={"metavar": "W"})
     no_repeat_ngram: int | None = None
     lm: Path | None = None
     lm_unit: Literal["token", "word"] = "token"
-    lm_weight: float | None = None
+    lm_weight: float | None = field(default=None, metadata={"metavar": "W"})
     max_symbols: int = 10
     frame_budget: int = 4096
     max_sequences: int = 256
     chunk_seconds: float = 30.0
     search_seconds: float = 3.0
-    gap_seconds: float | None = 2.0
+    gap_seconds: float | None = field(default=2.0, metadata={"metavar": "S", "option": "gap"})
     tokens_per_frame: float = 2.0
     extra_tokens: int = 16
     precision: Literal["float32", "bfloat16"] = "float32"
     workers: int = 4
     nbest: int | None = None
     score_parts: bool = False
-    second_lm: Path | None = None
-    second_lm_weight: float | None = None
-    second_word_bonus: float | None = None
-    corrector: Path | None = None
-    corrector_margin: float | None = None
-    corrector_source: str | None = None
+    second_lm: Path | None = field(default=None, metadata={"metavar": "LM"})
+    second_lm_weight: float | None = field(default=None, metadata={"metavar": "W"})
+    second_word_bonus: float | None = field(default=None, metadata={"metavar": "B"})
+    corrector: Path | None = field(default=None, metadata={"metavar": "RUN"})
+    corrector_margin: float | None = field(default=None, metadata={"metavar": "M"})
+    corrector_source: str | None = field(default=None, metadata={"metavar": "NAME"})
     words: bool = False
     confidence: bool = False
-    word_confidence: bool = False
+    word_confidence: bool = field(default=False, metadata={"option": "confidence"})
     calibration: Path | None = None
     instruction: str = INSTRUCTION
 
@@ -140,15 +135,13 @@ class DecodingConfig:
         check(chunk >= 1.0, "chunk_seconds", "be at least 1", chunk)
         rule = f"be from 0 to half of `chunk_seconds` = {chunk}"
         check(0.0 <= search <= chunk / 2, "search_seconds", rule, search)
-        for name, least, remedy in (
-            ("gap_seconds", 0.1, "leave it out to decode all audio"),
-            ("length_penalty", 0, "0 leaves the scores as they are, 1 favours longer transcripts"),
-            ("coverage_penalty", 0, "0 leaves the ranks as they are, more favours transcripts that "
-             "leave out less speech"),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None:
-                check(least <= value < math.inf, name, f"be at least {least}", value, remedy)
+        leaves = "0 leaves the scores as they are, 1 favours longer transcripts"
+        covers = (
+            "0 leaves the ranks as they are, more favours transcripts that leave out less speech"
+        )
+        self._check_range("gap_seconds", 0.1, "leave it out to decode all audio")
+        self._check_range("length_penalty", 0, leaves)
+        self._check_range("coverage_penalty", 0, covers)
         share = "it is the share of CTC in the scores, and the decoder has the rest"
         check(0.0 <= self.ctc_weight <= 1.0, "ctc_weight", "be from 0 to 1", self.ctc_weight, share)
         if self.no_repeat_ngram is not None:
@@ -158,63 +151,74 @@ class DecodingConfig:
             rule = f"be from 1 to `beam` = {self.beam}"
             remedy = "a search finds at most as many transcripts as its beam has places"
             check(1 <= self.nbest <= self.beam, "nbest", rule, self.nbest, remedy)
+        self._check_left_out("lm", "lm_weight")
         rule = "be token where there is no `lm`"
         check(self.lm is not None or self.lm_unit == "token", "lm_unit", rule, self.lm_unit)
-        if self.score_parts:
-            rule = "be at least 2 with `score_parts`"
-            check((self.nbest or 0) >= 2, "nbest", rule, self.nbest)
         if self.lm_weight is not None:
-            weight = self.lm_weight
-            check(self.lm is not None, "lm_weight", "be left out where there is no `lm`", weight)
             rule, remedy = "be above 0", "leave out `lm` for none"
-            check(0.0 < weight < math.inf, "lm_weight", rule, weight, remedy)
+            check(0.0 < self.lm_weight < math.inf, "lm_weight", rule, self.lm_weight, remedy)
         if self.calibration is not None:
             rule = "be left out without `word_confidence`"
             check(self.word_confidence, "calibration", rule, self.calibration)
-        self._check_second_pass()
-        self._check_corrector()
-        per_frame = self.tokens_per_frame
-        check(per_frame >= 0.0, "tokens_per_frame", "be at least 0", per_frame)
+        self._check_readers_of_lists()
+        rule, per_frame = "be at least 0", self.tokens_per_frame
+        check(per_frame >= 0.0, "tokens_per_frame", rule, per_frame)
 
-    def _check_second_pass(self) -> None:
+    def _check_range(self, name: str, least: float, remedy: str) -> None:
+        value = getattr(self, name)
+        if value is not None:
+            check(least <= value < math.inf, name, f"be at least {least}", value, remedy)
+
+    def _check_left_out(self, without: str, *names: str) -> None:
+        if getattr(self, without) is None:
+            for name in names:
+                value = getattr(self, name)
+                rule = f"be left out where there is no `{without}`"
+                shown = repr(value) if isinstance(value, str) else value
+                check(value is None, name, rule, shown)
+
+    def _check_readers_of_lists(self) -> None:
+        """Check the second language model and the corrector, which read several hypotheses."""
+        self._check_left_out("second_lm", "second_lm_weight", "second_word_bonus")
+        self._check_left_out("corrector", "corrector_margin", "corrector_source")
         for name in ("second_lm_weight", "second_word_bonus"):
-            value = getattr(self, name)
-            if value is not None:
-                rule = "be left out where there is no `second_lm`"
-                check(self.second_lm is not None, name, rule, value)
+            if (value := getattr(self, name)) is not None:
                 check(math.isfinite(value), name, "be finite", value)
-        if self.second_lm_weight is not None:
-            check(
-                self.second_lm_weight >= 0,
-                "second_lm_weight",
-                "be at least 0",
-                self.second_lm_weight,
-            )
-        if self.second_lm is None:
-            return
-        rule, remedy = "be at least 2 with `second_lm`", "it chooses among alternatives"
-        check((self.nbest or 0) >= 2, "nbest", rule, self.nbest, remedy)
-        for name in ("words", "confidence", "word_confidence"):
-            rule = "be false with `second_lm`, which may choose another text"
-            check(not getattr(self, name), name, rule, True)
-
-    def _check_corrector(self) -> None:
-        margin = self.corrector_margin
-        if margin is not None:
-            rule = "be left out where there is no `corrector`"
-            check(self.corrector is not None, "corrector_margin", rule, margin)
+        if (weight := self.second_lm_weight) is not None:
+            check(weight >= 0, "second_lm_weight", "be at least 0", weight)
+        if (margin := self.corrector_margin) is not None:
             rule = "be at least 0 and finite"
             check(0 <= margin < math.inf, "corrector_margin", rule, margin)
-        if self.corrector is None:
-            rule, source = "be left out where there is no `corrector`", self.corrector_source
-            check(source is None, "corrector_source", rule, repr(source))
-            return
-        rule, remedy = "be at least 2 with `corrector`", "it reads alternatives"
-        check((self.nbest or 0) >= 2, "nbest", rule, self.nbest, remedy)
-        for name in ("confidence", "word_confidence"):
-            rule = "be false with `corrector`, which may write another text"
-            check(not getattr(self, name), name, rule, True)
+        for reader, remedy in (
+            ("score_parts", ""),
+            ("second_lm", "it chooses among alternatives"),
+            ("corrector", "it reads alternatives"),
+        ):
+            if getattr(self, reader):
+                rule = f"be at least 2 with `{reader}`"
+                check((self.nbest or 0) >= 2, "nbest", rule, self.nbest, remedy)
+        for reader, replaces, names in (
+            ("second_lm", "choose", ("words", "confidence", "word_confidence")),
+            ("corrector", "write", ("confidence", "word_confidence")),
+        ):
+            for name in names if getattr(self, reader) is not None else ():
+                rule = f"be false with `{reader}`, which may {replaces} another text"
+                check(not getattr(self, name), name, rule, True)
+
+    @property
+    def effective_length_penalty(self) -> float:
+        return LENGTH_PENALTY if self.length_penalty is None else self.length_penalty
+
+    @property
+    def effective_lm_weight(self) -> float:
+        return LM_WEIGHT if self.lm_weight is None else self.lm_weight
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the attention decoder alone takes the best token of each step."""
+        alone = self.ctc_weight == 0 and self.lm is None
+        return self.beam == 1 and alone and self.no_repeat_ngram is None
 
     def max_tokens(self, frames: int) -> int:
-        """Limit of the tokens of a transcript of this many encoder frames."""
+        """Return the most tokens of a transcript of this many encoder frames."""
         return int(self.tokens_per_frame * frames) + self.extra_tokens

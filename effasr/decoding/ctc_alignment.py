@@ -10,23 +10,13 @@ import torch
 from effasr.model.asr import ASRModel
 from effasr_kernels import PackedSequence
 
-Span = tuple[int, int]
-"""First encoder frame, and the frame after the last."""
+Span = tuple[int, int]  # first encoder frame, and the frame after the last
 
 
 def align_tokens(
     model: ASRModel, encoded: PackedSequence, texts: Sequence[Sequence[int]]
 ) -> list[list[Span] | None]:
-    """Find the frames of every token.
-
-    Args:
-        model: Model with a CTC head.
-        encoded: (T, C), from ``model.encode``; sequences past ``len(texts)`` are ignored.
-        texts: Tokens of each sequence.
-
-    Returns:
-        For each sequence the spans of its tokens, in order; None if it has too few frames.
-    """
+    """Return the spans of the tokens of each text, in order; None if it has too few frames."""
     spans: list[list[Span] | None] = []
     for text, rows in zip(texts, encoded.unpack(), strict=False):
         if not text:
@@ -34,23 +24,17 @@ def align_tokens(
             continue
         # One utterance at a time and only its own tokens: the scores of all classes would be large.
         scores = model.ctc_logits(rows).float().log_softmax(-1)
-        wanted = torch.tensor([model.vocab_size, *text], device=scores.device)
-        spans.append(viterbi(scores[:, wanted].cpu().numpy(), text))
+        classes = torch.tensor([model.vocab_size, *text], device=scores.device)
+        spans.append(viterbi(scores[:, classes].cpu().numpy(), text))
     return spans
 
 
 def viterbi(scores: np.ndarray, text: Sequence[int]) -> list[Span] | None:
-    """Return the frames of each token on the likeliest CTC path.
+    """Return the frames of each token on the likeliest CTC path; None where none spells the text.
 
-    Args:
-        scores: float (T, 1 + U), log-probabilities of the blank and of each token of the text.
-        text: U token ids, at least one; equal neighbours need a blank between them.
+    ``scores``: float (T, 1 + U), log-probabilities of the blank and of each token of the text.
 
-    Returns:
-        U spans; None where no path spells the text in T frames.
-
-    References:
-        Graves et al., 2006, https://doi.org/10.1145/1143844.1143891.
+    Graves et al., 2006, https://doi.org/10.1145/1143844.1143891.
     """
     count, frames = len(text), scores.shape[0]
     # States: blank, first token, blank, second token, ..., blank.

@@ -1,4 +1,4 @@
-"""Prefix beam search with CTC, over all utterances of a batch at once."""
+"""CTC prefix beam search, over all utterances of a batch or over streams."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effasr.decoding.ctc_greedy import ctc_log_probs
+from effasr.decoding.hypothesis import Hypothesis, NBest
 from effasr.decoding.lm.ngram import TokenLM
-from effasr.decoding.nbest.hypothesis import Hypothesis, NBest
+from effasr.decoding.streams import BeamStreams, OpenTranscript, keep_consistent, opened
 from effasr.model.asr import ASRModel
 from effasr_kernels import PackedSequence
 
@@ -21,54 +22,118 @@ _NONE = -torch.inf
 
 def ctc_beam(
     model: ASRModel,
-    encoded: PackedSequence,
+    encoded: PackedSequence,  # (T, C), from ``model.encode``
     beam: int,
     lm: TokenLM | None = None,
     lm_weight: float = 0.0,
     nbest: int = 1,
     *,
-    with_frames: bool = False,
+    with_frames: bool = False,  # whether hypotheses have the frames of their tokens: slower
 ) -> list[list[Hypothesis]]:
-    """Find the likeliest transcripts of each sequence of encoder output.
+    """Find the likeliest transcripts of each sequence, the best first; for an empty one, no tokens.
 
     After each frame the ``beam`` likeliest prefixes are kept. The score of a prefix is the sum over
     all paths to it whose prefixes were kept, so the search is exact with a beam that is wide
     enough: unlike greedy search it finds the likeliest transcript, not the likeliest path. With a
     language model, ``lm_weight`` times its log-probability is added (shallow fusion).
 
-    Args:
-        model: Model with a CTC head; the blank is its last class.
-        encoded: (T, C), from ``model.encode``.
-        beam: K, prefixes of each sequence.
-        lm: Language model over the same tokens; None for no language model.
-        lm_weight: Weight of the language model, at least 0.
-        nbest: Hypotheses of each sequence to return, from 1 to ``beam``.
-        with_frames: Whether hypotheses have the frames of their tokens, which takes time.
-
-    Returns:
-        The hypotheses of each sequence, the best first: for an empty one the empty transcript.
-
-    References:
-        Hannun et al., 2014, https://arxiv.org/abs/1408.2873.
+    Hannun et al., 2014, https://arxiv.org/abs/1408.2873.
     """
     lengths = encoded.layout.lengths
     # Sorted by length, the longest first, so that active utterances are always the first ones.
     order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
-    found = NBest(len(lengths), nbest)
+    best = NBest(len(lengths), nbest)
     log_probs = ctc_log_probs(model, encoded)
     starts = encoded.layout.cu_seqlens[:-1].long()[torch.tensor(order, device=log_probs.device)]
-    going = len(order)
+    active = len(order)
     fusion = None if lm is None else Fusion(lm, lm_weight)
-    prefixes = Prefixes.begin(going, beam, log_probs.device, with_frames=with_frames)
+    prefixes = Prefixes.begin(active, beam, log_probs.device, with_frames=with_frames)
     for frame in range(encoded.layout.max_seqlen + 1):
-        on = sum(lengths[n] > frame for n in order[:going])
-        prefixes.record(order[on:going], on, fusion, found)
-        going = on
-        if not going:
+        remaining = sum(lengths[n] > frame for n in order[:active])
+        prefixes.record(order[remaining:active], remaining, fusion, best)
+        active = remaining
+        if not active:
             break
-        steps = log_probs[starts[:going] + frame].double()
-        prefixes = prefixes.first(going).read(steps, frame, fusion)
-    return found.lists()
+        steps = log_probs[starts[:active] + frame].double()
+        prefixes = prefixes.keep(slice(active)).read(steps, frame, fusion)
+    return best.lists
+
+
+class CTCBeamStreams(BeamStreams):
+    """Decodes as `ctc_beam`; a symbol is not repeated across segments either.
+
+    The open transcript is the best one if the stream ended there. A language model reads each
+    segment as a text of its own.
+    """
+
+    def __init__(
+        self, model: ASRModel, slots: int, beam: int, nbest: int, fusion: Fusion | None = None
+    ):
+        super().__init__(slots, beam, nbest)
+        self._model, self._fusion = model, fusion
+        self._device = next(model.parameters()).device
+        with torch.inference_mode():
+            self._prefixes = Prefixes.begin(slots, beam, self._device, with_frames=True)
+
+    def _begin(self, slot: int) -> None:
+        self._put([slot], Prefixes.begin(1, self.beam, self._device, with_frames=True))
+
+    def _advance(self, encoded: Tensor, frames: Sequence[int]) -> None:
+        logits = self._model.ctc_logits(encoded.flatten(0, 1))
+        steps = logits.float().log_softmax(-1).double().view(*encoded.shape[:2], -1)
+        for frame in range(max(frames)):
+            slots = [slot for slot, count in enumerate(frames) if count > frame]
+            numbers = torch.tensor([self._read[slot] + frame for slot in slots])
+            at = numbers[:, None].to(self._device)
+            if len(slots) == len(frames):
+                self._prefixes = self._prefixes.read(steps[:, frame], at, self._fusion)
+            else:
+                part = self._prefixes.keep(self._index(slots))
+                self._put(slots, part.read(steps[slots, frame], at, self._fusion))
+        self._prefixes = self._prefixes.trimmed()
+
+    def _likeliest(self, slots: Sequence[int]) -> list[OpenTranscript]:
+        part = self._prefixes.keep(self._index(slots))
+        best = part.ranks(self._fusion).argmax(1)
+        return opened(part.labels, part.frames, best, [self._read[slot] for slot in slots])
+
+    def _hypotheses(self, slot: int) -> list[Hypothesis]:
+        return self._listed(slot, self.beam)
+
+    def _ended(self, slot: int) -> list[Hypothesis]:
+        return self._listed(slot, self.nbest)
+
+    def _listed(self, slot: int, size: int) -> list[Hypothesis]:
+        best = NBest(1, size)
+        self._prefixes.keep(self._index([slot])).record([0], 0, self._fusion, best)
+        return best.lists[0]
+
+    def _keep(self, slot: int, final: Sequence[int], since: int) -> None:
+        part = self._prefixes.keep(self._index([slot]))
+        agrees, labels, frames, counts = keep_consistent(
+            part.labels, part.frames, part.counts, final, since
+        )
+        acoustic = torch.logaddexp(part.blank, part.label).masked_fill(~agrees, _NONE)
+        best = (acoustic + part.lm).argmax(1, keepdim=True)
+        base = acoustic.gather(1, best)
+        consistent = replace(
+            part,
+            blank=(part.blank - base).masked_fill(~agrees, _NONE),
+            label=(part.label - base).masked_fill(~agrees, _NONE),
+            lm=(part.lm - part.lm.gather(1, best)).masked_fill(~agrees, 0),
+            counts=counts,
+            labels=labels,
+            frames=frames,
+            before=torch.full_like(part.before, final[-1]) if final else part.before,
+        )
+        self._put([slot], consistent)
+        self._prefixes = self._prefixes.trimmed()
+
+    def _put(self, slots: Sequence[int], part: Prefixes) -> None:
+        self._prefixes = self._prefixes.put(self._index(slots), part)
+
+    def _index(self, slots: Sequence[int]) -> Tensor:
+        return torch.tensor(slots, device=self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,40 +145,30 @@ class Fusion:
 
     def scores(self, labels: Tensor, counts: Tensor, symbols: Tensor) -> Tensor:
         """Weighted log-probabilities of the next tokens of prefixes: see `TokenLM.scores`."""
-        place = counts[..., None] + torch.arange(-self.lm.order, 0, device=labels.device)
+        position = counts[..., None] + torch.arange(-self.lm.order, 0, device=labels.device)
         if labels.shape[2]:
-            context = labels.gather(2, place.clamp(min=0)).masked_fill(place < 0, -1)
+            context = labels.gather(2, position.clamp(min=0)).masked_fill(position < 0, -1)
         else:
-            context = torch.full_like(place, -1)
+            context = torch.full_like(position, -1)
         return self.weight * self.lm.scores(context, symbols)
 
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """K different prefixes of each of N utterances; one with a score of -inf is an empty place.
+    """K different prefixes of each of N utterances; one with a score of -inf is an empty place."""
 
-    Attributes:
-        blank: float64 (N, K), log-probability of the paths that end with a blank, or of no frames.
-        label: float64 (N, K), of the paths that end with the prefix's last token.
-        written: float64 (N, K), weighted log-probability of the language model, if any.
-        counts: int64 (N, K), tokens.
-        labels: int64 (N, K, longest), followed by -1.
-        frames: int64 (N, K, longest), the frame at which each token is said on the likeliest path;
-            None if the search does not follow them.
-        before: int64 (N,), the token that the prefixes continue; -1 for none.
-    """
-
-    blank: Tensor
-    label: Tensor
-    written: Tensor
-    counts: Tensor
-    labels: Tensor
+    # Log-probabilities, float64 (N, K):
+    blank: Tensor  # of the paths that end with a blank, or of no frames
+    label: Tensor  # of the paths that end with the prefix's last token
+    lm: Tensor  # of the language model, weighted, or 0
+    counts: Tensor  # int64 (N, K), tokens
+    labels: Tensor  # int64 (N, K, longest), followed by -1
+    # int64 (N, K, longest), the frame of each token on the likeliest path; None if not followed.
     frames: Tensor | None
-    before: Tensor
+    before: Tensor  # int64 (N,), the token that the prefixes continue; -1 for none
 
     @classmethod
     def begin(cls, count: int, beam: int, device: torch.device, *, with_frames: bool) -> Prefixes:
-        """Return the empty prefix of each utterance."""
         none = torch.full((count, beam), _NONE, dtype=torch.float64, device=device)
         blank = none.clone()
         blank[:, 0] = 0
@@ -123,153 +178,146 @@ class Prefixes:
         frames = empty if with_frames else None
         return cls(blank, none, torch.zeros_like(none), counts, empty, frames, before)
 
-    def first(self, count: int) -> Prefixes:
-        """Return only the first utterances."""
-        return self.keep(slice(count))
-
     def keep(self, index: Tensor | slice) -> Prefixes:
         """Return only these utterances, int64 (M,)."""
         return _mapped(lambda part: part[index], self)
 
     def put(self, index: Tensor, part: Prefixes) -> Prefixes:
-        """Return prefixes of which those of some utterances, int64 (M,), are replaced."""
+        """Replace the prefixes of some utterances, int64 (M,)."""
         longest = max(self.labels.shape[2], part.labels.shape[2])
-        whole, part = self._with_room(longest), part._with_room(longest)
-        return _mapped(lambda all_, some: all_.index_copy(0, index, some), whole, part)
+        whole, part = self._padded(longest), part._padded(longest)
+        return _mapped(lambda old, new: old.index_copy(0, index, new), whole, part)
 
     def trimmed(self) -> Prefixes:
-        """Return the same with no tokens in empty places, and no room that none needs."""
+        """Return the same with no tokens in empty places, and no longer than the longest."""
         is_empty = torch.maximum(self.blank, self.label) == _NONE
-        kept = replace(
+        cleared = replace(
             self,
             counts=self.counts.masked_fill(is_empty, 0),
             labels=self.labels.masked_fill(is_empty[..., None], -1),
         )
-        return kept._with_room(int(kept.counts.max()))
+        return cleared._padded(int(cleared.counts.max()))
 
-    def _with_room(self, longest: int) -> Prefixes:
-        room = longest - self.labels.shape[2]
+    def _padded(self, longest: int) -> Prefixes:
+        missing = longest - self.labels.shape[2]
         return replace(
             self,
-            labels=F.pad(self.labels, (0, room), value=-1),
-            frames=None if self.frames is None else F.pad(self.frames, (0, room)),
+            labels=F.pad(self.labels, (0, missing), value=-1),
+            frames=None if self.frames is None else F.pad(self.frames, (0, missing)),
         )
 
     def ranks(self, fusion: Fusion | None) -> Tensor:
         """Return the scores of the prefixes as transcripts, float64 (N, K)."""
-        scores = torch.logaddexp(self.blank, self.label) + self.written
+        scores = torch.logaddexp(self.blank, self.label) + self.lm
         if fusion is None:
             return scores
-        nothing = self.counts.new_empty(*self.counts.shape, 0)
-        return scores + fusion.scores(self.labels, self.counts, nothing)[..., 0]
+        no_symbols = self.counts.new_empty(*self.counts.shape, 0)
+        return scores + fusion.scores(self.labels, self.counts, no_symbols)[..., 0]
 
-    def record(self, names: Sequence[int], begin: int, fusion: Fusion | None, found: NBest) -> None:
+    def record(
+        self, utterances: Sequence[int], begin: int, fusion: Fusion | None, best: NBest
+    ) -> None:
         """Record the best prefixes of the utterances from index ``begin`` on, as transcripts."""
         if begin == len(self.counts):
             return
-        own = self.keep(slice(begin, None))
-        scores = own.ranks(fusion)
-        best, place = scores.sort(dim=1, descending=True, stable=True)
-        place = place[:, : found.size]
-        number = torch.arange(len(scores), device=place.device)[:, None]
-        labels, frames = own.labels[number, place].flatten(0, 1), own.frames
+        ended = self.keep(slice(begin, None))
+        ranks = ended.ranks(fusion)
+        scores, chosen = ranks.sort(dim=1, descending=True, stable=True)
+        chosen = chosen[:, : best.size]
+        row = torch.arange(len(ranks), device=chosen.device)[:, None]
+        labels, frames = ended.labels[row, chosen].flatten(0, 1), ended.frames
         if frames is not None:
-            frames = frames[number, place].flatten(0, 1)
-        several = [name for name in names for _ in range(place.shape[1])]
-        found.add_rows(several, labels, best[:, : found.size].flatten(), frames=frames)
+            frames = frames[row, chosen].flatten(0, 1)
+        repeated = [utterance for utterance in utterances for _ in range(chosen.shape[1])]
+        best.add_rows(repeated, labels, scores[:, : best.size].flatten(), frames=frames)
 
-    def read(self, steps: Tensor, frame: int | Tensor, fusion: Fusion | None) -> Prefixes:
-        """Extend by a frame.
-
-        Args:
-            steps: Log-probabilities of tokens and blank, float64 (N, V + 1).
-            frame: Number of the frame; one for all utterances, or int64 (N, 1).
-            fusion: The language model, if any.
-        """
+    def read(
+        self,
+        steps: Tensor,  # log-probabilities of tokens and blank, float64 (N, V + 1)
+        frame: int | Tensor,  # number of the frame; int64 (N, 1) where it differs
+        fusion: Fusion | None,
+    ) -> Prefixes:
+        """Extend by a frame."""
         beam = self.blank.shape[1]
-        every = torch.logaddexp(self.blank, self.label)
+        total = torch.logaddexp(self.blank, self.label)
         last = self._last()
         # A prefix stays the same after a blank or a repetition of its last token.
         again = steps.gather(1, last.clamp(min=0)).masked_fill(last < 0, _NONE)
-        blank, label = every + steps[:, -1:], self.label + again
+        blank, label = total + steps[:, -1:], self.label + again
         # A prefix grows by a token. Without a language model 2 K candidates suffice: at most K - 1
         # of them give a prefix that already exists, and one is a repetition with a lower score.
         likeliest, symbols = steps[:, :-1].topk(min(2 * beam, steps.shape[1] - 1))
         repeats = symbols[:, None] == last[..., None]
-        grown = torch.where(repeats, self.blank[..., None], every[..., None]) + likeliest[:, None]
+        grown = torch.where(repeats, self.blank[..., None], total[..., None]) + likeliest[:, None]
         follows = self._follows()
         # (N, b, a): prefix b is a with one more token, so the scores of both ways to it are added.
-        before = torch.where(last[:, :, None] == last[:, None], self.blank[:, None], every[:, None])
+        before = torch.where(last[:, :, None] == last[:, None], self.blank[:, None], total[:, None])
         joined = (before + again[..., None]).masked_fill(~follows, _NONE)
         frames = self.frames
         if frames is not None:
-            frames = self._said_again(frames, joined, torch.logaddexp(blank, label), frame)
+            frames = self._repeated(frames, joined, torch.logaddexp(blank, label), frame)
         label = torch.cat([label[..., None], joined], -1).logsumexp(-1)
         # (N, a, C, b)
         same = symbols[:, None, :, None] == last[:, None, None]
-        here = (same & follows.transpose(1, 2)[:, :, None]).any(-1)
-        grown = grown.masked_fill(here, _NONE)
-        written = self.written[..., None].expand_as(grown)
+        exists = (same & follows.transpose(1, 2)[:, :, None]).any(-1)
+        grown = grown.masked_fill(exists, _NONE)
+        lm = self.lm[..., None].expand_as(grown)
         if fusion is not None:
             candidates = symbols[:, None].expand(-1, beam, -1)
-            written = written + fusion.scores(self.labels, self.counts, candidates)[..., :-1]
-        heard = torch.cat([torch.logaddexp(blank, label), grown.flatten(1)], 1)
-        written = torch.cat([self.written, written.flatten(1)], 1)
-        chosen = (heard + written).topk(beam).indices
+            lm = lm + fusion.scores(self.labels, self.counts, candidates)[..., :-1]
+        acoustic = torch.cat([torch.logaddexp(blank, label), grown.flatten(1)], 1)
+        lm = torch.cat([self.lm, lm.flatten(1)], 1)
+        chosen = (acoustic + lm).topk(beam).indices
         unchanged = replace(self, blank=blank, label=label, frames=frames)
-        heard, written = heard.gather(1, chosen), written.gather(1, chosen)
-        return self._chosen(chosen, unchanged, heard, written, symbols, frame)
+        acoustic, lm = acoustic.gather(1, chosen), lm.gather(1, chosen)
+        return self._chosen(chosen, unchanged, acoustic, lm, symbols, frame)
 
-    def _said_again(
-        self, frames: Tensor, joined: Tensor, stays: Tensor, frame: int | Tensor
+    def _repeated(
+        self,
+        frames: Tensor,  # int64 (N, K, longest), of the prefixes so far
+        joined: Tensor,  # (N, b, a), scores of prefix b as a and the token
+        stays: Tensor,  # (N, b), scores of prefix b without the token in this frame
+        frame: int | Tensor,
     ) -> Tensor:
-        """Return the frames of prefixes whose last token is rather said now than before.
-
-        Args:
-            frames: int64 (N, K, longest), of the prefixes so far.
-            joined: (N, b, a), scores of prefix b as a and the token.
-            stays: (N, b), scores of prefix b without the token being said now.
-            frame: The current frame.
-        """
+        """Return the frames of prefixes, with the current one where it is likelier for the last."""
         if not self.labels.shape[2]:
             return frames
-        said, source = joined.max(-1)
-        number = torch.arange(len(source), device=source.device)[:, None]
+        likeliest, source = joined.max(-1)
+        row = torch.arange(len(source), device=source.device)[:, None]
         now = torch.as_tensor(frame, device=source.device).expand_as(source)
-        place = (self.counts - 1).clamp(min=0)[..., None]
-        others = frames[number, source].scatter(2, place, now[..., None])
-        return torch.where((said > stays)[..., None], others, frames)
+        last = (self.counts - 1).clamp(min=0)[..., None]
+        from_source = frames[row, source].scatter(2, last, now[..., None])
+        return torch.where((likeliest > stays)[..., None], from_source, frames)
 
     def _chosen(
         self,
-        chosen: Tensor,
+        chosen: Tensor,  # int64 (N, K), among K unchanged prefixes and K C that grow by a token
         unchanged: Prefixes,
-        heard: Tensor,
-        written: Tensor,
+        acoustic: Tensor,
+        lm: Tensor,
         symbols: Tensor,
         frame: int | Tensor,
     ) -> Prefixes:
-        """Return the chosen prefixes, of K unchanged ones and K C that grow by a token."""
         beam, candidates = self.blank.shape[1], symbols.shape[1]
         grows = chosen >= beam
         parent = torch.where(grows, (chosen - beam) // candidates, chosen)
         symbol = symbols.gather(1, (chosen - beam).clamp(min=0) % candidates)
         counts = self.counts.gather(1, parent)
         longest = int((counts + grows).max())
-        number = torch.arange(len(parent), device=parent.device)[:, None]
-        labels = _appended(self.labels[number, parent], counts, grows, symbol, longest, empty=-1)
+        row = torch.arange(len(parent), device=parent.device)[:, None]
+        labels = _appended(self.labels[row, parent], counts, grows, symbol, longest, empty=-1)
         frames = None
         if self.frames is not None and unchanged.frames is not None:
-            # A prefix that grows goes on from where its tokens were said before this frame.
-            said = torch.where(
-                grows[..., None], self.frames[number, parent], unchanged.frames[number, parent]
+            # A prefix that grows continues the frames of its tokens before this frame.
+            frames = torch.where(
+                grows[..., None], self.frames[row, parent], unchanged.frames[row, parent]
             )
-            now = torch.as_tensor(frame, device=said.device).expand_as(grows)
-            frames = _appended(said, counts, grows, now, longest, empty=0)
+            now = torch.as_tensor(frame, device=frames.device).expand_as(grows)
+            frames = _appended(frames, counts, grows, now, longest, empty=0)
         return Prefixes(
             blank=unchanged.blank.gather(1, parent).masked_fill(grows, _NONE),
-            label=torch.where(grows, heard, unchanged.label.gather(1, parent)),
-            written=written,
+            label=torch.where(grows, acoustic, unchanged.label.gather(1, parent)),
+            lm=lm,
             counts=counts + grows,
             labels=labels,
             frames=frames,
@@ -296,33 +344,26 @@ class Prefixes:
         return follows
 
 
-def _mapped(change: Callable[..., Tensor], *several: Prefixes) -> Prefixes:
-    """Return prefixes of which every tensor is computed from those of others."""
+def _mapped(change: Callable[..., Tensor], *prefixes: Prefixes) -> Prefixes:
     parts: dict[str, Any] = {}
     for name in [field.name for field in fields(Prefixes)]:
-        own = [getattr(one, name) for one in several]
-        parts[name] = None if own[0] is None else change(*own)
+        tensors = [getattr(part, name) for part in prefixes]
+        parts[name] = None if tensors[0] is None else change(*tensors)
     return Prefixes(**parts)
 
 
 def _appended(
-    held: Tensor, counts: Tensor, grows: Tensor, new: Tensor, longest: int, *, empty: int
+    rows: Tensor,  # int64 (N, K, longest so far): tokens or frames of prefixes
+    counts: Tensor,  # int64 (N, K), tokens so far
+    grows: Tensor,  # bool (N, K)
+    new: Tensor,  # int64 (N, K), appended where they grow
+    longest: int,
+    *,
+    empty: int,
 ) -> Tensor:
-    """Return tokens or frames of prefixes, (N, K, longest), and ``new``, (N, K), where they grow.
-
-    Args:
-        held: int64 (N, K, longest so far).
-        counts: int64 (N, K), tokens so far.
-        grows: bool (N, K).
-        new: int64 (N, K).
-        longest: Room that is needed.
-        empty: What room is filled with.
-    """
-    held = F.pad(held, (0, max(0, longest - held.shape[2])), value=empty)
-    if not held.shape[2]:
-        return held
+    rows = F.pad(rows, (0, max(0, longest - rows.shape[2])), value=empty)
+    if not rows.shape[2]:
+        return rows
     # If nothing is added, a position is overwritten with its own value.
-    place = counts.clamp(max=held.shape[2] - 1)[..., None]
-    return held.scatter(
-        2, place, torch.where(grows[..., None], new[..., None], held.gather(2, place))
-    )
+    end = counts.clamp(max=rows.shape[2] - 1)[..., None]
+    return rows.scatter(2, end, torch.where(grows[..., None], new[..., None], rows.gather(2, end)))

@@ -22,31 +22,22 @@ class CTCPrefixScorer:
     that spell exactly it, t = 0 to the longest, by what the paths end with. They obey linear
     recurrences over the frames, which cumulative sums solve for all frames at once.
 
-    Attributes:
-        log_probs: float32 (V + 1, T), of each symbol, the blank last, at each packed frame.
-        rows: int64 (N, longest), the packed frame of each frame of each utterance.
-        lengths: int64 (N,), frames of each utterance.
-        last: int64 (N, K), the last token; -1 where there is none.
-        label: float64 (N, K, longest + 1), paths that end with the last token.
-        blank: float64 (N, K, longest + 1), paths that end with a blank, or with nothing at t = 0.
-
-    References:
-        Graves, 2012, https://doi.org/10.1007/978-3-642-24797-2, section 7.5.2; Watanabe et al.,
-        2017, https://doi.org/10.1109/JSTSP.2017.2763455.
+    Graves, 2012, https://doi.org/10.1007/978-3-642-24797-2, section 7.5.2; Watanabe et al., 2017,
+    https://doi.org/10.1109/JSTSP.2017.2763455.
     """
 
-    log_probs: Tensor
-    rows: Tensor
-    lengths: Tensor
-    last: Tensor
-    label: Tensor
+    log_probs: Tensor  # float32 (V + 1, T), of each symbol, the blank last, at each packed frame
+    rows: Tensor  # int64 (N, longest), the packed frame of each frame of each utterance
+    lengths: Tensor  # int64 (N,), frames of each utterance
+    last: Tensor  # int64 (N, K), the last token; -1 where there is none
+    label: Tensor  # float64 (N, K, longest + 1), paths that end with the last token
+    # float64 (N, K, longest + 1), paths that end with a blank, or with nothing at t = 0.
     blank: Tensor
 
     @classmethod
     def begin(
         cls, model: ASRModel, encoded: PackedSequence, count: int, beam: int
     ) -> CTCPrefixScorer:
-        """Empty prefixes of the first ``count`` sequences of encoder output."""
         # The frames of a symbol are contiguous, because a prefix reads them together.
         log_probs = ctc_log_probs(model, encoded).t().contiguous()
         lengths = encoded.layout.lengths[:count]
@@ -79,22 +70,20 @@ class CTCPrefixScorer:
 
     def complete(self) -> Tensor:
         """Return log-probabilities of the prefixes as complete transcripts, float64 (N, K)."""
-        every = torch.logaddexp(self.label, self.blank)
-        return every.gather(2, self.lengths[:, None, None].expand(*self.last.shape, 1))[..., 0]
+        total = torch.logaddexp(self.label, self.blank)
+        return total.gather(2, self.lengths[:, None, None].expand(*self.last.shape, 1))[..., 0]
 
     def advanced(self, parent: Tensor, label: Tensor) -> CTCPrefixScorer:
         """Continue with these parents, each with one more token.
 
-        Args:
-            parent: int64 (N, K).
-            label: int64 (N, K), the tokens; -1 leaves the parent's prefix unchanged.
+        ``parent``: int64 (N, K); ``label``: int64 (N, K), -1 leaves the prefix unchanged.
         """
-        number = torch.arange(len(parent), device=parent.device)[:, None]
+        row = torch.arange(len(parent), device=parent.device)[:, None]
         last, of_label, of_blank = (
-            part[number, parent] for part in (self.last, self.label, self.blank)
+            part[row, parent] for part in (self.last, self.label, self.blank)
         )
-        every = torch.logaddexp(of_label, of_blank)
-        before = torch.where((label == last)[..., None], of_blank, every)
+        total = torch.logaddexp(of_label, of_blank)
+        before = torch.where((label == last)[..., None], of_blank, total)
         new_label = _solved(before, self._at(label.clamp(min=0)[..., None])[:, :, 0])
         blanks = self.log_probs[-1][self.rows].double()[:, None]
         new_blank = _solved(new_label, blanks.expand(-1, parent.shape[1], -1))
@@ -108,8 +97,8 @@ class CTCPrefixScorer:
 
     def keep(self, index: Tensor) -> CTCPrefixScorer:
         """Return only these utterances, int64 (M,)."""
-        kept = {name: getattr(self, name)[index] for name in ("lengths", "last", "label", "blank")}
-        return replace(self, rows=self.rows[index], **kept)
+        names = "rows", "lengths", "last", "label", "blank"
+        return replace(self, **{name: getattr(self, name)[index] for name in names})
 
     def _at(self, symbols: Tensor) -> Tensor:
         """Log-probabilities of tokens at all frames: int64 (N, K, C) to float64 (N, K, C, t)."""
@@ -122,10 +111,8 @@ def _solved(inflow: Tensor, steps: Tensor) -> Tensor:
     Without its own steps x, y is a running sum of the inflow without the steps so far. float64 is
     precise enough to subtract the steps and to add them again.
 
-    Args:
-        inflow: float64 (N, K, longest + 1).
-        steps: x, float64 (N, K, longest), finite.
+    ``inflow``: float64 (N, K, longest + 1); ``steps``: x, float64 (N, K, longest), finite.
     """
-    taken = torch.nn.functional.pad(steps.cumsum(-1), (1, 0))
-    summed = (inflow - taken)[..., :-1].logcumsumexp(-1)
-    return torch.nn.functional.pad(summed, (1, 0), value=_NONE) + taken
+    so_far = torch.nn.functional.pad(steps.cumsum(-1), (1, 0))
+    summed = (inflow - so_far)[..., :-1].logcumsumexp(-1)
+    return torch.nn.functional.pad(summed, (1, 0), value=_NONE) + so_far

@@ -1,4 +1,4 @@
-"""Result of a search, and its score by the model."""
+"""Result of a search, and what a configuration requests beside it: scores, parts, confidences."""
 
 from __future__ import annotations
 
@@ -13,45 +13,32 @@ from effasr.data.features.segments import segment_sum
 from effasr.decoding.confidence.tokens import token_confidences
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_alignment import Span, align_tokens
-from effasr.decoding.nbest.hypothesis import Hypothesis
+from effasr.decoding.hypothesis import Hypothesis, ScoreParts
+from effasr.decoding.lm.ngram import TokenLM
 from effasr.model.asr import ASRModel
 from effasr_kernels import PackedLayout, PackedSequence, ctc_loss, linear_cross_entropy
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Log-probability that a model gives to a transcript.
+    """Log-probability that a model gives to a transcript."""
 
-    Attributes:
-        log_prob: Nats, of the whole transcript.
-        symbols: Symbols over which it is averaged: the tokens, and the end token, if the method has
-            one; at least 1.
-    """
-
-    log_prob: float
-    symbols: int
+    log_prob: float  # nats, of the whole transcript
+    symbols: int  # the tokens, and the end token, if the method has one; at least 1
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Transcript of one utterance.
+    """Transcript of one utterance."""
 
-    Attributes:
-        tokens: Token ids without prompt and end token.
-        truncated: Whether the decoder reached its limit before the end token.
-        spans: Encoder frames of each token; None if not requested, or if there are too few frames.
-        score: Score by the model; None if not requested.
-        confidences: Confidence of each token, from 0 to 1; None if not requested, or if no path of
-            the model spells the transcript.
-        alternatives: The best hypotheses of the search, this one first; none if not requested. Of
-            greedy search, this one alone, with its score by the model.
-    """
-
-    tokens: tuple[int, ...]
-    truncated: bool = False
-    spans: tuple[Span, ...] | None = None
-    score: Score | None = None
+    tokens: tuple[int, ...]  # without prompt and end token
+    truncated: bool = False  # whether the decoder reached its limit before the end token
+    spans: tuple[Span, ...] | None = None  # None if not requested, or if there are too few frames
+    score: Score | None = None  # by the model, if requested
+    # The best hypotheses of the search, this one first, if requested. Of greedy search, this one
+    # alone, with its score by the model.
     alternatives: tuple[Hypothesis, ...] = ()
+    # Of each token, from 0 to 1; None if not requested, or if no path spells the transcript.
     confidences: tuple[float, ...] | None = None
 
 
@@ -65,46 +52,35 @@ def with_details(
     config: DecodingConfig,
     eos_id: int,
 ) -> list[Decoded]:
-    """Add the scores, alternatives, confidences and spans that a configuration requests.
-
-    Args:
-        model: The model, in evaluation mode.
-        method: ``attention``, ``ctc`` or ``transducer``.
-        encoded: (T, C), from ``model.encode``; sequences past ``len(decoded)`` are ignored.
-        prompts: Tokens that the decoder reads first.
-        decoded: Transcripts of the sequences.
-        config: The configuration of the search.
-        eos_id: The end token.
-    """
+    """Add the scores, alternatives, confidences and spans that a configuration requests."""
     results = list(decoded)
-    listed = config.nbest is not None and not all(one.alternatives for one in results)
+    listed = config.nbest is not None and not all(result.alternatives for result in results)
     if config.confidence or listed:
         results = with_scores(model, method, encoded, prompts, results, eos_id)
     if listed:
-        results = [_with_itself(one) for one in results]
+        results = [_listed(result) for result in results]
     if listed and not config.confidence:
-        results = [replace(one, score=None) for one in results]
-    texts = [one.tokens for one in results]
+        results = [replace(result, score=None) for result in results]
+    texts = [result.tokens for result in results]
     if config.word_confidence:
-        sure = token_confidences(model, method, encoded, prompts, texts)
-        pairs = zip(results, sure, strict=True)
-        results = [replace(one, confidences=found) for one, found in pairs]
+        confidences = token_confidences(model, method, encoded, prompts, texts)
+        pairs = zip(results, confidences, strict=True)
+        results = [replace(result, confidences=values) for result, values in pairs]
     if not config.words:
         return results
-    spans = align_tokens(model, encoded, texts)
     return [
-        replace(one, spans=None if found is None else tuple(found))
-        for one, found in zip(results, spans, strict=True)
+        replace(result, spans=None if spans is None else tuple(spans))
+        for result, spans in zip(results, align_tokens(model, encoded, texts), strict=True)
     ]
 
 
-def _with_itself(one: Decoded) -> Decoded:
+def _listed(result: Decoded) -> Decoded:
     """Return a transcript with itself as the only alternative, if it has none."""
-    if one.alternatives:
-        return one
-    assert one.score is not None
-    log_prob = one.score.log_prob
-    return replace(one, alternatives=(Hypothesis(one.tokens, log_prob, log_prob),))
+    if result.alternatives:
+        return result
+    assert result.score is not None
+    log_prob = result.score.log_prob
+    return replace(result, alternatives=(Hypothesis(result.tokens, log_prob, log_prob),))
 
 
 @torch.no_grad()
@@ -116,28 +92,20 @@ def with_scores(
     decoded: Sequence[Decoded],
     eos_id: int,
 ) -> list[Decoded]:
-    """Add the score of each transcript, whatever search has found it.
+    """Add the score of each transcript, whatever search has made it.
 
     With ``attention`` it is the decoder's, of the tokens and the end; with ``ctc`` and
     ``transducer``, the sum over all alignments. A language model has no part in it.
-
-    Args:
-        model: The model, in evaluation mode.
-        method: One of these three.
-        encoded: (T, C), from ``model.encode``; sequences past ``len(decoded)`` are not scored.
-        prompts: Tokens that the decoder reads first.
-        decoded: Transcripts of the sequences.
-        eos_id: The end token.
     """
-    texts = [list(one.tokens) for one in decoded]
+    texts = [list(result.tokens) for result in decoded]
     if method == "attention":
         losses, ends = _attention_loss(model, encoded, prompts, texts, eos_id), 1
     else:
         text = _packed(texts, encoded)
         losses, ends = _alignment_loss(model, method, encoded, text), int(method != "ctc")
     return [
-        replace(one, score=Score(-loss, max(1, len(one.tokens) + ends)))
-        for one, loss in zip(decoded, losses.tolist(), strict=False)
+        replace(result, score=Score(-loss, max(1, len(result.tokens) + ends)))
+        for result, loss in zip(decoded, losses.tolist(), strict=False)
     ]
 
 
@@ -188,3 +156,93 @@ def _packed(sequences: Sequence[Sequence[int]], like: PackedSequence) -> PackedS
     layout = PackedLayout.from_lengths(list(map(len, sequences)), device, num_sequences=count)
     flat = [token for sequence in sequences for token in sequence]
     return PackedSequence(torch.tensor(flat, dtype=torch.int64, device=device), layout)
+
+
+@torch.no_grad()
+def with_parts(
+    model: ASRModel,
+    method: str,
+    encoded: PackedSequence,
+    prompts: Sequence[Sequence[int]],
+    decoded: Sequence[Decoded],
+    config: DecodingConfig,
+    lm: TokenLM | None,
+    eos_id: int,
+) -> list[Decoded]:
+    """Add the parts of the scores of all alternatives, by a forward for each column of lists."""
+    lists: list[list[Hypothesis]] = [[] for _ in decoded]
+    for index in range(max((len(result.alternatives) for result in decoded), default=0)):
+        # An utterance with fewer alternatives is scored again with its last one, and not listed.
+        column = [
+            result.alternatives[min(index, len(result.alternatives) - 1)] for result in decoded
+        ]
+        parts = _score_parts(model, method, encoded, prompts, column, config, lm, eos_id)
+        for divided, result, hypothesis, part in zip(lists, decoded, column, parts, strict=True):
+            if index < len(result.alternatives):
+                divided.append(replace(hypothesis, parts=part))
+    pairs = zip(decoded, lists, strict=True)
+    return [replace(result, alternatives=tuple(divided)) for result, divided in pairs]
+
+
+def _score_parts(
+    model: ASRModel,
+    method: str,
+    encoded: PackedSequence,
+    prompts: Sequence[Sequence[int]],
+    hypotheses: Sequence[Hypothesis],
+    config: DecodingConfig,
+    lm: TokenLM | None,
+    eos_id: int,
+) -> list[ScoreParts]:
+    """Divide the score of one hypothesis of each utterance."""
+    texts = [hypothesis.tokens for hypothesis in hypotheses]
+    of_lm = None if lm is None else log_probs_of_texts(lm, texts)
+
+    def log_probs(head: str) -> list[float]:
+        plain = [Decoded(text) for text in texts]
+        scored = with_scores(model, head, encoded, prompts, plain, eos_id)
+        return [result.score.log_prob for result in scored if result.score is not None]
+
+    of_ctc = None
+    if method == "attention":
+        of_model = log_probs("attention")
+        of_ctc = log_probs("ctc") if model.config.ctc else None
+    else:
+        # The search has summed over the alignments in its beam: what it ranks by is that sum.
+        weight = config.effective_lm_weight
+        added = [0.0] * len(texts) if of_lm is None else [weight * x for x in of_lm]
+        of_model = [one.score - lm_score for one, lm_score in zip(hypotheses, added, strict=True)]
+    return [
+        ScoreParts(
+            of_model[n],
+            None if of_ctc is None else of_ctc[n],
+            None if of_lm is None else of_lm[n],
+            len(text) + 1,
+        )
+        for n, text in enumerate(texts)
+    ]
+
+
+def log_probs_of_texts(lm: TokenLM, texts: Sequence[Sequence[int]]) -> list[float]:
+    """Return the log-probability of each text and its end, in nats.
+
+    It is the sum that shallow fusion adds to the score of a transcript, before its weight.
+    """
+    longest = max(map(len, texts), default=0)
+    length = max(1, min(lm.order, longest))
+    contexts, symbols = [], []
+    for text in texts:
+        for count in range(len(text) + 1):
+            context = text[max(0, count - length) : count]
+            contexts.append([*[-1] * (length - len(context)), *context])
+            # After the last token only the end is scored, whatever the symbol.
+            symbols.append([text[count] if count < len(text) else 0])
+    if not texts:
+        return []
+    scores = lm.scores(torch.tensor(contexts)[:, None], torch.tensor(symbols)[:, None])
+    rows = iter(scores[:, 0].tolist())
+    totals = []
+    for text in texts:
+        total = sum(next(rows)[0] for _ in text)
+        totals.append(total + next(rows)[1])
+    return totals

@@ -11,32 +11,20 @@ from torch import Tensor
 from effasr.model.decoder import Decoder
 from effasr_kernels import projected_top_k
 
-FORBIDDEN = -1e30
-"""Logit of a suppressed token: finite, so that no sum of scores is NaN."""
+FORBIDDEN = -1e30  # logit of a suppressed token: finite, so that no sum of scores is NaN
 
 
 @dataclass(frozen=True, slots=True)
 class Suppression:
-    """Suppressed tokens.
+    """Suppressed tokens."""
 
-    Attributes:
-        always: int64 (S,), tokens that are never decoded.
-        begin: int64 (B,), tokens that no transcript begins with.
-        bias: (V,), of the output layer, with ``always`` suppressed.
-    """
-
-    always: Tensor
-    begin: Tensor
-    bias: Tensor
+    always: Tensor  # int64 (S,), tokens that are never decoded
+    begin: Tensor  # int64 (B,), tokens that no transcript begins with
+    bias: Tensor  # (V,), of the output layer, with ``always`` suppressed
 
     @classmethod
-    def of(cls, decoder: Decoder, classes: int | None = None) -> Self | None:
-        """Return the suppression of a decoder's configuration; None if there is none.
-
-        Args:
-            decoder: Decoder on its device, with weights in the dtype of decoding.
-            classes: Number of its classes that are tokens; all by default.
-        """
+    def from_decoder(cls, decoder: Decoder, classes: int | None = None) -> Self | None:
+        """Return None if the configuration suppresses nothing."""
         config, weight = decoder.config, decoder.output_weight
         classes = len(weight) if classes is None else classes
         always = sorted({token for token in config.suppress if token < classes})
@@ -58,14 +46,8 @@ class Suppression:
     ) -> Tensor:
         """Choose the best allowed token of each row, without synchronizing with the device.
 
-        Args:
-            decoder: Decoder whose output layer scores the tokens.
-            hidden: (N, width), from its `step`.
-            begins: bool (N,), rows that begin their transcripts.
-            classes: Only the first so many tokens are chosen from; all by default.
-
-        Returns:
-            int64 (N,).
+        ``hidden``: (N, width), from its `step`; ``begins``: bool (N,), rows that begin their
+        transcripts; returns int64 (N,).
         """
         # Among the best n + 1 tokens, with n tokens to avoid, at least one is allowed.
         count = len(self.begin) + 1
@@ -79,9 +61,7 @@ class Suppression:
     def applied(self, logits: Tensor, begins: Tensor) -> Tensor:
         """Return logits with suppressed tokens at `FORBIDDEN`.
 
-        Args:
-            logits: float32 (N, V).
-            begins: bool (N,), which rows begin their transcripts.
+        ``logits``: float32 (N, V); ``begins``: bool (N,), which rows begin their transcripts.
         """
         logits = logits.index_fill(1, self.always, FORBIDDEN)
         return torch.where(begins[:, None], logits.index_fill(1, self.begin, FORBIDDEN), logits)

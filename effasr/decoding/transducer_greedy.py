@@ -1,78 +1,129 @@
-"""Greedy search of a transducer, with or without durations."""
+"""Greedy search of a transducer, with or without durations, in recordings and streams."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from effasr.decoding.streams import Emitted
 from effasr.model.transducer import Transducer
 from effasr_kernels import PackedSequence
 
 
+@torch.no_grad()
 def transducer_greedy(
     head: Transducer, encoded: PackedSequence, max_symbols: int
 ) -> list[list[int]]:
-    """Decode sequences of encoder output, independently of each other.
+    """Decode sequences of encoder output, independently of each other; see `GreedyTransducer`."""
+    rows = head.encoder_projection(encoded.values)
+    bounds = encoded.layout.cu_seqlens.long()
+    search = GreedyTransducer(head, encoded.layout.num_sequences, max_symbols)
+    emitted = search.advance(rows, bounds[:-1], bounds[1:])
+    return [[token for token, _ in tokens] for tokens in emitted[: len(encoded.layout.lengths)]]
+
+
+class GreedyTransducer:
+    """The state of a number of searches, which read their frames in any number of parts.
 
     After a blank the search moves to the next frame, otherwise the label joins the transcript. With
     durations, the likeliest one is the number of frames to move, at least one after a blank. The
     inner loop takes every transcript to its next label over any number of blanks, so that the
-    predictor runs once for each label of the longest transcript.
+    predictor runs once for each label of the longest transcript. After ``max_symbols`` labels in a
+    frame the search moves on by at least one.
 
-    Args:
-        head: Transducer of the model.
-        encoded: (T, encoder width), from ``model.encode``.
-        max_symbols: Most labels of a frame; then the search moves on by at least one frame.
-
-    Returns:
-        The labels of each sequence; none for an empty one.
-
-    References:
-        Bataev et al., 2024, https://arxiv.org/abs/2406.06220 (label-looping). With durations, the
-        transcripts are those of NeMo's batched search, and of transformers'
-        ``ParakeetForTDT.generate``, which does not limit the labels of a frame.
+    Bataev et al., 2024, https://arxiv.org/abs/2406.06220 (label-looping). With durations, the
+    transcripts are those of NeMo's batched search, and of transformers'
+    ``ParakeetForTDT.generate``, which does not limit the labels of a frame.
     """
-    frames = head.encoder_projection(encoded.values)
-    layout, device = encoded.layout, frames.device
-    rows, labels = layout.num_sequences, [list[int]() for _ in layout.lengths]
-    at = layout.cu_seqlens[:-1].long()
-    end = layout.cu_seqlens[1:].long()
-    emitted = at.new_zeros(rows)
-    predicted, state = head.begin(rows)
-    names = torch.arange(rows, device=device)
-    while True:
-        reached, symbols, lasts = next_labels(head, frames, predicted, at, end)
-        kept = reached < end
-        # Number of labels of the current frame, or of the next one.
-        emitted = torch.where(reached == at, emitted, 0) + 1
-        at = reached + torch.where(emitted < max_symbols, lasts, lasts.clamp(min=1))
-        emitted = emitted.where(at == reached, 0)
-        # Transcripts that have read all their frames are removed.
-        index = kept.nonzero()[:, 0]
-        for name, symbol in zip(names[index].tolist(), symbols[index].tolist(), strict=True):
-            labels[name].append(symbol)
-        index = (kept & (at < end)).nonzero()[:, 0]
-        if not len(index):
-            return labels
-        at, end, emitted, names = at[index], end[index], emitted[index], names[index]
-        predicted, state = head.step(symbols[index], tuple(part[index] for part in state))
+
+    def __init__(self, head: Transducer, searches: int, max_symbols: int):
+        self._head, self._max_symbols = head, max_symbols
+        self._predicted, self._state = head.begin(searches)
+        self._skipped: Tensor | None = None  # frames of the next part that a duration leads past
+
+    def start(self, search: int) -> None:
+        predicted, state = self._head.begin(1)
+        index = torch.tensor([search], device=predicted.device)
+        self._put(index, predicted, state)
+        if self._skipped is not None:
+            self._skipped[search] = 0
+
+    def advance(self, rows: Tensor, begins: Tensor, ends: Tensor) -> list[list[Emitted]]:
+        """Read the next frames of each search, rows ``begins`` to ``ends`` of (T, J), projected."""
+        if self._skipped is None:
+            self._skipped = torch.zeros_like(begins)
+        at = begins + self._skipped
+        # Labels of the current frame so far.
+        count = torch.zeros_like(at)
+        emitted: list[list[Emitted]] = [[] for _ in range(len(begins))]
+        index = (at < ends).nonzero()[:, 0]
+        predicted, state = self._predicted[index], tuple(part[index] for part in self._state)
+        while len(index):
+            before = at[index]
+            reached, symbols, durations = next_labels(
+                self._head, rows, predicted, before, ends[index]
+            )
+            again = torch.where(reached == before, count[index], 0) + 1
+            onward = torch.where(again < self._max_symbols, durations, durations.clamp(min=1))
+            is_label = reached < ends[index]
+            # Without a label the search has moved beyond the part.
+            now = reached + onward * is_label
+            at[index], count[index] = now, again.where(now == reached, 0)
+            labelled = is_label.nonzero()[:, 0]
+            index, symbols = index[labelled], symbols[labelled]
+            frames = (reached[labelled] - begins[index]).tolist()
+            for search, token, frame in zip(index.tolist(), symbols.tolist(), frames, strict=True):
+                emitted[search].append(Emitted(token, frame))
+            if not len(index):
+                break
+            predicted, state = self._head.step(symbols, tuple(part[labelled] for part in state))
+            self._put(index, predicted, state)
+            going = (now[labelled] < ends[index]).nonzero()[:, 0]
+            index, predicted = index[going], predicted[going]
+            state = tuple(part[going] for part in state)
+        self._skipped = torch.where(ends > begins, (at - ends).clamp(min=0), self._skipped)
+        return emitted
+
+    def _put(self, index: Tensor, predicted: Tensor, state: Sequence[Tensor]) -> None:
+        self._predicted[index] = predicted
+        for part, new in zip(self._state, state, strict=True):
+            part[index] = new
+
+
+class TransducerStreams:
+    """Decodes streams; a duration that leads beyond a chunk skips frames of the next one."""
+
+    def __init__(self, head: Transducer, slots: int, max_symbols: int):
+        self._head = head
+        with torch.inference_mode():
+            self._search = GreedyTransducer(head, slots, max_symbols)
+
+    @torch.inference_mode()
+    def start(self, slot: int) -> None:
+        self._search.start(slot)
+
+    @torch.inference_mode()
+    def step(self, encoded: Tensor, frames: Sequence[int]) -> list[list[Emitted]]:
+        """Return the new labels of each slot; see `effasr.decoding.ctc_greedy.CTCStreams.step`."""
+        slots, chunk, _ = encoded.shape
+        rows = self._head.encoder_projection(encoded.flatten(0, 1))
+        begins = torch.arange(0, slots * chunk, chunk, device=rows.device)
+        return self._search.advance(rows, begins, begins + torch.tensor(frames, device=rows.device))
 
 
 def next_labels(
-    head: Transducer, frames: Tensor, predicted: Tensor, at: Tensor, end: Tensor
+    head: Transducer,
+    frames: Tensor,  # (T, J), projected
+    predicted: Tensor,  # (N, J), after the labels so far
+    at: Tensor,  # int64 (N,), the current row of ``frames`` of each
+    end: Tensor,  # int64 (N,), the row after the last of each
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Move over blanks to the next label of each transcript.
 
-    Args:
-        head: Transducer of the model.
-        frames: (T, J), projected.
-        predicted: (N, J), after the labels so far.
-        at: int64 (N,), the current row of ``frames`` of each.
-        end: int64 (N,), the row after the last of each.
-
-    Returns:
-        The row of each label, ``end`` or later if there is none; the labels; and their durations:
-        int64 (N,) each.
+    Returns the row of each label, ``end`` or later if there is none; the labels; and their
+    durations: int64 (N,) each.
     """
     at, symbols, lasts = at.clone(), torch.full_like(at, head.blank_id), torch.zeros_like(at)
     durations = head.config.durations
@@ -80,8 +131,8 @@ def next_labels(
     seeking = (at < end).nonzero()[:, 0]
     while len(seeking):
         logits = head.logits(frames[at[seeking]], predicted[seeking])
-        symbols[seeking] = found = logits[:, : head.blank_id + 1].argmax(-1)
-        is_blank = found == head.blank_id
+        symbols[seeking] = best = logits[:, : head.blank_id + 1].argmax(-1)
+        is_blank = best == head.blank_id
         if frames_of is not None:
             lasts[seeking] = frames_of[logits[:, head.blank_id + 1 :].argmax(-1)]
         at[seeking] += lasts[seeking].clamp(min=1) * is_blank

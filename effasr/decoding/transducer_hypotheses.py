@@ -1,7 +1,8 @@
-"""Hypotheses of a transducer's beam search, over all utterances of a batch."""
+"""Hypotheses and frames of a transducer's beam search, over utterances of a batch or streams."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -10,34 +11,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effasr.decoding.nbest.hypothesis import Hypothesis, NBest
+from effasr.decoding.hypothesis import Hypothesis, NBest
+from effasr.decoding.streams import BeamStreams
 from effasr.model.transducer import Transducer
 from effasr.nn.predictor import PredictorState
 from effasr_kernels import PackedSequence
 
-NO_SCORE = -torch.inf
-"""The score of an empty place of the beam."""
+NO_SCORE = -torch.inf  # of an empty place of the beam
 
 
 @dataclass(frozen=True, slots=True)
 class Utterances:
-    """N utterances with at least one frame.
+    """N utterances with at least one frame, int64 (N,) each."""
 
-    Attributes:
-        names: int64 (N,), the number of each utterance in the batch.
-        begins: int64 (N,), the row of its first frame; its frames are counted from there.
-        ends: int64 (N,), the row after its last frame.
-        limits: int64 (N,), of labels.
-    """
-
-    names: Tensor
-    begins: Tensor
-    ends: Tensor
-    limits: Tensor
+    names: Tensor  # number of each utterance in the batch
+    begins: Tensor  # row of its first frame; its frames are counted from there
+    ends: Tensor  # row after its last frame
+    limits: Tensor  # of labels
 
     @classmethod
-    def of(cls, encoded: PackedSequence, limits: Sequence[int]) -> Utterances:
-        """Return the utterances of encoder output, without those that have no frame."""
+    def from_encoded(cls, encoded: PackedSequence, limits: Sequence[int]) -> Utterances:
+        """Leave out those without a frame."""
         bounds, lengths = encoded.layout.cu_seqlens.long(), encoded.layout.lengths
         present = [name for name in range(len(limits)) if lengths[name]]
         names = torch.tensor(present, dtype=torch.int64, device=bounds.device)
@@ -56,26 +50,16 @@ class Utterances:
 
 @dataclass(frozen=True, slots=True)
 class Hypotheses:
-    """K hypotheses of each of N utterances; one with a score of -inf is an empty place.
+    """K hypotheses of each of N utterances; one with a score of -inf is an empty place."""
 
-    Attributes:
-        scores: (N, K), log-probabilities.
-        counts: int64 (N, K), labels so far; 0 for an empty place.
-        labels: int64 (N, K, longest), followed by -1.
-        frames: int64 (N, K, longest), the frame at which each label is said on the likeliest path;
-            None if the search does not follow them.
-        is_new: bool (N, K), whether the predictor has yet to read the last label.
-        predicted: (N, K, J), the predictor's share of the joint network.
-        state: State of the predictor, (N, K, ...) each.
-    """
-
-    scores: Tensor
-    counts: Tensor
-    labels: Tensor
+    scores: Tensor  # (N, K), log-probabilities
+    counts: Tensor  # int64 (N, K), labels so far; 0 for an empty place
+    labels: Tensor  # int64 (N, K, longest), followed by -1
+    # int64 (N, K, longest), the frame of each label on the likeliest path; None if not followed.
     frames: Tensor | None
-    is_new: Tensor
-    predicted: Tensor
-    state: PredictorState
+    is_new: Tensor  # bool (N, K), whether the predictor has yet to read the last label
+    predicted: Tensor  # (N, K, J), the predictor's share of the joint network
+    state: PredictorState  # (N, K, ...) each
 
     @classmethod
     def begin(cls, head: Transducer, count: int, beam: int, *, with_frames: bool) -> Hypotheses:
@@ -101,15 +85,15 @@ class Hypotheses:
         """Return only these utterances, int64 (M,)."""
         return mapped(lambda part: part[index], self)
 
-    def pick(self, place: Tensor) -> Hypotheses:
+    def pick(self, chosen: Tensor) -> Hypotheses:
         """Return some hypotheses of each utterance, int64 (N, K)."""
-        rows = torch.arange(len(place), device=place.device)[:, None]
-        return mapped(lambda part: part[rows, place], self)
+        rows = torch.arange(len(chosen), device=chosen.device)[:, None]
+        return mapped(lambda part: part[rows, chosen], self)
 
     def with_labels(
         self, scores: Tensor, is_label: Tensor, label: Tensor, frame: Tensor
     ) -> Hypotheses:
-        """These scores, and one more label where ``is_label``, said at a frame; (N, K) each."""
+        """These scores, and one more label where ``is_label``, in a frame; (N, K) each."""
         padded, frames = F.pad(self.labels, (0, 1), value=-1), self.frames
         if frames is not None:
             frames = F.pad(frames, (0, 1)).scatter(2, self.counts[..., None], frame[..., None])
@@ -133,73 +117,149 @@ class Hypotheses:
         old = tuple(part.flatten(0, 1)[rows] for part in self.state)
         predicted, state = head.step(newest, old)
 
-        def put(part: Tensor, value: Tensor) -> Tensor:
+        def updated(part: Tensor, value: Tensor) -> Tensor:
             flat = part.flatten(0, 1).index_copy(0, rows, value.to(part.dtype))
             return flat.unflatten(0, part.shape[:2])
 
         return replace(
             self,
             is_new=torch.zeros_like(self.is_new),
-            predicted=put(self.predicted, predicted),
-            state=tuple(put(part, value) for part, value in zip(self.state, state, strict=True)),
+            predicted=updated(self.predicted, predicted),
+            state=tuple(updated(old, new) for old, new in zip(self.state, state, strict=True)),
         )
 
-    def record(self, utterances: Utterances, least: Tensor | float, found: NBest) -> None:
+    def record(self, utterances: Utterances, least: Tensor | float, best: NBest) -> None:
         """Record the hypotheses with scores above ``least``, (N, 1) or one number."""
-        row, place = (self.scores > least).nonzero(as_tuple=True)
+        row, column = (self.scores > least).nonzero(as_tuple=True)
         if len(row):
-            names = utterances.names[row].tolist()
-            found.add_rows(
-                names,
-                self.labels[row, place],
-                self.scores[row, place],
-                frames=None if self.frames is None else self.frames[row, place],
+            best.add_rows(
+                utterances.names[row].tolist(),
+                self.labels[row, column],
+                self.scores[row, column],
+                frames=None if self.frames is None else self.frames[row, column],
             )
 
 
-def without_frames(encoded: PackedSequence, count: int, nbest: int) -> NBest:
+class UnreadFrames:
+    """The last frames of each slot, which not all hypotheses have read, projected for the joint."""
+
+    def __init__(self, head: Transducer, slots: int, limit: Callable[[int], int]):
+        self._head, self._limit = head, limit
+        weight = head.output.weight
+        self._device = weight.device
+        self._none = weight.new_empty(0, head.config.joint)
+        self._rows = [self._none] * slots
+        self._first = [0] * slots
+        self._since = [0] * slots
+
+    def start(self, slot: int) -> None:
+        self._rows[slot] = self._none
+        self._first[slot] = self._since[slot] = 0
+
+    def add(self, encoded: Tensor, frames: Sequence[int]) -> None:
+        """Add the first ``frames`` of encoder output (S, c, encoder width) to each slot."""
+        projected = self._head.encoder_projection(encoded)
+        for slot, count in enumerate(frames):
+            if count:
+                self._rows[slot] = torch.cat([self._rows[slot], projected[slot, :count]])
+
+    def end(self, slot: int) -> int:
+        """Return the number of frames of a stream so far, read or not."""
+        return self._first[slot] + len(self._rows[slot])
+
+    def forget(self, slot: int, before: int) -> None:
+        # A view would keep all of them alive.
+        self._rows[slot] = self._rows[slot][before - self._first[slot] :].clone()
+        self._first[slot] = before
+
+    def commit(self, slot: int, since: int) -> None:
+        """Count the frames of the open transcript from one on."""
+        self._since[slot] = since
+
+    def utterances(self, slots: Sequence[int]) -> tuple[Tensor, Utterances]:
+        """Return the frames of slots, (T, J), and the bounds of each among them.
+
+        The utterances begin with the first frame of their streams, so that frames are numbered as
+        in these, although the row of a frame that is forgotten does not exist.
+        """
+        begins, ends, row = [], [], 0
+        for slot in slots:
+            begins.append(row - self._first[slot])
+            row += len(self._rows[slot])
+            ends.append(row)
+        limits = [self._limit(self.end(slot) - self._since[slot]) for slot in slots]
+        numbers = torch.tensor([list(range(len(slots))), begins, ends, limits])
+        return torch.cat([self._rows[slot] for slot in slots]), Utterances(
+            *numbers.to(self._device)
+        )
+
+
+class TransducerStreamsBase(BeamStreams):
+    """Base of the beam searches of streams by transducers with and without durations."""
+
+    def __init__(
+        self,
+        head: Transducer,
+        slots: int,
+        beam: int,
+        nbest: int,
+        # Most labels of an open transcript of so many frames. One that reaches it before later
+        # frames have come may be another one than that of the whole utterance.
+        limit: Callable[[int], int],
+    ):
+        super().__init__(slots, beam, nbest)
+        self._head, self._frames = head, UnreadFrames(head, slots, limit)
+        self._device = next(head.parameters()).device
+        with torch.inference_mode():
+            self._prepare(slots)
+
+    @abstractmethod
+    def _prepare(self, slots: int) -> None:
+        """Make the state of a number of streams that have no frames."""
+
+    def _first(self, count: int) -> Hypotheses:
+        return Hypotheses.begin(self._head, count, self.beam, with_frames=True)
+
+    def _index(self, slots: Sequence[int]) -> Tensor:
+        return torch.tensor(slots, device=self._device)
+
+
+def new_lists(encoded: PackedSequence, count: int, nbest: int) -> NBest:
     """Return the lists of a search, with the empty transcript for utterances without a frame."""
-    found = NBest(count, nbest)
+    best = NBest(count, nbest)
     for name, frames in enumerate(encoded.layout.lengths[:count]):
         if not frames:
-            found.add(name, Hypothesis((), 0.0, 0.0))
-    return found
+            best.add(name, Hypothesis((), 0.0, 0.0))
+    return best
 
 
 def mapped(change: Callable[..., Tensor], *several: Hypotheses) -> Hypotheses:
-    """Return hypotheses of which every tensor is computed from those of others."""
     parts: dict[str, Any] = {}
     for name in [field.name for field in fields(Hypotheses) if field.name != "state"]:
-        own = [getattr(one, name) for one in several]
-        parts[name] = None if own[0] is None else change(*own)
-    state = tuple(change(*tensors) for tensors in zip(*(one.state for one in several), strict=True))
-    return Hypotheses(**parts, state=state)
+        tensors = [getattr(hypotheses, name) for hypotheses in several]
+        parts[name] = None if tensors[0] is None else change(*tensors)
+    states = zip(*(hypotheses.state for hypotheses in several), strict=True)
+    return Hypotheses(**parts, state=tuple(change(*tensors) for tensors in states))
 
 
 def put(whole: Hypotheses, index: Tensor, part: Hypotheses) -> Hypotheses:
-    """Return hypotheses of which those of some utterances, int64 (M,), are replaced."""
-    whole, part = with_equal_room((whole, part))
-    return mapped(lambda all_, some: all_.index_copy(0, index, some), whole, part)
+    """Replace the hypotheses of some utterances, int64 (M,)."""
+    whole, part = padded_equally((whole, part))
+    return mapped(lambda old, new: old.index_copy(0, index, new), whole, part)
 
 
 def merge_equal(
-    scores: Tensor, reached: Hypotheses, label: Tensor, source: Hypotheses, frame: Tensor
+    scores: Tensor,  # (N, A), of ``reached``
+    reached: Hypotheses,  # A of each utterance
+    label: Tensor,  # (N, B, V), scores of each hypothesis of ``source`` with each label
+    source: Hypotheses,  # B of each utterance, padded as ``reached``
+    frame: Tensor,  # int64 (N, B), of the next label of ``source``
 ) -> tuple[Hypotheses, Tensor]:
     """Add the scores of new labels to hypotheses that already have the same transcript.
 
     Hypothesis b of ``source`` with one more label is hypothesis a of ``reached`` where b has all
-    labels of a but the last, and the new label is that last one.
-
-    Args:
-        scores: (N, A), of ``reached``.
-        reached: A hypotheses of each utterance.
-        label: (N, B, V), scores of each hypothesis of ``source`` with each label.
-        source: B hypotheses, with room for as many labels as ``reached``.
-        frame: int64 (N, B), at which ``source`` says its next label.
-
-    Returns:
-        ``reached`` with ``scores`` and what is added, and the frames of the likeliest way; and
-        ``label`` without what is added.
+    labels of a but the last, and the new label is that last one. Returns ``reached`` with the sums
+    and the frames of the likeliest way, and ``label`` without what is added.
     """
     if not reached.labels.shape[-1]:
         return replace(reached, scores=scores), label
@@ -216,39 +276,34 @@ def merge_equal(
     if reached.frames is not None:
         likeliest, origin = moved.max(1)
         is_likelier = likeliest > scores
-        said = likelier_frames(reached, source, origin, is_likelier)
-        held = said.gather(2, before_last)[..., 0]
+        frames = likelier_frames(reached, source, origin, is_likelier)
+        held = frames.gather(2, before_last)[..., 0]
         now = torch.where(is_likelier, frame.gather(1, origin), held)
-        merged = replace(merged, frames=said.scatter(2, before_last, now[..., None]))
-    kept = torch.where(same, NO_SCORE, torch.inf).to(label.dtype)
-    return merged, label.scatter_reduce(2, index, kept, "amin")
+        merged = replace(merged, frames=frames.scatter(2, before_last, now[..., None]))
+    unmoved = torch.where(same, NO_SCORE, torch.inf).to(label.dtype)
+    return merged, label.scatter_reduce(2, index, unmoved, "amin")
 
 
 def likelier_frames(
     reached: Hypotheses, source: Hypotheses, origin: Tensor, is_likelier: Tensor
 ) -> Tensor:
-    """Return frames of labels: those of hypothesis ``origin``, (N, A), where it is likelier.
-
-    Both hypotheses have frames.
-    """
+    """Return the frames of ``reached``, or of hypothesis ``origin``, (N, A), where likelier."""
     assert reached.frames is not None
     assert source.frames is not None
     rows = torch.arange(len(origin), device=origin.device)[:, None]
     return torch.where(is_likelier[..., None], source.frames[rows, origin], reached.frames)
 
 
-def with_equal_room(several: Sequence[Hypotheses]) -> tuple[Hypotheses, ...]:
-    """Return hypotheses with room for as many labels as the longest transcript has."""
-    longest = max(int(one.counts.max()) for one in several)
-    return tuple(
-        replace(
-            one,
-            labels=F.pad(one.labels, (0, longest - one.labels.shape[-1]), value=-1),
-            frames=(
-                None
-                if one.frames is None
-                else F.pad(one.frames, (0, longest - one.frames.shape[-1]))
-            ),
+def padded_equally(several: Sequence[Hypotheses]) -> tuple[Hypotheses, ...]:
+    """Pad labels and frames to the longest transcript."""
+    longest = max(int(hypotheses.counts.max()) for hypotheses in several)
+
+    def padded(hypotheses: Hypotheses) -> Hypotheses:
+        missing, frames = (0, longest - hypotheses.labels.shape[-1]), hypotheses.frames
+        return replace(
+            hypotheses,
+            labels=F.pad(hypotheses.labels, missing, value=-1),
+            frames=None if frames is None else F.pad(frames, missing),
         )
-        for one in several
-    )
+
+    return tuple(padded(hypotheses) for hypotheses in several)

@@ -40,17 +40,6 @@ class Responder:
     def __init__(
         self, loaded: LoadedModel, *, beam: int = 1, max_tokens: int = 256, slots: int = 1
     ) -> None:
-        """Prepare the search.
-
-        Args:
-            loaded: Model with a language model, and its tokenizer.
-            beam: Hypotheses of an answer; 1 for greedy search.
-            max_tokens: Most tokens of an answer.
-            slots: Conversations at a time.
-
-        Raises:
-            ValueError: The model has no language model, or there is no slot.
-        """
         model, tokenizer = loaded.model, loaded.tokenizer
         settings = model.config.language_model
         if settings is None or not isinstance(tokenizer, ChatTokenizer):
@@ -70,12 +59,7 @@ class Responder:
         )
 
     def answer(self, messages: Sequence[Message]) -> Answer:
-        """Answer the last turn of a conversation, which is of the user.
-
-        Raises:
-            AudioError: A recording cannot be read.
-            Unfit: The turns are not in order, the chat template refuses them, or they are too long.
-        """
+        """Answer the last turn of a conversation, which is of the user."""
         self._submit(0, messages)
         ((_, found),) = self._engine.results()
         return self._written(found)
@@ -83,15 +67,7 @@ class Responder:
     def answers(
         self, conversations: Iterable[Sequence[Message] | Unfit]
     ) -> Iterator[Answer | AudioError | Unfit]:
-        """Answer the last turn of each conversation, in order.
-
-        Args:
-            conversations: The turns of each, read a little ahead of the answers; or why it has
-                none, which is returned in the place of its answer.
-
-        Returns:
-            For each the answer, or what `answer` raises.
-        """
+        """Answer the last turn of each conversation, in order."""
         found: dict[int, Answer | AudioError | Unfit] = {}
         given = 0
         for number, messages in enumerate(conversations):

@@ -14,17 +14,6 @@ def plan_batches(
 
     Utterances of similar length take about equally many decoder steps, so few rows wait for the
     last one; and a batch that exceeds the memory comes first, not after an hour.
-
-    Args:
-        frames: Encoder frames of each utterance.
-        frame_budget: Frames of a batch. A longer utterance gets a separate batch.
-        max_sequences: Utterances of a batch.
-
-    Returns:
-        The indices of each batch; every utterance is in exactly one.
-
-    Raises:
-        ValueError: ``frame_budget`` or ``max_sequences`` is less than 1.
     """
     check(frame_budget >= 1, "frame_budget", "be at least 1", frame_budget)
     check(max_sequences >= 1, "max_sequences", "be at least 1", max_sequences)

@@ -10,10 +10,11 @@ import torch
 
 from effasr.data.batch import Batch
 from effasr.data.tokenizer import ChatTokenizer, Tokenizer
+from effasr.decoding.checks import limit_of
 from effasr.decoding.config import LENGTH_PENALTY, DecodingConfig
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
+from effasr.decoding.decode import decode
 from effasr.decoding.decoded import Decoded, with_details
-from effasr.decoding.greedy import decode, limit_of
 from effasr.decoding.lm.ngram import TokenLM
 from effasr.model.asr import ASRModel
 from effasr.nn.cache.paged import PAGE
@@ -22,15 +23,13 @@ from effasr_kernels import PackedSequence
 if TYPE_CHECKING:
     from effasr.decoding.language_model.engine import ConversationEngine
 
-_CPU_SLOTS = 32
-"""A CPU gains nothing from more rows at a time."""
+_CPU_SLOTS = 32  # a CPU gains nothing from more rows at a time
 
-_FEWEST_SLOTS = 8
-"""Initial slots on a GPU, doubled whenever a batch has more utterances."""
+_FEWEST_SLOTS = 8  # initial slots on a GPU, doubled whenever a batch has more utterances
 
+# Prompt tokens per utterance that pages are allocated for; with longer prompts fewer utterances
+# fit.
 _PROMPT = 16
-"""Prompt tokens per utterance that pages are allocated for; with longer prompts fewer utterances
-fit."""
 
 Named = tuple[Any, Decoded]
 
@@ -69,15 +68,12 @@ class BatchSearch:
     def feed(
         self, batch: Batch, prompts: Sequence[list[int]], names: Sequence[Any]
     ) -> Iterator[Named]:
-        """See `Search`; all of the batch is finished."""
         yield from zip(names, decode(*self._what, batch, prompts, *self._how), strict=True)
 
     def finish(self) -> Iterator[Named]:
-        """See `Search`."""
         return iter(())
 
     def abandon(self) -> list[Any]:
-        """See `Search`."""
         return []
 
 
@@ -92,14 +88,7 @@ class _Fed:
 
 
 class ContinuousSearch:
-    """Greedy search of the attention decoder by continuous batching across batches.
-
-    Args:
-        model: Model with a decoder, in evaluation mode.
-        tokenizer: Tokenizer of the model.
-        config: Configuration of greedy search.
-        max_frames: Most encoder frames of an utterance.
-    """
+    """Greedy search of the attention decoder by continuous batching across batches."""
 
     def __init__(
         self, model: ASRModel, tokenizer: Tokenizer, config: DecodingConfig, max_frames: int
@@ -136,11 +125,9 @@ class ContinuousSearch:
         yield from self._results(drain=False)
 
     def finish(self) -> Iterator[Named]:
-        """See `Search`."""
         yield from self._results(drain=True)
 
     def abandon(self) -> list[Any]:
-        """See `Search`."""
         self._engine = None
         fed, self._fed = self._fed, []
         return [
@@ -216,13 +203,7 @@ class ContinuousSearch:
 
 
 class ConversationSearch:
-    """Greedy or beam search of a language model by continuous batching across batches.
-
-    Args:
-        model: Model with a language model, in evaluation mode.
-        tokenizer: Its tokenizer.
-        config: Configuration of the search.
-    """
+    """Greedy or beam search of a language model by continuous batching across batches."""
 
     def __init__(self, model: ASRModel, tokenizer: ChatTokenizer, config: DecodingConfig) -> None:
         self._model, self._tokenizer, self._config = model, tokenizer, config
@@ -239,8 +220,7 @@ class ConversationSearch:
         """
         # Imported here, because transformers takes seconds.
         from effasr.data.conversation.batch import ConversationBatch
-        from effasr.decoding.language_model.engine import ConversationEngine
-        from effasr.decoding.language_model.search import answer_limits
+        from effasr.decoding.language_model.engine import ConversationEngine, answer_limits
 
         assert isinstance(batch, ConversationBatch)
         config = self._config
@@ -259,7 +239,6 @@ class ConversationSearch:
         yield from self._engine.results(drain=False)
 
     def finish(self) -> Iterator[Named]:
-        """See `Search`."""
         if self._engine is not None:
             yield from self._engine.results()
 

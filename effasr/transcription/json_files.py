@@ -18,7 +18,6 @@ def write_json(path: str | Path, mapping: Mapping[str, Any]) -> None:
 
 
 def write_json_lines(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write one JSON object per line; creates the folder."""
     _write(Path(path), "".join(json_line(row) for row in rows))
 
 
@@ -42,7 +41,6 @@ def _escaped(text: str) -> str:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text; creates the folder."""
     _write(Path(path), _escaped(text))
 
 

@@ -37,35 +37,26 @@ JOURNAL_FILE, SETTINGS_FILE, MANIFEST_FILE = "journal.jsonl", "labels.json", "ma
 
 _BLOCK = 1 << 16
 
+# Why a segment, or with the last a recording, has no line in the manifest.
 LOW_CONFIDENCE, EMPTY_TEXT, TRUNCATED, FAILED = (
     "low_confidence",
     "empty_text",
     "truncated",
     "failed",
 )
-"""Why a segment, or with the last a recording, has no line in the manifest."""
 
 
 @dataclass(slots=True)
 class LabelReport:
-    """Numbers of labelled and dropped segments; the same as report.json.
-
-    Attributes:
-        min_confidence: The threshold.
-        recordings: Recordings of the journal.
-        kept: Lines of the manifest.
-        dropped: All others.
-        by_reason: The others by reason.
-    """
+    """Numbers of labelled and dropped segments; the same as report.json."""
 
     min_confidence: float
-    recordings: int
-    kept: Share
+    recordings: int  # recordings of the journal
+    kept: Share  # lines of the manifest
     dropped: Share
     by_reason: dict[str, Share]
 
     def add(self, duration: float | None, reason: str | None) -> None:
-        """Count a segment, or a recording that failed; without a reason it is kept."""
         if reason is None:
             self.kept.add(duration)
             return
@@ -74,15 +65,7 @@ class LabelReport:
 
 
 class LabelFolder:
-    """The labels of recordings, which grow by `add` and are written out by `finish`.
-
-    Args:
-        folder: The folder; made if it does not exist.
-        settings: Identity of model and decoding. A folder of others is refused.
-
-    Raises:
-        ValueError: The folder is a file, has other files, or labels by other settings.
-    """
+    """The labels of recordings, which grow by `add` and are written out by `finish`."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self._folder = folder
@@ -134,11 +117,7 @@ class LabelFolder:
             file.truncate(end)
 
     def missing(self, sources: Sequence[Source]) -> list[Source]:
-        """Return the recordings that are not in the journal.
-
-        Raises:
-            ValueError: A manifest cannot name one, as its path is not UTF-8.
-        """
+        """Return the recordings that are not in the journal."""
         for source in sources:
             try:
                 f"{source.id}{Path(source.audio).absolute()}".encode()
@@ -150,13 +129,7 @@ class LabelFolder:
         return [source for source in sources if source.id not in self.done]
 
     def add(self, source: Source, result: Result, default: Prompt) -> None:
-        """Add a recording to the journal.
-
-        Args:
-            source: The recording, as `checked` returns it.
-            result: Its transcript, with confidences, or why there is none.
-            default: Prompt of a recording without one.
-        """
+        """Add a recording to the journal."""
         row: dict[str, Any] = {"id": source.id}
         if isinstance(result, Failure):
             row |= {"audio": source.audio, "problem": result.reason}

@@ -42,7 +42,6 @@ class PackedDecoder:
 
     @torch.no_grad()
     def step(self, tokens: Tensor, state: DecoderState) -> Tensor:
-        """See `Decoder.step`."""
         sizes = state.sizes
         is_served = sizes.dtype == torch.float32 and sizes.device.type == "cpu"
         if not is_served or state.paged or state.watched is not None:
@@ -63,7 +62,6 @@ class PackedDecoder:
 
     @torch.no_grad()
     def likeliest(self, hidden: Tensor, classes: int | None = None) -> Tensor:
-        """See `Decoder.likeliest`."""
         if hidden.dtype != torch.float32:
             return Decoder.likeliest(self._decoder, hidden, classes)
         return cpu_decoder.largest_logit(hidden, self._output, classes)

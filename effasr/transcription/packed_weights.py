@@ -15,8 +15,8 @@ from effasr.nn.linear import whole_bias
 from effasr.nn.subsampling import ConvSubsampling
 from effasr.transcription.packed_decoder import PackedDecoder, can_pack
 
+# Least weights of layers in decoder steps, with few rows: oneDNN's calls cost more than MKL's.
 _FEWEST_WEIGHTS = 2**15
-"""Least weights of layers in decoder steps, with few rows: oneDNN's calls cost more than MKL's."""
 
 
 class PackedWeights:
@@ -35,7 +35,6 @@ class PackedWeights:
     """
 
     def __init__(self, model: ASRModel) -> None:
-        """Pack the current weights."""
         self._model, self._packed_of = model, _versions(model)
         self._methods: list[tuple[nn.Module, str, Callable[..., Tensor]]] = []
         decoder = model.decoder

@@ -12,16 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-_LEAST_WIDTH_FOR_BAR = 100
-"""Columns of a terminal; the bar is left out of a narrower one."""
+_LEAST_WIDTH_FOR_BAR = 100  # columns of a terminal; the bar is left out of a narrower one
 
 
 class TranscriptionProgress:
-    """A bar on standard error with recordings, audio time and speed; only on a terminal.
-
-    Args:
-        total: Recordings.
-    """
+    """A bar on standard error with recordings, audio time and speed; only on a terminal."""
 
     def __init__(self, total: int) -> None:
         console = Console(stderr=True)
@@ -55,7 +50,6 @@ class TranscriptionProgress:
         self._bar.stop()
 
     def heard(self, seconds: float) -> None:
-        """Add seconds of transcribed audio."""
         self._seconds += seconds
         minutes, second = divmod(int(self._seconds), 60)
         hours, minute = divmod(minutes, 60)
@@ -63,7 +57,6 @@ class TranscriptionProgress:
         self._bar.update(self._task, audio=f"{hours}:{minute:02}:{second:02}", rtfx=f"{rtfx:.1f}")
 
     def done(self) -> None:
-        """Add a finished recording."""
         self._bar.advance(self._task)
 
     @contextmanager

@@ -16,10 +16,11 @@ from effasr.data.collate import Example, collate
 from effasr.data.conversation.collate import asking, collate_conversations
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
 from effasr.data.tokenizer import ChatTokenizer, Tokenizer
+from effasr.decoding.checks import check_config, check_prompt
 from effasr.decoding.confidence.calibration import load_calibration
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decoded import Decoded
-from effasr.decoding.greedy import check_config, check_prompt, is_plain_greedy, load_lm
+from effasr.decoding.lm.loading import load_lm
 from effasr.model.asr import ASRModel
 from effasr.model.encoder import FastConformerConfig
 from effasr.nn.parameters import evaluating
@@ -47,8 +48,7 @@ from effasr.transcription.results import Alternative, Result, WordConfidence, wo
 from effasr.transcription.second_pass.loading import load_corrector, load_second_pass
 from effasr.transcription.word_timestamps import Word, word_timestamps
 
-_WINDOW_BATCHES = 2
-"""Batches of audio that are loaded before batches are planned by length."""
+_WINDOW_BATCHES = 2  # batches of audio that are loaded before batches are planned by length
 
 _NO_AUDIO = np.zeros(0, np.float32)
 
@@ -57,13 +57,6 @@ class Recognizer:
     """Transcribes recordings of any length, on the device of the model."""
 
     def __init__(self, model: ASRModel, tokenizer: Tokenizer, config: DecodingConfig | None = None):
-        """Check that the model supports the configuration, and load its language model.
-
-        Raises:
-            OSError: The language model cannot be read.
-            ValueError: The model does not support the configuration, an option has no effect, or
-                the language model is not over the tokens of the model.
-        """
         self.model, self.tokenizer = model, tokenizer
         config = DecodingConfig() if config is None else config
         self._features = model.config.features
@@ -84,7 +77,6 @@ class Recognizer:
 
     @property
     def method(self) -> str:
-        """Method of decoding, which ``auto`` has been resolved to."""
         return self._method
 
     @property
@@ -97,10 +89,6 @@ class Recognizer:
 
         For a language model, they are the rows of a conversation with the instruction, in which the
         speech has its place; see `effasr.data.conversation.rows`.
-
-        Raises:
-            ValueError: The tokenizer does not know a language, no expert has the name of the
-                prompt's task or language, or it asks for a translation that `check_prompt` refuses.
         """
         if (named := self.model.config.named_experts()) is not None:
             named.number_of(prompt)
@@ -129,13 +117,6 @@ class Recognizer:
 
         For many streams at a time see `effasr.transcription.online.OnlineRecognizer`, which
         ``stream.recognizer`` is, for one.
-
-        Args:
-            latency_seconds: Longest chunk; by default that of the model's first context.
-
-        Raises:
-            ValueError: The model looks ahead, or has no context with so short a chunk, or the
-                configuration requests what needs the whole recording.
         """
         return online_recognizer(
             self.model, self.tokenizer, self.config, latency_seconds=latency_seconds
@@ -152,10 +133,6 @@ class Recognizer:
         it decodes, and in its former mode when a result is yielded. A recording that cannot be
         loaded, whose prompt is refused, or of which a single chunk exceeds the GPU's memory gives a
         `Failure`; the others go on.
-
-        Args:
-            requests: Read a little ahead of the results.
-            on_audio: Called after each batch, with the seconds of audio that it finished.
         """
         found = self._results(requests, on_audio)
         if self._second is not None:
@@ -246,7 +223,7 @@ class Recognizer:
     def _search(self) -> Search:
         if self._method == "language_model" and isinstance(self.tokenizer, ChatTokenizer):
             return ConversationSearch(self.model, self.tokenizer, self.config)
-        if self._method != "attention" or not is_plain_greedy(self.config):
+        if self._method != "attention" or not self.config.is_plain_greedy:
             return BatchSearch(self.model, self.tokenizer, self.config, self._lm)
         most = self._features.encoder_frames(int(self._longest_chunk() * self.sample_rate) + 1)
         return ContinuousSearch(self.model, self.tokenizer, self.config, most)
@@ -271,11 +248,7 @@ class Recognizer:
             on_audio(done)
 
     def _decode(self, search: Search, pieces: list[Piece]) -> float:
-        """Decode a batch, or what is left; in batches of half the size if memory runs out.
-
-        Returns:
-            Seconds of the audio that is finished now, of this batch or of others.
-        """
+        """Decode a batch, or what is left; in batches of half the size if memory runs out."""
         done, enough = self._take(search, pieces)
         if enough:
             return done

@@ -25,27 +25,21 @@ from effasr.transcription.results import (
 )
 from effasr.transcription.word_timestamps import Word
 
+# Chunks of each recording that are loaded ahead; more of a long one are read when needed.
 FIRST_CHUNKS = 2
-"""Chunks of each recording that are loaded ahead; more of a long one are read when needed."""
 
-_AHEAD = 4
-"""Chunks that are read while others are decoded."""
+_AHEAD = 4  # chunks that are read while others are decoded
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A recording to transcribe.
-
-    Attributes:
-        id: Identifies the result.
-        load: Returns mono audio at the model's sample rate, float32 (samples,) or a stream; runs on
-            a thread. Its exceptions are failures of this recording only.
-        prompt: Languages and task.
-    """
+    """A recording to transcribe."""
 
     id: str
+    # Returns mono audio at the model's sample rate, float32 (samples,) or a stream; runs on a
+    # thread. Its exceptions are failures of this recording only.
     load: Callable[[], np.ndarray | AudioStream]
-    prompt: Prompt
+    prompt: Prompt  # languages and task
 
 
 @dataclass(slots=True)
@@ -67,33 +61,20 @@ class Piece:
 
 @dataclass(slots=True)
 class Recording:
-    """A request, and the part of its audio that has been read.
-
-    Attributes:
-        request: The request.
-        sample_rate: Sample rate in Hz.
-        duration: Seconds, so far.
-        prompt: Tokens that the decoder reads first.
-        pieces: Chunks read so far.
-        failure: Why there is no transcript; None otherwise.
-        first: Chunks that were read ahead.
-        coming: The other chunks.
-        read: Whether all chunks have been read.
-    """
+    """A request, and the part of its audio that has been read."""
 
     request: Request
     sample_rate: int
-    duration: float = 0.0
-    prompt: list[int] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
-    failure: str | None = None
-    first: list[Piece] = field(default_factory=list)
-    coming: Iterator[Piece] = field(default_factory=lambda: iter(()))
-    read: bool = False
+    duration: float = 0.0  # seconds, so far
+    prompt: list[int] = field(default_factory=list)  # tokens that the decoder reads first
+    pieces: list[Piece] = field(default_factory=list)  # chunks read so far
+    failure: str | None = None  # why there is no transcript; None otherwise
+    first: list[Piece] = field(default_factory=list)  # chunks that were read ahead
+    coming: Iterator[Piece] = field(default_factory=lambda: iter(()))  # the other chunks
+    read: bool = False  # whether all chunks have been read
 
     @property
     def finished(self) -> bool:
-        """Whether there is a result."""
         return self.read and (self.failure is not None or all(p.decoded for p in self.pieces))
 
     def arriving(self) -> Iterator[Piece]:
@@ -111,7 +92,6 @@ class Recording:
         self.first, self.read = [], True
 
     def result(self) -> Result:
-        """Return the transcript or the failure."""
         if self.failure is not None:
             return Failure(self.request.id, self.failure)
         rate = self.sample_rate

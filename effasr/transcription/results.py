@@ -10,7 +10,7 @@ from typing import Any
 from effasr.data.prompt import Prompt
 from effasr.decoding.confidence.calibration import Calibration
 from effasr.decoding.decoded import Score
-from effasr.decoding.nbest.hypothesis import ScoreParts
+from effasr.decoding.hypothesis import ScoreParts
 from effasr.transcription.word_timestamps import Word, word_groups
 
 
@@ -20,12 +20,6 @@ def confidence(scores: Iterable[Score | None]) -> float | None:
     It is ``exp(log p / n)``, from 0 to 1, with the probability p that the model gives to the text
     (of the attention decoder, or of CTC or the transducer over all alignments), and its n symbols:
     the tokens, with the end token except for CTC. Values of different methods do not compare.
-
-    Args:
-        scores: Of the chunks of a recording.
-
-    Returns:
-        None if there is none, or one is unknown.
     """
     known = list(scores)
     if not known or None in known:
@@ -37,21 +31,13 @@ def confidence(scores: Iterable[Score | None]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One of the texts that a search has found for some audio.
+    """One of the texts that a search has found for some audio."""
 
-    Attributes:
-        text: The text; different tokens may spell the same one.
-        score: Log-probability in nats; see `effasr.decoding.nbest.hypothesis.Hypothesis`.
-        rank: What the list is ordered by, the best first.
-        lm_score: Log-probability by the language model of a second pass; None without one.
-        parts: What the score is the sum of, if requested; None for a recording of several chunks.
-    """
-
-    text: str
-    score: float
-    rank: float
-    lm_score: float | None = None
-    parts: ScoreParts | None = None
+    text: str  # the text; different tokens may spell the same one
+    score: float  # log-probability in nats; see `effasr.decoding.hypothesis.Hypothesis`
+    rank: float  # what the list is ordered by, the best first
+    lm_score: float | None = None  # log-probability by the language model of a second pass
+    parts: ScoreParts | None = None  # what the score is the sum of, if requested
 
     def as_row(self) -> dict[str, Any]:
         """Return the JSON object: text, score, and lm_score if there is one; null for -inf."""
@@ -64,13 +50,6 @@ def joined(lists: Iterable[Sequence[Alternative]], space: str = " ") -> tuple[Al
 
     Scores and ranks are sums over the chunks, so the result is the best of all combinations; it is
     as long as the longest list, if there are so many combinations.
-
-    Args:
-        lists: The alternatives of each chunk, each list in its order.
-        space: What separates the texts of chunks.
-
-    Returns:
-        The best first; none if a chunk has none, or there is no chunk.
     """
     every = list(lists)
     if not every or not all(every):
@@ -109,15 +88,7 @@ def word_confidences(
     spaces: bool = True,
     calibration: Calibration | None = None,
 ) -> tuple[WordConfidence, ...]:
-    """Join tokens to words with their confidences.
-
-    Args:
-        tokens: Tokens of a transcript.
-        confidences: Of each token.
-        decode: The tokenizer's, from tokens to text.
-        spaces: Whether spaces separate words; else each character is one.
-        calibration: Makes probabilities of the confidences; None for the raw values.
-    """
+    """Join tokens to words with their confidences."""
     words = []
     places = [(n, n + 1) for n in range(len(tokens))]
     for group in word_groups(tokens, places, decode, spaces):
@@ -129,45 +100,29 @@ def word_confidences(
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What a corrector wrote in place of the text of a segment.
+    """What a corrector wrote in place of the text of a segment."""
 
-    Attributes:
-        recognized: Text of the search.
-        written: Text of the corrector.
-        gain: Log-probability of ``written`` by the corrector minus that of ``recognized``, in nats.
-            The segment has the written text if it exceeds the margin.
-    """
-
-    recognized: str
-    written: str
+    recognized: str  # text of the search
+    written: str  # text of the corrector
+    # Log-probability of ``written`` by the corrector minus that of ``recognized``, in nats. The
+    # segment has the written text if it exceeds the margin.
     gain: float
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The text of one chunk of a recording.
+    """The text of one chunk of a recording."""
 
-    Attributes:
-        start: Seconds from the beginning of the recording.
-        end: Seconds from the beginning of the recording.
-        text: Transcript.
-        truncated: Whether the decoder reached its limit: it probably repeated itself.
-        words: Words with times, if requested; None if they could not be found.
-        score: Score of the text, if requested.
-        alternatives: The best texts of the search, this one first unless it was corrected, if
-            requested.
-        word_confidences: Words with confidences, if requested; None if they could not be found.
-        correction: What a corrector wrote, if that is not the text of the search.
-    """
-
-    start: float
-    end: float
+    start: float  # seconds from the beginning of the recording
+    end: float  # seconds from the beginning of the recording
     text: str
-    truncated: bool = False
-    words: tuple[Word, ...] | None = ()
-    score: Score | None = None
+    truncated: bool = False  # whether the decoder reached its limit: it probably repeated itself
+    words: tuple[Word, ...] | None = ()  # words with times, if requested
+    score: Score | None = None  # score of the text, if requested
+    # The best texts of the search, this one first unless it was corrected, if requested.
     alternatives: tuple[Alternative, ...] = ()
-    word_confidences: tuple[WordConfidence, ...] | None = ()
+    word_confidences: tuple[WordConfidence, ...] | None = ()  # words with confidences, if requested
+    # What a corrector wrote, if that is not the text of the search.
     correction: Correction | None = None
 
     @property
@@ -178,7 +133,6 @@ class Segment:
 
     @property
     def confidence(self) -> float | None:
-        """Confidence in the text; None if it was not requested."""
         return confidence([self.score])
 
     def as_row(self) -> dict[str, Any]:
@@ -242,11 +196,9 @@ class Transcription:
 
     @property
     def truncated(self) -> bool:
-        """Whether a segment is truncated."""
         return any(segment.truncated for segment in self.segments)
 
     def as_row(self) -> dict[str, Any]:
-        """Return the JSON object: id, duration, text, segments."""
         return {
             "id": self.id,
             "duration": round(self.duration, 3),
@@ -263,7 +215,6 @@ class Failure:
     reason: str
 
     def as_row(self) -> dict[str, Any]:
-        """Return the JSON object: id, error."""
         return {"id": self.id, "error": self.reason}
 
 

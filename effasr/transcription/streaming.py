@@ -20,28 +20,19 @@ from effasr.transcription.results import Failure, Segment
 
 _SAMPLE_TYPES = {"s16le": "<i2", "f32le": "<f4"}
 _READ_SECONDS = 0.5
-_MARGIN_SECONDS = 0.25
-"""Background that is kept before and after speech."""
-_MEMORY_SECONDS = 30.0
-"""Past audio whose loudness of background and speech is remembered."""
-_SEARCH_SHARE = 0.5
-"""Without a pause, a chunk ends at the quietest moment of this last part of it."""
-_FEWEST_HOPS = 8
-"""Shorter sounds are clicks."""
+_MARGIN_SECONDS = 0.25  # background that is kept before and after speech
+_MEMORY_SECONDS = 30.0  # past audio whose loudness of background and speech is remembered
+_SEARCH_SHARE = 0.5  # without a pause, a chunk ends at the quietest moment of this last part of it
+_FEWEST_HOPS = 8  # shorter sounds are clicks
 
 
 @dataclass(frozen=True, slots=True)
 class RawFormat:
-    """Samples without a header, channels interleaved.
-
-    Attributes:
-        sample_rate: Sample rate in Hz.
-        channels: Number of channels, which are averaged.
-        encoding: 16-bit integers or 32-bit floating point of full scale 1, little-endian.
-    """
+    """Samples without a header, channels interleaved."""
 
     sample_rate: int = 16_000
-    channels: int = 1
+    channels: int = 1  # number of channels, which are averaged
+    # 16-bit integers or 32-bit floating point of full scale 1, little-endian.
     encoding: Literal["s16le", "f32le"] = "s16le"
 
     def __post_init__(self) -> None:
@@ -55,17 +46,8 @@ class RawFormat:
 def raw_blocks(file: BinaryIO, form: RawFormat, sample_rate: int) -> Iterator[np.ndarray]:
     """Read samples as they arrive, to the end of the file.
 
-    Args:
-        file: Buffered or not; no read waits for more than the available bytes.
-        form: Format of the bytes.
-        sample_rate: Sample rate of the result in Hz.
-
-    Yields:
-        float32 (samples,), mono, at least one sample each.
-
-    Raises:
-        AudioError: The file begins with the header of an audio file, or has a sample that is not
-            finite.
+    ``sample_rate``: sample rate of the result in Hz; returns float32 (samples,), mono, at least one
+    sample each.
     """
     sample = np.dtype(_SAMPLE_TYPES[form.encoding])
     frame = sample.itemsize * form.channels
@@ -111,7 +93,7 @@ def _resampled(
 
 
 def cut_stream(
-    blocks: Iterable[np.ndarray],
+    blocks: Iterable[np.ndarray],  # float (samples,) each, mono, as they arrive
     sample_rate: int,
     *,
     latency_seconds: float = 10.0,
@@ -120,19 +102,6 @@ def cut_stream(
     """Split audio at pauses while it arrives, and leave out stretches without speech.
 
     Background and speech are distinguished by the loudness of the last half minute.
-
-    Args:
-        blocks: float (samples,) each, mono, as they arrive; short ones keep the latency low.
-        sample_rate: Samples per second.
-        latency_seconds: Longest chunk: one without a pause is cut at its quietest moment.
-        pause_seconds: Length of a pause that ends a chunk.
-
-    Yields:
-        The chunks in order, each with its samples, as soon as its end is known.
-
-    Raises:
-        ValueError: ``latency_seconds`` is less than one second, or ``pause_seconds`` is less than
-            0.1 or more than half of it.
     """
     latency = latency_seconds
     check(latency >= 1.0, "latency_seconds", "be at least 1", latency)
@@ -224,17 +193,7 @@ def transcribe_stream(
 
     Samples are read on a thread, so that the recorder need not wait during decoding.
 
-    Args:
-        recognizer: Recognizer of the model.
-        blocks: float32 (samples,) each, mono, at the recognizer's rate, as they arrive.
-        prompt: Languages and task.
-        latency_seconds: Longest chunk as in `cut_stream`, without the time to decode a chunk.
-
-    Yields:
-        A segment for each chunk with recognised speech, as soon as it is known.
-
-    Raises:
-        ValueError: The stream is damaged, or the prompt is refused.
+    ``blocks``: float32 (samples,) each, mono, at the recognizer's rate, as they arrive.
     """
     recognizer.prompt(prompt)
     chunks = cut_stream(ahead(blocks), recognizer.sample_rate, latency_seconds=latency_seconds)

@@ -26,27 +26,15 @@ from effasr.transcription.results import Failure, Result, Transcription
 
 @dataclass(frozen=True, slots=True)
 class Waveform:
-    """Audio in memory.
-
-    Attributes:
-        id: Identifies the result.
-        samples: Floating point (samples,) or (samples, channels), full scale 1.
-        sample_rate: Sample rate in Hz.
-    """
+    """Audio in memory."""
 
     id: str
-    samples: np.ndarray
+    samples: np.ndarray  # floating point (samples,) or (samples, channels), full scale 1
     sample_rate: int
 
 
 class TranscriptionRun:
-    """The results of one call of `transcribe`, to iterate over once.
-
-    Attributes:
-        audio_seconds: Duration of the recordings transcribed so far.
-        seconds: Seconds from the start of the iteration to the last result, loading included.
-        failed: Recordings without a transcript so far.
-    """
+    """The results of one call of `transcribe`, to iterate over once."""
 
     def __init__(self, results: Iterator[Result]):
         self._results = results

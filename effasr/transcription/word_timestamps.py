@@ -11,31 +11,22 @@ import numpy as np
 from effasr.decoding.ctc_alignment import Span
 from effasr.transcription.inputs.vad import HOP_SECONDS
 
-_PAUSE_SECONDS = 0.1
-"""Least pause between words; the closure of a stop consonant is shorter."""
-_TAIL_SECONDS = 0.6
-"""Longest time that a word continues after CTC has recognised it, in seconds."""
+_PAUSE_SECONDS = 0.1  # least pause between words; the closure of a stop consonant is shorter
+_TAIL_SECONDS = 0.6  # longest time that a word continues after CTC has recognised it, in seconds
+# Assumed time from a word's start to the centre of its first frame, if no pause shows it.
 _DELAY_FRAMES = 1.0
-"""Assumed time from a word's start to the centre of its first frame, if no pause shows it."""
-_LEAST_DELAY = 0.5
-"""In frames: half of a frame precedes its centre."""
+_LEAST_DELAY = 0.5  # in frames: half of a frame precedes its centre
+# More than so many frames and seconds is a guess: a token is not recognised so late.
 _MOST_DELAY, _MOST_DELAY_SECONDS = 4.0, 0.32
-"""More than so many frames and seconds is a guess: a token is not recognised so late."""
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word, or a character of a language without spaces.
-
-    Attributes:
-        text: Written form.
-        start: Seconds from the beginning of the recording.
-        end: Seconds from the beginning of the recording.
-    """
+    """A word, or a character of a language without spaces."""
 
     text: str
-    start: float
-    end: float
+    start: float  # seconds from the beginning of the recording
+    end: float  # seconds from the beginning of the recording
 
 
 def word_timestamps(
@@ -44,7 +35,7 @@ def word_timestamps(
     decode: Callable[[list[int]], str],
     *,
     frame_seconds: float,
-    speech: np.ndarray,
+    speech: np.ndarray,  # bool (hops,), from `effasr.transcription.inputs.vad`
     offset: float = 0.0,
     spaces: bool = True,
 ) -> list[Word]:
@@ -54,15 +45,6 @@ def word_timestamps(
     its duration. The delay depends on the model. It is measured at words after pauses, whose start
     is audible, and the other words start this much before their first frame, but not before the
     last frame of the previous word. A word ends where the next one or a pause starts.
-
-    Args:
-        tokens: Tokens of a transcript.
-        spans: Frames of each; frame f is centred at ``f * frame_seconds``.
-        decode: The tokenizer's, from tokens to text.
-        frame_seconds: Seconds between the centres of encoder frames.
-        speech: bool (hops,), from `effasr.transcription.inputs.vad`.
-        offset: Added to all times; seconds.
-        spaces: Whether spaces separate words; else each character is one.
     """
     groups = word_groups(tokens, spans, decode, spaces)
     centres = [group.first * frame_seconds for group in groups]
@@ -88,30 +70,17 @@ def word_timestamps(
 
 @dataclass(slots=True)
 class WordGroup:
-    """Words that share tokens, usually one word.
-
-    Attributes:
-        texts: The words.
-        first: Beginning of the first span of their tokens.
-        last: End of the last one.
-    """
+    """Words that share tokens, usually one word."""
 
     texts: list[str]
-    first: int
-    last: int
+    first: int  # beginning of the first span of their tokens
+    last: int  # end of the last one
 
 
 def word_groups(
     tokens: Sequence[int], spans: Sequence[Span], decode: Callable[[list[int]], str], spaces: bool
 ) -> list[WordGroup]:
-    """Join tokens to words.
-
-    Args:
-        tokens: Tokens of a transcript.
-        spans: What ``first`` and ``last`` of the groups are taken from, for each token.
-        decode: The tokenizer's, from tokens to text.
-        spaces: Whether spaces separate words; else each character is one.
-    """
+    """Join tokens to words."""
     groups: list[WordGroup] = []
     pieces, begun = _pieces(decode(list(tokens)), spaces), 0
     for index, (first, last) in enumerate(spans):

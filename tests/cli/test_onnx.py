@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from effasr.checkpoint import load_model, resolve
 from effasr.data.collate import Example, collate
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
-from effasr.decoding.greedy import attention_greedy
+from effasr.decoding.continuous_batching.engine import attention_greedy
 from effasr.interop.onnx.export import check_onnx, export_onnx
 from effasr.model.asr import ASRModel
 

@@ -19,7 +19,7 @@ from effasr.data.features.config import FeatureConfig
 from effasr.data.features.log_mel import mel_filterbank
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.decoding.config import DecodingConfig
-from effasr.decoding.greedy import decode
+from effasr.decoding.decode import decode
 from effasr.interop.onnx.description import describe
 from effasr.interop.onnx.export import check_transducer, write_transducer
 from effasr.interop.onnx.padded_model import PaddedEncoder

@@ -10,9 +10,9 @@ from effasr.data.collate import Example, collate
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_beam import ctc_beam
+from effasr.decoding.decode import decode
 from effasr.decoding.decoded import Decoded
-from effasr.decoding.greedy import decode
-from effasr.decoding.nbest.hypothesis import Hypothesis
+from effasr.decoding.hypothesis import Hypothesis
 from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import transducer_beam
 from effasr.model.asr import ASRModel

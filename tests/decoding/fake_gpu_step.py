@@ -41,7 +41,7 @@ def check_admission(engine: Engine) -> None:
     copying, CacheSizes.integers = CacheSizes.integers, integers
     try:
         with OneDevice():
-            engine._seat()
+            engine._fill_slots()
     finally:
         CacheSizes.integers = copying
 
@@ -63,7 +63,7 @@ def check_steps(config, dtype: torch.dtype) -> None:
             before = static_tensors(engine)
             for _ in range(2):
                 with OneDevice():
-                    likeliest = engine._step()
+                    likeliest = engine._decode_token()
             assert static_tensors(engine) == before, "a recording would not find them again"
     assert engine._state.paged
     assert (likeliest.shape, likeliest.dtype) == ((8,), torch.int64)

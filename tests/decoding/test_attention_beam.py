@@ -10,8 +10,8 @@ from effasr.data.features.config import FeatureConfig
 from effasr.data.prompt import Prompt
 from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.config import DecodingConfig
+from effasr.decoding.continuous_batching.engine import attention_greedy
 from effasr.decoding.decoded import Decoded
-from effasr.decoding.greedy import attention_greedy
 from effasr.decoding.lm.ngram import TokenNgrams
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig

@@ -127,7 +127,7 @@ def test_finished_utterances_leave_and_others_enter(kind, model, tokenizer) -> N
     seen, waiting = [], []
 
     def watched() -> torch.Tensor:
-        seen.append([None if seat is None else seat.name for seat in engine._seats])
+        seen.append([None if seat is None else seat.name for seat in engine._slots])
         waiting.append(len(engine.unfinished) - sum(name is not None for name in seen[-1]))
         return step()
 
@@ -217,7 +217,7 @@ def test_logits_are_the_same_to_the_bit_in_any_company(
 
         def step() -> torch.Tensor:
             result = run()
-            for row, seat in enumerate(engine._seats):
+            for row, seat in enumerate(engine._slots):
                 if seat is not None:
                     found[seat.name].append(hidden[-1][row])
             return result

@@ -9,8 +9,9 @@ from effasr.data.features.config import FeatureConfig
 from effasr.data.prompt import Prompt
 from effasr.decoding import attention_beam as searched
 from effasr.decoding.attention_beam import attention_beam
+from effasr.decoding.checks import check_config
 from effasr.decoding.config import DecodingConfig
-from effasr.decoding.greedy import check_config, decode
+from effasr.decoding.decode import decode
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.decoder import Decoder, DecoderConfig

@@ -8,8 +8,7 @@ import torch
 
 from effasr.data.collate import Example
 from effasr.data.prompt import Prompt
-from effasr.decoding.continuous_batching.engine import Engine, Utterance
-from effasr.decoding.greedy import attention_greedy
+from effasr.decoding.continuous_batching.engine import Engine, Utterance, attention_greedy
 from effasr.model.asr import ASRModel
 from effasr.nn.experts import ExpertsConfig
 from tests.decoding.cases import (
@@ -89,7 +88,7 @@ def test_scores_of_a_search_are_those_of_the_whole_text(
         parts = hypothesis.parts
         assert parts is not None
         assert parts.ctc is not None
-        expected = (1 - share) * parts.own + (share * parts.ctc if share else 0.0)
+        expected = (1 - share) * parts.model + (share * parts.ctc if share else 0.0)
         assert hypothesis.score == pytest.approx(expected, abs=1e-3)
 
 

@@ -4,9 +4,12 @@ import torch
 from effasr.data.batch import StaticShape
 from effasr.data.collate import Example
 from effasr.data.prompt import Prompt
+from effasr.decoding.checks import choose_method
 from effasr.decoding.config import DecodingConfig
+from effasr.decoding.continuous_batching.engine import attention_greedy
 from effasr.decoding.ctc_greedy import ctc_greedy
-from effasr.decoding.greedy import Decoded, attention_greedy, choose_method, decode
+from effasr.decoding.decode import decode
+from effasr.decoding.decoded import Decoded
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr_kernels import PackedSequence, pack

@@ -13,8 +13,9 @@ import torch
 from effasr.data.collate import Example, collate
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
-from effasr.decoding.greedy import decode, load_lm
+from effasr.decoding.decode import decode
 from effasr.decoding.lm import neural
+from effasr.decoding.lm.loading import load_lm
 from effasr.decoding.lm.neural import NeuralLM, load_neural_lm
 
 transformers = pytest.importorskip("transformers")
@@ -117,7 +118,7 @@ def test_scores_are_the_models_own(kind: str) -> None:
     assert torch.equal(lm.scores(contexts, symbols), found)
     lm._most = 1
     assert torch.equal(lm.scores(contexts, symbols), found)
-    assert len(lm._known) == 3
+    assert len(lm._scores) == 3
 
 
 def _rewrite(folder: Path, **fields) -> None:

@@ -8,7 +8,8 @@ import torch
 from effasr.data.collate import Example, collate
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
-from effasr.decoding.greedy import Decoded, decode
+from effasr.decoding.decode import decode
+from effasr.decoding.decoded import Decoded
 from effasr.decoding.lm.ngram import TokenNgrams, load_ngrams
 from effasr.transcription.recognizer import Recognizer
 from effasr_kernels import pack

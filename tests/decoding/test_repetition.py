@@ -8,10 +8,10 @@ import torch
 
 from effasr.data.collate import Example, collate
 from effasr.data.prompt import Prompt
-from effasr.decoding.attention_beam import attention_beam
+from effasr.decoding.attention_beam import attention_beam, repeats_ngram
+from effasr.decoding.checks import check_config
 from effasr.decoding.config import DecodingConfig
-from effasr.decoding.greedy import check_config, decode
-from effasr.decoding.repetition import repeats_ngram
+from effasr.decoding.decode import decode
 from effasr_kernels import PackedLayout, PackedSequence
 
 PROMPTS = [[3], [3, 5, 6], [4, 4], [3, 7]]

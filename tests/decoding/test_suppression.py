@@ -102,11 +102,11 @@ def test_a_beam_keeps_to_what_is_allowed(options, model, tokenizer, encoded) -> 
 
 def test_logits_and_what_there_is_to_suppress() -> None:
     decoder = Decoder(DecoderConfig(width=8, layers=1, heads=2, feed_forward=8), 12)
-    assert Suppression.of(decoder) is None
+    assert Suppression.from_decoder(decoder) is None
     config = dataclasses.replace(decoder.config, suppress=(3, 11), begin_suppress=(3, 5))
     decoder = Decoder(config, 12)
     # Of the classes that are tokens only; what is never written needs no second rule.
-    found = Suppression.of(decoder, classes=10)
+    found = Suppression.from_decoder(decoder, classes=10)
     assert found is not None
     assert (found.always.tolist(), found.begin.tolist()) == ([3], [5])
     logits = found.applied(torch.zeros(2, 10), torch.tensor([True, False]))

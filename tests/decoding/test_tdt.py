@@ -10,7 +10,7 @@ from torch import Tensor
 from effasr.data.collate import Example
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
-from effasr.decoding.greedy import choose_method
+from effasr.decoding.checks import choose_method
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel
 from effasr.model.transducer import Transducer, TransducerConfig

@@ -9,8 +9,9 @@ from effasr.data.collate import Example
 from effasr.data.features.config import FeatureConfig
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
+from effasr.decoding.checks import choose_method
 from effasr.decoding.config import DecodingConfig
-from effasr.decoding.greedy import Decoded, choose_method
+from effasr.decoding.decoded import Decoded
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig

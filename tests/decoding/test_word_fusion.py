@@ -5,10 +5,9 @@ import random
 import pytest
 
 from effasr.decoding.config import DecodingConfig
-from effasr.decoding.greedy import load_lm
-from effasr.decoding.lm.texts import log_probs_of_texts
-from effasr.decoding.lm.word_fusion import WordFusion
-from effasr.decoding.lm.words import WordNgrams, load_word_ngrams
+from effasr.decoding.decoded import log_probs_of_texts
+from effasr.decoding.lm.loading import load_lm
+from effasr.decoding.lm.words import WordFusion, WordNgrams, load_word_ngrams
 
 ARPA = """\\data\\
 ngram 1=6

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from effasr.decoding.decoded import log_probs_of_texts
 from effasr.decoding.lm.ngram import load_ngrams
-from effasr.decoding.lm.texts import log_probs_of_texts
 from effasr.decoding.lm.words import WordNgrams, load_word_ngrams
 
 ARPA = """\\data\\

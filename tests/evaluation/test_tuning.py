@@ -13,7 +13,7 @@ from effasr import checkpoint
 from effasr.cli.main import build_parser, main
 from effasr.cli.options import decoding_config
 from effasr.decoding.config import DecodingConfig
-from effasr.decoding.nbest.hypothesis import ScoreParts
+from effasr.decoding.hypothesis import ScoreParts
 from effasr.evaluation.tuning.decoding_file import write_decoding
 from effasr.evaluation.tuning.lists import NBestLists
 from effasr.evaluation.tuning.search import best_weights

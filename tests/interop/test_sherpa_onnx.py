@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from effasr.data.collate import Example, collate
-from effasr.decoding.streaming.ctc import CTCStreams
-from effasr.decoding.streaming.transducer import TransducerStreams
+from effasr.decoding.ctc_greedy import CTCStreams
+from effasr.decoding.transducer_greedy import TransducerStreams
 from effasr.interop.onnx.sherpa import export_sherpa
 from effasr.model.asr import ASRModel
 from effasr.model.streaming_encoder import StreamingEncoder

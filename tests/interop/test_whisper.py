@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
 from effasr.decoding.attention_beam import attention_beam
-from effasr.decoding.greedy import attention_greedy
+from effasr.decoding.continuous_batching.engine import attention_greedy
 from effasr.interop.huggingface.checkpoint import export_model, import_model
 from effasr.interop.huggingface.files import SpecialTokens
 from effasr.interop.huggingface.whisper import WHISPER

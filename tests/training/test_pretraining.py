@@ -12,7 +12,7 @@ import torch
 from effasr import checkpoint
 from effasr import config as configuration
 from effasr.data.tokenizer import NoTokenizer
-from effasr.decoding.greedy import choose_method
+from effasr.decoding.checks import choose_method
 from effasr.model.best_rq import BestRQConfig
 from effasr.model.config import ModelConfig
 from effasr.training import build

@@ -18,8 +18,8 @@ from effasr.data.collate import Example, collate
 from effasr.data.manifest.reader import read
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
+from effasr.decoding.decode import decode
 from effasr.decoding.decoded import Decoded, Score, with_details, with_scores
-from effasr.decoding.greedy import decode
 from effasr.transcription.inputs.sources import Source
 from effasr.transcription.label import LabelFolder, checked
 from effasr.transcription.results import Failure, Transcription, confidence

@@ -10,16 +10,13 @@ import torch
 
 from effasr.data.collate import Example, collate
 from effasr.data.tokenizer import Tokenizer
-from effasr.decoding.confidence.streaming import StreamConfidences
-from effasr.decoding.confidence.tokens import token_confidences
+from effasr.decoding.confidence.tokens import StreamConfidences, token_confidences
 from effasr.decoding.config import DecodingConfig
-from effasr.decoding.ctc_beam import ctc_beam
-from effasr.decoding.nbest.hypothesis import Hypothesis
-from effasr.decoding.streaming.beam import BeamStreams
-from effasr.decoding.streaming.ctc_beam import CTCBeamStreams
-from effasr.decoding.streaming.transducer_beam import TransducerBeamStreams
+from effasr.decoding.ctc_beam import CTCBeamStreams, ctc_beam
+from effasr.decoding.hypothesis import Hypothesis
+from effasr.decoding.streams import BeamStreams
 from effasr.decoding.tdt_beam import tdt_beam
-from effasr.decoding.transducer_beam import transducer_beam
+from effasr.decoding.transducer_beam import TransducerBeamStreams, transducer_beam
 from effasr.model.asr import ASRModel
 from effasr.transcription.online import OnlineRecognizer, OnlineStream, online_recognizer
 from effasr.transcription.recognizer import Recognizer
@@ -183,7 +180,7 @@ def test_confidences_of_a_later_segment_know_the_labels_before(
     found.add(rows)
     assert found.of_segment(labels, len(rows)) == pytest.approx(whole, abs=1e-5)
     found.forget(7)
-    assert (found.first, sum(map(len, found._rows))) == (7, len(rows) - 7)
+    assert (found._first, sum(map(len, found._rows))) == (7, len(rows) - 7)
 
 
 @pytest.mark.parametrize("head", ["ctc", "rnnt", "tdt"])

@@ -21,61 +21,42 @@ def logit(confidence: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """An affine map of log-odds: ``slope`` is an inverse temperature.
-
-    Attributes:
-        slope: Factor of the log-odds.
-        intercept: Added to it.
-        method: The method of decoding whose confidences it was fitted to.
-    """
+    """An affine map of log-odds: ``slope`` is an inverse temperature."""
 
     slope: float
     intercept: float
-    method: str
+    method: str  # of decoding, to whose confidences it was fitted
 
     def __call__(self, confidence: float) -> float:
-        """Return the probability that a word of this raw confidence is right."""
         odds = self.slope * logit(confidence) + self.intercept
         return 1 / (1 + math.exp(-odds)) if odds > -700 else 0.0
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a file that ``effasr evaluate --confidence`` has written.
-
-        Raises:
-            OSError: It cannot be read.
-            ValueError: It is no such file, or was changed since it was written.
-        """
         try:
-            found = read_json_object(path)
-            verify_content(found, str(path))
+            row = read_json_object(path)
+            verify_content(row, str(path))
         except ValueError as error:
             raise ValueError(
                 f"`calibration`: {error} Fit it again by `effasr evaluate --confidence`."
             ) from error
-        numbers = [found.get(name) for name in ("slope", "intercept")]
+        numbers = [row.get(name) for name in ("slope", "intercept")]
         valid = all(isinstance(x, int | float) and math.isfinite(x) for x in numbers)
-        if not valid or not isinstance(found.get("method"), str):
+        if not valid or not isinstance(row.get("method"), str):
             raise ValueError(
                 f"`calibration` {path} must have numbers `slope` and `intercept` and the `method`, "
                 "but has not: fit it by `effasr evaluate --confidence` on a dev set."
             )
-        return cls(float(found["slope"]), float(found["intercept"]), found["method"])
+        return cls(float(row["slope"]), float(row["intercept"]), row["method"])
 
 
 def load_calibration(path: Path | None, method: str) -> Calibration | None:
-    """Read the calibration of a method of decoding, if there is a file.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It is no such file, or of another method.
-    """
     if path is None:
         return None
-    found = Calibration.load(path)
-    if found.method != method:
+    calibration = Calibration.load(path)
+    if calibration.method != method:
         raise ValueError(
             f"`calibration` {path} must be of the method {method}, but is of "
-            f"{found.method}: confidences of different methods do not compare."
+            f"{calibration.method}: confidences of different methods do not compare."
         )
-    return found
+    return calibration

@@ -12,8 +12,7 @@ from torch import Tensor
 Step = Callable[[], Tensor]
 Capture = Callable[[Step], tuple[Callable[[], Any], Tensor]]
 
-_WARM_UPS = 3
-"""Runs before capture, in which libraries choose algorithms and allocate workspaces."""
+_WARM_UPS = 3  # runs before capture, in which libraries choose algorithms and allocate workspaces
 
 
 class StepGraph:
@@ -21,10 +20,6 @@ class StepGraph:
 
     The function reads and writes tensors at fixed addresses, and may not synchronize with the
     device. It runs a few times before capture, so the state at that time must make it harmless.
-
-    Args:
-        step: The function to capture; returns a tensor.
-        capture: Captures a function without running it: returns its replay and its output.
     """
 
     def __init__(self, step: Step, capture: Capture | None = None) -> None:
@@ -57,11 +52,6 @@ class Readback:
 
     On a GPU the host waits only when it is ``ahead`` steps ahead of the device, because each result
     is copied to pinned memory behind its step. On a CPU there is nothing to wait for.
-
-    Args:
-        rows: Rows of each result.
-        ahead: Steps that may be queued while the host reads the result of the one before them.
-        device: Device of the results.
     """
 
     def __init__(self, rows: int, ahead: int, device: torch.device) -> None:

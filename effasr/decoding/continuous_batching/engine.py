@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor
 from effasr import ranges
 from effasr.decoding.continuous_batching.cuda_graph import Capture, Readback, StepGraph
 from effasr.decoding.decoded import Decoded
+from effasr.decoding.slots import SlotEngine
 from effasr.decoding.suppression import Suppression
 from effasr.model.asr import ASRModel
 from effasr.nn.cache.contiguous import GROUP
@@ -22,35 +21,30 @@ from effasr.nn.cache.decoder_state import KEPT_SHARE
 from effasr.nn.experts import EncoderOutput, expert_of
 from effasr_kernels import PackedSequence
 
-_AHEAD = 2
-"""Steps that a GPU may have queued while the host reads the tokens of the one before them."""
-
-_ADMITTED_SHARE = 1 / 8
-"""Share of the slots that must be free before utterances are admitted: their keys are computed
-together."""
+_AHEAD = 2  # steps that a GPU may have queued while the host reads the tokens of an earlier one
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Utterance:
-    """An utterance to decode.
+    """An utterance to decode."""
 
-    Attributes:
-        name: Returned with the result; of any type.
-        prompt: Prompt of at least one token.
-        limit: Most tokens after the prompt, at least one.
-    """
-
-    name: Any
-    prompt: Sequence[int]
-    limit: int
-    _said: list[int] = field(default_factory=list)
+    name: Any  # returned with the result
+    prompt: Sequence[int]  # at least one token
+    limit: int  # most tokens after the prompt, at least one
+    _speech: Tensor | None = None  # encoder output; None once it is in the cache
+    _expert: Tensor | None = None  # int64 (1,), where names choose the decoder's experts
+    _tokens: list[int] = field(default_factory=list)
     _finished: bool = False
     _truncated: bool = False
 
     @property
-    def room(self) -> int:
-        """Most tokens that it reads."""
+    def max_total_tokens(self) -> int:
         return len(self.prompt) + self.limit
+
+    @property
+    def frames(self) -> int:
+        assert self._speech is not None
+        return len(self._speech)
 
     def read(self, likeliest: int, eos_id: int) -> bool:
         """Add the best token of a step; returns whether the utterance ends with it.
@@ -62,24 +56,39 @@ class Utterance:
         if likeliest == eos_id:
             self._finished = True
         else:
-            self._said.append(likeliest)
-            self._finished = self._truncated = len(self._said) == self.limit
+            self._tokens.append(likeliest)
+            self._finished = self._truncated = len(self._tokens) == self.limit
         return self._finished
 
     def result(self) -> Decoded:
-        """Return the transcript."""
-        return Decoded(tuple(self._said), self._truncated)
+        return Decoded(tuple(self._tokens), self._truncated)
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    utterance: Utterance
-    speech: Tensor
-    expert: Tensor | None
-    """int64 (1,), where names choose the decoder's experts."""
+def attention_greedy(
+    model: ASRModel,
+    encoded: PackedSequence,  # (T, C); sequences past ``len(prompts)`` are not decoded
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],  # most tokens of each transcript after its prompt
+    eos_id: int,
+    classes: int | None = None,  # number of the model's classes that are tokens; all by default
+    *,
+    slots: int | None = None,  # sequences decoded at a time; all by default
+) -> list[Decoded]:
+    """Decode sequences of encoder output by the attention decoder and its caches."""
+    utterances = [
+        Utterance(index, prompt, limit)
+        for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+    ]
+    if not utterances:
+        return []
+    slots, max_frames = len(utterances) if slots is None else slots, encoded.layout.max_seqlen_bound
+    engine = Engine(model, eos_id, classes, slots=slots, max_frames=max_frames, graph=False)
+    engine.submit(encoded, utterances)
+    results = dict(engine.results())
+    return [results[index] for index in range(len(utterances))]
 
 
-class Engine:
+class Engine(SlotEngine[Utterance]):
     """Decodes utterances in a fixed number of slots, with continuous batching.
 
     Each slot holds one utterance at its own position. A finished utterance leaves, and a waiting
@@ -100,38 +109,19 @@ class Engine:
         classes: int | None = None,
         *,
         slots: int,
-        max_frames: int,
+        max_frames: int,  # of one utterance
+        # Most encoder frames of all at a time, unless one alone has more; unlimited by default.
         frame_budget: int | None = None,
+        # For all tokens and for all frames at a time; by default as many as could be needed.
         pages: tuple[int, int] | None = None,
-        paged: bool | None = None,
-        graph: bool = True,
-        capture: Capture | None = None,
-        ahead: int | None = None,
+        paged: bool | None = None,  # by default on a GPU
+        graph: bool = True,  # whether a GPU captures the step: does not pay for a few utterances
+        capture: Capture | None = None,  # as in `StepGraph`; for tests without a GPU
+        ahead: int | None = None,  # steps queued before tokens are read; by default 2 with pages
+        # Makes the contexts of ``decode.admit`` and ``decode.step``, for profiling.
         within: Callable[[str], AbstractContextManager] = ranges.range,
     ) -> None:
-        """Allocate the caches, and capture the step.
-
-        Args:
-            model: Model with a decoder, in evaluation mode.
-            eos_id: The end token.
-            classes: Number of the model's classes that are tokens; all by default.
-            slots: Utterances at a time.
-            max_frames: Most encoder frames of one utterance.
-            frame_budget: Most encoder frames of all at a time, unless one alone has more; unlimited
-                by default.
-            pages: Pages for all tokens and for all frames at a time; by default as many as could be
-                needed.
-            paged: Whether the caches are paged; by default on a GPU.
-            graph: Whether a GPU captures the step, which does not pay for a few utterances.
-            capture: Captures a step, as in `StepGraph`; for tests without a GPU.
-            ahead: Steps that may be queued before tokens are read; by default 2 with pages, else 0.
-            within: Makes the contexts of ``decode.admit`` and ``decode.step``, for profiling.
-
-        Raises:
-            ValueError: There is no slot.
-        """
-        if slots < 1:
-            raise ValueError(f"`slots` must be at least 1, but is {slots}: nothing could enter.")
+        super().__init__(slots)
         assert model.decoder is not None
         self._within = within
         self._model, self._eos_id, self._classes = model, eos_id, classes
@@ -142,94 +132,64 @@ class Engine:
         if torch.is_autocast_enabled(self._device.type):
             self._dtype = torch.get_autocast_dtype(self._device.type)
             self._decoder = model.decoder.cast(self._dtype)
-        self.slots, self.max_frames = slots, max_frames
+        self.max_frames = max_frames
         self._budget = slots * max_frames if frame_budget is None else frame_budget
         self._max_tokens = self._decoder.config.max_positions
         capacity = -(-slots // GROUP) * GROUP
-        self._waiting: deque[_Waiting] = deque()
         with self._computing():
             self._state = self._decoder.new_state(
                 capacity, self._max_tokens, max_frames, paged=paged, pages=pages
             )
             self._tokens = torch.zeros(capacity, dtype=torch.int64, device=self._device)
-            self._suppression = Suppression.of(self._decoder, classes)
+            self._suppression = Suppression.from_decoder(self._decoder, classes)
             # Rows whose next token is the first of a transcript.
             self._begins = torch.zeros(capacity, dtype=torch.bool, device=self._device)
-            self._seats: list[Utterance | None] = [None] * capacity
+            self._slots: list[Utterance | None] = [None] * capacity
             if not self._state.paged:
                 self._resize(0)
             if ahead is None:
                 ahead = _AHEAD if self._state.paged else 0
             self._readback = Readback(capacity, ahead, self._device)
-            self._run = self._step
+            self._run = self._decode_token
             if graph and (capture is not None or self._device.type == "cuda"):
-                # All slots are idle: the steps before the capture change nothing that is used
-                # later.
-                self._run = StepGraph(self._step, capture)
-
-    @property
-    def unfinished(self) -> list[Any]:
-        """The names of all utterances without a result."""
-        seated = [seat.name for seat in self._seats if seat is not None]
-        return [*seated, *(one.utterance.name for one in self._waiting)]
+                # All slots are idle: the steps before the capture change nothing used later.
+                self._run = StepGraph(self._decode_token, capture)
 
     def submit(self, encoded: PackedSequence, utterances: Sequence[Utterance]) -> None:
         """Queue utterances, the longest first, so that few slots are empty at the end.
 
-        Args:
-            encoded: (T, C), from ``model.encode``; sequences past the utterances are not decoded.
-            utterances: One for each sequence.
-
-        Raises:
-            ValueError: One does not fit into a slot.
+        ``encoded``: (T, C), from ``model.encode``; sequences past the utterances are not decoded.
         """
         with self._computing():
             speech = self._model.projected(encoded).values
         lengths, starts = encoded.layout.lengths, encoded.layout.cu_seqlens_host
-        expert = expert_of(encoded)
-        for one, frames in zip(utterances, lengths, strict=False):
-            if not one.prompt or one.room > self._max_tokens:
+        experts = expert_of(encoded)
+        for index, (utterance, frames) in enumerate(zip(utterances, lengths, strict=False)):
+            total = utterance.max_total_tokens
+            if not utterance.prompt or total > self._max_tokens:
                 raise ValueError(
                     f"`utterances` must have 1 to {self._max_tokens} tokens, prompt and limit "
-                    f"together, but one has {one.room} with a prompt of {len(one.prompt)}."
+                    f"together, but one has {total} with a prompt of {len(utterance.prompt)}."
                 )
-            if frames > self.max_frames or not self._state.fits([one.room], [frames], empty=True):
+            if frames > self.max_frames or not self._state.fits([total], [frames], empty=True):
                 raise ValueError(
                     f"`encoded` must have sequences of at most {self.max_frames} frames that fit "
-                    f"into the pages, but one has {frames}, and reads {one.room} tokens."
+                    f"into the pages, but one has {frames}, and reads {total} tokens."
                 )
-        waiting = [
-            _Waiting(
-                one,
-                speech[starts[number] : starts[number] + lengths[number]],
-                None if expert is None else expert[number : number + 1],
-            )
-            for number, one in enumerate(utterances)
-        ]
-        self._waiting.extend(sorted(waiting, key=lambda one: -len(one.speech)))
+            utterance._speech = speech[starts[index] : starts[index] + frames]
+            utterance._expert = None if experts is None else experts[index : index + 1]
+        self._enqueue(sorted(utterances, key=lambda utterance: -utterance.frames))
 
-    def results(self, *, drain: bool = True) -> Iterator[tuple[Any, Decoded]]:
-        """Decode; yields names and results as utterances finish.
+    def _step(self) -> list[Utterance]:
+        with self._computing():
+            self._fill_slots()
+            busy = any(self._slots)
+            if busy:
+                with self._within("decode.step"):
+                    self._readback.put(self._run(), list(self._slots))
+            return self._read() if self._readback.due or not busy else []
 
-        Args:
-            drain: Whether to continue until all are finished, or only until all have a slot, so
-                that more can be submitted before slots are empty.
-        """
-        while drain or self._waiting:
-            finished: list[Utterance] = []
-            with self._computing():
-                self._seat()
-                busy = any(seat is not None for seat in self._seats)
-                if not busy and not len(self._readback):
-                    return
-                if busy:
-                    with self._within("decode.step"):
-                        self._readback.put(self._run(), list(self._seats))
-                if self._readback.due or not busy:
-                    finished = self._read()
-            yield from ((one.name, one.result()) for one in finished)
-
-    def _step(self) -> Tensor:
+    def _decode_token(self) -> Tensor:
         """Read a token of each row; returns the best next tokens, int64 (rows,)."""
         tokens = self._tokens[: self._state.num_rows]
         hidden = self._decoder.step(tokens, self._state)
@@ -244,88 +204,82 @@ class Engine:
 
     def _read(self) -> list[Utterance]:
         """Read the tokens of a step; finished utterances leave their slots."""
-        tokens, seats = self._readback.get()
+        tokens, slots = self._readback.get()
         finished = [
-            (row, one)
-            for row, (one, token) in enumerate(zip(seats, tokens, strict=True))
-            if one is not None and one.read(token, self._eos_id)
+            (row, utterance)
+            for row, (utterance, token) in enumerate(zip(slots, tokens, strict=True))
+            if utterance is not None and utterance.read(token, self._eos_id)
         ]
         for row, _ in finished:
-            self._seats[row] = None
+            self._slots[row] = None
         if finished:
             self._state.release([row for row, _ in finished])
-        return [one for _, one in finished]
+        return [utterance for _, utterance in finished]
 
-    def _seat(self) -> None:
+    def _fill_slots(self) -> None:
         """Admit waiting utterances if enough can enter; without any, drop idle slots."""
-        taken = sum(seat is not None for seat in self._seats)
+        running = sum(slot is not None for slot in self._slots)
         if not self._waiting:
-            if not self._state.paged and taken <= KEPT_SHARE * len(self._seats):
-                self._resize(taken)
+            if not self._state.paged and running <= KEPT_SHARE * len(self._slots):
+                self._resize(running)
             return
-        entering = self._next(self.slots - taken, alone=not taken)
-        left = len(self._waiting) - len(entering)
-        if taken and left and len(entering) < _ADMITTED_SHARE * (taken + len(entering)):
-            return
-        if not self._state.paged and taken + len(entering) > len(self._seats):
-            self._resize(taken + len(entering))
-        for _ in entering:
-            self._waiting.popleft()
+        entering = self._take_admissible(running)
+        if not self._state.paged and running + len(entering) > len(self._slots):
+            self._resize(running + len(entering))
         if entering:
-            free = (row for row, seat in enumerate(self._seats) if seat is None)
+            free = (row for row, slot in enumerate(self._slots) if slot is None)
             self._admit([next(free) for _ in entering], entering)
 
-    def _next(self, slots: int, *, alone: bool) -> list[_Waiting]:
-        """Return the utterances that have waited longest and fit together into the free slots."""
-        chosen: list[_Waiting] = []
-        rooms: list[int] = []
+    def _fitting(self, waiting: Sequence[Utterance], running: int) -> list[Utterance]:
+        chosen: list[Utterance] = []
+        tokens: list[int] = []
         frames: list[int] = []
         free = self._budget - self._state.frames
-        for one in islice(self._waiting, slots):
-            rooms, frames = [*rooms, one.utterance.room], [*frames, len(one.speech)]
-            within = sum(frames) <= free or (alone and not chosen)
-            if not within or not self._state.fits(rooms, frames):
+        for utterance in waiting:
+            tokens, frames = [*tokens, utterance.max_total_tokens], [*frames, utterance.frames]
+            within = sum(frames) <= free or not (running or chosen)
+            if not within or not self._state.fits(tokens, frames):
                 break
-            chosen.append(one)
+            chosen.append(utterance)
         return chosen
 
-    def _admit(self, rows: Sequence[int], chosen: Sequence[_Waiting]) -> None:
+    def _admit(self, rows: Sequence[int], entering: Sequence[Utterance]) -> None:
         """Move utterances into free slots, without waiting for the device."""
-        sizes, utterances = self._state.sizes, [one.utterance for one in chosen]
-        layout = sizes.layout([len(one.speech) for one in chosen])
-        tail = chosen[0].speech.new_zeros(layout.rows - layout.total, chosen[0].speech.shape[1])
-        speech = torch.cat([*(one.speech for one in chosen), tail])
-        named = [one.expert for one in chosen if one.expert is not None]
-        expert = torch.cat(named) if named else None
+        sizes = self._state.sizes
+        parts = [utterance._speech for utterance in entering if utterance._speech is not None]
+        layout = sizes.layout(list(map(len, parts)))
+        tail = parts[0].new_zeros(layout.rows - layout.total, parts[0].shape[1])
+        experts = [utterance._expert for utterance in entering if utterance._expert is not None]
+        expert = torch.cat(experts) if experts else None
         with self._within("decode.admit"):
             self._decoder.admit(
                 self._state,
                 rows,
-                EncoderOutput(speech, layout, expert),
-                [one.prompt[:-1] for one in utterances],
-                [one.room for one in utterances],
+                EncoderOutput(torch.cat([*parts, tail]), layout, expert),
+                [utterance.prompt[:-1] for utterance in entering],
+                [utterance.max_total_tokens for utterance in entering],
             )
-        last = sizes.integers([one.prompt[-1] for one in utterances])
-        places = sizes.integers(rows)
-        self._tokens.index_copy_(0, places, last)
-        self._begins.index_fill_(0, places, True)
-        for row, one in zip(rows, utterances, strict=True):
-            self._seats[row] = one
+        index = sizes.integers(rows)
+        last = sizes.integers([utterance.prompt[-1] for utterance in entering])
+        self._tokens.index_copy_(0, index, last)
+        self._begins.index_fill_(0, index, True)
+        for row, utterance in zip(rows, entering, strict=True):
+            self._slots[row] = utterance
+            utterance._speech = utterance._expert = None
 
-    def _resize(self, taken: int) -> None:
+    def _resize(self, running: int) -> None:
         """Use whole groups of rows for this many utterances, the present ones first."""
-        rows = max(GROUP, -(-taken // GROUP) * GROUP)
-        if rows > len(self._seats):
-            self._seats += [None] * (rows - len(self._seats))
+        rows = max(GROUP, -(-running // GROUP) * GROUP)
+        slots = self._slots
+        if rows > len(slots):
+            slots += [None] * (rows - len(slots))
             self._state.extend(rows)
-        elif rows < len(self._seats):
-            behind = (row for row in range(rows, len(self._seats)) if self._seats[row] is not None)
-            order = [
-                row if self._seats[row] is not None else next(behind, row) for row in range(rows)
-            ]
+        elif rows < len(slots):
+            behind = (row for row in range(rows, len(slots)) if slots[row] is not None)
+            order = [row if slots[row] is not None else next(behind, row) for row in range(rows)]
             self._state.keep(order)
             self._tokens[:rows] = self._tokens[order]
-            self._seats = [self._seats[row] for row in order]
+            self._slots = [slots[row] for row in order]
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

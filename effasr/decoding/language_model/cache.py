@@ -24,7 +24,6 @@ class _ContiguousContext:
     longest: int
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """See `effasr.model.language_model.packed_attention.AttentionContext.attend`."""
         sizes, group = self.cache.sizes, q.shape[1] // k.shape[1]
         new = torch.stack([k, v], 1).to(sizes.dtype)
         if scale is not None:
@@ -44,7 +43,6 @@ class _PagedContext:
     longest: int
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """See `effasr.model.language_model.packed_attention.AttentionContext.attend`."""
         return self.cache.attend(layer, q, k, v, scale).to(v.dtype)
 
 
@@ -57,15 +55,6 @@ class CachedConversations:
     def __init__(
         self, model: LanguageModel, rows: int, dtype: torch.dtype, *, paged: bool | None = None
     ) -> None:
-        """Start with idle rows.
-
-        Args:
-            model: The language model, in evaluation mode.
-            rows: N, at least 1.
-            dtype: Data type of keys and values.
-            paged: Whether keys and values are in pages; by default on a GPU, whose kernels read
-                them.
-        """
         sizes, device = language_model_sizes(model.config), model.output_weight.device
         self._model = model
         shape = CacheSizes(sizes.layers, sizes.key_heads, sizes.head_dim, dtype, device)
@@ -91,22 +80,14 @@ class CachedConversations:
         return self._cache.page_bytes
 
     def reserve(self, pages: int, longest: int, most: int | None = None) -> None:
-        """Make room for conversations; a cache without pages makes it when they are read.
-
-        Args:
-            pages: Pages that all of them will take, with their answers.
-            longest: Rows of the longest, with its answer.
-            most: Most pages to make; None for no limit.
-        """
+        """Make room for conversations; a cache without pages makes it when they are read."""
         if isinstance(self._cache, SharedPageCache):
             self._cache.reserve(pages, longest, most)
 
     def admit(self, rows: Sequence[int], x: PackedSequence) -> None:
         """Read whole conversations, in place of what these rows held; there must be room.
 
-        Args:
-            rows: The row of each.
-            x: (U, width), their input rows, at least one of each; without other sequences.
+        ``x``: (U, width), their input rows, at least one of each.
         """
         lengths = x.layout.lengths
         write = self._cache.loader(rows, lengths)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
@@ -14,112 +12,77 @@ from torch import Tensor
 from effasr.data.conversation.batch import ConversationBatch
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.language_model.cache import CachedConversations
+from effasr.decoding.slots import SlotEngine
 from effasr.model.asr import ASRModel
+from effasr.model.checks import check
+from effasr.model.language_model.architecture import max_rows
 from effasr.nn.cache.decoder_state import KEPT_SHARE
 from effasr.nn.cache.paged import most_pages
 from effasr_kernels import PackedLayout, PackedSequence
 
-_ADMITTED_SHARE = 1 / 8
-"""Share of the slots that must be free before conversations are admitted, which are read
-together."""
+_ROWS_READ = 8192  # most rows that are read together, unless one conversation alone has more
 
-_ROWS_READ = 8192
-"""Most rows that are read together, unless one conversation alone has more."""
-
+# Share of the free memory of a GPU for pages. When the pool grows, the old one is copied, so three
+# quarters are taken for a moment.
 _FREE_SHARE = 1 / 2
-"""Share of the free memory of a GPU for pages. When the pool grows, the old one is copied, so three
-quarters are taken for a moment."""
 
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """The answer to a conversation.
+    """The answer to a conversation."""
 
-    Attributes:
-        name: Returned with the result.
-        limit: Most tokens of the answer.
-        longest: Most rows of the conversation with its answer; the last token is not read.
-        pages: Most pages that all hypotheses take together.
-        x: Input rows of the conversation, (n, width); None once they are in the cache.
-        rows: Row of the cache of each hypothesis.
-        going: Score and tokens of the hypotheses that go on.
-        done: Rank and tokens of the best that has ended; None before one has.
-    """
-
-    name: Any
-    limit: int
-    longest: int
-    pages: int
-    x: Tensor | None
-    rows: list[int] = field(default_factory=list)
-    going: list[tuple[float, tuple[int, ...]]] = field(default_factory=lambda: [(0.0, ())])
-    done: tuple[float, tuple[int, ...]] | None = None
+    name: Any  # returned with the result
+    limit: int  # most tokens of the answer
+    longest: int  # most rows of the conversation with its answer; the last token is not read
+    pages: int  # most pages that all hypotheses take together
+    x: Tensor | None  # input rows of the conversation, (n, width); None once they are in the cache
+    rows: list[int] = field(default_factory=list)  # row of the cache of each hypothesis
+    # Score and tokens of the open hypotheses.
+    beam: list[tuple[float, tuple[int, ...]]] = field(default_factory=lambda: [(0.0, ())])
+    best: tuple[float, tuple[int, ...]] | None = None  # rank and tokens of the best that has ended
 
     def result(self) -> Decoded:
-        if self.done is not None:
-            return Decoded(self.done[1])
-        return Decoded(self.going[0][1], True)
+        if self.best is not None:
+            return Decoded(self.best[1])
+        return Decoded(self.beam[0][1], True)
 
 
-class ConversationEngine:
-    """Answers conversations; one that ends leaves its slot to the next that waits.
+class ConversationEngine(SlotEngine[_Answer]):
+    """Answers conversations, several at a time.
 
     An answer does not depend on the other conversations, up to rounding. With a beam, the
-    hypotheses of a conversation take one slot together.
+    hypotheses of a conversation take one slot together. An answer of score s and n tokens, its end
+    included, ranks by ``s / ((5 + n) / 6) ** length_penalty``; one that ends goes before all that
+    reach their limit.
     """
 
     def __init__(
         self,
         model: ASRModel,
-        stop_ids: Collection[int],
+        stop_ids: Collection[int],  # tokens that end an answer
         *,
-        slots: int,
-        classes: int | None = None,
+        slots: int,  # conversations at a time
+        classes: int | None = None,  # number of the model's classes that are tokens
         beam: int = 1,
         length_penalty: float = 0.0,
-        paged: bool | None = None,
+        paged: bool | None = None,  # whether the cache is paged; by default on a GPU
+        # Most pages of 32 rows that conversations take together, their answers included, unless one
+        # alone needs more; others wait until enough are free. By default those that fit into half
+        # of the free memory of a GPU; elsewhere without limit.
         pages: int | None = None,
     ) -> None:
-        """Begin without conversations.
-
-        Args:
-            model: Model with a language model, in evaluation mode.
-            stop_ids: Tokens that end an answer.
-            slots: Conversations at a time.
-            classes: Number of the model's classes that are tokens; all by default.
-            beam: K, hypotheses of each conversation; 1 for greedy search.
-            length_penalty: With a beam, the exponent a by which an answer of score s and n tokens,
-                its end included, ranks: ``s / ((5 + n) / 6) ** a``. An answer that ends goes before
-                all that reach their limit.
-            paged: Whether the cache is paged; by default on a GPU.
-            pages: Most pages of 32 rows that conversations take together, their answers included,
-                unless one alone needs more; others wait until enough are free. By default those
-                that fit into half of the free memory of a GPU; elsewhere without limit.
-
-        Raises:
-            ValueError: The model has no language model, or there is no slot, page or hypothesis.
-        """
         if model.language_model is None:
             raise ValueError("`model` must have a language model, but has none.")
-        for name, value in (("slots", slots), ("beam", beam), ("pages", pages)):
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be at least 1, but is {value}.")
+        super().__init__(slots)
+        check(beam >= 1, "beam", "be at least 1", beam)
+        check(pages is None or pages >= 1, "pages", "be at least 1", pages)
         self._model, self._language_model = model, model.language_model
         self._stops, self._classes = frozenset(stop_ids), classes
-        self.slots, self._beam, self._length_penalty = slots, beam, length_penalty
+        self._beam, self._length_penalty = beam, length_penalty
         self._paged, self._pages = paged, pages
-        self._waiting: deque[_Answer] = deque()
         self._active: list[_Answer] = []
-        # Those without a result, in order.
-        self._unfinished: dict[_Answer, None] = {}
-        # Rows of the cache without a hypothesis.
-        self._idle: list[int] = []
+        self._idle: list[int] = []  # rows of the cache without a hypothesis
         self._cache: CachedConversations | None = None
-
-    @property
-    def unfinished(self) -> list[Any]:
-        """The names of all conversations without a result."""
-        return [one.name for one in self._unfinished]
 
     @torch.no_grad()
     def submit(
@@ -127,13 +90,8 @@ class ConversationEngine:
     ) -> None:
         """Encode the speech of conversations, and queue them.
 
-        Args:
-            batch: Conversations whose last row is the last that is given, on the model's device.
-            limits: Most tokens of each answer, without its end; at least 1.
-            names: Returned with the results; ``batch.ids`` by default.
-
-        Raises:
-            ValueError: There is not one limit for each conversation, or one is less than 1.
+        Answers continue the last row of each; ``limits`` are the most tokens of each answer,
+        without its end; ``names`` are returned with the results, ``batch.ids`` by default.
         """
         count = len(batch.ids)
         if len(limits) != count or min(limits, default=1) < 1:
@@ -146,70 +104,62 @@ class ConversationEngine:
         x = self._language_model.embed(batch, encoded)
         if self._cache is None:
             self._cache = self._new_cache(x)
-        pieces = x.split([*batch.token_lengths, len(x) - sum(batch.token_lengths)])
+        inputs = x.split([*batch.token_lengths, len(x) - sum(batch.token_lengths)])
         names = batch.ids if names is None else names
-        for name, limit, rows in zip(names, limits, pieces, strict=False):
-            pages = most_pages(len(rows), limit - 1, self._beam)
-            one = _Answer(name, limit, len(rows) + limit - 1, pages, rows)
-            self._waiting.append(one)
-            self._unfinished[one] = None
-
-    def results(self, *, drain: bool = True) -> Iterator[tuple[Any, Decoded]]:
-        """Decode; yields names and results as answers end.
-
-        Args:
-            drain: Whether to continue until all have ended, or only until all have a slot, so that
-                more can be submitted before slots are empty.
-        """
-        while self._waiting or (drain and self._active):
-            for one in self._step():
-                del self._unfinished[one]
-                yield one.name, one.result()
+        self._enqueue(
+            _Answer(
+                name,
+                limit,
+                len(rows) + limit - 1,
+                most_pages(len(rows), limit - 1, self._beam),
+                rows,
+            )
+            for name, limit, rows in zip(names, limits, inputs, strict=False)
+        )
 
     @torch.no_grad()
     def _step(self) -> list[_Answer]:
-        """Admit what waits, and continue every answer by a token; return those that have ended."""
-        cache = self._admit()
+        cache = self._cache
+        assert cache is not None
+        self._admit(cache)
         log_probs = cache.logits()[:, : self._classes]
         before = self._active
         if self._beam == 1:
             self._continue_greedy(cache, log_probs.argmax(1).tolist())
         else:
             self._continue_beam(cache, log_probs.log_softmax(1))
-        going = set(map(id, self._active))
-        return [one for one in before if id(one) not in going]
+        active = set(map(id, self._active))
+        return [answer for answer in before if id(answer) not in active]
 
-    def _admit(self) -> CachedConversations:
-        """Read the conversations that have waited longest, if enough slots are free."""
-        cache = self._cache
-        assert cache is not None
+    def _fitting(self, waiting: Sequence[_Answer], running: int) -> list[_Answer]:
         entering: list[_Answer] = []
-        free, rows = self.slots - len(self._active), 0
-        taken = sum(one.pages for one in self._active)
-        if free >= _ADMITTED_SHARE * self.slots or not self._active:
-            for one in islice(self._waiting, free):
-                assert one.x is not None
-                rows, taken = rows + len(one.x), taken + one.pages
-                if rows > _ROWS_READ and entering:
-                    break
-                if self._pages is not None and taken > self._pages and (entering or self._active):
-                    break
-                entering.append(one)
-        if entering:
-            missing = len(entering) - len(self._idle)
-            if missing > 0:
-                self._idle += cache.extend(missing)
-            new, self._idle = self._idle[: len(entering)], self._idle[len(entering) :]
-            inputs = [one.x for one in entering if one.x is not None]
-            layout = PackedLayout.from_lengths([len(x) for x in inputs], inputs[0].device)
-            pages = sum(one.pages for one in (*self._active, *entering))
-            cache.reserve(pages, max(one.longest for one in entering), self._pages)
-            cache.admit(new, PackedSequence(torch.cat(inputs), layout))
-            for one, row in zip(entering, new, strict=True):
-                one.x, one.rows = None, [row]
-                self._waiting.popleft()
-            self._active = [*self._active, *entering]
-        return cache
+        rows, pages = 0, sum(answer.pages for answer in self._active)
+        for answer in waiting:
+            assert answer.x is not None
+            rows, pages = rows + len(answer.x), pages + answer.pages
+            if rows > _ROWS_READ and entering:
+                break
+            if self._pages is not None and pages > self._pages and (entering or running):
+                break
+            entering.append(answer)
+        return entering
+
+    def _admit(self, cache: CachedConversations) -> None:
+        entering = self._take_admissible(len(self._active))
+        if not entering:
+            return
+        missing = len(entering) - len(self._idle)
+        if missing > 0:
+            self._idle += cache.extend(missing)
+        new, self._idle = self._idle[: len(entering)], self._idle[len(entering) :]
+        inputs = [answer.x for answer in entering if answer.x is not None]
+        layout = PackedLayout.from_lengths([len(x) for x in inputs], inputs[0].device)
+        pages = sum(answer.pages for answer in (*self._active, *entering))
+        cache.reserve(pages, max(answer.longest for answer in entering), self._pages)
+        cache.admit(new, PackedSequence(torch.cat(inputs), layout))
+        for answer, row in zip(entering, new, strict=True):
+            answer.x, answer.rows = None, [row]
+        self._active = [*self._active, *entering]
 
     def _new_cache(self, x: Tensor) -> CachedConversations:
         """Return a cache with one row for the data type of input rows, and limit its pages."""
@@ -226,31 +176,31 @@ class ConversationEngine:
         return cache
 
     def _continue_greedy(self, cache: CachedConversations, best: list[int]) -> None:
-        still, ended, read = [], [], [0] * len(best)
-        for one in self._active:
-            (row,), ((_, text),) = one.rows, one.going
+        active, ended, read = [], [], [0] * len(best)
+        for answer in self._active:
+            (row,), ((_, text),) = answer.rows, answer.beam
             token = best[row]
             if token in self._stops:
-                one.done = 0.0, text
+                answer.best = 0.0, text
             else:
-                one.going = [(0.0, (*text, token))]
-            if one.done is None and len(text) + 1 < one.limit:
-                still.append(one)
+                answer.beam = [(0.0, (*text, token))]
+            if answer.best is None and len(text) + 1 < answer.limit:
+                active.append(answer)
                 read[row] = token
             else:
                 ended.append(row)
-        self._active = still
+        self._active = active
         cache.release(ended)
         self._idle += ended
-        if not still:
+        if not active:
             return
-        if not self._waiting and len(still) <= KEPT_SHARE * len(best):
+        if not self._waiting and len(active) <= KEPT_SHARE * len(best):
             # Nothing waits for the idle rows, so they go.
-            kept = [one.rows[0] for one in still]
-            cache.select(kept)
-            read, self._idle = [read[row] for row in kept], []
-            for place, one in enumerate(still):
-                one.rows = [place]
+            rows = [answer.rows[0] for answer in active]
+            cache.select(rows)
+            read, self._idle = [read[row] for row in rows], []
+            for row, answer in enumerate(active):
+                answer.rows = [row]
         cache.read(read)
 
     def _continue_beam(self, cache: CachedConversations, log_probs: Tensor) -> None:
@@ -259,30 +209,30 @@ class ConversationEngine:
         values, tokens = (x.tolist() for x in log_probs.topk(count, dim=1))
         rows: list[int] = []
         read: list[int] = []
-        still: list[_Answer] = []
-        for one in self._active:
-            found = [
+        active: list[_Answer] = []
+        for answer in self._active:
+            candidates = [
                 (score + value, token, text, row)
-                for row, (score, text) in zip(one.rows, one.going, strict=True)
+                for row, (score, text) in zip(answer.rows, answer.beam, strict=True)
                 for value, token in zip(values[row], tokens[row], strict=True)
             ]
-            found.sort(key=lambda item: (-item[0], item[1], item[3]))
-            one.going, parents = [], []
-            for score, token, text, parent in found:
+            candidates.sort(key=lambda item: (-item[0], item[1], item[3]))
+            answer.beam, parents = [], []
+            for score, token, text, parent in candidates:
                 if token in self._stops:
-                    ranked = self._rank(score, len(text) + 1)
-                    if one.done is None or ranked > one.done[0]:
-                        one.done = ranked, text
-                elif len(one.going) < self._beam:
-                    one.going.append((score, (*text, token)))
+                    rank = self._rank(score, len(text) + 1)
+                    if answer.best is None or rank > answer.best[0]:
+                        answer.best = rank, text
+                elif len(answer.beam) < self._beam:
+                    answer.beam.append((score, (*text, token)))
                     parents.append(parent)
-            if self._may_improve(one):
-                one.rows = list(range(len(rows), len(rows) + len(parents)))
+            if self._may_improve(answer):
+                answer.rows = list(range(len(rows), len(rows) + len(parents)))
                 rows += parents
-                read += [text[-1] for _, text in one.going]
-                still.append(one)
-        self._active = still
-        if still:
+                read += [text[-1] for _, text in answer.beam]
+                active.append(answer)
+        self._active = active
+        if active:
             cache.select(rows)
             cache.read(read)
             self._idle = []
@@ -293,12 +243,57 @@ class ConversationEngine:
     def _rank(self, score: float, length: int) -> float:
         return score / ((5 + length) / 6) ** self._length_penalty
 
-    def _may_improve(self, one: _Answer) -> bool:
-        """Return whether a hypothesis that goes on may end with a better rank than the best."""
-        if not one.going:
+    def _may_improve(self, answer: _Answer) -> bool:
+        """Return whether an open hypothesis may end with a better rank than the best."""
+        if not answer.beam:
             return False
-        score, text = one.going[0]
-        if len(text) >= one.limit:
+        score, text = answer.beam[0]
+        if len(text) >= answer.limit:
             return False
         # Scores only fall, and a longer answer is divided by more.
-        return one.done is None or self._rank(score, one.limit) > one.done[0]
+        return answer.best is None or self._rank(score, answer.limit) > answer.best[0]
+
+
+def answer_limits(
+    model: ASRModel, batch: ConversationBatch, limit: Callable[[int], int]
+) -> list[int]:
+    """Return the most tokens of each answer: as requested, and as the language model has rows.
+
+    ``limit`` gives the most tokens of the answer to a conversation of so many encoder frames.
+    """
+    settings = model.config.language_model
+    assert settings is not None
+    assert settings.architecture is not None
+    most = max_rows(settings.architecture)
+    limits = []
+    for name, frames, rows in zip(batch.ids, batch.frame_lengths, batch.token_lengths, strict=True):
+        tokens = limit(frames)
+        if most is not None:
+            check(rows < most, name, f"have fewer rows than the language model's {most}", rows)
+            tokens = min(tokens, most - rows)
+        limits.append(tokens)
+    return limits
+
+
+def answers(
+    model: ASRModel,
+    batch: ConversationBatch,
+    limits: Sequence[int],
+    stop_ids: Collection[int],
+    *,
+    classes: int | None = None,
+    beam: int = 1,
+    length_penalty: float = 0.0,
+) -> list[Decoded]:
+    """Answer the conversations of a batch; see `ConversationEngine`."""
+    engine = ConversationEngine(
+        model,
+        stop_ids,
+        slots=max(1, len(limits)),
+        classes=classes,
+        beam=beam,
+        length_penalty=length_penalty,
+    )
+    engine.submit(batch, limits, range(len(limits)))
+    results = dict(engine.results())
+    return [results[index] for index in range(len(limits))]

@@ -10,63 +10,47 @@ from pathlib import Path
 
 from effasr.data.manifest.lines import numbered_lines
 
-BEGIN = -1
-"""The id of ``<s>``."""
+BEGIN = -1  # the id of ``<s>``
 
-UNSEEN = -100.0
-"""log10 probability of an unknown word in a model without ``<unk>``, as in KenLM."""
+UNSEEN = -100.0  # log10 probability of an unknown word in a model without ``<unk>``, as in KenLM
 
-MOST_DIGITS = 18
-"""Digits of an integer, which fits into 64 bits."""
+MOST_DIGITS = 18  # digits of an integer, which fits into 64 bits
 
+# What KenLM and SRILM separate words by; a word may have other spaces, such as U+00A0.
 _BLANK = " \t\r\n"
-"""What KenLM and SRILM separate words by; a word may have other spaces, such as U+00A0."""
 
 Context = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Arpa:
-    """The content of an ARPA file.
+    """The content of an ARPA file."""
 
-    Attributes:
-        ngrams: N-grams by length, from 1 on, with log10 of probability and of back-off weight;
-            those with ``<unk>`` are left out.
-        unknown: log10 of the probability of an unknown word.
-    """
-
+    # N-grams by length, from 1 on, with log10 of probability and of back-off weight; those with
+    # ``<unk>`` are left out.
     ngrams: list[dict[Context, tuple[float, float]]]
-    unknown: float
+    unknown: float  # log10 of the probability of an unknown word
 
 
 def read_arpa(path: str | Path, id_of: Callable[[str, str], int]) -> Arpa:
-    """Read an ARPA file, plain or gzipped.
-
-    Args:
-        path: The file.
-        id_of: Returns the id of a word; takes the place in the file, for messages, and the word.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is not an ARPA file, or is truncated.
-    """
+    """Read an ARPA file, plain or gzipped; ``id_of`` takes the line, for messages, and a word."""
     path = Path(path)
     ngrams: list[dict[Context, tuple[float, float]]] = []
     promised: list[int] = []
-    held: list[int] = []
+    counts: list[int] = []
     unknown, section = UNSEEN, ""
     for number, line in _lines(path):
         if line.startswith("\\"):
             section = line
             if section.endswith("-grams:"):
                 ngrams.append({})
-                held.append(0)
+                counts.append(0)
             continue
         if section == "\\data\\":
             promised.append(_count(path, number, line))
         elif section == f"\\{len(ngrams)}-grams:":
             gram, probability, backoff = _entry(path, number, line, len(ngrams))
-            held[-1] += 1
+            counts[-1] += 1
             if gram == ["<unk>"]:
                 unknown = probability
             elif "<unk>" not in gram:
@@ -79,8 +63,8 @@ def read_arpa(path: str | Path, id_of: Callable[[str, str], int]) -> Arpa:
             f"{path} must be an ARPA file, from \\data\\ to \\end\\, but ends in "
             f"{section or 'no section'}: KenLM's lmplz and SRILM write such files."
         )
-    if held != promised:
-        raise ValueError(f"{path}: \\data\\ promises {promised} n-grams, but there are {held}.")
+    if counts != promised:
+        raise ValueError(f"{path}: \\data\\ promises {promised} n-grams, but there are {counts}.")
     return Arpa(ngrams, unknown)
 
 
@@ -99,10 +83,10 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _count(path: Path, number: int, line: str) -> int:
     """Parse a line like ``ngram 2=120``."""
-    left, equals, count = line.partition("=")
+    name, equals, count = line.partition("=")
     count = count.strip()
     is_number = count.isdecimal() and len(count) <= MOST_DIGITS
-    if not (left.startswith("ngram ") and equals and is_number):
+    if not (name.startswith("ngram ") and equals and is_number):
         raise ValueError(f"{path}:{number} must be like `ngram 1=120`, but is `{line[:60]}`.")
     return int(count)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -13,24 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effasr.decoding.lm.prefix_cache import PrefixCache, Text
 from effasr.interop.huggingface.files import read_weights
 from effasr.model.language_model.architecture import CONFIG_FILE, check_sizes, model_config
 from effasr.untrusted.documents import read_json_object
 
 log = logging.getLogger(__name__)
 
-_ROWS = 64
-"""Contexts that are computed at a time."""
-_LONGEST = 1024
-"""Most tokens of a context."""
-_CACHE_BYTES = 64 << 20
-"""Size of the cache of scores, which hypotheses of a beam share."""
+Text = tuple[int, ...]
+
+_ROWS = 64  # contexts that are computed at a time
+_LONGEST = 1024  # most tokens of a context
+_CACHE_BYTES = 64 << 20  # size of the cache of scores, which hypotheses of a beam share
 _STATE_BYTES = 512 << 20
-_MOST_TOKENS = 1 << 15
-"""Tokens in the cache of keys and values; others are computed again."""
-_PASS_BYTES = 256 << 20
-"""Bytes of keys and values that are read at a time."""
+_MOST_TOKENS = 1 << 15  # tokens in the cache of keys and values; others are computed again
+_FIRST_ROWS = 256  # of the cache of keys and values
+_PASS_BYTES = 256 << 20  # bytes of keys and values that are read at a time
 
 
 class NeuralLM:
@@ -40,22 +37,9 @@ class NeuralLM:
     values of the current contexts are cached, so that a longer context costs only its last token.
     With a model that cannot continue from a cache, and past its longest context, each context costs
     all of its tokens.
-
-    Attributes:
-        order: One more than the tokens of the longest context.
     """
 
     def __init__(self, model: Any, vocab_size: int, eos_id: int):
-        """Wrap a causal language model of transformers in evaluation mode.
-
-        Args:
-            model: The language model.
-            vocab_size: V, of the speech model.
-            eos_id: The token that ends a text.
-
-        Raises:
-            ValueError: Its vocabulary is another one, or it has no token that begins a text.
-        """
         config = model.config
         if config.vocab_size != vocab_size:
             raise ValueError(
@@ -73,7 +57,7 @@ class NeuralLM:
         self.order = min(_LONGEST, _LONGEST if positions is None else int(positions))
         self._model, self._begin, self._eos_id = model, int(begin), eos_id
         self._most = _CACHE_BYTES // (4 * vocab_size)
-        self._known: dict[Text, Tensor] = {}
+        self._scores: dict[Text, Tensor] = {}
         self._shapes, self._cache = _shapes(model, self._begin), None
         if self._shapes is None:
             log.warning(
@@ -88,23 +72,22 @@ class NeuralLM:
             self._cache = PrefixCache(self._width, limit, like.dtype, like.device)
 
     def scores(self, contexts: Tensor, symbols: Tensor) -> Tensor:
-        """Score next tokens: see `effasr.decoding.lm.ngram.TokenLM.scores`."""
         flat = [
             tuple(token for token in row if token >= 0)[-(self.order - 1) :]
             for row in contexts.flatten(0, 1).tolist()
         ]
-        new = set(flat) - self._known.keys()
+        new = set(flat) - self._scores.keys()
         if self._cache is None:
             self._compute(new)
         else:
-            self._go_on(new, set(flat))
-        rows = torch.stack([self._known[context] for context in flat]).double()
-        if len(self._known) > self._most:
-            self._known = {context: self._known[context] for context in flat}
-        asked = symbols.flatten(0, 1).to(rows.device)
-        ends = asked.new_full((len(asked), 1), self._eos_id)
-        found = rows.gather(1, torch.cat([asked, ends], 1))
-        return found.to(symbols.device).unflatten(0, symbols.shape[:2])
+            self._continue(new, set(flat))
+        rows = torch.stack([self._scores[context] for context in flat]).double()
+        if len(self._scores) > self._most:
+            self._scores = {context: self._scores[context] for context in flat}
+        requested = symbols.flatten(0, 1).to(rows.device)
+        ends = requested.new_full((len(requested), 1), self._eos_id)
+        scores = rows.gather(1, torch.cat([requested, ends], 1))
+        return scores.to(symbols.device).unflatten(0, symbols.shape[:2])
 
     @torch.no_grad()
     def _compute(self, contexts: set[Text]) -> None:
@@ -118,50 +101,45 @@ class NeuralLM:
                 self._remember(rows, self._model(input_ids=self._ids(texts), use_cache=False))
 
     @torch.no_grad()
-    def _go_on(self, contexts: set[Text], asked: set[Text]) -> None:
-        """Score every token after each context, continuing from its cached beginning.
-
-        Args:
-            contexts: Contexts to score.
-            asked: Contexts of all hypotheses; others may be removed from the cache.
-        """
+    def _continue(self, contexts: set[Text], requested: set[Text]) -> None:
+        """Score every token after each context, continuing from its cached beginning."""
         assert self._cache is not None
         for length in sorted({len(context) + 1 for context in contexts}):
             same = [(self._begin, *row) for row in sorted(contexts) if len(row) + 1 == length]
-            by_known = defaultdict(list)
+            by_length = defaultdict(list)
             for text in same:
-                by_known[self._cache.known(text)].append(text)
+                by_length[self._cache.cached_length(text)].append(text)
             rows = max(1, min(_ROWS, _PASS_BYTES // (4 * self._width * length)))
-            for known, texts in by_known.items():
+            for cached_length, texts in by_length.items():
                 for begin in range(0, len(texts), rows):
-                    self._pass(texts[begin : begin + rows], known, asked)
+                    self._pass(texts[begin : begin + rows], cached_length, requested)
 
-    def _pass(self, texts: Sequence[Text], known: int, asked: set[Text]) -> None:
+    def _pass(self, texts: Sequence[Text], cached_length: int, requested: set[Text]) -> None:
         """Read what follows the ``known`` tokens of texts of one length."""
         from transformers import DynamicCache
 
         assert self._cache is not None
         assert self._shapes is not None
         past = DynamicCache()
-        if known:
-            kept = self._cache.read([text[:known] for text in texts])
-            parts = kept.split([heads * width for heads, width in self._shapes], dim=2)
+        if cached_length:
+            cached = self._cache.read([text[:cached_length] for text in texts])
+            parts = cached.split([heads * width for heads, width in self._shapes], dim=2)
             parts = [
                 part.unflatten(2, shape).transpose(1, 2)
                 for part, shape in zip(parts, self._shapes, strict=True)
             ]
             for layer, (keys, values) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
                 past.update(keys, values, layer)
-        ids = self._ids([text[known:] for text in texts])
+        ids = self._ids([text[cached_length:] for text in texts])
         output = _read_on(self._model, ids, past)
         self._remember([text[1:] for text in texts], output)
         if len(texts[0]) == self.order:
             # The next context loses its first token, which changes all positions.
             return
-        states = [part[:, :, known:].transpose(1, 2).flatten(2) for part in _parts(past)]
+        states = [part[:, :, cached_length:].transpose(1, 2).flatten(2) for part in _parts(past)]
         new = torch.cat(states, 2)
         if not self._cache.write(texts, new):
-            self._cache.keep([(self._begin, *context) for context in asked])
+            self._cache.keep([(self._begin, *context) for context in requested])
             self._cache.write(texts, new)
 
     def _ids(self, texts: Sequence[Text]) -> Tensor:
@@ -171,14 +149,16 @@ class NeuralLM:
         """Cache the scores after each context, float32 (V,)."""
         for row, scores in zip(contexts, output.logits[:, -1].float().log_softmax(-1), strict=True):
             # A view would keep the scores of all other contexts alive.
-            self._known[row] = scores.clone()
+            self._scores[row] = scores.clone()
 
 
 def _read_on(model: Any, ids: Tensor, cache: Any) -> Any:
     """Read tokens behind those of a cache, which gets their keys and values."""
     # Its name since transformers 5.24, which warns of the other one.
-    named = "cache" in signature(model.forward).parameters
-    return model(input_ids=ids, use_cache=True, **{"cache" if named else "past_key_values": cache})
+    is_new_name = "cache" in signature(model.forward).parameters
+    return model(
+        input_ids=ids, use_cache=True, **{"cache" if is_new_name else "past_key_values": cache}
+    )
 
 
 def _parts(cache: Any) -> list[Tensor]:
@@ -203,12 +183,12 @@ def _shapes(model: Any, token: int) -> list[tuple[int, int]] | None:
         shapes = [(part.shape[1], part.shape[3]) for part in parts]
         if not parts or any(part.shape[::2] != (2, 2) for part in parts):
             return None
-        found = _read_on(model, ids[:, 2:], past).logits[:, -1]
+        scores = _read_on(model, ids[:, 2:], past).logits[:, -1]
         if any(part.shape[2] != 3 for part in _parts(past)):
             return None
     except Exception:  # What models without a cache raise differs from one to the other.
         return None
-    is_same = torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    is_same = torch.allclose(scores, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
     return shapes if is_same else None
 
 
@@ -218,10 +198,6 @@ def load_neural_lm(
     """Read a directory that ``AutoModelForCausalLM`` loads, without network access.
 
     Only ``config.json`` and safetensors are read, and no code of the directory is run.
-
-    Raises:
-        ValueError: transformers is not installed, it is no such directory, or its vocabulary
-            differs from that of the speech model.
     """
     directory = Path(directory)
     try:
@@ -248,3 +224,79 @@ def load_neural_lm(
             f"writes it, but is not: {first[0]}"
         ) from None
     return NeuralLM(model.eval().float().to(device), vocab_size, eos_id)
+
+
+class PrefixCache:
+    """Keys and values of tokens, by their whole prefix.
+
+    The hypotheses of a beam share most of their tokens. Each token of the tree of texts has one row
+    of a tensor here, so that nothing is copied when the beam keeps, repeats or drops a hypothesis.
+    """
+
+    def __init__(self, width: int, limit: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._limit = limit
+        self._rows = torch.empty(min(limit, _FIRST_ROWS), width, dtype=dtype, device=device)
+        self._free = list(range(len(self._rows)))
+        self._rows_of: dict[Text, tuple[int, ...]] = {}  # of the tokens of each text
+
+    def __len__(self) -> int:
+        return len(self._rows_of)
+
+    def cached_length(self, text: Text) -> int:
+        """Return the length of the longest cached prefix of a text, without its last token."""
+        for length in range(len(text) - 1, 0, -1):
+            if text[:length] in self._rows_of:
+                return length
+        return 0
+
+    def read(self, beginnings: Iterable[Text]) -> Tensor:
+        """Return keys and values of cached prefixes of one length: (texts, tokens, width)."""
+        rows = [self._rows_of[text] for text in beginnings]
+        return self._rows[torch.tensor(rows, device=self._rows.device)]
+
+    def write(self, texts: Sequence[Text], values: Tensor) -> bool:
+        """Cache the last tokens of texts whose other tokens are cached, if there is room.
+
+        ``values``: (texts, tokens, width).
+        """
+        count, ends = values.shape[1], range(len(texts[0]) - values.shape[1], len(texts[0]))
+        # Two new texts may share a prefix.
+        new = {
+            text[: end + 1]: row * count + column
+            for row, text in enumerate(texts)
+            for column, end in enumerate(ends)
+            if text[: end + 1] not in self._rows_of
+        }
+        if not self._make_room(len(new)):
+            return False
+        rows = [self._free.pop() for _ in new]
+        for text, row in zip(new, rows, strict=True):
+            self._rows_of[text] = (*self._rows_of.get(text[:-1], ()), row)
+        device = self._rows.device
+        source = torch.tensor(list(new.values()), dtype=torch.int64, device=device)
+        self._rows[torch.tensor(rows, dtype=torch.int64, device=device)] = values.flatten(0, 1)[
+            source
+        ]
+        return True
+
+    def keep(self, texts: Iterable[Text]) -> None:
+        used: set[int] = set()
+        for text in texts:
+            cached = text if text in self._rows_of else text[: self.cached_length(text)]
+            used.update(self._rows_of.get(cached, ()))
+        self._rows_of = {text: rows for text, rows in self._rows_of.items() if rows[-1] in used}
+        self._free = [row for row in range(len(self._rows)) if row not in used]
+
+    def _make_room(self, tokens: int) -> bool:
+        """Grow up to the limit, for this many more tokens."""
+        if len(self._free) >= tokens:
+            return True
+        size = len(self._rows)
+        grown = min(self._limit, max(2 * size, size + tokens - len(self._free)))
+        if grown - size + len(self._free) < tokens:
+            return False
+        self._rows = torch.cat(
+            [self._rows, self._rows.new_empty(grown - size, self._rows.shape[1])]
+        )
+        self._free += range(size, grown)
+        return True

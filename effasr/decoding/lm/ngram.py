@@ -19,24 +19,16 @@ _CACHE_BYTES = 64 << 20
 
 
 class TokenLM(Protocol):
-    """A language model over the tokens of the speech model, for beam search.
+    """A language model over the tokens of the speech model, for beam search."""
 
-    Attributes:
-        order: Number of tokens that it reads, the scored one included.
-    """
-
-    order: int
+    order: int  # number of tokens that it reads, the scored one included
 
     def scores(self, contexts: Tensor, symbols: Tensor) -> Tensor:
         """Score next tokens, and the end of the text.
 
-        Args:
-            contexts: int64 (N, K, n), the last tokens of each hypothesis, at least ``order - 1`` or
-                all; -1 before the first.
-            symbols: int64 (N, K, C).
-
-        Returns:
-            Log-probabilities of the tokens and, last, of the end, float64 (N, K, C + 1).
+        ``contexts``: int64 (N, K, n), the last tokens of each hypothesis, at least ``order - 1`` or
+        all, -1 before the first; ``symbols``: int64 (N, K, C). Returns log-probabilities of the
+        tokens and, last, of the end, float64 (N, K, C + 1).
         """
         ...
 
@@ -45,26 +37,16 @@ class TokenNgrams:
     """A back-off n-gram model, in natural logarithms.
 
     It uses dictionaries on the host, which suits models of some million n-grams.
-
-    Attributes:
-        order: Tokens of the longest n-gram.
     """
 
     def __init__(
         self,
+        # By length, from 1 on, with log10 of probability and of back-off weight.
         ngrams: Sequence[dict[Context, tuple[float, float]]],
         vocab_size: int,
         eos_id: int,
-        unknown: float = UNSEEN,
+        unknown: float = UNSEEN,  # log10 of the probability of a token without unigram
     ):
-        """Index n-grams by context.
-
-        Args:
-            ngrams: N-grams by length, from 1 on, with log10 of probability and of back-off weight.
-            vocab_size: V.
-            eos_id: The token for ``</s>``.
-            unknown: log10 of the probability of a token without unigram.
-        """
         self.order = len(ngrams)
         self._backoffs: dict[Context, float] = {}
         after: dict[Context, list[tuple[int, float]]] = defaultdict(list)
@@ -78,23 +60,22 @@ class TokenNgrams:
             for context, pairs in after.items()
         }
         self._eos_id = eos_id
-        self._rest = np.full(vocab_size, unknown * math.log(10))
+        self._unseen = np.full(vocab_size, unknown * math.log(10))
         self._follow = lru_cache(max(16, _CACHE_BYTES // (8 * vocab_size)))(self._computed)
 
     def scores(self, contexts: Tensor, symbols: Tensor) -> Tensor:
-        """Score next tokens: see `TokenLM.scores`."""
         rows = symbols.flatten(0, 1).tolist()
-        found = np.empty((len(rows), symbols.shape[2] + 1))
+        values = np.empty((len(rows), symbols.shape[2] + 1))
         for row, (context, tokens) in enumerate(
             zip(contexts.flatten(0, 1).tolist(), rows, strict=True)
         ):
-            found[row] = self._follow(self._known(context))[[*tokens, self._eos_id]]
-        return torch.from_numpy(found).to(symbols.device).unflatten(0, symbols.shape[:2])
+            values[row] = self._follow(self._longest_suffix(context))[[*tokens, self._eos_id]]
+        return torch.from_numpy(values).to(symbols.device).unflatten(0, symbols.shape[:2])
 
-    def _known(self, tokens: Sequence[int]) -> Context:
+    def _longest_suffix(self, tokens: Sequence[int]) -> Context:
         """Return the longest suffix of these tokens, after one ``<s>``, that is a context."""
-        said = [token for token in tokens if token != BEGIN]
-        context = (BEGIN, *said) if len(said) < self.order - 1 else tuple(said)
+        history = [token for token in tokens if token != BEGIN]
+        context = (BEGIN, *history) if len(history) < self.order - 1 else tuple(history)
         context = context[max(0, len(context) - self.order + 1) :]
         while context and context not in self._after and not self._backoffs.get(context):
             context = context[1:]
@@ -103,31 +84,27 @@ class TokenNgrams:
     def _computed(self, context: Context) -> np.ndarray:
         """Return log-probabilities of all tokens, float64 (V,)."""
         if context:
-            every = self._follow(context[1:]) + self._backoffs.get(context, 0.0)
+            scores = self._follow(context[1:]) + self._backoffs.get(context, 0.0)
         else:
-            every = self._rest.copy()
+            scores = self._unseen.copy()
         tokens, values = self._after.get(context, ((), ()))
-        every[list(tokens)] = values
-        return every
+        scores[list(tokens)] = values
+        return scores
 
 
 def load_ngrams(path: str | Path, vocab_size: int, eos_id: int) -> TokenNgrams:
-    """Read an ARPA file, plain or gzipped, whose words are token ids in decimal.
-
-    Raises:
-        ValueError: It is not an ARPA file, is truncated, or has a word that is no token id.
-    """
+    """Read an ARPA file, plain or gzipped, whose words are token ids in decimal."""
     names = {"<s>": BEGIN, "</s>": eos_id}
 
-    def token(place: str, word: str) -> int:
+    def token(origin: str, word: str) -> int:
         if word in names:
             return names[word]
         if not (word.isdecimal() and len(word) <= MOST_DIGITS and int(word) < vocab_size):
             raise ValueError(
-                f"{place}: `{word[:40]}` must be a token id below {vocab_size}: estimate the "
+                f"{origin}: `{word[:40]}` must be a token id below {vocab_size}: estimate the "
                 "model from texts that the tokenizer has encoded, a line of ids for each."
             )
         return int(word)
 
-    found = read_arpa(path, token)
-    return TokenNgrams(found.ngrams, vocab_size, eos_id, found.unknown)
+    arpa = read_arpa(path, token)
+    return TokenNgrams(arpa.ngrams, vocab_size, eos_id, arpa.unknown)

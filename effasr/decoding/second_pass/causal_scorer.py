@@ -24,32 +24,20 @@ from effasr_kernels import PackedLayout, linear_cross_entropy
 
 _UNSCORED = -100
 
+# Files that tokenizers of transformers are read from.
 _TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
-"""Files that tokenizers of transformers are read from."""
 
-Text = tuple[str, str]
-"""What was said before, perhaps nothing, and the text to score."""
+Text = tuple[str, str]  # what was said before, perhaps nothing, and the text to score
 
 
 class CausalScorer:
-    """A causal language model over words, whatever its vocabulary.
-
-    Args:
-        directory: A folder of transformers: ``config.json``, safetensors and a tokenizer. Code in
-            it is never run.
-        device: Where the model computes.
-        row_budget: Most rows of a packed forward; a longer text has one of its own.
-
-    Raises:
-        ImportError: transformers is not installed.
-        ValueError: The folder lacks a file, or its model cannot be packed.
-    """
+    """A causal language model of a folder of transformers; code in it is never run."""
 
     def __init__(
         self,
         directory: str | Path,
         device: torch.device | str = "cpu",
-        row_budget: int = 8192,
+        row_budget: int = 8192,  # of a packed forward; a longer text has its own
     ) -> None:
         architecture = read_architecture(directory)
         # Text alone: the adapter from speech is as small as can be, and unused.
@@ -70,21 +58,18 @@ class CausalScorer:
 
         The start token is first; the beginning of what was said before is left out if the model has
         no position for it.
-
-        Raises:
-            ValueError: The text alone is too long for the model.
         """
-        before, own = (part.strip() for part in text)
-        scored = self._encoded(f" {own}" if before and own else own)
+        before, scored_text = (part.strip() for part in text)
+        scored = self._encoded(f" {scored_text}" if before and scored_text else scored_text)
         if self._most is not None and len(scored) + 1 > self._most:
             raise ValueError(
                 f"`second_lm` must have room for a segment of {len(scored)} tokens and the start, "
                 f"but has {self._most} positions: lower `chunk_seconds`, or choose another model."
             )
-        read = self._encoded(before)
+        context = self._encoded(before)
         if self._most is not None:
-            read = read[max(0, len(read) + len(scored) + 1 - self._most) :]
-        return [self._start, *read, *scored], len(scored)
+            context = context[max(0, len(context) + len(scored) + 1 - self._most) :]
+        return [self._start, *context, *scored], len(scored)
 
     @torch.no_grad()
     def log_probs(self, texts: Sequence[Text]) -> list[float]:
@@ -95,16 +80,16 @@ class CausalScorer:
         does not depend on the others, up to rounding.
         """
         rows = [self.token_ids(text) for text in texts]
-        found: list[float] = []
+        scores: list[float] = []
         batch: list[tuple[list[int], int]] = []
         used = 0
         for row in rows:
             if batch and used + len(row[0]) > self._budget:
-                found += self._forward(batch)
+                scores += self._forward(batch)
                 batch, used = [], 0
             batch.append(row)
             used += len(row[0])
-        return found + (self._forward(batch) if batch else [])
+        return scores + (self._forward(batch) if batch else [])
 
     def _forward(self, rows: Sequence[tuple[list[int], int]]) -> list[float]:
         # The last token of a sequence predicts nothing that is scored, but keeps it from being
@@ -171,8 +156,8 @@ def _load_tokenizer(directory: str | Path) -> Any:
 def _start_id(tokenizer: Any, directory: str | Path) -> int:
     """Return the token before a text: the beginning of text, or the end of the one before."""
     for name in ("bos_token_id", "eos_token_id"):
-        if (found := getattr(tokenizer, name, None)) is not None:
-            return int(found)
+        if (token := getattr(tokenizer, name, None)) is not None:
+            return int(token)
     raise ValueError(
         f"`second_lm` {directory} must have a tokenizer with a `bos_token` or an `eos_token`, from "
         "which a text starts, but it has neither."

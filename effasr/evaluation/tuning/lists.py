@@ -15,7 +15,7 @@ from effasr.transcription.results import Alternative, Segment, Transcription
 _CORRECTED, _RECOGNIZED = -1, -2
 """Choices between the text of a corrector and that of the search."""
 
-_COLUMNS = "own", "ctc", "lm", "symbols", "second", "words"
+_COLUMNS = "model", "ctc", "lm", "symbols", "second", "words"
 
 
 class NBestLists:
@@ -71,7 +71,7 @@ class NBestLists:
     def _ranks(self, weights: Weights) -> np.ndarray:
         """Return the ranks of all alternatives, float64 (segments, alternatives)."""
         parts, share = self._parts, weights.ctc_weight
-        scores = _times(1 - share, parts["own"]) + _times(share, parts["ctc"])
+        scores = _times(1 - share, parts["model"]) + _times(share, parts["ctc"])
         scores = scores + _times(weights.lm_weight, parts["lm"])
         if self._second:
             scores = scores + _times(weights.second_lm_weight, parts["second"])
@@ -155,7 +155,7 @@ def _row(one: Alternative) -> dict[str, float]:
     assert one.parts is not None
     parts = one.parts
     return {
-        "own": parts.own,
+        "model": parts.model,
         "ctc": parts.ctc or 0.0,
         "lm": parts.lm or 0.0,
         "symbols": parts.symbols,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.index.corpus import Corpus
 from effasr.data.index.pair_corpus import PairCorpus
-from effasr.decoding.greedy import choose_method
+from effasr.decoding.checks import choose_method
 from effasr.model.asr import ASRModel
 from effasr.training.config import TrainConfig
 from effasr.training.diagnostics.ctc_plateau import CTCBaseline

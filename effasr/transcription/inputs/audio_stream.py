@@ -28,21 +28,15 @@ _BLOCK_S = 10
 
 @dataclass(frozen=True, slots=True)
 class AudioStream:
-    """Audio that is read once, in order.
+    """Audio that is read once, in order."""
 
-    Attributes:
-        blocks: float32 (samples,) each, mono, at the requested rate. Raise AudioError where the
-            file is damaged.
-        total: Samples of all blocks together; None if only the end shows it.
-    """
-
-    blocks: Iterator[np.ndarray]
-    total: int | None = None
+    blocks: Iterator[np.ndarray]  # float32 (samples,) each, mono, at the requested rate
+    total: int | None = None  # samples of all blocks together; None if only the end shows it
 
 
 def open_stream(
     path: str | Path | TarMember,
-    sample_rate: int,
+    sample_rate: int,  # rate of the result in Hz
     *,
     offset: float = 0.0,
     duration: float | None = None,
@@ -51,19 +45,6 @@ def open_stream(
     """Open a file, or a part of it, as one channel.
 
     ffmpeg reads what soundfile cannot, and mixes channels in its own way.
-
-    Args:
-        path: Path of an audio or a video file, or a place in a tar file.
-        sample_rate: Rate of the result in Hz; other rates are resampled by soxr.
-        offset: Start in seconds.
-        duration: Seconds to read; up to the end by default.
-        channels: The channels to average; all by default.
-
-    Returns:
-        The samples that `effasr.data.audio.waveform.read_audio` gives at once.
-
-    Raises:
-        AudioError: The file is missing, or neither soundfile nor ffmpeg can read it.
     """
     try:
         file = open_audio(path)

@@ -11,8 +11,8 @@ import numpy as np
 from effasr.model.checks import check
 
 _HOP_SECONDS = 0.01
+# Energy is summed over 0.2 s: a pause between words, not the closure of a stop consonant.
 _WINDOW_HOPS = 20
-"""Energy is summed over 0.2 s: a pause between words, not the closure of a stop consonant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +31,7 @@ def split_at_pauses(
     The chunks are of equal length at first, so that none is a fraction of a second; then each cut
     moves to the quietest moment near its place. Within silence a cut moves no further than needed.
 
-    Args:
-        audio: float (samples,), mono.
-        sample_rate: Samples per second.
-        chunk_seconds: Longest chunk.
-        search_seconds: Most seconds by which a cut moves to either side.
-
-    Returns:
-        The chunks in order; none for a recording without samples.
-
-    Raises:
-        ValueError: ``chunk_seconds`` is less than one second, or ``search_seconds`` is negative or
-            more than half of ``chunk_seconds``.
+    ``audio``: float (samples,), mono.
     """
     cut = cut_at_pauses(
         [audio] if len(audio) else [],
@@ -123,7 +112,6 @@ class _Ahead:
         return self._ended
 
     def take(self, length: int) -> np.ndarray:
-        """Cut off the first samples."""
         taken, self.samples = self.samples[:length], self.samples[length:]
         return taken
 

@@ -24,9 +24,10 @@ from effasr.data.audio.audio_file import (
     regular_file_size,
 )
 
-PATIENCE_S = 60.0
-"""Seconds within which ffmpeg must return a sample."""
+PATIENCE_S = 60.0  # seconds within which ffmpeg must return a sample
 
+# Formats of ffmpeg that have their audio in the file itself. Others, such as playlists (hls, dash,
+# concat) and scripts (avisynth), name files that would be read, too.
 _FORMATS = (
     "aac", "ac3", "aiff", "alaw", "amr", "amrnb", "amrwb", "ape", "asf", "au", "avi", "caf", "dsf",
     "dts", "dtshd", "dv", "eac3", "flac", "flv", "g722", "g726", "gsm", "gxf", "ircam", "iff",
@@ -34,44 +35,26 @@ _FORMATS = (
     "mxf", "nistsphere", "nut", "ogg", "oma", "qcp", "rm", "shn", "sox", "spdif", "swf", "tak",
     "truehd", "tta", "voc", "w64", "wav", "webm", "wtv", "wv", "xwma",
 )  # fmt: skip
-"""Formats of ffmpeg that have their audio in the file itself. Others, such as playlists (hls, dash,
-concat) and scripts (avisynth), name files that would be read, too."""
 
+# Address space that ffmpeg may take; it takes 0.2 GB, and more with shared libraries.
 _MEMORY_BYTES = 4 << 30
-"""Address space that ffmpeg may take; it takes 0.2 GB, and more with shared libraries."""
 
 _BLOCK_S = 10
-_BYTES = 4
-"""Per float32 sample."""
+_BYTES = 4  # per float32 sample
 
-_WHO = re.compile(r"^\[[^\]]*\] ")
-"""Prefix of ffmpeg's messages: a component and its address."""
+_WHO = re.compile(r"^\[[^\]]*\] ")  # prefix of ffmpeg's messages: a component and its address
 
 
 def ffmpeg_blocks(
     path: str | Path,
-    sample_rate: int,
+    sample_rate: int,  # sample rate of the result in Hz
     reason: str,
     offset: float = 0.0,
     duration: float | None = None,
 ) -> Iterator[np.ndarray]:
     """Decode the first audio track of a file.
 
-    Args:
-        path: A file. ffmpeg is only allowed to open files, no URLs, whatever the name or content,
-            and only formats whose audio is in the file itself.
-        sample_rate: Sample rate of the result in Hz.
-        reason: Why soundfile cannot read the file, for the message if there is no ffmpeg.
-        offset: Start in seconds.
-        duration: Seconds to decode; up to the end by default.
-
-    Yields:
-        float32 (samples,), mono.
-
-    Raises:
-        AudioError: ffmpeg is missing, cannot read the file, gives no sample for `PATIENCE_S`
-            seconds, more samples than the file can hold, or needs more than 4 GiB of address space.
-            Raised by the call if known before ffmpeg runs, else by the iterator.
+    Returns float32 (samples,), mono.
     """
     size = regular_file_size(path)
     program = shutil.which("ffmpeg")

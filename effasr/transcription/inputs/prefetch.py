@@ -11,21 +11,13 @@ from typing import TypeVar
 A = TypeVar("A")
 B = TypeVar("B")
 
-_AHEAD = 1000
-"""Blocks that may wait, some minutes; then the recorder is blocked."""
+_AHEAD = 1000  # blocks that may wait, some minutes; then the recorder is blocked
 
 
 def prefetch(
     call: Callable[[A], B], items: Iterable[A], *, workers: int, ahead: int | None = None
 ) -> Generator[B, None, None]:
-    """Yield ``call(item)`` for each item, in order, while later calls run on threads.
-
-    Args:
-        call: Runs on a thread; its exceptions are raised here, in order.
-        items: Read one by one, at most ``ahead`` past the yielded result.
-        workers: Threads.
-        ahead: Calls that run or wait; twice ``workers`` by default. It limits the memory.
-    """
+    """Yield ``call(item)`` for each item, in order, while later calls run on threads."""
     iterator = iter(items)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="prefetch")
     try:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     # Manifests need lhotse, whose import takes a third of a second; files do not need it.
     from lhotse.cut import Cut
 
+# Suffixes of the recordings of a folder, in lower or upper case.
 AUDIO_SUFFIXES = frozenset(
     (
         *(".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aiff", ".aif", ".au", ".caf", ".w64"),
@@ -24,34 +25,21 @@ AUDIO_SUFFIXES = frozenset(
         *(".3gp", ".ac3", ".ts"),
     )
 )
-"""Suffixes of the recordings of a folder, in lower or upper case."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A recording, or a part of one.
-
-    Attributes:
-        id: Identifies the result.
-        name: Name of the result's file, without suffix, relative to the output folder.
-        audio: The file; empty for a cut that only lhotse can read.
-        offset: Start in the file, in seconds.
-        duration: Duration in seconds; None if it ends with the file.
-        channels: Channels of the file to average; None for all.
-        cut: Cut of a manifest of cuts, if it has one.
-        prompt: Requested by its manifest.
-        problem: Why there is nothing to transcribe.
-    """
+    """A recording, or a part of one."""
 
     id: str
-    name: str
-    audio: str = ""
-    offset: float = 0.0
-    duration: float | None = None
-    channels: tuple[int, ...] | None = None
-    cut: Cut | None = None
-    prompt: Prompt | None = None
-    problem: str | None = None
+    name: str  # name of the result's file, without suffix, relative to the output folder
+    audio: str = ""  # the file; empty for a cut that only lhotse can read
+    offset: float = 0.0  # start in the file, in seconds
+    duration: float | None = None  # duration in seconds; None if it ends with the file
+    channels: tuple[int, ...] | None = None  # channels of the file to average; None for all
+    cut: Cut | None = None  # cut of a manifest of cuts, if it has one
+    prompt: Prompt | None = None  # requested by its manifest
+    problem: str | None = None  # why there is nothing to transcribe
 
 
 def find(arguments: Iterable[str]) -> list[Source]:
@@ -61,10 +49,6 @@ def find(arguments: Iterable[str]) -> list[Source]:
     ``?`` or ``[...]``, and ``**`` for folders at any depth. Names that begin with a dot are found
     only if the argument asks for them, and no folder is entered twice through links. An argument
     without recordings is a source with a problem.
-
-    Returns:
-        The recordings in the order of the arguments, each file once; those of a folder or pattern
-        are sorted.
     """
     found: dict[str, Source] = {}
     for argument in arguments:
@@ -75,16 +59,7 @@ def find(arguments: Iterable[str]) -> list[Source]:
 
 
 def of_manifest(path: Path, *, language: str, untranscribed: bool = False) -> list[Source]:
-    """Return the recordings of a manifest of any kind that `effasr.data.manifest.reader` reads.
-
-    Args:
-        path: The manifest.
-        language: Default language of lines.
-        untranscribed: Whether lines may lack a text.
-
-    Raises:
-        ValueError: It is no manifest, or a line is malformed.
-    """
+    """Return the recordings of a manifest of any kind that `effasr.data.manifest.reader` reads."""
     from effasr.data.manifest.reader import named
 
     every = named(path, language=language, untranscribed=untranscribed)
@@ -95,11 +70,7 @@ def of_manifest(path: Path, *, language: str, untranscribed: bool = False) -> li
 
 
 def check_names(sources: Sequence[Source]) -> None:
-    """Check that each recording has its own result file.
-
-    Raises:
-        ValueError: Two have the same.
-    """
+    """Check that each recording has its own result file."""
     taken: dict[str, str] = {}
     for source in sources:
         if source.name in taken:

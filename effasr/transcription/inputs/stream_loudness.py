@@ -6,25 +6,13 @@ import numpy as np
 
 from effasr.transcription.inputs.vad import HOP_SECONDS, loudness
 
-_SILENCE_DB = -100.0
-"""Level of zeros in `loudness`."""
+_SILENCE_DB = -100.0  # level of zeros in `loudness`
 
 
 class StreamLoudness:
-    """Levels of the frames that are still of interest, one for each `HOP_SECONDS`.
-
-    Attributes:
-        first: The first frame that it holds.
-        frames: The frame after the last one.
-    """
+    """Levels of the frames that are still of interest, one for each `HOP_SECONDS`."""
 
     def __init__(self, sample_rate: int, frame_seconds: float):
-        """Begin with no frames.
-
-        Args:
-            sample_rate: Samples per second.
-            frame_seconds: Seconds between frames.
-        """
         self.first = self.frames = 0
         self._rate, self._hops = sample_rate, frame_seconds / HOP_SECONDS
         self._levels = np.zeros(0)
@@ -44,7 +32,6 @@ class StreamLoudness:
         self.frames += frames
 
     def forget(self, before: int) -> None:
-        """Forget the frames before one."""
         if before > self.first:
             self._levels = self._levels[self._hop(before) - self._hop(self.first) :].copy()
             self.first = before

@@ -8,21 +8,15 @@ import numpy as np
 
 from effasr.transcription.inputs.chunking import Chunk
 
-HOP_SECONDS = 0.01
-"""Resolution of the loudness."""
+HOP_SECONDS = 0.01  # resolution of the loudness
 
 _SMOOTH_HOPS = 5
-_SILENT_DB = -70.0
-"""Relative to full scale; recordings of speech are louder."""
-_LEAST_RANGE_DB = 8.0
-"""Least range between background and speech in a recording with pauses."""
-_SHARE = 0.3
-"""Threshold of speech between the background and the loudest speech, as a share in dB."""
-_BELOW_SPEECH_DB = 15.0
-"""Audio of even loudness this far below the earlier speech is background."""
+_SILENT_DB = -70.0  # relative to full scale; recordings of speech are louder
+_LEAST_RANGE_DB = 8.0  # least range between background and speech in a recording with pauses
+_SHARE = 0.3  # threshold of speech between the background and the loudest speech, as a share in dB
+_BELOW_SPEECH_DB = 15.0  # audio of even loudness this far below the earlier speech is background
 
-_FORGET_DB = 3.0
-"""Decay per chunk of the remembered loudness of speech."""
+_FORGET_DB = 3.0  # decay per chunk of the remembered loudness of speech
 _MARGIN_HOPS = 25
 
 
@@ -47,10 +41,6 @@ def is_speech(levels: np.ndarray, loudest: float = -np.inf) -> np.ndarray:
 
     Background and speech differ by at least 8 dB. If the loudness is more even than that, all of it
     is speech, unless it is silent or far below the earlier speech.
-
-    Args:
-        levels: Levels from `loudness`, of at most half a minute.
-        loudest: Loudness of the earlier speech, in dB.
     """
     background, peak = float(np.quantile(levels, 0.1)), float(levels.max())
     if peak < _SILENT_DB:
@@ -66,14 +56,8 @@ def without_gaps(
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
     """Remove long stretches without speech from the chunks of a recording.
 
-    Args:
-        chunks: Chunks in order, each with its samples, float (samples,).
-        sample_rate: Sample rate in Hz.
-        gap_seconds: Shorter gaps are kept, and a quarter of a second at the ends of removed ones.
-
-    Yields:
-        Nothing of a chunk without speech, an unchanged chunk without gaps, and the stretches
-        between the gaps of others.
+    ``chunks``: chunks in order, each with its samples, float (samples,); ``sample_rate``: sample
+    rate in Hz.
     """
     loudest = -np.inf
     for chunk, samples in chunks:

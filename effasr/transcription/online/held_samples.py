@@ -8,19 +8,13 @@ _SHORT_SAMPLES = 1 << 16
 
 
 class HeldSamples:
-    """Samples of a stream, which are numbered from its beginning.
-
-    Attributes:
-        begin: The first sample that is held.
-        end: Number of samples so far.
-    """
+    """Samples of a stream, which are numbered from its beginning."""
 
     def __init__(self) -> None:
         self.begin = self.end = 0
         self._parts: list[np.ndarray] = []
 
     def append(self, samples: np.ndarray) -> None:
-        """Add samples, floating (samples,)."""
         if len(samples):
             self._parts.append(samples.astype(np.float32))
             self.end += len(samples)
@@ -32,7 +26,6 @@ class HeldSamples:
         return self._parts[0][first - self.begin : last - self.begin]
 
     def forget(self, before: int) -> None:
-        """Forget the samples before one."""
         if self._parts:
             rest = self.between(before, self.end)
             # A view keeps its whole array alive, but a long rest is not copied for each chunk.
@@ -42,5 +35,4 @@ class HeldSamples:
         self.begin = before
 
     def clear(self) -> None:
-        """Forget all samples."""
         self._parts, self.begin = [], self.end

@@ -14,7 +14,7 @@ from effasr.decoding.confidence.calibration import Calibration
 from effasr.decoding.config import LM_WEIGHT
 from effasr.decoding.ctc_beam import Fusion
 from effasr.decoding.lm.ngram import TokenLM
-from effasr.decoding.streaming.beam import BeamStreams
+from effasr.decoding.streams import BeamStreams
 from effasr.model.asr import ASRModel
 from effasr.model.checks import check
 from effasr.model.streaming_encoder import StreamingEncoder
@@ -159,11 +159,7 @@ class OnlineRecognizer:
         return self.context.chunk * self.frame_seconds
 
     def open(self) -> OnlineStream:
-        """Begin a stream.
-
-        Raises:
-            ValueError: As many streams are open as the recognizer was made for.
-        """
+        """Begin a stream."""
         if None not in self._open:
             raise ValueError(
                 f"`streams` must be more than {len(self._open)} to open another one: finish and "
@@ -248,16 +244,9 @@ class OnlineRecognizer:
 
 
 class OnlineStream:
-    """A stream that an `OnlineRecognizer` transcribes; see there.
-
-    Attributes:
-        recognizer: The recognizer, whose `OnlineRecognizer.decode` decodes what is fed.
-        finished: Whether `finish` was called.
-        done: Whether all of it is decoded, after `finish`.
-    """
+    """A stream that an `OnlineRecognizer` transcribes; see there."""
 
     def __init__(self, recognizer: OnlineRecognizer, slot: int):
-        """Called by `OnlineRecognizer.open`."""
         self.recognizer = recognizer
         self.finished = self.done = False
         self._audio = HeldSamples()
@@ -269,12 +258,7 @@ class OnlineStream:
     def feed(self, samples: np.ndarray) -> None:
         """Add samples, any number; they are decoded by `OnlineRecognizer.decode`.
 
-        Args:
-            samples: Floating (samples,), mono, of the recognizer's rate.
-
-        Raises:
-            ValueError: The stream is finished, or the samples are not mono or not finite; the
-                stream then goes on without them.
+        ``samples``: floating (samples,), mono, of the recognizer's rate.
         """
         if self.finished:
             raise ValueError("`samples` must come before `finish`, but the stream is finished.")
@@ -294,12 +278,10 @@ class OnlineStream:
 
     @property
     def seconds(self) -> float:
-        """Seconds of audio so far."""
         return self._audio.end / self.recognizer.sample_rate
 
     @property
     def frames(self) -> int:
-        """Encoder frames that are decoded."""
         return self._segments.frames
 
     @property
@@ -311,7 +293,6 @@ class OnlineStream:
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens of the segment that is not yet final."""
         return [token for token, _ in self._segments.tokens]
 
     @property
@@ -338,7 +319,6 @@ class OnlineStream:
         return most if self.finished else max(most, self.recognizer.context.chunk)
 
     def _is_over(self) -> bool:
-        """Whether nothing is left to decode."""
         return self.finished and not self._left()
 
     def _end(self) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 
 from effasr.decoding.config import DecodingConfig
-from effasr.decoding.ctc_beam import Fusion
+from effasr.decoding.ctc_beam import CTCBeamStreams, Fusion
+from effasr.decoding.ctc_greedy import CTCStreams
 from effasr.decoding.lm.ngram import TokenLM
-from effasr.decoding.streaming.beam import BeamStreams
-from effasr.decoding.streaming.ctc import CTCStreams
-from effasr.decoding.streaming.ctc_beam import CTCBeamStreams
-from effasr.decoding.streaming.tdt_beam import TDTBeamStreams
-from effasr.decoding.streaming.transducer import TransducerStreams
-from effasr.decoding.streaming.transducer_beam import TransducerBeamStreams
+from effasr.decoding.streams import BeamStreams
+from effasr.decoding.tdt_beam import TDTBeamStreams
+from effasr.decoding.transducer_beam import TransducerBeamStreams
+from effasr.decoding.transducer_greedy import TransducerStreams
 from effasr.model.asr import ASRModel
 from effasr.model.checks import check
 
@@ -20,11 +19,7 @@ from effasr.model.checks import check
 def check_beam(
     method: str, beam: int, nbest: int | None, lm: TokenLM | None, lm_weight: float
 ) -> None:
-    """Check the options of a search.
-
-    Raises:
-        ValueError: One is out of range or has no effect.
-    """
+    """Check the options of a search."""
     check(beam >= 1, "beam", "be at least 1", beam)
     if nbest is not None:
         rule = "be at least 2 with `nbest` for a stream"
@@ -63,7 +58,6 @@ def stream_search(
 def _beam_search(
     model: ASRModel, method: str, streams: int, beam: int, nbest: int, fusion: Fusion | None
 ) -> BeamStreams:
-    """Return the beam search of a number of streams."""
     if method == "ctc":
         return CTCBeamStreams(model, streams, beam, nbest, fusion)
     assert model.transducer is not None

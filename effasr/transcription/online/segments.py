@@ -11,10 +11,9 @@ from torch import Tensor
 
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.confidence.calibration import Calibration
-from effasr.decoding.confidence.streaming import StreamConfidences
-from effasr.decoding.nbest.hypothesis import Hypothesis
-from effasr.decoding.streaming.beam import BeamStreams, OpenTranscript
-from effasr.decoding.streaming.emitted import Emitted
+from effasr.decoding.confidence.tokens import StreamConfidences
+from effasr.decoding.hypothesis import Hypothesis
+from effasr.decoding.streams import BeamStreams, Emitted, OpenTranscript
 from effasr.model.asr import ASRModel
 from effasr.transcription.inputs.stream_loudness import StreamLoudness
 from effasr.transcription.inputs.vad import is_speech
@@ -22,27 +21,18 @@ from effasr.transcription.online.held_samples import HeldSamples
 from effasr.transcription.results import Alternative, Segment, WordConfidence, word_confidences
 from effasr.transcription.word_timestamps import Word, word_timestamps
 
-_BEFORE_SECONDS = 1.0
-"""Loudness that is kept before a segment, to find the start of its first word."""
+_BEFORE_SECONDS = 1.0  # loudness that is kept before a segment, to find the start of its first word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentOptions:
-    """Where segments end, and what they hold; see `OnlineRecognizer` for those not listed.
-
-    Attributes:
-        tokenizer: Tokenizer of the model.
-        method: The search, ``transducer`` or ``ctc``.
-        sample_rate: Hz.
-        frame_samples: Samples of an encoder frame.
-        frame_seconds: Its duration.
-    """
+    """Where segments end, and what they hold; see `OnlineRecognizer` for those not listed."""
 
     tokenizer: Tokenizer
-    method: str
+    method: str  # the search, ``transducer`` or ``ctc``
     sample_rate: int
-    frame_samples: int
-    frame_seconds: float
+    frame_samples: int  # samples of an encoder frame
+    frame_seconds: float  # its duration
     endpoint_seconds: float | None
     longest_seconds: float | None
     nbest: int | None
@@ -53,12 +43,7 @@ class SegmentOptions:
 
 
 class StreamSegments:
-    """Segments of one stream, of which the last is open.
-
-    Attributes:
-        frames: Encoder frames that are decoded.
-        tokens: Tokens of the open segment, with the frames at which they are said.
-    """
+    """Segments of one stream, of which the last is open."""
 
     def __init__(
         self,
@@ -68,15 +53,6 @@ class StreamSegments:
         search: BeamStreams | None,
         slot: int,
     ):
-        """Begin with a stream.
-
-        Args:
-            options: Of its recognizer.
-            model: The model.
-            audio: Samples of the stream.
-            search: The search, if it has a beam, which must know what is final.
-            slot: Number of the stream in the search.
-        """
         self.frames = 0
         self.tokens: list[tuple[int, int]] = []
         self._options, self._audio, self._search, self._slot = options, audio, search, slot
@@ -92,7 +68,6 @@ class StreamSegments:
 
     @property
     def _seconds(self) -> float:
-        """Seconds of audio so far."""
         return self._audio.end / self._options.sample_rate
 
     def take(self) -> list[Segment]:
@@ -102,12 +77,7 @@ class StreamSegments:
         return taken
 
     def add(self, found: Sequence[Emitted] | OpenTranscript, encoded: Tensor) -> None:
-        """Add what the search has found in a chunk, and end segments.
-
-        Args:
-            found: The new tokens, or with a beam all of the open segment.
-            encoded: Frames of the chunk, (frames, encoder width).
-        """
+        """Add what the search has found in a chunk, and end segments."""
         if self._loudness is not None:
             size = self._options.frame_samples
             first, last = self.frames * size, (self.frames + len(encoded)) * size
@@ -137,11 +107,9 @@ class StreamSegments:
         self._end_segments(found.read)
 
     def end(self) -> None:
-        """End the last segment, as the stream ends."""
         self._end_segment(len(self.tokens), self.frames)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
         return self._options.tokenizer.decode(list(tokens)).strip()
 
     def _end_segments(self, read: int) -> None:
@@ -150,11 +118,7 @@ class StreamSegments:
             self._end_segment(*end)
 
     def _next_end(self, read: int) -> tuple[int, int, bool] | None:
-        """Return where the next segment ends, if it does.
-
-        Returns:
-            Its tokens, its frames, and whether speech goes on without a pause.
-        """
+        """Return where the next segment ends, if it does."""
         pause, seconds = self._options.endpoint_seconds, self._options.frame_seconds
         most = None if pause is None else pause / seconds
         frames = [frame for _, frame in self.tokens]

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from effasr.data.tokenizer import Tokenizer
+from effasr.decoding.checks import check_config
 from effasr.decoding.confidence.calibration import load_calibration
 from effasr.decoding.config import LM_WEIGHT, DecodingConfig
-from effasr.decoding.greedy import check_config, load_lm
+from effasr.decoding.lm.loading import load_lm
 from effasr.model.asr import ASRModel
 from effasr.model.checks import check
 from effasr.transcription.inputs.prefetch import ahead
@@ -26,12 +27,7 @@ def transcribe_online(
 
     Samples are read on a thread, so that the recorder need not wait during decoding.
 
-    Args:
-        recognizer: It has room for one more stream.
-        blocks: float32 (samples,) each, mono, at the recognizer's rate, as they arrive.
-
-    Raises:
-        ValueError: The stream is damaged.
+    ``blocks``: float32 (samples,) each, mono, at the recognizer's rate, as they arrive.
     """
     stream = recognizer.open()
     for block in ahead(blocks):
@@ -54,18 +50,6 @@ def online_recognizer(
     """Return a recognizer of one stream, with the search of a configuration.
 
     What it says of batches and of cutting recordings has no effect.
-
-    Args:
-        model: See `OnlineRecognizer`.
-        tokenizer: Tokenizer of the model.
-        config: The configuration.
-        latency_seconds: Longest chunk; by default that of the model's first context.
-        spaces: Whether spaces separate words; else each character is one.
-
-    Raises:
-        OSError: The language model or the calibration cannot be read.
-        ValueError: The model looks ahead or has no context with so short a chunk, or an option has
-            no effect, or needs the whole recording.
     """
     context = context_for(model, latency_seconds)
     method = check_model(model, config.method, [context])

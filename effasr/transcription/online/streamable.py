@@ -22,15 +22,7 @@ def is_streamable(model: ASRModel) -> bool:
 
 
 def context_for(model: ASRModel, latency_seconds: float | None) -> Context:
-    """Return the trained context with the longest chunk that a latency allows.
-
-    Args:
-        model: The model.
-        latency_seconds: Longest chunk; the first trained context by default.
-
-    Raises:
-        ValueError: The model has no contexts, or all chunks are longer.
-    """
+    """Return the trained context with the longest chunk that a latency allows."""
     contexts = stream_contexts(model)
     if not contexts:
         raise ValueError(

@@ -14,8 +14,7 @@ from effasr.transcription.word_timestamps import Word
 from effasr.untrusted.display import BIDI_MARKS
 
 _LONGEST_S = 6.0
-_MOST_CHARACTERS = 84
-"""Two lines of 42, as television allows."""
+_MOST_CHARACTERS = 84  # two lines of 42, as television allows
 _PAUSE_S = 1.0
 
 _VTT_HEADER = "WEBVTT\n"
@@ -23,8 +22,7 @@ _VTT_HEADER = "WEBVTT\n"
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _BIDI_MARKS = re.compile(f"[{BIDI_MARKS}]")
 
-Cue = tuple[float, float, str]
-"""Start, end, text."""
+Cue = tuple[float, float, str]  # start, end, text
 
 
 def cues(transcription: Transcription) -> list[Cue]:
@@ -33,12 +31,10 @@ def cues(transcription: Transcription) -> list[Cue]:
 
 
 def srt(transcription: Transcription) -> str:
-    """SubRip, with every cue numbered from 1."""
     return "\n".join(_srt(number, cue) for number, cue in enumerate(cues(transcription), 1))
 
 
 def vtt(transcription: Transcription) -> str:
-    """WebVTT."""
     return "\n".join([_VTT_HEADER, *map(_vtt, cues(transcription))])
 
 
@@ -47,10 +43,6 @@ def ctm(transcription: Transcription, recording: str = "") -> str:
 
     Spaces in the name of the recording and in words become underscores, as fields are what spaces
     separate.
-
-    Args:
-        transcription: The transcript.
-        recording: Name of the recording; by default that of the file that its id names.
     """
     name = _recording(recording or Path(transcription.id).stem)
     return "".join(_ctm(name, segment) for segment in transcription.segments)
@@ -60,13 +52,6 @@ class GrowingFile:
     """A recording in one of these formats, segment by segment: a valid file at any time.
 
     A blank line follows each cue at once, so that readers know that it is complete.
-
-    Args:
-        style: srt, vtt or ctm.
-        name: Name of the recording in CTM.
-
-    Attributes:
-        header: Beginning of the file.
     """
 
     def __init__(self, style: Literal["srt", "vtt", "ctm"], name: str) -> None:
@@ -76,7 +61,6 @@ class GrowingFile:
         self._numbers = itertools.count(1)
 
     def add(self, segment: Segment) -> str:
-        """Return the text of the next segment."""
         if self._style == "ctm":
             return _ctm(self._name, segment)
         if self._style == "vtt":

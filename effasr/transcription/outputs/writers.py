@@ -22,17 +22,7 @@ _SUFFIXES = {"text": ".txt", "json": ".json", "srt": ".srt", "vtt": ".vtt", "ctm
 
 
 class ResultWriter:
-    """Writes results as they come.
-
-    Args:
-        style: The format.
-        folder: Folder for one file per recording, with its name; standard output by default.
-        sources: The recordings.
-
-    Raises:
-        ValueError: Several recordings would share one stream of subtitles, or two would have the
-            same file, or the same name in a CTM file.
-    """
+    """Writes results as they come."""
 
     def __init__(self, style: Style, folder: Path | None, sources: Sequence[Source]) -> None:
         if folder is None and style in _SUBTITLES and len(sources) > 1:
@@ -49,16 +39,11 @@ class ResultWriter:
         self._names = {source.id: source.name for source in sources}
 
     def missing(self, sources: Iterable[Source]) -> list[Source]:
-        """Return the recordings without a file."""
         # Of a name that is too long, `Path.is_file` raises an error.
         return [source for source in sources if not os.path.isfile(self._path(source.id))]
 
     def write(self, result: Result) -> Failure | None:
-        """Write one result; failures are written only as JSON on standard output.
-
-        Returns:
-            A failure if its name is too long for a file.
-        """
+        """Write one result; failures are written only as JSON on standard output."""
         if isinstance(result, Failure):
             if self._style == "json" and self._folder is None:
                 _write(render(result, "jsonl"))
@@ -91,10 +76,6 @@ class StreamWriter:
     """Writes the segments of a stream to standard output, each as soon as it is known.
 
     The output is a valid file of its format at any time.
-
-    Args:
-        style: The format; text and JSON have one line per segment.
-        name: Name of the recording in CTM.
     """
 
     def __init__(self, style: Style, name: str) -> None:
@@ -105,7 +86,6 @@ class StreamWriter:
             _write(self._file.header)
 
     def write(self, segment: Segment) -> None:
-        """Write a segment and flush."""
         if self._file is not None:
             _write(self._file.add(segment))
         elif self._style == "json":
@@ -120,7 +100,6 @@ def _recording(name: str) -> str:
 
 
 def _check_recordings(sources: Iterable[Source]) -> None:
-    """Check that each recording has its own name in a CTM file."""
     taken: dict[str, str] = {}
     for source in sources:
         name = _recording(source.name)

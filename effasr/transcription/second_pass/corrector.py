@@ -20,12 +20,11 @@ from effasr.transcription.results import (
 from effasr.transcription.second_pass.text_to_text import TextToText, Written
 from effasr.transcription.word_timestamps import Word
 
+# Between the texts of a list. A tokenizer without it reads its unknown token, which separates as
+# well.
 SEPARATOR = " | "
-"""Between the texts of a list. A tokenizer without it reads its unknown token, which separates
-as well."""
 
-_RECORDINGS = 32
-"""Recordings whose segments are corrected together."""
+_RECORDINGS = 32  # recordings whose segments are corrected together
 
 
 def joined_texts(alternatives: Iterable[Alternative]) -> str:
@@ -50,11 +49,6 @@ class Corrector:
     difference of both log-probabilities is at most the margin. It also stays if the model cannot
     write it, for example a word with a letter that it does not know, so that both do not compare,
     or if what the model writes is empty or has reached the limit.
-
-    Args:
-        writer: The model.
-        margin: In nats, at least 0.
-        words: Whether segments have times of words.
     """
 
     def __init__(self, writer: TextToText, margin: float, *, words: bool = False) -> None:

@@ -13,12 +13,7 @@ from effasr.transcription.second_pass.text_to_text import TextToText, source_of
 
 
 def load_second_pass(config: DecodingConfig, device: torch.device) -> SecondPass | None:
-    """Load the language model that chooses among the alternatives; None if there is none.
-
-    Raises:
-        OSError: The language model cannot be read.
-        ValueError: It is not a causal language model, or not an ARPA file.
-    """
+    """Load the language model that chooses among the alternatives; None if there is none."""
     if config.second_lm is None:
         return None
     if config.second_lm.is_dir():
@@ -33,12 +28,7 @@ def load_second_pass(config: DecodingConfig, device: torch.device) -> SecondPass
 
 
 def load_corrector(config: DecodingConfig, device: torch.device) -> Corrector | None:
-    """Load the model that writes texts from the alternatives; None if there is none.
-
-    Raises:
-        OSError: The model cannot be read.
-        ValueError: It has no text encoder, or no such source.
-    """
+    """Load the model that writes texts from the alternatives; None if there is none."""
     if config.corrector is None:
         return None
     loaded = load_model(resolve(config.corrector), device)

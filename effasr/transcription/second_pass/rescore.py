@@ -10,33 +10,24 @@ from typing import Protocol
 from effasr.model.checks import check
 from effasr.transcription.results import Result, Segment, Transcription
 
-_RECORDINGS = 32
-"""Recordings whose segments are scored together."""
+_RECORDINGS = 32  # recordings whose segments are scored together
 
 
 class TextScorer(Protocol):
     """A language model over texts, such as `CausalScorer` and `WordNgrams` of effasr.decoding."""
 
-    def log_probs(self, texts: Sequence[tuple[str, str]]) -> list[float]:
-        """Return the log-probability of each text after what was said before it."""
-        ...
+    def log_probs(self, texts: Sequence[tuple[str, str]]) -> list[float]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SecondPass:
-    """Ranks alternatives by ``score + lm_weight * log p(text | earlier segments) + bonus * words``.
-
-    Attributes:
-        scorer: The language model.
-        lm_weight: Weight of its log-probability, at least 0.
-        word_bonus: Added for each word, which the language model alone would rather leave out.
-        context_segments: Earlier segments of the recording that the model reads, by their chosen
-            texts.
-    """
+    """Ranks alternatives by score + lm_weight * log p(text | earlier segments) + bonus * words."""
 
     scorer: TextScorer
-    lm_weight: float
+    lm_weight: float  # weight of its log-probability, at least 0
+    # Added for each word, which the language model alone would rather leave out.
     word_bonus: float = 0.0
+    # Earlier segments of the recording that the model reads, by their chosen texts.
     context_segments: int = 2
 
     def __post_init__(self) -> None:

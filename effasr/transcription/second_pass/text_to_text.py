@@ -11,9 +11,10 @@ from effasr.data.batch import StaticShape
 from effasr.data.collate import TextExample, collate_text
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
+from effasr.decoding.checks import check_config
 from effasr.decoding.config import DecodingConfig
+from effasr.decoding.decode import decode
 from effasr.decoding.decoded import Decoded, with_scores
-from effasr.decoding.greedy import check_config, decode
 from effasr.model.asr import ASRModel
 from effasr.model.checks import check
 from effasr.model.config import ModelConfig
@@ -24,33 +25,17 @@ from effasr_kernels import PackedSequence
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A text that the model wrote.
-
-    Attributes:
-        text: The text.
-        truncated: Whether the decoder reached its limit.
-        gain: Log-probability of the text minus that of the other one that was given to compare, in
-            nats; 0 where both are equal, None where the model cannot write the other one.
-    """
+    """A text that the model wrote."""
 
     text: str
-    truncated: bool
+    truncated: bool  # whether the decoder reached its limit
+    # Log-probability of the text minus that of the other one that was given to compare, in nats; 0
+    # where both are equal, None where the model cannot write the other one.
     gain: float | None = None
 
 
 def source_of(config: ModelConfig, given: str | None) -> str | None:
-    """Return the source whose experts a corrector uses: what is given, or the only one.
-
-    Args:
-        config: The corrector's.
-        given: Name of the source; None if none is given.
-
-    Returns:
-        The name; None for a corrector without an expert for each source.
-
-    Raises:
-        ValueError: There is no expert for it, or none is given where there are several.
-    """
+    """Return the source whose experts a corrector uses: what is given, or the only one."""
     experts = config.named_experts(text=True)
     if experts is None or experts.route != "source":
         rule = "be left out for a corrector without an expert for each source"
@@ -65,19 +50,7 @@ def source_of(config: ModelConfig, given: str | None) -> str | None:
 
 
 class TextToText:
-    """Writes texts from texts, such as translations, in packed batches on the model's device.
-
-    Args:
-        model: Model with a text encoder and a decoder.
-        tokenizer: Its tokenizer.
-        config: The search, of the attention decoder alone; ``frame_budget`` is the tokens that the
-            text encoder reads in a batch. The default configuration by default.
-        source: What the texts come from, for a model with an expert for each source; see
-            `source_of`. None where there are none, or where `write` is given the sources.
-
-    Raises:
-        ValueError: The model has no text encoder, or an option is one of speech.
-    """
+    """Writes texts from texts, such as translations, in packed batches on the model's device."""
 
     def __init__(
         self,
@@ -99,16 +72,7 @@ class TextToText:
         self.config = replace(config, nbest=None, confidence=True)
 
     def check(self, prompt: Prompt, source: str | None = None) -> None:
-        """Check that the model can write what a prompt asks for.
-
-        Args:
-            prompt: Languages and task.
-            source: What the text to read comes from; by default ``self.source``.
-
-        Raises:
-            UnknownLanguageError: The tokenizer does not know a language.
-            ValueError: There is no expert for it.
-        """
+        """Check that the model can write what a prompt asks for."""
         self.tokenizer.prompt(prompt)
         self._expert(prompt, source)
 
@@ -119,17 +83,7 @@ class TextToText:
         *,
         sources: Sequence[str | None] | None = None,
     ) -> list[Written]:
-        """Write a text for each source text and prompt; the order does not matter.
-
-        Args:
-            asked: Texts to read, and the languages.
-            others: Another text for each, whose log-probability is compared.
-            sources: What each text comes from; by default ``self.source``.
-
-        Raises:
-            UnknownLanguageError: The tokenizer does not know a language.
-            ValueError: A prompt leaves no room for a text, or there is no expert for it.
-        """
+        """Write a text for each source text and prompt; the order does not matter."""
         sources = [None] * len(asked) if sources is None else sources
         examples = [
             TextExample(

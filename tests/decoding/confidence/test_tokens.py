@@ -9,9 +9,12 @@ import torch
 
 from effasr.data.collate import Example
 from effasr.data.prompt import Prompt
-from effasr.decoding.confidence.entropy import ALPHA, entropy_confidence
-from effasr.decoding.confidence.tokens import token_confidences
-from effasr.decoding.confidence.transducer_alignment import likeliest_frames
+from effasr.decoding.confidence.tokens import (
+    ALPHA,
+    entropy_confidence,
+    likeliest_frames,
+    token_confidences,
+)
 from effasr.model.transducer import TransducerConfig
 from effasr_kernels import pack
 from tests.decoding.cases import batch_of, decode_all, make_examples, make_frames, make_head

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from effasr.data.conversation.collate import asking
-from effasr.decoding.language_model.search import answers
+from effasr.decoding.language_model.engine import answers
 from tests.support.speech_llm import (
     FAMILIES,
     VOCABULARY,

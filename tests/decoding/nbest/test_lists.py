@@ -11,11 +11,12 @@ import torch
 from effasr.data.collate import Example
 from effasr.data.prompt import Prompt
 from effasr.decoding.attention_beam import attention_beam
+from effasr.decoding.checks import check_config
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_beam import ctc_beam
+from effasr.decoding.decode import decode
 from effasr.decoding.decoded import with_scores
-from effasr.decoding.greedy import check_config, decode
-from effasr.decoding.nbest.hypothesis import Hypothesis, NBest
+from effasr.decoding.hypothesis import Hypothesis, NBest
 from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import transducer_beam
 from effasr.model.transducer import TransducerConfig
@@ -162,8 +163,8 @@ def test_a_list_of_equal_ranks_keeps_the_order_of_arrival() -> None:
     found = NBest(2, 2)
     for rank, token in ((-2.0, 1), (-1.0, 2), (-2.0, 3), (-math.inf, 4), (-1.0, 5)):
         found.add(1, Hypothesis((token,), rank, rank))
-    assert [one.tokens for one in found.lists()[1]] == [(2,), (5,)]
-    assert found.lists()[0] == []
+    assert [one.tokens for one in found.lists[1]] == [(2,), (5,)]
+    assert found.lists[0] == []
 
 
 def test_a_list_is_not_longer_than_the_beam(examples, model, tokenizer) -> None:

@@ -4,8 +4,8 @@ import pytest
 
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
+from effasr.decoding.decoded import log_probs_of_texts
 from effasr.decoding.lm.ngram import load_ngrams
-from effasr.decoding.lm.texts import log_probs_of_texts
 from tests.decoding.cases import decode_all, make_examples
 
 WEIGHT = 0.4
@@ -60,7 +60,7 @@ def test_parts_of_the_decoder_add_up(
         parts = one.parts
         assert parts is not None
         heard = share * parts.ctc if share else 0.0
-        score = (1 - share) * parts.own + heard + WEIGHT * parts.lm
+        score = (1 - share) * parts.model + heard + WEIGHT * parts.lm
         assert one.score == pytest.approx(score, abs=1e-4)
         assert one.rank == pytest.approx(score / ((5 + parts.symbols) / 6) ** 0.6, abs=1e-4)
         assert parts.symbols == len(one.tokens) + 1
@@ -73,10 +73,10 @@ def test_parts_of_ctc_leave_out_the_language_model(examples, model, tokenizer, a
     for one in (one for result in found for one in result.alternatives):
         (written,) = log_probs_of_texts(lm, [one.tokens])
         assert one.parts.lm == pytest.approx(written)
-        assert one.parts.own == pytest.approx(one.score - WEIGHT * written)
+        assert one.parts.model == pytest.approx(one.score - WEIGHT * written)
         assert one.parts.ctc is None
     plain = decode_all(examples, model, tokenizer, **options)
-    assert all(one.parts.own == one.score for result in plain for one in result.alternatives)
+    assert all(one.parts.model == one.score for result in plain for one in result.alternatives)
     assert log_probs_of_texts(lm, []) == []
 
 

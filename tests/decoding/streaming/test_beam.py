@@ -8,16 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from effasr.decoding.confidence.transducer_alignment import likeliest_frames
-from effasr.decoding.ctc_beam import Fusion, ctc_beam
+from effasr.decoding.confidence.tokens import likeliest_frames
+from effasr.decoding.ctc_beam import CTCBeamStreams, Fusion, ctc_beam
+from effasr.decoding.hypothesis import Hypothesis
 from effasr.decoding.lm.ngram import TokenNgrams
-from effasr.decoding.nbest.hypothesis import Hypothesis
-from effasr.decoding.streaming.beam import BeamStreams
-from effasr.decoding.streaming.ctc_beam import CTCBeamStreams
-from effasr.decoding.streaming.tdt_beam import TDTBeamStreams
-from effasr.decoding.streaming.transducer_beam import TransducerBeamStreams
-from effasr.decoding.tdt_beam import tdt_beam
-from effasr.decoding.transducer_beam import transducer_beam
+from effasr.decoding.streams import BeamStreams
+from effasr.decoding.tdt_beam import TDTBeamStreams, tdt_beam
+from effasr.decoding.transducer_beam import TransducerBeamStreams, transducer_beam
 from effasr.model.asr import ASRModel
 from effasr.model.transducer import Transducer, TransducerConfig
 from effasr_kernels import PackedSequence, pack

@@ -1,0 +1,152 @@
+"""Decoding of a packed batch by any method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from effasr.data.batch import Batch
+from effasr.data.tokenizer import Tokenizer
+from effasr.decoding.attention_beam import attention_beam
+from effasr.decoding.checks import check_config, limit_of
+from effasr.decoding.config import DecodingConfig
+from effasr.decoding.continuous_batching.engine import attention_greedy
+from effasr.decoding.ctc_beam import ctc_beam
+from effasr.decoding.ctc_greedy import ctc_greedy
+from effasr.decoding.decoded import Decoded, with_details, with_parts
+from effasr.decoding.lm.loading import load_lm
+from effasr.decoding.lm.ngram import TokenLM
+from effasr.decoding.tdt_beam import tdt_beam
+from effasr.decoding.transducer_beam import transducer_beam
+from effasr.decoding.transducer_greedy import transducer_greedy
+from effasr.model.asr import ASRModel
+from effasr_kernels import PackedSequence
+
+
+@torch.no_grad()
+def decode(
+    model: ASRModel,
+    tokenizer: Tokenizer,
+    batch: Batch,
+    prompts: Sequence[Sequence[int]],
+    config: DecodingConfig | None = None,
+    lm: TokenLM | None = None,
+) -> list[Decoded]:
+    """Encode and decode a batch; the model is in evaluation mode, on the batch's device.
+
+    The result of an utterance does not depend on the others in the batch. ``prompts`` are what the
+    attention decoder reads first; those of a language model are in the batch, one of conversations.
+    ``lm`` is the result of `load_lm`, to read it once for many batches; read here by default.
+    """
+    config = DecodingConfig() if config is None else config
+    count, eos_id = len(batch.ids), tokenizer.eos_id
+    if len(prompts) != count:
+        raise ValueError(f"`prompts` must be {count}, one per utterance, but are {len(prompts)}.")
+    method = check_config(model, config)
+    if not count:
+        return []
+    lm = load_lm(config, model, tokenizer) if lm is None else lm
+    if method == "language_model":
+        return _answers(model, tokenizer, batch, config)
+    encoded = model.encode(batch)
+    if method == "attention":
+        limits = [
+            limit_of(model, prompt, config.max_tokens(frames))
+            for prompt, frames in zip(prompts, batch.frames.lengths, strict=False)
+        ]
+        decoded = _attention(model, tokenizer, encoded, prompts, limits, config, lm)
+    else:
+        decoded = _aligned(model, method, encoded, config, lm)[:count]
+    decoded = with_details(model, method, encoded, prompts, decoded, config, eos_id)
+    if not config.score_parts:
+        return decoded
+    return with_parts(model, method, encoded, prompts, decoded, config, lm, eos_id)
+
+
+def _answers(
+    model: ASRModel, tokenizer: Tokenizer, batch: Batch, config: DecodingConfig
+) -> list[Decoded]:
+    # Imported here, because transformers takes seconds.
+    from effasr.data.conversation.batch import ConversationBatch
+    from effasr.data.tokenizer import ChatTokenizer
+    from effasr.decoding.language_model.engine import answer_limits, answers
+
+    if not isinstance(batch, ConversationBatch) or not isinstance(tokenizer, ChatTokenizer):
+        raise ValueError(
+            "`batch` and `tokenizer` must be of conversations for a language model, but are a "
+            f"{type(batch).__name__} and a {type(tokenizer).__name__}."
+        )
+    return answers(
+        model,
+        batch,
+        answer_limits(model, batch, config.max_tokens),
+        tokenizer.stop_ids,
+        classes=tokenizer.vocab_size,
+        beam=config.beam,
+        length_penalty=config.effective_length_penalty,
+    )
+
+
+def _aligned(
+    model: ASRModel,
+    method: str,
+    encoded: PackedSequence,
+    config: DecodingConfig,
+    lm: TokenLM | None,
+) -> list[Decoded]:
+    """Decode each sequence by CTC or the transducer."""
+    head = model.transducer
+    if config.beam == 1:
+        if method == "ctc":
+            texts = ctc_greedy(model, encoded, blank_id=model.vocab_size)
+        else:
+            assert head is not None  # checked by choose_method
+            texts = transducer_greedy(head, encoded, config.max_symbols)
+        return [Decoded(tuple(tokens)) for tokens in texts]
+    nbest = config.nbest or 1
+    if method == "ctc":
+        lists = ctc_beam(model, encoded, config.beam, lm, config.effective_lm_weight, nbest)
+    else:
+        assert head is not None  # checked by choose_method
+        limits = [config.max_tokens(frames) for frames in encoded.layout.lengths]
+        search = transducer_beam if head.config.durations is None else tdt_beam
+        lists = search(head, encoded, config.beam, limits, nbest)
+    return [
+        Decoded(
+            # A duration may lead past the end on every path.
+            hypotheses[0].tokens if hypotheses else (),
+            alternatives=() if config.nbest is None else tuple(hypotheses),
+        )
+        for hypotheses in lists
+    ]
+
+
+def _attention(
+    model: ASRModel,
+    tokenizer: Tokenizer,
+    encoded: PackedSequence,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    config: DecodingConfig,
+    lm: TokenLM | None,
+) -> list[Decoded]:
+    eos_id, classes = tokenizer.eos_id, tokenizer.vocab_size
+    if config.is_plain_greedy and lm is None:
+        return attention_greedy(model, encoded, prompts, limits, eos_id, classes)
+    return attention_beam(
+        model,
+        encoded,
+        prompts,
+        limits,
+        eos_id,
+        classes,
+        beam=config.beam,
+        length_penalty=config.effective_length_penalty,
+        coverage_penalty=config.coverage_penalty or 0.0,
+        ctc_weight=config.ctc_weight,
+        no_repeat_ngram=config.no_repeat_ngram,
+        lm=lm,
+        lm_weight=config.effective_lm_weight,
+        nbest=config.nbest,
+    )

@@ -1,1 +1,0 @@
-"""Lists of the best hypotheses of a search."""
