@@ -52,13 +52,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Content of model.yaml.
-
-    Attributes:
-        model: The architecture.
-        vocab_size: Tokens of the tokenizer.
-        prompt: Most frequent prompt in training.
-    """
+    """Content of model.yaml; the prompt is the most frequent one in training."""
 
     model: ModelConfig
     vocab_size: int
@@ -77,17 +71,7 @@ class LoadedModel:
 def save_model(
     directory: str | Path, model: ASRModel, tokenizer: Tokenizer, prompt: Prompt | None = None
 ) -> None:
-    """Write a model directory, replacing an existing one.
-
-    Args:
-        directory: The folder.
-        model: Model with weights and architecture.
-        tokenizer: Tokenizer of the model.
-        prompt: Most frequent training prompt; English transcription by default.
-
-    Raises:
-        CheckpointError: ``directory`` exists, and is not empty and no model directory.
-    """
+    """Write a model directory, replacing an existing one."""
     # Of a link, the folder is replaced, not the link.
     directory = Path(directory).resolve()
     if directory.exists() and not _is_replaceable(directory):
@@ -103,11 +87,6 @@ def save_model(
 
 
 def load_model(directory: str | Path, device: torch.device | str = "cpu") -> LoadedModel:
-    """Read a model directory.
-
-    Raises:
-        CheckpointError: It is none, or one of its files is missing or damaged.
-    """
     directory = Path(directory)
     _verify(directory)
     description = read_description(directory)
@@ -118,14 +97,9 @@ def load_model(directory: str | Path, device: torch.device | str = "cpu") -> Loa
 
 
 def read_description(directory: Path) -> Description:
-    """Read ``model.yaml``.
-
-    Raises:
-        CheckpointError: It is missing or invalid.
-    """
     path = directory / DESCRIPTION
     try:
-        return configuration.from_stored(Description, read_yaml(path))
+        return configuration.from_mapping(Description, read_yaml(path))
     except FileNotFoundError:
         raise CheckpointError(
             f"{directory} must be a model directory, but has no {DESCRIPTION}."
@@ -135,7 +109,6 @@ def read_description(directory: Path) -> Description:
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
-    """Return the tokenizer of a model directory."""
     return load_tokenizer(directory / _TOKENIZER)
 
 
@@ -147,22 +120,19 @@ def load_weights(
     only: tuple[str, ...] = ("",),
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda weights: weights,
 ) -> None:
-    """Load the weights of a model directory into a model.
+    """Load the weights of a model directory into a model of the same architecture and adapters.
 
     Args:
-        model: Model of the same architecture; if it has adapters, the directory has the same.
+        model: The model.
         directory: The model directory.
         may_lack: Prefixes of names that the directory may lack; the model keeps its own then.
         only: Prefixes of names to load, all by default; the model keeps its own of the others.
         change: Returns the weights to load from those that were read.
-
-    Raises:
-        CheckpointError: The file is missing or damaged, or has another architecture.
     """
     _verify(directory)
     remedy = " Leave `model` out of the recipe to take the architecture with the weights."
     with _explaining(directory / WEIGHTS, remedy) as path:
-        own = {
+        unchanged = {
             name: value
             for name, value in model.state_dict().items()
             if name.startswith(may_lack) or not name.startswith(only)
@@ -170,21 +140,22 @@ def load_weights(
         weights = safetensors.torch.load_file(path)
         weights = weights if adapters(model) else without_adapters(weights)
         chosen = {name: value for name, value in weights.items() if name.startswith(only)}
-        model.load_state_dict(own | change(chosen))
+        model.load_state_dict(unchanged | change(chosen))
 
 
 def _verify(directory: Path) -> None:
-    """Compare the files of the model with their checksums; only checkpoints of runs have these.
-
-    Raises:
-        CheckpointError: A file differs.
-    """
+    """Compare the files of the model with their checksums; only checkpoints of runs have these."""
     manifest = directory / MANIFEST
     if not manifest.is_file():
         return
     try:
         files = read_json_object(manifest).get("files", {})
-        verify(directory, {name: of for name, of in files.items() if _is_of_model(name)})
+        of_model = {
+            name: checksum
+            for name, checksum in files.items()
+            if name in (DESCRIPTION, WEIGHTS) or name.startswith(f"{_TOKENIZER}/")
+        }
+        verify(directory, of_model)
     except (OSError, ValueError, *WRONG_VALUES) as error:
         raise CheckpointError(
             f"{directory} is damaged: {error} Restore it, or take another checkpoint; to use "
@@ -192,16 +163,15 @@ def _verify(directory: Path) -> None:
         ) from error
 
 
-def _is_of_model(name: str) -> bool:
-    return name in (DESCRIPTION, WEIGHTS) or name.startswith(f"{_TOKENIZER}/")
-
-
 @contextmanager
 def _explaining(path: Path, remedy: str = "") -> Iterator[Path]:
     """Turn errors of a weights file into `CheckpointError`."""
     try:
-        # safetensors would wait for somebody to write to a pipe.
-        _check_regular(path)
+        try:
+            # safetensors would wait for somebody to write to a pipe.
+            open_regular(path).close()
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
         yield path
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}.") from None
@@ -217,19 +187,8 @@ def _explaining(path: Path, remedy: str = "") -> Iterator[Path]:
         ) from error
 
 
-def _check_regular(path: Path) -> None:
-    try:
-        open_regular(path).close()
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
-
-
 def resolve(path: str | Path) -> Path:
-    """Return the model directory of a path: itself, or the best, else the latest, of a run.
-
-    Raises:
-        CheckpointError: There is no model, or ``best`` or ``latest`` names none.
-    """
+    """Return the model directory of a path: itself, or the best, else the latest, of a run."""
     path = Path(path)
     if (path / DESCRIPTION).is_file():
         return path
@@ -238,8 +197,8 @@ def resolve(path: str | Path) -> Path:
         target = follow(pointer)
         if target is not None:
             return target
-    for target in newest_first(folder):
-        return target
+    if checkpoints := newest_first(folder):
+        return checkpoints[0]
     raise CheckpointError(
         f"{path} must be a model directory or a run with a checkpoint, but has neither "
         f"{DESCRIPTION} nor checkpoints/step_*."
@@ -249,16 +208,11 @@ def resolve(path: str | Path) -> Path:
 def write_model(
     folder: Path, description: Description, weights: Mapping[str, Tensor], tokenizer: Tokenizer
 ) -> None:
-    """Write the files of a model directory into a folder.
-
-    Raises:
-        OSError: One cannot be written, or the folder was removed meanwhile.
-    """
-    text = configuration.dump(description)
-    (folder / DESCRIPTION).write_text(text, encoding="utf-8")
+    """Write the files of a model directory into a folder."""
+    (folder / DESCRIPTION).write_text(configuration.dump(description), encoding="utf-8")
     safetensors.torch.save_file(dict(weights), folder / WEIGHTS)
     tokenizer.save(folder / _TOKENIZER)
-    # Of a folder that was removed meanwhile, the last makes a part again.
+    # If the folder was removed meanwhile, `tokenizer.save` makes a part of it again.
     for name in (DESCRIPTION, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / name))
@@ -282,33 +236,24 @@ def begin_folder(path: Path) -> Path:
 
 
 def partial_folder(path: Path) -> Path:
-    """Return the name of a folder until it is published."""
     return path.with_name(f".{path.name}.partial")
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Context in which the folder that becomes ``path`` is filled.
-
-    Raises:
-        OSError: Writing fails; the partial folder is removed, so that a full disk does not stay
-            full.
-    """
+    """Context in which the folder that becomes ``path`` is filled."""
     try:
         with naming(path):
             yield
     except OSError:
+        # So that a full disk does not stay full.
         shutil.rmtree(partial_folder(path), ignore_errors=True)
         raise
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context in which ``path`` is written; the message of an error names it, and the cause.
-
-    Raises:
-        OSError: Writing fails.
-    """
+    """Context in which ``path`` is written; the message of an error names it, and the cause."""
     try:
         yield
     # safetensors and torch have errors of their own for a full disk.
@@ -321,15 +266,13 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the error of the file system behind an error, else the error itself.
-
-    torch closes its file after a failed write, and what is raised then hides the failure.
-    """
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, OSError) and found.errno is not None:
-            return found
-        found = found.__cause__ or found.__context__
+    """Return the error of the file system behind an error, else the error itself."""
+    # torch closes its file after a failed write, and what is raised then hides the failure.
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return cause
+        cause = cause.__cause__ or cause.__context__
     return error
 
 
@@ -350,16 +293,17 @@ def publish_folder(path: Path) -> None:
                 _restore(outdated, path)
                 raise
         _flush(path.parent)
-    for useless in (partial, outdated):
-        shutil.rmtree(useless, ignore_errors=True)
+    for leftover in (partial, outdated):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two folders at once; return whether the file system can do that."""
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange the names of two folders atomically; return whether the file system can do that."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    return not rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    paths = _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second)
+    return not rename(*paths, _RENAME_EXCHANGE)
 
 
 def remove_folder(path: Path) -> None:
@@ -367,17 +311,15 @@ def remove_folder(path: Path) -> None:
     removed = path.with_name(f".{path.name}.removed")
     with suppress(OSError):
         path.rename(removed)
-    for useless in (removed, path):
-        shutil.rmtree(useless, ignore_errors=True)
+    for leftover in (removed, path):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def remove_hidden(folder: Path) -> None:
-    """Remove what a process that was killed has left half written, or half removed.
-
-    Each is renamed first: if its process is alive after all and publishes it meanwhile, it is
-    published whole or not at all.
-    """
+    """Remove what a process that was killed has left half written, or half removed."""
     for hidden in sorted(folder.glob(".step_*")):
+        # Renamed first: if its process is alive after all and publishes it meanwhile, it is
+        # published whole or not at all.
         removed = hidden.with_suffix(".removed")
         shutil.rmtree(removed, ignore_errors=True)
         with suppress(OSError):
@@ -411,11 +353,7 @@ def point(pointer: Path, target: Path) -> None:
 
 
 def follow(pointer: Path) -> Path | None:
-    """Return the model directory that `point` named; None if there is no pointer.
-
-    Raises:
-        CheckpointError: It names none.
-    """
+    """Return the model directory that `point` named; None if there is no pointer."""
     try:
         # Twice, as a run may have pointed elsewhere and removed the former checkpoint meanwhile.
         target = _target(pointer) or _target(pointer)
@@ -437,7 +375,6 @@ def _target(pointer: Path) -> Path | None:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder."""
     return sorted((path for path in folder.glob("step_*") if path.is_dir()), reverse=True)
 
 

@@ -26,15 +26,6 @@ T = TypeVar("T")
 
 RECIPES = Path(__file__).parent / "recipes"
 
-
-RENAMED: Mapping[str, Mapping[str, str]] = {
-    "ModelConfig": {"augment": "spec_augment"},
-    "DataConfig": {"augment": "audio_augmentation", "speeds": "speed_perturbation"},
-}
-"""The new keys of earlier versions' keys, by the name of the dataclass.
-
-A recipe with an old key is refused; what a run or a checkpoint stores is translated."""
-
 RUN_CONFIG = "config.yaml"
 """The file of a run directory that has its configuration; it can be used as a recipe."""
 
@@ -51,24 +42,18 @@ def load(cls: type[T], recipe: str | Path, overrides: Sequence[str] = ()) -> T:
             what the mapping leaves to what it refers to.
         recipe: A YAML file, or the name of one of the recipes that come with effasr.
         overrides: ``dotted.path=value`` each, the value in YAML; later ones win.
-
-    Raises:
-        ConfigError: The file is missing or malformed, a key is unknown, or a value is wrong.
     """
-    path = _find(recipe)
-    mapping = _read(path)
-    if path.name == RUN_CONFIG:
-        mapping = _translated(cls, mapping)
+    mapping = _read(_find(recipe))
     for override in overrides:
         _apply(cls, mapping, override)
     inherited = getattr(cls, "inherited", None)
     return from_mapping(cls, mapping if inherited is None else inherited(mapping))
 
 
-def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` updated with ``given``; a change of ``kind`` discards the other fields."""
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` updated with ``changes``; a change of ``kind`` discards the other fields."""
     result = dict(base)
-    for key, value in given.items():
+    for key, value in changes.items():
         before = base.get(key)
         if isinstance(before, Mapping) and isinstance(value, Mapping):
             same = value.get("kind", before.get("kind")) == before.get("kind")
@@ -83,11 +68,7 @@ def recipes() -> list[str]:
 
 
 def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
-    """Build ``cls`` from nested mappings, checking every key and type.
-
-    Raises:
-        ConfigError: A key is unknown, a type is wrong, or the class refuses a value.
-    """
+    """Build ``cls`` from nested mappings, checking every key and type."""
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"`{path or cls.__name__}` must be a mapping, but is {mapping!r}.")
     hints = typing.get_type_hints(cls)
@@ -96,7 +77,7 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
     for key, value in mapping.items():
         where = f"{path}.{key}" if path else str(key)
         if key not in fields:
-            raise ConfigError(_unknown(cls, where, str(key), fields))
+            raise ConfigError(_unknown(where, str(key), fields))
         annotation = hints[key]
         if value is None and _is_optional_section(fields[key], annotation):
             continue
@@ -109,15 +90,6 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
         raise ConfigError(f"{path}: {error}" if path else str(error)) from error
 
 
-def from_stored(cls: type[T], mapping: Mapping[str, Any]) -> T:
-    """Read a mapping as `from_mapping`, but one that an earlier version may have written.
-
-    Raises:
-        ConfigError: As `from_mapping`.
-    """
-    return from_mapping(cls, _translated(cls, mapping) if isinstance(mapping, Mapping) else mapping)
-
-
 def to_mapping(config: Any) -> dict[str, Any]:
     """Return the inverse of `from_mapping`, of plain types that YAML and JSON can hold."""
     return {
@@ -128,41 +100,41 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 
 def complete(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `to_mapping` of an earlier version, with new keys and the defaults of new fields.
+    """Return a `to_mapping` of an earlier version, with the defaults of new fields.
 
     Keys that are unknown now stay as they are.
     """
-    return _translated(cls, mapping, fill=True)
-
-
-def _translated(cls: type, mapping: Mapping[str, Any], *, fill: bool = False) -> dict[str, Any]:
-    """Replace renamed keys, at any depth; ``fill``: and add the defaults of missing fields."""
-    hints, renamed = typing.get_type_hints(cls), RENAMED.get(cls.__name__, {})
-    result = {renamed.get(key, key): value for key, value in mapping.items()}
+    hints, result = typing.get_type_hints(cls), dict(mapping)
     for field in dataclasses.fields(cls):
-        if field.init and field.name in result:
-            result[field.name] = _translated_value(hints[field.name], result[field.name], fill)
-        elif field.init and fill and field.default is not dataclasses.MISSING:
+        if not field.init:
+            continue
+        if field.name in result:
+            result[field.name] = _complete_value(hints[field.name], result[field.name])
+        elif field.default is not dataclasses.MISSING:
             # What versions without the field did may not be its default.
             result[field.name] = _plain(field.metadata.get("before", field.default))
-        elif field.init and fill and field.default_factory is not dataclasses.MISSING:
+        elif field.default_factory is not dataclasses.MISSING:
             result[field.name] = _plain(field.default_factory())
     return result
 
 
-def _translated_value(annotation: Any, value: Any, fill: bool) -> Any:
+def _complete_value(annotation: Any, value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     if kinds := _dataclasses(annotation):
         try:
-            return _translated(_chosen(kinds, value, ""), value, fill=fill)
+            return complete(_select(kinds, value, ""), value)
         except ConfigError:
             return value
-    for option in _options(annotation):
-        if typing.get_origin(option) is dict:
-            inner = typing.get_args(option)[1]
-            return {key: _translated_value(inner, item, fill) for key, item in value.items()}
+    if (inner := _dict_of(annotation)) is not None:
+        return {key: _complete_value(typing.get_args(inner)[1], x) for key, x in value.items()}
     return value
+
+
+def _dict_of(annotation: Any) -> Any:
+    """Return the annotation's option that is a dict, if any."""
+    options = (x for x in _options(annotation) if typing.get_origin(x) is dict)
+    return next(options, None)
 
 
 def dump(config: Any) -> str:
@@ -176,14 +148,13 @@ def _find(recipe: str | Path) -> Path:
         if not path.is_file():
             raise ConfigError(f"`recipe` must be a file that exists, but {str(path)!r} does not.")
         return path
-    named = RECIPES / f"{recipe}.yaml"
-    if not named.is_file():
-        near = _nearest(str(recipe), recipes())
+    shipped = RECIPES / f"{recipe}.yaml"
+    if not shipped.is_file():
+        hint = _nearest(str(recipe), recipes()) or f"the recipes are {', '.join(recipes())}."
         raise ConfigError(
-            f"`recipe` must be a YAML file or a recipe's name, but is {str(recipe)!r}: "
-            + (near or f"the recipes are {', '.join(recipes())}.")
+            f"`recipe` must be a YAML file or a recipe's name, but is {str(recipe)!r}: {hint}"
         )
-    return named
+    return shipped
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -202,11 +173,7 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2 numbers: ``1e-3`` is a float, which PyYAML's own (YAML 1.1) reads as a string."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    NUMBER,
-    list("-+0123456789"),
-)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+0123456789"))
 
 
 def _apply(cls: type, mapping: dict[str, Any], override: str) -> None:
@@ -226,7 +193,7 @@ def _apply(cls: type, mapping: dict[str, Any], override: str) -> None:
         if not isinstance(node.get(key), dict):
             node[key] = {}
         node, kinds = node[key], _dataclasses(annotation)
-        owner = _chosen(kinds, node, where) if kinds else annotation
+        owner = _select(kinds, node, where) if kinds else annotation
     node[last] = value
 
 
@@ -241,13 +208,12 @@ def _child(owner: Any, key: str, path: str) -> Any:
     else:
         hints = typing.get_type_hints(owner)
         if key not in hints:
-            raise ConfigError(_unknown(owner, where, key, hints))
+            raise ConfigError(_unknown(where, key, hints))
         annotation = hints[key]
     if _dataclasses(annotation):
         return annotation
-    for option in _options(annotation):
-        if typing.get_origin(option) is dict:
-            return option
+    if (option := _dict_of(annotation)) is not None:
+        return option
     raise ConfigError(f"`{where}` must be given a value itself, as it has no fields.")
 
 
@@ -264,30 +230,25 @@ def _options(annotation: Any) -> tuple[Any, ...]:
 
 
 def _dataclasses(annotation: Any) -> list[type]:
-    found = (option for option in _options(annotation) if isinstance(option, type))
-    return [option for option in found if dataclasses.is_dataclass(option)]
+    options = _options(annotation)
+    return [x for x in options if isinstance(x, type) and dataclasses.is_dataclass(x)]
 
 
-def _chosen(classes: Sequence[type], mapping: Mapping[str, Any], where: str) -> type:
-    """Return the dataclass whose ``kind`` a mapping names; by default the first of several.
-
-    Each has a field ``kind`` whose default is what tells it from the others.
-
-    Raises:
-        ConfigError: None has this kind.
-    """
+def _select(classes: Sequence[type], mapping: Mapping[str, Any], where: str) -> type:
+    """Return the dataclass whose ``kind`` a mapping names; by default the first of several."""
     if len(classes) == 1 or "kind" not in mapping:
         return classes[0]
-    kinds = {
-        str(field.default): one
-        for one in classes
-        for field in dataclasses.fields(one)
+    # Each has a field ``kind``, whose default is its name.
+    by_kind = {
+        str(field.default): cls
+        for cls in classes
+        for field in dataclasses.fields(cls)
         if field.name == "kind"
     }
-    if mapping["kind"] not in kinds:
-        known = ", ".join(kinds)
-        raise ConfigError(f"`{where}.kind` must be one of {known}, but is {mapping['kind']!r}.")
-    return kinds[mapping["kind"]]
+    if mapping["kind"] not in by_kind:
+        kinds = ", ".join(by_kind)
+        raise ConfigError(f"`{where}.kind` must be one of {kinds}, but is {mapping['kind']!r}.")
+    return by_kind[mapping["kind"]]
 
 
 def _convert(annotation: Any, value: Any, where: str) -> Any:
@@ -295,13 +256,14 @@ def _convert(annotation: Any, value: Any, where: str) -> Any:
     if value is None and type(None) in options:
         return None
     if isinstance(value, Mapping) and (kinds := _dataclasses(annotation)):
-        return from_mapping(_chosen(kinds, value, where), value, where)
+        return from_mapping(_select(kinds, value, where), value, where)
     for option in options:
         matched, converted = _match(option, value, where)
         if matched:
             return converted
     is_list = any(Ellipsis in typing.get_args(option) for option in options)
-    hint = f": write [{value}] for a list of one." if is_list and _is_scalar(value) else "."
+    is_scalar = isinstance(value, str | int | float)
+    hint = f": write [{value}] for a list of one." if is_list and is_scalar else "."
     raise ConfigError(f"`{where}` must be {_describe(annotation)}, but is {value!r}{hint}")
 
 
@@ -322,10 +284,6 @@ def _match(option: Any, value: Any, where: str) -> tuple[bool, Any]:
     if option is float and type(value) in (int, float):
         return math.isfinite(value), float(value)
     return isinstance(option, type) and type(value) is option, value
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, str | int | float)
 
 
 def _key(annotation: Any, key: Any, where: str) -> Any:
@@ -367,15 +325,13 @@ def _describe(annotation: Any) -> str:
     return names.get(annotation, f"a mapping ({getattr(annotation, '__name__', annotation)})")
 
 
-def _unknown(cls: type, where: str, key: str, known: Mapping[str, Any]) -> str:
-    if key in (renamed := RENAMED.get(cls.__name__, {})):
-        return f"`{where}` has been renamed: use `{where.removesuffix(key)}{renamed[key]}`."
-    near = _nearest(key, list(known)) or f"the fields are {', '.join(known)}."
+def _unknown(where: str, key: str, fields: Mapping[str, Any]) -> str:
+    near = _nearest(key, list(fields)) or f"the fields are {', '.join(fields)}."
     return f"`{where}` is an unknown field: {near}"
 
 
-def _nearest(word: str, known: Sequence[str]) -> str:
-    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+def _nearest(word: str, words: Sequence[str]) -> str:
+    matches = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
     return f"did you mean `{matches[0]}`?" if matches else ""
 
 

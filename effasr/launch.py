@@ -49,10 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """Return the process that failed first; torchrun's times are whole seconds."""
-
     def order(item: tuple[int, ProcessFailure]) -> tuple[bool, int]:
-        # torchrun itself ends the others by SIGTERM.
+        # torchrun itself ends the others by SIGTERM; its times are whole seconds.
         return item[1].exitcode == -signal.SIGTERM, item[1].timestamp
 
     return min(error.failures.items(), key=order)

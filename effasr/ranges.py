@@ -14,7 +14,7 @@ _NOTHING = nullcontext()
 _make: Callable[[str, int | None], AbstractContextManager] | None = None
 
 _FIRST_WITH_PAYLOADS = (0, 2, 9)
-_FIRST_THAT_ASKS = (0, 2, 12)
+_FIRST_WITH_QUERY = (0, 2, 12)
 """First version of the package that asks the tool whether the domain is enabled. Nsight Systems of
 2023 and older does not answer, and every range is silently lost."""
 
@@ -22,12 +22,8 @@ _FIRST_THAT_ASKS = (0, 2, 12)
 def range(name: str, number: int | None = None) -> AbstractContextManager:
     """Return a context whose duration shows under ``name`` once `enable` was called.
 
-    Args:
-        name: Name of the range. Profilers register it permanently, so names must be few and without
-            step numbers.
-        number: Number that distinguishes ranges of the same name, such as the step. It is the
-            payload of the ``nvtx`` package's ranges; the other libraries have no payload, and
-            ranges of a name are distinguished by their order.
+    Profilers register names permanently, so they must be few. ``number``, such as the step, is the
+    payload of the ``nvtx`` package's ranges; the other libraries have none.
     """
     return _NOTHING if _make is None else _make(name, number)
 
@@ -40,10 +36,6 @@ def enable(library: Library = "torch", *, tool_version: tuple[int, int] | None =
             ``effasr``. ``kineto``: annotations for torch.profiler.
         tool_version: Year and number of the Nsight Systems that records, such as (2023, 4), if
             known: with ``nvtx``, versions are refused that would lose every range.
-
-    Raises:
-        RuntimeError: ``torch`` is built without CUDA, and so without NVTX, or the installed
-            ``nvtx`` cannot serve.
     """
     global _make
     if library == "kineto":
@@ -58,7 +50,6 @@ def enable(library: Library = "torch", *, tool_version: tuple[int, int] | None =
 
 
 def disable() -> None:
-    """Show no ranges from now on."""
     global _make
     _make = None
 
@@ -67,13 +58,13 @@ def _of_package(
     tool_version: tuple[int, int] | None,
 ) -> Callable[[str, int | None], AbstractContextManager]:
     nvtx = importlib.import_module("nvtx")
-    found = version("nvtx")
-    numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
+    installed = version("nvtx")
+    numbers = tuple(int(part) for part in installed.split(".")[:3] if part.isdigit())
     if numbers < _FIRST_WITH_PAYLOADS:
-        raise RuntimeError(f"nvtx {found} has no payloads: install nvtx 0.2.10 or 0.2.11.")
-    if numbers >= _FIRST_THAT_ASKS and tool_version is not None and tool_version < (2024, 1):
+        raise RuntimeError(f"nvtx {installed} has no payloads: install nvtx 0.2.10 or 0.2.11.")
+    if numbers >= _FIRST_WITH_QUERY and tool_version is not None and tool_version < (2024, 1):
         raise RuntimeError(
-            f"nvtx {found} loses every range under Nsight Systems "
+            f"nvtx {installed} loses every range under Nsight Systems "
             f"{'.'.join(map(str, tool_version))}: install nvtx 0.2.11, or use torch's own ranges."
         )
 

@@ -50,9 +50,9 @@ def run(options: argparse.Namespace) -> int:
     """Calibrate and print the result."""
     from effasr import config as configuration
     from effasr.distributed.process_group import choose_device
-    from effasr.training import build
     from effasr.training.calibration.calibrate import calibrate, read_population, target_bytes
     from effasr.training.config import TrainConfig
+    from effasr.training.resolve import find_tokenizer, resolve_config
 
     given = [
         f"calibration.{name}={value}"
@@ -60,9 +60,9 @@ def run(options: argparse.Namespace) -> int:
         if (value := getattr(options, name)) is not None
     ]
     overrides = [*options.overrides, *given, "data.frame_budget=auto"]
-    config = build.resolve(configuration.load(TrainConfig, options.recipe, overrides), None)
+    config = resolve_config(configuration.load(TrainConfig, options.recipe, overrides), None)
     device = choose_device(config.training.device)
-    tokenizer = build.find_tokenizer(config, None)
+    tokenizer = find_tokenizer(config, None)
     with working("reading the corpus"):
         population = read_population(config, tokenizer)
     target = target_bytes(config.calibration, device, os.environ)

@@ -54,20 +54,18 @@ BAD_INPUT = (
     PermissionError,
 )
 _BAD_PATH = {errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS}
-"""Errors that the given path causes; others, such as a full disk, are failures."""
+"""Errors that a wrong path causes; others, such as a full disk, are failures."""
 
-_MOST_MESSAGE = 4000
+_MAX_MESSAGE = 4000
 """Characters of an error that are shown: a value in it may be as long as a file."""
 
 _HELP_COLUMNS = 90
-"""The longest line of a paragraph of a help."""
 
 _PEER_GRACE_S = 3.0
 """Seconds to wait for another process of the run to report the cause of a failure."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code."""
     open_standard_streams()
     _name_home()
     command = ""
@@ -76,7 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parse(parser, arguments)
         command = options.command or ""
         if options.version or not command:
-            _show(parser, version=options.version)
+            if options.version:
+                print_line(f"effasr {importlib.metadata.version('effasr')}")
+            else:
+                parser.print_help()
+            sys.stdout.flush()
             return 0
         _log_to_standard_error(command)
         return _run(options)
@@ -110,14 +112,6 @@ def _name_home() -> None:
         os.environ["HOME"] = os.devnull
 
 
-def _show(parser: argparse.ArgumentParser, *, version: bool) -> None:
-    if version:
-        print_line(f"effasr {importlib.metadata.version('effasr')}")
-    else:
-        parser.print_help()
-    sys.stdout.flush()
-
-
 def _run(options: argparse.Namespace) -> int:
     from effasr_kernels import allow_reference_on_gpu
 
@@ -148,11 +142,10 @@ def _fail(command: str, error: Exception, code: int) -> int:
 
 
 def explain(error: Exception) -> str:
-    """Return the line that reports an error."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{escape_line(str(error.filename))}: {error.strerror}."
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= _MOST_MESSAGE else f"{text[:_MOST_MESSAGE]}..."
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
 
 
 class _Parser(argparse.ArgumentParser):
@@ -171,16 +164,16 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     try:
-        options, rest = parser.parse_known_args(arguments)
+        options, remaining = parser.parse_known_args(arguments)
     except SystemExit:
         # After --help.
         sys.stdout.flush()
         raise
     if options.command in ("train", "calibrate"):
         # --path.to.field=value is accepted as well, as in other trainers.
-        options.overrides = [*options.overrides, *rest]
-    elif rest:
-        getattr(options, "parser", parser).error(f"unrecognized arguments: {' '.join(rest)}")
+        options.overrides = [*options.overrides, *remaining]
+    elif remaining:
+        getattr(options, "parser", parser).error(f"unrecognized arguments: {' '.join(remaining)}")
     return options
 
 
@@ -207,13 +200,13 @@ def build_parser() -> argparse.ArgumentParser:
         example: str = "",
     ) -> argparse.ArgumentParser:
         lines = [*epilog, *([""] if epilog else []), "example:", f"  {example}"]
-        made = parsers.add_parser(name, description=_paragraphs([text]), epilog=_paragraphs(lines))
-        made.set_defaults(action=action, parser=made, root=parser)
+        added = parsers.add_parser(name, description=_paragraphs([text]), epilog=_paragraphs(lines))
+        added.set_defaults(action=action, parser=added, root=parser)
         described.extend([f"  {name}"] if len(name) > 11 else [])
         # A long name has a line of its own.
         start = "" if len(name) > 11 else name
         described.extend(fold(f"  {start:11} {text}", _help_width(), " " * 14))
-        return made
+        return added
 
     for add in (
         prepare.add,

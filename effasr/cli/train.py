@@ -10,7 +10,6 @@ from effasr.cli.options import AddCommand, add_recipe, print_line
 
 
 def add(command: AddCommand) -> None:
-    """Add the command to the parser."""
     parser = command(
         "train",
         run,
@@ -32,7 +31,6 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train, or print the configuration."""
     from effasr.distributed.failures import report_once_per_node
     from effasr.training.config import TrainConfig
 

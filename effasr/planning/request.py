@@ -17,8 +17,8 @@ from effasr.model.cost import cost_model
 from effasr.model.presets import PRESET_VOCABULARIES
 from effasr.planning.listing import PROMPT_TOKENS, Listing, read_listing
 from effasr.planning.selection import Selection, select
-from effasr.training.build import find_tokenizer, resolve
 from effasr.training.config import TrainConfig
+from effasr.training.resolve import find_tokenizer, resolve_config
 
 _MODEL = "canary_180m_flash"
 """Model assumed without a recipe."""
@@ -75,7 +75,7 @@ class Request:
             ValueError: The recipe is invalid, or there is no manifest.
         """
         settings = config.load(TrainConfig, recipe or _MODEL)
-        model = resolve(settings, None).model
+        model = resolve_config(settings, None).model
         data = settings.data if recipe else DataConfig()
         # Text-only micro-batches are not planned: epochs are of speech.
         if data.text_alone and not manifests:

@@ -10,11 +10,11 @@ import torch
 
 from effasr import config as configuration
 from effasr.data.sampling.plan import UtteranceLengths
-from effasr.training import build
 from effasr.training.calibration.calibrate import target_bytes
 from effasr.training.calibration.trial import Request, measure
 from effasr.training.calibration.workload import Population
 from effasr.training.config import TrainConfig
+from effasr.training.resolve import resolve_config
 
 TIMED = 2
 """Number of timed micro-batches, after one that is not timed."""
@@ -44,7 +44,7 @@ def audio_seconds_per_second(
     Raises:
         TrialFailed: The trial failed for another reason.
     """
-    settled = build.resolve(config, None)
+    settled = resolve_config(config, None)
     lengths = UtteranceLengths(frames.astype(np.int32), tokens.astype(np.int32))
     framing = settled.model.features.framing
     transducer = settled.model.transducer is not None

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from effasr import checkpoint
 from effasr import config as configuration
 from effasr.data.config import DataConfig
 from effasr.decoding.config import DecodingConfig
@@ -17,19 +16,86 @@ from effasr.distributed.local_sgd import HierarchicalConfig, LocalSGDConfig
 from effasr.model.config import ModelConfig
 from effasr.nn.lora import LoRAConfig
 from effasr.optim.adamw import OptimizerConfig
+from effasr.optim.batch_scaling import relative_batch
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training.calibration.settings import CalibrationConfig
-from effasr.training.diagnostics.config import DiagnosticsConfig
-from effasr.training.loss import (
-    DEFAULT_CTC_WEIGHT,
-    DEFAULT_TRANSDUCER_WEIGHT,
-    LossConfig,
-)
+from effasr.training.loss import LossConfig
 from effasr.training.profiler import ProfileConfig
-from effasr.training.untranscribed.config import TeacherConfig
 
 ASYNCHRONOUS = ("adpsgd", "h_adpsgd")
 """Strategies whose learners do not wait for each other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherConfig:
+    """A teacher that labels utterances without text while the model is trained.
+
+    The teacher is the average of the weights (``training.ema_decay``), in evaluation mode. It hears
+    the same audio as the model, without SpecAugment and dropout, and writes what its CTC head says
+    in each frame. Training continues with these labels as with transcripts, for the CTC loss; an
+    attention decoder learns from transcripts alone.
+
+    Attributes:
+        after_step: Steps before the first labels; until then utterances without text count nothing.
+        min_confidence: Labels below it are not used: exp(log p / n), with the probability p of the
+            label over all alignments and its n tokens.
+
+    References:
+        Busbridge et al., How to scale your EMA, 2023, https://arxiv.org/abs/2307.13813; Higuchi et
+        al., Momentum pseudo-labeling, 2021, https://arxiv.org/abs/2106.08922.
+    """
+
+    after_step: int = 0
+    min_confidence: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.after_step < 0:
+            raise ValueError(f"`after_step` must be at least 0, but is {self.after_step}.")
+        if not 0 <= self.min_confidence <= 1:
+            raise ValueError(
+                f"`min_confidence` must be from 0 to 1, but is {self.min_confidence}: 0 takes "
+                "every label."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiagnosticsConfig:
+    """Warnings during training about a model that does not learn as it should.
+
+    They change nothing in training. Each is shown once when its condition begins, with cause and
+    remedy, and again only if it comes back; warnings.jsonl has the same.
+
+    Attributes:
+        ctc_epochs: Epochs after which the CTC loss must be lower than that of a CTC head that
+            ignores the audio.
+        ctc_steps: Least number of steps before that is asked of a corpus whose audio has enough
+            encoder frames for each token; without them, CTC stays where it is.
+        validations: Successive validations after which an error rate counts as stuck, and a
+            validation loss that has risen since as overfitting.
+        probe_utterances: Utterances of each validation set, and of each rank, whose losses are
+            computed, among them that of the decoder with the encoder output of another utterance;
+            0 for none.
+        examples: Number of hypotheses shown at each validation, each with its reference.
+    """
+
+    ctc_epochs: int = 2
+    ctc_steps: int = 1000
+    validations: int = 3
+    probe_utterances: int = 32
+    examples: int = 2
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("ctc_epochs", 1),
+            ("ctc_steps", 0),
+            ("validations", 2),
+            ("probe_utterances", 0),
+            ("examples", 0),
+        ):
+            value = getattr(self, name)
+            if value < least:
+                remedy = "set training.diagnostics=null for no warnings at all"
+                raise ValueError(f"`{name}` must be at least {least}, but is {value}: {remedy}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,30 +284,33 @@ class TrainConfig:
 
     @classmethod
     def inherited(cls, mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Complete ``model`` from the model of ``init_from``, or of the run if that is gone.
+        """Complete ``model`` from the model of ``init_from``, or of the run if that is gone."""
+        # Imported here, because it imports the model.
+        from effasr import checkpoint
 
-        Without both of them, `effasr.training.build.resolve` completes it. If a model is named but
-        cannot be read, `resolve` raises the error.
-        """
-        given, source = mapping.get("model"), mapping.get("init_from")
-        if not given or not isinstance(given, Mapping) or not isinstance(source, str):
+        overrides, source = mapping.get("model"), mapping.get("init_from")
+        if not overrides or not isinstance(overrides, Mapping) or not isinstance(source, str):
             return mapping
         run = Path(str(mapping.get("output", "runs"))) / str(mapping.get("name", "run"))
         for path in (source, run):
             try:
                 model = checkpoint.read_description(checkpoint.resolve(path)).model
             except (checkpoint.CheckpointError, OSError):
+                # `resolve` raises the error if the model is needed.
                 continue
-            own = configuration.to_mapping(model)
-            if model.best_rq is not None and given.get("best_rq") is None:
+            base = configuration.to_mapping(model)
+            if model.best_rq is not None and overrides.get("best_rq") is None:
                 # Of pretraining, any output takes the encoder and what it reads.
-                own = {name: own[name] for name in ("features", "spec_augment", "encoder")}
-            if given.get("language_model") and model.language_model is None:
+                base = {name: base[name] for name in ("features", "spec_augment", "encoder")}
+            if overrides.get("language_model") and model.language_model is None:
                 # It takes the place of all outputs.
-                own |= {"decoder": None, "transducer": None, "text_encoder": None, "ctc": False}
-            whole = configuration.merged(own, given)
-            _follow_encoder(whole, given)
-            return {**mapping, "model": whole}
+                base |= {"decoder": None, "transducer": None, "text_encoder": None, "ctc": False}
+            merged = configuration.merged(base, overrides)
+            encoder, features = overrides.get("encoder"), overrides.get("features")
+            if _has_subsampling(encoder) and not _has_subsampling(features):
+                # That of the encoder.
+                merged["features"] = {**merged["features"], "subsampling": None}
+            return {**mapping, "model": merged}
         return mapping
 
     def __post_init__(self) -> None:
@@ -251,20 +320,12 @@ class TrainConfig:
             raise ValueError(f"`seed` must be at least 0 and fit in 63 bits, but is {self.seed}.")
 
 
-def _follow_encoder(model: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Let the features have the subsampling of the given encoder, if none is given for them."""
-    encoder, features = given.get("encoder"), given.get("features")
-    names = isinstance(encoder, Mapping) and "subsampling" in encoder
-    if names and not (isinstance(features, Mapping) and "subsampling" in features):
-        model["features"] = {**model["features"], "subsampling": None}
+def _has_subsampling(section: Any) -> bool:
+    return isinstance(section, Mapping) and "subsampling" in section
 
 
 def resolve_losses(loss: LossConfig, model: ModelConfig) -> LossConfig:
-    """Resolve the weights of the losses, and check that the model has every loss.
-
-    Raises:
-        ValueError: The model lacks a loss; the message names the change.
-    """
+    """Resolve the weights of the losses, and check that the model has every loss."""
     if not model.ctc and (loss.ctc_weight or loss.ctc_weight_before or loss.guided_after_ctc):
         raise ValueError(
             "`loss` must not use CTC for a model without CTC head: set model.ctc=true, or "
@@ -275,28 +336,23 @@ def resolve_losses(loss: LossConfig, model: ModelConfig) -> LossConfig:
             f"`loss.transducer_weight` must be 0 or null for a model without transducer, but is "
             f"{loss.transducer_weight}: give model.transducer, or leave the weight out."
         )
-    only = "best_rq" if model.best_rq is not None else "language_model"
-    if getattr(model, only) is not None:
+    sole_loss = "best_rq" if model.best_rq is not None else "language_model"
+    if getattr(model, sole_loss) is not None:
         if loss.guided_weight or loss.guided_after_ctc:
             raise ValueError(
-                f"`loss.guided_weight` must be 0 where `model.{only}` is given, which has no "
+                f"`loss.guided_weight` must be 0 where `model.{sole_loss}` is given, which has no "
                 f"cross-attention to guide, but is {loss.guided_weight}: leave it out."
             )
         return replace(loss, ctc_weight=0.0, transducer_weight=0.0)
-    has_other = model.decoder is not None or model.transducer is not None
     if loss.ctc_weight is None:
-        weight = 0.0 if not model.ctc else DEFAULT_CTC_WEIGHT if has_other else 1.0
+        has_other = model.decoder is not None or model.transducer is not None
+        weight = 0.0 if not model.ctc else 0.3 if has_other else 1.0
         loss = replace(loss, ctc_weight=weight)
     if loss.transducer_weight is None:
-        with_both = DEFAULT_TRANSDUCER_WEIGHT if model.decoder is not None else 1.0
-        share = 0.0 if model.transducer is None else with_both
-        loss = replace(loss, transducer_weight=share)
-    if model.decoder is None:
-        _check_without_decoder(loss, model)
-    return loss
-
-
-def _check_without_decoder(loss: LossConfig, model: ModelConfig) -> None:
+        weight = 0.0 if model.transducer is None else 1.0 if model.decoder is None else 0.5
+        loss = replace(loss, transducer_weight=weight)
+    if model.decoder is not None:
+        return loss
     if model.transducer is None and (loss.ctc_weight != 1 or loss.guided_weight):
         raise ValueError(
             f"`loss` must be CTC alone for a model without decoder, but has ctc_weight "
@@ -308,3 +364,24 @@ def _check_without_decoder(loss: LossConfig, model: ModelConfig) -> None:
             f"has transducer_weight {loss.transducer_weight} and guided_weight "
             f"{loss.guided_weight}: set them to 1 and 0."
         )
+    return loss
+
+
+def adascale_scale(config: TrainConfig) -> float:
+    """Return the ratio of the batch to the reference batch."""
+    optimizer, count = config.optimizer, config.data.micro_batches
+    assert optimizer.adascale is not None
+    if count < 2:
+        raise ValueError(
+            f"`data.micro_batches` must be at least 2 with optimizer.adascale, which measures how "
+            f"their gradients differ, but is {count}: take more and smaller ones."
+        )
+    if optimizer.adascale.scale is not None:
+        return optimizer.adascale.scale
+    scale = relative_batch(count, optimizer.lr_reference_micro_batches)
+    if scale < 1:
+        raise ValueError(
+            f"`optimizer.lr_reference_micro_batches` must be at most data.micro_batches, {count}, "
+            f"with optimizer.adascale, but is {optimizer.lr_reference_micro_batches}."
+        )
+    return scale

@@ -37,15 +37,14 @@ _PEAKS: tuple[tuple[str, float | None], ...] = (
     ("V100", 125e12),
     ("T4", 65e12),
 )
-"""Dense bfloat16 FLOP/s of NVIDIA's data sheets (float16 before Ampere); first match counts."""
+"""Dense bfloat16 FLOP/s of NVIDIA's data sheets (float16 before Ampere); first match counts.
+
+https://www.nvidia.com/en-us/data-center/
+"""
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the peak FLOP/s of a GPU without sparsity; None for a CPU or an unknown GPU.
-
-    References:
-        NVIDIA's data sheets, https://www.nvidia.com/en-us/data-center/.
-    """
+    """Return the peak FLOP/s of a GPU without sparsity; None for a CPU or an unknown GPU."""
     return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
@@ -65,15 +64,7 @@ def work_of(
 
     Useful FLOPs are those of the utterances at their own lengths. Computed ones include padding:
     rows without an utterance, which attend to nothing, or the silence by which utterances are
-    extended.
-
-    Args:
-        batches: Micro-batches, whose lengths are known on the host.
-        cost: Cost of an utterance.
-        text_cost: Cost of a text pair, for text-only micro-batches.
-
-    Raises:
-        ValueError: There is such a micro-batch, but ``text_cost`` is None.
+    extended. ``text_cost`` is that of a text pair, for text-only micro-batches.
     """
     speech_cost, useful, computed = cost, 0.0, 0.0
     for batch in batches:
@@ -93,10 +84,7 @@ def work_of(
 def recomputed_work_of(
     batches: Sequence[Batch], cost: CostModel, text_cost: CostModel | None = None
 ) -> float:
-    """Return the FLOPs that the backward recomputes, padding included.
-
-    The arguments are those of `work_of`, with costs of `effasr.model.cost.recomputed_cost`.
-    """
+    """Return the FLOPs that the backward recomputes, padding included."""
     return work_of(batches, cost, text_cost)[1] / FORWARD_AND_BACKWARD
 
 

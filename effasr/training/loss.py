@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-DEFAULT_CTC_WEIGHT = 0.3
-"""Default for a model with a CTC head and another output."""
+from effasr.model.losses import Losses
 
-DEFAULT_TRANSDUCER_WEIGHT = 0.5
-"""Default for a model with both a transducer and a decoder."""
+LOSSES = ("loss", "cross_entropy", "ctc", "transducer", "guided")
+"""Names in metrics.jsonl, and the order in a stacked tensor. The first is the weighted sum."""
 
-_MEMORY = 0.98
-"""Decay of the running average of the CTC loss."""
+_AVERAGE_DECAY = 0.98
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,47 +65,8 @@ class LossConfig:
             raise ValueError("`guided_after_ctc` needs a `ctc_weight` above 0, but it is 0.")
 
 
-class LossSums(Protocol):
-    """Losses of a model: float32 (), summed over a micro-batch."""
-
-    @property
-    def cross_entropy(self) -> Tensor:
-        """Summed over counted targets."""
-        ...
-
-    @property
-    def ctc(self) -> Tensor:
-        """Summed over utterances whose text follows the speech."""
-        ...
-
-    @property
-    def transducer(self) -> Tensor:
-        """Summed over the same utterances."""
-        ...
-
-    @property
-    def guided(self) -> Tensor:
-        """Summed over counted targets of these utterances."""
-        ...
-
-    @property
-    def router(self) -> Tensor | None:
-        """Weighted losses of the routers of experts, times the targets; None without a router."""
-        ...
-
-
 class Objective:
-    """Weighs the losses of a micro-batch as its share of the loss of the global step.
-
-    The switch of the penalty is evaluated and kept on the device: the host never waits for it.
-
-    Args:
-        config: The weights, all resolved.
-        device: Device of the losses.
-
-    Raises:
-        ValueError: A weight is not resolved.
-    """
+    """Weighs the losses of a micro-batch as its share of the loss of the global step."""
 
     def __init__(self, config: LossConfig, device: torch.device) -> None:
         if config.ctc_weight is None or config.transducer_weight is None:
@@ -116,69 +75,57 @@ class Objective:
             )
         self.config = config
         self._ctc_weight, self._transducer_weight = config.ctc_weight, config.transducer_weight
-        self._average = torch.full((), torch.nan, device=device)
-        self._on = torch.tensor(config.guided_after_ctc is None, device=device)
+        # The switch of the penalty stays on the device, so that the host never waits for it.
+        self._ctc_average = torch.full((), torch.nan, device=device)
+        self.guided_on = torch.tensor(config.guided_after_ctc is None, device=device)
 
     @property
-    def sigma(self) -> float | None:
-        """Width of the guided attention's diagonal; None without a penalty."""
+    def guided_sigma(self) -> float | None:
         return self.config.guided_sigma if self.config.guided_weight else None
 
-    @property
-    def is_guided(self) -> Tensor:
-        """Bool (): whether the penalty is on."""
-        return self._on
-
-    def parts(self, losses: LossSums, targets: Tensor) -> Tensor:
-        """Return the loss parts per token, float32 (5,); the gradient flows through the first.
-
-        They are the loss, cross-entropy, CTC, transducer and penalty.
+    def weigh(self, losses: Losses, targets: Tensor) -> dict[str, Tensor]:
+        """Return each of `LOSSES` per target, float32 (); only ``loss`` has a gradient.
 
         Args:
             losses: Sums over one micro-batch.
-            targets: (2,), number of targets in the whole global step, over all ranks, and of those
-                of transcriptions.
+            targets: (2,), targets of the global step over all ranks, and those of transcriptions.
         """
         all_targets, monotonic_targets = targets.clamp(min=1).float().unbind()
         cross_entropy = losses.cross_entropy / all_targets
-        # Losses that the model lacks are one and the same zero.
+        # Losses that the model lacks are one and the same zero: divide it once.
         sums = losses.ctc, losses.transducer, losses.guided
         quotients = {x: x / monotonic_targets for x in dict.fromkeys(sums)}
         ctc, transducer, guided = (quotients[x] for x in sums)
         weight: float | Tensor = self._ctc_weight
         if self.config.ctc_weight_before is not None:
-            weight = torch.where(self._on, weight, self.config.ctc_weight_before)
-        rest = cross_entropy
-        if self._transducer_weight:
-            share = self._transducer_weight
-            rest = (1 - share) * cross_entropy + share * transducer
-        total = rest
+            weight = torch.where(self.guided_on, weight, self.config.ctc_weight_before)
+        total = cross_entropy
+        if share := self._transducer_weight:
+            total = (1 - share) * cross_entropy + share * transducer
         # Without a CTC head its loss is a constant zero.
         if isinstance(weight, Tensor) or weight or losses.ctc.requires_grad:
-            total = (1 - weight) * rest + weight * ctc
+            total = (1 - weight) * total + weight * ctc
         if self.config.guided_weight:
-            total = total + torch.where(self._on, self.config.guided_weight, 0.0) * guided
+            total = total + torch.where(self.guided_on, self.config.guided_weight, 0.0) * guided
         if losses.router is not None:
             total = total + losses.router / all_targets
-        parts = cross_entropy, ctc, transducer, guided
-        return torch.stack([total, *(part.detach() for part in parts)])
+        unweighted = (x.detach() for x in (cross_entropy, ctc, transducer, guided))
+        return dict(zip(LOSSES, (total, *unweighted), strict=True))
 
     def observe(self, ctc: Tensor, valid: Tensor) -> None:
         """Record the global step's CTC loss per token, where ``valid`` (bool ())."""
         if self.config.guided_after_ctc is None:
             return
-        blended = torch.lerp(ctc, self._average, _MEMORY)
-        updated = torch.where(self._average.isnan(), ctc, blended)
+        blended = torch.lerp(ctc, self._ctc_average, _AVERAGE_DECAY)
+        updated = torch.where(self._ctc_average.isnan(), ctc, blended)
         # In place, because a CUDA graph reads these addresses.
-        self._average.copy_(torch.where(valid, updated, self._average))
-        self._on |= self._average < self.config.guided_after_ctc
+        self._ctc_average.copy_(torch.where(valid, updated, self._ctc_average))
+        self.guided_on |= self._ctc_average < self.config.guided_after_ctc
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the running average and the switch of the penalty."""
-        return {"average": self._average.clone(), "on": self._on.clone()}
+        return {"average": self._ctc_average.clone(), "on": self.guided_on.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        self._average.copy_(state["average"])
+        self._ctc_average.copy_(state["average"])
         # With `guided_after_ctc` removed, no step would switch the penalty on any more.
-        self._on.copy_(state["on"] | (self.config.guided_after_ctc is None))
+        self.guided_on.copy_(state["on"] | (self.config.guided_after_ctc is None))

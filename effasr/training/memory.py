@@ -25,7 +25,6 @@ def total_bytes(device: torch.device) -> int:
 
 
 def in_use() -> str:
-    """Describe the memory in use, for a message."""
     if torch.cuda.is_available():
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         total = total_bytes(torch.device("cuda", torch.cuda.current_device()))
@@ -37,7 +36,6 @@ def in_use() -> str:
 
 
 def gib(count: float) -> str:
-    """Format a number of bytes."""
     if count >= 2**30:
         return f"{count / 2**30:.2f} GiB"
     return f"{count / 2**20:.1f} MiB"
@@ -45,7 +43,7 @@ def gib(count: float) -> str:
 
 def _cgroup_limits() -> list[int]:
     """Return the memory limits of this process's control groups; version 2, then version 1."""
-    found = []
+    limits = []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -61,8 +59,8 @@ def _cgroup_limits() -> list[int]:
         for folder in (group, *group.parents):
             if not folder.is_relative_to(root):
                 break
-            found += _number(folder / name)
-    return found
+            limits += _number(folder / name)
+    return limits
 
 
 def _number(path: Path) -> list[int]:

@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 Tool = Literal["none", "nsys", "kineto"]
 
 PROFILE_FOLDER = "profile"
-"""Folder of the recordings in a run directory."""
 
 _MEMORY_EVENTS = 1_000_000
 
@@ -68,11 +67,7 @@ class ProfileConfig:
 
 
 class StepProfiler:
-    """Switches a profiler on for the configured steps, and off after them.
-
-    Raises:
-        ValueError: The settings need a GPU, and there is none.
-    """
+    """Switches a profiler on for the configured steps, and off after them."""
 
     def __init__(self, config: ProfileConfig, context: DistributedContext, folder: Path) -> None:
         self._config = config
@@ -112,7 +107,6 @@ class StepProfiler:
             self._dump_memory()
 
     def close(self) -> None:
-        """Stop recording and keep what was recorded."""
         if not self._recording:
             return
         self._recording = False
@@ -177,7 +171,6 @@ class StepProfiler:
         log.info("profile of %d steps: %s", self._config.steps, path)
 
     def _dump_memory(self) -> None:
-        """Write the history of allocations, once."""
         if not self._config.memory:
             return
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -22,30 +22,23 @@ from effasr.model.losses import Losses
 from effasr.optim.adamw import apply_update, clear_gradients, set_learning_rate
 from effasr.optim.adascale import AdaScale, Reading
 from effasr.optim.ema import WeightAverage
-from effasr.training.cuda_graph.graph import UNSPLITTABLE_REASON, MicroBatchGraph
+from effasr.training import cuda_graph
+from effasr.training.cuda_graph import MicroBatchGraph
 from effasr.training.fault_tolerance.oom_recovery import OOMRecovery, Piece, gradients_of
 from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
-from effasr.training.loss import Objective
-from effasr.training.seeds import drawn, micro_batch_seed
+from effasr.training.loss import LOSSES, Objective
+from effasr.training.seeds import micro_batch_seed, sample
 from effasr.training.step_stats import HostCopy, StepCosts, StepCounts
 from effasr.training.strategies.weight_copies import WeightCopies
 from effasr.training.untranscribed import teacher
 from effasr.training.untranscribed.teacher import Teacher
 
+_FIGURES = (*LOSSES, "grad_norm", "finite", "guided_on", "splits")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepConfig:
-    """Settings of a step.
-
-    Attributes:
-        learning_rate: Maps the number of earlier updates to the learning rate.
-        autocast: Returns the context in which the forward runs.
-        costs: FLOPs of an utterance.
-        seed: Seed of the run.
-        clip: Largest norm of the gradient.
-        label_smoothing: Label smoothing of the cross-entropy.
-    """
-
+    # Maps the number of earlier updates to the learning rate.
     learning_rate: Callable[[int], float]
     autocast: Callable[[], AbstractContextManager]
     costs: StepCosts
@@ -56,36 +49,25 @@ class StepConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainState:
-    """Components that a step uses and updates.
-
-    Attributes:
-        config: Settings of the step.
-        context: The ranks that make the step together.
-        model: The model, with its wrapper where ranks exchange gradients.
-        optimizer: Optimizer of the model's parameters.
-        objective: Weights of the losses.
-        grad_sync: Combines the gradients of the ranks.
-        averager: Averages the weights of ranks that make updates of their own.
-        statistics: Running statistics of the model's batch norms.
-        average: Exponential moving average of the weights, or None.
-        adascale: Measures the gain of a step, or None.
-        weights: Copies of the weights in the precision of autocast; None to cast at every use.
-        graph: Replays the micro-batches as a CUDA graph; None to run each.
-        phases: Tracks the phase that this rank is in.
-        teacher: Labels utterances without text, or None.
-    """
+    """Components that a step uses and updates."""
 
     config: StepConfig
+    # The ranks that make the step together.
     context: DistributedContext
+    # With its wrapper where ranks exchange gradients.
     model: nn.Module
     optimizer: torch.optim.Optimizer
     objective: Objective
     grad_sync: GradientSync
+    # Averages the weights of ranks that make updates of their own.
     averager: Averager = field(default_factory=Averager)
+    # Running statistics of the model's batch norms.
     statistics: Sequence[Tensor] = ()
     average: WeightAverage | None = None
     adascale: AdaScale | None = None
+    # None to cast at every use.
     weights: WeightCopies | None = None
+    # None to run each micro-batch.
     graph: MicroBatchGraph | None = None
     phases: PhaseTracker = field(default_factory=PhaseTracker)
     teacher: Teacher | None = None
@@ -93,26 +75,28 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Results of a step for the log; reading ``values`` waits until they are computed.
+    """Results of a step for the log, still on the way from the device."""
 
-    Attributes:
-        step: Number of the step, counted from 0.
-        lr: Learning rate; with AdaScale, before its factor.
-        counts: Sums over all ranks, as `StepCounts.tensor`; available from the start of the step.
-        values: float32 (9,): loss, cross-entropy, CTC, transducer, penalty, norm of the gradient
-            before clipping, whether all was finite and the update made, whether the penalty was on,
-            and how often a rank split a micro-batch after an out-of-memory error.
-        micro_batches: Micro-batches of this rank, or their pieces, each with the loss of its
-            utterances, float32 (N,), on the device.
-        gain: (3,), with AdaScale: gain, progress, and factor of the learning rate.
-    """
-
+    # From 0.
     step: int
+    # With AdaScale, before its factor.
     lr: float
+    # Sums over all ranks, as `StepCounts.tensor`; available from the start of the step.
     counts: HostCopy
+    # One for each of `_FIGURES`, float32.
     values: HostCopy
+    # Micro-batches of this rank, or their pieces, with the loss of each utterance, (N,).
     micro_batches: list[tuple[Batch, Tensor]]
+    # (3,), with AdaScale: gain, progress, and factor of the learning rate.
     gain: Reading | None = None
+
+    def read(self) -> dict[str, float]:
+        """Wait for the step; return its figures by name.
+
+        They are `LOSSES` (means over the step), ``grad_norm`` before clipping, ``finite`` (whether
+        the update was made), ``guided_on``, and ``splits`` after out-of-memory errors on all ranks.
+        """
+        return dict(zip(_FIGURES, self.values.read(), strict=True))
 
 
 def train_step(
@@ -137,20 +121,18 @@ def train_step(
         stopping: Whether this rank was asked to stop; the counts inform the other ranks.
         places: Indices of the micro-batches in the global step; by default r, r + W, ... on rank
             r of W.
-
-    Raises:
-        OutOfMemory: A single utterance, or a recorded micro-batch, does not fit in memory.
     """
     config, context, adascale = state.config, state.context, state.adascale
     labelled = None
     if state.teacher is not None:
         micro_batches, labelled = state.teacher.label(micro_batches, step)
     with ranges.range("counts"):
-        counted = StepCounts.of(micro_batches, context, stopping, config.costs)
+        counted = StepCounts.from_batches(micro_batches, context, stopping, config.costs)
         counts = context.all_reduce(counted.tensor(context.device, labelled))
         counts_copy = HostCopy(counts)
     if places is None:
         places = [context.rank + context.size * index for index in range(len(micro_batches))]
+    # Copies the statistics, so it has to be made before the first micro-batch.
     recovery = _oom_recovery(state, counts)
     is_local = state.averager.is_local(step)
     state.grad_sync.begin(state.phases.wait_for_ranks)
@@ -159,7 +141,7 @@ def train_step(
         state.weights.refresh()
     if adascale is not None:
         adascale.begin()
-    _draw_context(state, step)
+    _sample_attention_context(state, step)
     for index, batch in enumerate(micro_batches):
         exchanging = index + 1 == len(micro_batches) and not is_local
         piece = Piece(batch, micro_batch_seed(config.seed, step, places[index]))
@@ -169,24 +151,32 @@ def train_step(
     if not is_local:
         state.grad_sync.all_reduce()
     with ranges.range("update"):
-        sums, norm = _sum_losses_and_clip(state, recovery, is_local=is_local)
+        sums = _sum_over_ranks(state, recovery, is_local=is_local)
+        losses, splits, squares, local_norm = sums.split(_SUM_SIZES)
+        norm = local_norm[0].sqrt() if is_local else clip_gradient(state)
         finite = sums.isfinite().all() & norm.isfinite()
-        values = [*sums[:5], norm, finite, state.objective.is_guided, sums[5]]
-        values_copy = HostCopy(torch.stack(values))
-        lr = _update(state, step, counts, sums, norm, finite)
+        figures = [*losses, norm, finite, state.objective.guided_on, splits[0]]
+        values_copy = HostCopy(torch.stack(figures))
+        factor, made = None, step
+        targets, monotonic_targets = StepCounts.targets_of(counts)
+        if adascale is not None:
+            # Waits only for the step before, while the backward of this one runs.
+            made = int(adascale.advance())
+            factor = adascale.update(squares, targets, norm, finite, splits[0] == 0)
+        lr = _update(state, step, config.learning_rate(made), factor, finite)
         restore_unless(finite, state.statistics, recovery.kept)
         state.averager.after(step)
-        state.objective.observe(sums[2], finite & (StepCounts.targets_of(counts)[1] > 0))
-    losses = [(outcome.piece.batch, outcome.losses) for outcome in recovery.outcomes]
+        state.objective.observe(losses[LOSSES.index("ctc")], finite & (monotonic_targets > 0))
+    utterance_losses = [(outcome.piece.batch, outcome.losses) for outcome in recovery.outcomes]
     gain = None if adascale is None else adascale.reading
-    return StepReport(step, lr, counts_copy, values_copy, losses, gain)
+    return StepReport(step, lr, counts_copy, values_copy, utterance_losses, gain)
 
 
-def _draw_context(state: TrainState, step: int) -> None:
-    """Give the encoder the context of this step, if it is trained with several."""
+def _sample_attention_context(state: TrainState, step: int) -> None:
+    """Pick this step's attention context."""
     encoder = getattr(state.grad_sync.module, "encoder", None)
     if isinstance(encoder, FastConformerEncoder) and len(encoder.config.context) > 1:
-        encoder.train_with(drawn(encoder.config.context, state.config.seed, step))
+        encoder.train_with(sample(encoder.config.context, state.config.seed, step))
 
 
 def run_micro_batch(
@@ -201,14 +191,13 @@ def run_micro_batch(
         exchanging: Whether ranks exchange gradients during the backward.
 
     Returns:
-        Its share of loss, cross-entropy, CTC, transducer and penalty, (5,), and the loss of each
-        of its utterances, (N,).
+        Its share of each of `LOSSES`, (5,), and the loss of each of its utterances, (N,).
     """
     with _weights_in_use(state, accumulate=not exchanging):
-        share, losses = _forward(state, state.model, batch, counts)
+        share, utterance_losses = _forward(state, state.model, batch, counts)
         with ranges.range("backward"):
-            _total(share, state.context).backward()
-    return share.detach(), losses
+            _to_differentiate(share, state.context).backward()
+    return _stacked(share), utterance_losses
 
 
 def _accumulate_gradient(
@@ -218,31 +207,33 @@ def _accumulate_gradient(
     state.phases.compute(batch)
     sync = nullcontext() if exchanging else state.grad_sync.no_sync()
     adascale = state.adascale
-    sample = nullcontext() if adascale is None else adascale.sample(batch.num_targets)
+    measured = nullcontext() if adascale is None else adascale.sample(batch.num_targets)
     run = state.graph or partial(run_micro_batch, state, exchanging=exchanging)
-    with sync, sample:
-        share, losses = run(batch, counts)
-    return share, losses
+    with sync, measured:
+        share, utterance_losses = run(batch, counts)
+    return share, utterance_losses
 
 
 def _forward(
     state: TrainState, model: Callable[..., Losses], batch: Batch, counts: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the loss parts of a micro-batch, (5,), and the losses of its utterances, (N,)."""
+) -> tuple[dict[str, Tensor], Tensor]:
     with ranges.range("forward"), state.config.autocast():
         losses = model(
             batch.to(state.context.device),
             label_smoothing=state.config.label_smoothing,
-            guided_sigma=state.objective.sigma,
+            guided_sigma=state.objective.guided_sigma,
         )
-        share = state.objective.parts(losses, StepCounts.targets_of(counts))
+        share = state.objective.weigh(losses, StepCounts.targets_of(counts))
     return share, losses.per_utterance
 
 
-def _total(share: Tensor, context: DistributedContext) -> Tensor:
-    """Return the loss to differentiate, ()."""
+def _to_differentiate(share: dict[str, Tensor], context: DistributedContext) -> Tensor:
     # Gradients are averaged over the ranks, but the loss is a mean over all of them.
-    return share[0] * context.size if context.size > 1 else share[0]
+    return share["loss"] * context.size if context.size > 1 else share["loss"]
+
+
+def _stacked(share: dict[str, Tensor]) -> Tensor:
+    return torch.stack([share[name].detach() for name in LOSSES])
 
 
 def _weights_in_use(state: TrainState, *, accumulate: bool = False) -> AbstractContextManager:
@@ -251,43 +242,39 @@ def _weights_in_use(state: TrainState, *, accumulate: bool = False) -> AbstractC
 
 
 def _oom_recovery(state: TrainState, counts: Tensor) -> OOMRecovery:
-    """Return the recovery of a step, which has to be made before its first micro-batch."""
     sync = state.grad_sync
 
     def gradient(batch: Batch) -> tuple[list[Tensor | None], Tensor, Tensor]:
         with _weights_in_use(state):
             # The uncompiled forward, because pieces have shapes of their own.
-            share, losses = _forward(state, sync.module.forward, batch, counts)
+            share, utterance_losses = _forward(state, sync.module.forward, batch, counts)
             with ranges.range("backward"):
-                gradients = gradients_of(_total(share, state.context), sync.parameters)
-        return gradients, share.detach(), losses
+                gradients = gradients_of(_to_differentiate(share, state.context), sync.parameters)
+        return gradients, _stacked(share), utterance_losses
 
-    reason = sync.unsplittable_reason if state.graph is None else UNSPLITTABLE_REASON
+    reason = sync.unsplittable_reason if state.graph is None else cuda_graph.UNSPLITTABLE_REASON
     if state.teacher is not None:
         reason = teacher.UNSPLITTABLE_REASON
     return OOMRecovery(gradient, sync, state.statistics, reason, state.context.device)
 
 
-def _sum_losses_and_clip(
-    state: TrainState, recovery: OOMRecovery, *, is_local: bool
-) -> tuple[Tensor, Tensor]:
-    """Clip the gradient.
+_SUM_SIZES = (len(LOSSES), 1, 2, 1)
+"""`LOSSES`, splits, two sums of AdaScale, and the squared norm where ranks make own updates."""
 
-    Returns:
-        Sums over the ranks, (9,): five loss parts, splits, two of AdaScale, one spare; and the norm
-        of the gradient before clipping, ().
-    """
-    sums = torch.zeros(9, device=state.context.device)
+
+def _sum_over_ranks(state: TrainState, recovery: OOMRecovery, *, is_local: bool) -> Tensor:
+    """Return what all ranks need to know, in one all-reduce."""
+    sums = torch.zeros(sum(_SUM_SIZES), device=state.context.device)
+    losses, splits, squares, local_norm = sums.split(_SUM_SIZES)
     for outcome in recovery.outcomes:
-        sums[:5] += outcome.parts
-    sums[5] = recovery.splits
+        losses += outcome.parts
+    splits[0] = recovery.splits
     if state.adascale is not None:
-        sums[6:8] = state.adascale.sums
+        squares[:] = state.adascale.sums
     if is_local:
         # The ranks decide together whether to make an update, but each clips its own gradient.
-        sums[8] = clip_gradient(state) ** 2 / state.context.size
-    sums = state.context.all_reduce(sums)
-    return sums, sums[8].sqrt() if is_local else clip_gradient(state)
+        local_norm[0] = clip_gradient(state) ** 2 / state.context.size
+    return state.context.all_reduce(sums)
 
 
 def clip_gradient(state: TrainState) -> Tensor:
@@ -296,16 +283,9 @@ def clip_gradient(state: TrainState) -> Tensor:
 
 
 def _update(
-    state: TrainState, step: int, counts: Tensor, sums: Tensor, norm: Tensor, finite: Tensor
+    state: TrainState, step: int, lr: float, factor: Tensor | None, finite: Tensor
 ) -> float:
-    """Update the weights, where ``finite``, and their average; return the learning rate."""
-    made, factor = step, None
-    if state.adascale is not None:
-        # Waits only for the step before, while the backward of this one runs.
-        made = int(state.adascale.advance())
-        targets = StepCounts.targets_of(counts)[0]
-        factor = state.adascale.update(sums[6:8], targets, norm, finite, sums[5] == 0)
-    lr = state.config.learning_rate(made)
+    """Update the weights, where ``finite``, and their average."""
     set_learning_rate(state.optimizer, lr, factor)
     with ranges.range("optimizer"):
         apply_update(state.optimizer, finite)

@@ -16,61 +16,44 @@ from effasr.training.flops import recomputed_work_of, work_of
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """FLOPs of an utterance, as `effasr.model.learning_cost` counts them.
-
-    Attributes:
-        speech: Cost of an utterance.
-        text: Cost of a text pair; None without a text encoder.
-        recomputed: Part of the costs that activation checkpointing recomputes; None without it.
-    """
+    """FLOPs of an utterance, as `effasr.model.learning_cost` counts them."""
 
     speech: CostModel
     text: CostModel | None = None
+    # What activation checkpointing recomputes, of speech and of text pairs.
     recomputed: tuple[CostModel, CostModel | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """Sums over micro-batches of one rank, or of all ranks.
-
-    Attributes:
-        targets: Targets that the cross-entropy counts.
-        monotonic_targets: Those of transcriptions, by which CTC, the transducer and the penalty are
-            divided.
-        audio_seconds: Duration of the utterances.
-        frames: Encoder frames of the utterances.
-        frame_rows: Encoder rows computed, padding included.
-        tokens: Decoder tokens of the utterances.
-        token_rows: Decoder rows computed, padding included.
-        stopping: Number of ranks that were asked to stop.
-        useful_flops: FLOPs of forward and backward without padding; see `effasr.training.flops`.
-        recomputed_flops: FLOPs of activation checkpointing, padding included.
-        work: FLOPs of each rank, padding included.
-    """
+    """Sums over micro-batches of one rank, or of all ranks; "rows" include padding."""
 
     targets: float
+    # Those of transcriptions, by which CTC, the transducer and the penalty are divided.
     monotonic_targets: float
     audio_seconds: float
     frames: float
     frame_rows: float
     tokens: float
     token_rows: float
+    # Number of ranks that were asked to stop.
     stopping: float
+    # Of forward and backward without padding.
     useful_flops: float
     recomputed_flops: float
+    # FLOPs of each rank, padding included.
     work: tuple[float, ...]
 
     @classmethod
-    def of(
+    def from_batches(
         cls,
         micro_batches: Sequence[Batch],
         context: DistributedContext,
         stopping: bool,
         costs: StepCosts,
     ) -> StepCounts:
-        """Count the micro-batches of this rank, whose lengths are known on the host."""
         useful, work = work_of(micro_batches, costs.speech, costs.text)
-        again = costs.recomputed
+        recomputed = costs.recomputed
         return cls(
             targets=sum(batch.num_targets for batch in micro_batches),
             monotonic_targets=sum(batch.num_monotonic_targets for batch in micro_batches),
@@ -81,12 +64,12 @@ class StepCounts:
             token_rows=sum(batch.tokens.layout.rows for batch in micro_batches),
             stopping=stopping,
             useful_flops=useful,
-            recomputed_flops=0.0 if again is None else recomputed_work_of(micro_batches, *again),
+            recomputed_flops=recomputed_work_of(micro_batches, *recomputed) if recomputed else 0.0,
             work=tuple(work if rank == context.rank else 0.0 for rank in range(context.size)),
         )
 
     def tensor(self, device: torch.device, labelled: Tensor | None = None) -> Tensor:
-        """Return the counts as float64 (10 + ranks,) on the device: exact, and one all-reduce.
+        """Return float64 (10 + ranks,) on the device: exact, and one all-reduce.
 
         ``labelled``, float64 (), are more ``monotonic_targets``, of which only the device knows.
         """
@@ -121,10 +104,7 @@ _SCALARS = [field.name for field in fields(StepCounts)][:-1]
 
 
 class HostCopy:
-    """An asynchronous copy of a small tensor to the host.
-
-    Reading it waits for the work queued before the copy, but not for later work.
-    """
+    """An asynchronous copy of a small tensor; reading waits for the work queued before it only."""
 
     def __init__(self, tensor: Tensor) -> None:
         on_gpu = tensor.is_cuda
@@ -135,7 +115,6 @@ class HostCopy:
             self._arrived.record()
 
     def read(self) -> list[float]:
-        """Return the values."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host.tolist()

@@ -5,52 +5,44 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from effasr import ranges
-from effasr.data.conversation.corpus import ConversationCorpus
-from effasr.data.index.corpus import Corpus
-from effasr.data.index.pair_corpus import PairCorpus
-from effasr.data.loader import Loader
 from effasr.data.micro_batch_loader import StepBatch
-from effasr.data.sampling.cost import CostModel
-from effasr.data.tokenizer import Tokenizer
 from effasr.distributed.failures import TrainingFailed
 from effasr.distributed.process_group import DistributedContext, distributed_context
-from effasr.evaluation.result import merge
-from effasr.model.cost import cost_model, text_cost_model
+from effasr.evaluation.wer import total
 from effasr.nn.lora import merged
 from effasr.training import build
-from effasr.training.calibration.calibrate import settle as settle_budgets
-from effasr.training.checkpointing.resume import Saved, check_resumable, check_same_plan, identity
+from effasr.training.checkpointing.resume import Saved, identity
 from effasr.training.checkpointing.run_checkpoints import TENSORS, RunCheckpoints
 from effasr.training.checkpointing.state import OptimizerState, RunProgress, Stateful
 from effasr.training.config import ASYNCHRONOUS, TrainConfig
 from effasr.training.diagnostics import examples
-from effasr.training.diagnostics.build import build_diagnostics
+from effasr.training.diagnostics.monitor import build_diagnostics
 from effasr.training.fault_tolerance.nonfinite_guard import NonFiniteGuard
 from effasr.training.fault_tolerance.phase_tracker import WAITING
 from effasr.training.fault_tolerance.stop import StopRequest, listening
 from effasr.training.fault_tolerance.watchdog import Watchdog
-from effasr.training.metrics import TrainingMetrics
-from effasr.training.mixture_stats import MixtureStats
+from effasr.training.metrics import MixtureStats, TrainingMetrics
 from effasr.training.profiler import PROFILE_FOLDER, StepProfiler
+from effasr.training.resolve import Resolved, resolve
 from effasr.training.run_dir.run_directory import RunDirectory
 from effasr.training.run_dir.run_log import RunLog
 from effasr.training.run_dir.summary import describe_alignment, describe_data, describe_model
-from effasr.training.starting.corpus import load_corpus
 from effasr.training.step import train_step
-from effasr.training.strategies.asynchronous import make_strategy
 from effasr.training.strategies.parallelism import average_over_ranks, full_weights, is_sharded
-from effasr.training.untranscribed.loss_validator import LossResult, LossValidator
-from effasr.training.validation import SetResult, Validator
+
+if TYPE_CHECKING:
+    from effasr.training.untranscribed.pretraining import LossResult
+    from effasr.training.validation import SetResult
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +56,6 @@ def run(config: TrainConfig) -> int:
 
     Returns:
         The exit code: 0 if done or stopped on request, 1 if training failed, with a message.
-
-    Raises:
-        ValueError: The configuration, the data or a checkpoint cannot be used.
     """
     settings = config.training
     if settings.threads is not None:
@@ -79,12 +68,21 @@ def run(config: TrainConfig) -> int:
         if not context.is_main:
             logging.getLogger("effasr").setLevel(logging.ERROR)
         with closing(RunDirectory(Path(config.output) / config.name)) as directory:
-            trainer = Trainer(config, context, directory)
+            # All processes of this start of the run share the name in the lock, so that a rank that
+            # replaces rank 0 recognizes it.
+            run_log = RunLog(directory, context.broadcast(uuid.uuid4().hex))
+            checkpoints = RunCheckpoints(
+                directory.checkpoints, settings.keep, background=settings.async_save
+            )
+            saved = _find_checkpoint(run_log, checkpoints, context, restart=settings.restart)
+            with run_log.listing_dropped(context):
+                resolved = resolve(config, saved, context)
+            trainer = Trainer(resolved, context, run_log, checkpoints)
             try:
-                with trainer.log.display, trainer.checkpoints:
+                with run_log.display, checkpoints:
                     trainer.train(stop)
             except TrainingFailed as error:
-                trainer.log.show(f"failed: {error}")
+                run_log.show(f"failed: {error}")
                 return 1
             except OSError:
                 # Another training, which a file system without locks does not refuse, removes
@@ -94,75 +92,60 @@ def run(config: TrainConfig) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class RunData:
-    """Data of a run: tokenizer, utterances, and the loader of its micro-batches."""
-
-    tokenizer: Tokenizer
-    corpus: Corpus | ConversationCorpus | PairCorpus
-    loader: Loader
-
-
-def _cost_model(config: TrainConfig, vocab_size: int) -> CostModel:
-    """Return the cost of an utterance, or of a pair in a run of text alone."""
-    of_text = text_cost_model(config.model, vocab_size) if config.data.text_alone else None
-    return of_text or cost_model(config.model, vocab_size)
+def _find_checkpoint(
+    run_log: RunLog, checkpoints: RunCheckpoints, context: DistributedContext, *, restart: bool
+) -> Saved | None:
+    """Lock the run directory, and find the newest complete checkpoint, on rank 0."""
+    directory, newest = run_log.directory, None
+    if context.is_main:
+        run_log.lock()
+        if restart and (renamed := directory.restart()):
+            log.warning("renamed the earlier run %s to %s", directory.path, renamed)
+        newest = checkpoints.newest()
+    path = context.broadcast(newest and newest[0])
+    if path is None:
+        return None
+    return Saved(path, newest[1] if newest else checkpoints.read(path))
 
 
 class Trainer:
-    """One process of a run.
-
-    Raises:
-        ValueError: See `run`.
-    """
+    """One process of a run."""
 
     def __init__(
-        self, config: TrainConfig, context: DistributedContext, directory: RunDirectory
+        self,
+        resolved: Resolved,
+        context: DistributedContext,
+        run_log: RunLog,
+        checkpoints: RunCheckpoints,
     ) -> None:
-        # All processes of this start of the run share the name in the lock, so that a rank that
-        # replaces rank 0 recognizes it.
-        self.log = RunLog(directory, context.broadcast(uuid.uuid4().hex))
-        self.checkpoints = RunCheckpoints(
-            directory.checkpoints, config.training.keep, background=config.training.async_save
-        )
-        saved = self._find_checkpoint(context, restart=config.training.restart)
-        config = build.resolve(config, saved)
-        if saved is not None:
-            check_resumable(saved, config, context.size)
-        tokenizer = build.find_tokenizer(config, saved)
-        with self.log.listing_dropped(context):
-            self.config = config = settle_budgets(config, tokenizer, context)
-            self.data = self._load_data(tokenizer, saved, context)
-        self.model = build.build_model(config, tokenizer.vocab_size, saved, context.device)
-        self.strategy = make_strategy(config, context)
+        self.resolved, self.log, self.checkpoints = resolved, run_log, checkpoints
+        self.config = config = resolved.config
+        vocab_size = resolved.tokenizer.vocab_size
+        self.model = build.build_model(config, vocab_size, resolved.saved, context.device)
+        self.strategy = build.build_strategy(config, context)
         group = self.strategy.group
-        make_averager = self.strategy.make_averager
-        self.state = build.build_train_state(config, self.model, group, make_averager)
+        self.state = build.build_train_state(config, self.model, group, self.strategy.make_averager)
         if is_sharded(self.state):
-            self.checkpoints.share(context)
-        self.validator = self._make_validator()
+            checkpoints.share(context)
+        self.validate = self._make_validator()
         self.metrics = TrainingMetrics(context.device, group.size)
-        self.mixture_stats = MixtureStats(self.data.corpus)
+        self.mixture_stats = MixtureStats(resolved.corpus)
         self.gauges = build.build_gauges(self.state)
-        self.diagnostics = build_diagnostics(config, self.model, self.data.corpus)
+        self.diagnostics = build_diagnostics(config, self.model, resolved.corpus)
         autocast, on_nan = self.state.config.autocast, config.training.on_nan
-        self.guard = NonFiniteGuard(self.model, autocast, on_nan, group, self.log.skipped)
+        self.guard = NonFiniteGuard(self.model, autocast, on_nan, group, run_log.skipped)
         limits = config.training.timeout_s, config.training.data_timeout_s
-        calls = self.data.loader.reading, self.checkpoints.linger
+        calls = resolved.loader.reading, checkpoints.linger
         self.watchdog = Watchdog(context, self.state.phases, *limits, *calls)
-        folder = directory.path / PROFILE_FOLDER
+        folder = run_log.directory.path / PROFILE_FOLDER
         self.profiler = StepProfiler(config.training.profile, context, folder)
         self.progress = RunProgress()
-        if saved is not None:
-            self._restore(saved)
+        if resolved.saved is not None:
+            self._restore(resolved.saved)
         self._open_log()
 
     def train(self, stop: StopRequest) -> None:
-        """Train until the last step, or until a rank was asked to stop.
-
-        Raises:
-            TrainingFailed: A loss or gradient is not finite, and the run is to stop there.
-        """
+        """Train until the last step, or until a rank was asked to stop."""
         settings, strategy, progress = self.config.training, self.strategy, self.progress
         self._describe()
         if self._is_finished:
@@ -171,10 +154,10 @@ class Trainer:
             )
         elif progress.step:
             self.log.show(f"continuing from step {progress.step} of {settings.max_steps}")
-        steps_of_rank = strategy.steps(self.data.loader, self.state, progress)
+        steps_of_rank = strategy.steps(self.resolved.loader, self.state, progress)
         with closing(self.profiler), steps_of_rank as steps, self.watchdog:
             if progress.must_validate:
-                self._validate()
+                self._run_validation()
                 self._save()
             while not self._is_finished and not strategy.is_stopping:
                 made = strategy.steps_made(progress)
@@ -184,7 +167,7 @@ class Trainer:
                     continue
                 # A request to stop takes precedence; the validation follows when the run continues.
                 if progress.must_validate and not strategy.is_stopping:
-                    self._validate()
+                    self._run_validation()
                 must_save = self._is_due(settings.checkpoint_every)
                 if progress.is_best or strategy.is_stopping or must_save:
                     self._save()
@@ -211,7 +194,7 @@ class Trainer:
         progress.is_best = False
         progress.must_validate = is_sync_point and self._is_due(self.config.training.validate_every)
         must_log = self._must_log(is_sync_point)
-        self._handle_nonfinite(leave=0 if must_log else 1)
+        self._handle_nonfinite(keep_pending=0 if must_log else 1)
         if data is not None:
             metrics.time(time.perf_counter() - started, waited)
         self.log.display.advance(progress.step)
@@ -241,10 +224,10 @@ class Trainer:
 
     def _synchronize(self) -> None:
         """Synchronize ranks that have made different steps."""
-        self._handle_nonfinite(leave=0)
+        self._handle_nonfinite(keep_pending=0)
         was_main = self.strategy.context.is_main
         if self.strategy.synchronize(self.state, self.progress):
-            self.validator = self._make_validator()
+            self.validate = self._make_validator()
             if self.strategy.context.is_main and not was_main:
                 self._replace_rank_zero()
         self.log.write_skipped(self.strategy.context)
@@ -277,58 +260,57 @@ class Trainer:
         adascale, last = self.state.adascale, self.config.training.max_steps
         return self.progress.step >= last or (adascale is not None and adascale.progress >= last)
 
-    def _handle_nonfinite(self, *, leave: int) -> None:
+    def _handle_nonfinite(self, *, keep_pending: int) -> None:
         """Read the reports but the newest ``leave`` and handle the skipped updates among them."""
-        reports = self.metrics.collect(leave=leave)
+        reports = self.metrics.collect(keep_pending=keep_pending)
         if self.metrics.oom_splits:
             self.log.warn_of_splits(self.progress.step)
         if reports:
             # All ranks take part, because each has its own utterances.
             with full_weights(self.state, self.model):
-                self.guard.handle(reports, self.metrics.in_a_row)
+                self.guard.handle(reports, self.metrics.consecutive_skips)
 
-    def _validate(self) -> None:
+    def _run_validation(self) -> None:
         """Validate and record whether the result is the best so far."""
         self.progress.must_validate = False
-        if self.validator is None:
+        if self.validate is None:
             return
         self.state.phases.begin("validating")
         average_over_ranks(self.state, self.strategy.context)
         with ranges.range("validation"), self._published_weights(), merged(self.model):
-            results = self.validator()
-        if isinstance(self.validator, LossValidator):
-            self._record_losses(results)  # type: ignore[arg-type]
+            results = self.validate()
+        if self.config.model.best_rq is not None:
+            metric = self._record_losses(results)
         else:
-            self._record_transcripts(results)  # type: ignore[arg-type]
+            metric = self._record_transcripts(results)
+        self.progress.record_metric(metric)
 
-    def _record_losses(self, results: dict[str, LossResult]) -> None:
+    def _record_losses(self, results: Mapping[str, LossResult]) -> float:
         for name, result in results.items():
             self.log.validation_loss(self.progress.step, self.progress.epoch, name, result)
         total = sum(result.total for result in results.values())
         frames = sum(result.frames for result in results.values())
-        self.progress.record_error_rate(LossResult(total, frames).loss)
+        return total / frames if frames else float("nan")
 
-    def _record_transcripts(self, results: dict[str, SetResult]) -> None:
+    def _record_transcripts(self, results: Mapping[str, SetResult]) -> float:
         evaluations = {name: result.evaluation for name, result in results.items()}
         settings = self.config.training.diagnostics
         step, epoch = self.progress.step, self.progress.epoch
-        shown = {} if settings is None else examples.choose(evaluations, settings.examples)
+        chosen = {} if settings is None else examples.choose(evaluations, settings.examples)
         for name, result in results.items():
-            self.log.validation(step, epoch, name, result, shown.get(name, ()))
+            self.log.validation(step, epoch, name, result, chosen.get(name, ()))
         if self.diagnostics is not None:
             probe = reduce(add, (result.probe for result in results.values()))
             changes = self.diagnostics.validated(evaluations, probe, epoch)
             self.log.changes(step, epoch, changes)
-        self.progress.record_error_rate(merge(list(evaluations.values())).wer)
+        return total(evaluation.errors for evaluation in evaluations.values()).wer
 
     @contextmanager
     def _published_weights(self) -> Iterator[None]:
         """Give the model the weights to evaluate and publish; all ranks enter the block."""
         average = self.state.average
-        with (
-            nullcontext() if average is None else average.in_place(),
-            full_weights(self.state, self.model),
-        ):
+        in_place = nullcontext() if average is None else average.in_place()
+        with in_place, full_weights(self.state, self.model):
             yield
 
     def _write_unreadable(self) -> None:
@@ -339,9 +321,9 @@ class Trainer:
         context = self.strategy.context
         self.state.phases.begin("saving a checkpoint")
         self._write_unreadable()
-        self._handle_nonfinite(leave=0)
+        self._handle_nonfinite(keep_pending=0)
         average_over_ranks(self.state, context)
-        blends = self.mixture_stats.merge(context)
+        mixtures = self.mixture_stats.merge(context)
         if not context.is_main and not is_sharded(self.state):
             return
         self.log.directory.check_lock()
@@ -355,19 +337,19 @@ class Trainer:
                 self.checkpoints.save(
                     self.progress.step,
                     self.model,
-                    self.data.tokenizer,
+                    self.resolved.tokenizer,
                     state,
                     staged,
-                    self.data.corpus.prompt,
+                    self.resolved.corpus.prompt,
                     is_best=self.progress.is_best,
                 )
-        self.log.mixture(self.progress.step, blends)
+        self.log.mixture(self.progress.step, mixtures)
 
     def _restore(self, saved: Saved) -> None:
         """Continue from a checkpoint; the model has its published weights already."""
         progress, state = self.progress, saved.state
         progress.load_state_dict(state)
-        progress.must_validate = progress.must_validate and self.validator is not None
+        progress.must_validate = progress.must_validate and self.validate is not None
         if progress.is_best and self.strategy.context.is_main:
             # The run may have been killed between writing the checkpoint and marking it.
             self.checkpoints.mark_best(progress.step)
@@ -395,68 +377,44 @@ class Trainer:
         model = state.model if is_sharded(state) else self.model
         return OptimizerState(state.optimizer, model, has_average=state.average is not None)
 
-    def _identity(self) -> dict:
+    def _identity(self) -> dict[str, Any]:
         epoch, number = self.progress.position
-        plan = self.data.loader.fingerprint(epoch) if number else None
+        plan = self.resolved.loader.fingerprint(epoch) if number else None
         ranks = self.strategy.context.size
-        return identity(self.config, self.data.corpus.fingerprint, plan, ranks)
+        return identity(self.config, self.resolved.corpus.fingerprint, plan, ranks)
 
-    def _find_checkpoint(self, context: DistributedContext, *, restart: bool) -> Saved | None:
-        """Find the newest complete checkpoint, on rank 0."""
-        directory, found = self.log.directory, None
-        if context.is_main:
-            self.log.lock()
-            if restart and (aside := directory.restart()):
-                log.warning("renamed the earlier run %s to %s", directory.path, aside)
-            found = self.checkpoints.newest()
-        path = context.broadcast(found and found[0])
-        if path is None:
-            return None
-        return Saved(path, found[1] if found else self.checkpoints.read(path))
-
-    def _load_data(
-        self, tokenizer: Tokenizer, saved: Saved | None, context: DistributedContext
-    ) -> RunData:
-        config = self.config
-        corpus = load_corpus(config, tokenizer, saved)
-        loader = Loader(
-            corpus,
-            config.data,
-            seed=config.seed,
-            rank=context.rank,
-            world_size=context.size,
-            pin_memory=context.device.type == "cuda",
-            cost=_cost_model(config, tokenizer.vocab_size),
-        )
-        if saved is not None:
-            check_same_plan(saved.state, loader.fingerprint)
-        return RunData(tokenizer, corpus, loader)
-
-    def _make_validator(self) -> Validator | LossValidator | None:
+    def _make_validator(self) -> Callable[[], Mapping[str, Any]] | None:
+        """Return what validates the model with its current weights; called again after a loss."""
         if not self.config.data.validation:
             return None
+        context = self.strategy.context
+        # Imported here, as only a run that validates needs searches.
         if self.config.model.best_rq is not None:
-            return LossValidator(self.config, self.model, self.strategy.context)
-        return Validator(self.config, self.model, self.data.tokenizer, self.strategy.context)
+            from effasr.training.untranscribed.pretraining import LossValidator
+
+            return LossValidator(self.config, self.model, context)
+        from effasr.training.validation import Validator
+
+        return Validator(self.config, self.model, self.resolved.tokenizer, context)
 
     def _open_log(self) -> None:
         is_main, step = self.strategy.context.is_main, self.progress.step
-        dropped = self.data.corpus.dropped
+        dropped = self.resolved.corpus.dropped
         self.log.open(self.config, is_main, step, self.metrics.ranks, dropped)
 
     def _describe(self) -> None:
         """Report the data, the model and the ranks."""
-        context, corpus = self.strategy.context, self.data.corpus
+        context, corpus = self.strategy.context, self.resolved.corpus
         self.log.show(
             f"{len(corpus)} utterances, {corpus.seconds / 3600:.2f} h, "
             f"{describe_model(self.model)}, {context.size} x {context.device}"
         )
         dropped = self.log.directory.path / "dropped.jsonl"
         epoch = self.progress.position[0]
-        lines = describe_data(corpus, self.data.loader, self.config.data, epoch, dropped)
+        lines = describe_data(corpus, self.resolved.loader, self.config.data, epoch, dropped)
         fixed = self.config.init_from is not None
         aligned = describe_alignment(
-            corpus, self.config.data, self.config.model, self.data.tokenizer, fixed=fixed
+            corpus, self.config.data, self.config.model, self.resolved.tokenizer, fixed=fixed
         )
         for line in (*self.strategy.describe(), *lines):
             self.log.show(line)

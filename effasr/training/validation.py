@@ -21,20 +21,14 @@ from effasr.evaluation.text_pairs import evaluate_pairs
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.training.config import TrainConfig
-from effasr.training.diagnostics.probe import Probe
-from effasr.training.diagnostics.probe_sums import ProbeSums
+from effasr.training.diagnostics.probe import Probe, ProbeSums
 from effasr.transcription.recognizer import Recognizer
 from effasr.transcription.second_pass.text_to_text import TextToText
 
 
 @dataclass(frozen=True, slots=True)
 class SetResult:
-    """Results of a validation set, over all ranks.
-
-    Attributes:
-        evaluation: Transcripts and errors.
-        probe: Losses of some of the utterances; sums of nothing without diagnostics.
-    """
+    """Results of a validation set, over all ranks; the probe has zero sums without diagnostics."""
 
     evaluation: Evaluation
     probe: ProbeSums
@@ -44,10 +38,6 @@ class Validator:
     """Transcribes the validation sets with the current weights of a model.
 
     Of text pairs, the text encoder reads the sources.
-
-    Raises:
-        ValueError: A manifest cannot be read, the normaliser is unknown, or the model does not
-            support the decoding: raised before training starts.
     """
 
     def __init__(
@@ -61,28 +51,29 @@ class Validator:
         self._model = model
         self._tokenizer = tokenizer
         self._context = context
+        # Unknown settings are errors before training starts.
         get_normalizer(self._config.normalizer)
         Recognizer(model, tokenizer, self._config.decoding)
         self._sets: dict[str, list[Cut] | list[TextPair]] = {}
         self._probes: dict[str, Probe] = {}
         diagnostics = config.training.diagnostics
         for path in config.data.validation:
+            name = free_set_name(path, self._sets)
             if is_text_only(path):
                 TextToText(model, tokenizer, self._config.decoding)
-                found = list(islice(pairs(path), self._config.max_utterances))
-                _check_experts(config.model, found)
-                self._sets[free_set_name(path, self._sets)] = found[context.rank :: context.size]
+                members = list(islice(pairs(path), self._config.max_utterances))
+                _check_experts(config.model, members)
+                self._sets[name] = members[context.rank :: context.size]
                 continue
-            every = iterate(path, language=config.data.language)
-            cuts = list(islice(every, self._config.max_utterances))
+            cuts = list(
+                islice(iterate(path, language=config.data.language), self._config.max_utterances)
+            )
             if not cuts:
                 raise ValueError(f"{path}: holds no utterances.")
-            part = shard(cuts, context.rank, context.size)
-            name = free_set_name(path, self._sets)
-            self._sets[name] = part
-            # A probe computes losses of utterances, which a language model has not.
-            probes = config.model.language_model is None and diagnostics is not None
-            if probes and diagnostics is not None and diagnostics.probe_utterances:
+            self._sets[name] = part = shard(cuts, context.rank, context.size)
+            # Language models have no per-utterance losses.
+            has_losses = config.model.language_model is None
+            if has_losses and diagnostics is not None and diagnostics.probe_utterances:
                 self._probes[name] = Probe(
                     part,
                     model,
@@ -95,11 +86,11 @@ class Validator:
 
     def __call__(self) -> dict[str, SetResult]:
         """Return the results of each set; all ranks call this."""
-        return {name: self._evaluate(name, cuts) for name, cuts in self._sets.items()}
+        return {name: self._evaluate(name, members) for name, members in self._sets.items()}
 
     def _evaluate(self, name: str, members: list[Cut] | list[TextPair]) -> SetResult:
-        what = evaluate_pairs if isinstance(next(iter(members), None), TextPair) else evaluate
-        part = what(
+        function = evaluate_pairs if isinstance(next(iter(members), None), TextPair) else evaluate
+        part = function(
             self._model,
             self._tokenizer,
             members,  # type: ignore[arg-type]

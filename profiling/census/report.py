@@ -12,8 +12,7 @@ import triton
 
 from census.recorder import Entry
 from census.step import Recorded
-from effasr.distributed.process_group import DistributedContext
-from effasr.training.cuda_graph.recording import check_recordable
+from effasr.training.cuda_graph import check_recordable
 from effasr.training.flops import peak_of
 
 VERSION = 1
@@ -153,7 +152,7 @@ def _grouped(
 
 def _unrecordable_reason(recorded: Recorded) -> str | None:
     try:
-        check_recordable(recorded.config.model, DistributedContext(0, 1, torch.device("cuda")))
+        check_recordable(recorded.config.model, torch.device("cuda"))
     except ValueError as error:
         return str(error)
     return None

@@ -131,9 +131,9 @@ class EffasrSteps:
         """
         batch = self._packed.collated(number)
         began = time.perf_counter()
-        values = self._steps.step(number, batch).values.read()
+        figures = self._steps.step(number, batch).read()
         seconds = time.perf_counter() - began
-        if values[-1]:
+        if figures["splits"]:
             raise ValueError("a micro-batch did not fit in memory whole: lower --batch.")
-        done = {"seconds": seconds, "frames": batch.frames.rows, "loss": float(values[0])}
+        done = {"seconds": seconds, "frames": batch.frames.rows, "loss": figures["loss"]}
         return done | self._corpus.step_means(self._packed.plan)

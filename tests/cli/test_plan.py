@@ -18,7 +18,7 @@ from effasr.data.sampling.options import STRATEGIES
 from effasr.data.tokenizer import load_tokenizer
 from effasr.model.cost import cost_model
 from effasr.training.config import TrainConfig
-from effasr.training.starting.corpus import load_corpus
+from effasr.training.corpus import load_corpus
 
 RATIOS = (
     "padding_frames", "padding_tokens", "padding_flops", "padding_cells", "rank_imbalance_mean",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from effasr.decoding.continuous_batching.cuda_graph import Readback, StepGraph
-from effasr.training.cuda_graph.graph import MicroBatchGraph
+from effasr.training.cuda_graph import MicroBatchGraph
 from effasr_kernels.runtime import counters
 
 

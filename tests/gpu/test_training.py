@@ -11,7 +11,7 @@ import torch
 
 from effasr.data.features import log_mel
 from effasr.model.transducer import TransducerConfig
-from effasr.training.cuda_graph.graph import MicroBatchGraph
+from effasr.training.cuda_graph import MicroBatchGraph
 from effasr.training.step import TrainState, run_micro_batch, train_step
 from effasr_kernels import OPERATIONS, TorchOp
 from effasr_kernels.runtime import launch
@@ -22,7 +22,7 @@ from tests.gpu.small_training import make_batch, make_train_state
 def losses(train_state: TrainState, steps: int = 2) -> list[float]:
     """Loss, cross-entropy, CTC, penalty and norm of the gradient of each step."""
     reports = [train_step(train_state, [make_batch(step)], step) for step in range(steps)]
-    return [x for report in reports for x in report.values.read()]
+    return [x for report in reports for x in report.read().values()]
 
 
 @pytest.mark.parametrize("position", ["relative", "rotary"])
@@ -113,5 +113,5 @@ def test_a_compiled_model_trains_alike(gpu: torch.device) -> None:
     first = train_step(train_state, [make_batch(0)], 0)
     with torch._dynamo.config.patch(error_on_recompile=True):
         rest = [train_step(train_state, [make_batch(step)], step) for step in range(1, 4)]
-    found = [x for report in (first, *rest) for x in report.values.read()]
+    found = [x for report in (first, *rest) for x in report.read().values()]
     np.testing.assert_allclose(found, expected, rtol=1e-3)

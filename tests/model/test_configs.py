@@ -58,7 +58,7 @@ def test_a_configuration_from_before_there_was_a_choice_subsamples_by_eight() ->
     expected = {**stored, "features": dict(stored["features"]), "encoder": dict(stored["encoder"])}
     del stored["features"]["subsampling"], stored["encoder"]["subsampling"]
     assert configs.complete(ModelConfig, stored) == expected
-    assert configs.from_stored(ModelConfig, stored) == ModelConfig()
+    assert configs.from_mapping(ModelConfig, stored) == ModelConfig()
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -21,8 +21,8 @@ from effasr.model.cost import cost_model
 from effasr.model.encoder import FastConformerConfig, FastConformerEncoder
 from effasr.model.streaming_encoder import StreamingEncoder
 from effasr.training import step as training_step
-from effasr.training.cuda_graph.rules import obstacles_of_model
-from effasr.training.seeds import drawn
+from effasr.training.cuda_graph import obstacles_of_model
+from effasr.training.seeds import sample
 from effasr_kernels import Context, PackedLayout
 from tests.support.small_model import shake
 
@@ -212,9 +212,9 @@ def test_a_context_is_read_from_a_recipe() -> None:
 
 def test_a_step_draws_the_same_context_everywhere() -> None:
     contexts = [Context(1), Context(2), Context(3)]
-    draws = [drawn(contexts, 5, step) for step in range(300)]
-    assert draws == [drawn(contexts, 5, step) for step in range(300)]
-    assert draws != [drawn(contexts, 6, step) for step in range(300)]
+    draws = [sample(contexts, 5, step) for step in range(300)]
+    assert draws == [sample(contexts, 5, step) for step in range(300)]
+    assert draws != [sample(contexts, 6, step) for step in range(300)]
     # Each is expected 100 times, with a standard deviation of 8.
     assert all(60 < draws.count(context) < 140 for context in contexts)
 
@@ -225,8 +225,8 @@ def test_each_step_trains_with_its_context(tiny_config: ModelConfig) -> None:
     model = ASRModel(dataclasses.replace(tiny_config, encoder=encoder), VOCABULARY)
     state = SimpleNamespace(grad_sync=SimpleNamespace(module=model), config=SimpleNamespace(seed=3))
     for step in range(5):
-        training_step._draw_context(state, step)  # type: ignore[arg-type]
-        assert model.train().encoder.context == drawn(contexts, 3, step)
+        training_step._sample_attention_context(state, step)  # type: ignore[arg-type]
+        assert model.train().encoder.context == sample(contexts, 3, step)
         assert model.eval().encoder.context == CONTEXT
 
 

@@ -16,6 +16,7 @@ from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training import build
 from effasr.training.config import LoopConfig, TrainConfig
+from effasr.training.resolve import resolve_config
 from effasr.training.step import TrainState, train_step
 from effasr.training.strategies.parallelism import full_weights
 
@@ -53,7 +54,7 @@ def quiet_config(optimizer: OptimizerConfig, **training) -> TrainConfig:
     loop = LoopConfig(max_steps=20, **training)
     schedule = ScheduleConfig(warmup_steps=3)
     config = TrainConfig(model=model, training=loop, optimizer=optimizer, schedule=schedule)
-    return build.resolve(
+    return resolve_config(
         replace(config, data=replace(config.data, micro_batches=4, frame_budget=60)), None
     )
 
@@ -70,9 +71,9 @@ def train(model: ASRModel, state: TrainState, steps: range, own: slice) -> list[
     for step in steps:
         batches = [uneven_batch(4 * step + n) for n in range(4 if step % 2 else 3)]
         batches += [empty] * (4 - len(batches))
-        values = train_step(state, batches[own], step).values.read()
-        assert values[6], "the step was not finite"
-        losses.append(values[0])
+        figures = train_step(state, batches[own], step).read()
+        assert figures["finite"], "the step was not finite"
+        losses.append(figures["loss"])
     return losses
 
 

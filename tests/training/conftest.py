@@ -22,6 +22,7 @@ from effasr.optim.schedules import ScheduleConfig
 from effasr.training import build
 from effasr.training.config import LoopConfig, TrainConfig
 from effasr.training.loss import LossConfig
+from effasr.training.resolve import resolve_config
 from effasr.training.step import TrainState
 
 VOCABULARY = 12
@@ -44,7 +45,7 @@ def model_config() -> ModelConfig:
 def make_train_state(model_config) -> Callable[..., tuple[ASRModel, TrainState]]:
     def make(**settings) -> tuple[ASRModel, TrainState]:
         defaults = {"model": model_config, "training": LoopConfig(max_steps=20)}
-        config = build.resolve(TrainConfig(**defaults | settings), None)
+        config = resolve_config(TrainConfig(**defaults | settings), None)
         context = DistributedContext(0, 1, torch.device("cpu"))
         model = build.build_model(config, VOCABULARY, None, context.device)
         return model, build.build_train_state(config, model, context)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from effasr.optim.adamw import OptimizerConfig
-from effasr.training import build
 from effasr.training import metrics as meters
 from effasr.training.calibration import store
 from effasr.training.calibration.calibrate import read_population
 from effasr.training.config import LoopConfig
+from effasr.training.resolve import find_tokenizer
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.trainer import run
@@ -35,7 +35,8 @@ def test_weights_and_statistics_are_bitwise_the_same(make_train_state, batches, 
             calls = [1] if step == 1 and where != "nowhere" else []
             with shortage(model, *calls, where=where):
                 report = train_step(train_state, batches[2 * step : 2 * step + 2], step)
-            assert report.values.read()[6::2] == [1, len(calls)]
+            figures = report.read()
+            assert (figures["finite"], figures["splits"]) == (1, len(calls))
         states.append(model.state_dict())
     for name, tensor in states[0].items():
         assert torch.equal(states[1][name], tensor), name
@@ -78,7 +79,7 @@ def test_a_run_logs_what_it_computes_again(make_config, tmp_path, monkeypatch) -
 
 def test_a_calibration_is_for_as_many_layers(make_config) -> None:
     config = make_config()
-    population = read_population(config, build.find_tokenizer(config, None))
+    population = read_population(config, find_tokenizer(config, None))
     names = set()
     for recomputed in (False, True, 2):
         training = replace(config.training, activation_checkpointing=recomputed)

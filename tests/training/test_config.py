@@ -16,9 +16,10 @@ from effasr.model.transducer import TransducerConfig
 from effasr.training import build
 from effasr.training.checkpointing.resume import check_same_run
 from effasr.training.config import EvaluationConfig, LoopConfig, TrainConfig, resolve_losses
+from effasr.training.corpus import load_corpus
 from effasr.training.loss import LossConfig
 from effasr.training.profiler import ProfileConfig
-from effasr.training.starting.corpus import load_corpus
+from effasr.training.resolve import find_tokenizer, resolve_config
 
 BOTH = ModelConfig(ctc=True)
 CTC = ModelConfig(ctc=True, decoder=None)
@@ -65,7 +66,7 @@ def test_losses_that_the_model_has_not_are_refused(loss, model, message) -> None
 
 
 def test_the_defaults_are_a_configuration_that_survives_yaml(tmp_path) -> None:
-    config = build.resolve(TrainConfig(), None)
+    config = resolve_config(TrainConfig(), None)
     path = tmp_path / "config.yaml"
     path.write_text(configuration.dump(config))
     assert configuration.load(TrainConfig, path) == config
@@ -111,10 +112,10 @@ def test_a_model_to_begin_with_brings_its_architecture_and_tokenizer(
     tokenizer = load_tokenizer(tones / "tokenizer")
     model = ASRModel(model_config, tokenizer.vocab_size)
     save_model(tmp_path / "model", model, tokenizer)
-    config = build.resolve(TrainConfig(init_from=str(tmp_path / "model")), None)
+    config = resolve_config(TrainConfig(init_from=str(tmp_path / "model")), None)
     assert config.model == model_config
     assert config.loss.ctc_weight == 0.3
-    assert build.find_tokenizer(config, None).vocab_size == tokenizer.vocab_size
+    assert find_tokenizer(config, None).vocab_size == tokenizer.vocab_size
     loaded = build.build_model(config, tokenizer.vocab_size, None, torch.device("cpu"))
     assert loaded.training
     for name, parameter in model.named_parameters():
@@ -144,7 +145,7 @@ def test_a_recipe_may_change_fields_of_the_model_to_begin_with(
 
 def test_without_data_or_tokenizer_the_message_says_what_is_missing(tones) -> None:
     with pytest.raises(ValueError, match=r"`data\.tokenizer` must be a folder"):
-        build.find_tokenizer(TrainConfig(), None)
+        find_tokenizer(TrainConfig(), None)
     with pytest.raises(ValueError, match=r"`data\.train` must name at least one manifest"):
         load_corpus(TrainConfig(), load_tokenizer(tones / "tokenizer"), None)
 
@@ -165,4 +166,4 @@ def test_a_model_of_audio_that_is_not_loaded_is_refused(field, value) -> None:
     features = FeatureConfig(**{"window": 400, field: value})
     config = TrainConfig(model=ModelConfig(features=features))
     with pytest.raises(ValueError, match=rf"`model\.features\.{field}` must be .* is {value}"):
-        build.resolve(config, None)
+        resolve_config(config, None)

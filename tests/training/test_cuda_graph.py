@@ -12,10 +12,10 @@ from torch import Tensor
 from effasr import config as configuration
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.transducer import TransducerConfig
-from effasr.training import build
+from effasr.training import build, cuda_graph
 from effasr.training.config import LoopConfig, TrainConfig
-from effasr.training.cuda_graph import graph, rules
-from effasr.training.cuda_graph.graph import MicroBatchGraph
+from effasr.training.cuda_graph import MicroBatchGraph
+from effasr.training.resolve import resolve_config
 from effasr.training.step import run_micro_batch, train_step
 from tests.training.conftest import VOCABULARY, make_batch
 
@@ -47,7 +47,7 @@ def train(make_train_state, batches, *, recorded: bool) -> tuple[dict[str, Tenso
     losses = []
     for step in range(3):
         report = train_step(train_state, batches[2 * step : 2 * step + 2], step)
-        losses += report.values.read()
+        losses += report.read().values()
         losses += [x for _, seen in report.micro_batches for x in seen.tolist()]
     return {name: x.clone() for name, x in model.state_dict().items()}, losses
 
@@ -123,22 +123,22 @@ GPU = torch.device("cuda")
 def test_the_default_records_wherever_it_can(overrides, settings) -> None:
     config = configuration.load(TrainConfig, "small", overrides)
     assert config.training.cuda_graph == "auto"
-    assert [x.setting for x in rules.obstacles(config, GPU)] == settings
-    assert rules.uses_graph(config, GPU) == (not settings)
-    on_cpu = rules.obstacles(config, torch.device("cpu"))
+    assert [x.setting for x in cuda_graph.obstacles(config, GPU)] == settings
+    assert cuda_graph.uses_graph(config, GPU) == (not settings)
+    on_cpu = cuda_graph.obstacles(config, torch.device("cpu"))
     assert [x.setting for x in on_cpu] == [*settings, "training.device"]
-    assert not rules.uses_graph(config, torch.device("cpu"))
+    assert not cuda_graph.uses_graph(config, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_choice_is_not_changed(asked) -> None:
     overrides = ["training.activation_checkpointing=true", f"training.cuda_graph={asked}"]
     config = configuration.load(TrainConfig, "small", overrides)
-    assert rules.uses_graph(config, GPU) == asked
+    assert cuda_graph.uses_graph(config, GPU) == asked
     if asked:
         # The messages are those of `obstacles`.
         with pytest.raises(ValueError, match=r"cannot be rewound while a graph is recorded"):
-            build.resolve(config, None)
+            resolve_config(config, None)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -149,9 +149,9 @@ def test_the_default_builds_a_recording_of_the_plain_or_the_compiled_model(
     model_config, batches, monkeypatch, compiled
 ) -> None:
     """On a device that counts as a GPU, with a recording that a CPU can replay."""
-    monkeypatch.setattr(rules, "obstacles_of_model", lambda model, device: [])
-    monkeypatch.setattr(build, "check_recordable", lambda model, context: None)
-    monkeypatch.setattr(graph, "_capture", record)
+    monkeypatch.setattr(cuda_graph, "obstacles_of_model", lambda model, device: [])
+    monkeypatch.setattr(cuda_graph, "check_recordable", lambda model, context: None)
+    monkeypatch.setattr(cuda_graph, "_capture", record)
     compile_module = torch.nn.Module.compile
     calls = []
 
@@ -164,7 +164,7 @@ def test_the_default_builds_a_recording_of_the_plain_or_the_compiled_model(
     for chosen in (False, "auto"):
         torch._dynamo.reset()
         loop = LoopConfig(max_steps=20, compile=compiled, cuda_graph=chosen)
-        config = build.resolve(TrainConfig(model=model_config, training=loop), None)
+        config = resolve_config(TrainConfig(model=model_config, training=loop), None)
         model = build.build_model(config, VOCABULARY, None, context.device)
         state = build.build_train_state(config, model, context)
         assert (state.graph is not None) == (chosen == "auto")

@@ -9,18 +9,23 @@ import torch
 
 from effasr.evaluation.result import Evaluation, ScoredUtterance
 from effasr.evaluation.wer import ErrorCounts, count_errors
+from effasr.training.config import DiagnosticsConfig
 from effasr.training.diagnostics import examples
-from effasr.training.diagnostics.audio_use import AudioUse
-from effasr.training.diagnostics.blanks import Blanks
-from effasr.training.diagnostics.config import DiagnosticsConfig
-from effasr.training.diagnostics.ctc_plateau import CTCBaseline, CTCPlateau
-from effasr.training.diagnostics.error_balance import ErrorBalance
-from effasr.training.diagnostics.error_rate import StuckErrorRate
-from effasr.training.diagnostics.finding import Validation
+from effasr.training.diagnostics.detectors import (
+    AudioUse,
+    Blanks,
+    CTCBaseline,
+    CTCPlateau,
+    ErrorBalance,
+    Overfitting,
+    Repetition,
+    StuckErrorRate,
+    Validation,
+    count_loops,
+    is_loop,
+)
 from effasr.training.diagnostics.monitor import Diagnostics
-from effasr.training.diagnostics.overfitting import Overfitting
-from effasr.training.diagnostics.probe_sums import ProbeSums
-from effasr.training.diagnostics.repetition import Repetition, count_loops, is_loop
+from effasr.training.diagnostics.probe import ProbeSums
 
 CONFIG = DiagnosticsConfig()
 SHORT = CTCBaseline(loss=4.0, entropy=4.1, frames_per_token=1.8)
@@ -51,7 +56,7 @@ def test_the_baseline_is_the_loss_of_a_head_that_ignores_the_audio(frames_per_to
         for frames, tokens in transcripts(frames_per_token)
         if frames >= len(tokens) + (tokens[1:] == tokens[:-1]).sum()
     ]
-    found = CTCBaseline.of(every)
+    found = CTCBaseline.from_transcripts(every)
     counts = np.bincount(np.concatenate([tokens for _, tokens in every])).astype(float)
     frames, targets = sum(frames for frames, _ in every), sum(len(t) + 1 for _, t in every)
     emitted = counts.sum() / frames
@@ -73,8 +78,8 @@ def test_the_baseline_is_the_loss_of_a_head_that_ignores_the_audio(frames_per_to
 
 
 def test_without_tokens_there_is_no_baseline() -> None:
-    assert CTCBaseline.of([]) is None
-    assert CTCBaseline.of([(9, np.zeros(0, np.int32))]) is None
+    assert CTCBaseline.from_transcripts([]) is None
+    assert CTCBaseline.from_transcripts([(9, np.zeros(0, np.int32))]) is None
 
 
 def plateau(baseline: CTCBaseline, less=True) -> CTCPlateau:
@@ -89,7 +94,7 @@ def test_ctc_at_its_plateau_is_named_after_two_epochs() -> None:
     assert "fewer than 1.8 encoder frames" in found.cause
     assert "model.encoder.subsampling=4" in found.remedy
     assert "larger vocabulary" in found.remedy
-    assert detector.ratio == pytest.approx(1.03, abs=0.02)
+    assert detector.ctc_vs_blind_baseline == pytest.approx(1.03, abs=0.02)
     assert detector.observe(2.0, 100, 250, 3) is None
 
 
@@ -289,7 +294,7 @@ def diagnostics() -> Diagnostics:
 
 def line(step, ctc, epoch=9):
     return {"step": step, "epoch": epoch, "loss": 1.0, "ctc": ctc, "cross_entropy": 2.0,
-            "transducer": 0.0}  # fmt: skip
+            "transducer": 0.0, "guided": 0.0}  # fmt: skip
 
 
 def test_a_condition_is_reported_once_when_it_begins_and_once_when_it_ends() -> None:

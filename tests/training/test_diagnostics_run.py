@@ -9,7 +9,7 @@ import torch
 
 from effasr.checkpoint import load_model, resolve
 from effasr.optim.adamw import OptimizerConfig
-from effasr.training.diagnostics.config import DiagnosticsConfig
+from effasr.training.config import DiagnosticsConfig
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
 

@@ -44,7 +44,7 @@ def test_the_loss_falls_and_experts_are_chosen_as_named(
     use, losses = ExpertUse(model), []
     for step in range(16):
         torch.manual_seed(step)
-        losses.append(train_step(state, [_batch(step)], step).values.read()[0])
+        losses.append(train_step(state, [_batch(step)], step).read()["loss"])
     assert np.mean(losses[-3:]) < 0.7 * np.mean(losses[:3])
     line = use.line()
     if experts.is_learned:

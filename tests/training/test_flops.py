@@ -54,8 +54,12 @@ def test_what_is_computed_again_counts_once_with_its_padding() -> None:
     batch = collate(EXAMPLES, StaticShape(20, 9, 4), eos_id=0, pad_id=0)
     context = DistributedContext(0, 1, torch.device("cpu"))
     again = CostModel(frame=10, frame_pair=0, token=0, token_pair=0, token_frame=0)
-    assert StepCounts.of([batch] * 2, context, False, StepCosts(COST)).recomputed_flops == 0
-    counts = StepCounts.of([batch] * 2, context, False, StepCosts(COST, None, (again, None)))
+    assert (
+        StepCounts.from_batches([batch] * 2, context, False, StepCosts(COST)).recomputed_flops == 0
+    )
+    counts = StepCounts.from_batches(
+        [batch] * 2, context, False, StepCosts(COST, None, (again, None))
+    )
     assert counts.recomputed_flops == 2 * 10 * 20
     assert counts.work == (2 * work_of([batch], COST)[1],)
 

@@ -15,9 +15,10 @@ from effasr.distributed.process_group import DistributedContext
 from effasr.model.cost import cost_model
 from effasr.training import build
 from effasr.training.config import TrainConfig
+from effasr.training.corpus import load_corpus
+from effasr.training.resolve import find_tokenizer
 from effasr.training.run_dir.run_directory import read_lines
-from effasr.training.starting.corpus import load_corpus
-from effasr.training.strategies.asynchronous import form_learners
+from effasr.training.strategies.synchronous import SynchronousStrategy
 from effasr.training.trainer import run
 from tests.support.run_ranks import run_module
 
@@ -48,7 +49,7 @@ def noted(folder: Path, rank: int) -> list[dict]:
 
 def check_trained_once(config: TrainConfig, folder: Path, steps: int, ranks: int) -> None:
     """Each utterance of each step of the plan was trained on once, by whichever learner."""
-    tokenizer = build.find_tokenizer(config, None)
+    tokenizer = find_tokenizer(config, None)
     corpus = load_corpus(config, tokenizer, None)
     cost = cost_model(config.model, tokenizer.vocab_size)
     loader = Loader(corpus, config.data, seed=config.seed, pin_memory=False, cost=cost)
@@ -203,11 +204,11 @@ def test_processes_form_learners(make_config, monkeypatch, caplog) -> None:
     def form(size: int, learner_size: int | None):
         gossip = GossipConfig(learner_size=learner_size)
         config = make_config(training={"strategy": "h_adpsgd", "gossip": gossip})
-        return form_learners(config, DistributedContext(0, size, torch.device("cpu")))
+        return build.build_strategy(config, DistributedContext(0, size, torch.device("cpu")))
 
-    assert form(1, None) is None
+    assert type(form(1, None)) is SynchronousStrategy
     assert not caplog.text
-    assert form(4, 4) is None
+    assert type(form(4, 4)) is SynchronousStrategy
     assert "has a single learner here, of 4 processes, and trains as ddp does" in caplog.text
     with pytest.raises(ValueError, match="must divide the 4 processes, but is 3: set it"):
         form(4, 3)

@@ -9,7 +9,7 @@ from effasr.data.config import DataConfig
 from effasr.data.index import corpus_cache
 from effasr.data.tokenizer import load_tokenizer
 from effasr.training.config import TrainConfig
-from effasr.training.starting.corpus import load_corpus
+from effasr.training.corpus import load_corpus
 
 
 @pytest.mark.parametrize("given", ["auto", "named", None])

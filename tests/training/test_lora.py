@@ -14,9 +14,10 @@ from effasr.model.text_encoder import TextEncoderConfig
 from effasr.nn.lora import LoRAConfig, adapters, merged
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.adascale import AdaScaleConfig
-from effasr.training import build, trainer
+from effasr.training import build, validation
 from effasr.training.checkpointing.averaging import average
 from effasr.training.config import LoopConfig
+from effasr.training.resolve import resolve_config
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.trainer import run
@@ -103,12 +104,12 @@ def test_validation_sees_what_the_checkpoint_gives(
     """Recognition while training is with merged weights, and leaves the adapters as they were."""
     seen = []
 
-    class Watched(trainer.Validator):
+    class Watched(validation.Validator):
         def __call__(self, *args, **kwargs):
             seen.append({name: x.clone() for name, x in self._model.state_dict().items()})
             return super().__call__(*args, **kwargs)
 
-    monkeypatch.setattr(trainer, "Validator", Watched)
+    monkeypatch.setattr(validation, "Validator", Watched)
     data = {"validation": [str(tones / "test.jsonl")]}
     assert run(make_lora_config(data=data, training={"validate_every": 6})) == 0
     loaded = load_model(tmp_path / "run" / "checkpoints" / "step_00000012")
@@ -126,7 +127,7 @@ def test_validation_sees_what_the_checkpoint_gives(
 def test_the_next_run_begins_with_merged_weights(make_lora_config, tmp_path) -> None:
     assert run(make_lora_config()) == 0
     config = make_lora_config(name="next", init_from=str(tmp_path / "run"))
-    config = build.resolve(config, None)
+    config = resolve_config(config, None)
     size = read_description(resolve(tmp_path / "run")).vocab_size
     model = build.build_model(config, size, None, torch.device("cpu"))
     with merged(model):
@@ -186,7 +187,7 @@ def test_it_trains_with_everything_else(
     begun = {name: x.clone() for name, x in model.state_dict().items()}
     for step in range(3):
         report = train_step(train_state, batches[2 * step : 2 * step + 2], step)
-        assert report.values.read()[6]
+        assert report.read()["finite"]
     for name, value in model.state_dict().items():
         if "lora_" in name:
             assert torch.equal(begun[name], value) == name.endswith("scale"), name
@@ -203,7 +204,7 @@ def test_want_of_memory_is_made_good(
     model, train_state = make_train_state(**settings)
     with shortage(model, 1, where=where):
         report = train_step(train_state, batches[:2], 0)
-    assert report.values.read()[6::2] == [1, 1]
+    assert (report.read()["finite"], report.read()["splits"]) == (1, 1)
 
 
 # Torch's tracer of autograd functions does so itself.

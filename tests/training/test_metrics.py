@@ -25,7 +25,7 @@ def test_a_line_holds_means_per_step_since_the_one_before() -> None:
     for step, loss in enumerate([1.0, 3.0]):
         meter.add(report(step, loss))
         meter.time(0.5, 0.1)
-    assert meter.collect(leave=0) == []
+    assert meter.collect(keep_pending=0) == []
     line = meter.line(2, 0)
     expected = {
         "step": 2, "epoch": 0, "loss": 2.0, "cross_entropy": 2.0, "ctc": 3.0, "transducer": 4.5,
@@ -39,7 +39,7 @@ def test_a_line_holds_means_per_step_since_the_one_before() -> None:
     assert line == expected
     assert line["peak_memory_bytes"] > 10_000_000
     meter.add(report(2, 7.0))
-    meter.collect(leave=0)
+    meter.collect(keep_pending=0)
     assert meter.line(3, 0)["loss"] == 7.0
 
 
@@ -49,18 +49,18 @@ def test_the_newest_report_is_left_for_the_device_to_finish() -> None:
     assert meter.collect() == []
     meter.add(report(1))
     assert [left_out.step for left_out in meter.collect()] == [0]
-    assert meter.collect(leave=0) == []
+    assert meter.collect(keep_pending=0) == []
 
 
 def test_steps_without_an_update_do_not_spoil_the_means() -> None:
     meter = TrainingMetrics(CPU)
     meter.add(report(0, float("nan"), finite=False))
     meter.add(report(1, 3.0))
-    meter.collect(leave=0)
+    meter.collect(keep_pending=0)
     line = meter.line(2, 0)
     assert (line["loss"], line["skipped"]) == (3.0, 1)
     meter.add(report(2, float("inf"), finite=False))
-    meter.collect(leave=0)
+    meter.collect(keep_pending=0)
     line = meter.line(3, 0)
     assert (line["loss"], line["grad_norm"], line["skipped"]) == (None, None, 2)
 
@@ -72,12 +72,12 @@ def test_a_line_is_the_same_after_resuming_between_two_lines() -> None:
     with pytest.raises(RuntimeError, match="collect"):
         meters[0].state_dict()
     for meter in meters:
-        meter.collect(leave=0)
+        meter.collect(keep_pending=0)
     resumed = TrainingMetrics(CPU)
     resumed.load_state_dict(meters[0].state_dict())
     for meter in (meters[1], resumed):
         meter.add(report(1, 2.5))
-        meter.collect(leave=0)
+        meter.collect(keep_pending=0)
     first, second = meters[1].line(2, 0), resumed.line(2, 0)
     assert first | {"peak_memory_bytes": 0} == second | {"peak_memory_bytes": 0}
 

@@ -12,10 +12,10 @@ from effasr.data.config import DataConfig
 from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader
 from effasr.data.mixture import MixConfig
-from effasr.training import build
 from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
 from effasr.training.config import TrainConfig
-from effasr.training.starting.corpus import load_corpus
+from effasr.training.corpus import load_corpus
+from effasr.training.resolve import find_tokenizer
 from effasr.training.trainer import run
 
 SEED = 3
@@ -46,7 +46,7 @@ def make_mixed(make_config, parts):
 
 
 def loader(config: TrainConfig, **options) -> Loader:
-    tokenizer = build.find_tokenizer(config, None)
+    tokenizer = find_tokenizer(config, None)
     corpus = load_corpus(config, tokenizer, None)
     return Loader(corpus, config.data, seed=SEED, pin_memory=False, **options)
 
@@ -163,7 +163,7 @@ def test_a_source_of_which_nothing_is_left_is_named(make_mixed, parts) -> None:
 def test_the_budgets_of_tokens_and_nodes_are_those_of_the_blend(make_mixed, parts, tones) -> None:
     """A source with much text has more of it in an epoch than in the corpus."""
     config = make_mixed().data
-    tokenizer = build.find_tokenizer(make_mixed(), None)
+    tokenizer = find_tokenizer(make_mixed(), None)
     lines = (parts / "tiny.jsonl").read_text().splitlines()
     wordy = [json.dumps(json.loads(line) | {"text": "low high " * 4}) for line in lines]
     (parts / "tiny.jsonl").write_text("\n".join(wordy) + "\n")

@@ -1,58 +1,14 @@
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
-from effasr.training.loss import LossConfig, Objective
+from effasr.model.losses import Losses
+from effasr.training.loss import LOSSES, LossConfig, Objective
 
 CPU = torch.device("cpu")
-
-
-@dataclass
-class Losses:
-    cross_entropy: torch.Tensor
-    ctc: torch.Tensor
-    guided: torch.Tensor
-    transducer: torch.Tensor
-    router: torch.Tensor | None = None
-
-
-def losses(cross_entropy: float, ctc: float, guided: float, transducer: float = 0.0) -> Losses:
-    values = cross_entropy, ctc, guided, transducer
-    return Losses(*(torch.tensor(value, requires_grad=True) for value in values))
-
-
-def test_each_loss_is_divided_by_its_own_global_count() -> None:
-    config = LossConfig(ctc_weight=0.25, transducer_weight=0.0, guided_weight=2.0)
-    objective = Objective(config, CPU)
-    sums = losses(10.0, 6.0, 3.0)
-    parts = objective.parts(sums, torch.tensor([5.0, 2.0]))
-    expected = [0.75 * 2 + 0.25 * 3 + 2 * 1.5, 2.0, 3.0, 0.0, 1.5]
-    assert parts.tolist() == pytest.approx(expected)
-    parts[0].backward()
-    gradients = [sums.cross_entropy.grad, sums.ctc.grad, sums.guided.grad]
-    assert [g.item() for g in gradients] == pytest.approx([0.75 / 5, 0.25 / 2, 2 / 2])
-
-
-def test_losses_of_routers_are_added_for_each_target() -> None:
-    objective = Objective(LossConfig(ctc_weight=0.25, transducer_weight=0.0), CPU)
-    sums, counts = losses(10.0, 6.0, 3.0), torch.tensor([5.0, 2.0])
-    without = objective.parts(sums, counts)
-    sums.router = torch.tensor(1.5, requires_grad=True)
-    parts = objective.parts(sums, counts)
-    assert parts[0].item() == pytest.approx(without[0].item() + 1.5 / 5)
-    assert torch.equal(parts[1:], without[1:])
-    parts[0].backward()
-    assert sums.router.grad == pytest.approx(1 / 5)
-
-
-def test_a_step_without_transcriptions_has_no_ctc_and_no_nan() -> None:
-    parts = Objective(LossConfig(ctc_weight=0.3, transducer_weight=0.0), CPU).parts(
-        losses(4.0, 0.0, 0.0), torch.tensor([2.0, 0.0])
-    )
-    assert parts.tolist() == pytest.approx([0.7 * 2, 2.0, 0.0, 0.0, 0.0])
-
-
+COUNTS = torch.tensor([5.0, 2.0])
+YES, NO = torch.tensor(True), torch.tensor(False)
 GATED = LossConfig(
     ctc_weight=0.3,
     transducer_weight=0.0,
@@ -62,73 +18,94 @@ GATED = LossConfig(
 )
 
 
-def total(objective: Objective) -> float:
-    parts = objective.parts(losses(1.0, 10.0, 100.0), torch.ones(2))
-    return parts[0].item()
+def losses(cross_entropy=0.0, ctc=0.0, guided=0.0, transducer=0.0, router=None) -> Losses:
+    values = cross_entropy, ctc, transducer, guided
+    sums = [torch.tensor(value, requires_grad=True) for value in values]
+    return Losses(*sums, per_utterance=torch.zeros(1), router=router)
 
 
-def test_the_penalty_waits_for_ctc_and_then_stays() -> None:
-    objective, yes = Objective(GATED, CPU), torch.tensor(True)
-    objective.observe(torch.tensor(3.0), yes)
-    assert total(objective) == pytest.approx(0.5 * 1 + 0.5 * 10)
-    averages, average = 0, 3.0
-    while not objective.is_guided:
-        objective.observe(torch.tensor(0.5), yes)
-        average = 0.98 * average + 0.02 * 0.5
-        averages += 1
-        assert bool(objective.is_guided) == (average < 1.0)
-    assert averages == 80
-    assert total(objective) == pytest.approx(0.7 * 1 + 0.3 * 10 + 2 * 100)
-    for _ in range(200):
-        objective.observe(torch.tensor(9.0), yes)
-    assert objective.is_guided
+def weighed(config: LossConfig, sums: Losses, counts=COUNTS) -> dict[str, torch.Tensor]:
+    return Objective(config, CPU).weigh(sums, counts)
 
 
-def test_steps_that_are_not_valid_are_not_observed() -> None:
-    objective = Objective(GATED, CPU)
-    objective.observe(torch.tensor(3.0), torch.tensor(True))
-    for value in (torch.nan, 0.0):
-        objective.observe(torch.tensor(value), torch.tensor(False))
-    assert objective.state_dict()["average"].item() == 3.0
+def check(parts: dict[str, torch.Tensor], expected: list[float]) -> None:
+    assert list(parts) == list(LOSSES)
+    assert [x.item() for x in parts.values()] == pytest.approx(expected)
+    assert [x.requires_grad for x in parts.values()] == [True, False, False, False, False]
 
 
-def test_the_gate_continues_from_its_state() -> None:
-    first, second = Objective(GATED, CPU), Objective(GATED, CPU)
-    for objective in (first, second):
-        objective.observe(torch.tensor(1.01), torch.tensor(True))
-    resumed = Objective(GATED, CPU)
-    resumed.load_state_dict(first.state_dict())
-    for objective in (second, resumed):
-        objective.observe(torch.tensor(0.4), torch.tensor(True))
-    assert bool(resumed.is_guided) == bool(second.is_guided) is True
-    assert torch.equal(resumed.state_dict()["average"], second.state_dict()["average"])
+def test_each_loss_is_divided_by_its_own_global_count() -> None:
+    sums = losses(10.0, 6.0, 3.0)
+    config = LossConfig(ctc_weight=0.25, transducer_weight=0.0, guided_weight=2.0)
+    parts = weighed(config, sums)
+    check(parts, [0.75 * 2 + 0.25 * 3 + 2 * 1.5, 2.0, 3.0, 0.0, 1.5])
+    parts["loss"].backward()
+    gradients = [sums.cross_entropy.grad, sums.ctc.grad, sums.guided.grad]
+    assert [g.item() for g in gradients] == pytest.approx([0.75 / 5, 0.25 / 2, 2 / 2])
 
 
-def test_a_penalty_that_need_not_wait_any_more_is_on_at_once() -> None:
-    waiting = Objective(GATED, CPU)
-    settings = {"guided_after_ctc": None, "ctc_weight_before": None}
-    resumed = Objective(replace(GATED, **settings), CPU)
-    resumed.load_state_dict(waiting.state_dict())
-    assert resumed.is_guided
+def test_losses_of_routers_are_added_for_each_target() -> None:
+    router = torch.tensor(1.5, requires_grad=True)
+    config = LossConfig(ctc_weight=0.25, transducer_weight=0.0)
+    parts = weighed(config, losses(10.0, 6.0, 3.0, router=router))
+    check(parts, [0.75 * 2 + 0.25 * 3 + 1.5 / 5, 2.0, 3.0, 0.0, 1.5])
+    parts["loss"].backward()
+    assert router.grad == pytest.approx(1 / 5)
 
 
-def test_an_open_weight_must_be_resolved_before() -> None:
-    for config in (LossConfig(ctc_weight=0.3), LossConfig(transducer_weight=0.0)):
-        with pytest.raises(ValueError, match="must be numbers here: see `resolve_losses`"):
-            Objective(config, CPU)
+def test_a_step_without_transcriptions_has_no_ctc_and_no_nan() -> None:
+    config = LossConfig(ctc_weight=0.3, transducer_weight=0.0)
+    check(weighed(config, losses(4.0), torch.tensor([2.0, 0.0])), [0.7 * 2, 2.0, 0.0, 0.0, 0.0])
 
 
 def test_the_transducer_shares_with_cross_entropy_what_ctc_leaves() -> None:
     sums = losses(10.0, 6.0, 0.0, 8.0)
-    counts = torch.tensor([5.0, 2.0])
     for share, expected in ((0.0, 2.0), (0.5, 3.0), (1.0, 4.0)):
-        config = LossConfig(ctc_weight=0.3, transducer_weight=share)
-        parts = Objective(config, CPU).parts(sums, counts)
-        assert parts.tolist() == pytest.approx([0.7 * expected + 0.3 * 3, 2.0, 3.0, 4.0, 0.0])
-    parts[0].backward()
+        parts = weighed(LossConfig(ctc_weight=0.3, transducer_weight=share), sums)
+        check(parts, [0.7 * expected + 0.3 * 3, 2.0, 3.0, 4.0, 0.0])
+    parts["loss"].backward()
     assert sums.transducer.grad == pytest.approx(0.7 / 2)
     # Every part of the model gets a gradient, for the processes of a group wait for it.
     assert sums.cross_entropy.grad == 0
+
+
+def total(objective: Objective) -> float:
+    return objective.weigh(losses(1.0, 10.0, 100.0), torch.ones(2))["loss"].item()
+
+
+def test_the_penalty_waits_for_ctc_and_then_stays() -> None:
+    objective = Objective(GATED, CPU)
+    objective.observe(torch.tensor(3.0), YES)
+    for value in (torch.nan, 0.0):
+        # Steps that are not valid are not observed.
+        objective.observe(torch.tensor(value), NO)
+    assert total(objective) == pytest.approx(0.5 * 1 + 0.5 * 10)
+    observed, average = 0, 3.0
+    while not objective.guided_on:
+        objective.observe(torch.tensor(0.5), YES)
+        average = 0.98 * average + 0.02 * 0.5
+        observed += 1
+        assert bool(objective.guided_on) == (average < 1.0)
+    assert observed == 80
+    assert total(objective) == pytest.approx(0.7 * 1 + 0.3 * 10 + 2 * 100)
+    for _ in range(200):
+        objective.observe(torch.tensor(9.0), YES)
+    assert objective.guided_on
+
+
+def test_the_gate_continues_from_its_state() -> None:
+    first, second, resumed = (Objective(GATED, CPU) for _ in range(3))
+    for objective in (first, second):
+        objective.observe(torch.tensor(1.01), YES)
+    resumed.load_state_dict(first.state_dict())
+    for objective in (second, resumed):
+        objective.observe(torch.tensor(0.4), YES)
+    assert bool(resumed.guided_on) == bool(second.guided_on) is True
+    assert torch.equal(resumed.state_dict()["average"], second.state_dict()["average"])
+    # A penalty that need not wait any more is on at once.
+    ungated = Objective(replace(GATED, guided_after_ctc=None, ctc_weight_before=None), CPU)
+    ungated.load_state_dict(Objective(GATED, CPU).state_dict())
+    assert ungated.guided_on
 
 
 @pytest.mark.parametrize(
@@ -141,8 +118,10 @@ def test_the_transducer_shares_with_cross_entropy_what_ctc_leaves() -> None:
         ({"transducer_weight": -0.1}, "`transducer_weight` must lie between 0 and 1, but is -0.1"),
         ({"ctc_weight_before": 0.5}, "needs `guided_after_ctc`"),
         ({"guided_after_ctc": 1.0, "ctc_weight": 0.0}, "needs a `ctc_weight` above 0"),
+        ({"ctc_weight": 0.3}, "must be numbers here: see `resolve_losses`"),
+        ({"transducer_weight": 0.0}, "must be numbers here: see `resolve_losses`"),
     ],
 )
-def test_bad_weights_are_refused_by_name(settings, message) -> None:
+def test_error_messages(settings, message) -> None:
     with pytest.raises(ValueError, match=message):
-        LossConfig(**settings)
+        Objective(LossConfig(**settings), CPU)

@@ -20,6 +20,7 @@ from effasr.model.encoder import FastConformerConfig
 from effasr.training import build
 from effasr.training.config import LoopConfig, TrainConfig
 from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
+from effasr.training.resolve import resolve_config
 from effasr.training.step import TrainState, train_step
 from tests.support.run_ranks import check_ranks, run_ranks
 from tests.training.conftest import VOCABULARY, make_batch
@@ -39,7 +40,7 @@ def quiet(context: DistributedContext, *, one_bucket: bool) -> tuple[ASRModel, T
         ctc=True,
     )  # fmt: skip
     config = TrainConfig(model=model_config, training=LoopConfig(max_steps=20))
-    config = build.resolve(config, None)
+    config = resolve_config(config, None)
     model = build.build_model(config, VOCABULARY, None, context.device)
     train_state = build.build_train_state(config, model, DistributedContext(0, 1, context.device))
     wrapped = replicate(model, context)
@@ -68,7 +69,7 @@ def train(
         fails = [failures[step]] if step in failures and context.rank == 1 else []
         with shortage(model, *fails, where=where):
             report = train_step(train_state, own(context, step), step)
-        values.append(report.values.read())
+        values.append(list(report.read().values()))
     return values, model
 
 

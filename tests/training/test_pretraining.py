@@ -17,11 +17,11 @@ from effasr.model.best_rq import BestRQConfig
 from effasr.model.config import ModelConfig
 from effasr.training import build
 from effasr.training.config import LossConfig, TrainConfig
+from effasr.training.resolve import find_tokenizer, resolve_config
 from effasr.training.run_dir.run_directory import RunDirectory, read_lines
 from effasr.training.run_dir.run_log import RunLog
 from effasr.training.trainer import run
-from effasr.training.untranscribed.gauge import CodeUse, entropy
-from effasr.training.untranscribed.loss_validator import LossResult
+from effasr.training.untranscribed.pretraining import CodeUse, LossResult, entropy
 
 SMALL = BestRQConfig(codebooks=2, codes=16, code_width=4, span_s=0.16)
 
@@ -126,8 +126,8 @@ def test_another_model_takes_the_encoder(pretraining, make_config, tones, tmp_pa
     config = configuration.load(TrainConfig, recipe, [])
     assert config.model.best_rq is None
     assert config.model.encoder.width == 16
-    resolved = build.resolve(config, None)
-    tokenizer = build.find_tokenizer(resolved, None)
+    resolved = resolve_config(config, None)
+    tokenizer = find_tokenizer(resolved, None)
     assert not isinstance(tokenizer, NoTokenizer)
     model = build.build_model(resolved, tokenizer.vocab_size, None, torch.device("cpu"))
     assert model.vocab_size == tokenizer.vocab_size
@@ -163,7 +163,7 @@ def test_frozen_heads_that_were_never_trained_are_refused(
 def test_pretraining_can_go_on_from_another(pretraining, tmp_path) -> None:
     assert run(pretraining(name="first", training={"max_steps": 1})) == 0
     config = pretraining(name="second", init_from=str(tmp_path / "first"), model=ModelConfig())
-    resolved = build.resolve(config, None)
+    resolved = resolve_config(config, None)
     assert resolved.model.best_rq == SMALL
     model = build.build_model(resolved, 1, None, torch.device("cpu"))
     published = weights(checkpoint.resolve(tmp_path / "first"))
@@ -190,7 +190,7 @@ def test_data_and_model_must_agree(pretraining, make_config, tones) -> None:
     ]
     for config, message in cases:
         with pytest.raises(ValueError, match=message):
-            build.resolve(config, None)
+            resolve_config(config, None)
 
 
 def test_the_entropy_of_codes() -> None:
@@ -200,7 +200,7 @@ def test_the_entropy_of_codes() -> None:
 
 
 def test_reading_the_codes_counts_anew(pretraining) -> None:
-    config = build.resolve(pretraining(), None)
+    config = resolve_config(pretraining(), None)
     model = build.build_model(config, 1, None, torch.device("cpu"))
     model.best_rq.code_counts[:] = torch.tensor(np.arange(16))
     use = CodeUse(model.best_rq)

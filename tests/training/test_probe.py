@@ -16,8 +16,7 @@ from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.nn.experts import ExpertsConfig
-from effasr.training.diagnostics.probe import Probe
-from effasr.training.diagnostics.probe_sums import ProbeSums
+from effasr.training.diagnostics.probe import Probe, ProbeSums
 from effasr_kernels import pack
 
 

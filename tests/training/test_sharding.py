@@ -56,9 +56,9 @@ def train(
     for step in range(STEPS):
         batches = [make_batch(4 * step + n) for n in range(4)]
         torch.manual_seed(step)
-        values = train_step(train_state, batches[context.rank :: context.size], step).values.read()
-        assert values[6], "the step was not finite"
-        found.append(torch.tensor(values))
+        figures = train_step(train_state, batches[context.rank :: context.size], step).read()
+        assert figures["finite"], "the step was not finite"
+        found.append(torch.tensor(list(figures.values())))
     return [*found, *weights(model, train_state), *train_state.statistics]
 
 

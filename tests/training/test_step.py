@@ -8,7 +8,7 @@ from effasr.data.collate import collate
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training.config import LoopConfig
-from effasr.training.loss import LossConfig
+from effasr.training.loss import LOSSES, LossConfig
 from effasr.training.seeds import micro_batch_seed
 from effasr.training.step import train_step
 from effasr.training.step_stats import StepCounts
@@ -42,10 +42,10 @@ def test_the_gradient_is_that_of_the_mean_over_all_micro_batches(make_train_stat
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-7)
     norm = torch.stack([p.grad.norm() for p in reference.parameters()]).norm()
-    loss, *_, seen_norm, finite, guided, splits = report.values.read()
-    assert loss == pytest.approx(total.item(), rel=1e-5)
-    assert seen_norm == pytest.approx(norm.item(), rel=1e-4)
-    assert (finite, guided, splits) == (1.0, 1.0, 0.0)
+    figures = report.read()
+    assert figures["loss"] == pytest.approx(total.item(), rel=1e-5)
+    assert figures["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert [figures[x] for x in ("finite", "guided_on", "splits")] == [1.0, 1.0, 0.0]
 
 
 def test_the_report_counts_what_was_computed(make_train_state, batches) -> None:
@@ -94,7 +94,7 @@ def test_seeds_cost_no_stack_of_calls(make_train_state, batches, monkeypatch) ->
 
     _, train_state = make_train_state()
     monkeypatch.setattr(traceback, "format_stack", refuse)
-    assert train_step(train_state, batches[:2], 0).values.read()[6]
+    assert train_step(train_state, batches[:2], 0).read()["finite"]
 
 
 def test_a_loss_that_is_not_finite_changes_nothing(make_train_state, batches, broken_batch) -> None:
@@ -108,7 +108,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(make_train_state, batches, br
     assert len(statistics) == 2
     for statistic, earlier in zip(train_state.statistics, statistics, strict=True):
         assert torch.equal(statistic, earlier)
-    assert not report.values.read()[6]
+    assert not report.read()["finite"]
     assert not report.micro_batches[1][1].isfinite().all()
     train_step(train_state, batches[3:5], 2)
     assert not torch.equal(train_state.statistics[0], statistics[0])
@@ -124,10 +124,11 @@ def test_a_micro_batch_without_utterances_adds_nothing(make_train_state, batches
     (model, train_state), (reference, alone) = make_train_state(), make_train_state()
     report = train_step(train_state, [batches[0], empty], 0)
     train_step(alone, [batches[0]], 0)
-    assert report.values.read()[6]
+    assert report.read()["finite"]
     torch.testing.assert_close(weights(model), weights(reference))
     _, nobody = make_train_state()
-    assert train_step(nobody, [empty], 0).values.read()[:5] == [0.0] * 5
+    figures = train_step(nobody, [empty], 0).read()
+    assert [figures[name] for name in LOSSES] == [0.0] * 5
 
 
 def test_the_learning_rate_and_the_clip_are_obeyed(make_train_state, batches) -> None:
@@ -142,7 +143,7 @@ def test_the_learning_rate_and_the_clip_are_obeyed(make_train_state, batches) ->
     train_state.optimizer.step = watched
     report = train_step(train_state, batches[:1], 7)
     assert norms == pytest.approx([1e-3], rel=1e-3)
-    assert report.values.read()[5] > 1e-2
+    assert report.read()["grad_norm"] > 1e-2
     assert (
         train_state.optimizer.param_groups[0]["lr"]
         == report.lr
@@ -155,5 +156,5 @@ def test_several_small_steps_bring_the_loss_down(make_train_state, batches) -> N
         optimizer=OptimizerConfig(lr=0.02),
         schedule=ScheduleConfig(name="cosine", warmup_steps=3),
     )
-    losses = [train_step(train_state, batches[:2], step).values.read()[0] for step in range(20)]
+    losses = [train_step(train_state, batches[:2], step).read()["loss"] for step in range(20)]
     assert losses[-1] < 0.6 * losses[0]

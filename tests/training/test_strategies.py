@@ -11,12 +11,15 @@ from effasr.checkpoint import load_model, resolve
 from effasr.data.batch import IGNORED
 from effasr.data.collate import Example, collate
 from effasr.data.features.spec_augment import SpecAugmentConfig
+from effasr.data.loader import Loader
 from effasr.data.sampling.options import STRATEGIES
 from effasr.model.asr import ASRModel
-from effasr.training import build, trainer
+from effasr.training import trainer
 from effasr.training.checkpointing.resume import check_same_plan, check_same_ranks
+from effasr.training.config import TrainConfig
+from effasr.training.corpus import load_corpus
+from effasr.training.resolve import find_tokenizer
 from effasr.training.run_dir.run_directory import read_lines
-from effasr.training.starting.corpus import load_corpus
 from effasr.training.step import train_step
 from effasr.training.trainer import run
 
@@ -46,9 +49,9 @@ def test_padded_training_reports_its_padding(make_config, tmp_path, capsys, stra
     assert run(config) == 0
     shown = capsys.readouterr().err
     assert f"2 micro-batches a step, {strategy}, padded, each on average" in shown
-    tokenizer = build.find_tokenizer(config, None)
+    tokenizer = find_tokenizer(config, None)
     corpus = load_corpus(config, tokenizer, None)
-    plan = trainer.Loader(corpus, config.data, seed=config.seed).plan(0)
+    plan = Loader(corpus, config.data, seed=config.seed).plan(0)
     for step, line in enumerate(read_lines(tmp_path / "run" / "metrics.jsonl")[: plan.num_steps]):
         for name in ("frames", "tokens"):
             lengths = getattr(corpus.lengths, name)
@@ -109,7 +112,7 @@ def test_a_micro_batch_without_utterances_adds_nothing_in_exact_sizes(
     (model, train_state), (reference, alone) = make_train_state(), make_train_state()
     report = train_step(train_state, [batches[0], empty], 0)
     train_step(alone, [batches[0]], 0)
-    assert report.values.read()[6]
+    assert report.read()["finite"]
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -188,4 +191,4 @@ def test_bad_settings_are_refused_by_the_configuration(make_config, tmp_path, ov
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(configuration.dump(make_config()))
     with pytest.raises(configuration.ConfigError, match=message):
-        configuration.load(trainer.TrainConfig, recipe, overrides)
+        configuration.load(TrainConfig, recipe, overrides)

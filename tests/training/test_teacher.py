@@ -11,15 +11,15 @@ from effasr import checkpoint
 from effasr.data.batch import StaticShape
 from effasr.data.collate import Example, collate
 from effasr.decoding.ctc_greedy import ctc_greedy
+from effasr.distributed.process_group import DistributedContext
 from effasr.optim.ema import WeightAverage
 from effasr.training import build
-from effasr.training.config import LossConfig, TrainConfig
+from effasr.training.config import LossConfig, TeacherConfig, TrainConfig
+from effasr.training.resolve import resolve_config
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.trainer import run
-from effasr.training.untranscribed.config import TeacherConfig
-from effasr.training.untranscribed.labels import add_labels, emitted
-from effasr.training.untranscribed.teacher import averaged
+from effasr.training.untranscribed.teacher import add_labels, averaged, emitted
 from effasr_kernels import PackedLayout, PackedSequence
 
 SHAPE = StaticShape(90, 60, 8)
@@ -48,9 +48,9 @@ def untranscribed(make_config, tones):
 @pytest.fixture
 def state(untranscribed):
     """A model, its state, and a teacher whose weights are not those of the model."""
-    config = build.resolve(untranscribed(), None)
+    config = resolve_config(untranscribed(), None)
     model = build.build_model(config, 12, None, torch.device("cpu"))
-    context = build.DistributedContext(0, 1, torch.device("cpu"))
+    context = DistributedContext(0, 1, torch.device("cpu"))
     made = build.build_train_state(config, model, context)
     with torch.no_grad():
         for value in made.average.average.values():
@@ -150,7 +150,7 @@ def test_a_step_divides_by_the_labels_too(state) -> None:
     counts = report.counts.read()
     assert counts[1] == batch.num_monotonic_targets + added.item()
     assert counts[0] == batch.num_targets
-    assert report.values.read()[6] == 1
+    assert report.read()["finite"] == 1
     assert labelled.num_targets == batch.num_targets
 
 
@@ -212,9 +212,10 @@ def test_four_times_the_batch_keeps_the_same_average(untranscribed) -> None:
     """With the rule, a step of a fourfold batch moves the average as four steps do."""
 
     def average_of(**settings) -> WeightAverage:
-        config = build.resolve(untranscribed(**settings), None)
+        config = resolve_config(untranscribed(**settings), None)
         model = build.build_model(config, 12, None, torch.device("cpu"))
-        average = build._average(config, model)
+        context = DistributedContext(0, 1, torch.device("cpu"))
+        average = build.build_train_state(config, model, context).average
         assert average is not None
         return average
 
@@ -247,7 +248,7 @@ def test_settings_that_contradict_each_other(untranscribed, make_config, model_c
     ]
     for config, message in cases:
         with pytest.raises(ValueError, match=message):
-            build.resolve(config, None)
+            resolve_config(config, None)
     for options in ({"after_step": -1}, {"min_confidence": 1.5}):
         with pytest.raises(ValueError, match=next(iter(options))):
             TeacherConfig(**options)

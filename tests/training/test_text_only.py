@@ -28,11 +28,12 @@ from effasr.optim.schedules import ScheduleConfig
 from effasr.training import build
 from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
 from effasr.training.config import LoopConfig, TrainConfig
+from effasr.training.corpus import load_corpus
 from effasr.training.fault_tolerance.oom_recovery import split
 from effasr.training.flops import work_of
 from effasr.training.loss import LossConfig
+from effasr.training.resolve import find_tokenizer, resolve_config
 from effasr.training.run_dir.run_directory import read_lines
-from effasr.training.starting.corpus import load_corpus
 from effasr.training.step import train_step
 from effasr.training.trainer import run
 from tests.support.run_ranks import run_module
@@ -93,7 +94,7 @@ def test_a_toy_translation_is_learnt(pairs, model_config) -> None:
         loss=LossConfig(label_smoothing=0.0),
         training=LoopConfig(max_steps=40),
     )
-    config = build.resolve(config, None)
+    config = resolve_config(config, None)
     context = DistributedContext(0, 1, torch.device("cpu"))
     tokenizer = load_tokenizer(pairs / "tokenizer")
     data = DataConfig(micro_batches=2, text_share=0.5)
@@ -104,7 +105,7 @@ def test_a_toy_translation_is_learnt(pairs, model_config) -> None:
     losses = []
     for step in range(30):
         batches = [corpus.batch(members) for members in plan.step(step)]
-        losses.append(train_step(train_state, batches, step).values.read()[1])
+        losses.append(train_step(train_state, batches, step).read()["cross_entropy"])
     assert losses[0] > 3.0
     assert losses[-1] < 1.2
     trained.eval()
@@ -156,7 +157,7 @@ def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_mixed, tmp_path
 @pytest.mark.extended
 def test_a_step_is_the_same_on_any_number_of_ranks(make_mixed) -> None:
     config = make_mixed()
-    corpus = load_corpus(config, build.find_tokenizer(config, None), None)
+    corpus = load_corpus(config, find_tokenizer(config, None), None)
     seen = []
     for size in (1, 2, 4):
         loaders = [
@@ -187,7 +188,7 @@ def test_a_step_is_the_same_on_any_number_of_ranks(make_mixed) -> None:
 
 def test_batches_of_each_kind_have_one_shape(make_mixed) -> None:
     config = make_mixed()
-    corpus = load_corpus(config, build.find_tokenizer(config, None), None)
+    corpus = load_corpus(config, find_tokenizer(config, None), None)
     shapes: dict[bool, set] = {False: set(), True: set()}
     for step in Loader(corpus, config.data, seed=3, pin_memory=False).steps():
         for batch in step.batches:
@@ -199,7 +200,7 @@ def test_batches_of_each_kind_have_one_shape(make_mixed) -> None:
 
 def test_a_batch_without_memory_is_computed_in_parts(make_mixed) -> None:
     config = make_mixed()
-    corpus = load_corpus(config, build.find_tokenizer(config, None), None)
+    corpus = load_corpus(config, find_tokenizer(config, None), None)
     assert corpus.text is not None
     whole = corpus.text.batch(corpus.text.plan(0, steps=3, micro_batches=1, seed=0).step(0)[0])
     parts = split(whole)
@@ -288,7 +289,7 @@ def test_an_epoch_of_text_alone_has_each_pair_once(make_text_alone, pairs) -> No
 
 def test_validation_on_text_counts_what_the_model_writes(make_text_alone, pairs) -> None:
     tokenizer = load_tokenizer(pairs / "tokenizer")
-    config = build.resolve(make_text_alone(), None)
+    config = resolve_config(make_text_alone(), None)
     trained = build.build_model(config, tokenizer.vocab_size, None, torch.device("cpu"))
     members = list(read_pairs(pairs / "pairs.jsonl"))[:5]
     found = evaluate_pairs(trained, tokenizer, [*members, replace(members[0], prompt=Prompt())])
@@ -360,7 +361,7 @@ def test_text_needs_a_share_and_an_encoder(make_mixed, tones, pairs, data, model
 
 def test_work_on_text_is_counted_by_the_text_encoder(make_mixed) -> None:
     config = make_mixed()
-    corpus = load_corpus(config, build.find_tokenizer(config, None), None)
+    corpus = load_corpus(config, find_tokenizer(config, None), None)
     assert corpus.text is not None
     batch = corpus.text.batch(np.arange(2))
     cost, text_cost = cost_model(config.model, 60), text_cost_model(config.model, 60)
@@ -375,7 +376,7 @@ def test_work_on_text_is_counted_by_the_text_encoder(make_mixed) -> None:
 
 def test_what_is_recorded_has_one_shape(make_mixed) -> None:
     with pytest.raises(ValueError, match=r"`training.cuda_graph` must be false where `data.text_"):
-        build.resolve(make_mixed(training={"cuda_graph": True}), None)
+        resolve_config(make_mixed(training={"cuda_graph": True}), None)
 
 
 def test_manifests_without_shares_may_be_text_as_well(make_mixed, tones, pairs, tmp_path) -> None:
@@ -390,7 +391,7 @@ def test_a_model_without_text_encoder_gets_one(make_mixed, make_config, pairs, t
     data = {"tokenizer": f"{pairs}/tokenizer"}
     assert run(make_config(name="base", data=data, training={"max_steps": 2})) == 0
     config = make_mixed(init_from=str(tmp_path / "base"), data={"tokenizer": ""})
-    config = build.resolve(config, None)
+    config = resolve_config(config, None)
     context = DistributedContext(0, 1, torch.device("cpu"))
     model = build.build_model(config, 30, None, context.device)
     before = load_model(resolve(tmp_path / "base")).model.state_dict()

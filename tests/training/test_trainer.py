@@ -235,7 +235,7 @@ def test_validation_is_that_of_evaluate_and_chooses_the_best(
 ) -> None:
     test = str(tones / "test.jsonl")
     rates = iter([0.5, 0.2, 0.9])
-    monkeypatch.setattr(trainer, "merge", lambda _: SimpleNamespace(wer=next(rates)))
+    monkeypatch.setattr(trainer, "total", lambda _: SimpleNamespace(wer=next(rates)))
     config = make_config(
         data={"validation": test}, training={"validate_every": 4, "keep": 1, "max_steps": 12}
     )
@@ -302,7 +302,7 @@ def test_the_best_is_marked_even_if_the_run_was_killed_before(
     make_config, tmp_path, tones, monkeypatch
 ) -> None:
     rates = iter([0.5, 0.9, 0.8])
-    monkeypatch.setattr(trainer, "merge", lambda _: SimpleNamespace(wer=next(rates)))
+    monkeypatch.setattr(trainer, "total", lambda _: SimpleNamespace(wer=next(rates)))
     data = {"validation": str(tones / "test.jsonl")}
     # A checkpoint in the background could be killed before or after the next validation.
     training = {"validate_every": 4, "keep": 1, "async_save": False}

@@ -12,8 +12,9 @@ from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.nn.lora import LoRAConfig
 from effasr.training import build
-from effasr.training.starting.vocabulary import TABLES, shared_pieces
+from effasr.training.resolve import find_tokenizer, resolve_config
 from effasr.training.trainer import run
+from effasr.training.weights import TOKEN_TABLES, shared_pieces
 
 CPU = torch.device("cpu")
 TEXTS = {
@@ -53,10 +54,10 @@ def test_known_pieces_keep_their_weights_and_others_are_initialised(
     start, other, make_config
 ) -> None:
     model, folder = start
-    config = build.resolve(
+    config = resolve_config(
         make_config(init_from=str(folder), data={"tokenizer": str(other)}, model=model.config), None
     )
-    old, new = read_tokenizer(folder), build.find_tokenizer(config, None)
+    old, new = read_tokenizer(folder), find_tokenizer(config, None)
     assert new.languages == ("en", "nl")
     before, after = old.pieces(), new.pieces()
     known = {piece for piece in after if piece in before}
@@ -65,9 +66,9 @@ def test_known_pieces_keep_their_weights_and_others_are_initialised(
     found = build.build_model(config, new.vocab_size, None, CPU).state_dict()
     drawn = build.build_model(replace(config, init_from=None), new.vocab_size, None, CPU)
     theirs, initial = model.state_dict(), drawn.state_dict()
-    assert set(TABLES) <= found.keys()
+    assert set(TOKEN_TABLES) <= found.keys()
     for name, value in found.items():
-        if name not in TABLES:
+        if name not in TOKEN_TABLES:
             assert torch.equal(value, theirs[name]), name
             continue
         for number, piece in enumerate(after):

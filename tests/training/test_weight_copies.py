@@ -18,7 +18,8 @@ from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.adascale import AdaScaleConfig
 from effasr.training import build
 from effasr.training.config import LoopConfig, TrainConfig
-from effasr.training.cuda_graph.graph import MicroBatchGraph
+from effasr.training.cuda_graph import MicroBatchGraph
+from effasr.training.resolve import resolve_config
 from effasr.training.step import run_micro_batch, train_step
 from tests.support.quiet_run import VOCABULARY, make, quiet_config, uneven_batch
 from tests.support.run_ranks import check_ranks
@@ -49,7 +50,7 @@ def config_of(case: str, model_config, *, copies: bool) -> TrainConfig:
         transducer = TransducerConfig(width=8, joint=8)
         settings["model"] = replace(model_config, decoder=None, transducer=transducer)
     loop = LoopConfig(bfloat16_weights=copies, **training)
-    return build.resolve(TrainConfig(training=loop, **settings), None)
+    return resolve_config(TrainConfig(training=loop, **settings), None)
 
 
 def train(case: str, model_config, batches, *, copies: bool) -> list[Tensor]:
@@ -72,7 +73,7 @@ def train(case: str, model_config, batches, *, copies: bool) -> list[Tensor]:
         calls = [1] if case == "shortage" and step == 1 else []
         with shortage(model, *calls, where="backward"):
             report = train_step(state, batches[2 * step : 2 * step + 2], step)
-        seen.append(torch.tensor(report.values.read()))
+        seen.append(torch.tensor(list(report.read().values())))
     assert all(p.dtype == torch.float32 for p in model.parameters())
     average = [] if state.average is None else state.average.average.values()
     return [*model.state_dict().values(), *average, *seen]
@@ -182,7 +183,7 @@ def test_frozen_weights_are_cast_again_where_they_change(model_config, batches) 
 
 def test_requires_bfloat16(model_config) -> None:
     loop = LoopConfig(max_steps=2, precision="float32", bfloat16_weights=True)
-    config = build.resolve(TrainConfig(training=loop, model=model_config), None)
+    config = resolve_config(TrainConfig(training=loop, model=model_config), None)
     model = build.build_model(config, VOCABULARY, None, CPU)
     with pytest.raises(ValueError, match=r"`training\.bfloat16_weights` must be false or auto"):
         build.build_train_state(config, model, DistributedContext(0, 1, CPU))
@@ -191,11 +192,11 @@ def test_requires_bfloat16(model_config) -> None:
 def test_is_not_for_fsdp2(model_config) -> None:
     loop = LoopConfig(max_steps=2, strategy="fsdp2", bfloat16_weights=True)
     with pytest.raises(ValueError, match=r"with training\.strategy fsdp2"):
-        build.resolve(TrainConfig(training=loop, model=model_config), None)
+        resolve_config(TrainConfig(training=loop, model=model_config), None)
 
 
 def test_the_default_is_autocast_on_a_cpu(model_config) -> None:
     loop = LoopConfig(max_steps=2, precision="bfloat16")
-    config = build.resolve(TrainConfig(training=loop, model=model_config), None)
+    config = resolve_config(TrainConfig(training=loop, model=model_config), None)
     model = build.build_model(config, VOCABULARY, None, CPU)
     assert build.build_train_state(config, model, DistributedContext(0, 1, CPU)).weights is None

@@ -12,7 +12,7 @@ from effasr import config as configuration
 from effasr.cli.installation.report import Row
 from effasr.distributed.process_group import choose_device
 from effasr.training.config import TrainConfig
-from effasr.training.cuda_graph.rules import obstacles, uses_graph
+from effasr.training.cuda_graph import obstacles, uses_graph
 from effasr.training.strategies.parallelism import is_bfloat16, reason_for_autocast
 
 

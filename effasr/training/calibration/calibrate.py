@@ -23,8 +23,8 @@ from effasr.training.calibration.store import Calibration
 from effasr.training.calibration.trial import Measurement, Request, measure
 from effasr.training.calibration.workload import Population, Workload
 from effasr.training.config import TrainConfig
+from effasr.training.corpus import load_corpus
 from effasr.training.memory import total_bytes
-from effasr.training.starting.corpus import load_corpus
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from effasr.data.features.frame_geometry import Framing
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.training.calibration.workload import Population
 from effasr.training.config import TrainConfig
-from effasr.training.cuda_graph.rules import uses_graph
+from effasr.training.cuda_graph import uses_graph
 from effasr.training.memory import total_bytes
 
 log = logging.getLogger(__name__)

@@ -145,7 +145,7 @@ def _timed_step(train_state: TrainState, batches: list, step: int, device: torch
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = time.perf_counter()
-    *_, splits = train_step(train_state, batches, step).values.read()
+    splits = train_step(train_state, batches, step).read()["splits"]
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     if splits:

@@ -39,10 +39,10 @@ class RunProgress:
     is_best: bool = False  # Whether the last validation reached it and no step was made since
     must_validate: bool = False  # Whether a validation is due
 
-    def record_error_rate(self, wer: float) -> None:
+    def record_metric(self, metric: float) -> None:
         """Record the result of a validation; NaN (no reference words) is no improvement."""
-        self.is_best = wer < self.best
-        self.best = wer if self.is_best else self.best
+        self.is_best = metric < self.best
+        self.best = metric if self.is_best else self.best
 
     def state_dict(self) -> dict[str, Any]:
         """See `Stateful`."""

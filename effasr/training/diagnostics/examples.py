@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from effasr.evaluation.result import Evaluation, ScoredUtterance
+if TYPE_CHECKING:
+    from effasr.evaluation.result import Evaluation, ScoredUtterance
 
 WIDTH = 100
-"""Width of a line, in columns."""
 
-_LINES = 4
-"""Largest number of lines of a text; a looping hypothesis can be arbitrarily long."""
+_MAX_LINES = 4
+"""Lines of a text: a looping hypothesis can be arbitrarily long."""
 
 _MARGIN = 19
 """Columns of the label before a text and of the ellipsis after a truncated one."""
@@ -22,21 +23,18 @@ _CONSOLE = Console(width=WIDTH, quiet=True)
 
 
 def choose(evaluations: Mapping[str, Evaluation], count: int) -> dict[str, list[ScoredUtterance]]:
-    """Return utterances of each set, ``count`` in all, the same ones at each validation.
-
-    They are spread over the sets, and within a set over the durations. The shortest and the longest
-    utterances are less representative and come last.
-    """
-    sets = [name for name, evaluation in evaluations.items() if evaluation.utterances]
+    """Return utterances of each set, ``count`` in all, the same ones at each validation."""
+    # Spread over the sets, and within a set over the durations. The shortest and the longest
+    # utterances are less representative and come last.
+    names = [name for name, evaluation in evaluations.items() if evaluation.utterances]
     chosen: dict[str, list[ScoredUtterance]] = {}
-    for number, name in enumerate(sets):
-        share = len(range(number, count, len(sets)))
-        ordered = sorted(evaluations[name].utterances, key=lambda one: (one.duration, one.id))
-        share = min(share, len(ordered))
+    for number, name in enumerate(names):
+        ordered = sorted(evaluations[name].utterances, key=lambda row: (row.duration, row.id))
+        share = min(len(range(number, count, len(names))), len(ordered))
         chosen[name] = [
             ordered[(2 * index + 1) * len(ordered) // (2 * share)] for index in range(share)
         ]
-    return {name: some for name, some in chosen.items() if some}
+    return {name: utterances for name, utterances in chosen.items() if utterances}
 
 
 def lines(utterance: ScoredUtterance) -> Iterator[str]:
@@ -44,8 +42,8 @@ def lines(utterance: ScoredUtterance) -> Iterator[str]:
     yield f"  {utterance.id}"
     for label, text in (("reference ", utterance.reference), ("hypothesis", utterance.hypothesis)):
         folded = fold(text or "(empty)", WIDTH - _MARGIN)
-        if len(folded) > _LINES:
-            folded = [*folded[: _LINES - 1], f"{folded[_LINES - 1]} ..."]
+        if len(folded) > _MAX_LINES:
+            folded = [*folded[: _MAX_LINES - 1], f"{folded[_MAX_LINES - 1]} ..."]
         for number, line in enumerate(folded):
             yield f"    {label if not number else ' ' * len(label)} {line}"
 

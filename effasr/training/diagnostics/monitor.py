@@ -4,46 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from effasr.evaluation.result import Evaluation
-from effasr.training.diagnostics.audio_use import AudioUse
-from effasr.training.diagnostics.blanks import Blanks
-from effasr.training.diagnostics.config import DiagnosticsConfig
-from effasr.training.diagnostics.ctc_plateau import CTCBaseline, CTCPlateau
-from effasr.training.diagnostics.error_balance import ErrorBalance
-from effasr.training.diagnostics.error_rate import StuckErrorRate
-from effasr.training.diagnostics.finding import Finding, Validation, errors_of
-from effasr.training.diagnostics.overfitting import Overfitting
-from effasr.training.diagnostics.probe_sums import ProbeSums
-from effasr.training.diagnostics.repetition import Repetition, count_loops
+from effasr.evaluation.wer import total
+from effasr.model.asr import ASRModel
+from effasr.training.config import DiagnosticsConfig, TrainConfig
+from effasr.training.diagnostics.detectors import (
+    AudioUse,
+    Blanks,
+    CTCBaseline,
+    CTCPlateau,
+    ErrorBalance,
+    Finding,
+    Overfitting,
+    Repetition,
+    StuckErrorRate,
+    Validation,
+    count_loops,
+)
+from effasr.training.diagnostics.probe import ProbeSums
+from effasr.training.loss import LOSSES
 
-_LOSSES = ("cross_entropy", "transducer", "ctc")
+if TYPE_CHECKING:
+    from effasr.evaluation.result import Evaluation
+    from effasr.training.corpus import TrainingCorpus
+
+_MAX_TRANSCRIPTS = 20_000
+"""Utterances for computing the CTC loss without audio."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A condition that begins or ends.
+    """A condition that begins, with its finding, or ends."""
 
-    Attributes:
-        name: Name of the condition, in metrics.jsonl after ``warning_``.
-        title: Condition as a clause.
-        finding: Finding of the detector; None if the condition ends.
-    """
-
+    # In metrics.jsonl after ``warning_``.
     name: str
     title: str
     finding: Finding | None
 
     def row(self) -> dict[str, Any]:
         """Return the fields of the condition in warnings.jsonl."""
-        found = self.finding
+        finding = self.finding
         return {
             "warning": self.name,
-            "active": found is not None,
+            "active": finding is not None,
             "title": self.title,
-            "cause": None if found is None else found.cause,
-            "remedy": None if found is None else found.remedy,
+            "cause": None if finding is None else finding.cause,
+            "remedy": None if finding is None else finding.remedy,
         }
 
     def __str__(self) -> str:
@@ -75,16 +82,15 @@ class Diagnostics:
         self._plateau = None
         if baseline is not None:
             self._plateau = CTCPlateau(config, baseline, can_subsample_less=can_subsample_less)
-        self._stuck, self._overfitting = StuckErrorRate(config), Overfitting(config)
-        self._balance = ErrorBalance(method, has_ctc=has_ctc)
         self._detectors = {
             "blanks_only": Blanks(config),
             "ignores_audio": AudioUse(config, has_ctc=has_ctc),
             "repetition": Repetition(method, has_ctc=has_ctc),
-            "insertions_or_deletions": self._balance,
-            "stuck_error_rate": self._stuck,
-            "overfitting": self._overfitting,
+            "insertions_or_deletions": ErrorBalance(method, has_ctc=has_ctc),
+            "stuck_error_rate": StuckErrorRate(config),
+            "overfitting": Overfitting(config),
         }
+        # Titles of the conditions that hold.
         self._titles: dict[str, str] = {}
         self._sums: dict[str, float] = {}
         self._steps = 0
@@ -94,38 +100,32 @@ class Diagnostics:
         """Return fields of metrics.jsonl: the conditions that hold, and the state of CTC."""
         fields: dict[str, Any] = {}
         if self._plateau is not None:
-            fields["ctc_of_no_audio"] = self._plateau.ratio
+            fields["ctc_of_no_audio"] = self._plateau.ctc_vs_blind_baseline
             fields["warning_ctc_plateau"] = "ctc_plateau" in self._titles
         return fields | {f"warning_{name}": name in self._titles for name in self._detectors}
 
     def observe(self, line: Mapping[str, Any]) -> list[Change]:
-        """Process a line of metrics.jsonl and return the changes."""
+        """Process a line of metrics.jsonl."""
         steps, self._line = line["step"] - self._line, line["step"]
         if line["loss"] is None or steps < 1:
             return []
-        for name in _LOSSES:
+        for name in LOSSES:
             self._sums[name] = self._sums.get(name, 0.0) + steps * line[name]
         self._steps += steps
         if self._plateau is None:
             return []
-        found = self._plateau.observe(line["ctc"], steps, line["step"], line["epoch"])
-        return list(self._changes("ctc_plateau", found))
+        finding = self._plateau.observe(line["ctc"], steps, line["step"], line["epoch"])
+        return list(self._changes("ctc_plateau", finding))
 
     def validated(
         self, evaluations: Mapping[str, Evaluation], probe: ProbeSums, epoch: int
     ) -> list[Change]:
-        """Process a validation and return the changes.
-
-        Args:
-            evaluations: Evaluation of each set, over all ranks.
-            probe: Sums of losses over all sets and ranks.
-            epoch: Number of complete epochs.
-        """
-        utterances = [one for each in evaluations.values() for one in each.utterances]
+        """Process a validation: results of each set over all ranks, and the sum of all probes."""
+        utterances = [row for evaluation in evaluations.values() for row in evaluation.utterances]
         steps = self._steps
         validation = Validation(
             epoch,
-            errors_of(evaluations),
+            total(evaluation.errors for evaluation in evaluations.values()),
             count_loops(utterances),
             probe,
             {name: value / steps for name, value in self._sums.items()} if steps else {},
@@ -133,46 +133,69 @@ class Diagnostics:
         self._sums, self._steps = {}, 0
         changes = []
         for name, detector in self._detectors.items():
-            found = detector.check(validation)
+            finding = detector.check(validation)
             if name == "blanks_only" and "ctc_plateau" in self._titles:
                 # A CTC plateau has these symptoms, and its warning names the remedy.
-                found = None
-            changes += self._changes(name, found)
+                finding = None
+            changes += self._changes(name, finding)
         return changes
 
-    def _changes(self, name: str, found: Finding | None) -> Iterator[Change]:
+    def _changes(self, name: str, finding: Finding | None) -> Iterator[Change]:
         before = self._titles.get(name)
-        if found is not None and found.title != before:
-            self._titles[name] = found.title
-            yield Change(name, found.title, found)
-        elif found is None and before is not None:
+        if finding is not None and finding.title != before:
+            self._titles[name] = finding.title
+            yield Change(name, finding.title, finding)
+        elif finding is None and before is not None:
             del self._titles[name]
             yield Change(name, before, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the conditions that hold and the state of the detectors."""
         return {
             "titles": dict(self._titles),
             "sums": dict(self._sums),
             "steps": self._steps,
             "line": self._line,
-            "parts": {name: part.state_dict() for name, part in self._parts().items()},
+            "parts": {name: part.state_dict() for name, part in self._stateful().items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore conditions and detectors from a `state_dict`."""
         self._titles, self._sums = dict(state["titles"]), dict(state["sums"])
         self._steps, self._line = state["steps"], state["line"]
-        for name, part in self._parts().items():
+        for name, part in self._stateful().items():
             if name in state["parts"]:
                 part.load_state_dict(state["parts"][name])
 
-    def _parts(self) -> dict[str, Any]:
-        """Return the detectors with state."""
-        parts = {
-            "ctc_plateau": self._plateau,
-            "stuck_error_rate": self._stuck,
-            "overfitting": self._overfitting,
-            "insertions_or_deletions": self._balance,
-        }
-        return {name: part for name, part in parts.items() if part is not None}
+    def _stateful(self) -> dict[str, Any]:
+        detectors = {"ctc_plateau": self._plateau, **self._detectors}
+        return {name: part for name, part in detectors.items() if hasattr(part, "state_dict")}
+
+
+def build_diagnostics(
+    config: TrainConfig, model: ASRModel, corpus: TrainingCorpus
+) -> Diagnostics | None:
+    settings = config.training.diagnostics
+    # They watch the outputs of an encoder-decoder model, CTC or a transducer.
+    is_watched = config.model.language_model is None and config.model.best_rq is None
+    if settings is None or not is_watched or config.data.text_alone:
+        return None
+    baseline = None
+    if config.model.ctc and (config.loss.ctc_weight or config.loss.ctc_weight_before):
+        baseline = CTCBaseline.from_transcripts(corpus.transcripts(_MAX_TRANSCRIPTS))
+    encoder = config.model.encoder
+    return Diagnostics(
+        settings,
+        _decoding_method(model, config.evaluation.decoding.method),
+        baseline,
+        has_ctc=config.model.ctc,
+        can_subsample_less=encoder.kind == "fastconformer" and encoder.subsampling == 8,
+    )
+
+
+def _decoding_method(model: ASRModel, method: str) -> str:
+    config = model.config
+    if method == "auto" and (config.decoder or config.transducer or config.ctc):
+        return "attention" if config.decoder else "transducer" if config.transducer else "ctc"
+    # Imported here, as training need not wait for all searches.
+    from effasr.decoding.checks import choose_method
+
+    return choose_method(model, method)

@@ -1,8 +1,9 @@
-"""Computes losses of some validation utterances, also with other utterances' encoder output."""
+"""Losses of some validation utterances, also with other utterances' encoder output."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from lhotse.cut import Cut
@@ -11,16 +12,93 @@ from torch import Tensor
 from effasr.data.audio.waveform import AudioError, load_audio
 from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
+from effasr.data.features.frame_geometry import Framing
 from effasr.data.manifest.reader import request
 from effasr.data.tokenizer import Tokenizer
-from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel
 from effasr.nn.parameters import evaluating
-from effasr.training.diagnostics.probe_sums import ProbeSums
 from effasr_kernels import PackedSequence, linear_cross_entropy, pack
 
 _MAX_SYMBOLS = 10
 """Largest number of labels per frame in the transducer's greedy search."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSums:
+    """Sums over utterances; ``+`` adds the sums of parts of a set. Means are in nats a target."""
+
+    # Of the decoder: targets, and their cross-entropy.
+    targets: float = 0.0
+    own: float = 0.0
+    # The same for utterances that were also decoded with encoder output of another one.
+    paired_targets: float = 0.0
+    paired_own: float = 0.0
+    paired_other: float = 0.0
+    # Of the CTC head on transcriptions; in blanks, the blank is the likeliest class.
+    ctc_targets: float = 0.0
+    ctc_loss: float = 0.0
+    ctc_frames: float = 0.0
+    ctc_blanks: float = 0.0
+    # Of the transducer on transcriptions. No frames with durations, where a label may also advance
+    # the frame; labels are those that a greedy search emits in these frames.
+    transducer_targets: float = 0.0
+    transducer_loss: float = 0.0
+    transducer_frames: float = 0.0
+    labels: float = 0.0
+    # Of transcriptions.
+    tokens: float = 0.0
+    frames: float = 0.0
+
+    def __add__(self, other: ProbeSums) -> ProbeSums:
+        names = [field.name for field in fields(ProbeSums)]
+        return ProbeSums(*(getattr(self, name) + getattr(other, name) for name in names))
+
+    @property
+    def cross_entropy(self) -> float | None:
+        return _mean(self.own, self.targets)
+
+    @property
+    def own_audio(self) -> float | None:
+        return _mean(self.paired_own, self.paired_targets)
+
+    @property
+    def other_audio(self) -> float | None:
+        return _mean(self.paired_other, self.paired_targets)
+
+    @property
+    def ctc(self) -> float | None:
+        return _mean(self.ctc_loss, self.ctc_targets)
+
+    @property
+    def transducer(self) -> float | None:
+        return _mean(self.transducer_loss, self.transducer_targets)
+
+    @property
+    def ctc_blank_share(self) -> float | None:
+        return _mean(self.ctc_blanks, self.ctc_frames)
+
+    @property
+    def transducer_blank_share(self) -> float | None:
+        # Each frame ends with one blank.
+        return _mean(self.transducer_frames, self.transducer_frames + self.labels)
+
+    def summary(self) -> dict[str, float]:
+        """Return the fields of validation.jsonl that are not None."""
+        own, other = self.own_audio, self.other_audio
+        row = {
+            "cross_entropy": self.cross_entropy,
+            "cross_entropy_other_audio": other,
+            "audio_gain": None if own is None or other is None else other - own,
+            "ctc": self.ctc,
+            "transducer": self.transducer,
+            "ctc_blank_share": self.ctc_blank_share,
+            "transducer_blank_share": self.transducer_blank_share,
+        }
+        return {name: value for name, value in row.items() if value is not None}
+
+
+def _mean(value: float, count: float) -> float | None:
+    return value / count if count else None
 
 
 class Probe:
@@ -28,6 +106,15 @@ class Probe:
 
     The utterances are evenly spaced over the cuts and packed into batches. Those that cannot be
     read or are too long for the model are left out.
+
+    Args:
+        cuts: Cuts with one supervision each, sorted by duration, so that the other audio differs in
+            content and hardly in length.
+        model: The model; a call uses its current weights and restores its training mode.
+        tokenizer: Tokenizer of the model.
+        count: Largest number of utterances.
+        frame_budget: Largest number of encoder frames in a batch.
+        precision: Dtype of matrix products: ``float32`` or ``bfloat16``.
     """
 
     def __init__(
@@ -40,26 +127,15 @@ class Probe:
         frame_budget: int,
         precision: str = "float32",
     ) -> None:
-        """Choose the utterances; the first call reads their audio and keeps it.
-
-        Args:
-            cuts: Cuts with one supervision each, sorted by duration, so that the other audio
-                differs in content and hardly in length.
-            model: The model; a call uses its current weights and restores its training mode.
-            tokenizer: Tokenizer of the model.
-            count: Largest number of utterances.
-            frame_budget: Largest number of encoder frames in a batch.
-            precision: Dtype of matrix products: ``float32`` or ``bfloat16``.
-        """
         chosen = min(count, len(cuts))
         self._cuts = [cuts[index * len(cuts) // chosen] for index in range(chosen)]
         self._model, self._tokenizer = model, tokenizer
         self._budget, self._precision = frame_budget, precision
+        # The first call reads the audio, and keeps it.
         self._batches: list[Batch] | None = None
 
     @torch.no_grad()
     def __call__(self) -> ProbeSums:
-        """Compute the losses with the current weights."""
         if self._batches is None:
             self._batches = list(self._collated())
         device, sums = next(self._model.parameters()).device, ProbeSums()
@@ -70,29 +146,10 @@ class Probe:
         return sums
 
     def _collated(self) -> Iterator[Batch]:
-        """Yield batches of at most the frame budget, or of one utterance."""
-        framing = self._model.config.features.framing
-        group: list[Example] = []
-        frames = 0
-        for cut in self._cuts:
-            if (example := self._example(cut)) is None:
-                continue
-            length = framing.frames(len(example.audio))
-            if group and frames + length > self._budget:
-                yield self._collate(group)
-                group, frames = [], 0
-            group.append(example)
-            frames += length
-        if group:
-            yield self._collate(group)
-
-    def _collate(self, examples: Sequence[Example]) -> Batch:
-        return collate(
-            examples,
-            eos_id=self._tokenizer.eos_id,
-            pad_id=self._tokenizer.pad_id,
-            framing=self._model.config.features.framing,
-        )
+        examples = [x for cut in self._cuts if (x := self._example(cut)) is not None]
+        tokenizer, framing = self._tokenizer, self._model.config.features.framing
+        for group in groups_within(examples, self._budget, framing):
+            yield collate(group, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id, framing=framing)
 
     def _example(self, cut: Cut) -> Example | None:
         """Return the utterance, or None if it cannot be read or is too long for the model."""
@@ -100,24 +157,24 @@ class Probe:
         texts = [supervision.text for supervision in cut.supervisions]
         if len(texts) != 1 or not texts[0]:
             return None
-        named = config.named_experts()
+        experts = config.named_experts()
         try:
-            wanted = request(cut)
-            expert = None if named is None else named.number_of(wanted)
-            prompt = self._tokenizer.prompt(wanted)
-            text = self._tokenizer.encode(texts[0], wanted.target)
+            prompt = request(cut)
+            expert = None if experts is None else experts.number_of(prompt)
+            prompt_tokens = self._tokenizer.prompt(prompt)
+            text = self._tokenizer.encode(texts[0], prompt.target)
             audio = load_audio(cut, config.features.sample_rate)
         except (AudioError, ValueError):
             # The evaluation of the same set reports the error.
             return None
         frames = config.features.framing.frames(len(audio))
-        most = config.encoder.max_frames
-        positions = None if config.decoder is None else config.decoder.max_positions
-        if not frames or (most is not None and frames > most):
+        max_frames = config.encoder.max_frames
+        max_positions = None if config.decoder is None else config.decoder.max_positions
+        if not frames or (max_frames is not None and frames > max_frames):
             return None
-        if positions is not None and len(prompt) + len(text) > positions:
+        if max_positions is not None and len(prompt_tokens) + len(text) > max_positions:
             return None
-        return Example(cut.id, audio, prompt, text, wanted.monotonic, expert=expert)
+        return Example(cut.id, audio, prompt_tokens, text, prompt.monotonic, expert=expert)
 
     def _measure(self, batch: Batch) -> ProbeSums:
         model = self._model
@@ -125,21 +182,21 @@ class Probe:
         losses = model.forward(batch)
         encoded = model.encode(batch)
         aligned = [index for index, yes in enumerate(batch.monotonic.tolist()) if yes]
-        targets, every = float(batch.num_monotonic_targets), encoded.unpack()
+        targets, sequences = float(batch.num_monotonic_targets), encoded.unpack()
         frames = float(sum(batch.frame_lengths[index] for index in aligned))
         sums = ProbeSums(tokens=float(batch.text.layout.total), frames=frames)
         if model.decoder is not None:
             sums += ProbeSums(targets=float(batch.num_targets), own=float(losses.cross_entropy))
-            if len(every) > 1:
-                others = pack([*every[1:], every[0]])
+            if len(sequences) > 1:
+                rotated = pack([*sequences[1:], sequences[0]])
                 sums += ProbeSums(
                     paired_targets=float(batch.num_targets),
                     paired_own=float(losses.cross_entropy),
-                    paired_other=float(self._cross_entropy(batch, others)),
+                    paired_other=float(self._cross_entropy(batch, rotated)),
                 )
         if not aligned:
             return sums
-        spoken = pack([every[index] for index in aligned])
+        spoken = pack([sequences[index] for index in aligned])
         if model.ctc_head is not None:
             best = model.ctc_logits(spoken.values).argmax(-1)
             sums += ProbeSums(
@@ -149,10 +206,13 @@ class Probe:
                 ctc_blanks=float((best == model.vocab_size).sum()),
             )
         if model.transducer is not None:
+            # Imported here, as training need not wait for all searches.
+            from effasr.decoding.transducer_greedy import transducer_greedy
+
             sums += ProbeSums(transducer_targets=targets, transducer_loss=float(losses.transducer))
             if model.transducer.config.durations is None:
-                said = transducer_greedy(model.transducer, spoken, _MAX_SYMBOLS)
-                sums += ProbeSums(transducer_frames=frames, labels=float(sum(map(len, said))))
+                labels = transducer_greedy(model.transducer, spoken, _MAX_SYMBOLS)
+                sums += ProbeSums(transducer_frames=frames, labels=float(sum(map(len, labels))))
         return sums
 
     def _cross_entropy(self, batch: Batch, encoded: PackedSequence) -> Tensor:
@@ -163,3 +223,20 @@ class Probe:
         return linear_cross_entropy(
             hidden, decoder.output_weight, batch.targets, bias=decoder.output_bias
         ).sum()
+
+
+def groups_within(
+    examples: Iterable[Example], frame_budget: int, framing: Framing
+) -> Iterator[list[Example]]:
+    """Yield successive examples together, up to the frame budget, or one alone."""
+    group: list[Example] = []
+    total = 0
+    for example in examples:
+        frames = framing.frames(len(example.audio))
+        if group and total + frames > frame_budget:
+            yield group
+            group, total = [], 0
+        group.append(example)
+        total += frames
+    if group:
+        yield group

@@ -36,7 +36,7 @@ class NonFiniteGuard:
         self._context = context
         self._note = note
 
-    def handle(self, reports: Sequence[StepReport], in_a_row: int) -> None:
+    def handle(self, reports: Sequence[StepReport], consecutive: int) -> None:
         """Handle the steps whose update was skipped."""
         for report in reports:
             line = self._describe(report)
@@ -48,7 +48,7 @@ class NonFiniteGuard:
                     f"utterances: {_shorten(line['utterances'])}. The weights are unchanged. "
                     "Check these utterances, lower optimizer.lr, or set training.on_nan=skip."
                 )
-        if in_a_row >= _PATIENCE:
+        if consecutive >= _PATIENCE:
             raise TrainingFailed(
                 f"step {reports[-1].step + 1}: {_PATIENCE} steps in a row had a loss or gradient "
                 "that is not finite: lower optimizer.lr, or check skipped.jsonl."

@@ -7,22 +7,23 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from effasr import config as configuration
 from effasr.data.filters.config import TooManyDropped
 from effasr.data.filters.rules import Dropped
 from effasr.data.mixture_summary import MixtureSummary
 from effasr.distributed.process_group import DistributedContext
-from effasr.evaluation.result import ScoredUtterance
-from effasr.evaluation.result import save as save_evaluation
 from effasr.training.config import TrainConfig
 from effasr.training.diagnostics import examples
 from effasr.training.diagnostics.monitor import Change
 from effasr.training.run_dir.progress import ProgressDisplay, SilentDisplay
 from effasr.training.run_dir.run_directory import DROPPED, RunDirectory
-from effasr.training.untranscribed.loss_validator import LossResult
-from effasr.training.validation import SetResult
+
+if TYPE_CHECKING:
+    from effasr.evaluation.result import ScoredUtterance
+    from effasr.training.untranscribed.pretraining import LossResult
+    from effasr.training.validation import SetResult
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,10 @@ class RunLog:
                     for utterance in shown
                 ]
             self.directory.validation(line)
-            save_evaluation(evaluation, self.directory.path / "evaluation" / name)
+            # Imported here, as only a run that validates needs it.
+            from effasr.evaluation.result import save
+
+            save(evaluation, self.directory.path / "evaluation" / name)
 
     def validation_loss(self, step: int, epoch: int, name: str, result: LossResult) -> None:
         """Write and show the loss on a set, in pretraining on audio alone."""

@@ -21,7 +21,7 @@ from effasr.distributed.averager import Averager
 from effasr.distributed.process_group import DistributedContext
 from effasr.optim.adamw import initialize_state
 from effasr.training.checkpointing.state import RunProgress
-from effasr.training.config import ASYNCHRONOUS, TrainConfig
+from effasr.training.config import TrainConfig
 from effasr.training.fault_tolerance.phase_tracker import LOADING, PhaseTracker
 from effasr.training.fault_tolerance.stop import StopRequest
 from effasr.training.fault_tolerance.watchdog import Watchdog
@@ -32,27 +32,9 @@ from effasr.training.strategies.synchronous import SynchronousStrategy
 log = logging.getLogger(__name__)
 
 
-def make_strategy(config: TrainConfig, context: DistributedContext) -> SynchronousStrategy:
-    """Return the strategy of a run.
-
-    Raises:
-        ValueError: The ranks cannot be divided into learners.
-    """
-    learners = form_learners(config, context)
-    if learners is None:
-        return SynchronousStrategy(config, context)
-    return AsynchronousStrategy(config, learners)
-
-
 def form_learners(config: TrainConfig, context: DistributedContext) -> Learners | None:
-    """Return the learners of adpsgd or h_adpsgd; None where all ranks make each step together.
-
-    Raises:
-        ValueError: The ranks cannot be divided into learners.
-    """
+    """Return the learners of adpsgd or h_adpsgd; None for a single one."""
     strategy, gossip = config.training.strategy, config.training.gossip
-    if strategy not in ASYNCHRONOUS or context.size == 1:
-        return None
     size = gossip.learner_size
     if strategy == "adpsgd":
         size = 1
@@ -76,10 +58,7 @@ def form_learners(config: TrainConfig, context: DistributedContext) -> Learners 
 
 
 class AsynchronousStrategy(SynchronousStrategy):
-    """Learners take steps from a shared queue and synchronize for validations and checkpoints.
-
-    See `effasr.distributed.async_sgd.learners`.
-    """
+    """Learners take steps from a shared queue and synchronize for validations and checkpoints."""
 
     # At sync points learners wait for each other and report when they load.
     waiting_phase = "finding work"
@@ -92,7 +71,6 @@ class AsynchronousStrategy(SynchronousStrategy):
         self._last_logged: tuple[int, float] | None = None
 
     def describe(self) -> Iterator[str]:
-        """See `SynchronousStrategy.describe`."""
         yield (
             f"{self._learners.count} learners of {self.group.size} processes each, which average "
             "their weights in the background"
@@ -101,7 +79,6 @@ class AsynchronousStrategy(SynchronousStrategy):
     def make_averager(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, statistics: list[Tensor]
     ) -> Averager:
-        """See `SynchronousStrategy.make_averager`."""
         gossip, seed = self._config.training.gossip, self._config.seed
         self._averaging = WeightAveraging(model, optimizer, self._learners, gossip, seed)
         return self._averaging
@@ -110,7 +87,6 @@ class AsynchronousStrategy(SynchronousStrategy):
     def steps(
         self, loader: Loader, state: TrainState, progress: RunProgress
     ) -> Iterator[Iterator[StepBatch | None]]:
-        """See `SynchronousStrategy.steps`."""
         averaging, phases = self._averaging, state.phases
 
         def begin() -> None:
@@ -132,28 +108,22 @@ class AsynchronousStrategy(SynchronousStrategy):
             raise
 
     def steps_made(self, progress: RunProgress) -> int:
-        """See `SynchronousStrategy.steps_made`."""
         return self._learners.made
 
     def step_number(self, data: StepBatch, progress: RunProgress) -> int:
-        """See `SynchronousStrategy.step_number`."""
         return data.number // self._learners.count
 
     def must_stop(self, stop: StopRequest, progress: RunProgress) -> bool:
-        """See `SynchronousStrategy.must_stop`."""
         return bool(stop)
 
     def finish(self, data: StepBatch, progress: RunProgress, *, stopping: bool) -> None:
-        """See `SynchronousStrategy.finish`."""
         progress.step = self._learners.finish(data.number, stopping=stopping)
         progress.epoch = data.epoch
 
     def is_sync_point(self, data: StepBatch | None) -> bool:
-        """See `SynchronousStrategy.is_sync_point`."""
         return data is None
 
     def synchronize(self, state: TrainState, progress: RunProgress) -> bool:
-        """See `SynchronousStrategy.synchronize`."""
         learners, before = self._learners, self._context
         self._averaging.drain()
         progress.step, progress.epoch = learners.step, learners.epoch
@@ -167,14 +137,12 @@ class AsynchronousStrategy(SynchronousStrategy):
         return self._context is not before
 
     def metrics(self, progress: RunProgress, watchdog: Watchdog, data: StepBatch | None) -> dict:
-        """Return the speed since the last call, and at sync points the consensus distance.
-
-        ``learner_steps`` are the steps of each learner since the run was started.
-        """
+        """Return the speed since the last call, and at sync points the consensus distance."""
         now, last = (progress.step, time.perf_counter()), self._last_logged
         self._last_logged = now
         fields: dict[str, Any] = {
             "plan_steps_per_s": None if last is None else (now[0] - last[0]) / (now[1] - last[1]),
+            # Of each learner since the run was started.
             "learner_steps": self._learners.steps_of_all(),
             **self._averaging.metrics(),
         }
@@ -195,7 +163,7 @@ class AsynchronousStrategy(SynchronousStrategy):
 
 
 class _ShareLoader:
-    """Loads work items for a rank; see `effasr.distributed.async_sgd.work_queue`."""
+    """Loads items of the work queue for a rank."""
 
     def __init__(
         self, loader: Loader, learners: Learners, phases: PhaseTracker, progress: RunProgress
@@ -205,7 +173,7 @@ class _ShareLoader:
         self._phases = phases
         self._first_epoch, number = progress.position
         # The first step of each epoch from `_first_epoch` on, and the end of the last one.
-        self._begins = [progress.step - number]
+        self._epoch_begins = [progress.step - number]
 
     def take(self, items: Iterator[int]) -> Generator[StepBatch, None, None]:
         """Yield the data of each item; ``items`` is read ahead."""
@@ -215,17 +183,15 @@ class _ShareLoader:
                 yield next(loaded)
 
     def load(self, item: int) -> StepBatch:
-        """Return the data of an item, loaded in this process."""
         self._phases.begin(LOADING)
         return self._loader.load(self._turn(item))
 
     def position(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a step of the run, and its index there."""
-        while step >= self._begins[-1] or len(self._begins) < 2:
-            epoch = self._first_epoch + len(self._begins) - 1
-            self._begins.append(self._begins[-1] + self._loader.plan(epoch).num_steps)
-        index = bisect.bisect_right(self._begins, step) - 1
-        return self._first_epoch + index, step - self._begins[index]
+        while step >= self._epoch_begins[-1] or len(self._epoch_begins) < 2:
+            epoch = self._first_epoch + len(self._epoch_begins) - 1
+            self._epoch_begins.append(self._epoch_begins[-1] + self._loader.plan(epoch).num_steps)
+        index = bisect.bisect_right(self._epoch_begins, step) - 1
+        return self._first_epoch + index, step - self._epoch_begins[index]
 
     def _turn(self, item: int) -> MicroBatchRef:
         learners = self._learners

@@ -26,21 +26,19 @@ class SynchronousStrategy:
     """Provides the iterator of steps, the sync points and the rule to stop.
 
     Every step is a sync point.
-
-    Attributes:
-        group: Ranks that make a step together.
-        is_stopping: Whether the run ends here because of a request to stop.
-        waiting_phase: Phase of a rank that waits for its next micro-batches.
-        logs_sync_points: Whether a line is logged at each sync point.
     """
 
+    # Phase of a rank that waits for its next micro-batches.
     waiting_phase = LOADING
+    # Whether a line is logged at each sync point.
     logs_sync_points = False
 
     def __init__(self, config: TrainConfig, context: DistributedContext) -> None:
         self._config = config
         self._context = context
+        # Ranks that make a step together.
         self.group = context
+        # Whether the run ends here because of a request to stop.
         self.is_stopping = False
 
     @property
@@ -49,13 +47,11 @@ class SynchronousStrategy:
         return self._context
 
     def describe(self) -> Iterator[str]:
-        """Yield lines about the strategy for the user."""
         yield from ()
 
     def make_averager(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, statistics: list[Tensor]
     ) -> Averager:
-        """Return the averager of the ranks' weights."""
         return make_averager(self._config, model, optimizer, statistics, self._context)
 
     def steps(
@@ -78,13 +74,11 @@ class SynchronousStrategy:
         return bool(stop) or progress.step + 1 == self._config.training.stop_at
 
     def finish(self, data: StepBatch, progress: RunProgress, *, stopping: bool) -> None:
-        """Record a step."""
         progress.step += 1
         progress.epoch, progress.position = data.epoch, data.next_position
         self.is_stopping = stopping
 
     def is_sync_point(self, data: StepBatch | None) -> bool:
-        """Return whether all ranks are at the same step now."""
         return True
 
     def synchronize(self, state: TrainState, progress: RunProgress) -> bool:

@@ -45,8 +45,7 @@ _CAST: tuple[tuple[type[nn.Module], tuple[str, ...] | None], ...] = (
 )
 """Modules with parameters that autocast casts at every use, and the names of these; None for all.
 
-Norms and embeddings are not among them, because they are computed in float32. A parameter that is
-missing here is cast by autocast.
+Norms and embeddings are computed in float32. A parameter that is missing here is cast by autocast.
 """
 
 
@@ -110,14 +109,11 @@ class WeightCopies:
 
     @contextmanager
     def in_use(self, *, accumulate: bool = False) -> Iterator[None]:
-        """Let the modules of the model have the copies in place of their weights.
+        """Let the modules have the copies in place of their weights, in forward and backward.
 
-        The block contains forward and backward, because a checkpointed layer reads its weights in
-        the backward again. Gradients arrive at the float32 parameters.
-
-        Args:
-            accumulate: Whether the backward in the block adds to ``grad``, as `Tensor.backward`
-                does, and no rank waits for a hook; see ``accumulate`` of the class.
+        A checkpointed layer reads its weights in the backward again. Gradients arrive at the
+        float32 parameters. ``accumulate``: whether the backward in the block adds to ``grad``, as
+        `Tensor.backward` does, and no rank waits for a hook.
         """
         layers = [self._rest, *(layer for _, layer in self._layers)]
         for layer in layers:
@@ -139,14 +135,7 @@ _Place = tuple[nn.Module, str]
 
 
 class _Layer:
-    """The weights of a layer and their copies.
-
-    Attributes:
-        pairs: Weights and copies.
-        accumulates: Whether a backward adds to ``grad`` itself.
-        is_short: Whether its backward is so short that gradients with a row for each frame may be
-            kept to its end.
-    """
+    """The weights of a layer and their copies; ``norms`` have no copies."""
 
     def __init__(
         self,
@@ -156,10 +145,7 @@ class _Layer:
         *,
         is_short: bool = True,
     ) -> None:
-        """Allocate the copies of the weights in ``places``; those of ``norms`` have none.
-
-        ``is_short`` is the attribute.
-        """
+        # Its backward is so short that gradients with a row for each frame may wait for its end.
         self.is_short = is_short
         # Sizes that are no multiple of 16 bytes come last, so that the gradients of the others
         # are aligned in one buffer.
@@ -167,7 +153,9 @@ class _Layer:
         self._trained = [place for place in order if _parameter(place).requires_grad]
         self._frozen = [place for place in order if not _parameter(place).requires_grad]
         masters = [_parameter(place) for place in (*self._trained, *self._frozen)]
+        # Weights and copies.
         self.pairs = [(x, torch.empty_like(x, dtype=dtype, requires_grad=False)) for x in masters]
+        # Whether a backward adds to ``grad`` itself.
         self.accumulates = False
         self._is_connected = False
         self._norms = [place for place in norms if _parameter(place).requires_grad]
@@ -184,7 +172,6 @@ class _Layer:
         return [*(copy for _, copy in self.pairs[: len(self._trained)]), *self._of_norms]
 
     def connect_before(self, module: nn.Module, args: Any) -> None:
-        """Call `connect` as a hook before the layer's forward."""
         self.connect()
 
     def connect(self) -> None:
@@ -201,7 +188,6 @@ class _Layer:
             module._parameters[name] = copy  # type: ignore[assignment]
 
     def restore(self) -> None:
-        """Give the modules their weights back."""
         if not self._is_connected:
             return
         self._is_connected = False
@@ -213,37 +199,37 @@ class _Layer:
             module._parameters[name] = master  # type: ignore[assignment]
 
     def gradients(
-        self, given: Sequence[Tensor | None], shares: Sequence[Share]
+        self, upstream: Sequence[Tensor | None], shares: Sequence[Share]
     ) -> list[Tensor | None]:
         """Return the gradients of the weights in their dtype; None for those added to ``grad``.
 
         Args:
-            given: Gradients of what `connect` has returned, None for those of weights without use.
-            shares: Gradients that are left in partial sums, in addition to ``given``.
+            upstream: Gradients of what `connect` has returned, None for unused weights.
+            shares: Gradients that are left in partial sums, in addition to ``upstream``.
         """
-        out: list[Tensor | None] = [None] * len(given)
+        out: list[Tensor | None] = [None] * len(upstream)
         masters = self.masters
-        found = _with_shares(given, shares, masters)
-        used = [(number, x) for number, x in enumerate(found) if x is not None]
-        own, gradients = [masters[number] for number, _ in used], [x for _, x in used]
-        sums = [master.grad for master in own if master.grad is not None]
-        if self.accumulates and len(sums) == len(own):
-            self._add(sums, gradients)
+        summed = _with_shares(upstream, shares, masters)
+        used = [(number, x) for number, x in enumerate(summed) if x is not None]
+        used_masters, gradients = [masters[number] for number, _ in used], [x for _, x in used]
+        sums = [master.grad for master in used_masters if master.grad is not None]
+        if self.accumulates and len(sums) == len(used):
+            _add(sums, gradients)
             return out
-        for (number, _), gradient in zip(used, _widened(own, gradients), strict=True):
+        for (number, _), gradient in zip(used, _widened(used_masters, gradients), strict=True):
             out[number] = gradient
         return out
 
-    def _add(self, sums: list[Tensor], given: list[Tensor]) -> None:
-        if not sums:
-            return
-        device = sums[0].device
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # Launches cost nothing in a graph; a sum of two dtypes moves 10 bytes, not 18.
-            for total, gradient in zip(sums, given, strict=True):
-                total.add_(gradient)
-        else:
-            torch._foreach_add_(sums, _widened(sums, given))  # pyright: ignore[reportPrivateImportUsage]
+
+def _add(sums: list[Tensor], gradients: list[Tensor]) -> None:
+    if not sums:
+        return
+    if sums[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        # Launches cost nothing in a graph; a sum of two dtypes moves 10 bytes, not 18.
+        for total, gradient in zip(sums, gradients, strict=True):
+            total.add_(gradient)
+    else:
+        torch._foreach_add_(sums, _widened(sums, gradients))  # pyright: ignore[reportPrivateImportUsage]
 
 
 class _Connect(Function):
@@ -269,12 +255,12 @@ class _Connect(Function):
 
 
 def _with_shares(
-    given: Sequence[Tensor | None], shares: Sequence[Share], like: Sequence[Tensor]
+    upstream: Sequence[Tensor | None], shares: Sequence[Share], like: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Return gradients with those that are left in partial sums added, which have other dtypes."""
-    found = list(given)
+    gradients = list(upstream)
     if not shares:
-        return found
+        return gradients
     # Only kernels in Triton leave partial sums; a machine without a GPU may lack it.
     from effasr_kernels.shared.partial_sums import sums_of_layer
 
@@ -283,23 +269,23 @@ def _with_shares(
     for share in shares:
         shape = like[share.index].shape
         part = sums[share.sums][share.column : share.column + shape.numel()].view(shape)
-        other = found[share.index]
-        found[share.index] = part if other is None else part + other
-    return found
+        other = gradients[share.index]
+        gradients[share.index] = part if other is None else part + other
+    return gradients
 
 
-def _widened(like: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
-    """Return ``given`` in the dtype of ``like``; those that are cast are views of one buffer."""
-    wide = list(given)
-    pairs = zip(like, given, strict=True)
-    numbers = [n for n, (x, own) in enumerate(pairs) if x.dtype != own.dtype]
+def _widened(like: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors in the dtype of ``like``; those that are cast are views of one buffer."""
+    wide = list(tensors)
+    pairs = zip(like, tensors, strict=True)
+    numbers = [n for n, (x, tensor) in enumerate(pairs) if x.dtype != tensor.dtype]
     if not numbers:
         return wide
     chosen = [like[n] for n in numbers]
     buffer = chosen[0].new_empty(sum(x.numel() for x in chosen))
     for n, target in zip(numbers, _unflatten_dense_tensors(buffer, chosen), strict=True):
         wide[n] = target
-    _copy([(given[n], wide[n]) for n in numbers])
+    _copy([(tensors[n], wide[n]) for n in numbers])
     return wide
 
 
@@ -318,19 +304,21 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 def _names(module: nn.Module) -> list[str]:
     """Return the names of a module's own parameters that autocast casts at every use."""
-    own = [name for name, x in module._parameters.items() if x is not None]
     for kind, names in _CAST:
         if isinstance(module, kind):
-            kept = [name for name in own if names is None or name in names]
-            return [name for name in kept if module._parameters[name].dtype == torch.float32]  # type: ignore[union-attr]
+            return [
+                name
+                for name, x in module._parameters.items()
+                if x is not None and x.dtype == torch.float32 and (names is None or name in names)
+            ]
     return []
 
 
 def _parameter(place: _Place) -> Tensor:
     module, name = place
-    found = module._parameters[name]
-    assert found is not None
-    return found
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter
 
 
 def _is_within(path: str, name: str) -> bool:

@@ -15,9 +15,9 @@ from effasr import ranges
 from effasr.data.batch import Batch
 from effasr.model.asr import ASRModel
 from effasr.optim.ema import WeightAverage
-from effasr.training.untranscribed.config import TeacherConfig
-from effasr.training.untranscribed.labels import add_labels, emitted
-from effasr_kernels import PackedSequence, ctc_loss
+from effasr.training.config import TeacherConfig
+from effasr_kernels import PackedLayout, PackedSequence, ctc_loss
+from effasr_kernels.packed import OffsetsOnDemand
 
 _ROWS = 4096
 """Frames whose logits exist at a time: with V = 16k, 256 MB in float32."""
@@ -25,20 +25,13 @@ _ROWS = 4096
 UNSPLITTABLE_REASON = (
     "a micro-batch that a teacher has labelled cannot be split: lower data.frame_budget"
 )
-"""Why a labelled micro-batch cannot be computed in pieces."""
 
 
 class Teacher:
     """Labels micro-batches before a step, in their static shape.
 
     Nothing waits for the device: the labels, their lengths and the number of targets that they add
-    stay there.
-
-    Args:
-        model: Model that is trained, which shares its buffers and its frozen weights.
-        average: Average of the others.
-        config: When to label, and which labels to use.
-        autocast: Returns the context in which the forward runs.
+    stay there. The teacher shares buffers and frozen weights with the model.
     """
 
     def __init__(
@@ -54,11 +47,7 @@ class Teacher:
         self._sums = torch.zeros(5, dtype=torch.float64, device=self._device)
 
     def label(self, batches: Sequence[Batch], step: int) -> tuple[list[Batch], Tensor]:
-        """Label the micro-batches of a step.
-
-        Args:
-            batches: Micro-batches, on any device.
-            step: Number of the global step, from 0.
+        """Label the micro-batches of the global step, counted from 0.
 
         Returns:
             The micro-batches, with labels on the device of the model; and float64 (), by how many
@@ -67,14 +56,13 @@ class Teacher:
         added = torch.zeros((), dtype=torch.float64, device=self._device)
         labelled = []
         for batch in batches:
-            if batch.label_room is None:
-                labelled.append(batch)
-            elif step < self._config.after_step:
-                labelled.append(replace(batch, label_room=None))
-            else:
-                found, targets = self._label(batch)
-                labelled.append(found)
-                added += targets
+            if batch.label_room is not None:
+                if step < self._config.after_step:
+                    batch = replace(batch, label_room=None)
+                else:
+                    batch, targets = self._label(batch)
+                    added += targets
+            labelled.append(batch)
         return labelled, added
 
     @torch.no_grad()
@@ -85,17 +73,16 @@ class Teacher:
         with ranges.range("teacher"), self._autocast():
             encoded = model.encode(moved)
             rows = encoded.values.split(_ROWS)
-            best = torch.cat([model.ctc_logits(some).argmax(-1) for some in rows])
-            says = emitted(best, encoded.layout, model.vocab_size)
-            text, tokens = add_labels(moved.text, best, says, encoded.layout, room)
+            best = torch.cat([model.ctc_logits(part).argmax(-1) for part in rows])
+            emits = emitted(best, encoded.layout, model.vocab_size)
+            text, tokens = add_labels(moved.text, best, emits, encoded.layout, room)
             confidence = self._confidence(encoded, text, tokens)
         fits = (tokens > 0) & (tokens <= room)
         used = fits & (confidence >= self._config.min_confidence)
         monotonic = moved.monotonic | used
-        asked = room > 0
         self._sums += torch.stack(
             [
-                asked.sum(),
+                (room > 0).sum(),
                 used.sum(),
                 (tokens > room).sum(),
                 fits.sum(),
@@ -121,34 +108,30 @@ class Teacher:
         return (-loss.double() / tokens.clamp(min=1)).exp()
 
     def line(self) -> dict[str, Any]:
-        """Return what became of the utterances without text of this rank since the last line.
+        """Return shares of this rank's utterances without text since the last line.
 
-        ``teacher_used``: share whose label is used. ``teacher_over_room``: share whose label had
-        more tokens than were reserved. ``teacher_confidence``: mean confidence of the labels.
+        ``teacher_used``: with a label that is used. ``teacher_over_room``: with more tokens than
+        were reserved. ``teacher_confidence``: mean confidence of the labels.
         """
-        asked, used, over, labels, confidence = self._sums.tolist()
+        utterances, used, over_room, labels, confidence = self._sums.tolist()
         self._sums.zero_()
         return {
-            "teacher_utterances": asked,
-            "teacher_used": used / asked if asked else None,
-            "teacher_over_room": over / asked if asked else None,
+            "teacher_utterances": utterances,
+            "teacher_used": used / utterances if utterances else None,
+            "teacher_over_room": over_room / utterances if utterances else None,
             "teacher_confidence": confidence / labels if labels else None,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of the next line; the weights are those of the average."""
+        # The weights are those of the average.
         return {"sums": self._sums.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
         self._sums.copy_(state["sums"])
 
 
 def averaged(model: ASRModel, average: WeightAverage) -> ASRModel:
-    """Return a copy of a model around its averaged weights, its frozen ones and its buffers.
-
-    Nothing is copied: the weights of the copy are those of the average at any time.
-    """
+    """Return a view of a model with its averaged weights at any time; nothing is copied."""
     shared: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         values = average.average.get(name, parameter.detach())
@@ -156,3 +139,53 @@ def averaged(model: ASRModel, average: WeightAverage) -> ASRModel:
     for buffer in model.buffers():
         shared[id(buffer)] = buffer
     return copy.deepcopy(model, shared)
+
+
+def emitted(best: Tensor, layout: PackedLayout, blank_id: int) -> Tensor:
+    """Return the frames at which greedy CTC decoding writes a token: bool (T,).
+
+    ``best``, int64 (T,), is the likeliest class of each frame.
+    """
+    previous = torch.nn.functional.pad(best[:-1], (1, 0), value=blank_id)
+    first = layout.positions() == 0
+    return (best != blank_id) & (first | (best != previous)) & layout.mask()
+
+
+def add_labels(
+    text: PackedSequence, best: Tensor, emits: Tensor, frames: PackedLayout, room: Tensor
+) -> tuple[PackedSequence, Tensor]:
+    """Write labels beside transcripts, in the same number of rows, without waiting for the device.
+
+    Args:
+        text: int64 (U,), transcripts; empty for the utterances to label.
+        best: int64 (T,), the likeliest class of each frame.
+        emits: bool (T,), at which frames it is written.
+        frames: Layout of these, N sequences.
+        room: int64 (N,), tokens that a label may have; 0 for an utterance with a transcript.
+
+    Returns:
+        Transcripts and labels, with the layout on the device alone; and int64 (N,), the tokens that
+        each utterance to label has, 0 for the others. A label of more than ``room`` is left out.
+    """
+    count, rows = frames.num_sequences, text.layout.rows
+    owner = frames.sequence_ids()
+    before = torch.nn.functional.pad(emits.long().cumsum(0), (1, 0))
+    offsets = frames.cu_seqlens.long()
+    tokens = before[offsets[1:]] - before[offsets[:-1]]
+    tokens = torch.where(room > 0, tokens, 0)
+    fits = (tokens <= room) & (tokens > 0)
+    lengths = text.layout.cu_seqlens.long().diff() + torch.where(fits, tokens, 0)
+    begins = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    values = text.values.new_zeros(rows + 1)
+    # Rows that are not written go to a spare row past the last.
+    source = text.layout.sequence_ids()
+    target = torch.where(source < count, begins[source] + text.layout.positions(), rows)
+    values.scatter_(0, target, text.values)
+    padded_fits = torch.nn.functional.pad(fits, (0, 1))
+    position = begins[owner] + before[:-1] - before[offsets[owner]]
+    target = torch.where(emits & padded_fits[owner], position, rows)
+    values.scatter_(0, target, best)
+    cu_seqlens = begins.int()
+    bound = text.layout.static_max_seqlen
+    layout = PackedLayout(cu_seqlens, OffsetsOnDemand(cu_seqlens), rows, bound)
+    return PackedSequence(values[:-1], layout), tokens

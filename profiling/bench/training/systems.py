@@ -94,7 +94,7 @@ class Effasr:
         """
 
         def step(number: int) -> None:
-            if self.step(number, batches[number]).values.read()[-1]:
+            if self.step(number, batches[number]).read()["splits"]:
                 raise ValueError("a micro-batch did not fit in memory whole: lower --frame-budget.")
 
         return step

@@ -8,8 +8,8 @@ import torch
 
 from effasr.data.batch import StaticShape
 from effasr.model.language_model.architecture import host_read
-from effasr.training.cuda_graph import rules
-from effasr.training.cuda_graph.graph import MicroBatchGraph
+from effasr.training import cuda_graph
+from effasr.training.cuda_graph import MicroBatchGraph
 from tests.support.speech_llm import (
     FAMILIES,
     architecture,
@@ -38,16 +38,16 @@ def test_positions_chosen_by_the_host_are_found():
 
 
 def test_a_graph_is_refused_only_where_transformers_reads():
-    assert not list(rules.obstacles_of_model(speech_llm_config("qwen3"), GPU))
+    assert not list(cuda_graph.obstacles_of_model(speech_llm_config("qwen3"), GPU))
     config = speech_llm_config("llama", **DYNAMIC)
-    (obstacle,) = rules.obstacles_of_model(config, GPU)
+    (obstacle,) = cuda_graph.obstacles_of_model(config, GPU)
     assert obstacle.setting == "model.language_model"
     assert "modeling_rope_utils.py" in obstacle.message
     assert "choose another language model" in obstacle.message
     # Of a folder that is not read yet nothing is known.
     assert config.language_model is not None
     unread = replace(config.language_model, architecture=None, path="models/llm")
-    assert not list(rules.obstacles_of_model(replace(config, language_model=unread), GPU))
+    assert not list(cuda_graph.obstacles_of_model(replace(config, language_model=unread), GPU))
 
 
 def test_a_recording_of_speech_serves_batches_of_text():

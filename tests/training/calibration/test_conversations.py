@@ -13,7 +13,6 @@ from effasr import config as configuration
 from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.conversation.shape import split_into_clips
 from effasr.distributed.process_group import DistributedContext
-from effasr.training import build
 from effasr.training.calibration import calibrate as module
 from effasr.training.calibration import trial, workload
 from effasr.training.calibration.calibrate import read_population, settle
@@ -23,7 +22,8 @@ from effasr.training.calibration.search import load_of
 from effasr.training.calibration.trial import Measurement, Request
 from effasr.training.calibration.workload import batch_of, cells
 from effasr.training.config import TrainConfig
-from effasr.training.starting.corpus import load_corpus
+from effasr.training.corpus import load_corpus
+from effasr.training.resolve import find_tokenizer, resolve_config
 from effasr.training.trainer import run
 from tests.support.chat_folder import write_chat_model
 from tests.support.talks import model_mapping, write_talks
@@ -62,20 +62,20 @@ def make(folders, tmp_path):
             "loss": {"label_smoothing": 0.0},
             "training": {"max_steps": 2, "device": "cpu", "threads": 1, "tensorboard": False},
         }
-        return build.resolve(configuration.from_mapping(TrainConfig, mapping), None)
+        return resolve_config(configuration.from_mapping(TrainConfig, mapping), None)
 
     return configure
 
 
 def population_of(config):
-    return read_population(config, build.find_tokenizer(config, None))
+    return read_population(config, find_tokenizer(config, None))
 
 
 @pytest.mark.parametrize("given", [{}, {"token_budget": 250}, {"max_sequences": 9}])
 @pytest.mark.parametrize("budget", [60, 200])
 def test_the_shape_is_that_of_training(make, budget, given) -> None:
     config = make(budget, **given)
-    corpus = load_corpus(config, build.find_tokenizer(config, None), None)
+    corpus = load_corpus(config, find_tokenizer(config, None), None)
     assert isinstance(corpus, ConversationCorpus)
     population = population_of(make("auto", **given))
     assert population.shape(budget) == corpus.shape
@@ -204,7 +204,7 @@ def test_training_finds_both_budgets(make, trials, tmp_path, cache) -> None:
     assert [path.suffixes for path in cache.iterdir()] == [[".json"]]
     count = len(trials)
     # Another run finds them; other shares need other rows for the same frames.
-    tokenizer = build.find_tokenizer(config, None)
+    tokenizer = find_tokenizer(config, None)
     assert settle(config, tokenizer, ALONE).data.token_budget == written.token_budget
     assert len(trials) == count
     settle(make(share=0.9), tokenizer, ALONE)
@@ -213,7 +213,7 @@ def test_training_finds_both_budgets(make, trials, tmp_path, cache) -> None:
 
 def test_a_lack_of_memory_lowers_both_budgets(make, trials) -> None:
     config = make()
-    tokenizer = build.find_tokenizer(config, None)
+    tokenizer = find_tokenizer(config, None)
     # A corpus whose size sets no limit.
     population = replace(population_of(config), total_frames=10**8)
     found = []

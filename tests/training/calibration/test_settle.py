@@ -12,7 +12,6 @@ import torch
 from effasr import config as configuration
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.distributed.process_group import DistributedContext
-from effasr.training import build
 from effasr.training.calibration import calibrate as module
 from effasr.training.calibration import store
 from effasr.training.calibration.calibrate import (
@@ -29,6 +28,7 @@ from effasr.training.config import TrainConfig
 from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
 from effasr.training.loss import LossConfig
 from effasr.training.memory import total_bytes
+from effasr.training.resolve import find_tokenizer, resolve_config
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
 from tests.support.run_ranks import check_ranks, run_ranks
@@ -114,8 +114,8 @@ def test_what_it_depends_on_makes_it_stale(
     def trials_of(change: dict) -> int:
         before = len(trials)
         given = change | {"data": AUTO | change.get("data", {})}
-        config = build.resolve(make_config(**given), None)
-        settle(config, build.find_tokenizer(config, None), ALONE)
+        config = resolve_config(make_config(**given), None)
+        settle(config, find_tokenizer(config, None), ALONE)
         return len(trials) - before
 
     assert trials_of({}) > 0
@@ -126,8 +126,8 @@ def test_what_it_depends_on_makes_it_stale(
 
 
 def test_the_trials_are_of_the_run(make_config, trials) -> None:
-    config = build.resolve(make_config(data={**AUTO, "micro_batches": 4}), None)
-    settle(config, build.find_tokenizer(config, None), ALONE)
+    config = resolve_config(make_config(data={**AUTO, "micro_batches": 4}), None)
+    settle(config, find_tokenizer(config, None), ALONE)
     (request, *_) = trials
     assert request.micro_batches == 2
     assert request.limit_bytes == int(0.9 * total_bytes(ALONE.device))
@@ -137,8 +137,8 @@ def test_the_trials_are_of_the_run(make_config, trials) -> None:
 
 
 def test_what_cannot_be_read_is_made_anew(make_config, trials, cache, caplog) -> None:
-    config = build.resolve(make_config(data=AUTO), None)
-    tokenizer = build.find_tokenizer(config, None)
+    config = resolve_config(make_config(data=AUTO), None)
+    tokenizer = find_tokenizer(config, None)
     first = settle(config, tokenizer, ALONE)
     (file,) = (path for path in cache.iterdir() if not path.name.endswith(".buckets.json"))
     file.write_text(file.read_text()[:100])
@@ -154,15 +154,15 @@ def test_what_cannot_be_kept_is_used_all_the_same(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    config = build.resolve(make_config(data=AUTO), None)
-    settled = settle(config, build.find_tokenizer(config, None), ALONE)
+    config = resolve_config(make_config(data=AUTO), None)
+    settled = settle(config, find_tokenizer(config, None), ALONE)
     assert isinstance(settled.data.frame_budget, int)
     assert "XDG_CACHE_HOME names another folder" in caplog.text
 
 
 def test_the_bucket_table_is_one_that_data_can_read(make_config, trials, cache) -> None:
-    config = build.resolve(make_config(data=AUTO), None)
-    tokenizer = build.find_tokenizer(config, None)
+    config = resolve_config(make_config(data=AUTO), None)
+    tokenizer = find_tokenizer(config, None)
     settle(config, tokenizer, ALONE)
     (path,) = cache.glob("*.buckets.json")
     kept = store.find(path.name.removesuffix(".buckets.json"))

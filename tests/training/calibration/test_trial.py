@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from effasr import config as configuration
-from effasr.training import build
 from effasr.training.calibration import trial
 from effasr.training.calibration.search import Search
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.trial import Measurement, Request, TrialFailed, measure
 from effasr.training.calibration.workload import Workload
 from effasr.training.config import LoopConfig, TrainConfig
+from effasr.training.resolve import resolve_config
 from tests.support.preloaded import Preloaded
 from tests.training.calibration.conftest import MODEL
 
@@ -23,7 +23,7 @@ from tests.training.calibration.conftest import MODEL
 def request_of(population):
     def make(frames: int, limit: int = 4 << 30) -> Request:
         training = LoopConfig(device="cpu", threads=1)
-        config = build.resolve(TrainConfig(model=MODEL, training=training), None)
+        config = resolve_config(TrainConfig(model=MODEL, training=training), None)
         work = population.workload(frames, batches=2)
         return Request(configuration.to_mapping(config), 12, "cpu", limit, 2, work)
 

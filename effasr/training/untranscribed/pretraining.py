@@ -1,4 +1,4 @@
-"""Validation of pretraining: the loss on audio that the encoder was not trained on."""
+"""Pretraining with BEST-RQ: its validation, and the use of its codes."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 from lhotse.cut import Cut
+from torch import Tensor
 
 from effasr.data.audio.waveform import AudioError, load_audio
-from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
 from effasr.data.manifest.reader import iterate
 from effasr.distributed.process_group import DistributedContext
 from effasr.evaluation.evaluate import shard
 from effasr.evaluation.result import free_set_name
 from effasr.model.asr import ASRModel
+from effasr.model.best_rq import BestRQ
 from effasr.nn.parameters import evaluating
 from effasr.training.config import TrainConfig
+from effasr.training.diagnostics.probe import groups_within
 
 log = logging.getLogger(__name__)
 
@@ -29,16 +32,12 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class LossResult:
-    """Loss on a validation set, over all ranks.
+    """Loss on a validation set, over all ranks."""
 
-    Attributes:
-        total: Sum over the frames, in nats.
-        frames: Encoder frames.
-        failed: Utterances whose audio could not be read.
-    """
-
+    # Sum over the frames, in nats.
     total: float
     frames: int
+    # Utterances whose audio could not be read.
     failed: int = 0
 
     @property
@@ -51,10 +50,6 @@ class LossValidator:
     """Computes the loss of BEST-RQ on the validation sets, with the current weights of a model.
 
     Utterances that are longer than the frame budget are left out.
-
-    Raises:
-        ValueError: A manifest cannot be read or has nothing that fits: raised before training
-            starts.
     """
 
     def __init__(self, config: TrainConfig, model: ASRModel, context: DistributedContext) -> None:
@@ -64,13 +59,15 @@ class LossValidator:
         self._framing = model.config.features.framing
         self._sets: dict[str, list[Cut]] = {}
         for path in config.data.validation:
-            every = iterate(path, language=config.data.language, untranscribed=True)
-            cuts = list(islice(every, config.evaluation.max_utterances))
-            cuts = [cut for cut in cuts if 0 < self._frames(cut) <= self._budget]
-            if not cuts:
+            cuts = islice(
+                iterate(path, language=config.data.language, untranscribed=True),
+                config.evaluation.max_utterances,
+            )
+            fitting = [cut for cut in cuts if 0 < self._frames(cut) <= self._budget]
+            if not fitting:
                 raise ValueError(f"{path}: holds no utterance within data.frame_budget.")
             name = free_set_name(path, self._sets)
-            self._sets[name] = shard(cuts, context.rank, context.size)
+            self._sets[name] = shard(fitting, context.rank, context.size)
 
     def __call__(self) -> dict[str, LossResult]:
         """Return the loss on each set; all ranks call this."""
@@ -86,9 +83,11 @@ class LossValidator:
         devices = [device] if device.type == "cuda" else []
         half, total, frames = self._precision == "bfloat16", 0.0, 0
         failed: list[str] = []
+        examples = self._examples(cuts, failed)
         with evaluating(self._model), torch.random.fork_rng(devices):
             torch.manual_seed(_SEED)
-            for batch in self._batches(cuts, failed):
+            for group in groups_within(examples, self._budget, self._framing):
+                batch = collate(group, eos_id=0, pad_id=0, framing=self._framing)
                 with torch.autocast(device.type, torch.bfloat16, enabled=half):
                     losses = self._model.forward(batch.to(device))
                 total += float(losses.cross_entropy)
@@ -97,10 +96,7 @@ class LossValidator:
         totals, counts, failures = zip(*parts, strict=True)
         return LossResult(sum(totals), sum(counts), sum(failures))
 
-    def _batches(self, cuts: Sequence[Cut], failed: list[str]) -> Iterator[Batch]:
-        """Yield batches of at most the frame budget, in order; add to ``failed`` what has none."""
-        group: list[Example] = []
-        filled = 0
+    def _examples(self, cuts: Sequence[Cut], failed: list[str]) -> Iterator[Example]:
         for cut in cuts:
             try:
                 audio = load_audio(cut, self._model.config.features.sample_rate)
@@ -108,14 +104,38 @@ class LossValidator:
                 log.warning("validation leaves out %s: %s", cut.id, error)
                 failed.append(cut.id)
                 continue
-            frames = self._framing.frames(len(audio))
-            if group and filled + frames > self._budget:
-                yield self._collated(group)
-                group, filled = [], 0
-            group.append(Example(cut.id, audio, [], None))
-            filled += frames
-        if group:
-            yield self._collated(group)
+            yield Example(cut.id, audio, [], None)
 
-    def _collated(self, examples: Sequence[Example]) -> Batch:
-        return collate(examples, eos_id=0, pad_id=0, framing=self._framing)
+
+class CodeUse:
+    """Use of the codes of BEST-RQ, in the frames that a rank has read since the last line.
+
+    Training learns little where a few codes stand for most frames. The entropy of the codes is in
+    nats; its exponential, the perplexity, is the number of equally frequent codes with the same
+    entropy.
+    """
+
+    def __init__(self, best_rq: BestRQ) -> None:
+        self._best_rq = best_rq
+
+    def line(self) -> dict[str, Any]:
+        entropies = entropy(self._best_rq.code_counts).tolist()
+        self._best_rq.code_counts.zero_()
+        fields: dict[str, Any] = {}
+        for number, value in enumerate(entropies):
+            fields[f"code_entropy_{number}"] = value
+            fields[f"code_perplexity_{number}"] = float(torch.tensor(value).double().exp())
+        return fields
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self._best_rq.code_counts.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._best_rq.code_counts.copy_(state["counts"])
+
+
+def entropy(counts: Tensor) -> Tensor:
+    """Return the entropy of each row of counts in nats: int64 (K, codes) to float64 (K,)."""
+    total = counts.sum(-1, keepdim=True).clamp(min=1)
+    shares = counts.double() / total
+    return torch.special.entr(shares).sum(-1)

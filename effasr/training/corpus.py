@@ -1,0 +1,170 @@
+"""Loads the corpus of a run: utterances, conversations, or text pairs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effasr.data.tokenizer import ChatTokenizer, Tokenizer
+from effasr.training.checkpointing.resume import Saved
+from effasr.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from effasr.data.conversation.corpus import ConversationCorpus
+    from effasr.data.index.corpus import Corpus
+    from effasr.data.index.pair_corpus import PairCorpus
+
+    TrainingCorpus = Corpus | ConversationCorpus | PairCorpus
+
+log = logging.getLogger(__name__)
+
+
+def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) -> TrainingCorpus:
+    """Load what to train on, which has to be what the checkpoint was trained on."""
+    if not config.data.manifests:
+        raise ValueError("`data.train` must name at least one manifest, but is empty.")
+    section = "data.train" if config.data.mix is None else "data.mix"
+    if config.model.language_model is not None:
+        corpus: TrainingCorpus = _load_conversations(config, tokenizer)
+    else:
+        corpus = _load_utterances(config, tokenizer, section)
+    if saved is not None and saved.state["corpus"] != corpus.fingerprint:
+        raise ValueError(
+            f"`{section}` must hold the same utterances, texts and order that the checkpoint "
+            "was trained on, but has changed. Restore it, choose another `name`, or start again "
+            "with training.restart=true."
+        )
+    return corpus
+
+
+def _load_utterances(config: TrainConfig, tokenizer: Tokenizer, section: str) -> TrainingCorpus:
+    """Load speech, text pairs, or both."""
+    # Imported here so that a model can be trained without the packages that read data.
+    from effasr.data.manifest.pairs import is_text_only
+
+    spoken, text_only = [], []
+    for manifest in config.data.manifests:
+        (text_only if is_text_only(manifest[0]) else spoken).append(manifest)
+    _check_text(config, [path for path, _ in text_only])
+    _check_speech(config, section, [path for path, _ in spoken])
+    decoder = config.model.decoder
+    max_positions = None if decoder is None else decoder.max_positions
+    text_experts = config.model.named_experts(text=True)
+    if config.data.text_alone:
+        from effasr.data.index.pair_corpus import PairCorpus
+
+        pairs = PairCorpus.load(
+            [path for path, _ in text_only],
+            tokenizer,
+            config.data,
+            max_positions=max_positions,
+            sources=[source for _, source in text_only],
+        )
+        return pairs if text_experts is None else pairs.with_experts(text_experts.number_of)
+    from effasr.data.index.corpus import Corpus
+    from effasr.data.index.corpus_cache import CorpusCache
+
+    corpus = Corpus.load(
+        [path for path, _ in spoken],
+        tokenizer,
+        config.data,
+        ctc=config.model.ctc,
+        transducer=config.model.transducer is not None,
+        max_frames=config.model.encoder.max_frames,
+        max_positions=max_positions,
+        framing=config.model.features.framing,
+        sources=[source for _, source in spoken],
+        read=CorpusCache(_cache_folder(config), lambda text: log.warning("%s", text)),
+    )
+    if text_only:
+        from effasr.data.index.text_corpus import TextCorpus
+
+        text = TextCorpus.load(
+            [path for path, _ in text_only],
+            tokenizer,
+            config.data,
+            token_budget=corpus.shape.token_budget,
+            max_positions=max_positions,
+            sources=[source for _, source in text_only],
+        )
+        if text_experts is not None:
+            text = text.with_experts(text_experts.number_of)
+        corpus = corpus.with_text(text)
+    if (experts := config.model.named_experts()) is not None:
+        corpus = corpus.with_experts(experts.number_of)
+    return corpus
+
+
+def _cache_folder(config: TrainConfig) -> Path | None:
+    if config.data.cache == "auto":
+        return Path(config.output) / ".corpus"
+    return None if config.data.cache is None else Path(config.data.cache)
+
+
+def _check_text(config: TrainConfig, paths: Sequence[str]) -> None:
+    """Check that text pairs have a share of the steps, and the model has a text encoder."""
+    share = config.data.text_share
+    if paths and share is None:
+        raise ValueError(
+            f"`data.text_share` must be given where a manifest is text-only, as {paths[0]} is: "
+            "set it to the share of text-only micro-batches."
+        )
+    if share is None:
+        return
+    if not paths:
+        raise ValueError(
+            f"`data.text_share` must be null where no manifest is text-only, but is {share:g}: "
+            "leave it out, or add a manifest of lines with `source_text` and `text`."
+        )
+    if config.model.text_encoder is None:
+        raise ValueError(
+            "`model.text_encoder` must be given for text-only batches, but is null: give it, "
+            "such as model.text_encoder.layers=6, or leave out data.text_share and the manifests."
+        )
+
+
+def _check_speech(config: TrainConfig, section: str, paths: Sequence[str]) -> None:
+    """Check that there is speech, unless the run is of text alone."""
+    if config.data.text_alone and paths:
+        raise ValueError(
+            f"`{section}` must name text-only manifests where `data.text_share` is 1, but "
+            f"{paths[0]} has audio: leave it out, or set a share below 1."
+        )
+    if not config.data.text_alone and not paths:
+        raise ValueError(
+            f"`{section}` must name at least one manifest with audio, but all are text-only: set "
+            "data.text_share=1 to train on text alone."
+        )
+
+
+def _load_conversations(config: TrainConfig, tokenizer: Tokenizer) -> ConversationCorpus:
+    from effasr.data.conversation.corpus_builder import load_conversation_corpus
+    from effasr.data.conversation.messages import is_conversations
+    from effasr.model.language_model.architecture import max_rows
+
+    settings = config.model.language_model
+    assert settings is not None
+    assert settings.architecture is not None
+    if not isinstance(tokenizer, ChatTokenizer):
+        raise ValueError(
+            "`data.tokenizer` must have a chat template for a language model, but is a "
+            f"{type(tokenizer).__name__}: leave it out for that of model.language_model.path."
+        )
+    for path, _ in config.data.manifests:
+        if not is_conversations(Path(path)):
+            raise ValueError(
+                f"{path}: must be a manifest of conversations for a language model, JSON lines "
+                "with `messages`, but is not: see docs/speech-language-models.md."
+            )
+    return load_conversation_corpus(
+        [path for path, _ in config.data.manifests],
+        tokenizer,
+        config.data,
+        stack=settings.stack,
+        max_frames=config.model.encoder.max_frames,
+        max_rows=max_rows(settings.architecture),
+        framing=config.model.features.framing,
+        sources=[source for _, source in config.data.manifests],
+    )

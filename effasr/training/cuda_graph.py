@@ -1,0 +1,225 @@
+"""A micro-batch as one CUDA graph: what forbids it, recording and replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effasr.data.batch import Batch
+from effasr.model.config import ModelConfig
+from effasr.model.encoder import FastConformerConfig
+from effasr.training.config import TrainConfig
+from effasr_kernels.runtime.counters import graph_counters
+
+_WARM_UPS = 3
+"""Runs before the recording, in which libraries choose algorithms and allocate workspaces."""
+
+UNSPLITTABLE_REASON = (
+    "a micro-batch in a CUDA graph cannot be split: lower data.frame_budget, or set "
+    "training.cuda_graph=false"
+)
+
+Outputs = tuple[Tensor, ...]
+Run = Callable[[Batch, Tensor], Outputs]
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """A reason why micro-batches cannot be recorded."""
+
+    # The field that it comes from; ``training.device`` for the device.
+    setting: str
+    # In a few words.
+    reason: str
+    # The error where a graph is requested nevertheless.
+    message: str
+
+
+def uses_graph(config: TrainConfig, device: torch.device) -> bool:
+    """Return whether a run on a device records its micro-batches."""
+    if config.training.cuda_graph == "auto":
+        return not obstacles(config, device)
+    # Where the request cannot be met, `resolve` or `build` raises.
+    return config.training.cuda_graph
+
+
+def obstacles(config: TrainConfig, device: torch.device) -> list[Obstacle]:
+    return [
+        *obstacles_of_strategy(config),
+        *obstacles_of_batches(config),
+        *obstacles_of_model(config.model, device),
+    ]
+
+
+def raise_first(found: Iterable[Obstacle]) -> None:
+    for obstacle in found:
+        raise ValueError(obstacle.message)
+
+
+def obstacles_of_strategy(config: TrainConfig) -> Iterator[Obstacle]:
+    if config.training.strategy == "fsdp2":
+        yield Obstacle(
+            "training.strategy",
+            "fsdp2 gathers parameters during the forward, which a graph cannot record",
+            "`training.cuda_graph` must be false with training.strategy fsdp2, whose all-gather of "
+            "parameters it cannot record, but is true: set it to false, or use ddp.",
+        )
+
+
+def obstacles_of_batches(config: TrainConfig) -> Iterator[Obstacle]:
+    """Yield the obstacles of batches without one static shape, and of recomputed layers."""
+    training, data = config.training, config.data
+    if data.text_share is not None:
+        yield Obstacle(
+            "data.text_share",
+            "batches of text have a shape of their own",
+            "`training.cuda_graph` must be false where `data.text_share` is given, because batches "
+            "of text have a shape of their own, but is true: set it to false.",
+        )
+    if training.activation_checkpointing:
+        yield Obstacle(
+            "training.activation_checkpointing",
+            "the random numbers of a layer cannot be rewound while a graph is recorded",
+            "`training.activation_checkpointing` must be false with training.cuda_graph, because "
+            "the random numbers of a layer cannot be rewound while a graph is recorded, but is "
+            f"{training.activation_checkpointing}: set either to false.",
+        )
+    if data.strategy != "packed":
+        yield Obstacle(
+            "data.strategy",
+            f"batches of {data.strategy} have a shape each",
+            f"`training.cuda_graph` must be false for `data.strategy` = {data.strategy}, "
+            "whose batches have a shape each, but is true: set it to false, or train with "
+            "strategy packed.",
+        )
+
+
+def obstacles_of_model(model: ModelConfig, device: torch.device) -> Iterator[Obstacle]:
+    """Yield the obstacles of the model and the device."""
+    language_model = model.language_model
+    if (
+        device.type == "cuda"
+        and language_model is not None
+        and language_model.architecture is not None
+    ):
+        # Imported here, because transformers takes seconds.
+        from effasr.model.language_model.architecture import host_read
+
+        if (value := host_read(language_model.architecture)) is not None:
+            reason = f"transformers' modules read a value from the GPU ({value})"
+            yield Obstacle(
+                "model.language_model",
+                reason,
+                f"`training.cuda_graph` must be false for this language model, because {reason}, "
+                "but is true: set it to false, or choose another language model.",
+            )
+    if isinstance(model.encoder, FastConformerConfig) and len(model.encoder.context) > 1:
+        count = len(model.encoder.context)
+        yield Obstacle(
+            "model.encoder.context",
+            "a graph has one context, and each step draws one of several",
+            "`training.cuda_graph` must be false where `model.encoder.context` has several, of "
+            f"which each step draws one, but it has {count}: set it to false, or train with one.",
+        )
+    if device.type != "cuda":
+        yield Obstacle(
+            "training.device",
+            f"the run is on {device.type}, and graphs need a GPU",
+            f"`training.cuda_graph` needs a GPU, but the run is on {device.type}: set it to false.",
+        )
+
+
+def check_recordable(model: ModelConfig, device: torch.device) -> None:
+    raise_first(obstacles_of_model(model, device))
+
+
+class MicroBatchGraph:
+    """Calls a function on batches of one static shape by replaying a recording of the first call.
+
+    The function computes a forward and a backward: gradients accumulate in the ``grad`` of the
+    parameters, which must stay at its address (``zero_grad(set_to_none=False)``). The function may
+    neither synchronise with the host nor depend on a length that the host knows. Random numbers
+    follow the seed of the device's generator at each replay.
+
+    Args:
+        run: Function to record: a batch on the device and the counts in, tensors out.
+        device: A GPU.
+        parameters: Parameters to whose gradients the function adds.
+        buffers: Other tensors that the function changes, such as running means.
+        capture: Records a function without running it; returns its replay and its outputs.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        device: torch.device,
+        parameters: Iterable[Tensor],
+        buffers: Iterable[Tensor],
+        capture: Callable[[Callable[[], Outputs]], tuple[Callable[[], Any], Outputs]] | None = None,
+    ) -> None:
+        self._run = run
+        self._device = device
+        self._parameters = list(parameters)
+        self._buffers = list(buffers)
+        self._capture = _capture if capture is None else capture
+        self._replay: Callable[[], Any] | None = None
+
+    def __call__(self, batch: Batch, counts: Tensor) -> Outputs:
+        """Run the function on a batch, which may be on the host."""
+        if self._replay is None:
+            self._record(batch, counts)
+        self._load(batch, counts)
+        assert self._replay is not None
+        self._replay()
+        # The next replay overwrites the outputs of the recording.
+        return tuple(output.clone() for output in self._outputs)
+
+    def _record(self, batch: Batch, counts: Tensor) -> None:
+        self._batch, self._counts = batch.to(self._device).rewritable(), counts.clone()
+        saved = [buffer.clone() for buffer in self._buffers]
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            self._warm_up()
+            for buffer, value in zip(self._buffers, saved, strict=True):
+                buffer.copy_(value)
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+            self._replay, self._outputs = self._capture(self._on_static_inputs)
+
+    def _on_static_inputs(self) -> Outputs:
+        return self._run(self._batch, self._counts)
+
+    def _warm_up(self) -> None:
+        if self._device.type != "cuda":
+            self._on_static_inputs()
+            return
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                self._on_static_inputs()
+        current.wait_stream(side)
+
+    def _load(self, batch: Batch, counts: Tensor) -> None:
+        for static, new in zip(self._batch.tensors(), batch.tensors(), strict=True):
+            if static.shape != new.shape:
+                raise ValueError(
+                    f"`batch` must have the static shape of the first, {tuple(static.shape)}, but "
+                    f"has {tuple(new.shape)}: set training.cuda_graph=false."
+                )
+            static.copy_(new, non_blocking=True)
+        self._counts.copy_(counts)
+
+
+def _capture(run: Callable[[], Outputs]) -> tuple[Callable[[], Any], Outputs]:
+    graph = torch.cuda.CUDAGraph()
+    # Other threads meanwhile pin memory, copy checkpoints and watch NCCL, which would invalidate a
+    # recording that covers all threads.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"), graph_counters():
+        outputs = run()
+    return graph.replay, outputs

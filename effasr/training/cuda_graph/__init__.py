@@ -1,1 +1,0 @@
-"""A micro-batch as one CUDA graph."""

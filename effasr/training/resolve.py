@@ -1,0 +1,270 @@
+"""What a run is, before anything is built: every setting resolved, all data read and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from effasr import checkpoint
+from effasr import config as configuration
+from effasr.data.features.config import FeatureConfig
+from effasr.data.features.frame_geometry import SAMPLE_RATE
+from effasr.data.loader import Loader
+from effasr.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
+from effasr.distributed.process_group import DistributedContext
+from effasr.model.config import ModelConfig
+from effasr.model.cost import cost_model, text_cost_model
+from effasr.training import cuda_graph
+from effasr.training.checkpointing.resume import Saved, check_resumable, check_same_plan
+from effasr.training.config import ASYNCHRONOUS, TrainConfig, adascale_scale, resolve_losses
+from effasr.training.corpus import load_corpus
+from effasr.training.weights import joins_language_model, source_of_model
+
+if TYPE_CHECKING:
+    from effasr.training.corpus import TrainingCorpus
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A run, ready to be built."""
+
+    # As config.yaml has it, with the budgets that ``auto`` stands for.
+    config: TrainConfig
+    # The checkpoint to continue from.
+    saved: Saved | None
+    tokenizer: Tokenizer
+    corpus: TrainingCorpus
+    loader: Loader
+
+
+def resolve(config: TrainConfig, saved: Saved | None, context: DistributedContext) -> Resolved:
+    """Resolve the settings, and read the tokenizer and the corpus; all ranks call this."""
+    config = resolve_config(config, saved)
+    if saved is not None:
+        check_resumable(saved, config, context.size)
+    tokenizer = find_tokenizer(config, saved)
+    if config.data.frame_budget == "auto":
+        from effasr.training.calibration.calibrate import settle
+
+        config = settle(config, tokenizer, context)
+    corpus = load_corpus(config, tokenizer, saved)
+    text_alone = config.data.text_alone
+    text_cost = text_cost_model(config.model, tokenizer.vocab_size) if text_alone else None
+    loader = Loader(
+        corpus,
+        config.data,
+        seed=config.seed,
+        rank=context.rank,
+        world_size=context.size,
+        pin_memory=context.device.type == "cuda",
+        cost=text_cost or cost_model(config.model, tokenizer.vocab_size),
+    )
+    if saved is not None:
+        check_same_plan(saved.state, loader.fingerprint)
+    return Resolved(config, saved, tokenizer, corpus, loader)
+
+
+def resolve_config(config: TrainConfig, saved: Saved | None) -> TrainConfig:
+    """Resolve all defaults but ``data.frame_budget: auto``, which needs the corpus."""
+    source = source_of_model(config, saved)
+    if config.data.frame_budget == "auto" and saved is not None:
+        before = configuration.complete(TrainConfig, saved.state["config"])["data"]
+        budgets = {name: before[name] for name in ("frame_budget", "token_budget", "max_sequences")}
+        config = replace(config, data=replace(config.data, **budgets))
+    text_encoder = config.model.text_encoder
+    is_default = config.model == ModelConfig(text_encoder=text_encoder)
+    if source is not None and config.init_from is not None and is_default:
+        model = checkpoint.read_description(source).model
+        model = replace(model, text_encoder=text_encoder or model.text_encoder)
+        config = replace(config, model=model)
+    if config.model.language_model is not None:
+        config = _resolve_language_model(config, saved)
+    _check_features(config.model.features)
+    _check_static_shapes(config)
+    _check_strategy(config)
+    _check_trained(config)
+    _check_text(config)
+    if config.optimizer.adascale is not None:
+        adascale_scale(config)
+    loss = resolve_losses(config.loss, config.model)
+    return replace(config, loss=loss, training=replace(config.training, restart=False))
+
+
+def find_tokenizer(config: TrainConfig, saved: Saved | None) -> Tokenizer:
+    """Return the tokenizer of the checkpoint, or of ``data.tokenizer``, or of ``init_from``."""
+    if config.model.best_rq is not None:
+        return NoTokenizer()
+    source = source_of_model(config, saved)
+    path = config.data.tokenizer
+    if saved is None and joins_language_model(config, source):
+        assert config.model.language_model is not None
+        return load_tokenizer(path or config.model.language_model.path)
+    of_source = None if source is None else checkpoint.read_tokenizer(source)
+    if (
+        of_source is not None
+        and not isinstance(of_source, NoTokenizer)
+        and (saved is not None or not path)
+    ):
+        before = None if saved is None else saved.state["config"]["data"].get("tokenizer")
+        has_moved = saved is not None and path and path != before
+        if has_moved and load_tokenizer(path).pieces() != of_source.pieces():
+            raise ValueError(
+                f"`data.tokenizer` must stay the one of the checkpoint, from {before}, but {path} "
+                "has other pieces: leave it, or begin anew with training.restart=true."
+            )
+        return of_source
+    if not path:
+        raise ValueError(
+            "`data.tokenizer` must be a folder that `effasr tokenizer` wrote, but is not given."
+        )
+    return load_tokenizer(path)
+
+
+def _resolve_language_model(config: TrainConfig, saved: Saved | None) -> TrainConfig:
+    """Return the configuration with the architecture of the language model.
+
+    It is that of the checkpoint, so that a run continues without the folder, or of the folder.
+    """
+    # Imported here, because transformers takes seconds.
+    from effasr.model.language_model.architecture import read_architecture
+
+    settings = config.model.language_model
+    assert settings is not None
+    if settings.architecture is not None:
+        return config
+    if saved is not None:
+        before = configuration.complete(TrainConfig, saved.state["config"])["model"]
+        architecture = (before.get("language_model") or {}).get("architecture")
+        if architecture is None:
+            raise ValueError(
+                "`model.language_model` must stay null, as in the checkpoint of this run: choose "
+                "another `name`, or start again with training.restart=true."
+            )
+    else:
+        architecture = read_architecture(settings.path)
+    settings = replace(settings, architecture=architecture)
+    return replace(config, model=replace(config.model, language_model=settings))
+
+
+def _check_features(features: FeatureConfig) -> None:
+    """Check the sample rate and hop that the data are planned and loaded for."""
+    for name, loaded in (("sample_rate", SAMPLE_RATE), ("hop", FeatureConfig().hop)):
+        if getattr(features, name) != loaded:
+            raise ValueError(
+                f"`model.features.{name}` must be {loaded}, with which training loads audio, "
+                f"but is {getattr(features, name)}."
+            )
+
+
+def _check_static_shapes(config: TrainConfig) -> None:
+    """Check that batches have one shape where a step is recorded or compiled."""
+    if config.training.cuda_graph is True:
+        cuda_graph.raise_first(cuda_graph.obstacles_of_batches(config))
+    if config.training.compile and config.data.strategy != "packed":
+        raise ValueError(
+            f"`training.compile` must be false for `data.strategy` = {config.data.strategy}, "
+            "whose batches have a shape each, but is true: set it to false, or train with "
+            "strategy packed."
+        )
+
+
+def _check_strategy(config: TrainConfig) -> None:
+    """Check for settings that a strategy does not support."""
+    strategy, learner_size = config.training.strategy, config.training.gossip.learner_size
+    if strategy != "ddp" and config.optimizer.adascale is not None:
+        raise ValueError(
+            "`optimizer.adascale` needs training.strategy ddp, in which each rank has its whole "
+            f"gradient before the all-reduce, but the strategy is {strategy}: change one of them."
+        )
+    if strategy in ASYNCHRONOUS and config.data.strategy != "packed":
+        raise ValueError(
+            f"`data.strategy` must be packed with training.strategy {strategy}, whose learners "
+            "take the next part of a plan when they are ready, but is "
+            f"{config.data.strategy}: lhotse's samplers distribute batches over a fixed number of "
+            "ranks. Use packed, or training.strategy ddp."
+        )
+    if strategy == "adpsgd" and learner_size not in (None, 1):
+        raise ValueError(
+            "`training.gossip.learner_size` must be 1 or null with training.strategy adpsgd, but "
+            f"is {learner_size}: use h_adpsgd for learners of several processes."
+        )
+    if strategy != "fsdp2":
+        return
+    if config.data.frame_budget == "auto":
+        raise ValueError(
+            "`data.frame_budget` must be a number with training.strategy fsdp2, because trials run "
+            "on one process, which would hold all shards, but is auto: see `peak_memory_bytes` in "
+            "metrics.jsonl of a short run, and choose it by that."
+        )
+    if config.optimizer.name == "lamb":
+        raise ValueError(
+            "`optimizer.name` must not be lamb with training.strategy fsdp2, because the available "
+            "implementations cannot compute norms of sharded parameters: use adamw, or ddp."
+        )
+    if config.training.bfloat16_weights is True:
+        raise ValueError(
+            "`training.bfloat16_weights` must be false or auto with training.strategy fsdp2, which "
+            "casts the weights that it gathers, but is true: leave it out."
+        )
+    if config.training.cuda_graph is True:
+        cuda_graph.raise_first(cuda_graph.obstacles_of_strategy(config))
+
+
+def _check_trained(config: TrainConfig) -> None:
+    frozen, lora = config.training.freeze, config.lora
+    if lora is not None and frozen:
+        raise ValueError(
+            "`training.freeze` must be empty with `lora`, which trains nothing but adapters and "
+            f"lora.also_train, but is {list(frozen)}: leave it out."
+        )
+    language_model = config.model.language_model
+    has_weights = language_model is not None and language_model.weights == "pretrained"
+    if lora is not None and config.init_from is None and not has_weights:
+        raise ValueError(
+            "`init_from` must be given with `lora`, whose adapters are of use only beside weights "
+            "that were trained, but is null: name a model directory or a run."
+        )
+
+
+def _check_text(config: TrainConfig) -> None:
+    """Check that utterances without text have a use, and that what they are for has them."""
+    text = config.data.text
+    if config.model.best_rq is not None:
+        if text != "ignored":
+            raise ValueError(
+                f"`data.text` must be ignored where `model.best_rq` is given, but is {text}: set "
+                "it to ignored; or, to fine-tune a pretrained encoder, give `model` an output, "
+                "such as model.ctc=true."
+            )
+        if config.data.tokenizer:
+            raise ValueError(
+                "`data.tokenizer` must be left out where `model.best_rq` is given, because no text "
+                f"is read, but is {config.data.tokenizer!r}."
+            )
+    elif text == "ignored":
+        raise ValueError(
+            "`data.text` must be required or optional for a model that learns from texts, but is "
+            "ignored: give model.best_rq to pretrain on audio alone."
+        )
+    has_teacher = config.training.teacher is not None
+    if has_teacher != (text == "optional"):
+        raise ValueError(
+            "`training.teacher` must be given where `data.text` is optional, and nowhere else, but "
+            f"is {'given' if has_teacher else 'null'} with `data.text` {text}: set "
+            "training.teacher.min_confidence and data.text=optional, or neither."
+        )
+    if not has_teacher:
+        return
+    settings, model = config.training, config.model
+    for name, is_met, rule in (
+        ("training.ema_decay", settings.ema_decay is not None, "be given, such as 0.999"),
+        ("training.strategy", settings.strategy == "ddp", "be ddp"),
+        ("optimizer.adascale", config.optimizer.adascale is None, "be null"),
+        ("model.ctc", model.ctc, "be true, because the teacher writes what CTC says"),
+        ("model.transducer", model.transducer is None, "be null"),
+        ("loss.ctc_weight", config.loss.ctc_weight != 0, "be greater than 0"),
+    ):
+        if not is_met:
+            raise ValueError(
+                f"`{name}` must {rule}, where `training.teacher` is given, but is not."
+            )

@@ -1,1 +1,0 @@
-"""Weights that a run starts from."""

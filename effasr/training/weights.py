@@ -1,0 +1,184 @@
+"""Reads the weights that a run starts from, and selects those that are trained."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from torch import Tensor
+
+from effasr import checkpoint
+from effasr.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
+from effasr.model.asr import ASRModel
+from effasr.nn.lora import adapt
+from effasr.nn.parameters import freeze
+from effasr.training.checkpointing.resume import Saved
+from effasr.training.config import TrainConfig
+
+TOKEN_TABLES = (
+    *("ctc_head.weight", "ctc_head.bias"),
+    *("decoder.embed_tokens.weight", "decoder.untied_weight", "decoder.output_bias"),
+    *("text_encoder.embed_tokens.weight", "transducer.predictor.embedding.weight"),
+    *("transducer.output.weight", "transducer.output.bias"),
+)
+"""Parameters with a row for each token, and after these one for each further class, if any."""
+
+log = logging.getLogger(__name__)
+
+
+def prepare_weights(
+    model: ASRModel, config: TrainConfig, source: Path | None, *, is_resumed: bool
+) -> None:
+    """Read weights, add adapters, and set which parameters require gradients.
+
+    Args:
+        model: Initialised model.
+        config: Configuration of the run.
+        source: Model directory to read; None for none.
+        is_resumed: Whether that is a checkpoint of this run, with its adapters.
+    """
+    if is_resumed:
+        assert source is not None
+        _select_trained(model, config)
+        checkpoint.load_weights(model, source)
+        return
+    # Parts that are initialised by the seed, and so have to be trained.
+    initialised: list[str] = []
+    if joins_language_model(config, source):
+        _join(model, config, source)
+        initialised = ["language_model.adapter"]
+    elif source is not None:
+        source_model = checkpoint.read_description(source).model
+        if source_model.best_rq is not None and model.best_rq is None:
+            # Pretrained on audio alone, it has nothing but an encoder.
+            checkpoint.load_weights(model, source, only=("encoder.",))
+            initialised = ["ctc_head", "decoder", "projection", "transducer"]
+        else:
+            if replaces_tokenizer(config.data.tokenizer, source):
+                _load_for_tokenizer(model, source, load_tokenizer(config.data.tokenizer))
+                parameters = dict(model.named_parameters())
+                tables = [name for name in TOKEN_TABLES if name in parameters]
+                initialised = [name.rpartition(".")[0] for name in tables]
+            else:
+                # A model to begin with may never have read text.
+                checkpoint.load_weights(model, source, may_lack=("text_encoder.",))
+            if source_model.text_encoder is None:
+                initialised.append("text_encoder")
+    _select_trained(model, config)
+    for part in initialised:
+        _check_trains(model, config, part)
+
+
+def _select_trained(model: ASRModel, config: TrainConfig) -> None:
+    if config.lora is not None:
+        adapt(model, config.lora)
+    elif config.training.freeze:
+        freeze(model, config.training.freeze, "training.freeze")
+
+
+def _check_trains(model: ASRModel, config: TrainConfig, part: str) -> None:
+    named = model.named_parameters()
+    stuck = [name for name, x in named if name.startswith(f"{part}.") and not x.requires_grad]
+    if stuck:
+        rule = "be in `lora.also_train`" if config.lora else "not be in `training.freeze`"
+        raise ValueError(
+            f"`model.{part}` must {rule}, because `init_from` has none and it is drawn anew, "
+            f"but {stuck[0]} would not be trained."
+        )
+
+
+def source_of_model(config: TrainConfig, saved: Saved | None) -> Path | None:
+    if saved is not None:
+        return saved.path
+    return None if config.init_from is None else checkpoint.resolve(config.init_from)
+
+
+def joins_language_model(config: TrainConfig, source: Path | None) -> bool:
+    """Return whether a run that begins puts a language model behind an encoder."""
+    if config.model.language_model is None:
+        return False
+    return source is None or checkpoint.read_description(source).model.language_model is None
+
+
+def _join(model: ASRModel, config: TrainConfig, source: Path | None) -> None:
+    """Read the encoder of ``source``, if given, and the language model of its folder."""
+    # Imported here, because transformers takes seconds.
+    from effasr.interop.huggingface.language_model import read_language_model
+
+    settings, language_model = config.model.language_model, model.language_model
+    assert settings is not None
+    assert language_model is not None
+    if source is not None:
+        checkpoint.load_weights(model, source, only=("encoder.", "features."))
+    if settings.weights == "pretrained":
+        read_language_model(settings.path, language_model)
+    language_model.check_against_transformers()
+
+
+def replaces_tokenizer(tokenizer: str, source: Path) -> bool:
+    """Return whether ``data.tokenizer`` takes the place of the tokenizer of ``init_from``."""
+    # A model that was pretrained on audio alone has none, and a language model keeps its own.
+    if not tokenizer or checkpoint.read_description(source).model.language_model is not None:
+        return False
+    return not isinstance(checkpoint.read_tokenizer(source), NoTokenizer)
+
+
+def _load_for_tokenizer(model: ASRModel, source: Path, tokenizer: Tokenizer) -> None:
+    """Load a model, but for the rows of tokens that its own tokenizer lacks.
+
+    The rows of pieces that both tokenizers have move to their new places; the other rows stay
+    as they were initialised. All other weights are read, with those of the blank and of durations.
+    """
+    description = checkpoint.read_description(source)
+    decoder = model.config.decoder
+    if decoder is not None and (decoder.suppress or decoder.begin_suppress):
+        raise ValueError(
+            "`data.tokenizer` must be left out where the decoder of `init_from` has tokens that "
+            "are never written (model.decoder.suppress), whose numbers are those of its own "
+            "tokenizer: set suppress and begin_suppress to [], or leave data.tokenizer out."
+        )
+    moves = shared_pieces(checkpoint.read_tokenizer(source), tokenizer)
+    initial = model.state_dict()
+
+    def move_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name in weights.keys() & initial.keys() & set(TOKEN_TABLES):
+            weights[name] = _with_moved_rows(
+                weights[name], initial[name], moves, description.vocab_size, tokenizer.vocab_size
+            )
+        return weights
+
+    # A model to begin with may never have read text.
+    checkpoint.load_weights(model, source, may_lack=("text_encoder.",), change=move_rows)
+    log.warning(
+        "the tokenizer of init_from is replaced: the model keeps its weights for %d of the %d "
+        "pieces of data.tokenizer, and learns the others anew",
+        len(moves),
+        tokenizer.vocab_size,
+    )
+
+
+def shared_pieces(old: Tokenizer, new: Tokenizer) -> dict[int, int]:
+    """Return the old id by the new id of each piece that both tokenizers have.
+
+    A piece that is there several times, once for each language, is taken at its own number or at
+    the first one.
+    """
+    before, first = old.pieces(), {}
+    for number, piece in enumerate(before):
+        first.setdefault(piece, number)
+    return {
+        number: number if before[number : number + 1] == [piece] else first[piece]
+        for number, piece in enumerate(new.pieces())
+        if piece in first
+    }
+
+
+def _with_moved_rows(
+    old: Tensor, initial: Tensor, moves: dict[int, int], old_size: int, new_size: int
+) -> Tensor:
+    """Return a table with the rows of known pieces, and of the classes after the pieces."""
+    table = initial.clone()
+    if len(old) - old_size == len(initial) - new_size and len(old) > old_size:
+        table[new_size:] = old[old_size:]
+    table[list(moves)] = old[list(moves.values())].to(table.dtype)
+    return table
