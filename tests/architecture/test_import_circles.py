@@ -18,10 +18,15 @@ def modules_of(folder: Path, package: str) -> dict[str, Path]:
     return found
 
 
-def imports_of(path: Path, known: set[str]) -> set[str]:
-    """Modules among the known ones that a file imports: anywhere in it, TYPE_CHECKING included."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports_of(path: Path, known: set[str], *, executed: bool = False) -> set[str]:
+    """Modules among the known ones that a file imports.
+
+    They are all of them, in functions and for type annotations too, or those that are imported when
+    the file is ``executed``.
+    """
+    found, waiting = set(), [ast.parse(path.read_text())]
+    while waiting:
+        node = waiting.pop()
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -29,6 +34,11 @@ def imports_of(path: Path, known: set[str]) -> set[str]:
             for alias in node.names:
                 submodule = f"{node.module}.{alias.name}"
                 found.add(submodule if submodule in known else node.module)
+        is_lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (
+            isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        )
+        if not (executed and is_lazy):
+            waiting += ast.iter_child_nodes(node)
     return found & known
 
 
@@ -39,6 +49,27 @@ def check(folder: Path, package: str) -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail("modules import each other: " + " <- ".join(error.args[1]))
+
+
+def test_training_imports_few_modules_in_short_chains() -> None:
+    """Those of every run; searches, gossip and calibration are imported as they are needed."""
+    paths = modules_of(ROOT, "effasr") | modules_of(ROOT / "kernels", "effasr_kernels")
+    known = set(paths)
+    graph = {name: imports_of(path, known, executed=True) - {name} for name, path in paths.items()}
+    command = "effasr.cli.train"
+    # It imports the trainer when it runs.
+    graph[command] = imports_of(paths[command], known)
+    reached, waiting = {command}, [command]
+    while waiting:
+        new = graph[waiting.pop()] - reached
+        reached |= new
+        waiting += new
+    assert "effasr.training.step" in reached
+    assert len(reached) <= 250
+    lengths: dict[str, int] = {}
+    for name in TopologicalSorter({name: graph[name] for name in reached}).static_order():
+        lengths[name] = 1 + max((lengths[other] for other in graph[name]), default=0)
+    assert max(lengths.values()) <= 20
 
 
 @pytest.mark.parametrize("package", ["effasr", "kernels/effasr_kernels"])
