@@ -36,9 +36,13 @@ from effasr.training.loss import Objective
 from effasr.training.metrics import Gauge
 from effasr.training.step import StepConfig, TrainState, run_micro_batch
 from effasr.training.step_stats import HostCopy, StepCosts
-from effasr.training.strategies.parallelism import distribute, has_weight_copies, is_bfloat16
+from effasr.training.strategies.parallelism import (
+    SynchronousStrategy,
+    distribute,
+    has_weight_copies,
+    is_bfloat16,
+)
 from effasr.training.strategies.parallelism import make_averager as default_averager
-from effasr.training.strategies.synchronous import SynchronousStrategy
 from effasr.training.strategies.weight_copies import WeightCopies
 from effasr.training.untranscribed.teacher import Teacher
 from effasr.training.weights import (

@@ -18,7 +18,7 @@ from effasr.training.config import TrainConfig
 from effasr.training.corpus import load_corpus
 from effasr.training.resolve import find_tokenizer
 from effasr.training.run_dir.run_directory import read_lines
-from effasr.training.strategies.synchronous import SynchronousStrategy
+from effasr.training.strategies.parallelism import SynchronousStrategy
 from effasr.training.trainer import run
 from tests.support.run_ranks import run_module
 

@@ -26,8 +26,7 @@ from effasr.training.fault_tolerance.phase_tracker import LOADING, PhaseTracker
 from effasr.training.fault_tolerance.stop import StopRequest
 from effasr.training.fault_tolerance.watchdog import Watchdog
 from effasr.training.step import TrainState
-from effasr.training.strategies.parallelism import average_over_ranks
-from effasr.training.strategies.synchronous import SynchronousStrategy
+from effasr.training.strategies.parallelism import SynchronousStrategy, average_over_ranks
 
 log = logging.getLogger(__name__)
 
