@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from effasr.data.micro_batch_loader import StepBatch
 from effasr.data.mixture_summary import Mixture, MixtureSummary
 from effasr.distributed.process_group import DistributedContext
 from effasr.training.flops import peak_flops
@@ -19,6 +18,7 @@ from effasr.training.step import StepReport
 from effasr.training.step_stats import StepCounts
 
 if TYPE_CHECKING:
+    from effasr.data.micro_batch_loader import StepBatch
     from effasr.training.corpus import TrainingCorpus
 
 _MEANS = (*LOSSES, "grad_norm")

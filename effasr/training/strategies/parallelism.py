@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from effasr.data.loader import Loader
-from effasr.data.micro_batch_loader import StepBatch
 from effasr.distributed.averager import Averager, average_each
 from effasr.distributed.ddp import replicate
 from effasr.distributed.delayed_averaging import DelayedAveraging
@@ -25,6 +23,11 @@ from effasr.training.fault_tolerance.phase_tracker import LOADING
 from effasr.training.fault_tolerance.stop import StopRequest
 from effasr.training.fault_tolerance.watchdog import Watchdog
 from effasr.training.step import TrainState
+
+if TYPE_CHECKING:
+    # A model can be trained without the packages that read data.
+    from effasr.data.loader import Loader
+    from effasr.data.micro_batch_loader import StepBatch
 
 
 def distribute(config: TrainConfig, model: nn.Module, context: DistributedContext) -> nn.Module:
@@ -157,7 +160,7 @@ class SynchronousStrategy:
     ) -> AbstractContextManager[Iterator[StepBatch | None]]:
         """Return an iterator of this rank's steps; None where ranks have to be synchronized."""
         # A generator, so that closing it ends the data workers.
-        return closing(cast(Generator[StepBatch | None], loader.steps(*progress.position)))
+        return closing(cast("Generator[StepBatch | None]", loader.steps(*progress.position)))
 
     def steps_made(self, progress: RunProgress) -> int:
         """Return the number of steps that this rank has made."""
