@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from effasr.decoding.checks import choose_method
 from effasr.evaluation.wer import total
 from effasr.model.asr import ASRModel
 from effasr.training.config import DiagnosticsConfig, TrainConfig
@@ -184,18 +185,8 @@ def build_diagnostics(
     encoder = config.model.encoder
     return Diagnostics(
         settings,
-        _decoding_method(model, config.evaluation.decoding.method),
+        choose_method(model, config.evaluation.decoding.method),
         baseline,
         has_ctc=config.model.ctc,
         can_subsample_less=encoder.kind == "fastconformer" and encoder.subsampling == 8,
     )
-
-
-def _decoding_method(model: ASRModel, method: str) -> str:
-    config = model.config
-    if method == "auto" and (config.decoder or config.transducer or config.ctc):
-        return "attention" if config.decoder else "transducer" if config.transducer else "ctc"
-    # Imported here, as training need not wait for all searches.
-    from effasr.decoding.checks import choose_method
-
-    return choose_method(model, method)
