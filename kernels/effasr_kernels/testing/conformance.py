@@ -1,7 +1,7 @@
 """The contract of operations on packed sequences, as checks for any implementation.
 
-A test describes an operation by a `Case` and runs each of `CHECKS` on it. The case holds its inputs
-by sequence, so that a check can pack them in another order, with a tail, or beside NaN.
+A test describes a call by a `Case`, which holds its inputs by sequence, so that a check can pack
+them in another order, with a tail, or beside NaN.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from effasr_kernels.packed import PackedSequence, pack
+from effasr_kernels.packed import PackedLayout, PackedSequence, pack
 from effasr_kernels.testing.tolerance import assert_no_worse, poison
 
 Packed = Mapping[str, PackedSequence]
@@ -23,42 +23,66 @@ _IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A call of an operation."""
+    """A call of an operation.
 
-    # Calls the operation with its packed and its shared tensors
+    Attributes:
+        run: Calls the operation with its packed and its shared tensors.
+        packed: The packed arguments by name, one tensor per sequence; float64 or integer.
+        shared: The other tensors, such as weights; float64.
+        results: For each result, the packed argument whose layout it has; None if it has one
+            number for each sequence.
+        one_more: Packed arguments that have one more row than the others for each sequence,
+            including empty ones.
+        wide: Arguments that stay float32 beside narrow ones.
+        has_true_gradient: Whether the gradient is the derivative of the value.
+        rounds_inside: Whether the operation rounds intermediate results by definition.
+        mixes_sequences: Whether the rows of a sequence depend on the other sequences, as with the
+            statistics of a batch.
+    """
+
     run: Callable[[Packed, Shared], Tensor | tuple[Tensor, ...]]
-    # The packed arguments by name, one tensor per sequence; float64 or integer
     packed: Mapping[str, Sequence[Tensor]]
-    shared: Shared = field(default_factory=dict)  # the other tensors, such as weights; float64
-    # For each result, the packed argument whose layout it has; None if it has one number for each
-    # sequence
+    shared: Shared = field(default_factory=dict)
     results: tuple[str | None, ...] = (None,)
-    # Packed arguments that have one more row than the others for each sequence, including empty
-    # ones
     one_more: frozenset[str] = frozenset()
-    has_true_gradient: bool = True  # whether the gradient is the derivative of the value
-    rounds_inside: bool = False  # whether the operation rounds intermediate results by definition
-    # Whether the rows of a sequence depend on the other sequences, as with the statistics of a
-    # batch
+    wide: frozenset[str] = frozenset()
+    has_true_gradient: bool = True
+    rounds_inside: bool = False
     mixes_sequences: bool = False
 
     @property
     def sequences(self) -> int:
-        """N."""
         return len(next(iter(self.packed.values())))
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of an argument where most have ``dtype``."""
+        return torch.promote_types(dtype, torch.float32) if name in self.wide else dtype
+
+
+CaseFor = Callable[[str | None], Case]
+"""Returns the case that calls a given backend, with the same tensors each time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """A way to pack a case; by default in order, in float64, on a CPU."""
+    """A way to pack a case; by default in order, in float64, on a CPU.
 
-    order: tuple[int, ...] | None = None  # the sequence at each position
-    tail: int = 0  # number of rows past the last sequence; they hold NaN or the ignored class
-    extra: int = 0  # number of empty sequences at the end
-    poisoned: int | None = None  # a sequence to fill with NaN
-    strided: bool = False  # whether the tensors are not contiguous
-    dtype: torch.dtype = torch.float64  # dtype of the floating tensors
-    # Device of all tensors
+    Attributes:
+        order: The sequence at each position.
+        tail: Number of rows past the last sequence; they hold NaN or the ignored class.
+        extra: Number of empty sequences at the end.
+        poisoned: A sequence to fill with NaN.
+        strided: Whether the tensors are not contiguous.
+        nan_upstream: Whether the upstream gradient of the tail is NaN.
+    """
+
+    order: tuple[int, ...] | None = None
+    tail: int = 0
+    extra: int = 0
+    poisoned: int | None = None
+    strided: bool = False
+    nan_upstream: bool = False
+    dtype: torch.dtype = torch.float64
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (a constant)
 
 
@@ -67,22 +91,30 @@ _PLAIN = Variation()
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Results and gradients, each by name and sequence, in the order of the case."""
+    """Results and gradients, each by name and sequence, in the order of the case.
 
-    rows: dict[str, list[Tensor]]  # results and gradients of packed arguments, for each sequence
-    # Results and gradients of packed arguments past the last sequence of the case
+    Attributes:
+        rows: Results and gradients of packed arguments, for each sequence.
+        tails: The same past the last sequence of the case.
+        shared: Gradients of the shared tensors.
+    """
+
+    rows: dict[str, list[Tensor]]
     tails: dict[str, Tensor]
-    shared: dict[str, Tensor]  # gradients of the shared tensors
+    shared: dict[str, Tensor]
 
 
 def evaluate(
     case: Case, variation: Variation, wrap: Callable[..., object] | None = None
 ) -> Outcome:
-    """Run a case forward and backward, with the same upstream gradient in every variation."""
-    order = variation.order or tuple(range(case.sequences))
+    """Run a case forward and backward; ``wrap`` is applied to ``case.run``, such as a compiler.
+
+    The upstream gradient of each sequence is the same in every variation.
+    """
+    order = tuple(range(case.sequences)) if variation.order is None else variation.order
     packed = {name: _pack(case, name, order, variation) for name in case.packed}
     shared = {
-        name: _leaf(x.to(variation.device, variation.dtype), variation.strided)
+        name: _leaf(x.to(variation.device, case.dtype_of(name, variation.dtype)), variation.strided)
         for name, x in case.shared.items()
     }
     run = case.run if wrap is None else wrap(case.run)
@@ -114,9 +146,17 @@ def check_static_shape(case: Case, base: Variation = _PLAIN) -> None:
     """Check that a tail of NaN and further empty sequences change nothing, and become zeros."""
     outcome = evaluate(case, replace(base, tail=5, extra=2))
     _assert_same(outcome, evaluate(case, base))
-    for name, tail in outcome.tails.items():
-        assert tail.numel(), f"{name} has no tail"
-        assert bool((tail == 0).all()), f"{name} is not zero in the tail: {tail}"
+    assert all(tail.numel() for tail in outcome.tails.values())
+    _assert_tails_are_zero(outcome)
+
+
+def check_no_sequences(case: Case, base: Variation = _PLAIN) -> None:
+    """Check a batch without a sequence: without a row, and with a tail alone."""
+    for tail in (0, 3):
+        outcome = evaluate(case, replace(base, order=(), tail=tail))
+        _assert_tails_are_zero(outcome)
+        for name, gradient in outcome.shared.items():
+            assert bool((gradient == 0).all()), f"{name} is not zero"
 
 
 def check_neighbours(case: Case, base: Variation = _PLAIN) -> None:
@@ -146,25 +186,26 @@ def check_repeats(case: Case, base: Variation = _PLAIN) -> None:
         assert torch.equal(gradient, second.shared[name]), name
 
 
-def check_kernel(
-    # Returns the case that calls a given backend (``backend`` or ``"reference"``), with the same
-    # tensors each time
-    case_for: Callable[[str], Case],
-    dtype: torch.dtype,  # dtype of the kernel's tensors
-    device: torch.device | str = "cpu",  # device of the kernel's tensors
-    backend: str = "triton",  # backend of the kernel
+def check_values(
+    case_for: CaseFor,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    backend: str = "triton",
+    *,
+    tail: int = 0,
 ) -> None:
-    """Check that a kernel is as accurate as its dtype allows, and satisfies the contract.
+    """Check that results and gradients are as accurate as the dtype allows.
 
-    The errors of results and gradients against the reference in float64 are at most twice those of
-    the reference in the same dtype, plus two ulp; and `check_order`, `check_static_shape`,
-    `check_neighbours`, `check_strides` and `check_repeats` hold.
+    Their errors against the reference in float64 are at most twice those of the reference in the
+    same dtype, plus two ulp. The kernel gets a tail of NaN, which becomes zeros.
     """
-    kernel = case_for(backend)
-    on_device = Variation(dtype=dtype, device=torch.device(device))
-    gold = evaluate(_rounded(case_for("reference"), dtype), _PLAIN)
-    baseline = evaluate(case_for("reference"), Variation(dtype=dtype))
-    actual = evaluate(kernel, on_device)
+    reference = case_for("reference")
+    gold = evaluate(_rounded(reference, dtype), _PLAIN)
+    baseline = evaluate(reference, Variation(dtype=dtype))
+    with_tail = Variation(
+        dtype=dtype, device=torch.device(device), tail=tail, nan_upstream=tail > 0
+    )
+    actual = evaluate(case_for(backend), with_tail)
     pairs = zip(_pairs(actual, gold), _pairs(baseline, gold), strict=True)
     for (name, x, exact), (_, same_dtype, _) in pairs:
         finite = exact.isfinite()
@@ -173,8 +214,23 @@ def check_kernel(
             assert_no_worse(x[finite], exact[finite], same_dtype[finite])
         except AssertionError as error:
             raise AssertionError(f"{name} in {dtype}: {error}") from None
-    for check in (check_order, check_static_shape, check_neighbours, check_strides, check_repeats):
-        check(kernel, on_device)
+    _assert_tails_are_zero(actual)
+
+
+def check_kernel(
+    case_for: CaseFor,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    backend: str = "triton",
+) -> None:
+    """`check_values`, and the checks of the contract that need no derivative."""
+    check_values(case_for, dtype, device, backend)
+    kernel, base = case_for(backend), Variation(dtype=dtype, device=torch.device(device))
+    for check in (
+        *(check_order, check_static_shape, check_no_sequences),
+        *(check_neighbours, check_strides, check_repeats),
+    ):
+        check(kernel, base)
 
 
 def check_gradients(case: Case) -> None:
@@ -187,12 +243,11 @@ def check_gradients(case: Case) -> None:
     leaves |= {name: _leaf(x, False) for name, x in case.shared.items()}
 
     def call(*values: Tensor) -> tuple[Tensor, ...]:
-        leaf_values = dict(zip(leaves, values, strict=True))
-        rebuilt = {
-            name: PackedSequence(leaf_values.get(name, x.values), x.layout)
-            for name, x in packed.items()
+        given = dict(zip(leaves, values, strict=True))
+        again = {
+            name: PackedSequence(given.get(name, x.values), x.layout) for name, x in packed.items()
         }
-        results = case.run(rebuilt, {name: leaf_values[name] for name in case.shared})
+        results = case.run(again, {name: given[name] for name in case.shared})
         results = (results,) if isinstance(results, Tensor) else results
         # The difference of two infinite losses would be NaN.
         return tuple(torch.where(result.isinf(), 0, result) for result in results)
@@ -240,6 +295,7 @@ def check_compiler(case: Case) -> None:
 CHECKS: tuple[Callable[[Case], None], ...] = (
     check_order,
     check_static_shape,
+    check_no_sequences,
     check_neighbours,
     check_strides,
     check_repeats,
@@ -251,15 +307,14 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
 
 
 def _rounded(case: Case, dtype: torch.dtype) -> Case:
-    """The case with inputs rounded to ``dtype``, as float64."""
-    return replace(
-        case,
-        packed={
-            name: [x.to(dtype).double() if x.is_floating_point() else x for x in pieces]
-            for name, pieces in case.packed.items()
-        },
-        shared={name: x.to(dtype).double() for name, x in case.shared.items()},
-    )
+    """The case with inputs rounded to their dtypes, as float64."""
+
+    def rounded(name: str, x: Tensor) -> Tensor:
+        return x.to(case.dtype_of(name, dtype)).double() if x.is_floating_point() else x
+
+    packed = {name: [rounded(name, x) for x in pieces] for name, pieces in case.packed.items()}
+    shared = {name: rounded(name, x) for name, x in case.shared.items()}
+    return replace(case, packed=packed, shared=shared)
 
 
 def _counted(run: Callable[..., object]) -> Callable[..., object]:
@@ -274,19 +329,23 @@ def _counted(run: Callable[..., object]) -> Callable[..., object]:
 
 
 def _pack(case: Case, name: str, order: Sequence[int], variation: Variation) -> PackedSequence:
-    pieces = [case.packed[name][n] for n in order]
-    floating = pieces[0].is_floating_point()
-    pieces = [piece.to(variation.device) for piece in pieces]
+    pieces = [case.packed[name][n].to(variation.device) for n in order]
+    like = case.packed[name][0]
     total = sum(piece.shape[0] for piece in pieces)
     tail = variation.tail + (variation.extra if name in case.one_more else 0)
-    packed = pack(pieces, rows=total + tail, num_sequences=len(pieces) + variation.extra)
-    if not floating:
+    if pieces:
+        packed = pack(pieces, rows=total + tail, num_sequences=len(pieces) + variation.extra)
+    else:
+        values = like.new_zeros(tail, *like.shape[1:], device=variation.device)
+        packed = PackedSequence(values, PackedLayout.from_lengths((), values.device, rows=tail))
+    if not like.is_floating_point():
         packed.values[total:] = _IGNORED
         return packed
     values = poison(packed.values, packed.layout)
     if variation.poisoned is not None:
         values = poison(values, packed.layout, order.index(variation.poisoned))
-    return PackedSequence(_leaf(values.to(variation.dtype), variation.strided), packed.layout)
+    values = values.to(case.dtype_of(name, variation.dtype))
+    return PackedSequence(_leaf(values, variation.strided), packed.layout)
 
 
 def _leaf(x: Tensor, strided: bool) -> Tensor:
@@ -308,8 +367,10 @@ def _upstream(
         generator = torch.Generator().manual_seed(1000 * index + n)
         shape = length, *result.shape[1:]
         pieces.append(torch.randn(shape, generator=generator, dtype=torch.float64))
-    tail_rows = result.shape[0] - sum(piece.shape[0] for piece in pieces)
-    pieces.append(torch.ones(tail_rows, *result.shape[1:], dtype=torch.float64))
+    rest = result.shape[0] - sum(piece.shape[0] for piece in pieces)
+    is_nan = variation.nan_upstream and case.results[index] is not None
+    fill = torch.nan if is_nan else 1.0
+    pieces.append(torch.full((rest, *result.shape[1:]), fill, dtype=torch.float64))
     # Exact in both narrow dtypes, so that only the rounding of the outcome is measured.
     exact = torch.cat(pieces).to(torch.bfloat16).to(torch.float16)
     return exact.to(result.device, result.dtype)
@@ -336,6 +397,11 @@ def _pairs(actual: Outcome, expected: Outcome) -> list[tuple[str, Tensor, Tensor
         for name, pieces in actual.rows.items()
     ]
     return packed + [(name, x, expected.shared[name]) for name, x in actual.shared.items()]
+
+
+def _assert_tails_are_zero(outcome: Outcome) -> None:
+    for name, tail in outcome.tails.items():
+        assert bool((tail == 0).all()), f"{name} is not zero in the tail: {tail}"
 
 
 def _assert_same(actual: Outcome, expected: Outcome) -> None:
