@@ -109,11 +109,11 @@ def groups_of(test: str) -> tuple[str, ...]:
     Args:
         test: Test id as in pytest, ``tests/gpu/test_ctc_loss.py::test_x[float32]``; or its file.
     """
-    file, _, name = test.partition("::")
+    file, _, test_name = test.partition("::")
     path = Path(file)
     topic = path.stem.removeprefix("test_")
     if topic == "attention_packages":
-        return _adapters(name)
+        return _adapters(test_name)
     if topic.startswith("gossip"):
         return (GOSSIP,)
     if path.parent.name == "data":
@@ -124,6 +124,8 @@ def groups_of(test: str) -> tuple[str, ...]:
         return (CONVERSATIONS,)
     if path.parent.name not in _OF_OPERATIONS or topic.startswith("training"):
         return (MODEL,)
+    if topic.startswith("operation"):
+        return tuple(name for name in OPERATIONS if name in test_name) or OPERATIONS
     named = [name for name in OPERATIONS if topic.split("_")[0] == name.split("_")[0]]
     # What they share, such as launches, is proven for those that use it.
     return tuple(named) or _users(topic) or OPERATIONS

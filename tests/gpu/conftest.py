@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
+from effasr_kernels.transducer_loss import set_workspace
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED = int(os.environ.get("EFFASR_EMULATE", "0"))
@@ -44,14 +45,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings(expected))
 
 
+# The interpreter computes bfloat16 wrongly; the emulator is the place for narrow numbers.
+DTYPES = [torch.float32, *([] if INTERPRETED else [torch.float16, torch.bfloat16])]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """``dtype``: those that the place can compute in; ``lengths``: those that kernels fail on."""
     if "dtype" in metafunc.fixturenames:
-        # The interpreter computes bfloat16 wrongly; the emulator is the place for narrow numbers.
-        narrow = [] if INTERPRETED else [torch.float16, torch.bfloat16]
-        dtypes = [torch.float32, *narrow]
-        metafunc.parametrize("dtype", dtypes, ids=[str(d).removeprefix("torch.") for d in dtypes])
-    if "lengths" in metafunc.fixturenames:
+        metafunc.parametrize("dtype", DTYPES, ids=[str(d).removeprefix("torch.") for d in DTYPES])
+    names = [str(x.args[0]) for x in metafunc.definition.iter_markers("parametrize")]
+    if "lengths" in metafunc.fixturenames and not any("lengths" in x for x in names):
         metafunc.parametrize("lengths", AWKWARD_LENGTHS.values(), ids=AWKWARD_LENGTHS)
 
 
@@ -73,6 +76,14 @@ def _emulated() -> Iterator[None]:
 
     with emulated(EMULATED):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _workspace() -> Iterator[None]:
+    """Of the lattices of transducers: room for all that tests make."""
+    before = set_workspace(2**29)
+    yield
+    set_workspace(before)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,149 +8,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effasr_kernels import PackedLayout, RelativeBias, Rotary, attention
-from effasr_kernels.attention import reference
+from effasr_kernels import Context, PackedLayout, RelativeBias, Rotary, attention
 from effasr_kernels.runtime.launch import launch, recording
 from effasr_kernels.shared.joined import unbind_parts
 from effasr_kernels.shared.philox import keep_mask
-from effasr_kernels.testing.conformance import (
-    Case,
-    Packed,
-    Shared,
-    Variation,
-    check_kernel,
-    evaluate,
-)
-from effasr_kernels.testing.tolerance import assert_no_worse
+from tests.support import operation_cases
+from tests.support.operation_cases import position_for
+from tests.support.philox import kept_weights
 
 HEADS = 2
-_WORD = 2**32 - 1
-
-
-def _exact(*shape: int) -> Tensor:
-    """Random numbers that every dtype holds."""
-    return torch.randn(shape).to(torch.bfloat16).to(torch.float16).double()
-
-
-def _case_for(
-    lengths: tuple[int, ...],
-    kind: str = "none",
-    *,
-    lengths_k: tuple[int, ...] | None = None,
-    width: int = 16,
-    heads: int = HEADS,
-    group: int = 1,
-    causal: bool = False,
-    dropout: float = 0.0,
-) -> Callable[[str], Case]:
-    packed = {
-        name: [_exact(n, count, width) for n in lengths_n]
-        for name, lengths_n, count in (
-            ("q", lengths, heads),
-            ("k", lengths_k or lengths, heads // group),
-            ("v", lengths_k or lengths, heads // group),
-        )
-    }
-    shared = {}
-    if kind == "relative":
-        shared = {
-            "content_bias": _exact(heads, width),
-            "position_bias": _exact(heads, width),
-            "table": _exact(2 * max(*lengths, *(lengths_k or ())) - 1, heads, width),
-        }
-    positions = {"none": None, "rotary": Rotary(100.0), "part": Rotary(100.0, 0.5)}
-
-    def case_for(backend: str) -> Case:
-        def run(packed: Packed, shared: Shared) -> Tensor:
-            q, k, v = packed["q"], packed["k"], packed["v"]
-            return attention(
-                q.values,
-                k.values,
-                v.values,
-                q.layout,
-                k.layout if lengths_k else None,
-                causal=causal,
-                scale=0.7 * width**-0.5,
-                position=RelativeBias(*shared.values()) if shared else positions[kind],
-                dropout=dropout,
-                seed=7 + 2**40,
-                backend=backend,
-            )
-
-        return Case(run, packed, shared, results=("q",))
-
-    return case_for
-
-
-def _check_values(
-    case_for: Callable[[str], Case], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Results and gradients as right as the dtype allows."""
-    gold = evaluate(case_for("reference"), Variation())
-    baseline = evaluate(case_for("reference"), Variation(dtype=dtype))
-    actual = evaluate(case_for("triton"), Variation(dtype=dtype, device=device))
-    found, exact, same_dtype = (
-        {name: torch.cat(pieces) for name, pieces in outcome.rows.items()} | outcome.shared
-        for outcome in (actual, gold, baseline)
-    )
-    for name, values in found.items():
-        try:
-            assert_no_worse(values, exact[name], same_dtype[name])
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from None
-
-
-@pytest.mark.parametrize(
-    ("kind", "causal", "lengths_k"),
-    [("none", True, None), ("rotary", False, (7, 1, 2)), ("relative", True, None)],
-    ids=["causal", "rotary_across", "relative_causal"],
-)
-def test_keeps_the_contract(
-    kind: str,
-    causal: bool,
-    lengths_k: tuple[int, ...] | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    lengths = (2, 0, 5) if kind == "relative" else (3, 0, 18)
-    case_for = _case_for(lengths, kind, causal=causal, lengths_k=lengths_k, heads=1)
-    check_kernel(case_for, dtype, device)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.representative(causal=True)
-def test_is_right_for_awkward_lengths(
-    lengths: tuple[int, ...], causal: bool, dtype: torch.dtype, device: torch.device
-) -> None:
-    _check_values(_case_for(lengths, causal=causal), dtype, device)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kind", ["none", "rotary", "relative"])
-@pytest.mark.representative(kind="none", causal=False)
-@pytest.mark.representative(kind=["rotary", "relative"], causal=True)
-def test_is_right_across_tiles(
-    kind: str, causal: bool, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Several tiles of queries and keys, of unequal numbers; a query before and past all keys."""
-    case_for = _case_for((38, 2), kind, lengths_k=(3, 41), causal=causal, heads=1)
-    _check_values(case_for, dtype, device)
-
-
-@pytest.mark.parametrize("kind", ["none", "rotary", "part"])
-@pytest.mark.representative(kind="rotary")
-def test_is_right_where_heads_share_keys(
-    kind: str, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Two groups of three."""
-    case_for = _case_for((38, 0, 2), kind, causal=True, heads=6, group=3)
-    _check_values(case_for, dtype, device)
 
 
 @pytest.mark.extended
 def test_heads_that_share_keys_drop_other_weights(dtype: torch.dtype, device: torch.device) -> None:
     layout = PackedLayout.from_lengths([33, 2], device)
-    q, k, v = (_exact(35, heads, 16).to(device, dtype).requires_grad_() for heads in (4, 2, 2))
+    q, k, v = (torch.randn(35, heads, 16).to(device, dtype).requires_grad_() for heads in (4, 2, 2))
 
     def run(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         y = attention(q, k, v, layout, dropout=0.25, seed=5, backend="triton")
@@ -164,33 +35,6 @@ def test_heads_that_share_keys_drop_other_weights(dtype: torch.dtype, device: to
     for found, wanted in zip(run(k, v), (y, *grads), strict=True):
         close = {"rtol": 1e-5, "atol": 1e-5} if precise else {"rtol": 2e-2, "atol": 5e-2}
         torch.testing.assert_close(found.float(), wanted.float(), **close)
-
-
-def test_is_right_across_larger_tiles(dtype: torch.dtype, device: torch.device) -> None:
-    _check_values(_case_for((130, 67), heads=1, causal=True), dtype, device)
-
-
-@pytest.mark.parametrize("kind", ["none", "rotary", "part", "relative"])
-@pytest.mark.parametrize("width", [11, 36, 96, 256])
-@pytest.mark.representative(width=36, kind="relative")
-@pytest.mark.representative(width=256, kind="none")
-def test_pads_the_width_of_heads(
-    width: int, kind: str, dtype: torch.dtype, device: torch.device
-) -> None:
-    _check_values(_case_for((3, 11), kind, width=width, heads=1), dtype, device)
-
-
-@pytest.mark.parametrize("sequences", [0, 2])
-def test_gives_zeros_without_rows(sequences: int, device: torch.device) -> None:
-    layout = PackedLayout.from_lengths([0] * sequences, device, rows=3)
-    x = torch.full((3, HEADS, 16), torch.nan, device=device, requires_grad=True)
-    y = attention(x, x, x, layout, backend="triton")
-    y.sum().backward()
-    assert x.grad is not None
-    assert not y.any()
-    assert not x.grad.any()
-    nothing = PackedLayout.from_lengths([0] * sequences, device)
-    assert attention(x[:0], x[:0], x[:0], nothing, backend="triton").shape == (0, HEADS, 16)
 
 
 def test_takes_slices_of_one_product(dtype: torch.dtype, device: torch.device) -> None:
@@ -240,59 +84,6 @@ def test_gradients_of_one_product_are_one_tensor(
         assert gradient.storage_offset() == number * size
 
 
-def _philox(key: int, counters: tuple[int, int, int, int]) -> list[int]:
-    """Philox 4x32 with 7 rounds: Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405."""
-    c, k = list(counters), [key & _WORD, key >> 32 & _WORD]
-    for _ in range(7):
-        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [b >> 32 ^ c[1] ^ k[0], b & _WORD, a >> 32 ^ c[3] ^ k[1], a & _WORD]
-        k = [(k[0] + 0x9E3779B9) & _WORD, (k[1] + 0xBB67AE85) & _WORD]
-    return c
-
-
-def _kept(seed: int, n: int, head: int, i: int, j: int, probability: float) -> bool:
-    counters = i // 16 * 8 + i % 8, j // 16 * 4 + j % 8 // 2, head, n
-    word = _philox(seed, counters)[i // 8 % 2 * 2 + j // 8 % 2]
-    return (word >> 16 if j % 2 else word & 0xFFFF) >= int(probability * 2**16 + 0.5)
-
-
-class _SameDropout:
-    """Drops what the kernels drop; takes the sequences in turn, as the reference does."""
-
-    def __init__(self, probability: float, seed: int | Tensor | None, device: torch.device):
-        self.probability, self.seed, self.n = probability, int(seed or 0), -1
-
-    def __call__(self, weights: Tensor) -> Tensor:
-        self.n += 1
-        heads, t_q, t_k = weights.shape
-        keep = [
-            _kept(self.seed, self.n, h, i, j, self.probability)
-            for h in range(heads)
-            for i in range(t_q)
-            for j in range(t_k)
-        ]
-        mask = torch.tensor(keep, dtype=weights.dtype, device=weights.device)
-        return weights * mask.view(weights.shape) / (1 - self.probability)
-
-
-@pytest.mark.parametrize(
-    ("kind", "causal"), [("none", False), ("rotary", True), ("relative", True)]
-)
-@pytest.mark.representative(kind=["none", "relative"])
-def test_drops_what_philox_says(
-    kind: str,
-    causal: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(reference, "Dropout", _SameDropout)
-    case_for = _case_for(
-        (3, 35), kind, lengths_k=(37, 20), causal=causal, dropout=0.25, heads=HEADS
-    )
-    _check_values(case_for, dtype, device)
-
-
 def test_drops_the_same_beside_other_sequences(device: torch.device) -> None:
     """Not the lengths of the others nor a tail, but a sequence's number and the seed."""
     x = torch.randn(20, HEADS, 16, device=device)
@@ -309,6 +100,31 @@ def test_drops_the_same_beside_other_sequences(device: torch.device) -> None:
     assert torch.equal(dropped(40, 0, 7, 5), expected)
     assert torch.equal(dropped(3, 4, 0, torch.tensor(5, device=device)), expected)
     assert not torch.equal(dropped(3, 4, 0, 6), expected)
+
+
+@pytest.mark.parametrize("kind", ["rotary", "relative"])
+@pytest.mark.representative(kind="relative")
+def test_a_context_drops_the_same_weights_forward_and_backward(
+    kind: str, device: torch.device
+) -> None:
+    """The gradient of a value is the sum of its weights, which the forward shows."""
+    rows, context = 75, Context(17, 0, 9)
+    case = operation_cases.attention((rows,), kind, heads=1, width=16, context=context)(None)
+    q, k = (case.packed[name][0].float().to(device) for name in "qk")
+    shared = {name: x.float().to(device) for name, x in case.shared.items()}
+    layout = PackedLayout.from_lengths([rows], device)
+    v = torch.zeros_like(q).requires_grad_()
+
+    def call(v: Tensor) -> Tensor:
+        options = {"position": position_for(kind, shared), "dropout": 0.5, "seed": 3}
+        return attention(q, k, v, layout, context=context, backend="triton", **options)
+
+    (grad,) = torch.autograd.grad(call(v).sum(), v)
+    for key in (0, 8, 9, 40, rows - 1):
+        one_hot = torch.zeros_like(q)
+        one_hot[key] = 1
+        expected = call(one_hot)[:, 0, 0].sum()
+        torch.testing.assert_close(grad[key, 0, 0], expected, rtol=1e-4, atol=1e-5)
 
 
 @triton.jit
@@ -339,8 +155,8 @@ def test_draws_the_same_in_tiles_of_any_shape(
     launch(
         _write_mask, grid, mask, seeds, probability, SIZE=size, BLOCK_M=blocks[0], BLOCK_N=blocks[1]
     )
-    for i, j in torch.randint(size, (200, 2)).tolist():
-        assert mask[i, j] == _kept(seed, 3, 1, i, j, probability)
+    expected = kept_weights(seed, 3, 2, size, size, probability)[1]
+    assert torch.equal(mask.cpu().bool(), expected)
     # Three standard deviations.
     share = mask.double().mean().item()
     assert abs(share - 0.7) < 3 * (0.3 * 0.7) ** 0.5 / size

@@ -1,7 +1,6 @@
 """`ctc_loss` in Triton against its definition."""
 
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,143 +8,23 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from effasr_kernels import BackendUnavailable, PackedLayout, ctc_loss
+from effasr_kernels import BackendUnavailable, ctc_loss
 from effasr_kernels.ctc_loss import CtcArguments, _triton
 from effasr_kernels.shared import projection
-from effasr_kernels.testing.conformance import Case, Packed, Shared, check_kernel
-from effasr_kernels.testing.tolerance import assert_no_worse
+from tests.support.loss_calls import WIDTH, Arguments, assert_agrees, ctc_arguments, gradients
 
 # NumPy says so where Triton's interpreter finds the maximum of a row of NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 
-WIDTH = 20
-
-
-def _labels(length: int, classes: int, blank_id: int) -> Tensor:
-    labels = torch.randint(classes - 1, (length,))
-    return labels + (labels >= blank_id)
-
-
-def _case_for(
-    lengths: tuple[int, ...],
-    *,
-    blank_id: int = 4,
-    classes: int = 7,
-    with_bias: bool = True,
-    dtype: torch.dtype = torch.int64,
-) -> Callable[[str], Case]:
-    """A transcript of a third of each length; the last is infeasible if it has frames."""
-    labels = [_labels((n + 2) // 3, classes, blank_id) for n in lengths]
-    labels[-1] = _labels(lengths[-1] + 1, classes, blank_id) if lengths[-1] else labels[-1]
-    packed = {
-        "hidden": [torch.randn(n, WIDTH, dtype=torch.float64) for n in lengths],
-        "targets": [x.to(dtype) for x in labels],
-    }
-    shared = {"weight": torch.randn(classes, WIDTH, dtype=torch.float64) / 4}
-    if with_bias:
-        shared["bias"] = torch.randn(classes, dtype=torch.float64)
-
-    def case_for(backend: str) -> Case:
-        def run(packed: Packed, shared: Shared) -> Tensor:
-            hidden, targets = packed["hidden"], packed["targets"]
-            return ctc_loss(
-                hidden.values,
-                shared["weight"],
-                targets.values,
-                hidden.layout,
-                targets.layout,
-                bias=shared.get("bias"),
-                blank_id=blank_id,
-                backend=backend,
-            )
-
-        return Case(run, packed, shared)
-
-    return case_for
-
-
-def test_agrees_with_the_definition(
-    lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    check_kernel(_case_for(lengths), dtype, device)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"blank_id": 0, "with_bias": False},
-        {"blank_id": 6, "dtype": torch.int32},
-        {"classes": 3, "blank_id": 1},
-    ],
-    ids=["first", "last", "repeats"],
-)
-@pytest.mark.representative(options={"blank_id": 0, "with_bias": False})
-def test_agrees_wherever_the_blank_is(options: dict, device: torch.device) -> None:
-    """With two labels to choose from, most transcripts repeat theirs, also in a row."""
-    check_kernel(_case_for((5, 0, 11), **options), torch.float32, device)
-
-
-def test_agrees_chunk_by_chunk(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(projection, "chunk_rows", lambda count: 8)
-    check_kernel(_case_for((13, 7)), torch.float32, device)
-
 
 def _arguments(
-    frames: Sequence[int],
-    transcripts: Sequence[Sequence[int]],
-    device: torch.device,
-    *,
-    classes: int = 6,
-    longest: int | None = None,
-) -> dict[str, Any]:
-    return {
-        "hidden": torch.randn(sum(frames), WIDTH).to(device),
-        "weight": torch.randn(classes, WIDTH).div(4).to(device),
-        "targets": torch.tensor([*chain(*transcripts)], dtype=torch.int64).to(device),
-        "layout_frames": PackedLayout.from_lengths(frames, device),
-        "layout_targets": PackedLayout.from_lengths(
-            [len(x) for x in transcripts], device, static_max_seqlen=longest
-        ),
-        "bias": None,
-        "blank_id": 2,
-    }
-
-
-def _gradients(arguments: dict[str, Any], upstream: Tensor, backend: str) -> dict[str, Tensor]:
-    """The loss, and the gradients by all that is floating point."""
-    leaves: dict[str, Any] = {
-        name: x.detach().requires_grad_()
-        for name, x in arguments.items()
-        if isinstance(x, Tensor) and x.is_floating_point()
-    }
-    loss = ctc_loss(**(arguments | leaves), backend=backend)
-    found = torch.autograd.grad(loss, list(leaves.values()), upstream.to(loss))
-    return {"loss": loss.detach()} | dict(zip(leaves, found, strict=True))
-
-
-def _assert_agrees(arguments: dict[str, Any], upstream: Tensor | None = None) -> dict[str, Tensor]:
-    upstream = (
-        torch.ones(arguments["layout_frames"].num_sequences) if upstream is None else upstream
-    )
-    host = {
-        name: x.cpu() if isinstance(x, Tensor) else x.to("cpu") if "layout" in name else x
-        for name, x in arguments.items()
-    }
-    wide = {
-        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
-        for name, x in host.items()
-    }
-    actual = {name: x.cpu() for name, x in _gradients(arguments, upstream, "triton").items()}
-    gold = _gradients(wide, upstream, "reference")
-    for name, baseline in _gradients(host, upstream, "reference").items():
-        finite = gold[name].isfinite()
-        assert torch.equal(actual[name].isfinite(), finite), name
-        assert_no_worse(actual[name][finite], gold[name][finite], baseline[finite])
-    return actual
+    frames: Sequence[int], transcripts: Any, device: torch.device, classes: int = 6, **options: Any
+) -> Arguments:
+    return ctc_arguments(frames, transcripts, device, classes=classes, bias=None, **options)
 
 
 def test_empty_sequences_and_empty_transcripts(device: torch.device) -> None:
-    actual = _assert_agrees(_arguments((0, 0, 3, 2, 1), ([], [1, 0], [], [3], []), device))
+    actual = assert_agrees(_arguments((0, 0, 3, 2, 1), ([], [1, 0], [], [3], []), device))
     assert actual["loss"][:2].tolist() == [0, torch.inf]
 
 
@@ -154,7 +33,7 @@ def test_a_transcript_is_possible_from_as_many_frames_as_by_definition(
     transcript: list[int], device: torch.device
 ) -> None:
     frames = range(len(transcript), 2 * len(transcript))
-    _assert_agrees(_arguments(frames, [transcript] * len(frames), device))
+    assert_agrees(_arguments(frames, [transcript] * len(frames), device))
 
 
 def test_a_bound_above_the_longest_transcript_changes_nothing(device: torch.device) -> None:
@@ -163,8 +42,8 @@ def test_a_bound_above_the_longest_transcript_changes_nothing(device: torch.devi
     torch.manual_seed(1)
     loose = _arguments((6, 4), ([1, 3, 3], [0]), device, longest=100)
     upstream = torch.tensor([2.0, -1.0])
-    expected = _gradients(tight, upstream, "triton")
-    for name, x in _gradients(loose, upstream, "triton").items():
+    expected = gradients(tight, upstream)
+    for name, x in gradients(loose, upstream).items():
         assert torch.equal(x, expected[name]), name
 
 
@@ -173,7 +52,7 @@ def test_long_sequences_keep_their_digits(device: torch.device) -> None:
     labels = torch.randint(9, (50,))
     labels += labels >= 2
     arguments = _arguments((300, 3), (labels.tolist(), [1]), device, classes=10)
-    _assert_agrees(arguments)
+    assert_agrees(arguments)
 
 
 def test_occupancies_are_those_of_the_definition(device: torch.device) -> None:
@@ -207,11 +86,11 @@ def test_loads_ahead_of_stores_to_their_buffer_change_no_bit(
     """Shares overwrite the scores of a frame while those of later frames are fetched."""
     arguments = _arguments((40, 3, 21), ([1, 1, 3, 1] * 4, [1, 3], [0, 4]), device)
     upstream = torch.tensor([1.0, -2.0, 0.5])
-    ahead = _gradients(arguments, upstream, "triton")
+    ahead = gradients(arguments, upstream)
     before = _triton._sweep
     assert before(20)["STAGES"] > 1
     monkeypatch.setattr(_triton, "_sweep", lambda columns: before(columns) | {"STAGES": 1})
-    for name, x in _gradients(arguments, upstream, "triton").items():
+    for name, x in gradients(arguments, upstream).items():
         assert torch.equal(x, ahead[name]), name
 
 
@@ -241,7 +120,7 @@ def test_an_infinite_loss_has_no_gradient_whatever_comes_from_above(device: torc
     arguments = _arguments((3, 1, 3), ([1], [1, 3], [3]), device)
     arguments["hidden"][3] = torch.nan
     for upstream in (torch.inf, torch.nan, -2.0):
-        actual = _gradients(arguments, torch.tensor([1.0, upstream, 1.0]), "triton")
+        actual = gradients(arguments, torch.tensor([1.0, upstream, 1.0]))
         assert actual["loss"].isfinite().tolist() == [True, False, True]
         assert actual["loss"][1] == torch.inf
         assert bool((actual["hidden"][3] == 0).all())
@@ -250,9 +129,9 @@ def test_an_infinite_loss_has_no_gradient_whatever_comes_from_above(device: torc
 
 def test_a_sequence_without_gradient_may_hold_nan(device: torch.device) -> None:
     arguments = _arguments((3, 4), ([1], [1, 3]), device)
-    clean = _gradients(arguments, torch.tensor([1.0, 0.0]), "triton")
+    clean = gradients(arguments, torch.tensor([1.0, 0.0]))
     arguments["hidden"][3:] = torch.nan
-    actual = _gradients(arguments, torch.tensor([1.0, 0.0]), "triton")
+    actual = gradients(arguments, torch.tensor([1.0, 0.0]))
     assert bool(actual["loss"][1].isnan())
     for name in ("hidden", "weight"):
         assert torch.equal(actual[name], clean[name]), name
@@ -263,10 +142,10 @@ def test_classes_of_no_probability(device: torch.device) -> None:
     arguments = _arguments((3, 2, 5), ([1], [1, 3], [4, 0, 4]), device)
     arguments["bias"] = torch.tensor([0.0, 0, -torch.inf, 0, 0, -torch.inf], device=device)
     upstream = torch.tensor([1.0, 0.5, -1.0])
-    actual = _gradients(arguments, upstream, "triton")
+    actual = gradients(arguments, upstream)
     assert actual["loss"].isfinite().tolist() == [True] * 3
     arguments["bias"][1] = -torch.inf
-    actual = _gradients(arguments, upstream, "triton")
+    actual = gradients(arguments, upstream)
     assert actual["loss"].tolist()[:2] == [torch.inf] * 2
     assert bool((actual["hidden"][:5] == 0).all())
     assert bool((actual["hidden"][5:] != 0).any())
@@ -276,9 +155,9 @@ def test_classes_of_no_probability(device: torch.device) -> None:
 def test_labels_out_of_range_give_nan_and_reach_no_other_sequence(device: torch.device) -> None:
     """Where the values are not checked, that is: on a GPU it would wait."""
     arguments = _arguments((4, 3, 3), ([1, 3], [4], [0]), device)
-    good = _gradients(arguments, torch.ones(3), "triton")
+    good = gradients(arguments, torch.ones(3))
     arguments["targets"][2] = 2**40
-    actual = _gradients(arguments, torch.ones(3), "triton")
+    actual = gradients(arguments, torch.ones(3))
     assert actual["loss"].isnan().tolist() == [False, True, False]
     for rows in (slice(0, 4), slice(7, 10)):
         assert torch.equal(actual["hidden"][rows], good["hidden"][rows])

@@ -1,5 +1,3 @@
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -7,101 +5,6 @@ from torch import Tensor
 from effasr_kernels import BackendUnavailable, PackedLayout, depthwise_conv
 from effasr_kernels.depthwise_conv import ConvArguments, _triton
 from effasr_kernels.runtime.deferred_sums import waiting
-from effasr_kernels.testing.conformance import Case, check_kernel
-from effasr_kernels.testing.tolerance import assert_no_worse
-from tests.gpu.conftest import EMULATED
-
-
-def _case_for(
-    lengths: tuple[int, ...], channels: int, taps: int, *, causal: bool, gated: bool
-) -> Callable[[str], Case]:
-    width = 2 * channels if gated else channels
-    packed = {"x": [torch.randn(n, width, dtype=torch.float64) for n in lengths]}
-    shared = {
-        "weight": torch.randn(channels, taps, dtype=torch.float64),
-        "bias": torch.randn(channels, dtype=torch.float64),
-    }
-    return lambda backend: Case(
-        lambda packed, shared: depthwise_conv(
-            packed["x"].values,
-            shared["weight"],
-            packed["x"].layout,
-            bias=shared["bias"],
-            causal=causal,
-            gated=gated,
-            backend=backend,
-        ),
-        packed,
-        shared,
-        results=("x",),
-    )
-
-
-def test_keeps_the_contract(
-    lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    check_kernel(_case_for(lengths, 5, 3, causal=False, gated=True), dtype, device)
-
-
-def test_keeps_the_contract_otherwise_too(dtype: torch.dtype, device: torch.device) -> None:
-    check_kernel(_case_for((5, 0, 11), 5, 4, causal=True, gated=False), dtype, device)
-
-
-def _compare(
-    lengths: tuple[int, ...],
-    channels: int,
-    taps: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    rows: int | None = None,
-    causal: bool = False,
-    gated: bool = True,
-    bias: bool = True,
-    scale: float = 1.0,
-    shift: float = 0.0,
-    rtol: float = 1e-5,
-) -> dict[str, Tensor]:
-    """Compare y, its statistics and the gradients, with a tail of NaN; return those of Triton."""
-    rows = sum(lengths) if rows is None else rows
-    width = 2 * channels if gated else channels
-    x = torch.randn(rows, width).mul(scale).to(dtype)
-    x[sum(lengths) :] = torch.nan
-    parameters = [torch.randn(channels, taps).to(dtype)]
-    parameters += [torch.randn(channels).add(shift).to(dtype)] if bias else []
-    dy = torch.randn(rows, channels).to(dtype)
-    dy[sum(lengths) :] = torch.nan
-    names = ["y", "mean", "variance", "dx", "dweight", "dbias"]
-
-    def run(backend: str, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
-        leaves = [value.to(device, dtype).requires_grad_() for value in (x, *parameters)]
-        results = depthwise_conv(
-            leaves[0],
-            leaves[1],
-            PackedLayout.from_lengths(lengths, device, rows=rows),
-            bias=leaves[2] if bias else None,
-            causal=causal,
-            gated=gated,
-            statistics=True,
-            backend=backend,
-        )
-        grads = torch.autograd.grad(results[0], leaves, dy.to(device, dtype))
-        return {n: v.detach().cpu() for n, v in zip(names, (*results, *grads), strict=False)}
-
-    gold = run("reference", torch.float64, "cpu")
-    baseline, actual = run("reference", dtype, "cpu"), run("triton", dtype, device)
-    for name in actual.keys() - {"mean", "variance"}:
-        assert_no_worse(actual[name], gold[name], baseline[name])
-    # The statistics are those of what was returned, as it was rounded.
-    y = actual["y"][: sum(lengths)].double()
-    if len(y):
-        spread = y.var(0, correction=0)
-        torch.testing.assert_close(actual["variance"].double(), spread, rtol=rtol, atol=0)
-        error = (actual["mean"].double() - y.mean(0)).abs()
-        assert bool((error <= _error_of_mean(y, max(lengths))).all())
-    assert not actual["y"][sum(lengths) :].any()
-    assert not actual["dx"][sum(lengths) :].any()
-    return actual
 
 
 def _error_of_mean(y: Tensor, longest: int) -> Tensor:
@@ -121,43 +24,44 @@ def _error_of_mean(y: Tensor, longest: int) -> Tensor:
     return 2**-24 * ((n / 2 + 22) * largest + 6 * span)
 
 
-def test_tiles_of_one_sequence_meet(dtype: torch.dtype, device: torch.device) -> None:
-    """The statistics of more tiles than are loaded at a time, most of them without a row."""
-    lengths = (257, 0, 1, 128, 127, *[0] * 66)
-    _compare(lengths, 3, 5, dtype, device, rows=520)
-
-
-@pytest.mark.parametrize("taps", [1, 11, 12, 17, 18, 32])
-@pytest.mark.representative(taps=[1, 12, 32])
-def test_any_number_of_taps(taps: int, dtype: torch.dtype, device: torch.device) -> None:
-    if EMULATED and taps in (12, 18, 32):
-        pytest.skip("long to compile: `tests/compiled` does it once, and 1, 11 and 17 run here")
-    _compare((9, 1), 2, taps, dtype, device, causal=taps % 2 == 0, rows=12)
-
-
-@pytest.mark.parametrize("channels", [1, 32, 33, 130])
-@pytest.mark.representative(channels=33)
-def test_any_number_of_channels(channels: int, dtype: torch.dtype, device: torch.device) -> None:
-    _compare((9, 3), channels, 3, dtype, device, rows=13)
-
-
-@pytest.mark.parametrize(("gated", "causal"), [(False, False), (True, True)])
-@pytest.mark.representative(gated=True)
-def test_bias_can_be_left_out(
-    gated: bool, causal: bool, dtype: torch.dtype, device: torch.device
+@pytest.mark.parametrize(
+    ("lengths", "tail", "shift"),
+    [
+        ((9, 1), 2, 0.0),
+        # More tiles than are loaded at a time, most of them without a row.
+        ((257, 0, 1, 128, 127, *[0] * 66), 7, 0.0),
+        # The mean is hundreds of times the deviation: E[y^2] - E[y]^2 would be wrong by a percent.
+        ((150, 3), 7, 500.0),
+        *(((0,) * sequences, rows, 0.0) for sequences, rows in ((0, 0), (0, 3), (2, 0), (1, 5))),
+    ],
+    ids=["few", "many", "shifted", "nothing", "tail", "empty", "empty_and_tail"],
+)
+def test_statistics(
+    lengths: tuple[int, ...], tail: int, shift: float, dtype: torch.dtype, device: torch.device
 ) -> None:
-    _compare((4, 7), 3, 3, dtype, device, gated=gated, causal=causal, bias=False)
-
-
-@pytest.mark.parametrize(("sequences", "rows"), [(0, 0), (0, 3), (2, 0), (1, 5)])
-def test_nothing_at_all(sequences: int, rows: int, device: torch.device) -> None:
-    found = _compare((0,) * sequences, 3, 3, torch.float32, device, rows=rows)
-    assert not any(value.any() for value in found.values())
-
-
-def test_statistics_do_not_cancel(device: torch.device) -> None:
-    # The mean is hundreds of times the deviation: E[y^2] - E[y]^2 would be wrong by a percent.
-    _compare((150, 3), 3, 3, torch.float32, device, rows=160, scale=1e-2, shift=5.0, rtol=1e-4)
+    """Those of what was returned, as it was rounded."""
+    total = sum(lengths)
+    x = torch.randn(total + tail, 6).to(dtype)
+    x[total:] = torch.nan
+    bias = torch.randn(3).add(shift).to(dtype)
+    layout = PackedLayout.from_lengths(lengths, device, rows=total + tail)
+    y, mean, variance = depthwise_conv(
+        *(x.to(device), torch.randn(3, 5).to(device, dtype), layout),
+        bias=bias.to(device),
+        gated=True,
+        statistics=True,
+        backend="triton",
+    )
+    assert not y[total:].any()
+    y = y[:total].double().cpu()
+    if not total:
+        assert not mean.any()
+        assert not variance.any()
+        return
+    spread, rtol = y.var(0, correction=0), 1e-4 if shift else 1e-5
+    torch.testing.assert_close(variance.double().cpu(), spread, rtol=rtol, atol=0)
+    error = (mean.double().cpu() - y.mean(0)).abs()
+    assert bool((error <= _error_of_mean(y, max(lengths))).all())
 
 
 def test_statistics_repeat_to_the_bit_and_change_nothing_else(

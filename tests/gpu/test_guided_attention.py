@@ -1,6 +1,5 @@
 """`guided_attention` in Triton against its definition."""
 
-from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -12,76 +11,11 @@ from torch import Tensor
 from effasr_kernels import BackendUnavailable, PackedLayout, guided_attention
 from effasr_kernels.runtime.launch import launch
 from effasr_kernels.shared.philox import keep_mask
-from effasr_kernels.testing.conformance import Case, Packed, Shared, check_kernel
 from effasr_kernels.testing.tolerance import assert_no_worse
 
 HEADS, WIDTH, SIGMA, DROPPED = 2, 16, 0.3, 0.375
 TOKENS, FRAMES = (17, 0, 3, 2), (40, 5, 33, 0)
 LARGEST_SEED = 2**62 - 1
-
-
-def _rows(lengths: Sequence[int], heads: int, width: int) -> list[Tensor]:
-    return [torch.randn(n, heads, width, dtype=torch.float64) for n in lengths]
-
-
-def _case_for(
-    tokens: Sequence[int],
-    frames: Sequence[int],
-    *,
-    width: int = WIDTH,
-    sigma: float = SIGMA,
-    scale: float | None = None,
-    heads: int = 1,
-) -> Callable[[str], Case]:
-    lengths = {"q": tokens, "k": frames, "v": frames}
-    packed = {name: _rows(n, heads, width) for name, n in lengths.items()}
-
-    def case_for(backend: str) -> Case:
-        def run(packed: Packed, shared: Shared) -> tuple[Tensor, Tensor]:
-            q, k, v = packed["q"], packed["k"], packed["v"]
-            return guided_attention(
-                q.values,
-                k.values,
-                v.values,
-                q.layout,
-                k.layout,
-                sigma=sigma,
-                scale=scale,
-                backend=backend,
-            )
-
-        return Case(run, packed, results=("q", "q"))
-
-    return case_for
-
-
-def test_agrees_with_the_definition(
-    lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    check_kernel(_case_for(lengths, lengths[::-1]), dtype, device)
-
-
-def test_agrees_over_several_tiles(dtype: torch.dtype, device: torch.device) -> None:
-    check_kernel(_case_for((70, 5), (33, 100), heads=HEADS), dtype, device)
-
-
-@pytest.mark.parametrize("width", [3, 36, 80, 256])
-@pytest.mark.representative(width=36)
-def test_agrees_at_any_width(width: int, dtype: torch.dtype, device: torch.device) -> None:
-    # What float32 loses in long sums must not decide the scores.
-    check_kernel(_case_for((17,), (24,), width=width, scale=1 / width), dtype, device)
-
-
-@pytest.mark.parametrize("sigma", [0.02, 1e3])
-def test_agrees_at_any_width_of_the_diagonal(
-    sigma: float, dtype: torch.dtype, device: torch.device
-) -> None:
-    check_kernel(_case_for((33,), (40,), sigma=sigma), dtype, device)
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.5])
-def test_agrees_at_any_scale(scale: float, dtype: torch.dtype, device: torch.device) -> None:
-    check_kernel(_case_for((5,), (9,), scale=scale), dtype, device)
 
 
 class _Call:
@@ -200,17 +134,6 @@ def test_a_penalty_of_small_distances_keeps_its_digits(device: torch.device) -> 
     call = _Call(torch.float32, device, tail=0)
     wide, wider = call.forward(sigma=1e3)[1], call.forward(sigma=1e5)[1]
     torch.testing.assert_close(wide, wider * 1e4, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("rows", [0, 3])
-def test_without_a_sequence_results_are_zero(rows: int, device: torch.device) -> None:
-    layout = PackedLayout.from_lengths([], device, rows=rows)
-    x = torch.full((rows, HEADS, WIDTH), torch.nan, device=device, requires_grad=True)
-    results = guided_attention(x, x, x, layout, layout, sigma=SIGMA, backend="triton")
-    (gradient,) = torch.autograd.grad(results, x, [torch.full_like(y, torch.nan) for y in results])
-    for found in (*results, gradient):
-        assert found.shape[0] == rows
-        assert not found.any()
 
 
 def test_says_what_it_cannot_serve(device: torch.device) -> None:

@@ -1,7 +1,5 @@
 """The Triton backend of `linear_cross_entropy` against the reference."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,82 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from effasr_kernels import linear_cross_entropy
 from effasr_kernels.linear_cross_entropy import CrossEntropyArguments, _triton
 from effasr_kernels.shared import projection
-from effasr_kernels.testing.conformance import Case, check_kernel
 from effasr_kernels.testing.tolerance import assert_no_worse
+from tests.support.operation_cases import ignored_targets
 
 # NumPy says so where Triton's interpreter finds the maximum of a row of NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 
 WIDTH, CLASSES = 24, 43
-
-
-def _targets(length: int, classes: int) -> Tensor:
-    """Classes, and about a third of rows that do not count."""
-    targets = torch.randint(classes, (length,))
-    return targets.masked_fill(torch.rand(length) < 0.3, -100)
-
-
-def _case_for(
-    lengths: tuple[int, ...],
-    *,
-    width: int = WIDTH,
-    classes: int = CLASSES,
-    bias: bool = True,
-    **options: float,
-) -> Callable[[str], Case]:
-    packed = {
-        "hidden": [torch.randn(n, width, dtype=torch.float64) for n in lengths],
-        "targets": [_targets(n, classes) for n in lengths],
-    }
-    shared = {"weight": torch.randn(classes, width, dtype=torch.float64) / width**0.5}
-    if bias:
-        shared["bias"] = torch.randn(classes, dtype=torch.float64)
-
-    def case_for(backend: str) -> Case:
-        return Case(
-            lambda packed, shared: linear_cross_entropy(
-                packed["hidden"].values,
-                shared["weight"],
-                packed["targets"].values,
-                bias=shared.get("bias"),
-                backend=backend,
-                **options,
-            ),
-            packed,
-            shared,
-            results=("hidden",),
-        )
-
-    return case_for
-
-
-def test_matches_the_reference(
-    lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    check_kernel(_case_for(lengths, label_smoothing=0.1, z_loss=0.01), dtype, device)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"bias": False, "label_smoothing": 0.1},
-        {"bias": False, "z_loss": 0.1},
-        {"label_smoothing": 1.0},
-        # Without a bias the loss and gradients are zero to the bit, however logits are summed.
-        {"width": 1, "classes": 1, "bias": False},
-        {"width": 130, "classes": 300},
-        {"width": 64, "classes": 256},
-    ],
-    ids=str,
-)
-@pytest.mark.representative(options=[{}, {"width": 130, "classes": 300}])
-@pytest.mark.representative(options={"bias": False, "label_smoothing": 0.1})
-@pytest.mark.representative(options={"bias": False, "z_loss": 0.1})
-def test_serves_any_options_and_widths(
-    options: dict, dtype: torch.dtype, device: torch.device
-) -> None:
-    check_kernel(_case_for((6, 0, 5), **options), dtype, device)
 
 
 def _summed(
@@ -106,7 +35,7 @@ def _summed(
     rows, width, classes = 61, options.pop("width", WIDTH), options.pop("classes", CLASSES)
     leaves = [torch.randn(rows, width), torch.randn(classes, width) / width**0.5]
     leaves += [torch.randn(classes)] if options.pop("bias", True) else []
-    targets = _targets(rows, classes).to(device)
+    targets = ignored_targets(rows, classes).to(device)
     leaves = [x.to(device, dtype) for x in leaves]
     leaves = [(x.double() if exact else x).requires_grad_() for x in leaves]
     leaves[0].data[targets == -100] = torch.nan
@@ -160,7 +89,7 @@ def test_frozen_classes_leave_out_one_product(
     hidden = torch.randn(21, WIDTH, device=device, dtype=dtype, requires_grad=True)
     weight = torch.randn(CLASSES, WIDTH, device=device, dtype=dtype)
     bias = torch.randn(CLASSES, device=device, dtype=dtype)
-    targets = _targets(21, CLASSES).to(device)
+    targets = ignored_targets(21, CLASSES).to(device)
     options = {"uniform_gradient": uniform, "label_smoothing": 0.1, "backend": "triton"}
     found = []
     for trained in (True, False):
@@ -226,14 +155,6 @@ def test_matches_torch(dtype: torch.dtype, device: torch.device) -> None:
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_chunks_make_no_difference(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Several chunks, the last one short; the reference knows of none."""
-    monkeypatch.setattr(projection, "chunk_rows", lambda width: 16)
-    check_kernel(_case_for((30, 9), label_smoothing=0.1), dtype, device)
-
-
 class _Largest(TorchDispatchMode):
     """Records the bytes of the largest tensor that any operation returns."""
 
@@ -260,7 +181,11 @@ def test_no_tensor_holds_all_logits(
     rows, width, classes = 96, 8, 48
     hidden = torch.randn(rows, width, device=device, dtype=dtype)
     weight = torch.randn(classes, width, device=device, dtype=dtype)
-    arguments = {"hidden": hidden, "weight": weight, "targets": _targets(rows, classes).to(device)}
+    arguments = {
+        "hidden": hidden,
+        "weight": weight,
+        "targets": ignored_targets(rows, classes).to(device),
+    }
     arguments |= {"bias": None, "label_smoothing": 0.1, "ignore_index": -100, "z_loss": 0.0}
     with torch.no_grad(), _Largest() as mode:
         results, saved = _triton.forward(CrossEntropyArguments(**arguments))

@@ -1,6 +1,5 @@
 """`transducer_loss` in Triton, whose nodes are divided on the device: the host reads no length."""
 
-from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -14,25 +13,18 @@ from effasr_kernels.transducer_loss.triton import backend, fold
 from effasr_kernels.transducer_loss.triton.division import DeviceLattices, strides
 from effasr_kernels.transducer_loss.triton.plan import Cost, Room, first_nodes
 from tests.gpu.live_memory import Live
-from tests.gpu.transducer_calls import LEAVES, ROOMY, arguments_for, assert_agrees, gradients
+from tests.support.loss_calls import LEAVES, assert_agrees, gradients, transducer_arguments
 
 FRAMES, TRANSCRIPTS = (5, 0, 3, 4, 0), ([1, 3], [1], [], [4], [])
 NODES = 5 * 3 + 3 + 4 * 2
 UPSTREAM = torch.tensor([1.0, 2.0, -2.0, 0.5, 1.0])
 
 
-@pytest.fixture(autouse=True)
-def _workspace() -> Iterator[None]:
-    before = set_workspace(ROOMY)
-    yield
-    set_workspace(before)
-
-
 def _arguments(
     device: torch.device, durations: tuple[int, ...] | None = None, **options: Any
 ) -> dict[str, Any]:
     """A batch of a static shape, with tails of NaN, and labels in it out of range."""
-    arguments = arguments_for(FRAMES, TRANSCRIPTS, device, durations, longest=5, **options)
+    arguments = transducer_arguments(FRAMES, TRANSCRIPTS, device, durations, longest=5, **options)
     for name, rows in {"encoded": 7, "predicted": 3, "targets": 3}.items():
         x = arguments[name]
         fill = torch.nan if x.is_floating_point() else 2**20
@@ -56,8 +48,8 @@ def test_one_chunk_gives_the_bits_of_a_division_on_the_host(
     durations: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
 ) -> None:
     arguments = _arguments(device, durations, dtype=dtype)
-    expected = gradients(arguments, UPSTREAM, "triton")
-    found = gradients(_on_device(arguments), UPSTREAM, "triton", max_nodes=2 * NODES)
+    expected = gradients(arguments, UPSTREAM)
+    found = gradients(_on_device(arguments), UPSTREAM, max_nodes=2 * NODES)
     for name, x in expected.items():
         if name in ("weight", "bias"):
             # Their partial sums are over the rows that a chunk has room for.
@@ -73,7 +65,7 @@ def test_agrees_however_the_capacity_is_divided(
     durations: tuple[int, ...] | None, device: torch.device
 ) -> None:
     set_workspace(2**12)
-    arguments = arguments_for(
+    arguments = transducer_arguments(
         FRAMES, TRANSCRIPTS, device, durations, longest=4, fastemit=0.2, max_nodes=NODES + 9
     )
     assert_agrees(arguments, UPSTREAM)
@@ -99,10 +91,10 @@ def test_numbers_of_tiles_have_room_for_every_sequence() -> None:
 def test_tiles_of_long_transcripts(device: torch.device) -> None:
     """Of several strips of states, and frames that are no whole tile."""
     transcripts = [[1] * 33, [], [3] * 40]
-    arguments = arguments_for((3, 2, 9), transcripts, device, longest=40, width=4)
+    arguments = transducer_arguments((3, 2, 9), transcripts, device, longest=40, width=4)
     set_workspace(2**15)
-    expected = gradients(arguments, torch.ones(3), "triton")
-    found = gradients(_on_device(arguments), torch.ones(3), "triton", max_nodes=480)
+    expected = gradients(arguments, torch.ones(3))
+    found = gradients(_on_device(arguments), torch.ones(3), max_nodes=480)
     for name, x in expected.items():
         torch.testing.assert_close(found[name], x, rtol=1e-4, atol=1e-5, msg=name)
     assert_agrees(arguments | {"max_nodes": 480})
@@ -112,7 +104,7 @@ def test_gradients_overwrite_the_inputs(device: torch.device) -> None:
     """With several chunks; the tails become zero."""
     set_workspace(2**13)
     arguments = _on_device(_arguments(device))
-    expected = gradients(arguments, UPSTREAM, "triton", max_nodes=NODES)
+    expected = gradients(arguments, UPSTREAM, max_nodes=NODES)
     leaves = {name: arguments[name].detach().requires_grad_() for name in LEAVES}
     made = {name: leaves[name] * 1 for name in LEAVES[:2]}
     options = {"max_nodes": NODES, "overwrite_inputs": True, "backend": "triton"}
@@ -138,20 +130,20 @@ def test_a_batch_after_another_has_nothing_of_it(device: torch.device) -> None:
     for name in ("encoded", "predicted"):
         second[name] = torch.randn_like(second[name])
     second["targets"] = torch.randint(3, 6, second["targets"].shape).to(device)
-    expected = gradients(second, UPSTREAM, "triton", max_nodes=NODES)
+    expected = gradients(second, UPSTREAM, max_nodes=NODES)
     replayed = _on_device(first)
-    gradients(replayed, UPSTREAM, "triton", max_nodes=NODES)
+    gradients(replayed, UPSTREAM, max_nodes=NODES)
     for name in ("layout_frames", "layout_targets"):
         replayed[name].cu_seqlens.copy_(second[name].cu_seqlens)
     replayed |= {name: second[name] for name in (*LEAVES, "targets")}
-    found = gradients(replayed, UPSTREAM, "triton", max_nodes=NODES)
+    found = gradients(replayed, UPSTREAM, max_nodes=NODES)
     for name, x in expected.items():
         assert torch.equal(found[name], x), name
 
 
 @pytest.mark.parametrize("capacity", [0, 5])
 def test_without_any_frame(capacity: int, device: torch.device) -> None:
-    arguments = arguments_for((0, 0), ([], [1]), device, longest=2, max_nodes=capacity)
+    arguments = transducer_arguments((0, 0), ([], [1]), device, longest=2, max_nodes=capacity)
     assert assert_agrees(arguments)["loss"].tolist() == [0, torch.inf]
 
 
@@ -160,7 +152,7 @@ def test_memory_is_that_of_the_workspace_and_the_capacity(device: torch.device) 
     classes, width, sequences, frames, labels, size = 60, 8, 12, 16, 3, 2**16
     set_workspace(size)
     transcripts = [[1] * labels] * sequences
-    arguments = arguments_for(
+    arguments = transducer_arguments(
         (frames,) * sequences, transcripts, device, classes=classes, width=width, longest=40
     )
     nodes = sequences * frames * (labels + 1)

@@ -1,40 +1,19 @@
 """`transducer_loss` with durations in Triton against its definition."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from effasr_kernels.testing.conformance import check_kernel
 from effasr_kernels.transducer_loss import TransducerArguments, set_workspace
 from effasr_kernels.transducer_loss.duration_lattice import occupancies
 from effasr_kernels.transducer_loss.triton import backend, duration_lattice
 from effasr_kernels.transducer_loss.triton.plan import Cost, Lattices
 from effasr_kernels.transducer_loss.triton.work import Work
 from tests.gpu.live_memory import Live
-from tests.gpu.transducer_calls import (
-    LEAVES,
-    ROOMY,
-    arguments_for,
-    assert_agrees,
-    case_for,
-    gradients,
-    labels_for,
-)
-
-
-@pytest.fixture(autouse=True)
-def _workspace() -> Iterator[None]:
-    before = set_workspace(ROOMY)
-    yield
-    set_workspace(before)
-
-
-def test_keeps_the_contract(device: torch.device) -> None:
-    make = case_for((3, 0, 2), (2, 0, 1), (0, 1, 2), sigma=0.02, fastemit=0.1)
-    check_kernel(make, torch.float32, device)
+from tests.support.loss_calls import LEAVES, assert_agrees, gradients, transducer_arguments
+from tests.support.operation_cases import labels_for
 
 
 @pytest.mark.parametrize(
@@ -55,13 +34,12 @@ def test_agrees_with_the_definition(
     options: dict,
     device: torch.device,
 ) -> None:
-    transcripts = [labels_for(n, blank_id=options.get("blank_id", 2)).tolist() for n in labels]
-    arguments = arguments_for(frames, transcripts, device, durations, **options)
+    arguments = transducer_arguments(frames, labels, device, durations, **options)
     assert_agrees(arguments, torch.tensor([1.0, -2.0, 0.5])[: len(frames)])
 
 
 def test_agrees_in_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    arguments = arguments_for((5, 2), ([1, 3], [6]), device, (0, 1, 2, 4), dtype=dtype)
+    arguments = transducer_arguments((5, 2), ([1, 3], [6]), device, (0, 1, 2, 4), dtype=dtype)
     assert_agrees(arguments)
 
 
@@ -84,7 +62,7 @@ def test_what_no_path_fits_costs_infinity(
     possible: list[bool],
     device: torch.device,
 ) -> None:
-    arguments = arguments_for(frames, transcripts, device, durations)
+    arguments = transducer_arguments(frames, transcripts, device, durations)
     actual = assert_agrees(arguments)
     assert actual["loss"].isfinite().tolist() == possible
     rows = iter(actual["encoded"].split(list(frames)))
@@ -96,12 +74,12 @@ def test_what_no_path_fits_costs_infinity(
 def test_divides_nodes_as_it_is_told(longest: int | None, device: torch.device) -> None:
     """A small workspace changes results by the order of sums alone; inputs may be overwritten."""
     transcripts = [1, 3, 5], [], [4, 1]
-    arguments = arguments_for((8, 3, 5), transcripts, device, (0, 1, 2), longest=longest)
+    arguments = transducer_arguments((8, 3, 5), transcripts, device, (0, 1, 2), longest=longest)
     upstream = torch.tensor([1.0, -2.0, 0.5])
-    expected = gradients(arguments, upstream, "triton")
+    expected = gradients(arguments, upstream)
     for size in (2**12, 2**16):
         set_workspace(size)
-        found = gradients(arguments, upstream, "triton", overwrite_inputs=size == 2**12)
+        found = gradients(arguments, upstream, overwrite_inputs=size == 2**12)
         assert torch.equal(found["loss"], expected["loss"])
         for name in LEAVES:
             torch.testing.assert_close(
@@ -120,15 +98,15 @@ def test_a_strip_hands_on_what_leaves_it(
         self._strip = self._strip | {"BLOCK": 8, "num_warps": 1}
 
     monkeypatch.setattr(duration_lattice.DurationSweeps, "__init__", narrow)
-    transcripts = [labels_for(n).tolist() for n in (7, 8, 19)]
-    arguments = arguments_for((5, 3, 9), transcripts, device, (0, 1, 2, 4))
+    transcripts = [labels_for(n, 7, 2).tolist() for n in (7, 8, 19)]
+    arguments = transducer_arguments((5, 3, 9), transcripts, device, (0, 1, 2, 4))
     assert_agrees(arguments, torch.tensor([1.0, -2.0, 0.5]))
 
 
 def test_an_infinite_loss_has_no_gradient_whatever_comes_from_above(device: torch.device) -> None:
-    arguments = arguments_for((3, 1, 3), ([1], [1, 3], [3]), device, (1, 2))
+    arguments = transducer_arguments((3, 1, 3), ([1], [1, 3], [3]), device, (1, 2))
     for upstream in (torch.inf, torch.nan, -2.0):
-        actual = gradients(arguments, torch.tensor([1.0, upstream, 1.0]), "triton")
+        actual = gradients(arguments, torch.tensor([1.0, upstream, 1.0]))
         assert actual["loss"].isfinite().tolist() == [True, False, True]
         assert bool((actual["encoded"][3] == 0).all())
         assert bool((actual["predicted"][2:5] == 0).all())
@@ -149,10 +127,10 @@ def test_lattice_against_float64(frames: int, labels: int, device: torch.device)
     total, took_blank, took_label, took = occupancies(
         log_blank, log_label[:, :-1], lasting, durations
     )
-    arguments = arguments_for((frames,), ([1] * labels,), device, durations)
+    arguments = transducer_arguments((frames,), ([1] * labels,), device, durations)
     layouts = arguments["layout_frames"], arguments["layout_targets"]
     work = Work(TransducerArguments(**arguments))
-    (group,) = Lattices(*layouts).groups(Cost(1), ROOMY, Cost(1), ROOMY)
+    (group,) = Lattices(*layouts).groups(Cost(1), 2**29, Cost(1), 2**29)
     scores = work.scores(group)
     for plane, x in zip(scores[1:], (log_blank, log_label, lasting), strict=True):
         plane.copy_(x.reshape(plane.shape))
@@ -174,9 +152,9 @@ def test_loads_ahead_of_stores_to_their_buffer_change_no_bit(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Occupancies overwrite scores while those of the next nodes are fetched."""
-    arguments = arguments_for((30, 7), ([1, 3] * 9, [3]), device, (0, 1, 2))
+    arguments = transducer_arguments((30, 7), ([1, 3] * 9, [3]), device, (0, 1, 2))
     upstream = torch.tensor([1.0, -2.0])
-    ahead = gradients(arguments, upstream, "triton")
+    ahead = gradients(arguments, upstream)
     before = duration_lattice.DurationSweeps.__init__
 
     def one_stage(self: Any, work: Work) -> None:
@@ -185,7 +163,7 @@ def test_loads_ahead_of_stores_to_their_buffer_change_no_bit(
         self._strip = self._strip | {"STAGES": 1}
 
     monkeypatch.setattr(duration_lattice.DurationSweeps, "__init__", one_stage)
-    found = gradients(arguments, upstream, "triton")
+    found = gradients(arguments, upstream)
     assert found.keys() == ahead.keys()
     for name, x in found.items():
         assert torch.equal(x, ahead[name]), name
@@ -195,9 +173,9 @@ def test_memory_is_that_of_the_workspace(device: torch.device) -> None:
     """But for inputs, and their gradients."""
     classes, width, sequences, frames, labels, size = 60, 8, 20, 10, 3, 2**16
     set_workspace(size)
-    transcripts = [labels_for(labels, classes).tolist() for _ in range(sequences)]
+    transcripts = [labels] * sequences
     sizes = {"classes": classes, "width": width}
-    arguments = arguments_for((frames,) * sequences, transcripts, device, (0, 1, 2), **sizes)
+    arguments = transducer_arguments((frames,) * sequences, transcripts, device, (0, 1, 2), **sizes)
     with Live(*(x for x in arguments.values() if isinstance(x, Tensor))) as live:
         results, saved = backend.forward(TransducerArguments(**arguments))
         backend.backward(
@@ -211,7 +189,7 @@ def test_memory_is_that_of_the_workspace(device: torch.device) -> None:
 
 
 def test_durations_beyond_its_registers_are_for_the_reference(device: torch.device) -> None:
-    arguments = arguments_for((3,), ([1],), device, (0, 1, 9))
+    arguments = transducer_arguments((3,), ([1],), device, (0, 1, 9))
     reason = backend.unsupported_reason(TransducerArguments(**arguments))
     assert "durations of up to 8 frames" in str(reason)
     assert (

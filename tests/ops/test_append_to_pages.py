@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from effasr_kernels import append_to_pages
@@ -30,29 +29,3 @@ def test_writes_nothing_where_all_are_skipped() -> None:
     nowhere = torch.full((3,), -1, dtype=torch.int32)
     append_to_pages(k, k, pages, pages.clone(), torch.zeros(3, 1, dtype=torch.int32), nowhere)
     assert not pages.any()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("k", torch.zeros(2, 8), r"`k` must have shape \(N, H, D\)"),
-        ("v", torch.zeros(3, 2, 8), r"`v` must have shape \(N, H, D\)"),
-        ("k_pages", torch.zeros(4, 4, 1, 8), r"`k_pages` must have shape \(P, B, H, D\)"),
-        ("k_pages", torch.zeros(4, 4, 2, 8).half(), r"`k_pages` must be torch\.float32"),
-        ("page_table", torch.zeros(3, 1).int(), r"`page_table` must have shape \(N, M\)"),
-        ("page_table", torch.full((2, 3), 4).int(), r"`page_table` must name pages in \[0, 4\)"),
-        ("positions", torch.tensor([1, 2]), r"`positions` must be torch\.int32"),
-        ("positions", torch.tensor([0, 12]).int(), r"`positions` must be less than M \* B = 12"),
-    ],
-)
-def test_says_what_is_wrong(name: str, value: torch.Tensor, message: str) -> None:
-    arguments = {
-        "k": torch.zeros(2, 2, 8),
-        "v": torch.zeros(2, 2, 8),
-        "k_pages": torch.zeros(4, 4, 2, 8),
-        "v_pages": torch.zeros(4, 4, 2, 8),
-        "page_table": torch.zeros(2, 3, dtype=torch.int32),
-        "positions": torch.tensor([0, 1], dtype=torch.int32),
-    }
-    with pytest.raises(ValueError, match=f"append_to_pages: {message}"):
-        append_to_pages(**(arguments | {name: value}))

@@ -1,79 +1,37 @@
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from effasr_kernels import PackedLayout, RelativeBias, Rotary, attention, pack
-from effasr_kernels.testing.conformance import Case, Packed, Shared, check_compiler
+from effasr_kernels import (
+    BackendUnavailable,
+    Context,
+    PackedLayout,
+    RelativeBias,
+    Rotary,
+    attention,
+    pack,
+)
+from effasr_kernels.runtime import native
+from effasr_kernels.testing.conformance import Shared
+from tests.support import operation_cases
+from tests.support.operation_cases import draw, position_for
 
-HEADS, WIDTH, REACH = 2, 4, 40
-POSITIONS = ("none", "rotary", "relative")
-
-
-def _position(kind: str, shared: Shared) -> Rotary | RelativeBias | None:
-    if kind == "relative":
-        return RelativeBias(shared["content_bias"], shared["position_bias"], shared["table"])
-    return Rotary(base=100.0, fraction=0.5) if kind == "rotary" else None
-
-
-def _shared(kind: str) -> dict[str, Tensor]:
-    if kind != "relative":
-        return {}
-    shapes = {
-        "content_bias": (HEADS, WIDTH),
-        "position_bias": (HEADS, WIDTH),
-        "table": (2 * REACH - 1, HEADS, WIDTH),
-    }
-    return {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
-
-
-def _rows(lengths: tuple[int, ...]) -> list[Tensor]:
-    return [torch.randn(n, HEADS, WIDTH, dtype=torch.float64) for n in lengths]
-
-
-def _case(
-    lengths: tuple[int, ...], kind: str, *, causal: bool = False, across: bool = False
-) -> Case:
-    lengths_k = lengths[::-1] if across else lengths
-
-    def run(packed: Packed, shared: Shared) -> Tensor:
-        q, k, v = packed["q"], packed["k"], packed["v"]
-        layout_k = k.layout if across else None
-        position = _position(kind, shared)
-        return attention(
-            q.values,
-            k.values,
-            v.values,
-            q.layout,
-            layout_k,
-            causal=causal,
-            position=position,
-            scale=0.7,
-        )
-
-    packed = {"q": _rows(lengths), "k": _rows(lengths_k), "v": _rows(lengths_k)}
-    return Case(run, packed, _shared(kind), results=("q",))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kind", POSITIONS)
-def test_keeps_the_contract(
-    check: Callable[[Case], None], lengths: tuple[int, ...], kind: str, causal: bool
-) -> None:
-    check(_case(lengths, kind, causal=causal))
-
-
-@pytest.mark.parametrize("kind", POSITIONS)
-def test_keeps_the_contract_from_one_batch_to_another(
-    check: Callable[[Case], None], lengths: tuple[int, ...], kind: str
-) -> None:
-    check(_case(lengths, kind, across=True))
-
-
-@pytest.mark.parametrize("kind", POSITIONS)
-def test_compiles(kind: str) -> None:
-    check_compiler(_case((5, 0, 2), kind))
+HEADS, WIDTH = 2, 4
+POSITIONS = ("none", "part", "relative")
+CONTEXTS = (
+    Context(2, 0, 3),
+    Context(0, 0, 2),
+    Context(1, 2, 1),
+    Context(3, 1, 2),
+    Context(None, 0, 1),
+    Context(None, 0, 4),
+    Context(2, None, 3),
+    Context(None, None, 2),
+    Context(0, 0, 100),
+)
 
 
 def _turned(x: Tensor, rotary: Rotary) -> Tensor:
@@ -85,44 +43,105 @@ def _turned(x: Tensor, rotary: Rotary) -> Tensor:
     return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], dim=-1)
 
 
-def _expected(q: Tensor, k: Tensor, v: Tensor, kind: str, causal: bool, shared: Shared) -> Tensor:
+def _visible_keys(context: Context, query: int, rows: int) -> list[int]:
+    """The rule of `Context`, one key at a time."""
+    first = query - query % context.chunk
+    return [
+        key
+        for key in range(rows)
+        if (context.left is None or key >= first - context.left)
+        and (context.right is None or key < first + context.chunk + context.right)
+    ]
+
+
+def _expected(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kind: str,
+    shared: Shared,
+    *,
+    causal: bool = False,
+    context: Context | None = None,
+) -> Tensor:
     """One sequence, one score at a time."""
-    position = _position(kind, shared)
+    position = position_for(kind, shared)
     if isinstance(position, Rotary):
         q, k = _turned(q, position), _turned(k, position)
     out = torch.zeros_like(q)
     for h in range(HEADS):
         for i in range(q.shape[0]):
-            seen = range(min(i + 1, k.shape[0])) if causal else range(k.shape[0])
+            keys = list(range(min(i + 1, k.shape[0]) if causal else k.shape[0]))
+            keys = keys if context is None else _visible_keys(context, i, k.shape[0])
             scores = []
-            for j in seen:
+            for j in keys:
                 score = q[i, h] @ k[j, h]
                 if isinstance(position, RelativeBias):
                     score += position.content_bias[h] @ k[j, h]
-                    distance = position.table[i - j + REACH - 1, h]
+                    distance = position.table[i - j + position.table.shape[0] // 2, h]
                     score += (q[i, h] + position.position_bias[h]) @ distance
-                scores.append(0.7 * score)
+                scores.append(0.7 * WIDTH**-0.5 * score)
             if scores:
-                out[i, h] = torch.stack(scores).softmax(0) @ v[: len(scores), h]
+                out[i, h] = torch.stack(scores).softmax(0) @ v[keys, h]
     return out
 
 
-@pytest.mark.parametrize("across", [False, True])
+def _assert_expected(lengths: tuple[int, ...], kind: str, **options: Any) -> None:
+    """The factory and the loop take the same options, but for dropout."""
+    case = operation_cases.attention(lengths, kind, **options)(None)
+    result = case.run({n: pack(list(x)) for n, x in case.packed.items()}, case.shared)
+    rules = {name: options[name] for name in ("causal", "context") if name in options}
+    pieces = zip(*case.packed.values(), strict=True)
+    expected = [_expected(*piece, kind, case.shared, **rules) for piece in pieces]
+    torch.testing.assert_close(result, torch.cat(expected))
+
+
+@pytest.mark.parametrize("lengths_k", [None, (3, 1, 0, 5)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", POSITIONS)
-def test_matches_one_score_at_a_time(kind: str, causal: bool, across: bool) -> None:
-    case = _case((5, 0, 1, 3), kind, causal=causal, across=across)
-    packed = {name: pack(list(pieces)) for name, pieces in case.packed.items()}
-    got = case.run(packed, case.shared)
-    assert isinstance(got, Tensor)
-    pieces = zip(*case.packed.values(), strict=True)
-    expected = [_expected(*each, kind, causal, case.shared) for each in pieces]
-    torch.testing.assert_close(got, torch.cat(expected))
+def test_matches_one_score_at_a_time(
+    kind: str, causal: bool, lengths_k: tuple[int, ...] | None
+) -> None:
+    _assert_expected((5, 0, 1, 3), kind, causal=causal, lengths_k=lengths_k)
+
+
+@pytest.mark.parametrize("context", CONTEXTS, ids=str)
+@pytest.mark.parametrize("dropout", [0.0, 1e-9])
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_a_context_leaves_some_keys(kind: str, dropout: float, context: Context) -> None:
+    """The table of a relative position has no more distances than the context needs."""
+    _assert_expected((11,), kind, context=context, dropout=dropout, seed=1)
+
+
+@pytest.mark.parametrize("context", CONTEXTS, ids=str)
+def test_counts_the_pairs_that_are_seen(context: Context) -> None:
+    lengths = (7, 0, 1, 12)
+    pairs = sum(len(_visible_keys(context, i, rows)) for rows in lengths for i in range(rows))
+    layout = PackedLayout.from_lengths(lengths, rows=25)
+    x = torch.zeros(25, HEADS, WIDTH)
+    with FlopCounterMode(display=False) as counter:
+        attention(x, x, x, layout, context=context)
+    assert counter.get_total_flops() == 4 * HEADS * WIDTH * pairs
+
+
+def test_a_context_of_everything_changes_nothing() -> None:
+    layout = PackedLayout.from_lengths([5, 9])
+    q, k, v = torch.randn(3, 14, HEADS, WIDTH)
+    expected = attention(q, k, v, layout, causal=True)
+    torch.testing.assert_close(attention(q, k, v, layout, context=Context(None)), expected)
+    expected = attention(q, k, v, layout)
+    for context in (Context(None, None), Context(0, 0, 9)):
+        torch.testing.assert_close(attention(q, k, v, layout, context=context), expected)
+
+
+def test_other_backends_refuse_a_context() -> None:
+    x = torch.zeros(3, HEADS, WIDTH)
+    with pytest.raises(BackendUnavailable, match="does not support a context"):
+        attention(x, x, x, PackedLayout.from_lengths([3]), context=Context(1), backend="cpp")
 
 
 def test_scale_is_one_over_the_root_of_the_width_by_default() -> None:
-    packed = pack(_rows((3, 2)))
-    q, layout = packed.values, packed.layout
+    q, layout = draw(5, HEADS, WIDTH), PackedLayout.from_lengths((3, 2))
     expected = attention(q, q, q, layout, scale=WIDTH**-0.5)
     torch.testing.assert_close(attention(q, q, q, layout), expected)
 
@@ -151,8 +170,8 @@ def test_is_what_parakeet_computes() -> None:
     table = heads(theirs.relative_k_proj(embeddings[0].double())).flip(0)
     position = RelativeBias(theirs.bias_u, theirs.bias_v, table)
     layout = PackedLayout.from_lengths([frames])
-    got = theirs.o_proj(attention(q, k, v, layout, position=position).flatten(1))
-    torch.testing.assert_close(got, expected[0])
+    y = theirs.o_proj(attention(q, k, v, layout, position=position).flatten(1))
+    torch.testing.assert_close(y, expected[0])
 
 
 def test_dropout_drops_and_keeps_the_mean() -> None:
@@ -167,103 +186,23 @@ def test_dropout_drops_and_keeps_the_mean() -> None:
 
 
 @pytest.mark.parametrize("kind", POSITIONS)
-def test_dropout_repeats_with_its_seed(kind: str) -> None:
-    packed = pack(_rows((6, 3)))
-    position = _position(kind, _shared(kind))
+def test_dropout_repeats_with_its_seed_and_has_the_gradient_of_its_value(kind: str) -> None:
+    case = operation_cases.attention((5,), kind)(None)
+    layout, shared = PackedLayout.from_lengths((3, 2)), case.shared
+    leaves = [x.requires_grad_() for x in (case.packed["q"][0], *shared.values())]
 
-    def call(seed: int | None) -> Tensor:
-        q = packed.values
-        return attention(q, q, q, packed.layout, position=position, dropout=0.5, seed=seed)
-
-    assert torch.equal(call(3), call(3))
-    assert not torch.equal(call(3), call(4))
-    torch.manual_seed(5)
-    first = call(None)
-    assert not torch.equal(call(None), first)
-    torch.manual_seed(5)
-    assert torch.equal(call(None), first)
-
-
-@pytest.mark.parametrize("kind", POSITIONS)
-def test_dropout_has_the_gradient_of_its_value(kind: str) -> None:
-    packed = pack(_rows((3, 2)))
-    shared = _shared(kind)
-    leaves = [packed.values, *shared.values()]
-    for leaf in leaves:
-        leaf.requires_grad_()
-
-    def call(q: Tensor, *values: Tensor) -> Tensor:
-        position = _position(kind, dict(zip(shared, values, strict=True)))
-        return attention(q, q, q, packed.layout, position=position, dropout=0.5, seed=3)
+    def call(q: Tensor, *values: Tensor, seed: int | None = 3) -> Tensor:
+        position = position_for(kind, dict(zip(shared, values, strict=True)))
+        return attention(q, q, q, layout, position=position, dropout=0.5, seed=seed)
 
     torch.autograd.gradcheck(call, tuple(leaves))
-
-
-BIAS = torch.zeros(HEADS, WIDTH)
-
-
-def _relative(table: Tensor, content_bias: Tensor = BIAS) -> RelativeBias:
-    return RelativeBias(content_bias, BIAS, table)
-
-
-def _zeros(*shape: int) -> Tensor:
-    return torch.zeros(*shape)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"q": _zeros(4, 2)}, r"`q` must have shape \(T_q, H, D\) = .*but is \(4, 2\)"),
-        ({"q": _zeros(5, 2, 4)}, r"`q` must have 4 rows, as `layout_q` does, but is \(5, 2, 4\)"),
-        (
-            {"k": _zeros(4, 3, 4)},
-            r"`k` must have a number of heads that divides 2, .* but is \(4, 3, 4\)",
-        ),
-        ({"v": _zeros(3, 2, 4)}, r"`v` must have 4 rows, as `layout_k` does"),
-        ({"v": _zeros(4, 2, 4).double()}, r"`v` must be torch.float32, as `q` is.*float64"),
-        (
-            {"layout_k": PackedLayout.from_lengths([4])},
-            "`layout_k` must have 2 sequences, as `layout_q` does, but is 1",
-        ),
-        (
-            {"layout_q": PackedLayout.from_lengths([1, 3], "meta")},
-            "`layout_q` must be on cpu, as `q` is, but is meta",
-        ),
-        ({"dropout": 1.0}, r"`dropout` must be in \[0, 1\), but is 1.0"),
-        ({"position": _relative(_zeros(6, 2, 4))}, "`position.table` must have an odd number"),
-        ({"position": _relative(_zeros(7, 4))}, r"`position.table` must have shape \(2L-1, H, D\)"),
-        (
-            {"position": _relative(_zeros(3, 2, 4))},
-            r"`position.table` must have at least 2 \* 3 - 1 rows, for the longest sequence",
-        ),
-        (
-            {"position": _relative(_zeros(5, 2, 4), _zeros(8))},
-            r"`position.content_bias` must have shape \(H, D\) = \(2, 4\), but is \(8,\)",
-        ),
-        (
-            {"position": _relative(_zeros(5, 2, 4).double())},
-            r"`position.table` must be torch.float32, as `q` is, but is torch.float64",
-        ),
-    ],
-)
-def test_says_what_is_wrong(arguments: dict, message: str) -> None:
-    given = {name: _zeros(4, HEADS, WIDTH) for name in ("q", "k", "v")}
-    given |= {"layout_q": PackedLayout.from_lengths([1, 3])} | arguments
-    with pytest.raises(ValueError, match="^attention: " + message):
-        attention(**given)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"base": 0.0}, "Rotary: `base` must be positive, but is 0.0"),
-        ({"fraction": 0.0}, r"Rotary: `fraction` must be in \(0, 1\], but is 0.0"),
-        ({"fraction": 1.5}, r"Rotary: `fraction` must be in \(0, 1\], but is 1.5"),
-    ],
-)
-def test_rotary_says_what_is_wrong(arguments: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Rotary(**arguments)
+    assert torch.equal(call(*leaves), call(*leaves))
+    assert not torch.equal(call(*leaves), call(*leaves, seed=4))
+    torch.manual_seed(5)
+    first = call(*leaves, seed=None)
+    assert not torch.equal(call(*leaves, seed=None), first)
+    torch.manual_seed(5)
+    assert torch.equal(call(*leaves, seed=None), first)
 
 
 def test_a_seed_drops_by_what_came_before() -> None:
@@ -278,3 +217,50 @@ def test_a_seed_drops_by_what_came_before() -> None:
     assert torch.equal(drop(x, [4])[:4], expected)
     assert torch.equal(drop(x, [4, 5])[:4], expected)
     assert not torch.equal(drop(torch.cat([x[4:], x[:4]]), [5, 4])[5:], expected)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "reference",
+        pytest.param(
+            "cpp",
+            marks=pytest.mark.skipif(
+                native.unsupported_reason() is not None, reason="the CPU kernels are not built"
+            ),
+        ),
+    ],
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ((5, 0, 40, 1), {"causal": True}),
+        ((5, 0, 40, 1), {"position": Rotary()}),
+        ((5, 0, 40, 1), {"layout_k": PackedLayout.from_lengths((40, 3, 0, 7), rows=53)}),
+        # The gradient of keys adds up the parts of queries that tasks of a CPU compute.
+        ((1300, 9), {"causal": True}),
+    ],
+    ids=["causal", "rotary", "across", "long"],
+)
+def test_heads_of_queries_share_heads_of_keys(
+    lengths: tuple[int, ...], options: dict[str, Any], dropout: float, backend: str
+) -> None:
+    """As if keys were repeated: results and gradients, and no gradient of the tail."""
+    layout = PackedLayout.from_lengths(lengths, rows=sum(lengths) + 3)
+    rows_k, group = options.get("layout_k", layout).rows, 3
+    q = torch.randn(layout.rows, 6, 8).requires_grad_()
+    k, v = (torch.randn(rows_k, 2, 8).requires_grad_() for _ in range(2))
+    upstream = torch.randn(q.shape)
+
+    def run(k: Tensor, v: Tensor, backend: str) -> tuple[Tensor, ...]:
+        y = attention(q, k, v, layout, dropout=dropout, seed=3, backend=backend, **options)
+        return y, *torch.autograd.grad(y, (q, k, v), upstream)
+
+    # The reference draws dropout from a generator of its own.
+    oracle = backend if dropout else "reference"
+    repeated = (x.detach().repeat_interleave(group, dim=1).requires_grad_() for x in (k, v))
+    expected = list(run(*repeated, oracle))
+    expected[2:] = [x.view(-1, 2, group, 8).sum(2) for x in expected[2:]]
+    for x, y in zip(run(k, v, backend), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)

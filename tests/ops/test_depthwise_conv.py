@@ -1,54 +1,10 @@
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from effasr_kernels import PackedLayout, depthwise_conv, pack
-from effasr_kernels.testing.conformance import Case, check_compiler
 
 CHANNELS = 3
-
-
-def _case(
-    lengths: tuple[int, ...], *, taps: int = 5, causal: bool = False, gated: bool = False
-) -> Case:
-    width = 2 * CHANNELS if gated else CHANNELS
-    return Case(
-        lambda packed, shared: depthwise_conv(
-            packed["x"].values,
-            shared["weight"],
-            packed["x"].layout,
-            bias=shared["bias"],
-            causal=causal,
-            gated=gated,
-        ),
-        {"x": [torch.randn(n, width, dtype=torch.float64) for n in lengths]},
-        {
-            "weight": torch.randn(CHANNELS, taps, dtype=torch.float64),
-            "bias": torch.randn(CHANNELS, dtype=torch.float64),
-        },
-        results=("x",),
-    )
-
-
-@pytest.mark.parametrize(
-    ("taps", "causal", "gated"), [(5, False, False), (4, True, True), (1, False, False)]
-)
-def test_keeps_the_contract(
-    check: Callable[[Case], None],
-    lengths: tuple[int, ...],
-    taps: int,
-    causal: bool,
-    gated: bool,
-) -> None:
-    check(_case(lengths, taps=taps, causal=causal, gated=gated))
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_compiles(gated: bool) -> None:
-    check_compiler(_case((5, 0, 2), gated=gated))
 
 
 @pytest.mark.parametrize("tail", [0, 3])
@@ -135,24 +91,3 @@ def test_matches_torch_on_each_sequence(
             padded = F.pad(x_n.T[None], padding)
             expected = F.conv1d(padded, weight[:, None], offset, groups=CHANNELS)[0].T
             torch.testing.assert_close(y_n, expected)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"x": torch.zeros(4)}, r"`x` must have shape \(T, C\) = \(any, any\), but is \(4,\)"),
-        ({"x": torch.zeros(5, 3)}, r"`x` must have 4 rows, as `layout` does, but is \(5, 3\)"),
-        ({"weight": torch.zeros(2, 3)}, r"`weight` must have shape .* = \(3, any\).*\(2, 3\)"),
-        ({"weight": torch.zeros(3, 0)}, r"`weight` must have at least one tap, but is 0"),
-        ({"weight": torch.zeros(3, 4)}, r"odd number of taps unless causal, but is 4"),
-        ({"bias": torch.zeros(4)}, r"`bias` must have shape \(C,\) = \(3,\), but is \(4,\)"),
-        ({"bias": torch.zeros(3).double()}, r"`bias` must be torch.float32, as `x` is.*float64"),
-        ({"x": torch.zeros(4, 5), "gated": True}, r"`x` must have an even width.*, but is 5"),
-        ({"gated": True, "x": torch.zeros(4, 4)}, r"`weight` must have shape .* = \(2, any\)"),
-        ({"x": torch.zeros(4, 3).long()}, r"`x` must be float16, .*, but is torch.int64"),
-    ],
-)
-def test_says_what_is_wrong(arguments: dict[str, Any], message: str) -> None:
-    given = {"x": torch.zeros(4, 3), "weight": torch.zeros(3, 3)} | arguments
-    with pytest.raises(ValueError, match="^depthwise_conv: .*" + message):
-        depthwise_conv(layout=PackedLayout.from_lengths([1, 3]), **given)

@@ -1,6 +1,3 @@
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,50 +5,8 @@ from torch import Tensor
 
 from effasr_kernels import PackedLayout, dropout_add_layer_norm
 from effasr_kernels.shared.dropout import kept_elements
-from effasr_kernels.testing.conformance import Case, check_compiler
 
 CHANNELS = 12
-MODES = ["pre-norm", "post-norm", "addition", "norm"]
-
-
-def _options(mode: str) -> dict[str, Any]:
-    return {"scale": 0.5, "prenorm": mode != "post-norm"}
-
-
-def _case(lengths: tuple[int, ...], mode: str) -> Case:
-    packed = {"residual": [torch.randn(n, CHANNELS, dtype=torch.float64) for n in lengths]}
-    if mode != "norm":
-        packed["x"] = [torch.randn(n, CHANNELS, dtype=torch.float64) for n in lengths]
-    names = [] if mode == "addition" else ["weight", "bias"]
-    names += ["x_bias"] if mode == "post-norm" else []
-    shared = {name: torch.randn(CHANNELS, dtype=torch.float64) for name in names}
-
-    def run(packed: Any, shared: Any) -> Any:
-        x = None if mode == "norm" else packed["x"].values
-        residual = packed["residual"]
-        parameters = shared.get("weight"), shared.get("bias")
-        y = dropout_add_layer_norm(
-            *(x, residual.values, *parameters, residual.layout),
-            x_bias=shared.get("x_bias"),
-            **_options(mode),
-        )
-        # Without a branch, the second result is the residual itself.
-        return y[0] if mode == "norm" else y
-
-    results = ("x", "x") if mode == "pre-norm" else ("residual",)
-    return Case(run, packed, shared, results=results, rounds_inside=mode != "addition")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_keeps_the_contract(
-    check: Callable[[Case], None], lengths: tuple[int, ...], mode: str
-) -> None:
-    check(_case(lengths, mode))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_compiles(mode: str) -> None:
-    check_compiler(_case((5, 0, 2), mode))
 
 
 def _inputs(rows: int = 7, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -149,34 +104,3 @@ def test_a_backward_drops_what_the_forward_dropped_without_a_seed() -> None:
     (gradient,) = torch.autograd.grad(s.sum(), x)
     assert torch.equal(gradient == 0, s == residual)
     assert not torch.equal(s, dropout_add_layer_norm(x, residual, None, None, layout, dropout=0.5))
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"x": torch.zeros(3, 4)}, r"`x` must have shape \(T, C\) = \(2, 4\)"),
-        ({"x": torch.zeros(2, 4).long()}, "`x` must be float16"),
-        ({"x": torch.zeros(2, 4).double()}, "`x` must be float64 exactly if `residual` is"),
-        ({"residual": torch.zeros(3, 4)}, "`residual` must have 2 rows, as `layout` does"),
-        ({"weight": torch.zeros(3)}, r"`weight` must have shape \(C,\) = \(4,\)"),
-        ({"x_bias": torch.zeros(3)}, r"`x_bias` must have shape \(C,\) = \(4,\)"),
-        ({"x_bias": torch.zeros(4).double()}, "`x_bias` must be float64 exactly if `residual` is"),
-        ({"x_bias": torch.zeros(4), "x": None}, "`x_bias` must be None where `x` is"),
-        ({"bias": None}, "`bias` must be given exactly where `weight` is"),
-        ({"bias": torch.zeros(4).half()}, "`bias` must be torch.float32"),
-        ({"x": None, "weight": None, "bias": None}, "`x` must be given where `weight` is not"),
-        ({"weight": None, "bias": None, "prenorm": False}, "`weight` must be given where"),
-        ({"dropout": 1.0}, r"`dropout` must be in \[0, 1\)"),
-        ({"offset": -1}, r"`offset` must be in \[0, 2\^31\)"),
-    ],
-)
-def test_says_what_is_wrong(changed: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {
-        "x": torch.zeros(2, 4),
-        "residual": torch.zeros(2, 4),
-        "weight": torch.zeros(4),
-        "bias": torch.zeros(4),
-        "layout": PackedLayout.from_lengths((2,)),
-    }
-    with pytest.raises(ValueError, match=f"dropout_add_layer_norm: {message}"):
-        dropout_add_layer_norm(**(arguments | changed))

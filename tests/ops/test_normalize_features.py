@@ -1,8 +1,6 @@
 from typing import Any
 
-import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 
 from effasr_kernels import PackedLayout, normalize_features
 
@@ -51,35 +49,3 @@ def test_a_large_mean_costs_no_accuracy() -> None:
     exact = normalize_features(**given | {"x": given["x"].double()})
     given["x"] += 4096
     torch.testing.assert_close(normalize_features(**given).double(), exact, atol=5e-3, rtol=0)
-
-
-def test_fake_and_compiled_calls_are_like_eager_ones() -> None:
-    given = _given(torch.float32)
-    expected = normalize_features(**given)
-    compiled = torch.compile(normalize_features, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(**given), expected)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        given["x"] = mode.from_tensor(given["x"])
-        fake = normalize_features(**given)
-    assert (fake.shape, fake.dtype) == (expected.shape, expected.dtype)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("x", torch.ones(3, 6), r"`x` must have shape \(s T, C\) = \(36, any\)"),
-        ("lengths", torch.ones(4), "`lengths` must be int32 or int64"),
-        ("lengths", torch.ones(4, device="meta").long(), "`lengths` must be on cpu"),
-        ("rows_per_slot", 16, r"`rows_per_slot` must be one of \(1, 2, 4, 8\)"),
-        ("eps", 0.0, "`eps` must be positive"),
-    ],
-)
-def test_wrong_arguments_are_named(name: str, value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        normalize_features(**_given() | {name: value})
-
-
-def test_a_gradient_is_refused() -> None:
-    given = _given()
-    with pytest.raises(RuntimeError, match="`x` requires a gradient"):
-        normalize_features(**given | {"x": given["x"].requires_grad_()})

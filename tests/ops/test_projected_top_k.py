@@ -104,22 +104,3 @@ def test_takes_no_rows() -> None:
     log_probs, indices = projected_top_k(torch.zeros(0, 3), torch.zeros(5, 3), k=2)
     assert (log_probs.shape, log_probs.dtype) == ((0, 2), torch.float32)
     assert (indices.shape, indices.dtype) == ((0, 2), torch.int64)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("hidden", torch.zeros(4), r"`hidden` must have shape \(N, C\)"),
-        ("weight", torch.zeros(9, 4), r"`weight` must have shape \(V, C\) = \(any, 3\)"),
-        ("weight", torch.zeros(9, 3).half(), r"`weight` must be torch\.float32"),
-        ("bias", torch.zeros(8), r"`bias` must have shape \(V,\) = \(9,\)"),
-        ("k", 0, r"`k` must be in \[1, 9\]"),
-        ("k", 10, r"`k` must be in \[1, 9\], at most 16 and the number of classes, but is 10"),
-        ("classes", 0, r"`classes` must be in \[1, V = 9\], but is 0"),
-        ("classes", 10, r"`classes` must be in \[1, V = 9\], but is 10"),
-    ],
-)
-def test_says_what_is_wrong(name: str, value: object, message: str) -> None:
-    arguments: dict = {"hidden": torch.zeros(2, 3), "weight": torch.zeros(9, 3)}
-    with pytest.raises(ValueError, match=f"projected_top_k: {message}"):
-        projected_top_k(**(arguments | {name: value}))

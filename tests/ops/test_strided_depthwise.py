@@ -1,5 +1,4 @@
 import importlib
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -7,46 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effasr_kernels import PackedLayout, pack, strided_depthwise
-from effasr_kernels.testing.conformance import Case, check_compiler
 
 BINS, CHANNELS = 4, 3
-
-
-def _case(slots: tuple[int, ...], relu: bool = False) -> Case:
-    """Sequences of two rows for each slot, of which the last is not real in every other one."""
-    return Case(
-        lambda packed, shared: strided_depthwise(
-            packed["x"].values.flatten(0, 1),
-            shared["weight"],
-            shared["bias"],
-            packed["x"].layout,
-            # Where sequences are appended, the test fills up with a negative number.
-            packed["length"].values[: packed["x"].layout.num_sequences].clamp(min=0),
-            relu=relu,
-        ),
-        {
-            "x": [torch.randn(n, 2, BINS, CHANNELS, dtype=torch.float64) for n in slots],
-            "length": [torch.tensor([max(0, 2 * n - i % 2)]) for i, n in enumerate(slots)],
-        },
-        {
-            "weight": torch.randn(CHANNELS, 9, dtype=torch.float64),
-            "bias": torch.randn(CHANNELS, dtype=torch.float64),
-        },
-        results=("x",),
-        one_more=frozenset({"length"}),
-    )
-
-
-@pytest.mark.parametrize("relu", [False, True])
-def test_keeps_the_contract(
-    check: Callable[[Case], None], lengths: tuple[int, ...], relu: bool
-) -> None:
-    check(_case(lengths, relu))
-
-
-@pytest.mark.parametrize("relu", [False, True])
-def test_compiles(relu: bool) -> None:
-    check_compiler(_case((5, 0, 2), relu))
 
 
 def test_relu_is_that_of_torch() -> None:
@@ -115,27 +76,3 @@ def test_cutting_a_batch_changes_nothing(slots: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(reference, "_SLOTS", slots)
     for got, expected in zip(run(), whole, strict=True):
         torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("x", torch.zeros(5, 4, 3), r"`x` must have shape \(2 T, G, C\) = \(4, any, any\)"),
-        ("x", torch.zeros(4, 3, 3), "`x` must have an even number of bands"),
-        ("weight", torch.zeros(3, 3), r"`weight` must have shape \(C, 9\)"),
-        ("bias", torch.zeros(4), r"`bias` must have shape \(C,\) = \(3,\)"),
-        ("bias", torch.zeros(3).half(), "`bias` must be torch.float32"),
-        ("lengths", torch.tensor([4, 0]), r"`lengths` must have shape \(N,\) = \(1,\)"),
-        ("lengths", torch.tensor([4.0]), "`lengths` must be int32 or int64"),
-    ],
-)
-def test_says_what_is_wrong(name: str, value: Tensor, message: str) -> None:
-    arguments = {
-        "x": torch.zeros(4, 4, 3),
-        "weight": torch.zeros(3, 9),
-        "bias": torch.zeros(3),
-        "layout": PackedLayout.from_lengths((2,)),
-        "lengths": torch.tensor([4]),
-    }
-    with pytest.raises(ValueError, match=f"strided_depthwise: {message}"):
-        strided_depthwise(**(arguments | {name: value}))

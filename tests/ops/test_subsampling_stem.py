@@ -1,5 +1,4 @@
 import importlib
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -7,52 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effasr_kernels import PackedLayout, pack, subsampling_stem
-from effasr_kernels.testing.conformance import Case, check_compiler
 
 BINS, CHANNELS = 8, 3
 
 
 both = pytest.mark.parametrize("per_slot", [4, 8])
-
-
-def _case(slots: tuple[int, ...], per_slot: int) -> Case:
-    """Utterances of this many slots, whose last has all, one less, two less real mel rows..."""
-    return Case(
-        lambda packed, shared: subsampling_stem(
-            packed["x"].values.flatten(0, 1),
-            *shared.values(),
-            packed["x"].layout,
-            # Where sequences are appended, the test fills up with a negative number.
-            packed["length"].values[: packed["x"].layout.num_sequences].clamp(min=0),
-            rows_per_slot=per_slot,
-        ).view(packed["x"].layout.rows, per_slot // 4 * BINS // 4, CHANNELS),
-        {
-            "x": [torch.randn(n, per_slot, BINS, dtype=torch.float64) for n in slots],
-            "length": [
-                torch.tensor([max(0, per_slot * n - i % per_slot)]) for i, n in enumerate(slots)
-            ],
-        },
-        {
-            "weight": torch.randn(CHANNELS, 9, dtype=torch.float64),
-            "bias": torch.randn(CHANNELS, dtype=torch.float64),
-            "depthwise_weight": torch.randn(CHANNELS, 9, dtype=torch.float64),
-            "depthwise_bias": torch.randn(CHANNELS, dtype=torch.float64),
-        },
-        results=("x",),
-        one_more=frozenset({"length"}),
-    )
-
-
-@both
-def test_keeps_the_contract(
-    check: Callable[[Case], None], lengths: tuple[int, ...], per_slot: int
-) -> None:
-    check(_case(lengths, per_slot))
-
-
-@both
-def test_compiles(per_slot: int) -> None:
-    check_compiler(_case((5, 0, 2), per_slot))
 
 
 def _alone(x: Tensor, weight: Tensor, bias: Tensor, taps: Tensor, offset: Tensor) -> Tensor:
@@ -118,32 +76,3 @@ def test_lengths_beyond_the_slots_count_as_all_of_them() -> None:
     y = subsampling_stem(x, *parameters, layout, torch.tensor([16, 8]))
     beyond = torch.tensor([99, 8], dtype=torch.int32)
     assert torch.equal(subsampling_stem(x, *parameters, layout, beyond), y)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("x", torch.zeros(15, 8), r"`x` must have shape \(8 T, F\) = \(16, any\)"),
-        ("x", torch.zeros(16, 6), "`x` must have a multiple of 4 bands"),
-        ("weight", torch.zeros(3, 3), r"`weight` must have shape \(C, 9\)"),
-        ("bias", torch.zeros(4), r"`bias` must have shape \(C,\) = \(3,\)"),
-        ("depthwise_weight", torch.zeros(4, 9), "`depthwise_weight` must have shape"),
-        ("depthwise_bias", torch.zeros(3).double(), "`depthwise_bias` must be torch.float32"),
-        ("lengths", torch.tensor([16, 0]), r"`lengths` must have shape \(N,\) = \(1,\)"),
-        ("lengths", torch.tensor([16.0]), "`lengths` must be int32 or int64"),
-        ("rows_per_slot", 6, "`rows_per_slot` must be a positive multiple of 4, but is 6"),
-        ("rows_per_slot", 4, r"`x` must have shape \(4 T, F\) = \(8, any\)"),
-    ],
-)
-def test_says_what_is_wrong(name: str, value: object, message: str) -> None:
-    arguments = {
-        "x": torch.zeros(16, 8),
-        "weight": torch.zeros(3, 9),
-        "bias": torch.zeros(3),
-        "depthwise_weight": torch.zeros(3, 9),
-        "depthwise_bias": torch.zeros(3),
-        "layout": PackedLayout.from_lengths((2,)),
-        "lengths": torch.tensor([16]),
-    }
-    with pytest.raises(ValueError, match=f"subsampling_stem: {message}"):
-        subsampling_stem(**(arguments | {name: value}))

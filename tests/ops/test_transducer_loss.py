@@ -1,39 +1,13 @@
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from effasr_kernels import PackedLayout, pack, transducer_loss
-from effasr_kernels.testing.conformance import Case, Shared, check_compiler
+from effasr_kernels.testing.conformance import Shared
 from effasr_kernels.transducer_loss.lattice import log_likelihood, occupancies
 from tests.ops.transducer_cases import CLASSES, JOINT, case_for
-
-
-@pytest.mark.parametrize(
-    ("durations", "settings"),
-    [
-        (None, {"activation": "tanh"}),
-        (None, {"activation": "relu"}),
-        (None, {"activation": "relu", "fastemit": 0.1}),
-        ((0, 1, 2, 3, 4), {"activation": "relu", "sigma": 0.05}),
-        ((1, 3), {"fastemit": 0.1}),
-    ],
-    ids=str,
-)
-def test_keeps_the_contract(
-    check: Callable[[Case], None],
-    lengths: tuple[int, ...],
-    durations: tuple[int, ...] | None,
-    settings: dict,
-) -> None:
-    check(case_for(lengths, durations, **settings))
-
-
-def test_compiles() -> None:
-    check_compiler(case_for((5, 0, 2)))
-    check_compiler(case_for((5, 0, 2), (0, 1, 2), sigma=0.05))
 
 
 def _sum_over_paths(
@@ -163,73 +137,3 @@ def test_every_path_crosses_each_diagonal_once() -> None:
     sums.index_add_(0, diagonal.flatten(), occupied.flatten())
     torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-9)
     torch.testing.assert_close(log_likelihood(log_blank, log_label), total)
-
-
-def test_losses_of_narrow_inputs_are_float32() -> None:
-    layout = PackedLayout.from_lengths([2])
-    narrow = lambda *shape: torch.randn(*shape).bfloat16()
-    loss = transducer_loss(
-        narrow(2, JOINT),
-        narrow(3, JOINT),
-        torch.tensor([1, 2]),
-        layout,
-        layout,
-        narrow(CLASSES, JOINT),
-        narrow(CLASSES),
-        blank_id=0,
-    )
-    assert loss.dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"encoded": torch.zeros(5, 3)}, "`encoded` must have 4 rows, as `layout_frames` does"),
-        (
-            {"predicted": torch.zeros(3, 3)},
-            r"`predicted` must have shape \(U \+ N, J\) = \(5, 3\), but is \(3, 3\)",
-        ),
-        ({"weight": torch.zeros(6, 2)}, r"`weight` must have shape \(V, J\) = \(any, 3\)"),
-        ({"bias": torch.zeros(5)}, r"`bias` must have shape \(V,\) = \(6,\), but is \(5,\)"),
-        ({"bias": torch.zeros(6).double()}, "`bias` must be torch.float32, as `encoded` is"),
-        ({"targets": torch.tensor([1, 2, 0])}, "other than the blank 0, but is 0"),
-        ({"targets": torch.tensor([1, 2, -1])}, r"`targets` must hold classes in \[0, 6\)"),
-        ({"activation": "gelu"}, '`activation` must be "relu" or "tanh", but is \'gelu\''),
-        ({"fastemit": -0.1}, "`fastemit` must be at least 0, but is -0.1"),
-        ({"blank_id": -1}, r"`blank_id` must be in \[0, 6\), but is -1"),
-        (
-            {"durations": (0, 1), "weight": torch.zeros(6, 2)},
-            r"`weight` must have shape \(V \+ D, J\) = \(any, 3\)",
-        ),
-        (
-            {"durations": (0, 1), "bias": torch.zeros(5)},
-            r"`bias` must have shape \(V \+ D,\) = \(6,\), but is \(5,\)",
-        ),
-        (
-            {"durations": (0, 1), "targets": torch.tensor([1, 2, 4])},
-            r"`targets` must hold classes in \[0, 4\)",
-        ),
-        ({"durations": (0, 1), "blank_id": 4}, r"`blank_id` must be in \[0, 4\), but is 4"),
-        ({"durations": (0, 1, 2, 3, 4, 5)}, "`weight` must have more rows than .* durations"),
-        ({"durations": ()}, r"`durations` must increase, .*, but is \(\)"),
-        ({"durations": (0,)}, r"`durations` must increase, from 0 or more to 1 or more"),
-        ({"durations": (1, 0)}, r"`durations` must increase, .*, but is \(1, 0\)"),
-        ({"durations": (1, 1)}, r"`durations` must increase"),
-        ({"durations": (-1, 1)}, r"`durations` must increase"),
-        ({"durations": (0, 1), "sigma": -0.1}, "`sigma` must be at least 0, but is -0.1"),
-        ({"durations": None, "sigma": 0.1}, "`sigma` must be 0 without `durations`, but is 0.1"),
-    ],
-)
-def test_says_what_is_wrong(arguments: dict, message: str) -> None:
-    given = {
-        "encoded": torch.zeros(4, 3),
-        "predicted": torch.zeros(5, 3),
-        "targets": torch.ones(3).long(),
-        "layout_frames": PackedLayout.from_lengths([1, 3]),
-        "layout_targets": PackedLayout.from_lengths([1, 2]),
-        "weight": torch.zeros(6, 3),
-        "bias": torch.zeros(6),
-        "blank_id": 0,
-    }
-    with pytest.raises(ValueError, match="^transducer_loss: .*" + message):
-        transducer_loss(**(given | arguments))

@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -42,30 +40,6 @@ def test_a_batch_without_a_row_moves_nothing_and_one_row_divides_by_one() -> Non
     update_running_statistics(mean, variance, batches, zeros, zeros, one)
     torch.testing.assert_close(variance, 0.9 * before[1])
     assert batches == 2
-
-
-@pytest.mark.parametrize(
-    ("index", "value", "message"),
-    [
-        (0, torch.ones(2), r"`running_mean` must have shape \(C,\) = \(3,\)"),
-        (1, torch.ones(3).half(), "`running_variance` must be torch.float32"),
-        (0, torch.ones(6)[::2], "`running_mean` must be contiguous"),
-        (2, torch.tensor(0.0), "`num_batches` must be int64"),
-        (4, torch.ones(3).double(), "`variance` must be torch.float32"),
-        (2, torch.tensor(0, device="meta"), "`num_batches` must be on cpu"),
-    ],
-)
-def test_wrong_arguments_are_named(index: int, value: Any, message: str) -> None:
-    given: list[Any] = [*_given(3, torch.float32), torch.ones(3), torch.ones(3)]
-    given[index] = value
-    with pytest.raises(ValueError, match=message):
-        update_running_statistics(*given, PackedLayout.from_lengths((2,)))
-
-
-def test_momentum_is_a_share() -> None:
-    given = [*_given(), torch.ones(3).double(), torch.ones(3).double()]
-    with pytest.raises(ValueError, match="`momentum` must be in"):
-        update_running_statistics(*given, PackedLayout.from_lengths((2,)), momentum=1.5)
 
 
 def test_updates_together_are_those_apart_and_a_context_that_raises_makes_none() -> None:

@@ -240,8 +240,15 @@ def _lengths_of(packed: Packed) -> Tensor:
     return packed["length"].values[: packed["x"].layout.num_sequences].clamp(min=0)
 
 
+def _with_nan(slots: list[Tensor], lengths: list[Tensor]) -> list[Tensor]:
+    """NaN in the rows that are not real."""
+    for x, length in zip(slots, lengths, strict=True):
+        x.flatten(0, 1)[int(length) :] = torch.nan
+    return slots
+
+
 def strided_depthwise(
-    slots: Lengths, channels: int = 3, bins: int = 4, *, relu: bool = False
+    slots: Lengths, channels: int = 3, bins: int = 4, *, relu: bool = False, nan: bool = False
 ) -> CaseFor:
     def run(packed: Packed, shared: Shared, backend: str | None) -> Tensor:
         x = packed["x"]
@@ -251,7 +258,8 @@ def strided_depthwise(
             backend=backend,
         )
 
-    packed = {"x": _rows(slots, 2, bins, channels), "length": _real_lengths(slots, 2)}
+    x, lengths = _rows(slots, 2, bins, channels), _real_lengths(slots, 2)
+    packed = {"x": _with_nan(x, lengths) if nan else x, "length": lengths}
     shared = {"weight": draw(channels, 9), "bias": draw(channels)}
     return _case(run, packed, shared, results=("x",), one_more=frozenset({"length"}))
 
@@ -265,7 +273,7 @@ def subsampling_stem(
     differentiable: bool = False,
     nan: bool = False,
 ) -> CaseFor:
-    """The features have a gradient if ``differentiable``; unreal rows are NaN if ``nan``."""
+    """Features have a gradient if ``differentiable``; the rows that are not real may be NaN."""
 
     def run(packed: Packed, shared: Shared, backend: str | None) -> Tensor:
         x, layout = packed["x"].values, packed["x"].layout
@@ -277,19 +285,23 @@ def subsampling_stem(
         )
         return y.view(layout.rows, per_slot // 4 * bins // 4, channels)
 
-    packed = {"x": _rows(slots, per_slot, bins), "length": _real_lengths(slots, per_slot)}
-    for x, length in zip(packed["x"], packed["length"], strict=True):
-        if nan:
-            x.flatten(0, 1)[int(length) :] = torch.nan
+    x, lengths = _rows(slots, per_slot, bins), _real_lengths(slots, per_slot)
+    packed = {"x": _with_nan(x, lengths) if nan else x, "length": lengths}
     names = "weight", "bias", "depthwise_weight", "depthwise_bias"
     shared = {n: draw(channels, 9) if "weight" in n else draw(channels) for n in names}
     return _case(run, packed, shared, results=("x",), one_more=frozenset({"length"}))
 
 
 def grouped_linear(
-    lengths: Lengths, inputs: int = 4, outputs: int = 5, *, groups: int = 3, bias: bool = True
+    lengths: Lengths,
+    inputs: int = 4,
+    outputs: int = 5,
+    *,
+    sizes: Lengths | None = None,
+    bias: bool = True,
 ) -> CaseFor:
-    """Rows are sorted by their group, behind all of which comes the tail."""
+    """Rows are sorted by their group, of random ``sizes`` or these, and behind all is the tail."""
+    groups = 3 if sizes is None else len(sizes)
 
     def run(packed: Packed, shared: Shared, backend: str | None) -> Tensor:
         x, group = packed["x"].values, packed["group"].values
@@ -302,10 +314,10 @@ def grouped_linear(
         )
         return y[order.argsort()]
 
-    packed = {
-        "x": _rows(lengths, inputs),
-        "group": [torch.randint(groups, (n,)) for n in lengths],
-    }
+    group = torch.randint(groups, (sum(lengths),))
+    if sizes is not None:
+        group = torch.arange(groups).repeat_interleave(torch.tensor(sizes))
+    packed = {"x": _rows(lengths, inputs), "group": group.split(list(lengths))}
     shared = {"weight": draw(groups, outputs, inputs) / inputs**0.5}
     shared |= {"bias": draw(groups, outputs)} if bias else {}
     return _case(run, packed, shared, results=("x",))
@@ -408,6 +420,13 @@ def transducer_loss(
     )
 
 
+def position_for(kind: str, shared: Shared) -> Rotary | RelativeBias | None:
+    """``kind``: none, rotary, part (of the channels) or relative."""
+    if kind == "relative":
+        return RelativeBias(shared["content_bias"], shared["position_bias"], shared["table"])
+    return {"rotary": Rotary(100.0), "part": Rotary(100.0, 0.5)}.get(kind)
+
+
 def attention(
     lengths: Lengths,
     position: str = "none",
@@ -421,8 +440,6 @@ def attention(
     tables: bool = False,
     **options: Any,
 ) -> CaseFor:
-    """``position``: none, rotary, part (of the channels) or relative."""
-    rotary = {"rotary": Rotary(100.0), "part": Rotary(100.0, 0.5)}.get(position)
     options = {"scale": 0.7 * width**-0.5} | options
     reach = max([*lengths, *(lengths_k or ()), longest or 1])
     if context is not None:
@@ -435,7 +452,7 @@ def attention(
         layout = layout.with_tile_tables() if tables else layout
         return effasr_kernels.attention(
             *(q.values, k.values, v.values, layout, None if lengths_k is None else k.layout),
-            position=RelativeBias(**shared) if shared else rotary,
+            position=position_for(position, shared),
             context=context,
             backend=backend,
             **options,

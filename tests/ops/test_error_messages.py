@@ -1,0 +1,464 @@
+"""What each operation says about wrong arguments: argument, rule and value."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, full, ones, rand, tensor, zeros
+
+import effasr_kernels
+from effasr_kernels import OPERATIONS, Context, PackedLayout, RelativeBias, Rotary
+
+
+def _layout(*lengths: int, rows: int | None = None, device: str = "cpu") -> PackedLayout:
+    return PackedLayout.from_lengths(lengths, device, rows=rows)
+
+
+def _relative(table: Tensor, content_bias: Tensor | None = None) -> RelativeBias:
+    bias = zeros(2, 4)
+    return RelativeBias(bias if content_bias is None else content_bias, bias, table)
+
+
+VALID: dict[str, dict[str, Any]] = {
+    "append_to_pages": {
+        **{name: zeros(2, 2, 8) for name in "kv"},
+        **{name: zeros(4, 4, 2, 8) for name in ("k_pages", "v_pages")},
+        "page_table": zeros(2, 3, dtype=torch.int32),
+        "positions": tensor([0, 1], dtype=torch.int32),
+    },
+    "attention": {**{name: zeros(4, 2, 4) for name in "qkv"}, "layout_q": _layout(1, 3)},
+    "audio_windows": {
+        "audio": zeros(121).double(),
+        "window": ones(12).double(),
+        "layout_audio": _layout(53, 0, 19, 40, rows=121),
+        "layout_slots": _layout(3, 0, 1, 2, rows=8),
+        **{"rows_per_slot": 4, "hop": 5, "n_fft": 17, "preemphasis": 0.9},
+    },
+    "batch_norm": {
+        "x": ones(4, 2),
+        **{name: ones(2) for name in ("weight", "bias", "mean", "variance")},
+        "layout": _layout(4),
+    },
+    "bias_activation_dropout": {
+        **{"x": zeros(2, 4), "bias": zeros(4), "layout": _layout(2)},
+        "activation": "silu",
+    },
+    "ctc_loss": {
+        **{"hidden": zeros(4, 3), "weight": zeros(6, 3), "blank_id": 0},
+        "targets": ones(2).long(),
+        **{"layout_frames": _layout(1, 3), "layout_targets": _layout(1, 1)},
+    },
+    "decode_attention": {
+        "q": zeros(4, 2, 8),
+        **{name: zeros(4, 4, 2, 8) for name in ("k_pages", "v_pages")},
+        "page_table": zeros(2, 3, dtype=torch.int32),
+        "lengths": tensor([1, 2], dtype=torch.int32),
+    },
+    "depthwise_conv": {**{"x": zeros(4, 3), "weight": zeros(3, 3), "layout": _layout(1, 3)}},
+    "dropout_add_layer_norm": {
+        **{name: zeros(2, 4) for name in ("x", "residual")},
+        **{name: zeros(4) for name in ("weight", "bias")},
+        "layout": _layout(2),
+    },
+    "gated_activation": {**{"gate": zeros(2, 4), "up": zeros(2, 4), "activation": "silu"}},
+    "grouped_linear": {**{"x": zeros(3, 2), "weight": zeros(2, 5, 2), "layout": _layout(1, 2)}},
+    "guided_attention": {
+        **{name: zeros(4, 2, 3) for name in "qkv"},
+        **{"layout_q": _layout(1, 3), "layout_k": _layout(1, 3), "sigma": 0.3},
+    },
+    "linear_cross_entropy": {
+        **{"hidden": zeros(3, 4), "weight": zeros(6, 4)},
+        "targets": zeros(3).long(),
+    },
+    "mask_features": {
+        **{"x": ones(36, 6), "lengths": tensor([7, 0, 16, 1])},
+        "layout": _layout(2, 0, 4, 1, rows=9),
+        "rows_per_slot": 4,
+        **{"freq_shares": rand(2, 4, 2), "freq_width": 3},
+        **{"time_shares": rand(2, 4, 3), "time_width": 0.5},
+    },
+    "normalize_features": {
+        **{"x": ones(36, 3), "lengths": tensor([7, 0, 16, 1])},
+        "layout": _layout(2, 0, 4, 1, rows=9),
+        "rows_per_slot": 4,
+    },
+    "projected_top_k": {"hidden": zeros(2, 3), "weight": zeros(9, 3), "k": 1},
+    "rms_norm": {"x": zeros(2, 4), "weight": zeros(4), "eps": 1e-5},
+    "strided_depthwise": {
+        **{"x": zeros(4, 4, 3), "weight": zeros(3, 9), "bias": zeros(3)},
+        **{"layout": _layout(2), "lengths": tensor([4])},
+    },
+    "subsampling_stem": {
+        "x": zeros(16, 8),
+        **{"weight": zeros(3, 9), "bias": zeros(3)},
+        **{"depthwise_weight": zeros(3, 9), "depthwise_bias": zeros(3)},
+        **{"layout": _layout(2), "lengths": tensor([16])},
+    },
+    "transducer_loss": {
+        **{"encoded": zeros(4, 3), "predicted": zeros(5, 3)},
+        "targets": ones(3).long(),
+        **{"layout_frames": _layout(1, 3), "layout_targets": _layout(1, 2)},
+        **{"weight": zeros(6, 3), "bias": zeros(6), "blank_id": 0},
+    },
+    "update_running_statistics": {
+        **{name: ones(3) for name in ("running_mean", "running_variance")},
+        "num_batches": tensor(0),
+        **{name: ones(3) for name in ("mean", "variance")},
+        "layout": _layout(2),
+    },
+}
+MESSAGES: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "append_to_pages": [
+        ({"k": zeros(2, 8)}, r"`k` must have shape \(N, H, D\)"),
+        ({"v": zeros(3, 2, 8)}, r"`v` must have shape \(N, H, D\)"),
+        ({"k_pages": zeros(4, 4, 1, 8)}, r"`k_pages` must have shape \(P, B, H, D\)"),
+        ({"k_pages": zeros(4, 4, 2, 8).half()}, r"`k_pages` must be torch\.float32"),
+        ({"page_table": zeros(3, 1).int()}, r"`page_table` must have shape \(N, M\)"),
+        ({"page_table": full((2, 3), 4).int()}, r"`page_table` must name pages in \[0, 4\)"),
+        ({"positions": tensor([1, 2])}, r"`positions` must be torch\.int32"),
+        ({"positions": tensor([0, 12]).int()}, r"`positions` must be less than M \* B = 12"),
+    ],
+    "attention": [
+        ({"q": zeros(4, 2)}, r"`q` must have shape \(T_q, H, D\) = .*but is \(4, 2\)"),
+        (
+            {"q": zeros(5, 2, 4)},
+            r"`q` must have 4 rows, as `layout_q` does, but is \(5, 2, 4\)",
+        ),
+        (
+            {"k": zeros(4, 3, 4)},
+            r"`k` must have a number of heads that divides 2, .* but is \(4, 3, 4\)",
+        ),
+        ({"v": zeros(3, 2, 4)}, r"`v` must have 4 rows, as `layout_k` does"),
+        ({"v": zeros(4, 2, 4).double()}, r"`v` must be torch.float32, as `q` is.*float64"),
+        (
+            {"layout_k": _layout(4)},
+            "`layout_k` must have 2 sequences, as `layout_q` does, but is 1",
+        ),
+        (
+            {"layout_q": _layout(1, 3, device="meta")},
+            "`layout_q` must be on cpu, as `q` is, but is meta",
+        ),
+        ({"dropout": 1.0}, r"`dropout` must be in \[0, 1\), but is 1.0"),
+        ({"position": _relative(zeros(6, 2, 4))}, "`position.table` must have an odd number"),
+        (
+            {"position": _relative(zeros(7, 4))},
+            r"`position.table` must have shape \(2L-1, H, D\)",
+        ),
+        (
+            {"position": _relative(zeros(3, 2, 4))},
+            r"`position.table` must have at least 2 \* 3 - 1 rows, for the longest sequence",
+        ),
+        (
+            {"position": _relative(zeros(5, 2, 4), zeros(8))},
+            r"`position.content_bias` must have shape \(H, D\) = \(2, 4\), but is \(8,\)",
+        ),
+        (
+            {"position": _relative(zeros(5, 2, 4).double())},
+            r"`position.table` must be torch.float32, as `q` is, but is torch.float64",
+        ),
+        ({"v": zeros(4, 1, 4)}, r"`v` must .*\(T_k, H, D\)"),
+        (
+            {"k": zeros(4, 1, 4), "v": zeros(4, 1, 4), "position": _relative(zeros(5, 2, 4))},
+            "`k` must have 2 heads, as `q`, where `position` is",
+        ),
+        (
+            {"layout_k": _layout(1, 3), "context": Context(1)},
+            "`context` must be None where keys have a layout",
+        ),
+        ({"causal": True, "context": Context(1)}, "`context` must be None with `causal`"),
+        (
+            {
+                **{name: zeros(9, 2, 4) for name in "qkv"},
+                **{"layout_q": _layout(9), "context": Context(2, 0, 2)},
+                "position": _relative(zeros(5, 2, 4)),
+            },
+            r"`position.table` must have at least 2 \* 4 - 1 rows, for all distances in the",
+        ),
+    ],
+    "audio_windows": [
+        ({"audio": ones(3, 6).double()}, r"`audio` must have shape \(samples,\)"),
+        ({"audio": ones(3).double()}, "`audio` must have 121 rows"),
+        ({"window": ones(12)}, "`window` must be torch.float64"),
+        ({"layout_slots": _layout(1)}, "`layout_slots` must have 4 sequences"),
+        ({"rows_per_slot": 3}, r"`rows_per_slot` must be one of \(1, 2, 4, 8\)"),
+        ({"hop": 0}, "`hop` must be at least 1"),
+        ({"n_fft": 11}, "`n_fft` must be at least 1 and the window's 12"),
+        ({"preemphasis": 2.0}, r"`preemphasis` must be in \[0, 1\]"),
+        ({"slots": (0, 99)}, "`slots` must be a range within"),
+    ],
+    "batch_norm": [
+        ({"x": ones(4)}, r"`x` must have shape \(T, C\)"),
+        ({"x": ones(3, 2)}, "`x` must have 4 rows, as `layout` does"),
+        ({"x": ones(4, 2, dtype=torch.int64)}, "`x` must be float16"),
+        ({"weight": ones(3)}, r"`weight` must have shape \(C,\) = \(2,\), but is \(3,\)"),
+        ({"bias": ones(2).double()}, "`bias` must be torch.float32, as `weight` is"),
+        ({"mean": ones(1)}, r"`mean` must have shape \(C,\)"),
+        ({"variance": ones(2).half()}, "`variance` must be torch.float32, as `mean` is"),
+        ({"mean": ones(2, requires_grad=True)}, "`mean` must not require a gradient"),
+        (
+            {"weight": ones(2, device="meta"), "bias": ones(2, device="meta")},
+            "`weight` must be on cpu",
+        ),
+        ({"eps": 0.0}, "`eps` must be positive, but is 0.0"),
+    ],
+    "bias_activation_dropout": [
+        ({"x": zeros(2)}, r"`x` must have shape \(T, C\)"),
+        ({"x": zeros(3, 4)}, "`x` must have 2 rows, as `layout` does"),
+        ({"x": zeros(2, 4).long()}, "`x` must be float16"),
+        ({"bias": zeros(3)}, r"`bias` must have shape \(C,\) = \(4,\)"),
+        ({"bias": zeros(4).double()}, "`bias` must be float64 exactly if `x` is"),
+        ({"activation": "tanh"}, "`activation` must be one of silu, relu, gelu, but is tanh"),
+        ({"dropout": -0.1}, r"`dropout` must be in \[0, 1\)"),
+        ({"offset": 2**31}, r"`offset` must be in \[0, 2\^31\)"),
+    ],
+    "ctc_loss": [
+        ({"hidden": zeros(5, 3)}, "`hidden` must have 4 rows, as `layout_frames` does"),
+        ({"weight": zeros(6, 2)}, r"`weight` must have shape \(V, C\) = \(any, 3\)"),
+        ({"bias": zeros(2)}, r"`bias` must have shape \(V,\) = \(6,\)"),
+        ({"bias": zeros(6).half()}, "`bias` must be torch.float32, as `hidden` is"),
+        ({"targets": ones(3).long()}, r"`targets` must have shape \(U,\) = \(2,\)"),
+        (
+            {
+                "targets": ones(2, device="meta").long(),
+                "layout_targets": _layout(1, 1, device="meta"),
+            },
+            "`targets` must be on cpu, as `layout_frames` is, but is meta",
+        ),
+        ({"targets": ones(2)}, "`targets` must be int32 or int64, but is torch.float32"),
+        ({"targets": tensor([1, 6])}, r"`targets` must hold classes in \[0, 6\).* is 6"),
+        ({"targets": tensor([0, 1])}, ".*other than the blank 0, but is 0"),
+        ({"blank_id": 6}, r"`blank_id` must be in \[0, 6\), but is 6"),
+        (
+            {"layout_targets": _layout(2)},
+            "`layout_targets` must have 2 sequences, as `layout_frames` does, but is 1",
+        ),
+    ],
+    "decode_attention": [
+        ({"q": zeros(4, 2)}, r"`q` must have shape \(N, H, D\)"),
+        ({"q": zeros(3, 2, 8)}, "`q` must have a multiple of S = 2 rows"),
+        ({"q": zeros(4, 2, 8).double()}, r"`k_pages` must be torch\.float64"),
+        (
+            {"q": zeros(4, 3, 8)},
+            "`q` must have a multiple of Hk = 2 heads, as many as `k_pages`",
+        ),
+        ({"q": zeros(4, 1, 8)}, "`q` must have a multiple of Hk = 2 heads"),
+        ({"k_pages": zeros(4, 4, 2, 9)}, r"`k_pages` must have shape \(P, B, Hk, D\)"),
+        ({"k_pages": zeros(4, 0, 2, 8)}, "`v_pages` must have shape"),
+        ({"v_pages": zeros(5, 4, 2, 8)}, r"`v_pages` must have shape \(P, B, Hk, D\)"),
+        ({"page_table": zeros(2, 3)}, r"`page_table` must be torch\.int32"),
+        ({"page_table": full((2, 3), 4).int()}, r"`page_table` must name pages in \[0, 4\)"),
+        ({"page_table": full((2, 3), -1).int()}, "`page_table` must name pages"),
+        ({"lengths": tensor([1, 2, 3]).int()}, r"`lengths` must have shape \(S,\) = \(2,\)"),
+        ({"lengths": tensor([1, 2])}, r"`lengths` must be torch\.int32"),
+        ({"lengths": tensor([1, 13]).int()}, r"`lengths` must be in \[0, M \* B = 12\]"),
+        ({"lengths": tensor([-1, 1]).int()}, "`lengths` must be in"),
+        ({"new_k": zeros(2, 2, 8)}, "`new_k` and `new_v` come together"),
+        ({"splits": 0}, "`splits` must be at least 1, but is 0"),
+        (
+            {"new_k": zeros(4, 2, 8), "new_v": zeros(4, 2, 8)},
+            r"`new_k` must have shape \(N, Hk, D\), N = S, = \(2,",
+        ),
+        (
+            {name: zeros(4, 0, 2, 8) for name in ("k_pages", "v_pages")},
+            "`k_pages` must have pages of at least 1 row",
+        ),
+    ],
+    "depthwise_conv": [
+        ({"x": zeros(4)}, r"`x` must have shape \(T, C\) = \(any, any\), but is \(4,\)"),
+        ({"x": zeros(5, 3)}, r"`x` must have 4 rows, as `layout` does, but is \(5, 3\)"),
+        ({"weight": zeros(2, 3)}, r"`weight` must have shape .* = \(3, any\).*\(2, 3\)"),
+        ({"weight": zeros(3, 0)}, r"`weight` must have at least one tap, but is 0"),
+        ({"weight": zeros(3, 4)}, ".*odd number of taps unless causal, but is 4"),
+        ({"bias": zeros(4)}, r"`bias` must have shape \(C,\) = \(3,\), but is \(4,\)"),
+        ({"bias": zeros(3).double()}, r"`bias` must be torch.float32, as `x` is.*float64"),
+        ({"x": zeros(4, 5), "gated": True}, r"`x` must have an even width.*, but is 5"),
+        ({"gated": True, "x": zeros(4, 4)}, r"`weight` must have shape .* = \(2, any\)"),
+        ({"x": zeros(4, 3).long()}, r"`x` must be float16, .*, but is torch.int64"),
+    ],
+    "dropout_add_layer_norm": [
+        ({"x": zeros(3, 4)}, r"`x` must have shape \(T, C\) = \(2, 4\)"),
+        ({"x": zeros(2, 4).long()}, "`x` must be float16"),
+        ({"x": zeros(2, 4).double()}, "`x` must be float64 exactly if `residual` is"),
+        ({"residual": zeros(3, 4)}, "`residual` must have 2 rows, as `layout` does"),
+        ({"weight": zeros(3)}, r"`weight` must have shape \(C,\) = \(4,\)"),
+        ({"x_bias": zeros(3)}, r"`x_bias` must have shape \(C,\) = \(4,\)"),
+        ({"x_bias": zeros(4).double()}, "`x_bias` must be float64 exactly if `residual` is"),
+        ({"x_bias": zeros(4), "x": None}, "`x_bias` must be None where `x` is"),
+        ({"bias": None}, "`bias` must be given exactly where `weight` is"),
+        ({"bias": zeros(4).half()}, "`bias` must be torch.float32"),
+        ({"x": None, "weight": None, "bias": None}, "`x` must be given where `weight` is not"),
+        ({"weight": None, "bias": None, "prenorm": False}, "`weight` must be given where"),
+        ({"dropout": 1.0}, r"`dropout` must be in \[0, 1\)"),
+        ({"offset": -1}, r"`offset` must be in \[0, 2\^31\)"),
+    ],
+    "gated_activation": [
+        ({"gate": zeros(4)}, r"`gate` must have shape \(\.\.\., W\), but is \(4,\)"),
+        ({"gate": zeros(2, 4).long()}, "`gate` must be float16"),
+        ({"up": zeros(2, 3)}, r"`up` must have shape that of `gate` = \(2, 4\)"),
+        ({"up": zeros(2, 4).half()}, "`up` must be torch.float32, as `gate` is"),
+        ({"activation": "relu"}, "`activation` must be one of silu, gelu, gelu_tanh, but is relu"),
+    ],
+    "grouped_linear": [
+        ({"x": zeros(3)}, r"`x` must have shape \(T, C\)"),
+        ({"x": zeros(4, 2)}, "`x` must have 3 rows, as `layout` does"),
+        ({"weight": zeros(3, 5, 2)}, r"`weight` must have shape \(G, F, C\) = \(2, any, 2\)"),
+        ({"weight": zeros(2, 5, 3)}, r"`weight` must have shape \(G, F, C\) = \(2, any, 2\)"),
+        ({"bias": zeros(5)}, r"`bias` must have shape \(G, F\) = \(2, 5\)"),
+        ({"bias": zeros(2, 5).double()}, "`bias` must be torch.float32, as `x` is"),
+        (
+            {"layout": _layout(rows=3), "weight": zeros(0, 5, 2)},
+            "`weight` must have at least one group",
+        ),
+    ],
+    "guided_attention": [
+        ({"sigma": 0.0}, "`sigma` must be positive, but is 0.0"),
+        ({"dropout": -0.1}, r"`dropout` must be in \[0, 1\), but is -0.1"),
+        ({"k": zeros(4, 2, 5)}, r"`k` must have shape .* = \(any, 2, 3\)"),
+        ({"q": zeros(4, 2, 3).half()}, "`k` must be torch.float16, as `q` is"),
+    ],
+    "linear_cross_entropy": [
+        ({"hidden": zeros(3)}, r"`hidden` must have shape \(U, C\)"),
+        ({"weight": zeros(6, 5)}, r"`weight` must have shape \(V, C\) = \(any, 4\)"),
+        ({"targets": zeros(2).long()}, r"`targets` must have shape \(U,\) = \(3,\)"),
+        ({"targets": zeros(3)}, "`targets` must be int32 or int64, but is torch.float32"),
+        ({"targets": tensor([0, 6, 1])}, r"`targets` must hold .* \[0, 6\) .*, but is 6"),
+        ({"targets": tensor([0, -1, 1])}, r"`targets` must hold .* or be -100, but is -1"),
+        ({"bias": zeros(4)}, r"`bias` must have shape \(V,\) = \(6,\), but is \(4,\)"),
+        ({"weight": zeros(6, 4).half()}, "`weight` must be torch.float32, as `hidden` is"),
+        ({"label_smoothing": 1.5}, r"`label_smoothing` must be in \[0, 1\], but is 1.5"),
+        ({"z_loss": -1.0}, "`z_loss` must be at least 0, but is -1.0"),
+    ],
+    "mask_features": [
+        ({"x": ones(3, 6)}, r"`x` must have shape \(s T, C\) = \(36, any\)"),
+        ({"x": ones(36, 6).int()}, "`x` must be float16"),
+        ({"lengths": ones(3)}, r"`lengths` must have shape \(N,\) = \(4,\)"),
+        ({"lengths": ones(4)}, "`lengths` must be int32 or int64"),
+        ({"rows_per_slot": 3}, r"`rows_per_slot` must be one of \(1, 2, 4, 8\)"),
+        ({"freq_shares": ones(2, 3, 1)}, "`freq_shares` must have shape"),
+        ({"time_shares": ones(2, 4, 1).double()}, "`time_shares` must be float32"),
+        ({"freq_width": -1}, "`freq_width` must be at least 0"),
+        ({"time_width": 5.0}, r"`time_width` must be in \[0, 1\]"),
+    ],
+    "normalize_features": [
+        ({"x": ones(3, 6)}, r"`x` must have shape \(s T, C\) = \(36, any\)"),
+        ({"lengths": ones(4)}, "`lengths` must be int32 or int64"),
+        ({"lengths": ones(4, device="meta").long()}, "`lengths` must be on cpu"),
+        ({"rows_per_slot": 16}, r"`rows_per_slot` must be one of \(1, 2, 4, 8\)"),
+        ({"eps": 0.0}, "`eps` must be positive"),
+    ],
+    "projected_top_k": [
+        ({"hidden": zeros(4)}, r"`hidden` must have shape \(N, C\)"),
+        ({"weight": zeros(9, 4)}, r"`weight` must have shape \(V, C\) = \(any, 3\)"),
+        ({"weight": zeros(9, 3).half()}, r"`weight` must be torch\.float32"),
+        ({"bias": zeros(8)}, r"`bias` must have shape \(V,\) = \(9,\)"),
+        ({"k": 0}, r"`k` must be in \[1, 9\]"),
+        ({"k": 10}, r"`k` must be in \[1, 9\], at most 16 and the number of classes, but is 10"),
+        ({"classes": 0}, r"`classes` must be in \[1, V = 9\], but is 0"),
+        ({"classes": 10}, r"`classes` must be in \[1, V = 9\], but is 10"),
+    ],
+    "rms_norm": [
+        ({"x": zeros(4)}, r"`x` must have shape \(\.\.\., W\), but is \(4,\)"),
+        ({"x": zeros(2, 4).long()}, "`x` must be float16"),
+        ({"weight": zeros(3)}, r"`weight` must have shape \(W,\) = \(4,\)"),
+        ({"weight": zeros(4).double()}, "`weight` must be float64 exactly if `x` is"),
+        ({"offset": 2}, "`offset` must be 0 or 1, but is 2"),
+    ],
+    "strided_depthwise": [
+        ({"x": zeros(5, 4, 3)}, r"`x` must have shape \(2 T, G, C\) = \(4, any, any\)"),
+        ({"x": zeros(4, 3, 3)}, "`x` must have an even number of bands"),
+        ({"weight": zeros(3, 3)}, r"`weight` must have shape \(C, 9\)"),
+        ({"bias": zeros(4)}, r"`bias` must have shape \(C,\) = \(3,\)"),
+        ({"bias": zeros(3).half()}, "`bias` must be torch.float32"),
+        ({"lengths": tensor([4, 0])}, r"`lengths` must have shape \(N,\) = \(1,\)"),
+        ({"lengths": tensor([4.0])}, "`lengths` must be int32 or int64"),
+    ],
+    "subsampling_stem": [
+        ({"x": zeros(15, 8)}, r"`x` must have shape \(8 T, F\) = \(16, any\)"),
+        ({"x": zeros(16, 6)}, "`x` must have a multiple of 4 bands"),
+        ({"weight": zeros(3, 3)}, r"`weight` must have shape \(C, 9\)"),
+        ({"bias": zeros(4)}, r"`bias` must have shape \(C,\) = \(3,\)"),
+        ({"depthwise_weight": zeros(4, 9)}, "`depthwise_weight` must have shape"),
+        ({"depthwise_bias": zeros(3).double()}, "`depthwise_bias` must be torch.float32"),
+        ({"lengths": tensor([16, 0])}, r"`lengths` must have shape \(N,\) = \(1,\)"),
+        ({"lengths": tensor([16.0])}, "`lengths` must be int32 or int64"),
+        ({"rows_per_slot": 6}, "`rows_per_slot` must be a positive multiple of 4, but is 6"),
+        ({"rows_per_slot": 4}, r"`x` must have shape \(4 T, F\) = \(8, any\)"),
+    ],
+    "transducer_loss": [
+        ({"encoded": zeros(5, 3)}, "`encoded` must have 4 rows, as `layout_frames` does"),
+        (
+            {"predicted": zeros(3, 3)},
+            r"`predicted` must have shape \(U \+ N, J\) = \(5, 3\), but is \(3, 3\)",
+        ),
+        ({"weight": zeros(6, 2)}, r"`weight` must have shape \(V, J\) = \(any, 3\)"),
+        ({"bias": zeros(5)}, r"`bias` must have shape \(V,\) = \(6,\), but is \(5,\)"),
+        ({"bias": zeros(6).double()}, "`bias` must be torch.float32, as `encoded` is"),
+        ({"targets": tensor([1, 2, 0])}, ".*other than the blank 0, but is 0"),
+        ({"targets": tensor([1, 2, -1])}, r"`targets` must hold classes in \[0, 6\)"),
+        ({"activation": "gelu"}, '`activation` must be "relu" or "tanh", but is \'gelu\''),
+        ({"fastemit": -0.1}, "`fastemit` must be at least 0, but is -0.1"),
+        ({"blank_id": -1}, r"`blank_id` must be in \[0, 6\), but is -1"),
+        (
+            {"durations": (0, 1), "weight": zeros(6, 2)},
+            r"`weight` must have shape \(V \+ D, J\) = \(any, 3\)",
+        ),
+        (
+            {"durations": (0, 1), "bias": zeros(5)},
+            r"`bias` must have shape \(V \+ D,\) = \(6,\), but is \(5,\)",
+        ),
+        (
+            {"durations": (0, 1), "targets": tensor([1, 2, 4])},
+            r"`targets` must hold classes in \[0, 4\)",
+        ),
+        ({"durations": (0, 1), "blank_id": 4}, r"`blank_id` must be in \[0, 4\), but is 4"),
+        ({"durations": (0, 1, 2, 3, 4, 5)}, "`weight` must have more rows than .* durations"),
+        ({"durations": ()}, r"`durations` must increase, .*, but is \(\)"),
+        ({"durations": (0,)}, r"`durations` must increase, from 0 or more to 1 or more"),
+        ({"durations": (1, 0)}, r"`durations` must increase, .*, but is \(1, 0\)"),
+        ({"durations": (1, 1)}, r"`durations` must increase"),
+        ({"durations": (-1, 1)}, r"`durations` must increase"),
+        ({"durations": (0, 1), "sigma": -0.1}, "`sigma` must be at least 0, but is -0.1"),
+        ({"durations": None, "sigma": 0.1}, "`sigma` must be 0 without `durations`, but is 0.1"),
+    ],
+    "update_running_statistics": [
+        ({"running_mean": ones(2)}, r"`running_mean` must have shape \(C,\) = \(3,\)"),
+        ({"running_variance": ones(3).half()}, "`running_variance` must be torch.float32"),
+        ({"running_mean": ones(6)[::2]}, "`running_mean` must be contiguous"),
+        ({"num_batches": tensor(0.0)}, "`num_batches` must be int64"),
+        ({"variance": ones(3).double()}, "`variance` must be torch.float32"),
+        ({"num_batches": tensor(0, device="meta")}, "`num_batches` must be on cpu"),
+        ({"momentum": 1.5}, "`momentum` must be in"),
+    ],
+}
+
+
+def test_the_table_has_every_operation() -> None:
+    assert set(OPERATIONS) == set(VALID) == set(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [(name, *row) for name, rows in MESSAGES.items() for row in rows],
+    ids=lambda x: None if isinstance(x, dict) else x[:50],
+)
+def test_error_messages(name: str, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: {message}"):
+        getattr(effasr_kernels, name)(**VALID[name] | changed)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"base": 0.0}, "Rotary: `base` must be positive, but is 0.0"),
+        ({"fraction": 0.0}, r"Rotary: `fraction` must be in \(0, 1\], but is 0.0"),
+        ({"fraction": 1.5}, r"Rotary: `fraction` must be in \(0, 1\], but is 1.5"),
+        ({"left": -1}, "`left` must be a whole number of at least 0 or None, for no limit, .* -1"),
+        ({"left": 2, "right": -3}, "`right` must be a whole number of at least 0 .* but is -3"),
+        ({"left": 2, "chunk": 0}, "`chunk` must be a whole number of at least 1, but is 0"),
+        ({"left": 2, "chunk": None}, "`chunk` must be a whole number of at least 1, .* None"),
+        ({"left": 2.5}, r"`left` must be a whole number of at least 0 .* but is 2\.5"),
+    ],
+)
+def test_arguments_of_attention_say_what_is_wrong(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Context(**options) if "left" in options else Rotary(**options)

@@ -1,0 +1,155 @@
+"""Calls of the losses over lattices, and their comparison with the references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effasr_kernels import PackedLayout, ctc_loss, transducer_loss
+from effasr_kernels.testing.tolerance import assert_no_worse
+from tests.support.operation_cases import labels_for
+
+Arguments = dict[str, Any]
+Loss = Callable[..., Tensor]
+WIDTH = 20
+LEAVES = "encoded", "predicted", "weight", "bias"
+
+
+def _targets(
+    transcripts: Sequence[int | Sequence[int]], classes: int, blank_id: int
+) -> list[Tensor]:
+    """Of a number, that many random labels."""
+    return [
+        labels_for(y, classes, blank_id) if isinstance(y, int) else torch.tensor(y).long()
+        for y in transcripts
+    ]
+
+
+def _call(
+    frames: Sequence[int],
+    labels: list[Tensor],
+    device: torch.device | str,
+    longest: int | None,
+    spare: int,
+) -> Arguments:
+    """``spare``: rows of a tail."""
+    lengths = [len(y) for y in labels]
+    return {
+        "targets": torch.cat([*labels, torch.full((spare,), 3)]).to(device),
+        "layout_frames": PackedLayout.from_lengths(
+            frames, device, rows=sum(frames) + spare, static_max_seqlen=longest and max(frames)
+        ),
+        "layout_targets": PackedLayout.from_lengths(
+            lengths, device, rows=sum(lengths) + spare, static_max_seqlen=longest
+        ),
+    }
+
+
+def ctc_arguments(
+    frames: Sequence[int],
+    transcripts: Sequence[int | Sequence[int]],
+    device: torch.device | str = "cpu",
+    *,
+    dtype: torch.dtype = torch.float32,
+    classes: int = 7,
+    longest: int | None = None,
+    **options: Any,
+) -> Arguments:
+    options = {"blank_id": 2} | options
+    labels = _targets(transcripts, classes, options["blank_id"])
+    return {
+        "hidden": torch.randn(sum(frames), WIDTH).to(device, dtype),
+        "weight": torch.randn(classes, WIDTH).div(4).to(device, dtype),
+        "bias": torch.randn(classes).to(device, dtype),
+        **_call(frames, labels, device, longest, 0),
+    } | options
+
+
+def transducer_arguments(
+    frames: Sequence[int],
+    transcripts: Sequence[int | Sequence[int]],
+    device: torch.device | str = "cpu",
+    durations: tuple[int, ...] | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    classes: int = 7,
+    width: int = WIDTH,
+    longest: int | None = None,
+    spare: int = 0,
+    **options: Any,
+) -> Arguments:
+    options = {"blank_id": 2, "activation": "relu", "fastemit": 0.0} | options
+    if durations is not None:
+        options = {"durations": durations, "sigma": 0.05} | options
+    labels = _targets(transcripts, classes, options["blank_id"])
+    states, rows = sum(len(y) + 1 for y in labels), classes + len(durations or ())
+    return {
+        "encoded": torch.randn(sum(frames) + spare, width).to(device, dtype),
+        "predicted": torch.randn(states + spare, width).to(device, dtype),
+        "weight": torch.randn(rows, width).div(4).to(device, dtype),
+        "bias": torch.randn(rows).to(device, dtype),
+        **_call(frames, labels, device, longest, spare),
+    } | options
+
+
+def _floating(arguments: Arguments) -> dict[str, Tensor]:
+    return {
+        name: x for name, x in arguments.items() if isinstance(x, Tensor) and x.is_floating_point()
+    }
+
+
+def on_host(arguments: Arguments) -> Arguments:
+    return {
+        name: x.to("cpu") if isinstance(x, (Tensor, PackedLayout)) else x
+        for name, x in arguments.items()
+    }
+
+
+def wide(arguments: Arguments) -> Arguments:
+    """In float64."""
+    return arguments | {name: x.double() for name, x in _floating(arguments).items()}
+
+
+def loss_of(arguments: Arguments) -> Loss:
+    return transducer_loss if "encoded" in arguments else ctc_loss
+
+
+def gradients(
+    arguments: Arguments,
+    upstream: Tensor,
+    backend: str | None = "triton",
+    *,
+    loss: Loss | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """The loss, and the gradients by all that is floating point."""
+    loss = loss_of(arguments) if loss is None else loss
+    leaves = {name: x.detach().requires_grad_() for name, x in _floating(arguments).items()}
+    # What `overwrite_inputs` may overwrite is made by an operation.
+    made = {name: leaves[name] * 1 for name in leaves.keys() & {"encoded", "predicted"}}
+    values = loss(**(arguments | leaves | made), backend=backend, **options)
+    found = torch.autograd.grad(values, list(leaves.values()), upstream.to(values))
+    if options.get("overwrite_inputs"):
+        for name, gradient in zip(leaves, found, strict=True):
+            assert name not in made or torch.equal(made[name], gradient), name
+    return {"loss": values.detach()} | dict(zip(leaves, found, strict=True))
+
+
+def assert_agrees(
+    arguments: Arguments, upstream: Tensor | None = None, backend: str = "triton"
+) -> dict[str, Tensor]:
+    """It errs at most twice as much as the reference does in the same dtype."""
+    sequences = arguments["layout_frames"].num_sequences
+    upstream = torch.ones(sequences) if upstream is None else upstream
+    actual = gradients(arguments, upstream, backend)
+    host = on_host(arguments)
+    gold = gradients(wide(host), upstream, "reference")
+    for name, baseline in gradients(host, upstream, "reference").items():
+        actual[name] = actual[name].cpu()
+        finite = gold[name].isfinite()
+        assert torch.equal(actual[name].isfinite(), finite), name
+        assert_no_worse(actual[name][finite], gold[name][finite], baseline[finite])
+    return actual
