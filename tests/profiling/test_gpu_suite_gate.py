@@ -39,6 +39,7 @@ from effasr.nn import feed_forward, residual
 from effasr.transcription import packed_weights
 from effasr_kernels.runtime import native
 from effasr_kernels.runtime.torch_op import TorchOp
+from tests.gpu.test_operations import CONTRACT
 
 GREEN = Gate({name: Group(passed=3) for name in GROUPS})
 RED = Group(passed=2, failed=["tests/gpu/test_x.py::test_y"])
@@ -100,7 +101,7 @@ def test_every_operation_has_tests_on_a_gpu() -> None:
         tests = [
             path for path in parts.KERNELS.glob("test_*.py") if groups_of(str(path)) == (name,)
         ]
-        assert tests, name
+        assert tests or name in CONTRACT, name
 
 
 def write_outcomes(path: Path, collected: list[str], outcomes: dict[str, str]) -> Path:
