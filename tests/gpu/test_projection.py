@@ -67,7 +67,7 @@ def test_rows_past_the_total_are_zero(total: int, dtype: torch.dtype, device: to
     hidden[total:] = torch.nan
     end = torch.tensor([0, total], dtype=torch.int32, device=device)[-1:]
     got = row_statistics(hidden, weight, None, total=end)
-    assert got.own is None
+    assert got.class_logit is None
     assert got.mean is None
     found = got.log_normalizer[:total].double()
     torch.testing.assert_close(found, expected[:total], rtol=1e-6, atol=1e-6)

@@ -37,10 +37,6 @@ def _example(inputs: ExampleInputs) -> Keywords:
 OPERATION = ForwardOnlyOp(
     "append_to_pages",
     AppendArguments,
-    {
-        Backend.TRITON: "effasr_kernels.append_to_pages._triton",
-        Backend.REFERENCE: "effasr_kernels.append_to_pages.reference",
-    },
     outputs=lambda _: None,
     flops=lambda _: 0,
     results=0,

@@ -10,12 +10,12 @@ def run(a: AppendArguments) -> None:
     rows = (positions >= 0).nonzero().squeeze(1)
     if not rows.numel():
         return
-    places = positions[rows].long()
-    size, room = k_pages.shape[1], page_table.shape[1] * k_pages.shape[1]
-    if int(places.max()) >= room:
-        rule = f"be less than M * B = {room}"
-        raise wrong("append_to_pages", "positions", rule, int(places.max()))
-    pages = page_table[rows, places // size].long()
+    keys = positions[rows].long()
+    size, capacity = k_pages.shape[1], page_table.shape[1] * k_pages.shape[1]
+    if int(keys.max()) >= capacity:
+        rule = f"be less than M * B = {capacity}"
+        raise wrong("append_to_pages", "positions", rule, int(keys.max()))
+    pages = page_table[rows, keys // size].long()
     check_page_numbers("append_to_pages", pages.tolist(), k_pages.shape[0])
-    k_pages[pages, places % size] = a.k[rows]
-    a.v_pages[pages, places % size] = a.v[rows]
+    k_pages[pages, keys % size] = a.k[rows]
+    a.v_pages[pages, keys % size] = a.v[rows]

@@ -48,15 +48,15 @@ def saved_like(a: AttentionArguments) -> tuple[Tensor, ...]:
 
 
 def backward(a: AttentionArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
-    softmax, *rest = saved
+    softmax, *rotary_saved = saved
     out, dtype = results[0], a.q.dtype
     if dtype != torch.float32:
-        out, *rest = rest
-    q, k = rest[:2] or (widen(a.q), widen(a.k))
+        out, *rotary_saved = rotary_saved
+    q, k = rotary_saved[:2] or (widen(a.q), widen(a.k))
     d_q, d_k, d_v, *shared = _call(a, q, k).backward(widen(grads[0]), None, out, softmax, None)
-    if rest:
+    if rotary_saved:
         # The gradient of a rotation is the inverse rotation.
-        (cos_q, sin_q), (cos_k, sin_k) = rest[2:]
+        (cos_q, sin_q), (cos_k, sin_k) = rotary_saved[2:]
         d_q, d_k = rotate(d_q, cos_q, -sin_q), rotate(d_k, cos_k, -sin_k)
     names = "q", "k", "v", "content_bias", "position_bias", "position_table"
     return {name: dx.to(dtype) for name, dx in zip(names, (d_q, d_k, d_v, *shared), strict=False)}

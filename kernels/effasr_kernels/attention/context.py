@@ -33,18 +33,18 @@ class Context:
     chunk: int = 1
 
     def __post_init__(self) -> None:
-        for name, value, least in (
+        for name, value, minimum in (
             ("left", self.left, 0),
             ("right", self.right, 0),
             ("chunk", self.chunk, 1),
         ):
             if value is None and name != "chunk":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                others = "" if name == "chunk" else " or None, for no limit"
+            if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+                alternative = "" if name == "chunk" else " or None, for no limit"
                 raise ValueError(
-                    f"Context: `{name}` must be a whole number of at least {least}{others}, but is "
-                    f"{value!r}."
+                    f"Context: `{name}` must be a whole number of at least {minimum}{alternative}, "
+                    f"but is {value!r}."
                 )
 
     @property
@@ -66,25 +66,25 @@ class Context:
             raise ValueError(
                 f"Context: sequences must have at most {UNLIMITED} rows, but one has {longest}."
             )
-        most = max(longest, 1)
-        left, right = (most if x is None else min(x, most) for x in (self.left, self.right))
-        return left, right, min(self.chunk, most)
+        limit = max(longest, 1)
+        left, right = (limit if x is None else min(x, limit) for x in (self.left, self.right))
+        return left, right, min(self.chunk, limit)
 
     def hidden(self, rows: int, device: torch.device) -> Tensor:
         """Which keys the queries of a sequence do not see: bool (rows, rows)."""
         left, right, chunk = self.bounds(rows)
-        place = torch.arange(rows, device=device)
-        first = (place // chunk * chunk)[:, None]
-        return (place < first - left) | (place >= first + chunk + right)
+        row = torch.arange(rows, device=device)
+        first = (row // chunk * chunk)[:, None]
+        return (row < first - left) | (row >= first + chunk + right)
 
     def pairs(self, rows: int) -> int:
         """Number of pairs of a query and a key that it sees, in a sequence."""
         left, right, chunk = self.bounds(rows)
-        whole, rest = divmod(rows, chunk)
+        full_chunks, last_rows = divmod(rows, chunk)
         # Sums over whole chunks: of the ends of their keys, at most `rows`, and of the beginnings.
-        unlimited = min(max((rows - right) // chunk, 0), whole)
+        unlimited = min(max((rows - right) // chunk, 0), full_chunks)
         ends = chunk * unlimited * (unlimited + 1) // 2 + right * unlimited
-        ends += rows * (whole - unlimited)
-        later = range(left // chunk + 1, whole)
+        ends += rows * (full_chunks - unlimited)
+        later = range(left // chunk + 1, full_chunks)
         begins = chunk * (later.start + later.stop - 1) * len(later) // 2 - left * len(later)
-        return chunk * (ends - begins) + rest * (rows - max(whole * chunk - left, 0))
+        return chunk * (ends - begins) + last_rows * (rows - max(full_chunks * chunk - left, 0))

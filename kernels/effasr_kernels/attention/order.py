@@ -55,7 +55,7 @@ def order(a: Any) -> tuple[Backend, ...]:
         return UNMEASURED
     longest = max(a.layout_q.max_seqlen_bound, a.layout_k.max_seqlen_bound)
     for row in MEASURED:
-        fits = a.q.shape[-1] <= row.head_width and longest <= row.longest
-        if row.capability == gpu and row.dtype == a.q.dtype and fits:
+        covers = a.q.shape[-1] <= row.head_width and longest <= row.longest
+        if row.capability == gpu and row.dtype == a.q.dtype and covers:
             return (*row.backends, *(b for b in UNMEASURED if b not in row.backends))
     return UNMEASURED

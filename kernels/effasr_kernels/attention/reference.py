@@ -17,31 +17,31 @@ def run(a: AttentionArguments) -> Tensor:
         out = _relative(a, q, k, v, a.relative, drop)
         return join_rows(out, a.layout_q, a.q)
     if a.rotary is not None:
-        turned = angles(a.layout_q, a.rotary, q)
-        q = rotate(q, *turned)
+        angle_pair = angles(a.layout_q, a.rotary, q)
+        q = rotate(q, *angle_pair)
         if a.layout_k is not a.layout_q:
-            turned = angles(a.layout_k, a.rotary, k)
-        k = rotate(k, *turned)
+            angle_pair = angles(a.layout_k, a.rotary, k)
+        k = rotate(k, *angle_pair)
     if a.group > 1:
         k, v = (x.repeat_interleave(a.group, dim=1) for x in (k, v))
     out = []
     for q_n, k_n, v_n in split_attention(q, k, v, a.layout_q, a.layout_k):
         if a.dropout:
             scores = q_n @ k_n.mT * a.scale
-            out.append(_attend(scores, v_n, _hidden(a, scores), drop))
+            out.append(_attend(scores, v_n, _hidden_keys(a, scores), drop))
         elif k_n.shape[1] == 0:
             out.append(zeroed(q_n.transpose(0, 1)))
         else:
             # The fused CPU kernel requires four dimensions.
-            seen = None if a.context is None else ~a.context.hidden(len(k_n[0]), q.device)
+            visible = None if a.context is None else ~a.context.hidden(len(k_n[0]), q.device)
             y = F.scaled_dot_product_attention(
-                *(q_n[None], k_n[None], v_n[None], seen), is_causal=a.causal, scale=a.scale
+                *(q_n[None], k_n[None], v_n[None], visible), is_causal=a.causal, scale=a.scale
             )
             out.append(y[0].transpose(0, 1))
     return join_rows(out, a.layout_q, a.q)
 
 
-def _hidden(a: AttentionArguments, scores: Tensor) -> Tensor | None:
+def _hidden_keys(a: AttentionArguments, scores: Tensor) -> Tensor | None:
     """The keys that the queries of a sequence do not see, bool (T_q, T_k); None if there are none.
 
     Scores are (H, T_q, T_k).
@@ -89,7 +89,7 @@ def _relative(
         window = table[..., reach - t_q : reach - 1 + t_k]
         distances = _skew(p_n.transpose(0, 1) @ window, t_k)
         scores = torch.baddbmm(distances, q_n, k_n.mT)
-        out.append(_attend(scores, v_n, _hidden(a, scores), drop))
+        out.append(_attend(scores, v_n, _hidden_keys(a, scores), drop))
     return out
 
 

@@ -57,10 +57,6 @@ def _example(inputs: ExampleInputs) -> Keywords:
 OPERATION = ForwardOnlyOp(
     "audio_windows",
     WindowArguments,
-    {
-        Backend.TRITON: "effasr_kernels.audio_windows._triton",
-        Backend.REFERENCE: "effasr_kernels.audio_windows.reference",
-    },
     outputs=lambda a: a.audio.new_empty(a.rows, a.n_fft),
     flops=lambda _: 0,
     examples=[Example("audio_windows", _example, 0)],

@@ -79,12 +79,12 @@ def cut_windows(
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     j = tl.arange(0, BLOCK_N)[None, :]
     row = (slot - tl.load(cu_slots + sequence)) * SLOT + r
-    place = row * HOP + j - BEFORE
-    inside = is_real & (place >= 0) & (place < length) & (j < WIDTH)
-    audio += samples + place
+    sample = row * HOP + j - BEFORE
+    inside = is_real & (sample >= 0) & (sample < length) & (j < WIDTH)
+    audio += samples + sample
     value = tl.load(audio, mask=inside, other=0.0)
     if EMPHASIZED:
-        value -= preemphasis * tl.load(audio - 1, mask=inside & (place > 0), other=0.0)
+        value -= preemphasis * tl.load(audio - 1, mask=inside & (sample > 0), other=0.0)
     value *= tl.load(window + j, mask=j < WIDTH, other=0.0)
     target = (tl.program_id(0).to(tl.int64) * SLOT + r) * POINTS + j
     tl.store(y + target, value.to(y.dtype.element_ty), mask=j < POINTS)

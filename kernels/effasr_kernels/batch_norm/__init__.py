@@ -45,10 +45,6 @@ def _example(inputs: ExampleInputs, **options: Any) -> Keywords:
 OPERATION = DifferentiableOp(
     "batch_norm",
     BatchNormArguments,
-    {
-        Backend.TRITON: "effasr_kernels.batch_norm._triton",
-        Backend.REFERENCE: "effasr_kernels.batch_norm.reference",
-    },
     outputs=lambda a: a.x.new_empty(a.x.shape),
     # It has no matrix product.
     flops=lambda a: 0,

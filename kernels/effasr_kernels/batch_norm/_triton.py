@@ -107,14 +107,14 @@ def _tile(channels: int, elements: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _per_channel(weight, bias, mean, variance, eps, c, known):
+def _per_channel(weight, bias, mean, variance, eps, c, in_channels):
     """Return mean, reciprocal of the standard deviation, weight and bias, float32 (1, BLOCK_C)."""
-    centre = tl.load(mean + c, mask=known, other=0.0).to(tl.float32)
-    spread = tl.load(variance + c, mask=known, other=0.0).to(tl.float32)
+    centre = tl.load(mean + c, mask=in_channels, other=0.0).to(tl.float32)
+    spread = tl.load(variance + c, mask=in_channels, other=0.0).to(tl.float32)
     # Rounded to the nearest: an approximation would shift all rows of the channel.
     rstd = tl.div_rn(1.0, tl.sqrt_rn(spread + eps))
-    w = tl.load(weight + c, mask=known, other=0.0).to(tl.float32)
-    b = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)
+    w = tl.load(weight + c, mask=in_channels, other=0.0).to(tl.float32)
+    b = tl.load(bias + c, mask=in_channels, other=0.0).to(tl.float32)
     return centre[None, :], rstd[None, :], w[None, :], b[None, :]
 
 
@@ -150,16 +150,16 @@ def normalize(
     real = tl.load(cu_seqlens + sequences)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    known = c < channels
+    in_channels = c < channels
     wide_row = row.to(tl.int64)[:, None]
-    within = (row < real)[:, None] & known[None, :]
+    within = (row < real)[:, None] & in_channels[None, :]
     values = tl.load(x + wide_row * x_stride + c[None, :], mask=within, other=0.0).to(tl.float32)
-    centre, rstd, w, b = _per_channel(weight, bias, mean, variance, eps, c, known)
+    centre, rstd, w, b = _per_channel(weight, bias, mean, variance, eps, c, in_channels)
     z = (values - centre) * rstd * w + b
     if SILU:
         z *= tl.sigmoid(z)
     z = tl.where(within, z, 0.0)
-    inside = (row < rows)[:, None] & known[None, :]
+    inside = (row < rows)[:, None] & in_channels[None, :]
     tl.store(y + wide_row * channels + c[None, :], z.to(y.dtype.element_ty), mask=inside)
 
 
@@ -189,17 +189,17 @@ def sum_gradients(
     The last program of a block of channels adds up the spans.
     """
     span = tl.program_id(0)
-    left = tl.minimum(tl.load(cu_seqlens + sequences) - span * SPAN, SPAN)
+    remaining = tl.minimum(tl.load(cu_seqlens + sequences) - span * SPAN, SPAN)
     row = tl.arange(0, BLOCK)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    known = c < channels
-    centre, rstd, w, b = _per_channel(weight, bias, mean, variance, eps, c, known)
+    in_channels = c < channels
+    centre, rstd, w, b = _per_channel(weight, bias, mean, variance, eps, c, in_channels)
     x += span.to(tl.int64) * SPAN * x_stride + row[:, None] * x_stride + c[None, :]
     dy += span.to(tl.int64) * SPAN * channels + row[:, None] * channels + c[None, :]
     dweight = tl.zeros((BLOCK, BLOCK_C), tl.float32)
     dbias = tl.zeros((BLOCK, BLOCK_C), tl.float32)
-    for done in range(0, left, BLOCK):
-        within = (done + row < left)[:, None] & known[None, :]
+    for done in range(0, remaining, BLOCK):
+        within = (done + row < remaining)[:, None] & in_channels[None, :]
         values = tl.load(x + done * x_stride, mask=within, other=0.0).to(tl.float32)
         grads = tl.load(dy + done * channels, mask=within, other=0.0).to(tl.float32)
         normal = (values - centre) * rstd
@@ -209,13 +209,13 @@ def sum_gradients(
     spans = tl.num_programs(0)
     of_bias = spans.to(tl.int64) * channels
     to = partials + span.to(tl.int64) * channels + c
-    tl.store(to, tl.sum(dweight, 0), mask=known)
-    tl.store(to + of_bias, tl.sum(dbias, 0), mask=known)
+    tl.store(to, tl.sum(dweight, 0), mask=in_channels)
+    tl.store(to + of_bias, tl.sum(dbias, 0), mask=in_channels)
     if is_last_program(counters, tl.program_id(1), spans):
         total = sum_of_columns(partials, c, spans, channels, BLOCK, BLOCK_C)
-        tl.store(sums + c, total, mask=known)
+        tl.store(sums + c, total, mask=in_channels)
         total = sum_of_columns(partials + of_bias, c, spans, channels, BLOCK, BLOCK_C)
-        tl.store(sums + channels + c, total, mask=known)
+        tl.store(sums + channels + c, total, mask=in_channels)
 
 
 @triton.jit(do_not_specialize=["sequences", "rows"])
@@ -247,20 +247,20 @@ def normalize_backward(
     real = tl.load(cu_seqlens + sequences)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    known = c < channels
+    in_channels = c < channels
     wide_row = row.to(tl.int64)[:, None]
-    within = (row < real)[:, None] & known[None, :]
+    within = (row < real)[:, None] & in_channels[None, :]
     values = tl.load(x + wide_row * x_stride + c[None, :], mask=within, other=0.0).to(tl.float32)
     to = wide_row * channels + c[None, :]
     grads = tl.load(dy + to, mask=within, other=0.0).to(tl.float32)
-    centre, rstd, w, b = _per_channel(weight, bias, mean, variance, eps, c, known)
+    centre, rstd, w, b = _per_channel(weight, bias, mean, variance, eps, c, in_channels)
     normal = (values - centre) * rstd
     dz = _derivative(grads, normal, w, b, SILU)
     if not FIXED:
         share = tl.div_rn(1.0, tl.maximum(real, 1).to(tl.float32))
-        dweight = tl.load(sums + c, mask=known, other=0.0)[None, :]
-        dbias = tl.load(sums + channels + c, mask=known, other=0.0)[None, :]
+        dweight = tl.load(sums + c, mask=in_channels, other=0.0)[None, :]
+        dbias = tl.load(sums + channels + c, mask=in_channels, other=0.0)[None, :]
         dz -= (normal * dweight + dbias) * share
     result = tl.where(within, dz * (w * rstd), 0.0)
-    inside = (row < rows)[:, None] & known[None, :]
+    inside = (row < rows)[:, None] & in_channels[None, :]
     tl.store(dx + to, result.to(dx.dtype.element_ty), mask=inside)

@@ -11,14 +11,14 @@ from effasr_kernels.shared.ragged import real_rows, wide_dtype, widen
 
 def forward(a: BatchNormArguments) -> tuple[tuple[Tensor], tuple[Tensor]]:
     """Saves the normalized values in a wide dtype."""
-    whole_normal, normal = _with_tail(a)
+    padded_normal, normal = _with_tail(a)
     torch.sub(widen(real_rows(a.x, a.layout)), _like(a.mean, normal), out=normal)
     normal *= _rstd(a)
-    whole_y, y = _with_tail(a)
+    padded_y, y = _with_tail(a)
     torch.addcmul(_like(a.bias, normal), normal, _like(a.weight, normal), out=y)
     if a.silu:
         F.silu(y, inplace=True)
-    return (whole_y.to(a.x.dtype),), (whole_normal,)
+    return (padded_y.to(a.x.dtype),), (padded_normal,)
 
 
 def saved_like(a: BatchNormArguments) -> tuple[Tensor]:
@@ -32,7 +32,7 @@ def backward(a: BatchNormArguments, grads: Tensors, results: Tensors, saved: Ten
         z = torch.addcmul(_like(a.bias, normal), normal, weight)
         dy = torch.ops.aten.silu_backward(dy, z)
     dweight, dbias = (dy * normal).sum(0), dy.sum(0)
-    whole_dx, dx = _with_tail(a)
+    padded_dx, dx = _with_tail(a)
     if a.fixed:
         torch.mul(dy, weight * _rstd(a), out=dx)
     else:
@@ -40,7 +40,7 @@ def backward(a: BatchNormArguments, grads: Tensors, results: Tensors, saved: Ten
         torch.addcmul(dbias / -count, normal, dweight / -count, out=dx).add_(dy)
         dx *= weight * _rstd(a)
     return {
-        "x": whole_dx.to(a.x.dtype),
+        "x": padded_dx.to(a.x.dtype),
         "weight": dweight.to(a.weight.dtype),
         "bias": dbias.to(a.bias.dtype),
         "mean": None,
@@ -50,9 +50,9 @@ def backward(a: BatchNormArguments, grads: Tensors, results: Tensors, saved: Ten
 
 def _with_tail(a: BatchNormArguments) -> tuple[Tensor, Tensor]:
     """Return an empty wide tensor like x with zeros in the tail, and its other rows."""
-    whole = a.x.new_empty(a.x.shape, dtype=wide_dtype(a.x))
-    whole[a.layout.total :] = 0
-    return whole, whole[: a.layout.total]
+    padded = a.x.new_empty(a.x.shape, dtype=wide_dtype(a.x))
+    padded[a.layout.total :] = 0
+    return padded, padded[: a.layout.total]
 
 
 def _like(parameter: Tensor, x: Tensor) -> Tensor:

@@ -41,10 +41,6 @@ def _example(inputs: ExampleInputs) -> Keywords:
 OPERATION = DifferentiableOp(
     "bias_activation_dropout",
     ActivationArguments,
-    {
-        Backend.TRITON: "effasr_kernels.bias_activation_dropout._triton",
-        Backend.REFERENCE: "effasr_kernels.bias_activation_dropout.reference",
-    },
     outputs=lambda a: a.x.new_empty(a.x.shape),
     # No products: the operation moves bytes.
     flops=lambda a: 0,

@@ -107,10 +107,10 @@ def _load(tensor, row, c, stride, mask):
 @triton.jit
 def _load_bias(bias, c, channels, BLOCK_C: tl.constexpr):
     """Load the bias in float32, (1, BLOCK_C); zeros for None."""
-    found = tl.zeros((1, BLOCK_C), tl.float32)
+    row = tl.zeros((1, BLOCK_C), tl.float32)
     if bias is not None:
-        found += tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
-    return found
+        row += tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+    return row
 
 
 @triton.jit(do_not_specialize=["sequences", "rows", "offset"])
@@ -151,8 +151,8 @@ def activate(
         value = tl.where(keep, value * scale, 0.0)
     value = tl.where(mask, value, 0.0)
     at = row.to(tl.int64)[:, None] * channels + c[None, :]
-    whole = (row < rows)[:, None] & inside[None, :]
-    tl.store(y + at, value.to(y.dtype.element_ty), mask=whole)
+    stored = (row < rows)[:, None] & inside[None, :]
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["sequences", "rows", "offset"])
@@ -205,8 +205,8 @@ def activate_backward(
             slope += value * tl.exp(-0.5 * value * value) * _DENSITY_AT_0
         gradient = tl.where(mask, gradient * slope, 0.0)
         at = row.to(tl.int64)[:, None] * channels + c[None, :]
-        whole = (row < rows)[:, None] & inside[None, :]
-        tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=whole)
+        stored = (row < rows)[:, None] & inside[None, :]
+        tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=stored)
         total += tl.sum(gradient, 0, keep_dims=True)
     if partials is not None:
         to = partials + tl.program_id(0).to(tl.int64) * channels + c[None, :]

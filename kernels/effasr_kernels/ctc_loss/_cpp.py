@@ -110,10 +110,10 @@ class _Losses:
         classes = repeat(columns)
         # The lattice neither reads nor writes the padding, so it stays zero.
         scores = log_probs.gather(1, classes.clamp(min=0)).masked_fill_(classes < 0, 0)
-        given = scores, None, self.targets, cu_frames, cu_labels
+        arguments = scores, None, self.targets, cu_frames, cu_labels
         if not gradients:
-            return 0 - lattice.ctc_log_likelihood(*given)
-        total, occupancies = lattice.ctc_occupancies(*given, in_place=True)
+            return 0 - lattice.ctc_log_likelihood(*arguments)
+        total, occupancies = lattice.ctc_occupancies(*arguments, in_place=True)
         losses = (0 - total).to(hidden.dtype)
         scale = torch.ones_like(losses) if scale is None else scale
         of_rows = repeat(scale.masked_fill(losses.isinf(), 0))[:, None]

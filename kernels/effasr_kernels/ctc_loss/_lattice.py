@@ -28,6 +28,7 @@ float32 gives 3e-2.
 
 from __future__ import annotations
 
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 
@@ -63,10 +64,10 @@ def _extent(cu_seqlens, n):
 def _transcript(targets, first_label, labels, BLOCK: tl.constexpr):
     """Return the labels, padded with -1, and whether each differs from its predecessor."""
     j = tl.arange(0, BLOCK)
-    own = tl.load(targets + first_label + j, mask=j < labels, other=-1).to(tl.int64)
+    label_classes = tl.load(targets + first_label + j, mask=j < labels, other=-1).to(tl.int64)
     inner = (j > 0) & (j < labels)
-    before = tl.load(targets + first_label + j - 1, mask=inner, other=-2).to(tl.int64)
-    return own, own != before
+    previous = tl.load(targets + first_label + j - 1, mask=inner, other=-2).to(tl.int64)
+    return label_classes, label_classes != previous
 
 
 @triton.jit(do_not_specialize=["columns"])
@@ -101,7 +102,7 @@ def sweep_forward(
         STAGES: Number of frames whose loads are in flight.
     """
     n = tl.program_id(0)
-    first_frame, frames = _extent(cu_frames, n)  # pyright: ignore[reportGeneralTypeIssues]
+    first_frame, frames = _extent(cu_frames, n)
     first_label, labels = _extent(cu_targets, n)
     j = tl.arange(0, BLOCK)
     _, differs = _transcript(targets, first_label, labels, BLOCK)
@@ -120,8 +121,8 @@ def sweep_forward(
         label_score = tl.load(scores + row + 1 + j, mask=is_label, other=0.0)
         blank_score = tl.load(scores + row)
         normalizer = tl.load(log_normalizer + frame)
-        before = tl.where(j > 0, tl.gather(label, left, 0), nothing)
-        advanced, moved_share = _merge(before, blank)
+        previous = tl.where(j > 0, tl.gather(label, left, 0), nothing)
+        advanced, moved_share = _merge(previous, blank)
         label, stayed_share = _merge(label, tl.where(differs, advanced, blank))
         tl.store(moved + row + j, moved_share, mask=j <= labels)
         tl.store(scores + row + 1 + j, stayed_share, mask=is_label)
@@ -178,19 +179,25 @@ def sweep_backward(
         STAGES: Number of frames whose loads are in flight.
     """
     n = tl.program_id(0)
-    first_frame, frames = _extent(cu_frames, n)  # pyright: ignore[reportGeneralTypeIssues]
+    first_frame, frames = _extent(cu_frames, n)
     first_label, labels = _extent(cu_targets, n)
     j = tl.arange(0, BLOCK)
-    own, differs = _transcript(targets, first_label, labels, BLOCK)
+    label_classes, differs = _transcript(targets, first_label, labels, BLOCK)
     is_label = j < labels
     factor = tl.where(tl.load(loss + n) == float("inf"), 0.0, tl.load(grad_loss + n))
     for start in range(0, frames, BLOCK):
         tl.store(scale + first_frame + start + j, factor + j * 0.0, mask=start + j < frames)
 
-    seen = own == blank_id
+    is_excluded = label_classes == blank_id
     for i in range(0, labels):
-        seen = seen | ((own == tl.load(targets + first_label + i)) & (i < j))
-    tl.store(classes + first_label + j, tl.where(seen, -1, own).to(tl.int32), mask=is_label)
+        is_excluded = is_excluded | (
+            (label_classes == tl.load(targets + first_label + i)) & (i < j)
+        )
+    tl.store(
+        classes + first_label + j,
+        tl.where(is_excluded, -1, label_classes).to(tl.int32),
+        mask=is_label,
+    )
 
     steps = tl.where(factor == 0.0, 0, frames)
     end_share = tl.load(ended + n).to(tl.float64)

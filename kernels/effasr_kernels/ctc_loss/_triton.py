@@ -16,6 +16,7 @@ length. It is a dependence on the bound, not on the lengths, so a static shape c
 
 from __future__ import annotations
 
+# pyright: reportGeneralTypeIssues=false
 from collections.abc import Sequence
 
 import torch
@@ -217,9 +218,7 @@ def score_labels(
 
     A label outside [0, V) causes no read out of bounds; its logit, and so the loss, is NaN.
     """
-    n, first_frame, frames, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        cu_frames, sequences, rows, tl.program_id(0), BLOCK_M
-    )
+    n, first_frame, frames, start = find_tile(cu_frames, sequences, rows, tl.program_id(0), BLOCK_M)
     if (n >= sequences) | (start >= frames):
         return
     first_label = tl.load(cu_targets + n)
@@ -228,15 +227,15 @@ def score_labels(
     if first_column > labels:
         return
     column = first_column + tl.arange(0, BLOCK_N)
-    own = _classes(targets, first_label, labels, column, blank_id)
-    exists = (own >= 0) & (own < count)
-    own = tl.where(exists, own, 0)
+    label_classes = _classes(targets, first_label, labels, column, blank_id)
+    exists = (label_classes >= 0) & (label_classes < count)
+    label_classes = tl.where(exists, label_classes, 0)
     frame = tl.arange(0, BLOCK_M)
     channel = tl.arange(0, BLOCK_C)
     is_frame = start + frame < frames
     first_row = first_frame + start
     h_tile = hidden + first_row * hidden_stride + frame[:, None] * hidden_stride + channel[None, :]
-    w_tile = weight + own[None, :] * weight_stride + channel[:, None]
+    w_tile = weight + label_classes[None, :] * weight_stride + channel[:, None]
     z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for c in range(0, width, BLOCK_C):
         inside = c + channel < width
@@ -244,10 +243,10 @@ def score_labels(
         w = tl.load(w_tile + c, mask=inside[:, None], other=0.0)
         z = tl.dot(h, w, z, input_precision="ieee")
     if bias is not None:
-        z += tl.load(bias + own).to(tl.float32)[None, :]
+        z += tl.load(bias + label_classes).to(tl.float32)[None, :]
     z = tl.where(exists[None, :], z, float("nan"))
-    place = scores + first_row * columns + frame[:, None] * columns + column[None, :]
-    tl.store(place, z, mask=is_frame[:, None] & (column <= labels)[None, :])
+    index = scores + first_row * columns + frame[:, None] * columns + column[None, :]
+    tl.store(index, z, mask=is_frame[:, None] & (column <= labels)[None, :])
 
 
 @triton.jit(do_not_specialize=["sequences", "rows", "columns", "blank_id"])
@@ -270,9 +269,7 @@ def merge_repeats(
     right, so no overwritten value is read. Columns that are not the first of a class are undefined
     afterwards.
     """
-    n, first_frame, frames, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        cu_frames, sequences, rows, tl.program_id(0), BLOCK_M
-    )
+    n, first_frame, frames, start = find_tile(cu_frames, sequences, rows, tl.program_id(0), BLOCK_M)
     if (n >= sequences) | (start >= frames):
         return
     if tl.load(scale + first_frame) == 0.0:
@@ -284,14 +281,14 @@ def merge_repeats(
     tile = occupancies + (first_frame + start) * columns + frame[:, None] * columns
     for c in range(0, labels + 1, BLOCK_N):
         column = c + tl.arange(0, BLOCK_N)
-        own = _classes(targets, first_label, labels, column, blank_id)
+        label_classes = _classes(targets, first_label, labels, column, blank_id)
         merged = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for d in range(c, labels + 1, BLOCK_N):
             other_column = d + tl.arange(0, BLOCK_N)
             other = _classes(targets, first_label, labels, other_column, blank_id)
             is_other = is_frame & (other_column <= labels)[None, :]
             part = tl.load(tile + other_column[None, :], mask=is_other, other=0.0)
-            same = (other[:, None] == own[None, :]).to(tl.float32)
+            same = (other[:, None] == label_classes[None, :]).to(tl.float32)
             merged = tl.dot(part, same, merged, input_precision="ieee")
         # No thread may write an element before the other threads have read it for their products.
         tl.debug_barrier()
@@ -327,28 +324,28 @@ def softmax_gradient(
     factor = tl.load(scale + first + row, mask=is_row, other=0.0)[:, None]
     normalizer = tl.load(log_normalizer + first + row, mask=is_row, other=0.0)[:, None]
     counts = factor != 0.0
-    place = row.to(tl.int64)[:, None] * pitch
+    index = row.to(tl.int64)[:, None] * pitch
     if IN_PLACE:
         # The whole row is summed before any of it is overwritten.
         mass = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for v in range(0, count, BLOCK_N):
-            mass += _softmax(logits, bias, place, normalizer, is_row, v, count, pitch, BLOCK_N)
+            mass += _softmax(logits, bias, index, normalizer, is_row, v, count, pitch, BLOCK_N)
         factor /= tl.sum(mass, axis=1)[:, None]
     for v in range(0, count, BLOCK_N):
-        softmax = _softmax(logits, bias, place, normalizer, is_row, v, count, pitch, BLOCK_N)
+        softmax = _softmax(logits, bias, index, normalizer, is_row, v, count, pitch, BLOCK_N)
         column = v + tl.arange(0, BLOCK_N)[None, :]
         gradient = tl.where(counts, factor * softmax, 0.0)
-        tl.store(d_logits + place + column, gradient, mask=is_row[:, None] & (column < pitch))
+        tl.store(d_logits + index + column, gradient, mask=is_row[:, None] & (column < pitch))
 
 
 @triton.jit
 def _softmax(
-    logits, bias, place, normalizer, is_row, first_class, count, pitch, BLOCK_N: tl.constexpr
+    logits, bias, index, normalizer, is_row, first_class, count, pitch, BLOCK_N: tl.constexpr
 ):
     """Return exp(logits - normalizer) of a tile; 0 outside the rows and classes."""
     v = first_class + tl.arange(0, BLOCK_N)
     is_inside = is_row[:, None] & (v < pitch)[None, :]
-    z = tl.load(logits + place + v[None, :], mask=is_inside, other=float("-inf"))
+    z = tl.load(logits + index + v[None, :], mask=is_inside, other=float("-inf"))
     z = tl.where((v < count)[None, :], z, float("-inf"))
     if bias is not None:
         z += tl.load(bias + v, mask=v < count, other=0.0).to(tl.float32)[None, :]
@@ -395,19 +392,19 @@ def label_gradient(
         if tl.max(labels, axis=0) < tl.program_id(1) * BLOCK_N:
             return
     is_label = counts[:, None] & (column > 0) & (column <= labels[:, None])
-    own = tl.load(classes + first_label[:, None] + column - 1, mask=is_label, other=-1)
-    own = tl.where(column == 0, blank_id, own)
-    is_own = counts[:, None] & (own >= 0) & (own < count)
-    place = row.to(tl.int64)[:, None] * pitch + own
+    label_classes = tl.load(classes + first_label[:, None] + column - 1, mask=is_label, other=-1)
+    label_classes = tl.where(column == 0, blank_id, label_classes)
+    is_own = counts[:, None] & (label_classes >= 0) & (label_classes < count)
+    index = row.to(tl.int64)[:, None] * pitch + label_classes
     source = occupancies + frame.to(tl.int64)[:, None] * columns + column
     occupancy = tl.load(source, mask=is_own, other=0.0)
     if IN_PLACE:
-        softmax_part = tl.load(d_logits + place, mask=is_own, other=0.0)
+        softmax_part = tl.load(d_logits + index, mask=is_own, other=0.0)
         gradient = softmax_part - factor[:, None] * occupancy
     else:
-        z = tl.load(logits + place, mask=is_own, other=0.0)
+        z = tl.load(logits + index, mask=is_own, other=0.0)
         if bias is not None:
-            z += tl.load(bias + own, mask=is_own, other=0.0).to(tl.float32)
+            z += tl.load(bias + label_classes, mask=is_own, other=0.0).to(tl.float32)
         normalizer = tl.load(log_normalizer + frame, mask=counts, other=0.0)
         gradient = factor[:, None] * (tl.exp(z - normalizer[:, None]) - occupancy)
-    tl.store(d_logits + place, gradient, mask=is_own)
+    tl.store(d_logits + index, gradient, mask=is_own)

@@ -26,9 +26,11 @@ def run(a: CtcArguments) -> Tensor:
     if not frames:
         return losses + zeroed(hidden).sum()
     filled = [n for n, (t, _) in enumerate(pairs) if t]
-    found = [_loss(x, pairs[n][1], a.blank_id) for x, n in zip(frames, filled, strict=True)]
+    losses_of_filled = [
+        _loss(x, pairs[n][1], a.blank_id) for x, n in zip(frames, filled, strict=True)
+    ]
     index = torch.tensor(filled, device=hidden.device)
-    return losses.index_copy(0, index, torch.stack(found).to(hidden.dtype))
+    return losses.index_copy(0, index, torch.stack(losses_of_filled).to(hidden.dtype))
 
 
 def _loss(log_probs: Tensor, labels: Tensor, blank_id: int) -> Tensor:

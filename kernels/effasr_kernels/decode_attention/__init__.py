@@ -50,18 +50,14 @@ def _example(inputs: ExampleInputs, hypotheses: int = 1, share: int = 1) -> Keyw
 
 
 def _self_attention(inputs: ExampleInputs, share: int = 1) -> Keywords:
-    given = _example(inputs, share=share)
+    keywords = _example(inputs, share=share)
     new = {name: inputs.floating(3, HEADS, WIDTH) for name in ("new_k", "new_v")}
-    return {**given, **new}
+    return {**keywords, **new}
 
 
 OPERATION = ForwardOnlyOp(
     "decode_attention",
     DecodeArguments,
-    {
-        Backend.TRITON: "effasr_kernels.decode_attention._triton",
-        Backend.REFERENCE: "effasr_kernels.decode_attention.reference",
-    },
     outputs=lambda a: a.q.new_empty(a.q.shape),
     flops=_flops,
     written=("k_pages", "v_pages"),

@@ -8,6 +8,7 @@ bfloat16, or 10 us at the 4.8 TB/s of an H200; the 1.5 MFLOP of each query are n
 
 from __future__ import annotations
 
+# pyright: reportGeneralTypeIssues=false
 import math
 from dataclasses import dataclass
 
@@ -209,15 +210,15 @@ def attend_one(
     v_pages += key_head * v_head
 
     # A new key, the last one, is not yet in a page.
-    kept = length
+    stored_length = length
     if new_k is not None:
-        kept = tl.maximum(length - 1, 0)
-    begin, end = locate_part(kept, splits, BLOCK_N)  # pyright: ignore[reportGeneralTypeIssues]
+        stored_length = tl.maximum(length - 1, 0)
+    begin, end = locate_part(stored_length, splits, BLOCK_N)
     largest = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_N,), tl.float32)
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        page, key, exists = locate_keys(  # pyright: ignore[reportGeneralTypeIssues]
+        page, key, exists = locate_keys(
             page_table, first, n, end, pages, size, table_column, BLOCK_N, WITHIN
         )
         real = first + n < end
@@ -342,15 +343,15 @@ def attend_several(
     v_pages += key_head * v_head
 
     # A new key, the last one, is not yet in a page.
-    kept = length
+    stored_length = length
     if new_k is not None:
-        kept = tl.maximum(length - 1, 0)
-    begin, end = locate_part(kept, splits, BLOCK_N)  # pyright: ignore[reportGeneralTypeIssues]
+        stored_length = tl.maximum(length - 1, 0)
+    begin, end = locate_part(stored_length, splits, BLOCK_N)
     largest = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_G,), tl.float32)
     acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     for first in range(begin, end, BLOCK_N):
-        page, key, exists = locate_keys(  # pyright: ignore[reportGeneralTypeIssues]
+        page, key, exists = locate_keys(
             page_table, first, n, end, pages, size, table_column, BLOCK_N, WITHIN
         )
         real = first + n < end
@@ -390,17 +391,17 @@ def attend_several(
             acc = acc * shrink[:, None] + weight[:, None] * v_new.to(tl.float32)[None, :]
             largest = larger
 
-    place = row * heads + head
+    index = row * heads + head
     if MERGED:
-        place += tl.program_id(1).to(tl.int64) * rows * heads
-        tl.store(partial + place[:, None] * WIDTH + d[None, :], acc, mask=in_group)
-        tl.store(statistics + place, largest, mask=g < GROUP)
+        index += tl.program_id(1).to(tl.int64) * rows * heads
+        tl.store(partial + index[:, None] * WIDTH + d[None, :], acc, mask=in_group)
+        tl.store(statistics + index, largest, mask=g < GROUP)
         statistics += splits.to(tl.int64) * rows * heads
-        tl.store(statistics + place, total, mask=g < GROUP)
+        tl.store(statistics + index, total, mask=g < GROUP)
     else:
         acc = acc / tl.where(total == 0, 1.0, total)[:, None]
-        place = place[:, None] * WIDTH + d[None, :]
-        tl.store(out + place, acc.to(out.dtype.element_ty), mask=in_group)
+        index = index[:, None] * WIDTH + d[None, :]
+        tl.store(out + index, acc.to(out.dtype.element_ty), mask=in_group)
 
 
 @triton.jit
@@ -430,10 +431,10 @@ def locate_keys(
 def point(x, page, key, n, d, x_page, x_key, WITHIN: tl.constexpr):
     """Pointers to the tile of keys at `locate_keys`, (BLOCK_N, BLOCK_D)."""
     if WITHIN:
-        place = x + (page * x_page + key * x_key) + n[:, None] * x_key
+        index = x + (page * x_page + key * x_key) + n[:, None] * x_key
     else:
-        place = x + (page * x_page + key * x_key)[:, None]
-    return place + d[None, :]
+        index = x + (page * x_page + key * x_key)[:, None]
+    return index + d[None, :]
 
 
 @triton.jit
@@ -466,11 +467,11 @@ def merge_parts(
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for first in range(0, splits, BLOCK_S):
         real = first + s < splits
-        place = (first + s).to(tl.int64) * count + row
-        tops = tl.load(statistics + place, mask=real, other=float("-inf"))
-        mass = tl.load(masses + place, mask=real, other=0.0)
+        index = (first + s).to(tl.int64) * count + row
+        tops = tl.load(statistics + index, mask=real, other=float("-inf"))
+        mass = tl.load(masses + index, mask=real, other=0.0)
         mask = real[:, None] & in_width[None, :]
-        sums = tl.load(partial + place[:, None] * WIDTH + d[None, :], mask=mask, other=0.0)
+        sums = tl.load(partial + index[:, None] * WIDTH + d[None, :], mask=mask, other=0.0)
         larger = tl.maximum(largest, tl.max(tops, 0))
         pivot = tl.where(larger == float("-inf"), 0.0, larger)
         shrink, shares = tl.exp2(largest - pivot), tl.exp2(tops - pivot)

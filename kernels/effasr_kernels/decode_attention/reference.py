@@ -23,36 +23,36 @@ def run(a: DecodeArguments) -> Tensor:
     (count, heads, width), sequences = q.shape, a.page_table.shape[0]
     if not count:
         return q.new_empty(q.shape)
-    known = a.lengths.tolist()
-    tables = _needed(a.page_table, known, k_pages)
+    counts_of_keys = a.lengths.tolist()
+    tables = _needed(a.page_table, counts_of_keys, k_pages)
     if a.new_k is not None and a.new_v is not None:
-        _write(a.new_k, k_pages, tables, known)
-        _write(a.new_v, v_pages, tables, known)
+        _write(a.new_k, k_pages, tables, counts_of_keys)
+        _write(a.new_v, v_pages, tables, counts_of_keys)
     # All queries and heads that share a head of keys are the rows of one product.
     hypotheses, key_heads = count // sequences, k_pages.shape[2]
     shape = sequences, hypotheses, key_heads, heads // key_heads, width
     rows = hypotheses * (heads // key_heads)
-    found = q.new_zeros(sequences, key_heads, rows, width, dtype=wide_dtype(q))
+    outputs = q.new_zeros(sequences, key_heads, rows, width, dtype=wide_dtype(q))
     grouped = (widen(q) * a.scale).view(shape).transpose(1, 2).flatten(2, 3)
     keys, values = _Rows(k_pages), _Rows(v_pages)
     # For small sequences the number of calls dominates, so all tensors are split at once.
-    parts = zip(tables, known, grouped.unbind(), found.unbind(), strict=True)
+    parts = zip(tables, counts_of_keys, grouped.unbind(), outputs.unbind(), strict=True)
     for table, length, queries, out in parts:
         if length:
             weights = torch.bmm(queries, keys.take(table, length).transpose(1, 2)).softmax(-1)
             torch.bmm(weights, values.take(table, length), out=out)
-    found = found.unflatten(2, (hypotheses, -1))
-    return found.transpose(1, 2).reshape(q.shape).to(q.dtype)
+    outputs = outputs.unflatten(2, (hypotheses, -1))
+    return outputs.transpose(1, 2).reshape(q.shape).to(q.dtype)
 
 
 def _needed(page_table: Tensor, lengths: list[int], k_pages: Tensor) -> list[list[int]]:
     """Return the page numbers of each sequence, up to its length."""
     count, size = k_pages.shape[:2]
-    room = page_table.shape[1] * size
+    capacity = page_table.shape[1] * size
     tables = page_table.tolist()
     for s, length in enumerate(lengths):
-        if not 0 <= length <= room:
-            raise wrong("decode_attention", "lengths", f"be in [0, M * B = {room}]", length)
+        if not 0 <= length <= capacity:
+            raise wrong("decode_attention", "lengths", f"be in [0, M * B = {capacity}]", length)
         tables[s] = tables[s][: -(-length // size)]
         check_page_numbers("decode_attention", tables[s], count)
     return tables
@@ -62,8 +62,8 @@ def _write(new: Tensor, pages: Tensor, tables: list[list[int]], lengths: list[in
     """Write the new row of each nonempty sequence to the position of its last key."""
     rows = [s for s, length in enumerate(lengths) if length]
     if rows:
-        places = [tables[s][-1] for s in rows], [(lengths[s] - 1) % pages.shape[1] for s in rows]
-        pages[places] = new[rows]
+        entries = [tables[s][-1] for s in rows], [(lengths[s] - 1) % pages.shape[1] for s in rows]
+        pages[entries] = new[rows]
 
 
 class _Rows:

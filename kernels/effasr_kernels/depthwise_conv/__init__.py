@@ -50,10 +50,6 @@ def _example(inputs: ExampleInputs) -> Keywords:
 OPERATION = DifferentiableOp(
     "depthwise_conv",
     ConvArguments,
-    {
-        Backend.TRITON: "effasr_kernels.depthwise_conv._triton",
-        Backend.REFERENCE: "effasr_kernels.depthwise_conv.reference",
-    },
     outputs=_outputs,
     flops=lambda a: 2 * sum(known_lengths(a.layout)) * a.weight.numel(),
     results=3,

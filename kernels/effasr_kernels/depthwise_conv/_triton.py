@@ -208,11 +208,11 @@ def _convolve_tile(
     inside = c < channels
     size, each, group = span(length, start, BLOCK, GROUPS, STEP)
     # Taps and bias are masked in the tail, so that its rows become zero.
-    known = inside & (real > 0)
-    w = load_taps(weight, c, known, group, TAPS)
+    is_real = inside & (real > 0)
+    w = load_taps(weight, c, is_real, group, TAPS)
     offset = tl.zeros((GROUPS, BLOCK_C), dtype=tl.float32)
     if bias is not None:
-        offset += tl.load(bias + c, mask=known, other=0.0).to(tl.float32)
+        offset += tl.load(bias + c, mask=is_real, other=0.0).to(tl.float32)
     x += group * x_stride + c
     y += group * channels + c
     row = start + group
@@ -235,24 +235,24 @@ def _convolve_tile(
             for k in tl.static_range(TAPS):
                 total += w[k] * window[k]
             window = window[1:]
-            here = i + step
+            step_row = i + step
             result = total.to(y.dtype.element_ty)
-            tl.store(y + here * channels, result, mask=inside & (group + here < size))
+            tl.store(y + step_row * channels, result, mask=inside & (group + step_row < size))
             if STATISTICS:
                 # Welford's update with the rounded values, because those will be normalized.
                 stored = result.to(tl.float32)
-                away = tl.where(row + here < real, stored - mean, 0.0)
-                mean += away * (1.0 / (here + 1))
-                square += away * (stored - mean)
+                deviation = tl.where(row + step_row < real, stored - mean, 0.0)
+                mean += deviation * (1.0 / (step_row + 1))
+                square += deviation * (stored - mean)
     count = 0.0
-    whole = tl.zeros((1, BLOCK_C), tl.float32)
+    mean_of_tile = tl.zeros((1, BLOCK_C), tl.float32)
     if STATISTICS:
         number = tl.minimum(tl.maximum(tl.minimum(real - start, BLOCK) - group, 0), each)
         number = number.to(tl.float32)
         count = tl.sum(number)
-        whole = tl.sum(number * mean, axis=0, keep_dims=True) / tl.maximum(count, 1.0)
-        square += number * (mean - whole) * (mean - whole)
-    return count, whole, tl.sum(square, axis=0, keep_dims=True)
+        mean_of_tile = tl.sum(number * mean, axis=0, keep_dims=True) / tl.maximum(count, 1.0)
+        square += number * (mean - mean_of_tile) * (mean - mean_of_tile)
+    return count, mean_of_tile, tl.sum(square, axis=0, keep_dims=True)
 
 
 @triton.jit
@@ -265,18 +265,20 @@ def _merge(
     number = tl.zeros((BLOCK, 1), dtype=tl.float32)
     weighted = tl.zeros((BLOCK, BLOCK_C), dtype=tl.float32)
     for begin in range(0, tiles, BLOCK):
-        count, place, mask = _tiles_from(begin, index, counts, c, tiles, channels)
+        count, offset, mask = _tiles_from(begin, index, counts, c, tiles, channels)
         number += count
-        weighted += count * tl.load(means + place, mask=mask, other=0.0, cache_modifier=".cg")
+        weighted += count * tl.load(means + offset, mask=mask, other=0.0, cache_modifier=".cg")
     rows = tl.maximum(tl.sum(number), 1.0)
-    whole = tl.sum(weighted, axis=0, keep_dims=True) / rows
+    overall_mean = tl.sum(weighted, axis=0, keep_dims=True) / rows
     total = tl.zeros((BLOCK, BLOCK_C), dtype=tl.float32)
     for begin in range(0, tiles, BLOCK):
-        count, place, mask = _tiles_from(begin, index, counts, c, tiles, channels)
-        away = tl.load(means + place, mask=mask, other=0.0, cache_modifier=".cg") - whole
-        square = tl.load(squares + place, mask=mask, other=0.0, cache_modifier=".cg")
-        total += square + count * away * away
-    tl.store(mean + c, whole, mask=c < channels)
+        count, offset, mask = _tiles_from(begin, index, counts, c, tiles, channels)
+        deviation = (
+            tl.load(means + offset, mask=mask, other=0.0, cache_modifier=".cg") - overall_mean
+        )
+        square = tl.load(squares + offset, mask=mask, other=0.0, cache_modifier=".cg")
+        total += square + count * deviation * deviation
+    tl.store(mean + c, overall_mean, mask=c < channels)
     spread = tl.sum(total, axis=0, keep_dims=True) / rows
     tl.store(variance + c, spread, mask=c < channels)
 
@@ -347,30 +349,34 @@ def convolve_backward(
     for i in range(0, each, STEP):
         news, values, gates = (), (), ()
         for step in tl.static_range(STEP):
-            here = i + step
-            mask = inside & (row + (here + LEFT) < real)
-            news = news + (tl.load(dy + (here + LEFT) * channels, mask=mask, other=0.0),)
-            mask = inside & (row + here < real)
-            values = values + (tl.load(x + here * x_stride, mask=mask, other=0.0),)
+            row_offset = i + step
+            mask = inside & (row + (row_offset + LEFT) < real)
+            news = news + (tl.load(dy + (row_offset + LEFT) * channels, mask=mask, other=0.0),)
+            mask = inside & (row + row_offset < real)
+            values = values + (tl.load(x + row_offset * x_stride, mask=mask, other=0.0),)
             if GATED:
-                gates = gates + (tl.load(x + here * x_stride + channels, mask=mask, other=0.0),)
+                gates = gates + (
+                    tl.load(x + row_offset * x_stride + channels, mask=mask, other=0.0),
+                )
         for step in tl.static_range(STEP):
-            here = i + step
+            row_offset = i + step
             window = window + (tl.cast(news[step], tl.float32),)
             du = tl.zeros((GROUPS, BLOCK_C), dtype=tl.float32)
             for k in tl.static_range(TAPS):
                 du += w[k] * window[TAPS - 1 - k]
-            within = inside & (group + here < size)
+            within = inside & (group + row_offset < size)
             u = values[step].to(tl.float32)
             if GATED:
                 share = tl.sigmoid(gates[step].to(tl.float32))
                 dgate = du * u * share * (1 - share)
                 tl.store(
-                    dx + here * dx_stride + channels, dgate.to(dx.dtype.element_ty), mask=within
+                    dx + row_offset * dx_stride + channels,
+                    dgate.to(dx.dtype.element_ty),
+                    mask=within,
                 )
                 du *= share
                 u *= share
-            tl.store(dx + here * dx_stride, du.to(dx.dtype.element_ty), mask=within)
+            tl.store(dx + row_offset * dx_stride, du.to(dx.dtype.element_ty), mask=within)
             summed = ()
             for k in tl.static_range(TAPS):
                 summed = summed + (dw[k] + u * window[TAPS - 1 - k],)
@@ -429,11 +435,11 @@ def load_taps(weight, c, inside, group, TAPS: tl.constexpr):
     The tensors have the shape of the rows, so several threads load the same value. No exchange
     between threads is needed then: every thread multiplies its own channels.
     """
-    found = ()
+    taps = ()
     for k in tl.static_range(TAPS):
         tap = tl.load(weight + (c * TAPS + k + group * 0), mask=inside, other=0.0)
-        found = found + (tap.to(tl.float32),)
-    return found
+        taps = taps + (tap.to(tl.float32),)
+    return taps
 
 
 @triton.jit

@@ -62,9 +62,9 @@ class _Convolve(torch.autograd.Function):
         right = gap - ctx.left
         spread = _spread(grad, ctx.lengths, right, gap)
         grad_x = _gathered(_correlate(spread, taps.flip(0)), ctx.lengths, gap)
-        own = spread[right : len(spread) - ctx.left]
-        windows = buffer.unfold(0, len(own), 1)
-        grad_taps = torch.stack([(window.T * own).sum(0) for window in windows.unbind(0)])
+        rows = spread[right : len(spread) - ctx.left]
+        windows = buffer.unfold(0, len(rows), 1)
+        grad_taps = torch.stack([(window.T * rows).sum(0) for window in windows.unbind(0)])
         return grad_x, grad_taps, None, None
 
 

@@ -76,10 +76,6 @@ def _example_post_norm(inputs: ExampleInputs) -> Keywords:
 OPERATION = DifferentiableOp(
     "dropout_add_layer_norm",
     NormArguments,
-    {
-        Backend.TRITON: "effasr_kernels.dropout_add_layer_norm._triton",
-        Backend.REFERENCE: "effasr_kernels.dropout_add_layer_norm.reference",
-    },
     outputs=_outputs,
     # No products: the operation moves bytes.
     flops=lambda a: 0,

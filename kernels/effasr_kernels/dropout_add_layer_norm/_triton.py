@@ -74,17 +74,17 @@ def saved_like(a: NormArguments) -> tuple[Tensor, Tensor]:
 def backward(a: NormArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     dsummed = grads[1] if a.prenorm else None
     dnormed = None if a.weight is None else grads[0]
-    given = results[1] if a.prenorm else a.residual
-    summed = None if dnormed is None else unit_stride(given)
+    stream = results[1] if a.prenorm else a.residual
+    summed = None if dnormed is None else unit_stride(stream)
     x = None if a.prenorm or a.x is None else unit_stride(a.x)
-    rows, channels = given.shape
-    dresidual = given.new_empty(rows, channels)
-    dx = given.new_empty(rows, channels, dtype=a.narrow_dtype) if a.has_branch else None
-    options = _configuration(channels, given, dnormed, dx)
+    rows, channels = stream.shape
+    dresidual = stream.new_empty(rows, channels)
+    dx = stream.new_empty(rows, channels, dtype=a.narrow_dtype) if a.has_branch else None
+    options = _configuration(channels, stream, dnormed, dx)
     programs = max(1, min(ceil_div(rows, options["ROWS"]), _PROGRAMS // options["BLOCK_C"]))
     partials = None
     if sums := 2 * (dnormed is not None) + (a.x_bias is not None):
-        partials = given.new_empty(programs, sums, channels, dtype=torch.float32)
+        partials = stream.new_empty(programs, sums, channels, dtype=torch.float32)
     launch(
         add_norm_backward,
         (programs,),
@@ -214,14 +214,14 @@ def add_norm(
     real = row < tl.load(cu_seqlens + sequences)
     exists = row < rows
     mask = real[:, None] & inside[None, :]
-    whole = exists[:, None] & inside[None, :]
+    stored = exists[:, None] & inside[None, :]
     total = _sum(
         residual, x, x_bias, row, c, inside, mask, residual_stride, x_stride, seed, first, scale,
         probability, offset, DROPS, ROWS, BLOCK_C,
     )  # fmt: skip
     at = row.to(tl.int64)[:, None] * channels + c[None, :]
     if summed is not None:
-        tl.store(summed + at, total.to(summed.dtype.element_ty), mask=whole)
+        tl.store(summed + at, total.to(summed.dtype.element_ty), mask=stored)
     if normed is not None:
         mean = tl.sum(total, 1) / channels
         centred = tl.where(inside[None, :], total - mean[:, None], 0.0)
@@ -230,7 +230,7 @@ def add_norm(
         b = tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
         y = centred * rstd[:, None] * w[None, :] + b[None, :]
         y = tl.where(real[:, None], y, 0.0)
-        tl.store(normed + at, y.to(normed.dtype.element_ty), mask=whole)
+        tl.store(normed + at, y.to(normed.dtype.element_ty), mask=stored)
         tl.store(means + row, mean, mask=exists)
         tl.store(rstds + row, rstd, mask=exists)
 
@@ -282,7 +282,7 @@ def add_norm_backward(
     for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
         mask = (row < count)[:, None] & inside[None, :]
-        whole = (row < rows)[:, None] & inside[None, :]
+        stored = (row < rows)[:, None] & inside[None, :]
         gradient = tl.zeros((ROWS, BLOCK_C), tl.float32)
         if dsummed is not None:
             gradient = _rows(dsummed, row, c, channels, mask)
@@ -303,13 +303,13 @@ def add_norm_backward(
             shift = tl.sum(scaled, 1, keep_dims=True) / channels
             gradient += tl.where(mask, (scaled - normal * along - shift) * rstd, 0.0)
         at = row.to(tl.int64)[:, None] * channels + c[None, :]
-        tl.store(dresidual + at, gradient.to(dresidual.dtype.element_ty), mask=whole)
+        tl.store(dresidual + at, gradient.to(dresidual.dtype.element_ty), mask=stored)
         if dx is not None:
             if DROPS:
                 keep = keep_elements(tl.load(seed), first, 0, offset, probability, ROWS, BLOCK_C)
                 gradient = tl.where(keep, gradient, 0.0)
             gradient *= scale
-            tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=whole)
+            tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=stored)
             if x_bias is not None:
                 dadded += tl.sum(gradient, 0, keep_dims=True)
     to = tl.program_id(0).to(tl.int64) * channels

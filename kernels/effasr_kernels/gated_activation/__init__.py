@@ -30,10 +30,6 @@ def _example(inputs: ExampleInputs) -> Keywords:
 OPERATION = DifferentiableOp(
     "gated_activation",
     GatedArguments,
-    {
-        Backend.TRITON: "effasr_kernels.gated_activation._triton",
-        Backend.REFERENCE: "effasr_kernels.gated_activation.reference",
-    },
     outputs=lambda a: a.gate.new_empty(a.gate.shape),
     # No products: the operation moves bytes.
     flops=lambda a: 0,

@@ -39,10 +39,6 @@ def _example(inputs: ExampleInputs) -> Keywords:
 OPERATION = DifferentiableOp(
     "grouped_linear",
     GroupedLinearArguments,
-    {
-        Backend.TRITON: "effasr_kernels.grouped_linear._triton",
-        Backend.REFERENCE: "effasr_kernels.grouped_linear.reference",
-    },
     outputs=lambda a: a.x.new_empty(a.x.shape[0], a.weight.shape[1]),
     # A row is multiplied by the weight of its own group alone.
     flops=lambda a: 2 * sum(known_lengths(a.layout)) * a.weight.shape[1] * a.weight.shape[2],

@@ -160,11 +160,11 @@ def multiply(
         x_tile = x + inside[:, None] * x_stride + k[None, :]
         w_tile = weight + group.to(tl.int64) * group_stride
         w_tile += k[:, None] * input_stride + n[None, :].to(tl.int64) * output_stride
-        known = (n < outputs)[None, :]
+        in_outputs = (n < outputs)[None, :]
         for first in range(0, inputs, BLOCK_K):
-            left = inputs - first
-            a = tl.load(x_tile, mask=(k < left)[None, :], other=0.0)
-            b = tl.load(w_tile, mask=(k < left)[:, None] & known, other=0.0)
+            remaining = inputs - first
+            a = tl.load(x_tile, mask=(k < remaining)[None, :], other=0.0)
+            b = tl.load(w_tile, mask=(k < remaining)[:, None] & in_outputs, other=0.0)
             total = tl.dot(a, b, total, input_precision="ieee")
             x_tile += BLOCK_K
             w_tile += BLOCK_K * input_stride

@@ -48,10 +48,6 @@ def _example(inputs: ExampleInputs) -> Keywords:
 OPERATION = DifferentiableOp(
     "linear_cross_entropy",
     CrossEntropyArguments,
-    {
-        Backend.TRITON: "effasr_kernels.linear_cross_entropy._triton",
-        Backend.REFERENCE: "effasr_kernels.linear_cross_entropy.reference",
-    },
     outputs=lambda a: a.hidden.new_empty(a.hidden.shape[0], dtype=wide_dtype(a.hidden)),
     flops=_flops,
     examples=[Example("linear_cross_entropy", _example, 2 * 8 * CLASSES * CHANNELS)],

@@ -29,14 +29,18 @@ def forward(
     """
     if a.uniform_gradient:
         return _with_gradients(a)
-    normalizer, own, mean = projection.row_statistics(
+    normalizer, target_logit, mean = projection.row_statistics(
         *(a.hidden, a.weight, a.bias, a.targets),
         ignore_index=a.ignore_index,
         with_mean=a.label_smoothing != 0,
     )
-    assert own is not None
+    assert target_logit is not None
     # Every term is zero for ignored rows.
-    expected = own if mean is None else (1 - a.label_smoothing) * own + a.label_smoothing * mean
+    expected = (
+        target_logit
+        if mean is None
+        else (1 - a.label_smoothing) * target_logit + a.label_smoothing * mean
+    )
     loss = normalizer - expected
     if a.z_loss != 0:
         loss = loss.addcmul_(normalizer, normalizer, value=a.z_loss)
@@ -63,7 +67,7 @@ def backward(
     (upstream,), (normalizer,) = grads, saved
     targets, bias = a.targets.contiguous(), None if a.bias is None else a.bias.contiguous()
     count = a.weight.shape[0]
-    peak, uniform = 1.0 - a.label_smoothing, a.label_smoothing / max(1, count)
+    target_weight, class_weight = 1.0 - a.label_smoothing, a.label_smoothing / max(1, count)
 
     def write_grad_logits(first: int, logits: Tensor, d_logits: Tensor) -> None:
         rows = slice(first, first + logits.shape[0])
@@ -71,7 +75,14 @@ def backward(
             _grad_logits_kernel,
             (logits.shape[0], ceil_div(count, _BLOCK_V)),
             *(logits, d_logits, bias, targets[rows], normalizer[rows], upstream[rows]),
-            *(count, logits.stride(0), a.ignore_index, peak, uniform, float(a.z_loss)),
+            *(
+                count,
+                logits.stride(0),
+                a.ignore_index,
+                target_weight,
+                class_weight,
+                float(a.z_loss),
+            ),
             num_warps=4,
             num_stages=1,
             BLOCK_V=_BLOCK_V,
@@ -138,7 +149,7 @@ def _scaled(
     return gradients
 
 
-@triton.jit(do_not_specialize=["count", "ignore_index", "peak", "uniform", "z_loss"])
+@triton.jit(do_not_specialize=["count", "ignore_index", "target_weight", "class_weight", "z_loss"])
 def _loss_and_grad_kernel(
     logits,
     d_logits,
@@ -148,8 +159,8 @@ def _loss_and_grad_kernel(
     count,
     stride,
     ignore_index,
-    peak,
-    uniform,
+    target_weight,
+    class_weight,
     z_loss,
     SMOOTHED: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -168,8 +179,8 @@ def _loss_and_grad_kernel(
     exists = (target >= 0) & (target < count)
     largest = tl.full((BLOCK_V,), float("-inf"), tl.float32)
     mass = tl.zeros((BLOCK_V,), tl.float32)
-    own = tl.zeros((BLOCK_V,), tl.float32)
-    total = tl.zeros((BLOCK_V,), tl.float32)
+    target_logit = tl.zeros((BLOCK_V,), tl.float32)
+    logit_sum = tl.zeros((BLOCK_V,), tl.float32)
     for begin in range(0, count, BLOCK_V):
         v = begin + lanes
         z = tl.load(logits + first + v, mask=v < stride, other=0.0)
@@ -180,15 +191,15 @@ def _loss_and_grad_kernel(
         pivot = tl.where(larger == float("-inf"), 0.0, larger)
         mass = mass * tl.exp(largest - pivot) + tl.exp(z - pivot)
         largest = larger
-        own += tl.where(v == target, z, 0.0)
+        target_logit += tl.where(v == target, z, 0.0)
         if SMOOTHED:
-            total += tl.where(v < count, z, 0.0)
+            logit_sum += tl.where(v < count, z, 0.0)
     top = tl.max(largest, axis=0)
     pivot = tl.where(top == float("-inf"), 0.0, top)
     log_sum = pivot + tl.log(tl.sum(mass * tl.exp(largest - pivot), axis=0))
-    loss = log_sum - peak * tl.sum(own, axis=0) + z_loss * log_sum * log_sum
+    loss = log_sum - target_weight * tl.sum(target_logit, axis=0) + z_loss * log_sum * log_sum
     if SMOOTHED:
-        loss -= uniform * tl.sum(total, axis=0)
+        loss -= class_weight * tl.sum(logit_sum, axis=0)
     loss = tl.where(exists, loss, float("nan"))
     tl.store(losses + row, tl.where(counted, loss, 0.0))
 
@@ -198,8 +209,8 @@ def _loss_and_grad_kernel(
         z = tl.load(logits + first + v, mask=(v < stride) & counted, other=0.0)
         if bias is not None:
             z += tl.load(bias + v, mask=v < count, other=0.0).to(tl.float32)
-        d = tl.exp(z - log_sum) * factor - uniform
-        d -= tl.where(v == target, peak, 0.0)
+        d = tl.exp(z - log_sum) * factor - class_weight
+        d -= tl.where(v == target, target_weight, 0.0)
         d = tl.where(exists, d, float("nan"))
         d = tl.where(counted, d, 0.0)
         tl.store(d_logits + first + v, d.to(d_logits.dtype.element_ty), mask=v < stride)
@@ -209,25 +220,25 @@ def _loss_and_grad_kernel(
 def _upstream_scale_kernel(upstream, targets, scale, rows, ignore_index, BLOCK: tl.constexpr):
     """Write the upstream gradient of the rows that count: NaN if they differ, 0 if none counts."""
     lanes = tl.arange(0, BLOCK)
-    least = tl.full((BLOCK,), float("inf"), tl.float32)
-    most = tl.full((BLOCK,), float("-inf"), tl.float32)
-    broken = tl.zeros((BLOCK,), tl.int32)
-    found = tl.zeros((BLOCK,), tl.int32)
+    smallest = tl.full((BLOCK,), float("inf"), tl.float32)
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    has_nan = tl.zeros((BLOCK,), tl.int32)
+    has_row = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, rows, BLOCK):
         row = begin + lanes
         counted = tl.load(targets + row, mask=row < rows, other=ignore_index) != ignore_index
         counted = counted & (row < rows)
         g = tl.load(upstream + row, mask=counted, other=0.0).to(tl.float32)
-        least = tl.where(counted & (g < least), g, least)
-        most = tl.where(counted & (g > most), g, most)
-        broken = tl.where(counted & (g != g), 1, broken)
-        found = tl.where(counted, 1, found)
-    one, other = tl.min(least, axis=0), tl.max(most, axis=0)
-    value = tl.where((one == other) & (tl.max(broken, axis=0) == 0), one, float("nan"))
-    tl.store(scale, tl.where(tl.max(found, axis=0) == 0, 0.0, value))
+        smallest = tl.where(counted & (g < smallest), g, smallest)
+        largest = tl.where(counted & (g > largest), g, largest)
+        has_nan = tl.where(counted & (g != g), 1, has_nan)
+        has_row = tl.where(counted, 1, has_row)
+    low, high = tl.min(smallest, axis=0), tl.max(largest, axis=0)
+    value = tl.where((low == high) & (tl.max(has_nan, axis=0) == 0), low, float("nan"))
+    tl.store(scale, tl.where(tl.max(has_row, axis=0) == 0, 0.0, value))
 
 
-@triton.jit(do_not_specialize=["ignore_index", "peak", "uniform", "z_loss"])
+@triton.jit(do_not_specialize=["ignore_index", "target_weight", "class_weight", "z_loss"])
 def _grad_logits_kernel(
     logits,
     d_logits,
@@ -238,8 +249,8 @@ def _grad_logits_kernel(
     count,
     stride,
     ignore_index,
-    peak,
-    uniform,
+    target_weight,
+    class_weight,
     z_loss,
     BLOCK_V: tl.constexpr,
 ):
@@ -252,17 +263,17 @@ def _grad_logits_kernel(
     """
     row = tl.program_id(0)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    place = row.to(tl.int64) * stride + v
+    index = row.to(tl.int64) * stride + v
     target = tl.load(targets + row)
     counted = target != ignore_index
     log_sum = tl.load(normalizer + row)
     scale = tl.load(upstream + row)
     exists = (target >= 0) & (target < count)
     scale = tl.where(exists, scale, float("nan"))
-    z = tl.load(logits + place, mask=(v < stride) & counted, other=0.0)
+    z = tl.load(logits + index, mask=(v < stride) & counted, other=0.0)
     if bias is not None:
         z += tl.load(bias + v, mask=v < count, other=0.0).to(tl.float32)
-    d = tl.exp(z - log_sum) * (1.0 + 2.0 * z_loss * log_sum) - uniform
-    d -= tl.where(v == target, peak, 0.0)
+    d = tl.exp(z - log_sum) * (1.0 + 2.0 * z_loss * log_sum) - class_weight
+    d -= tl.where(v == target, target_weight, 0.0)
     d = tl.where(counted, scale * d, 0.0)
-    tl.store(d_logits + place, d.to(d_logits.dtype.element_ty), mask=v < stride)
+    tl.store(d_logits + index, d.to(d_logits.dtype.element_ty), mask=v < stride)

@@ -48,10 +48,6 @@ def _example(inputs: ExampleInputs) -> Keywords:
 OPERATION = ForwardOnlyOp(
     "mask_features",
     MaskArguments,
-    {
-        Backend.TRITON: "effasr_kernels.mask_features._triton",
-        Backend.REFERENCE: "effasr_kernels.mask_features.reference",
-    },
     outputs=lambda a: a.x.new_empty(a.x.shape),
     flops=lambda _: 0,
     examples=[Example("mask_features", _example, 0)],

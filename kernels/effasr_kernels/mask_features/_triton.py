@@ -44,11 +44,11 @@ def run(a: MaskArguments) -> Tensor:
 
 
 @triton.jit
-def find_mask(shares, entry, entries, whole, widest):
+def find_mask(shares, entry, entries, extent, widest):
     """Return the begin and end of the mask of two shares, numbers ``entry`` and that many later."""
     width = (tl.load(shares + entry) * (widest + 1).to(tl.float32)).to(tl.int32)
     width = tl.minimum(width, widest)
-    last = whole - width
+    last = extent - width
     begin = (tl.load(shares + entries + entry) * (last + 1).to(tl.float32)).to(tl.int32)
     begin = tl.minimum(begin, last)
     return begin, begin + width
@@ -92,17 +92,17 @@ def mask_rows(
                     freq_width,
                 )
                 in_band |= (c >= first) & (c < end)
-            whole = tl.load(lengths + sequence).to(tl.int32)
-            widest = (whole.to(tl.float32) * time_width).to(tl.int32)
+            extent = tl.load(lengths + sequence).to(tl.int32)
+            widest = (extent.to(tl.float32) * time_width).to(tl.int32)
             for i in tl.static_range(TIME_MASKS):
                 first, end = find_mask(
-                    time_shares, sequence * TIME_MASKS + i, sequences * TIME_MASKS, whole, widest
+                    time_shares, sequence * TIME_MASKS + i, sequences * TIME_MASKS, extent, widest
                 )
                 in_stretch |= (row >= first) & (row < end)
         else:
             in_band |= c >= 0
         hidden = in_band[None, :] | in_stretch[:, None]
-        place = (begin * SLOT + row)[:, None] * CHANNELS + c[None, :]
+        index = (begin * SLOT + row)[:, None] * CHANNELS + c[None, :]
         # Loading only what stays visible would be a load of its own for each element.
-        value = tl.load(x + place, mask=inside, other=0.0)
-        tl.store(y + place, tl.where(hidden, 0.0, value), mask=inside)
+        value = tl.load(x + index, mask=inside, other=0.0)
+        tl.store(y + index, tl.where(hidden, 0.0, value), mask=inside)

@@ -37,10 +37,6 @@ def _example(inputs: ExampleInputs) -> Keywords:
 OPERATION = ForwardOnlyOp(
     "normalize_features",
     NormalizeArguments,
-    {
-        Backend.TRITON: "effasr_kernels.normalize_features._triton",
-        Backend.REFERENCE: "effasr_kernels.normalize_features.reference",
-    },
     outputs=lambda a: a.x.new_empty(a.x.shape),
     flops=lambda _: 0,
     examples=[Example("normalize_features", _example, 0)],

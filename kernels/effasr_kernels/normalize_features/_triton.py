@@ -61,7 +61,7 @@ def normalize_rows(
     """Normalize a block of channels of a sequence, program (sequence, block); or zero the tail."""
     sequence = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    known = (c < CHANNELS)[None, :]
+    in_channels = (c < CHANNELS)[None, :]
     r = tl.arange(0, BLOCK_R)[:, None]
     zeros = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     if sequence < sequences:
@@ -73,26 +73,28 @@ def normalize_rows(
         total = zeros
         for first in range(0, real, BLOCK_R):
             row = first + r
-            total += tl.load(source + row * CHANNELS, mask=(row < real) & known, other=0.0)
+            total += tl.load(source + row * CHANNELS, mask=(row < real) & in_channels, other=0.0)
         # Rounded to nearest, so that the mean of one row is that row.
         mean = tl.div_rn(tl.sum(total, 0), tl.maximum(real, 1).to(tl.float32))
         squares = zeros
         for first in range(0, real, BLOCK_R):
             row = first + r
-            inside = (row < real) & known
+            inside = (row < real) & in_channels
             centred = tl.load(source + row * CHANNELS, mask=inside, other=0.0) - mean[None, :]
             squares += tl.where(inside, centred * centred, 0.0)
         variance = tl.div_rn(tl.sum(squares, 0), tl.maximum(real - 1, 1).to(tl.float32))
         scale = tl.sqrt_rn(variance) + eps
         for first in range(0, rows, BLOCK_R):
             row = first + r
-            value = tl.load(source + row * CHANNELS, mask=(row < real) & known, other=0.0)
+            value = tl.load(source + row * CHANNELS, mask=(row < real) & in_channels, other=0.0)
             value = tl.where(row < real, (value - mean[None, :]) / scale[None, :], 0.0)
             stored = value.to(y.dtype.element_ty)
-            tl.store(target + row * CHANNELS, stored, mask=(row < rows) & known)
+            tl.store(target + row * CHANNELS, stored, mask=(row < rows) & in_channels)
     else:
         first = tl.load(cu_seqlens + sequences) * SLOT + (sequence - sequences) * BLOCK_R
         for begin in range(first, slots * SLOT, TAIL_PROGRAMS * BLOCK_R):
             row = begin + r
-            place = row.to(tl.int64) * CHANNELS + c[None, :]
-            tl.store(y + place, zeros.to(y.dtype.element_ty), mask=(row < slots * SLOT) & known)
+            index = row.to(tl.int64) * CHANNELS + c[None, :]
+            tl.store(
+                y + index, zeros.to(y.dtype.element_ty), mask=(row < slots * SLOT) & in_channels
+            )

@@ -44,10 +44,6 @@ def _example(inputs: ExampleInputs) -> Keywords:
 OPERATION = ForwardOnlyOp(
     "projected_top_k",
     TopKArguments,
-    {
-        Backend.TRITON: "effasr_kernels.projected_top_k._triton",
-        Backend.REFERENCE: "effasr_kernels.projected_top_k.reference",
-    },
     outputs=_outputs,
     flops=lambda a: 2 * a.hidden.numel() * a.classes,
     results=2,

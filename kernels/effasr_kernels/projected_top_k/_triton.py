@@ -54,8 +54,8 @@ def divide(rows: int, classes: int, choice: Config, processors: int) -> tuple[in
     They depend only on the shapes and the GPU.
     """
     tiles = ceil_div(classes, choice.block_v)
-    wanted = max(1, _PROGRAMS * processors // max(1, ceil_div(rows, choice.block_r)))
-    per_split = -(-tiles // min(wanted, tiles))
+    parts = max(1, _PROGRAMS * processors // max(1, ceil_div(rows, choice.block_r)))
+    per_split = -(-tiles // min(parts, tiles))
     return per_split, ceil_div(tiles, per_split)
 
 
@@ -133,23 +133,23 @@ def nothing_yet(K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
     """Return K distinct initial values for each row, (BLOCK_R, BLOCK_K), below those of logits."""
     i = tl.arange(0, BLOCK_K)[None, :].to(tl.int64)
     # Entries past K are never the minimum, so they are never replaced.
-    places = tl.where(i < K, i + _LOWEST + 1, 0x7FFFFFFFFFFFFFFF)
-    return places + tl.zeros((BLOCK_R, BLOCK_K), tl.int64)
+    initial = tl.where(i < K, i + _LOWEST + 1, 0x7FFFFFFFFFFFFFFF)
+    return initial + tl.zeros((BLOCK_R, BLOCK_K), tl.int64)
 
 
 @triton.jit
-def take(kept, ranked):
+def take(best_classes, ranked):
     """Return the K best of ``kept``, (BLOCK_R, BLOCK_K), unsorted, and ``ranked``, (BLOCK_R, n)."""
-    lowest = tl.min(kept, 1)
+    lowest = tl.min(best_classes, 1)
     best = tl.max(ranked, 1)
     # After the first tiles few candidates are better than the kept ones, so iterations are few.
     while tl.max((best > lowest).to(tl.int32), 0) > 0:
-        replaced = (kept == lowest[:, None]) & (best > lowest)[:, None]
-        kept = tl.where(replaced, best[:, None], kept)
+        replaced = (best_classes == lowest[:, None]) & (best > lowest)[:, None]
+        best_classes = tl.where(replaced, best[:, None], best_classes)
         ranked = tl.where(ranked == best[:, None], _LOWEST, ranked)
-        lowest = tl.min(kept, 1)
+        lowest = tl.min(best_classes, 1)
         best = tl.max(ranked, 1)
-    return kept
+    return best_classes
 
 
 @triton.jit(do_not_specialize=["rows", "tiles_per_split"])
@@ -187,7 +187,7 @@ def rank_parts(
     h_tile += tl.minimum(in_rows, rows - 1 - first_row)[:, None] * hidden_stride
     largest = tl.full((BLOCK_R,), float("-inf"), tl.float32)
     mass = tl.zeros((BLOCK_R,), tl.float32)
-    kept = nothing_yet(K, BLOCK_R, BLOCK_K)
+    best_classes = nothing_yet(K, BLOCK_R, BLOCK_K)
     begin = part * tiles_per_split
     end = tl.minimum(begin + tiles_per_split, tl.cdiv(count, BLOCK_V))
     for tile in range(begin, end):
@@ -207,7 +207,7 @@ def rank_parts(
         if bias is not None:
             z += tl.load(bias + v, mask=v < count, other=0.0).to(tl.float32)[None, :]
         ranked = tl.where((v < count)[None, :], rank(z, v[None, :]), _LOWEST)
-        kept = take(kept, ranked)
+        best_classes = take(best_classes, ranked)
         z = tl.where((v < count)[None, :], z, float("-inf"))
         larger = tl.maximum(largest, tl.max(z, 1))
         # If all logits so far are -inf, their difference to the maximum would be NaN.
@@ -216,13 +216,13 @@ def rank_parts(
         largest = larger
 
     row = first_row + in_rows
-    place = part.to(tl.int64) * rows + row
+    index = part.to(tl.int64) * rows + row
     i = tl.arange(0, BLOCK_K)
     stored = (row < rows)[:, None] & (i < K)[None, :]
-    tl.store(partial + place[:, None] * K + i[None, :], kept, mask=stored)
-    tl.store(statistics + place, largest, mask=row < rows)
+    tl.store(partial + index[:, None] * K + i[None, :], best_classes, mask=stored)
+    tl.store(statistics + index, largest, mask=row < rows)
     statistics += tl.num_programs(0).to(tl.int64) * rows
-    tl.store(statistics + place, mass, mask=row < rows)
+    tl.store(statistics + index, mass, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
@@ -244,28 +244,28 @@ def merge_parts(
     largest = tl.full((1,), float("-inf"), tl.float32)
     mass = tl.zeros((1,), tl.float32)
     for first in range(0, splits, BLOCK):
-        place = (first + j).to(tl.int64) * rows + row
+        index = (first + j).to(tl.int64) * rows + row
         real = first + j < splits
-        tops = tl.load(statistics + place, mask=real, other=float("-inf"))
-        part = tl.load(masses + place, mask=real, other=0.0)
+        tops = tl.load(statistics + index, mask=real, other=float("-inf"))
+        part = tl.load(masses + index, mask=real, other=0.0)
         larger = tl.maximum(largest, tl.max(tops, 0))
         pivot = tl.where(larger == float("-inf"), 0.0, larger)
         mass = mass * tl.exp(largest - pivot) + tl.sum(part * tl.exp(tops - pivot), 0)
         largest = larger
 
-    kept = nothing_yet(K, 1, BLOCK_K)
+    best_classes = nothing_yet(K, 1, BLOCK_K)
     for first in range(0, splits * K, BLOCK):
-        place = ((first + j) // K).to(tl.int64) * rows + row
+        index = ((first + j) // K).to(tl.int64) * rows + row
         real = first + j < splits * K
-        ranked = tl.load(partial + place * K + (first + j) % K, mask=real, other=_LOWEST)
-        kept = take(kept, ranked[None, :])
+        ranked = tl.load(partial + index * K + (first + j) % K, mask=real, other=_LOWEST)
+        best_classes = take(best_classes, ranked[None, :])
 
     i = tl.arange(0, BLOCK_K)
-    kept = tl.where((i < K)[None, :], kept, _LOWEST)
-    for place in tl.static_range(K):
-        best = tl.max(kept, 1)
-        kept = tl.where(kept == best[:, None], _LOWEST, kept)
+    best_classes = tl.where((i < K)[None, :], best_classes, _LOWEST)
+    for position in tl.static_range(K):
+        best = tl.max(best_classes, 1)
+        best_classes = tl.where(best_classes == best[:, None], _LOWEST, best_classes)
         log_prob = logit_of(best) - largest - tl.log(mass)
-        one = tl.arange(0, 1)
-        tl.store(log_probs + row * K + place + one, log_prob)
-        tl.store(indices + row * K + place + one, class_of(best))
+        lane = tl.arange(0, 1)
+        tl.store(log_probs + row * K + position + lane, log_prob)
+        tl.store(indices + row * K + position + lane, class_of(best))

@@ -44,10 +44,6 @@ def _example_with_offset(inputs: ExampleInputs) -> Keywords:
 OPERATION = DifferentiableOp(
     "rms_norm",
     RMSNormArguments,
-    {
-        Backend.TRITON: "effasr_kernels.rms_norm._triton",
-        Backend.REFERENCE: "effasr_kernels.rms_norm.reference",
-    },
     outputs=lambda a: a.x.new_empty(a.x.shape, dtype=a.result_dtype),
     # No products: the operation moves bytes.
     flops=lambda a: 0,

@@ -60,8 +60,8 @@ def backward(a: RMSNormArguments, grads: Tensors, results: Tensors, saved: Tenso
     x, (rows, width) = unit_stride(a.x), a.x.shape
     dx = x.new_empty(rows, width)
     options = _configuration(width, x, grads[0])
-    most = min(_MOST_PROGRAMS, _PROGRAMS // options["BLOCK_W"])
-    programs = max(1, min(ceil_div(rows, options["ROWS"]), most))
+    max_programs = min(_MOST_PROGRAMS, _PROGRAMS // options["BLOCK_W"])
+    programs = max(1, min(ceil_div(rows, options["ROWS"]), max_programs))
     partials = None if a.frozen else x.new_empty(programs, width, dtype=float32)
     launch(
         normalize_backward,

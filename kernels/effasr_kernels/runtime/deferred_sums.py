@@ -95,13 +95,13 @@ def wait(sums: PartialSums) -> bool:
 @contextmanager
 def waiting(*, is_allowed: bool = True) -> Iterator[list[PartialSums]]:
     """Let partial sums wait inside the context, in the list that it yields, if that is allowed."""
-    before = getattr(_here, "waiting", None)
+    previous = getattr(_here, "waiting", None)
     sums: list[PartialSums] = []
     _here.waiting = sums if is_allowed else None
     try:
         yield sums
     finally:
-        _here.waiting = before
+        _here.waiting = previous
 
 
 def takes_rows(tensor: Tensor) -> bool:

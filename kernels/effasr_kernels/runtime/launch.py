@@ -61,12 +61,12 @@ def diverted(
     take: Callable[[Launch], object] | None, capability: tuple[int, int] = _WITHOUT_GPU
 ) -> Iterator[None]:
     """Pass launches to a function; None runs them, also inside another `diverted`."""
-    before = _Recorder.take, _Recorder.capability
+    previous = _Recorder.take, _Recorder.capability
     _Recorder.take, _Recorder.capability = take, capability
     try:
         yield
     finally:
-        _Recorder.take, _Recorder.capability = before
+        _Recorder.take, _Recorder.capability = previous
 
 
 def launch(

@@ -12,6 +12,7 @@ made of them, once for all launches of a batch; see `PackedLayout.with_tile_tabl
 
 from __future__ import annotations
 
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,12 +39,12 @@ def find_tile(cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr, times=1):
     total = tl.load(cu_seqlens + sequences) * times
     early = tl.minimum(tl.maximum(tile - total // BLOCK, 0), sequences)
     index = tl.arange(0, 128)
-    before = tl.zeros((128,), dtype=tl.int32)
+    counts = tl.zeros((128,), dtype=tl.int32)
     for first in range(early, tl.minimum(tile, sequences) + 1, 128):
         n = first + index
         begin = tl.load(cu_seqlens + n, mask=n <= sequences, other=0) * times
-        before += ((begin // BLOCK + n <= tile) & (n <= sequences)).to(tl.int32)
-    sequence = early + tl.sum(before) - 1
+        counts += ((begin // BLOCK + n <= tile) & (n <= sequences)).to(tl.int32)
+    sequence = early + tl.sum(counts) - 1
     begin = tl.load(cu_seqlens + sequence) * times
     end = tl.load(cu_seqlens + sequence + 1, mask=sequence < sequences, other=rows) * times
     start = (tile - (begin // BLOCK + sequence)) * BLOCK
@@ -53,9 +54,7 @@ def find_tile(cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr, times=1):
 @triton.jit(do_not_specialize=["sequences", "rows"])
 def fill_tile_table(cu_seqlens, tiles, sequences, rows, BLOCK: tl.constexpr):
     """Write the results of `find_tile` for one tile, int32 (4,): program (tile)."""
-    sequence, begin, length, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        cu_seqlens, sequences, rows, tl.program_id(0), BLOCK
-    )
+    sequence, begin, length, start = find_tile(cu_seqlens, sequences, rows, tl.program_id(0), BLOCK)
     tiles += tl.program_id(0) * 4
     tl.store(tiles, sequence)
     tl.store(tiles + 1, begin.to(tl.int32))
@@ -84,9 +83,7 @@ def tile_table(layout: PackedLayout, block: int) -> Tensor | None:
 def locate_tile(tiles, cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr):
     """The results of `find_tile`, from a table if there is one."""
     if tiles is None:
-        sequence, begin, length, start = find_tile(  # pyright: ignore[reportGeneralTypeIssues]
-            cu_seqlens, sequences, rows, tile, BLOCK
-        )
+        sequence, begin, length, start = find_tile(cu_seqlens, sequences, rows, tile, BLOCK)
     else:
         sequence = tl.load(tiles + tile * 4)
         begin = tl.load(tiles + tile * 4 + 1).to(tl.int64)

@@ -44,8 +44,9 @@ class TorchOp(Dispatcher):
         self,
         name: str,  # name of the operation's folder and public function
         arguments: type,  # the frozen dataclass of its arguments; see `ArgumentSchema`
-        # The import path of each implementation, in order of preference; see `Dispatcher`
-        backends: Mapping[Backend, str],
+        # The import path of each implementation, in order of preference; see `Dispatcher`. By
+        # default those of the operation's folder: `_triton` and `reference`.
+        backends: Mapping[Backend, str] | None = None,
         *,
         # Returns empty tensors with the shapes and dtypes of the results. Its arguments may be
         # fake, with layouts that hold no lengths.
@@ -57,6 +58,10 @@ class TorchOp(Dispatcher):
         results: int = 1,  # number of tensors that a call returns; with 0 a call returns None
         order: Callable[[Any], Sequence[Backend]] | None = None,
     ):
+        if backends is None:
+            folder = f"effasr_kernels.{name}"
+            triton, reference = f"{folder}._triton", f"{folder}.reference"
+            backends = {Backend.TRITON: triton, Backend.REFERENCE: reference}
         super().__init__(name, dict(backends), order)
         self.schema = ArgumentSchema(arguments)
         self.examples = tuple(examples)

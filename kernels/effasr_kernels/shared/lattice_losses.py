@@ -18,11 +18,11 @@ from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import inplace_grad
 
 
-def groups(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+def groups(sizes: Sequence[int], max_size: int) -> Iterator[tuple[int, int]]:
     """Divide sequences into groups; yield the first sequence and one past the last of each."""
     begin, used = 0, 0
     for n, size in enumerate(sizes):
-        if n > begin and used + size > most:
+        if n > begin and used + size > max_size:
             yield begin, n
             begin, used = n, 0
         used += size

@@ -302,53 +302,30 @@ def sum_segments(
     program, begin = tl.program_id(0), 0
     WIDTH: tl.constexpr = 2 * BLOCK_C
     if rows0 is not None:
+        row_out, row_exact = (row_out1, row_out2), (row_exact1, row_exact2)
+        rows, row_count, width = (rows1, rows2), (row_count1, row_count2), (width1, width2)
         segment = begin, row_out0, rows0, row_count0, width0, row_exact0
         begin += _programs(row_count0, width0, WIDTH, ROW_CHUNK)
-        if rows1 is not None:
-            new = row_out1, rows1, row_count1, width1, row_exact1
-            segment = _choose(program, begin, new, segment)
-            begin += _programs(row_count1, width1, WIDTH, ROW_CHUNK)
-        if rows2 is not None:
-            new = row_out2, rows2, row_count2, width2, row_exact2
-            segment = _choose(program, begin, new, segment)
-            begin += _programs(row_count2, width2, WIDTH, ROW_CHUNK)
+        for i in tl.static_range(2):
+            if rows[i] is not None:
+                new = row_out[i], rows[i], row_count[i], width[i], row_exact[i]
+                segment = _choose(program, begin, new, segment)
+                begin += _programs(row_count[i], width[i], WIDTH, ROW_CHUNK)
         if program < begin:
             _sum_chunk(program, segment, parts, counters, NARROW, BLOCK, WIDTH, ROW_CHUNK, WIDTH)
     if partials0 is not None:
         behind = begin
+        out = out1, out2, out3, out4, out5, out6, out7, out8
+        x = partials1, partials2, partials3, partials4, partials5, partials6, partials7, partials8
+        count = count1, count2, count3, count4, count5, count6, count7, count8
+        c = channels1, channels2, channels3, channels4, channels5, channels6, channels7, channels8
+        exact = exact1, exact2, exact3, exact4, exact5, exact6, exact7, exact8
         segment = begin, out0, partials0, count0, channels0, exact0
         begin += _programs(count0, channels0, BLOCK_C, CHUNK)
-        if partials1 is not None:
-            new = out1, partials1, count1, channels1, exact1
-            segment = _choose(program, begin, new, segment)
-            begin += _programs(count1, channels1, BLOCK_C, CHUNK)
-        if partials2 is not None:
-            new = out2, partials2, count2, channels2, exact2
-            segment = _choose(program, begin, new, segment)
-            begin += _programs(count2, channels2, BLOCK_C, CHUNK)
-        if partials3 is not None:
-            new = out3, partials3, count3, channels3, exact3
-            segment = _choose(program, begin, new, segment)
-            begin += _programs(count3, channels3, BLOCK_C, CHUNK)
-        if partials4 is not None:
-            new = out4, partials4, count4, channels4, exact4
-            segment = _choose(program, begin, new, segment)
-            begin += _programs(count4, channels4, BLOCK_C, CHUNK)
-        if partials5 is not None:
-            new = out5, partials5, count5, channels5, exact5
-            segment = _choose(program, begin, new, segment)
-            begin += _programs(count5, channels5, BLOCK_C, CHUNK)
-        if partials6 is not None:
-            new = out6, partials6, count6, channels6, exact6
-            segment = _choose(program, begin, new, segment)
-            begin += _programs(count6, channels6, BLOCK_C, CHUNK)
-        if partials7 is not None:
-            new = out7, partials7, count7, channels7, exact7
-            segment = _choose(program, begin, new, segment)
-            begin += _programs(count7, channels7, BLOCK_C, CHUNK)
-        if partials8 is not None:
-            new = out8, partials8, count8, channels8, exact8
-            segment = _choose(program, begin, new, segment)
-            begin += _programs(count8, channels8, BLOCK_C, CHUNK)
+        for i in tl.static_range(8):
+            if x[i] is not None:
+                new = out[i], x[i], count[i], c[i], exact[i]
+                segment = _choose(program, begin, new, segment)
+                begin += _programs(count[i], c[i], BLOCK_C, CHUNK)
         if program >= behind:
             _sum_chunk(program, segment, parts, counters, NARROW, BLOCK, BLOCK_C, CHUNK, WIDTH)

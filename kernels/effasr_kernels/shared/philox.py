@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 
@@ -28,7 +29,7 @@ def keep_mask(
     rows = (row // 2 + tl.arange(0, BLOCK_M // 2))[:, None]
     columns = (column // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
     zero = rows * 0 + columns * 0
-    w0, w1, w2, w3 = tl.philox(  # pyright: ignore[reportGeneralTypeIssues]
+    w0, w1, w2, w3 = tl.philox(
         seed, rows + zero, columns + zero, head + zero, sequence + zero, _ROUNDS
     )
     # tl.full, as the interpreter passes a Python float, which has no ``to``.
@@ -61,9 +62,7 @@ def keep_elements(
     i = (row // 2 + tl.arange(0, BLOCK_R // 2))[:, None]
     j = (column // 4 + tl.arange(0, BLOCK_C // 4))[None, :]
     zero = i * 0 + j * 0
-    w0, w1, w2, w3 = tl.philox(  # pyright: ignore[reportGeneralTypeIssues]
-        seed, i + zero, j + zero, offset + zero, zero - 1, _ROUNDS
-    )
+    w0, w1, w2, w3 = tl.philox(seed, i + zero, j + zero, offset + zero, zero - 1, _ROUNDS)
     # tl.full, as the interpreter passes a Python float, which has no ``to``.
     threshold = tl.full((), probability * 65536 + 0.5, tl.float32).to(tl.uint32)
     first = tl.join(_halves(w0, threshold), _halves(w1, threshold))

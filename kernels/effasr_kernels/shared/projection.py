@@ -32,7 +32,7 @@ class RowStatistics(NamedTuple):
     """Statistics of each row of logits z (R, V); zero in ignored rows."""
 
     log_normalizer: Tensor  # L = log sum_v exp z_v, float32 (R,)
-    own: Tensor | None  # logit z_y of the row's class y, float32 (R,); None without classes
+    class_logit: Tensor | None  # logit z_y of the row's class y, float32 (R,); None without classes
     mean: Tensor | None  # mean of z_v over v, float32 (R,); None unless requested
 
 
@@ -321,9 +321,9 @@ def _partial_normalizers(
         mass = mass * tl.exp(largest - pivot) + tl.sum(tl.exp(z - pivot[:, None]), axis=1)
         largest = larger
 
-    place = split.to(tl.int64) * rows + row
-    tl.store(partial_largest + place, largest, mask=counted)
-    tl.store(partial_mass + place, mass, mask=counted)
+    index = split.to(tl.int64) * rows + row
+    tl.store(partial_largest + index, largest, mask=counted)
+    tl.store(partial_mass + index, mass, mask=counted)
 
 
 @triton.jit(do_not_specialize=["ignore_index", "rows", "splits"])
@@ -340,7 +340,7 @@ def _finish_statistics(
     mean_weight,
     mean_bias,
     log_normalizer,
-    own,
+    class_logit,
     mean,
     count,
     hidden_stride,
@@ -358,33 +358,33 @@ def _finish_statistics(
     counted = _is_counted(row, classes, total, ignore_index, rows)
     largest = tl.full((BLOCK_R,), float("-inf"), tl.float32)
     mass = tl.zeros((BLOCK_R,), tl.float32)
-    place = row.to(tl.int64)
+    index = row.to(tl.int64)
     for _ in range(0, splits):
-        part = tl.load(partial_largest + place, mask=counted, other=float("-inf"))
-        part_mass = tl.load(partial_mass + place, mask=counted, other=0.0)
+        part = tl.load(partial_largest + index, mask=counted, other=float("-inf"))
+        part_mass = tl.load(partial_mass + index, mask=counted, other=0.0)
         larger = tl.maximum(largest, part)
         pivot = tl.where(larger == float("-inf"), 0.0, larger)
         mass = mass * tl.exp(largest - pivot) + part_mass * tl.exp(part - pivot)
         largest = larger
-        place += rows
+        index += rows
     normalizer = tl.where(counted, largest + tl.log(tl.where(counted, mass, 1.0)), 0.0)
     tl.store(log_normalizer + row, normalizer, mask=row < rows)
 
     h_tile = hidden + first_row.to(tl.int64) * hidden_stride
     h_tile += in_rows[:, None] * hidden_stride + in_width[None, :]
-    if own is not None:
-        own_class = tl.load(classes + row, mask=counted, other=0).to(tl.int64)
-        exists = counted & (own_class >= 0) & (own_class < count)
+    if class_logit is not None:
+        label_class = tl.load(classes + row, mask=counted, other=0).to(tl.int64)
+        exists = counted & (label_class >= 0) & (label_class < count)
         logit = tl.zeros((BLOCK_R,), tl.float32)
         if bias is not None:
-            logit = tl.load(bias + own_class, mask=exists, other=0.0).to(tl.float32)
-        w_tile = weight + own_class[:, None] * weight_stride + in_width[None, :]
+            logit = tl.load(bias + label_class, mask=exists, other=0.0).to(tl.float32)
+        w_tile = weight + label_class[:, None] * weight_stride + in_width[None, :]
         for c in range(0, WIDTH, BLOCK_C):
             h = tl.load(h_tile + c, mask=exists[:, None], other=0.0).to(tl.float32)
             w = tl.load(w_tile + c, mask=exists[:, None], other=0.0).to(tl.float32)
             logit += tl.sum(h * w, axis=1)
         logit = tl.where(exists, logit, float("nan"))
-        tl.store(own + row, tl.where(counted, logit, 0.0), mask=row < rows)
+        tl.store(class_logit + row, tl.where(counted, logit, 0.0), mask=row < rows)
     if mean is not None:
         logit = tl.zeros((BLOCK_R,), tl.float32)
         if mean_bias is not None:

@@ -43,10 +43,6 @@ def _example(inputs: ExampleInputs, relu: bool = False) -> Keywords:
 OPERATION = DifferentiableOp(
     "strided_depthwise",
     StridedArguments,
-    {
-        Backend.TRITON: "effasr_kernels.strided_depthwise._triton",
-        Backend.REFERENCE: "effasr_kernels.strided_depthwise.reference",
-    },
     outputs=lambda a: a.x.new_empty(a.layout.rows, a.x.shape[1] // 2, a.x.shape[2]),
     flops=_flops,
     # The result has two of the four bands.

@@ -108,26 +108,26 @@ def _find_places(
 
 
 @triton.jit
-def _taps(weight, c, known):
+def _taps(weight, c, in_channels):
     """Load the nine taps of each channel, float32 (1, BLOCK_C) each."""
     taps = ()
     for k in tl.static_range(9):
-        tap = tl.load(weight + c * 9 + k, mask=known, other=0.0)
+        tap = tl.load(weight + c * 9 + k, mask=in_channels, other=0.0)
         taps = taps + (tap.to(tl.float32)[None, :],)
     return taps
 
 
 @triton.jit
-def _wide(pointers, wanted, known):
+def _wide(pointers, in_rows, in_channels):
     """Load a tile in float32; masked elements are zero."""
-    mask = wanted[:, None] & known[None, :]
+    mask = in_rows[:, None] & in_channels[None, :]
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _input(pointers, wanted, known, RELU: tl.constexpr):
+def _input(pointers, in_rows, in_channels, RELU: tl.constexpr):
     """Load a tile of the input in float32, after ReLU if RELU; masked elements are zero."""
-    x = _wide(pointers, wanted, known)
+    x = _wide(pointers, in_rows, in_channels)
     # Not the maximum, which would be 0 for NaN.
     return tl.where(x < 0, 0.0, x) if RELU else x
 
@@ -163,9 +163,9 @@ def strided_forward(
         return
     WIDTH: tl.constexpr = BINS // 2
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    known = c < CHANNELS
-    w0, w1, w2, w3, w4, w5, w6, w7, w8 = _taps(weight, c, known)
-    offset = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
+    in_channels = c < CHANNELS
+    w0, w1, w2, w3, w4, w5, w6, w7, w8 = _taps(weight, c, in_channels)
+    offset = tl.load(bias + c, mask=in_channels, other=0.0).to(tl.float32)[None, :]
     n = tl.arange(0, BLOCK_P)
     # The loop starts at 0 because the compiler loses all alignments if it starts at a loaded value.
     for done in range(0, tl.minimum(SPAN, count - start), BLOCK_P):
@@ -181,18 +181,18 @@ def strided_forward(
         above = real & (row > 0)
         below = real & (2 * row + 1 < length)
         not_first = column > 0
-        acc = _input(at, real, known, RELU) * w4 + offset
-        acc += _input(at - (BINS + 1) * CHANNELS, above & not_first, known, RELU) * w0
-        acc += _input(at - BINS * CHANNELS, above, known, RELU) * w1
-        acc += _input(at - (BINS - 1) * CHANNELS, above, known, RELU) * w2
-        acc += _input(at - CHANNELS, real & not_first, known, RELU) * w3
-        acc += _input(at + CHANNELS, real, known, RELU) * w5
-        acc += _input(at + (BINS - 1) * CHANNELS, below & not_first, known, RELU) * w6
-        acc += _input(at + BINS * CHANNELS, below, known, RELU) * w7
-        acc += _input(at + (BINS + 1) * CHANNELS, below, known, RELU) * w8
+        acc = _input(at, real, in_channels, RELU) * w4 + offset
+        acc += _input(at - (BINS + 1) * CHANNELS, above & not_first, in_channels, RELU) * w0
+        acc += _input(at - BINS * CHANNELS, above, in_channels, RELU) * w1
+        acc += _input(at - (BINS - 1) * CHANNELS, above, in_channels, RELU) * w2
+        acc += _input(at - CHANNELS, real & not_first, in_channels, RELU) * w3
+        acc += _input(at + CHANNELS, real, in_channels, RELU) * w5
+        acc += _input(at + (BINS - 1) * CHANNELS, below & not_first, in_channels, RELU) * w6
+        acc += _input(at + BINS * CHANNELS, below, in_channels, RELU) * w7
+        acc += _input(at + (BINS + 1) * CHANNELS, below, in_channels, RELU) * w8
         acc = tl.where(real[:, None], acc, 0.0)
         to = y + (first + begin) * CHANNELS + (n[:, None] * CHANNELS + c[None, :])
-        tl.store(to, acc.to(y.dtype.element_ty), mask=inside[:, None] & known[None, :])
+        tl.store(to, acc.to(y.dtype.element_ty), mask=inside[:, None] & in_channels[None, :])
 
 
 @triton.jit(do_not_specialize=["sequences", "slots", "spans"])
@@ -225,9 +225,9 @@ def strided_backward(
     """
     WIDTH: tl.constexpr = BINS // 2
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    known = c < CHANNELS
+    in_channels = c < CHANNELS
     n = tl.arange(0, BLOCK_P)
-    w0, w1, w2, w3, w4, w5, w6, w7, w8 = _taps(weight, c, known)
+    w0, w1, w2, w3, w4, w5, w6, w7, w8 = _taps(weight, c, in_channels)
     zeros = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     d0, d1, d2, d3, d4, d5, d6, d7, d8, total = (
         zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros
@@ -249,25 +249,25 @@ def strided_backward(
             here = inside & (2 * row < length)
             below = inside & (2 * row + 2 < length) & (begin + n + WIDTH < count)
             not_last = column < WIDTH - 1
-            g = _wide(from_y, here, known)
-            g_right = _wide(from_y + CHANNELS, here & not_last, known)
-            g_below = _wide(from_y + WIDTH * CHANNELS, below, known)
-            g_aslant = _wide(from_y + (WIDTH + 1) * CHANNELS, below & not_last, known)
+            g = _wide(from_y, here, in_channels)
+            g_right = _wide(from_y + CHANNELS, here & not_last, in_channels)
+            g_below = _wide(from_y + WIDTH * CHANNELS, below, in_channels)
+            g_aslant = _wide(from_y + (WIDTH + 1) * CHANNELS, below & not_last, in_channels)
             total += g
 
             odd = here & (2 * row + 1 < length)
-            a = _input(x + at, here, known, RELU)
+            a = _input(x + at, here, in_channels, RELU)
             d4 += g * a
             grad_a = _grad_input(g * w4, a, RELU)
-            b = _input(x + at + CHANNELS, here, known, RELU)
+            b = _input(x + at + CHANNELS, here, in_channels, RELU)
             d5 += g * b
             d3 += g_right * b
             grad_b = _grad_input(g * w5 + g_right * w3, b, RELU)
-            e = _input(x + at + BINS * CHANNELS, odd, known, RELU)
+            e = _input(x + at + BINS * CHANNELS, odd, in_channels, RELU)
             d7 += g * e
             d1 += g_below * e
             grad_e = g * w7 + g_below * w1
-            f = _input(x + at + (BINS + 1) * CHANNELS, odd, known, RELU)
+            f = _input(x + at + (BINS + 1) * CHANNELS, odd, in_channels, RELU)
             d8 += g * f
             d6 += g_right * f
             d2 += g_below * f
@@ -276,7 +276,7 @@ def strided_backward(
 
             # The gradient is zero in rows past the length; the results below them are past it too.
             dtype: tl.constexpr = grad_x.dtype.element_ty
-            mask = inside[:, None] & known[None, :]
+            mask = inside[:, None] & in_channels[None, :]
             grad_e = tl.where(odd[:, None], _grad_input(grad_e, e, RELU), 0.0)
             grad_f = tl.where(odd[:, None], _grad_input(grad_f, f, RELU), 0.0)
             tl.store(grad_x + at, grad_a.to(dtype), mask=mask)
@@ -288,5 +288,5 @@ def strided_backward(
     to = partials + c * 9
     sums = d0, d1, d2, d3, d4, d5, d6, d7, d8
     for k in tl.static_range(9):
-        tl.store(to + k, tl.sum(sums[k], 0), mask=known)
-    tl.store(partials + 9 * CHANNELS + c, tl.sum(total, 0), mask=known)
+        tl.store(to + k, tl.sum(sums[k], 0), mask=in_channels)
+    tl.store(partials + 9 * CHANNELS + c, tl.sum(total, 0), mask=in_channels)

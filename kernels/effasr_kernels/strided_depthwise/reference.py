@@ -19,18 +19,18 @@ _SLOTS = 4_096
 def run(a: StridedArguments) -> Tensor:
     x = a.x
     taps, offset = widen(a.weight.T).reshape(3, 3, -1), widen(a.bias)
-    first, left = slot_table(a.layout, a.lengths, 2)
+    first, remaining = slot_table(a.layout, a.lengths, 2)
 
     def compute(part: slice) -> Tensor:
-        begins, rest = first[part], left[part]
+        begins, part_remaining = first[part], remaining[part]
         real = widen(x[2 * part.start : 2 * part.stop])
-        real = real.index_fill(0, unreal_rows(rest, 2, 1), 0)
+        real = real.index_fill(0, unreal_rows(part_remaining, 2, 1), 0)
         real = real.view(-1, 2, x.shape[1] // 2, 2, x.shape[2])
         quarters = real.permute(1, 3, 0, 2, 4).contiguous()
         if a.relu:
             # In place, as autograd keeps this tensor for the convolution anyway.
             quarters = quarters.relu_()
-        rows = first_rows(begins, 1), unreal_rows(rest, 1, 2)
+        rows = first_rows(begins, 1), unreal_rows(part_remaining, 1, 2)
         return StridedTaps.apply(quarters, taps, offset, *rows).to(x.dtype)
 
     return by_pieces(a.layout.rows, _SLOTS, compute)

@@ -53,10 +53,6 @@ def _example(inputs: ExampleInputs) -> Keywords:
 OPERATION = DifferentiableOp(
     "subsampling_stem",
     StemArguments,
-    {
-        Backend.TRITON: "effasr_kernels.subsampling_stem._triton",
-        Backend.REFERENCE: "effasr_kernels.subsampling_stem.reference",
-    },
     outputs=_outputs,
     flops=_flops,
     # A frame has 4 rows of 8 columns after the first convolution, 2 rows of 4 after the second.

@@ -197,10 +197,10 @@ def stem_patches(
         real = inside & (2 * row < length)
         mel_row = 2 * row - 1 + k // 3
         mel_column = 2 * column - 1 + k % 3
-        seen = (mel_row >= 0) & (mel_row < length) & (mel_column >= 0) & (k < 9)
+        inside_image = (mel_row >= 0) & (mel_row < length) & (mel_column >= 0) & (k < 9)
         top = begin // WIDTH
         at = x + (mel_begin + 2 * top) * BINS + ((mel_row - 2 * top) * BINS + mel_column)
-        values = tl.load(at, mask=real & seen, other=0.0)
+        values = tl.load(at, mask=real & inside_image, other=0.0)
         values = tl.where(real & (k == 9), 1.0, values).to(values.dtype)
         to = patches + (4 * first + begin) * 16 + (n[:, None] * 16 + k)
         tl.store(to, values, mask=inside)
@@ -209,23 +209,23 @@ def stem_patches(
 @triton.jit
 def _patch(patches, row, column, inside, TAP: tl.constexpr, BINS: tl.constexpr):
     """Load the patches of one tap of the second convolution, (BLOCK_P, 16)."""
-    seen = inside
+    inside_patch = inside
     if TAP < 3:
-        seen = seen & (row > 0)
+        inside_patch = inside_patch & (row > 0)
     if TAP % 3 == 0:
-        seen = seen & (column > 0)
+        inside_patch = inside_patch & (column > 0)
     shift = ((TAP // 3 - 1) * (BINS // 2) + TAP % 3 - 1) * 16
     at = patches[:, None] + (shift + tl.arange(0, 16)[None, :])
-    return tl.load(at, mask=seen[:, None], other=0.0)
+    return tl.load(at, mask=inside_patch[:, None], other=0.0)
 
 
 @triton.jit
 def _filters(weight, bias, c, CHANNELS: tl.constexpr):
     """Load weights and bias of the first convolution in the order of `_patch`, (BLOCK_C, 16)."""
     k = tl.arange(0, 16)[None, :]
-    known = (c < CHANNELS)[:, None]
-    weights = tl.load(weight + c[:, None] * 9 + k, mask=known & (k < 9), other=0.0)
-    biases = tl.load(bias + c[:, None] + 0 * k, mask=known & (k == 9), other=0.0)
+    in_channels = (c < CHANNELS)[:, None]
+    weights = tl.load(weight + c[:, None] * 9 + k, mask=in_channels & (k < 9), other=0.0)
+    biases = tl.load(bias + c[:, None] + 0 * k, mask=in_channels & (k == 9), other=0.0)
     return weights + biases
 
 
@@ -260,9 +260,9 @@ def stem_forward(
         return
     WIDTH: tl.constexpr = BINS // 4
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    known = c < CHANNELS
+    in_channels = c < CHANNELS
     filters = _filters(weight, bias, c, CHANNELS)
-    shift = tl.load(offset + c, mask=known, other=0.0).to(tl.float32)
+    shift = tl.load(offset + c, mask=in_channels, other=0.0).to(tl.float32)
     n = tl.arange(0, BLOCK_P)
     # The loop starts at 0 because the compiler loses all alignments if it starts at a loaded value.
     for done in range(0, tl.minimum(SPAN, count - start), BLOCK_P):
@@ -278,34 +278,38 @@ def stem_forward(
             patch = _patch(here, row, column, inside, tap, BINS)
             z = tl.dot(filters, tl.trans(patch), input_precision="ieee")
             z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
-            w = tl.load(taps + c * 9 + tap, mask=known, other=0.0).to(tl.float32)
+            w = tl.load(taps + c * 9 + tap, mask=in_channels, other=0.0).to(tl.float32)
             acc += z * w[:, None]
         acc = tl.where(inside[None, :], acc + shift[:, None], 0.0)
         to = y + (first + begin) * CHANNELS + (n[None, :] * CHANNELS + c[:, None])
-        tl.store(to, acc.to(y.dtype.element_ty), mask=(p < count)[None, :] & known[:, None])
+        tl.store(to, acc.to(y.dtype.element_ty), mask=(p < count)[None, :] & in_channels[:, None])
 
 
 @triton.jit
 def _gathered(
-    seen, patches, row, column, inside, filters, grad, TAP: tl.constexpr, BINS: tl.constexpr
+    total, patches, row, column, inside, filters, grad, TAP: tl.constexpr, BINS: tl.constexpr
 ):
     """Add the weighted patches of one tap where the first convolution is positive."""
     patch = _patch(patches, row, column, inside, TAP, BINS)
     z = tl.dot(filters, tl.trans(patch), input_precision="ieee")
     passed = tl.where(z > 0, grad, 0.0).to(grad.dtype)
-    return tl.dot(passed, patch, acc=seen, input_precision="ieee")
+    return tl.dot(passed, patch, acc=total, input_precision="ieee")
 
 
 @triton.jit
-def _finish(seen, filters, taps, c, to, TAP: tl.constexpr, CHANNELS: tl.constexpr):
+def _finish(total, filters, taps, c, to, TAP: tl.constexpr, CHANNELS: tl.constexpr):
     """Store the gradient of one tap of the second convolution.
 
     Returns this tap's part of the gradients of the first convolution, (BLOCK_C, 16).
     """
-    known = c < CHANNELS
-    tl.store(to + 10 * CHANNELS + c * 9 + TAP, tl.sum(seen * filters.to(tl.float32), 1), mask=known)
-    w = tl.load(taps + c * 9 + TAP, mask=known, other=0.0).to(tl.float32)
-    return seen * w[:, None]
+    in_channels = c < CHANNELS
+    tl.store(
+        to + 10 * CHANNELS + c * 9 + TAP,
+        tl.sum(total * filters.to(tl.float32), 1),
+        mask=in_channels,
+    )
+    w = tl.load(taps + c * 9 + TAP, mask=in_channels, other=0.0).to(tl.float32)
+    return total * w[:, None]
 
 
 @triton.jit(do_not_specialize=["sequences", "slots", "per_slot", "spans"])
@@ -343,7 +347,7 @@ def stem_backward(
     """
     WIDTH: tl.constexpr = BINS // 4
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    known = c < CHANNELS
+    in_channels = c < CHANNELS
     filters = _filters(weight, bias, c, CHANNELS)
     n = tl.arange(0, BLOCK_P)
     # Sums over places are products with ones; reductions would exchange values at every step.
@@ -363,7 +367,7 @@ def stem_backward(
             top = begin // WIDTH
             here = patches + (4 * first + top * BINS) * 16 + ((row - top) * BINS + 2 * column) * 16
             at = grad_y + (first + begin) * CHANNELS + (n[None, :] * CHANNELS + c[:, None])
-            g = tl.load(at, mask=inside[None, :] & known[:, None], other=0.0)
+            g = tl.load(at, mask=inside[None, :] & in_channels[:, None], other=0.0)
             total = tl.dot(g, ones, acc=total, input_precision="ieee")
             for tap in tl.static_range(9):
                 part = _gathered(parts[tap], here, row, column, inside, filters, g, tap, BINS)
@@ -373,7 +377,7 @@ def stem_backward(
     for tap in tl.static_range(1, 9):
         grads += _finish(parts[tap], filters, taps, c, to, tap, CHANNELS)
     k = tl.arange(0, 16)[None, :]
-    place = tl.where(k < 9, c[:, None] * 9 + k, 9 * CHANNELS + c[:, None])
-    tl.store(to + place, grads, mask=known[:, None] & (k < 10))
+    index = tl.where(k < 9, c[:, None] * 9 + k, 9 * CHANNELS + c[:, None])
+    tl.store(to + index, grads, mask=in_channels[:, None] & (k < 10))
     # All 16 columns are equal.
-    tl.store(to + 19 * CHANNELS + c, tl.sum(total, 1) / 16, mask=known)
+    tl.store(to + 19 * CHANNELS + c, tl.sum(total, 1) / 16, mask=in_channels)

@@ -285,9 +285,9 @@ def set_workspace(size: int) -> int:
     """
     if size <= 0:
         raise ValueError(f"`size` must be positive, but is {size}.")
-    before = _Workspace.bytes
+    previous = _Workspace.bytes
     _Workspace.bytes = size
-    return before
+    return previous
 
 
 def workspace() -> int:

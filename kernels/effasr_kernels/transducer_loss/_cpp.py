@@ -81,16 +81,16 @@ class _Losses:
         logits = weight.new_empty(max(fitting, default=0) if gradients else 0, count)
         self._clear(gradients)
         for group, size in zip(sequences, sizes, strict=True):
-            kept = logits[:size] if 0 < size <= logits.shape[0] else None
+            stored_logits = logits[:size] if 0 < size <= logits.shape[0] else None
             joint = Joint(
                 *(inputs, self.targets, self.blank_id, self.activation, self.dtype),
-                *(planes[:, :size], kept),
+                *(planes[:, :size], stored_logits),
             )
             for sequence in group:
                 for chunk in sequence.chunks(sum(weight.shape)):
                     joint.score(chunk)
-            own = slice(group[0].number, group[-1].number + 1)
-            losses[own] = 0 - self._sum_paths(own, joint.planes, bool(gradients))
+            members = slice(group[0].number, group[-1].number + 1)
+            losses[members] = 0 - self._sum_paths(members, joint.planes, bool(gradients))
             for sequence in group if gradients else ():
                 scale = 1.0 if scales is None else float(scales[sequence.number])
                 if losses[sequence.number] == torch.inf:
@@ -109,9 +109,9 @@ class _Losses:
             for n in range(begin, end):
                 labels = slice(rows_y[n], rows_y[n + 1])
                 states = slice(labels.start + n, labels.stop + n + 1)
-                own = slice(node, node + nodes[n])
-                yield Sequence(n, slice(rows_f[n], rows_f[n + 1]), states, labels, own)
-                node = own.stop
+                node_range = slice(node, node + nodes[n])
+                yield Sequence(n, slice(rows_f[n], rows_f[n + 1]), states, labels, node_range)
+                node = node_range.stop
 
         for begin, end in groups(nodes, _group_bytes() // (_PLANE_BYTES + 4 * count)):
             yield members(begin, end)
@@ -126,9 +126,9 @@ class _Losses:
         of_weight.zero_()
         of_bias.zero_()
 
-    def _sum_paths(self, own: slice, planes: Tensor, with_gradient: bool) -> Tensor:
+    def _sum_paths(self, members: slice, planes: Tensor, with_gradient: bool) -> Tensor:
         """Return log-likelihoods, and replace log-probabilities of steps by their occupancies."""
-        ends = slice(own.start, own.stop + 1)
+        ends = slice(members.start, members.stop + 1)
         cu_frames, cu_labels = (x.cu_seqlens[ends].contiguous() for x in (self.frames, self.labels))
         first_nodes = lattice.node_offsets(cu_frames, cu_labels)[:-1]
         arguments = planes[0], planes[1], cu_frames, cu_labels, first_nodes

@@ -43,10 +43,6 @@ def _example(inputs: ExampleInputs) -> Keywords:
 OPERATION = ForwardOnlyOp(
     "update_running_statistics",
     UpdateArguments,
-    {
-        Backend.TRITON: "effasr_kernels.update_running_statistics._triton",
-        Backend.REFERENCE: "effasr_kernels.update_running_statistics.reference",
-    },
     outputs=lambda _: None,
     flops=lambda _: 0,
     results=0,
@@ -141,20 +137,20 @@ def updates_together() -> Iterator[None]:
     the context raises, none is updated: a batch that is repeated then counts once. What compiled
     code calls does not wait, because compiled code uses the memory of its tensors again.
     """
-    before = getattr(_here, "waiting", None)
+    previous = getattr(_here, "waiting", None)
     waiting: list[tuple[UpdateArguments, Backend | str | None]] = []
     _here.waiting = waiting
     try:
         yield
     finally:
-        _here.waiting = before
+        _here.waiting = previous
     groups: dict[tuple[Backend | str | None, Hashable], list[UpdateArguments]] = {}
     for a, backend in waiting:
         groups.setdefault((backend, _kind(a)), []).append(a)
-    for (backend, _), found in groups.items():
-        for start in range(0, len(found), _MOST):
-            first, *others = found[start : start + _MOST]
-            OPERATION.select(first, backend).run(first, *others)
+    for (backend, _), updates in groups.items():
+        for start in range(0, len(updates), _MOST):
+            first, *more = updates[start : start + _MOST]
+            OPERATION.select(first, backend).run(first, *more)
 
 
 def _wait(arguments: UpdateArguments, backend: Backend | str | None) -> bool:

@@ -68,14 +68,14 @@ def update(
     count = tl.load(cu_seqlens + sequences)
     if count > 0:
         c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        known = c < channels
+        in_channels = c < channels
         wide = count.to(tl.float32)
         unbiased = tl.div_rn(wide, tl.maximum(wide - 1, 1.0))
-        old = tl.load(running_mean + c, mask=known).to(tl.float32)
-        new = tl.load(mean + c, mask=known).to(tl.float32)
+        old = tl.load(running_mean + c, mask=in_channels).to(tl.float32)
+        new = tl.load(mean + c, mask=in_channels).to(tl.float32)
         old += momentum * (new - old)
-        tl.store(running_mean + c, old.to(running_mean.dtype.element_ty), mask=known)
-        old = tl.load(running_variance + c, mask=known).to(tl.float32)
-        new = tl.load(variance + c, mask=known).to(tl.float32) * unbiased
+        tl.store(running_mean + c, old.to(running_mean.dtype.element_ty), mask=in_channels)
+        old = tl.load(running_variance + c, mask=in_channels).to(tl.float32)
+        new = tl.load(variance + c, mask=in_channels).to(tl.float32) * unbiased
         old += momentum * (new - old)
-        tl.store(running_variance + c, old.to(running_variance.dtype.element_ty), mask=known)
+        tl.store(running_variance + c, old.to(running_variance.dtype.element_ty), mask=in_channels)

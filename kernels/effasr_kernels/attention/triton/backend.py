@@ -105,22 +105,22 @@ def forward(
 
     With ``narrowness``, 1 / (2 sigma^2), a second result is the penalty of `guided_attention`.
     """
-    this = _prepare(a, narrowness)
+    call = _prepare(a, narrowness)
     rows, heads = a.layout_q.rows, a.q.shape[1]
     out = a.q.new_empty(a.q.shape)
     (lse,) = saved_like(a)
     penalty = None if narrowness is None else lse.new_empty(rows, heads)
-    config = this.configs.forward
+    config = call.configs.forward
     sequences = a.layout_q.num_sequences
     launch(
         attention_forward,
         (count_tiles(rows, sequences, config.block_m), heads),
         None if a.content_bias is None else a.content_bias.contiguous(),
-        *(this.q, this.k, this.v, this.bias, *this.pointers),
+        *(call.q, call.k, call.v, call.bias, *call.pointers),
         *(tile_table(a.layout_q, config.block_m), out, lse, penalty),
-        *(sequences, rows, this.bias_eighths, *this.sizes, *this.context),
-        *(a.scale * _LOG2_E, *this.numbers),
-        **this.options(config),
+        *(sequences, rows, call.bias_eighths, *call.sizes, *call.context),
+        *(a.scale * _LOG2_E, *call.numbers),
+        **call.options(config),
         BIAS=a.content_bias is not None,
     )
     return (out,) if penalty is None else (out, penalty), (lse,)
@@ -144,22 +144,22 @@ def backward(
         delta = row_delta(grad_out, results[0], guided)
     else:
         delta = torch.empty_like(lse)
-    this = _prepare(a, narrowness, _Rows(results[0], grad_out, delta))
-    grad_q, grad_k, grad_v = _empty_gradients(this)
+    call = _prepare(a, narrowness, _Rows(results[0], grad_out, delta))
+    grad_q, grad_k, grad_v = _empty_gradients(call)
     # Overwrites the bias with the gradient of the scores.
-    _backward_kv(this, lse, delta, grad_out, grad_k, grad_v)
+    _backward_kv(call, lse, delta, grad_out, grad_k, grad_v)
     gradients: dict[str, Tensor | None] = {"k": grad_k, "v": grad_v, "q": grad_q}
-    if this.bias is None or a.relative is None:
-        _backward_q(this, lse, delta, grad_out, grad_q)
-        if this.angles is not None and not this.rotates_in_kernel:
+    if call.bias is None or a.relative is None:
+        _backward_q(call, lse, delta, grad_out, grad_q)
+        if call.angles is not None and not call.rotates_in_kernel:
             for name, x, layout in (("q", grad_q, a.layout_q), ("k", grad_k, a.layout_k)):
-                gradients[name] = rotated(x, layout, this.angles, this.q.dtype, back=True)
+                gradients[name] = rotated(x, layout, call.angles, call.q.dtype, back=True)
         return gradients
     names = "q", "content_bias", "position_bias", "position_table"
-    shared = relative_backward(
-        this.bias, a.q, this.k, a.relative, a.layout_q, a.layout_k, a.scale, grad_q, a.context
+    gradients_of_position = relative_backward(
+        call.bias, a.q, call.k, a.relative, a.layout_q, a.layout_k, a.scale, grad_q, a.context
     )
-    return gradients | dict(zip(names, shared, strict=True))
+    return gradients | dict(zip(names, gradients_of_position, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +226,10 @@ def _prepare(a: AttentionArguments, narrowness: float | None, rows: _Rows | None
     )
 
 
-def _empty_gradients(this: _Call) -> list[Tensor]:
+def _empty_gradients(call: _Call) -> list[Tensor]:
     """Empty gradients of queries, keys and values, in one tensor where these are of one product."""
-    a = this.arguments
-    if this.angles is not None and not this.rotates_in_kernel:
+    a = call.arguments
+    if call.angles is not None and not call.rotates_in_kernel:
         # Rotated back, and then rounded, afterwards.
         wide = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (a.q, a.k)]
         return [*wide, a.v.new_empty(a.v.shape)]
@@ -239,31 +239,31 @@ def _empty_gradients(this: _Call) -> list[Tensor]:
 
 
 def _backward_kv(
-    this: _Call, lse: Tensor, delta: Tensor, grad_out: Tensor, grad_k: Tensor, grad_v: Tensor
+    call: _Call, lse: Tensor, delta: Tensor, grad_out: Tensor, grad_k: Tensor, grad_v: Tensor
 ) -> None:
-    a, config = this.arguments, this.configs.backward_kv
+    a, config = call.arguments, call.configs.backward_kv
     rows, sequences = a.layout_k.rows, a.layout_k.num_sequences
     launch(
         attention_backward_kv,
-        (count_tiles(rows, sequences, config.block_n), this.k.shape[1]),
-        *(this.q, this.k, this.v, this.bias, *this.pointers),
+        (count_tiles(rows, sequences, config.block_n), call.k.shape[1]),
+        *(call.q, call.k, call.v, call.bias, *call.pointers),
         *(tile_table(a.layout_k, config.block_n), lse, delta, grad_out, grad_k, grad_v),
-        *(sequences, a.layout_q.rows, rows, this.bias_eighths, *this.sizes, grad_k.stride(0)),
-        *(*this.context, a.scale, *this.numbers),
-        **this.options(config),
-        BIAS=this.bias is not None,
+        *(sequences, a.layout_q.rows, rows, call.bias_eighths, *call.sizes, grad_k.stride(0)),
+        *(*call.context, a.scale, *call.numbers),
+        **call.options(config),
+        BIAS=call.bias is not None,
     )
 
 
-def _backward_q(this: _Call, lse: Tensor, delta: Tensor, grad_out: Tensor, grad_q: Tensor) -> None:
-    a, config = this.arguments, this.configs.backward_q
+def _backward_q(call: _Call, lse: Tensor, delta: Tensor, grad_out: Tensor, grad_q: Tensor) -> None:
+    a, config = call.arguments, call.configs.backward_q
     rows, sequences = a.layout_q.rows, a.layout_q.num_sequences
     launch(
         attention_backward_q,
-        (count_tiles(rows, sequences, config.block_m), this.q.shape[1]),
-        *(this.q, this.k, this.v, *this.pointers),
+        (count_tiles(rows, sequences, config.block_m), call.q.shape[1]),
+        *(call.q, call.k, call.v, *call.pointers),
         *(tile_table(a.layout_q, config.block_m), lse, delta, grad_out, grad_q),
-        *(sequences, rows, *this.sizes, grad_q.stride(0), *this.context, a.scale),
-        *this.numbers,
-        **this.options(config),
+        *(sequences, rows, *call.sizes, grad_q.stride(0), *call.context, a.scale),
+        *call.numbers,
+        **call.options(config),
     )

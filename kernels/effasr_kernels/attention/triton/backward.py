@@ -11,6 +11,7 @@ so the penalty adds one term to each of the two formulas of FlashAttention-2.
 
 from __future__ import annotations
 
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 
@@ -91,7 +92,7 @@ def attention_backward_kv(
     With ``BIAS`` the kernel also overwrites the bias with the gradient of the scores: this program
     alone reads each tile, before it writes it. The gradient of queries is a product with it.
     """
-    sequence, first_k, length_k, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
+    sequence, first_k, length_k, start = locate_tile(
         tiles, cu_seqlens_k, sequences, rows_k, tl.program_id(0), BLOCK_N
     )
     if start >= length_k:
@@ -120,7 +121,7 @@ def attention_backward_kv(
     # hides.
     begin = start if CAUSAL and not BIAS else 0
     if chunk is not None:
-        begin, length_q = queries_of_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        begin, length_q = queries_of_tile(
             start, tl.minimum(start + BLOCK_N, length_k) - 1, length_q, left, right, chunk, BLOCK_M
         )
     first_row = first_q + begin
@@ -163,9 +164,7 @@ def attention_backward_kv(
             if BIAS:
                 b_mask = in_rows[None, :] & b_columns
                 if chunk is not None:
-                    first_group, end_group = groups_seen(  # pyright: ignore[reportGeneralTypeIssues]
-                        begin + step + m, left, right, chunk
-                    )
+                    first_group, end_group = groups_seen(begin + step + m, left, right, chunk)
                     group = (start + n // 8 * 8)[:, None]
                     b_mask = b_mask & (group >= first_group[None, :]) & (group < end_group[None, :])
                 b_tile = tl.load(bias + bias_offset, mask=b_mask, other=0.0)
@@ -174,25 +173,23 @@ def attention_backward_kv(
                 scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
             scores *= scale * _LOG2_E
             if BIAS:
-                seen = in_columns[:, None]
+                visible = in_columns[:, None]
                 if CAUSAL:
-                    seen = seen & (step + m[None, :] >= start + n[:, None])
+                    visible = visible & (step + m[None, :] >= start + n[:, None])
                 if chunk is not None:
-                    first_seen, end_seen = keys_seen(  # pyright: ignore[reportGeneralTypeIssues]
-                        begin + step + m, left, right, chunk
-                    )
+                    first_visible, end_visible = keys_seen(begin + step + m, left, right, chunk)
                     key = start + n[:, None]
-                    seen = seen & (key >= first_seen[None, :]) & (key < end_seen[None, :])
-                scores = tl.where(seen, scores, float("-inf"))
+                    visible = (
+                        visible & (key >= first_visible[None, :]) & (key < end_visible[None, :])
+                    )
+                scores = tl.where(visible, scores, float("-inf"))
             elif CAUSAL:
                 scores = tl.where(step + m[None, :] >= n[:, None], scores, float("-inf"))
             elif chunk is not None:
-                first_seen, end_seen = keys_seen(  # pyright: ignore[reportGeneralTypeIssues]
-                    begin + step + m, left, right, chunk
-                )
+                first_visible, end_visible = keys_seen(begin + step + m, left, right, chunk)
                 key = start + n[:, None]
-                seen = (key >= first_seen[None, :]) & (key < end_seen[None, :])
-                scores = tl.where(seen, scores, float("-inf"))
+                visible = (key >= first_visible[None, :]) & (key < end_visible[None, :])
+                scores = tl.where(visible, scores, float("-inf"))
             weights = tl.exp2(scores - row_lse[None, :])
             grad_weights = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")
             if DROPOUT:
@@ -209,15 +206,15 @@ def attention_backward_kv(
                     )
                 )
                 grad_weights = tl.where(keep, grad_weights * scale_kept, 0.0)
-                kept = tl.where(keep, weights, 0.0).to(grad_tile.dtype)
+                kept_weights = tl.where(keep, weights, 0.0).to(grad_tile.dtype)
             else:
-                kept = weights.to(grad_tile.dtype)
-            acc_v += tl.dot(kept, grad_tile, input_precision="ieee")
+                kept_weights = weights.to(grad_tile.dtype)
+            acc_v += tl.dot(kept_weights, grad_tile, input_precision="ieee")
             if GUIDED:
                 row_grad = tl.load(grad_penalty + m, mask=in_rows, other=0.0)
                 token = (step + m) * token_step
-                away = distance(token[None, :], frame[:, None], narrowness)
-                grad_weights += row_grad[None, :] * away
+                off_diagonal = distance(token[None, :], frame[:, None], narrowness)
+                grad_weights += row_grad[None, :] * off_diagonal
                 grad_penalty += BLOCK_M
             grad_scores = (weights * (grad_weights - row_delta[None, :])).to(q_tile.dtype)
             acc_k += tl.dot(grad_scores, q_tile, input_precision="ieee")
@@ -239,7 +236,7 @@ def attention_backward_kv(
     # A single key has a zero gradient of its score, as above.
     acc_k *= tl.where(length_k == 1, 0.0, scale)
     # Located again, as no register is left for it in the loop.
-    _, first_k, _, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
+    _, first_k, _, start = locate_tile(
         tiles, cu_seqlens_k, sequences, rows_k, tl.program_id(0), BLOCK_N
     )
     grad_begin = (first_k + start) * grad_row + key_head * WIDTH
@@ -301,7 +298,7 @@ def attention_backward_q(
 
     It is not used with relative positions; `relative.relative_backward` computes the gradient then.
     """
-    sequence, first_q, length_q, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
+    sequence, first_q, length_q, start = locate_tile(
         tiles, cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M
     )
     if start >= length_q:
@@ -344,12 +341,10 @@ def attention_backward_q(
     end = tl.minimum(length_k, start + BLOCK_M) if CAUSAL else length_k
     begin = 0
     if chunk is not None:
-        begin, end = keys_of_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        begin, end = keys_of_tile(
             start, tl.minimum(start + BLOCK_M, length_q) - 1, end, left, right, chunk, BLOCK_N
         )
-        first_seen, end_seen = keys_seen(  # pyright: ignore[reportGeneralTypeIssues]
-            start + m, left, right, chunk
-        )
+        first_visible, end_visible = keys_seen(start + m, left, right, chunk)
         k += begin.to(tl.int64) * k_row
         v += begin.to(tl.int64) * v_row
     for step in range(0, end - begin, BLOCK_N):
@@ -359,13 +354,13 @@ def attention_backward_q(
         k_tile = tl.load(k + k_offset, mask=k_mask, other=0.0)
         v_tile = tl.load(v + v_offset, mask=k_mask, other=0.0)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * (scale * _LOG2_E)
-        seen = in_columns[None, :]
+        visible = in_columns[None, :]
         if CAUSAL:
-            seen = seen & (start + m[:, None] >= column + n[None, :])
+            visible = visible & (start + m[:, None] >= column + n[None, :])
         if chunk is not None:
             key = column + n[None, :]
-            seen = seen & (key >= first_seen[:, None]) & (key < end_seen[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
+            visible = visible & (key >= first_visible[:, None]) & (key < end_visible[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
         weights = tl.exp2(scores - row_lse[:, None])
         grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
         if DROPOUT:
@@ -375,8 +370,8 @@ def attention_backward_q(
             grad_weights = tl.where(keep, grad_weights * scale_kept, 0.0)
         if GUIDED:
             frame = (column + n) * frame_step
-            away = distance(token[:, None], frame[None, :], narrowness)
-            grad_weights += row_grad[:, None] * away
+            off_diagonal = distance(token[:, None], frame[None, :], narrowness)
+            grad_weights += row_grad[:, None] * off_diagonal
         grad_scores = (weights * (grad_weights - row_delta[:, None])).to(k_tile.dtype)
         acc += tl.dot(grad_scores, k_tile, input_precision="ieee")
         k += BLOCK_N * k_row

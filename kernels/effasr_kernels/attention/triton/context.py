@@ -10,6 +10,7 @@ groups of 8 columns (`groups_seen`), which loads read at once. The rest of it is
 
 from __future__ import annotations
 
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 
@@ -24,19 +25,15 @@ def keys_seen(query, left, right, chunk):
 @triton.jit
 def groups_seen(query, left, right, chunk):
     """`keys_seen`, rounded to whole groups of 8 keys; the first is at least 0."""
-    first, end = keys_seen(  # pyright: ignore[reportGeneralTypeIssues]
-        query, left, right, chunk
-    )
+    first, end = keys_seen(query, left, right, chunk)
     return tl.maximum(first, 0) // 8 * 8, (end + 7) // 8 * 8
 
 
 @triton.jit
 def keys_of_tile(start, last, length, left, right, chunk, BLOCK: tl.constexpr):
     """First key and one past the last key that the queries from ``start`` to ``last`` see."""
-    first, _ = keys_seen(  # pyright: ignore[reportGeneralTypeIssues]
-        start, left, right, chunk
-    )
-    _, end = keys_seen(last, left, right, chunk)  # pyright: ignore[reportGeneralTypeIssues]
+    first, _ = keys_seen(start, left, right, chunk)
+    _, end = keys_seen(last, left, right, chunk)
     return tl.maximum(first, 0) // BLOCK * BLOCK, tl.minimum(end, length)
 
 

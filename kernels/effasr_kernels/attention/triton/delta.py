@@ -50,9 +50,9 @@ def attention_delta(
     sums = sum_of_products(out + begin, grad_out + begin, offset, mask)
     delta += head.to(tl.int64) * rows + first_row + m
     if GUIDED:
-        place = (first_row + m) * heads + head
-        row_grad = tl.load(grad_penalty + place, mask=in_rows, other=0.0)
-        sums += row_grad * tl.load(penalty + place, mask=in_rows, other=0.0)
+        index = (first_row + m) * heads + head
+        row_grad = tl.load(grad_penalty + index, mask=in_rows, other=0.0)
+        sums += row_grad * tl.load(penalty + index, mask=in_rows, other=0.0)
         tl.store(delta + rows.to(tl.int64) * heads, row_grad, mask=in_rows)
     tl.store(delta, sums, mask=in_rows)
 

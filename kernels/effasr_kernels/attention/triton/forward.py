@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 
@@ -106,7 +107,7 @@ def attention_forward(
     finite after one step. With ``GUIDED`` there is one more sum: the weights times their distance
     from the diagonal.
     """
-    sequence, first_q, length_q, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
+    sequence, first_q, length_q, start = locate_tile(
         tiles, cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M
     )
     if start >= length_q:
@@ -146,22 +147,18 @@ def attention_forward(
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     if GUIDED:
-        astray = tl.zeros((BLOCK_M,), tl.float32)
+        off_diagonal_sum = tl.zeros((BLOCK_M,), tl.float32)
         token = (start + m) * (1.0 / length_q)
         frame_step = 1.0 / tl.maximum(length_k, 1)
     end = tl.minimum(length_k, start + BLOCK_M) if CAUSAL else length_k
     begin = 0
     if chunk is not None:
-        begin, end = keys_of_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        begin, end = keys_of_tile(
             start, tl.minimum(start + BLOCK_M, length_q) - 1, end, left, right, chunk, BLOCK_N
         )
-        first_seen, end_seen = keys_seen(  # pyright: ignore[reportGeneralTypeIssues]
-            start + m, left, right, chunk
-        )
+        first_visible, end_visible = keys_seen(start + m, left, right, chunk)
         if BIAS:
-            first_group, end_group = groups_seen(  # pyright: ignore[reportGeneralTypeIssues]
-                start + m, left, right, chunk
-            )
+            first_group, end_group = groups_seen(start + m, left, right, chunk)
         k += begin.to(tl.int64) * k_row
         v += begin.to(tl.int64) * v_row
     # From zero, as otherwise the compiler does not prefetch.
@@ -179,13 +176,13 @@ def attention_forward(
             scores = tl.dot(q_tile, tl.trans(k_tile), as_scores(b_tile), input_precision="ieee")
         else:
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        seen = in_columns[None, :]
+        visible = in_columns[None, :]
         if CAUSAL:
-            seen = seen & (start + m[:, None] >= column + n[None, :])
+            visible = visible & (start + m[:, None] >= column + n[None, :])
         if chunk is not None:
             key = column + n[None, :]
-            seen = seen & (key >= first_seen[:, None]) & (key < end_seen[:, None])
-        scores = tl.where(seen, scores * scale_log2, float("-inf"))
+            visible = visible & (key >= first_visible[:, None]) & (key < end_visible[:, None])
+        scores = tl.where(visible, scores * scale_log2, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
         pivot = larger
         if chunk is not None:
@@ -196,8 +193,8 @@ def attention_forward(
         total = total * shrink + tl.sum(weights, 1)
         if GUIDED:
             frame = (column + n) * frame_step
-            away = distance(token[:, None], frame[None, :], narrowness)
-            astray = astray * shrink + tl.sum(weights * away, 1)
+            off_diagonal = distance(token[:, None], frame[None, :], narrowness)
+            off_diagonal_sum = off_diagonal_sum * shrink + tl.sum(weights * off_diagonal, 1)
         if DROPOUT:
             keep = keep_mask(
                 seed_value, sequence, head, start, column, probability, BLOCK_M, BLOCK_N
@@ -214,7 +211,7 @@ def attention_forward(
     total = tl.where(total == 0, 1.0, total)
     inverse = 1 / total
     if GUIDED:
-        tl.store(penalty + (first_row + m) * heads + head, astray * inverse, mask=in_rows)
+        tl.store(penalty + (first_row + m) * heads + head, off_diagonal_sum * inverse, mask=in_rows)
     if DROPOUT:
         inverse *= 1 / (1 - probability)
     acc *= inverse[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 
@@ -69,7 +70,7 @@ def grad_queries(
             tl.store(grad_biases, nothing, mask=in_width)
             tl.store(grad_biases + to_distance, nothing, mask=in_width)
             return
-    sequence, begin, length, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
+    sequence, begin, length, start = locate_tile(
         tiles, cu_seqlens_q, sequences, rows, tile // STEP, BLOCK_M * STEP
     )
     start += tile % STEP
@@ -95,20 +96,16 @@ def grad_queries(
     by_content = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     low, high = 0, keys
     if chunk is not None:
-        low, high = keys_of_tile(  # pyright: ignore[reportGeneralTypeIssues]
-            start, start + last * STEP, keys, left, right, chunk, BLOCK_N
-        )
-        first_group, end_group = groups_seen(  # pyright: ignore[reportGeneralTypeIssues]
-            start + row * STEP, left, right, chunk
-        )
+        low, high = keys_of_tile(start, start + last * STEP, keys, left, right, chunk, BLOCK_N)
+        first_group, end_group = groups_seen(start + row * STEP, left, right, chunk)
         k += low * k_row
     for step in range(0, high - low, BLOCK_N):
         first = low + step
-        seen = (first + by_eight < keys)[None, :] & in_range[:, None]
+        visible = (first + by_eight < keys)[None, :] & in_range[:, None]
         if chunk is not None:
             group = (first + by_eight)[None, :]
-            seen = seen & (group >= first_group[:, None]) & (group < end_group[:, None])
-        ds = tl.load(grad_scores + first + offset, mask=seen, other=0.0)
+            visible = visible & (group >= first_group[:, None]) & (group < end_group[:, None])
+        ds = tl.load(grad_scores + first + offset, mask=visible, other=0.0)
         key = tl.load(
             k + key_offset,
             mask=(first + n < keys)[:, None] & in_width[None, :],
@@ -129,17 +126,17 @@ def grad_queries(
     # Without keys, as in the tail, there is no step.
     low, high = 0, tl.where(keys > 0, keys + last * STEP, 0)
     if chunk is not None:
-        low, high = diagonals_of_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        low, high = diagonals_of_tile(
             start + last * STEP, keys, last * STEP, left, right, chunk, 16
         )
         high = tl.where(keys > 0, high, 0)
     for step in range(0, high - low, BLOCK_W):
         first = low + step
-        seen = is_below(first + first_key, keys) & in_range[:, None]
+        visible = is_below(first + first_key, keys) & in_range[:, None]
         if chunk is not None:
             key = first + first_key
-            seen = seen & (key >= first_group[:, None]) & (key < end_group[:, None])
-        ds = tl.load(grad_scores + first + offset, mask=seen, other=0.0)
+            visible = visible & (key >= first_group[:, None]) & (key < end_group[:, None])
+        ds = tl.load(grad_scores + first + offset, mask=visible, other=0.0)
         entry = largest - first - diagonal
         window = tl.load(
             table + entry.to(tl.int64)[:, None] * stride_distance + channel[None, :],
@@ -198,12 +195,12 @@ def _add_splits(
     for start in range(first, first + BLOCK_W, PART):
         entry = start + row
         mask = is_below(entry, entries)[:, None] & (channel < WIDTH)[None, :]
-        place = entry.to(tl.int64)[:, None] * (heads * WIDTH) + channel[None, :]
-        found = tl.zeros((PART, BLOCK_D), dtype=tl.float32)
+        offset = entry.to(tl.int64)[:, None] * (heads * WIDTH) + channel[None, :]
+        total = tl.zeros((PART, BLOCK_D), dtype=tl.float32)
         for split in range(splits):
-            part = by_split + split * of_split + place
-            found += tl.load(part, mask=mask, other=0.0, cache_modifier=".cg")
-        tl.store(grad + place, found.to(grad.dtype.element_ty), mask=mask)
+            part = by_split + split * of_split + offset
+            total += tl.load(part, mask=mask, other=0.0, cache_modifier=".cg")
+        tl.store(grad + offset, total.to(grad.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
@@ -260,9 +257,7 @@ def grad_table(
     share = tl.cdiv(total_rows, splits // STEP)
     first_row = split // STEP * share
     end_row = tl.minimum(first_row + share, total_rows)
-    first_sequence, end_sequence = sequences_of(  # pyright: ignore[reportGeneralTypeIssues]
-        cu_seqlens_q, sequences, first_row, end_row
-    )
+    first_sequence, end_sequence = sequences_of(cu_seqlens_q, sequences, first_row, end_row)
 
     row = tl.arange(0, BLOCK_M)
     diagonal = tl.arange(0, BLOCK_W)
@@ -299,23 +294,23 @@ def grad_table(
             for tile in range(low, high):
                 start = tile * (BLOCK_M * STEP)
                 in_range = start + phase + row * STEP < length
-                here = begin.to(tl.int64) + start + phase
+                query_row = begin.to(tl.int64) + start + phase
                 # The key that the first query has at the largest distance.
                 skip = start - nearest + (phase + back) // STEP * STEP
-                seen = is_below(skip + first_key, keys) & in_range[None, :]
+                visible = is_below(skip + first_key, keys) & in_range[None, :]
                 if chunk is not None:
-                    first_group, end_group = groups_seen(  # pyright: ignore[reportGeneralTypeIssues]
+                    first_group, end_group = groups_seen(
                         start + phase + row * STEP, left, right, chunk
                     )
                     key = skip + first_key
-                    seen = seen & (key >= first_group[None, :]) & (key < end_group[None, :])
+                    visible = visible & (key >= first_group[None, :]) & (key < end_group[None, :])
                 ds = tl.load(
-                    grad_scores + here * (heads * eighths * 8) + skip + offset,
-                    mask=seen,
+                    grad_scores + query_row * (heads * eighths * 8) + skip + offset,
+                    mask=visible,
                     other=0.0,
                 )
                 query = tl.load(
-                    q + here * stride_row + query_offset,
+                    q + query_row * stride_row + query_offset,
                     mask=in_range[:, None] & in_width[None, :],
                     other=0.0,
                 )

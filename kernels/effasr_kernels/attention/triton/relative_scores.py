@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 
@@ -77,7 +78,7 @@ def scores(
         if is_spare(cu_seqlens_q, sequences, tl.program_id(0) // STEP, BLOCK_M * STEP):
             return
     phase, head = tl.program_id(0) % STEP, tl.program_id(1)
-    sequence, begin, length, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
+    sequence, begin, length, start = locate_tile(
         tiles, cu_seqlens_q, sequences, rows, tl.program_id(0) // STEP, BLOCK_M * STEP
     )
     start += phase
@@ -136,12 +137,10 @@ def scores(
     low, high = 0, keys + last * STEP
     if chunk is not None:
         # A multiple of 16, for aligned stores.
-        low, high = diagonals_of_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        low, high = diagonals_of_tile(
             start + last * STEP, keys, last * STEP, left, right, chunk, 16
         )
-        first_group, end_group = groups_seen(  # pyright: ignore[reportGeneralTypeIssues]
-            start + row * STEP, left, right, chunk
-        )
+        first_group, end_group = groups_seen(start + row * STEP, left, right, chunk)
     for step in range(0, high - low, BLOCK_W):
         first = low + step
         entry = largest - first - diagonal
@@ -152,8 +151,8 @@ def scores(
             other=0.0,
         )
         product = tl.dot(query, window, input_precision="ieee")
-        seen = is_below(first + first_key, keys)
+        visible = is_below(first + first_key, keys)
         if chunk is not None:
             key = first + first_key
-            seen = seen & (key >= first_group[:, None]) & (key < end_group[:, None])
-        tl.store(out + first + offset, product.to(query.dtype), mask=seen)
+            visible = visible & (key >= first_group[:, None]) & (key < end_group[:, None])
+        tl.store(out + first + offset, product.to(query.dtype), mask=visible)

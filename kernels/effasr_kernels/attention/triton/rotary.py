@@ -8,6 +8,7 @@ gradients back as they store them; otherwise the kernel `rotate` does so.
 
 from __future__ import annotations
 
+# pyright: reportGeneralTypeIssues=false
 import torch
 import triton
 import triton.language as tl
@@ -41,9 +42,7 @@ def load_rotated(x, cos, sin, start, row, in_rows, WIDTH: tl.constexpr, BLOCK_M:
     offset = m[:, None] * row + c[None, :]
     first = tl.load(x + offset, mask=in_rows[:, None], other=0.0).to(tl.float32)
     second = tl.load(x + HALF + offset, mask=in_rows[:, None], other=0.0).to(tl.float32)
-    cos_tile, sin_tile = _load_angles(  # pyright: ignore[reportGeneralTypeIssues]
-        cos, sin, start, in_rows, HALF, BLOCK_M
-    )
+    cos_tile, sin_tile = _load_angles(cos, sin, start, in_rows, HALF, BLOCK_M)
     halves = tl.join(
         (first * cos_tile - second * sin_tile).to(x.dtype.element_ty),
         (second * cos_tile + first * sin_tile).to(x.dtype.element_ty),
@@ -60,9 +59,7 @@ def store_rotated_back(
     m = tl.arange(0, BLOCK_M)
     c = tl.arange(0, HALF)
     first, second = tl.split(tl.permute(tl.reshape(x, (BLOCK_M, 2, HALF)), (0, 2, 1)))
-    cos_tile, sin_tile = _load_angles(  # pyright: ignore[reportGeneralTypeIssues]
-        cos, sin, start, in_rows, HALF, BLOCK_M
-    )
+    cos_tile, sin_tile = _load_angles(cos, sin, start, in_rows, HALF, BLOCK_M)
     offset = m[:, None] * row + c[None, :]
     dtype = out.dtype.element_ty
     back = first * cos_tile + second * sin_tile
@@ -91,7 +88,7 @@ def rotate(
     BACK: tl.constexpr,  # whether to apply the inverse rotation
 ):
     """Rotate every head of a tile of rows: program (tile, head); zeros in the tail."""
-    sequence, first_row, length, start = locate_tile(  # pyright: ignore[reportGeneralTypeIssues]
+    sequence, first_row, length, start = locate_tile(
         tiles, cu_seqlens, sequences, rows, tl.program_id(0), BLOCK_M
     )
     if start >= length:
@@ -119,9 +116,9 @@ def rotate(
     result = second * cos_tile + first * sin_tile
     tl.store(out + HALF + c, result.to(dtype), mask=stored & pairs)
     for begin in tl.static_range(2 * HALF, WIDTH, BLOCK_D):
-        left = begin + c < WIDTH
-        rest = tl.load(x + begin + c, mask=real & left, other=0.0)
-        tl.store(out + begin + c, rest.to(dtype), mask=stored & left)
+        in_width = begin + c < WIDTH
+        unrotated = tl.load(x + begin + c, mask=real & in_width, other=0.0)
+        tl.store(out + begin + c, unrotated.to(dtype), mask=stored & in_width)
 
 
 def rotated(

@@ -199,7 +199,10 @@ class DecoderWeights:
             self._check_norm("embedding_norm", embedding_norm)
         names = *_NORMS, *_MATRICES
         described = (_Layer * len(layers))(
-            *(_Layer(*(getattr(one, name)._described() for name in names)) for one in layers)
+            *(
+                _Layer(*(getattr(layer_weights, name)._described() for name in names))
+                for layer_weights in layers
+            )
         )
         # The structures hold raw pointers, so the tensors must live as long as they do.
         self._alive = (tuple(layers), tokens, positions, embedding_norm, norm, described)
@@ -244,11 +247,11 @@ class DecoderWeights:
             rule = f"be of {count} rows / {hypotheses} hypotheses"
             raise wrong(_STEP, "frames", rule, f"of {len(frames)}")
         sizes = self._layers, self._heads, self._head_width
-        own = self_cache._described("self_cache", *sizes)
-        speech = cross_cache._described("cross_cache", *sizes)
+        self_keys = self_cache._described("self_cache", *sizes)
+        cross_keys = cross_cache._described("cross_cache", *sizes)
         for name, cache, rows in (
-            ("self_cache", own, count),
-            ("cross_cache", speech, len(frames)),
+            ("self_cache", self_keys, count),
+            ("cross_cache", cross_keys, len(frames)),
         ):
             if cache.rows < rows:
                 raise wrong(_STEP, name, f"have at least {rows} rows", cache.rows)
@@ -257,14 +260,14 @@ class DecoderWeights:
         step = _Step(
             *(pointer(tokens), pointer(positions), pointer(active), ctypes.addressof(lengths)),
             pointer(out),
-            *(own, speech, count, hypotheses, most_position, -1, instructions),
+            *(self_keys, cross_keys, count, hypotheses, most_position, -1, instructions),
         )
         native.run(_STEP, "decoder_step_cpu", self._described, step)
         if step.wrong_row >= 0:
             row = step.wrong_row
             rule = (
-                f"be tokens below {self._described.vocabulary}, at positions below {own.room}, of "
-                f"rows of at most {speech.room} frames"
+                f"be tokens below {self._described.vocabulary}, at positions below "
+                f"{self_keys.room}, of rows of at most {cross_keys.room} frames"
             )
             value = (
                 f"{int(tokens[row])} at position {int(positions[row])} with "
@@ -286,10 +289,10 @@ class DecoderWeights:
             ("second", hidden, self.width),
         ):
             matrix = getattr(layer, name)
-            found = matrix.weight.shape[1], matrix.outputs
-            if found != (inputs, outputs):
+            sizes = matrix.weight.shape[1], matrix.outputs
+            if sizes != (inputs, outputs):
                 rule = f"map {inputs} channels to {outputs}"
-                raise wrong(_STEP, f"layers[{number}].{name}", rule, f"{found[0]} to {found[1]}")
+                raise wrong(_STEP, f"layers[{number}].{name}", rule, f"{sizes[0]} to {sizes[1]}")
 
     def _check_norm(self, name: str, norm: Norm) -> None:
         for part in ("weight", "bias"):

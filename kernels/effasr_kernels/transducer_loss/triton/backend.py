@@ -71,11 +71,11 @@ def forward(a: TransducerArguments) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
     sweeps = _sweeps(a)(work)
     loss = a.weight.new_empty(a.layout_frames.num_sequences, dtype=torch.float32)
     saved = saved_like(a)
-    normalizer, trace, kept = _unpack(sweeps, saved)
+    normalizer, trace, kept_scores = _unpack(sweeps, saved)
     groups = work.groups(Cost(work.score_bytes(sweeps.trace_dtype)), work.row_bytes())
     rows = work.rows(groups)
     for group in groups:
-        scores = kept or work.scores(group)
+        scores = kept_scores or work.scores(group)
         at = group.first_node
         work.score(group, rows, scores, None if normalizer is None else normalizer[at:])
         sweeps.losses(group, scores, trace or sweeps.room(scores), loss)
@@ -97,9 +97,9 @@ def saved_like(a: TransducerArguments) -> tuple[Tensor, ...]:
         if a.durations is not None:
             sizes.append(((len(a.durations),), torch.float32))
     each = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in sizes)
-    fits = nodes is not None and each * nodes <= workspace() // 4
+    fits_workspace = nodes is not None and each * nodes <= workspace() // 4
     # With a capacity for nodes everything is in one group, whatever its size.
-    size = nodes if nodes is not None and (fits or a.max_nodes is not None) else 0
+    size = nodes if nodes is not None and (fits_workspace or a.max_nodes is not None) else 0
     return tuple(a.encoded.new_empty(size, *shape, dtype=dtype) for shape, dtype in sizes)
 
 
@@ -107,16 +107,16 @@ def _unpack(
     sweeps: LabelSweeps | DurationSweeps, saved: Sequence[Tensor]
 ) -> tuple[Tensor | None, Trace | None, Scores | None]:
     """The normalizers, trace and scores in ``saved``; None for those that were not kept."""
-    normalizer, trace, *rest = saved
+    normalizer, trace, *score_planes = saved
     if not normalizer.numel():
         return None, None, None
-    return normalizer, Trace(0, trace), Scores(0, *rest) if sweeps.keeps_scores else None
+    return normalizer, Trace(0, trace), Scores(0, *score_planes) if sweeps.keeps_scores else None
 
 
 def backward(a: TransducerArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     work = Work(a)
     sweeps = _sweeps(a)(work)
-    normalizer, trace, kept = _unpack(sweeps, saved)
+    normalizer, trace, kept_scores = _unpack(sweeps, saved)
     keeps_logits = normalizer is None and work.logits_fit()
     logit_bytes = work.logit_bytes
     node_bytes = 4 + work.score_bytes(None if trace else sweeps.trace_dtype)
@@ -135,12 +135,12 @@ def backward(a: TransducerArguments, grads: Tensors, results: Tensors, saved: Te
         if normalizer is None or trace is None:
             if keeps_logits:
                 logits = work.logits(group.nodes)
-            own, base, scores = work.plane(group), group.first_node, passing
-            work.score(group, rows, scores, own, logits)
-            left = sweeps.room(scores)
-            sweeps.losses(group, scores, left, loss)
+            normalizers, base, scores = work.plane(group), group.first_node, passing
+            work.score(group, rows, scores, normalizers, logits)
+            group_trace = sweeps.room(scores)
+            sweeps.losses(group, scores, group_trace, loss)
         else:
-            own, base, scores, left = normalizer, 0, kept or passing, trace
-        sweeps.occupancies(group, scores, left, loss, grads[0], passing)
-        sums.add(group, passing, own, base, logits)
+            normalizers, base, scores, group_trace = normalizer, 0, kept_scores or passing, trace
+        sweeps.occupancies(group, scores, group_trace, loss, grads[0], passing)
+        sums.add(group, passing, normalizers, base, logits)
     return sums.gradients()

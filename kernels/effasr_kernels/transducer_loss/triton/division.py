@@ -10,6 +10,7 @@ group.
 
 from __future__ import annotations
 
+# pyright: reportGeneralTypeIssues=false
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -39,8 +40,8 @@ class Strides(NamedTuple):
 
 def strides(capacity: int, widest: int, room: int) -> Strides:
     """Divide a capacity into equal strides, of at least one frame's nodes."""
-    most = max(room - widest + 1, widest)
-    chunks = max(1, ceil_div(capacity, most))
+    max_nodes = max(room - widest + 1, widest)
+    chunks = max(1, ceil_div(capacity, max_nodes))
     nodes = ceil_div(capacity, chunks)
     return Strides(chunks, nodes, min(capacity, nodes + widest - 1))
 
@@ -140,24 +141,20 @@ def divide(
     chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_chunk = chunk < chunks
     value = chunk.to(tl.int64) * nodes
-    frame, node = _start(  # pyright: ignore[reportGeneralTypeIssues]
-        cu_frames, cu_targets, first_nodes, value, sequences, steps
-    )
-    stop, past = _start(  # pyright: ignore[reportGeneralTypeIssues]
-        cu_frames, cu_targets, first_nodes, value + nodes, sequences, steps
-    )
-    some = is_chunk & (stop > frame)
-    first = search(cu_frames, 0, tl.where(some, frame, 0), sequences, steps)
-    last = search(cu_frames, 0, tl.where(some, stop - 1, 0), sequences, steps)
-    first, last = tl.where(some, first, 0), tl.where(some, last, 0)
+    frame, node = _start(cu_frames, cu_targets, first_nodes, value, sequences, steps)
+    stop, past = _start(cu_frames, cu_targets, first_nodes, value + nodes, sequences, steps)
+    has_frames = is_chunk & (stop > frame)
+    first = search(cu_frames, 0, tl.where(has_frames, frame, 0), sequences, steps)
+    last = search(cu_frames, 0, tl.where(has_frames, stop - 1, 0), sequences, steps)
+    first, last = tl.where(has_frames, first, 0), tl.where(has_frames, last, 0)
     state = tl.load(cu_targets + first) + first
     states = tl.load(cu_targets + last + 1) + last + 1 - state
     out = table + chunk * _FIELDS * _PITCH
     tl.store(out, frame.to(tl.int32), mask=is_chunk)
-    tl.store(out + _PITCH, tl.where(some, stop - frame, 0).to(tl.int32), mask=is_chunk)
+    tl.store(out + _PITCH, tl.where(has_frames, stop - frame, 0).to(tl.int32), mask=is_chunk)
     tl.store(out + 2 * _PITCH, node.to(tl.int32), mask=is_chunk)
-    tl.store(out + 3 * _PITCH, tl.where(some, past - node, 0).to(tl.int32), mask=is_chunk)
+    tl.store(out + 3 * _PITCH, tl.where(has_frames, past - node, 0).to(tl.int32), mask=is_chunk)
     tl.store(out + 4 * _PITCH, first, mask=is_chunk)
-    tl.store(out + 5 * _PITCH, tl.where(some, last - first + 1, 0), mask=is_chunk)
+    tl.store(out + 5 * _PITCH, tl.where(has_frames, last - first + 1, 0), mask=is_chunk)
     tl.store(out + 6 * _PITCH, state, mask=is_chunk)
-    tl.store(out + 7 * _PITCH, tl.where(some, states, 0), mask=is_chunk)
+    tl.store(out + 7 * _PITCH, tl.where(has_frames, states, 0), mask=is_chunk)

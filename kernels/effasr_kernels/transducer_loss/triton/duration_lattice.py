@@ -20,6 +20,7 @@ logarithms are computed only of their differences, in float32.
 
 from __future__ import annotations
 
+# pyright: reportGeneralTypeIssues=false
 from typing import ClassVar
 
 import torch
@@ -96,9 +97,9 @@ def _add(x, y):
 
 
 @triton.jit
-def _part(mass, step, whole):
+def _part(mass, step, node_mass):
     """The part of a node's mass ``whole`` that arrives by a step from a node of ``mass``; <= 1."""
-    return tl.exp2(tl.minimum(mass + step - whole, 0.0).to(tl.float32)).to(tl.float64)
+    return tl.exp2(tl.minimum(mass + step - node_mass, 0.0).to(tl.float32)).to(tl.float64)
 
 
 @triton.jit(do_not_specialize=["first_sequence", "first_frame", "base"])
@@ -124,13 +125,13 @@ def sweep_durations_forward(
     """Compute the loss of one sequence and the mass of each node."""
     MOST: tl.constexpr = DURATIONS[COUNT - 1]
     n = first_sequence + tl.program_id(0)
-    frame, frames = _extent(cu_frames, n)  # pyright: ignore[reportGeneralTypeIssues]
-    _, labels = _extent(cu_targets, n)  # pyright: ignore[reportGeneralTypeIssues]
+    frame, frames = _extent(cu_frames, n)
+    _, labels = _extent(cu_targets, n)
     node = tl.load(first_nodes + n) - base
     edge += frame - first_frame
     states = labels + 1
     j = tl.arange(0, BLOCK)
-    left = tl.maximum(j - 1, 0)
+    left_lane = tl.maximum(j - 1, 0)
     nothing = tl.full((BLOCK,), _NOTHING, tl.float64)
     # Without frames only an empty transcript has a path, whose start is its end.
     ended = tl.where((frames == 0) & (labels == 0) & (j == 0), 0.0, nothing)
@@ -144,22 +145,22 @@ def sweep_durations_forward(
         for d in tl.range(0, steps, num_stages=STAGES):
             t = d - j
             is_node = (t >= 0) & (t < frames) & (u < states)
-            place = node + tl.where(is_node, t, 0).to(tl.int64) * states + u
-            blank = tl.load(log_blank + place, mask=is_node, other=0.0)
-            label = tl.load(log_label + place, mask=is_node & (u < labels), other=0.0)
-            comes = tl.where(j > 0, tl.gather(emit[0], left, 0), nothing)
+            index = node + tl.where(is_node, t, 0).to(tl.int64) * states + u
+            blank = tl.load(log_blank + index, mask=is_node, other=0.0)
+            label = tl.load(log_label + index, mask=is_node & (u < labels), other=0.0)
+            comes = tl.where(j > 0, tl.gather(emit[0], left_lane, 0), nothing)
             if first > 0:
                 crossing = tl.load(edge + d, mask=d < frames, other=_NOTHING)
                 comes = tl.where(j > 0, comes, crossing)
             ended = tl.where((t == frames) & (u == labels), stay[0], ended)
             mass = tl.where(is_node, _add(stay[0], comes), nothing)
-            tl.store(alpha + place, mass, mask=is_node)
+            tl.store(alpha + index, mass, mask=is_node)
             by_blank = mass + _log2(blank)
             by_label = tl.where(u < labels, mass + _log2(label), nothing)
             stay = stay[1:] + (nothing,)
             emit = emit[1:] + (nothing,)
             for i in tl.static_range(COUNT):
-                lasts = tl.load(log_duration + place * COUNT + i, mask=is_node, other=0.0)
+                lasts = tl.load(log_duration + index * COUNT + i, mask=is_node, other=0.0)
                 lasts = _log2(lasts)
                 if DURATIONS[i] > 0:
                     sum_stay = _add(stay[DURATIONS[i] - 1], by_blank + lasts)
@@ -203,8 +204,8 @@ def sweep_durations_backward(
     """Compute the occupancies of one sequence and the gradient of the duration logits."""
     MOST: tl.constexpr = DURATIONS[COUNT - 1]
     n = first_sequence + tl.program_id(0)
-    frame, frames = _extent(cu_frames, n)  # pyright: ignore[reportGeneralTypeIssues]
-    _, labels = _extent(cu_targets, n)  # pyright: ignore[reportGeneralTypeIssues]
+    frame, frames = _extent(cu_frames, n)
+    _, labels = _extent(cu_targets, n)
     to_out = tl.load(first_nodes + n) - out_base
     node = tl.load(first_nodes + n) - base
     edge += frame - first_frame
@@ -214,13 +215,13 @@ def sweep_durations_backward(
     total = tl.load(alpha + node, mask=frames < 0, other=_NOTHING)
     for i in tl.static_range(COUNT):
         if DURATIONS[i] > 0:
-            fits = frames >= DURATIONS[i]
-            last = node + tl.where(fits, frames - DURATIONS[i], 0).to(tl.int64) * states + labels
-            arc = _log2(tl.load(log_blank + last, mask=fits, other=0.0))
-            arc += _log2(tl.load(log_duration + last * COUNT + i, mask=fits, other=0.0))
-            total = _add(total, tl.load(alpha + last, mask=fits, other=_NOTHING) + arc)
+            exists = frames >= DURATIONS[i]
+            last = node + tl.where(exists, frames - DURATIONS[i], 0).to(tl.int64) * states + labels
+            arc = _log2(tl.load(log_blank + last, mask=exists, other=0.0))
+            arc += _log2(tl.load(log_duration + last * COUNT + i, mask=exists, other=0.0))
+            total = _add(total, tl.load(alpha + last, mask=exists, other=_NOTHING) + arc)
     j = tl.arange(0, BLOCK)
-    right = tl.minimum(j + 1, BLOCK - 1)
+    right_lane = tl.minimum(j + 1, BLOCK - 1)
     zero = tl.zeros((BLOCK,), tl.float64)
     strips = tl.where(frames == 0, 0, tl.cdiv(states, BLOCK))
     for strip in range(0, strips):
@@ -228,28 +229,28 @@ def sweep_durations_backward(
         u = first + j
         # Occupancies and masses of the nodes 1, 2, ... frames later, and of the nodes of the next
         # column 0, 1, ... frames later.
-        own, own_mass = (zero,) * MOST, (zero,) * MOST
+        later, later_mass = (zero,) * MOST, (zero,) * MOST
         beside, beside_mass = (zero,) * (MOST + 1), (zero,) * (MOST + 1)
         steps = frames + tl.minimum(BLOCK, states - first)
-        for step in tl.range(0, steps, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        for step in tl.range(0, steps, num_stages=STAGES):
             t = steps - 1 - step - j
             is_node = (t >= 0) & (t < frames) & (u < states)
             inside = tl.where(is_node, t, 0).to(tl.int64) * states + u
-            place = node + inside
+            index = node + inside
             if strip > 0:
                 is_last = is_node & (j == BLOCK - 1)
                 over = tl.load(edge + t, mask=is_last, other=0.0)
-                over_mass = tl.load(alpha + place + 1, mask=is_last, other=0.0)
+                over_mass = tl.load(alpha + index + 1, mask=is_last, other=0.0)
                 beside = (tl.where(is_last, over, beside[0]),) + beside[1:]
                 beside_mass = (tl.where(is_last, over_mass, beside_mass[0]),) + beside_mass[1:]
-            mass = tl.load(alpha + place, mask=is_node, other=0.0)
-            by_blank = mass + _log2(tl.load(log_blank + place, mask=is_node, other=0.0))
+            mass = tl.load(alpha + index, mask=is_node, other=0.0)
+            by_blank = mass + _log2(tl.load(log_blank + index, mask=is_node, other=0.0))
             has_label = is_node & (u < labels)
-            by_label = mass + _log2(tl.load(log_label + place, mask=has_label, other=0.0))
+            by_label = mass + _log2(tl.load(log_label + index, mask=has_label, other=0.0))
             blank, label = zero, zero
             lasting, passed = (), ()
             for i in tl.static_range(COUNT):
-                lasts = tl.load(log_duration + place * COUNT + i, mask=is_node, other=0.0)
+                lasts = tl.load(log_duration + index * COUNT + i, mask=is_node, other=0.0)
                 lasts = _log2(lasts)
                 # Labels lead to an existing frame; only blanks enter the end.
                 leads = has_label & (t + DURATIONS[i] < frames)
@@ -257,8 +258,8 @@ def sweep_durations_backward(
                 part = tl.where(leads, part, 0.0)
                 label += part
                 if DURATIONS[i] > 0:
-                    stays = _part(by_blank, lasts, own_mass[DURATIONS[i] - 1])
-                    stays *= own[DURATIONS[i] - 1]
+                    stays = _part(by_blank, lasts, later_mass[DURATIONS[i] - 1])
+                    stays *= later[DURATIONS[i] - 1]
                     blank += stays
                     part += stays
                 lasting = lasting + (lasts,)
@@ -267,20 +268,20 @@ def sweep_durations_backward(
             alive = tl.where(factor == 0.0, 0, is_node.to(tl.int32)) != 0
             blank = tl.where(alive, blank, 0.0)
             label = tl.where(alive, label, 0.0)
-            whole = blank + label
+            total_here = blank + label
             out = to_out + inside
             tl.store(occ_blank + out, blank.to(tl.float32), mask=is_node)
             tl.store(occ_label + out, (label * fast).to(tl.float32), mask=is_node)
             for i in tl.static_range(COUNT):
                 softmax = tl.exp2(tl.cast(lasting[i], tl.float32)).to(tl.float64)
-                d = tl.where(alive, softmax * whole - passed[i], 0.0).to(tl.float32)
+                d = tl.where(alive, softmax * total_here - passed[i], 0.0).to(tl.float32)
                 tl.store(d_duration + out * COUNT + i, d, mask=is_node)
             is_end = (t == frames) & (u == labels)
-            whole = tl.where(is_end, factor.to(tl.float64), whole)
+            total_here = tl.where(is_end, factor.to(tl.float64), total_here)
             mass = tl.where(is_end, total, tl.where(is_node, mass, 0.0))
-            tl.store(edge + t, whole, mask=is_node & (j == 0))
-            own, own_mass = (whole,) + own[: MOST - 1], (mass,) + own_mass[: MOST - 1]
-            whole = tl.where(j + 1 < BLOCK, tl.gather(whole, right, 0), 0.0)
-            beside = (whole,) + beside[:MOST]
-            beside_mass = (tl.gather(mass, right, 0),) + beside_mass[:MOST]
+            tl.store(edge + t, total_here, mask=is_node & (j == 0))
+            later, later_mass = (total_here,) + later[: MOST - 1], (mass,) + later_mass[: MOST - 1]
+            total_here = tl.where(j + 1 < BLOCK, tl.gather(total_here, right_lane, 0), 0.0)
+            beside = (total_here,) + beside[:MOST]
+            beside_mass = (tl.gather(mass, right_lane, 0),) + beside_mass[:MOST]
         tl.debug_barrier()

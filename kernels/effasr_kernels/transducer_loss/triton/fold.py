@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 
@@ -57,9 +58,7 @@ def _tiles_of_states(
 ):
     """The first row of a sequence in its chunk's ``over_frames``, its states and first frame."""
     frame = tl.maximum(tl.load(cu_frames + n), first_frame)
-    node, states = _node_of_frame(  # pyright: ignore[reportGeneralTypeIssues]
-        cu_frames, cu_targets, first_nodes, first_node, n, frame
-    )
+    node, states = _node_of_frame(cu_frames, cu_targets, first_nodes, first_node, n, frame)
     state = tl.load(cu_targets + n) + n
     state -= tl.load(cu_targets + first_sequence) + first_sequence
     return node // FRAMES + state, states, frame
@@ -102,25 +101,25 @@ def fold(
     chunk_state = tl.load(cu_targets + first_sequence)
     # As in `effasr_kernels.runtime.tiles.find_tile`, for the sequences of the chunk alone.
     index = tl.arange(0, 128)
-    before = tl.zeros((128,), dtype=tl.int32)
+    count_before = tl.zeros((128,), dtype=tl.int32)
     latest = tl.zeros((128,), dtype=tl.int32)
     for first in range(0, sequences, 128):
         n = first + index
         is_sequence = n < sequences
-        own = first_sequence + n
-        node = tl.load(first_nodes + own, mask=is_sequence, other=0) - first_node
-        frame = tl.load(cu_frames + own, mask=is_sequence, other=0) - first_frame
-        state = tl.load(cu_targets + own, mask=is_sequence, other=0) - chunk_state + n
+        sequence = first_sequence + n
+        node = tl.load(first_nodes + sequence, mask=is_sequence, other=0) - first_node
+        frame = tl.load(cu_frames + sequence, mask=is_sequence, other=0) - first_frame
+        state = tl.load(cu_targets + sequence, mask=is_sequence, other=0) - chunk_state + n
         first_tile = _first_tile(
             tl.maximum(node, 0), tl.maximum(frame, 0), state, n, FRAMES, STATES
         )
         is_before = is_sequence & (first_tile <= tile)
-        before += is_before.to(tl.int32)
+        count_before += is_before.to(tl.int32)
         latest = tl.maximum(latest, tl.where(is_before, first_tile, 0))
-    n = first_sequence + tl.sum(before) - 1
+    n = first_sequence + tl.sum(count_before) - 1
     begin = tl.maximum(tl.load(cu_frames + n), first_frame)
     end = tl.minimum(tl.load(cu_frames + n + 1), first_frame + frames)
-    to_states, states, _ = _tiles_of_states(  # pyright: ignore[reportGeneralTypeIssues]
+    to_states, states, _ = _tiles_of_states(
         cu_frames, cu_targets, first_nodes, first_node, first_frame, first_sequence, n, FRAMES
     )
     strips = (states + STATES - 1) // STATES
@@ -136,9 +135,7 @@ def fold(
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_frame = frame < end
     mask = is_frame[:, None] & (column < width)[None, :]
-    node, _ = _node_of_frame(  # pyright: ignore[reportGeneralTypeIssues]
-        cu_frames, cu_targets, first_nodes, first_node, n, frame
-    )
+    node, _ = _node_of_frame(cu_frames, cu_targets, first_nodes, first_node, n, frame)
     row = node + first_state
     h_tile = hidden + row[:, None] * hidden_stride + column[None, :]
     d_tile = d_hidden + row[:, None] * d_stride + column[None, :]
@@ -157,8 +154,8 @@ def fold(
         h_tile += hidden_stride
         d_tile += d_stride
         to_states += width
-    place = node // STATES + (frame - first_frame) + strip
-    tl.store(over_states + place[:, None] * width + column[None, :], total, mask=mask)
+    index_of_sum = node // STATES + (frame - first_frame) + strip
+    tl.store(over_states + index_of_sum[:, None] * width + column[None, :], total, mask=mask)
 
 
 @triton.jit(do_not_specialize=["first_node", "first_frame", "frames", "sequences", "steps"])
@@ -191,17 +188,15 @@ def finish_frames(
     is_frame = inside < frames
     frame = first_frame + tl.minimum(inside, frames - 1)
     n = search(cu_frames, 0, frame, sequences, steps)
-    node, states = _node_of_frame(  # pyright: ignore[reportGeneralTypeIssues]
-        cu_frames, cu_targets, first_nodes, first_node, n, frame
-    )
+    node, states = _node_of_frame(cu_frames, cu_targets, first_nodes, first_node, n, frame)
     tiles = tl.where(is_frame, (states + STATES - 1) // STATES, 0)
-    place = (node // STATES + (frame - first_frame))[:, None] * width + column[None, :]
+    index = (node // STATES + (frame - first_frame))[:, None] * width + column[None, :]
     within = (column < width)[None, :]
     total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for tile in range(0, tl.max(tiles, axis=0)):
         mask = (tile < tiles)[:, None] & within
-        total += tl.load(over_states + place, mask=mask, other=0.0)
-        place += width
+        total += tl.load(over_states + index, mask=mask, other=0.0)
+        index += width
     out = d_encoded + frame.to(tl.int64)[:, None] * width + column[None, :]
     tl.store(out, total.to(d_encoded.dtype.element_ty), mask=is_frame[:, None] & within)
 
@@ -250,19 +245,19 @@ def finish_states(
     is_state = inside < states
     state = first_state + tl.minimum(inside, states - 1)
     n = search(cu_targets, 1, state, sequences, steps)
-    place, count, begin = _tiles_of_states(  # pyright: ignore[reportGeneralTypeIssues]
+    index, count, begin = _tiles_of_states(
         cu_frames, cu_targets, first_nodes, first_node, first_frame, first_sequence, n, FRAMES
     )
     end = tl.minimum(tl.load(cu_frames + n + 1), first_frame + frames)
     tiles = tl.where(is_state, (end - begin + FRAMES - 1) // FRAMES, 0)
-    place += state - (tl.load(cu_targets + n) + n)
+    index += state - (tl.load(cu_targets + n) + n)
     within = (column < width)[None, :]
     total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for tile in range(0, tl.max(tiles, axis=0)):
         mask = (tile < tiles)[:, None] & within
-        source = over_frames + place[:, None] * width + column[None, :]
+        source = over_frames + index[:, None] * width + column[None, :]
         total += tl.load(source, mask=mask, other=0.0)
-        place += count
+        index += count
     out = d_predicted + (state - group_state).to(tl.int64)[:, None] * width + column[None, :]
     mask = is_state[:, None] & within
     tl.store(out, tl.load(out, mask=mask, other=0.0) + total, mask=mask)

@@ -68,8 +68,8 @@ def place_nodes(
     u = inside - t * (count + 1)
     tl.store(frame_rows + row, frame + t, mask=is_node)
     tl.store(state_rows + row, label + n + u, mask=is_node)
-    own = tl.load(targets + label + u, mask=is_node & (u < count), other=-1).to(tl.int32)
-    tl.store(labels + row, tl.where((u < count) & (own < 0), -2, own), mask=is_node)
+    label_class = tl.load(targets + label + u, mask=is_node & (u < count), other=-1).to(tl.int32)
+    tl.store(labels + row, tl.where((u < count) & (label_class < 0), -2, label_class), mask=is_node)
 
 
 @triton.jit
@@ -131,17 +131,17 @@ def join(
     f_tile = encoded + f_row[:, None] * encoded_stride + column[None, :]
     g_tile = predicted + g_row[:, None] * predicted_stride + column[None, :]
     h_tile = hidden + row[:, None] * hidden_stride + column[None, :]
-    own = tl.full((BLOCK_R,), -1, tl.int32)
-    exists = own >= 0
+    label_class = tl.full((BLOCK_R,), -1, tl.int32)
+    exists = label_class >= 0
     to_blank = tl.zeros((BLOCK_R,), tl.float32)
     to_label = tl.zeros((BLOCK_R,), tl.float32)
     if blank_logit is not None:
-        own = tl.load(labels + row, mask=is_node, other=-1)
-        exists = (own >= 0) & (own < count)
+        label_class = tl.load(labels + row, mask=is_node, other=-1)
+        exists = (label_class >= 0) & (label_class < count)
         to_blank += tl.load(bias + blank_id).to(tl.float32)
-        to_label = tl.load(bias + own, mask=exists, other=0.0).to(tl.float32)
+        to_label = tl.load(bias + label_class, mask=exists, other=0.0).to(tl.float32)
     blank_row = weight + tl.cast(blank_id, tl.int64) * weight_stride + column
-    label_tile = weight + own.to(tl.int64)[:, None] * weight_stride + column[None, :]
+    label_tile = weight + label_class.to(tl.int64)[:, None] * weight_stride + column[None, :]
     for c in range(0, width, BLOCK_C):
         inside = alive[:, None] & (c + column < width)[None, :]
         f = tl.load(f_tile + c, mask=inside, other=0.0).to(tl.float32)
@@ -155,7 +155,9 @@ def join(
             to_label += tl.sum(h * w, axis=1)
     if blank_logit is not None:
         tl.store(blank_logit + node, to_blank, mask=is_node)
-        to_label = tl.where(own == -1, float("-inf"), tl.where(exists, to_label, float("nan")))
+        to_label = tl.where(
+            label_class == -1, float("-inf"), tl.where(exists, to_label, float("nan"))
+        )
         tl.store(label_logit + node, to_label, mask=is_node)
 
 
@@ -174,12 +176,18 @@ def normalize(
     """Subtract the normalizers of a chunk's rows from its logits of blank and label."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_node = row < load_number(nodes)
-    own = tl.load(log_normalizers + row, mask=is_node, other=0.0)
-    tl.store(normalizer + load_number(first_normalizer).to(tl.int64) + row, own, mask=is_node)
-    own += sigma
+    row_normalizer = tl.load(log_normalizers + row, mask=is_node, other=0.0)
+    tl.store(
+        normalizer + load_number(first_normalizer).to(tl.int64) + row, row_normalizer, mask=is_node
+    )
+    row_normalizer += sigma
     node = load_number(first).to(tl.int64) + row
-    tl.store(blank + node, tl.load(blank + node, mask=is_node, other=0.0) - own, mask=is_node)
-    tl.store(label + node, tl.load(label + node, mask=is_node, other=0.0) - own, mask=is_node)
+    tl.store(
+        blank + node, tl.load(blank + node, mask=is_node, other=0.0) - row_normalizer, mask=is_node
+    )
+    tl.store(
+        label + node, tl.load(label + node, mask=is_node, other=0.0) - row_normalizer, mask=is_node
+    )
 
 
 ROWS = 64

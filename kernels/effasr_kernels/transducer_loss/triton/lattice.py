@@ -18,6 +18,7 @@ in strips of this many states. A strip writes one number for each frame to memor
 
 from __future__ import annotations
 
+# pyright: reportGeneralTypeIssues=false
 from typing import ClassVar
 
 import torch
@@ -172,15 +173,15 @@ def sweep_forward(
     strip.
     """
     n = first_sequence + tl.program_id(0)
-    frame, frames = _extent(cu_frames, n)  # pyright: ignore[reportGeneralTypeIssues]
-    _, labels = _extent(cu_targets, n)  # pyright: ignore[reportGeneralTypeIssues]
+    frame, frames = _extent(cu_frames, n)
+    _, labels = _extent(cu_targets, n)
     node = tl.load(first_nodes + n)
     to_share = node - share_base
     node -= first_node
     edge += frame - first_frame
     states = labels + 1
     j = tl.arange(0, BLOCK)
-    left = tl.maximum(j - 1, 0)
+    left_lane = tl.maximum(j - 1, 0)
     nothing = tl.full((BLOCK,), _NOTHING, tl.float64)
     # Without frames only an empty transcript has a path, whose start is its end.
     ended = tl.where((frames == 0) & (labels == 0) & (j == 0), 0.0, nothing)
@@ -193,15 +194,15 @@ def sweep_forward(
         for d in tl.range(0, steps, num_stages=STAGES):
             t = d - j
             is_node = (t >= 0) & (t < frames) & (u < states)
-            place = tl.where(is_node, t, 0).to(tl.int64) * states + u
-            blank = tl.load(log_blank + node + place, mask=is_node, other=0.0)
-            label = tl.load(log_label + node + place, mask=is_node & (u < labels), other=0.0)
-            comes = tl.where(j > 0, tl.gather(emit, left, 0), nothing)
+            index = tl.where(is_node, t, 0).to(tl.int64) * states + u
+            blank = tl.load(log_blank + node + index, mask=is_node, other=0.0)
+            label = tl.load(log_label + node + index, mask=is_node & (u < labels), other=0.0)
+            comes = tl.where(j > 0, tl.gather(emit, left_lane, 0), nothing)
             if first > 0:
                 crossing = tl.load(edge + d, mask=d < frames, other=_NOTHING)
                 comes = tl.where(j > 0, comes, crossing)
             mass, smaller = _merge(stay, comes)
-            tl.store(share + to_share + place, smaller, mask=is_node)
+            tl.store(share + to_share + index, smaller, mask=is_node)
             mass = tl.where(is_node, mass, nothing)
             stay = mass + _log2(blank)
             emit = tl.where(u < labels, mass + _log2(label), nothing)
@@ -239,8 +240,8 @@ def sweep_backward(
     the previous strip, for each of the group's frames.
     """
     n = first_sequence + tl.program_id(0)
-    frame, frames = _extent(cu_frames, n)  # pyright: ignore[reportGeneralTypeIssues]
-    _, labels = _extent(cu_targets, n)  # pyright: ignore[reportGeneralTypeIssues]
+    frame, frames = _extent(cu_frames, n)
+    _, labels = _extent(cu_targets, n)
     node = tl.load(first_nodes + n)
     to_share = node - share_base
     node -= first_node
@@ -248,7 +249,7 @@ def sweep_backward(
     states = labels + 1
     factor = tl.where(tl.load(loss + n) == float("inf"), 0.0, tl.load(grad_loss + n))
     j = tl.arange(0, BLOCK)
-    right = tl.minimum(j + 1, BLOCK - 1)
+    right_lane = tl.minimum(j + 1, BLOCK - 1)
     strips = tl.where(frames == 0, 0, tl.cdiv(states, BLOCK))
     for strip in range(0, strips):
         first = (strips - 1 - strip) * BLOCK
@@ -260,8 +261,8 @@ def sweep_backward(
         for step in tl.range(0, steps, num_stages=STAGES):
             t = steps - 1 - step - j
             is_node = (t >= 0) & (t < frames) & (u < states)
-            place = tl.where(is_node, t, 0).to(tl.int64) * states + u
-            smaller = tl.load(share + to_share + place, mask=is_node, other=0.0)
+            index = tl.where(is_node, t, 0).to(tl.int64) * states + u
+            smaller = tl.load(share + to_share + index, mask=is_node, other=0.0)
             # A sequence without a gradient may hold NaN.
             smaller = tl.where(factor == 0.0, 0.0, smaller)
             size = tl.where(tl.abs(smaller) <= _NO_SHARE, 0.0, tl.abs(smaller))
@@ -271,13 +272,13 @@ def sweep_backward(
             is_end = (t == frames - 1) & (u == labels)
             blank = tl.where(is_node, tl.where(is_end, factor.to(tl.float64), blank), 0.0)
             label = tl.where(is_node, label, 0.0)
-            tl.store(occ_blank + node + place, blank.to(tl.float32), mask=is_node)
-            tl.store(occ_label + node + place, (label * fast).to(tl.float32), mask=is_node)
+            tl.store(occ_blank + node + index, blank.to(tl.float32), mask=is_node)
+            tl.store(occ_label + node + index, (label * fast).to(tl.float32), mask=is_node)
             passes = blank + label
             less = passes * size.to(tl.float64)
             more = passes - less
             blank = tl.where(smaller < 0.0, more, less)
             back = tl.where(smaller < 0.0, less, more)
             tl.store(edge + t, back, mask=is_node & (j == 0))
-            label = tl.where(j + 1 < BLOCK, tl.gather(back, right, 0), 0.0)
+            label = tl.where(j + 1 < BLOCK, tl.gather(back, right_lane, 0), 0.0)
         tl.debug_barrier()

@@ -175,9 +175,9 @@ class Lattices:
                     continue
                 if frame == start:
                     first = n
-                taken = min(self.frames[n + 1] - frame, max(1, fitting))
-                frame += taken
-                used += taken * each
+                count = min(self.frames[n + 1] - frame, max(1, fitting))
+                frame += count
+                used += count * each
             used += cost.state * states
         if start < self.frames[end]:
             yield self._chunk(first, end - 1, start, self.frames[end])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+# pyright: reportGeneralTypeIssues=false
 from collections.abc import Sequence
 
 import torch
@@ -198,17 +199,17 @@ def _passing(row, node, normalizer_node, is_node, log_normalizer, occ_blank, occ
     normalizer = tl.load(log_normalizer + normalizer_node, mask=is_node, other=0.0)
     blank = tl.load(occ_blank + node, mask=is_node, other=0.0)
     label = tl.load(occ_label + node, mask=is_node, other=0.0)
-    own = tl.load(labels + row, mask=is_node, other=-1)
+    label_class = tl.load(labels + row, mask=is_node, other=-1)
     alive = (blank != 0.0) | (label != 0.0)
-    return tl.where(alive, normalizer, float("inf")), blank, label, own
+    return tl.where(alive, normalizer, float("inf")), blank, label, label_class
 
 
 @triton.jit
-def _difference(z, v, normalizer, blank, label, own, blank_id):
+def _difference(z, v, normalizer, blank, label, label_class, blank_id):
     """The gradient of logits ``z`` of some rows and classes: scaled softmax minus occupancies."""
     d = tl.exp(z - normalizer[:, None]) * (blank + label)[:, None]
     d -= tl.where(v[None, :] == blank_id, blank[:, None], 0.0)
-    return d - tl.where(v[None, :] == own[:, None], label[:, None], 0.0)
+    return d - tl.where(v[None, :] == label_class[:, None], label[:, None], 0.0)
 
 
 @triton.jit(do_not_specialize=["first_node", "first_normalizer", "nodes", "rows", "blank_id"])
@@ -266,7 +267,7 @@ def differentiate(
     normalizer_node = node
     if first_normalizer is not None:
         normalizer_node = first_normalizer.to(tl.int64) + row
-    normalizer, blank, label, own = _passing(  # pyright: ignore[reportGeneralTypeIssues]
+    normalizer, blank, label, label_class = _passing(
         row,
         node,
         normalizer_node,
@@ -277,7 +278,7 @@ def differentiate(
         occ_label,
         labels,
     )
-    d = _difference(z, v, normalizer, blank, label, own, blank_id)
+    d = _difference(z, v, normalizer, blank, label, label_class, blank_id)
     out = d_logits + (first_row.to(tl.int64) + in_rows[:, None]) * d_stride + v[None, :]
     # Stored up to the next row, as a mask at V would store single elements.
     stored = (row < rows)[:, None] & (v < d_stride)[None, :]
@@ -315,7 +316,7 @@ def differentiate_kept(
         row = first + in_rows
         is_node = row < nodes
         node = first_node.to(tl.int64) + row
-        normalizer, blank, label, own = _passing(  # pyright: ignore[reportGeneralTypeIssues]
+        normalizer, blank, label, label_class = _passing(
             row,
             node,
             first_normalizer.to(tl.int64) + row,
@@ -328,7 +329,7 @@ def differentiate_kept(
         inside = (v < stride)[None, :]
         is_passed = (normalizer < float("inf"))[:, None] & inside
         z = tl.load(tile, mask=is_passed, other=0.0).to(tl.float32)
-        d = _difference(z, v, normalizer, blank, label, own, blank_id)
+        d = _difference(z, v, normalizer, blank, label, label_class, blank_id)
         tl.store(tile, d.to(logits.dtype.element_ty), mask=is_node[:, None] & inside)
         sums += d
         tile += ROWS * stride

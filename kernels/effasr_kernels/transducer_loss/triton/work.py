@@ -88,8 +88,8 @@ class Work:
         """Whether the logits of several of the longest sequences fit in the workspace."""
         if isinstance(self.lattices, DeviceLattices):
             return False
-        most = _KEPT_SEQUENCES * self.lattices.largest
-        return most * self.logit_bytes <= workspace() // 4 * 3
+        nodes = _KEPT_SEQUENCES * self.lattices.largest
+        return nodes * self.logit_bytes <= workspace() // 4 * 3
 
     def groups(self, cost: Cost, chunk_cost: Cost, *, swapped: bool = False) -> list[Group]:
         """Divide the nodes; ``swapped`` gives groups the larger part of the workspace."""
@@ -116,9 +116,11 @@ class Work:
 
     def rows(self, groups: Sequence[Group]) -> Rows:
         """Buffers for the largest chunk."""
-        most = max((x.room.nodes for group in groups for x in group.chunks), default=0)
-        frame, state, label = (self.targets.new_empty(most, dtype=torch.int32) for _ in range(3))
-        return Rows(frame, state, label, self.weight.new_empty(most, self.weight.shape[1]))
+        max_nodes = max((x.room.nodes for group in groups for x in group.chunks), default=0)
+        frame, state, label = (
+            self.targets.new_empty(max_nodes, dtype=torch.int32) for _ in range(3)
+        )
+        return Rows(frame, state, label, self.weight.new_empty(max_nodes, self.weight.shape[1]))
 
     def score(
         self,
@@ -144,14 +146,14 @@ class Work:
                 total=nodes.view(1) if isinstance(nodes, Tensor) else None,
                 logits=part,
             ).log_normalizer
-            kept = log_normalizer, 0
+            output = log_normalizer, 0
             if normalizer is not None:
-                kept = normalizer, chunk.node_from(group.first_node)
+                output = normalizer, chunk.node_from(group.first_node)
             launch(
                 normalize,
                 (ceil_div(chunk.room.nodes, _PLACED),),
-                *(log_normalizer, scores.blank, scores.label, kept[0]),
-                *(chunk.node_from(scores.base), kept[1], nodes, float(self.sigma)),
+                *(log_normalizer, scores.blank, scores.label, output[0]),
+                *(chunk.node_from(scores.base), output[1], nodes, float(self.sigma)),
                 num_warps=4,
                 num_stages=1,
                 BLOCK=_PLACED,
