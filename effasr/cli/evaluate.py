@@ -6,15 +6,16 @@ import argparse
 from pathlib import Path
 
 from effasr.cli.options import (
+    CONFIDENCE,
+    CORRECTOR,
     MANIFEST_HELP,
+    NBEST,
     RUN_HELP,
+    SECOND_PASS,
     AddCommand,
     add_averaged,
-    add_confidence,
-    add_corrector,
     add_decoding,
-    add_nbest,
-    add_second_pass,
+    add_language,
     at_least,
     decoding_config,
     folder,
@@ -22,9 +23,10 @@ from effasr.cli.options import (
     log,
     print_folded,
     print_line,
+    read_cuts,
     run_checkpoints,
 )
-from effasr.cli.progress import decoding_progress, progress_counter
+from effasr.cli.progress import decoding_progress
 
 
 def add(command: AddCommand) -> None:
@@ -38,12 +40,7 @@ def add(command: AddCommand) -> None:
     parser.add_argument("--run", type=Path, required=True, help=RUN_HELP)
     add_averaged(parser)
     parser.add_argument("--manifest", type=Path, required=True, help=MANIFEST_HELP)
-    parser.add_argument(
-        "--language",
-        metavar="LANG",
-        help="language of manifest lines that do not name one (default: what the model was trained "
-        "on most)",
-    )
+    add_language(parser)
     parser.add_argument(
         "--normalizer",
         default="basic",
@@ -64,11 +61,7 @@ def add(command: AddCommand) -> None:
         metavar="N",
         help="utterances with the most errors to show (default: 5)",
     )
-    add_decoding(parser)
-    add_nbest(parser)
-    add_second_pass(parser)
-    add_corrector(parser)
-    add_confidence(parser)
+    add_decoding(parser, NBEST, SECOND_PASS, CORRECTOR, CONFIDENCE)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -76,16 +69,13 @@ def run(options: argparse.Namespace) -> int:
     from effasr.checkpoint import WEIGHTS
     from effasr.data.checksums import sha256
     from effasr.distributed.process_group import choose_device
-    from effasr.evaluation.evaluate import evaluate, openable_cuts
+    from effasr.evaluation.evaluate import evaluate
     from effasr.evaluation.result import save, set_name
     from effasr.evaluation.tables import report
 
     checkpoints = run_checkpoints(options)
     loaded = load_average(checkpoints, choose_device(options.device))
-    with progress_counter("utterances read") as show:
-        cuts, unreadable = openable_cuts(
-            options.manifest, language=options.language or loaded.prompt.source, progress=show
-        )
+    cuts, unreadable = read_cuts(options, loaded.prompt.source)
     with decoding_progress(len(cuts)) as decoded:
         evaluation = evaluate(
             loaded.model,

@@ -65,7 +65,7 @@ def add(command: AddCommand) -> None:
         action="store_true",
         help="do not train a few steps to measure the expected time",
     )
-    add_language(parser)
+    add_language(parser, default="en")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -6,32 +6,46 @@ The modules of the commands import nothing heavy at the top, so that ``--help`` 
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from effasr.cli.progress import ERASE, erase_line, working
+from effasr.cli.progress import ERASE, erase_line, progress_counter, working
+from effasr.decoding.config import DecodingConfig
 from effasr.untrusted.display import display_width, escape_controls, fold
 
 if TYPE_CHECKING:
     import torch
+    from lhotse.cut import Cut
 
     from effasr.checkpoint import LoadedModel
-    from effasr.decoding.config import DecodingConfig
+    from effasr.transcription.results import Failure
 
+# Adds a command: takes its name, its action, its description, lines for the end of its help, and
+# ``example``, a command line that is the last line of the help.
 AddCommand = Callable[..., argparse.ArgumentParser]
-"""Adds a command: takes its name, its action, its description, lines for the end of its help, and
-``example``, a command line that is the last line of the help."""
 
-_LABEL = re.compile(r"\w[\w ]{,18}? {2,}")
-"""A name in the first column of a report."""
+_LABEL = re.compile(r"\w[\w ]{,18}? {2,}")  # a name in the first column of a report
 
 RUN_HELP = "a run (runs/NAME: its best checkpoint), or a model directory"
 MANIFEST_HELP = "NeMo JSONL, lhotse cuts, a Kaldi, audio or prepared folder"
+
+# Fields of `DecodingConfig` that are options.
+SEARCH = (
+    *("method", "beam", "length_penalty", "coverage_penalty", "ctc_weight", "no_repeat_ngram"),
+    *("lm", "lm_unit", "lm_weight", "instruction", "gap_seconds", "frame_budget"),
+)
+NBEST = ("nbest",)
+SECOND_PASS = "second_lm", "second_lm_weight", "second_word_bonus"
+CORRECTOR = "corrector", "corrector_margin", "corrector_source"
+CONFIDENCE = "word_confidence", "calibration"
 
 
 def folder(text: str) -> Path:
@@ -72,13 +86,16 @@ def seconds(text: str) -> float:
     return found
 
 
-def add_language(parser: argparse.ArgumentParser) -> None:
-    """Add ``--language``, English by default."""
+def add_language(
+    parser: argparse.ArgumentParser,
+    text: str = "language of manifest lines that do not name one",
+    *,
+    default: str | None = None,
+) -> None:
+    """Add ``--language``; None for what the model was trained on most."""
+    shown = default or "what the model was trained on most"
     parser.add_argument(
-        "--language",
-        default="en",
-        metavar="LANG",
-        help="language of manifest lines that do not name one (default: en)",
+        "--language", default=default, metavar="LANG", help=f"{text} (default: {shown})"
     )
 
 
@@ -94,7 +111,6 @@ def add_subsampling(parser: argparse.ArgumentParser) -> None:
 
 
 def add_recipe(parser: argparse.ArgumentParser, recipe_help: str, override_help: str) -> None:
-    """Add a recipe and its overrides."""
     parser.add_argument("recipe", metavar="RECIPE", help=recipe_help)
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="path.to.field=value", help=override_help
@@ -148,22 +164,52 @@ def load_average(checkpoints: list[Path], device: torch.device) -> LoadedModel:
         return loaded
 
 
-def add_beam(parser: argparse.ArgumentParser, result: str) -> None:
-    """Add ``--beam``; ``result`` is what each search finds."""
-    parser.add_argument(
-        "--beam",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help=f"hypotheses of each {result} in beam search (default: 1, greedy)",
-    )
+def read_cuts(options: argparse.Namespace, language: str) -> tuple[list[Cut], list[Failure]]:
+    """Return the cuts of ``--manifest``, and why others cannot be opened."""
+    from effasr.evaluation.evaluate import openable_cuts
+
+    with progress_counter("utterances read") as show:
+        return openable_cuts(options.manifest, language=options.language or language, progress=show)
 
 
-def add_decoding(parser: argparse.ArgumentParser, *, beam: int = 1) -> None:
-    """Add the options that `decoding_config` reads; ``beam`` is the default of ``--beam``.
+def add_fields(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add an option for each of these fields of `DecodingConfig`; None where it is not given.
 
-    Those that ``--decoding`` may set are None where they are not given.
+    The type of the field decides what is parsed; its help is the first sentence of its text in the
+    docstring, where the names of other options are those of the fields.
     """
+    hints, texts = get_type_hints(DecodingConfig), attribute_texts(DecodingConfig)
+    by_name = {field.name: field for field in fields(DecodingConfig)}
+
+    def flag(name: str) -> str:
+        return "--" + (by_name[name].metadata.get("option") or name).replace("_", "-")
+
+    for name in names:
+        kind = next((one for one in get_args(hints[name]) if one is not NoneType), hints[name])
+        sentence = re.split(r"(?<=\.)\s+(?=[A-Z])", texts[name])[0].removesuffix(".")
+        sentence = re.sub("``(\\w+)``", lambda match: flag(match[1]), sentence)
+        parsing: dict[str, Any] = {"action": "store_true", "default": None}
+        if kind is not bool:
+            metavar = {int: "N", Path: "FILE", str: "TEXT"}.get(kind)
+            metavar = by_name[name].metadata.get("metavar", metavar)
+            parsing = {"type": at_least(1) if kind is int else kind, "metavar": metavar}
+        if get_origin(hints[name]) is Literal:
+            parsing |= {"type": str, "choices": get_args(hints[name])}
+        help_text = sentence[0].lower() + sentence[1:]
+        parser.add_argument(flag(name), dest=name, help=help_text, **parsing)
+
+
+def attribute_texts(config: type) -> dict[str, str]:
+    """Return the text of each field in the section ``Attributes`` of a docstring."""
+    _, _, section = (inspect.getdoc(config) or "").partition("\nAttributes:\n")
+    entries = re.split(r"^ {4}(\w+): ", section, flags=re.MULTILINE)[1:]
+    return {
+        name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2], strict=True)
+    }
+
+
+def add_decoding(parser: argparse.ArgumentParser, *groups: Sequence[str], beam: int = 1) -> None:
+    """Add the options that `decoding_config` reads; ``beam`` is the default of ``--beam``."""
     add_device(parser)
     parser.set_defaults(default_beam=beam)
     parser.add_argument(
@@ -172,202 +218,32 @@ def add_decoding(parser: argparse.ArgumentParser, *, beam: int = 1) -> None:
         metavar="FILE.yaml",
         help="file of `effasr tune`; options of the search that are given have precedence",
     )
-    parser.add_argument(
-        "--method",
-        choices=("auto", "attention", "transducer", "ctc", "language_model"),
-        metavar="METHOD",
-        help="decoding method: attention, transducer, ctc, language_model, or auto (the default) "
-        "for the first of these that the model has",
-    )
-    greedy = ", greedy" if beam == 1 else ""
-    parser.add_argument(
-        "--beam",
-        type=at_least(1),
-        metavar="N",
-        help=f"hypotheses of each utterance in beam search (default: {beam}{greedy})",
-    )
-    parser.add_argument(
-        "--length-penalty",
-        type=float,
-        metavar="A",
-        help="exponent of the length in the score of the attention decoder with --beam: 0 for the "
-        "likeliest transcript, more for longer ones (default: 0.6)",
-    )
-    parser.add_argument(
-        "--coverage-penalty",
-        type=float,
-        metavar="B",
-        help="weight of the share of frames that a transcript attends to, with --beam and the "
-        "attention decoder; more leaves out less speech (default: 0)",
-    )
-    parser.add_argument(
-        "--ctc-weight",
-        type=float,
-        metavar="W",
-        help="share of CTC in the scores of the attention decoder, 0 to 1; needs both (default: 0)",
-    )
-    parser.add_argument(
-        "--no-repeat-ngram",
-        type=at_least(2),
-        metavar="N",
-        help="length of token sequences that the attention decoder never repeats, which ends loops "
-        "(default: all repetitions are allowed)",
-    )
-    parser.add_argument(
-        "--lm",
-        type=Path,
-        metavar="FILE",
-        help="language model over token ids for the attention decoder or a beam of CTC: n-grams "
-        "(ARPA, plain or .gz), or the folder of a causal language model of transformers",
-    )
-    parser.add_argument(
-        "--lm-unit",
-        choices=("token", "word"),
-        help="unit of the n-grams in --lm: token ids (the default), or words, which are scored "
-        "when they end",
-    )
-    parser.add_argument(
-        "--lm-weight",
-        type=float,
-        metavar="W",
-        help="weight of the language model in the score (default: 0.3)",
-    )
-    parser.add_argument(
-        "--instruction",
-        default="Transcribe the speech.",
-        metavar="TEXT",
-        help="instruction for a speech language model (default: Transcribe the speech.)",
-    )
-    parser.add_argument(
-        "--gap",
-        type=float,
-        default=2.0,
-        metavar="S",
-        help="skip stretches without speech of this many seconds or more (default: 2; 0 for none)",
-    )
-    parser.add_argument(
-        "--frame-budget",
-        type=at_least(1),
-        default=4096,
-        metavar="N",
-        help="audio to decode together, in frames of 80 ms (default: 4096); less needs less memory",
-    )
+    add_fields(parser, *SEARCH, *(name for group in groups for name in group))
+    if beam != 1:
+        (action,) = (action for action in parser._actions if action.dest == "beam")
+        action.help = str(action.help).replace("default: 1, greedy", f"default: {beam}")
 
 
-def add_nbest(parser: argparse.ArgumentParser) -> None:
-    """Add ``--nbest``; None where it is not given."""
-    parser.add_argument(
-        "--nbest",
-        type=at_least(1),
-        metavar="N",
-        help="also write the N best texts of each utterance with their scores, as JSON; N is at "
-        "most --beam",
-    )
-
-
-def add_second_pass(parser: argparse.ArgumentParser) -> None:
-    """Add ``--second-lm`` and its weights."""
-    parser.add_argument(
-        "--second-lm",
-        type=Path,
-        metavar="LM",
-        help="language model which chooses among the --nbest texts of each segment (default of "
-        "--nbest then: --beam): folder of a causal language model of transformers with a tokenizer "
-        "of its own, or n-grams over words (ARPA, plain or .gz)",
-    )
-    parser.add_argument(
-        "--second-lm-weight",
-        type=float,
-        metavar="W",
-        help="weight of the second language model in the ranking (default: 0.3)",
-    )
-    parser.add_argument(
-        "--second-word-bonus",
-        type=float,
-        metavar="B",
-        help="bonus for each word with --second-lm (default: 0)",
-    )
-
-
-def add_corrector(parser: argparse.ArgumentParser) -> None:
-    """Add ``--corrector``, its margin and its source."""
-    parser.add_argument(
-        "--corrector",
-        type=Path,
-        metavar="RUN",
-        help="run of the recipe corrector, which reads the --nbest texts of each segment (default "
-        "of --nbest then: --beam) and writes the text",
-    )
-    parser.add_argument(
-        "--corrector-margin",
-        type=float,
-        metavar="M",
-        help="keep the text of the search unless the corrector's is likelier by more than M nats "
-        "(default: 2)",
-    )
-    parser.add_argument(
-        "--corrector-source",
-        metavar="NAME",
-        help="source whose experts the corrector uses, where it has experts for each `source` of "
-        "its training data (default: the only one)",
-    )
-
-
-def add_confidence(parser: argparse.ArgumentParser) -> None:
-    """Add ``--confidence`` and ``--calibration``."""
-    parser.add_argument(
-        "--confidence",
-        action="store_true",
-        help="also compute the confidence of each word, from the entropy of the model's "
-        "distributions",
-    )
-    parser.add_argument(
-        "--calibration",
-        type=Path,
-        metavar="FILE",
-        help="calibration.json of an evaluation of a dev set, which makes the confidences of "
-        "--confidence probabilities",
-    )
-
-
-def decoding_config(options: argparse.Namespace, *, words: bool = False) -> DecodingConfig:
+def decoding_config(options: argparse.Namespace) -> DecodingConfig:
     """Return the decoding configuration that the options of `add_decoding` ask for.
 
-    Those of `add_nbest`, `add_second_pass`, `add_corrector` and `add_confidence` count as well,
-    where the command has them. What is not given comes from the file of ``--decoding``, if there is
-    one.
+    What is not given comes from the file of ``--decoding``, if there is one.
     """
-    from effasr.decoding.config import DecodingConfig
     from effasr.evaluation.tuning.decoding_file import read_decoding
 
-    names = (
-        *("method", "beam", "length_penalty", "coverage_penalty", "ctc_weight"),
-        *("no_repeat_ngram", "lm", "lm_unit", "lm_weight"),
-        *("second_lm", "second_lm_weight", "second_word_bonus"),
-        *("corrector", "corrector_margin", "corrector_source"),
-    )
-    given = {name: getattr(options, name, None) for name in names}
-    chosen = {name: value for name, value in given.items() if value is not None}
+    values = {field.name: getattr(options, field.name, None) for field in fields(DecodingConfig)}
+    chosen = {name: value for name, value in values.items() if value is not None}
     if options.decoding is not None:
         chosen = read_decoding(options.decoding, chosen)
     chosen.setdefault("beam", options.default_beam)
-    nbest = getattr(options, "nbest", None)
-    if nbest is None and ("second_lm" in chosen or "corrector" in chosen):
-        nbest = chosen["beam"]
-    return DecodingConfig(
-        **chosen,
-        instruction=options.instruction,
-        frame_budget=options.frame_budget,
-        gap_seconds=options.gap or None,
-        nbest=nbest,
-        word_confidence=getattr(options, "confidence", False),
-        calibration=getattr(options, "calibration", None),
-        words=words,
-    )
+    if "second_lm" in chosen or "corrector" in chosen:
+        chosen.setdefault("nbest", chosen["beam"])
+    if chosen.get("gap_seconds") == 0:
+        chosen["gap_seconds"] = None
+    return DecodingConfig(**chosen)
 
 
 def print_line(text: str) -> None:
-    """Write to standard output, with one line feed at the end."""
     if sys.stdout.isatty():
         erase_line()
     sys.stdout.write(escape_controls(text.rstrip("\n")) + "\n")

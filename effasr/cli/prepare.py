@@ -42,7 +42,7 @@ def add(command: AddCommand) -> None:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to check the texts against"
     )
-    add_language(parser)
+    add_language(parser, default="en")
     add_subsampling(parser)
     parser.add_argument(
         "--max-duration",

@@ -41,7 +41,7 @@ def add(command: AddCommand) -> None:
         help="manifests whose texts the tokenizer is trained on",
     )
     parser.add_argument("out", type=folder, metavar="OUT", help="folder for the tokenizer")
-    add_language(parser)
+    add_language(parser, default="en")
     parser.add_argument(
         "--vocab-size",
         type=_size,

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effasr.cli.options import (
+    CONFIDENCE,
+    CORRECTOR,
+    NBEST,
     RUN_HELP,
+    SECOND_PASS,
     AddCommand,
     add_averaged,
-    add_confidence,
-    add_corrector,
     add_decoding,
-    add_nbest,
-    add_second_pass,
+    add_fields,
+    add_language,
     at_least,
     decoding_config,
     folder,
@@ -74,12 +76,7 @@ def add(command: AddCommand) -> None:
         help="recordings to transcribe as well, in the languages that it names: NeMo JSONL, lhotse "
         "cuts, a Kaldi or prepared folder",
     )
-    parser.add_argument(
-        "--language",
-        metavar="LANG",
-        help="language spoken in recordings whose manifest does not name one (default: what the "
-        "model was trained on most)",
-    )
+    add_language(parser, "language spoken in recordings whose manifest does not name one")
     parser.add_argument(
         "--target-language",
         metavar="LANG",
@@ -97,12 +94,7 @@ def add(command: AddCommand) -> None:
         help="text (the default), JSON lines with the times of segments, subtitles, or NIST's CTM",
     )
     parser.add_argument("--json", action="store_true", help="the same as --format json")
-    parser.add_argument(
-        "--words",
-        action="store_true",
-        help="find when each word is said; needs a CTC head, except in a stream that is decoded "
-        "frame by frame",
-    )
+    add_fields(parser, "words")
     parser.add_argument(
         "--output",
         type=folder,
@@ -139,11 +131,7 @@ def add(command: AddCommand) -> None:
         "which decodes frame by frame (default: its first), or the longest wait for a pause with "
         "other models (default: 10 seconds)",
     )
-    add_decoding(parser)
-    add_nbest(parser)
-    add_second_pass(parser)
-    add_corrector(parser)
-    add_confidence(parser)
+    add_decoding(parser, NBEST, SECOND_PASS, CORRECTOR, CONFIDENCE)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -155,7 +143,7 @@ def run(options: argparse.Namespace) -> int:
     from effasr.transcription.results import Failure, Transcription
     from effasr.transcription.transcribe import transcribe
 
-    decoding = decoding_config(options, words=options.words)
+    decoding = decoding_config(options)
     _check(options, decoding)
     loaded = load_average(run_checkpoints(options), choose_device(options.device))
     source = options.language or loaded.prompt.source
@@ -285,7 +273,7 @@ def _check(options: argparse.Namespace, decoding: DecodingConfig) -> None:
             "`--nbest` must have `--json`, because no other format holds several texts, but the "
             f"format is {_style(options)}: add `--json`."
         )
-    if options.confidence and _style(options) != "json":
+    if options.word_confidence and _style(options) != "json":
         raise ValueError(
             "`--confidence` must have `--json`, because no other format holds confidences, but the "
             f"format is {_style(options)}: add `--json`."

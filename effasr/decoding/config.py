@@ -89,7 +89,7 @@ class DecodingConfig:
         word_confidence: Also compute the confidence of each word, from the entropy of the model's
             distributions. See `effasr.decoding.confidence.tokens`.
         calibration: calibration.json of an evaluation of a dev set, which makes the confidences of
-            ``confidence`` probabilities. None for the raw values.
+            ``word_confidence`` probabilities. None for the raw values.
         instruction: Instruction for a speech language model (default: Transcribe the speech.). It
             follows the speech in the turn of the user, and the answer transcribes or translates.
     """

@@ -9,7 +9,7 @@ from itertools import tee
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effasr.cli.options import RUN_HELP, AddCommand, add_beam, add_device, at_least, print_line
+from effasr.cli.options import RUN_HELP, AddCommand, add_device, at_least, print_line
 from effasr.cli.progress import progress_counter
 
 if TYPE_CHECKING:
@@ -48,7 +48,13 @@ def add(command: AddCommand) -> None:
     parser.add_argument(
         "--manifest", type=Path, metavar="FILE", help="conversations, JSON lines with `messages`"
     )
-    add_beam(parser, "answer")
+    parser.add_argument(
+        "--beam",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="hypotheses of each answer in beam search (default: 1, greedy)",
+    )
     parser.add_argument(
         "--max-tokens",
         type=at_least(1),

@@ -8,16 +8,18 @@ from pathlib import Path
 
 from effasr.cli.options import (
     MANIFEST_HELP,
+    NBEST,
     RUN_HELP,
+    SECOND_PASS,
     AddCommand,
     add_decoding,
-    add_nbest,
-    add_second_pass,
+    add_language,
     decoding_config,
     log,
     print_line,
+    read_cuts,
 )
-from effasr.cli.progress import decoding_progress, progress_counter
+from effasr.cli.progress import decoding_progress
 
 _BEAM = 8
 _MOST_SHOWN = 5
@@ -38,20 +40,13 @@ def add(command: AddCommand) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help=RUN_HELP)
     parser.add_argument("manifest", type=Path, metavar="MANIFEST", help=MANIFEST_HELP)
     parser.add_argument("out", type=Path, metavar="OUT.jsonl", help="the manifest to write")
-    parser.add_argument(
-        "--language",
-        metavar="LANG",
-        help="language of manifest lines that do not name one (default: what the model was trained "
-        "on most)",
-    )
+    add_language(parser)
     parser.add_argument(
         "--source",
         metavar="NAME",
         help="name of the system that made the lists; written to each line as `source`",
     )
-    add_decoding(parser, beam=_BEAM)
-    add_nbest(parser)
-    add_second_pass(parser)
+    add_decoding(parser, NBEST, SECOND_PASS, beam=_BEAM)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,17 +55,13 @@ def run(options: argparse.Namespace) -> int:
     from effasr.data.atomic_files import atomic_file
     from effasr.distributed.process_group import choose_device
     from effasr.evaluation.correction_data import correction_pairs
-    from effasr.evaluation.evaluate import openable_cuts
     from effasr.transcription.json_files import json_line
     from effasr.transcription.results import Failure
 
     config = decoding_config(options)
     config = replace(config, nbest=config.nbest or config.beam)
     loaded = load_model(resolve(options.run), choose_device(options.device))
-    with progress_counter("utterances read") as show:
-        cuts, failures = openable_cuts(
-            options.manifest, language=options.language or loaded.prompt.source, progress=show
-        )
+    cuts, failures = read_cuts(options, loaded.prompt.source)
     count = 0
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with decoding_progress(len(cuts)) as decoded, atomic_file(options.out) as file:

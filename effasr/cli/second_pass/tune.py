@@ -7,19 +7,21 @@ import itertools
 from pathlib import Path
 
 from effasr.cli.options import (
+    CORRECTOR,
     MANIFEST_HELP,
+    NBEST,
     RUN_HELP,
+    SECOND_PASS,
     AddCommand,
     add_averaged,
-    add_corrector,
     add_decoding,
-    add_nbest,
-    add_second_pass,
+    add_language,
     decoding_config,
     load_average,
     log,
     print_folded,
     print_line,
+    read_cuts,
     run_checkpoints,
 )
 from effasr.cli.progress import decoding_progress, progress_counter
@@ -53,28 +55,19 @@ def add(command: AddCommand) -> None:
         help="file that receives the options (default: RUN/decoding.yaml; required for a model "
         "directory)",
     )
-    parser.add_argument(
-        "--language",
-        metavar="LANG",
-        help="language of manifest lines that do not name one (default: what the model was trained "
-        "on most)",
-    )
+    add_language(parser)
     parser.add_argument(
         "--normalizer",
         default="basic",
         help="normalizer applied to reference and hypothesis before scoring, as for evaluate "
         "(default: basic)",
     )
-    add_decoding(parser, beam=_BEAM)
-    add_nbest(parser)
-    add_second_pass(parser)
-    add_corrector(parser)
+    add_decoding(parser, NBEST, SECOND_PASS, CORRECTOR, beam=_BEAM)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the error rates before and after, and write the options."""
     from effasr.distributed.process_group import choose_device
-    from effasr.evaluation.evaluate import openable_cuts
     from effasr.evaluation.result import set_name
     from effasr.evaluation.tuning.decoding_file import DECODING_FILE, write_decoding
     from effasr.evaluation.tuning.tune import tune
@@ -94,10 +87,7 @@ def run(options: argparse.Namespace) -> int:
             )
         path = options.run / DECODING_FILE
     loaded = load_average(run_checkpoints(options), choose_device(options.device))
-    with progress_counter("utterances read") as show:
-        cuts, unreadable = openable_cuts(
-            options.manifest, language=options.language or loaded.prompt.source, progress=show
-        )
+    cuts, unreadable = read_cuts(options, loaded.prompt.source)
     tried = itertools.count(1)
     with decoding_progress(len(cuts)) as decoded, progress_counter("trials of weights") as trials:
         found = tune(

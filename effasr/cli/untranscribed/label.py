@@ -11,6 +11,7 @@ from effasr.cli.options import (
     RUN_HELP,
     AddCommand,
     add_decoding,
+    add_language,
     decoding_config,
     folder,
     log,
@@ -51,12 +52,7 @@ def add(command: AddCommand) -> None:
         metavar="C",
         help="least confidence of a segment, from 0 to 1; others are left out (default: 0)",
     )
-    parser.add_argument(
-        "--language",
-        metavar="LANG",
-        help="language spoken in recordings whose manifest does not name one (default: what the "
-        "model was trained on most)",
-    )
+    add_language(parser, "language spoken in recordings whose manifest does not name one")
     add_decoding(parser)
 
 
