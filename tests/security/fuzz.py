@@ -25,8 +25,7 @@ from random import Random
 from typing import Any
 
 from tests.security.mutations import OUTSIDE, mutate
-from tests.security.reader import Reader
-from tests.security.readers import READERS
+from tests.security.readers import READERS, Reader
 
 INPUT_SECONDS, START_SECONDS = 20.0, 240.0
 """Of processor time; what waits for something else ends after `_WAITING` times as long."""
