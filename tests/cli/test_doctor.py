@@ -1,5 +1,4 @@
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,16 +12,16 @@ from effasr_kernels.runtime import native
 
 
 @pytest.fixture(scope="module")
-def found() -> doctor.Report:
+def found():
     return doctor.report()
 
 
-def _row(report: doctor.Report, name: str) -> doctor.Row:
+def _row(report, name):
     (row,) = [row for row in report.rows if row.name == name]
     return row
 
 
-def test_every_operation_can_run_on_the_cpu(found) -> None:
+def test_every_operation_can_run_on_the_cpu(found):
     rows = [row for row in found.rows if row.name.endswith(" on cpu")]
     labels = {f"{x.label} on cpu" for op in OPERATIONS.values() for x in op.examples}
     assert {row.name for row in rows} == labels
@@ -30,13 +29,13 @@ def test_every_operation_can_run_on_the_cpu(found) -> None:
     assert {row.value for row in rows} <= {"reference", "triton", "cpp"}
 
 
-def test_versions_and_what_is_missing(found) -> None:
+def test_versions_and_what_is_missing(found):
     assert _row(found, "torch").value == torch.__version__
     assert _row(found, "jiwer").value.startswith("4.")
     assert _row(found, "apex").note.startswith(("not used: ", "fused"))
 
 
-def test_the_cpu_kernels_are_there_or_how_to_build_them(monkeypatch) -> None:
+def test_the_cpu_kernels_are_there_or_how_to_build_them(monkeypatch):
     monkeypatch.setattr(native, "unsupported_reason", lambda: "no such library")
     row = _row(doctor.report(), "CPU kernels")
     assert row.value == "not built"
@@ -48,7 +47,7 @@ def test_the_cpu_kernels_are_there_or_how_to_build_them(monkeypatch) -> None:
     assert _row(doctor.report(), "CPU kernels").value == "built"
 
 
-def test_the_text_has_a_table_for_each_section(found) -> None:
+def test_the_text_has_a_table_for_each_section(found):
     text = found.text()
     assert [part.split("|")[1].strip() for part in text.split("\n\n")] == [
         "system",
@@ -59,14 +58,14 @@ def test_the_text_has_a_table_for_each_section(found) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 100])
-def test_the_real_report_has_the_width_of_the_terminal(found, columns) -> None:
+def test_the_real_report_has_the_width_of_the_terminal(found, columns):
     recipe = recipe_rows("fastconformer_transducer_streaming", ["training.device=cpu"])
     assert recipe
     lines = doctor.Report((*found.rows, *recipe)).text(columns).splitlines()
     assert columns - 5 < max(map(len, lines)) <= columns
 
 
-def test_another_package_named_apex_is_recognised(monkeypatch, tmp_path) -> None:
+def test_another_package_named_apex_is_recognised(monkeypatch, tmp_path):
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
@@ -74,7 +73,7 @@ def test_another_package_named_apex_is_recognised(monkeypatch, tmp_path) -> None
 
 
 @pytest.fixture
-def modules() -> Iterator[dict[Backend, str]]:
+def modules():
     """The implementations of an operation, to change."""
     modules = OPERATIONS["ctc_loss"].backends
     before = dict(modules)
@@ -83,9 +82,7 @@ def modules() -> Iterator[dict[Backend, str]]:
     modules.update(before)
 
 
-def test_a_backend_that_refuses_or_breaks_is_named_with_its_reason(
-    modules, monkeypatch, tmp_path
-) -> None:
+def test_a_backend_that_refuses_or_breaks_is_named_with_its_reason(modules, monkeypatch, tmp_path):
     (tmp_path / "refusing.py").write_text(
         "def unsupported_reason(arguments):\n    return 'wants an even day'\n"
     )
@@ -103,7 +100,7 @@ def test_a_backend_that_refuses_or_breaks_is_named_with_its_reason(
     assert row.note == "triton: wants an even day; cpp: fails with RuntimeError: illegal address"
 
 
-def test_what_could_serve_on_request_is_said_as_well(modules, monkeypatch, tmp_path) -> None:
+def test_what_could_serve_on_request_is_said_as_well(modules, monkeypatch, tmp_path):
     (tmp_path / "ready.py").write_text(
         "def unsupported_reason(arguments):\n    return None\n"
         "def run(arguments):\n    return None\n"
@@ -118,14 +115,14 @@ def test_what_could_serve_on_request_is_said_as_well(modules, monkeypatch, tmp_p
     assert row.note.startswith("cpp: on request; varlen: cannot be imported")
 
 
-def test_attention_says_why_the_packages_do_not_serve(found) -> None:
+def test_attention_says_why_the_packages_do_not_serve(found):
     note = _row(found, "attention, causal on cpu").note
     for backend in ("varlen", "flash_attn_2", "flash_attn_3", "flash_attn_4"):
         assert f"{backend}: " in note
     assert "flash_attn" not in _row(found, "ctc_loss on cpu").note
 
 
-def test_where_nothing_can_run_all_reasons_are_given(modules) -> None:
+def test_where_nothing_can_run_all_reasons_are_given(modules):
     modules.clear()
     modules[Backend.TRITON] = "no_such_module"
     row = _row(doctor.report(), "ctc_loss on cpu")
@@ -134,7 +131,7 @@ def test_where_nothing_can_run_all_reasons_are_given(modules) -> None:
     assert "No module named 'no_such_module'" in row.note
 
 
-def test_on_a_gpu_the_reference_does_not_count_as_a_backend(monkeypatch) -> None:
+def test_on_a_gpu_the_reference_does_not_count_as_a_backend(monkeypatch):
     op = OPERATIONS["depthwise_conv"]
     example = dataclasses.replace(op.examples[0], label="any")
     reason = lambda *given: None if given[-1] is Backend.REFERENCE else "no"
@@ -145,7 +142,7 @@ def test_on_a_gpu_the_reference_does_not_count_as_a_backend(monkeypatch) -> None
     assert "reference: slow on a GPU, so only on request" in row.note
 
 
-def test_a_recipe_has_the_reasons_against_a_graph(capsys) -> None:
+def test_a_recipe_has_the_reasons_against_a_graph(capsys):
     command = ["doctor", "--recipe", "demo_transducer", "training.activation_checkpointing=true"]
     rows = recipe_rows(command[2], [*command[3:], "training.device=cpu"])
     (row,) = [row for row in rows if row.name == "training.cuda_graph"]
@@ -161,7 +158,7 @@ def test_a_recipe_has_the_reasons_against_a_graph(capsys) -> None:
     assert "training.bfloat16_weights" in shown
 
 
-def test_a_requested_graph_is_refused_and_an_unwanted_one_is_possible(monkeypatch) -> None:
+def test_a_requested_graph_is_refused_and_an_unwanted_one_is_possible(monkeypatch):
     asked = recipe_rows("small", ["training.cuda_graph=true", "training.device=cpu"])
     assert {row.name: row.value for row in asked}["training.cuda_graph"] == "refused"
     monkeypatch.setattr(recipe_report, "choose_device", lambda name: torch.device("cuda"))
@@ -176,7 +173,7 @@ def test_a_requested_graph_is_refused_and_an_unwanted_one_is_possible(monkeypatc
     assert rows["training.bfloat16_weights"].value == "yes"
 
 
-def test_a_recipe_with_a_language_model_shows_its_budgets() -> None:
+def test_a_recipe_with_a_language_model_shows_its_budgets():
     common = ["training.device=cpu", "model.language_model.path=no/such/folder"]
     found = {row.name: row for row in recipe_rows("speech_llm_demo", common)}
     assert found["training.compile"].value == "no"
@@ -194,6 +191,6 @@ def test_a_recipe_with_a_language_model_shows_its_budgets() -> None:
     assert {row.name: row.value for row in compiled}["training.compile"] == "yes"
 
 
-def test_fields_need_a_recipe() -> None:
+def test_fields_need_a_recipe():
     with pytest.raises(ValueError, match=r"`overrides` must come with --recipe"):
         recipe_rows(None, ["training.compile=true"])

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from effasr.evaluation.model_card import ModelCard
 
 
 @pytest.fixture
-def run(workplace, tmp_path) -> Path:
+def run(workplace, tmp_path):
     """A run of this test, evaluated on a set of 4 utterances."""
     shutil.copytree(workplace.run, tmp_path / "runs" / "mine", ignore=lambda *_: ["evaluation"])
     folder = tmp_path / "runs" / "mine"
@@ -33,12 +32,12 @@ def run(workplace, tmp_path) -> Path:
     return folder
 
 
-def front(path: Path) -> dict:
+def front(path):
     _, content, _ = path.read_text(encoding="utf-8").split("---\n", 2)
     return yaml.safe_load(content)
 
 
-def test_the_card_is_one_of_the_hub(effasr, run, tmp_path) -> None:
+def test_the_card_is_one_of_the_hub(effasr, run, tmp_path):
     hub = pytest.importorskip("huggingface_hub")
     out = tmp_path / "hf"
     done = effasr("export", run, out, "--license", "cc-by-4.0", "--author", "Zoë & Co.")
@@ -64,7 +63,7 @@ def test_the_card_is_one_of_the_hub(effasr, run, tmp_path) -> None:
     assert str(tmp_path) not in card.content
 
 
-def test_results_of_other_weights_are_left_out(effasr, run, tmp_path, caplog) -> None:
+def test_results_of_other_weights_are_left_out(effasr, run, tmp_path, caplog):
     other = run / "evaluation" / "dev" / "wer.json"
     other.write_text(json.dumps(json.loads(other.read_text()) | {"model": "0" * 64}))
     done = effasr("export", run, tmp_path / "hf")
@@ -85,14 +84,14 @@ def test_results_of_other_weights_are_left_out(effasr, run, tmp_path, caplog) ->
 
 
 @pytest.mark.parametrize("seconds", [1e9, 4e9])
-def test_the_age_of_results_does_not_matter(effasr, run, tmp_path, seconds: float) -> None:
+def test_the_age_of_results_does_not_matter(effasr, run, tmp_path, seconds):
     """Copies have other ages, and the clock may have been set between training and evaluation."""
     os.utime(run / "evaluation" / "dev" / "wer.json", (seconds, seconds))
     assert effasr("export", run, tmp_path / "hf").code == 0
     assert front(tmp_path / "hf" / "README.md")["model-index"]
 
 
-def test_a_card_written_by_hand_is_left_alone(effasr, run, tmp_path) -> None:
+def test_a_card_written_by_hand_is_left_alone(effasr, run, tmp_path):
     readme = tmp_path / "hf" / "README.md"
     assert effasr("export", run, tmp_path / "hf").code == 0
     readme.write_text(readme.read_text() + "\nand more\n")
@@ -107,7 +106,7 @@ def test_a_card_written_by_hand_is_left_alone(effasr, run, tmp_path) -> None:
 
 def test_an_export_over_an_earlier_one_keeps_files_of_others_and_drops_stale_ones(
     effasr, run, tmp_path, monkeypatch
-) -> None:
+):
     out = tmp_path / "hf"
     assert effasr("export", run, out).code == 0
     (out / "notes.txt").write_text("mine")
@@ -134,15 +133,15 @@ def test_an_export_over_an_earlier_one_keeps_files_of_others_and_drops_stale_one
 
 @pytest.mark.parametrize("with_folder", [False, True])
 def test_an_export_that_fails_leaves_the_earlier_one(
-    effasr, run, tmp_path, monkeypatch, with_folder: bool
-) -> None:
+    effasr, run, tmp_path, monkeypatch, with_folder
+):
     out = tmp_path / "hf"
     assert effasr("export", run, out).code == 0
     if with_folder:
         (out / ".git").mkdir()
     before = {path.name: sha256(path) for path in out.iterdir() if path.is_file()}
 
-    def full(self: ModelCard) -> str:
+    def full(self):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "README.md")
 
     monkeypatch.setattr(ModelCard, "text", full)
@@ -154,14 +153,14 @@ def test_an_export_that_fails_leaves_the_earlier_one(
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_a_model_directory_has_a_card_too(effasr, model, tmp_path) -> None:
+def test_a_model_directory_has_a_card_too(effasr, model, tmp_path):
     assert effasr("export", model, tmp_path / "hf").code == 0
     text = (tmp_path / "hf" / "README.md").read_text()
     assert "# model\n" in text
     assert "None of these weights" in text
 
 
-def test_the_mean_of_checkpoints(effasr, run, tmp_path) -> None:
+def test_the_mean_of_checkpoints(effasr, run, tmp_path):
     folders = sorted((run / "checkpoints").glob("step_*"))
     assert len(folders) >= 2
     states = [load_file(folder / "model.safetensors") for folder in folders[-2:]]
@@ -189,7 +188,7 @@ def test_the_mean_of_checkpoints(effasr, run, tmp_path) -> None:
     assert torch.equal(newest[key], states[1][name])
 
 
-def test_an_average_is_evaluated_into_a_folder_of_its_own(effasr, run, workplace, model) -> None:
+def test_an_average_is_evaluated_into_a_folder_of_its_own(effasr, run, workplace, model):
     dev = workplace.folder / "dev"
     done = effasr("evaluate", "--run", run, "--manifest", dev, "--averaged", "2")
     assert done.code == 0, done.err
@@ -210,14 +209,14 @@ def test_an_average_is_evaluated_into_a_folder_of_its_own(effasr, run, workplace
         (("--license", "CC BY"), "must be a name such as cc-by-4.0, in small letters"),
     ],
 )
-def test_refusals(effasr, run, tmp_path, options, message) -> None:
+def test_refusals(effasr, run, tmp_path, options, message):
     failed = effasr("export", run, tmp_path / "hf", *options)
     assert failed.code == 2
     assert message in failed.error
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_model_directory_has_nothing_to_average(effasr, workplace, model, tmp_path) -> None:
+def test_a_model_directory_has_nothing_to_average(effasr, workplace, model, tmp_path):
     for folder in (model, resolve(workplace.run)):
         failed = effasr("export", folder, tmp_path / "hf", "--averaged", "1")
         assert failed.code == 2

@@ -1,7 +1,6 @@
 """Models of Hugging Face come in, are trained on, and go out again."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ CLASSES = 64
 
 
 @pytest.fixture(scope="module")
-def canary(tmp_path_factory) -> Path:
+def canary(tmp_path_factory):
     """A Canary with random weights."""
     folder = tmp_path_factory.mktemp("canary")
     transformers.utils.logging.disable_progress_bar()
@@ -48,7 +47,7 @@ def canary(tmp_path_factory) -> Path:
     return folder
 
 
-def make_tokenizer(specials: list[str]):
+def make_tokenizer(specials):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     tokenizer.decoder = tokenizers.decoders.Metaspace()
@@ -59,7 +58,7 @@ def make_tokenizer(specials: list[str]):
     return tokenizer
 
 
-def make_parakeet(folder: Path, name: str, **options) -> Path:
+def make_parakeet(folder, name, **options):
     """A Parakeet with random weights."""
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
@@ -79,7 +78,7 @@ def make_parakeet(folder: Path, name: str, **options) -> Path:
 
 
 @pytest.mark.parametrize("recipe", ["finetune", "finetune_lora"])
-def test_in_tuned_and_out(effasr, tune, canary, tmp_path, recipe) -> None:
+def test_in_tuned_and_out(effasr, tune, canary, tmp_path, recipe):
     done = effasr("import", canary, tmp_path / "canary")
     assert done.code == 0
     assert done.err == ""
@@ -105,7 +104,7 @@ def test_in_tuned_and_out(effasr, tune, canary, tmp_path, recipe) -> None:
 
 
 @pytest.mark.parametrize("name", ["RNNT", "TDT", "CTC"])
-def test_a_parakeet_in_tuned_and_out(effasr, workplace, tmp_path, name) -> None:
+def test_a_parakeet_in_tuned_and_out(effasr, workplace, tmp_path, name):
     source = make_parakeet(tmp_path / "source", name)
     assert effasr("import", source, tmp_path / "model").code == 0
     transcribed = effasr("transcribe", "--run", tmp_path / "model", workplace.wav)
@@ -154,7 +153,7 @@ def test_a_parakeet_in_tuned_and_out(effasr, workplace, tmp_path, name) -> None:
         ("tokenizer.json", "{}", "tokenizer.json: not a tokenizer that can be read"),
     ],
 )
-def test_what_cannot_be_imported(effasr, canary, tmp_path, name, content, message) -> None:
+def test_what_cannot_be_imported(effasr, canary, tmp_path, name, content, message):
     source = tmp_path / "source"
     source.mkdir()
     for file in canary.iterdir():
@@ -169,7 +168,7 @@ def test_what_cannot_be_imported(effasr, canary, tmp_path, name, content, messag
     assert not (tmp_path / "out").exists()
 
 
-def test_another_models_tokenizer_is_refused(effasr, canary, tmp_path) -> None:
+def test_another_models_tokenizer_is_refused(effasr, canary, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     for file in canary.iterdir():
@@ -181,7 +180,7 @@ def test_another_models_tokenizer_is_refused(effasr, canary, tmp_path) -> None:
     assert "must be the model's" in failed.error
 
 
-def test_a_folder_with_something_else_in_it_is_not_replaced(effasr, canary, tmp_path) -> None:
+def test_a_folder_with_something_else_in_it_is_not_replaced(effasr, canary, tmp_path):
     (tmp_path / "diary.txt").write_text("dear")
     failed = effasr("import", canary, tmp_path)
     assert "must be new, empty or a model directory" in failed.error
@@ -189,7 +188,7 @@ def test_a_folder_with_something_else_in_it_is_not_replaced(effasr, canary, tmp_
 
 
 @torch.no_grad()
-def test_transcripts_are_those_of_transformers(effasr, canary, tmp_path) -> None:
+def test_transcripts_are_those_of_transformers(effasr, canary, tmp_path):
     """Random weights, so large that the text depends on the sound and on what was said before."""
     assert effasr("import", canary, tmp_path / "model").code == 0
     loaded = load_model(tmp_path / "model")

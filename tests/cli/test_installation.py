@@ -12,19 +12,19 @@ from effasr.cli.main import build_parser
 from effasr.training.config import TrainConfig
 
 
-def test_recipes_are_listed_with_what_they_train(effasr) -> None:
+def test_recipes_are_listed_with_what_they_train(effasr):
     assert effasr("recipes").out == effasr("recipes", "list").out
     for recipe in config.recipes():
         assert f"  {recipe} " in effasr("recipes").out
     assert max(map(len, effasr("recipes").out.splitlines())) <= 80
 
 
-def test_a_recipe_is_shown_as_it_is(effasr) -> None:
+def test_a_recipe_is_shown_as_it_is(effasr):
     assert effasr("recipes", "show", "demo").out == (config.RECIPES / "demo.yaml").read_text()
 
 
 @pytest.mark.parametrize("recipe", config.recipes())
-def test_a_copy_is_the_recipe_under_another_name(effasr, tmp_path, recipe) -> None:
+def test_a_copy_is_the_recipe_under_another_name(effasr, tmp_path, recipe):
     file = tmp_path / "new" / "mine.yaml"
     assert f"effasr train {file}" in effasr("recipes", "copy", recipe, file).out
     original, copied = (config.load(TrainConfig, one) for one in (recipe, file))
@@ -33,13 +33,13 @@ def test_a_copy_is_the_recipe_under_another_name(effasr, tmp_path, recipe) -> No
 
 
 @pytest.mark.parametrize("name", ["2026-11-05", "960", "1e5", "no", "null", "a: b", "it's # 1"])
-def test_a_copy_has_any_name_that_a_file_has(effasr, tmp_path, name) -> None:
+def test_a_copy_has_any_name_that_a_file_has(effasr, tmp_path, name):
     file = tmp_path / f"{name}.yaml"
     assert effasr("recipes", "copy", "small", file).code == 0
     assert config.load(TrainConfig, file).name == name
 
 
-def test_a_copy_overwrites_nothing(effasr, tmp_path, monkeypatch) -> None:
+def test_a_copy_overwrites_nothing(effasr, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert effasr("recipes", "copy", "small").code == 0
     (tmp_path / "small.yaml").write_text("mine")
@@ -57,7 +57,7 @@ def test_a_copy_overwrites_nothing(effasr, tmp_path, monkeypatch) -> None:
         (("copy", "small", "mine.txt"), "that ends in .yaml"),
     ],
 )
-def test_wrong_arguments_of_recipes(effasr, arguments, message) -> None:
+def test_wrong_arguments_of_recipes(effasr, arguments, message):
     done = effasr("recipes", *arguments)
     assert done.code == 2
     assert message in done.error
@@ -79,7 +79,7 @@ def test_wrong_arguments_of_recipes(effasr, arguments, message) -> None:
         (("prepare", "some"), set()),
     ],
 )
-def test_bash_completes(words, found) -> None:
+def test_bash_completes(words, found):
     listed = " ".join(f"'{word}'" for word in ("effasr", *words))
     program = f"""{completion.script(build_parser())}
         COMP_WORDS=({listed}); COMP_CWORD={len(words)}
@@ -93,12 +93,12 @@ def test_bash_completes(words, found) -> None:
     assert set(done.stdout.split()) == found
 
 
-def test_the_command_prints_the_script(effasr) -> None:
+def test_the_command_prints_the_script(effasr):
     assert effasr("completion").out == completion.script(build_parser())
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
-def test_the_report_is_folded_to_a_width(width) -> None:
+def test_the_report_is_folded_to_a_width(width):
     note = "; ".join(f"backend_{n}: does not support dropout of keys" for n in range(9))
     rows = (
         Row("system", "platform", "x" * 45, "note"),
@@ -111,7 +111,7 @@ def test_the_report_is_folded_to_a_width(width) -> None:
     assert "x" * 30 in text
 
 
-def test_what_all_operations_of_a_device_share_is_said_once() -> None:
+def test_what_all_operations_of_a_device_share_is_said_once():
     rows = tuple(
         Row("operations", f"{name} on {device}", "reference", f"triton: no GPU; cpp: {reason}")
         for device in ("cpu", "cuda")
@@ -125,7 +125,7 @@ def test_what_all_operations_of_a_device_share_is_said_once() -> None:
     assert text.count("cpp: fast") == 1
 
 
-def test_packages_that_are_absent_are_listed_once() -> None:
+def test_packages_that_are_absent_are_listed_once():
     absent = "flash: not installed (pip install flash)"
     rows = tuple(
         Row("operations", f"{name} on cpu", "reference", note)

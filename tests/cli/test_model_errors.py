@@ -1,7 +1,6 @@
 """Models, devices and files that cannot be used: one line that says what to do."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from effasr.checkpoint import load_model, save_model
 from effasr.training.run_dir.run_directory import read_lines
 
 
-def damage(model: Path, what: str) -> str:
+def damage(model, what):
     """Damage a model directory; return what the message must say."""
     description = model / "model.yaml"
     if what == "no weights":
@@ -45,7 +44,7 @@ def damage(model: Path, what: str) -> str:
         "no description", "empty description", "cut description",
     ],
 )  # fmt: skip
-def test_a_damaged_model_directory(effasr, workplace, train, model, tmp_path, what) -> None:
+def test_a_damaged_model_directory(effasr, workplace, train, model, tmp_path, what):
     message = damage(model, what)
     for outcome in (
         effasr("evaluate", "--run", model, "--manifest", workplace.folder / "dev"),
@@ -59,7 +58,7 @@ def test_a_damaged_model_directory(effasr, workplace, train, model, tmp_path, wh
 
 
 @pytest.mark.parametrize("name", ["gone", "empty"])
-def test_a_run_without_a_checkpoint(effasr, workplace, tmp_path, name) -> None:
+def test_a_run_without_a_checkpoint(effasr, workplace, tmp_path, name):
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     for outcome in (
         effasr("evaluate", "--run", tmp_path / name, "--manifest", workplace.folder / "dev"),
@@ -70,7 +69,7 @@ def test_a_run_without_a_checkpoint(effasr, workplace, tmp_path, name) -> None:
         assert "must be a model directory or a run with a checkpoint" in outcome.error
 
 
-def test_a_manifest_in_another_language(effasr, workplace, manifest, tmp_path) -> None:
+def test_a_manifest_in_another_language(effasr, workplace, manifest, tmp_path):
     path = manifest({"lang": "fr"}, {"lang": "de", "id": "german"})
     command = ("evaluate", "--run", workplace.run, "--manifest", path, "--output", tmp_path / "out")
     failed = effasr(*command)
@@ -82,7 +81,7 @@ def test_a_manifest_in_another_language(effasr, workplace, manifest, tmp_path) -
     assert not (tmp_path / "out").exists()
 
 
-def test_many_failures_do_not_flood_the_terminal(effasr, workplace, manifest, tmp_path) -> None:
+def test_many_failures_do_not_flood_the_terminal(effasr, workplace, manifest, tmp_path):
     path = manifest({}, *({"lang": "fr", "id": str(number)} for number in range(50)))
     command = ("evaluate", "--run", workplace.run, "--manifest", path, "--output", tmp_path / "out")
     done = effasr(*command)
@@ -92,7 +91,7 @@ def test_many_failures_do_not_flood_the_terminal(effasr, workplace, manifest, tm
     assert "  and 30 more\n" in done.out
 
 
-def test_evaluate_refuses_what_it_cannot_do(effasr, workplace, recordings, manifest) -> None:
+def test_evaluate_refuses_what_it_cannot_do(effasr, workplace, recordings, manifest):
     command = ("evaluate", "--run", workplace.run, "--manifest")
     dev = workplace.folder / "dev"
     missing = manifest({"audio_filepath": str(recordings / "gone.wav")})
@@ -111,7 +110,7 @@ def test_evaluate_refuses_what_it_cannot_do(effasr, workplace, recordings, manif
 
 def test_one_bad_file_does_not_keep_the_others_from_being_transcribed(
     effasr, workplace, recordings, monkeypatch
-) -> None:
+):
     monkeypatch.setenv("PATH", "")
     (recordings / "nothing").mkdir()
     names = ("gone.wav", "garbage.wav", "empty.wav", "nothing")
@@ -135,14 +134,14 @@ def test_one_bad_file_does_not_keep_the_others_from_being_transcribed(
 
 
 @pytest.mark.parametrize("option", ["--language", "--target-language"])
-def test_a_language_that_the_model_does_not_know(effasr, workplace, option) -> None:
+def test_a_language_that_the_model_does_not_know(effasr, workplace, option):
     failed = effasr("transcribe", "--run", workplace.run, option, "fr", workplace.wav)
     assert failed.code == 2
     assert "must be one of en, but is 'fr'" in failed.error
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_gpu(effasr, workplace, train) -> None:
+def test_no_gpu(effasr, workplace, train):
     outcomes = [
         train("training.device=cuda"),
         *(
@@ -158,14 +157,14 @@ def test_no_gpu(effasr, workplace, train) -> None:
 
 
 @pytest.mark.parametrize("device", ["nonsense", "meta", "cuda:", "cuda:x", "cpu:x", ""])
-def test_an_unknown_device(effasr, workplace, device) -> None:
+def test_an_unknown_device(effasr, workplace, device):
     for command in (("evaluate", "--manifest", workplace.folder / "dev"), ("transcribe", "x.wav")):
         failed = effasr(*command, "--run", workplace.run, "--device", device)
         assert failed.code == 2
         assert "`device` must be auto, cpu or cuda" in failed.error
 
 
-def test_a_loss_that_is_not_finite_names_the_utterances(train, model, tmp_path) -> None:
+def test_a_loss_that_is_not_finite_names_the_utterances(train, model, tmp_path):
     loaded = load_model(model)
     with torch.no_grad():
         loaded.model.decoder.embed_tokens.weight[5] = torch.inf

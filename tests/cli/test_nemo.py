@@ -20,7 +20,7 @@ START = re.compile(r"transducer\.predictor\.(embedding\.weight|lstm\.bias_ih_l0)
 
 
 @pytest.mark.parametrize("case", CLASSES)
-def test_in_tuned_and_out(effasr, tune, workplace, tmp_path, caplog, case) -> None:
+def test_in_tuned_and_out(effasr, tune, workplace, tmp_path, caplog, case):
     done = effasr("import", CASES / f"{case}.nemo", tmp_path / "model")
     assert done.code == 0, done.err
     assert ("joint.jointnet.dropout = 0.2" in caplog.text) == (case == "hybrid")
@@ -46,7 +46,7 @@ def test_in_tuned_and_out(effasr, tune, workplace, tmp_path, caplog, case) -> No
         assert torch.equal(again[name], value) or START.fullmatch(name), name
 
 
-def test_to_hugging_face_its_tokenizer_stays_behind(effasr, tmp_path) -> None:
+def test_to_hugging_face_its_tokenizer_stays_behind(effasr, tmp_path):
     assert effasr("import", CASES / "flash.nemo", tmp_path / "model").code == 0
     done = effasr("export", tmp_path / "model", tmp_path / "hf")
     assert done.code == 0
@@ -54,7 +54,7 @@ def test_to_hugging_face_its_tokenizer_stays_behind(effasr, tmp_path) -> None:
     assert (tmp_path / "hf" / "model.safetensors").is_file()
 
 
-def test_a_tokenizer_of_hugging_face_is_refused(effasr, tmp_path) -> None:
+def test_a_tokenizer_of_hugging_face_is_refused(effasr, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE({"<unk>": 0, "<blank>": 1}, []))
     assert effasr("import", CASES / "ctc.nemo", tmp_path / "model").code == 0
@@ -80,14 +80,14 @@ def test_a_tokenizer_of_hugging_face_is_refused(effasr, tmp_path) -> None:
         ("new.nemo", ["--author", "A"], "must be left out for `--format nemo`"),
     ],
 )
-def test_where_it_cannot_be_written(effasr, tmp_path, out, options, message) -> None:
+def test_where_it_cannot_be_written(effasr, tmp_path, out, options, message):
     (tmp_path / "folder.nemo").mkdir()
     (tmp_path / "file").touch()
     assert effasr("import", CASES / "ctc.nemo", tmp_path / "model").code == 0
     assert message in effasr("export", tmp_path / "model", tmp_path / out, *options).error
 
 
-def test_a_folder_may_have_the_nemo_file(effasr, tmp_path) -> None:
+def test_a_folder_may_have_the_nemo_file(effasr, tmp_path):
     folder = tmp_path / "canary"
     folder.mkdir()
     (folder / "README.md").touch()
@@ -100,7 +100,7 @@ def test_a_folder_may_have_the_nemo_file(effasr, tmp_path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_imported(effasr, tmp_path) -> None:
+def test_what_cannot_be_imported(effasr, tmp_path):
     (tmp_path / "bad.nemo").write_bytes(b"no tar")
     assert "must be a .nemo file" in effasr("import", tmp_path / "bad.nemo", tmp_path / "out").error
     missing = effasr("import", tmp_path / "none.nemo", tmp_path / "out")

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +11,9 @@ from safetensors.torch import save_file
 
 from effasr.checkpoint import load_model, resolve
 from effasr.data.collate import Example, collate
-from effasr.data.tokenizer import Tokenizer, load_tokenizer
+from effasr.data.tokenizer import load_tokenizer
 from effasr.decoding.continuous_batching.engine import attention_greedy
 from effasr.interop.onnx.export import check_onnx, export_onnx
-from effasr.model.asr import ASRModel
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
@@ -27,7 +25,7 @@ pytestmark = pytest.mark.slow
 class Graphs:
     """Greedy decoding as a user of the files would write it, from what onnx.json says."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.says = json.loads((folder / "onnx.json").read_text())
         options = {"providers": ["CPUExecutionProvider"]}
         self.encoder, self.step = (
@@ -35,12 +33,12 @@ class Graphs:
             for part in ("encoder", "decoder_step")
         )
 
-    def encode(self, features: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
+    def encode(self, features, lengths):
         inputs = {"features": features, "lengths": lengths}
         names = [output.name for output in self.encoder.get_outputs()]
         return dict(zip(names, self.encoder.run(None, inputs), strict=True))
 
-    def greedy(self, encoded: dict[str, np.ndarray], prompt: list[int], most: int) -> list[int]:
+    def greedy(self, encoded, prompt, most):
         sizes = self.says["decoder_step"]
         shape = (sizes["layers"], 1, sizes["heads"], 0, sizes["head_dim"])
         keys = values = np.zeros(shape, np.float32)
@@ -65,7 +63,7 @@ class Graphs:
         return said
 
 
-def texts_of(model: ASRModel, tokenizer: Tokenizer, prompt: list[int], audio: list[np.ndarray]):
+def texts_of(model, tokenizer, prompt, audio):
     """What effasr's own greedy search says, one recording at a time."""
     for samples in audio:
         batch = collate([Example("x", samples, prompt, [], monotonic=True)], eos_id=0, pad_id=0)
@@ -77,13 +75,13 @@ def texts_of(model: ASRModel, tokenizer: Tokenizer, prompt: list[int], audio: li
 
 
 @pytest.fixture(scope="module")
-def recordings(workplace) -> list[np.ndarray]:
+def recordings(workplace):
     files = [workplace.folder / f"train-{number}.wav" for number in range(8)]
     return [soundfile.read(file, dtype="float32")[0] for file in files]
 
 
 @pytest.fixture(scope="module")
-def untrained(workplace, recordings) -> ASRModel:
+def untrained(workplace, recordings):
     """The workplace's model with random weights by which it says one thing here, another there."""
     loaded = load_model(resolve(workplace.run))
     model, prompt = loaded.model.eval(), loaded.tokenizer.prompt(loaded.prompt)
@@ -101,13 +99,13 @@ def untrained(workplace, recordings) -> ASRModel:
     raise AssertionError("no seed gives texts that differ")
 
 
-def features_of(model: ASRModel, audio: np.ndarray) -> np.ndarray:
+def features_of(model, audio):
     batch = collate([Example("x", audio, [0], [], monotonic=True)], eos_id=0, pad_id=0)
     mel = model.features(batch.audio, batch.frames)
     return mel.values[: int(mel.lengths[0])].numpy()[None]
 
 
-def test_the_graphs_say_what_the_model_says(effasr, model, untrained, recordings, tmp_path) -> None:
+def test_the_graphs_say_what_the_model_says(effasr, model, untrained, recordings, tmp_path):
     save_file(untrained.state_dict(), model / "model.safetensors")
     loaded = load_model(model)
     out = tmp_path / "onnx"
@@ -139,7 +137,7 @@ def test_the_graphs_say_what_the_model_says(effasr, model, untrained, recordings
         check_onnx(loaded.model, out)
 
 
-def test_a_package_that_is_not_there(untrained, tmp_path, monkeypatch) -> None:
+def test_a_package_that_is_not_there(untrained, tmp_path, monkeypatch):
     found = importlib.util.find_spec
     hidden = lambda name: None if name == "onnxscript" else found(name)
     monkeypatch.setattr(importlib.util, "find_spec", hidden)
@@ -148,7 +146,7 @@ def test_a_package_that_is_not_there(untrained, tmp_path, monkeypatch) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_card_is_not_part_of_it(effasr, workplace, tmp_path) -> None:
+def test_a_card_is_not_part_of_it(effasr, workplace, tmp_path):
     command = ("export", workplace.run, tmp_path / "out", "--format", "onnx")
     failed = effasr(*command, "--license", "cc-by-4.0")
     assert failed.code == 2

@@ -5,7 +5,6 @@ import shutil
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from effasr.cli.main import main
 from effasr.data.collate import Example, collate
 from effasr.data.features.config import FeatureConfig
 from effasr.data.features.log_mel import mel_filterbank
-from effasr.data.tokenizer import Tokenizer, load_tokenizer
+from effasr.data.tokenizer import load_tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decode import decode
 from effasr.interop.onnx.description import describe
@@ -26,7 +25,7 @@ from effasr.interop.onnx.padded_model import PaddedEncoder
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
-from effasr.model.transducer import Transducer, TransducerConfig
+from effasr.model.transducer import TransducerConfig
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
@@ -50,7 +49,7 @@ DRAWN = {"lstm": (1, 5.0), "lstm tdt": (2, 0.0), "stateless": (3, 2.0), "statele
 class Graphs:
     """Greedy search over a batch as a user of the files would write it, from onnx.json."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.says = json.loads((folder / "onnx.json").read_text())
         self.encoder, self.predictor, self.joint = (
             onnxruntime.InferenceSession(
@@ -59,11 +58,11 @@ class Graphs:
             for part in ("encoder", "predictor", "joint")
         )
 
-    def run(self, part: str, **inputs: np.ndarray) -> dict[str, np.ndarray]:
+    def run(self, part, **inputs):
         names = list(self.says[part]["outputs"])
         return dict(zip(names, getattr(self, part).run(names, inputs), strict=True))
 
-    def features(self, audio: np.ndarray) -> np.ndarray:
+    def features(self, audio):
         """By the definition in onnx.json; librosa's mel bands are those of effasr."""
         of = self.says["features"]
         hop, window, left = of["hop"], of["window"], of["window"] // 2
@@ -75,7 +74,7 @@ class Graphs:
         centred = log_mel - log_mel.mean(0)
         return (centred / (log_mel.std(0, ddof=1) + 1e-5)).astype(np.float32)
 
-    def encode(self, features: list[np.ndarray]) -> dict[str, np.ndarray]:
+    def encode(self, features):
         """All at once, with noise behind the shorter ones."""
         lengths = np.array([len(rows) for rows in features])
         shape = len(features), lengths.max(), self.says["features"]["mel_bins"]
@@ -84,7 +83,7 @@ class Graphs:
             into[: len(rows)] = rows
         return self.run("encoder", features=padded, lengths=lengths)
 
-    def read(self, memory: dict[str, np.ndarray], which: np.ndarray, tokens: np.ndarray) -> None:
+    def read(self, memory, which, tokens):
         """Have the predictor read a token of some utterances; ``memory`` is of all."""
         states = self.says["predictor"]["states"]
         axes = {name: state["shape"].index("batch") for name, state in states.items()}
@@ -95,9 +94,7 @@ class Graphs:
             value = np.moveaxis(found[states[name]["next"]], axis, 0)
             np.moveaxis(memory[name], axis, 0)[which] = value
 
-    def search(
-        self, encoded: dict[str, np.ndarray]
-    ) -> tuple[list[list[int]], set[tuple[bool, int]]]:
+    def search(self, encoded):
         """The labels of each utterance; and of all steps whether it was one, and the frames."""
         frames, ends = encoded["encoder_projected"], encoded["encoded_lengths"]
         count, blank = len(ends), self.says["blank_id"]
@@ -132,24 +129,24 @@ class Graphs:
 
 
 @pytest.fixture(scope="module")
-def recordings(workplace) -> list[np.ndarray]:
+def recordings(workplace):
     files = [workplace.folder / f"train-{number}.wav" for number in range(7)]
     audio = [soundfile.read(file, dtype="float32")[0] for file in files]
     return [*audio, audio[0][:1_300]]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(workplace) -> Tokenizer:
+def tokenizer(workplace):
     return load_tokenizer(workplace.folder / "tokenizer")
 
 
 @pytest.fixture(scope="module")
-def encoder(tokenizer) -> ASRModel:
+def encoder(tokenizer):
     """A transducer alone, on rotary positions, whose parts but the head are those of all models."""
     return make_model("lstm", tokenizer)
 
 
-def make_model(kind: str, tokenizer: Tokenizer, encoder: ASRModel | None = None) -> ASRModel:
+def make_model(kind, tokenizer, encoder=None):
     """Random weights whose transcripts differ by utterance."""
     sizes = {"width": 32, "layers": 1, "heads": 2, "feed_forward": 32, "subsampling_channels": 4}
     config = ModelConfig(
@@ -175,13 +172,12 @@ def make_model(kind: str, tokenizer: Tokenizer, encoder: ASRModel | None = None)
     return model
 
 
-def head_of(model: ASRModel) -> Transducer:
-    assert model.transducer is not None
+def head_of(model):
     return model.transducer
 
 
 @pytest.fixture(scope="module")
-def exported(encoder, tokenizer, tmp_path_factory) -> Path:
+def exported(encoder, tokenizer, tmp_path_factory):
     """What the command writes of ``encoder``."""
     folder = tmp_path_factory.mktemp("transducer")
     save_model(folder / "model", encoder, tokenizer)
@@ -199,7 +195,7 @@ def exported(encoder, tokenizer, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def case(request, encoder, tokenizer, exported, tmp_path_factory) -> tuple[ASRModel, Path]:
+def case(request, encoder, tokenizer, exported, tmp_path_factory):
     """A model, and the folder of its graphs; that of the encoder is the same for all."""
     if request.param == "lstm":
         return encoder, exported
@@ -212,7 +208,7 @@ def case(request, encoder, tokenizer, exported, tmp_path_factory) -> tuple[ASRMo
     return model, folder
 
 
-def test_the_search_of_a_stranger_finds_the_same(case, recordings, tokenizer) -> None:
+def test_the_search_of_a_stranger_finds_the_same(case, recordings, tokenizer):
     model, folder = case
     batch = collate(
         [Example("x", audio, [0], [], monotonic=True) for audio in recordings], eos_id=0, pad_id=0
@@ -237,7 +233,7 @@ def test_the_search_of_a_stranger_finds_the_same(case, recordings, tokenizer) ->
     assert any(not is_label for is_label, _ in steps), "the test needs blanks"
 
 
-def test_the_features_are_those_of_the_definition(exported, encoder, recordings) -> None:
+def test_the_features_are_those_of_the_definition(exported, encoder, recordings):
     for audio in recordings:
         batch = collate([Example("x", audio, [0], [], monotonic=True)], eos_id=0, pad_id=0)
         mel = encoder.features(batch.audio, batch.frames)
@@ -246,7 +242,7 @@ def test_the_features_are_those_of_the_definition(exported, encoder, recordings)
         assert found == pytest.approx(mel.values[: int(mel.lengths[0])].numpy(), abs=1e-3)
 
 
-def test_the_description_says_what_is_needed(case) -> None:
+def test_the_description_says_what_is_needed(case):
     model, folder = case
     config, says = head_of(model).config, Graphs(folder).says
     assert says["blank_id"] == model.vocab_size
@@ -259,7 +255,7 @@ def test_the_description_says_what_is_needed(case) -> None:
         assert shapes == [["batch", config.context - 1]] * (config.context > 1)
 
 
-def test_the_graphs_are_checked(case) -> None:
+def test_the_graphs_are_checked(case):
     """Weights that are not those of the graphs are told, whichever they are."""
     model, folder = case
     head, frames = head_of(model), torch.randn(2, 4, 16)

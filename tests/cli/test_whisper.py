@@ -15,14 +15,14 @@ from tests.interop.whisper import EOS, make_whisper, transformers
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
+def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whisper")
     make_whisper(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
+def corpus(tmp_path_factory):
     folder, random = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
     lines = []
     for number, seconds in enumerate((1.5, 0.4, 1.9, 0.7, 1.1, 2.3)):
@@ -34,7 +34,7 @@ def corpus(tmp_path_factory) -> Path:
     return folder
 
 
-def test_from_hugging_face_and_back(effasr, checkpoint, corpus, tmp_path, caplog) -> None:
+def test_from_hugging_face_and_back(effasr, checkpoint, corpus, tmp_path, caplog):
     imported, out = tmp_path / "imported", tmp_path / "exported"
     assert effasr("import", checkpoint, imported).code == 0
     audio = corpus / "0.wav"
@@ -95,7 +95,7 @@ def test_from_hugging_face_and_back(effasr, checkpoint, corpus, tmp_path, caplog
 
 def test_alignment_heads_of_another_model_are_left_out_with_a_warning(
     effasr, checkpoint, tmp_path, caplog
-) -> None:
+):
     folder = shutil.copytree(checkpoint, tmp_path / "copy")
     path = folder / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "alignment_heads": [[5, 0]]}))
@@ -104,7 +104,7 @@ def test_alignment_heads_of_another_model_are_left_out_with_a_warning(
     assert load_model(tmp_path / "imported").model.config.decoder.alignment_heads == ()
 
 
-def test_adapters_and_frozen_parts(effasr, checkpoint, corpus, tmp_path) -> None:
+def test_adapters_and_frozen_parts(effasr, checkpoint, corpus, tmp_path):
     imported = tmp_path / "imported"
     assert effasr("import", checkpoint, imported).code == 0
     settings = [
@@ -131,7 +131,7 @@ def test_adapters_and_frozen_parts(effasr, checkpoint, corpus, tmp_path) -> None
             assert "decoder.embed_positions.weight" in changed
 
 
-def test_a_plan_tells_how_much_is_silence(effasr, checkpoint, corpus, tmp_path) -> None:
+def test_a_plan_tells_how_much_is_silence(effasr, checkpoint, corpus, tmp_path):
     imported, recipe = tmp_path / "imported", tmp_path / "recipe.yaml"
     assert effasr("import", checkpoint, imported).code == 0
     recipe.write_text(f"init_from: {imported}\ndata: {{frame_budget: 400}}\n")

@@ -1,18 +1,14 @@
 """What the tests of transformers' Canary and Parakeet models share."""
 
 import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from effasr.data.collate import Example
 from effasr.interop.huggingface.checkpoint import import_model
-from effasr.interop.tables import Renames, export_weights
-from effasr.model.asr import ASRModel
+from effasr.interop.tables import export_weights
 
 # Tests that import this are skipped where it is missing.
 transformers = pytest.importorskip("transformers")
@@ -34,20 +30,20 @@ ENCODER = {
 }
 
 
-def saved(model: Any, directory: Path, **options: Any) -> Path:
+def saved(model, directory, **options):
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(directory, **options)
     transformers.ParakeetFeatureExtractor(feature_size=BINS).save_pretrained(directory)
     return directory
 
 
-def features_of(*examples: Example) -> dict[str, Tensor]:
+def features_of(*examples):
     extractor = transformers.ParakeetFeatureExtractor(feature_size=BINS)
     audio = [example.audio for example in examples]
     return {**extractor(audio, sampling_rate=16_000, return_tensors="pt")}
 
 
-def assert_same(actual: Tensor, expected: Tensor, what: str, least: float = 1e-2) -> None:
+def assert_same(actual, expected, what, least=1e-2):
     """Equal up to 1e-4 of the largest value, or of ``least``."""
     assert actual.shape == expected.shape, what
     scale = expected.abs().max().clamp(min=least)
@@ -55,9 +51,7 @@ def assert_same(actual: Tensor, expected: Tensor, what: str, least: float = 1e-2
     assert error < 1e-4, f"{what}: relative error {error:.2g}"
 
 
-def assert_same_gradients(
-    ours: nn.Module, theirs: nn.Module, renames: Renames, *, least: float | None = None
-) -> None:
+def assert_same_gradients(ours, theirs, renames, *, least=None):
     """Every gradient, up to 1e-4 of its largest value, or of ``least`` times the largest of all."""
     gradients = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
     converted = export_weights(gradients, renames)
@@ -68,9 +62,7 @@ def assert_same_gradients(
         assert_same(converted[name], gradient, name, 1e-2 if least is None else least * largest)
 
 
-def assert_export_inverts_import(
-    model: ASRModel, directory: Path, export: Callable[..., Any]
-) -> None:
+def assert_export_inverts_import(model, directory, export):
     export(model, directory)
     config, vocabulary, state = import_model(directory)
     assert (config, vocabulary) == (model.config, model.vocab_size)
@@ -81,7 +73,7 @@ def assert_export_inverts_import(
     assert extractor.to_dict() == transformers.ParakeetFeatureExtractor(feature_size=BINS).to_dict()
 
 
-def copy_with(directory: Path, target: Path, change: Mapping[str, Any]) -> Path:
+def copy_with(directory, target, change):
     """A copy of a model directory with another config.json."""
     for file in directory.iterdir():
         (target / file.name).write_bytes(file.read_bytes())

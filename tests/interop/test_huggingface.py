@@ -1,17 +1,12 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from effasr.data.batch import IGNORED, Batch
-from effasr.data.collate import Example
+from effasr.data.batch import IGNORED
 from effasr.data.features.config import FeatureConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.decoding.attention_beam import attention_beam
@@ -21,7 +16,6 @@ from effasr.interop.huggingface.files import SpecialTokens
 from effasr.interop.huggingface.parakeet import CANARY
 from effasr.model.asr import ASRModel
 from effasr.model.best_rq import BestRQConfig
-from effasr.model.config import ModelConfig
 from effasr_kernels import pack
 from tests.interop.parakeet import (
     BINS,
@@ -50,17 +44,17 @@ DECODER = {
 
 
 @pytest.fixture(scope="module", params=[8, 4])
-def subsampling(request: pytest.FixtureRequest) -> int:
+def subsampling(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
-def encoder_config(subsampling: int) -> dict[str, Any]:
+def encoder_config(subsampling):
     return {**ENCODER, "subsampling_factor": subsampling}
 
 
 @pytest.fixture(scope="module")
-def theirs(encoder_config: dict[str, Any]) -> Any:
+def theirs(encoder_config):
     torch.manual_seed(0)
     config = transformers.CanaryConfig(
         encoder_config=encoder_config, decoder_config=DECODER, vocab_size=VOCABULARY
@@ -71,28 +65,23 @@ def theirs(encoder_config: dict[str, Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def directory(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(theirs, tmp_path_factory):
     return saved(theirs, tmp_path_factory.mktemp("canary"))
 
 
 @pytest.fixture
-def ours(directory: Path) -> ASRModel:
+def ours(directory):
     return ASRModel.from_state_dict(*import_model(directory)).eval()
 
 
-def their_inputs(example: Example) -> dict[str, Tensor]:
+def their_inputs(example):
     tokens = torch.tensor([example.prompt + example.text])
     targets = [IGNORED] * (len(example.prompt) - 1) + example.text + [3]
     labels = torch.tensor([targets])
     return {**features_of(example), "decoder_input_ids": tokens, "labels": labels}
 
 
-def test_each_utterance_gives_the_same_logits_and_loss(
-    theirs: Any,
-    ours: ASRModel,
-    examples: Sequence[Example],
-    make_batch: Callable[..., Batch],
-) -> None:
+def test_each_utterance_gives_the_same_logits_and_loss(theirs, ours, examples, make_batch):
     for example in examples:
         expected = theirs(**their_inputs(example))
         batch = make_batch([example])
@@ -105,9 +94,7 @@ def test_each_utterance_gives_the_same_logits_and_loss(
 
 
 @torch.no_grad()
-def test_scores_of_a_list_are_sums_of_their_log_probabilities(
-    theirs: Any, ours: ASRModel, examples: Sequence[Example], make_batch: Callable[..., Batch]
-) -> None:
+def test_scores_of_a_list_are_sums_of_their_log_probabilities(theirs, ours, examples, make_batch):
     encoded = ours.encode(make_batch(examples))
     prompts = [example.prompt for example in examples]
     limits = [6] * len(examples)
@@ -124,12 +111,8 @@ def test_scores_of_a_list_are_sums_of_their_log_probabilities(
 
 
 def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
-    theirs: Any,
-    ours: ASRModel,
-    examples: Sequence[Example],
-    make_batch: Callable[..., Batch],
-    subsampling: int,
-) -> None:
+    theirs, ours, examples, make_batch, subsampling
+):
     theirs.zero_grad()
     expected = torch.zeros(())
     for example in examples:
@@ -146,13 +129,11 @@ def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
     assert_same_gradients(ours, theirs, CANARY, least=least)
 
 
-def test_export_is_the_inverse_of_import(ours: ASRModel, tmp_path: Path) -> None:
+def test_export_is_the_inverse_of_import(ours, tmp_path):
     assert_export_inverts_import(ours, tmp_path, export_model)
 
 
-def test_transformers_loads_what_is_exported(
-    theirs: Any, ours: ASRModel, tmp_path: Path, examples: Sequence[Example]
-) -> None:
+def test_transformers_loads_what_is_exported(theirs, ours, tmp_path, examples):
     export_model(ours, tmp_path)
     again, report = transformers.CanaryForConditionalGeneration.from_pretrained(
         tmp_path, output_loading_info=True
@@ -166,7 +147,7 @@ def test_transformers_loads_what_is_exported(
     assert again.generate(**{k: inputs[k] for k in ("input_features", "attention_mask")}).shape[0]
 
 
-def test_a_sharded_checkpoint_is_the_same(theirs: Any, directory: Path, tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_is_the_same(theirs, directory, tmp_path):
     saved(theirs, tmp_path, max_shard_size="50KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
     whole, sharded = import_model(directory), import_model(tmp_path)
@@ -175,9 +156,7 @@ def test_a_sharded_checkpoint_is_the_same(theirs: Any, directory: Path, tmp_path
     assert all(torch.equal(sharded[2][name], value) for name, value in whole[2].items())
 
 
-def test_an_untied_output_layer_goes_both_ways(
-    tmp_path: Path, encoder_config: dict[str, Any]
-) -> None:
+def test_an_untied_output_layer_goes_both_ways(tmp_path, encoder_config):
     config = transformers.CanaryConfig(
         encoder_config=encoder_config,
         decoder_config=DECODER,
@@ -195,12 +174,7 @@ def test_an_untied_output_layer_goes_both_ways(
     assert torch.equal(again.get_input_embeddings().weight, theirs.get_input_embeddings().weight)
 
 
-def test_parakeet_ctc_is_the_same_function(
-    tmp_path: Path,
-    encoder_config: dict[str, Any],
-    examples: Sequence[Example],
-    make_batch: Callable[..., Batch],
-) -> None:
+def test_parakeet_ctc_is_the_same_function(tmp_path, encoder_config, examples, make_batch):
     torch.manual_seed(0)
     config = transformers.ParakeetCTCConfig(
         encoder_config=encoder_config,
@@ -234,9 +208,7 @@ def test_parakeet_ctc_is_the_same_function(
     assert torch.equal(again(**features).logits, theirs(**features).logits)
 
 
-def test_what_only_training_uses_is_left_out_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, tiny_config: ModelConfig
-) -> None:
+def test_what_only_training_uses_is_left_out_with_a_warning(tmp_path, caplog, tiny_config):
     config = dataclasses.replace(
         tiny_config,
         decoder=dataclasses.replace(tiny_config.decoder, width=32, heads=4, residual_dropout=0.2),
@@ -266,9 +238,7 @@ def test_what_only_training_uses_is_left_out_with_a_warning(
         ("features", {"normalize": False}, r"features\.normalize=False"),
     ],
 )
-def test_what_transformers_cannot_express_is_refused(
-    part: str, changes: dict[str, Any], message: str, ours: ASRModel, tmp_path: Path
-) -> None:
+def test_what_transformers_cannot_express_is_refused(part, changes, message, ours, tmp_path):
     changed = dataclasses.replace(getattr(ours.config, part), **changes)
     config = dataclasses.replace(ours.config, **{part: changed})
     with pytest.raises(ValueError, match=message):
@@ -276,7 +246,7 @@ def test_what_transformers_cannot_express_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_tokens_that_are_never_decoded_are_exported(ours: ASRModel, tmp_path: Path) -> None:
+def test_tokens_that_are_never_decoded_are_exported(ours, tmp_path):
     decoder = dataclasses.replace(ours.config.decoder, suppress=(5, 6), begin_suppress=(9,))
     model = ASRModel(dataclasses.replace(ours.config, decoder=decoder), VOCABULARY)
     export_model(model, tmp_path, SpecialTokens(count=VOCABULARY - 1))
@@ -285,9 +255,7 @@ def test_tokens_that_are_never_decoded_are_exported(ours: ASRModel, tmp_path: Pa
     assert generation["begin_suppress_tokens"] == [9]
 
 
-def test_a_model_without_an_output_and_other_special_tokens_are_refused(
-    ours: ASRModel, tmp_path: Path
-) -> None:
+def test_a_model_without_an_output_and_other_special_tokens_are_refused(ours, tmp_path):
     config = dataclasses.replace(ours.config, decoder=None, best_rq=BestRQConfig(codes=8))
     with pytest.raises(ValueError, match="`ctc` must be true for a Parakeet CTC model"):
         export_model(ASRModel(config, VOCABULARY), tmp_path)
@@ -308,8 +276,8 @@ def test_a_model_without_an_output_and_other_special_tokens_are_refused(
     ],
 )
 def test_a_directory_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, subsampling: int, directory: Path, tmp_path: Path
-) -> None:
+    change, message, subsampling, directory, tmp_path
+):
     if "encoder_config" in change:
         encoder = {"subsampling_factor": subsampling, **change["encoder_config"]}
         change = {**change, "encoder_config": encoder}
@@ -317,9 +285,7 @@ def test_a_directory_that_does_not_fit_is_refused(
         import_model(copy_with(directory, tmp_path, change))
 
 
-def test_weights_of_another_subsampling_are_refused_by_name(
-    subsampling: int, directory: Path, tmp_path: Path
-) -> None:
+def test_weights_of_another_subsampling_are_refused_by_name(subsampling, directory, tmp_path):
     other = copy_with(
         directory, tmp_path, {"encoder_config": {**ENCODER, "subsampling_factor": 12 - subsampling}}
     )
@@ -327,14 +293,12 @@ def test_weights_of_another_subsampling_are_refused_by_name(
         import_model(other)
 
 
-def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+def test_a_missing_directory_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         import_model(tmp_path / "nowhere")
 
 
-def test_the_preprocessor_may_be_part_of_a_processor_or_missing(
-    directory: Path, tmp_path: Path, subsampling: int
-) -> None:
+def test_the_preprocessor_may_be_part_of_a_processor_or_missing(directory, tmp_path, subsampling):
     for file in directory.glob("*.safetensors"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())

@@ -2,16 +2,11 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from effasr.data.batch import Batch
-from effasr.data.collate import Example
 from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import transducer_beam
 from effasr.decoding.transducer_greedy import transducer_greedy
@@ -19,9 +14,8 @@ from effasr.interop.huggingface.checkpoint import export_model, import_model
 from effasr.interop.huggingface.files import SpecialTokens
 from effasr.interop.huggingface.parakeet import PARAKEET_TRANSDUCER
 from effasr.model.asr import ASRModel
-from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.transducer import Transducer, TransducerConfig
+from effasr.model.transducer import TransducerConfig
 from tests.interop.parakeet import (
     BINS,
     ENCODER,
@@ -47,7 +41,7 @@ CLASSES = {"rnnt": "ParakeetForRNNT", "tdt": "ParakeetForTDT"}
 
 
 @torch.no_grad()
-def random_model(kind: str, **options: Any) -> Any:
+def random_model(kind, **options):
     """No bias is zero and no norm at rest; symbols depend on frames and on labels so far.
 
     Every symbol is as likely as the others on the whole, but blanks are likelier, and no duration
@@ -82,41 +76,40 @@ def random_model(kind: str, **options: Any) -> Any:
 
 
 @pytest.fixture(scope="module", params=CLASSES)
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
-def theirs(kind: str) -> Any:
+def theirs(kind):
     return random_model(kind)
 
 
 @pytest.fixture(scope="module")
-def directory(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(theirs, tmp_path_factory):
     return saved(theirs, tmp_path_factory.mktemp("parakeet"))
 
 
 @pytest.fixture
-def ours(directory: Path) -> ASRModel:
+def ours(directory):
     return ASRModel.from_state_dict(*import_model(directory)).eval()
 
 
-def head_of(model: ASRModel) -> Transducer:
-    assert model.transducer is not None
+def head_of(model):
     return model.transducer
 
 
-def their_inputs(example: Example) -> dict[str, Tensor]:
+def their_inputs(example):
     tokens = torch.tensor([[VOCABULARY, *example.text]])
     return {**features_of(example), "decoder_input_ids": tokens}
 
 
-def valid(model: Any, inputs: dict[str, Tensor]) -> int:
+def valid(model, inputs):
     """Encoder frames of one utterance: the features have rows more, which are masked."""
     return int(model._get_output_attention_mask(inputs["attention_mask"]).sum())
 
 
-def plain_loss(logits: Tensor, labels: Sequence[int]) -> Tensor:
+def plain_loss(logits, labels):
     """The forward recursion of an RNN-T over logits (T, U + 1, V + 1), differentiable.
 
     transformers leaves this to torchaudio.
@@ -135,7 +128,7 @@ def plain_loss(logits: Tensor, labels: Sequence[int]) -> Tensor:
     return -(alpha[-1][-1] + scores[-1, -1, VOCABULARY])
 
 
-def their_loss(model: Any, example: Example) -> Tensor:
+def their_loss(model, example):
     """The negative log-likelihood of an utterance."""
     inputs = their_inputs(example)
     if "durations" not in model.config.to_dict():
@@ -145,7 +138,7 @@ def their_loss(model: Any, example: Example) -> Tensor:
     return loss * len(example.text)
 
 
-def their_transcripts(model: Any, *examples: Example) -> list[list[int]]:
+def their_transcripts(model, *examples):
     """Of `generate`, without blanks and what follows the last frame of a shorter utterance."""
     features = features_of(*examples)
     found = model.generate(**features, max_new_tokens=400)
@@ -156,9 +149,7 @@ def their_transcripts(model: Any, *examples: Example) -> list[list[int]]:
 
 
 @torch.no_grad()
-def test_encoder_predictor_and_joint_are_the_same(
-    theirs: Any, ours: ASRModel, examples: Sequence[Example], make_batch: Callable[..., Batch]
-) -> None:
+def test_encoder_predictor_and_joint_are_the_same(theirs, ours, examples, make_batch):
     head = head_of(ours)
     for example in examples:
         inputs = their_inputs(example)
@@ -179,9 +170,7 @@ def test_encoder_predictor_and_joint_are_the_same(
             assert_same(logits, expected.logits[0, :frames], f"joint of {example.id}")
 
 
-def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
-    theirs: Any, ours: ASRModel, examples: Sequence[Example], make_batch: Callable[..., Batch]
-) -> None:
+def test_a_packed_batch_gives_the_same_loss_and_every_gradient(theirs, ours, examples, make_batch):
     theirs.zero_grad()
     counted = [example for example in examples if example.monotonic]
     expected = torch.stack([their_loss(theirs, example) for example in counted])
@@ -196,9 +185,7 @@ def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
 
 
 @torch.no_grad()
-def test_greedy_transcripts_are_those_of_generate(
-    theirs: Any, ours: ASRModel, examples: Sequence[Example], make_batch: Callable[..., Batch]
-) -> None:
+def test_greedy_transcripts_are_those_of_generate(theirs, ours, examples, make_batch):
     encoded = ours.encode(make_batch(examples))
     found = transducer_greedy(head_of(ours), encoded, max_symbols=10)
     assert found == their_transcripts(theirs, *examples)
@@ -208,9 +195,7 @@ def test_greedy_transcripts_are_those_of_generate(
 
 
 @torch.no_grad()
-def test_scores_of_a_list_are_their_losses(
-    theirs: Any, ours: ASRModel, examples: Sequence[Example], make_batch: Callable[..., Batch]
-) -> None:
+def test_scores_of_a_list_are_their_losses(theirs, ours, examples, make_batch):
     """With room for all transcripts of one label at all frames ahead, a beam drops no path."""
     head, encoded = head_of(ours), ours.encode(make_batch(examples))
     search = transducer_beam if head.config.durations is None else tdt_beam
@@ -229,14 +214,12 @@ def test_scores_of_a_list_are_their_losses(
     assert compared >= 2 * len(examples)
 
 
-def test_export_is_the_inverse_of_import(ours: ASRModel, kind: str, tmp_path: Path) -> None:
+def test_export_is_the_inverse_of_import(ours, kind, tmp_path):
     assert_export_inverts_import(ours, tmp_path, export_model)
     assert export_model(ours, tmp_path) == CLASSES[kind]
 
 
-def test_transformers_loads_what_is_exported(
-    theirs: Any, kind: str, ours: ASRModel, tmp_path: Path, examples: Sequence[Example]
-) -> None:
+def test_transformers_loads_what_is_exported(theirs, kind, ours, tmp_path, examples):
     export_model(ours, tmp_path)
     loader = getattr(transformers, CLASSES[kind])
     again, report = loader.from_pretrained(tmp_path, output_loading_info=True)
@@ -251,12 +234,8 @@ def test_transformers_loads_what_is_exported(
 
 
 def test_a_trained_configuration_goes_out_and_comes_back(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    tiny_config: ModelConfig,
-    examples: Sequence[Example],
-    make_batch: Callable[..., Batch],
-) -> None:
+    tmp_path, caplog, tiny_config, examples, make_batch
+):
     """A hybrid with options of training, tanh, and durations that are not their own places."""
     transducer = TransducerConfig(
         width=12, joint=12, activation="tanh", fastemit=0.1, dropout=0.2, durations=(0, 1, 2, 4),
@@ -285,7 +264,7 @@ def test_a_trained_configuration_goes_out_and_comes_back(
         assert_same(loss, their_loss(theirs, examples[0]), "loss")
 
 
-def test_bfloat16_weights_become_float32(tmp_path: Path) -> None:
+def test_bfloat16_weights_become_float32(tmp_path):
     theirs = random_model("rnnt").to(torch.bfloat16)
     _, _, state = import_model(saved(theirs, tmp_path))
     weight = state["transducer.output.weight"]
@@ -293,9 +272,7 @@ def test_bfloat16_weights_become_float32(tmp_path: Path) -> None:
     assert torch.equal(weight, theirs.joint.head.weight.float())
 
 
-def test_a_canary_leaves_its_transducer_behind(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, tiny_config: ModelConfig
-) -> None:
+def test_a_canary_leaves_its_transducer_behind(tmp_path, caplog, tiny_config):
     config = dataclasses.replace(
         tiny_config,
         ctc=False,
@@ -318,10 +295,7 @@ def test_a_canary_leaves_its_transducer_behind(
         ({"joint": 20}, r"transducer\.joint=20, not transducer\.width=24"),
     ],
 )
-def test_what_transformers_cannot_express_is_refused(
-    changes: dict[str, Any], message: str, ours: ASRModel, tmp_path: Path
-) -> None:
-    assert ours.config.transducer is not None
+def test_what_transformers_cannot_express_is_refused(changes, message, ours, tmp_path):
     transducer = dataclasses.replace(ours.config.transducer, **changes)
     config = dataclasses.replace(ours.config, transducer=transducer)
     with pytest.raises(ValueError, match=message):
@@ -329,9 +303,7 @@ def test_what_transformers_cannot_express_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_padding_outside_of_the_vocabulary_is_refused(
-    kind: str, ours: ASRModel, tmp_path: Path
-) -> None:
+def test_padding_outside_of_the_vocabulary_is_refused(kind, ours, tmp_path):
     tokens = SpecialTokens(pad_id=VOCABULARY)
     if kind == "rnnt":
         # Its labels are filled with the blank.
@@ -351,16 +323,12 @@ def test_padding_outside_of_the_vocabulary_is_refused(
         ({"decoder_hidden_size": 20}, r"expected \(20,.*, found \(24,"),
     ],
 )
-def test_a_directory_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, directory: Path, tmp_path: Path
-) -> None:
+def test_a_directory_that_does_not_fit_is_refused(change, message, directory, tmp_path):
     with pytest.raises(ValueError, match=message):
         import_model(copy_with(directory, tmp_path, change))
 
 
-def test_settings_that_are_not_the_models_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_settings_that_are_not_the_models_are_named(tmp_path, caplog):
     saved(random_model("rnnt", max_symbols_per_step=3), tmp_path / "rnnt")
     saved(random_model("tdt", durations=[1, 2]), tmp_path / "tdt")
     with caplog.at_level(logging.WARNING):

@@ -2,21 +2,19 @@
 
 import itertools
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
-from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
+from effasr.data.features.frame_geometry import FASTCONFORMER
 from effasr.data.prompt import Prompt
-from effasr.data.tokenizer import SentencePieceTokenizer, train_tokenizer
+from effasr.data.tokenizer import train_tokenizer
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.interop.nemo.archive import read_archive
-from effasr.interop.nemo.checkpoint import NemoModel, export_nemo, import_nemo
+from effasr.interop.nemo.checkpoint import export_nemo, import_nemo
 from effasr.interop.nemo.tokenizer import nemo_tokens
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
@@ -39,30 +37,30 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest) -> str:
+def case(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
-def imported(case: str) -> NemoModel:
+def imported(case):
     return import_nemo(FOLDER / f"{case}.nemo")
 
 
 @pytest.fixture(scope="module")
-def model(imported: NemoModel) -> ASRModel:
+def model(imported):
     return model_of(imported)
 
 
 @pytest.fixture(scope="module")
-def expected(case: str) -> dict[str, np.ndarray]:
+def expected(case):
     return dict(np.load(FOLDER / f"{case}.npz"))
 
 
-def model_of(found: NemoModel) -> ASRModel:
+def model_of(found):
     return ASRModel.from_state_dict(found.config, found.vocab_size, found.state).eval()
 
 
-def batch_of(texts: np.ndarray | None = None, framing: Framing = FASTCONFORMER) -> Batch:
+def batch_of(texts=None, framing=FASTCONFORMER):
     """The utterances of `nemo/make.py`, packed, and what their decoder or predictor reads."""
     generator = np.random.RandomState(0)
     examples = [
@@ -77,18 +75,18 @@ def batch_of(texts: np.ndarray | None = None, framing: Framing = FASTCONFORMER) 
     return collate(examples, None, eos_id=0, pad_id=0, framing=framing)
 
 
-def parts(values: Tensor, offsets: Any) -> list[Tensor]:
+def parts(values, offsets):
     return [values[begin:end] for begin, end in itertools.pairwise(offsets)]
 
 
-def assert_same(actual: Tensor, expected: np.ndarray, what: str) -> None:
+def assert_same(actual, expected, what):
     assert actual.shape == expected.shape, what
     error = np.abs(actual.numpy() - expected).max()
     assert error < TOLERANCE, f"{what}: {error:.2g}"
 
 
 @torch.no_grad()
-def test_features_and_encoder_are_nemos(model: ASRModel, expected: dict[str, np.ndarray]) -> None:
+def test_features_and_encoder_are_nemos(model, expected):
     batch = batch_of(framing=model.config.features.framing)
     mel = model.features(batch.audio, batch.frames)
     rows = parts(mel.values, [8 * offset for offset in batch.frames.cu_seqlens_host])
@@ -102,7 +100,7 @@ def test_features_and_encoder_are_nemos(model: ASRModel, expected: dict[str, np.
 
 @pytest.mark.parametrize("case", ["ctc", "hybrid", *STREAMING], scope="module")
 @torch.no_grad()
-def test_scores_of_ctc_are_nemos(model: ASRModel, expected: dict[str, np.ndarray]) -> None:
+def test_scores_of_ctc_are_nemos(model, expected):
     batch = batch_of(framing=model.config.features.framing)
     scores = model.ctc_logits(model.encode(batch).values).log_softmax(-1)
     for number, part in enumerate(parts(scores, batch.frames.cu_seqlens_host)):
@@ -111,11 +109,8 @@ def test_scores_of_ctc_are_nemos(model: ASRModel, expected: dict[str, np.ndarray
 
 @pytest.mark.parametrize("case", ["rnnt", "hybrid", "streaming_hybrid"], scope="module")
 @torch.no_grad()
-def test_scores_and_greedy_search_of_a_transducer_are_nemos(
-    model: ASRModel, imported: NemoModel, expected: dict[str, np.ndarray]
-) -> None:
+def test_scores_and_greedy_search_of_a_transducer_are_nemos(model, imported, expected):
     head = model.transducer
-    assert head is not None
     batch = batch_of(expected["labels"], model.config.features.framing)
     encoded = model.encode(batch)
     frames = parts(head.encoder_projection(encoded.values), batch.frames.cu_seqlens_host)
@@ -137,9 +132,7 @@ def test_scores_and_greedy_search_of_a_transducer_are_nemos(
     scope="module",
 )
 @torch.no_grad()
-def test_frames_of_every_context_are_nemos(
-    model: ASRModel, expected: dict[str, np.ndarray], context: Context
-) -> None:
+def test_frames_of_every_context_are_nemos(model, expected, context):
     """Of whole utterances, and of streams, by its `cache_aware_stream_step`."""
     features, encoder = model.config.features, cast(FastConformerEncoder, model.encoder)
     assert context in encoder.config.context
@@ -171,7 +164,7 @@ def test_frames_of_every_context_are_nemos(
         assert_same(ours[:same], theirs[:same], f"NeMo's stream {number}")
 
 
-def _step(stream: StreamingEncoder, rows: Tensor, frames: int) -> Tensor:
+def _step(stream, rows, frames):
     padded = rows.new_zeros(1, 8 * stream.context.chunk, rows.shape[1])
     padded[0, : len(rows)] = rows
     return stream.step(padded, [len(rows)], [frames])[0, :frames]
@@ -179,7 +172,7 @@ def _step(stream: StreamingEncoder, rows: Tensor, frames: int) -> Tensor:
 
 @pytest.mark.parametrize("case", CANARIES, scope="module")
 @torch.no_grad()
-def test_scores_of_a_canary_are_nemos(model: ASRModel, expected: dict[str, np.ndarray]) -> None:
+def test_scores_of_a_canary_are_nemos(model, expected):
     batch = batch_of(expected["tokens"])
     hidden, _ = model.decode(batch.text, model.encode(batch))
     scores = model.logits(hidden).log_softmax(-1)
@@ -187,7 +180,7 @@ def test_scores_of_a_canary_are_nemos(model: ASRModel, expected: dict[str, np.nd
         assert_same(part, expected[f"logits_{number}"], f"scores of {number}")
 
 
-def test_what_is_imported_is_as_the_file_says(imported: NemoModel, case: str) -> None:
+def test_what_is_imported_is_as_the_file_says(imported, case):
     config, encoder = imported.config, imported.config.encoder
     assert isinstance(encoder, FastConformerConfig)
     assert config.spec_augment.time_masks == 10
@@ -209,9 +202,7 @@ def test_what_is_imported_is_as_the_file_says(imported: NemoModel, case: str) ->
     assert imported.prompt == asked
 
 
-def test_export_is_the_inverse_of_import(
-    model: ASRModel, imported: NemoModel, case: str, tmp_path: Path
-) -> None:
+def test_export_is_the_inverse_of_import(model, imported, case, tmp_path):
     name = export_nemo(model, imported.tokenizer, tmp_path / "out.nemo", imported.prompt)
     again = import_nemo(tmp_path / "out.nemo")
     assert (again.config, again.vocab_size) == (imported.config, imported.vocab_size)
@@ -236,7 +227,7 @@ def test_export_is_the_inverse_of_import(
 
 
 @pytest.mark.parametrize("case", ["canary"], scope="module")
-def test_a_folder_is_as_good_as_a_file(imported: NemoModel, tmp_path: Path) -> None:
+def test_a_folder_is_as_good_as_a_file(imported, tmp_path):
     import tarfile
 
     with tarfile.open(FOLDER / "canary.nemo") as tar:
@@ -268,14 +259,14 @@ OWN = {
 
 
 @pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> list[SentencePieceTokenizer]:
+def tokenizers(tmp_path_factory):
     """Of one language, and of two with a third that is only spoken."""
     folder = tmp_path_factory.mktemp("tokenizers")
     one = train_tokenizer({"en": TEXTS["en"]}, folder / "one", vocab_size=30)
     return [one, train_tokenizer(TEXTS, folder / "two", vocab_size=30, sources=["fr"])]
 
 
-def test_a_canary_with_a_shared_model_is_refused(tmp_path: Path) -> None:
+def test_a_canary_with_a_shared_model_is_refused(tmp_path):
     shared = train_tokenizer(TEXTS, tmp_path, vocab_size=30, shared=True)
     with pytest.raises(ValueError, match="a model for each language"):
         nemo_tokens(shared, prompts=True)
@@ -284,9 +275,7 @@ def test_a_canary_with_a_shared_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "subsampling"), [*((name, 8) for name in OWN), ("ctc", 4)])
 @torch.no_grad()
-def test_a_model_of_our_own_goes_out_with_its_tokenizer(
-    name: str, subsampling: int, tokenizers: list[SentencePieceTokenizer], tmp_path: Path
-) -> None:
+def test_a_model_of_our_own_goes_out_with_its_tokenizer(name, subsampling, tokenizers, tmp_path):
     """NeMo's own check of such files is in `nemo/check.py`; here they come back."""
     tokenizer = tokenizers[name in ("rnnt", "canary")]
     # NeMo has biases in all layers or in none.
@@ -341,7 +330,6 @@ def test_a_model_of_our_own_goes_out_with_its_tokenizer(
         scores = []
         for one, batch in zip((ours, theirs), batches, strict=True):
             head = one.transducer
-            assert head is not None
             predicted = head.predictor(batch.text.values, batch.text.layout)
             scores.append(head.output(head.predictor_projection(predicted).tanh()))
         assert torch.allclose(scores[0][:, first:], scores[1], atol=1e-4)

@@ -1,8 +1,6 @@
 """NeMo's cache-aware streaming encoders: what their options mean, out and in again."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from tests.interop.test_nemo import batch_of, model_of
 from tests.support.small_model import shake
 
 
-def _seen_by_nemo(rows: int, left: int, right: int, style: str) -> torch.Tensor:
+def _seen_by_nemo(rows, left, right, style):
     """The rule of `ConformerEncoder._create_masks`: bool (rows, rows), query by key."""
     seen = torch.ones(rows, rows, dtype=torch.bool)
     if style == "regular":
@@ -49,7 +47,7 @@ def _seen_by_nemo(rows: int, left: int, right: int, style: str) -> torch.Tensor:
         ([5, -1], "regular"),
     ],
 )
-def test_a_context_hides_what_nemos_hides(size: list[int], style: str, rows: int) -> None:
+def test_a_context_hides_what_nemos_hides(size, style, rows):
     (context,) = read_contexts(size, style)
     hidden = context.hidden(rows, torch.device("cpu"))
     assert torch.equal(~hidden, _seen_by_nemo(rows, *size, style))
@@ -65,12 +63,12 @@ def test_a_context_hides_what_nemos_hides(size: list[int], style: str, rows: int
         ([[8, 4], [-1, 2]], "regular"),
     ],
 )
-def test_contexts_are_written_as_they_are_read(size: Any, style: str) -> None:
+def test_contexts_are_written_as_they_are_read(size, style):
     written = write_contexts(read_contexts(size, style))
     assert written == {"att_context_size": size, "att_context_style": style}
 
 
-def test_what_nemo_has_not_is_not_written() -> None:
+def test_what_nemo_has_not_is_not_written():
     assert write_contexts([Context(5, 0, 3)]) is None
     assert write_contexts([Context(6, 1, 3)]) is None
     assert read_contexts(None, "regular") == read_contexts([[-1, -1]], "regular") == ()
@@ -82,14 +80,14 @@ def test_what_nemo_has_not_is_not_written() -> None:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory):
+def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     return train_tokenizer({"en": ["the red dog ran", "a cat"]}, folder, vocab_size=20)
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "batch_norm"])
 @torch.no_grad()
-def test_a_streaming_model_goes_out_and_comes_back(tokenizer, tmp_path: Path, norm: str) -> None:
+def test_a_streaming_model_goes_out_and_comes_back(tokenizer, tmp_path, norm):
     contexts = Context(6, 0, 3), Context(4, 0, 2), Context(None, 0, 1)
     encoder = FastConformerConfig(
         width=16,
@@ -128,7 +126,7 @@ def test_a_streaming_model_goes_out_and_comes_back(tokenizer, tmp_path: Path, no
         torch.testing.assert_close(theirs.encode(batch).values, ours.encode(batch).values)
 
 
-def test_other_contexts_are_refused(tokenizer, tmp_path: Path) -> None:
+def test_other_contexts_are_refused(tokenizer, tmp_path):
     encoder = FastConformerConfig(
         width=16, layers=1, heads=2, feed_forward=32, context=(Context(4, 0, 3),)
     )

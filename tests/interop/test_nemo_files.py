@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ import pytest
 import torch
 
 from effasr.data.features.config import FeatureConfig
-from effasr.data.tokenizer import NeMoTokenizer
-from effasr.interop.nemo.archive import NemoArchive, read_archive, write_archive
+from effasr.interop.nemo.archive import read_archive, write_archive
 from effasr.interop.nemo.checkpoint import export_nemo, import_nemo
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
@@ -29,17 +27,15 @@ BLANK = "decoder.prediction.embed.weight"
 
 
 @pytest.fixture(scope="module")
-def archives() -> dict[str, NemoArchive]:
+def archives():
     return {name: read_archive(FOLDER / f"{name}.nemo") for name in ("rnnt", "hybrid", "canary")}
 
 
 @pytest.fixture
-def changed(archives: dict[str, NemoArchive], tmp_path: Path) -> Callable[..., Path]:
+def changed(archives, tmp_path):
     """The file of a case with other options, by dotted name, or other weights."""
 
-    def change(
-        case: str, options: dict[str, Any] | None = None, weights: dict[str, Any] | None = None
-    ) -> Path:
+    def change(case, options=None, weights=None):
         archive = archives[case]
         config = copy.deepcopy(archive.config)
         for name, value in (options or {}).items():
@@ -116,9 +112,7 @@ def changed(archives: dict[str, NemoArchive], tmp_path: Path) -> Callable[..., P
         ("canary", "tokenizer.custom_tokenizer", None, "must be CanaryTokenizer where"),
     ],
 )
-def test_what_is_other_than_here_is_refused(
-    changed: Callable[..., Path], case: str, option: str, value: Any, message: str
-) -> None:
+def test_what_is_other_than_here_is_refused(changed, case, option, value, message):
     with pytest.raises(ValueError, match=message) as error:
         import_nemo(changed(case, {option: value}))
     assert "changed.nemo" in str(error.value)
@@ -139,16 +133,12 @@ def test_what_is_other_than_here_is_refused(
         ),
     ],
 )
-def test_other_weights_are_refused(
-    changed: Callable[..., Path], case: str, weights: dict[str, Any], message: str
-) -> None:
+def test_other_weights_are_refused(changed, case, weights, message):
     with pytest.raises(ValueError, match=message):
         import_nemo(changed(case, weights=weights))
 
 
-def test_what_is_trained_otherwise_is_named(
-    changed: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_trained_otherwise_is_named(changed, caplog):
     options = {
         "encoder.stochastic_depth_drop_prob": 0.1,
         "spec_augment.time_width": 70,
@@ -172,7 +162,7 @@ def test_what_is_trained_otherwise_is_named(
     assert found.config.spec_augment.freq_masks == 2
 
 
-def test_defaults_of_nemo_are_filled_in(changed: Callable[..., Path]) -> None:
+def test_defaults_of_nemo_are_filled_in(changed):
     """A file need not repeat them; some are none that are possible here."""
     path = changed("rnnt", {"preprocessor.n_fft": None, "preprocessor.preemph": None})
     features = import_nemo(path).config.features
@@ -184,9 +174,7 @@ def test_defaults_of_nemo_are_filled_in(changed: Callable[..., Path]) -> None:
         import_nemo(path)
 
 
-def test_half_precision_becomes_float32(
-    changed: Callable[..., Path], archives: dict[str, NemoArchive]
-) -> None:
+def test_half_precision_becomes_float32(changed, archives):
     weights = {
         key: value.bfloat16() if value.is_floating_point() else value
         for key, value in archives["rnnt"].weights.items()
@@ -196,13 +184,13 @@ def test_half_precision_becomes_float32(
     assert torch.equal(state["transducer.encoder_projection.weight"], expected)
 
 
-def members(path: Path) -> list[tuple[tarfile.TarInfo, bytes]]:
+def members(path):
     with tarfile.open(path) as tar:
         files = [member for member in tar.getmembers() if member.isfile()]
         return [(member, tar.extractfile(member).read()) for member in files]  # type: ignore[union-attr]
 
 
-def write(path: Path, content: list[tuple[tarfile.TarInfo, bytes]]) -> Path:
+def write(path, content):
     with tarfile.open(path, "w") as tar:
         for member, data in content:
             member.size = len(data)
@@ -211,14 +199,14 @@ def write(path: Path, content: list[tuple[tarfile.TarInfo, bytes]]) -> Path:
 
 
 @pytest.mark.parametrize("name", ["model_config.yaml", "model_weights.ckpt"])
-def test_a_missing_member_is_named(tmp_path: Path, name: str) -> None:
+def test_a_missing_member_is_named(tmp_path, name):
     kept = [pair for pair in members(FOLDER / "rnnt.nemo") if not pair[0].name.endswith(name)]
     with pytest.raises(ValueError, match=f"must be a .nemo file, but has no {name}"):
         import_nemo(write(tmp_path / "x.nemo", kept))
 
 
 @pytest.mark.parametrize("prefix", ["../", "/tmp/", "sub/", "./../"])
-def test_no_member_gets_out_of_the_tar(tmp_path: Path, prefix: str) -> None:
+def test_no_member_gets_out_of_the_tar(tmp_path, prefix):
     """What is not at its top is not looked at, and nothing is written by its name."""
     content = members(FOLDER / "rnnt.nemo")
     evil = tarfile.TarInfo(f"{prefix}model_config.yaml")
@@ -233,7 +221,7 @@ def test_no_member_gets_out_of_the_tar(tmp_path: Path, prefix: str) -> None:
     assert sorted(os.listdir(inside)) == ["x.nemo", "y.nemo"]
 
 
-def test_a_link_is_no_member(tmp_path: Path) -> None:
+def test_a_link_is_no_member(tmp_path):
     secret = tmp_path / "model_config.yaml"
     secret.write_text("target: EncDecRNNTBPEModel")
     content = [one for one in members(FOLDER / "rnnt.nemo") if "config" not in one[0].name]
@@ -244,11 +232,11 @@ def test_a_link_is_no_member(tmp_path: Path) -> None:
 
 
 class Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.mkdir, ("/nowhere/to/be/made",)
 
 
-def test_no_program_in_a_checkpoint_is_run(tmp_path: Path) -> None:
+def test_no_program_in_a_checkpoint_is_run(tmp_path):
     content = members(FOLDER / "rnnt.nemo")
     buffer = io.BytesIO()
     torch.save({"weight": Evil()}, buffer, pickle_module=pickle)
@@ -266,9 +254,7 @@ def test_no_program_in_a_checkpoint_is_run(tmp_path: Path) -> None:
         (lambda data: b"", "a tar, but cannot be read"),
     ],
 )
-def test_a_damaged_file_is_refused(
-    tmp_path: Path, damage: Callable[[bytes], bytes], message: str
-) -> None:
+def test_a_damaged_file_is_refused(tmp_path, damage, message):
     path = tmp_path / "x.nemo"
     path.write_bytes(damage((FOLDER / "rnnt.nemo").read_bytes()))
     with pytest.raises(ValueError, match=message):
@@ -287,16 +273,14 @@ def test_a_damaged_file_is_refused(
         ("tokenizer.model", b"x", "is no SentencePiece model"),
     ],
 )
-def test_a_damaged_member_is_refused(
-    tmp_path: Path, name: str, damage: bytes, message: str
-) -> None:
+def test_a_damaged_member_is_refused(tmp_path, name, damage, message):
     content = [(m, damage if name in m.name else d) for m, d in members(FOLDER / "rnnt.nemo")]
     with pytest.raises(ValueError, match=message):
         import_nemo(write(tmp_path / "x.nemo", content))
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> NeMoTokenizer:
+def tokenizer():
     return import_nemo(FOLDER / "canary.nemo").tokenizer
 
 
@@ -318,9 +302,7 @@ DECODER = {"width": 16, "layers": 1, "heads": 2, "feed_forward": 16}
         ({"transducer": {"predictor": "stateless"}}, r"predictor=stateless \(only lstm\)"),
     ],
 )
-def test_what_nemo_has_not_is_refused(
-    tokenizer: NeMoTokenizer, tmp_path: Path, options: dict[str, Any], message: str
-) -> None:
+def test_what_nemo_has_not_is_refused(tokenizer, tmp_path, options, message):
     parts: dict[str, Any] = {"decoder": DecoderConfig(**DECODER)}
     if "encoder" in options:
         values = {"width": 16, "layers": 1, "heads": 2, "feed_forward": 32}
@@ -337,7 +319,7 @@ def test_what_nemo_has_not_is_refused(
     assert not any(tmp_path.iterdir())
 
 
-def test_a_tokenizer_without_prompts_is_no_canarys(tmp_path: Path) -> None:
+def test_a_tokenizer_without_prompts_is_no_canarys(tmp_path):
     tokenizer = import_nemo(FOLDER / "rnnt.nemo").tokenizer
     config = ModelConfig(encoder=SMALL, decoder=DecoderConfig(**DECODER))
     with torch.device("meta"):
@@ -346,9 +328,7 @@ def test_a_tokenizer_without_prompts_is_no_canarys(tmp_path: Path) -> None:
         export_nemo(model, tokenizer, tmp_path / "x.nemo")
 
 
-def test_what_is_left_out_is_named(
-    tokenizer: NeMoTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_left_out_is_named(tokenizer, tmp_path, caplog):
     config = ModelConfig(
         encoder=SMALL,
         decoder=DecoderConfig(**DECODER, activation_dropout=0.1),
@@ -367,7 +347,7 @@ def test_what_is_left_out_is_named(
     assert os.listdir(tmp_path) == ["x.nemo"]
 
 
-def test_the_same_model_gives_the_same_file(tokenizer: NeMoTokenizer, tmp_path: Path) -> None:
+def test_the_same_model_gives_the_same_file(tokenizer, tmp_path):
     config = ModelConfig(encoder=SMALL, decoder=DecoderConfig(**DECODER))
     model = ASRModel(config, tokenizer.vocab_size)
     for name in ("a.nemo", "b.nemo"):

@@ -1,17 +1,13 @@
 """The model over padded batches is the model over packed ones."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
-from effasr.data.batch import Batch
-from effasr.data.collate import Example
 from effasr.interop.onnx.padded_model import PaddedEncoder
 from effasr.interop.onnx.transducer_steps import JointStep, in_model_layout, predictor_step
 from effasr.model.asr import ASRModel
-from effasr.model.config import ModelConfig
 from effasr.model.transducer import TransducerConfig
 from tests.support.small_model import VOCABULARY, shake
 
@@ -19,7 +15,7 @@ LSTM = TransducerConfig(width=12, layers=2, joint=10)
 
 
 @pytest.fixture(scope="module", params=[8, 4])
-def subsampling(request: pytest.FixtureRequest) -> int:
+def subsampling(request):
     return request.param
 
 
@@ -27,14 +23,7 @@ def subsampling(request: pytest.FixtureRequest) -> int:
     ("position", "head_width"), [("relative", 8), ("none", 8), ("rotary", 8), ("rotary", 1)]
 )
 @torch.no_grad()
-def test_the_encoder(
-    position: str,
-    head_width: int,
-    tiny_config: ModelConfig,
-    examples: Sequence[Example],
-    make_batch: Callable[..., Batch],
-    subsampling: int,
-) -> None:
+def test_the_encoder(position, head_width, tiny_config, examples, make_batch, subsampling):
     """Also what each head makes of it, with noise behind the shorter utterances."""
     sizes = {"position": position, "heads": tiny_config.encoder.width // head_width}
     config = dataclasses.replace(
@@ -54,7 +43,6 @@ def test_the_encoder(
     padded = PaddedEncoder(model)
     found = dict(zip(padded.outputs, padded(features, mel.lengths), strict=True))
     encoded = model.encode(batch)
-    assert model.transducer is not None
     expected = {
         "encoded": encoded.values,
         "ctc_log_probs": model.ctc_logits(encoded.values).log_softmax(-1),
@@ -76,13 +64,12 @@ def test_the_encoder(
     ],
 )
 @torch.no_grad()
-def test_the_steps_of_a_transducer(config: TransducerConfig, tiny_config: ModelConfig) -> None:
+def test_the_steps_of_a_transducer(config, tiny_config):
     torch.manual_seed(0)
     config_of_all = dataclasses.replace(tiny_config, transducer=config)
     model = ASRModel(config_of_all, VOCABULARY).eval()
     shake(model)
     head = model.transducer
-    assert head is not None
     predictor, joint = predictor_step(head), JointStep(head)
     expected, after = head.begin(3)
     tokens = torch.full((3,), head.blank_id)

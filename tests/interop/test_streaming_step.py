@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,12 +24,12 @@ BINS = 16
 Run = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
-def make(**encoder: object) -> ASRModel:
+def make(**encoder):
     sizes = {"width": 32, "layers": 2, "heads": 2, "feed_forward": 32, "subsampling_channels": 4}
     options = {"causal_convolution": True, "context": (CONTEXT,), "subsampling_norm": True}
     config = ModelConfig(
         features=FeatureConfig(mel_bins=BINS, normalize=False),
-        encoder=FastConformerConfig(**(sizes | options | encoder)),  # type: ignore[arg-type]
+        encoder=FastConformerConfig(**(sizes | options | encoder)),
         decoder=None,
         ctc=True,
         transducer=TransducerConfig(width=12, joint=10),
@@ -41,9 +40,9 @@ def make(**encoder: object) -> ASRModel:
     return model
 
 
-def compare(model: ASRModel, run: Run, tolerance: float) -> None:
+def compare(model, run, tolerance):
     """Two streams, of which one begins later, pauses, and ends with a few rows."""
-    encoder = StreamingEncoder(model.encoder, BINS, 2, CONTEXT)  # type: ignore[arg-type]
+    encoder = StreamingEncoder(model.encoder, BINS, 2, CONTEXT)
     step, factor = StreamingStep(model, CONTEXT), model.config.encoder.subsampling
     size, caches = factor * CONTEXT.chunk, step.begin(2)
     framing = model.config.features.framing
@@ -68,7 +67,7 @@ def compare(model: ASRModel, run: Run, tolerance: float) -> None:
         heads = {
             "encoded": expected,
             "ctc_log_probs": model.ctc_logits(expected).log_softmax(-1),
-            "encoder_projected": model.transducer.encoder_projection(expected),  # type: ignore[union-attr]
+            "encoder_projected": model.transducer.encoder_projection(expected),
         }
         for name, value in heads.items():
             for slot, count in enumerate(frames):
@@ -88,7 +87,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_the_step_is_that_of_the_encoder(kind: str) -> None:
+def test_the_step_is_that_of_the_encoder(kind):
     model = make(**KINDS[kind])
     step = StreamingStep(model, CONTEXT).eval()
     compare(model, lambda given: dict(zip(step.outputs, step(**given), strict=True)), 1e-5)
@@ -98,7 +97,7 @@ def test_the_step_is_that_of_the_encoder(kind: str) -> None:
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", ["causal", "relative"])
 @torch.no_grad()
-def test_onnxruntime_computes_the_step(kind: str, tmp_path: Path) -> None:
+def test_onnxruntime_computes_the_step(kind, tmp_path):
     pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
@@ -109,7 +108,7 @@ def test_onnxruntime_computes_the_step(kind: str, tmp_path: Path) -> None:
     session = onnxruntime.InferenceSession(tmp_path / graphs[0], providers=["CPUExecutionProvider"])
     names = [one.name for one in session.get_outputs()]
 
-    def run(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    def run(given):
         arrays = session.run(None, {name: value.numpy() for name, value in given.items()})
         return dict(zip(names, map(torch.from_numpy, arrays), strict=True))
 
@@ -128,7 +127,7 @@ def test_onnxruntime_computes_the_step(kind: str, tmp_path: Path) -> None:
     assert np.array_equal(says["context"], {"left": 5, "right": 0, "chunk": 3})
 
 
-def test_what_cannot_stream_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_stream_is_refused(tmp_path):
     pytest.importorskip("onnxscript")
     with pytest.raises(ValueError, match=r"`encoder\.causal_convolution` must be true"):
         export_onnx(make(causal_convolution=False), tmp_path, {}, CONTEXT)

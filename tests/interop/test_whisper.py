@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from effasr.data.batch import Batch, StaticShape
-from effasr.data.collate import Example, collate
+from effasr.data.batch import StaticShape
+from effasr.data.collate import collate
 from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.continuous_batching.engine import attention_greedy
 from effasr.interop.huggingface.checkpoint import export_model, import_model
@@ -41,24 +40,24 @@ TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
+def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whisper")
     make_whisper(folder)
     return folder
 
 
 @pytest.fixture
-def theirs(checkpoint: Path) -> transformers.WhisperForConditionalGeneration:
+def theirs(checkpoint):
     return transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
 
 
 @pytest.fixture
-def prompt(checkpoint: Path) -> list[int]:
+def prompt(checkpoint):
     names = "<|startoftranscript|>", "<|de|>", "<|transcribe|>", "<|notimestamps|>"
     return [make_tokenizer().token_to_id(name) for name in names]
 
 
-def load(checkpoint: Path, minimum_s: float) -> ASRModel:
+def load(checkpoint, minimum_s):
     config, vocab_size, state = import_model(checkpoint)
     assert config.features.minimum_s == SECONDS
     config = dataclasses.replace(
@@ -67,7 +66,7 @@ def load(checkpoint: Path, minimum_s: float) -> ASRModel:
     return ASRModel.from_state_dict(config, vocab_size, state).eval()
 
 
-def packed(model: ASRModel, examples: list[Example], *, static: bool) -> Batch:
+def packed(model, examples, *, static):
     framing = model.config.features.framing
     shape = (
         StaticShape(500, 100, 6, longest_frames=100, longest_tokens=40, framing=framing)
@@ -77,7 +76,7 @@ def packed(model: ASRModel, examples: list[Example], *, static: bool) -> Batch:
     return collate(examples, shape, eos_id=EOS, pad_id=EOS, framing=framing)
 
 
-def alone(theirs: transformers.WhisperForConditionalGeneration, frames: int):
+def alone(theirs, frames):
     """The model as it would be if its window had so many frames."""
     config = transformers.WhisperConfig(
         **{**theirs.config.to_dict(), "max_source_positions": frames}
@@ -91,9 +90,7 @@ def alone(theirs: transformers.WhisperForConditionalGeneration, frames: int):
 
 @pytest.mark.parametrize("static", [False, True], ids=["exact", "static"])
 @pytest.mark.parametrize("minimum_s", [SECONDS, 0.0], ids=["window", "alone"])
-def test_encoder_logits_loss_and_gradients(
-    minimum_s: float, static: bool, checkpoint: Path, theirs, prompt: list[int]
-) -> None:
+def test_encoder_logits_loss_and_gradients(minimum_s, static, checkpoint, theirs, prompt):
     model, examples = load(checkpoint, minimum_s), spoken(LENGTHS, prompt)
     batch = packed(model, examples, static=static)
     encoded = model.encode(batch)
@@ -135,9 +132,7 @@ def test_encoder_logits_loss_and_gradients(
         torch.testing.assert_close(found[name] / scale, expected / scale, **TOLERANCE)
 
 
-def test_the_encoder_attends_without_positions_and_is_one_graph(
-    checkpoint: Path, prompt: list[int], monkeypatch
-) -> None:
+def test_the_encoder_attends_without_positions_and_is_one_graph(checkpoint, prompt, monkeypatch):
     model = load(checkpoint, 0.0)
     batch = packed(model, spoken(LENGTHS, prompt), static=True)
     expected, seen = model.encode(batch).values, []
@@ -155,7 +150,7 @@ def test_the_encoder_attends_without_positions_and_is_one_graph(
     torch.testing.assert_close(compiled(batch).values, expected)
 
 
-def generated(theirs, checkpoint: Path, example: Example, **options) -> list[int]:
+def generated(theirs, checkpoint, example, **options):
     extractor = transformers.WhisperFeatureExtractor.from_pretrained(checkpoint)
     features = extractor(example.audio, sampling_rate=16_000, return_tensors="pt").input_features
     read = torch.tensor([example.prompt])
@@ -165,7 +160,7 @@ def generated(theirs, checkpoint: Path, example: Example, **options) -> list[int
 
 
 @torch.no_grad()
-def test_transcripts_are_those_of_generate(checkpoint: Path, theirs, prompt: list[int]) -> None:
+def test_transcripts_are_those_of_generate(checkpoint, theirs, prompt):
     """Among them tokens that would be said, were they not suppressed."""
     model, examples = load(checkpoint, SECONDS), spoken(LENGTHS, prompt)
     encoded = model.encode(packed(model, examples, static=False))
@@ -205,7 +200,7 @@ def test_transcripts_are_those_of_generate(checkpoint: Path, theirs, prompt: lis
             assert always not in one.tokens
 
 
-def test_what_is_imported_is_exported_bit_by_bit(checkpoint: Path, tmp_path: Path) -> None:
+def test_what_is_imported_is_exported_bit_by_bit(checkpoint, tmp_path):
     model = load(checkpoint, SECONDS)
     tokens = SpecialTokens(pad_id=EOS, bos_id=EOS, eos_id=EOS, decoder_start_id=EOS + 1)
     assert export_model(model, tmp_path, tokens) == "WhisperForConditionalGeneration"
@@ -230,9 +225,7 @@ def test_what_is_imported_is_exported_bit_by_bit(checkpoint: Path, tmp_path: Pat
         assert one[name] == other[name]
 
 
-def test_a_model_tuned_without_silence_is_exported_with_a_warning(
-    checkpoint: Path, tmp_path: Path, caplog
-) -> None:
+def test_a_model_tuned_without_silence_is_exported_with_a_warning(checkpoint, tmp_path, caplog):
     tokens = SpecialTokens(pad_id=EOS, bos_id=EOS, eos_id=EOS, decoder_start_id=EOS + 1)
     export_model(load(checkpoint, 0.0), tmp_path, tokens)
     assert "pads every utterance to 2 s" in caplog.text
@@ -250,9 +243,7 @@ def test_a_model_tuned_without_silence_is_exported_with_a_warning(
         ("generation_config.json", {"suppress_tokens": [9999]}, "in the vocabulary of"),
     ],
 )
-def test_what_cannot_be_imported(
-    name: str, changes: dict, message: str, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_imported(name, changes, message, checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint, tmp_path / "copy")
     content = json.loads((folder / name).read_text())
     (folder / name).write_text(json.dumps({**content, **changes}))
@@ -260,7 +251,7 @@ def test_what_cannot_be_imported(
         import_model(folder)
 
 
-def test_half_precision_is_read(checkpoint: Path, tmp_path: Path) -> None:
+def test_half_precision_is_read(checkpoint, tmp_path):
     model = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint)
     folder = shutil.copytree(checkpoint, tmp_path / "copy")
     model.half().save_pretrained(folder)
@@ -278,9 +269,7 @@ def test_half_precision_is_read(checkpoint: Path, tmp_path: Path) -> None:
         ("features", {"hop": 200}, "features.hop=200"),
     ],
 )
-def test_what_cannot_be_exported(
-    part: str, changes: dict, message: str, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_exported(part, changes, message, checkpoint, tmp_path):
     config, vocab_size, _ = import_model(checkpoint)
     changed = dataclasses.replace(getattr(config, part), **changes)
     model = ASRModel(dataclasses.replace(config, **{part: changed}), vocab_size)
@@ -290,23 +279,21 @@ def test_what_cannot_be_exported(
     assert not (tmp_path / "config.json").exists()
 
 
-def test_an_encoder_without_decoder_has_no_class_in_transformers(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_an_encoder_without_decoder_has_no_class_in_transformers(checkpoint, tmp_path):
     config, vocab_size, _ = import_model(checkpoint)
     model = ASRModel(dataclasses.replace(config, decoder=None, ctc=True), vocab_size)
     with pytest.raises(ValueError, match="no CTC model with an encoder of kind transformer"):
         export_model(model, tmp_path)
 
 
-def test_encoder_and_features_must_fit(checkpoint: Path) -> None:
+def test_encoder_and_features_must_fit(checkpoint):
     config, _, _ = import_model(checkpoint)
     features = dataclasses.replace(config.features, subsampling=8)
     with pytest.raises(ValueError, match=r"`features\.subsampling` must be 2 .* but is 8"):
         ModelConfig(features=features, encoder=config.encoder)
 
 
-def test_too_long_an_utterance_is_refused(checkpoint: Path, prompt: list[int]) -> None:
+def test_too_long_an_utterance_is_refused(checkpoint, prompt):
     model = load(checkpoint, 0.0)
     batch = packed(model, spoken((32_400,), prompt), static=False)
     with pytest.raises(ValueError, match="`max_frames` must be at least the 101 frames"):
@@ -314,9 +301,7 @@ def test_too_long_an_utterance_is_refused(checkpoint: Path, prompt: list[int]) -
 
 
 @pytest.mark.parametrize("minimum_s", [SECONDS, 0.0])
-def test_predicted_flops_are_those_that_torch_counts(
-    minimum_s: float, checkpoint: Path, prompt: list[int]
-) -> None:
+def test_predicted_flops_are_those_that_torch_counts(minimum_s, checkpoint, prompt):
     """Of the forward, and of a backward that computes layers again."""
     model = load(checkpoint, minimum_s)
     cost = cost_model(model.config, model.vocab_size)
@@ -340,7 +325,7 @@ def test_predicted_flops_are_those_that_torch_counts(
 
 
 @pytest.mark.parametrize("frozen", ["encoder.", "encoder.stem", "decoder."])
-def test_flops_of_what_learns(frozen: str, checkpoint: Path, prompt: list[int]) -> None:
+def test_flops_of_what_learns(frozen, checkpoint, prompt):
     model = load(checkpoint, 0.0)
     batch = packed(model, spoken((24_480,), prompt[:1]), static=False)
     lengths = np.array([batch.frames.total]), np.array([batch.tokens.layout.total])
@@ -362,7 +347,7 @@ def test_flops_of_what_learns(frozen: str, checkpoint: Path, prompt: list[int]) 
 
 
 @torch.no_grad()
-def test_the_padded_model_is_the_packed_one(checkpoint: Path, prompt: list[int]) -> None:
+def test_the_padded_model_is_the_packed_one(checkpoint, prompt):
     """That is what ONNX graphs are made of; with noise behind the shorter utterances."""
     model, examples = load(checkpoint, 0.0), spoken(LENGTHS, prompt)
     batch = packed(model, examples, static=False)
@@ -387,7 +372,7 @@ def test_the_padded_model_is_the_packed_one(checkpoint: Path, prompt: list[int])
         torch.testing.assert_close(said, logits[rows], atol=2e-5, rtol=2e-5)
 
 
-def test_ctc_on_a_whisper_encoder(checkpoint: Path, prompt: list[int]) -> None:
+def test_ctc_on_a_whisper_encoder(checkpoint, prompt):
     config, vocab_size, _ = import_model(checkpoint)
     torch.manual_seed(0)
     model = ASRModel(dataclasses.replace(config, decoder=None, ctc=True), vocab_size)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -19,7 +17,7 @@ TABLE = "encoder.embed_positions.weight"
 
 
 @pytest.fixture
-def theirs(tmp_path: Path) -> transformers.WhisperForConditionalGeneration:
+def theirs(tmp_path):
     (tmp_path / "one").mkdir()
     make_whisper(tmp_path / "one")
     model = transformers.WhisperForConditionalGeneration.from_pretrained(tmp_path / "one").eval()
@@ -31,7 +29,7 @@ def theirs(tmp_path: Path) -> transformers.WhisperForConditionalGeneration:
     return model
 
 
-def test_they_are_read_trained_and_written(theirs, tmp_path: Path, caplog) -> None:
+def test_they_are_read_trained_and_written(theirs, tmp_path, caplog):
     config, vocab_size, state = import_model(tmp_path / "one")
     assert "were learnt" in caplog.text
     assert config.encoder.positions == "learned"
@@ -57,7 +55,7 @@ def test_they_are_read_trained_and_written(theirs, tmp_path: Path, caplog) -> No
     assert torch.equal(import_model(tmp_path / "out")[2][TABLE], table)
 
 
-def test_they_begin_with_the_sinusoids_and_count_as_trained(theirs, tmp_path: Path) -> None:
+def test_they_begin_with_the_sinusoids_and_count_as_trained(theirs, tmp_path):
     config, vocab_size, _ = import_model(tmp_path / "one")
     model = ASRModel(config, vocab_size)
     table = model.encoder.embed_positions.weight

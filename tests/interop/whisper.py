@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -23,7 +20,7 @@ SECONDS = 2
 """Of the window that the model was made for."""
 
 
-def make_tokenizer(specials: tuple[str, ...] = SPECIALS) -> Any:
+def make_tokenizer(specials=SPECIALS):
     """Bytes, a few merges, and the special tokens behind them; then timestamps."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -41,7 +38,7 @@ def make_tokenizer(specials: tuple[str, ...] = SPECIALS) -> Any:
     return made
 
 
-def make_whisper(folder: Path, **changes: object) -> Any:
+def make_whisper(folder, **changes):
     """Write a checkpoint with all that belongs to it, and return the model."""
     tokenizer = make_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -72,7 +69,7 @@ def make_whisper(folder: Path, **changes: object) -> Any:
     return model
 
 
-def spoken(lengths: tuple[int, ...], prompt: list[int]) -> list[Example]:
+def spoken(lengths, prompt):
     """Noise of so many samples, each with another text."""
     random = np.random.default_rng(1)
     return [

@@ -1,5 +1,3 @@
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ __all__ = ["examples", "make_batch", "subsampling", "tiny_config", "tiny_model"]
 
 
 @pytest.fixture
-def fresh_compiler() -> Iterator[None]:
+def fresh_compiler():
     """What the compiler has learnt from other tests does not count, and what it learns is lost."""
     torch._dynamo.reset()
     yield

@@ -1,32 +1,27 @@
 import dataclasses
-from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from effasr.data.batch import Batch
-from effasr.data.collate import Example
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
-from effasr.model.losses import Losses
 
 VOCABULARY = 40
-Make = Callable[..., Batch]
 
 
 @pytest.fixture(scope="module", params=[8, 4])
-def subsampling(request: pytest.FixtureRequest) -> int:
+def subsampling(request):
     return request.param
 
 
-def total(losses: Losses) -> torch.Tensor:
+def total(losses):
     return losses.cross_entropy + losses.ctc + losses.guided
 
 
-def variants(config: ModelConfig) -> dict[str, ModelConfig]:
+def variants(config):
     encoder = config.encoder
     small = dataclasses.replace(
         encoder, conv_norm="layer_norm", subsampling_norm=True, input_positions=0.3
@@ -46,9 +41,7 @@ VARIANTS = ["canary", "small", "rotary", "no positions", "no biases", "fixed rea
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_static_pack_is_the_sum_of_its_utterances(
-    variant: str, tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
-) -> None:
+def test_a_static_pack_is_the_sum_of_its_utterances(variant, tiny_config, examples, make_batch):
     torch.manual_seed(0)
     model = ASRModel(variants(tiny_config)[variant], VOCABULARY).eval()
     options = {"label_smoothing": 0.1, "guided_sigma": 0.3}
@@ -70,9 +63,7 @@ def test_a_static_pack_is_the_sum_of_its_utterances(
         assert error <= 1e-4 * max(scale, 1e-2), name
 
 
-def test_in_training_a_tail_changes_nothing(
-    tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
-) -> None:
+def test_in_training_a_tail_changes_nothing(tiny_config, examples, make_batch):
     results = []
     for static in (False, True):
         torch.manual_seed(0)
@@ -89,9 +80,7 @@ def test_in_training_a_tail_changes_nothing(
         torch.testing.assert_close(packed[name], expected, rtol=1e-9, atol=1e-9, msg=name)
 
 
-def test_losses_count_what_they_should(
-    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Make
-) -> None:
+def test_losses_count_what_they_should(tiny_model, examples, make_batch):
     batch = make_batch(examples)
     losses = tiny_model(batch, guided_sigma=0.3)
     encoded = tiny_model.encode(batch)
@@ -125,9 +114,7 @@ def test_losses_count_what_they_should(
     assert not losses.per_utterance.requires_grad
 
 
-def test_an_infeasible_utterance_has_no_ctc_and_no_gradient(
-    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Make
-) -> None:
+def test_an_infeasible_utterance_has_no_ctc_and_no_gradient(tiny_model, examples, make_batch):
     losses = tiny_model(make_batch([examples[3]]))
     losses.ctc.backward()
     assert losses.ctc == 0
@@ -135,9 +122,7 @@ def test_an_infeasible_utterance_has_no_ctc_and_no_gradient(
     assert not tiny_model.encoder.subsampling.linear.weight.grad.any()
 
 
-def test_nan_is_not_hidden_and_is_named(
-    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Make
-) -> None:
+def test_nan_is_not_hidden_and_is_named(tiny_model, examples, make_batch):
     audio = examples[1].audio.copy()
     audio[100] = float("nan")
     broken = [examples[0], dataclasses.replace(examples[1], audio=audio), examples[2]]
@@ -149,8 +134,8 @@ def test_nan_is_not_hidden_and_is_named(
 
 @pytest.mark.parametrize("static", [True, False], ids=["tails", "no sequence"])
 def test_a_batch_of_nothing_costs_nothing_but_reaches_every_parameter(
-    tiny_config: ModelConfig, make_batch: Make, static: bool
-) -> None:
+    tiny_config, make_batch, static
+):
     torch.manual_seed(0)
     model = ASRModel(tiny_config, VOCABULARY)
     losses = model(make_batch([], static=static), label_smoothing=0.1, guided_sigma=0.3)
@@ -162,9 +147,7 @@ def test_a_batch_of_nothing_costs_nothing_but_reaches_every_parameter(
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 
 
-def test_training_twice_from_one_seed_is_bitwise_equal(
-    tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
-) -> None:
+def test_training_twice_from_one_seed_is_bitwise_equal(tiny_config, examples, make_batch):
     encoder = dataclasses.replace(
         tiny_config.encoder,
         input_dropout=0.1,
@@ -177,7 +160,7 @@ def test_training_twice_from_one_seed_is_bitwise_equal(
     config = dataclasses.replace(tiny_config, encoder=encoder, spec_augment=augment)
     batch = make_batch(examples, static=True)
 
-    def run(seed: int) -> list[torch.Tensor]:
+    def run(seed):
         torch.manual_seed(0)
         model = ASRModel(config, VOCABULARY)
         torch.manual_seed(seed)
@@ -190,9 +173,7 @@ def test_training_twice_from_one_seed_is_bitwise_equal(
     assert not torch.equal(first[0], other[0])
 
 
-def test_augmentation_is_for_training_only(
-    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Make
-) -> None:
+def test_augmentation_is_for_training_only(tiny_model, examples, make_batch):
     augment = SpecAugmentConfig(freq_masks=2, freq_width=8)
     tiny_model.config = dataclasses.replace(tiny_model.config, spec_augment=augment)
     batch = make_batch(examples)
@@ -202,9 +183,7 @@ def test_augmentation_is_for_training_only(
     assert not torch.equal(tiny_model.encode(batch).values, tiny_model.encode(batch).values)
 
 
-def test_autocast_keeps_losses_in_float32_and_near(
-    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Make
-) -> None:
+def test_autocast_keeps_losses_in_float32_and_near(tiny_model, examples, make_batch):
     batch = make_batch(examples, static=True)
     tiny_model.train()
     exact = tiny_model(batch, guided_sigma=0.3)
@@ -223,13 +202,8 @@ def test_autocast_keeps_losses_in_float32_and_near(
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-4), (torch.bfloat16, 0.05)])
 def test_weights_may_have_another_dtype(
-    variant: str,
-    dtype: torch.dtype,
-    tolerance: float,
-    tiny_config: ModelConfig,
-    examples: Sequence[Example],
-    make_batch: Make,
-) -> None:
+    variant, dtype, tolerance, tiny_config, examples, make_batch
+):
     torch.manual_seed(0)
     model = ASRModel(variants(tiny_config)[variant], VOCABULARY)
     batch = make_batch(examples, static=True)
@@ -242,9 +216,7 @@ def test_weights_may_have_another_dtype(
     assert all(parameter.grad.dtype == dtype for parameter in model.parameters())
 
 
-def test_a_few_steps_learn_the_batch(
-    tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
-) -> None:
+def test_a_few_steps_learn_the_batch(tiny_config, examples, make_batch):
     torch.manual_seed(0)
     model = ASRModel(variants(tiny_config)["small"], VOCABULARY)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -261,13 +233,7 @@ def test_a_few_steps_learn_the_batch(
 
 
 @pytest.mark.parametrize(("decoder", "ctc"), [(True, False), (False, True)])
-def test_a_part_that_is_missing_has_no_loss(
-    decoder: bool,
-    ctc: bool,
-    tiny_config: ModelConfig,
-    examples: Sequence[Example],
-    make_batch: Make,
-) -> None:
+def test_a_part_that_is_missing_has_no_loss(decoder, ctc, tiny_config, examples, make_batch):
     config = dataclasses.replace(
         tiny_config, decoder=tiny_config.decoder if decoder else None, ctc=ctc
     )
@@ -292,9 +258,7 @@ def test_a_part_that_is_missing_has_no_loss(
                 call()
 
 
-def test_from_state_dict_is_the_same_model(
-    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Make
-) -> None:
+def test_from_state_dict_is_the_same_model(tiny_model, examples, make_batch):
     state = tiny_model.state_dict()
     again = ASRModel.from_state_dict(tiny_model.config, VOCABULARY, state).eval()
     batch = make_batch(examples)
@@ -307,7 +271,7 @@ def test_from_state_dict_is_the_same_model(
         ASRModel.from_state_dict(tiny_model.config, VOCABULARY, state)
 
 
-def test_an_empty_shell_can_be_reset(tiny_config: ModelConfig) -> None:
+def test_an_empty_shell_can_be_reset(tiny_config):
     torch.manual_seed(0)
     expected = ASRModel(tiny_config, VOCABULARY)
     with torch.device("meta"):
@@ -326,9 +290,7 @@ def test_an_empty_shell_can_be_reset(tiny_config: ModelConfig) -> None:
     assert torch.equal(model.features.filterbank, expected.features.filterbank)
 
 
-def test_utterances_over_the_limits_are_refused(
-    tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make, subsampling: int
-) -> None:
+def test_utterances_over_the_limits_are_refused(tiny_config, examples, make_batch, subsampling):
     frames = make_batch(examples).frames.max_seqlen
     assert frames == {8: 11, 4: 22}[subsampling]
     encoder = dataclasses.replace(tiny_config.encoder, max_frames=frames - 1)
@@ -343,7 +305,7 @@ def test_utterances_over_the_limits_are_refused(
         model(make_batch(examples))
 
 
-def test_a_model_needs_an_output_and_a_vocabulary() -> None:
+def test_a_model_needs_an_output_and_a_vocabulary():
     with pytest.raises(ValueError, match="set `ctc` or give a `decoder`"):
         ModelConfig(decoder=None)
     config = ModelConfig(encoder=FastConformerConfig(width=8, layers=1), decoder=None, ctc=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from effasr.data.batch import Batch, StaticShape
+from effasr.data.batch import StaticShape
 from effasr.data.collate import Example, collate
 from effasr.data.features.config import FeatureConfig
 from effasr.data.features.log_mel import normalized
@@ -34,13 +34,13 @@ CONFIGS = {
 }
 
 
-def waves(count: int, seed: int = 0) -> list[np.ndarray]:
+def waves(count, seed=0):
     generator = np.random.default_rng(seed)
     sizes = generator.integers(5_000, 24_000, size=count)
     return [generator.normal(size=int(size)).astype(np.float32) for size in sizes]
 
 
-def batch_of(audio: list[np.ndarray], config: ModelConfig, *, static: bool = False) -> Batch:
+def batch_of(audio, config, *, static=False):
     examples = [Example(str(number), one, [], None) for number, one in enumerate(audio)]
     framing = config.features.framing
     shape = StaticShape(700, 1, len(audio) + 3, framing=framing) if static else None
@@ -48,20 +48,19 @@ def batch_of(audio: list[np.ndarray], config: ModelConfig, *, static: bool = Fal
 
 
 @pytest.fixture(params=CONFIGS)
-def model(request) -> ASRModel:
+def model(request):
     torch.manual_seed(0)
     return ASRModel(CONFIGS[request.param], 1)
 
 
-def codes_of(model: ASRModel, audio: list[np.ndarray], **options) -> list[torch.Tensor]:
+def codes_of(model, audio, **options):
     """The codes of each utterance, (K, frames)."""
     batch = batch_of(audio, model.config, **options)
-    assert model.best_rq is not None
     codes = model.best_rq.codes(model.features(batch.audio, batch.frames))
     return list(codes[:, : batch.frames.total].split(batch.frames.lengths[: len(audio)], 1))
 
 
-def test_codes_do_not_depend_on_packing_or_order(model) -> None:
+def test_codes_do_not_depend_on_packing_or_order(model):
     audio = waves(6)
     alone = [codes_of(model, [one])[0] for one in audio]
     together = codes_of(model, audio)
@@ -74,7 +73,7 @@ def test_codes_do_not_depend_on_packing_or_order(model) -> None:
     assert len(torch.cat(alone, 1)[0].unique()) > 6
 
 
-def test_codes_are_the_nearest_of_the_codebook() -> None:
+def test_codes_are_the_nearest_of_the_codebook():
     quantizer = RandomQuantizer(SMALL, 24)
     frames = np.random.default_rng(0).normal(size=(300, 24))
     # On the grid of the quantizer, so that nothing is rounded.
@@ -93,7 +92,7 @@ def test_codes_are_the_nearest_of_the_codebook() -> None:
         assert (found[book] == distances.argmin(1)).mean() > 0.97
 
 
-def test_the_seed_gives_the_codebooks_and_the_weights_no_part_of_it() -> None:
+def test_the_seed_gives_the_codebooks_and_the_weights_no_part_of_it():
     first, again = RandomQuantizer(SMALL, 24), RandomQuantizer(SMALL, 24)
     other = RandomQuantizer(dataclasses.replace(SMALL, seed=1), 24)
     assert first.projection.equal(again.projection)
@@ -105,7 +104,7 @@ def test_the_seed_gives_the_codebooks_and_the_weights_no_part_of_it() -> None:
     torch.testing.assert_close(norms, torch.full_like(norms, 256.0), rtol=0.01, atol=0)
 
 
-def test_a_model_from_a_state_dict_has_the_same_codes(model) -> None:
+def test_a_model_from_a_state_dict_has_the_same_codes(model):
     copy = ASRModel.from_state_dict(model.config, 1, model.state_dict())
     audio = waves(2)
     for one, other in zip(codes_of(model, audio), codes_of(copy, audio), strict=True):
@@ -113,7 +112,7 @@ def test_a_model_from_a_state_dict_has_the_same_codes(model) -> None:
     assert not [name for name in model.state_dict() if "quantizer" in name or "counts" in name]
 
 
-def test_spans_cover_the_expected_share_and_every_sequence() -> None:
+def test_spans_cover_the_expected_share_and_every_sequence():
     torch.manual_seed(0)
     layout = PackedLayout.from_lengths([3000, 0, 1, 2, 500], rows=3600, num_sequences=7)
     share, span = 0.33, 5
@@ -127,7 +126,7 @@ def test_spans_cover_the_expected_share_and_every_sequence() -> None:
     assert masks[:, 3003].float().mean() < 0.4
 
 
-def test_spans_have_their_length() -> None:
+def test_spans_have_their_length():
     torch.manual_seed(1)
     layout = PackedLayout.from_lengths([200] * 30)
     mask = draw_spans(layout, 4, 0.0)
@@ -138,7 +137,7 @@ def test_spans_have_their_length() -> None:
         assert where[-1] - where[0] == len(where) - 1
 
 
-def test_the_loss_is_that_of_masked_frames(model) -> None:
+def test_the_loss_is_that_of_masked_frames(model):
     model.eval()
     audio = waves(3)
     batch = batch_of(audio, model.config, static=True)
@@ -168,7 +167,7 @@ def test_the_loss_is_that_of_masked_frames(model) -> None:
     assert batch.num_targets == batch.num_frames
 
 
-def test_every_parameter_learns_and_an_empty_batch_gives_zero_gradients(model) -> None:
+def test_every_parameter_learns_and_an_empty_batch_gives_zero_gradients(model):
     model.train()
     model(batch_of(waves(3), model.config)).cross_entropy.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
@@ -182,7 +181,7 @@ def test_every_parameter_learns_and_an_empty_batch_gives_zero_gradients(model) -
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_codes_are_counted_in_training_alone(model) -> None:
+def test_codes_are_counted_in_training_alone(model):
     batch = batch_of(waves(3), model.config, static=True)
     model.eval()
     model(batch)
@@ -192,7 +191,7 @@ def test_codes_are_counted_in_training_alone(model) -> None:
     assert model.best_rq.code_counts.sum(1).tolist() == [batch.num_frames] * SMALL.codebooks
 
 
-def test_features_without_normalisation_are_normalised_for_the_codes() -> None:
+def test_features_without_normalisation_are_normalised_for_the_codes():
     torch.manual_seed(0)
     model = ASRModel(CONFIGS["transformer"], 1)
     audio = waves(2)
@@ -208,7 +207,7 @@ def test_features_without_normalisation_are_normalised_for_the_codes() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_flops_are_what_torch_counts(name) -> None:
+def test_flops_are_what_torch_counts(name):
     config = CONFIGS[name]
     model = ASRModel(config, 1).eval()
     batch = batch_of(waves(1), config)
@@ -237,12 +236,12 @@ def test_flops_are_what_torch_counts(name) -> None:
         ({"seed": -1}, "`seed` must"),
     ],
 )
-def test_wrong_options_are_named(options, message) -> None:
+def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         BestRQConfig(**options)
 
 
-def test_pretraining_has_no_other_output() -> None:
+def test_pretraining_has_no_other_output():
     with pytest.raises(ValueError, match="`decoder` must be null where `best_rq` is given"):
         ModelConfig(encoder=FASTCONFORMER, best_rq=SMALL)
     with pytest.raises(ValueError, match="`ctc` must be false where `best_rq` is given"):

@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 
 from effasr import config as configs
@@ -36,13 +34,13 @@ from effasr.model.presets import PRESETS
         (DecoderConfig, {"max_positions": 0}, "`max_positions` must be at least 1"),
     ],
 )
-def test_a_wrong_value_is_refused(cls: type, options: dict[str, Any], message: str) -> None:
+def test_a_wrong_value_is_refused(cls, options, message):
     with pytest.raises(ValueError, match=message):
         cls(**options)
 
 
 @pytest.mark.parametrize("subsampling", [4, 8])
-def test_features_follow_the_encoder(subsampling: int) -> None:
+def test_features_follow_the_encoder(subsampling):
     mapping = {"encoder": {"subsampling": subsampling}}
     config = configs.from_mapping(ModelConfig, mapping)
     assert config.features.framing.seconds == subsampling / 100
@@ -53,7 +51,7 @@ def test_features_follow_the_encoder(subsampling: int) -> None:
         configs.from_mapping(ModelConfig, other)
 
 
-def test_a_configuration_from_before_there_was_a_choice_subsamples_by_eight() -> None:
+def test_a_configuration_from_before_there_was_a_choice_subsamples_by_eight():
     stored = configs.to_mapping(ModelConfig())
     expected = {**stored, "features": dict(stored["features"]), "encoder": dict(stored["encoder"])}
     del stored["features"]["subsampling"], stored["encoder"]["subsampling"]
@@ -62,6 +60,6 @@ def test_a_configuration_from_before_there_was_a_choice_subsamples_by_eight() ->
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_configurations_survive_a_file(name: str) -> None:
+def test_configurations_survive_a_file(name):
     mapping = configs.to_mapping(PRESETS[name])
     assert configs.from_mapping(ModelConfig, mapping) == PRESETS[name]

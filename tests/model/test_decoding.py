@@ -1,35 +1,26 @@
-from collections.abc import Callable, Sequence
-
 import pytest
 import torch
 
-from effasr.data.batch import Batch
-from effasr.data.collate import Example
-from effasr.model.asr import ASRModel
-from effasr.nn.cache.decoder_state import DecoderState
 from effasr.nn.cache.paged import PagedCache
 from effasr_kernels import pack
 
-Make = Callable[..., Batch]
 LENGTH = 6
 
 
 @pytest.fixture
-def tokens() -> torch.Tensor:
+def tokens():
     """Four sequences of one length: (4, LENGTH)."""
     return torch.randint(8, 40, (4, LENGTH), generator=torch.Generator().manual_seed(2))
 
 
-def whole(model: ASRModel, batch: Batch, tokens: torch.Tensor) -> torch.Tensor:
+def whole(model, batch, tokens):
     """Hidden states of the whole sequences at once: (4, LENGTH, width)."""
     hidden, _ = model.decode(pack(list(tokens)), model.encode(batch))
     return hidden.view(4, LENGTH, -1)
 
 
 @torch.no_grad()
-def test_token_by_token_is_the_same_as_all_at_once(
-    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Make, tokens: torch.Tensor
-) -> None:
+def test_token_by_token_is_the_same_as_all_at_once(tiny_model, examples, make_batch, tokens):
     batch = make_batch(examples)
     expected = whole(tiny_model, batch, tokens)
     state = tiny_model.start_decoding(tiny_model.encode(batch), LENGTH)
@@ -47,13 +38,8 @@ def test_token_by_token_is_the_same_as_all_at_once(
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 def test_tokens_that_are_read_at_once_leave_what_steps_leave(
-    paged: bool,
-    half: bool,
-    tiny_model: ASRModel,
-    examples: Sequence[Example],
-    make_batch: Make,
-    tokens: torch.Tensor,
-) -> None:
+    paged, half, tiny_model, examples, make_batch, tokens
+):
     encoded = tiny_model.projected(tiny_model.encode(make_batch(examples)))
     decoder, frames = tiny_model.decoder, max(encoded.layout.lengths)
     close = {"rtol": 0.05, "atol": 0.1} if half else {"rtol": 1e-5, "atol": 1e-5}
@@ -84,7 +70,7 @@ def test_tokens_that_are_read_at_once_leave_what_steps_leave(
     torch.testing.assert_close(hidden[rows], torch.stack([last[row] for row in rows]), **close)
 
 
-def _held(state: DecoderState, layer: int) -> list[torch.Tensor]:
+def _held(state, layer):
     """Keys and values of the tokens: (N, H, places, D) each."""
     cache = state.self_cache
     if isinstance(cache, PagedCache):
@@ -94,9 +80,7 @@ def _held(state: DecoderState, layer: int) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def test_sequences_that_start_together_read_equally_much(
-    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Make, tokens: torch.Tensor
-) -> None:
+def test_sequences_that_start_together_read_equally_much(tiny_model, examples, make_batch, tokens):
     expected = whole(tiny_model, make_batch(examples), tokens)
     # Of the static batch's six sequences the two that are empty are left out.
     encoded = tiny_model.encode(make_batch(examples, static=True))
@@ -116,9 +100,7 @@ def test_sequences_that_start_together_read_equally_much(
 
 
 @torch.no_grad()
-def test_finished_sequences_can_leave(
-    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Make, tokens: torch.Tensor
-) -> None:
+def test_finished_sequences_can_leave(tiny_model, examples, make_batch, tokens):
     expected = whole(tiny_model, make_batch(examples), tokens)
     # The static batch has two more sequences, which are empty: they leave first.
     batch = make_batch(examples, static=True)
@@ -135,9 +117,7 @@ def test_finished_sequences_can_leave(
 
 
 @torch.no_grad()
-def test_half_precision_decodes_too(
-    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Make, tokens: torch.Tensor
-) -> None:
+def test_half_precision_decodes_too(tiny_model, examples, make_batch, tokens):
     batch = make_batch(examples)
     expected = whole(tiny_model, batch, tokens)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -148,9 +128,7 @@ def test_half_precision_decodes_too(
 
 
 @torch.no_grad()
-def test_there_is_no_decoding_past_the_room(
-    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Make, tokens: torch.Tensor
-) -> None:
+def test_there_is_no_decoding_past_the_room(tiny_model, examples, make_batch, tokens):
     encoded = tiny_model.encode(make_batch(examples))
     state = tiny_model.start_decoding(encoded, 1)
     tiny_model.decode_step(tokens[:, 0], state)
@@ -162,9 +140,7 @@ def test_there_is_no_decoding_past_the_room(
 
 
 @torch.no_grad()
-def test_there_is_one_token_for_each_sequence(
-    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Make, tokens: torch.Tensor
-) -> None:
+def test_there_is_one_token_for_each_sequence(tiny_model, examples, make_batch, tokens):
     state = tiny_model.start_decoding(tiny_model.encode(make_batch(examples)), LENGTH)
     with pytest.raises(ValueError, match=r"`tokens` must be \(4,\), but is \(3,\)"):
         tiny_model.decode_step(tokens[:3, 0], state)

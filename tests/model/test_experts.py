@@ -1,6 +1,5 @@
 """Speech models with experts: losses, costs, decoding, and what refuses them."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -8,8 +7,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from effasr.data.batch import Batch
-from effasr.data.collate import Example
 from effasr.interop.tables import refuse_experts
 from effasr.model.asr import ASRModel
 from effasr.model.best_rq import BestRQConfig
@@ -36,10 +33,7 @@ NAMED = ExpertsConfig(count=2, route="task", names=("transcribe", "translate"))
 LEARNED = ExpertsConfig(count=3, top_k=2, balance=0.1, z_loss=0.01)
 
 
-def _with(
-    config: ModelConfig, encoder: ExpertsConfig, decoder: ExpertsConfig | None
-) -> ModelConfig:
-    assert config.decoder is not None
+def _with(config, encoder, decoder):
     # Rotary positions have no table, which would count.
     return replace(
         config,
@@ -49,16 +43,14 @@ def _with(
 
 
 @pytest.fixture
-def speech(examples: Sequence[Example], make_batch: Callable[..., Batch]) -> Batch:
+def speech(examples, make_batch):
     """Utterances whose experts take turns."""
     numbered = enumerate(examples)
     return make_batch([replace(x, prompt=[7], monotonic=True, expert=n % 2) for n, x in numbered])
 
 
 @pytest.mark.parametrize("experts", [NAMED, LEARNED], ids=["named", "learned"])
-def test_a_row_costs_the_experts_that_it_uses(
-    experts: ExpertsConfig, tiny_config: ModelConfig, speech: Batch
-) -> None:
+def test_a_row_costs_the_experts_that_it_uses(experts, tiny_config, speech):
     config = _with(tiny_config, experts, LEARNED)
     model = ASRModel(config, VOCABULARY).eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -69,9 +61,7 @@ def test_a_row_costs_the_experts_that_it_uses(
     assert learning_cost(model).frame == cost_model(config, VOCABULARY).frame
 
 
-def test_a_named_expert_is_the_model_with_its_weights(
-    tiny_config: ModelConfig, speech: Batch
-) -> None:
+def test_a_named_expert_is_the_model_with_its_weights(tiny_config, speech):
     model = ASRModel(_with(tiny_config, NAMED, None), VOCABULARY).eval()
     encoded = model.encode(speech).unpack()
     for expert in (0, 1):
@@ -92,14 +82,11 @@ def test_a_named_expert_is_the_model_with_its_weights(
         model(replace(speech, expert=None))
 
 
-def test_the_losses_of_routers_are_a_mean_for_each_target(
-    tiny_config: ModelConfig, speech: Batch
-) -> None:
+def test_the_losses_of_routers_are_a_mean_for_each_target(tiny_config, speech):
     model = ASRModel(_with(tiny_config, LEARNED, LEARNED), VOCABULARY).train()
     losses = model(speech)
-    assert losses.router is not None
     use = ExpertUse(model).line()
-    layers = {"encoder": 2 * tiny_config.encoder.layers, "decoder": tiny_config.decoder.layers}  # type: ignore[union-attr]
+    layers = {"encoder": 2 * tiny_config.encoder.layers, "decoder": tiny_config.decoder.layers}
     balance = sum(0.1 * count * use[f"{x}_expert_balance"] for x, count in layers.items())
     per_target = losses.router.item() / speech.num_targets
     # The rest is the z-loss, of small logits.
@@ -117,11 +104,8 @@ def test_the_losses_of_routers_are_a_mean_for_each_target(
 
 @pytest.mark.parametrize("experts", [NAMED, LEARNED], ids=["named", "learned"])
 @pytest.mark.parametrize("read", [0, 1])
-def test_steps_of_decoding_are_the_forward(
-    read: int, experts: ExpertsConfig, tiny_config: ModelConfig, speech: Batch
-) -> None:
+def test_steps_of_decoding_are_the_forward(read, experts, tiny_config, speech):
     model = ASRModel(_with(tiny_config, NAMED, experts), VOCABULARY).eval()
-    assert model.decoder is not None
     with torch.no_grad():
         encoded = model.encode(speech)
         if model.projection is not None:
@@ -135,7 +119,7 @@ def test_steps_of_decoding_are_the_forward(
             torch.testing.assert_close(step, torch.stack([x[position] for x in expected]))
 
 
-def test_weights_are_saved_decayed_and_copied_like_others(tiny_config: ModelConfig) -> None:
+def test_weights_are_saved_decayed_and_copied_like_others(tiny_config):
     config = _with(tiny_config, LEARNED, LEARNED)
     model = ASRModel(config, VOCABULARY)
     again = ASRModel.from_state_dict(config, VOCABULARY, model.state_dict())
@@ -149,11 +133,10 @@ def test_weights_are_saved_decayed_and_copied_like_others(tiny_config: ModelConf
     assert any(first.linear1.bias is x for x in spared)
     # Autocast casts what `WeightCopies` has copies of; narrow logits would change choices.
     assert list(weight_copies._names(first.linear1)) == ["weight", "bias"]
-    assert first.router is not None
     assert not list(weight_copies._names(first.router))
 
 
-def test_a_part_that_cannot_have_experts_says_so(tiny_config: ModelConfig) -> None:
+def test_a_part_that_cannot_have_experts_says_so(tiny_config):
     config = _with(tiny_config, NAMED, None)
     other = replace(NAMED, names=("translate", "transcribe"))
     message = r"`decoder\.experts\.names` must be \('transcribe'.*that of `encoder\.experts`.*late'"
@@ -165,28 +148,24 @@ def test_a_part_that_cannot_have_experts_says_so(tiny_config: ModelConfig) -> No
         refuse_experts(config, "NeMo")
     refuse_experts(tiny_config, "NeMo")
     with pytest.raises(ValueError, match=r"`encoder\.experts\.route` must be learned with `best_"):
-        ModelConfig(encoder=config.encoder, decoder=None, best_rq=BestRQConfig())  # type: ignore[arg-type]
+        ModelConfig(encoder=config.encoder, decoder=None, best_rq=BestRQConfig())
     streamed = replace(config.encoder, causal_convolution=True)
     with pytest.raises(ValueError, match=r"`experts\.route` must be learned to decode a stream"):
         check_streamable(streamed, Context(56, 0, 7))
 
 
 @pytest.mark.parametrize("experts", [NAMED, LEARNED], ids=["named", "learned"])
-def test_experts_have_adapters_of_their_own(
-    experts: ExpertsConfig, tiny_config: ModelConfig, speech: Batch
-) -> None:
+def test_experts_have_adapters_of_their_own(experts, tiny_config, speech):
     config = _with(tiny_config, NAMED, experts)
     torch.manual_seed(0)
     model = ASRModel(config, VOCABULARY).eval()
     before = model(speech).cross_entropy.item()
     adapt(model, LoRAConfig(rank=2, alpha=4.0, also_train=("*norm*",)))
     grouped = [x for x in adapters(model) if isinstance(x, LoRAGroupedLinear)]
-    assert model.decoder is not None
     assert len(grouped) == 2 * (2 * config.encoder.layers + len(model.decoder.layers))
     assert model(speech).cross_entropy.item() == before
     with torch.no_grad():
         for layer in adapters(model):
-            assert layer.lora_b is not None
             layer.lora_b.normal_(std=0.5)
     losses = model(speech)
     assert losses.cross_entropy.item() != pytest.approx(before, rel=1e-2)
@@ -199,7 +178,6 @@ def test_experts_have_adapters_of_their_own(
     torch.testing.assert_close(again, losses.cross_entropy, rtol=1e-4, atol=0.0)
 
     # All of the second expert's.
-    assert speech.expert is not None
     alone = replace(speech, expert=torch.ones_like(speech.expert))
     model(alone).cross_entropy.backward()
     assert isinstance(model.encoder, FastConformerEncoder)
@@ -207,13 +185,11 @@ def test_experts_have_adapters_of_their_own(
         if isinstance(layer, LoRAGroupedLinear):
             assert layer.weight.grad is None
             for adapter in (layer.lora_a, layer.lora_b):
-                assert adapter is not None
-                assert adapter.grad is not None
                 assert not adapter.grad[0].any()
                 assert adapter.grad[1].any()
 
 
-def test_layers_of_experts_may_be_trained_beside_adapters(tiny_config: ModelConfig) -> None:
+def test_layers_of_experts_may_be_trained_beside_adapters(tiny_config):
     model = ASRModel(_with(tiny_config, NAMED, None), VOCABULARY)
     adapt(model, LoRAConfig(rank=2, targets=("*_proj",), also_train=("*feed_forward1*",)))
     network = next(x for x in model.modules() if isinstance(x, ExpertFeedForward))

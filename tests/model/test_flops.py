@@ -1,28 +1,20 @@
 """The floating-point work of a training step, counted by torch and by hand."""
 
-from collections.abc import Callable, Sequence
-
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from effasr.data.batch import Batch
-from effasr.data.collate import Example
-from effasr.model.asr import ASRModel
-from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import FastConformerConfig
-
 
 @pytest.fixture(scope="module", params=[8, 4])
-def subsampling(request: pytest.FixtureRequest) -> int:
+def subsampling(request):
     return request.param
 
 
-def _linear(rows: int, inputs: int, outputs: int, *, inputs_learn: bool = True) -> int:
+def _linear(rows, inputs, outputs, *, inputs_learn=True):
     """A matrix product and its gradients: to the weight, and to the inputs where they learn."""
     return 2 * rows * inputs * outputs * (3 if inputs_learn else 2)
 
 
-def _subsampling(config: FastConformerConfig, bins: int, rows: int, frames: int) -> int:
+def _subsampling(config, bins, rows, frames):
     channels = config.subsampling_channels
     if config.subsampling == 4:
         # 3 x 3 taps at 2 x F/2 places of a frame, and again at 1 x F/4.
@@ -43,9 +35,7 @@ def _subsampling(config: FastConformerConfig, bins: int, rows: int, frames: int)
     )
 
 
-def _encoder_layer(
-    config: FastConformerConfig, rows: int, lengths: Sequence[int], reach: int
-) -> int:
+def _encoder_layer(config, rows, lengths, reach):
     width = config.width
     pairs = sum(length**2 for length in lengths)
     return (
@@ -61,9 +51,7 @@ def _encoder_layer(
     )
 
 
-def _decoder_layer(
-    config: DecoderConfig, rows: int, tokens: Sequence[int], frame_rows: int, frames: Sequence[int]
-) -> int:
+def _decoder_layer(config, rows, tokens, frame_rows, frames):
     width = config.width
     inner = config.heads * config.head_dim
     causal = sum(length * (length + 1) // 2 for length in tokens)
@@ -80,9 +68,7 @@ def _decoder_layer(
     )
 
 
-def test_torch_counts_what_a_hand_counts(
-    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Callable[..., Batch]
-) -> None:
+def test_torch_counts_what_a_hand_counts(tiny_model, examples, make_batch):
     batch = make_batch(examples, static=True)
     with FlopCounterMode(display=False) as counter:
         losses = tiny_model(batch, label_smoothing=0.1, guided_sigma=0.3)
@@ -90,7 +76,6 @@ def test_torch_counts_what_a_hand_counts(
 
     model, config = tiny_model, tiny_model.config
     encoder, decoder = config.encoder, config.decoder
-    assert decoder is not None
     bins, rows = config.features.mel_bins, batch.frames.rows
     frames, tokens = batch.frames.lengths, batch.tokens.layout.lengths
     token_rows = batch.tokens.layout.rows

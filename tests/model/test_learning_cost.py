@@ -1,16 +1,12 @@
 """FLOPs of a step where not all is trained, against those that torch counts."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from effasr.data.batch import Batch
-from effasr.data.collate import Example
 from effasr.model.asr import ASRModel
-from effasr.model.config import ModelConfig
 from effasr.model.cost import cost_model, recomputed_costs, text_cost_model
 from effasr.model.learning_cost import learning_cost, learning_text_cost, unreached_layers
 from effasr.model.text_encoder import TextEncoderConfig
@@ -24,26 +20,26 @@ VOCABULARY = 40
 
 
 @pytest.fixture(scope="module", params=[8, 4])
-def subsampling(request: pytest.FixtureRequest) -> int:
+def subsampling(request):
     return request.param
 
 
 @pytest.fixture
-def config(tiny_config: ModelConfig) -> ModelConfig:
+def config(tiny_config):
     """Of rotary positions, without a table; wide enough for the first layers to weigh little."""
     encoder = replace(tiny_config.encoder, position="rotary", layers=3, width=32, feed_forward=64)
     transducer = TransducerConfig(predictor="stateless", width=12, joint=10)
     return replace(tiny_config, encoder=encoder, transducer=transducer)
 
 
-def counted(model: ASRModel, batch: Batch) -> int:
+def counted(model, batch):
     with FlopCounterMode(display=False) as counter:
         losses = model(batch)
         (losses.cross_entropy + losses.ctc + losses.transducer).backward()
     return counter.get_total_flops()
 
 
-def predicted(model: ASRModel, batch: Batch) -> float:
+def predicted(model, batch):
     cost, whole = learning_cost(model), 0
     for frames, tokens in zip(batch.frames.lengths, batch.tokens.layout.lengths, strict=True):
         whole += 3 * int(cost.of(np.array([frames]), np.array([tokens]))[0])
@@ -55,7 +51,7 @@ def predicted(model: ASRModel, batch: Batch) -> float:
 
 
 @pytest.fixture
-def batch(examples: Sequence[Example], make_batch: Callable[..., Batch]) -> Batch:
+def batch(examples, make_batch):
     # More prompt would count as text; a translation has none for CTC and transducer.
     return make_batch([replace(example, prompt=[7], monotonic=True) for example in examples])
 
@@ -73,9 +69,7 @@ def batch(examples: Sequence[Example], make_batch: Callable[..., Batch]) -> Batc
     ],
     ids=" ".join,
 )
-def test_what_is_frozen_saves_what_torch_counts(
-    config: ModelConfig, batch: Batch, frozen: list[str]
-) -> None:
+def test_what_is_frozen_saves_what_torch_counts(config, batch, frozen):
     model = ASRModel(config, VOCABULARY).eval()
     full = counted(model, batch)
     model.zero_grad()
@@ -87,18 +81,17 @@ def test_what_is_frozen_saves_what_torch_counts(
 
 
 @pytest.mark.parametrize("rank", [1, 16])
-def test_adapters_cost_what_torch_counts(config: ModelConfig, batch: Batch, rank: int) -> None:
+def test_adapters_cost_what_torch_counts(config, batch, rank):
     model = ASRModel(config, VOCABULARY).eval()
     adapt(model, LoRAConfig(rank=rank))
     assert predicted(model, batch) == pytest.approx(counted(model, batch), rel=0.02)
 
 
-def test_adapters_of_experts_cost_what_torch_counts(config: ModelConfig, batch: Batch) -> None:
+def test_adapters_of_experts_cost_what_torch_counts(config, batch):
     """Of two ranks the difference, as torch counts gradients of frozen experts as computed."""
     experts = ExpertsConfig(count=3, top_k=2)
-    assert config.decoder is not None
     decoder = replace(config.decoder, experts=experts)
-    encoder = replace(config.encoder, experts=experts)  # type: ignore[call-arg]
+    encoder = replace(config.encoder, experts=experts)
     config = replace(config, encoder=encoder, decoder=decoder)
     costs = []
     for rank in (1, 9):
@@ -109,7 +102,7 @@ def test_adapters_of_experts_cost_what_torch_counts(config: ModelConfig, batch: 
     assert more - less == pytest.approx(more_counted - less_counted, rel=0.01)
 
 
-def test_a_model_that_is_trained_throughout_costs_as_ever(config: ModelConfig) -> None:
+def test_a_model_that_is_trained_throughout_costs_as_ever(config):
     text = replace(config, text_encoder=TextEncoderConfig(layers=1, heads=2, feed_forward=16))
     model = ASRModel(text, VOCABULARY)
     assert learning_cost(model) == cost_model(text, VOCABULARY)
@@ -117,13 +110,11 @@ def test_a_model_that_is_trained_throughout_costs_as_ever(config: ModelConfig) -
     assert learning_text_cost(ASRModel(config, VOCABULARY)) is None
 
 
-def test_a_frozen_text_encoder_is_read_but_not_taught(config: ModelConfig) -> None:
+def test_a_frozen_text_encoder_is_read_but_not_taught(config):
     text = replace(config, text_encoder=TextEncoderConfig(layers=2, heads=2, feed_forward=16))
     model = ASRModel(text, VOCABULARY)
     freeze(model, ["text_encoder", "projection"])
     full, part = text_cost_model(text, VOCABULARY), learning_text_cost(model)
-    assert full is not None
-    assert part is not None
     # Forward alone, of three parts.
     assert part.frame_pair == pytest.approx(full.frame_pair / 3)
     # Of what frames cost, the keys and values of the decoder are taught.
@@ -133,9 +124,7 @@ def test_a_frozen_text_encoder_is_read_but_not_taught(config: ModelConfig) -> No
     assert (part.token, part.token_frame) == (full.token, full.token_frame)
 
 
-def test_layers_that_the_backward_does_not_reach_are_not_computed_again(
-    config: ModelConfig, batch: Batch
-) -> None:
+def test_layers_that_the_backward_does_not_reach_are_not_computed_again(config, batch):
     model = ASRModel(config, VOCABULARY).eval()
     assert unreached_layers(model) == 0
     freeze(model, ["encoder.layers.0"])

@@ -2,15 +2,10 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 
-from effasr.data.batch import Batch
-from effasr.data.collate import Example
-from effasr.model.asr import ASRModel
-from effasr.model.losses import Losses
 from effasr_kernels import allow_reference_on_gpu
 from effasr_kernels.runtime.dispatch import ReferenceOnGPUWarning
 
@@ -22,7 +17,7 @@ OPTIONS = {"label_smoothing": 0.1, "guided_sigma": 0.3}
 
 
 @pytest.fixture(autouse=True)
-def reference() -> Iterator[None]:
+def reference():
     before = allow_reference_on_gpu()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ReferenceOnGPUWarning)
@@ -30,16 +25,11 @@ def reference() -> Iterator[None]:
     allow_reference_on_gpu(before)
 
 
-def total(losses: Losses) -> torch.Tensor:
+def total(losses):
     return losses.cross_entropy + losses.ctc + losses.guided
 
 
-def test_float32_agrees_with_the_cpu(
-    tiny_model: ASRModel,
-    examples: Sequence[Example],
-    make_batch: Callable[..., Batch],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_float32_agrees_with_the_cpu(tiny_model, examples, make_batch, monkeypatch):
     # By default torch rounds the inputs of float32 convolutions, though not of matrix products.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     batch = make_batch(examples, static=True)
@@ -57,9 +47,7 @@ def test_float32_agrees_with_the_cpu(
         )
 
 
-def test_bfloat16_autocast_is_near_float32(
-    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Callable[..., Batch]
-) -> None:
+def test_bfloat16_autocast_is_near_float32(tiny_model, examples, make_batch):
     model = tiny_model.cuda()
     batch = make_batch(examples, static=True).to("cuda")
     exact = total(model(batch, **OPTIONS))
@@ -71,9 +59,7 @@ def test_bfloat16_autocast_is_near_float32(
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_two_runs_on_a_gpu_are_bitwise_equal(
-    tiny_model: ASRModel, examples: Sequence[Example], make_batch: Callable[..., Batch]
-) -> None:
+def test_two_runs_on_a_gpu_are_bitwise_equal(tiny_model, examples, make_batch):
     model = tiny_model.cuda()
     batch = make_batch(examples, static=True).to("cuda")
     first, second = (model(batch, **OPTIONS) for _ in range(2))

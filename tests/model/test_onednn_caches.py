@@ -60,7 +60,7 @@ print((resident() - before) // 1024)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.extended
-def test_300_lengths_more_take_no_more_memory(mode) -> None:
+def test_300_lengths_more_take_no_more_memory(mode):
     """Unlimited, training grows by 15 MB and evaluation by 180 MB."""
     unset = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"}
     environment = {key: value for key, value in os.environ.items() if key not in unset}

@@ -1,7 +1,6 @@
 """Encoders with limited contexts: packed, alone, and chunk by chunk."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,12 +10,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from effasr import config as configuration
-from effasr.data.batch import Batch
-from effasr.data.collate import Example
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.features.log_mel import MelFrames
 from effasr.model.asr import ASRModel
-from effasr.model.config import ModelConfig
 from effasr.model.cost import cost_model
 from effasr.model.encoder import FastConformerConfig, FastConformerEncoder
 from effasr.model.streaming_encoder import StreamingEncoder
@@ -30,7 +26,7 @@ VOCABULARY, BINS = 40, 16
 CONTEXT = Context(4, 0, 3)
 
 
-def _encoder(context: Context, **options: object) -> FastConformerEncoder:
+def _encoder(context, **options):
     torch.manual_seed(0)
     fields = {"conv_kernel": 5, "feed_forward": 48, "subsampling_channels": 8} | options
     config = FastConformerConfig(
@@ -41,11 +37,11 @@ def _encoder(context: Context, **options: object) -> FastConformerEncoder:
     return encoder
 
 
-def _mel(rows: Sequence[int], factor: int = 8) -> list[Tensor]:
+def _mel(rows, factor=8):
     return [torch.randn(count, BINS) for count in rows]
 
 
-def _offline(encoder: FastConformerEncoder, mel: Sequence[Tensor]) -> list[Tensor]:
+def _offline(encoder, mel):
     factor = encoder.config.subsampling
     framing = Framing(hop=1, subsampling=factor, causal=encoder.config.causal_subsampling)
     lengths = [framing.frames(len(one)) for one in mel]
@@ -59,9 +55,7 @@ def _offline(encoder: FastConformerEncoder, mel: Sequence[Tensor]) -> list[Tenso
         return encoder(MelFrames(torch.cat(slots), layout, real, factor)).unpack()
 
 
-def _streamed(
-    encoder: FastConformerEncoder, mel: Sequence[Tensor], context: Context, slots: int
-) -> list[Tensor]:
+def _streamed(encoder, mel, context, slots):
     """Streams begin as slots become free, so that they are at different places."""
     factor, size = encoder.config.subsampling, context.chunk * encoder.config.subsampling
     streams = StreamingEncoder(encoder, BINS, slots, context)
@@ -99,7 +93,7 @@ def _streamed(
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 40])
 @pytest.mark.representative(position="relative")
 @pytest.mark.representative(chunk=2)
-def test_chunks_give_what_the_whole_gives(chunk: int, left: int, position: str) -> None:
+def test_chunks_give_what_the_whole_gives(chunk, left, position):
     context = Context(left, 0, chunk)
     encoder = _encoder(context, position=position)
     mel = _mel([171, 8, 1, 90, 33, 160])
@@ -119,7 +113,7 @@ def test_chunks_give_what_the_whole_gives(chunk: int, left: int, position: str) 
         {"causal_subsampling": True, "subsampling": 4},
     ],
 )
-def test_chunks_give_what_the_whole_gives_with_all_options(options: dict) -> None:
+def test_chunks_give_what_the_whole_gives_with_all_options(options):
     encoder = _encoder(CONTEXT, **options)
     mel = _mel([171, 64, 5])
     for expected, found in zip(
@@ -129,14 +123,14 @@ def test_chunks_give_what_the_whole_gives_with_all_options(options: dict) -> Non
 
 
 @pytest.mark.parametrize("position", ["relative", "rotary"])
-def test_packed_utterances_are_those_alone(position: str) -> None:
+def test_packed_utterances_are_those_alone(position):
     encoder = _encoder(Context(4, 2, 3), position=position)
     mel = _mel([171, 8, 90])
     for expected, one in zip(_offline(encoder, mel), mel, strict=True):
         torch.testing.assert_close(_offline(encoder, [one])[0], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_one_model_serves_several_contexts() -> None:
+def test_one_model_serves_several_contexts():
     encoder = _encoder(CONTEXT)
     mel = _mel([100])
     (first,) = _offline(encoder, mel)
@@ -159,9 +153,7 @@ def test_one_model_serves_several_contexts() -> None:
         (CONTEXT, {"causal_convolution": False}, "`encoder.causal_convolution` must be true"),
     ],
 )
-def test_what_waits_for_later_frames_is_refused(
-    context: Context | None, options: dict, message: str
-) -> None:
+def test_what_waits_for_later_frames_is_refused(context, options, message):
     config = FastConformerConfig(
         **{"width": 32, "layers": 1, "heads": 4, "causal_convolution": True} | options
     )
@@ -170,12 +162,7 @@ def test_what_waits_for_later_frames_is_refused(
 
 
 @pytest.mark.parametrize("contexts", [(CONTEXT,), (CONTEXT, CONTEXT), (Context(2, 1, 1),)])
-def test_the_cost_is_what_torch_counts(
-    contexts: tuple[Context, ...],
-    tiny_config: ModelConfig,
-    examples: Sequence[Example],
-    make_batch: Callable[..., Batch],
-) -> None:
+def test_the_cost_is_what_torch_counts(contexts, tiny_config, examples, make_batch):
     encoder = dataclasses.replace(
         tiny_config.encoder, position="rotary", context=contexts, causal_convolution=True
     )
@@ -189,8 +176,8 @@ def test_the_cost_is_what_torch_counts(
         assert counter.get_total_flops() == cost_model(config, VOCABULARY).of(*lengths)[0]
 
 
-def test_the_cost_is_the_mean_over_contexts(tiny_config: ModelConfig) -> None:
-    def cost(*contexts: Context) -> int:
+def test_the_cost_is_the_mean_over_contexts(tiny_config):
+    def cost(*contexts):
         encoder = dataclasses.replace(tiny_config.encoder, context=contexts)
         model = cost_model(dataclasses.replace(tiny_config, encoder=encoder), VOCABULARY)
         return int(model.of(np.array([0, 300]), np.array([0, 0])).sum())
@@ -199,7 +186,7 @@ def test_the_cost_is_the_mean_over_contexts(tiny_config: ModelConfig) -> None:
     assert cost(narrow) < cost(narrow, wide) < cost(wide) < cost()
 
 
-def test_a_context_is_read_from_a_recipe() -> None:
+def test_a_context_is_read_from_a_recipe():
     given = {"context": [{"left": 56, "right": 0, "chunk": 7}, {"left": 56, "chunk": 14}]}
     config = configuration.from_mapping(FastConformerConfig, given)
     assert config.context == (Context(56, 0, 7), Context(56, 0, 14))
@@ -210,7 +197,7 @@ def test_a_context_is_read_from_a_recipe() -> None:
         configuration.from_mapping(FastConformerConfig, {"context": [{"left": 1, "chunk": 0}]})
 
 
-def test_a_step_draws_the_same_context_everywhere() -> None:
+def test_a_step_draws_the_same_context_everywhere():
     contexts = [Context(1), Context(2), Context(3)]
     draws = [sample(contexts, 5, step) for step in range(300)]
     assert draws == [sample(contexts, 5, step) for step in range(300)]
@@ -219,19 +206,19 @@ def test_a_step_draws_the_same_context_everywhere() -> None:
     assert all(60 < draws.count(context) < 140 for context in contexts)
 
 
-def test_each_step_trains_with_its_context(tiny_config: ModelConfig) -> None:
+def test_each_step_trains_with_its_context(tiny_config):
     contexts = CONTEXT, Context(8, 0, 6), Context(8, 0, 2)
     encoder = dataclasses.replace(tiny_config.encoder, context=contexts)
     model = ASRModel(dataclasses.replace(tiny_config, encoder=encoder), VOCABULARY)
     state = SimpleNamespace(grad_sync=SimpleNamespace(module=model), config=SimpleNamespace(seed=3))
     for step in range(5):
-        training_step._sample_attention_context(state, step)  # type: ignore[arg-type]
+        training_step._sample_attention_context(state, step)
         assert model.train().encoder.context == sample(contexts, 3, step)
         assert model.eval().encoder.context == CONTEXT
 
 
-def test_a_graph_has_one_context(tiny_config: ModelConfig) -> None:
-    def settings(*contexts: Context) -> list[str]:
+def test_a_graph_has_one_context(tiny_config):
+    def settings(*contexts):
         encoder = dataclasses.replace(tiny_config.encoder, context=contexts)
         model = dataclasses.replace(tiny_config, encoder=encoder)
         return [one.setting for one in obstacles_of_model(model, torch.device("cuda"))]

@@ -1,19 +1,12 @@
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 
-from effasr.data.batch import Batch
-from effasr.data.collate import Example
 from effasr.model.asr import ASRModel
-from effasr.model.config import ModelConfig
-from effasr.model.losses import Losses
 from effasr.model.transducer import TransducerConfig
 
 VOCABULARY = 40
-Make = Callable[..., Batch]
 HEADS = {
     "lstm": TransducerConfig(width=12, layers=2, joint=10),
     "stateless": TransducerConfig(predictor="stateless", width=12, joint=10, activation="tanh"),
@@ -23,27 +16,27 @@ HEADS = {
 OUTPUTS = {"alone": (False, False), "with ctc": (False, True), "with all": (True, True)}
 
 
-def configure(config: ModelConfig, head: str, outputs: str = "alone") -> ModelConfig:
+def configure(config, head, outputs="alone"):
     decoder, ctc = OUTPUTS[outputs]
     return dataclasses.replace(
         config, transducer=HEADS[head], ctc=ctc, decoder=config.decoder if decoder else None
     )
 
 
-def make(config: ModelConfig) -> ASRModel:
+def make(config):
     torch.manual_seed(0)
     return ASRModel(config, VOCABULARY)
 
 
-def total(losses: Losses) -> torch.Tensor:
+def total(losses):
     return losses.cross_entropy + losses.ctc + losses.transducer + losses.guided
 
 
 @pytest.mark.parametrize("outputs", OUTPUTS)
 @pytest.mark.parametrize("head", HEADS)
 def test_a_static_pack_is_the_sum_of_its_utterances(
-    head: str, outputs: str, tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
-) -> None:
+    head, outputs, tiny_config, examples, make_batch
+):
     model = make(configure(tiny_config, head, outputs)).double().eval()
     packed = model(make_batch(examples, static=True))
     total(packed).backward()
@@ -64,13 +57,10 @@ def test_a_static_pack_is_the_sum_of_its_utterances(
 
 
 @pytest.mark.parametrize("head", ["lstm", "stateless"])
-def test_the_loss_is_that_of_the_scores(
-    head: str, tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
-) -> None:
+def test_the_loss_is_that_of_the_scores(head, tiny_config, examples, make_batch):
     """Against the forward recursion over the scores that decoding sees."""
     model = make(configure(tiny_config, head)).double().eval()
     transducer = model.transducer
-    assert transducer is not None
     batch = make_batch(examples[:1])
     with torch.no_grad():
         frames = transducer.encoder_projection(model.encode(batch).values)
@@ -95,8 +85,8 @@ def test_the_loss_is_that_of_the_scores(
 
 @pytest.mark.parametrize("head", ["lstm", "stateless"])
 def test_a_crowded_utterance_fits_and_a_translation_does_not_count(
-    head: str, tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
-) -> None:
+    head, tiny_config, examples, make_batch
+):
     model = make(configure(tiny_config, head, "with ctc")).eval()
     crowded = model(make_batch([examples[3]]))
     assert crowded.ctc == 0
@@ -104,13 +94,10 @@ def test_a_crowded_utterance_fits_and_a_translation_does_not_count(
     translated = model(make_batch([examples[2]]))
     translated.transducer.backward()
     assert translated.transducer == 0
-    assert model.transducer is not None
     assert not model.transducer.output.weight.grad.any()
 
 
-def test_without_a_frame_there_is_no_loss(
-    tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
-) -> None:
+def test_without_a_frame_there_is_no_loss(tiny_config, examples, make_batch):
     model = make(configure(tiny_config, "lstm")).eval()
     silent = dataclasses.replace(examples[0], audio=examples[0].audio[:0])
     losses = model(make_batch([silent, examples[1]]))
@@ -120,9 +107,7 @@ def test_without_a_frame_there_is_no_loss(
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_nan_is_named(
-    tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
-) -> None:
+def test_nan_is_named(tiny_config, examples, make_batch):
     audio = examples[1].audio.copy()
     audio[100] = float("nan")
     broken = [examples[0], dataclasses.replace(examples[1], audio=audio)]
@@ -134,9 +119,7 @@ def test_nan_is_named(
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("static", [True, False], ids=["tails", "no sequence"])
-def test_a_batch_of_nothing_reaches_every_parameter(
-    head: str, static: bool, tiny_config: ModelConfig, make_batch: Make
-) -> None:
+def test_a_batch_of_nothing_reaches_every_parameter(head, static, tiny_config, make_batch):
     model = make(configure(tiny_config, head)).train()
     losses = model(make_batch([], static=static))
     total(losses).backward()
@@ -146,9 +129,7 @@ def test_a_batch_of_nothing_reaches_every_parameter(
         assert not parameter.grad.any(), name
 
 
-def test_dropout_is_for_training_and_reproducible(
-    tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
-) -> None:
+def test_dropout_is_for_training_and_reproducible(tiny_config, examples, make_batch):
     batch = make_batch(examples, static=True)
     for head in ("lstm", "stateless"):
         config = dataclasses.replace(
@@ -168,9 +149,7 @@ def test_dropout_is_for_training_and_reproducible(
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_autocast_is_near(
-    head: str, tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
-) -> None:
+def test_autocast_is_near(head, tiny_config, examples, make_batch):
     model = make(configure(tiny_config, head)).train()
     batch = make_batch(examples, static=True)
     exact = model(batch).transducer
@@ -184,9 +163,7 @@ def test_autocast_is_near(
 
 @pytest.mark.parametrize("head", ["lstm", "stateless", "durations"])
 @pytest.mark.representative(head="durations")
-def test_a_few_steps_learn_the_batch(
-    head: str, tiny_config: ModelConfig, examples: Sequence[Example], make_batch: Make
-) -> None:
+def test_a_few_steps_learn_the_batch(head, tiny_config, examples, make_batch):
     config = configure(tiny_config, head)
     small = dataclasses.replace(
         config.encoder, conv_norm="layer_norm", subsampling_norm=True, input_positions=0.3
@@ -206,7 +183,7 @@ def test_a_few_steps_learn_the_batch(
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_shells_and_state_dicts(head: str, tiny_config: ModelConfig) -> None:
+def test_shells_and_state_dicts(head, tiny_config):
     config = configure(tiny_config, head, "with ctc")
     expected = make(config)
     again = ASRModel.from_state_dict(config, VOCABULARY, expected.state_dict())
@@ -242,6 +219,6 @@ def test_shells_and_state_dicts(head: str, tiny_config: ModelConfig) -> None:
         ({"sigma": 0.1}, "`sigma` must be 0 without `durations`, but is 0.1"),
     ],
 )
-def test_a_wrong_value_is_refused(options: dict[str, Any], message: str) -> None:
+def test_a_wrong_value_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         TransducerConfig(**options)

@@ -1,10 +1,8 @@
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from effasr.nn.cache.contiguous import CacheSizes, ContiguousCache
-from effasr.nn.cache.decoder_state import DecoderState, KeysValues
+from effasr.nn.cache.decoder_state import DecoderState
 from effasr.nn.cache.paged import PAGE, PagedCache
 from effasr_kernels import PackedLayout
 
@@ -13,18 +11,18 @@ SIZES = CacheSizes(LAYERS, HEADS, WIDTH, torch.float64, torch.device("cpu"))
 KINDS = pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 
 
-def _draw(*shape: int, seed: int = 0) -> torch.Tensor:
+def _draw(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def _speech(lengths, seed: int = 0) -> Iterator[tuple[KeysValues]]:
+def _speech(lengths, seed=0):
     """Keys and values of packed sequences, layer by layer."""
     for layer in range(LAYERS):
         both = _draw(2, sum(lengths), HEADS, WIDTH, seed=100 * seed + layer)
         yield ((both[0], both[1]),)
 
 
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _attention(q, k, v):
     """One query, (H, D), to keys and values (L, H, D)."""
     weights = (torch.einsum("hd,lhd->hl", q, k) * WIDTH**-0.5).softmax(-1)
     return torch.einsum("hl,lhd->hd", weights, v)
@@ -33,11 +31,11 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
 class _Tokens:
     """Keys and values that rows are given step by step, kept in lists."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows):
         self.rows: list[list[torch.Tensor]] = [[] for _ in range(rows)]
         self._seed = 1000
 
-    def step(self, state: DecoderState) -> None:
+    def step(self, state):
         """Give each row a token, and compare what it then attends to."""
         count = state.num_rows
         self._seed += 1
@@ -59,7 +57,7 @@ class _Tokens:
         state.advance()
 
 
-def _check_speech(state: DecoderState, of_row, hypotheses: int = 1) -> None:
+def _check_speech(state, of_row, hypotheses=1):
     """Compare attention to the speech of each row, (k, v) of each layer or None for none."""
     for layer in range(LAYERS):
         q = _draw(state.num_rows, HEADS, WIDTH, seed=layer)
@@ -71,14 +69,14 @@ def _check_speech(state: DecoderState, of_row, hypotheses: int = 1) -> None:
                 torch.testing.assert_close(found[n], expected)
 
 
-def _split(lengths, seed: int = 0) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+def _split(lengths, seed=0):
     """`_speech` by sequence: keys and values of each layer."""
     layers = [(k.split(lengths), v.split(lengths)) for ((k, v),) in _speech(lengths, seed)]
     return [[(k[n], v[n]) for k, v in layers] for n in range(len(lengths))]
 
 
 @KINDS
-def test_rows_come_and_go_at_their_own_positions(paged: bool) -> None:
+def test_rows_come_and_go_at_their_own_positions(paged):
     state = DecoderState(SIZES, 4, 100, 90, paged=paged, pages=(16, 12) if paged else None)
     first = [70, 3, 0]
     state.admit([0, 2, 3], first, [80, 40, 60], _speech(first))
@@ -100,7 +98,7 @@ def test_rows_come_and_go_at_their_own_positions(paged: bool) -> None:
     assert state.positions.tolist() == [PAGE + 9, 5, 5, PAGE + 9]
 
 
-def _read(lengths, rows: int, seed: int) -> tuple[list, list[list[torch.Tensor]]]:
+def _read(lengths, rows, seed):
     """Keys and values of tokens that sequences have read, layer by layer, and as `_Tokens` does."""
     layers = [both for (both,) in _speech(lengths, seed)]
     held: list[list[torch.Tensor]] = [[] for _ in range(rows)]
@@ -113,7 +111,7 @@ def _read(lengths, rows: int, seed: int) -> tuple[list, list[list[torch.Tensor]]
 
 
 @KINDS
-def test_sequences_begin_with_tokens_that_they_have_read(paged: bool) -> None:
+def test_sequences_begin_with_tokens_that_they_have_read(paged):
     state = DecoderState(SIZES, 4, 100, 90, paged=paged)
     tokens = _Tokens(4)
     for rows, read, seed in (([3, 0], [2, PAGE + 5], 2), ([1, 3], [0, 1], 4)):
@@ -134,7 +132,7 @@ def test_sequences_begin_with_tokens_that_they_have_read(paged: bool) -> None:
 
 
 @KINDS
-def test_hypotheses_have_what_their_sequence_has_read_at_once(paged: bool) -> None:
+def test_hypotheses_have_what_their_sequence_has_read_at_once(paged):
     """Also before any step has looked at it."""
     state = DecoderState(SIZES, 2, PAGE + 9, 20, paged=paged)
     layers, held = _read([PAGE + 2] * 2, 2, seed=2)
@@ -154,7 +152,7 @@ def test_hypotheses_have_what_their_sequence_has_read_at_once(paged: bool) -> No
 
 
 @KINDS
-def test_hypotheses_share_the_speech_and_go_on_from_each_other(paged: bool) -> None:
+def test_hypotheses_share_the_speech_and_go_on_from_each_other(paged):
     lengths, most = [40, 7, 2], 2 * PAGE + 9
     state = DecoderState(SIZES, 3, most, 40, paged=paged)
     state.admit_all(PackedLayout.from_lengths(lengths), _speech(lengths))
@@ -184,7 +182,7 @@ def test_hypotheses_share_the_speech_and_go_on_from_each_other(paged: bool) -> N
     assert state.num_rows == 0
 
 
-def test_rows_that_are_kept_move_together_and_there_is_room_again() -> None:
+def test_rows_that_are_kept_move_together_and_there_is_room_again():
     lengths = [5, 60, 9, 17, 30]
     state = DecoderState(SIZES, 5, 64, 60, paged=False)
     state.admit(range(5), lengths, [64] * 5, _speech(lengths))
@@ -208,7 +206,7 @@ def test_rows_that_are_kept_move_together_and_there_is_room_again() -> None:
         state.keep([1, 0])
 
 
-def test_pages_go_back_and_are_given_again() -> None:
+def test_pages_go_back_and_are_given_again():
     cache = PagedCache(SIZES, 3, longest=3 * PAGE, pages=5)
     cache.take([0, 2], [2 * PAGE + 1, PAGE])
     assert cache.free == 1
@@ -227,7 +225,7 @@ def test_pages_go_back_and_are_given_again() -> None:
     assert cache.free == 1
 
 
-def test_what_idle_rows_write_reaches_nobody() -> None:
+def test_what_idle_rows_write_reaches_nobody():
     state = DecoderState(SIZES, 3, PAGE, PAGE, paged=True, pages=(1, 3))
     state.admit([1], [4], [PAGE], _speech([4]))
     tokens = _Tokens(3)
@@ -244,12 +242,12 @@ def test_what_idle_rows_write_reaches_nobody() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("width", [8, 32, 48])
-def test_a_row_is_the_same_to_the_bit_whatever_is_beside_it(width: int) -> None:
+def test_a_row_is_the_same_to_the_bit_whatever_is_beside_it(width):
     sizes = CacheSizes(1, 2, width, torch.float32, torch.device("cpu"))
     q = torch.randn(1, 2, width)
     k, v = torch.randn(2, 19, 2, width)
 
-    def attended(others) -> torch.Tensor:
+    def attended(others):
         cache = ContiguousCache(sizes, 4 * (1 + len(others) // 4))
         lengths = [19, *others, *[0] * (-(1 + len(others)) % 4)]
         more = torch.randn(2, sum(lengths) - 19, 2, width)

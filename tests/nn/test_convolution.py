@@ -7,7 +7,7 @@ from effasr_kernels import PackedLayout
 
 
 @pytest.mark.parametrize("norm", ["batch_norm", "layer_norm"])
-def test_a_pack_is_each_sequence_alone(norm: str) -> None:
+def test_a_pack_is_each_sequence_alone(norm):
     torch.manual_seed(0)
     module = ConformerConvolution(8, 5, norm=norm).eval()
     layout = PackedLayout.from_lengths([4, 0, 9, 1], rows=17)
@@ -18,7 +18,7 @@ def test_a_pack_is_each_sequence_alone(norm: str) -> None:
         torch.testing.assert_close(piece, alone)
 
 
-def test_it_is_the_module_of_torch_layers() -> None:
+def test_it_is_the_module_of_torch_layers():
     torch.manual_seed(0)
     module = ConformerConvolution(6, 3, norm="layer_norm")
     x = torch.randn(7, 6)
@@ -32,7 +32,7 @@ def test_it_is_the_module_of_torch_layers() -> None:
 
 
 @pytest.mark.parametrize("tail", [0, 3])
-def test_batch_norm_in_training_is_that_of_torch(tail: int) -> None:
+def test_batch_norm_in_training_is_that_of_torch(tail):
     torch.manual_seed(0)
     module = ConformerConvolution(6, 3, norm="batch_norm").double()
     theirs = nn.BatchNorm1d(6).double()
@@ -63,7 +63,7 @@ def test_batch_norm_in_training_is_that_of_torch(tail: int) -> None:
     torch.testing.assert_close(module.norm.running_var, theirs.running_var)
 
 
-def test_biases_can_be_left_out() -> None:
+def test_biases_can_be_left_out():
     module = ConformerConvolution(6, 3, norm="layer_norm", bias=False)
     names = {name for name, _ in module.named_parameters() if "norm" not in name}
     assert names == {"pointwise1.weight", "depthwise.weight", "pointwise2.weight"}

@@ -1,11 +1,9 @@
 """Feed-forward networks with experts against dense networks with the same weights."""
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from effasr.data.prompt import Prompt
 from effasr.nn import experts
@@ -22,11 +20,11 @@ NAMED = ExpertsConfig(count=3, route="language", names=("a", "b", "c"))
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed():
     torch.manual_seed(0)
 
 
-def _experts(config: ExpertsConfig, **options: Any) -> ExpertFeedForward:
+def _experts(config, **options):
     module = ExpertFeedForward(WIDTH, HIDDEN, config, activation="silu", **options)
     with torch.no_grad():
         for layer in (module.linear1, module.linear2):
@@ -35,7 +33,7 @@ def _experts(config: ExpertsConfig, **options: Any) -> ExpertFeedForward:
     return module
 
 
-def _dense(module: ExpertFeedForward, expert: int) -> FeedForward:
+def _dense(module, expert):
     """A network without experts with the weights of one."""
     has_bias = module.linear1.bias is not None
     dense = FeedForward(WIDTH, HIDDEN, activation="silu", bias=has_bias)
@@ -45,11 +43,11 @@ def _dense(module: ExpertFeedForward, expert: int) -> FeedForward:
     return dense.to(module.linear1.weight.dtype)
 
 
-def _residual(layout: PackedLayout) -> Residual:
+def _residual(layout):
     return Residual(layout, 0.0, None)
 
 
-def _rows(layout: PackedLayout) -> Tensor:
+def _rows(layout):
     x = torch.randn(layout.rows, WIDTH, dtype=torch.float64)
     x[layout.total :] = 7.0
     return x
@@ -57,7 +55,7 @@ def _rows(layout: PackedLayout) -> Tensor:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tail", [0, 3])
-def test_names_choose_the_network_of_an_utterance(tail: int, bias: bool) -> None:
+def test_names_choose_the_network_of_an_utterance(tail, bias):
     layout = PackedLayout.from_lengths(LENGTHS, rows=sum(LENGTHS) + tail)
     module, x = _experts(NAMED, bias=bias).double(), _rows(layout)
     expert = torch.tensor([2, 1, 0, 2])
@@ -72,7 +70,7 @@ def test_names_choose_the_network_of_an_utterance(tail: int, bias: bool) -> None
 
 
 @pytest.mark.parametrize("route", ["learned", "task"])
-def test_one_expert_is_a_dense_network_to_the_bit(route: Any) -> None:
+def test_one_expert_is_a_dense_network_to_the_bit(route):
     config = ExpertsConfig(count=1, route=route, names=() if route == "learned" else ("asr",))
     layout = PackedLayout.from_lengths(LENGTHS)
     module, x = _experts(config), torch.randn(layout.rows, WIDTH)
@@ -82,11 +80,10 @@ def test_one_expert_is_a_dense_network_to_the_bit(route: Any) -> None:
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_a_router_adds_the_networks_that_it_chooses(top_k: int) -> None:
+def test_a_router_adds_the_networks_that_it_chooses(top_k):
     layout = PackedLayout.from_lengths(LENGTHS, rows=sum(LENGTHS) + 2)
     module, x = _experts(ExpertsConfig(count=3, top_k=top_k)).double(), _rows(layout)
     y = module(x, _residual(layout))
-    assert module.router is not None
     probabilities = (x @ module.router.weight.T).softmax(-1)
     for row in range(layout.total):
         chosen = probabilities[row].sort(descending=True).indices[:top_k]
@@ -100,7 +97,7 @@ def test_a_router_adds_the_networks_that_it_chooses(top_k: int) -> None:
     torch.testing.assert_close(module(x[: layout.total]), y[: layout.total])
 
 
-def test_an_utterance_has_the_result_that_it_has_alone() -> None:
+def test_an_utterance_has_the_result_that_it_has_alone():
     layout = PackedLayout.from_lengths(LENGTHS, rows=sum(LENGTHS) + 2)
     module, x = _experts(ExpertsConfig(count=3, top_k=2)).double(), _rows(layout)
     y = module(x, _residual(layout))
@@ -109,13 +106,12 @@ def test_an_utterance_has_the_result_that_it_has_alone() -> None:
         torch.testing.assert_close(y[begin:end], alone)
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_gradients_are_those_of_finite_differences():
     layout = PackedLayout.from_lengths((3, 2), rows=6)
     module, x = _experts(ExpertsConfig(count=3, top_k=2)).double(), _rows(layout)
 
-    def run(x: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    def run(x, *_):
         y, losses = module.route(torch.cat([x, x.new_zeros(1, WIDTH)]), _residual(layout))
-        assert losses is not None
         return y, losses.double()
 
     # The losses are float32, so they alone would need coarse differences.
@@ -127,11 +123,10 @@ def test_gradients_are_those_of_finite_differences() -> None:
     reached = dict(zip(dict(module.named_parameters()), gradients, strict=True))
     assert {name for name, gradient in reached.items() if gradient is not None} == {"router.weight"}
     gradient = reached["router.weight"]
-    assert gradient is not None
     assert gradient.any()
 
 
-def test_the_balance_loss_is_1_for_even_choices_and_most_for_a_single_one() -> None:
+def test_the_balance_loss_is_1_for_even_choices_and_most_for_a_single_one():
     router = Router(4, 4, 1)
     with torch.no_grad():
         router.weight.copy_(20 * torch.eye(4))
@@ -145,7 +140,7 @@ def test_the_balance_loss_is_1_for_even_choices_and_most_for_a_single_one() -> N
     torch.testing.assert_close(flat.losses[1], torch.tensor(4.0).log() ** 2)
 
 
-def test_a_tail_changes_no_loss_of_the_router() -> None:
+def test_a_tail_changes_no_loss_of_the_router():
     router, x = Router(WIDTH, 3, 2), torch.randn(5, WIDTH)
     whole = router(x).losses
     (expected,) = torch.autograd.grad(whole.sum(), router.weight)
@@ -161,16 +156,16 @@ def test_a_tail_changes_no_loss_of_the_router() -> None:
 
 
 class _Recomputed(Layer):
-    def __init__(self, module: ExpertFeedForward) -> None:
+    def __init__(self, module):
         super().__init__()
         self.module, self.is_checkpointed = module, True
 
     @checkpointed_forward
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.module(x)
 
 
-def test_recomputed_rows_count_once_and_evaluated_rows_never() -> None:
+def test_recomputed_rows_count_once_and_evaluated_rows_never():
     module = _experts(ExpertsConfig(count=2))
     layer, x = _Recomputed(module), torch.randn(5, WIDTH, requires_grad=True)
     layer(x).sum().backward()
@@ -181,9 +176,7 @@ def test_recomputed_rows_count_once_and_evaluated_rows_never() -> None:
 
 
 @pytest.mark.parametrize("config", [NAMED, ExpertsConfig(count=3, top_k=2)], ids=["named", "top2"])
-def test_joined_steps_are_the_separate_ones(
-    config: ExpertsConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_joined_steps_are_the_separate_ones(config, monkeypatch):
     """With the operations that a GPU runs, here their references."""
     layout = PackedLayout.from_lengths(LENGTHS, rows=sum(LENGTHS) + 2)
     module, x = _experts(config).double(), _rows(layout)
@@ -213,12 +206,12 @@ def test_joined_steps_are_the_separate_ones(
     ],
     ids=str,
 )
-def test_a_configuration_says_what_is_wrong(options: dict, message: str) -> None:
+def test_a_configuration_says_what_is_wrong(options, message):
     with pytest.raises(ValueError, match=message):
         ExpertsConfig(**options)
 
 
-def test_a_name_without_an_expert_is_an_error() -> None:
+def test_a_name_without_an_expert_is_an_error():
     assert NAMED.number_of(Prompt("b", "b")) == 1
     with pytest.raises(ValueError, match=r"language of an utterance must be one of a, b, c.*'d'"):
         NAMED.number_of(Prompt("d", "d"))

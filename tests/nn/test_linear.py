@@ -11,7 +11,7 @@ from effasr_kernels import PackedLayout
 
 
 @pytest.mark.parametrize("biased", [(True, False, True), (False, True), (True, False)])
-def test_it_is_its_parts(biased: tuple[bool, ...]) -> None:
+def test_it_is_its_parts(biased):
     torch.manual_seed(0)
     joined = JoinedLinear(5, 4, biased)
     assert not joined.bias.any()
@@ -28,7 +28,7 @@ def test_it_is_its_parts(biased: tuple[bool, ...]) -> None:
 
 
 @pytest.mark.parametrize(("bias", "shape"), [(True, (12,)), (False, None)])
-def test_where_all_are_alike_it_is_a_plain_layer(bias: bool, shape: tuple | None) -> None:
+def test_where_all_are_alike_it_is_a_plain_layer(bias, shape):
     layer = joined_linear(5, 4, (bias,) * 3)
     assert type(layer) is Linear
     assert (None if layer.bias is None else layer.bias.shape) == shape
@@ -36,7 +36,7 @@ def test_where_all_are_alike_it_is_a_plain_layer(bias: bool, shape: tuple | None
 
 
 @pytest.mark.parametrize("key_bias", [True, False])
-def test_a_bias_of_the_keys_changes_nothing(key_bias: bool) -> None:
+def test_a_bias_of_the_keys_changes_nothing(key_bias):
     torch.manual_seed(0)
     module = SelfAttention(8, 2, 4, key_bias=key_bias)
     nn.init.normal_(module.qkv_proj.bias)
@@ -51,7 +51,7 @@ def test_a_bias_of_the_keys_changes_nothing(key_bias: bool) -> None:
         assert whole_bias(module.qkv_proj)[8:16].eq(0).all()
 
 
-def test_adapters_stand_beside_it() -> None:
+def test_adapters_stand_beside_it():
     torch.manual_seed(0)
     module = CrossAttention(8, 2, 4, key_bias=False)
     nn.init.normal_(module.kv_proj.bias)

@@ -1,7 +1,5 @@
 """What runs in every step must not ask the device for a value: the host would wait for it."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,9 +28,7 @@ WAITS = {
 
 
 class NoWaiting(TorchDispatchMode):
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func not in WAITS, f"{func} waits for the device"
         lists = [item for arg in args if isinstance(arg, list | tuple) for item in arg]
         masks = [x for x in lists if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
@@ -41,13 +37,13 @@ class NoWaiting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("wrong", [lambda x: x.sum().item(), lambda x: x[x > 0]])
-def test_the_guard_notices(wrong: Any) -> None:
+def test_the_guard_notices(wrong):
     with NoWaiting(), pytest.raises(AssertionError, match="waits for the device"):
         wrong(torch.ones(3))
 
 
 @pytest.mark.parametrize("factor", [4, 8])
-def test_nothing_waits_for_the_device(factor: int) -> None:
+def test_nothing_waits_for_the_device(factor):
     examples = [
         Example(id=str(n), audio=torch.randn(n).numpy(), prompt=[1], text=[2, 3], monotonic=True)
         for n in (4000, 100, 2600)
@@ -76,7 +72,7 @@ def test_nothing_waits_for_the_device(factor: int) -> None:
     assert losses.guided == batch.num_monotonic_targets
 
 
-def test_nothing_waits_for_the_device_in_whisper() -> None:
+def test_nothing_waits_for_the_device_in_whisper():
     config = FeatureConfig(
         kind="whisper", subsampling=2, minimum_s=0.2, mel_bins=16, n_fft=400, window=400,
         preemphasis=0.0, normalize=False,

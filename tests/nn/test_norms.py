@@ -8,11 +8,11 @@ from effasr_kernels import PackedLayout
 LENGTHS, TAIL, CHANNELS = (7, 0, 1, 12), 5, 6
 
 
-def layout_of(tail: int = TAIL) -> PackedLayout:
+def layout_of(tail=TAIL):
     return PackedLayout.from_lengths(LENGTHS, rows=sum(LENGTHS) + tail)
 
 
-def pair(dtype: torch.dtype = torch.float32) -> tuple[BatchNorm, nn.BatchNorm1d]:
+def pair(dtype=torch.float32):
     torch.manual_seed(0)
     theirs = nn.BatchNorm1d(CHANNELS).to(dtype)
     nn.init.normal_(theirs.weight)
@@ -24,7 +24,7 @@ def pair(dtype: torch.dtype = torch.float32) -> tuple[BatchNorm, nn.BatchNorm1d]
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("tail", [0, TAIL])
-def test_training_is_that_of_torch_over_the_real_rows(tail: int, given: bool) -> None:
+def test_training_is_that_of_torch_over_the_real_rows(tail, given):
     ours, theirs = pair(torch.float64)
     layout = layout_of(tail)
     for _ in range(3):
@@ -49,7 +49,7 @@ def test_training_is_that_of_torch_over_the_real_rows(tail: int, given: bool) ->
         torch.testing.assert_close(ours.get_buffer(name), buffer, msg=name)
 
 
-def test_evaluation_is_that_of_torch() -> None:
+def test_evaluation_is_that_of_torch():
     ours, theirs = pair()
     theirs.running_mean.normal_()
     theirs.running_var.uniform_(0.5, 2)
@@ -59,12 +59,12 @@ def test_evaluation_is_that_of_torch() -> None:
     torch.testing.assert_close(ours.eval()(x, layout), theirs.eval()(x))
 
 
-def test_gradients_are_right() -> None:
+def test_gradients_are_right():
     ours, _ = pair(torch.float64)
     layout = layout_of()
     x = torch.randn(layout.rows, CHANNELS, dtype=torch.float64, requires_grad=True)
 
-    def normalised(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def normalised(x, weight, bias):
         parameters = {"weight": weight, "bias": bias}
         y = torch.func.functional_call(ours, parameters, (x, layout))
         return y[: layout.total]
@@ -73,7 +73,7 @@ def test_gradients_are_right() -> None:
     assert torch.autograd.gradcheck(normalised, inputs)
 
 
-def test_half_precision_sums_in_float32() -> None:
+def test_half_precision_sums_in_float32():
     ours, theirs = pair()
     layout = layout_of()
     x = (torch.randn(layout.rows, CHANNELS) + 100).bfloat16()
@@ -85,7 +85,7 @@ def test_half_precision_sums_in_float32() -> None:
     torch.testing.assert_close(ours.running_var, theirs.running_var)
 
 
-def test_a_batch_without_a_real_row_teaches_nothing() -> None:
+def test_a_batch_without_a_real_row_teaches_nothing():
     ours, _ = pair()
     layout = PackedLayout.from_lengths([0, 0], rows=4)
     x = torch.randn(4, CHANNELS, requires_grad=True)
@@ -97,7 +97,7 @@ def test_a_batch_without_a_real_row_teaches_nothing() -> None:
     assert torch.equal(ours.running_var, torch.ones(CHANNELS))
 
 
-def test_one_real_row_does_not_divide_by_zero() -> None:
+def test_one_real_row_does_not_divide_by_zero():
     ours, _ = pair()
     layout = PackedLayout.from_lengths([1], rows=3)
     y = ours(torch.randn(3, CHANNELS), layout)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from effasr.nn.predictor import LSTMPredictor, PaddedView, StatelessPredictor, after_start, lstm
@@ -30,21 +30,21 @@ KINDS = {
 Predictor = LSTMPredictor | StatelessPredictor
 
 
-def make(kind: str) -> Predictor:
+def make(kind):
     torch.manual_seed(0)
     return KINDS[kind]().double()
 
 
-def make_labels(layout: PackedLayout) -> Tensor:
+def make_labels(layout):
     return torch.randint(LABELS, (layout.rows,), generator=torch.Generator().manual_seed(1))
 
 
-def pieces(x: Tensor, layout: PackedLayout) -> list[Tensor]:
+def pieces(x, layout):
     rows = layout.lengthened(1)
     return list(x[: rows.total].split(rows.lengths))
 
 
-def alone(predictor: Predictor, said: list[int]) -> Tensor:
+def alone(predictor, said):
     """A transcript read label by label, with torch's own modules: (U + 1, P)."""
     embedded = predictor.embedding(torch.tensor([LABELS, *said]))
     if isinstance(predictor, LSTMPredictor):
@@ -58,7 +58,7 @@ def alone(predictor: Predictor, said: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_transcript_is_read_as_if_alone(kind: str, name: str) -> None:
+def test_a_transcript_is_read_as_if_alone(kind, name):
     layout, predictor = LAYOUTS[name], make(kind)
     labels = make_labels(layout)
     out = predictor(labels, layout)
@@ -84,7 +84,7 @@ def test_a_transcript_is_read_as_if_alone(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_label_by_label_is_the_same(kind: str) -> None:
+def test_label_by_label_is_the_same(kind):
     layout, predictor = LAYOUTS["one"], make(kind)
     labels = make_labels(layout)
     state = predictor.begin(2)
@@ -95,7 +95,7 @@ def test_label_by_label_is_the_same(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lstm", "stateless"])
-def test_other_transcripts_and_the_tail_do_not_matter(kind: str) -> None:
+def test_other_transcripts_and_the_tail_do_not_matter(kind):
     """To the last bit in the values, and no gradient reaches a neighbour's labels."""
     layout, predictor = LAYOUTS["static"], make(kind)
     labels = make_labels(layout)
@@ -113,7 +113,7 @@ def test_other_transcripts_and_the_tail_do_not_matter(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["lstm", "stateless"])
 @pytest.mark.parametrize("name", ["exact", "static"])
-def test_compiles_to_the_same_without_a_break(kind: str, name: str) -> None:
+def test_compiles_to_the_same_without_a_break(kind, name):
     torch._dynamo.reset()
     layout, predictor = LAYOUTS[name], make(kind)
     labels = make_labels(layout)
@@ -129,7 +129,7 @@ def test_compiles_to_the_same_without_a_break(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lstm", "stateless"])
-def test_half_precision(kind: str) -> None:
+def test_half_precision(kind):
     layout = LAYOUTS["static"]
     predictor = make(kind).float()
     labels = make_labels(layout)
@@ -147,7 +147,7 @@ def test_half_precision(kind: str) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in predictor.parameters())
 
 
-def test_lanes_have_one_size_whatever_the_lengths() -> None:
+def test_lanes_have_one_size_whatever_the_lengths():
     sizes = set()
     for lengths in ((6, 6, 6), (1,) * 9, (0, 6, 0, 6), ()):
         layout = PackedLayout.from_lengths(lengths, rows=20, num_sequences=9, static_max_seqlen=6)
@@ -163,7 +163,7 @@ def test_lanes_have_one_size_whatever_the_lengths() -> None:
     assert len(sizes) == 1
 
 
-def test_a_reset_forgets_all() -> None:
+def test_a_reset_forgets_all():
     torch.manual_seed(0)
     weights = [3 * torch.randn(shape) for shape in ((20, 4), (20, 5), (20,), (20,))]
     x = 10 * torch.randn(1, 7, 4)
@@ -180,7 +180,7 @@ def test_a_reset_forgets_all() -> None:
     torch.testing.assert_close(out[:, 4:], lstm(x[:, 4:], resets[:, 4:], weights))
 
 
-def test_the_work_is_counted() -> None:
+def test_the_work_is_counted():
     layout, predictor = LAYOUTS["exact"], make("lstm").float()
     lanes = PaddedView.of(layout.lengthened(1), 6)
     with FlopCounterMode(display=False) as counter:
@@ -189,7 +189,7 @@ def test_the_work_is_counted() -> None:
     assert counter.get_total_flops() == 3 * 2 * lanes.count * lanes.steps * products
 
 
-def test_the_start_symbol_comes_first() -> None:
+def test_the_start_symbol_comes_first():
     layout = PackedLayout.from_lengths((2, 0, 1), rows=4, num_sequences=4)
     labels = torch.tensor([1, 2, 3, 5])
     assert after_start(labels, layout, 9).tolist() == [9, 1, 2, 9, 9, 3, 9, 9]

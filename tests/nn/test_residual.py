@@ -1,11 +1,8 @@
 """Layers through the joined operations give what PyTorch's own calls give."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from effasr.model.decoder import Decoder, DecoderConfig, DecoderLayer
 from effasr.model.encoder import ConformerLayer, FastConformerConfig, _Context
@@ -22,35 +19,35 @@ DROPOUTS = {"residual_dropout": 0.3, "activation_dropout": 0.2}
 
 
 @pytest.fixture
-def join(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+def join(monkeypatch):
     """Decides whether joined operations serve; on a CPU these are their references."""
 
-    def decide(joined: bool) -> None:
+    def decide(joined):
         for module in (residual, feed_forward):
             monkeypatch.setattr(module, "is_fused", lambda x: joined)
 
     return decide
 
 
-def _conformer(**options: Any) -> Layer:
+def _conformer(**options):
     return ConformerLayer(
         FastConformerConfig(width=WIDTH, heads=2, feed_forward=24, position="none", **options)
     )
 
 
-def _transformer(**options: Any) -> Layer:
+def _transformer(**options):
     rest = {"activation": "gelu", "attention_dropout": 0.0, **options}
     return TransformerLayer(WIDTH, heads=2, feed_forward=24, **rest)
 
 
-def _decoder(**options: Any) -> Layer:
+def _decoder(**options):
     return DecoderLayer(DecoderConfig(width=WIDTH, heads=2, feed_forward=24, **options))
 
 
 KINDS = {"conformer": _conformer, "transformer": _transformer, "decoder": _decoder}
 
 
-def _made(kind: str, *, dropout: bool = False) -> Layer:
+def _made(kind, *, dropout=False):
     torch.manual_seed(0)
     layer = KINDS[kind](**(DROPOUTS if dropout else {})).double()
     for module in layer.modules():
@@ -60,7 +57,7 @@ def _made(kind: str, *, dropout: bool = False) -> Layer:
     return layer
 
 
-def _arguments(kind: str, x: Tensor) -> tuple[Any, ...]:
+def _arguments(kind, x):
     if kind == "conformer":
         return x, _Context(LAYOUT, None, None)
     if kind == "transformer":
@@ -68,7 +65,7 @@ def _arguments(kind: str, x: Tensor) -> tuple[Any, ...]:
     return x, LAYOUT, PackedSequence(x.detach().flip(1), LAYOUT), None
 
 
-def _run(layer: Layer, kind: str, seed: int = 1) -> list[Tensor]:
+def _run(layer, kind, seed=1):
     """Return the real rows of the output, and the gradients of the input and the parameters."""
     torch.manual_seed(7)
     x = torch.randn(LAYOUT.rows, WIDTH, dtype=torch.float64)
@@ -81,13 +78,13 @@ def _run(layer: Layer, kind: str, seed: int = 1) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, leaves, upstream)]
 
 
-def _assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+def _assert_same(found, expected):
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_joined_operations_compute_the_same_layer(kind: str, join: Callable[[bool], None]) -> None:
+def test_joined_operations_compute_the_same_layer(kind, join):
     layer = _made(kind)
     join(False)
     expected = _run(layer, kind)
@@ -96,7 +93,7 @@ def test_joined_operations_compute_the_same_layer(kind: str, join: Callable[[boo
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_adapted_layer_computes_the_same(kind: str, join: Callable[[bool], None]) -> None:
+def test_an_adapted_layer_computes_the_same(kind, join):
     layer = _made(kind)
     adapt(layer, LoRAConfig(rank=2, also_train=("*norm*",)))
     for name, parameter in layer.named_parameters():
@@ -110,7 +107,7 @@ def test_an_adapted_layer_computes_the_same(kind: str, join: Callable[[bool], No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_checkpointed_layers_drop_the_same_again(kind: str, join: Callable[[bool], None]) -> None:
+def test_checkpointed_layers_drop_the_same_again(kind, join):
     join(True)
     layer = _made(kind, dropout=True)
     expected, other = _run(layer, kind), _run(layer, kind, seed=2)
@@ -121,13 +118,11 @@ def test_checkpointed_layers_drop_the_same_again(kind: str, join: Callable[[bool
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_dropout_of_a_layer_is_its_own(
-    kind: str, join: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_dropout_of_a_layer_is_its_own(kind, join, monkeypatch):
     offsets: list[int] = []
 
-    def noted(operation: Any) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
+    def noted(operation):
+        def call(*args, **options):
             if options.get("dropout"):
                 assert options["seed"] is not None
                 offsets.append(options["offset"])
@@ -151,7 +146,7 @@ def test_each_dropout_of_a_layer_is_its_own(
     assert not offsets
 
 
-def _stack(kind: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+def _stack(kind):
     """Return three layers with every dropout, and what runs them on an input."""
     options = {**DROPOUTS, "attention_dropout": 0.1}
     if kind == "decoder":
@@ -165,13 +160,11 @@ def _stack(kind: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stack_draws_the_seeds_of_its_layers_at_once(
-    kind: str, join: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stack_draws_the_seeds_of_its_layers_at_once(kind, join, monkeypatch):
     draws, seeds = [], []
 
-    def noted(operation: Any, found: list[Any]) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
+    def noted(operation, found):
+        def call(*args, **options):
             found.append(options.get("seed"))
             return operation(*args, **options)
 
@@ -204,7 +197,7 @@ def test_a_stack_draws_the_seeds_of_its_layers_at_once(
     assert not draws
 
 
-def test_kernels_are_compiled_once_for_all_seeds() -> None:
+def test_kernels_are_compiled_once_for_all_seeds():
     # Addresses that are no multiple of 16 bytes would be compiled for a second time.
     seeds = draw_seeds(5, torch.device("cpu"))
     assert [seed.data_ptr() % 16 for seed in seeds] == [0] * 5
@@ -212,7 +205,7 @@ def test_kernels_are_compiled_once_for_all_seeds() -> None:
 
 
 @pytest.mark.parametrize("in_fp32", [True, False])
-def test_the_stream_has_the_chosen_dtype(in_fp32: bool, join: Callable[[bool], None]) -> None:
+def test_the_stream_has_the_chosen_dtype(in_fp32, join):
     join(True)
     layer = _made("transformer").float()
     x = torch.randn(LAYOUT.rows, WIDTH)
@@ -224,7 +217,7 @@ def test_the_stream_has_the_chosen_dtype(in_fp32: bool, join: Callable[[bool], N
         assert layer(stream, LAYOUT).dtype == expected
 
 
-def test_a_compiled_layer_is_one_graph(join: Callable[[bool], None]) -> None:
+def test_a_compiled_layer_is_one_graph(join):
     join(True)
     torch._dynamo.reset()
     layer = _made("transformer", dropout=True)

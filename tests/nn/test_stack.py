@@ -1,13 +1,11 @@
 """Layers that are computed again: the same gradients and statistics, from less memory."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor
 
-from effasr.data.batch import Batch, StaticShape
+from effasr.data.batch import StaticShape
 from effasr.data.collate import TextExample, collate_text
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
@@ -21,12 +19,12 @@ from tests.training.conftest import VOCABULARY, make_batch
 NOISE = {"residual_dropout": 0.1, "activation_dropout": 0.1, "attention_dropout": 0.1}
 
 
-def text_batch() -> Batch:
+def text_batch():
     examples = [TextExample(str(n), [4, 5, 6 + n], [2, 3], [7, 8]) for n in range(4)]
     return collate_text(examples, StaticShape(30, 30, 6), eos_id=1, pad_id=0)
 
 
-def make_model(every: int) -> ASRModel:
+def make_model(every):
     """With every kind of randomness, and with statistics."""
     torch.manual_seed(0)
     config = ModelConfig(
@@ -44,7 +42,7 @@ def make_model(every: int) -> ASRModel:
     return model
 
 
-def results(every: int) -> tuple[list[Tensor], list[int]]:
+def results(every):
     """Losses, gradients and buffers of batches of speech and of text; and what each kept."""
     model, found, kept = make_model(every), [], []
     for seed, batch in enumerate([make_batch(0), text_batch(), make_batch(1)]):
@@ -63,12 +61,12 @@ def results(every: int) -> tuple[list[Tensor], list[int]]:
 
 
 @contextmanager
-def counting() -> Iterator[dict[int, int]]:
+def counting():
     """The bytes that autograd keeps, by where they are, so that none counts twice."""
     found: dict[int, int] = {}
     tensors = []
 
-    def pack(x: Tensor) -> Tensor:
+    def pack(x):
         storage = x.untyped_storage()
         found[storage.data_ptr()] = storage.nbytes()
         tensors.append(x)
@@ -79,7 +77,7 @@ def counting() -> Iterator[dict[int, int]]:
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_gradients_and_statistics_are_bitwise_the_same(every: int) -> None:
+def test_gradients_and_statistics_are_bitwise_the_same(every):
     expected, _ = results(0)
     found, _ = results(every)
     assert len(found) == len(expected)
@@ -87,7 +85,7 @@ def test_gradients_and_statistics_are_bitwise_the_same(every: int) -> None:
         assert torch.equal(x, y), number
 
 
-def test_less_is_kept_the_more_layers_are_computed_again() -> None:
+def test_less_is_kept_the_more_layers_are_computed_again():
     # Weights count as well, which are small here.
     everything, some, least = (results(every)[1] for every in (0, 2, 1))
     for whole, middle, rest in zip(everything, some, least, strict=True):
@@ -96,7 +94,7 @@ def test_less_is_kept_the_more_layers_are_computed_again() -> None:
     assert least[speech] < 0.6 * everything[speech]
 
 
-def test_statistics_count_a_batch_once() -> None:
+def test_statistics_count_a_batch_once():
     model = make_model(1)
     model(make_batch(0)).cross_entropy.backward()
     norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
@@ -104,11 +102,11 @@ def test_statistics_count_a_batch_once() -> None:
     assert all(norm.num_batches_tracked == 1 for norm in norms)
 
 
-def test_a_forward_that_fails_counts_in_no_layer() -> None:
+def test_a_forward_that_fails_counts_in_no_layer():
     model = make_model(0)
     norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     handle = model.encoder.layers[2].norm_conv.register_forward_hook(fail)
@@ -120,14 +118,13 @@ def test_a_forward_that_fails_counts_in_no_layer() -> None:
     assert all(norm.num_batches_tracked == 1 and norm.running_mean.any() for norm in norms)
 
 
-def test_the_first_layer_of_every_n_is_computed_again() -> None:
+def test_the_first_layer_of_every_n_is_computed_again():
     model = make_model(2)
-    assert model.decoder is not None
     assert [layer.is_checkpointed for layer in model.encoder.layers] == [True, False, True]
     assert [layer.is_checkpointed for layer in model.decoder.layers] == [True, False]
 
 
-def test_nothing_is_computed_again_where_nothing_was_kept() -> None:
+def test_nothing_is_computed_again_where_nothing_was_kept():
     model, calls = make_model(1), []
     model.encoder.layers[0].norm_conv.register_forward_hook(
         lambda *_: calls.append(is_recomputing())
@@ -140,10 +137,10 @@ def test_nothing_is_computed_again_where_nothing_was_kept() -> None:
     assert not is_recomputing()
 
 
-def test_a_failure_while_computing_again_leaves_no_trace() -> None:
+def test_a_failure_while_computing_again_leaves_no_trace():
     model = make_model(1)
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         if is_recomputing():
             raise torch.OutOfMemoryError("CUDA out of memory.")
 

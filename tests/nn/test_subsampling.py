@@ -13,11 +13,11 @@ LENGTHS = (37, 1, 0, 8, 9, 64, 3)
 
 
 @pytest.fixture(params=[4, 8])
-def factor(request: pytest.FixtureRequest) -> int:
+def factor(request):
     return request.param
 
 
-def mel_frames(lengths: tuple[int, ...], factor: int, spare: int = 3, extra: int = 2) -> MelFrames:
+def mel_frames(lengths, factor, spare=3, extra=2):
     torch.manual_seed(1)
     frames = [-(-length // factor) for length in lengths]
     layout = PackedLayout.from_lengths(
@@ -33,7 +33,7 @@ def mel_frames(lengths: tuple[int, ...], factor: int, spare: int = 3, extra: int
     return mel
 
 
-def subsampling(factor: int) -> ConvSubsampling:
+def subsampling(factor):
     torch.manual_seed(0)
     module = ConvSubsampling(BINS, CHANNELS, WIDTH, factor)
     for parameter in module.parameters():
@@ -41,12 +41,12 @@ def subsampling(factor: int) -> ConvSubsampling:
     return module
 
 
-def rows_of(mel: MelFrames, n: int) -> torch.Tensor:
+def rows_of(mel, n):
     start = mel.subsampling * mel.layout.cu_seqlens_host[n]
     return mel.values[start : start + int(mel.lengths[n])]
 
 
-def alone(module: ConvSubsampling, rows: torch.Tensor) -> torch.Tensor:
+def alone(module, rows):
     """The layers of one utterance without any padding: (L, BINS) to (n, WIDTH)."""
     x = module.conv(rows[None, None]).relu()
     stages = [(module.depthwise1, module.pointwise1)]
@@ -57,7 +57,7 @@ def alone(module: ConvSubsampling, rows: torch.Tensor) -> torch.Tensor:
     return module.linear(x[0].transpose(0, 1).flatten(1))
 
 
-def causally_alone(module: ConvSubsampling, rows: torch.Tensor) -> torch.Tensor:
+def causally_alone(module, rows):
     """NeMo's causal layers of one utterance: two zeros before, one after, in time and bands."""
     before = lambda x: nn.functional.pad(x, (2, 1, 2, 1))
     plain = lambda conv, x: nn.functional.conv2d(
@@ -71,7 +71,7 @@ def causally_alone(module: ConvSubsampling, rows: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bins", [16, 80])
-def test_a_causal_pack_is_each_utterance_alone(factor: int, bins: int) -> None:
+def test_a_causal_pack_is_each_utterance_alone(factor, bins):
     torch.manual_seed(0)
     lengths = (37, 1, 0, 8, 9, 64, 3, 7, 2, 15, 16, 24, 6, 5, 4)
     module = ConvSubsampling(bins, CHANNELS, WIDTH, factor, causal=True).double()
@@ -100,7 +100,7 @@ def test_a_causal_pack_is_each_utterance_alone(factor: int, bins: int) -> None:
     assert counted.tolist() == frames
 
 
-def test_a_pack_is_each_utterance_alone(factor: int) -> None:
+def test_a_pack_is_each_utterance_alone(factor):
     module, mel = subsampling(factor), mel_frames(LENGTHS, factor)
     out = module(mel)
     assert out.shape == (mel.layout.rows, WIDTH)
@@ -111,7 +111,7 @@ def test_a_pack_is_each_utterance_alone(factor: int) -> None:
             torch.testing.assert_close(pieces[n], alone(module, rows_of(mel, n)))
 
 
-def test_gradients_are_those_of_each_utterance_alone(factor: int) -> None:
+def test_gradients_are_those_of_each_utterance_alone(factor):
     module, mel = subsampling(factor), mel_frames(LENGTHS, factor)
     module(mel)[: mel.layout.total].square().sum().backward()
     packed = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
@@ -123,7 +123,7 @@ def test_gradients_are_those_of_each_utterance_alone(factor: int) -> None:
         torch.testing.assert_close(packed[name], parameter.grad, rtol=1e-4, atol=1e-3, msg=name)
 
 
-def test_a_neighbour_is_never_seen(factor: int) -> None:
+def test_a_neighbour_is_never_seen(factor):
     module, mel = subsampling(factor), mel_frames(LENGTHS, factor)
     expected = module(mel)
     start, end = (factor * mel.layout.cu_seqlens_host[n] for n in (3, 4))
@@ -134,7 +134,7 @@ def test_a_neighbour_is_never_seen(factor: int) -> None:
     assert torch.equal(module(mel.with_values(poisoned))[begin:stop], expected[begin:stop])
 
 
-def test_parameters_are_those_of_plain_convolutions(factor: int) -> None:
+def test_parameters_are_those_of_plain_convolutions(factor):
     """Checkpoints and the weights of Hugging Face have these names and shapes."""
     shapes = {name: tuple(x.shape) for name, x in subsampling(factor).state_dict().items()}
     second = {
@@ -156,7 +156,7 @@ def test_parameters_are_those_of_plain_convolutions(factor: int) -> None:
     }
 
 
-def test_under_autocast_products_are_narrow(factor: int) -> None:
+def test_under_autocast_products_are_narrow(factor):
     module, mel = subsampling(factor), mel_frames(LENGTHS, factor)
     expected = module(mel)
     with torch.autocast("cpu", torch.bfloat16):
@@ -167,7 +167,7 @@ def test_under_autocast_products_are_narrow(factor: int) -> None:
     assert 0 < error < 0.05 * expected[:total].abs().max()
 
 
-def test_a_batch_of_nothing_has_no_frames(factor: int) -> None:
+def test_a_batch_of_nothing_has_no_frames(factor):
     module = subsampling(factor)
     assert module(mel_frames((0, 0), factor, spare=0)).shape == (0, WIDTH)
     assert module(mel_frames((), factor, spare=0, extra=0)).shape == (0, WIDTH)
@@ -177,7 +177,7 @@ def test_a_batch_of_nothing_has_no_frames(factor: int) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_backward_copies_no_rows(causal: bool) -> None:
+def test_the_backward_copies_no_rows(causal):
     """An activation in place on the view that a linear layer returns would have copies made."""
     y = ConvSubsampling(16, 4, 6, causal=causal)(mel_frames((3, 2), 8))
     nodes, seen = [y.grad_fn], set()

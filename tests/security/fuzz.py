@@ -18,14 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from tests.security.mutations import OUTSIDE, mutate
-from tests.security.readers import READERS, Reader
+from tests.security.readers import READERS
 
 INPUT_SECONDS, START_SECONDS = 20.0, 240.0
 """Of processor time; what waits for something else ends after `_WAITING` times as long."""
@@ -49,11 +47,11 @@ class Count:
 class Worker:
     """The process that reads; see `tests.security.worker`."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log):
         self._log = log
         self._process: subprocess.Popen[str] | None = None
 
-    def ask(self, request: dict[str, Any]) -> tuple[str, str, int]:
+    def ask(self, request):
         """Return an outcome, its detail, and the growth of resident memory in bytes.
 
         Ends the process where it does not answer in time.
@@ -87,7 +85,7 @@ class Worker:
         reason = "hung" if process.returncode == -9 else f"died with {process.returncode}"
         return "failed", reason, 0
 
-    def close(self) -> None:
+    def close(self):
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -97,7 +95,7 @@ class Worker:
             self._process = None
 
 
-def _is_ready(process: subprocess.Popen[str], seconds: float) -> bool:
+def _is_ready(process, seconds):
     """Wait for an answer; return whether it comes before the limit of processor time."""
     begun, used = time.monotonic(), _processor_seconds(process.pid)
     while not select.select([process.stdout], [], [], 1.0)[0]:
@@ -109,7 +107,7 @@ def _is_ready(process: subprocess.Popen[str], seconds: float) -> bool:
     return True
 
 
-def _processor_seconds(parent: int) -> float:
+def _processor_seconds(parent):
     """Return the processor time of a process and of its children."""
     ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -127,7 +125,7 @@ def _processor_seconds(parent: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def fuzz(names: Iterable[str], inputs: int, root: Path) -> Iterator[tuple[str, Count]]:
+def fuzz(names, inputs, root):
     """Try so many inputs of each reader; its name and a number make an input."""
     worker = Worker(root / "log")
     try:
@@ -137,9 +135,7 @@ def fuzz(names: Iterable[str], inputs: int, root: Path) -> Iterator[tuple[str, C
         worker.close()
 
 
-def _fuzz_one(
-    worker: Worker, name: str, reader: Reader, numbers: Iterable[int], root: Path
-) -> Count:
+def _fuzz_one(worker, name, reader, numbers, root):
     seed, outside, case = root / "seed", root / OUTSIDE, root / "case"
     seed.mkdir(parents=True)
     outside.mkdir()
@@ -175,7 +171,7 @@ def _fuzz_one(
     return count
 
 
-def _size(path: Path) -> int:
+def _size(path):
     """Return the bytes of a file; a hole takes none."""
     if not path.is_file():
         return 0
@@ -183,7 +179,7 @@ def _size(path: Path) -> int:
     return min(found.st_size, 512 * found.st_blocks)
 
 
-def _listing(root: Path, case: Path, *, writes: bool) -> set[tuple[str, int, int, str]]:
+def _listing(root, case, *, writes):
     """Return names, kinds and sizes of all files, and the text of the secret.
 
     Args:
@@ -201,7 +197,7 @@ def _listing(root: Path, case: Path, *, writes: bool) -> set[tuple[str, int, int
     return found
 
 
-def table(counts: dict[str, Count]) -> str:
+def table(counts):
     """Return a table of readers and outcomes."""
     lines = [
         "| reader | tried | refused | read | failed | MiB, valid | MiB, most | s |",
@@ -222,7 +218,7 @@ def table(counts: dict[str, Count]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments):
     inputs, *names = arguments
     with tempfile.TemporaryDirectory(prefix="effasr_fuzz_") as folder:
         counts = {}

@@ -38,14 +38,14 @@ _LENGTHS = (0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFF0, 0xFFFFFFFF)
 class _Payload:
     """Runs a program when it is unpickled."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target):
         self._target = target
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.system, (f"touch {self._target}/pwned",)
 
 
-def mutate(folder: Path, random: Random) -> str:
+def mutate(folder, random):
     """Change one or two files of an input; return what was done, for a report."""
     done = []
     for _ in range(random.choice((1, 1, 1, 2))):
@@ -61,14 +61,14 @@ def mutate(folder: Path, random: Random) -> str:
     return ", ".join(done)
 
 
-def _mutate_file(path: Path, folder: Path, random: Random) -> str:
+def _mutate_file(path, folder, random):
     changes: list[tuple[int, Callable[[Path, Path, Random], str]]] = [(3, _bytes), (1, _kind)]
     changes += [(6, change) for change in _for_format(path)]
     weights = [weight for weight, _ in changes]
     return random.choices([change for _, change in changes], weights)[0](path, folder, random)
 
 
-def _for_format(path: Path) -> list[Callable[[Path, Path, Random], str]]:
+def _for_format(path):
     with path.open("rb") as file:
         head = file.read(512)
     name = path.name.removesuffix(".gz")
@@ -93,7 +93,7 @@ def _for_format(path: Path) -> list[Callable[[Path, Path, Random], str]]:
     return [_words]
 
 
-def _bytes(path: Path, _: Path, random: Random) -> str:
+def _bytes(path, _, random):
     data = bytearray(path.read_bytes())
     kind = random.choice(("flip", "cut", "insert", "remove", "repeat", "length"))
     if not data:
@@ -117,7 +117,7 @@ def _bytes(path: Path, _: Path, random: Random) -> str:
     return kind
 
 
-def _lengths(path: Path, _: Path, random: Random) -> str:
+def _lengths(path, _, random):
     data = bytearray(path.read_bytes())
     place = random.randrange(min(max(1, len(data) - 8), 128))
     order, size = random.choice("<>"), random.choice("IQ")
@@ -129,7 +129,7 @@ def _lengths(path: Path, _: Path, random: Random) -> str:
     return f"length at {place}"
 
 
-def _kind(path: Path, folder: Path, random: Random) -> str:
+def _kind(path, folder, random):
     kind = random.choice(
         ("missing", "empty", "folder", "fifo", "secret", "zero", "loop", "sparse", "unreadable")
     )
@@ -155,7 +155,7 @@ def _kind(path: Path, folder: Path, random: Random) -> str:
     return kind
 
 
-def _hostile(value: Any, random: Random, outside: Path) -> Any:
+def _hostile(value, random, outside):
     """Return a document with one value changed, at any depth."""
     if isinstance(value, dict | list) and value and random.random() < 0.85:
         keys = list(value) if isinstance(value, dict) else list(range(len(value)))
@@ -176,12 +176,12 @@ def _hostile(value: Any, random: Random, outside: Path) -> Any:
     return random.choice(_VALUES)
 
 
-def _packed(path: Path, text: str) -> None:
+def _packed(path, text):
     data = text.encode("utf-8", "surrogatepass")
     path.write_bytes(gzip.compress(data, 1) if path.suffix == ".gz" else data)
 
 
-def _unpacked(path: Path) -> str:
+def _unpacked(path):
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8", "replace")
@@ -189,7 +189,7 @@ def _unpacked(path: Path) -> str:
         return ""
 
 
-def _json_text(text: str, random: Random, outside: Path) -> str:
+def _json_text(text, random, outside):
     kind = random.random()
     if kind < 0.04:
         depth = random.choice((65, 1000, 100_000))
@@ -202,7 +202,7 @@ def _json_text(text: str, random: Random, outside: Path) -> str:
         return text
 
 
-def _other_source(text: str, random: Random, folder: Path) -> str | None:
+def _other_source(text, random, folder):
     """Return a cut or recording with another audio source, or one more; None if it is neither."""
     try:
         row = json.loads(text)
@@ -230,12 +230,12 @@ def _other_source(text: str, random: Random, folder: Path) -> str | None:
     return json.dumps(row)
 
 
-def _json(path: Path, folder: Path, random: Random) -> str:
+def _json(path, folder, random):
     _packed(path, _json_text(_unpacked(path), random, folder.parent / OUTSIDE))
     return "json"
 
 
-def _json_lines(path: Path, folder: Path, random: Random) -> str:
+def _json_lines(path, folder, random):
     lines = _unpacked(path).splitlines() or [""]
     if path.suffix == ".gz" and random.random() < 0.03:
         path.write_bytes(gzip.compress(b" " * (64 << 20), 9))
@@ -250,7 +250,7 @@ def _json_lines(path: Path, folder: Path, random: Random) -> str:
     return "json line"
 
 
-def _yaml(path: Path, folder: Path, random: Random) -> str:
+def _yaml(path, folder, random):
     text = _unpacked(path)
     if "<<" in text:
         # A bomb of merges, from a change before, would go off here.
@@ -263,7 +263,7 @@ def _yaml(path: Path, folder: Path, random: Random) -> str:
     return "yaml value"
 
 
-def _yaml_bomb(path: Path, folder: Path, random: Random) -> str:
+def _yaml_bomb(path, folder, random):
     aliases = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))
     merges = "\n".join(
         f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 12)
@@ -291,7 +291,7 @@ def _yaml_bomb(path: Path, folder: Path, random: Random) -> str:
     return f"yaml {kind}"
 
 
-def _safetensors(path: Path, folder: Path, random: Random) -> str:
+def _safetensors(path, folder, random):
     data = path.read_bytes()
     if len(data) < 8:
         return "nothing"
@@ -307,7 +307,7 @@ def _safetensors(path: Path, folder: Path, random: Random) -> str:
     return "header"
 
 
-def _tar(path: Path, folder: Path, random: Random) -> str:
+def _tar(path, folder, random):
     try:
         with tarfile.open(path) as tar:
             entries = [(info, tar.extractfile(info)) for info in tar if info.isreg()]
@@ -376,14 +376,14 @@ def _tar(path: Path, folder: Path, random: Random) -> str:
     return f"tar {kind}"
 
 
-def _remove(path: Path) -> None:
+def _remove(path):
     if path.is_dir() and not path.is_symlink():
         path.rmdir()
     else:
         path.unlink(missing_ok=True)
 
 
-def _zip(path: Path, folder: Path, random: Random) -> str:
+def _zip(path, folder, random):
     """Change a file of ``torch.save``."""
     try:
         with zipfile.ZipFile(path) as file:
@@ -416,7 +416,7 @@ def _zip(path: Path, folder: Path, random: Random) -> str:
     return f"zip {kind}"
 
 
-def _pickle(path: Path, folder: Path, random: Random) -> str:
+def _pickle(path, folder, random):
     """Change a value of a pickle, or let it run a program."""
     kind = random.choice(("program", "program within", "bytes", "bytes", "name", "size"))
     data, payload = path.read_bytes(), _Payload(folder.parent / OUTSIDE)
@@ -443,7 +443,7 @@ def _pickle(path: Path, folder: Path, random: Random) -> str:
     return f"pickle {kind}"
 
 
-def _words(path: Path, folder: Path, random: Random) -> str:
+def _words(path, folder, random):
     """Change a word of a text: a field of CSV, Kaldi or ARPA."""
     # Words and what is between them.
     words = re.split(r"(\s+)", _unpacked(path))
@@ -457,7 +457,7 @@ def _words(path: Path, folder: Path, random: Random) -> str:
     return "word"
 
 
-def _template(path: Path, _: Path, random: Random) -> str:
+def _template(path, _, random):
     """Add something to a Jinja template, between two statements or within one."""
     text = _unpacked(path)
     added = (

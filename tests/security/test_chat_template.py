@@ -34,7 +34,7 @@ FEATURES = """\
 {% endif %}"""
 
 
-def test_texts_are_those_of_transformers() -> None:
+def test_texts_are_those_of_transformers():
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
     (expected,), _ = utils.render_jinja_template(
         conversations=[TURNS], chat_template=FEATURES, add_generation_prompt=True, bos_token="<s>"
@@ -43,7 +43,7 @@ def test_texts_are_those_of_transformers() -> None:
     assert render_template(FEATURES, VARIABLES) == expected
 
 
-def test_hard_limits_of_the_system_are_kept(monkeypatch) -> None:
+def test_hard_limits_of_the_system_are_kept(monkeypatch):
     """Only the administrator may raise one, such as that of a login node."""
     asked = []
     hard = {resource.RLIMIT_CPU: 600, resource.RLIMIT_AS: 2**34}
@@ -57,7 +57,7 @@ def test_hard_limits_of_the_system_are_kept(monkeypatch) -> None:
     assert asked[-1][2] == 600
 
 
-def test_a_text_does_not_depend_on_the_day() -> None:
+def test_a_text_does_not_depend_on_the_day():
     assert render_template("{{ strftime_now('%d %b %Y') }}", {}) == "26 Jul 2024"
 
 
@@ -78,7 +78,7 @@ def test_a_text_does_not_depend_on_the_day() -> None:
         ("{{ " + "(" * 5000, "nested too deep"),
     ],
 )
-def test_what_a_template_may_not_do(template: str, reason: str) -> None:
+def test_what_a_template_may_not_do(template, reason):
     with pytest.raises(
         TemplateError, match=f"the chat template cannot be rendered: .*{reason}"
     ) as error:
@@ -93,7 +93,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 
 
 @pytest.mark.parametrize("template", [LOOPS, "{{ 9 ** (9 ** 9) }}"], ids=["loops", "one operation"])
-def test_a_template_that_does_not_end_is_ended(template: str, monkeypatch) -> None:
+def test_a_template_that_does_not_end_is_ended(template, monkeypatch):
     monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
     chat_template._renderer.end()
     with pytest.raises(TemplateError, match="it takes more than 1 s of processor time"):
@@ -102,7 +102,7 @@ def test_a_template_that_does_not_end_is_ended(template: str, monkeypatch) -> No
     chat_template._renderer.end()
 
 
-def test_a_fork_has_a_renderer_of_its_own() -> None:
+def test_a_fork_has_a_renderer_of_its_own():
     assert render_template("a", {}) == "a"
     child = os.fork()
     if child == 0:
@@ -127,7 +127,7 @@ os.kill(os.getpid(), 9)
 
 
 @pytest.mark.timeout(60)
-def test_the_process_ends_with_the_one_that_asked() -> None:
+def test_the_process_ends_with_the_one_that_asked():
     root = Path(chat_template.__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", _KILLED], cwd=root, capture_output=True, text=True, timeout=60

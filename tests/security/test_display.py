@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import yaml
@@ -35,7 +35,7 @@ TEXT = st.text(
 TIME = st.floats(0, 1e5)
 
 
-def is_control(character: str) -> bool:
+def is_control(character):
     bidi = unicodedata.bidirectional(character)
     return unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or bidi in (
         *("LRE", "RLE", "LRO", "RLO", "PDF"),
@@ -44,25 +44,25 @@ def is_control(character: str) -> bool:
 
 
 @given(TEXT)
-def test_no_control_character_is_left(text: str) -> None:
+def test_no_control_character_is_left(text):
     assert not any(is_control(one) for one in escape_line(text))
     assert not any(is_control(one) for one in escape_controls(text) if one not in "\n\t")
     assert not any(is_control(one) for one in one_line(text))
 
 
-def test_letters_that_need_joiners_stay() -> None:
+def test_letters_that_need_joiners_stay():
     text = "क्\u200dष \u0645\u06cc\u200c\u062e é\u00a0ü 日本"
     assert escape_line(text) == text
 
 
 @given(TEXT)
-def test_json_has_the_value_and_no_control_character(text: str) -> None:
+def test_json_has_the_value_and_no_control_character(text):
     line = json_line({"text": text})
     assert json.loads(line) == {"text": text}
     assert not any(is_control(one) for one in line.removesuffix("\n"))
 
 
-def test_an_error_of_the_command_line_shows_escapes(tmp_path, capsys) -> None:
+def test_an_error_of_the_command_line_shows_escapes(tmp_path, capsys):
     name = tmp_path / "a\x1b[2J\u202eb.jsonl"
     assert main(["prepare", str(name), str(tmp_path / "out")]) == 2
     shown = capsys.readouterr().err
@@ -71,7 +71,7 @@ def test_an_error_of_the_command_line_shows_escapes(tmp_path, capsys) -> None:
     assert not any(is_control(one) for one in shown.removesuffix("\n"))
 
 
-def test_torchrun_is_given_escapes(tmp_path, capsys, monkeypatch) -> None:
+def test_torchrun_is_given_escapes(tmp_path, capsys, monkeypatch):
     """It prints the reason in its summary."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     assert main(["prepare", str(tmp_path / "a\x1b[2J\u202eb.jsonl"), str(tmp_path / "out")]) == 2
@@ -80,7 +80,7 @@ def test_torchrun_is_given_escapes(tmp_path, capsys, monkeypatch) -> None:
     assert not any(map(is_control, reason))
 
 
-def hostile_log(name: str) -> str:
+def hostile_log(name):
     stream = StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(TerminalFormatter("effasr: %(message)s"))
@@ -92,20 +92,20 @@ def hostile_log(name: str) -> str:
     return stream.getvalue()
 
 
-def hostile_display(name: str) -> str:
+def hostile_display(name):
     stream = StringIO()
     with ProgressDisplay(2, 0, 1, Console(file=stream, width=200)) as display:
         display.show(f"reading {name}")
     return stream.getvalue()
 
 
-def hostile_line(name: str) -> str:
+def hostile_line(name):
     with redirect_stdout(StringIO()) as stream:
         print_line(f"{name}: written")
     return stream.getvalue()
 
 
-def hostile_comparison(name: str) -> str:
+def hostile_comparison(name):
     errors = ErrorCounts(words=1, substitutions=1, utterances=1)
     scored = ScoredUtterance("a", "en", "b", "c", 1.0, errors)
     with TemporaryDirectory() as folder, redirect_stdout(StringIO()) as stream:
@@ -115,13 +115,13 @@ def hostile_comparison(name: str) -> str:
 
 
 @pytest.mark.parametrize("shown", [hostile_log, hostile_display, hostile_line, hostile_comparison])
-def test_what_is_shown_of_a_hostile_name_is_escaped(shown) -> None:
+def test_what_is_shown_of_a_hostile_name_is_escaped(shown):
     text = shown("run\x1b[2J\x9b\u202e\u2066x")
     assert "run\\x1b[2J\\x9b\\u202e\\u2066x" in text
     assert not any(is_control(one) for one in text if one != "\n")
 
 
-def segments(texts: list[tuple[str, float, float]], *, timed: bool) -> list[Segment]:
+def segments(texts, *, timed):
     return [
         Segment(
             start=begin,
@@ -140,7 +140,7 @@ CLOCK = r"\d{2,}:\d\d:\d\d%s\d{3}"
 
 
 @given(SEGMENTS, st.booleans())
-def test_subtitles_have_cues_of_two_lines_whatever_the_text(texts, timed: bool) -> None:
+def test_subtitles_have_cues_of_two_lines_whatever_the_text(texts, timed):
     pairs: list[tuple[Literal["srt", "vtt"], str]] = [("srt", ","), ("vtt", r"\.")]
     for style, point in pairs:
         file = GrowingFile(style, "a")
@@ -151,7 +151,6 @@ def test_subtitles_have_cues_of_two_lines_whatever_the_text(texts, timed: bool) 
             head, *lines = cue.split("\n") if style == "vtt" else cue.split("\n")[1:]
             assert style == "vtt" or cue.split("\n")[0] == str(number)
             found = re.fullmatch(f"({clock}) --> ({clock})", head)
-            assert found is not None
             begin, end = found.groups()
             assert (len(begin), begin) < (len(end), end)
             (line,) = lines
@@ -161,7 +160,7 @@ def test_subtitles_have_cues_of_two_lines_whatever_the_text(texts, timed: bool) 
 
 
 @given(TEXT, SEGMENTS, st.booleans())
-def test_a_line_of_ctm_has_five_fields(name: str, texts, timed: bool) -> None:
+def test_a_line_of_ctm_has_five_fields(name, texts, timed):
     file = GrowingFile("ctm", name)
     for line in "".join(map(file.add, segments(texts, timed=timed))).split("\n")[:-1]:
         assert len(line.split()) == 5
@@ -169,10 +168,9 @@ def test_a_line_of_ctm_has_five_fields(name: str, texts, timed: bool) -> None:
         assert not line.startswith(";;")
 
 
-def front_and_body(card: str) -> tuple[dict[str, Any], str]:
+def front_and_body(card):
     """Divide a card as huggingface_hub does."""
     found = re.search(r"^(\s*---[\r\n]+)([\S\s]*?)([\r\n]+---(\r\n|\r|\n|$))", card)
-    assert found is not None
     return yaml.safe_load(found[2]), card[found.end() :]
 
 
@@ -180,7 +178,7 @@ def front_and_body(card: str) -> tuple[dict[str, Any], str]:
 @example(name="a\n---\nlicense: b", other="---")
 @example(name="a\u2028b", other="\x85")
 @example(name="!!python/name:os.system", other="*a: &b {c: [")
-def test_the_front_matter_of_a_model_card_has_the_values_as_text(name: str, other: str) -> None:
+def test_the_front_matter_of_a_model_card_has_the_values_as_text(name, other):
     result = {
         "utterances": 1, "words": 2, "wer": 0.5, "cer": 0.5, "rtfx": 1.0, "normalizer": other,
     }  # fmt: skip
@@ -197,7 +195,7 @@ def test_the_front_matter_of_a_model_card_has_the_values_as_text(name: str, othe
     assert index["results"][0]["metrics"][0]["name"] == f"WER % (normaliser {other})"
 
 
-def test_a_model_card_shows_names_as_text() -> None:
+def test_a_model_card_shows_names_as_text():
     name = "<img src=x onerror=alert(1)>\n# [a](javascript:b) `c` |"
     result = {
         "utterances": 1, "words": 2, "wer": 0.5, "cer": 0.5, "rtfx": 1.0, "normalizer": name,

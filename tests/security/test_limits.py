@@ -7,9 +7,7 @@ import os
 import pickle
 import tarfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ import torch
 import yaml
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    Metadata,
     StorageMeta,
     TensorStorageMetadata,
 )
@@ -40,7 +37,7 @@ from effasr.untrusted.documents import parse_json, parse_yaml
 from effasr.untrusted.tensors import is_honest, load_tensors
 
 
-def cut(source: dict[str, Any], **more: Any) -> dict[str, Any]:
+def cut(source, **more):
     recording = {
         "id": "r", "sources": [{"channels": [0], **source}], "sampling_rate": 16_000,
         "num_samples": 1600, "duration": 0.1, **more,
@@ -55,7 +52,7 @@ def cut(source: dict[str, Any], **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "prefix"), [("command", ""), ("url", "pipe:"), ("url", "http://x/")]
 )
-def test_no_source_of_a_cut_is_run_or_downloaded(tmp_path, kind: str, prefix: str) -> None:
+def test_no_source_of_a_cut_is_run_or_downloaded(tmp_path, kind, prefix):
     row = cut({"type": kind, "source": f"{prefix}touch {tmp_path}/pwned"})
     impulse = {"name": "ReverbWithImpulseResponse", "kwargs": {"rir": row["recording"]}}
     inner = cut({"type": "file", "source": "a.wav"}, transforms=[impulse])
@@ -70,7 +67,7 @@ def test_no_source_of_a_cut_is_run_or_downloaded(tmp_path, kind: str, prefix: st
     assert not (tmp_path / "pwned").exists()
 
 
-def test_no_shell_gets_the_name_of_a_file(tmp_path) -> None:
+def test_no_shell_gets_the_name_of_a_file(tmp_path):
     row = cut({"type": "file", "source": f"$(touch {tmp_path}/pwned).sph"})
     row["recording"]["sources"].append({"type": "file", "channels": [1], "source": "b.sph"})
     (tmp_path / "cuts.jsonl").write_text(json.dumps(row) + "\n")
@@ -79,7 +76,7 @@ def test_no_shell_gets_the_name_of_a_file(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["MixedCut", "PaddingCut"])
-def test_no_shell_gets_the_name_of_a_file_in_a_mixed_cut(tmp_path, kind: str) -> None:
+def test_no_shell_gets_the_name_of_a_file_in_a_mixed_cut(tmp_path, kind):
     """One such file alone is read without lhotse, but not as a track of a mixed cut."""
     track = cut({"type": "file", "source": f"$(touch {tmp_path}/pwned).sph"})
     mixed = {"id": "m", "type": kind, "tracks": [{"cut": track, "type": "MonoCut"}]}
@@ -102,7 +99,7 @@ def test_no_shell_gets_the_name_of_a_file_in_a_mixed_cut(tmp_path, kind: str) ->
         ("a.tar[10:5]", "the tar file ends before"),
     ],
 )
-def test_a_place_in_a_tar_lies_in_a_regular_file(tmp_path, place: str, message: str) -> None:
+def test_a_place_in_a_tar_lies_in_a_regular_file(tmp_path, place, message):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "a.tar").write_bytes(bytes(1024))
     row = cut({"type": "shar", "source": str(tmp_path / place)})
@@ -115,7 +112,7 @@ def test_a_place_in_a_tar_lies_in_a_regular_file(tmp_path, place: str, message: 
 
 
 @pytest.mark.timeout(30)
-def test_files_that_lhotse_reads_are_regular_ones(tmp_path) -> None:
+def test_files_that_lhotse_reads_are_regular_ones(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     soundfile.write(tmp_path / "a.wav", np.zeros(1600, np.float32), 16_000)
     row = cut({"type": "file", "source": "a.wav"})
@@ -141,7 +138,7 @@ def test_files_that_lhotse_reads_are_regular_ones(tmp_path) -> None:
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
-def test_a_header_of_a_shard_that_claims_more_than_there_is(tmp_path, kind: bytes) -> None:
+def test_a_header_of_a_shard_that_claims_more_than_there_is(tmp_path, kind):
     (tmp_path / "cuts.000000.jsonl").write_text("")
     info = tarfile.TarInfo("long")
     info.type, info.size = kind, 1 << 42
@@ -150,7 +147,7 @@ def test_a_header_of_a_shard_that_claims_more_than_there_is(tmp_path, kind: byte
         read(tmp_path)
 
 
-def test_pipes_and_devices_are_not_opened(tmp_path) -> None:
+def test_pipes_and_devices_are_not_opened(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "linked").symlink_to(__file__)
@@ -163,20 +160,20 @@ def test_pipes_and_devices_are_not_opened(tmp_path) -> None:
 
 
 @pytest.mark.timeout(30)
-def test_weights_that_are_a_pipe_are_not_waited_for(tmp_path) -> None:
+def test_weights_that_are_a_pipe_are_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="a pipe, a device or a socket"):
         load_weights(torch.nn.Linear(1, 1), tmp_path)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/b", "..", "", "a\0", None, 3])
-def test_names_stay_in_their_folder(name: object) -> None:
+def test_names_stay_in_their_folder(name):
     with pytest.raises(ValueError, match="in the same folder"):
         files.plain_name(name, "it")
 
 
 @pytest.mark.timeout(30)
-def test_sizes_are_bounded_before_a_model_is_built() -> None:
+def test_sizes_are_bounded_before_a_model_is_built():
     for kind, name in ((FeatureConfig, "n_fft"), (FeatureConfig, "mel_bins")):
         with pytest.raises(ValueError, match=f"`{name}` must be at most"):
             kind(**{name: 1 << 31})
@@ -187,7 +184,7 @@ def test_sizes_are_bounded_before_a_model_is_built() -> None:
         ModelConfig(transducer=TransducerConfig(layers=layers))
 
 
-def test_a_shard_lies_beside_its_index(tmp_path) -> None:
+def test_a_shard_lies_beside_its_index(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     index = {"weight_map": {"a": "../model.safetensors"}}
@@ -222,14 +219,14 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(
         ("!!python/object/apply:os.getcwd []", "not valid YAML"),
     ],
 )
-def test_yaml_is_plain_and_bounded(text: str, message: str) -> None:
+def test_yaml_is_plain_and_bounded(text, message):
     with pytest.raises(ValueError, match=message) as error:
         parse_yaml(text, "x.yaml")
     assert str(error.value).startswith("x.yaml")
     assert "\n" not in str(error.value)
 
 
-def test_yaml_keeps_honest_aliases_and_merges() -> None:
+def test_yaml_keeps_honest_aliases_and_merges():
     text = "base: &base {a: 1, b: [1, 2]}\nother: {<<: *base, a: 2}\nlist: [*base, *base]"
     assert parse_yaml(text, "x") == yaml.safe_load(text)
 
@@ -243,12 +240,12 @@ def test_yaml_keeps_honest_aliases_and_merges() -> None:
         ("9" * 5000, "not valid JSON"),
     ],
 )
-def test_json_is_bounded(text: str, message: str) -> None:
+def test_json_is_bounded(text, message):
     with pytest.raises(ValueError, match=message):
         parse_json(text, "x.json")
 
 
-def test_lines_are_bounded(tmp_path, monkeypatch) -> None:
+def test_lines_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr("effasr.data.manifest.lines.LINE_BYTES", 1000)
     monkeypatch.setattr("effasr.data.manifest.lines._UNPACKED_BYTES", 10_000)
     (tmp_path / "long").write_text("a" * 999 + "\n" + "a" * 1000 + "\n")
@@ -261,7 +258,7 @@ def test_lines_are_bounded(tmp_path, monkeypatch) -> None:
         parse_object('{"a":' * 100 + "1" + "}" * 100, "x:1")
 
 
-def nemo(path: Path, *members: tuple[str, int, bytes], packed: bool = False) -> Path:
+def nemo(path, *members, packed=False):
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
         for name, size, content in members:
@@ -274,7 +271,7 @@ def nemo(path: Path, *members: tuple[str, int, bytes], packed: bool = False) -> 
     return path
 
 
-def test_an_archive_unpacks_to_what_a_model_of_its_size_holds(tmp_path, monkeypatch) -> None:
+def test_an_archive_unpacks_to_what_a_model_of_its_size_holds(tmp_path, monkeypatch):
     monkeypatch.setattr("effasr.interop.nemo.archive._MOST_BYTES", 1 << 20)
     zeros = bytes(30 << 20)
     bomb = nemo(tmp_path / "bomb.nemo", (WEIGHTS, len(zeros), zeros), packed=True)
@@ -293,25 +290,25 @@ def test_an_archive_unpacks_to_what_a_model_of_its_size_holds(tmp_path, monkeypa
 
 
 class _Program:
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target):
         self._target = target
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.system, (f"touch {self._target}",)
 
 
-def _rewrite(folder: Path, change: Callable[[Metadata], object]) -> None:
+def _rewrite(folder, change):
     found = pickle.loads((folder / ".metadata").read_bytes())
     change(found)
     (folder / ".metadata").write_bytes(pickle.dumps(found))
 
 
-def test_metadata_of_a_checkpoint_run_no_program(tmp_path) -> None:
+def test_metadata_of_a_checkpoint_run_no_program(tmp_path):
     folder = tmp_path / "training"
     tensor_files.write({"a": torch.arange(3.0)}, folder)
     assert torch.equal(tensor_files.read_whole(folder)["a"], torch.arange(3.0))
 
-    def add(found: Metadata) -> None:
+    def add(found):
         found.planner_data = _Program(tmp_path / "pwned")
 
     _rewrite(folder, add)
@@ -320,7 +317,7 @@ def test_metadata_of_a_checkpoint_run_no_program(tmp_path) -> None:
     assert not (tmp_path / "pwned").exists()
 
 
-def test_tensors_of_a_checkpoint_run_no_program(tmp_path) -> None:
+def test_tensors_of_a_checkpoint_run_no_program(tmp_path):
     folder = tmp_path / "training"
     tensor_files.write({"a": torch.arange(3.0)}, folder)
     payload = pickle.dumps(_Program(tmp_path / "pwned"), protocol=2)
@@ -333,31 +330,31 @@ def test_tensors_of_a_checkpoint_run_no_program(tmp_path) -> None:
     assert not (tmp_path / "pwned").exists()
 
 
-def _as_object(found: Metadata) -> None:
+def _as_object(found):
     # The planner of torch unpickles these without limits.
     found.state_dict_metadata["a"] = BytesStorageMetadata()
 
 
-def _nothing(found: Metadata) -> None:
+def _nothing(found):
     found.state_dict_metadata["a"] = StorageMeta()  # pyright: ignore[reportArgumentType]
 
 
-def _elsewhere(found: Metadata) -> None:
+def _elsewhere(found):
     for info in found.storage_data.values():
         info.relative_path = "../other"
 
 
-def _missing(found: Metadata) -> None:
+def _missing(found):
     for info in found.storage_data.values():
         info.relative_path = "missing"
 
 
-def _pipe(found: Metadata) -> None:
+def _pipe(found):
     for info in found.storage_data.values():
         info.relative_path = "fifo"
 
 
-def _large(found: Metadata) -> None:
+def _large(found):
     tensor = found.state_dict_metadata["a"]
     assert isinstance(tensor, TensorStorageMetadata)
     tensor.size = torch.Size([1 << 40])
@@ -374,7 +371,7 @@ def _large(found: Metadata) -> None:
         (_large, "claims 4398046511104 bytes in files of"),
     ],
 )
-def test_tensors_of_a_checkpoint_lie_in_its_files(tmp_path, change, message: str) -> None:
+def test_tensors_of_a_checkpoint_lie_in_its_files(tmp_path, change, message):
     folder = tmp_path / "training"
     tensor_files.write({"a": torch.arange(3.0)}, folder)
     os.mkfifo(folder / "fifo")
@@ -383,7 +380,7 @@ def test_tensors_of_a_checkpoint_lie_in_its_files(tmp_path, change, message: str
         tensor_files.read_whole(folder)
 
 
-def test_weights_hold_what_they_claim(tmp_path) -> None:
+def test_weights_hold_what_they_claim(tmp_path):
     wide = torch.zeros(1).expand(1 << 40)
     assert not is_honest(wide)
     assert is_honest(torch.zeros(3, 4).T)

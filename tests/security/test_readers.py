@@ -1,7 +1,6 @@
 """Every reader of foreign files, with mutated inputs; `tests.security.fuzz` tries more."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ INPUTS = int(os.environ.get("EFFASR_FUZZ_INPUTS", "4"))
 
 
 @pytest.mark.timeout(600 + 2 * INPUTS * len(READERS))
-def test_hostile_inputs_are_read_or_refused(tmp_path: Path) -> None:
+def test_hostile_inputs_are_read_or_refused(tmp_path):
     counts = dict(fuzz(READERS, INPUTS, tmp_path))
     failures = [failure for count in counts.values() for failure in count.failures]
     assert not failures, "\n".join([table(counts), *failures])

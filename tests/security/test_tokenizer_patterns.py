@@ -10,7 +10,7 @@ WORDS = {"a": 0, "!": 1, "<unk>": 2, "<pad>": 3}
 
 @pytest.mark.parametrize("pattern", [r"(a+)+$", r"(?:a|aa)+$"])
 @pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])
-def test_a_text_that_takes_exponential_time_is_refused(tmp_path, pattern, place) -> None:
+def test_a_text_that_takes_exponential_time_is_refused(tmp_path, pattern, place):
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="<unk>"))
     regex = tokenizers.Regex(pattern)
     if place == "normalizer":
@@ -25,7 +25,7 @@ def test_a_text_that_takes_exponential_time_is_refused(tmp_path, pattern, place)
     assert "\n" not in str(failure.value)
 
 
-def test_a_decoder_that_takes_exponential_time_is_refused(tmp_path) -> None:
+def test_a_decoder_that_takes_exponential_time_is_refused(tmp_path):
     words = {"!" * 5000 + "a": 0, "a": 1, "<unk>": 2, "<pad>": 3}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     made.decoder = tokenizers.decoders.Replace(tokenizers.Regex(r"(!+)+$"), "a")

@@ -16,7 +16,7 @@ TEXT = st.one_of(
 
 @given(key=TEXT, texts=st.lists(TEXT, max_size=3))
 @example(key="\x85", texts=["a\x85b", "é\u2028\n"])
-def test_texts_are_read_as_they_were(key: str, texts: list[str]) -> None:
+def test_texts_are_read_as_they_were(key, texts):
     document = {"b": texts, "a": {key: key}}
     for loader in (yaml.SafeLoader, _Loader):
         found = yaml.load(dump_yaml(document), loader)
@@ -26,14 +26,14 @@ def test_texts_are_read_as_they_were(key: str, texts: list[str]) -> None:
 
 @given(TEXT)
 @example("a\nb")
-def test_a_scalar_is_one_line(text: str) -> None:
+def test_a_scalar_is_one_line(text):
     written = dump_scalar(text)
     assert len(written.splitlines()) == 1
     for loader in (yaml.SafeLoader, _Loader):
         assert yaml.load(f"name: {written}\n", loader) == {"name": text}
 
 
-def test_numbers_and_others_stay_plain() -> None:
+def test_numbers_and_others_stay_plain():
     assert dump_yaml({"a": 1e-05, "b": None, "c": True, "d": "16k"}) == (
         "a: 1.0e-05\nb: null\nc: true\nd: 16k\n"
     )

@@ -22,12 +22,12 @@ NORMS = {"qwen3": 9, "gemma3_text": 13}
 
 
 @pytest.fixture
-def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_cpu(monkeypatch):
     """Call the operations on a CPU, too."""
     monkeypatch.setattr(fused, "is_fused", lambda x: True)
 
 
-def _outcome(model: Any) -> list[torch.Tensor]:
+def _outcome(model):
     """The loss and all gradients."""
     model.zero_grad(set_to_none=True)
     loss = model(make_conversation_batch(conversations())).cross_entropy
@@ -36,7 +36,7 @@ def _outcome(model: Any) -> list[torch.Tensor]:
     return [loss.detach(), *grads]
 
 
-def _own(model: Any) -> list[torch.Tensor]:
+def _own(model):
     """The same by transformers' forwards."""
     model.language_model.fused.suspend()
     try:
@@ -45,19 +45,19 @@ def _own(model: Any) -> list[torch.Tensor]:
         model.language_model.fused.resume()
 
 
-def _assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+def _assert_close(actual, expected):
     assert len(actual) == len(expected)
     for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-4 * max(1e-2, float(y.abs().max())))
 
 
-def _error(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+def _error(actual, expected):
     return sum(float((x - y).square().sum()) for x, y in zip(actual, expected, strict=True)) ** 0.5
 
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.usefixtures("_on_cpu")
-def test_loss_and_gradients_are_those_of_transformers(kind: str) -> None:
+def test_loss_and_gradients_are_those_of_transformers(kind):
     model: Any = speech_llm(kind)
     norms = NORMS.get(kind, 5)
     assert model.language_model.fused.counts == {
@@ -74,7 +74,7 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("_on_cpu")
-def test_adapters_frozen_weights_and_recomputed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_frozen_weights_and_recomputed_layers(monkeypatch):
     model: Any = speech_llm("qwen3").train()
     targets = ("language_model.model.*_proj",)
     adapt(model, LoRAConfig(rank=2, targets=targets, also_train=("*q_norm.weight",)))
@@ -83,7 +83,7 @@ def test_adapters_frozen_weights_and_recomputed_layers(monkeypatch: pytest.Monke
             nn.init.normal_(parameter, std=0.1)
     seen, norm = [], fused.rms_norm
 
-    def noted(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+    def noted(x, weight, **options):
         seen.append(weight.requires_grad)
         return norm(x, weight, **options)
 
@@ -99,9 +99,7 @@ def test_adapters_frozen_weights_and_recomputed_layers(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("_on_cpu")
-def test_the_check_compares_with_the_forwards_of_transformers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_check_compares_with_the_forwards_of_transformers(monkeypatch):
     model: Any = speech_llm().language_model
     model.check_against_transformers()
     norm = fused.rms_norm
@@ -111,7 +109,7 @@ def test_the_check_compares_with_the_forwards_of_transformers(
 
 
 @pytest.mark.usefixtures("_on_cpu")
-def test_a_copy_computes_with_its_own_weights() -> None:
+def test_a_copy_computes_with_its_own_weights():
     model: Any = speech_llm()
     before = _outcome(model)[0]
     again = copy.deepcopy(model)
@@ -121,7 +119,7 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     assert torch.equal(_outcome(again)[0], before)
 
 
-def test_on_a_cpu_modules_keep_their_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_modules_keep_their_forwards(monkeypatch):
     model: Any = speech_llm()
     monkeypatch.setattr(fused, "rms_norm", None)
     monkeypatch.setattr(fused, "gated_activation", None)
@@ -129,11 +127,11 @@ def test_on_a_cpu_modules_keep_their_forwards(monkeypatch: pytest.MonkeyPatch) -
 
 
 class _Norm(nn.Module):
-    def __init__(self, change: str = "") -> None:
+    def __init__(self, change=""):
         super().__init__()
         self.weight, self.eps, self.change = nn.Parameter(torch.ones(8)), 1e-6, change
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         wide = x.float()
         if self.change == "mean":
             wide = wide - wide.mean(-1, keepdim=True)
@@ -145,13 +143,13 @@ class _Norm(nn.Module):
 
 
 class _Gated(nn.Module):
-    def __init__(self, change: str = "") -> None:
+    def __init__(self, change=""):
         super().__init__()
         self.gate_proj, self.up_proj = nn.Linear(8, 6), nn.Linear(8, 6)
         self.down_proj, self.change = nn.Linear(6, 8), change
         self.extra = nn.Dropout(0.0) if change == "dropout" else nn.Identity()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         gate, up = self.gate_proj(x), self.up_proj(x)
         if self.change == "swapped":
             gate, up = up, gate
@@ -163,18 +161,18 @@ class _Gated(nn.Module):
 
 
 @pytest.mark.parametrize("change", ["", "mean", "eps", "rounding"])
-def test_a_norm_that_computes_something_else_keeps_its_forward(change: str) -> None:
+def test_a_norm_that_computes_something_else_keeps_its_forward(change):
     found = fused.fuse(nn.Sequential(_Norm(change)))
     assert found.counts == {"RMS norms": (0 if change else 1, 1)}
 
 
 @pytest.mark.parametrize("change", ["", "swapped", "clamped", "residual", "dropout"])
-def test_a_network_that_computes_something_else_keeps_its_forward(change: str) -> None:
+def test_a_network_that_computes_something_else_keeps_its_forward(change):
     found = fused.fuse(nn.Sequential(_Gated(change)))
     assert len(found.forwards) == (0 if change else 1)
 
 
-def test_joined_projections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joined_projections(monkeypatch):
     model: Any = speech_llm("phi3")
     assert model.language_model.fused.counts["gated feed-forward networks"] == (2, 2)
     expected = _own(model)
@@ -182,7 +180,7 @@ def test_joined_projections(monkeypatch: pytest.MonkeyPatch) -> None:
     _assert_close(_outcome(model), expected)
 
 
-def test_doctor_counts_them(tmp_path) -> None:
+def test_doctor_counts_them(tmp_path):
     folder = write_chat_model(tmp_path / "llm", "qwen3")
     rows = recipe_rows("speech_llm_lora", [f"model.language_model.path={folder}"])
     (row,) = [x for x in rows if x.name == "fused modules"]
@@ -193,7 +191,7 @@ def test_doctor_counts_them(tmp_path) -> None:
 @pytest.mark.extended
 @pytest.mark.usefixtures("fresh_compiler", "_on_cpu")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_they_compile_without_a_break() -> None:
+def test_they_compile_without_a_break():
     model: Any = speech_llm("gemma3_text").language_model
     layout = make_conversation_batch(conversations()).tokens.layout
     x = torch.randn(layout.rows, model.embed_tokens.weight.shape[1])
