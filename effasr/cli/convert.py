@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def add_import(command: AddCommand) -> None:
-    """Add ``effasr import`` to the parser."""
     parser = command(
         "import",
         run_import,
@@ -40,7 +39,6 @@ def add_import(command: AddCommand) -> None:
 
 
 def run_import(options: argparse.Namespace) -> int:
-    """Convert a .nemo file or a Hugging Face folder to a model directory."""
     from effasr.checkpoint import save_model
 
     source = _model_in(options.source)
@@ -64,23 +62,23 @@ def _import(source: Path) -> tuple[ASRModel, Tokenizer, Prompt | None]:
     if source.is_file() or source.suffix == ".nemo" or (source / CONFIG).is_file():
         from effasr.interop.nemo.checkpoint import import_nemo
 
-        found = import_nemo(source)
-        model = ASRModel.from_state_dict(found.config, found.vocab_size, found.state)
-        return model, found.tokenizer, found.prompt
+        nemo = import_nemo(source)
+        model = ASRModel.from_state_dict(nemo.config, nemo.vocab_size, nemo.state)
+        return model, nemo.tokenizer, nemo.prompt
     return *_import_hugging_face(source), None
 
 
 def _model_in(source: Path) -> Path:
-    """Return the .nemo file of a folder that has no other model, as NVIDIA publishes some."""
+    """The .nemo file of a folder that has no other model, as NVIDIA publishes some."""
     from effasr.interop.nemo.archive import CONFIG
 
     if not source.is_dir() or any((source / name).is_file() for name in (CONFIG, "config.json")):
         return source
-    found = sorted(source.glob("*.nemo"))
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
+    files = sorted(source.glob("*.nemo"))
+    if len(files) > 1:
+        names = ", ".join(path.name for path in files)
         raise ValueError(f"{source} must have one .nemo file, but has {names}: name one of them.")
-    return found[0] if found else source
+    return files[0] if files else source
 
 
 def _import_hugging_face(source: Path) -> tuple[ASRModel, Tokenizer]:
@@ -105,7 +103,6 @@ def _import_hugging_face(source: Path) -> tuple[ASRModel, Tokenizer]:
 
 
 def add_export(command: AddCommand) -> None:
-    """Add ``effasr export`` to the parser."""
     parser = command(
         "export",
         run_export,
@@ -159,7 +156,6 @@ def add_export(command: AddCommand) -> None:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Write the requested format."""
     from effasr.checkpoint import load_model, resolve
     from effasr.training.checkpointing.averaging import average, newest_checkpoints
 
@@ -170,38 +166,30 @@ def run_export(options: argparse.Namespace) -> int:
         sources = newest_checkpoints(options.model, options.averaged)
     with reading(*sources):
         loaded = load_model(sources[0]) if options.averaged is None else average(sources)
-    with writing(options.out, _bytes_of(loaded.model)):
-        if loaded.model.language_model is not None:
-            return _language_model(options, loaded, format_)
-        if format_ == "onnx":
-            return _onnx(options, loaded)
-        if format_ == "sherpa-onnx":
-            return _sherpa(options, loaded)
-        if format_ == "nemo":
-            return _nemo(options, loaded)
-        return _hugging_face(options, loaded, sources)
-
-
-def _language_model(options: argparse.Namespace, loaded: LoadedModel, format_: str) -> int:
-    """Write the language model for transformers, and how to add the speech."""
-    from effasr.interop.huggingface.language_model import export_speech_llm
-    from effasr.training.checkpointing.export_folder import export_folder
-
-    if format_ != "huggingface":
+    if loaded.model.language_model is not None and format_ != "huggingface":
         raise ValueError(
             f"`--format` must be huggingface for a model with a language model, but is {format_}."
         )
-    with export_folder(options.out) as out:
-        export_speech_llm(loaded.model, out, loaded.tokenizer)
-    print_line(
-        f"{options.out}: load the language model with AutoModelForCausalLM.from_pretrained; "
-        "README.md describes how to add the speech"
-    )
+    with writing(options.out, _bytes_of(loaded.model)):
+        print_line(f"{options.out}: {_WRITERS[format_](options, loaded, sources)}")
     return 0
 
 
-def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path]) -> int:
-    """Write weights, configuration, tokenizer and model card for transformers."""
+def _language_model(options: argparse.Namespace, loaded: LoadedModel) -> str:
+    from effasr.interop.huggingface.language_model import export_speech_llm
+    from effasr.training.checkpointing.export_folder import export_folder
+
+    with export_folder(options.out) as out:
+        export_speech_llm(loaded.model, out, loaded.tokenizer)
+    return (
+        "load the language model with AutoModelForCausalLM.from_pretrained; README.md describes "
+        "how to add the speech"
+    )
+
+
+def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path]) -> str:
+    if loaded.model.language_model is not None:
+        return _language_model(options, loaded)
     from effasr.data.tokenizer import HuggingFaceTokenizer, WhisperTokenizer
     from effasr.evaluation.model_card import is_replaceable
     from effasr.interop.huggingface.checkpoint import export_model
@@ -234,12 +222,11 @@ def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: lis
             write_text(out / readme.name, _card(options, loaded, sources, loader).text())
         else:
             log("export", f"{readme} is kept, because effasr export did not write it")
-    print_line(f"{options.out}: load it with {loader}.from_pretrained")
-    return 0
+    return f"load it with {loader}.from_pretrained"
 
 
 def _format(options: argparse.Namespace) -> str:
-    """Return the format to write, after checks of ``OUT`` and of the options."""
+    """The format to write, after checks of ``OUT`` and of the options."""
     out = options.out
     chosen = options.format or ("nemo" if out.suffix == ".nemo" else "huggingface")
     if chosen == "nemo" and (out.suffix != ".nemo" or out.is_dir()):
@@ -267,17 +254,14 @@ def _format(options: argparse.Namespace) -> str:
     return chosen
 
 
-def _nemo(options: argparse.Namespace, loaded: LoadedModel) -> int:
-    """Write a .nemo file."""
+def _nemo(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path]) -> str:
     from effasr.interop.nemo.checkpoint import export_nemo
 
     name = export_nemo(loaded.model, loaded.tokenizer, options.out, loaded.prompt)
-    print_line(f"{options.out}: load it with NeMo's {name}.restore_from")
-    return 0
+    return f"load it with NeMo's {name}.restore_from"
 
 
-def _onnx(options: argparse.Namespace, loaded: LoadedModel) -> int:
-    """Write the graphs, their description, and the tokenizer."""
+def _onnx(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path]) -> str:
     import importlib.util
 
     from effasr.decoding.config import DecodingConfig
@@ -302,15 +286,13 @@ def _onnx(options: argparse.Namespace, loaded: LoadedModel) -> int:
             check_onnx(loaded.model, out, context)
         else:
             log("export", "the graphs are not checked, because onnxruntime is not installed")
-    how = ", the same as the model in onnxruntime" if checked else ""
     *first, last = graphs
     names = f"{', '.join(first)} and {last}" if first else last
-    print_line(f"{options.out}: {names}{how}")
-    return 0
+    return f"{names}{', the same as the model in onnxruntime' if checked else ''}"
 
 
 def _context(options: argparse.Namespace, loaded: LoadedModel) -> Context | None:
-    """Return the context of the graphs of a model that decodes streams, else None."""
+    """The context of the graphs of a model that decodes streams, else None."""
     from effasr.transcription.online import context_for, is_streamable
 
     if options.latency is None and not is_streamable(loaded.model):
@@ -318,8 +300,7 @@ def _context(options: argparse.Namespace, loaded: LoadedModel) -> Context | None
     return context_for(loaded.model, options.latency)
 
 
-def _sherpa(options: argparse.Namespace, loaded: LoadedModel) -> int:
-    """Write the graphs and the tokens for sherpa-onnx."""
+def _sherpa(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path]) -> str:
     from effasr.data.tokenizer.sentence_piece import AggregateTokenizer
     from effasr.interop.onnx.sherpa import export_sherpa
     from effasr.training.checkpointing.export_folder import export_folder
@@ -333,9 +314,10 @@ def _sherpa(options: argparse.Namespace, loaded: LoadedModel) -> int:
     with export_folder(options.out) as out:
         graphs = export_sherpa(loaded.model, out, loaded.tokenizer.pieces(), context)
     kind = "OfflineRecognizer" if context is None else "OnlineRecognizer"
-    names = ", ".join(graphs)
-    print_line(f"{options.out}: {names} and tokens.txt, for sherpa-onnx's {kind}")
-    return 0
+    return f"{', '.join(graphs)} and tokens.txt, for sherpa-onnx's {kind}"
+
+
+_WRITERS = {"huggingface": _hugging_face, "nemo": _nemo, "onnx": _onnx, "sherpa-onnx": _sherpa}
 
 
 def _card(

@@ -9,7 +9,6 @@ from effasr.cli.progress import progress_counter, working
 
 
 def add(command: AddCommand) -> None:
-    """Add the command to the parser."""
     parser = command(
         "demo-data",
         run,
@@ -40,7 +39,6 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Synthesise the corpus and print statistics of each split."""
     from effasr.data.demo.corpus import build
 
     with progress_counter("recordings") as show:

@@ -21,7 +21,7 @@ from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decode import decode
 from effasr.interop.onnx.description import describe
 from effasr.interop.onnx.export import check_transducer, write_transducer
-from effasr.interop.onnx.padded_model import PaddedEncoder
+from effasr.interop.onnx.plain_model import PaddedEncoder
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig

@@ -5,8 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from effasr.interop.onnx.padded_model import PaddedEncoder
-from effasr.interop.onnx.transducer_steps import JointStep, in_model_layout, predictor_step
+from effasr.interop.onnx.plain_model import (
+    JointStep,
+    PaddedEncoder,
+    in_model_layout,
+    predictor_step,
+)
 from effasr.model.asr import ASRModel
 from effasr.model.transducer import TransducerConfig
 from tests.support.small_model import VOCABULARY, shake

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from effasr.data.features.config import FeatureConfig
 from effasr.interop.onnx.export import check_onnx, export_onnx
-from effasr.interop.onnx.streaming_step import CACHES, StreamingStep
+from effasr.interop.onnx.plain_model import CACHES, StreamingStep
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig

@@ -18,7 +18,7 @@ from effasr.decoding.continuous_batching.engine import attention_greedy
 from effasr.interop.huggingface.checkpoint import export_model, import_model
 from effasr.interop.huggingface.files import SpecialTokens
 from effasr.interop.huggingface.whisper import WHISPER
-from effasr.interop.onnx.padded_model import PaddedDecoderStep, PaddedEncoder
+from effasr.interop.onnx.plain_model import PaddedDecoderStep, PaddedEncoder
 from effasr.interop.tables import export_weights, import_weights
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig

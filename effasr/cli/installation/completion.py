@@ -36,7 +36,6 @@ _RECIPES = ("train", "calibrate", "recipes show", "recipes copy")
 
 
 def add(command: AddCommand) -> None:
-    """Add the command to the parser."""
     command(
         "completion",
         run,
@@ -47,13 +46,11 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the script."""
     print_line(script(options.root))
     return 0
 
 
 def script(parser: argparse.ArgumentParser) -> str:
-    """Return the script for the commands of a parser, their options, choices and recipes."""
     (found,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     commands: Mapping[str, argparse.ArgumentParser] = found.choices
     recipes = config.recipes()

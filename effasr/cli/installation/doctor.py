@@ -9,7 +9,6 @@ from effasr.cli.progress import working
 
 
 def add(command: AddCommand) -> None:
-    """Add the command to the parser."""
     parser = command(
         "doctor",
         run,
@@ -33,15 +32,9 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report.
-
-    Raises:
-        ValueError: The recipe cannot be used, or fields are given without one.
-    """
     with working("trying each backend of each operation"):
         # The report imports torch, for which --help must not wait.
-        from effasr.cli.installation.recipe_report import recipe_rows
-        from effasr.cli.installation.report import Report, report
+        from effasr.cli.installation.report import Report, recipe_rows, report
 
         rows = recipe_rows(options.recipe, options.overrides)
         text = Report((*report().rows, *rows)).text()

@@ -12,7 +12,6 @@ from effasr.cli.options import AddCommand, print_line
 
 
 def add(command: AddCommand) -> None:
-    """Add the command to the parser."""
     parser = command(
         "recipes",
         run,
@@ -40,7 +39,6 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """List, show or copy."""
     action, recipe, file = options.action_name, options.recipe, options.file
     if (file is not None and action != "copy") or (recipe is not None and action == "list"):
         raise ValueError(
@@ -60,11 +58,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def copy(recipe: str, file: Path) -> None:
-    """Write a recipe to a new file, whose name becomes that of the run.
-
-    Raises:
-        ValueError: The file exists already, or is no YAML file.
-    """
+    """Write a recipe to a new file, whose name becomes that of the run."""
     from effasr.data.atomic_files import write_atomically
     from effasr.untrusted.yaml_text import dump_scalar
 
@@ -80,14 +74,13 @@ def copy(recipe: str, file: Path) -> None:
 
 
 def describe(recipe: str) -> str:
-    """Return the name of a recipe, and the first sentence of the comment at the top of its file."""
+    """The name of a recipe, and the first sentence of the comment at the top of its file."""
     comment = itertools.takewhile(lambda line: line.startswith("#"), read(recipe).splitlines())
     sentence = " ".join(line.lstrip("# ") for line in comment).split(". ")[0].rstrip(".")
     return textwrap.fill(sentence, 80, initial_indent=f"  {recipe:18} ", subsequent_indent=" " * 21)
 
 
 def read(recipe: str) -> str:
-    """Return the text of a recipe."""
     return (config.RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
 
 

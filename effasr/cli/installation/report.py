@@ -1,4 +1,4 @@
-"""Reports the properties of this machine and the implementation of each operation on it."""
+"""Reports this machine, what serves each operation on it, and what a recipe does there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import platform
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import soundfile
 import torch
@@ -17,8 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 import effasr_kernels
+from effasr import config as configuration
+from effasr.distributed.process_group import choose_device
 from effasr.evaluation.tables import to_text
 from effasr.optim.adamw import apex_unsupported_reason
+from effasr.training.config import TrainConfig
+from effasr.training.cuda_graph import obstacles, uses_graph
+from effasr.training.strategies.parallelism import is_bfloat16, reason_for_autocast
 from effasr.untrusted.display import display_width
 from effasr_kernels import OPERATIONS, Backend, BackendUnavailable, TorchOp
 from effasr_kernels.runtime import native
@@ -50,14 +56,7 @@ _EXPECTED = (Backend.TRITON, Backend.REFERENCE)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the report.
-
-    Attributes:
-        section: ``system``, ``packages`` or ``operations``.
-        name: Subject of the row.
-        value: A version, a size, or the backend that would be used.
-        note: Use of it, or the reason for an unexpected state.
-    """
+    """One line of the report."""
 
     section: str
     name: str
@@ -66,27 +65,19 @@ class Row:
 
     @property
     def notes(self) -> list[str]:
-        """The reasons in the note, one for each backend."""
         return self.note.split("; ")
 
     @property
     def device(self) -> str:
-        """The device of an operation; empty for other rows."""
         return self.name.rpartition(" on ")[2] if self.section == "operations" else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that `report` found."""
-
     rows: tuple[Row, ...]
 
     def text(self, width: int | None = None) -> str:
-        """Return a table for each section.
-
-        Args:
-            width: Columns to fold the tables to; by default those of the terminal, else 100.
-        """
+        """A table for each section, folded to the terminal's width or 100 columns by default."""
         if width is None:
             width = display_width() or _WIDTH
         parts = []
@@ -116,7 +107,7 @@ class Report:
 
 
 def _shared_notes(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Return the reasons that all operations of a device have, by device."""
+    """The reasons that all operations of a device have, by device."""
     shared = {}
     for device in dict.fromkeys(row.device for row in rows if row.device):
         first, *others = (row.notes for row in rows if row.device == device)
@@ -168,7 +159,7 @@ def _system() -> list[Row]:
 
 
 def _cpu_kernels() -> Row:
-    """Return whether the kernels of csrc/ are there, and else why not and how to build them."""
+    """Whether the kernels of csrc/ are there, and else why not and how to build them."""
     reason = native.unsupported_reason()
     note = "attention and lattices of losses on CPUs, csrc/"
     if reason is not None:
@@ -195,7 +186,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _operation(op: TorchOp, example: Example, device: torch.device) -> Row:
-    """Return the chosen backend of a call on the device, other usable and unusable ones."""
+    """The chosen backend of a call on the device, other usable and unusable ones."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     inputs = ExampleInputs(device, dtype)
     label = f"{example.label} on {device.type}"
@@ -220,7 +211,7 @@ def _operation(op: TorchOp, example: Example, device: torch.device) -> Row:
 def _unsupported_reason(
     op: TorchOp, example: Example, inputs: ExampleInputs, backend: Backend
 ) -> str | None:
-    """Return why this backend cannot serve the call, or None if it did."""
+    """Why this backend cannot serve the call, or None if it did."""
     try:
         getattr(effasr_kernels, op.name)(**example.arguments(inputs), backend=backend)
     except BackendUnavailable as error:
@@ -230,3 +221,89 @@ def _unsupported_reason(
         # The report must show a backend that breaks on this machine instead of failing itself.
         return f"fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return None
+
+
+def recipe_rows(recipe: str | None, overrides: Sequence[str]) -> list[Row]:
+    """The rows of a recipe; none without one."""
+    if recipe is None:
+        if overrides:
+            raise ValueError(
+                f"`overrides` must come with --recipe, whose fields they change, but are "
+                f"{' '.join(overrides)}: add --recipe RECIPE."
+            )
+        return []
+    config = _with_architecture(configuration.load(TrainConfig, recipe, overrides))
+    device = choose_device(config.training.device)
+    precision = "bfloat16" if is_bfloat16(config.training.precision, device) else "float32"
+    section = f"recipe {recipe} on {device.type}"
+    values = {"training.compile": "yes" if config.training.compile else "no"}
+    if config.model.language_model is not None:
+        values |= {
+            "training.strategy": config.training.strategy,
+            "data.frame_budget": str(config.data.frame_budget),
+        }
+    rows = [
+        Row(section, "training.precision", precision, "of matrix products"),
+        _graph(config, section, device),
+        _casts(config, section, device),
+    ]
+    rows += [Row(section, name, value, "") for name, value in values.items()]
+    if config.model.language_model is not None:
+        rows += _rows_of_language_model(config, section)
+    return rows
+
+
+def _with_architecture(config: TrainConfig) -> TrainConfig:
+    """The configuration with the architecture of its language model, if it is here."""
+    settings = config.model.language_model
+    if settings is None or settings.architecture is not None:
+        return config
+    # Imported here, because transformers takes seconds.
+    from effasr.model.language_model.architecture import CONFIG_FILE, read_architecture
+
+    if not (Path(settings.path) / CONFIG_FILE).is_file():
+        return config
+    settings = replace(settings, architecture=read_architecture(settings.path))
+    return replace(config, model=replace(config.model, language_model=settings))
+
+
+def _rows_of_language_model(config: TrainConfig, section: str) -> list[Row]:
+    budget, settings = config.data.token_budget, config.model.language_model
+    note = "rows of the language model" + (
+        ", as the data fill along with the frames" if budget is None else ""
+    )
+    value = "by the data" if budget is None else f"{budget}"
+    rows = [Row(section, "data.token_budget", value, note)]
+    if settings is not None and settings.architecture is not None:
+        from effasr.model.language_model.fused import fused_modules
+
+        # On a CPU the modules keep their own forwards.
+        found, where = fused_modules(settings.architecture), "on a GPU: one kernel each"
+        rows.append(Row(section, "fused modules", found, where))
+    return rows
+
+
+def _graph(config: TrainConfig, section: str, device: torch.device) -> Row:
+    found = obstacles(config, device)
+    reasons = "; ".join(f"{x.setting}: {x.reason}" for x in found)
+    settings = config.model.language_model
+    if settings is not None and settings.architecture is None and not found:
+        reasons = f"if the modules of {settings.path} read nothing from the GPU; it is not here"
+    asked = config.training.cuda_graph
+    value = "yes" if uses_graph(config, device) else "no"
+    if asked is True and found:
+        value = "refused"
+    elif asked is False and not found:
+        reasons = "possible, but turned off"
+    return Row(section, "training.cuda_graph", value, reasons)
+
+
+def _casts(config: TrainConfig, section: str, device: torch.device) -> Row:
+    # Several ranks, as fsdp2 differs from the other strategies only there.
+    reason = reason_for_autocast(config, device, 2)
+    asked = config.training.bfloat16_weights
+    if asked == "auto":
+        value, note = ("yes", "") if reason is None else ("no", reason)
+    else:
+        value, note = ("yes" if asked else "no"), "as the recipe says"
+    return Row(section, "training.bfloat16_weights", value, note)

@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from effasr.interop.onnx.streaming_step import StreamingStep
-from effasr.interop.onnx.transducer_steps import predictor_step
+from effasr.interop.onnx.plain_model import StreamingStep, predictor_step
 from effasr.model.asr import ASRModel
 from effasr.model.decoder import DecoderConfig
 from effasr.model.transducer import Transducer

@@ -11,9 +11,15 @@ from torch import Tensor
 
 from effasr.interop.onnx.description import DESCRIPTION, describe
 from effasr.interop.onnx.graph import Graph, check_packages, write_graph
-from effasr.interop.onnx.padded_model import PaddedDecoderStep, PaddedEncoder
-from effasr.interop.onnx.streaming_step import CACHES, StreamingStep
-from effasr.interop.onnx.transducer_steps import JointStep, in_model_layout, predictor_step
+from effasr.interop.onnx.plain_model import (
+    CACHES,
+    JointStep,
+    PaddedDecoderStep,
+    PaddedEncoder,
+    StreamingStep,
+    in_model_layout,
+    predictor_step,
+)
 from effasr.interop.tables import refuse, refuse_experts
 from effasr.model.asr import ASRModel
 from effasr.model.encoder import FastConformerConfig

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from effasr.data.atomic_files import write_atomically
 from effasr.interop.onnx.export import on_host
 from effasr.interop.onnx.graph import check_packages, write_graph
-from effasr.interop.onnx.padded_model import PaddedEncoder
-from effasr.interop.onnx.streaming_step import StreamingStep
-from effasr.interop.onnx.transducer_steps import JointStep, predictor_step
+from effasr.interop.onnx.plain_model import JointStep, PaddedEncoder, StreamingStep, predictor_step
 from effasr.interop.tables import refuse, refuse_experts
 from effasr.model.asr import ASRModel
 from effasr.model.checks import check

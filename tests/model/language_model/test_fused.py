@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from effasr.cli.installation.recipe_report import recipe_rows
+from effasr.cli.installation.report import recipe_rows
 from effasr.model.language_model import fused
 from effasr.nn.lora import LoRAConfig, adapt
 from tests.support.chat_folder import write_chat_model

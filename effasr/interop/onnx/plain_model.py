@@ -1,0 +1,555 @@
+"""The model over padded batches in plain PyTorch, whole and step by step, for export.
+
+Functions and weights are those of `effasr.model` in evaluation mode; only the layout differs, and
+caches and states are inputs and outputs. Speed does not matter here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effasr.model.asr import ASRModel
+from effasr.model.decoder import Decoder, DecoderLayer
+from effasr.model.encoder import ConformerLayer, FastConformerEncoder
+from effasr.model.streaming_encoder import check_streamable
+from effasr.model.transducer import Transducer
+from effasr.model.whisper_encoder import WhisperEncoder
+from effasr.nn.attention import CrossAttention, RelativeSelfAttention, SelfAttention
+from effasr.nn.convolution import BatchNorm, ConformerConvolution
+from effasr.nn.positions import relative_sinusoids, sinusoids
+from effasr.nn.predictor import LSTMPredictor, PredictorState, StatelessPredictor
+from effasr.nn.subsampling import ConvSubsampling
+from effasr.nn.transformer_layer import TransformerLayer
+from effasr_kernels import Context, Rotary
+
+
+class PaddedEncoder(nn.Module):
+    """Encoder, and everything that the other parts compute once from its output."""
+
+    def __init__(self, model: ASRModel):
+        super().__init__()
+        self.encoder, self.projection = model.encoder, model.projection
+        self.mel_bins = model.config.features.mel_bins
+        self.decoder, self.ctc_head = model.decoder, model.ctc_head
+        head = model.transducer
+        self.transducer_projection = None if head is None else head.encoder_projection
+        self.outputs = ["encoded", "encoded_lengths"]
+        if model.decoder is not None:
+            self.outputs += ["cross_keys", "cross_values"]
+        if model.ctc_head is not None:
+            self.outputs.append("ctc_log_probs")
+        if model.transducer is not None:
+            self.outputs.append("encoder_projected")
+
+    def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+        # features: float32 (B, T, mel_bins), from `effasr.data.features.log_mel.LogMel` for each
+        # utterance, followed by arbitrary rows; lengths: int64 (B,), real rows of each, at least
+        # one -> (B, T / subsampling rounded up, width), int64 (B,), (layers, B, heads, frames,
+        # head_dim), (B, frames, V + 1), (B, frames, J)
+        if isinstance(self.encoder, WhisperEncoder):
+            x, lengths = _whisper(self.encoder, features, lengths)
+        else:
+            x, lengths = _fastconformer(self.encoder, features, lengths)
+        found = [x, lengths]
+        if self.decoder is not None:
+            projected = x if self.projection is None else self.projection(x)
+            layers = [cast(DecoderLayer, layer) for layer in self.decoder.layers]
+            pairs = [_heads_kv(layer.encoder_attn, projected) for layer in layers]
+            found += [torch.stack([pair[which] for pair in pairs]) for which in (0, 1)]
+        if self.ctc_head is not None:
+            found.append(self.ctc_head(x).log_softmax(-1))
+        if self.transducer_projection is not None:
+            found.append(self.transducer_projection(x))
+        return tuple(found)
+
+
+class PaddedDecoderStep(nn.Module):
+    """Decoder step for one token per utterance, all at the same position."""
+
+    def __init__(self, model: ASRModel):
+        super().__init__()
+        self.decoder = cast(Decoder, model.decoder)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        past_keys: Tensor,
+        past_values: Tensor,
+        cross_keys: Tensor,
+        cross_values: Tensor,
+        encoded_lengths: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # tokens: int64 (B,), the next token of each; positions: int64 (B,), P; an exporter would
+        # make a constant of a size; past_keys: (layers, B, heads, P, head_dim), of the P earlier
+        # tokens, none at first -> (B, V)
+        decoder = self.decoder
+        x = decoder.embed(tokens, positions)[:, None]
+        heard = _mask(encoded_lengths, cross_keys.shape[3])[:, None, None]
+        keys, values = [], []
+        for number, one in enumerate(decoder.layers):
+            layer = cast(DecoderLayer, one)
+            q, k, v = _heads_qkv(layer.self_attn, layer.input_layernorm(x))
+            k = torch.cat([past_keys[number], k], 2)
+            v = torch.cat([past_values[number], v], 2)
+            keys.append(k)
+            values.append(v)
+            x = x + _joined(layer.self_attn, _attend(q, k, v))
+            attention = layer.encoder_attn
+            q = _split(attention.q_proj(layer.post_attention_layernorm(x)), attention.heads)
+            y = _attend(q, cross_keys[number], cross_values[number], heard)
+            x = x + _joined(attention, y)
+            x = x + layer.mlp(layer.final_layernorm(x))
+        return decoder.logits(decoder.norm(x[:, 0])), torch.stack(keys), torch.stack(values)
+
+
+def _fastconformer(
+    encoder: FastConformerEncoder, x: Tensor, lengths: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Map (B, T, mel_bins) to (B, T / subsampling, width)."""
+    config = encoder.config
+    x, lengths = _subsampled(encoder.subsampling, x, lengths)
+    if encoder.subsampling_norm is not None:
+        x = encoder.subsampling_norm(x)
+    if config.scale_input:
+        x = x * math.sqrt(config.width)
+    frames = x.shape[1]
+    if config.input_positions:
+        places = sinusoids(torch.arange(frames, device=x.device), config.width)
+        x = x + config.input_positions * places
+    real = _mask(lengths, frames)
+    for layer in encoder.layers:
+        x = _conformer(cast(ConformerLayer, layer), x, real)
+    return x, lengths
+
+
+def _whisper(encoder: WhisperEncoder, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Map (B, T, mel_bins) to (B, T / 2, width)."""
+    stem = encoder.stem
+    x = x * _mask(lengths, x.shape[1])[..., None]
+    # If the number of rows is odd, the last row is followed by zeros, as at every end.
+    x = F.gelu(stem.conv1(x.mT)) * _mask(lengths, x.shape[1])[:, None]
+    x, lengths = F.gelu(stem.conv2(x)).mT, (lengths + 1) // 2
+    places = torch.arange(x.shape[1], device=x.device)
+    x = x + encoder.places(places)
+    real = _mask(lengths, x.shape[1])
+    for one in encoder.layers:
+        layer = cast(TransformerLayer, one)
+        x = x + _self_attention(layer.self_attn, layer.norm_self_att(x), real)
+        x = x + layer.feed_forward(layer.norm_feed_forward(x))
+    return encoder.norm(x), lengths
+
+
+def _subsampled(module: ConvSubsampling, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Map (B, T, mel_bins) to (B, T / subsampling, width).
+
+    Behind each utterance are zeros after every layer.
+    """
+
+    def masked(x: Tensor, lengths: Tensor) -> Tensor:
+        return x.masked_fill(~_mask(lengths, x.shape[2])[:, None, :, None], 0.0)
+
+    x = masked(x[:, None], lengths)
+    lengths = (lengths + 1) // 2
+    x = masked(F.relu(module.conv(x)), lengths)
+    for depthwise, pointwise in module.stages():
+        lengths = (lengths + 1) // 2
+        y = pointwise(masked(depthwise(x), lengths).movedim(1, -1))
+        x = masked(F.relu(y).movedim(-1, 1), lengths)
+    return module.linear(x.transpose(1, 2).flatten(2)), lengths
+
+
+def _conformer(layer: ConformerLayer, x: Tensor, real: Tensor) -> Tensor:
+    x = x + 0.5 * layer.feed_forward1(layer.norm_feed_forward1(x))
+    x = x + _self_attention(layer.self_attn, layer.norm_self_att(x), real)
+    x = x + _convolution(layer.conv, layer.norm_conv(x), real)
+    x = x + 0.5 * layer.feed_forward2(layer.norm_feed_forward2(x))
+    return layer.norm_out(x)
+
+
+def _self_attention(module: SelfAttention, x: Tensor, real: Tensor) -> Tensor:
+    q, k, v = _heads_qkv(module, x)
+    mask = real[:, None, None]
+    if not isinstance(module, RelativeSelfAttention):
+        if module.rotary is not None:
+            q, k = rotated(q, module.rotary), rotated(k, module.rotary)
+        return _joined(module, _attend(q, k, v, mask))
+    frames, scale = x.shape[1], module.head_dim**-0.5
+    # Sorted from the largest distance to the smallest, so that they follow a query's keys in order.
+    embeddings = relative_sinusoids(frames, module.relative_k_proj.in_features, x.device).flip(0)
+    table = _split(module.relative_k_proj(embeddings)[None], module.heads)
+    content = (q + module.bias_u[:, None]) @ k.mT
+    position = (q + module.bias_v[:, None]) @ table.mT
+    # Row i is shifted left by i columns.
+    batch, heads = x.shape[0], module.heads
+    shifted = F.pad(position, (1, 0)).reshape(batch, heads, 2 * frames, frames)[:, :, 1:]
+    position = shifted.reshape(batch, heads, frames, 2 * frames - 1)[..., :frames]
+    scores = ((content + position) * scale).masked_fill(~mask, -torch.inf)
+    return _joined(module, scores.softmax(-1) @ v)
+
+
+def _convolution(module: ConformerConvolution, x: Tensor, real: Tensor) -> Tensor:
+    x = F.glu(module.pointwise1(x), -1) * real[..., None]
+    taps = module.depthwise.weight
+    x = F.conv1d(
+        x.mT, taps[:, None], module.depthwise.bias, padding=taps.shape[1] // 2, groups=taps.shape[0]
+    ).mT
+    return module.pointwise2(F.silu(normalized(module, x)))
+
+
+def normalized(module: ConformerConvolution, x: Tensor) -> Tensor:
+    """Apply the norm of a convolution module to (B, T, width)."""
+    norm = module.norm
+    if not isinstance(norm, BatchNorm):
+        return norm(x)
+    scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+    return x * scale + (norm.bias - norm.running_mean * scale)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def rotated(x: Tensor, rotary: Rotary, first: int = 0) -> Tensor:
+    """Apply rotary embedding to (B, heads, T, D), whose places count from ``first``.
+
+    They are those of every utterance, as padding is at the end.
+    """
+    half = rotary.rotated(x.shape[-1]) // 2
+    if not half:
+        return x
+    rates = torch.tensor([rotary.base ** (-c / half) for c in range(half)], device=x.device)
+    angles = (first + torch.arange(x.shape[2], device=x.device))[:, None] * rates
+    cos, sin = angles.cos(), angles.sin()
+    one, other, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = [one * cos - other * sin, other * cos + one * sin]
+    return torch.cat([*turned, rest] if rest.shape[-1] else turned, -1)
+
+
+def _heads_qkv(module: SelfAttention, x: Tensor) -> tuple[Tensor, ...]:
+    return tuple(_split(part, module.heads) for part in module.qkv_proj(x).chunk(3, -1))
+
+
+def _heads_kv(module: CrossAttention, x: Tensor) -> tuple[Tensor, ...]:
+    return tuple(_split(part, module.heads) for part in module.kv_proj(x).chunk(2, -1))
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    """Reshape (B, T, heads * D) to (B, heads, T, D)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _joined(module: SelfAttention | CrossAttention, x: Tensor) -> Tensor:
+    """Reshape (B, heads, T, D) to (B, T, width)."""
+    return module.o_proj(x.transpose(1, 2).flatten(2))
+
+
+def _mask(lengths: Tensor, rows: int) -> Tensor:
+    """Which rows are real: bool (B, rows)."""
+    return torch.arange(rows, device=lengths.device) < lengths[:, None]
+
+
+CACHES = ("cache_mel", "cache_keys", "cache_values", "cache_conv", "cache_frames", "cache_missing")
+"""Inputs that the outputs ``next_...`` of the step before replace."""
+_LAYERED = ("cache_keys", "cache_values", "cache_conv")
+
+
+class StreamingStep(nn.Module):
+    """The encoder over the next chunk of each stream, and what CTC or a transducer makes of it."""
+
+    def __init__(self, model: ASRModel, context: Context):
+        super().__init__()
+        self.context = check_streamable(model.config.encoder, context)
+        self.encoder = cast(FastConformerEncoder, model.encoder)
+        self.mel_bins = model.config.features.mel_bins
+        self.ctc_head = model.ctc_head
+        head = model.transducer
+        self.transducer_projection = None if head is None else head.encoder_projection
+        self.outputs = ["encoded"]
+        if model.ctc_head is not None:
+            self.outputs.append("ctc_log_probs")
+        if head is not None:
+            self.outputs.append("encoder_projected")
+        self.outputs += [name.replace("cache", "next") for name in CACHES]
+
+    @property
+    def kept(self) -> int:
+        """Slots of mel rows that a frame reads beside its own."""
+        return 2 if self.encoder.config.causal_subsampling else 1
+
+    @staticmethod
+    def batch_axis(name: str) -> int:
+        return 1 if name in _LAYERED else 0
+
+    def begin(self, streams: int) -> dict[str, Tensor]:
+        """The caches before the first step: zeros."""
+        config, left = self.encoder.config, cast(int, self.context.left)
+        heads, head_dim = config.heads, config.width // config.heads
+        before = torch.zeros(config.layers, streams, left, heads, head_dim)
+        counts = torch.zeros(streams, dtype=torch.int64)
+        made = (
+            torch.zeros(streams, self.kept * config.subsampling, self.mel_bins),
+            before,
+            before.clone(),
+            torch.zeros(config.layers, streams, config.conv_kernel - 1, 2 * config.width),
+            counts,
+            counts.clone(),
+        )
+        return dict(zip(CACHES, made, strict=True))
+
+    def forward(
+        self,
+        features: Tensor,
+        lengths: Tensor,
+        frames: Tensor,
+        cache_mel: Tensor,
+        cache_keys: Tensor,
+        cache_values: Tensor,
+        cache_conv: Tensor,
+        cache_frames: Tensor,
+        cache_missing: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Encode the next chunk: c frames of s = ``subsampling`` mel rows."""
+        # features: float32 (B, s c, mel_bins), real rows followed by arbitrary ones; lengths: int64
+        # (B,), real rows: s c, fewer only in the last chunk; frames: int64 (B,), frames of the
+        # chunk: c, fewer only in the last one, 0 for a stream that is left as it is; cache_mel:
+        # float32 (B, kept s, mel_bins), the rows before; cache_keys: float32 (layers, B, left,
+        # heads, head_dim); cache_conv: float32 (layers, B, conv_kernel - 1, 2 width), inputs of the
+        # convolutions; cache_frames: int64 (B,), frames so far; cache_missing: int64 (B,), rows
+        # that the chunk before lacked -> (B, c, width), (B, c, V + 1), (B, c, J)
+        config, context = self.encoder.config, self.context
+        chunk, active = context.chunk, frames > 0
+        x = self._subsampled(features, lengths, cache_mel, cache_frames, cache_missing)
+        place = torch.arange(cast(int, context.left) + chunk, device=x.device)
+        place = place - cast(int, context.left)
+        seen = (place >= -cache_frames[:, None]) & (place < frames[:, None])
+        # A softmax over nothing would be NaN.
+        seen = seen | ~active[:, None]
+        keys, values, convolved = [], [], []
+        for number, one in enumerate(self.encoder.layers):
+            layer = cast(ConformerLayer, one)
+            x = x + 0.5 * layer.feed_forward1(layer.norm_feed_forward1(x))
+            y, *heard = self._attended(
+                layer.self_attn,
+                layer.norm_self_att(x),
+                cache_keys[number],
+                cache_values[number],
+                seen,
+            )
+            keys.append(_last_rows(cache_keys[number], heard[0], active))
+            values.append(_last_rows(cache_values[number], heard[1], active))
+            x = x + y
+            y, both = _streamed_convolution(layer.conv, layer.norm_conv(x), cache_conv[number])
+            convolved.append(_last_rows(cache_conv[number], both, active))
+            x = x + y
+            x = x + 0.5 * layer.feed_forward2(layer.norm_feed_forward2(x))
+            x = layer.norm_out(x)
+        found = [x]
+        if self.ctc_head is not None:
+            found.append(self.ctc_head(x).log_softmax(-1))
+        if self.transducer_projection is not None:
+            found.append(self.transducer_projection(x))
+        mel = _last_rows(cache_mel, torch.cat([cache_mel, features], 1), active)
+        missing = torch.where(active, config.subsampling * chunk - lengths, cache_missing)
+        found += [mel, *(torch.stack(part) for part in (keys, values, convolved))]
+        return (*found, cache_frames + frames, missing)
+
+    def _subsampled(
+        self, features: Tensor, lengths: Tensor, mel: Tensor, before: Tensor, missing: Tensor
+    ) -> Tensor:
+        """The input of the first layer, (B, c, width)."""
+        encoder, config = self.encoder, self.encoder.config
+        factor, chunk, kept = config.subsampling, self.context.chunk, self.kept
+        causal = config.causal_subsampling
+        # Rows before a stream and behind it are zeros after every layer.
+        begin = factor * (kept - before.clamp(max=kept))
+        end = torch.maximum(factor * kept - missing, begin) + lengths
+        x = torch.cat([mel, features], 1)[:, None]
+        x = _zero_outside(x, begin, end)
+        module = encoder.subsampling
+        stages = [(module.conv, None), *module.stages()]
+        for depthwise, pointwise in stages:
+            if causal:
+                size = end - begin
+                x = F.pad(x, (2, 1, 2, 1))
+                x = F.conv2d(x, depthwise.weight, depthwise.bias, stride=2, groups=depthwise.groups)
+                begin = begin // 2
+                end = begin + size // 2 + 1
+            else:
+                x = depthwise(x)
+                begin, end = begin // 2, (end + 1) // 2
+            if pointwise is not None:
+                x = pointwise(x.movedim(1, -1)).movedim(-1, 1)
+            x = _zero_outside(F.relu(x), begin, end)
+        x = x[:, :, kept : kept + chunk].transpose(1, 2).flatten(2)
+        x = module.linear(x)
+        if encoder.subsampling_norm is not None:
+            x = encoder.subsampling_norm(x)
+        if config.scale_input:
+            x = x * math.sqrt(config.width)
+        if config.input_positions:
+            place = (before[:, None] + torch.arange(chunk, device=x.device)).flatten()
+            x = x + config.input_positions * sinusoids(place, config.width).view_as(x)
+        return x
+
+    def _attended(
+        self, module: SelfAttention, x: Tensor, keys: Tensor, values: Tensor, seen: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attend: (B, c, width), and keys and values with the new ones, (B, left + c, H, D)."""
+        left = cast(int, self.context.left)
+        q, k, v = (
+            part.unflatten(-1, (module.heads, -1)) for part in module.qkv_proj(x).chunk(3, -1)
+        )
+        keys, values = torch.cat([keys, k], 1), torch.cat([values, v], 1)
+        q, k = q.transpose(1, 2), keys.transpose(1, 2)
+        if isinstance(module, RelativeSelfAttention):
+            scores = (q + module.bias_u[:, None]) @ k.mT + self._by_distance(module, q)
+        elif module.rotary is not None:
+            # Only differences of places matter, so that they count from the oldest key.
+            scores = rotated(q, module.rotary, left) @ rotated(k, module.rotary).mT
+        else:
+            scores = q @ k.mT
+        scores = (scores * module.head_dim**-0.5).masked_fill(~seen[:, None, None], -torch.inf)
+        y = scores.softmax(-1) @ values.transpose(1, 2)
+        return module.o_proj(y.transpose(1, 2).flatten(2)), keys, values
+
+    def _by_distance(self, module: RelativeSelfAttention, q: Tensor) -> Tensor:
+        """Scores of the distances of (B, H, c, D) to left + c keys."""
+        chunk, left = self.context.chunk, cast(int, self.context.left)
+        weight = module.relative_k_proj.weight
+        distances = torch.arange(1 - chunk, left + chunk, device=q.device)
+        table = module.relative_k_proj(sinusoids(distances, weight.shape[1]))
+        table = table.unflatten(-1, (module.heads, -1)).permute(1, 2, 0)
+        scores = (q + module.bias_v[:, None]) @ table
+        # Entry 0 is the distance of the first query and the last key.
+        query = torch.arange(chunk, device=q.device)[:, None]
+        entry = query + chunk - 1 + left - torch.arange(left + chunk, device=q.device)
+        return scores.gather(-1, entry.expand(q.shape[0], module.heads, -1, -1))
+
+
+def _streamed_convolution(
+    module: ConformerConvolution, x: Tensor, before: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Convolve (B, c, width); also its input with the rows before, (B, taps - 1 + c, 2 width)."""
+    both = torch.cat([before, module.pointwise1(x)], 1)
+    taps, bias = module.depthwise.weight, module.depthwise.bias
+    y = F.conv1d(F.glu(both, -1).mT, taps[:, None], bias, groups=taps.shape[0]).mT
+    return module.pointwise2(F.silu(normalized(module, y))), both
+
+
+def _last_rows(cache: Tensor, both: Tensor, active: Tensor) -> Tensor:
+    """The last rows of both, (B, n, ...), for active streams, else the cache."""
+    last = both[:, both.shape[1] - cache.shape[1] :]
+    return torch.where(active.view(-1, *[1] * (cache.ndim - 1)), last, cache)
+
+
+def _zero_outside(x: Tensor, begin: Tensor, end: Tensor) -> Tensor:
+    """Set the rows of (B, channels, T, bands) before a begin and from an end on to zero."""
+    rows = torch.arange(x.shape[2], device=x.device)
+    real = (rows >= begin[:, None]) & (rows < end[:, None])
+    return x.masked_fill(~real[:, None, :, None], 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """State of a predictor between labels."""
+
+    description: str  # Meaning of the tensor
+    dtype: torch.dtype  # Data type
+    shape: tuple[int | None, ...]  # Sizes; None stands for the batch
+    initial: int  # Fill value before the first label
+
+    @property
+    def batch_axis(self) -> int:
+        return self.shape.index(None)
+
+    def begin(self, count: int) -> Tensor:
+        sizes = [count if size is None else size for size in self.shape]
+        return torch.full(sizes, self.initial, dtype=self.dtype)
+
+
+class LSTMStep(nn.Module):
+    """One more label of each transcript, read by LSTM layers."""
+
+    def __init__(self, head: Transducer):
+        super().__init__()
+        self.predictor = cast(LSTMPredictor, head.predictor)
+        self.projection = head.predictor_projection
+        sizes = self.predictor.lstm.layers, None, self.predictor.lstm.width
+        self.states = tuple(
+            StateTensor(name, torch.float32, sizes, 0) for name in ("hidden state", "cell state")
+        )
+
+    def forward(
+        self, tokens: Tensor, input_states_1: Tensor, input_states_2: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # tokens: int64 (B,), the blank at first; input_states_1: (layers, B, P), the hidden state;
+        # input_states_2: (layers, B, P), the cell -> (B, J)
+        x, lstm = self.predictor.embedding(tokens), self.predictor.lstm
+        hidden, cells = [], []
+        for layer in range(lstm.layers):
+            w_ih, w_hh, b_ih, b_hh = lstm.weights()[4 * layer : 4 * layer + 4]
+            gates = F.linear(x, w_ih, b_ih) + F.linear(input_states_1[layer], w_hh, b_hh)
+            i, f, g, o = gates.chunk(4, -1)
+            cells.append(f.sigmoid() * input_states_2[layer] + i.sigmoid() * g.tanh())
+            x = o.sigmoid() * cells[-1].tanh()
+            hidden.append(x)
+        return self.projection(x), torch.stack(hidden), torch.stack(cells)
+
+
+class StatelessStep(nn.Module):
+    """One more label of each transcript, where only the last few are seen."""
+
+    def __init__(self, head: Transducer):
+        super().__init__()
+        self.predictor = cast(StatelessPredictor, head.predictor)
+        self.projection = head.predictor_projection
+        before = self.predictor.context - 1
+        state = StateTensor("the labels before, -1 for none", torch.int64, (None, before), -1)
+        self.states = (state,) if before else ()
+
+    def forward(self, tokens: Tensor, input_states_1: Tensor | None = None) -> tuple[Tensor, ...]:
+        # tokens: int64 (B,), the blank at first; input_states_1: int64 (B, context - 1), the labels
+        # before it -> (B, J)
+        seen = tokens[:, None]
+        if input_states_1 is not None:
+            seen = torch.cat([input_states_1, seen], 1)
+        embedded = self.predictor.embedding(seen.clamp(min=0)) * (seen >= 0)[..., None]
+        predicted = self.projection(F.relu((embedded * self.predictor.taps.T).sum(1)))
+        return (predicted,) if input_states_1 is None else (predicted, seen[:, 1:])
+
+
+class JointStep(nn.Module):
+    """The scores of one frame of each utterance, given the labels so far."""
+
+    def __init__(self, head: Transducer):
+        super().__init__()
+        self.activation, self.output = head.config.activation, head.output
+        self.symbols = head.blank_id + 1
+
+    def forward(self, encoder_projected: Tensor, predictor_projected: Tensor) -> tuple[Tensor, ...]:
+        # encoder_projected: (B, J), a frame of each utterance; predictor_projected: (B, J), from
+        # the predictor -> (B, V + 1), (B, D)
+        joint = encoder_projected + predictor_projected
+        scores = self.output(joint.relu() if self.activation == "relu" else joint.tanh())
+        if scores.shape[-1] == self.symbols:
+            return (scores,)
+        return scores[:, : self.symbols], scores[:, self.symbols :]
+
+
+def predictor_step(head: Transducer) -> LSTMStep | StatelessStep:
+    return LSTMStep(head) if isinstance(head.predictor, LSTMPredictor) else StatelessStep(head)
+
+
+def in_model_layout(state: tuple[Tensor, ...]) -> PredictorState:
+    """States of a step in the layout of `Transducer.step`, the batch first."""
+    return tuple(part.transpose(0, 1) if part.ndim == 3 else part for part in state)
