@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from effasr.cli.installation import report as doctor
-from effasr.cli.installation import report as report_module
 from effasr.cli.installation.report import recipe_rows
 from effasr.cli.main import main
 from effasr_kernels import OPERATIONS, Backend
@@ -161,7 +160,7 @@ def test_a_recipe_has_the_reasons_against_a_graph(capsys):
 def test_a_requested_graph_is_refused_and_an_unwanted_one_is_possible(monkeypatch):
     asked = recipe_rows("small", ["training.cuda_graph=true", "training.device=cpu"])
     assert {row.name: row.value for row in asked}["training.cuda_graph"] == "refused"
-    monkeypatch.setattr(report_module, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(doctor, "choose_device", lambda name: torch.device("cuda"))
     rows = {row.name: row for row in recipe_rows("small", ["training.cuda_graph=false"])}
     assert rows["training.cuda_graph"].value == "no"
     assert rows["training.cuda_graph"].note == "possible, but turned off"
