@@ -94,10 +94,8 @@ def _relative(
 
 
 def _skew(by_distance: Tensor, t_k: int) -> Tensor:
-    """Return scores by key as a view of scores by descending distance.
-
-    The score of query i and key j is in column ``j - i + t_q - 1``; each row is shifted by one.
-    """
+    """Return scores by key as a view of scores by descending distance."""
+    # The score of query i and key j is in column ``j - i + t_q - 1``; each row is shifted by one.
     heads, t_q, width = by_distance.shape
     return by_distance.contiguous().as_strided(
         (heads, t_q, t_k), (t_q * width, width - 1, 1), t_q - 1

@@ -239,11 +239,9 @@ def normalize_backward(
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Compute one block of the gradient of x; program (block of rows, block of channels).
-
-    With n the normalized values, R the number of real rows and dz the gradient of z, this is
-    w / sigma (dz - (n sum(dz n) + sum(dz)) / R), or w / sigma dz if FIXED.
-    """
+    """Compute one block of the gradient of x; program (block of rows, block of channels)."""
+    # With n the normalized values, R the number of real rows and dz the gradient of z, this is w /
+    # sigma (dz - (n sum(dz n) + sum(dz)) / R), or w / sigma dz if FIXED.
     real = tl.load(cu_seqlens + sequences)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -83,11 +83,9 @@ def _shared(a: ActivationArguments) -> tuple[Tensor | None, Tensor | None, Tenso
 
 
 def _configuration(x: Tensor) -> dict[str, Any]:
-    """Return constants and options with which a thread loads 16 bytes of each row of a tile.
-
-    It has the same columns in all rows: it adds the gradient of the bias, and decides which
-    elements to drop, without exchange.
-    """
+    """Return constants and options with which a thread loads 16 bytes of each row of a tile."""
+    # It has the same columns in all rows: it adds the gradient of the bias, and decides which
+    # elements to drop, without exchange.
     row_of_warp = 32 * 16 // x.element_size()
     block = min(_MOST_COLUMNS, max(row_of_warp, 1 << (x.shape[1] - 1).bit_length()))
     return {"ROWS": _ROWS, "BLOCK_C": block, "num_warps": block // row_of_warp}
@@ -176,11 +174,9 @@ def activate_backward(
     ROWS: tl.constexpr,  # rows of a tile
     BLOCK_C: tl.constexpr,
 ):
-    """Write the gradient of x, and partial sums of it for the bias.
-
-    Program (i, block of columns) of n along the rows takes rows from ROWS i, from ROWS (i + n) and
-    so on, and adds them in this order.
-    """
+    """Write the gradient of x, and partial sums of it for the bias."""
+    # Program (i, block of columns) of n along the rows takes rows from ROWS i, from ROWS (i + n)
+    # and so on, and adds them in this order.
     column = tl.program_id(1) * BLOCK_C
     c = column + tl.arange(0, BLOCK_C)
     inside = c < channels

@@ -72,35 +72,21 @@ def _transcript(targets, first_label, labels, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["columns"])
 def sweep_forward(
+    # float32 (T, K + 1), logits of the blank (column 0) and of each label. The logit of a label is
+    # overwritten with the share of its mass that was in the same label a frame before.
     scores,
-    log_normalizer,
-    targets,
-    cu_frames,
-    cu_targets,
-    moved,
-    ended,
-    loss,
-    columns,
+    log_normalizer,  # float32 (T,)
+    targets,  # int32 or int64 (U,)
+    cu_frames,  # int32 (N + 1,)
+    cu_targets,  # int32 (N + 1,)
+    moved,  # float32 (T, K + 1), written: share of label j - 1 in the mass c_j
+    ended,  # float32 (N,), written: share of alignments that end in the last label
+    loss,  # float32 (N,), written
+    columns,  # K + 1
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr,  # number of frames whose loads are in flight
 ):
-    """Compute the loss of one sequence and the shares of predecessor states at each frame.
-
-    Args:
-        scores: float32 (T, K + 1), logits of the blank (column 0) and of each label. The logit of
-            a label is overwritten with the share of its mass that was in the same label a frame
-            before.
-        log_normalizer: float32 (T,).
-        targets: int32 or int64 (U,).
-        cu_frames: int32 (N + 1,).
-        cu_targets: int32 (N + 1,).
-        moved: float32 (T, K + 1), written: share of label j - 1 in the mass c_j.
-        ended: float32 (N,), written: share of alignments that end in the last label.
-        loss: float32 (N,), written.
-        columns: K + 1.
-        BLOCK: Power of two, at least K + 1.
-        STAGES: Number of frames whose loads are in flight.
-    """
+    """Compute the loss of one sequence and the shares of predecessor states at each frame."""
     n = tl.program_id(0)
     first_frame, frames = _extent(cu_frames, n)
     first_label, labels = _extent(cu_targets, n)
@@ -140,44 +126,29 @@ def sweep_forward(
 
 @triton.jit(do_not_specialize=["columns", "blank_id"])
 def sweep_backward(
-    moved,
-    stayed,
-    ended,
-    loss,
-    grad_loss,
-    targets,
-    cu_frames,
-    cu_targets,
+    moved,  # float32 (T, K + 1), output of `sweep_forward`
+    stayed,  # float32 (T, K + 1), `scores` as overwritten by `sweep_forward`
+    ended,  # float32 (N,), output of `sweep_forward`
+    loss,  # float32 (N,)
+    grad_loss,  # float32 (N,)
+    targets,  # int32 or int64 (U,)
+    cu_frames,  # int32 (N + 1,)
+    cu_targets,  # int32 (N + 1,)
+    # float32 (T, K + 1), of the blank (column 0) and of each label; written where the scale is not
+    # zero
     occupancies,
+    # int32 (U,), written: class of each label that is the first of its class in the transcript and
+    # not the blank; else -1
     classes,
+    # float32 (T,), written: gradient of the loss of the frame's sequence, 0 where the loss is
+    # infinite
     scale,
-    columns,
-    blank_id,
+    columns,  # K + 1
+    blank_id,  # class of the blank
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr,  # number of frames whose loads are in flight
 ):
-    """Compute the occupancies of one sequence, the scale of its frames and its distinct labels.
-
-    Args:
-        moved: float32 (T, K + 1), output of `sweep_forward`.
-        stayed: float32 (T, K + 1), ``scores`` as overwritten by `sweep_forward`.
-        ended: float32 (N,), output of `sweep_forward`.
-        loss: float32 (N,).
-        grad_loss: float32 (N,).
-        targets: int32 or int64 (U,).
-        cu_frames: int32 (N + 1,).
-        cu_targets: int32 (N + 1,).
-        occupancies: float32 (T, K + 1), of the blank (column 0) and of each label; written where
-            the scale is not zero.
-        classes: int32 (U,), written: class of each label that is the first of its class in the
-            transcript and not the blank; else -1.
-        scale: float32 (T,), written: gradient of the loss of the frame's sequence, 0 where the
-            loss is infinite.
-        columns: K + 1.
-        blank_id: Class of the blank.
-        BLOCK: Power of two, at least K + 1.
-        STAGES: Number of frames whose loads are in flight.
-    """
+    """Compute the occupancies of one sequence, the scale of its frames and its distinct labels."""
     n = tl.program_id(0)
     first_frame, frames = _extent(cu_frames, n)
     first_label, labels = _extent(cu_targets, n)

@@ -75,11 +75,9 @@ def forward(
 
 
 def saved_like(a: CtcArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return empty tensors with the shapes and dtypes of what `forward` saves, all float32.
-
-    They are the normalizers (T,), the shares ``moved`` and ``stayed`` of `sweep_backward`, both
-    (T, K + 1), and the share of alignments that ended in the last label, (N,).
-    """
+    """Return empty tensors with the shapes and dtypes of what `forward` saves, all float32."""
+    # They are the normalizers (T,), the shares ``moved`` and ``stayed`` of `sweep_backward`, both
+    # (T, K + 1), and the share of alignments that ended in the last label, (N,).
     table = a.hidden.shape[0], a.layout_targets.max_seqlen_bound + 1
     shapes = a.hidden.shape[:1], table, table, (a.layout_frames.num_sequences,)
     log_normalizer, moved, stayed, ended = (
@@ -214,10 +212,8 @@ def score_labels(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Compute the logits of the blank and the labels with gathered rows of the weight.
-
-    A label outside [0, V) causes no read out of bounds; its logit, and so the loss, is NaN.
-    """
+    """Compute the logits of the blank and the labels with gathered rows of the weight."""
+    # A label outside [0, V) causes no read out of bounds; its logit, and so the loss, is NaN.
     n, first_frame, frames, start = find_tile(cu_frames, sequences, rows, tl.program_id(0), BLOCK_M)
     if (n >= sequences) | (start >= frames):
         return
@@ -263,12 +259,10 @@ def merge_repeats(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Sum the occupancies of all columns of a class into the first of them, in place.
-
-    Columns are overwritten from left to right, and each reads only itself and columns to its
-    right, so no overwritten value is read. Columns that are not the first of a class are undefined
-    afterwards.
-    """
+    """Sum the occupancies of all columns of a class into the first of them, in place."""
+    # Columns are overwritten from left to right, and each reads only itself and columns to its
+    # right, so no overwritten value is read. Columns that are not the first of a class are
+    # undefined afterwards.
     n, first_frame, frames, start = find_tile(cu_frames, sequences, rows, tl.program_id(0), BLOCK_M)
     if (n >= sequences) | (start >= frames):
         return
@@ -310,15 +304,12 @@ def softmax_gradient(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write the first term of the gradient of the logits, scale times softmax.
-
-    For float32 gradients the normalizer is not accurate enough: it is rounded, and it was summed
-    from products computed in another order. The softmax is therefore divided by its sum, so that
-    it sums to 1 as the occupancies do. For narrower gradients the error is below their rounding.
-
-    The padding between rows is read and written too: masks that end at an arbitrary class would
-    make loads and stores of single elements.
-    """
+    """Write the first term of the gradient of the logits, scale times softmax."""
+    # For float32 gradients the normalizer is not accurate enough: it is rounded, and it was summed
+    # from products computed in another order. The softmax is therefore divided by its sum, so that
+    # it sums to 1 as the occupancies do. For narrower gradients the error is below their rounding.
+    # The padding between rows is read and written too: masks that end at an arbitrary class would
+    # make loads and stores of single elements.
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = row < rows
     factor = tl.load(scale + first + row, mask=is_row, other=0.0)[:, None]
@@ -374,11 +365,9 @@ def label_gradient(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write the gradient of the logits of the blank and the labels: scale (softmax - occupancy).
-
-    It must be launched after `softmax_gradient`. Each element is written by one thread, because
-    only one column of each class is used.
-    """
+    """Write the gradient of the logits of the blank and the labels: scale (softmax - occupancy)."""
+    # It must be launched after `softmax_gradient`. Each element is written by one thread, because
+    # only one column of each class is used.
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     frame = first + row

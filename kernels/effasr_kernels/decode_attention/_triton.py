@@ -189,11 +189,9 @@ def attend_one(
     WITHIN: tl.constexpr,  # whether a tile lies within one page
     MERGED: tl.constexpr,  # whether another kernel merges the parts
 ):
-    """Attend with one query and head to one part of the keys: program (n * H + h, part).
-
-    There are no matrix products, as programs share no keys: each thread computes the softmax of the
-    keys that it loads, in float32, and these are merged at the end.
-    """
+    """Attend with one query and head to one part of the keys: program (n * H + h, part)."""
+    # There are no matrix products, as programs share no keys: each thread computes the softmax of
+    # the keys that it loads, in float32, and these are merged at the end.
     query_row = (tl.program_id(0) // heads).to(tl.int64)
     sequence = query_row // GROUP
     head = (tl.program_id(0) % heads).to(tl.int64)
@@ -319,12 +317,10 @@ def attend_several(
     WITHIN: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """Attend with queries of a sequence to one part of the keys: program (s * Hk + h, part, i).
-
-    The rows of a sequence and head of keys are its N / S queries in H / Hk heads each. The program
-    processes ``BLOCK_G`` rows from number ``i * BLOCK_G`` on. It loads a tile of keys once for all
-    of them, and computes matrix products.
-    """
+    """Attend with queries of a sequence to one part of the keys: program (s * Hk + h, part, i)."""
+    # The rows of a sequence and head of keys are its N / S queries in H / Hk heads each. The
+    # program processes ``BLOCK_G`` rows from number ``i * BLOCK_G`` on. It loads a tile of keys
+    # once for all of them, and computes matrix products.
     sequence = (tl.program_id(0) // (heads // SHARE)).to(tl.int64)
     key_head = (tl.program_id(0) % (heads // SHARE)).to(tl.int64)
     g = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G)

@@ -116,11 +116,9 @@ def _configuration(taps: int, channels: int) -> tuple[dict[str, int], dict[str, 
 
 
 def _most_registers(dtype: torch.dtype, taps: int, warps: int) -> int | None:
-    """Return the most registers of a thread in the forward; None lets the compiler choose.
-
-    A multiprocessor then runs four programs of four warps. In float32 and with more taps, the
-    compiler would spill.
-    """
+    """Return the most registers of a thread in the forward; None lets the compiler choose."""
+    # A multiprocessor then runs four programs of four warps. In float32 and with more taps, the
+    # compiler would spill.
     return 128 if dtype != torch.float32 and taps <= 9 and warps == 4 else None
 
 
@@ -161,10 +159,9 @@ def convolve(
     GROUPS: tl.constexpr,  # number of rows computed in parallel
     STEP: tl.constexpr,  # number of rows that a thread loads at a time
 ):
-    """Write one tile of y, and the statistics of all; program (tile, block of channels).
-
-    Statistics exclude the tail. The last program of a block of channels merges those of all tiles.
-    """
+    """Write one tile of y, and the statistics of all; program (tile, block of channels)."""
+    # Statistics exclude the tail. The last program of a block of channels merges those of all
+    # tiles.
     tile = tl.program_id(0)
     sequence, first, length, start = find_tile(cu_seqlens, sequences, rows, tile, BLOCK)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
@@ -198,13 +195,11 @@ def _convolve_tile(
     TAPS: tl.constexpr, LEFT: tl.constexpr, GATED: tl.constexpr, STATISTICS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write the channels c of a tile of y; x and y begin at the first row of the tile.
-
-    Each of the GROUPS of threads iterates over consecutive rows with the last TAPS - 1 inputs in
-    registers, so that every input is loaded and gated about once instead of TAPS times. `real` is
-    `length`, but 0 in the tail. Returns number, means and sums of squared deviations of the real
-    rows; zeros unless STATISTICS.
-    """
+    """Write the channels c of a tile of y; x and y begin at the first row of the tile."""
+    # Each of the GROUPS of threads iterates over consecutive rows with the last TAPS - 1 inputs in
+    # registers, so that every input is loaded and gated about once instead of TAPS times. `real` is
+    # `length`, but 0 in the tail. Returns number, means and sums of squared deviations of the real
+    # rows; zeros unless STATISTICS.
     inside = c < channels
     size, each, group = span(length, start, BLOCK, GROUPS, STEP)
     # Taps and bias are masked in the tail, so that its rows become zero.
@@ -314,11 +309,9 @@ def convolve_backward(
     GROUPS: tl.constexpr,  # number of rows computed in parallel
     STEP: tl.constexpr,  # number of rows that a thread loads at a time
 ):
-    """Write one tile of dx and its partial sums of the gradients of the taps and the bias.
-
-    With u the gated input, du_s is the sum over k of w_k dy_{s - k + P}, and dw_k the sum over s of
-    u_s dy_{s - k + P}. Both use the same window of dy, kept in registers as in the forward.
-    """
+    """Write one tile of dx and its partial sums of the gradients of the taps and the bias."""
+    # With u the gated input, du_s is the sum over k of w_k dy_{s - k + P}, and dw_k the sum over s
+    # of u_s dy_{s - k + P}. Both use the same window of dy, kept in registers as in the forward.
     tile = tl.program_id(0)
     sequence, first, length, start = find_tile(cu_seqlens, sequences, rows, tile, BLOCK)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
@@ -389,11 +382,9 @@ def convolve_backward(
 def _store_sums(
     partials, dw, channels, TAPS: tl.constexpr, BIASED: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """Store the sums over groups of the gradients of TAPS taps and of the bias.
-
-    Those of the taps are joined to one tensor (BLOCK_C, a power of two), so that adjacent threads
-    store adjacent values of (C, TAPS).
-    """
+    """Store the sums over groups of the gradients of TAPS taps and of the bias."""
+    # Those of the taps are joined to one tensor (BLOCK_C, a power of two), so that adjacent threads
+    # store adjacent values of (C, TAPS).
     SIZE: tl.constexpr = triton.next_power_of_2(TAPS)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     joined = ()
@@ -417,12 +408,10 @@ def _store_sums(
 
 @triton.jit
 def span(length, start, BLOCK: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr):
-    """Divide the rows of a tile evenly among GROUPS of threads.
-
-    Returns the rows of the tile; the rows of each group, a multiple of STEP; and the offset of each
-    group's first row in the tile, (GROUPS, 1). Only the last tile of a sequence can be incomplete,
-    so surplus rows of a group are past the end of the sequence.
-    """
+    """Divide the rows of a tile evenly among GROUPS of threads."""
+    # Returns the rows of the tile; the rows of each group, a multiple of STEP; and the offset of
+    # each group's first row in the tile, (GROUPS, 1). Only the last tile of a sequence can be
+    # incomplete, so surplus rows of a group are past the end of the sequence.
     size = tl.minimum(tl.maximum(length - start, 0), BLOCK)
     each = tl.cdiv(size, GROUPS * STEP) * STEP
     return size, each, tl.arange(0, GROUPS)[:, None] * each
@@ -430,11 +419,9 @@ def span(length, start, BLOCK: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.cons
 
 @triton.jit
 def load_taps(weight, c, inside, group, TAPS: tl.constexpr):
-    """Load the taps of channels c from (C, TAPS), in float32, as one tensor for each tap.
-
-    The tensors have the shape of the rows, so several threads load the same value. No exchange
-    between threads is needed then: every thread multiplies its own channels.
-    """
+    """Load the taps of channels c from (C, TAPS), in float32, as one tensor for each tap."""
+    # The tensors have the shape of the rows, so several threads load the same value. No exchange
+    # between threads is needed then: every thread multiplies its own channels.
     taps = ()
     for k in tl.static_range(TAPS):
         tap = tl.load(weight + (c * TAPS + k + group * 0), mask=inside, other=0.0)

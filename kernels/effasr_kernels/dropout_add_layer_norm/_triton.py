@@ -141,11 +141,9 @@ def _configuration(channels: int, *tensors: Tensor | None) -> dict[str, Any]:
 
 @triton.jit
 def _columns(channels, VEC: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Return the columns of a tile and which of them exist, (BLOCK_C,).
-
-    A thread takes VEC columns of every tensor, narrow or wide. Else the compiler would give it
-    more of the narrow ones, and would exchange values between threads through shared memory.
-    """
+    """Return the columns of a tile and which of them exist, (BLOCK_C,)."""
+    # A thread takes VEC columns of every tensor, narrow or wide. Else the compiler would give it
+    # more of the narrow ones, and would exchange values between threads through shared memory.
     c = tl.max_contiguous(tl.arange(0, BLOCK_C), VEC)
     return c, c < channels
 

@@ -84,11 +84,9 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: PackedLayou
 
 
 def _is_narrow(x: Tensor, outputs: int, inputs: int) -> bool:
-    """Return whether registers limit a tile to 64 x 64.
-
-    They do in float32, without tensor cores, which would round it to TF32; and where rows are not
-    aligned, so that each element is a load with an address of its own.
-    """
+    """Return whether registers limit a tile to 64 x 64."""
+    # They do in float32, without tensor cores, which would round it to TF32; and where rows are not
+    # aligned, so that each element is a load with an address of its own.
     return x.dtype == torch.float32 or outputs % 16 != 0 or inputs % 16 != 0
 
 
@@ -108,11 +106,9 @@ def _sizes(rows: int, outputs: int, step: int) -> dict[str, int]:
 def _transposed_tile(
     x: Tensor, groups: int, outputs: int, inputs: int
 ) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return the sizes of a tile and launch options of the gradient of weights.
-
-    A tile takes all rows of its group: smaller ones, where larger ones would leave multiprocessors
-    idle.
-    """
+    """Return the sizes of a tile and launch options of the gradient of weights."""
+    # A tile takes all rows of its group: smaller ones, where larger ones would leave
+    # multiprocessors idle.
     small, options = {"BLOCK_F": 64, "BLOCK_C": 64}, {"num_warps": 4, "num_stages": 2}
     if _is_narrow(x, outputs, inputs):
         return {**small, "BLOCK_T": 32}, options
@@ -142,10 +138,8 @@ def multiply(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write a tile of ``x`` times the weight of its group; program (tile of rows, of outputs).
-
-    The forward gives the strides of W, and the gradient of x those of its transpose.
-    """
+    """Write a tile of ``x`` times the weight of its group; program (tile of rows, of outputs)."""
+    # The forward gives the strides of W, and the gradient of x those of its transpose.
     group, begin, length, start = find_tile(cu_seqlens, groups, rows, tl.program_id(0), BLOCK_R)
     if start >= length:
         return
@@ -191,11 +185,9 @@ def multiply_transposed(
     BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Write a tile of the gradient of a group's weight; program (inputs, outputs, group).
-
-    It adds the products of the group's rows in their order. Programs of the first tile of inputs
-    also write the gradient of the bias.
-    """
+    """Write a tile of the gradient of a group's weight; program (inputs, outputs, group)."""
+    # It adds the products of the group's rows in their order. Programs of the first tile of inputs
+    # also write the gradient of the bias.
     group = tl.program_id(2)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)

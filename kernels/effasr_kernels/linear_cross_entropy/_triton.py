@@ -22,11 +22,9 @@ def unsupported_reason(a: CrossEntropyArguments) -> str | None:
 def forward(
     a: CrossEntropyArguments,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return the loss of each row, and the log-normalizers or the gradients to save.
-
-    Targets are not checked, because that would synchronize with the GPU. A target outside [0, V)
-    makes the loss of its row NaN, and so the gradients of that row, the weight and the bias.
-    """
+    """Return the loss of each row, and the log-normalizers or the gradients to save."""
+    # Targets are not checked, because that would synchronize with the GPU. A target outside [0, V)
+    # makes the loss of its row NaN, and so the gradients of that row, the weight and the bias.
     if a.uniform_gradient:
         return _with_gradients(a)
     normalizer, target_logit, mean = projection.row_statistics(
@@ -48,11 +46,9 @@ def forward(
 
 
 def saved_like(a: CrossEntropyArguments) -> tuple[Tensor, ...]:
-    """Return empty float32 tensors for what `forward` saves.
-
-    They are the log-normalizers, (U,); with ``uniform_gradient`` the gradients of hidden, weight
-    and bias for an upstream gradient of 1, in the shapes of these; of hidden alone if ``frozen``.
-    """
+    """Return empty float32 tensors for what `forward` saves."""
+    # They are the log-normalizers, (U,); with ``uniform_gradient`` the gradients of hidden, weight
+    # and bias for an upstream gradient of 1, in the shapes of these; of hidden alone if ``frozen``.
     if a.uniform_gradient:
         parts = (a.hidden,) if a.frozen else (a.hidden, a.weight, a.bias)
         return tuple(x.new_empty(x.shape, dtype=torch.float32) for x in parts if x is not None)
@@ -165,12 +161,11 @@ def _loss_and_grad_kernel(
     SMOOTHED: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Write the loss of row u and the gradient of its logits; program u.
-
-    The row is read twice, the second time from a cache: for the normalizer, with a running maximum
-    in each lane, and for the gradient. ``d_logits`` may be ``logits``: everything that depends on
-    several logits is reduced before the first store. Otherwise as `_grad_logits_kernel`.
-    """
+    """Write the loss of row u and the gradient of its logits; program u."""
+    # The row is read twice, the second time from a cache: for the normalizer, with a running
+    # maximum in each lane, and for the gradient. ``d_logits`` may be ``logits``: everything that
+    # depends on several logits is reduced before the first store. Otherwise as
+    # `_grad_logits_kernel`.
     row = tl.program_id(0)
     lanes = tl.arange(0, BLOCK_V)
     first = row.to(tl.int64) * stride
@@ -254,13 +249,11 @@ def _grad_logits_kernel(
     z_loss,
     BLOCK_V: tl.constexpr,
 ):
-    """Write the gradient of the logits of row u in block j of the vocabulary; program (u, j).
-
-    An element depends only on its own logit, so ``d_logits`` may be ``logits``. The smoothed
-    target distribution is ``uniform``, plus ``peak`` at the target class. The padding between rows
-    is written too: a mask that ends at an arbitrary class would make loads and stores of single
-    elements.
-    """
+    """Write the gradient of the logits of row u in block j of the vocabulary; program (u, j)."""
+    # An element depends only on its own logit, so ``d_logits`` may be ``logits``. The smoothed
+    # target distribution is ``uniform``, plus ``peak`` at the target class. The padding between
+    # rows is written too: a mask that ends at an arbitrary class would make loads and stores of
+    # single elements.
     row = tl.program_id(0)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     index = row.to(tl.int64) * stride + v

@@ -36,11 +36,9 @@ class Config:
 
 
 def config(dtype: torch.dtype, rows: int) -> Config:
-    """Return the configuration for a dtype and for few or many rows.
-
-    Loads of the weight limit the speed. Its tiles are small, so that all multiprocessors load, with
-    deep prefetching.
-    """
+    """Return the configuration for a dtype and for few or many rows."""
+    # Loads of the weight limit the speed. Its tiles are small, so that all multiprocessors load,
+    # with deep prefetching.
     block_r = 16 if rows <= 16 else 64
     if dtype == torch.float32:
         # Without tensor cores, whose TF32 has 11 bits of precision.
@@ -49,10 +47,8 @@ def config(dtype: torch.dtype, rows: int) -> Config:
 
 
 def divide(rows: int, classes: int, choice: Config, processors: int) -> tuple[int, int]:
-    """Return the number of vocabulary tiles per part and of parts.
-
-    They depend only on the shapes and the GPU.
-    """
+    """Return the number of vocabulary tiles per part and of parts."""
+    # They depend only on the shapes and the GPU.
     tiles = ceil_div(classes, choice.block_v)
     parts = max(1, _PROGRAMS * processors // max(1, ceil_div(rows, choice.block_r)))
     per_split = -(-tiles // min(parts, tiles))
@@ -173,10 +169,8 @@ def rank_parts(
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Select the best classes of a tile of rows in one part of the vocabulary.
-
-    Program (part, tile).
-    """
+    """Select the best classes of a tile of rows in one part of the vocabulary."""
+    # Program (part, tile).
     part = tl.program_id(0)
     first_row = tl.program_id(1) * BLOCK_R
     in_rows = tl.arange(0, BLOCK_R)

@@ -144,10 +144,9 @@ def normalize_backward(
     ROWS: tl.constexpr,  # rows of a tile
     BLOCK_W: tl.constexpr,  # a power of two, at least W
 ):
-    """Write the gradient of x, and partial sums of that of the weight.
-
-    Program i of n takes rows from ROWS i, from ROWS (i + n) and so on, and adds them in this order.
-    """
+    """Write the gradient of x, and partial sums of that of the weight."""
+    # Program i of n takes rows from ROWS i, from ROWS (i + n) and so on, and adds them in this
+    # order.
     c = tl.arange(0, BLOCK_W)
     factor = _factor(weight, c, width, OFFSET)
     # A thread adds what it holds; the rows of a tile are added once, at the end.

@@ -152,12 +152,10 @@ def check_labels(
 
 
 def under_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Cast floating tensors as autocast does for a matrix product, if autocast is enabled.
-
-    Under autocast the inputs of one call arrive in several dtypes (parameters in float32,
-    activations in bfloat16). As in torch's own matrix products, float64 is not cast. The first
-    tensor is not None.
-    """
+    """Cast floating tensors as autocast does for a matrix product, if autocast is enabled."""
+    # Under autocast the inputs of one call arrive in several dtypes (parameters in float32,
+    # activations in bfloat16). As in torch's own matrix products, float64 is not cast. The first
+    # tensor is not None.
     kind = tensors[0].device.type  # type: ignore[union-attr]
     if not torch.is_autocast_enabled(kind):
         return tensors

@@ -23,12 +23,11 @@ _OF_GRAPHS: dict[tuple[torch.device, int], _ByStream] = {}
 
 
 def program_counters(like: Tensor, groups: int) -> Tensor:
-    """The counters of `is_last_program` for one launch on the current stream: zeros, int32.
-
-    Launches on one stream follow each other, so they share counters that are kept. A CUDA graph has
-    its own, because it may be replayed beside other launches, and its memory ends with it. They are
-    set to zero by a node of the graph: one for each launch, or one for all inside `graph_counters`.
-    """
+    """The counters of `is_last_program` for one launch on the current stream: zeros, int32."""
+    # Launches on one stream follow each other, so they share counters that are kept. A CUDA graph
+    # has its own, because it may be replayed beside other launches, and its memory ends with it.
+    # They are set to zero by a node of the graph: one for each launch, or one for all inside
+    # `graph_counters`.
     device = like.device
     if device.type != "cuda":
         return _zeros(groups, device)
@@ -46,12 +45,10 @@ def program_counters(like: Tensor, groups: int) -> Tensor:
 
 @contextmanager
 def graph_counters() -> Iterator[None]:
-    """Let all launches of a CUDA graph share counters; open it inside of the recording.
-
-    This is for launches on the stream that is current, from any thread, such as those of a
-    backward: the graph runs them one after the other. Those on other streams of the graph have
-    counters of their own. Each replay begins with zeros, whatever the one before it has left.
-    """
+    """Let all launches of a CUDA graph share counters; open it inside of the recording."""
+    # This is for launches on the stream that is current, from any thread, such as those of a
+    # backward: the graph runs them one after the other. Those on other streams of the graph have
+    # counters of their own. Each replay begins with zeros, whatever the one before it has left.
     device = torch.device("cuda", torch.cuda.current_device())
     key = device, torch.cuda.current_stream(device).cuda_stream
     _OF_GRAPHS[key] = {}

@@ -20,11 +20,9 @@ from effasr_kernels.runtime.checks import wrong
 
 
 def check_overwritable(op: str, option: str, names: Sequence[str], **tensors: Tensor) -> None:
-    """Check that gradients can be written over the tensors of these names.
-
-    They must be no leaf or view of one (a parameter or the caller's data), contiguous, and share no
-    memory with another argument.
-    """
+    """Check that gradients can be written over the tensors of these names."""
+    # They must be no leaf or view of one (a parameter or the caller's data), contiguous, and share
+    # no memory with another argument.
     for name in names:
         x = tensors[name]
         base = x._base if x._is_view() else None

@@ -47,10 +47,8 @@ class _Recorder:
 
 @contextmanager
 def recording(capability: tuple[int, int] = _WITHOUT_GPU) -> Iterator[list[Launch]]:
-    """Record launches instead of running them; the contents of their outputs are undefined.
-
-    Configurations are chosen for a GPU of this compute capability.
-    """
+    """Record launches instead of running them; the contents of their outputs are undefined."""
+    # Configurations are chosen for a GPU of this compute capability.
     launches: list[Launch] = []
     with diverted(launches.append, capability):
         yield launches
@@ -78,10 +76,8 @@ def launch(
     maxnreg: int | None = None,  # maximum registers per thread; None lets the compiler choose
     **constants: Any,
 ) -> None:
-    """Launch a kernel, unless its grid is empty.
-
-    No length may be among the constants, as every new value compiles the kernel again.
-    """
+    """Launch a kernel, unless its grid is empty."""
+    # No length may be among the constants, as every new value compiles the kernel again.
     # Allows fused multiply-adds, which later versions of Triton disable by default.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     if maxnreg is not None:

@@ -47,10 +47,8 @@ def refusal(*tensors: Tensor | None) -> str | None:
 
 
 def run(op: str, name: str, *structures: ctypes.Structure) -> None:
-    """Call a function of the library with `torch.get_num_threads` threads.
-
-    The caller keeps the tensors alive to which the structures point.
-    """
+    """Call a function of the library with `torch.get_num_threads` threads."""
+    # The caller keeps the tensors alive to which the structures point.
     library = _load()
     if isinstance(library, str):
         raise BackendUnavailable(f"{op}: the CPU kernels cannot run ({library}; {HOW_TO_BUILD}).")

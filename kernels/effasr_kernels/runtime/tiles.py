@@ -28,12 +28,10 @@ def count_tiles(rows: int, sequences: int, block: int) -> int:
 
 @triton.jit
 def find_tile(cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr, times=1):
-    """Find the rows of a tile, whose number is below ``count_tiles(times * rows, N, BLOCK)``.
-
-    `cu_seqlens` and `rows` count units of `times` rows. Returns the sequence, N for the tail; its
-    first row, int64; its length; the tile's first row within the sequence. If the last is not less
-    than the length, the tile has no rows.
-    """
+    """Find the rows of a tile, whose number is below ``count_tiles(times * rows, N, BLOCK)``."""
+    # `cu_seqlens` and `rows` count units of `times` rows. Returns the sequence, N for the tail; its
+    # first row, int64; its length; the tile's first row within the sequence. If the last is not
+    # less than the length, the tile has no rows.
     # Counts the sequences whose numbers begin at or before this tile; the tile belongs to the last
     # of them. Sequences before ``early`` always count, so of thousands only a few are loaded.
     total = tl.load(cu_seqlens + sequences) * times
@@ -63,10 +61,8 @@ def fill_tile_table(cu_seqlens, tiles, sequences, rows, BLOCK: tl.constexpr):
 
 
 def tile_table(layout: PackedLayout, block: int) -> Tensor | None:
-    """The results of `find_tile` for each tile, int32 (tiles, 4), made at the first request.
-
-    None if the layout keeps no tables.
-    """
+    """The results of `find_tile` for each tile, int32 (tiles, 4), made at the first request."""
+    # None if the layout keeps no tables.
     tables, sequences = layout.tile_tables, layout.num_sequences
     if tables is None:
         return None

@@ -70,11 +70,9 @@ class TorchOp(Dispatcher):
         OPERATIONS[name] = self
 
     def __call__(self, arguments: Any, backend: Backend | str | None = None) -> Any:
-        """Run the operation, through torch's dispatcher under torch.compile or a dispatch mode.
-
-        Autocast is disabled inside: the public functions have already cast their arguments, and
-        autocast would narrow what an implementation computes in a wider dtype.
-        """
+        """Run the operation, through torch's dispatcher under torch.compile or a dispatch mode."""
+        # Autocast is disabled inside: the public functions have already cast their arguments, and
+        # autocast would narrow what an implementation computes in a wider dtype.
         if is_dispatched():
             return self._through_library(arguments, backend)
         return self.eager(arguments, backend)
@@ -355,10 +353,8 @@ _AUTOGRAD = (
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Enable autograd inside a kernel that torch's dispatcher may have called below autograd.
-
-    This happens under a dispatch mode such as `FlopCounterMode`, but not in compiled code.
-    """
+    """Enable autograd inside a kernel that torch's dispatcher may have called below autograd."""
+    # This happens under a dispatch mode such as `FlopCounterMode`, but not in compiled code.
     excluded = [key for key in _AUTOGRAD if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
     for key in excluded:
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)

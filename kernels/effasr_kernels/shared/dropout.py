@@ -16,11 +16,9 @@ _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """Draw a seed, int64 (), from the global generator of a device.
-
-    The seed stays on the device, so that the host does not wait for it and a CUDA graph draws a new
-    one at each replay.
-    """
+    """Draw a seed, int64 (), from the global generator of a device."""
+    # The seed stays on the device, so that the host does not wait for it and a CUDA graph draws a
+    # new one at each replay.
     return torch.randint(_SEEDS, (), device=device)
 
 
@@ -31,10 +29,8 @@ def draw_seeds(count: int, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def seed_for(dropout: float, seed: int | Tensor | None, device: torch.device) -> Tensor | None:
-    """The seed of a call, int64 (): drawn if none is given, and None without dropout.
-
-    An int becomes a tensor on the host, as a copy to a GPU would wait.
-    """
+    """The seed of a call, int64 (): drawn if none is given, and None without dropout."""
+    # An int becomes a tensor on the host, as a copy to a GPU would wait.
     if not dropout:
         return None
     if seed is None:
@@ -52,10 +48,8 @@ def seed_tensor(seed: Tensor | None, device: torch.device) -> Tensor:
 def kept_elements(
     seed: Tensor | None, shape: Sequence[int], probability: float, offset: int
 ) -> Tensor:
-    """Which elements of a matrix survive dropout, bool (rows, columns), as kernels decide it.
-
-    See `effasr_kernels.shared.philox.keep_elements`.
-    """
+    """Which elements of a matrix survive dropout, bool (rows, columns), as kernels decide it."""
+    # See `effasr_kernels.shared.philox.keep_elements`.
     assert seed is not None
     rows, columns = shape
     device = seed.device

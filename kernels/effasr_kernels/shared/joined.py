@@ -22,11 +22,9 @@ def unbind_parts(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def empty_gradients(*parts: Tensor) -> list[Tensor]:
-    """Allocate a gradient for each of several tensors, (T, H, D), of one dtype.
-
-    If the tensors are adjacent parts of one tensor, as from `unbind_parts`, so are the gradients;
-    otherwise each is contiguous. In both cases the strides of heads and channels are D and 1.
-    """
+    """Allocate a gradient for each of several tensors, (T, H, D), of one dtype."""
+    # If the tensors are adjacent parts of one tensor, as from `unbind_parts`, so are the gradients;
+    # otherwise each is contiguous. In both cases the strides of heads and channels are D and 1.
     if _joined(parts) is None:
         return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts]
     rows, heads, width = parts[0].shape

@@ -61,13 +61,11 @@ def transducer_occupancies(
     *,
     in_place: bool = False,  # whether the results overwrite `log_blank` and `log_label`
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `effasr_kernels.transducer_loss.lattice.occupancies` for packed sequences.
-
-    Node (t, u) of sequence n is element ``first_nodes[n] + t (U_n + 1) + u`` of each tensor.
-    Returns the log-likelihoods, float64 (N,), and the probabilities (nodes,) that a path takes the
-    blank and the label at each node; zero if no path exists. Elements that are not a node of a
-    sequence are not written.
-    """
+    """Compute `effasr_kernels.transducer_loss.lattice.occupancies` for packed sequences."""
+    # Node (t, u) of sequence n is element ``first_nodes[n] + t (U_n + 1) + u`` of each tensor.
+    # Returns the log-likelihoods, float64 (N,), and the probabilities (nodes,) that a path takes
+    # the blank and the label at each node; zero if no path exists. Elements that are not a node of
+    # a sequence are not written.
     occ_blank, occ_label = log_blank, log_label
     if not in_place:
         occ_blank, occ_label = torch.empty_like(log_blank), torch.empty_like(log_label)
@@ -97,13 +95,11 @@ def ctc_occupancies(
     *,
     in_place: bool = False,  # whether the occupancies overwrite `scores`
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-likelihoods of transcripts over all alignments, and the occupancies.
-
-    Tables have a row for each frame: the blank in column 0, then each label of the transcript.
-    Columns to the right of these are neither read nor written. Returns the log-likelihoods, float64
-    (N,), and the occupancies (T, K + 1), with a column for each repetition of a label; zero if no
-    alignment exists.
-    """
+    """Compute the log-likelihoods of transcripts over all alignments, and the occupancies."""
+    # Tables have a row for each frame: the blank in column 0, then each label of the transcript.
+    # Columns to the right of these are neither read nor written. Returns the log-likelihoods,
+    # float64 (N,), and the occupancies (T, K + 1), with a column for each repetition of a label;
+    # zero if no alignment exists.
     occupancies = scores if in_place else torch.empty_like(scores)
     total = _ctc(scores, log_normalizer, occupancies, targets, cu_frames, cu_targets)
     return total, occupancies

@@ -50,13 +50,11 @@ class Losses(Protocol):
 def differentiable(
     op: str, losses: Losses, inputs: dict[str, Tensor], overwritten: Sequence[str] = ()
 ) -> Tensor:
-    """Compute the losses, (N,), as a differentiable function of the inputs.
-
-    The forward computes the gradient of the sum of the losses, and the backward scales it; if the
-    upstream gradients of the losses differ, the backward computes it again. A loss of +inf has zero
-    gradient, whatever its upstream gradient. Gradients of the inputs ``overwritten`` are written
-    over them in the backward; the forward then computes none.
-    """
+    """Compute the losses, (N,), as a differentiable function of the inputs."""
+    # The forward computes the gradient of the sum of the losses, and the backward scales it; if the
+    # upstream gradients of the losses differ, the backward computes it again. A loss of +inf has
+    # zero gradient, whatever its upstream gradient. Gradients of the inputs ``overwritten`` are
+    # written over them in the backward; the forward then computes none.
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs.values())
     settings = op, losses, tuple(inputs), tuple(overwritten), has_gradient and not overwritten
     return _LossFunction.apply(settings, *inputs.values())

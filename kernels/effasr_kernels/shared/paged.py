@@ -48,10 +48,8 @@ def check_page_numbers(op: str, pages: list[int], count: int) -> None:
 
 
 def refuse_pages(k_pages: Tensor, v_pages: Tensor) -> str | None:
-    """The reason why kernels do not support these pages, or None.
-
-    Pages that kernels write to cannot be replaced by a contiguous copy.
-    """
+    """The reason why kernels do not support these pages, or None."""
+    # Pages that kernels write to cannot be replaced by a contiguous copy.
     if any(x.numel() and x.shape[3] > 1 and x.stride(3) != 1 for x in (k_pages, v_pages)):
         return "needs pages whose channels are contiguous"
     return None

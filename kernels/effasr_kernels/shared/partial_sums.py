@@ -39,11 +39,9 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def summed(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``partials.sum(0).to(dtype)``, added in a fixed order, in one launch.
-
-    ``partials`` is float32 (P, ...), contiguous. In a backward, the launch may wait for that of
-    `sums_of_layer`: only return the result.
-    """
+    """Return ``partials.sum(0).to(dtype)``, added in a fixed order, in one launch."""
+    # ``partials`` is float32 (P, ...), contiguous. In a backward, the launch may wait for that of
+    # `sums_of_layer`: only return the result.
     out = partials.new_empty(partials.shape[1:], dtype=dtype)
     _launch(partials, out, None)
     return out
@@ -52,10 +50,8 @@ def summed(partials: Tensor, dtype: torch.dtype) -> Tensor:
 def summed_parts(
     partials: Tensor, dtype: torch.dtype, last_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Sum float32 (P, S, C) to (S - 1, C) and (C,), of which the last has its own dtype.
-
-    In a backward, the launch may wait as in `summed`.
-    """
+    """Sum float32 (P, S, C) to (S - 1, C) and (C,), of which the last has its own dtype."""
+    # In a backward, the launch may wait as in `summed`.
     _, count, channels = partials.shape
     out = partials.new_empty(count - 1, channels, dtype=dtype)
     last = partials.new_empty(channels, dtype=last_dtype)
@@ -64,12 +60,10 @@ def summed_parts(
 
 
 def sums_of_layer(sums: Sequence[PartialSums]) -> list[Tensor]:
-    """Add up partial sums of several kernels, in one launch for those of a layer.
-
-    Returns the sums of each, float32 (C,), rounded to the dtype that `summed` would have given
-    them. Up to `_CHUNK` partial sums are added in the same order as there; of more, chunks are
-    added first.
-    """
+    """Add up partial sums of several kernels, in one launch for those of a layer."""
+    # Returns the sums of each, float32 (C,), rounded to the dtype that `summed` would have given
+    # them. Up to `_CHUNK` partial sums are added in the same order as there; of more, chunks are
+    # added first.
     sizes = [x.columns for x in sums]
     # Every sum begins at a multiple of 16 bytes.
     padded_sizes = [ceil_div(size, 4) * 4 for size in sizes]
@@ -178,10 +172,8 @@ def _launch(partials: Tensor, out: Tensor, last: Tensor | None) -> None:
 
 @triton.jit
 def sum_of_columns(partials, c, count, channels, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Return the sums over the rows of (count, channels) in columns c, float32 (BLOCK_C,).
-
-    The rows may be from other programs of the launch; see `effasr_kernels.shared.last_program`.
-    """
+    """Return the sums over the rows of (count, channels) in columns c, float32 (BLOCK_C,)."""
+    # The rows may be from other programs of the launch; see `effasr_kernels.shared.last_program`.
     index = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK, BLOCK_C), tl.float32)
     for first in range(0, count, BLOCK):
@@ -197,11 +189,9 @@ def sum_of_columns(partials, c, count, channels, BLOCK: tl.constexpr, BLOCK_C: t
 def sum_rows(
     partials, out, last, count, channels, split, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """Write the sums of BLOCK_C columns of float32 (count, channels).
-
-    Those of the first `split` columns go to `out`, the others to `last`, which is None if there are
-    none.
-    """
+    """Write the sums of BLOCK_C columns of float32 (count, channels)."""
+    # Those of the first `split` columns go to `out`, the others to `last`, which is None if there
+    # are none.
     c = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     sums = sum_of_columns(partials, c, count, channels, BLOCK, BLOCK_C)
     tl.store(out + c, sums.to(out.dtype.element_ty), mask=c < split)
@@ -284,21 +274,17 @@ def sum_segments(
     NARROW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr,
     ROW_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of a block of columns of one of several segments.
-
-    The first programs are for tensors of 16 bits: ``rowsn``, (P, C), with P ``row_countn`` and C
-    ``widthn``. A program adds ROW_CHUNK rows of 2 BLOCK_C columns. The others are for partial sums:
-    ``partialsn``, float32 (P, C), with P ``countn`` and C ``channelsn``. A program adds CHUNK rows
-    of BLOCK_C columns. BLOCK is the number of rows of a step.
-
-    With more rows, programs write what they add to ``parts``, float32 (programs, 2 BLOCK_C), and
-    the last one of the columns adds up these; ``counters`` are those of `is_last_program`, one for
-    each program. Both may be None if no segment has more rows.
-
-    The sums are written to ``row_outn`` or ``outn``, float32 (C,). Those of columns from
-    ``row_exactn`` or ``exactn`` on are rounded to NARROW, bf16 or fp16. If there are fewer
-    segments, the last are None and their numbers 0.
-    """
+    """Write the sums of a block of columns of one of several segments."""
+    # The first programs are for tensors of 16 bits: ``rowsn``, (P, C), with P ``row_countn`` and C
+    # ``widthn``. A program adds ROW_CHUNK rows of 2 BLOCK_C columns. The others are for partial
+    # sums: ``partialsn``, float32 (P, C), with P ``countn`` and C ``channelsn``. A program adds
+    # CHUNK rows of BLOCK_C columns. BLOCK is the number of rows of a step.
+    # With more rows, programs write what they add to ``parts``, float32 (programs, 2 BLOCK_C), and
+    # the last one of the columns adds up these; ``counters`` are those of `is_last_program`, one
+    # for each program. Both may be None if no segment has more rows.
+    # The sums are written to ``row_outn`` or ``outn``, float32 (C,). Those of columns from
+    # ``row_exactn`` or ``exactn`` on are rounded to NARROW, bf16 or fp16. If there are fewer
+    # segments, the last are None and their numbers 0.
     program, begin = tl.program_id(0), 0
     WIDTH: tl.constexpr = 2 * BLOCK_C
     if rows0 is not None:

@@ -53,12 +53,10 @@ def row_statistics(
     # rounding). The elements between rows are undefined.
     logits: Tensor | None = None,
 ) -> RowStatistics:
-    """Reduce each row of ``hidden @ weight.T + bias`` to a few numbers; see `RowStatistics`.
-
-    Ignored rows may hold any values, and a tile of ignored rows is skipped. The vocabulary is
-    divided among programs by shapes alone, and its parts are merged in order, so results are
-    bitwise reproducible.
-    """
+    """Reduce each row of ``hidden @ weight.T + bias`` to a few numbers; see `RowStatistics`."""
+    # Ignored rows may hold any values, and a tile of ignored rows is skipped. The vocabulary is
+    # divided among programs by shapes alone, and its parts are merged in order, so results are
+    # bitwise reproducible.
     config = product_tiles(hidden.dtype, capability(hidden.device))
     rows, count = hidden.shape[0], weight.shape[0]
     hidden, weight = aligned(hidden, config["BLOCK_C"]), aligned(weight, config["BLOCK_C"])
@@ -118,16 +116,14 @@ def project_backward(
     rounded: bool = True,  # whether to round the gradients to the dtypes of the arguments
     frozen: bool = False,  # whether to leave out the gradients of weight and bias
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute the gradients of a projection from a function of its logits.
-
-    Rows are processed in chunks of `chunk_rows`, which depends on shapes alone. The logits are
-    float32, without rounding; their gradient is rounded to the dtype of ``hidden`` for the next
-    products; the gradients of weight and bias are summed in float32 and rounded once. The memory
-    beside the results is 4 bytes for each element of weight and, if V is at least C, 4 + b bytes
-    for each logit of a chunk, with b the bytes of an element of ``hidden`` (4 bytes for float32).
-    Returns the gradients of hidden, weight and bias, in their dtypes or, if not ``rounded``,
-    float32; None for those that are left out.
-    """
+    """Compute the gradients of a projection from a function of its logits."""
+    # Rows are processed in chunks of `chunk_rows`, which depends on shapes alone. The logits are
+    # float32, without rounding; their gradient is rounded to the dtype of ``hidden`` for the next
+    # products; the gradients of weight and bias are summed in float32 and rounded once. The memory
+    # beside the results is 4 bytes for each element of weight and, if V is at least C, 4 + b bytes
+    # for each logit of a chunk, with b the bytes of an element of ``hidden`` (4 bytes for float32).
+    # Returns the gradients of hidden, weight and bias, in their dtypes or, if not ``rounded``,
+    # float32; None for those that are left out.
     (rows, width), count = hidden.shape, weight.shape[0]
     pitch = ceil_div(count, 16) * 16 if padded else count
     step = min(rows, chunk_rows(max(count, width)))
@@ -180,10 +176,8 @@ def chunk_rows(width: int) -> int:
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """``out = left @ right`` for a float32 ``out`` with any row stride.
-
-    cuBLAS takes the row stride, and neither reads ``out`` nor writes between its rows.
-    """
+    """``out = left @ right`` for a float32 ``out`` with any row stride."""
+    # cuBLAS takes the row stride, and neither reads ``out`` nor writes between its rows.
     if left.dtype == torch.float32:
         torch.mm(left, right, out=out)
     elif left.is_cuda:
@@ -194,11 +188,9 @@ def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def multiply_add(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """``out += left @ right`` for a float32 ``out``.
-
-    On CUDA torch 2.10 and later add narrow factors to a float32 sum; torch 2.9 refuses it
-    (https://github.com/pytorch/pytorch/pull/167931).
-    """
+    """``out += left @ right`` for a float32 ``out``."""
+    # On CUDA torch 2.10 and later add narrow factors to a float32 sum; torch 2.9 refuses it
+    # (https://github.com/pytorch/pytorch/pull/167931).
     if left.is_cuda and left.dtype != torch.float32:
         torch.addmm(out, left, right, out_dtype=torch.float32, out=out)
     else:
@@ -206,10 +198,8 @@ def multiply_add(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def aligned(x: Tensor, block: int) -> Tensor:
-    """Return the matrix, or a copy whose rows are whole blocks and aligned for vector loads.
-
-    A copy is padded with zeros, which change no logit.
-    """
+    """Return the matrix, or a copy whose rows are whole blocks and aligned for vector loads."""
+    # A copy is padded with zeros, which change no logit.
     missing = -x.shape[1] % block
     if missing:
         return F.pad(x, (0, missing))
@@ -271,11 +261,9 @@ def _partial_normalizers(
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Reduce the logits of a tile of rows and one part of the vocabulary.
-
-    Program (r, s) writes, for each of its rows, the largest logit m over the classes of part s and
-    the sum over v of exp(z_v - m).
-    """
+    """Reduce the logits of a tile of rows and one part of the vocabulary."""
+    # Program (r, s) writes, for each of its rows, the largest logit m over the classes of part s
+    # and the sum over v of exp(z_v - m).
     first_row = tl.program_id(0) * BLOCK_R
     split = tl.program_id(1)
     in_rows = tl.arange(0, BLOCK_R)

@@ -19,10 +19,8 @@ from effasr_kernels.packed import PackedLayout
 
 
 def slot_table(layout: PackedLayout, lengths: Tensor, rows_per_slot: int) -> tuple[Tensor, Tensor]:
-    """For each slot, whether it begins its sequence and how many rows the sequence still has.
-
-    Both are (T,), bool and int64, computed on the device. The tail is one more sequence.
-    """
+    """For each slot, whether it begins its sequence and how many rows the sequence still has."""
+    # Both are (T,), bool and int64, computed on the device. The tail is one more sequence.
     ids = layout.sequence_ids()
     position = torch.arange(layout.rows, device=layout.device) - layout.cu_seqlens.long()[ids]
     remaining = F.pad(lengths, (0, 1))[ids] - position * rows_per_slot
@@ -30,11 +28,9 @@ def slot_table(layout: PackedLayout, lengths: Tensor, rows_per_slot: int) -> tup
 
 
 def unreal_rows(remaining: Tensor, rows_per_slot: int, step: int) -> Tensor:
-    """Return the indices of the rows of a stage that are past the length of their sequence.
-
-    They are few, so `Tensor.index_fill_` with them costs less than a mask over all rows. A row of
-    the stage counts as ``step`` rows in ``remaining``, the second result of `slot_table`.
-    """
+    """Return the indices of the rows of a stage that are past the length of their sequence."""
+    # They are few, so `Tensor.index_fill_` with them costs less than a mask over all rows. A row of
+    # the stage counts as ``step`` rows in ``remaining``, the second result of `slot_table`.
     row = torch.arange(rows_per_slot, device=remaining.device) * step
     return (row >= remaining[:, None]).flatten().nonzero().squeeze(1)
 
@@ -72,12 +68,10 @@ class StridedTaps(torch.autograd.Function):
     def forward(
         ctx: Any, quarters: Tensor, taps: Tensor, bias: Tensor, first: Tensor, unreal: Tensor
     ) -> Tensor:
-        """Convolve each channel, with a zero before each first row and column: (R, G, C).
-
-        ``quarters`` is (2, 2, R, G, C), contiguous, and ``taps`` (3, 3, C). The taps of the rows
-        ``first``, which begin a sequence, exclude the rows before. Rows ``unreal`` of the result
-        are zero.
-        """
+        """Convolve each channel, with a zero before each first row and column: (R, G, C)."""
+        # ``quarters`` is (2, 2, R, G, C), contiguous, and ``taps`` (3, 3, C). The taps of the rows
+        # ``first``, which begin a sequence, exclude the rows before. Rows ``unreal`` of the result
+        # are zero.
         ctx.save_for_backward(quarters, taps, first, unreal)
         x, step, w = _dense(quarters, taps)
         y = torch.addcmul(bias.repeat(quarters.shape[3]), x[0, 0], w[1, 1])

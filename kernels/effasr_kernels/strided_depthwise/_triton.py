@@ -97,11 +97,9 @@ def backward(a: StridedArguments, grads: Tensors, results: Tensors, saved: Tenso
 def _find_places(
     cu_seqlens, lengths, sequences, slots, tile, BINS: tl.constexpr, SPAN: tl.constexpr
 ):
-    """Find a span of places (row and column of the result) within one sequence.
-
-    Returns the first place of the sequence, int64; its places; the first place of the span,
-    relative to the sequence; and the input rows, 0 in the tail.
-    """
+    """Find a span of places (row and column of the result) within one sequence."""
+    # Returns the first place of the sequence, int64; its places; the first place of the span,
+    # relative to the sequence; and the input rows, 0 in the tail.
     sequence, first, count, start = find_tile(cu_seqlens, sequences, slots, tile, SPAN, BINS // 2)
     length = tl.load(lengths + sequence, mask=sequence < sequences, other=0).to(tl.int32)
     return first, count, start, length

@@ -149,12 +149,10 @@ def _find_places(
     BINS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Find a span of places (row and column of the result) within one utterance.
-
-    Returns the first place of the utterance, int64; its places; the first place of the span,
-    relative to the utterance; the mel rows, 0 in the tail; and the utterance's first row in `x`,
-    int64.
-    """
+    """Find a span of places (row and column of the result) within one utterance."""
+    # Returns the first place of the utterance, int64; its places; the first place of the span,
+    # relative to the utterance; the mel rows, 0 in the tail; and the utterance's first row in `x`,
+    # int64.
     sequence, first, count, start = find_tile(cu_seqlens, sequences, slots, tile, SPAN, per_slot)
     length = tl.load(lengths + sequence, mask=sequence < sequences, other=0).to(tl.int32)
     # A row of BINS / 4 places corresponds to 4 mel rows.
@@ -176,11 +174,9 @@ def stem_patches(
     BLOCK_Q: tl.constexpr,
     SPAN: tl.constexpr,  # places of the result in a program
 ):
-    """Write the inputs of the first convolution at each of its places; one program per span.
-
-    The 16 elements of a patch are nine mel values, a one for the bias, and zeros. All are zero in
-    rows past the length, so that the convolution is zero there.
-    """
+    """Write the inputs of the first convolution at each of its places; one program per span."""
+    # The 16 elements of a patch are nine mel values, a one for the bias, and zeros. All are zero in
+    # rows past the length, so that the convolution is zero there.
     first, count, start, length, mel_begin = _find_places(
         cu_seqlens, lengths, sequences, slots, per_slot, tl.program_id(0), BINS, SPAN
     )
@@ -248,11 +244,9 @@ def stem_forward(
     BLOCK_C: tl.constexpr,
     SPAN: tl.constexpr,  # places of a program, a multiple of BLOCK_P
 ):
-    """Compute one span of places and one block of channels; program (span, block).
-
-    Channels are the rows of every product, so that a thread holds few of them and their taps stay
-    in registers.
-    """
+    """Compute one span of places and one block of channels; program (span, block)."""
+    # Channels are the rows of every product, so that a thread holds few of them and their taps stay
+    # in registers.
     first, count, start, length, _ = _find_places(
         cu_seqlens, lengths, sequences, slots, per_slot, tl.program_id(0), BINS, SPAN
     )
@@ -298,10 +292,8 @@ def _gathered(
 
 @triton.jit
 def _finish(total, filters, taps, c, to, TAP: tl.constexpr, CHANNELS: tl.constexpr):
-    """Store the gradient of one tap of the second convolution.
-
-    Returns this tap's part of the gradients of the first convolution, (BLOCK_C, 16).
-    """
+    """Store the gradient of one tap of the second convolution."""
+    # Returns this tap's part of the gradients of the first convolution, (BLOCK_C, 16).
     in_channels = c < CHANNELS
     tl.store(
         to + 10 * CHANNELS + c * 9 + TAP,

@@ -39,10 +39,8 @@ def run(a: StemArguments) -> Tensor:
 
 
 def _patches(slots: Tensor, first: Tensor, remaining: Tensor) -> Tensor:
-    """Return the factors of the weights and the bias of the first convolution at each place.
-
-    All ten factors are zero in rows past the length, so that the result is zero there.
-    """
+    """Return the factors of the weights and the bias of the first convolution at each place."""
+    # All ten factors are zero in rows past the length, so that the result is zero there.
     rows_per_slot, bins = slots.shape[1:]
     x = slots.flatten(0, 1).index_fill(0, unreal_rows(remaining, rows_per_slot, 1), 0)
     even, odd = x.view(-1, 2, bins).unbind(1)

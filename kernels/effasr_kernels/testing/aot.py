@@ -85,12 +85,10 @@ def products(ttgir: str) -> list[Product]:
 
 
 def signature(launch: Launch) -> tuple[dict[str, Any], dict[str, Any], tuple[tuple[int, ...], ...]]:
-    """Types of all arguments, values of the constants, and places of arguments that 16 divides.
-
-    The type of a tuple of tensors is a tuple. A place is the index of an argument, followed in a
-    tuple by that of the tensor. Triton compiles a kernel for each combination of these and the
-    options.
-    """
+    """Types of all arguments, values of the constants, and places of arguments that 16 divides."""
+    # The type of a tuple of tensors is a tuple. A place is the index of an argument, followed in a
+    # tuple by that of the tensor. Triton compiles a kernel for each combination of these and the
+    # options.
     types, constants, aligned = {}, dict(launch.constants), []
     for number, parameter in enumerate(launch.kernel.params):
         name = parameter.name
@@ -136,10 +134,8 @@ def compile_launch(launch: Launch, architecture: int) -> Resources:
 
 
 def compile_to_ptx(launch: Launch, architecture: int) -> tuple[str, int]:
-    """Return the PTX, with lines of the source, and the dynamic shared memory in bytes.
-
-    The assembler would take a fifth of the time.
-    """
+    """Return the PTX, with lines of the source, and the dynamic shared memory in bytes."""
+    # The assembler would take a fifth of the time.
     with knobs.runtime.scope(), knobs.cache.scope():
         knobs.runtime.add_stages_inspection_hook = _leave_out_assembler  # type: ignore[assignment]
         # The key of Triton 3.6 does not depend on the hook: it would take these files for whole.

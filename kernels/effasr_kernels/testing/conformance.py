@@ -107,10 +107,8 @@ class Outcome:
 def evaluate(
     case: Case, variation: Variation, wrap: Callable[..., object] | None = None
 ) -> Outcome:
-    """Run a case forward and backward; ``wrap`` is applied to ``case.run``, such as a compiler.
-
-    The upstream gradient of each sequence is the same in every variation.
-    """
+    """Run a case forward and backward; ``wrap`` is applied to ``case.run``, such as a compiler."""
+    # The upstream gradient of each sequence is the same in every variation.
     order = tuple(range(case.sequences)) if variation.order is None else variation.order
     packed = {name: _pack(case, name, order, variation) for name in case.packed}
     shared = {
@@ -194,11 +192,9 @@ def check_values(
     *,
     tail: int = 0,
 ) -> None:
-    """Check that results and gradients are as accurate as the dtype allows.
-
-    Their errors against the reference in float64 are at most twice those of the reference in the
-    same dtype, plus two ulp. The kernel gets a tail of NaN, which becomes zeros.
-    """
+    """Check that results and gradients are as accurate as the dtype allows."""
+    # Their errors against the reference in float64 are at most twice those of the reference in the
+    # same dtype, plus two ulp. The kernel gets a tail of NaN, which becomes zeros.
     reference = case_for("reference")
     gold = evaluate(_rounded(reference, dtype), _PLAIN)
     baseline = evaluate(reference, Variation(dtype=dtype))

@@ -85,10 +85,8 @@ def _logit_gradient(
     settings: _Losses,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss of one sequence, the gradient of its logits, and the joint's output.
-
-    The gradient is (T, U + 1, V + D); it is undefined without ``with_gradient``.
-    """
+    """Return the loss of one sequence, the gradient of its logits, and the joint's output."""
+    # The gradient is (T, U + 1, V + D); it is undefined without ``with_gradient``.
     h = encoded[:, None] + predicted
     h = h.relu_() if settings.activation == "relu" else h.tanh_()
     # Rounded as the input of a matrix product of that dtype.

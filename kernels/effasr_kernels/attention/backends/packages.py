@@ -93,11 +93,9 @@ def find(
 
 
 def outside(layout: PackedLayout, other: PackedLayout) -> Tensor:
-    """The rows without any query-key pair: bool (rows, 1, 1).
-
-    They are the tail and the sequences that are empty in ``other``. ``layout`` has at least one
-    sequence.
-    """
+    """The rows without any query-key pair: bool (rows, 1, 1)."""
+    # They are the tail and the sequences that are empty in ``other``. ``layout`` has at least one
+    # sequence.
     inside = layout.mask()
     if layout.cu_seqlens is not other.cu_seqlens:
         filled = other.cu_seqlens.diff() > 0
@@ -125,11 +123,9 @@ class _MaskedGradient(Function):
 def guarded(
     function: Callable[..., Any] | str, a: AttentionArguments, *, reads_beyond: bool
 ) -> Tensor:
-    """Call a deterministic ``flash_attn_varlen_func``, and zero the rows outside all sequences.
-
-    If it ``reads_beyond``, it loads rows past the end of a sequence and multiplies them by zero, so
-    that these rows must be finite.
-    """
+    """Call a deterministic ``flash_attn_varlen_func``, and zero the rows outside all sequences."""
+    # If it ``reads_beyond``, it loads rows past the end of a sequence and multiplies them by zero,
+    # so that these rows must be finite.
     if isinstance(function, str):
         raise RuntimeError(function)
     layout_q, layout_k = a.layout_q, a.layout_k

@@ -101,10 +101,8 @@ def unsupported_reason(a: AttentionArguments) -> str | None:
 def forward(
     a: AttentionArguments, narrowness: float | None = None
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Compute the output; save each row's log-sum-exp to base 2, float32 (H, T_q).
-
-    With ``narrowness``, 1 / (2 sigma^2), a second result is the penalty of `guided_attention`.
-    """
+    """Compute the output; save each row's log-sum-exp to base 2, float32 (H, T_q)."""
+    # With ``narrowness``, 1 / (2 sigma^2), a second result is the penalty of `guided_attention`.
     call = _prepare(a, narrowness)
     rows, heads = a.layout_q.rows, a.q.shape[1]
     out = a.q.new_empty(a.q.shape)

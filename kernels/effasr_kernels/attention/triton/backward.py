@@ -82,16 +82,14 @@ def attention_backward_kv(
     DROPOUT: tl.constexpr,  # whether weights are dropped
     GUIDED: tl.constexpr,  # whether there is a gradient of the penalty of `guided_attention`
 ):
-    """Gradients of one tile of keys and values of one of their heads: program (tile, head).
-
-    All tiles are transposed, keys by queries, so that the weights, which are in registers, are the
-    left factor of the products that sum over queries. The sum goes on over all heads of queries
-    that share the keys. Keys past the end of a sequence need no mask: their results stay in their
-    own rows, which are not stored.
-
-    With ``BIAS`` the kernel also overwrites the bias with the gradient of the scores: this program
-    alone reads each tile, before it writes it. The gradient of queries is a product with it.
-    """
+    """Gradients of one tile of keys and values of one of their heads: program (tile, head)."""
+    # All tiles are transposed, keys by queries, so that the weights, which are in registers, are
+    # the left factor of the products that sum over queries. The sum goes on over all heads of
+    # queries that share the keys. Keys past the end of a sequence need no mask: their results stay
+    # in their own rows, which are not stored.
+    # With ``BIAS`` the kernel also overwrites the bias with the gradient of the scores: this
+    # program alone reads each tile, before it writes it. The gradient of queries is a product with
+    # it.
     sequence, first_k, length_k, start = locate_tile(
         tiles, cu_seqlens_k, sequences, rows_k, tl.program_id(0), BLOCK_N
     )
@@ -294,10 +292,9 @@ def attention_backward_q(
     DROPOUT: tl.constexpr,  # whether weights are dropped
     GUIDED: tl.constexpr,  # whether there is a gradient of the penalty of `guided_attention`
 ):
-    """Gradient of one tile of queries of one head: program (tile, head).
-
-    It is not used with relative positions; `relative.relative_backward` computes the gradient then.
-    """
+    """Gradient of one tile of queries of one head: program (tile, head)."""
+    # It is not used with relative positions; `relative.relative_backward` computes the gradient
+    # then.
     sequence, first_q, length_q, start = locate_tile(
         tiles, cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M
     )

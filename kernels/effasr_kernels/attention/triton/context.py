@@ -39,10 +39,8 @@ def keys_of_tile(start, last, length, left, right, chunk, BLOCK: tl.constexpr):
 
 @triton.jit
 def queries_of_tile(start, last, length, left, right, chunk, BLOCK: tl.constexpr):
-    """First query and one past the last query that see one of the keys ``start`` to ``last``.
-
-    The arguments are those of `keys_of_tile`, with keys and queries exchanged.
-    """
+    """First query and one past the last query that see one of the keys ``start`` to ``last``."""
+    # The arguments are those of `keys_of_tile`, with keys and queries exchanged.
     first = tl.maximum(start - right, 0) // chunk * chunk
     end = ((last + left) // chunk + 1) * chunk
     return first // BLOCK * BLOCK, tl.minimum(end, length)
@@ -50,9 +48,7 @@ def queries_of_tile(start, last, length, left, right, chunk, BLOCK: tl.constexpr
 
 @triton.jit
 def diagonals_of_tile(last, keys, shift, left, right, chunk, BLOCK: tl.constexpr):
-    """Range of the diagonals of a tile of queries that hold a group that a query sees.
-
-    Diagonal g holds key g of the last query, and for each query before it one key less.
-    """
+    """Range of the diagonals of a tile of queries that hold a group that a query sees."""
+    # Diagonal g holds key g of the last query, and for each query before it one key less.
     first = tl.maximum(last - left - chunk - 7, 0) // BLOCK * BLOCK
     return first, tl.minimum(last + chunk + right + 7, keys + shift)

@@ -63,12 +63,10 @@ def rows_of_block(width: int) -> int:
 
 
 def row_delta(grad_out: Tensor, out: Tensor, guided: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """The sum over channels of output times gradient, computed once for all tiles of keys.
-
-    With relative positions `effasr_kernels.attention.triton.relative.relative_scores` computes it.
-    Returns float32 (H, T), undefined in the tail; with ``guided`` (2, H, T), of which the second
-    part is the gradient of the penalty.
-    """
+    """The sum over channels of output times gradient, computed once for all tiles of keys."""
+    # With relative positions `effasr_kernels.attention.triton.relative.relative_scores` computes
+    # it. Returns float32 (H, T), undefined in the tail; with ``guided`` (2, H, T), of which the
+    # second part is the gradient of the penalty.
     rows, heads, width = out.shape
     parts = (heads, rows) if guided is None else (2, heads, rows)
     delta = out.new_empty(parts, dtype=torch.float32)

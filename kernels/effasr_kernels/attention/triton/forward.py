@@ -33,13 +33,11 @@ def add_content_bias(x, content_bias, d, in_width):
 
 @triton.jit
 def as_scores(b_tile):
-    """Convert a tile of the bias to a float32 accumulator of the scores.
-
-    A 16-bit tile is multiplied by the identity on tensor cores, which is exact and reads the tile
-    from shared memory directly; threads that read it in the layout of the scores would have
-    four-way bank conflicts. A number that is not finite spreads to its row of the tile, so columns
-    outside the sequence must be finite.
-    """
+    """Convert a tile of the bias to a float32 accumulator of the scores."""
+    # A 16-bit tile is multiplied by the identity on tensor cores, which is exact and reads the tile
+    # from shared memory directly; threads that read it in the layout of the scores would have
+    # four-way bank conflicts. A number that is not finite spreads to its row of the tile, so
+    # columns outside the sequence must be finite.
     if b_tile.dtype.is_fp32():
         scores = b_tile
     else:
@@ -100,13 +98,11 @@ def attention_forward(
     DROPOUT: tl.constexpr,  # whether weights are dropped
     GUIDED: tl.constexpr,  # whether to compute the penalty of `guided_attention`
 ):
-    """Compute the output of one tile of queries of one head: program (tile, head).
-
-    The softmax is computed online, as in FlashAttention-2 (https://arxiv.org/abs/2307.08691), in
-    powers of two. Without a context every query attends to the first key, so the largest score is
-    finite after one step. With ``GUIDED`` there is one more sum: the weights times their distance
-    from the diagonal.
-    """
+    """Compute the output of one tile of queries of one head: program (tile, head)."""
+    # The softmax is computed online, as in FlashAttention-2 (https://arxiv.org/abs/2307.08691), in
+    # powers of two. Without a context every query attends to the first key, so the largest score is
+    # finite after one step. With ``GUIDED`` there is one more sum: the weights times their distance
+    # from the diagonal.
     sequence, first_q, length_q, start = locate_tile(
         tiles, cu_seqlens_q, sequences, rows_q, tl.program_id(0), BLOCK_M
     )

@@ -107,11 +107,9 @@ def relative_backward(
     grad_q: Tensor | None = None,
     context: Context | None = None,  # the keys that a query sees; by default all of its sequence
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of the scores of `RelativeBias`, except for that of the keys.
-
-    Returns the gradients of ``q``, (T_q, H, D), zero in the tail; of the content and the position
-    bias, (H, D) each; and of the table, (2 L - 1, H, D). In the dtype of ``q``.
-    """
+    """Compute the gradients of the scores of `RelativeBias`, except for that of the keys."""
+    # Returns the gradients of ``q``, (T_q, H, D), zero in the tail; of the content and the position
+    # bias, (H, D) each; and of the table, (2 L - 1, H, D). In the dtype of ``q``.
     q, k, table = _dense_rows(q), _dense_rows(k), _dense_rows(position.table)
     heads, width = q.shape[1:]
     block_m, block_n, block_w, warps = _blocks_of_grad_queries(q.dtype, padded_width(width))
@@ -183,10 +181,8 @@ def _sizes(
     scores: Tensor,
     block_m: int | None = None,
 ) -> tuple[Any, ...]:
-    """The arguments of all kernels for the layouts and the buffer.
-
-    With ``block_m``, queries of a tile, they include the table of the tiles.
-    """
+    """The arguments of all kernels for the layouts and the buffer."""
+    # With ``block_m``, queries of a tile, they include the table of the tiles.
     offsets: tuple[Any, ...] = layout_q.cu_seqlens, layout_k.cu_seqlens
     if block_m is not None:
         offsets += (tile_table(layout_q, _STEP * block_m),)
@@ -222,34 +218,28 @@ def _blocks_of_scores(dtype: torch.dtype, block_d: int) -> tuple[int, int, int, 
 
 
 def _blocks_of_grad_queries(dtype: torch.dtype, block_d: int) -> tuple[int, int, int, int]:
-    """Queries of a tile, keys of a step, distances of a step, warps.
-
-    The loads use one stage: pipelined copies of pairs of elements would take twice the instructions
-    and have bank conflicts.
-    """
+    """Queries of a tile, keys of a step, distances of a step, warps."""
+    # The loads use one stage: pipelined copies of pairs of elements would take twice the
+    # instructions and have bank conflicts.
     if dtype == torch.float32:
         return 32 if block_d <= 128 else 16, 16, 32, 8
     return 64 if block_d <= 128 else 32, 64, 32, 4 if block_d <= 64 else 8
 
 
 def _registers_of_grad_queries(q: Tensor, context: Context | None) -> int | None:
-    """Most registers of a thread.
-
-    With a context ptxas uses 168 for Ampere, for three programs on a multiprocessor, and 8 bytes of
-    stack. Where it must not use more, it does without the stack. On later GPUs it uses fewer.
-    """
+    """Most registers of a thread."""
+    # With a context ptxas uses 168 for Ampere, for three programs on a multiprocessor, and 8 bytes
+    # of stack. Where it must not use more, it does without the stack. On later GPUs it uses fewer.
     is_narrow = q.dtype != torch.float32 and padded_width(q.shape[-1]) <= 64
     return 168 if context is not None and is_narrow and capability(q.device)[0] == 8 else None
 
 
 def _blocks_of_grad_table(dtype: torch.dtype, width: int) -> tuple[int, int, int, int, int | None]:
-    """Queries of a step, distances of a block, warps, stages, most registers of a thread.
-
-    Most sequences have few steps of a block, so steps are short, to waste less of the last one, and
-    are not pipelined. Few warps repeat less of the work that is the same for all warps. The
-    registers are limited to what the loop takes, as the addition of the splits would take more;
-    not for widths whose rows are not read in vectors, where the loop takes all.
-    """
+    """Queries of a step, distances of a block, warps, stages, most registers of a thread."""
+    # Most sequences have few steps of a block, so steps are short, to waste less of the last one,
+    # and are not pipelined. Few warps repeat less of the work that is the same for all warps. The
+    # registers are limited to what the loop takes, as the addition of the splits would take more;
+    # not for widths whose rows are not read in vectors, where the loop takes all.
     block_d = padded_width(width)
     if dtype == torch.float32:
         return 32 if block_d <= 128 else 16, 32, 8, 1, None

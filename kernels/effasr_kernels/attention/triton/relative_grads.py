@@ -53,12 +53,10 @@ def grad_queries(
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Compute the gradient of a tile of queries of one head, and the sums of its two parts.
-
-    The content part is the gradient of the scores times the keys, the distance part times the
-    table. The latter iterates over the table like `relative_scores.scores`; here the shift is in
-    the addresses of the loads.
-    """
+    """Compute the gradient of a tile of queries of one head, and the sums of its two parts."""
+    # The content part is the gradient of the scores times the keys, the distance part times the
+    # table. The latter iterates over the table like `relative_scores.scores`; here the shift is in
+    # the addresses of the loads.
     tile, head = tl.program_id(0), tl.program_id(1)
     channel = tl.arange(0, BLOCK_D)
     in_width = channel < WIDTH
@@ -158,11 +156,9 @@ def grad_queries(
 
 @triton.jit
 def sequences_of(cu_seqlens, sequences, first_row, end_row):
-    """The sequences with rows in a range: the first, and one past the last.
-
-    The counts are scalars in the loop: with vectors that are summed after it, the compiler (Triton
-    3.7) loses the alignment of pointers inside nested loops that begin at the counts.
-    """
+    """The sequences with rows in a range: the first, and one past the last."""
+    # The counts are scalars in the loop: with vectors that are summed after it, the compiler
+    # (Triton 3.7) loses the alignment of pointers inside nested loops that begin at the counts.
     index = tl.arange(0, 512)
     first, end = 0, 0
     for several in range(0, sequences, 512):
@@ -242,12 +238,10 @@ def grad_table(
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Sum the gradient of a block of distances of one head over a split of the queries.
-
-    A split is a range of rows, and includes the tiles of sequences that begin in it. Blocks of
-    small distances have the most pairs and come first. The last program that has a part of a block
-    and head adds the parts of all splits, in their order.
-    """
+    """Sum the gradient of a block of distances of one head over a split of the queries."""
+    # A split is a range of rows, and includes the tiles of sequences that begin in it. Blocks of
+    # small distances have the most pairs and come first. The last program that has a part of a
+    # block and head adds the parts of all splits, in their order.
     split, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     phase = split % STEP
     # Blocks 0, -1, 1, -2, 2, ...

@@ -23,10 +23,8 @@ def is_below(x, bound):
 
 @triton.jit
 def is_spare(cu_seqlens, sequences, tile, BLOCK: tl.constexpr):
-    """Whether a tile's number belongs to an empty sequence after the last row.
-
-    Static shapes have many of these; the check avoids the search of `find_tile`.
-    """
+    """Whether a tile's number belongs to an empty sequence after the last row."""
+    # Static shapes have many of these; the check avoids the search of `find_tile`.
     total = tl.load(cu_seqlens + sequences)
     n = tile - total // BLOCK
     return tl.load(cu_seqlens + n, mask=(n >= 0) & (n < sequences), other=-1) == total
@@ -67,13 +65,12 @@ def scores(
     BLOCK_W: tl.constexpr,
     PART: tl.constexpr,  # rows of `result` that are read at once
 ):
-    """Compute the scores of a tile of queries of one head for all keys of their sequence.
-
-    The tile's distances form a range of the table. The loop runs from the largest distance to the
-    smallest, so that the scores of a query come in the order of its keys: diagonal g of the loop
-    holds key ``g - shift`` of a query that is ``shift`` rows above the tile's last one. Every row
-    of the table is multiplied once per tile, and the shift is only in the addresses of the stores.
-    """
+    """Compute the scores of a tile of queries of one head for all keys of their sequence."""
+    # The tile's distances form a range of the table. The loop runs from the largest distance to the
+    # smallest, so that the scores of a query come in the order of its keys: diagonal g of the loop
+    # holds key ``g - shift`` of a query that is ``shift`` rows above the tile's last one. Every row
+    # of the table is multiplied once per tile, and the shift is only in the addresses of the
+    # stores.
     if tiles is None:  # noqa: SIM102 -- a constant
         if is_spare(cu_seqlens_q, sequences, tl.program_id(0) // STEP, BLOCK_M * STEP):
             return

@@ -129,10 +129,8 @@ def rotated(
     *,
     back: bool = False,  # whether to apply the inverse rotation
 ) -> Tensor:
-    """Copy packed heads and rotate their first channels by each row's position.
-
-    Returns (T, H, D), contiguous, zero in the tail.
-    """
+    """Copy packed heads and rotate their first channels by each row's position."""
+    # Returns (T, H, D), contiguous, zero in the tail.
     rows, heads, width = x.shape
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     half = angles[0].shape[1]
@@ -155,11 +153,9 @@ def rotated(
 def angle_table(
     rotary: Rotary, head_width: int, rows: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all positions that a row can have, rounded from float64 to float32.
-
-    Returns two of float32 (positions, R / 2). The first call for a size waits for the device, so
-    that a call on any stream may use the same table.
-    """
+    """Cosines and sines of all positions that a row can have, rounded from float64 to float32."""
+    # Returns two of float32 (positions, R / 2). The first call for a size waits for the device, so
+    # that a call on any stream may use the same table.
     size, width = next_power_of_two(max(1, rows)), rotary.rotated(head_width)
     key = size, rotary.base, width, device
     table = _TABLES.get(key)

@@ -82,11 +82,9 @@ class Call:
     position: tuple[Tensor, Tensor, Tensor] | None = None
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run the forward.
-
-        Returns the output, (T_q, H, D); the softmax statistics for `backward`, (T_q, H, 2); and
-        with ``sigma`` the penalty, (T_q, H), else None.
-        """
+        """Run the forward."""
+        # Returns the output, (T_q, H, D); the softmax statistics for `backward`, (T_q, H, 2); and
+        # with ``sigma`` the penalty, (T_q, H), else None.
         inputs = self._inputs()
         q = inputs[0]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -236,10 +236,8 @@ class DecoderWeights:
         # Instruction set as in ``csrc/attention.h``; by default the widest that the CPU supports
         instructions: int = _BEST_INSTRUCTIONS,
     ) -> Tensor:
-        """Decode one more token of each active row.
-
-        Returns float32 (N, width), output of the last norm; zero for rows that are not active.
-        """
+        """Decode one more token of each active row."""
+        # Returns float32 (N, width), output of the last norm; zero for rows that are not active.
         count = len(tokens)
         for name, x in (("tokens", tokens), ("positions", positions), ("active", active)):
             check(_STEP, name, x, torch.int64, (count,))

@@ -25,10 +25,8 @@ _NARROW = 32
 
 
 def has_onednn() -> bool:
-    """Return whether oneDNN's linear layer for x86-64 processors is available and enabled.
-
-    ``torch.backends.mkldnn.flags(enabled=False)`` disables it.
-    """
+    """Return whether oneDNN's linear layer for x86-64 processors is available and enabled."""
+    # ``torch.backends.mkldnn.flags(enabled=False)`` disables it.
     return _is_built() and bool(torch.backends.mkldnn.enabled)
 
 
@@ -43,12 +41,10 @@ def _is_built() -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `torch.nn.functional.linear`, faster for float32 in training on CPUs.
-
-    It calls torch for other devices and dtypes, under autocast, in compiled graphs, for products
-    too small to gain, and in inference, where a row's result must not depend on the number of rows.
-    Returns (..., N).
-    """
+    """Compute `torch.nn.functional.linear`, faster for float32 in training on CPUs."""
+    # It calls torch for other devices and dtypes, under autocast, in compiled graphs, for products
+    # too small to gain, and in inference, where a row's result must not depend on the number of
+    # rows. Returns (..., N).
     if _uses_onednn(x, weight):
         return _OnednnLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
     return F.linear(x, weight, bias)
@@ -98,12 +94,9 @@ def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def onednn_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``rows @ weight.T + bias``, float32 (M, N) on a CPU, without gradient.
-
-    It requires `has_onednn`.
-
-    With a weight from `onednn_weight` a row's result does not depend on the number of rows.
-    """
+    """Return ``rows @ weight.T + bias``, float32 (M, N) on a CPU, without gradient."""
+    # It requires `has_onednn`.
+    # With a weight from `onednn_weight` a row's result does not depend on the number of rows.
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
 
 

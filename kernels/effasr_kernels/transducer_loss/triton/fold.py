@@ -34,12 +34,10 @@ def count_tiles(room: Room) -> int:
 
 @triton.jit
 def _first_tile(node, frame, state, n, FRAMES, STATES):
-    """The number of a sequence's first tile, from what lies before it in the chunk.
-
-    f frames of s states have at most (f + FRAMES - 1) (s + STATES - 1) / (FRAMES STATES) tiles.
-    Numbers have gaps, but as many as nodes, frames, states and sequences are worth, however these
-    are distributed.
-    """
+    """The number of a sequence's first tile, from what lies before it in the chunk."""
+    # f frames of s states have at most (f + FRAMES - 1) (s + STATES - 1) / (FRAMES STATES) tiles.
+    # Numbers have gaps, but as many as nodes, frames, states and sequences are worth, however these
+    # are distributed.
     pairs = node + (STATES - 1) * frame + (FRAMES - 1) * state
     return (pairs // (FRAMES * STATES)).to(tl.int32) + n
 
@@ -88,10 +86,8 @@ def fold(
     STATES: tl.constexpr,  # states of a tile
     BLOCK_C: tl.constexpr,
 ):
-    """Compute both sums of one tile of the gradient of the activation's input.
-
-    The five numbers of the chunk may be on the device; see `load_number`.
-    """
+    """Compute both sums of one tile of the gradient of the activation's input."""
+    # The five numbers of the chunk may be on the device; see `load_number`.
     tile = tl.program_id(0)
     frames, sequences = load_number(frames), load_number(sequences)
     if sequences == 0:
@@ -175,10 +171,8 @@ def finish_frames(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Write the gradient of ``encoded`` for the frames of a chunk.
-
-    The chunk's first node, first frame and frames may be on the device; see `load_number`.
-    """
+    """Write the gradient of ``encoded`` for the frames of a chunk."""
+    # The chunk's first node, first frame and frames may be on the device; see `load_number`.
     frames = load_number(frames)
     if tl.program_id(0) * BLOCK_R >= frames:
         return
@@ -227,10 +221,8 @@ def finish_states(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Add the sums of a chunk to the gradient of ``predicted`` for its states.
-
-    The six numbers of the chunk may be on the device; see `load_number`.
-    """
+    """Add the sums of a chunk to the gradient of ``predicted`` for its states."""
+    # The six numbers of the chunk may be on the device; see `load_number`.
     states = load_number(states)
     if tl.program_id(0) * BLOCK_R >= states:
         return

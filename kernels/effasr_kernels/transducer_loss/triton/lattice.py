@@ -167,11 +167,9 @@ def sweep_forward(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute the loss of one sequence and the share of each node; see `losses`.
-
-    ``edge``, float64, is a buffer with the mass that each of the group's frames passes to the next
-    strip.
-    """
+    """Compute the loss of one sequence and the share of each node; see `losses`."""
+    # ``edge``, float64, is a buffer with the mass that each of the group's frames passes to the
+    # next strip.
     n = first_sequence + tl.program_id(0)
     frame, frames = _extent(cu_frames, n)
     _, labels = _extent(cu_targets, n)
@@ -234,11 +232,9 @@ def sweep_backward(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute the occupancies of one sequence; see `occupancies`.
-
-    ``edge``, float64, is a buffer with the occupancy that the first state of a strip passes back to
-    the previous strip, for each of the group's frames.
-    """
+    """Compute the occupancies of one sequence; see `occupancies`."""
+    # ``edge``, float64, is a buffer with the occupancy that the first state of a strip passes back
+    # to the previous strip, for each of the group's frames.
     n = first_sequence + tl.program_id(0)
     frame, frames = _extent(cu_frames, n)
     _, labels = _extent(cu_targets, n)

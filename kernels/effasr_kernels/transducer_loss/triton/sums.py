@@ -191,11 +191,9 @@ def _most_registers(weight: Tensor) -> int | None:
 
 @triton.jit
 def _passing(row, node, normalizer_node, is_node, log_normalizer, occ_blank, occ_label, labels):
-    """Load the normalizer, the occupancies of blank and label, and the label of some rows.
-
-    A row with zero occupancies has no gradient. Its sequence may hold NaN, so its normalizer is
-    replaced by inf, which makes all exponentials zero.
-    """
+    """Load the normalizer, the occupancies of blank and label, and the label of some rows."""
+    # A row with zero occupancies has no gradient. Its sequence may hold NaN, so its normalizer is
+    # replaced by inf, which makes all exponentials zero.
     normalizer = tl.load(log_normalizer + normalizer_node, mask=is_node, other=0.0)
     blank = tl.load(occ_blank + node, mask=is_node, other=0.0)
     label = tl.load(occ_label + node, mask=is_node, other=0.0)
@@ -238,11 +236,9 @@ def differentiate(
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One tile of the gradient of the logits, and its column sums.
-
-    Tiles of the same rows are next to each other, so that ``hidden`` is read once from memory, and
-    ``weight``, which is small, stays in the cache.
-    """
+    """One tile of the gradient of the logits, and its column sums."""
+    # Tiles of the same rows are next to each other, so that ``hidden`` is read once from memory,
+    # and ``weight``, which is small, stays in the cache.
     tiles = tl.cdiv(count, BLOCK_V)
     row_tile = tl.program_id(0) // tiles
     first_class = (tl.program_id(0) - row_tile * tiles) * BLOCK_V
