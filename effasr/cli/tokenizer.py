@@ -66,8 +66,9 @@ def add(command: AddCommand) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Collect the texts of each language and train."""
+    from effasr.data.manifest.cuts import prompt_of
     from effasr.data.manifest.pairs import is_text_only, pairs
-    from effasr.data.manifest.reader import iterate, request
+    from effasr.data.manifest.reader import iterate
     from effasr.data.statistics.survey import Survey
     from effasr.data.statistics.vocabulary import choose_vocabulary
     from effasr.data.tokenizer import train_tokenizer
@@ -87,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
                 continue
             for cut in iterate(manifest, language=options.language):
                 show(next(count))
-                wanted = request(cut)
+                wanted = prompt_of(cut)
                 spoken.add(wanted.source)
                 texts.setdefault(wanted.target, []).append(cut.supervisions[0].text or "")
                 survey.add_cut(cut)

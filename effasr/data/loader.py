@@ -27,7 +27,7 @@ from effasr.data.batch import StaticShape
 from effasr.data.config import DataConfig
 from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.index.corpus import Corpus
-from effasr.data.index.pair_corpus import PairCorpus
+from effasr.data.index.text_corpus import TextCorpus
 from effasr.data.micro_batch_loader import EMPTY, MicroBatchDataset, MicroBatchRef, StepBatch
 from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
 from effasr.data.sampling.plan import EpochPlan
@@ -50,7 +50,7 @@ class Loader:
 
     def __init__(
         self,
-        corpus: Corpus | ConversationCorpus | PairCorpus,
+        corpus: Corpus | ConversationCorpus | TextCorpus,
         config: DataConfig,
         *,
         seed: int = 0,

@@ -20,7 +20,7 @@ from effasr.data.conversation.collate import ConversationExample
 from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.filters.rules import Dropped
 from effasr.data.index.corpus import Corpus
-from effasr.data.index.pair_corpus import PairCorpus
+from effasr.data.index.text_corpus import TextCorpus
 from effasr.data.worker_processes import SharedMemoryError, share
 
 EMPTY = np.zeros(0, dtype=np.int32)
@@ -93,7 +93,7 @@ class MicroBatchDataset(Dataset[StepBatch | AudioError | SharedMemoryError]):
 
     def __init__(
         self,
-        corpus: Corpus | ConversationCorpus | PairCorpus,
+        corpus: Corpus | ConversationCorpus | TextCorpus,
         config: DataConfig,
         shape: StaticShape | None,
         reading: MutableSequence[int],

@@ -11,7 +11,8 @@ from pathlib import Path
 from lhotse.cut import Cut
 
 from effasr.data.audio.waveform import AudioError, load_audio
-from effasr.data.manifest.reader import named, request
+from effasr.data.manifest.cuts import prompt_of
+from effasr.data.manifest.reader import named
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
@@ -149,7 +150,7 @@ def scorable_requests(
             failures.append(Failure(cut.id, "no reference text: the cut needs one supervision"))
             continue
         try:
-            prompt = request(cut)
+            prompt = prompt_of(cut)
         except ValueError as error:
             failures.append(Failure(cut.id, str(error)))
             continue

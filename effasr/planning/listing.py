@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from lhotse import MonoCut, SupervisionSegment
@@ -16,20 +17,15 @@ from lhotse.cut import Cut
 from effasr.data.audio.speed_perturbation import duration_at, name_at
 from effasr.data.audio.waveform import AudioError
 from effasr.data.filters.rules import Dropped, Limits, check_copies, text_of
+from effasr.data.index.utterance_table import number_languages
 from effasr.data.manifest import nemo
-from effasr.data.manifest.cuts import CUTS_FILE
-from effasr.data.manifest.fields import (
-    optional_text,
-    prompt_fields,
-    seconds_field,
-    transcript_field,
-)
-from effasr.data.manifest.lines import check_file, numbered_lines, parse_object
-from effasr.data.manifest.reader import named, request
-from effasr.data.manifest.utterance import FileUtterance, Utterance, custom_fields
+from effasr.data.manifest.cuts import prompt_of, prompt_values
+from effasr.data.manifest.lines import numbered_lines
+from effasr.data.manifest.reader import file_of_lines, named
+from effasr.data.manifest.row import ManifestRow
+from effasr.data.manifest.utterance import FileUtterance, ReadOptions, Utterance, custom_fields
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
-from effasr.planning.tables import MOST_TOKENS, Row, is_number, read_durations, read_table
 
 PROMPT_TOKENS = 5
 """Default number of tokens before the text, as in the prompts of `effasr tokenizer`."""
@@ -39,40 +35,30 @@ token is a character of three bytes."""
 TOKENS_PER_SECOND = 3.6
 """Estimate where only durations are known: LibriSpeech and Earnings-22 with 5,000 pieces."""
 
-_Place = tuple[int, int]
+_DURATION_COLUMNS = ("duration_seconds", "duration")
+_MAX_TOKENS = 2**30
+"""Counts are clipped to this: no budget is as large."""
+
+_Position = tuple[int, int]
+"""Number of the list, and line."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listing:
-    """Utterances of lists at every speed, before any is dropped for its length.
-
-    Attributes:
-        paths: The lists.
-        places: int32 (n, 2), index of the list and line number of each utterance.
-        names: Names of the utterances; None for an utterance without one.
-        seconds: float64 (n,), durations.
-        texts: int64 (n,), tokens of the texts; 0 for an utterance that is used without one.
-        prompts: int64 (n,), tokens of the prompts.
-        request_ids: int64 (n,), index of each utterance's request in ``requests``.
-        requests: The different requests, in order of first appearance.
-        by_text: Number of ``texts`` estimated from characters.
-        by_duration: Number of ``texts`` estimated from durations.
-        dropped: Utterances dropped for their text or audio.
-        speeds: Speeds at which every utterance is listed.
-    """
+    """Utterances of lists at every speed, before any is dropped for its length."""
 
     paths: tuple[str, ...]
-    places: np.ndarray
+    positions: np.ndarray  # int32 (n, 2), number of the list and line of each utterance
     names: Sequence[str | None]
-    seconds: np.ndarray
-    texts: np.ndarray
-    prompts: np.ndarray
-    request_ids: np.ndarray
-    requests: tuple[Prompt, ...]
-    by_text: int
-    by_duration: int
-    dropped: tuple[Dropped, ...]
-    speeds: tuple[float, ...] = (1.0,)
+    seconds: np.ndarray  # float64 (n,)
+    texts: np.ndarray  # int64 (n,), tokens; 0 for an utterance that is used without a text
+    prompts: np.ndarray  # int64 (n,), tokens
+    prompt_ids: np.ndarray  # int64 (n,), index in ``different_prompts``
+    different_prompts: tuple[Prompt, ...]  # in order of first appearance
+    by_text: int  # number of ``texts`` estimated from characters
+    by_duration: int  # number of ``texts`` estimated from durations
+    dropped: tuple[Dropped, ...]  # for their text or audio
+    speeds: tuple[float, ...] = (1.0,)  # at which every utterance is listed
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -80,17 +66,17 @@ class Listing:
     @property
     def monotonic(self) -> np.ndarray:
         """Whether each text follows the speech in order: bool (n,)."""
-        return np.array([one.monotonic for one in self.requests], dtype=bool)[self.request_ids]
+        by_prompt = [prompt.monotonic for prompt in self.different_prompts]
+        return np.array(by_prompt, dtype=bool)[self.prompt_ids]
 
     @property
     def languages(self) -> np.ndarray:
-        """Number of the language of each text: int64 (n,)."""
-        _, numbers = np.unique([one.target for one in self.requests], return_inverse=True)
-        return numbers[self.request_ids]
+        """Number of the language of each text: int (n,)."""
+        return number_languages(self.different_prompts)[self.prompt_ids]
 
     def name(self, index: int) -> str:
         """Return the name of an utterance, or its file and line."""
-        source, line = self.places[index].tolist()
+        source, line = self.positions[index].tolist()
         return self.names[index] or f"{self.paths[source]}:{line}"
 
 
@@ -105,28 +91,16 @@ def read_listing(
 ) -> Listing:
     """Read the lengths of utterances.
 
-    A path is a manifest of any kind that `effasr.data.manifest.reader.read` takes, or a file of
+    A path is a manifest of any format, or a file of
 
     - JSON lines with ``duration``, and ``num_tokens`` or ``text``;
-    - a table, see `effasr.planning.tables.read_table`;
+    - a table, see `_read_table`;
     - durations alone, one a line.
 
     With a tokenizer, texts are checked and tokenized as in training. Without one, the number of
     tokens is ``num_tokens``, or else one per `BYTES_PER_TOKEN` of the text; in a table without
     tokens, `TOKENS_PER_SECOND`. Audio files are opened only for lines without a duration, to read
     the header.
-
-    Args:
-        paths: Manifests and lists.
-        limits: Limits on texts, see `effasr.data.filters.rules.check`, and the speeds at which
-            every utterance is listed.
-        tokenizer: Tokenizer of texts and prompts; None to estimate.
-        prompt_tokens: Tokens of a prompt if there is no tokenizer.
-        language: Default language of utterances.
-        progress: Called with the number of utterances read so far.
-
-    Raises:
-        ValueError: A line is malformed or incomplete; the message names file and line.
     """
     reader = _Reader(limits, tokenizer, prompt_tokens, language, progress)
     for source, path in enumerate(paths):
@@ -148,38 +122,32 @@ class _Reader:
         self._limits = limits
         self._tokenizer = tokenizer
         self._prompt_tokens = prompt_tokens
-        self._language = language
-        self._progress, self._read = progress, 0
-        self._untranscribed = limits.text != "required"
+        self._options = ReadOptions(language, untranscribed=limits.text != "required")
+        self._progress, self._count = progress, 0
         # Cuts are made only where more than their length is used.
-        self._looks_at_texts = (
+        self._checks_texts = (
             tokenizer is not None
             or bool(limits.languages)
             or limits.characters is not None
             or limits.max_characters_per_second is not None
         )
-        self._places = array("i")
+        self._positions = array("i")
         self._names: list[str | None] = []
         self._seconds = array("d")
-        self._texts = array("q")
-        self._prompts = array("q")
-        self._request_ids = array("q")
-        self._requests: dict[Prompt, int] = {}
-        self._by_text = 0
-        self._by_duration = 0
+        self._texts, self._prompts, self._prompt_ids = array("q"), array("q"), array("q")
+        self._different_prompts: dict[Prompt, int] = {}
+        self._by_text = self._by_duration = 0
         self._dropped: list[Dropped] = []
 
     def read(self, source: int, path: Path) -> None:
         """Read one manifest or list."""
-        file = path / CUTS_FILE
-        if path.is_dir() and not file.is_file():
-            utterances = named(path, language=self._language, untranscribed=self._untranscribed)
+        options = self._options
+        if (file := file_of_lines(path)) is None:
+            utterances = named(path, language=options.language, untranscribed=options.untranscribed)
             for line, (name, utterance) in enumerate(utterances, 1):
                 self._add_utterance(name, (source, line), utterance)
-                self._count()
+                self._report()
             return
-        file = file if path.is_dir() else path
-        check_file(file)
         lines = numbered_lines(file)
         first = next(lines, None)
         if first is None:
@@ -188,116 +156,107 @@ class _Reader:
         start = first[1].lstrip()
         if start.startswith("{") or ".jsonl" in file.suffixes:
             self._add_objects(source, file, lines)
-        elif start.startswith("#") or is_number(start.split("#")[0]):
-            self._add_rows(source, read_durations(file, lines))
+        elif start.startswith("#") or _is_number(start.split("#")[0]):
+            self._add_table(source, _read_durations(file, lines))
         else:
-            self._add_rows(source, read_table(file, lines))
+            self._add_table(source, _read_table(file, lines))
 
     def listing(self, paths: tuple[str, ...]) -> Listing:
         """Return what was read so far."""
         return Listing(
             paths=paths,
-            places=np.array(self._places, dtype=np.int32).reshape(-1, 2),
+            positions=np.array(self._positions, dtype=np.int32).reshape(-1, 2),
             names=self._names,
             seconds=np.array(self._seconds, dtype=np.float64),
             texts=np.array(self._texts, dtype=np.int64),
             prompts=np.array(self._prompts, dtype=np.int64),
-            request_ids=np.array(self._request_ids, dtype=np.int64),
-            requests=tuple(self._requests),
+            prompt_ids=np.array(self._prompt_ids, dtype=np.int64),
+            different_prompts=tuple(self._different_prompts),
             by_text=self._by_text,
             by_duration=self._by_duration,
             dropped=tuple(self._dropped),
             speeds=self._limits.speed_perturbation,
         )
 
-    def _count(self) -> None:
-        self._read += 1
-        self._progress(self._read)
+    def _report(self) -> None:
+        self._count += 1
+        self._progress(self._count)
 
     def _add(
         self,
         name: str | None,
-        place: _Place,
+        position: _Position,
         seconds: float,
-        asked: Prompt,
-        text: int,
-        prompt: int,
+        prompt: Prompt,
+        text_tokens: int,
+        prompt_tokens: int,
         speeds: Sequence[float] | None = None,
     ) -> None:
         """Add an utterance at these speeds, by default at every speed."""
-        request_id = self._requests.setdefault(asked, len(self._requests))
+        prompt_id = self._different_prompts.setdefault(prompt, len(self._different_prompts))
         for speed in self._limits.speed_perturbation if speeds is None else speeds:
             self._names.append(name and name_at(name, speed))
-            self._places.extend(place)
+            self._positions.extend(position)
             self._seconds.append(duration_at(seconds, speed))
-            self._texts.append(text)
-            self._prompts.append(prompt)
-            self._request_ids.append(request_id)
+            self._texts.append(text_tokens)
+            self._prompts.append(prompt_tokens)
+            self._prompt_ids.append(prompt_id)
 
-    def _add_rows(self, source: int, rows: Iterator[Row]) -> None:
-        asked = Prompt(self._language, self._language)
+    def _add_table(self, source: int, rows: Iterator[_TableRow]) -> None:
+        prompt = Prompt(self._options.language, self._options.language)
         for row in rows:
-            tokens = row.tokens
+            tokens, prompt_tokens = row.tokens, self._prompt_tokens
             if tokens is None:
                 self._by_duration += len(self._limits.speed_perturbation)
-                tokens = _tokens_in(row.seconds)
-            place = source, row.line
+                tokens = max(1, round(min(TOKENS_PER_SECOND * row.seconds, _MAX_TOKENS)))
             if self._limits.text == "ignored":
-                tokens, prompt = 0, 0
-            else:
-                prompt = self._prompt_tokens
-            self._add(row.name, place, row.seconds, asked, tokens, prompt)
-            self._count()
+                tokens = prompt_tokens = 0
+            self._add(row.name, (source, row.line), row.seconds, prompt, tokens, prompt_tokens)
+            self._report()
 
     def _add_objects(self, source: int, path: Path, lines: Iterator[tuple[int, str]]) -> None:
-        for line, json_text in lines:
-            self._count()
-            origin = f"{path}:{line}"
-            row = parse_object(json_text, origin)
-            seconds = seconds_field(row, "duration", origin)
+        for line, text in lines:
+            self._report()
+            row = ManifestRow.parse(text, path, line)
+            seconds = row.seconds("duration")
             if seconds is not None:
-                self._add_object((source, line), seconds, row, origin)
+                self._add_object((source, line), seconds, row)
                 continue
-            if "audio_filepath" not in row:
-                raise ValueError(
-                    f"{origin}: `duration` is missing: every line needs it, in seconds, where it "
-                    "names no audio file (`audio_filepath`)."
+            if "audio_filepath" not in row.values:
+                raise row.error(
+                    "`duration` is missing: every line needs it, in seconds, where it names no "
+                    "audio file (`audio_filepath`).",
+                    "duration",
                 )
-            for utterance in nemo.utterances(
-                [(line, json_text)], path, self._language, untranscribed=self._untranscribed
-            ):
-                self._add_utterance(utterance.id, (source, line), utterance)
+            utterance = nemo.FORMAT.parse(row, self._options)
+            self._add_utterance(utterance.id, (source, line), utterance)
 
-    def _add_object(
-        self, place: _Place, seconds: float, row: Mapping[str, Any], origin: str
-    ) -> None:
+    def _add_object(self, position: _Position, seconds: float, row: ManifestRow) -> None:
         """Add a JSON line with a duration."""
-        name = optional_text(row, "id", origin)
-        counted = _num_tokens(row, origin)
-        if "supervisions" in row:
-            row = _supervised(row, origin)
-        asked = prompt_fields(row, origin, self._language)
-        if self._untranscribed and self._lacks_text(row.get("text")):
-            self._add(name, place, seconds, asked, 0, 0)
-        elif "text" in row and (counted is None or self._looks_at_texts):
-            text = transcript_field(row, "text", origin)
-            self._add_text(name, place, seconds, text, asked, origin)
-        elif counted is not None:
-            tokens = min(counted, MOST_TOKENS)
-            self._add(name, place, seconds, asked, tokens, self._prompt_tokens)
+        name = row.optional_string("id")
+        count = _num_tokens(row)
+        if "supervisions" in row.values:
+            row = _supervised(row)
+        prompt = row.prompt(self._options.language)
+        if self._options.untranscribed and self._lacks_text(row.values.get("text")):
+            self._add(name, position, seconds, prompt, 0, 0)
+        elif "text" in row.values and (count is None or self._checks_texts):
+            text = row.transcript("text")
+            self._add_text(name, position, seconds, text, prompt, row.origin)
+        elif count is not None:
+            tokens = min(count, _MAX_TOKENS)
+            self._add(name, position, seconds, prompt, tokens, self._prompt_tokens)
         else:
-            raise ValueError(
-                f"{origin}: `text` and `num_tokens` are missing: every line needs one of them."
-            )
+            raise row.error("`text` and `num_tokens` are missing: every line needs one of them.")
 
-    def _add_utterance(self, name: str, place: _Place, utterance: Utterance) -> None:
-        """Add an utterance of a manifest reader."""
+    def _add_utterance(self, name: str, position: _Position, utterance: Utterance) -> None:
+        """Add an utterance of a manifest."""
         if isinstance(utterance, FileUtterance) and utterance.duration is not None:
-            seconds, asked = utterance.duration, utterance.prompt
-            if self._untranscribed and self._lacks_text(utterance.text):
-                self._add(name, place, seconds, asked, 0, 0)
+            seconds, prompt = utterance.duration, utterance.prompt
+            if self._options.untranscribed and self._lacks_text(utterance.text):
+                self._add(name, position, seconds, prompt, 0, 0)
             else:
-                self._add_text(name, place, seconds, utterance.text, asked, utterance.origin)
+                self._add_text(name, position, seconds, utterance.text, prompt, utterance.origin)
             return
         try:
             cut = utterance.cut(name)
@@ -306,10 +265,10 @@ class _Reader:
                 copy = name_at(name, speed)
                 self._dropped.append(Dropped(copy, error.problem, str(error), utterance.audio))
             return
-        if self._untranscribed and self._lacks_text(text_of(cut)):
-            self._add(name, place, cut.duration, request(cut), 0, 0)
+        if self._options.untranscribed and self._lacks_text(text_of(cut)):
+            self._add(name, position, cut.duration, prompt_of(cut), 0, 0)
         else:
-            self._add_cut(name, place, cut, request(cut))
+            self._add_cut(name, position, cut, prompt_of(cut))
 
     def _lacks_text(self, text: object) -> bool:
         """Return whether an utterance with this text is used without one."""
@@ -318,38 +277,33 @@ class _Reader:
     def _add_text(
         self,
         name: str | None,
-        place: _Place,
+        position: _Position,
         seconds: float,
         text: str,
-        asked: Prompt,
+        prompt: Prompt,
         origin: str,
     ) -> None:
-        if not self._looks_at_texts:
+        if not self._checks_texts:
             self._by_text += len(self._limits.speed_perturbation)
-            self._add(name, place, seconds, asked, _estimate(text), self._prompt_tokens)
+            self._add(name, position, seconds, prompt, _estimate(text), self._prompt_tokens)
             return
-        spoken = SupervisionSegment("", "", 0.0, seconds, text=text, language=asked.source)
+        speech = SupervisionSegment("", "", 0.0, seconds, text=text, language=prompt.source)
         cut = MonoCut(
-            name or origin, 0.0, seconds, 0, supervisions=[spoken], custom=custom_fields(asked)
+            name or origin, 0.0, seconds, 0, supervisions=[speech], custom=custom_fields(prompt)
         )
-        self._add_cut(name, place, cut, asked)
+        self._add_cut(name, position, cut, prompt)
 
-    def _add_cut(self, name: str | None, place: _Place, cut: Cut, asked: Prompt) -> None:
+    def _add_cut(self, name: str | None, position: _Position, cut: Cut, prompt: Prompt) -> None:
         """Check a text as in training and count its tokens."""
-        tokens, fitting, dropped = check_copies(cut, "", self._limits, self._tokenizer)
+        tokens, usable, dropped = check_copies(cut, "", self._limits, self._tokenizer)
         self._dropped += dropped
         if tokens is None:
-            self._by_text += len(fitting)
+            self._by_text += len(usable)
             lengths = _estimate(text_of(cut)), self._prompt_tokens
         else:
             lengths = len(tokens.text), len(tokens.prompt)
-        speeds = [self._limits.speed_perturbation[number] for number in fitting]
-        self._add(name, place, cut.duration, asked, *lengths, speeds)
-
-
-def _tokens_in(seconds: float) -> int:
-    """Estimate the tokens of an utterance from its duration."""
-    return max(1, round(min(TOKENS_PER_SECOND * seconds, MOST_TOKENS)))
+        speeds = [self._limits.speed_perturbation[number] for number in usable]
+        self._add(name, position, cut.duration, prompt, *lengths, speeds)
 
 
 def _estimate(text: str) -> int:
@@ -357,29 +311,114 @@ def _estimate(text: str) -> int:
     return -(-len(text.encode()) // BYTES_PER_TOKEN)
 
 
-def _num_tokens(row: Mapping[str, Any], origin: str) -> int | None:
-    value = row.get("num_tokens")
+def _num_tokens(row: ManifestRow) -> int | None:
+    value = row.values.get("num_tokens")
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(
-            f"{origin}: `num_tokens` must be an integer from 0 on, but is {str(value)[:60]!r}."
-        )
+        problem = f"must be an integer from 0 on, but is {str(value)[:60]!r}."
+        raise row.error(f"`num_tokens` {problem}", "num_tokens")
     return value
 
 
-def _supervised(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
+def _supervised(row: ManifestRow) -> ManifestRow:
     """Return the fields of a lhotse cut's only supervision under the names of NeMo's manifests."""
-    supervisions = row["supervisions"]
+    supervisions = row.values["supervisions"]
     count = len(supervisions) if isinstance(supervisions, list) else 0
     if count != 1 or not isinstance(supervisions[0], dict):
-        raise ValueError(
-            f"{origin}: a cut must have one supervision, but has {count}: use "
-            "`cuts.trim_to_supervisions()`."
+        raise row.error(
+            f"a cut must have one supervision, but has {count}: use `cuts.trim_to_supervisions()`.",
+            "supervisions",
         )
-    custom = row.get("custom")
-    own: dict[str, Any] = dict(custom) if isinstance(custom, dict) else {}
-    spoken = optional_text(supervisions[0], "language", origin)
-    fields = {**own, "lang": spoken} if spoken else own
-    text = {"text": supervisions[0]["text"]} if "text" in supervisions[0] else {}
-    return {"source_lang": spoken or own.get("lang"), **fields, **text}
+    supervision, custom = supervisions[0], row.values.get("custom")
+    spoken = replace(row, values=supervision).optional_string("language")
+    fields = prompt_values(custom if isinstance(custom, dict) else None, spoken)
+    fields |= {"text": supervision["text"]} if "text" in supervision else {}
+    return replace(row, values=fields)
+
+
+@dataclass(frozen=True, slots=True)
+class _TableRow:
+    line: int
+    name: str | None
+    seconds: float
+    tokens: int | None
+
+
+def _read_durations(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[_TableRow]:
+    """Read durations in seconds, one a line; ``#`` begins a comment."""
+    for line, text in lines:
+        value = text.split("#")[0].strip()
+        if value:
+            yield _TableRow(line, None, _seconds(value, f"{path}:{line}", "the line"), None)
+
+
+def _read_table(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[_TableRow]:
+    """Read a table separated by tabs or commas.
+
+    The header names ``duration_seconds`` or ``duration``, and may name ``id`` and ``num_tokens``
+    or a column that begins with ``n_tokens``, whose cells may be empty.
+    """
+    first, header = next(lines)
+    delimiter = "\t" if "\t" in header else ","
+    columns = [column.strip() for column in _cells(header, delimiter, f"{path}:{first}")]
+    duration = next((columns.index(name) for name in _DURATION_COLUMNS if name in columns), None)
+    if duration is None:
+        raise ValueError(
+            f"{path}:{first}: must be a JSON object, a number of seconds, or a header with "
+            f"`duration_seconds` or `duration`, but is {header.strip()[:60]!r}."
+        )
+    tokens = next((n for n, name in enumerate(columns) if _counts_tokens(name)), None)
+    identity = columns.index("id") if "id" in columns else None
+    for line, text in lines:
+        origin = f"{path}:{line}"
+        cells = _cells(text, delimiter, origin)
+        if len(cells) != len(columns):
+            raise ValueError(
+                f"{origin}: must have {len(columns)} columns, as the header has, but has "
+                f"{len(cells)}."
+            )
+        count = cells[tokens].strip() if tokens is not None else ""
+        yield _TableRow(
+            line,
+            (cells[identity] or None) if identity is not None else None,
+            _seconds(cells[duration].strip(), origin, f"`{columns[duration]}`"),
+            _count(count, origin, columns[tokens]) if tokens is not None and count else None,
+        )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _cells(line: str, delimiter: str, origin: str) -> list[str]:
+    # In tab-separated tables quotes belong to the text, as most programs write them.
+    quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+    try:
+        return next(csv.reader([line.rstrip("\r\n")], delimiter=delimiter, quoting=quoting))
+    except csv.Error as error:
+        raise ValueError(f"{origin}: not a line of a table ({error}).") from error
+
+
+def _counts_tokens(column: str) -> bool:
+    return column == "num_tokens" or column.startswith("n_tokens")
+
+
+def _count(text: str, origin: str, name: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError(f"{origin}: `{name}` must be an integer from 0 on, but is {text[:60]!r}.")
+    return min(int(text), _MAX_TOKENS) if len(text) < 19 else _MAX_TOKENS
+
+
+def _seconds(text: str, origin: str, name: str) -> float:
+    value = float(text) if _is_number(text) else math.nan
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(
+            f"{origin}: {name} must be a finite number of seconds greater than 0, but is "
+            f"{text[:60]!r}."
+        )
+    return value

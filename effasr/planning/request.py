@@ -104,6 +104,7 @@ class Request:
             frame_budget=frame_budget or data.frame_budget,
             token_budget=token_budget or data.token_budget,
             max_duration=max_duration or data.max_duration,
+            mix=data.mix if is_mixed else None,
             min_duration=min(data.min_duration, max_duration or math.inf),
         )
         decoder = model.decoder
@@ -149,16 +150,7 @@ class Request:
             progress=progress,
         )
         selection = select(
-            listing,
-            self.limits,
-            frame_budget=self.data.known_frame_budget,
-            token_budget=self.data.token_budget,
-            max_sequences=self.data.max_sequences,
-            transducer=self.transducer,
-            rate_deviations=self.data.filters.rate_deviations,
-            label_tokens_per_second=self.data.label_tokens_per_second,
-            mix=None if self.sources is None else self.data.mix,
-            sources=self.sources,
+            listing, self.limits, self.data, transducer=self.transducer, sources=self.sources
         )
         return listing, selection
 

@@ -14,9 +14,9 @@ from effasr.training.config import TrainConfig
 if TYPE_CHECKING:
     from effasr.data.conversation.corpus import ConversationCorpus
     from effasr.data.index.corpus import Corpus
-    from effasr.data.index.pair_corpus import PairCorpus
+    from effasr.data.index.text_corpus import TextCorpus
 
-    TrainingCorpus = Corpus | ConversationCorpus | PairCorpus
+    TrainingCorpus = Corpus | ConversationCorpus | TextCorpus
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +53,9 @@ def _load_utterances(config: TrainConfig, tokenizer: Tokenizer, section: str) ->
     max_positions = None if decoder is None else decoder.max_positions
     text_experts = config.model.named_experts(text=True)
     if config.data.text_alone:
-        from effasr.data.index.pair_corpus import PairCorpus
+        from effasr.data.index.text_corpus import TextCorpus
 
-        pairs = PairCorpus.load(
+        pairs = TextCorpus.load_alone(
             [path for path, _ in text_only],
             tokenizer,
             config.data,

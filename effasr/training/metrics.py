@@ -196,7 +196,7 @@ class MixtureStats:
         self._new[0] += corpus.mixture.count(corpus.sources, corpus.amounts, step.indices)
         if (text := corpus.text) is not None:
             amounts = text.lengths.frames
-            self._new[1] += text.mixture.count(text.sources, amounts, step.text_indices)
+            self._new[1] += text.shares.count(text.sources, amounts, step.text_indices)
 
     def merge(self, context: DistributedContext) -> list[MixtureSummary]:
         """Sum the counts of all ranks; return summaries of speech and, if any, of text."""
@@ -217,4 +217,4 @@ class MixtureStats:
         corpus = self._corpus
         if corpus.mixture is None:
             return []
-        return [corpus.mixture, *([] if corpus.text is None else [corpus.text.mixture])]
+        return [corpus.mixture, *([] if corpus.text is None else [corpus.text.shares])]

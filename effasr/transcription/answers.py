@@ -17,7 +17,7 @@ from effasr.data.conversation.collate import (
 )
 from effasr.data.conversation.messages import AudioPart, Message, check_turns
 from effasr.data.conversation.tokenize import prompt_rows
-from effasr.data.filters.rules import Reason, Unfit
+from effasr.data.filters.rules import Reason, RejectedUtterance
 from effasr.data.tokenizer import ChatTokenizer
 from effasr.decoding.config import LENGTH_PENALTY
 from effasr.decoding.decoded import Decoded
@@ -65,17 +65,17 @@ class Responder:
         return self._written(found)
 
     def answers(
-        self, conversations: Iterable[Sequence[Message] | Unfit]
-    ) -> Iterator[Answer | AudioError | Unfit]:
+        self, conversations: Iterable[Sequence[Message] | RejectedUtterance]
+    ) -> Iterator[Answer | AudioError | RejectedUtterance]:
         """Answer the last turn of each conversation, in order."""
-        found: dict[int, Answer | AudioError | Unfit] = {}
+        found: dict[int, Answer | AudioError | RejectedUtterance] = {}
         given = 0
         for number, messages in enumerate(conversations):
             try:
-                if isinstance(messages, Unfit):
+                if isinstance(messages, RejectedUtterance):
                     raise messages
                 self._submit(number, messages)
-            except (AudioError, Unfit) as error:
+            except (AudioError, RejectedUtterance) as error:
                 found[number] = error
             if len(self._engine.unfinished) > self._engine.slots:
                 # All slots are taken, and one more conversation is ready for the first that ends.
@@ -101,7 +101,7 @@ class Responder:
         if self._most is not None:
             if rows >= self._most:
                 reason = f"{rows} rows, but the language model has at most {self._most}"
-                raise Unfit(Reason.MODEL, reason)
+                raise RejectedUtterance(Reason.MODEL, reason)
             limit = min(limit, self._most - rows)
         self._engine.submit(batch.to(device), [limit], [name])
 
@@ -109,7 +109,7 @@ class Responder:
         check_turns(messages)
         if messages[-1].role != "user":
             problem = f"the last turn must be of user, but is of {messages[-1].role}"
-            raise Unfit(Reason.ROLES, problem)
+            raise RejectedUtterance(Reason.ROLES, problem)
         rate = self._model.config.features.sample_rate
         clips = [
             read_audio(part.path, rate, offset=part.offset or 0.0, duration=part.duration)
@@ -122,9 +122,11 @@ class Responder:
             frames = features.framing.frames(len(clip))
             if not frames:
                 seconds = len(clip) / rate
-                raise Unfit(Reason.TOO_SHORT, f"a recording of {seconds:.3g} s has no frame")
+                raise RejectedUtterance(
+                    Reason.TOO_SHORT, f"a recording of {seconds:.3g} s has no frame"
+                )
             if most is not None and frames > most:
-                raise Unfit(Reason.MODEL, f"{frames} encoder frames, over {most}")
+                raise RejectedUtterance(Reason.MODEL, f"{frames} encoder frames, over {most}")
         return asking("question", prompt_rows(messages, self._tokenizer).tolist(), tuple(clips))
 
     def _written(self, found: Decoded) -> Answer:

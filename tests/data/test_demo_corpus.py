@@ -12,6 +12,7 @@ from effasr.data.demo import corpus, render
 from effasr.data.demo.corpus import DemoCorpus, build
 from effasr.data.demo.plan import SPLITS
 from effasr.data.manifest import reader
+from effasr.data.manifest.cuts import prompt_of
 from effasr.data.prompt import Prompt
 
 SMALL: dict[str, Any] = {"utterances": 12, "seed": 1}
@@ -97,7 +98,7 @@ def test_the_data_layer_reads_it(multilingual: DemoCorpus) -> None:
     for row in rows(multilingual.dev):
         cut = cuts[row["id"]]
         assert cut.supervisions[0].text == row["text"]
-        assert reader.request(cut) == Prompt(
+        assert prompt_of(cut) == Prompt(
             row["lang"], row["target_lang"], row["task"], punctuation=False
         )
 

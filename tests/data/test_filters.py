@@ -5,7 +5,14 @@ import numpy as np
 import pytest
 from lhotse.cut import Cut
 
-from effasr.data.filters.rules import Limits, Reason, Unfit, check, frames_for_ctc, rate_outliers
+from effasr.data.filters.rules import (
+    Limits,
+    Reason,
+    RejectedUtterance,
+    check,
+    frames_for_ctc,
+    rate_outliers,
+)
 from effasr.data.manifest.reader import read
 from effasr.data.tokenizer import Tokenizer
 
@@ -60,7 +67,7 @@ def test_reasons(
     reason: Reason,
     details: str,
 ) -> None:
-    with pytest.raises(Unfit, match=details) as caught:
+    with pytest.raises(RejectedUtterance, match=details) as caught:
         check(cut_of(**cut), Limits(**limits), tokenizer)
     assert caught.value.reason == reason
 
@@ -86,7 +93,7 @@ def test_ctc_asks_nothing_of_translations_and_of_models_without_it(
 
 def test_without_a_tokenizer_characters_are_counted(cut_of: Callable[..., Cut]) -> None:
     assert check(cut_of(), Limits()) is None
-    with pytest.raises(Unfit, match=r"3\.5 per second, over 3") as caught:
+    with pytest.raises(RejectedUtterance, match=r"3\.5 per second, over 3") as caught:
         check(cut_of(), Limits(max_characters_per_second=3))
     assert caught.value.reason == Reason.CHARACTER_RATE
 

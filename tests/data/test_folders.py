@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from effasr.data.audio.augmentation.clips import Clips
-from effasr.data.manifest.reader import read, request
+from effasr.data.manifest.cuts import prompt_of
+from effasr.data.manifest.reader import read
 from effasr.data.prompt import Prompt
 
 
@@ -30,7 +31,7 @@ def test_kaldi_folder(tmp_path: Path, write_tone: Callable[..., Path]) -> None:
     assert (second.id, second.start, second.duration) == ("u2", 1.5, 0.5)
     assert [cut.supervisions[0].text for cut in (first, second)] == ["one two", "drei"]
     assert first.supervisions[0].speaker == "anna"
-    assert (request(first).source, request(second).source) == ("en", "de")
+    assert (prompt_of(first).source, prompt_of(second).source) == ("en", "de")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_audio_with_text_beside_it(tmp_path: Path, write_tone: Callable[..., Pat
     first, second = read(tmp_path, language="de")
     assert [cut.id for cut in (first, second)] == ["one", "two"]
     assert first.supervisions[0].text == "one more"
-    assert request(first).source == "de"
+    assert prompt_of(first).source == "de"
 
 
 def test_linked_folders_are_entered_once(tmp_path: Path, write_tone: Callable[..., Path]) -> None:
@@ -122,7 +123,7 @@ def test_hugging_face_audio_folder(
     )
     (cut,) = read(tmp_path)
     assert cut.supervisions[0].text == "one, two"
-    assert request(cut).source == "de"
+    assert prompt_of(cut).source == "de"
 
 
 def test_an_empty_cell_of_a_table_is_a_missing_field(
@@ -130,7 +131,7 @@ def test_an_empty_cell_of_a_table_is_a_missing_field(
 ) -> None:
     write_tone(tmp_path / "a.wav", 0.5)
     (tmp_path / "metadata.csv").write_text("file_name,text,lang,task,pnc\na.wav,one,,,\n")
-    assert request(read(tmp_path)[0]) == Prompt()
+    assert prompt_of(read(tmp_path)[0]) == Prompt()
 
 
 def test_hugging_face_audio_folder_in_json(

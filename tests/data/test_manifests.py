@@ -11,7 +11,8 @@ import soundfile
 from lhotse import CutSet
 
 from effasr.data.audio.waveform import load_audio
-from effasr.data.manifest.reader import deciding_files, read, request
+from effasr.data.manifest.cuts import prompt_of
+from effasr.data.manifest.reader import deciding_files, read
 from effasr.data.manifest.utterance import absolute
 from effasr.data.prompt import Prompt
 
@@ -66,11 +67,11 @@ def test_a_transcript_that_is_null_is_empty(line: Callable[..., Path]) -> None:
 )
 def test_prompt_fields(line: Callable[..., Path], fields: dict, expected: Prompt) -> None:
     (cut,) = read(line(**fields))
-    assert request(cut) == expected
+    assert prompt_of(cut) == expected
 
 
 def test_the_default_language_is_an_argument(line: Callable[..., Path]) -> None:
-    assert request(read(line(), language="fr")[0]) == Prompt("fr", "fr")
+    assert prompt_of(read(line(), language="fr")[0]) == Prompt("fr", "fr")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ def test_lhotse_cuts_come_back(line: Callable[..., Path], tmp_path: Path, suffix
     cuts.to_file(tmp_path / f"cuts{suffix}")
     again = read(tmp_path / f"cuts{suffix}")
     assert again[0] == cuts[0]
-    assert request(again[0]) == Prompt("de", "en", "translate", False)
+    assert prompt_of(again[0]) == Prompt("de", "en", "translate", False)
 
 
 def test_plain_lhotse_cuts_get_the_missing_fields(

@@ -10,8 +10,9 @@ from lhotse import CutSet, MonoCut, Recording
 from effasr.data.audio.waveform import AudioError, TarMember, load_audio
 from effasr.data.config import DataConfig
 from effasr.data.index.corpus import Corpus
+from effasr.data.manifest.cuts import prompt_of
 from effasr.data.manifest.prepare import prepare
-from effasr.data.manifest.reader import read, request
+from effasr.data.manifest.reader import read
 from effasr.data.tokenizer import Tokenizer
 
 
@@ -30,7 +31,7 @@ def test_every_utterance_is_the_one_that_was_written(shar: tuple[Path, CutSet]) 
     found = read(folder)
     assert [cut.id for cut in found] == [cut.id for cut in cuts]
     for cut, original in reversed(list(zip(found, cuts, strict=True))):
-        assert request(cut) == request(original)
+        assert prompt_of(cut) == prompt_of(original)
         assert cut.supervisions[0].text == original.supervisions[0].text
         # FLAC holds 16 bits.
         np.testing.assert_allclose(load_audio(cut), load_audio(original), atol=2**-15)

@@ -10,7 +10,6 @@ import torch
 from effasr import config as configuration
 from effasr.data.batch import IGNORED
 from effasr.data.config import DataConfig
-from effasr.data.index.pair_corpus import PairCorpus
 from effasr.data.index.text_corpus import TextCorpus
 from effasr.data.manifest.pairs import is_text_only, pairs
 from effasr.data.manifest.reader import read
@@ -115,10 +114,10 @@ def test_shares_of_text_are_by_tokens(tmp_path, write_lines, bilingual) -> None:
     mix = configuration.from_mapping(MixConfig, {"sources": sources, "temperature": 0.5})
     config = DataConfig(mix=mix, micro_batches=2, text_share=0.5)
     corpus = TextCorpus.load(paths, bilingual, config, token_budget=300, sources=[0, 1])
-    assert corpus.mixture.asked == pytest.approx((0.75, 0.25), abs=0.01)
+    assert corpus.shares.asked == pytest.approx((0.75, 0.25), abs=0.01)
     plan = corpus.plan(0, steps=40, micro_batches=2, seed=0)
     drawn = np.bincount(corpus.sources[plan.indices], corpus.lengths.frames[plan.indices])
-    assert drawn / drawn.sum() == pytest.approx(corpus.mixture.asked, abs=0.01)
+    assert drawn / drawn.sum() == pytest.approx(corpus.shares.asked, abs=0.01)
 
 
 @pytest.fixture
@@ -148,18 +147,18 @@ def test_budgets_and_steps_are_those_of_what_the_shares_draw(unlike, bilingual) 
 
 def test_pairs_alone_are_drawn_by_the_shares(unlike, bilingual) -> None:
     config = DataConfig(mix=shares(unlike), text_share=1, frame_budget=400)
-    corpus = PairCorpus.load(unlike, bilingual, config, sources=[0, 1])
+    corpus = TextCorpus.load_alone(unlike, bilingual, config, sources=[0, 1])
     draw = corpus.populations(seed=0)
     assert draw is not None
     members = draw(0)
     drawn = np.bincount(corpus.sources[members], corpus.lengths.frames[members])
     assert drawn / drawn.sum() == pytest.approx((0.5, 0.5), abs=0.02)
     whole = DataConfig(mix=shares(unlike, epoch="full"), text_share=1, frame_budget=400)
-    corpus = PairCorpus.load(unlike, bilingual, whole, sources=[0, 1])
+    corpus = TextCorpus.load_alone(unlike, bilingual, whole, sources=[0, 1])
     assert corpus.populations(seed=0) is None
     hours = DataConfig(mix=shares(unlike, epoch_hours=1.0), text_share=1, frame_budget=400)
     with pytest.raises(ValueError, match=r"`mix\.epoch_hours` must be null .* text pairs alone"):
-        PairCorpus.load(unlike, bilingual, hours, sources=[0, 1])
+        TextCorpus.load_alone(unlike, bilingual, hours, sources=[0, 1])
 
 
 def test_what_cannot_be_trained_on_is_listed(tmp_path, write_lines, bilingual) -> None:

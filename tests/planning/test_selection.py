@@ -19,13 +19,13 @@ from effasr.planning.selection import select
 def listing(seconds: list[float], texts: list[int]) -> Listing:
     return Listing(
         paths=("list",),
-        places=np.stack([np.zeros(len(seconds)), np.arange(len(seconds))], 1).astype(np.int32),
+        positions=np.stack([np.zeros(len(seconds)), np.arange(len(seconds))], 1).astype(np.int32),
         names=[f"u{number}" for number in range(len(seconds))],
         seconds=np.array(seconds, np.float64),
         texts=np.array(texts, np.int64),
         prompts=np.full(len(seconds), 5),
-        request_ids=np.zeros(len(seconds), np.int64),
-        requests=(Prompt(),),
+        prompt_ids=np.zeros(len(seconds), np.int64),
+        different_prompts=(Prompt(),),
         by_text=0,
         by_duration=0,
         dropped=(),
@@ -65,14 +65,14 @@ def test_ctc_needs_a_frame_for_each_token() -> None:
 
 
 def test_ctc_does_not_limit_translations() -> None:
-    found = replace(listing([0.8], [11]), requests=(Prompt("de", "en", "translate"),))
+    found = replace(listing([0.8], [11]), different_prompts=(Prompt("de", "en", "translate"),))
     assert select(found, Limits(), frame_budget=100).reasons == {}
 
 
 def test_rate_outliers_are_those_among_texts_of_their_language() -> None:
     found = listing([4.0] * 400, [*[10] * 199, 40, *[40] * 200])
     of_language = np.repeat([0, 1], 200)
-    found = replace(found, request_ids=of_language, requests=(Prompt(), Prompt("de", "de")))
+    found = replace(found, prompt_ids=of_language, different_prompts=(Prompt(), Prompt("de", "de")))
     chosen = select(found, Limits(), frame_budget=100, rate_deviations=4)
     assert [(drop.id, drop.reason) for drop in chosen.dropped] == [("u199", "token_rate_outlier")]
     assert chosen.dropped[0].details == "10.0 per second, far more than others of 4.0 s"

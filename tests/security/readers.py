@@ -63,8 +63,9 @@ from effasr.data.checksums import checksum
 from effasr.data.conversation.messages import conversations, is_conversations
 from effasr.data.features.config import FeatureConfig
 from effasr.data.filters.limits import Limits
+from effasr.data.manifest.cuts import prompt_of
 from effasr.data.manifest.pairs import is_text_only, pairs
-from effasr.data.manifest.reader import read, request
+from effasr.data.manifest.reader import read
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.tokenizer import NeMoTokenizer, load_tokenizer, train_tokenizer
 from effasr.decoding.config import DecodingConfig
@@ -162,7 +163,7 @@ def files(contents: dict[str, Any]) -> Callable[[Path], None]:
 
 def use_manifest(path: Path) -> object:
     cuts: Any = read(path)
-    return [(request(cut), len(load_audio(cut))) for cut in cuts]
+    return [(prompt_of(cut), len(load_audio(cut))) for cut in cuts]
 
 
 def read_cuts(folder: Path) -> Any:

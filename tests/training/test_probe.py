@@ -7,7 +7,8 @@ import torch
 
 from effasr.data.audio.waveform import load_audio
 from effasr.data.collate import Example, collate
-from effasr.data.manifest.reader import read, request
+from effasr.data.manifest.cuts import prompt_of
+from effasr.data.manifest.reader import read
 from effasr.data.tokenizer import load_tokenizer
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel
@@ -53,7 +54,7 @@ def make_model(tokenizer, **options) -> ASRModel:
 
 
 def alone(cut, tokenizer):
-    prompt = request(cut)
+    prompt = prompt_of(cut)
     text = tokenizer.encode(cut.supervisions[0].text, prompt.target)
     example = Example(cut.id, load_audio(cut), tokenizer.prompt(prompt), text)
     return collate([example], eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)

@@ -23,13 +23,13 @@ paths are relative to the manifest's folder.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from effasr.data.filters.rules import Reason, Unfit
-from effasr.data.manifest.fields import seconds_field
-from effasr.data.manifest.lines import numbered_lines, parse_object
+from effasr.data.filters.rules import Reason, RejectedUtterance
+from effasr.data.manifest.lines import first_fields, numbered_lines
+from effasr.data.manifest.row import ManifestRow, RowError
 from effasr.data.manifest.utterance import FileUtterance, absolute
 from effasr.data.prompt import Prompt
 
@@ -48,17 +48,11 @@ _AUDIO_KEYS = ("audio", "path", "audio_filepath", "audio_url", "url")
 
 @dataclass(frozen=True, slots=True)
 class AudioPart:
-    """Speech within a message.
+    """Speech within a message."""
 
-    Attributes:
-        path: Absolute path of the file.
-        offset: Start in the file, in seconds; None if it is the whole file.
-        duration: Duration in seconds; None if it ends with the file.
-    """
-
-    path: str
-    offset: float | None = None
-    duration: float | None = None
+    path: str  # absolute
+    offset: float | None = None  # seconds; None for a whole file
+    duration: float | None = None  # seconds; None up to the end of the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +65,16 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A line of a manifest.
-
-    Attributes:
-        id: Name of the conversation.
-        origin: File and line, for messages.
-        messages: The turns.
-        problem: Why it cannot be used; None if it can.
-    """
+    """A line of a manifest."""
 
     id: str
-    origin: str
+    origin: str  # file and line
     messages: tuple[Message, ...]
-    problem: Unfit | None = None
+    problem: RejectedUtterance | None = None  # why it cannot be used
 
     @property
     def clips(self) -> tuple[FileUtterance, ...]:
         """Its speech, in order."""
-        found = _audio_parts(self.messages)
         return tuple(
             FileUtterance(
                 id=f"{self.id}-{number}",
@@ -100,12 +86,11 @@ class Conversation:
                 offset=part.offset,
                 duration=part.duration,
             )
-            for number, part in enumerate(found)
+            for number, part in enumerate(_audio_parts(self.messages))
         )
 
 
 def num_clips(messages: Sequence[Message]) -> int:
-    """Return the number of audio parts of messages."""
     return len(_audio_parts(messages))
 
 
@@ -115,18 +100,8 @@ def _audio_parts(messages: Sequence[Message]) -> list[AudioPart]:
 
 
 def is_conversations(path: str | Path) -> bool:
-    """Return whether a manifest is one of conversations, judged by its first line.
-
-    Raises:
-        ValueError: That line cannot be read.
-    """
-    path = Path(path)
-    if not path.is_file():
-        return False
-    for number, line in numbered_lines(path):
-        row = parse_object(line, f"{path}:{number}")
-        return "messages" in row or "conversations" in row
-    return False
+    """Return whether a manifest is one of conversations, judged by its first line."""
+    return bool(first_fields(Path(path)).keys() & {"messages", "conversations"})
 
 
 def conversations(path: str | Path) -> Iterator[Conversation]:
@@ -135,113 +110,99 @@ def conversations(path: str | Path) -> Iterator[Conversation]:
     A conversation that breaks a rule has a `Conversation.problem`: the first turn, after one of
     ``system`` if there is one, is of ``user``, then ``user`` and ``assistant`` take turns, and the
     last is of ``assistant``; only ``user`` speaks; no turn is empty.
-
-    Raises:
-        ValueError: The file cannot be read, or a line is no JSON object.
     """
     path, names = Path(path), set[str]()
     for number, line in numbered_lines(path):
-        origin = f"{path}:{number}"
-        row = parse_object(line, origin)
-        given = row.get("id")
-        name = given if isinstance(given, str) and given else f"{path.name}:{number}"
+        row = ManifestRow.parse(line, path, number)
+        name = row.values.get("id")
+        if not isinstance(name, str) or not name:
+            name = f"{path.name}:{number}"
         problem, messages = None, ()
         try:
             if name in names:
-                raise Unfit(Reason.MESSAGE, f"`id` {name!r} is that of an earlier line")
-            messages = parse_messages(row, origin, path.parent)
-        except Unfit as error:
+                raise _malformed(f"`id` {name!r} is that of an earlier line")
+            messages = _messages(row)
+        except RejectedUtterance as error:
             problem = error
-        except ValueError as error:
-            problem = Unfit(Reason.MESSAGE, str(error).removeprefix(f"{origin}: "))
+        except RowError as error:
+            problem = _malformed(error.reason)
         names.add(name)
-        yield Conversation(name, origin, messages, problem)
+        yield Conversation(name, row.origin, messages, problem)
 
 
-def parse_messages(row: Mapping[str, Any], origin: str, folder: Path) -> tuple[Message, ...]:
-    """Return the messages of a line and check them.
-
-    Args:
-        row: The line.
-        origin: File and line, for messages.
-        folder: Folder that relative audio paths are relative to.
-
-    Raises:
-        Unfit: A rule of `conversations` is broken.
-        ValueError: A field has the wrong type.
-    """
-    if "conversations" in row and "messages" not in row:
-        found = _nemo(_sequence(row["conversations"], "conversations"), origin, folder)
-    elif "messages" in row:
-        found = _hugging_face(_sequence(row["messages"], "messages"), origin, folder)
+def _messages(row: ManifestRow) -> tuple[Message, ...]:
+    """Return the messages of a line, checked."""
+    if "conversations" in row.values and "messages" not in row.values:
+        messages = _nemo(row)
+    elif "messages" in row.values:
+        messages = _hugging_face(row)
     else:
-        raise Unfit(Reason.MESSAGE, "`messages` is missing")
-    check_turns(found)
-    if found[-1].role != "assistant":
-        raise Unfit(Reason.ROLES, f"the last turn is of {found[-1].role}, not of assistant")
-    return found
+        raise _malformed("`messages` is missing")
+    check_turns(messages)
+    if messages[-1].role != "assistant":
+        role = messages[-1].role
+        raise RejectedUtterance(Reason.ROLES, f"the last turn is of {role}, not of assistant")
+    return messages
 
 
 def check_turns(messages: Sequence[Message]) -> None:
-    """Check the order and the content of turns; the last may be of any role.
-
-    Raises:
-        Unfit: A rule of `conversations` is broken.
-    """
+    """Check the order and the content of turns; the last may be of any role."""
     turns = messages[1:] if messages and messages[0].role == "system" else messages
     if not turns:
-        raise Unfit(Reason.ROLES, "there is no turn of user")
+        raise RejectedUtterance(Reason.ROLES, "there is no turn of user")
     for number, message in enumerate(turns):
         expected = ("user", "assistant")[number % 2]
         if message.role != expected:
-            raise Unfit(
+            raise RejectedUtterance(
                 Reason.ROLES, f"turn {number + 1} is of {message.role}, but must be of {expected}"
             )
     for message in messages:
         has_audio = any(isinstance(part, AudioPart) for part in message.parts)
         if has_audio and message.role != "user":
-            raise Unfit(Reason.ROLES, f"a turn of {message.role} has audio, but only user speaks")
+            raise RejectedUtterance(
+                Reason.ROLES, f"a turn of {message.role} has audio, but only user speaks"
+            )
         if not has_audio and not "".join(map(str, message.parts)).strip():
-            raise Unfit(Reason.EMPTY_TEXT, f"a turn of {message.role} is empty")
+            raise RejectedUtterance(Reason.EMPTY_TEXT, f"a turn of {message.role} is empty")
 
 
-def _hugging_face(turns: Sequence[Any], origin: str, folder: Path) -> tuple[Message, ...]:
+def _hugging_face(row: ManifestRow) -> tuple[Message, ...]:
     messages = []
-    for turn in turns:
-        role = _role(_mapping(turn, "a message").get("role"), "role")
+    for turn in _list(row.values["messages"], "messages"):
+        role = _role(_object(turn, "a message").get("role"), "role")
         content = turn.get("content")
         if isinstance(content, str):
             messages.append(Message(role, (content,)))
             continue
-        parts = [_part(part, origin, folder) for part in _sequence(content, "content")]
+        parts = [_part(part, row) for part in _list(content, "content")]
         messages.append(Message(role, tuple(parts)))
     return tuple(messages)
 
 
-def _part(part: Any, origin: str, folder: Path) -> str | AudioPart:
-    kind = _mapping(part, "a part of `content`").get("type")
+def _part(part: Any, row: ManifestRow) -> str | AudioPart:
+    kind = _object(part, "a part of `content`").get("type")
     if kind in ("text", "input_text"):
         text = part.get("text")
         if not isinstance(text, str):
-            raise Unfit(Reason.MESSAGE, "`text` of a text part must be a string")
+            raise _malformed("`text` of a text part must be a string")
         return text
     if kind == "audio":
-        where = next((part[key] for key in _AUDIO_KEYS if part.get(key) is not None), None)
-        return _audio(where, part, origin, folder)
-    raise Unfit(Reason.MESSAGE, f"`type` of a part must be text or audio, but is {kind!r}"[:200])
+        path = next((part[key] for key in _AUDIO_KEYS if part.get(key) is not None), None)
+        return _audio(path, part, row)
+    raise _malformed(f"`type` of a part must be text or audio, but is {kind!r}")
 
 
-def _nemo(turns: Sequence[Any], origin: str, folder: Path) -> tuple[Message, ...]:
+def _nemo(row: ManifestRow) -> tuple[Message, ...]:
     messages: list[Message] = []
-    for turn in turns:
-        role = _role(_mapping(turn, "a turn").get("from"), "from")
+    for turn in _list(row.values["conversations"], "conversations"):
+        role = _role(_object(turn, "a turn").get("from"), "from")
         value, kind = turn.get("value"), turn.get("type", "text")
         if kind == "audio":
-            part: str | AudioPart = _audio(value, turn, origin, folder)
+            part: str | AudioPart = _audio(value, turn, row)
         elif kind == "text" and isinstance(value, str):
             part = value
         else:
-            raise Unfit(Reason.MESSAGE, "a turn must have a `value` and the `type` text or audio")
+            raise _malformed("a turn must have a `value` and the `type` text or audio")
         if messages and messages[-1].role == role:
             messages[-1] = Message(role, (*messages[-1].parts, " ", part))
         else:
@@ -249,35 +210,38 @@ def _nemo(turns: Sequence[Any], origin: str, folder: Path) -> tuple[Message, ...
     return tuple(messages)
 
 
-def _audio(where: Any, part: Mapping[str, Any], origin: str, folder: Path) -> AudioPart:
-    if not isinstance(where, str) or not where:
-        raise Unfit(Reason.MESSAGE, "an audio part must name its file")
-    if "://" in where or where.startswith("data:"):
-        raise Unfit(
-            Reason.MESSAGE, f"audio must be a local file, but is {where[:60]!r}: download it"
-        )
+def _audio(path: Any, part: Mapping[str, Any], row: ManifestRow) -> AudioPart:
+    if not isinstance(path, str) or not path:
+        raise _malformed("an audio part must name its file")
+    if "://" in path or path.startswith("data:"):
+        raise _malformed(f"audio must be a local file, but is {path[:60]!r}: download it")
+    fields = replace(row, values=part)
     return AudioPart(
-        absolute(where, folder),
-        seconds_field(part, "offset", origin, zero=True),
-        seconds_field(part, "duration", origin),
+        absolute(path, row.path.parent),
+        fields.seconds("offset", zero=True),
+        fields.seconds("duration"),
     )
 
 
 def _role(name: Any, field: str) -> Role:
     role = _ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
-        known = ", ".join(_ROLES)
-        raise Unfit(Reason.ROLES, f"`{field}` must be one of {known}, but is {name!r}"[:200])
+        details = f"`{field}` must be one of {', '.join(_ROLES)}, but is {name!r}"
+        raise RejectedUtterance(Reason.ROLES, details[:200])
     return role
 
 
-def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+def _object(value: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise Unfit(Reason.MESSAGE, f"{what} must be an object, but is {value!r}"[:200])
+        raise _malformed(f"{name} must be an object, but is {value!r}")
     return cast("Mapping[str, Any]", value)
 
 
-def _sequence(value: Any, name: str) -> Sequence[Any]:
+def _list(value: Any, name: str) -> Sequence[Any]:
     if not isinstance(value, list) or not value:
-        raise Unfit(Reason.MESSAGE, f"`{name}` must be a list with entries, but is {value!r}"[:200])
+        raise _malformed(f"`{name}` must be a list with entries, but is {value!r}")
     return value
+
+
+def _malformed(details: str) -> RejectedUtterance:
+    return RejectedUtterance(Reason.MESSAGE, details[:200])

@@ -8,7 +8,7 @@ import numpy as np
 
 from effasr.data.conversation.messages import Message, num_clips
 from effasr.data.conversation.rows import CLIP
-from effasr.data.filters.rules import Reason, Unfit
+from effasr.data.filters.rules import Reason, RejectedUtterance
 from effasr.data.tokenizer.chat import ChatTokenizer
 from effasr.untrusted.chat_template import TemplateError
 
@@ -25,16 +25,7 @@ def training_rows(
     earlier answers in another way than the last (Qwen3's, which leaves out their thinking). There
     each answer has its own example, of the turns before it as inference shows them.
 
-    Args:
-        messages: Turns, the last of the assistant.
-        tokenizer: Tokenizer with a chat template.
-
-    Returns:
-        For each example the number of turns, from the first, and the rows, as `conversation_rows`
-        returns them.
-
-    Raises:
-        Unfit: The template refuses the conversation, or writes no answer as it asks for it.
+    Each example is the number of turns, from the first, and the rows of `conversation_rows`.
     """
     answers = [turn for turn, message in enumerate(messages, 1) if message.role == "assistant"]
     try:
@@ -46,31 +37,17 @@ def training_rows(
 
 
 def conversation_rows(messages: Sequence[Message], tokenizer: ChatTokenizer) -> np.ndarray:
-    """Return the rows of a conversation, coded as in `effasr.data.conversation.rows`.
+    """Return the rows of a conversation, int32 (n,), coded as in `effasr.data.conversation.rows`.
 
     The model must write what the template adds for a turn of the assistant to a conversation that
     asks for one: the text and the token that ends the turn, which is added where the template has
     none. Texts are tokenized between turns and clips, as they are in inference.
-
-    Args:
-        messages: Turns, the last of the assistant.
-        tokenizer: Tokenizer with a chat template.
-
-    Returns:
-        int32 (n,).
-
-    Raises:
-        Unfit: The template refuses the conversation, or changes earlier turns when more follow.
     """
     return _checked(_rows(messages, tokenizer, asks=False), messages)
 
 
 def prompt_rows(messages: Sequence[Message], tokenizer: ChatTokenizer) -> np.ndarray:
-    """Return the rows of a conversation that asks the assistant to answer: int32 (n,).
-
-    Raises:
-        Unfit: The template refuses the conversation.
-    """
+    """Return the rows of a conversation that asks the assistant to answer: int32 (n,)."""
     try:
         rows = _rows(messages, tokenizer, asks=True)
     except _ChangedTurns:
@@ -78,7 +55,7 @@ def prompt_rows(messages: Sequence[Message], tokenizer: ChatTokenizer) -> np.nda
     return _checked([row if row >= 0 or row == CLIP else ~row for row in rows], messages)
 
 
-class _ChangedTurns(Unfit):
+class _ChangedTurns(RejectedUtterance):
     """The template shows a turn in another way when more follow."""
 
     def __init__(self, turn: int) -> None:
@@ -127,14 +104,16 @@ def _render(messages: Sequence[Message], tokenizer: ChatTokenizer, *, asks: bool
     try:
         return tokenizer.render(_turns(messages), asks=asks)
     except TemplateError as error:
-        raise Unfit(Reason.CHAT_TEMPLATE, str(error)) from error
+        raise RejectedUtterance(Reason.CHAT_TEMPLATE, str(error)) from error
 
 
 def _turns(messages: Sequence[Message]) -> list[dict[str, str]]:
     turns = []
     for message in messages:
         if any(isinstance(part, str) and _MARK in part for part in message.parts):
-            raise Unfit(Reason.MESSAGE, f"a text must not have the private character {_MARK!a}")
+            raise RejectedUtterance(
+                Reason.MESSAGE, f"a text must not have the private character {_MARK!a}"
+            )
         content = "".join(part if isinstance(part, str) else _MARK for part in message.parts)
         turns.append({"role": message.role, "content": content})
     return turns
@@ -153,7 +132,7 @@ def _encode(text: str, tokenizer: ChatTokenizer) -> list[int]:
 def _checked(rows: list[int], messages: Sequence[Message]) -> np.ndarray:
     clips = num_clips(messages)
     if rows.count(CLIP) != clips:
-        raise Unfit(
+        raise RejectedUtterance(
             Reason.CHAT_TEMPLATE,
             f"the chat template must write every clip once, but writes {rows.count(CLIP)} of "
             f"{clips}",

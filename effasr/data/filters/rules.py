@@ -1,12 +1,17 @@
-"""Checks which utterances can be trained on."""
+"""Rules for which utterances can be trained on.
+
+A rule compares a length with a limit. It holds for the lengths of one utterance, as manifests are
+read, and for columns of many, as `effasr plan` reads them.
+"""
 
 from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +19,7 @@ from effasr.data.audio.speed_perturbation import duration_at, name_at
 from effasr.data.audio.waveform import samples_in
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.limits import Limits
-from effasr.data.manifest.reader import request
+from effasr.data.manifest.cuts import prompt_of
 from effasr.data.tokenizer import Tokenizer, UnknownLanguageError
 
 if TYPE_CHECKING:
@@ -44,29 +49,17 @@ class Reason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """An utterance that was left out.
-
-    Attributes:
-        id: Name of the utterance.
-        reason: A `Reason` or an `effasr.data.audio.waveform.AudioProblem`.
-        details: Description of the problem, with figures.
-        audio: Audio file of the utterance.
-        duration: Seconds; None where it could not be found out.
-    """
+    """An utterance that was left out."""
 
     id: str
-    reason: str
+    reason: str  # a `Reason` or an `effasr.data.audio.waveform.AudioProblem`
     details: str
     audio: str
-    duration: float | None = None
+    duration: float | None = None  # seconds; None where it is unknown
 
 
-class Unfit(ValueError):
-    """An utterance cannot be trained on.
-
-    Attributes:
-        reason: Why, for counting.
-    """
+class RejectedUtterance(ValueError):
+    """An utterance cannot be trained on."""
 
     def __init__(self, reason: Reason, details: str) -> None:
         super().__init__(details)
@@ -74,36 +67,144 @@ class Unfit(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizedText:
-    """Input and target of the decoder for an utterance.
+class Lengths:
+    """Lengths of an utterance: numbers, or columns of many utterances."""
 
-    Attributes:
-        prompt: Token ids of the prompt.
-        text: Token ids of the text, without the end token.
-        monotonic: Whether the text follows the speech in order.
-        unknown: Number of ids of ``text`` that stand for what the vocabulary cannot spell.
-    """
+    seconds: Any
+    frames: Any = 0  # of the encoder
+    characters: Any = 0
+    text: Any = 0  # tokens
+    prompt: Any = 0  # tokens
+    ctc_frames: Any = 0  # see `frames_for_ctc`
+    monotonic: Any = True  # whether the text follows the speech in order
+
+    @property
+    def tokens(self) -> Any:
+        return self.text + self.prompt
+
+    @property
+    def characters_per_second(self) -> Any:
+        return self.characters / self.seconds
+
+    @property
+    def tokens_per_second(self) -> Any:
+        return self.text / self.seconds
+
+    def __getitem__(self, index: Any) -> Lengths:
+        """Return some of the rows of columns, or one of them."""
+        columns = [getattr(self, field.name) for field in fields(self)]
+        return Lengths(*(x[index] if isinstance(x, np.ndarray) else x for x in columns))
+
+
+class Rule(NamedTuple):
+    reason: Reason
+    limit: str  # field of `Limits`; None or False turns the rule off
+    is_broken: Callable[[Lengths, Any], Any]
+    details: str
+
+    def explain(self, lengths: Lengths, limits: Limits) -> str:
+        return self.details.format(x=lengths, limit=getattr(limits, self.limit))
+
+
+DURATION_RULES = (
+    Rule(
+        Reason.TOO_SHORT,
+        "min_duration",
+        lambda x, limit: x.seconds < limit,
+        "{x.seconds:.3f} s, under `min_duration` {limit:g} s",
+    ),
+    Rule(
+        Reason.TOO_LONG,
+        "max_duration",
+        lambda x, limit: x.seconds > limit,
+        "{x.seconds:.3f} s, over `max_duration` {limit:g} s",
+    ),
+)
+FRAME_RULES = (
+    Rule(
+        Reason.FRAME_BUDGET,
+        "frame_budget",
+        lambda x, limit: x.frames > limit,
+        "{x.frames} encoder frames, over `frame_budget` {limit}",
+    ),
+    Rule(
+        Reason.MODEL,
+        "max_frames",
+        lambda x, limit: x.frames > limit,
+        "{x.frames} encoder frames, over `max_frames` {limit}",
+    ),
+    Rule(
+        Reason.CHARACTER_RATE,
+        "max_characters_per_second",
+        lambda x, limit: x.characters_per_second > limit,
+        "{x.characters_per_second:.1f} per second, over {limit:g}",
+    ),
+)
+TOKEN_RULES = (
+    Rule(
+        Reason.TOKEN_BUDGET,
+        "token_budget",
+        lambda x, limit: x.tokens > limit,
+        "{x.tokens} tokens, over `token_budget` {limit}",
+    ),
+    Rule(
+        Reason.MODEL,
+        "max_positions",
+        lambda x, limit: x.tokens > limit,
+        "{x.tokens} tokens, over `max_positions` {limit}",
+    ),
+    Rule(
+        Reason.CTC_INFEASIBLE,
+        "ctc",
+        lambda x, _: x.monotonic & (x.ctc_frames > x.frames),
+        "CTC needs {x.ctc_frames} encoder frames for {x.text} tokens, and there are {x.frames}",
+    ),
+    Rule(
+        Reason.TOKEN_RATE,
+        "max_tokens_per_second",
+        lambda x, limit: x.tokens_per_second > limit,
+        "{x.tokens_per_second:.1f} per second, over {limit:g}",
+    ),
+)
+
+
+def apply_rules(
+    rules: Sequence[Rule], lengths: Lengths, limits: Limits
+) -> Iterator[tuple[Rule, Any]]:
+    """Yield each rule that a limit turns on, and whether it is broken."""
+    for rule in rules:
+        limit = getattr(limits, rule.limit)
+        if limit is not None and limit is not False:
+            yield rule, rule.is_broken(lengths, limit)
+
+
+def require(rules: Sequence[Rule], lengths: Lengths, limits: Limits) -> None:
+    """Raise `RejectedUtterance` for the first rule that an utterance breaks."""
+    for rule, is_broken in apply_rules(rules, lengths, limits):
+        if is_broken:
+            raise RejectedUtterance(rule.reason, rule.explain(lengths, limits))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedText:
+    """Input and target of the decoder for an utterance."""
 
     prompt: list[int]
-    text: list[int]
-    monotonic: bool
-    unknown: int
+    text: list[int]  # without the end token
+    monotonic: bool  # whether the text follows the speech in order
+    unknown: int  # ids of ``text`` that stand for what the vocabulary cannot spell
 
 
 UNTRANSCRIBED = TokenizedText([], [], monotonic=True, unknown=0)
-"""Of an utterance that is used without a text."""
+"""Placeholder for an utterance without a transcript."""
 
 
 def tokenize(cut: Cut, tokenizer: Tokenizer) -> TokenizedText:
-    """Token ids of a cut's request and text.
-
-    Raises:
-        UnknownLanguageError: The tokenizer does not know one of the cut's languages.
-    """
-    asked = request(cut)
-    prompt = tokenizer.prompt(asked)
-    text = tokenizer.encode(text_of(cut), asked.target)
-    return TokenizedText(prompt, text, asked.monotonic, tokenizer.count_unknown(text))
+    """Return token ids of a cut's prompt and text; raises UnknownLanguageError."""
+    prompt = prompt_of(cut)
+    ids = tokenizer.prompt(prompt)
+    text = tokenizer.encode(text_of(cut), prompt.target)
+    return TokenizedText(ids, text, prompt.monotonic, tokenizer.count_unknown(text))
 
 
 def text_of(cut: Cut) -> str:
@@ -112,7 +213,6 @@ def text_of(cut: Cut) -> str:
 
 
 def frames_of(cut: Cut, framing: Framing, speed: float = 1.0) -> int:
-    """Encoder frames of a cut."""
     return framing.frames(samples_in(duration_at(cut.duration, speed)))
 
 
@@ -124,48 +224,46 @@ def check(
     speed: float = 1.0,
     tokens: TokenizedText | None = None,
 ) -> TokenizedText | None:
-    """Check a cut by its manifest alone.
+    """Check a cut by its manifest alone; raise `RejectedUtterance` for the first rule it breaks.
 
-    Args:
-        cut: Cut with one supervision.
-        limits: Limits on the utterance.
-        tokenizer: Tokenizer of the checks of language and tokens; None to omit these.
-        speed: Speed at which it is trained on.
-        tokens: Result of `tokenize`, if known.
-
-    Returns:
-        The tokens; None without a tokenizer, `UNTRANSCRIBED` for an utterance that is used without
-        a text.
-
-    Raises:
-        Unfit: The cut cannot be trained on; the first reason found.
+    Returns the tokens (``tokens``, if given): None without a tokenizer, `UNTRANSCRIBED` for an
+    utterance that is used without a text.
     """
-    text, duration = text_of(cut), duration_at(cut.duration, speed)
-    check_duration(duration, limits.min_duration, limits.max_duration)
+    text, seconds = text_of(cut), duration_at(cut.duration, speed)
+    require(DURATION_RULES, Lengths(seconds), limits)
+    lengths = Lengths(seconds, frames_of(cut, limits.framing, speed), len(text))
     if limits.text == "ignored" or (limits.text == "optional" and not text):
-        _check_wanted(cut, "", limits)
-        if limits.text == "optional" and not request(cut).monotonic:
-            raise Unfit(Reason.EMPTY_TEXT, "the text is empty, and no teacher translates")
-        _check_frames(frames_of(cut, limits.framing, speed), limits)
+        _check_content(cut, "", limits)
+        if limits.text == "optional" and not prompt_of(cut).monotonic:
+            raise RejectedUtterance(Reason.EMPTY_TEXT, EMPTY_TRANSLATION)
+        require(FRAME_RULES, Lengths(seconds, lengths.frames), limits)
         return UNTRANSCRIBED
     if not text:
-        raise Unfit(Reason.EMPTY_TEXT, "the text is empty")
-    _check_wanted(cut, text, limits)
-    frames = frames_of(cut, limits.framing, speed)
-    _check_frames(frames, limits)
-    rate = len(text) / duration
-    _check_rate(Reason.CHARACTER_RATE, rate, limits.max_characters_per_second)
+        raise RejectedUtterance(Reason.EMPTY_TEXT, EMPTY_TEXT)
+    _check_content(cut, text, limits)
+    require(FRAME_RULES, lengths, limits)
     if tokenizer is None:
         return None
     try:
         tokens = tokens or tokenize(cut, tokenizer)
     except UnknownLanguageError as error:
-        raise Unfit(Reason.UNKNOWN_LANGUAGE, str(error)) from error
-    if not spells_something(tokens, tokenizer):
-        raise Unfit(Reason.UNKNOWN_TEXT, f"the vocabulary spells nothing of {text[:60]!r}")
-    _check_tokens(tokens, frames, limits)
-    _check_rate(Reason.TOKEN_RATE, len(tokens.text) / duration, limits.max_tokens_per_second)
+        raise RejectedUtterance(Reason.UNKNOWN_LANGUAGE, str(error)) from error
+    require_spelling(tokens, tokenizer, text)
+    lengths = Lengths(
+        seconds,
+        lengths.frames,
+        len(text),
+        len(tokens.text),
+        len(tokens.prompt),
+        frames_for_ctc(tokens.text),
+        tokens.monotonic,
+    )
+    require(TOKEN_RULES, lengths, limits)
     return tokens
+
+
+EMPTY_TEXT = "the text is empty"
+EMPTY_TRANSLATION = "the text is empty, and no teacher translates"
 
 
 def check_copies(
@@ -173,27 +271,55 @@ def check_copies(
 ) -> tuple[TokenizedText | None, list[int], list[Dropped]]:
     """Check an utterance at each of the speeds of ``limits``.
 
-    Returns:
-        The tokens, which all copies share, if there are any; the numbers of the speeds at which
-        it can be trained on; and the other copies.
+    Returns the tokens, which all copies share; the numbers of the speeds at which it can be trained
+    on; and the other copies.
     """
     tokens: TokenizedText | None = None
-    fitting: list[int] = []
+    usable: list[int] = []
     dropped: list[Dropped] = []
     for number, speed in enumerate(limits.speed_perturbation):
         try:
             tokens = check(cut, limits, tokenizer, speed=speed, tokens=tokens)
-            fitting.append(number)
-        except Unfit as error:
+            usable.append(number)
+        except RejectedUtterance as error:
             name, seconds = name_at(cut.id, speed), duration_at(cut.duration, speed)
             dropped.append(Dropped(name, error.reason, str(error), audio, seconds))
-    return tokens, fitting, dropped
+    return tokens, usable, dropped
 
 
-def frames_for_ctc(text: list[int]) -> int:
+def frames_for_ctc(text: Sequence[int]) -> int:
     """Return the least frames of a CTC path: one per label, one per blank between equal ones."""
     repeats = sum(a == b for a, b in pairwise(text))
     return len(text) + repeats
+
+
+def require_spelling(tokens: TokenizedText, tokenizer: Tokenizer, text: str) -> None:
+    """Refuse a text of which no token stands for more than a space or an unknown character."""
+    if tokens.text and not tokens.unknown:
+        return
+    if not any(
+        tokenizer.decode([token]).strip()
+        for token in tokens.text
+        if not tokenizer.count_unknown([token])
+    ):
+        raise RejectedUtterance(
+            Reason.UNKNOWN_TEXT, f"the vocabulary spells nothing of {text[:60]!r}"
+        )
+
+
+def _check_content(cut: Cut, text: str, limits: Limits) -> None:
+    """Check languages and characters."""
+    if limits.languages:
+        prompt = prompt_of(cut)
+        for language in (prompt.source, prompt.target):
+            if language not in limits.languages:
+                details = f"{language!r} is not among {', '.join(limits.languages)}"
+                raise RejectedUtterance(Reason.LANGUAGE, details)
+    if limits.characters is not None:
+        other = re.search(f"[^{limits.characters}]", text)
+        if other is not None:
+            details = f"{other[0]!r} is not among {limits.characters!r} in {text[:60]!r}"
+            raise RejectedUtterance(Reason.CHARACTERS, details)
 
 
 def rate_outliers(
@@ -202,21 +328,15 @@ def rate_outliers(
     deviations: float = 4.0,
     languages: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return utterances with far more text per second than others of their language and length.
+    """Find utterances with far more text per second than others of their language and length.
 
     Such pairs are mostly wrong, and they decide how much memory a batch needs. Utterances of a
     language are grouped by duration, at least a hundred to a group. An outlier's rate lies more
     than ``deviations`` standard deviations over its group's mean, in logarithms, and over one and a
     half times its median.
 
-    Args:
-        rates: float (n,), tokens or characters per second, greater than 0.
-        durations: float (n,), seconds.
-        deviations: Deviations beyond which a value is an outlier.
-        languages: int (n,), number of the language of each text; None for one language.
-
-    Returns:
-        bool (n,).
+    ``rates`` (n,) are above 0, ``durations`` (n,) in seconds, ``languages`` (n,) numbers of
+    languages; bool (n,) is returned.
 
     References:
         NeMo's per-duration token rate filter, https://github.com/NVIDIA/NeMo/pull/11738.
@@ -224,8 +344,8 @@ def rate_outliers(
     outliers = np.zeros(len(rates), dtype=bool)
     if languages is not None:
         for language in np.unique(languages):
-            own = languages == language
-            outliers[own] = rate_outliers(rates[own], durations[own], deviations)
+            rows = languages == language
+            outliers[rows] = rate_outliers(rates[rows], durations[rows], deviations)
         return outliers
     groups = max(1, min(10, len(rates) // 100))
     for group in np.array_split(np.argsort(durations, kind="stable"), groups):
@@ -235,65 +355,3 @@ def rate_outliers(
         far = logs - logs.mean() > deviations * logs.std()
         outliers[group] = far & (rates[group] > 1.5 * np.median(rates[group]))
     return outliers
-
-
-def check_duration(duration: float, least: float, most: float) -> None:
-    """Raise `Unfit` for a duration that is not within the limits, in seconds."""
-    if duration < least:
-        raise Unfit(Reason.TOO_SHORT, f"{duration:.3f} s, under `min_duration` {least:g} s")
-    if duration > most:
-        raise Unfit(Reason.TOO_LONG, f"{duration:.3f} s, over `max_duration` {most:g} s")
-
-
-def _check_frames(frames: int, limits: Limits) -> None:
-    if limits.frame_budget is not None and frames > limits.frame_budget:
-        details = f"{frames} encoder frames, over `frame_budget` {limits.frame_budget}"
-        raise Unfit(Reason.FRAME_BUDGET, details)
-    if limits.max_frames is not None and frames > limits.max_frames:
-        raise Unfit(Reason.MODEL, f"{frames} encoder frames, over `max_frames` {limits.max_frames}")
-
-
-def _check_wanted(cut: Cut, text: str, limits: Limits) -> None:
-    if limits.languages:
-        asked = request(cut)
-        for language in (asked.source, asked.target):
-            if language not in limits.languages:
-                wanted = ", ".join(limits.languages)
-                raise Unfit(Reason.LANGUAGE, f"{language!r} is not among {wanted}")
-    if limits.characters is not None:
-        other = re.search(f"[^{limits.characters}]", text)
-        if other is not None:
-            details = f"{other[0]!r} is not among {limits.characters!r} in {text[:60]!r}"
-            raise Unfit(Reason.CHARACTERS, details)
-
-
-def spells_something(tokens: TokenizedText, tokenizer: Tokenizer) -> bool:
-    """Return whether any token stands for more than a space or an unknown character."""
-    if tokens.text and not tokens.unknown:
-        return True
-    return any(
-        tokenizer.decode([token]).strip()
-        for token in tokens.text
-        if not tokenizer.count_unknown([token])
-    )
-
-
-def _check_tokens(tokens: TokenizedText, frames: int, limits: Limits) -> None:
-    length = len(tokens.text)
-    count = len(tokens.prompt) + length
-    if limits.token_budget is not None and count > limits.token_budget:
-        details = f"{count} tokens, over `token_budget` {limits.token_budget}"
-        raise Unfit(Reason.TOKEN_BUDGET, details)
-    if limits.max_positions is not None and count > limits.max_positions:
-        raise Unfit(Reason.MODEL, f"{count} tokens, over `max_positions` {limits.max_positions}")
-    needed = frames_for_ctc(tokens.text)
-    if limits.ctc and tokens.monotonic and needed > frames:
-        raise Unfit(
-            Reason.CTC_INFEASIBLE,
-            f"CTC needs {needed} encoder frames for {length} tokens, and there are {frames}",
-        )
-
-
-def _check_rate(reason: Reason, rate: float, limit: float | None) -> None:
-    if limit is not None and rate > limit:
-        raise Unfit(reason, f"{rate:.1f} per second, over {limit:g}")

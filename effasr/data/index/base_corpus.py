@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from effasr.data.batch import StaticShape
+from effasr.data.filters.config import TooManyDropped
+from effasr.data.filters.rules import Dropped
 from effasr.data.mixture_summary import Mixture, MixtureSummary
+from effasr.data.prompt import Prompt
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.population import Population
 
@@ -19,23 +24,21 @@ if TYPE_CHECKING:
 class BaseCorpus:
     """Base of the corpora that the loader and the trainer read.
 
-    Attributes:
-        lengths: Frames and tokens of each member, which the planner packs.
-        shape: The static shape of every batch.
-        sources: uint16 (n,), the source of each member.
-        amounts: int32 (n,), what shares are measured by.
-        mixture: Requested share of each source; None without shares.
-        text: Text pairs for text-only micro-batches beside these; None without any.
+    The data are flat arrays, which forked workers share; objects would be copied when their
+    reference counts change.
     """
 
     __slots__ = ()
 
-    lengths: UtteranceLengths
-    shape: StaticShape
-    sources: np.ndarray
-    amounts: np.ndarray
-    mixture: Mixture | None
-    text: TextCorpus | None
+    lengths: UtteranceLengths  # of each member, which the planner packs
+    shape: StaticShape  # of every batch
+    dropped: tuple[Dropped, ...]  # members of the manifests that were left out
+    sources: np.ndarray  # uint16 (n,)
+    amounts: np.ndarray  # int32 (n,), what shares are measured by
+    mixture: Mixture | None  # None without shares
+    fingerprint: str  # of lengths, texts, sources and order, which a resumed run compares
+    prompt: Prompt  # the most frequent one, which model cards and defaults use
+    text: TextCorpus | None  # pairs for text-only micro-batches beside these
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -56,22 +59,19 @@ class BaseCorpus:
     def summaries(
         self, plan: EpochPlan, text_plan: EpochPlan | None = None
     ) -> list[MixtureSummary]:
-        """Return the shares that a plan, and one of ``text``, give the sources.
-
-        The list is empty without a mixture.
-        """
+        """Return the shares that a plan, and one of ``text``, give the sources."""
         if self.mixture is None:
             return []
-        drawn = self.mixture.count(self.sources, self.amounts, plan.indices)
-        summaries = [self.mixture.summary(drawn)]
+        counts = self.mixture.count(self.sources, self.amounts, plan.indices)
+        summaries = [self.mixture.summary(counts)]
         if (text := self.text) is not None and text_plan is not None:
-            drawn = text.mixture.count(text.sources, text.lengths.frames, text_plan.indices)
-            summaries.append(text.mixture.summary(drawn))
+            counts = text.shares.count(text.sources, text.amounts, text_plan.indices)
+            summaries.append(text.shares.summary(counts))
         return summaries
 
     @property
     def speakers(self) -> int:
-        """Number of named speakers: 0 where none are named."""
+        """Number of named speakers."""
         return 0
 
     @property
@@ -80,5 +80,23 @@ class BaseCorpus:
         return np.zeros(len(self), dtype=bool)
 
     def transcripts(self, limit: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield at most so many transcripts for CTC: none where no text follows the speech."""
+        """Yield frames and tokens of at most so many transcripts for CTC."""
         return iter(())
+
+
+def nothing_left(
+    paths: Sequence[str | Path], problem: str, dropped: Sequence[Dropped]
+) -> ValueError:
+    """Return the error for manifests of which nothing can be used."""
+    first = f"; the first: {dropped[0].details}" if dropped else ""
+    shown = ", ".join(map(str, paths)) or "no manifest"
+    message = f"{shown}: {problem} ({len(dropped)} dropped{first})."
+    return TooManyDropped(message, dropped) if dropped else ValueError(message)
+
+
+def digest(arrays: Iterable[np.ndarray]) -> str:
+    """Digest what determines plans and targets; paths are left out, so that data may move."""
+    hashed = hashlib.sha256()
+    for values in arrays:
+        hashed.update(np.ascontiguousarray(values).data)
+    return hashed.hexdigest()

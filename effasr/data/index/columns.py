@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,10 @@ _BLOCK = 2**16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
-    """Arrays of unequal length, concatenated.
-
-    Attributes:
-        values: The concatenated arrays.
-        offsets: int64 (n + 1,); array i is ``values[offsets[i]:offsets[i + 1]]``.
-    """
+    """Arrays of unequal length, concatenated."""
 
     values: np.ndarray
-    offsets: np.ndarray
+    offsets: np.ndarray  # int64 (n + 1,); array i is ``values[offsets[i]:offsets[i + 1]]``
 
     def __getitem__(self, index: int) -> np.ndarray:
         return self.values[self.offsets[index] : self.offsets[index + 1]]
@@ -38,11 +33,16 @@ class Ragged:
         """int64 (n,), the length of each array."""
         return np.diff(self.offsets)
 
+    def take(self, rows: np.ndarray) -> Ragged:
+        """Return the arrays at these indices."""
+        parts = [np.zeros(0, self.values.dtype), *self.blocks(rows)]
+        return Ragged(np.concatenate(parts), np.concatenate([[0], np.cumsum(self.lengths[rows])]))
+
     def blocks(self, rows: np.ndarray) -> Iterator[np.ndarray]:
         """Yield the concatenated values of the arrays at these indices, in parts."""
         for first in range(0, len(rows), _BLOCK):
-            some = rows[first : first + _BLOCK]
-            begin, end = self.offsets[some], self.offsets[some + 1]
+            block = rows[first : first + _BLOCK]
+            begin, end = self.offsets[block], self.offsets[block + 1]
             if (begin[1:] == end[:-1]).all():
                 yield self.values[begin[0] : end[-1]]
             else:
@@ -62,7 +62,6 @@ class RaggedBuilder:
         return len(self._lengths)
 
     def append(self, values: bytes | Iterable[int]) -> None:
-        """Add an array."""
         before = len(self._values)
         if isinstance(values, bytes):
             self._values.frombytes(values)
@@ -71,42 +70,39 @@ class RaggedBuilder:
         self._lengths.append(len(self._values) - before)
 
     def extend(self, other: RaggedBuilder) -> None:
-        """Add the arrays of another builder."""
         self._values.extend(other._values)
         self._lengths.extend(other._lengths)
 
     def build(self) -> Ragged:
-        """Return the arrays, which share this builder's memory; it can no longer grow."""
+        """Return the arrays, which share this builder's memory: nothing can be added to it."""
         ends = np.cumsum(to_numpy(self._lengths), dtype=np.int64)
         return Ragged(to_numpy(self._values), np.concatenate([[0], ends]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AudioColumns:
-    """Names and audio locations of n rows.
+    """Names and audio locations of n rows."""
 
-    Attributes:
-        paths: Path of the audio file, or of the tar file that holds it; empty for rows of ``cuts``.
-        names: Names, encoded by `encode`.
-        starts: float64 (n,), start within the file in seconds.
-        durations: float64 (n,), duration in seconds.
-        channels: int32 (n,), one channel, or -c for the mean of the first c channels.
-        member_offsets: int64 (n,), byte offset of the audio file in its tar file; -1 without one.
-        member_sizes: int64 (n,), size of that audio file in bytes.
-        cuts: JSON of the lhotse cuts whose audio only lhotse can read; empty for all other rows.
-    """
-
-    paths: Ragged
+    paths: Ragged  # of the audio file, or of the tar file that holds it; empty for rows of ``cuts``
     names: Ragged
-    starts: np.ndarray
-    durations: np.ndarray
-    channels: np.ndarray
-    member_offsets: np.ndarray
-    member_sizes: np.ndarray
-    cuts: Ragged
+    starts: np.ndarray  # float64 (n,), start within the file in seconds
+    durations: np.ndarray  # float64 (n,), seconds
+    channels: np.ndarray  # int32 (n,), one channel, or -c for the mean of the first c channels
+    member_offsets: np.ndarray  # int64 (n,), of the audio file in its tar file; -1 without one
+    member_sizes: np.ndarray  # int64 (n,), bytes of that audio file
+    cuts: Ragged  # JSON of the cuts whose audio only lhotse can read; empty for all other rows
+
+    def take(self, rows: np.ndarray) -> AudioColumns:
+        """Return these rows."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        return AudioColumns(
+            **{
+                name: values.take(rows) if isinstance(values, Ragged) else values[rows]
+                for name, values in columns.items()
+            }
+        )
 
     def name(self, row: int) -> str:
-        """Return the name of a row."""
         return decode(self.names[row])
 
     def __getitem__(self, row: int) -> AudioSegment | Cut:
@@ -121,8 +117,6 @@ class AudioColumns:
 
 
 class AudioColumnsBuilder:
-    """Builds `AudioColumns`."""
-
     def __init__(self) -> None:
         self.paths, self.names, self.cuts = RaggedBuilder(), RaggedBuilder(), RaggedBuilder()
         self.starts, self.durations = array("d"), array("d")
@@ -133,7 +127,6 @@ class AudioColumnsBuilder:
         return len(self.names)
 
     def append(self, cut: Cut) -> None:
-        """Add a row."""
         segment, content = AudioSegment.of(cut), b""
         channel = None if segment is None else _channel(segment.channels)
         if segment is None or channel is None:
@@ -152,12 +145,10 @@ class AudioColumnsBuilder:
         self.member_sizes.append(size)
 
     def extend(self, other: AudioColumnsBuilder) -> None:
-        """Add the rows of another builder."""
         for name, values in vars(self).items():
             values.extend(getattr(other, name))
 
     def build(self) -> AudioColumns:
-        """Return the columns; no row can be appended afterwards."""
         columns: dict[str, Any] = {
             name: values.build() if isinstance(values, RaggedBuilder) else to_numpy(values)
             for name, values in vars(self).items()

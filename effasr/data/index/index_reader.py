@@ -14,8 +14,8 @@ from pathlib import Path
 from effasr.data import worker_processes
 from effasr.data.filters.limits import Limits
 from effasr.data.index.utterance_table import IndexBuilder, UtteranceTable
-from effasr.data.manifest.reader import Names, Part, named, parts
-from effasr.data.manifest.utterance import Utterance
+from effasr.data.manifest.reader import ManifestPart, UniqueNames, named, parts
+from effasr.data.manifest.utterance import ReadOptions
 from effasr.data.tokenizer import Tokenizer
 
 Reader = Callable[
@@ -43,27 +43,17 @@ def build_table(
 ) -> UtteranceTable:
     """Read manifests, tokenize their texts and drop utterances that cannot be trained on.
 
-    Args:
-        paths: Manifests of any kind; audio files are opened only for manifests other than lhotse's.
-        tokenizer: Tokenizer of texts and prompts.
-        limits: Limits on an utterance.
-        language: Default language of utterances.
-        sources: Source number of each manifest.
-        jobs: Processes that read; the result does not depend on their number.
-        progress: Called with the number of utterances read so far.
-
-    Raises:
-        ValueError: A manifest is malformed.
-        RuntimeError: A reading process was killed.
+    ``sources`` has the source number of each manifest. ``jobs`` processes read; the result does not
+    depend on their number. ``progress`` is called with the number of utterances read so far.
     """
     builder, count = IndexBuilder(), 0
     for path, source in zip(paths, sources, strict=True):
-        work = _Work(tokenizer, limits, language, source)
+        indexer = _Indexer(tokenizer, limits, language, source)
         if jobs > 1 and worker_processes.context() is not None:
-            done = _in_parallel(Path(path), work, jobs)
+            indexed = _in_parallel(Path(path), indexer, jobs)
         else:
-            done = _in_turn(path, work)
-        for part in done:
+            indexed = _in_turn(path, indexer)
+        for part in indexed:
             builder.extend(part)
             count += len(part.rows) + len(part.dropped)
             progress(count)
@@ -71,7 +61,7 @@ def build_table(
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _Indexer:
     """Reads and indexes parts of a manifest."""
 
     tokenizer: Tokenizer
@@ -80,56 +70,60 @@ class _Work:
     source: int
 
     @property
-    def untranscribed(self) -> bool:
-        """Whether utterances may lack a text."""
-        return self.limits.text != "required"
+    def options(self) -> ReadOptions:
+        return ReadOptions(self.language, untranscribed=self.limits.text != "required")
 
-    def utterances(self, part: Part) -> Iterator[Utterance]:
-        """Return the utterances of a part."""
-        return part.utterances(self.language, untranscribed=self.untranscribed)
-
-    def of(self, part: Part, names: Sequence[str] | None) -> tuple[IndexBuilder, list[str]]:
+    def index(
+        self, part: ManifestPart, names: Sequence[str] | None
+    ) -> tuple[IndexBuilder, list[str]]:
         """Index a part and return it with the names in the source; ``names`` replaces these."""
-        builder, own = IndexBuilder(), []
-        for place, utterance in enumerate(self.utterances(part)):
-            own.append(utterance.id)
-            name = utterance.id if names is None else names[place]
+        builder, ids = IndexBuilder(), []
+        for position, utterance in enumerate(part.utterances(self.options)):
+            ids.append(utterance.id)
+            name = utterance.id if names is None else names[position]
             builder.add(name, utterance, self.limits, self.tokenizer, self.source)
-        return builder, own
+        return builder, ids
 
 
-def _in_turn(path: str | Path, work: _Work) -> Iterator[IndexBuilder]:
-    utterances = named(path, language=work.language, untranscribed=work.untranscribed)
-    while some := list(islice(utterances, PART)):
+def _in_turn(path: str | Path, indexer: _Indexer) -> Iterator[IndexBuilder]:
+    options = indexer.options
+    utterances = named(path, language=options.language, untranscribed=options.untranscribed)
+    while block := list(islice(utterances, PART)):
         builder = IndexBuilder()
-        for name, utterance in some:
-            builder.add(name, utterance, work.limits, work.tokenizer, work.source)
+        for name, utterance in block:
+            builder.add(name, utterance, indexer.limits, indexer.tokenizer, indexer.source)
         yield builder
 
 
-def _in_parallel(path: Path, work: _Work, jobs: int) -> Iterator[IndexBuilder]:
+def _in_parallel(path: Path, indexer: _Indexer, jobs: int) -> Iterator[IndexBuilder]:
     """Yield the indexed parts of a manifest, in order.
 
     The processes use the names of the source, and this process checks that they are unique. If
     the first part has repeated names, such as files with several utterances, names are assigned
     before.
     """
-    names, every = Names(), parts(path, work.language, PART, untranscribed=work.untranscribed)
-    first = next(every, None)
+    names, options = UniqueNames(), indexer.options
+    remaining = parts(path, PART, options)
+    first = next(remaining, None)
     if first is None:
         return
-    given = names.take_all(work.utterances(first))
-    builder, own = work.of(first, given)
+    assigned = names.claim_all(first.utterances(options))
+    builder, ids = indexer.index(first, assigned)
     yield builder
-    names_first = given != own
-    executor = ProcessPoolExecutor(jobs, worker_processes.context(), _begin, (work, os.getpid()))
+    assigns_before = assigned != ids
+    context = worker_processes.context()
+    executor = ProcessPoolExecutor(jobs, context, _initialize_worker, (indexer, os.getpid()))
+
+    def submit(part: ManifestPart) -> _Pending:
+        assigned = names.claim_all(part.utterances(options)) if assigns_before else None
+        return part, assigned, executor.submit(_index_in_worker, part, assigned)
+
     try:
-        for part, given, (builder, own) in _in_order(
-            executor, every, work, names if names_first else None, jobs
-        ):
-            if given is None and not names.take_as_they_are(own):
-                given = names.take_all(work.utterances(part))
-                builder, _ = work.of(part, given)
+        for part, assigned, future in _ahead(map(submit, remaining), _AHEAD * jobs):
+            builder, ids = future.result()
+            if assigned is None and not names.claim_unchanged(ids):
+                assigned = names.claim_all(part.utterances(options))
+                builder, _ = indexer.index(part, assigned)
             yield builder
     except BrokenProcessPool as error:
         raise RuntimeError(
@@ -140,36 +134,30 @@ def _in_parallel(path: Path, work: _Work, jobs: int) -> Iterator[IndexBuilder]:
         executor.shutdown(cancel_futures=True)
 
 
-def _in_order(
-    executor: ProcessPoolExecutor,
-    every: Iterator[Part],
-    work: _Work,
-    names: Names | None,
-    jobs: int,
-) -> Iterator[tuple[Part, list[str] | None, tuple[IndexBuilder, list[str]]]]:
-    """Yield the parts with the names assigned to them, if any, and their index."""
-    pending: deque[tuple[Part, list[str] | None, Future[tuple[IndexBuilder, list[str]]]]] = deque()
-    for part in every:
-        given = None if names is None else names.take_all(work.utterances(part))
-        pending.append((part, given, executor.submit(_run, part, given)))
-        if len(pending) >= _AHEAD * jobs:
-            earlier, given, future = pending.popleft()
-            yield earlier, given, future.result()
-    while pending:
-        earlier, given, future = pending.popleft()
-        yield earlier, given, future.result()
+_Pending = tuple[ManifestPart, list[str] | None, Future[tuple[IndexBuilder, list[str]]]]
 
 
-_work: _Work | None = None
-"""The work of a reading process, for all of its parts."""
+def _ahead(items: Iterator[_Pending], count: int) -> Iterator[_Pending]:
+    """Yield items in order, after so many further ones have been drawn."""
+    pending: deque[_Pending] = deque()
+    for item in items:
+        pending.append(item)
+        if len(pending) >= count:
+            yield pending.popleft()
+    yield from pending
 
 
-def _begin(work: _Work, parent: int) -> None:
-    global _work
-    _work = work
+_worker_indexer: _Indexer | None = None
+
+
+def _initialize_worker(indexer: _Indexer, parent: int) -> None:
+    global _worker_indexer
+    _worker_indexer = indexer
     worker_processes.end_with_parent(parent, 0)
 
 
-def _run(part: Part, names: Sequence[str] | None) -> tuple[IndexBuilder, list[str]]:
-    assert _work is not None
-    return _work.of(part, names)
+def _index_in_worker(
+    part: ManifestPart, names: Sequence[str] | None
+) -> tuple[IndexBuilder, list[str]]:
+    assert _worker_indexer is not None
+    return _worker_indexer.index(part, names)

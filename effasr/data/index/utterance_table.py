@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,8 @@ from effasr.data.index.columns import (
     RaggedBuilder,
     to_numpy,
 )
-from effasr.data.manifest.reader import request
+from effasr.data.index.selection import UtteranceColumns
+from effasr.data.manifest.cuts import audio_of, prompt_of
 from effasr.data.manifest.utterance import CutUtterance, Utterance
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
@@ -25,52 +27,53 @@ from effasr.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UtteranceTable:
-    """Utterances of manifests in manifest order; built by `IndexBuilder` or mapped from a file.
+    """Utterances of manifests in manifest order; built by `IndexBuilder` or mapped from a file."""
 
-    Attributes:
-        audio: Audio location of each manifest line.
-        tokens: int32, prompt and text tokens of each line.
-        speakers: int32, speaker number of each line; -1 where it is unknown.
-        rows: int32 (n,), the line of each utterance; several utterances may share one.
-        speeds: uint8 (n,), index of each utterance's speed in `Limits.speed_perturbation`.
-        token_lengths: int32 (n,), tokens of prompt and text.
-        prompt_lengths: int32 (n,), tokens of the prompt.
-        prompt_ids: int32 (n,), index of each utterance's prompt in ``prompts``.
-        frames: int32 (n,), encoder frames.
-        durations: float64 (n,), seconds.
-        sources: uint16 (n,), source number of each utterance.
-        opened: bool (n,), whether the audio file was opened; lhotse cuts carry their duration.
-        dropped_before: int32, for each of ``dropped`` the number of utterances before it.
-        dropped: Utterances that cannot be trained on with any token budget.
-        prompts: The different prompts, in order of first appearance.
-    """
-
+    # Of each manifest line:
     audio: AudioColumns
-    tokens: Ragged
-    speakers: np.ndarray
-    rows: np.ndarray
-    speeds: np.ndarray
-    token_lengths: np.ndarray
-    prompt_lengths: np.ndarray
-    prompt_ids: np.ndarray
-    frames: np.ndarray
-    durations: np.ndarray
-    sources: np.ndarray
-    opened: np.ndarray
-    dropped_before: np.ndarray
-    dropped: tuple[Dropped, ...]
-    prompts: tuple[Prompt, ...]
+    tokens: Ragged  # int32, of prompt and text
+    speakers: np.ndarray  # int32, numbers of speakers; -1 where the speaker is unknown
+    # Of each utterance, several of which may share a line at different speeds:
+    rows: np.ndarray  # int32 (n,), its line
+    speeds: np.ndarray  # uint8 (n,), index in `Limits.speed_perturbation`
+    token_lengths: np.ndarray  # int32 (n,), of prompt and text
+    prompt_lengths: np.ndarray  # int32 (n,)
+    prompt_ids: np.ndarray  # int32 (n,), index in ``prompts``
+    frames: np.ndarray  # int32 (n,), of the encoder
+    durations: np.ndarray  # float64 (n,), seconds
+    sources: np.ndarray  # uint16 (n,)
+    opened: np.ndarray  # bool (n,), whether the audio file was opened
+    dropped_before: np.ndarray  # int32, for each of ``dropped`` the number of utterances before it
+    dropped: tuple[Dropped, ...]  # utterances that no token budget allows
+    prompts: tuple[Prompt, ...]  # different ones, in order of first appearance
 
     def __len__(self) -> int:
         return len(self.frames)
 
-    @property
-    def languages(self) -> np.ndarray:
-        """int32 (n,), number of the language of each text."""
-        numbers: dict[str, int] = {}
-        targets = (prompt.target for prompt in self.prompts)
-        every = [numbers.setdefault(target, len(numbers)) for target in targets]
-        return np.array(every, dtype=np.int32)[self.prompt_ids]
+    def columns(self, speeds: Sequence[float]) -> UtteranceColumns:
+        """Return what budgets and filters look at."""
+
+        def identify(index: int) -> tuple[str, str]:
+            row = self.rows[index]
+            name = name_at(self.audio.name(row), speeds[self.speeds[index]])
+            return name, audio_of(self.audio[row])
+
+        return UtteranceColumns(
+            self.durations,
+            self.frames,
+            self.token_lengths,
+            self.prompt_lengths,
+            self.sources,
+            lambda: number_languages(self.prompts)[self.prompt_ids],
+            identify,
+        )
+
+
+def number_languages(prompts: Iterable[Prompt]) -> np.ndarray:
+    """Return the number of the language of each prompt's text, int32."""
+    numbers: dict[str, int] = {}
+    languages = [numbers.setdefault(prompt.target, len(numbers)) for prompt in prompts]
+    return np.array(languages, dtype=np.int32)
 
 
 class IndexBuilder:
@@ -105,19 +108,20 @@ class IndexBuilder:
                 copy = name_at(name, speed)
                 self._drop(Dropped(copy, error.problem, str(error), utterance.audio))
             return
-        tokens, fitting, dropped = check_copies(cut, utterance.audio, limits, tokenizer)
+        tokens, usable, dropped = check_copies(cut, utterance.audio, limits, tokenizer)
         for drop in dropped:
             self._drop(drop)
-        if not fitting:
+        if not usable:
             return
         assert tokens is not None
         self.audio.append(cut)
         self.tokens.append(tokens.prompt + tokens.text)
         speaker = cut.supervisions[0].speaker
-        known = self.speaker_ids.setdefault(speaker, len(self.speaker_ids)) if speaker else -1
-        self.speakers.append(known)
-        prompt = self.prompts.setdefault(request(cut), len(self.prompts))
-        for number in fitting:
+        self.speakers.append(
+            self.speaker_ids.setdefault(speaker, len(self.speaker_ids)) if speaker else -1
+        )
+        prompt = self.prompts.setdefault(prompt_of(cut), len(self.prompts))
+        for number in usable:
             speed = limits.speed_perturbation[number]
             self.rows.append(len(self.audio) - 1)
             self.speeds.append(number)
@@ -134,7 +138,6 @@ class IndexBuilder:
         self.dropped_before.append(len(self.rows))
 
     def extend(self, other: IndexBuilder) -> None:
-        """Add the utterances of another builder."""
         lines, utterances = len(self.audio), len(self.rows)
         ids = [self.prompts.setdefault(prompt, len(self.prompts)) for prompt in other.prompts]
         speakers = [
@@ -153,7 +156,7 @@ class IndexBuilder:
                 getattr(self, name).extend(values)
 
     def table(self) -> UtteranceTable:
-        """Return the table, which shares the memory of this; nothing can be added any more."""
+        """Return the table, which shares the memory of this builder; nothing can be added to it."""
         columns = {
             name: to_numpy(values)
             for name, values in vars(self).items()

@@ -1,105 +1,167 @@
-"""Reads lhotse's cut manifests, and the folders that `effasr prepare` writes."""
+"""lhotse's cut manifests, and the folders that `effasr prepare` writes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lhotse import SupervisionSegment
+from lhotse import Recording, SupervisionSegment
 from lhotse.cut import Cut, MixedCut
 from lhotse.cut.data import DataCut
 from lhotse.cut.set import deserialize_cut
 
+from effasr.data.audio.cut_sources import recordings
 from effasr.data.audio.waveform import AudioSegment
-from effasr.data.manifest.audio_sources import refuse_programs
-from effasr.data.manifest.fields import prompt_fields
-from effasr.data.manifest.lines import parse_object
-from effasr.data.manifest.utterance import CutUtterance, absolute, custom_fields
+from effasr.data.manifest.row import ManifestRow
+from effasr.data.manifest.utterance import (
+    CutUtterance,
+    LineFormat,
+    ReadOptions,
+    absolute,
+    custom_fields,
+)
 from effasr.data.prompt import Prompt
 
 CUTS_FILE = "cuts.jsonl.gz"
 """File that identifies a prepared folder."""
 
-_LONGEST = 2**53
-"""Samples, and more than seconds, that a recording may have: floats count to here."""
+_MAX_NUMBER = 2**53
+"""Samples, and more than seconds, that a recording may have: floats are exact up to here."""
+_MAX_CHANNEL = 1024
 
-_CHANNELS = 1024
-
-
-def utterances(
-    lines: Iterable[tuple[int, str]], path: Path, language: str, *, untranscribed: bool = False
-) -> Iterator[CutUtterance]:
-    """Read the numbered lines of a cut manifest; relative audio paths are relative to its folder.
-
-    With ``untranscribed`` a cut may have no supervision, or one without text.
-
-    Raises:
-        ValueError: A line is no cut, or has not exactly one supervision with a text.
-    """
-    for number, line in lines:
-        origin = f"{path}:{number}"
-        row = parse_object(line, origin)
-        refuse_programs(row, line, origin)
-        try:
-            cut = deserialize_cut(row)
-            check_times(cut)
-        except Exception as error:  # lhotse checks little, and raises many kinds.
-            raise ValueError(
-                f"{origin}: not a cut that lhotse can read ({type(error).__name__}: {error})."
-            ) from error
-        if untranscribed:
-            _supervise(cut)
-        _complete(cut, origin, path.parent, language)
-        yield CutUtterance(origin, cut, audio_of(cut))
+_SOURCE_TYPES = ("file", "memory", "shar")
+_SUSPECT = re.compile(r"command|url|sph|opus|\\u", re.IGNORECASE)
+"""A line without these, as most lines are, needs no closer look at its audio sources."""
+_READ_BY_PROGRAMS = (".sph", ".opus")
 
 
-def cut_prompt(cut: Cut, origin: str, language: str) -> Prompt:
-    """Return the request that a cut's supervision and ``custom`` fields make.
+def _detect(fields: Mapping[str, Any]) -> bool:
+    return bool(fields.keys() & {"supervisions", "recording", "tracks"})
 
-    Raises:
-        ValueError: The fields contradict each other.
-    """
-    own: dict[str, Any] = dict(getattr(cut, "custom", None) or {})
-    spoken = cut.supervisions[0].language
-    row = {**own, "lang": spoken} if spoken else own
+
+def _parse(row: ManifestRow, options: ReadOptions) -> CutUtterance:
+    cut = read_cut(row, "not a cut that lhotse can read")
+    if options.untranscribed:
+        _supervise(cut)
+    _complete(cut, row, options.language)
+    return CutUtterance(row.origin, cut, audio_of(cut))
+
+
+FORMAT = LineFormat(_detect, _parse)
+
+
+def read_cut(row: ManifestRow, refusal: str, *, allow_recording: bool = False) -> Cut:
+    """Return the cut, or the recording, of a line, checked; file paths stay as they are."""
+    _refuse_programs(row)
+    values = dict(row.values)
+    try:
+        if allow_recording and "sources" in values:
+            cut = Recording.from_dict(values).to_cut()
+        else:
+            cut = deserialize_cut(values)
+        _check_values(cut)
+    except Exception as error:  # lhotse does not validate; any exception may occur.
+        problem = f"{type(error).__name__}: {error}"
+        raise row.error(f"{refusal} ({problem}).") from error
+    return cut
+
+
+def make_absolute(cut: Cut, folder: Path) -> None:
+    """Make the audio paths of a cut absolute."""
+    if isinstance(cut, DataCut) and cut.recording is not None:
+        for source in cut.recording.sources:
+            if source.type == "file":
+                source.source = absolute(str(source.source), folder)
+
+
+def prompt_of(cut: Cut) -> Prompt:
+    """Return languages, task and punctuation of a cut."""
+    custom = getattr(cut, "custom", None)
+    values = prompt_values(custom, cut.supervisions[0].language)
+    return ManifestRow(values, Path(), 0, cut.id).prompt(Prompt().source)
+
+
+def prompt_values(custom: Mapping[str, Any] | None, spoken: str | None) -> dict[str, Any]:
+    """Return the language of a supervision and the ``custom`` fields by NeMo's names."""
+    fields = dict(custom or {})
+    fields |= {"lang": spoken} if spoken else {}
     # lhotse's `language` is what is spoken: as a `source_lang` it never stands for the target.
-    return prompt_fields({"source_lang": spoken or own.get("lang"), **row}, origin, language)
+    return {"source_lang": fields.get("lang"), **fields}
 
 
-def check_times(cut: Cut) -> None:
-    """Check the values that lhotse takes as they are.
+def audio_of(cut: Cut | AudioSegment) -> str:
+    """Return the path of a cut's or segment's audio, for messages."""
+    if isinstance(cut, AudioSegment):
+        return str(cut.path)
+    assert isinstance(cut, DataCut)
+    assert cut.recording is not None
+    sources = cut.recording.sources
+    return ", ".join(s.source if isinstance(s.source, str) else s.type for s in sources)
 
-    Raises:
-        ValueError: One is of a wrong type, or no time.
+
+def _refuse_programs(row: ManifestRow) -> None:
+    """Refuse audio that is the output of a program, or comes from a network.
+
+    lhotse runs a source of type ``command`` in a shell when the audio is read; of type ``url`` it
+    runs what begins with ``pipe:``, and opens connections. For ``.sph`` and, in older versions,
+    ``.opus`` it starts a program in a shell with the name of the file; one such file alone is read
+    without lhotse.
     """
+    if not _SUSPECT.search(row.text):
+        return
+    values = dict(row.values)
+    # lhotse reads what is not the recording of a simple cut, such as the tracks of a mixed one.
+    simple = values if "sources" in values else values.get("recording")
+    for recording in recordings(values):
+        sources = recording["sources"]
+        alone = recording is simple and len(sources) == 1 and not recording.get("transforms")
+        for source in sources:
+            kind = source.get("type") if isinstance(source, dict) else source
+            if kind not in _SOURCE_TYPES:
+                raise row.error(
+                    f"an audio source must be of type {', '.join(_SOURCE_TYPES)}, but is "
+                    f"{repr(kind)[:60]}: no program is run and nothing is downloaded; write the "
+                    "audio to a file, and name that."
+                )
+            if not alone and str(source.get("source")).lower().endswith(_READ_BY_PROGRAMS):
+                raise row.error(
+                    "a recording of several files, with transforms, or in a mixed cut must not be "
+                    "of .sph or .opus files, as lhotse reads these with other programs: convert "
+                    "them to FLAC."
+                )
+
+
+def _check_values(cut: Cut) -> None:
+    """Check the values that lhotse takes as they are."""
     if not isinstance(cut.id, str):
         raise ValueError(f"`id` must be text, but is {repr(cut.id)[:60]}")
     if isinstance(cut, MixedCut):
         for track in cut.tracks:
-            check_times(track.cut)
+            _check_values(track.cut)
     if not isinstance(cut, DataCut):
         return
-    times = {"start": cut.start, "duration": cut.duration}
+    numbers = {"start": cut.start, "duration": cut.duration}
     if cut.recording is not None:
-        times["recording.duration"] = cut.recording.duration
-        times["recording.sampling_rate"] = cut.recording.sampling_rate
-        times["recording.num_samples"] = cut.recording.num_samples
+        numbers["recording.duration"] = cut.recording.duration
+        numbers["recording.sampling_rate"] = cut.recording.sampling_rate
+        numbers["recording.num_samples"] = cut.recording.num_samples
         if not isinstance(cut.recording.sources, list):
             raise ValueError("`recording.sources` must be a list")
         for source in cut.recording.sources:
             if not isinstance(source.channels, list):
                 shown = repr(source.channels)[:60]
                 raise ValueError(f"`channels` of a source must be a list, but is {shown}")
-    for name, value in times.items():
+    for name, value in numbers.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < _LONGEST or (name != "start" and value == 0):
+        if not is_number or not 0 <= value < _MAX_NUMBER or (name != "start" and value == 0):
             raise ValueError(f"`{name}` must be a number above 0, but is {repr(value)[:60]}")
     channels = [cut.channel] if isinstance(cut.channel, int) else cut.channel
     if (
         not isinstance(channels, list | tuple)
         or not channels
-        or not all(type(channel) is int and 0 <= channel < _CHANNELS for channel in channels)
+        or not all(type(channel) is int and 0 <= channel < _MAX_CHANNEL for channel in channels)
     ):
         raise ValueError(f"`channel` must be numbers from 0, but is {repr(cut.channel)[:60]}")
     for supervision in cut.supervisions:
@@ -120,39 +182,30 @@ def _supervise(cut: Cut) -> None:
         cut.supervisions[0].text = ""
 
 
-def _complete(cut: Cut, origin: str, folder: Path, language: str) -> None:
+def _complete(cut: Cut, row: ManifestRow, language: str) -> None:
     """Check a cut and fill in the fields that the project reads."""
     if len(cut.supervisions) != 1:
-        raise ValueError(
-            f"{origin}: cut {cut.id!r} must have one supervision, but has "
-            f"{len(cut.supervisions)}: use `cuts.trim_to_supervisions()`."
+        raise row.error(
+            f"cut {cut.id!r} must have one supervision, but has {len(cut.supervisions)}: use "
+            "`cuts.trim_to_supervisions()`.",
+            "supervisions",
         )
     supervision = cut.supervisions[0]
     if not isinstance(supervision.text, str):
-        raise ValueError(
-            f"{origin}: cut {cut.id!r}: `supervisions[0].text` must be a string, "
-            f"but is {supervision.text!r}."
+        raise row.error(
+            f"cut {cut.id!r}: `supervisions[0].text` must be a string, but is "
+            f"{supervision.text!r}.",
+            "supervisions",
         )
     if not isinstance(cut, DataCut):
-        raise ValueError(
-            f"{origin}: cut {cut.id!r} must be a MonoCut or a MultiCut, but is a "
-            f"{type(cut).__name__}: save the mixed audio with `cuts.save_audios()`."
+        raise row.error(
+            f"cut {cut.id!r} must be a MonoCut or a MultiCut, but is a {type(cut).__name__}: save "
+            "the mixed audio with `cuts.save_audios()`."
         )
     if cut.recording is None:
-        raise ValueError(f"{origin}: cut {cut.id!r} has no recording: features are not read.")
-    prompt = cut_prompt(cut, origin, language)
+        raise row.error(f"cut {cut.id!r} has no recording: features are not read.", "recording")
+    values = prompt_values(cut.custom, supervision.language)
+    prompt = ManifestRow(values, row.path, row.line, row.origin).prompt(language)
     supervision.language, supervision.text = prompt.source, supervision.text.strip()
     cut.custom = {**(cut.custom or {}), **custom_fields(prompt)}
-    for source in cut.recording.sources:
-        if source.type == "file":
-            source.source = absolute(str(source.source), folder)
-
-
-def audio_of(cut: Cut | AudioSegment) -> str:
-    """Return the path of a cut's or segment's audio, for messages."""
-    if isinstance(cut, AudioSegment):
-        return str(cut.path)
-    assert isinstance(cut, DataCut)
-    assert cut.recording is not None
-    sources = cut.recording.sources
-    return ", ".join(s.source if isinstance(s.source, str) else s.type for s in sources)
+    make_absolute(cut, row.path.parent)

@@ -1,4 +1,4 @@
-"""Reads folders of audio files with transcripts."""
+"""Folders of audio files with transcripts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from effasr.data.manifest.fields import (
-    optional_text,
-    prompt_fields,
-    seconds_field,
-    text_field,
-    transcript_field,
-)
-from effasr.data.manifest.lines import numbered_lines, parse_object
-from effasr.data.manifest.utterance import FileUtterance, absolute
+from effasr.data.manifest.lines import numbered_lines
+from effasr.data.manifest.row import ManifestRow
+from effasr.data.manifest.utterance import FileUtterance, FolderFormat, ReadOptions, absolute
 from effasr.data.manifest.walk import walk
 from effasr.data.prompt import Prompt
 
@@ -26,9 +20,7 @@ AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3")
 _TEXT_FIELDS = ("text", "transcription", "sentence")
 
 
-def utterances(
-    folder: Path, language: str, *, untranscribed: bool = False
-) -> Iterator[FileUtterance]:
+def _read(folder: Path, options: ReadOptions) -> Iterator[FileUtterance]:
     """Read a folder in one of three arrangements, in a fixed order.
 
     - ``metadata.csv`` or ``metadata.jsonl`` with ``file_name`` and ``text``, ``transcription``
@@ -37,24 +29,22 @@ def utterances(
     - ``NAME.txt`` beside each ``NAME.wav`` (or .flac, .ogg, .opus, .mp3), at any depth.
 
     Links to folders are followed; names that begin with a dot are left out.
-
-    With ``untranscribed`` a transcript may be missing.
-
-    Raises:
-        ValueError: There is no audio, or a transcript is missing or malformed.
     """
     for name in ("metadata.jsonl", "metadata.csv"):
         if (folder / name).is_file():
-            return _from_table(folder / name, language, untranscribed)
+            return _from_table(folder / name, options)
     files = all_files(folder)
     transcripts = [path for path in files if path.name.endswith(".trans.txt")]
     if transcripts:
-        return _from_librispeech(transcripts, language)
-    return _from_neighbours(folder, files, language, untranscribed)
+        return _from_librispeech(transcripts, options.language)
+    return _from_neighbours(folder, files, options)
+
+
+FORMAT = FolderFormat(detect=lambda folder: True, read=_read, files=lambda folder: None)
 
 
 def all_files(folder: Path) -> list[Path]:
-    """Return the files below a folder, sorted, with a warning for each folder that is locked."""
+    """Return the files below a folder, sorted; warn of each folder that cannot be read."""
     unreadable: list[OSError] = []
     files = sorted(map(Path, walk(folder, unreadable)))
     for error in unreadable:
@@ -62,36 +52,36 @@ def all_files(folder: Path) -> list[Path]:
     return files
 
 
-def _from_table(path: Path, language: str, untranscribed: bool) -> Iterator[FileUtterance]:
-    for origin, row in _rows(path):
-        audio = text_field(row, "file_name", origin)
-        field = next((name for name in _TEXT_FIELDS if row.get(name) is not None), "text")
-        name = optional_text(row, "id", origin)
+def _from_table(path: Path, options: ReadOptions) -> Iterator[FileUtterance]:
+    for row in _rows(path):
+        audio = row.audio("file_name")
+        field = next((name for name in _TEXT_FIELDS if row.values.get(name) is not None), "text")
+        name = row.optional_string("id")
         yield FileUtterance(
-            id=name or Path(audio).stem,
+            id=name or Path(row.string("file_name")).stem,
             named=name is not None,
-            origin=origin,
-            audio=absolute(audio, path.parent),
-            text=transcript_field(row, field, origin, untranscribed=untranscribed),
-            prompt=prompt_fields(row, origin, language),
-            duration=None if path.suffix == ".csv" else seconds_field(row, "duration", origin),
+            origin=row.origin,
+            audio=audio,
+            text=row.transcript(field, untranscribed=options.untranscribed),
+            prompt=row.prompt(options.language),
+            duration=None if path.suffix == ".csv" else row.seconds("duration"),
         )
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(path: Path) -> Iterator[ManifestRow]:
     if path.suffix == ".jsonl":
         for number, line in numbered_lines(path):
-            yield f"{path}:{number}", parse_object(line, f"{path}:{number}")
+            yield ManifestRow.parse(line, path, number)
         return
     reader = csv.DictReader(line for _, line in numbered_lines(path))
-    for count, row in enumerate(_csv_rows(reader, path), 1):
-        origin = f"{path}: row {count}"
-        if None in row or None in row.values():
-            raise ValueError(
-                f"{origin}: must have {len(reader.fieldnames or ())} columns, as the first "
-                "line has: put fields with commas in double quotes."
+    for count, values in enumerate(_csv_rows(reader, path), 1):
+        row = ManifestRow(values, path, reader.line_num, f"{path}: row {count}")
+        if None in values or None in values.values():
+            raise row.error(
+                f"must have {len(reader.fieldnames or ())} columns, as the first line has: put "
+                "fields with commas in double quotes."
             )
-        yield origin, row
+        yield row
 
 
 def _csv_rows(reader: csv.DictReader[str], path: Path) -> Iterator[dict[str, Any]]:
@@ -116,7 +106,7 @@ def _from_librispeech(transcripts: list[Path], language: str) -> Iterator[FileUt
 
 
 def _from_neighbours(
-    folder: Path, files: list[Path], language: str, untranscribed: bool
+    folder: Path, files: list[Path], options: ReadOptions
 ) -> Iterator[FileUtterance]:
     files = [path for path in files if path.suffix.lower() in AUDIO_SUFFIXES]
     if not files:
@@ -126,7 +116,7 @@ def _from_neighbours(
             f"({', '.join(AUDIO_SUFFIXES)}) with a .txt beside each."
         )
     silent = [path for path in files if not path.with_suffix(".txt").is_file()]
-    if silent and not untranscribed:
+    if silent and not options.untranscribed:
         raise ValueError(
             f"{silent[0]}: there is no {silent[0].with_suffix('.txt').name} beside it (and so for "
             f"{len(silent)} of {len(files)} audio files): write the transcripts, or move the "
@@ -142,5 +132,5 @@ def _from_neighbours(
             origin=str(transcript),
             audio=str(path.absolute()),
             text=" ".join(words),
-            prompt=Prompt(language, language),
+            prompt=Prompt(options.language, options.language),
         )

@@ -1,4 +1,4 @@
-"""Reads Kaldi data folders: ``wav.scp``, ``text``, and optional files."""
+"""Kaldi data folders: ``wav.scp``, ``text``, and optional files."""
 
 from __future__ import annotations
 
@@ -7,42 +7,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from effasr.data.manifest.lines import numbered_lines
-from effasr.data.manifest.utterance import FileUtterance, absolute
+from effasr.data.manifest.utterance import FileUtterance, FolderFormat, ReadOptions, absolute
 from effasr.data.prompt import Prompt
 
-FILES = ("wav.scp", "text", "segments", "utt2spk", "utt2lang")
-"""Files that are read in addition to audio."""
+_FILES = ("wav.scp", "text", "segments", "utt2spk", "utt2lang")
 
 
-def is_kaldi(folder: Path) -> bool:
-    """Return whether the folder is a Kaldi data folder."""
-    return (folder / "wav.scp").is_file()
-
-
-def utterances(
-    folder: Path, language: str, *, untranscribed: bool = False
-) -> Iterator[FileUtterance]:
+def _read(folder: Path, options: ReadOptions) -> Iterator[FileUtterance]:
     """Read a Kaldi data folder, in the order of ``text``.
 
-    Relative paths in ``wav.scp`` are relative to the folder. ``utt2lang`` gives languages. With
-    ``untranscribed`` utterances may be missing in ``text``, which need not exist; the order is then
-    that of ``segments``, or of ``wav.scp``.
-
-    Raises:
-        ValueError: A file is missing or malformed, ``wav.scp`` holds a command, or the files
-            do not name the same utterances.
+    Where ``text`` lacks utterances, the order is that of ``segments``, or of ``wav.scp``.
     """
     recordings = _recordings(folder)
     segments = _segments(folder, recordings)
     speakers = _table(folder, "utt2spk", optional=True)
     languages = _table(folder, "utt2lang", optional=True)
-    texts = _table(folder, "text", optional=untranscribed)
-    if untranscribed:
-        known = recordings if segments is None else segments
-        texts = {name: (str(folder), "") for name in known} | texts
+    texts = _table(folder, "text", optional=options.untranscribed)
+    if options.untranscribed:
+        names = recordings if segments is None else segments
+        texts = {name: (str(folder), "") for name in names} | texts
     for name, (origin, text) in texts.items():
         recording, offset, duration = _find(folder, origin, name, recordings, segments)
-        spoken = languages[name][1].strip() if name in languages else language
+        spoken = languages[name][1].strip() if name in languages else options.language
         yield FileUtterance(
             id=name,
             named=True,
@@ -54,6 +40,15 @@ def utterances(
             duration=duration,
             speaker=speakers[name][1].strip() if name in speakers else None,
         )
+
+
+def _files(folder: Path) -> tuple[list[Path], list[Path]]:
+    return [file for name in _FILES if (file := folder / name).is_file()], []
+
+
+FORMAT = FolderFormat(
+    detect=lambda folder: (folder / "wav.scp").is_file(), read=_read, files=_files
+)
 
 
 def _table(folder: Path, name: str, *, optional: bool = False) -> dict[str, tuple[str, str]]:
@@ -132,8 +127,7 @@ def _find(
     recordings: dict[str, str],
     segments: dict[str, tuple[str, float, float | None]] | None,
 ) -> tuple[str, float | None, float | None]:
-    known = recordings if segments is None else segments
-    if name not in known:
+    if name not in (recordings if segments is None else segments):
         where = "wav.scp" if segments is None else "segments"
         raise ValueError(
             f"{origin}: utterance {name!r} is not in {where}: run utils/fix_data_dir.sh {folder}."

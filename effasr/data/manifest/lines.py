@@ -23,17 +23,13 @@ _UNPACKED_RATIO, _UNPACKED_BYTES = 300, 256 << 20
 """Most bytes that a byte of a gzipped file stands for, beyond the second: manifests shrink to a
 tenth, gzip to a thousandth."""
 
-_HALF = re.compile("[\ud800-\udfff]")
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines of a UTF-8 file with their numbers, blank ones left out, endings kept.
 
     A file is gzipped if its name ends in ``.gz``.
-
-    Raises:
-        ValueError: It cannot be opened, is no regular file, is not UTF-8, is a damaged gzip file or
-            unpacks to more than text does, or has a line of more than `LINE_BYTES`.
     """
     number = 0
     try:
@@ -52,11 +48,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def check_file(path: Path) -> None:
-    """Check that a manifest is a regular file.
-
-    Raises:
-        ValueError: It is missing, or a pipe, a device or a socket.
-    """
+    """Check that a manifest is a regular file."""
     if not path.exists():
         raise ValueError(f"{path}: there is no such file or folder.")
     if not path.is_file():
@@ -64,11 +56,7 @@ def check_file(path: Path) -> None:
 
 
 def parse_object(line: str, origin: str) -> dict[str, Any]:
-    """Parse one line of a JSON-lines file.
-
-    Raises:
-        ValueError: It is not a JSON object, or a string in it is not text.
-    """
+    """Parse one line of a JSON-lines file; ``origin`` is file and line, for messages."""
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
@@ -86,11 +74,18 @@ def parse_object(line: str, origin: str) -> dict[str, Any]:
             "write one object per line."
         )
     # An escape can spell half of a character, which is no text for a tokenizer or a file.
-    if "\\u" in line and (half := _HALF.search(json.dumps(value, ensure_ascii=False))):
+    if "\\u" in line and (half := _HALF_CHARACTER.search(json.dumps(value, ensure_ascii=False))):
         raise ValueError(
             f"{origin}: must be text, but has {half.group()!a}, half of a character: remove it."
         )
     return value
+
+
+def first_fields(path: Path) -> dict[str, Any]:
+    """Return the first line of a JSON-lines file; empty for a folder and where there is none."""
+    lines = numbered_lines(path) if path.is_file() else iter(())
+    first = next(lines, None)
+    return {} if first is None else parse_object(first[1], f"{path}:{first[0]}")
 
 
 def _opened(path: Path) -> IO[bytes]:
@@ -103,7 +98,7 @@ class _Unpacked(gzip.GzipFile):
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(fileobj=file, mode="rb")
-        self.most_bytes = _UNPACKED_RATIO * os.fstat(file.fileno()).st_size + _UNPACKED_BYTES
+        self.max_bytes = _UNPACKED_RATIO * os.fstat(file.fileno()).st_size + _UNPACKED_BYTES
         self._below = file
 
     def close(self) -> None:
@@ -115,17 +110,17 @@ class _Unpacked(gzip.GzipFile):
 
 def _bounded(file: IO[bytes], path: Path) -> Iterator[bytes]:
     """Yield lines, each of which is checked before more than the limit is read."""
-    left = getattr(file, "most_bytes", sys.maxsize)
+    remaining = getattr(file, "max_bytes", sys.maxsize)
     for number in itertools.count(1):
         line = file.readline(LINE_BYTES + 1)
         if not line:
             return
-        left -= len(line)
+        remaining -= len(line)
         if len(line) > LINE_BYTES:
             raise ValueError(
                 f"{path}:{number}: a line must have at most {LINE_BYTES} bytes, but has more."
             )
-        if left < 0:
+        if remaining < 0:
             raise ValueError(
                 f"{path}: unpacks to more than {_UNPACKED_RATIO} times its size, which text does "
                 "not: unpack it, if you trust it."

@@ -1,44 +1,33 @@
-"""Reads NeMo's manifests: JSON lines with ``audio_filepath``, ``duration`` and ``text``."""
+"""NeMo's manifests: JSON lines with ``audio_filepath``, ``duration`` and ``text``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from effasr.data.manifest.fields import (
-    optional_text,
-    prompt_fields,
-    seconds_field,
-    text_field,
-    transcript_field,
-)
-from effasr.data.manifest.lines import parse_object
-from effasr.data.manifest.utterance import FileUtterance, absolute
+from effasr.data.manifest.row import ManifestRow
+from effasr.data.manifest.utterance import FileUtterance, LineFormat, ReadOptions
 
 
-def utterances(
-    lines: Iterable[tuple[int, str]], path: Path, language: str, *, untranscribed: bool = False
-) -> Iterator[FileUtterance]:
-    """Read the numbered lines of a NeMo manifest; relative audio paths are relative to its folder.
+def _detect(fields: Mapping[str, Any]) -> bool:
+    return "audio_filepath" in fields
 
-    With ``untranscribed`` a line may lack a text.
 
-    Raises:
-        ValueError: A line is malformed; the message names file, line, field and remedy.
-    """
-    for number, line in lines:
-        origin = f"{path}:{number}"
-        row = parse_object(line, origin)
-        audio = text_field(row, "audio_filepath", origin)
-        name = optional_text(row, "id", origin)
-        yield FileUtterance(
-            id=name or Path(audio).stem,
-            named=name is not None,
-            origin=origin,
-            audio=absolute(audio, path.parent),
-            text=transcript_field(row, "text", origin, untranscribed=untranscribed),
-            prompt=prompt_fields(row, origin, language),
-            offset=seconds_field(row, "offset", origin, zero=True),
-            duration=seconds_field(row, "duration", origin),
-            speaker=optional_text(row, "speaker", origin),
-        )
+def _parse(row: ManifestRow, options: ReadOptions) -> FileUtterance:
+    audio = row.audio("audio_filepath")
+    name = row.optional_string("id")
+    return FileUtterance(
+        id=name or Path(audio).stem,
+        named=name is not None,
+        origin=row.origin,
+        audio=audio,
+        text=row.transcript("text", untranscribed=options.untranscribed),
+        prompt=row.prompt(options.language),
+        offset=row.seconds("offset", zero=True),
+        duration=row.seconds("duration"),
+        speaker=row.optional_string("speaker"),
+    )
+
+
+FORMAT = LineFormat(_detect, _parse)

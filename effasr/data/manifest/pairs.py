@@ -1,4 +1,4 @@
-"""Reads text pairs without audio: JSON lines with ``source_text``."""
+"""Text pairs without audio: JSON lines with ``source_text``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from effasr.data.manifest.fields import optional_text, prompt_fields, text_field
-from effasr.data.manifest.lines import numbered_lines, parse_object
+from effasr.data.manifest.lines import first_fields, numbered_lines
+from effasr.data.manifest.row import ManifestRow
 from effasr.data.prompt import Prompt
 
 SOURCE_TEXT = "source_text"
@@ -19,38 +19,20 @@ SOURCE_NAME = "source"
 
 @dataclass(frozen=True, slots=True)
 class TextPair:
-    """A text and its translation.
-
-    Attributes:
-        id: Name of the pair.
-        origin: File and line, for messages.
-        source: Text to translate.
-        text: The translation.
-        prompt: Languages and task.
-        source_name: What the pair comes from, if the line names it.
-    """
+    """A text and its translation."""
 
     id: str
     origin: str
-    source: str
+    source: str  # the text to translate
     text: str
     prompt: Prompt
-    source_name: str | None = None
+    source_name: str | None = None  # what the pair comes from
 
 
 def is_text_only(path: str | Path) -> bool:
-    """Return whether a manifest is one of text pairs, judged by its first line.
-
-    Raises:
-        ValueError: That line cannot be read.
-    """
-    path = Path(path)
-    if not path.is_file():
-        return False
-    for number, line in numbered_lines(path):
-        row = parse_object(line, f"{path}:{number}")
-        return SOURCE_TEXT in row and "audio_filepath" not in row
-    return False
+    """Return whether a manifest is one of text pairs, judged by its first line."""
+    fields = first_fields(Path(path))
+    return SOURCE_TEXT in fields and "audio_filepath" not in fields
 
 
 def pairs(path: str | Path) -> Iterator[TextPair]:
@@ -58,27 +40,24 @@ def pairs(path: str | Path) -> Iterator[TextPair]:
 
     Each line has ``source_text``, ``text`` (or ``target_text``), ``source_lang`` and
     ``target_lang``; it may have ``id``, ``pnc`` and ``source``, the name of what it comes from.
-
-    Raises:
-        ValueError: A line is malformed; the message names file, line, field and remedy.
     """
     path = Path(path)
     for number, line in numbered_lines(path):
-        origin = f"{path}:{number}"
-        row = parse_object(line, origin)
-        if "audio_filepath" in row:
-            raise ValueError(
-                f"{origin}: has audio, but the first line of the file has none: put speech and "
-                "text pairs in files of their own."
+        row = ManifestRow.parse(line, path, number)
+        if "audio_filepath" in row.values:
+            raise row.error(
+                "has audio, but the first line of the file has none: put speech and text pairs in "
+                "files of their own.",
+                "audio_filepath",
             )
         for name in ("source_lang", "target_lang"):
-            text_field(row, name, origin)
-        target = "target_text" if "text" not in row and "target_text" in row else "text"
+            row.string(name)
+        has_target = "text" not in row.values and "target_text" in row.values
         yield TextPair(
-            id=optional_text(row, "id", origin) or f"{path.name}:{number}",
-            origin=origin,
-            source=text_field(row, SOURCE_TEXT, origin).strip(),
-            text=text_field(row, target, origin).strip(),
-            prompt=prompt_fields(row, origin, ""),
-            source_name=optional_text(row, SOURCE_NAME, origin),
+            id=row.optional_string("id") or f"{path.name}:{number}",
+            origin=row.origin,
+            source=row.string(SOURCE_TEXT).strip(),
+            text=row.string("target_text" if has_target else "text").strip(),
+            prompt=row.prompt(""),
+            source_name=row.optional_string(SOURCE_NAME),
         )

@@ -27,13 +27,13 @@ from effasr.data.filters.rules import (
     Dropped,
     Limits,
     Reason,
-    Unfit,
+    RejectedUtterance,
     check,
     rate_outliers,
     text_of,
 )
-from effasr.data.manifest.cuts import CUTS_FILE
-from effasr.data.manifest.reader import named, request
+from effasr.data.manifest.cuts import CUTS_FILE, prompt_of
+from effasr.data.manifest.reader import named
 from effasr.data.manifest.utterance import Utterance
 from effasr.data.tokenizer import Tokenizer, WhisperTokenizer
 from effasr.untrusted.display import utf8
@@ -202,7 +202,7 @@ class _Check:
                 _check_audio(cut)
         except AudioError as error:
             return Dropped(name, error.problem, str(error), utterance.audio, duration)
-        except Unfit as error:
+        except RejectedUtterance as error:
             return Dropped(name, error.reason, str(error), utterance.audio, duration)
         try:
             line = json.dumps(cut.to_dict(), ensure_ascii=False).encode()
@@ -211,7 +211,7 @@ class _Check:
                 f"{utterance.audio}: the path must be UTF-8, as manifests are: rename the file."
             )
             return Dropped(name, AudioProblem.UNREADABLE, problem, utterance.audio, duration)
-        asked = request(cut)
+        asked = prompt_of(cut)
         return _Fit(
             cut,
             None if tokens is None else tokens.text,

@@ -1,7 +1,6 @@
-"""Reads manifests of every supported kind as lhotse cuts.
+"""Reads manifests of every format as lhotse cuts.
 
-Kinds: NeMo's JSON lines, lhotse cuts (``.jsonl``, ``.jsonl.gz``) and Shar folders, folders that
-`effasr prepare` wrote, Kaldi data folders, and folders of audio files with transcripts.
+A format of lines is added to `LINES`, a format of folders to `FOLDERS`; nothing else knows formats.
 """
 
 from __future__ import annotations
@@ -10,67 +9,44 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Protocol
 
 from lhotse import CutSet
 from lhotse.cut import Cut
 
 from effasr.data.audio.audio_file import AudioError
 from effasr.data.manifest import cuts, folder, kaldi, nemo, shar
-from effasr.data.manifest.lines import check_file, numbered_lines, parse_object
+from effasr.data.manifest.lines import check_file, numbered_lines
 from effasr.data.manifest.pairs import SOURCE_TEXT
-from effasr.data.manifest.utterance import Utterance
-from effasr.data.prompt import Prompt
+from effasr.data.manifest.row import ManifestRow
+from effasr.data.manifest.utterance import FolderFormat, LineFormat, ReadOptions, Utterance
 
+LINES = (nemo.FORMAT, cuts.FORMAT)
+FOLDERS = (shar.FORMAT, kaldi.FORMAT, folder.FORMAT)
+"""Formats of lines and of folders; the first that accepts a manifest reads it."""
 
-class _Read(Protocol):
-    """Makes utterances from numbered lines of a manifest and a default language."""
-
-    def __call__(
-        self,
-        lines: Iterable[tuple[int, str]],
-        path: Path,
-        language: str,
-        *,
-        untranscribed: bool = False,
-    ) -> Iterator[Utterance]: ...
+_Lines = Iterable[tuple[int, str]]
 
 
 def read(path: str | Path, *, language: str = "en") -> CutSet:
-    """Read a manifest; see `iterate`.
+    """Read a manifest: a file or folder of any format.
 
     Each cut has one supervision with ``text`` and ``language`` (the one spoken), and the custom
-    fields ``target_lang``, ``task`` and ``pnc``, which `request` puts together.
-
-    Args:
-        path: A file or folder of any supported kind. Relative audio paths in it are relative
-            to its folder.
-        language: The language of utterances that name none.
-
-    Returns:
-        The cuts, in the order of the source, with absolute audio paths and unique ids.
-
-    Raises:
-        ValueError: The path is of no known kind or holds no utterance, a line is malformed,
-            two lines have the same id, or the header of an audio file cannot be read.
+    fields ``target_lang``, ``task`` and ``pnc``, which `cuts.prompt_of` puts together. The cuts are
+    in the order of the source, with absolute audio paths and unique ids.
     """
-    found = CutSet.from_cuts(list(iterate(path, language=language)))
-    if not len(found):
+    utterances = list(iterate(path, language=language))
+    if not utterances:
         raise ValueError(f"{path}: holds no utterances.")
-    return found
+    return CutSet.from_cuts(utterances)
 
 
 def iterate(
     path: str | Path, *, language: str = "en", untranscribed: bool = False
 ) -> Iterator[Cut]:
-    """Yield the cuts of a manifest, one at a time.
+    """Yield the cuts of a manifest.
 
-    Lines that are no lhotse cuts need the header of their audio file, which is read here:
-    lengths are then exact. A prepared folder needs none and is the fast way into training.
-    With ``untranscribed`` an utterance may lack a text, and its cut has an empty one.
-
-    Raises:
-        ValueError: As `read`, but for an empty manifest.
+    Lines that are no lhotse cuts need the header of their audio file, which is read here: lengths
+    are then exact. A prepared folder needs none and is the fast way into training.
     """
     for name, utterance in named(path, language=language, untranscribed=untranscribed):
         try:
@@ -81,152 +57,90 @@ def iterate(
             ) from error
 
 
-def request(cut: Cut) -> Prompt:
-    """Return the prompt of a cut.
-
-    Raises:
-        ValueError: The cut's fields contradict each other.
-    """
-    return cuts.cut_prompt(cut, cut.id, Prompt().source)
-
-
 def named(
     path: str | Path, *, language: str = "en", untranscribed: bool = False
 ) -> Iterator[tuple[str, Utterance]]:
     """Yield the utterances of a manifest, each with a unique name; no audio file is opened.
 
     A name that the source gives must be unique. A name made from a file's name gets ``-2``,
-    ``-3`` ... in the order of the source where it is taken. With ``untranscribed`` an utterance may
-    lack a text.
-
-    Raises:
-        ValueError: As `read`, but for audio and an empty manifest.
+    ``-3`` ... in the order of the source where it is taken.
     """
-    names = Names()
-    for utterance in _utterances(Path(path), language, untranscribed):
-        yield names.take(utterance), utterance
+    names = UniqueNames()
+    for utterance in _utterances(Path(path), ReadOptions(language, untranscribed)):
+        yield names.claim(utterance), utterance
 
 
-class Names:
+class UniqueNames:
     """The names of a manifest's utterances: see `named`."""
 
     def __init__(self) -> None:
-        self._taken: set[str] = set()
-        self._counts: dict[str, int] = {}
-        """Up to which number the names made of a file's name are taken."""
+        self._used: set[str] = set()
+        self._counts: dict[str, int] = {}  # last number appended to a file's name
 
-    def take(self, utterance: Utterance) -> str:
-        """Return the name of the next utterance.
-
-        Raises:
-            ValueError: It has one that is taken.
-        """
+    def claim(self, utterance: Utterance) -> str:
+        """Return the name of the next utterance."""
         name = utterance.id
-        if name in self._taken:
+        if name in self._used:
             if utterance.named:
                 raise ValueError(
                     f"{utterance.origin}: the id {name!r} is taken by an earlier line: "
                     "give every utterance its own id."
                 )
             count = self._counts.get(utterance.id, 1) + 1
-            while (name := f"{utterance.id}-{count}") in self._taken:
+            while (name := f"{utterance.id}-{count}") in self._used:
                 count += 1
             self._counts[utterance.id] = count
-        self._taken.add(name)
+        self._used.add(name)
         return name
 
-    def take_all(self, utterances: Iterable[Utterance]) -> list[str]:
-        """Return the names of the next utterances.
+    def claim_all(self, utterances: Iterable[Utterance]) -> list[str]:
+        return [self.claim(utterance) for utterance in utterances]
 
-        Raises:
-            ValueError: One has one that is taken.
-        """
-        return [self.take(utterance) for utterance in utterances]
-
-    def take_as_they_are(self, names: Sequence[str]) -> bool:
-        """Take these, if none is taken and none is there twice; whether that was so."""
-        if len(set(names)) < len(names) or not self._taken.isdisjoint(names):
+    def claim_unchanged(self, names: Sequence[str]) -> bool:
+        """Claim these names if all are unused and different; return whether they are."""
+        if len(set(names)) < len(names) or not self._used.isdisjoint(names):
             return False
-        self._taken.update(names)
+        self._used.update(names)
         return True
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Some utterances of a manifest, in a form that can be sent to other processes.
-
-    Attributes:
-        path: Path of the manifest.
-        lines: Its lines with their numbers.
-        read: Function that reads the lines.
-        others: The utterances themselves, if they do not come from lines.
-    """
+class ManifestPart:
+    """Some utterances of a manifest, in a form that can be sent to other processes."""
 
     path: Path
     lines: list[tuple[int, str]] = field(default_factory=list)
-    read: _Read | None = None
-    others: list[Utterance] = field(default_factory=list)
+    format: LineFormat | None = None  # of the lines
+    parsed: list[Utterance] = field(default_factory=list)  # of a manifest that is not of lines
 
-    def utterances(self, language: str, *, untranscribed: bool = False) -> Iterator[Utterance]:
-        """Return the utterances; see `named`, but for their names."""
-        if self.read is None:
-            return iter(self.others)
-        return self.read(self.lines, self.path, language, untranscribed=untranscribed)
+    def utterances(self, options: ReadOptions) -> Iterator[Utterance]:
+        """Yield the utterances; their names need not be unique."""
+        if self.format is None:
+            return iter(self.parsed)
+        return _parse(self.lines, self.path, self.format, options)
 
 
-def parts(
-    path: str | Path, language: str, size: int, *, untranscribed: bool = False
-) -> Iterator[Part]:
-    """Yield the parts of a manifest, each of ``size`` utterances at most; see `named`.
-
-    Raises:
-        ValueError: As `named`.
-    """
-    path = Path(path)
-    file = _file_of_lines(path)
-    if file is None:
-        utterances = _utterances(path, language, untranscribed)
-        while others := list(islice(utterances, size)):
-            yield Part(path, others=others)
+def parts(path: Path, size: int, options: ReadOptions) -> Iterator[ManifestPart]:
+    """Yield the parts of a manifest, each of ``size`` utterances at most."""
+    if (file := file_of_lines(path)) is None:
+        utterances = folder_format(path).read(path, options)
+        while parsed := list(islice(utterances, size)):
+            yield ManifestPart(path, parsed=parsed)
         return
-    lines, read = _reader(file)
-    while some := list(islice(lines, size)):
-        yield Part(file, some, read)
+    lines, line_format = _lines_and_format(file)
+    while block := list(islice(lines, size)):
+        yield ManifestPart(file, block, line_format)
 
 
 def deciding_files(path: str | Path) -> tuple[list[Path], list[Path]] | None:
-    """Return the files that decide what is read from a manifest.
-
-    Returns:
-        Those whose content does, and archives of audio; None for a folder of audio files, whose
-        very listing does.
-
-    Raises:
-        ValueError: There is no such manifest.
-    """
+    """Return the files that decide what is read from a manifest; see `FolderFormat`."""
     path = Path(path)
-    if (file := _file_of_lines(path)) is not None:
+    if (file := file_of_lines(path)) is not None:
         return [file], []
-    if shar.is_shar(path):
-        return shar.files(path)
-    if kaldi.is_kaldi(path):
-        return [file for name in kaldi.FILES if (file := path / name).is_file()], []
-    return None
+    return folder_format(path).files(path)
 
 
-def _utterances(path: Path, language: str, untranscribed: bool) -> Iterator[Utterance]:
-    file = _file_of_lines(path)
-    if file is not None:
-        lines, read = _reader(file)
-        return read(lines, file, language, untranscribed=untranscribed)
-    if shar.is_shar(path):
-        return shar.utterances(path, language, untranscribed=untranscribed)
-    if kaldi.is_kaldi(path):
-        return kaldi.utterances(path, language, untranscribed=untranscribed)
-    return folder.utterances(path, language, untranscribed=untranscribed)
-
-
-def _file_of_lines(path: Path) -> Path | None:
+def file_of_lines(path: Path) -> Path | None:
     """Return the file, if the manifest is one or a prepared folder."""
     if path.is_dir():
         file = path / cuts.CUTS_FILE
@@ -235,30 +149,45 @@ def _file_of_lines(path: Path) -> Path | None:
     return path
 
 
-def _reader(path: Path) -> tuple[Iterator[tuple[int, str]], _Read]:
-    """Return the lines and their reader (NeMo's or lhotse's JSON), chosen by the first line."""
+def folder_format(path: Path) -> FolderFormat:
+    return next(kind for kind in FOLDERS if kind.detect(path))
+
+
+def _utterances(path: Path, options: ReadOptions) -> Iterator[Utterance]:
+    if (file := file_of_lines(path)) is None:
+        return folder_format(path).read(path, options)
+    lines, line_format = _lines_and_format(file)
+    return _parse(lines, file, line_format, options)
+
+
+def _parse(
+    lines: _Lines, path: Path, line_format: LineFormat, options: ReadOptions
+) -> Iterator[Utterance]:
+    for number, line in lines:
+        yield line_format.parse(ManifestRow.parse(line, path, number), options)
+
+
+def _lines_and_format(path: Path) -> tuple[Iterator[tuple[int, str]], LineFormat]:
+    """Return the lines and their format, chosen by the first line."""
     lines = numbered_lines(path)
     first = next(lines, None)
     if first is None:
-        return iter(()), cuts.utterances
-    number, line = first
-    row = parse_object(line, f"{path}:{number}")
-    every = chain([first], lines)
-    if "audio_filepath" in row:
-        return every, nemo.utterances
-    if row.keys() & {"supervisions", "recording", "tracks"}:
-        return every, cuts.utterances
-    if SOURCE_TEXT in row:
-        raise ValueError(
-            f"{path}:{number}: a text-only line, with `{SOURCE_TEXT}` but without "
-            "`audio_filepath`: only training reads such manifests."
+        return iter(()), cuts.FORMAT
+    row = ManifestRow.parse(first[1], path, first[0])
+    for line_format in LINES:
+        if line_format.detect(row.values):
+            return chain([first], lines), line_format
+    if SOURCE_TEXT in row.values:
+        raise row.error(
+            f"a text-only line, with `{SOURCE_TEXT}` but without `audio_filepath`: only training "
+            "reads such manifests."
         )
-    if row.keys() & {"messages", "conversations"}:
-        raise ValueError(
-            f"{path}:{number}: a conversation, with `messages`: only training of a language model "
-            "and `effasr chat` read such manifests; dropped.jsonl of the run lists what is wrong."
+    if row.values.keys() & {"messages", "conversations"}:
+        raise row.error(
+            "a conversation, with `messages`: only training of a language model and `effasr chat` "
+            "read such manifests; dropped.jsonl of the run lists what is wrong."
         )
-    raise ValueError(
-        f"{path}:{number}: neither a NeMo line (no `audio_filepath`) nor a lhotse cut (no "
-        f"`supervisions`): its fields are {', '.join(sorted(row)) or 'none'}."
+    raise row.error(
+        "neither a NeMo line (no `audio_filepath`) nor a lhotse cut (no `supervisions`): its "
+        f"fields are {', '.join(sorted(row.values)) or 'none'}."
     )

@@ -1,11 +1,12 @@
-"""An utterance of a manifest, and its conversion to a lhotse cut."""
+"""An utterance of a manifest, its conversion to a lhotse cut, and what a manifest format is."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lhotse import AudioSource, MonoCut, MultiCut, Recording, SupervisionSegment
 from lhotse.cut import Cut
@@ -19,14 +20,15 @@ from effasr.data.audio.waveform import (
 )
 from effasr.data.prompt import Prompt
 
+if TYPE_CHECKING:
+    from effasr.data.manifest.row import ManifestRow
+
 
 class Utterance(Protocol):
-    """The result of every reader."""
+    """What every format yields."""
 
     @property
-    def id(self) -> str:
-        """The name of the utterance."""
-        ...
+    def id(self) -> str: ...
 
     @property
     def named(self) -> bool:
@@ -49,39 +51,52 @@ class Utterance(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class FileUtterance:
-    """An utterance in an audio file.
+class ReadOptions:
+    """How a manifest is read."""
 
-    Attributes:
-        id: Name of the utterance.
-        named: Whether the source gave the name.
-        origin: File and line, for messages.
-        audio: Absolute path of the file.
-        text: The transcript or translation.
-        prompt: Languages and task.
-        offset: Start in the file, in seconds; None if it is the whole file.
-        duration: Duration in seconds; None if it ends with the file.
-        speaker: Name of the speaker, if known.
+    language: str = "en"  # of utterances that name none
+    untranscribed: bool = False  # whether an utterance may lack a text; it gets an empty one
+
+
+@dataclass(frozen=True, slots=True)
+class LineFormat:
+    """A format of JSON lines; a file has the format that accepts its first line."""
+
+    detect: Callable[[Mapping[str, Any]], bool]
+    parse: Callable[[ManifestRow, ReadOptions], Utterance]
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFormat:
+    """A format of folders.
+
+    ``files`` returns the files whose content decides what is read, and archives of audio; None for
+    a folder whose very listing decides.
     """
 
+    detect: Callable[[Path], bool]
+    read: Callable[[Path, ReadOptions], Iterator[Utterance]]
+    files: Callable[[Path], tuple[list[Path], list[Path]] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class FileUtterance:
+    """An utterance in an audio file."""
+
     id: str
-    named: bool
-    origin: str
-    audio: str
+    named: bool  # whether the source gave the name
+    origin: str  # file and line
+    audio: str  # absolute path
     text: str
     prompt: Prompt
-    offset: float | None = None
-    duration: float | None = None
+    offset: float | None = None  # seconds; None for a whole file
+    duration: float | None = None  # seconds; None up to the end of the file
     speaker: str | None = None
 
     def cut(self, name: str) -> Cut:
-        """Return the utterance as a lhotse cut; the file's header is read.
-
-        Raises:
-            AudioError: The file is missing or unreadable, or does not hold what is claimed.
-        """
+        """Return the utterance as a lhotse cut; the file's header is read."""
         header = read_header(self.audio)
-        start, duration = self._place(header)
+        start, duration = self._start_and_duration(header)
         channels = list(range(header.channels))
         channel = channels if header.channels > 1 else 0
         recording = Recording(
@@ -114,22 +129,23 @@ class FileUtterance:
             custom=custom_fields(self.prompt),
         )
 
-    def _place(self, header: AudioHeader) -> tuple[float, float]:
-        """Start and duration in seconds, made exact where the manifest's are rounded."""
+    def _start_and_duration(self, header: AudioHeader) -> tuple[float, float]:
+        """Return both in seconds, exact where the manifest's are rounded."""
         start = self.offset or 0.0
-        rest = header.duration - start
-        if rest <= 0:
+        remaining = header.duration - start
+        if remaining <= 0:
             raise AudioError(
                 AudioProblem.DURATION,
                 f"{self.audio}: `offset` is {start:g} s, but the file ends at "
                 f"{header.duration:g} s.",
             )
-        if self.duration is None or abs(self.duration - rest) <= DURATION_TOLERANCE:
-            return start, rest if start else header.duration
-        if self.duration > rest or self.offset is None:
+        if self.duration is None or abs(self.duration - remaining) <= DURATION_TOLERANCE:
+            return start, remaining if start else header.duration
+        if self.duration > remaining or self.offset is None:
             raise AudioError(
                 AudioProblem.DURATION,
-                f"{self.audio}: `duration` is {self.duration:g} s, but the file holds {rest:g} s"
+                f"{self.audio}: `duration` is {self.duration:g} s, but the file holds "
+                f"{remaining:g} s"
                 + (" (a part of a file needs `offset`)." if self.offset is None else "."),
             )
         return start, self.duration
@@ -137,13 +153,7 @@ class FileUtterance:
 
 @dataclass(frozen=True, slots=True)
 class CutUtterance:
-    """An utterance that already is a lhotse cut.
-
-    Attributes:
-        origin: File and line, for messages.
-        value: The cut.
-        audio: Location of its audio, for messages.
-    """
+    """An utterance that already is a lhotse cut."""
 
     origin: str
     value: Cut
@@ -152,16 +162,14 @@ class CutUtterance:
 
     @property
     def id(self) -> str:
-        """The cut's own name."""
         return self.value.id
 
     def cut(self, name: str) -> Cut:
-        """Return the cut itself."""
         return self.value if self.value.id == name else self.value.with_id(name)
 
 
 def custom_fields(prompt: Prompt) -> dict[str, str | bool]:
-    """Return a prompt as ``custom`` fields of a cut, for `effasr.data.manifest.reader.request`."""
+    """Return a prompt as ``custom`` fields of a cut, which `cuts.prompt_of` reads."""
     return {"target_lang": prompt.target, "task": prompt.task, "pnc": prompt.punctuation}
 
 
@@ -170,7 +178,7 @@ _NOT_PLAIN = re.compile(r"//|/\.?(/|$)")
 
 
 def absolute(path: str, folder: Path) -> str:
-    """Return a path of a manifest in ``folder`` as an absolute path, links left as they are."""
+    """Return a path of a manifest in ``folder`` as an absolute path; links stay as they are."""
     # A Path costs as much as the rest of a line.
     if path.startswith("/") and not _NOT_PLAIN.search(path):
         return path

@@ -15,7 +15,8 @@ from lhotse.cut import Cut
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.rules import frames_for_ctc, text_of
 from effasr.data.index.columns import to_numpy
-from effasr.data.manifest.reader import named, request
+from effasr.data.manifest.cuts import prompt_of
+from effasr.data.manifest.reader import named
 from effasr.data.manifest.utterance import FileUtterance
 from effasr.data.prompt import Prompt
 from effasr.data.statistics.frames_per_token import FramesPerToken, frames_in
@@ -131,7 +132,7 @@ class Survey:
     def add_cut(self, cut: Cut, tokens: Sequence[int] | None = None) -> None:
         """Count a cut with one supervision."""
         speaker = cut.supervisions[0].speaker
-        self.add(request(cut), text_of(cut), cut.duration, speaker, tokens)
+        self.add(prompt_of(cut), text_of(cut), cut.duration, speaker, tokens)
 
     @property
     def characters(self) -> int:
@@ -223,4 +224,4 @@ def _utterances(
             yield utterance.prompt, utterance.text, utterance.duration, utterance.speaker
         else:
             cut = utterance.cut(name)
-            yield request(cut), text_of(cut), cut.duration, cut.supervisions[0].speaker
+            yield prompt_of(cut), text_of(cut), cut.duration, cut.supervisions[0].speaker

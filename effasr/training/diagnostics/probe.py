@@ -13,7 +13,7 @@ from effasr.data.audio.waveform import AudioError, load_audio
 from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
 from effasr.data.features.frame_geometry import Framing
-from effasr.data.manifest.reader import request
+from effasr.data.manifest.cuts import prompt_of
 from effasr.data.tokenizer import Tokenizer
 from effasr.model.asr import ASRModel
 from effasr.nn.parameters import evaluating
@@ -159,7 +159,7 @@ class Probe:
             return None
         experts = config.named_experts()
         try:
-            prompt = request(cut)
+            prompt = prompt_of(cut)
             expert = None if experts is None else experts.number_of(prompt)
             prompt_tokens = self._tokenizer.prompt(prompt)
             text = self._tokenizer.encode(texts[0], prompt.target)

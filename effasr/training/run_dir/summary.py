@@ -16,7 +16,7 @@ from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.rules import Reason
 from effasr.data.index.corpus import Corpus
-from effasr.data.index.pair_corpus import PairCorpus
+from effasr.data.index.text_corpus import TextCorpus
 from effasr.data.loader import Loader
 from effasr.data.manifest.pairs import is_text_only
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
@@ -62,7 +62,7 @@ def describe_model(model: nn.Module) -> str:
 
 
 def describe_data(
-    corpus: Corpus | ConversationCorpus | PairCorpus,
+    corpus: Corpus | ConversationCorpus | TextCorpus,
     loader: Loader,
     config: DataConfig,
     epoch: int,
@@ -96,7 +96,7 @@ def describe_data(
 
 
 def describe_alignment(
-    corpus: Corpus | ConversationCorpus | PairCorpus,
+    corpus: Corpus | ConversationCorpus | TextCorpus,
     data: DataConfig,
     model: ModelConfig,
     tokenizer: Tokenizer,
@@ -143,7 +143,7 @@ def describe_alignment(
 
 
 def _frames_per_token(
-    corpus: Corpus | ConversationCorpus | PairCorpus, framing: Framing, excluded: int = 0
+    corpus: Corpus | ConversationCorpus | TextCorpus, framing: Framing, excluded: int = 0
 ) -> FramesPerToken | None:
     """Return frames per token of the texts that follow the speech; None without such texts."""
     follows = corpus.monotonic

@@ -125,7 +125,7 @@ def _split(pattern: str) -> tuple[str, str]:
 
 
 def _of_utterance(name: str, utterance: object) -> Source:
-    from effasr.data.manifest.reader import request
+    from effasr.data.manifest.cuts import prompt_of
     from effasr.data.manifest.utterance import FileUtterance
 
     file = _file_name(name)
@@ -143,7 +143,7 @@ def _of_utterance(name: str, utterance: object) -> Source:
         cut: Cut = utterance.cut(name)  # type: ignore[attr-defined]
     except AudioError as error:
         return Source(name, file, problem=str(error))
-    prompt, part = request(cut), AudioSegment.of(cut)
+    prompt, part = prompt_of(cut), AudioSegment.of(cut)
     if part is None or not isinstance(part.path, str):
         return Source(name, file, cut=cut, prompt=prompt)
     return Source(name, file, part.path, part.start, part.duration, part.channels, prompt=prompt)

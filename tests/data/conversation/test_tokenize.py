@@ -7,7 +7,7 @@ from effasr.data.batch import IGNORED
 from effasr.data.conversation.messages import AudioPart, Message
 from effasr.data.conversation.rows import CLIP, input_rows, num_rows, num_targets
 from effasr.data.conversation.tokenize import conversation_rows, prompt_rows, training_rows
-from effasr.data.filters.rules import Unfit
+from effasr.data.filters.rules import RejectedUtterance
 from effasr.data.tokenizer import ChatTokenizer, load_tokenizer
 from tests.support.chat_folder import CHATML, THINKING, write_tokenizer
 
@@ -98,14 +98,14 @@ def test_the_folder_is_saved_after_it_was_removed(tmp_path):
 
 def test_templates_that_refuse_or_change_a_conversation(tokenizer, tmp_path):
     late = (*TALK[1:3], Message("system", ("x",)), Message("assistant", ("b",)))
-    with pytest.raises(Unfit, match="the system speaks first") as caught:
+    with pytest.raises(RejectedUtterance, match="the system speaks first") as caught:
         conversation_rows(late, tokenizer)
     assert caught.value.reason == "chat_template"
     shortened = CHATML.replace(
         "{{ message.content }}", "{{ message.content if loop.last else message.content[:2] }}"
     )
     other = load_tokenizer(write_tokenizer(tmp_path / "b", shortened))
-    with pytest.raises(Unfit, match="changes what is before turn 2"):
+    with pytest.raises(RejectedUtterance, match="changes what is before turn 2"):
         conversation_rows(TALK[1:], other)
 
 
@@ -124,7 +124,7 @@ def test_answers_have_no_part_in_which_the_model_thinks(tokenizer, thinking):
 
 
 def test_answers_that_are_shown_otherwise_later_have_an_example_each(tokenizer, thinking):
-    with pytest.raises(Unfit, match="changes what is before turn 3"):
+    with pytest.raises(RejectedUtterance, match="changes what is before turn 3"):
         conversation_rows(TALK, thinking)
     examples = training_rows(TALK, thinking)
     assert [turns for turns, _ in examples] == [3, 5]
@@ -143,7 +143,7 @@ def test_an_answer_that_is_never_shown_as_it_is_asked_for(tmp_path):
     template = CHATML + "{% if add_generation_prompt %}Now: {% endif %}"
     other = load_tokenizer(write_tokenizer(tmp_path, template))
     for talk in (TALK, TALK[:3]):
-        with pytest.raises(Unfit, match="changes what is before turn 3"):
+        with pytest.raises(RejectedUtterance, match="changes what is before turn 3"):
             training_rows(talk, other)
 
 
@@ -176,7 +176,7 @@ def test_templates_run_in_a_sandbox(tmp_path):
 
 def test_private_characters_are_refused(tokenizer):
     talk = (Message("user", ("a\ue0fab",)), Message("assistant", ("b",)))
-    with pytest.raises(Unfit, match="private character"):
+    with pytest.raises(RejectedUtterance, match="private character"):
         conversation_rows(talk, tokenizer)
 
 

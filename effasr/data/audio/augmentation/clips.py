@@ -6,15 +6,12 @@ import hashlib
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from lhotse import Recording
 from lhotse.cut import Cut
-from lhotse.cut.data import DataCut
 from lhotse.cut.set import deserialize_cut
 
 from effasr.data.audio.audio_file import AudioError, regular_file_size
@@ -22,15 +19,13 @@ from effasr.data.audio.cut_sources import check_sources
 from effasr.data.audio.waveform import audio_path, load_audio, samples_in
 from effasr.data.features.frame_geometry import SAMPLE_RATE
 from effasr.data.index.columns import Ragged, RaggedBuilder, json_of
-from effasr.data.manifest.audio_sources import refuse_programs
-from effasr.data.manifest.cuts import CUTS_FILE, check_times
-from effasr.data.manifest.fields import seconds_field, text_field
-from effasr.data.manifest.folder import AUDIO_SUFFIXES, all_files
-from effasr.data.manifest.kaldi import is_kaldi
-from effasr.data.manifest.lines import numbered_lines, parse_object
-from effasr.data.manifest.reader import named
-from effasr.data.manifest.shar import is_shar
-from effasr.data.manifest.utterance import FileUtterance, absolute
+from effasr.data.manifest import folder, nemo
+from effasr.data.manifest.cuts import make_absolute, read_cut
+from effasr.data.manifest.folder import AUDIO_SUFFIXES
+from effasr.data.manifest.lines import numbered_lines
+from effasr.data.manifest.reader import file_of_lines, folder_format, named
+from effasr.data.manifest.row import ManifestRow
+from effasr.data.manifest.utterance import FileUtterance
 from effasr.data.prompt import Prompt
 
 _CACHE_BYTES = 64 * 2**20
@@ -100,60 +95,27 @@ class Clips:
 
 
 def _cuts(path: Path) -> Iterator[Cut]:
-    if path.is_dir():
-        if (path / CUTS_FILE).is_file():
-            return _from_lines(path / CUTS_FILE)
-        if is_shar(path) or is_kaldi(path):
-            return (utterance.cut(name) for name, utterance in named(path))
-        found = all_files(path)
-        files = [file for file in found if file.suffix.lower() in AUDIO_SUFFIXES]
-        return (_part(str(file.absolute()), str(file)) for file in files)
-    if not path.is_file():
-        raise ValueError(f"{path}: there is no such file or folder.")
-    if path.suffix.lower() in AUDIO_SUFFIXES:
+    if not path.is_dir() and path.suffix.lower() in AUDIO_SUFFIXES and path.is_file():
         return iter([_part(str(path.absolute()), str(path))])
-    return _from_lines(path)
+    if (file := file_of_lines(path)) is not None:
+        rows = (ManifestRow.parse(line, file, number) for number, line in numbered_lines(file))
+        return map(_of_row, rows)
+    if folder_format(path) is not folder.FORMAT:
+        return (utterance.cut(name) for name, utterance in named(path))
+    files = [file for file in folder.all_files(path) if file.suffix.lower() in AUDIO_SUFFIXES]
+    return (_part(str(file.absolute()), str(file)) for file in files)
 
 
-def _from_lines(path: Path) -> Iterator[Cut]:
-    for number, line in numbered_lines(path):
-        origin = f"{path}:{number}"
-        row = parse_object(line, origin)
-        yield (
-            _nemo(row, origin, path.parent)
-            if "audio_filepath" in row
-            else _lhotse(row, line, origin, path.parent)
-        )
-
-
-def _nemo(row: Mapping[str, Any], origin: str, folder: Path) -> Cut:
-    return _part(
-        absolute(text_field(row, "audio_filepath", origin), folder),
-        origin,
-        seconds_field(row, "offset", origin, zero=True),
-        seconds_field(row, "duration", origin),
-    )
-
-
-def _lhotse(row: dict[str, Any], line: str, origin: str, folder: Path) -> Cut:
-    refuse_programs(row, line, origin)
-    try:
-        if "sources" in row:
-            cut = Recording.from_dict(row).to_cut()
-        else:
-            cut = deserialize_cut(row).drop_supervisions()
-        check_times(cut)
-    except Exception as error:  # lhotse checks little, and raises many kinds.
-        raise ValueError(
-            f"{origin}: neither a line with `audio_filepath` nor a cut or recording that lhotse "
-            f"can read ({type(error).__name__}: {error})."
-        ) from error
+def _of_row(row: ManifestRow) -> Cut:
+    """Return the audio of a line, which needs neither text nor supervision."""
+    if nemo.FORMAT.detect(row.values):
+        offset, duration = row.seconds("offset", zero=True), row.seconds("duration")
+        return _part(row.audio("audio_filepath"), row.origin, offset, duration)
+    refusal = "neither a line with `audio_filepath` nor a cut or recording that lhotse can read"
+    cut = read_cut(row, refusal, allow_recording=True).drop_supervisions()
     if not cut.has_recording:
-        raise ValueError(f"{origin}: cut {cut.id!r} has no recording: features are not read.")
-    if isinstance(cut, DataCut) and cut.recording is not None:
-        for source in cut.recording.sources:
-            if source.type == "file":
-                source.source = absolute(str(source.source), folder)
+        raise row.error(f"cut {cut.id!r} has no recording: features are not read.", "recording")
+    make_absolute(cut, row.path.parent)
     if (audio := audio_path(cut)) is not None:
         regular_file_size(audio)
     else:

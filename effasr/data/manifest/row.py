@@ -1,0 +1,135 @@
+"""A line of a manifest, and the checks of its fields."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from effasr.data.manifest.lines import parse_object
+from effasr.data.manifest.utterance import absolute
+from effasr.data.prompt import Prompt, Task
+
+_TASKS: dict[str, Task] = {
+    "asr": "transcribe",
+    "transcribe": "transcribe",
+    "transcription": "transcribe",
+    "ast": "translate",
+    "s2t_translation": "translate",
+    "translate": "translate",
+    "translation": "translate",
+}
+_YES_NO = {
+    "yes": True,
+    "true": True,
+    "pnc": True,
+    "no": False,
+    "false": False,
+    "nopnc": False,
+}
+
+
+class RowError(ValueError):
+    """A manifest line that cannot be used, with the line, the field and the reason."""
+
+    def __init__(self, row: ManifestRow, reason: str, field: str | None = None) -> None:
+        super().__init__(f"{row.origin}: {reason}")
+        self.path, self.line, self.field, self.reason = row.path, row.line, field, reason
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestRow:
+    """The fields of one line; a field that breaks a rule raises `RowError`."""
+
+    values: Mapping[str, Any]
+    path: Path  # relative audio paths are relative to its folder
+    line: int
+    origin: str  # file and line, for messages
+    text: str = ""  # the line itself
+
+    @classmethod
+    def parse(cls, text: str, path: Path, line: int) -> ManifestRow:
+        """Parse a line of a JSON-lines file."""
+        origin = f"{path}:{line}"
+        return cls(parse_object(text, origin), path, line, origin, text)
+
+    def error(self, reason: str, field: str | None = None) -> RowError:
+        return RowError(self, reason, field)
+
+    def string(self, name: str) -> str:
+        if name not in self.values:
+            raise self.error(f"`{name}` is missing: every line needs it.", name)
+        value = self.values[name]
+        if not isinstance(value, str):
+            raise self.error(f"`{name}` must be a string, but is {value!r}.", name)
+        return value
+
+    def optional_string(self, name: str) -> str | None:
+        """Return a string that may be missing, null or empty: None then."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self.error(f"`{name}` must be a string, but is {value!r}.", name)
+        return value or None
+
+    def transcript(self, name: str, *, untranscribed: bool = False) -> str:
+        """Return a text, stripped. Null is an empty text, which filters drop."""
+        if untranscribed or name in self.values:
+            return (self.optional_string(name) or "").strip()
+        return self.string(name).strip()
+
+    def seconds(self, name: str, *, zero: bool = False) -> float | None:
+        """Return a time that may be missing; ``zero`` allows 0."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        # A Python int may exceed the range of floats.
+        finite = isinstance(value, int | float) and abs(value) <= sys.float_info.max
+        if isinstance(value, bool) or not finite:
+            shown = repr(value)[:60]
+            raise self.error(f"`{name}` must be a number of seconds, but is {shown}.", name)
+        if value < 0 or (value == 0 and not zero):
+            rule = "at least 0" if zero else "greater than 0"
+            raise self.error(f"`{name}` must be {rule}, but is {value}.", name)
+        return float(value)
+
+    def audio(self, name: str) -> str:
+        """Return the absolute path of an audio file."""
+        return absolute(self.string(name), self.path.parent)
+
+    def prompt(self, language: str) -> Prompt:
+        """Return languages, task and punctuation, by the names that NeMo's manifests use.
+
+        ``source_lang`` is the language spoken; without it ``lang`` is. ``target_lang`` is the
+        language of the text; without it ``lang`` is, beside a ``source_lang``, and else the
+        language spoken. ``task`` or ``taskname`` says transcription or translation; without it
+        the languages do. ``pnc`` is true by default.
+        """
+        lang = self.optional_string("lang") or self.optional_string("language")
+        spoken = self.optional_string("source_lang")
+        source = spoken or lang or language
+        target = self.optional_string("target_lang") or (lang if spoken else None) or source
+        name = self.optional_string("task") or self.optional_string("taskname")
+        task: Task = "transcribe" if source == target else "translate"
+        if name is not None:
+            task = _TASKS.get(name.lower(), cast(Task, ""))
+            if not task:
+                rule = f"must be one of {', '.join(_TASKS)}"
+                raise self.error(f"`task` {rule}, but is {name!r}.", "task")
+        punctuation = self._punctuation()
+        try:
+            return Prompt(source, target, task, punctuation)
+        except ValueError as error:
+            raise self.error(str(error)) from error
+
+    def _punctuation(self) -> bool:
+        value = self.values.get("pnc")
+        if value is None or value == "":
+            return True
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in _YES_NO:
+            return _YES_NO[value.lower()]
+        rule = f"must be true, false or one of {', '.join(_YES_NO)}"
+        raise self.error(f"`pnc` {rule}, but is {value!r}.", "pnc")
