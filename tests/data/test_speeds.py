@@ -192,7 +192,7 @@ def test_a_plan_lists_what_training_reads(nemo: Callable[..., Path], tokenizer: 
     config = DataConfig(frame_budget=60, speed_perturbation=SPEEDS, max_duration=1.1)
     for reader in (tokenizer, None):
         listing = read_listing([manifest], limits=config.limits(), tokenizer=reader)
-        chosen = select(listing, config.limits(), frame_budget=60)
+        chosen = select(listing, config.limits(), config)
         assert (chosen.lengths.frames == corpus.lengths.frames).all()
         assert chosen.seconds.sum() == pytest.approx(corpus.seconds)
         assert [d.details for d in chosen.dropped] == [d.details for d in corpus.dropped]

@@ -194,7 +194,7 @@ def test_a_plan_counts_frames_alone(half, tmp_path) -> None:
     listing = read_listing([half], limits=config.limits())
     assert not listing.texts.any()
     assert not listing.prompts.any()
-    selection = select(listing, config.limits(), frame_budget=60)
+    selection = select(listing, config.limits(), config)
     assert len(selection.lengths) == 10
     assert selection.shape.token_budget == 1
     optional = read_listing([half], limits=DataConfig(text="optional").limits())

@@ -19,6 +19,8 @@ from torch.distributed import run as torchrun
 from effasr import config
 from effasr.cli import main as cli
 from effasr.data.manifest import nemo
+from effasr.data.manifest.row import ManifestRow
+from effasr.data.manifest.utterance import ReadOptions
 from effasr.training.config import TrainConfig
 from tests.docs.scripts import ROOT, run
 
@@ -231,7 +233,8 @@ def test_a_part_of_a_recipe_is_valid(text, tmp_path) -> None:
 
 def test_the_line_of_a_manifest_is_read() -> None:
     ((_, text),) = blocks(ROOT / "README.md", "json")
-    (utterance,) = nemo.utterances([(1, text)], ROOT / "train.jsonl", "en")
+    row = ManifestRow.parse(text, ROOT / "train.jsonl", 1)
+    utterance = nemo.parse(row, ReadOptions())
     assert (utterance.duration, utterance.text) == (4.2, "Good morning.")
 
 

@@ -176,7 +176,7 @@ def test_huge_values_are_numbers_like_others(write) -> None:
     )
     table = write("t.tsv", "duration\tn_tokens", f"1\t{'9' * 5000}", "1e300\t")
     limits = Limits(ctc=False, max_positions=1024)
-    chosen = select(read(path, table), limits, frame_budget=100)
+    chosen = select(read(path, table), limits, DataConfig(frame_budget=100))
     assert chosen.reasons == {"too_long": 3, "over_model_length": 2}
     assert len(chosen) == 1
 
@@ -199,7 +199,7 @@ def test_with_a_tokenizer_it_is_what_training_plans(tmp_path, write) -> None:
     config = DataConfig(frame_budget=100, min_duration=0.4, max_duration=2.0)
     corpus = Corpus.load([path], tokenizer, config, transducer=True)
     listing = read_listing([path], limits=config.limits(), tokenizer=tokenizer)
-    chosen = select(listing, config.limits(), frame_budget=100, transducer=True)
+    chosen = select(listing, config.limits(), config, transducer=True)
     assert chosen.lengths.frames.tolist() == corpus.lengths.frames.tolist()
     assert chosen.lengths.tokens.tolist() == corpus.lengths.tokens.tolist()
     assert chosen.shape == corpus.shape

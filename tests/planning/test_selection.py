@@ -9,11 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effasr.data.audio.waveform import samples_in
+from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import Framing
+from effasr.data.filters.config import FilterConfig
 from effasr.data.filters.rules import Limits
 from effasr.data.prompt import Prompt
 from effasr.planning.listing import Listing
 from effasr.planning.selection import select
+
+
+def data(**settings) -> DataConfig:
+    deviations = settings.pop("rate_deviations", None)
+    return DataConfig(filters=FilterConfig(rate_deviations=deviations), **settings)
 
 
 def listing(seconds: list[float], texts: list[int]) -> Listing:
@@ -37,7 +44,7 @@ def test_every_reason_is_counted_and_listed() -> None:
         [0.05, 41.0, 2.0, 39.0, 9.0, 7.0, 2.0, 2.0, 3.0], [1, 1, 0, 1, 1, 50, 60, 20, 3]
     )
     limits = Limits(max_frames=100, max_positions=60, max_tokens_per_second=8.0)
-    chosen = select(found, limits, frame_budget=400, token_budget=50)
+    chosen = select(found, limits, data(frame_budget=400, token_budget=50))
     assert {drop.id: str(drop.reason) for drop in chosen.dropped} == {
         "u0": "too_short",
         "u1": "too_long",
@@ -54,35 +61,35 @@ def test_every_reason_is_counted_and_listed() -> None:
     details = {drop.id: drop.details for drop in chosen.dropped}
     assert details["u0"] == "0.050 s, under `min_duration` 0.1 s"
     assert details["u3"] == "488 encoder frames, over `frame_budget` 400"
-    assert details["u5"] == "55 tokens, over `token_budget` 50"
+    assert details["u5"] == "55 tokens, over 50"
     assert json.dumps(chosen.dropped[1].duration) == "41.0"
 
 
 def test_ctc_needs_a_frame_for_each_token() -> None:
     found = listing([0.8, 0.8], [10, 11])
-    assert select(found, Limits(), frame_budget=100).reasons == {"ctc_infeasible": 1}
-    assert select(found, Limits(ctc=False), frame_budget=100).reasons == {}
+    assert select(found, Limits(), data(frame_budget=100)).reasons == {"ctc_infeasible": 1}
+    assert select(found, Limits(ctc=False), data(frame_budget=100)).reasons == {}
 
 
 def test_ctc_does_not_limit_translations() -> None:
     found = replace(listing([0.8], [11]), different_prompts=(Prompt("de", "en", "translate"),))
-    assert select(found, Limits(), frame_budget=100).reasons == {}
+    assert select(found, Limits(), data(frame_budget=100)).reasons == {}
 
 
 def test_rate_outliers_are_those_among_texts_of_their_language() -> None:
     found = listing([4.0] * 400, [*[10] * 199, 40, *[40] * 200])
     of_language = np.repeat([0, 1], 200)
     found = replace(found, prompt_ids=of_language, different_prompts=(Prompt(), Prompt("de", "de")))
-    chosen = select(found, Limits(), frame_budget=100, rate_deviations=4)
+    chosen = select(found, Limits(), data(frame_budget=100, rate_deviations=4))
     assert [(drop.id, drop.reason) for drop in chosen.dropped] == [("u199", "token_rate_outlier")]
     assert chosen.dropped[0].details == "10.0 per second, far more than others of 4.0 s"
 
 
 def test_a_derived_token_budget_drops_one_in_a_thousand_at_most() -> None:
     found = listing([4.0] * 2000 + [4.0], [10] * 2000 + [900])
-    chosen = select(found, Limits(ctc=False), frame_budget=100)
+    chosen = select(found, Limits(ctc=False), data(frame_budget=100))
     assert chosen.reasons == {"over_token_budget": 1}
-    assert chosen.dropped[0].details.endswith("(derived)")
+    assert chosen.dropped[0].details.endswith("set `token_budget` to keep it")
     assert chosen.shape.token_budget < 905
     assert chosen.shape.longest_tokens == 15
 
@@ -90,10 +97,10 @@ def test_a_derived_token_budget_drops_one_in_a_thousand_at_most() -> None:
 @pytest.mark.parametrize("seconds", [[], [50.0]])
 def test_nothing_is_left(seconds) -> None:
     with pytest.raises(ValueError, match=rf"list: no utterance can be planned \({len(seconds)} d"):
-        select(listing(seconds, [1] * len(seconds)), Limits(), frame_budget=100)
+        select(listing(seconds, [1] * len(seconds)), Limits(), data(frame_budget=100))
 
 
 @given(st.lists(st.floats(0.1, 40.0), min_size=1, max_size=50))
 def test_frames_are_those_of_the_corpus(seconds: list[float]) -> None:
-    chosen = select(listing(seconds, [1] * len(seconds)), Limits(), frame_budget=1000)
+    chosen = select(listing(seconds, [1] * len(seconds)), Limits(), data(frame_budget=1000))
     assert chosen.lengths.frames.tolist() == [Framing().frames(samples_in(s)) for s in seconds]

@@ -41,7 +41,7 @@ def _detect(fields: Mapping[str, Any]) -> bool:
     return bool(fields.keys() & {"supervisions", "recording", "tracks"})
 
 
-def _parse(row: ManifestRow, options: ReadOptions) -> CutUtterance:
+def parse(row: ManifestRow, options: ReadOptions) -> CutUtterance:
     cut = read_cut(row, "not a cut that lhotse can read")
     if options.untranscribed:
         _supervise(cut)
@@ -49,7 +49,7 @@ def _parse(row: ManifestRow, options: ReadOptions) -> CutUtterance:
     return CutUtterance(row.origin, cut, audio_of(cut))
 
 
-FORMAT = LineFormat(_detect, _parse)
+FORMAT = LineFormat(_detect, parse)
 
 
 def read_cut(row: ManifestRow, refusal: str, *, allow_recording: bool = False) -> Cut:

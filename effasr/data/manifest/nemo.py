@@ -14,7 +14,7 @@ def _detect(fields: Mapping[str, Any]) -> bool:
     return "audio_filepath" in fields
 
 
-def _parse(row: ManifestRow, options: ReadOptions) -> FileUtterance:
+def parse(row: ManifestRow, options: ReadOptions) -> FileUtterance:
     audio = row.audio("audio_filepath")
     name = row.optional_string("id")
     return FileUtterance(
@@ -30,4 +30,4 @@ def _parse(row: ManifestRow, options: ReadOptions) -> FileUtterance:
     )
 
 
-FORMAT = LineFormat(_detect, _parse)
+FORMAT = LineFormat(_detect, parse)

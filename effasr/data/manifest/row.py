@@ -35,8 +35,12 @@ class RowError(ValueError):
     """A manifest line that cannot be used, with the line, the field and the reason."""
 
     def __init__(self, row: ManifestRow, reason: str, field: str | None = None) -> None:
-        super().__init__(f"{row.origin}: {reason}")
+        super().__init__(row, reason, field)  # what unpickling in another process calls it with
         self.path, self.line, self.field, self.reason = row.path, row.line, field, reason
+        self._message = f"{row.origin}: {reason}"
+
+    def __str__(self) -> str:
+        return self._message
 
 
 @dataclass(frozen=True, slots=True)
