@@ -34,7 +34,6 @@ class BaseCorpus:
     shape: StaticShape  # of every batch
     dropped: tuple[Dropped, ...]  # members of the manifests that were left out
     sources: np.ndarray  # uint16 (n,)
-    amounts: np.ndarray  # int32 (n,), what shares are measured by
     mixture: Mixture | None  # None without shares
     fingerprint: str  # of lengths, texts, sources and order, which a resumed run compares
     prompt: Prompt  # the most frequent one, which model cards and defaults use
@@ -42,6 +41,12 @@ class BaseCorpus:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def amounts(self) -> np.ndarray:
+        """What shares are measured by, int32 (n,)."""
+        raise NotImplementedError
+
 
     def populations(self, seed: int) -> Population | None:
         """Return the function that draws an epoch's members; None if an epoch has each once."""

@@ -94,13 +94,10 @@ class AudioColumns:
 
     def take(self, rows: np.ndarray) -> AudioColumns:
         """Return these rows."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        return AudioColumns(
-            **{
-                name: values.take(rows) if isinstance(values, Ragged) else values[rows]
-                for name, values in columns.items()
-            }
-        )
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, column in values.items():
+            values[name] = column.take(rows) if isinstance(column, Ragged) else column[rows]
+        return AudioColumns(**values)
 
     def name(self, row: int) -> str:
         return decode(self.names[row])

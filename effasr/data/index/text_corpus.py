@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +72,7 @@ class TextCorpus(BaseCorpus):
     _requests: tuple[tuple[Prompt, str | None], ...]
     _request_ids: np.ndarray
     _experts: np.ndarray | None = None
+    text: TextCorpus | None = field(default=None, init=False)
 
     @classmethod
     def load(
@@ -158,10 +159,6 @@ class TextCorpus(BaseCorpus):
     def amounts(self) -> np.ndarray:
         """Tokens of the text encoder, by which shares are measured."""
         return self.lengths.frames
-
-    @property
-    def text(self) -> None:
-        return None
 
     @property
     def seconds(self) -> float:
