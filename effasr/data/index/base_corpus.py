@@ -47,7 +47,6 @@ class BaseCorpus:
         """What shares are measured by, int32 (n,)."""
         raise NotImplementedError
 
-
     def populations(self, seed: int) -> Population | None:
         """Return the function that draws an epoch's members; None if an epoch has each once."""
         if self.mixture is None:
