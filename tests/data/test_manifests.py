@@ -13,7 +13,7 @@ from lhotse import CutSet
 from effasr.data.audio.waveform import load_audio
 from effasr.data.manifest.cuts import prompt_of
 from effasr.data.manifest.reader import deciding_files, read
-from effasr.data.manifest.utterance import absolute
+from effasr.data.manifest.row import absolute
 from effasr.data.prompt import Prompt
 
 

@@ -29,8 +29,8 @@ from typing import Any, Literal, cast
 
 from effasr.data.filters.rules import Reason, RejectedUtterance
 from effasr.data.manifest.lines import first_fields, numbered_lines
-from effasr.data.manifest.row import ManifestRow, RowError
-from effasr.data.manifest.utterance import FileUtterance, absolute
+from effasr.data.manifest.row import ManifestRow, RowError, absolute
+from effasr.data.manifest.utterance import FileUtterance
 from effasr.data.prompt import Prompt
 
 Role = Literal["system", "user", "assistant"]

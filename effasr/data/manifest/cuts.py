@@ -14,14 +14,8 @@ from lhotse.cut.set import deserialize_cut
 
 from effasr.data.audio.cut_sources import recordings
 from effasr.data.audio.waveform import AudioSegment
-from effasr.data.manifest.row import ManifestRow
-from effasr.data.manifest.utterance import (
-    CutUtterance,
-    LineFormat,
-    ReadOptions,
-    absolute,
-    custom_fields,
-)
+from effasr.data.manifest.row import ManifestRow, absolute
+from effasr.data.manifest.utterance import CutUtterance, LineFormat, ReadOptions, custom_fields
 from effasr.data.prompt import Prompt
 
 CUTS_FILE = "cuts.jsonl.gz"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from effasr.data.manifest.lines import numbered_lines
-from effasr.data.manifest.row import ManifestRow
-from effasr.data.manifest.utterance import FileUtterance, FolderFormat, ReadOptions, absolute
+from effasr.data.manifest.row import ManifestRow, absolute
+from effasr.data.manifest.utterance import FileUtterance, FolderFormat, ReadOptions
 from effasr.data.manifest.walk import walk
 from effasr.data.prompt import Prompt
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from effasr.data.manifest.lines import numbered_lines
-from effasr.data.manifest.utterance import FileUtterance, FolderFormat, ReadOptions, absolute
+from effasr.data.manifest.row import absolute
+from effasr.data.manifest.utterance import FileUtterance, FolderFormat, ReadOptions
 from effasr.data.prompt import Prompt
 
 _FILES = ("wav.scp", "text", "segments", "utt2spk", "utt2lang")

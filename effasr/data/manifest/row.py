@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from effasr.data.manifest.lines import parse_object
-from effasr.data.manifest.utterance import absolute
 from effasr.data.prompt import Prompt, Task
 
 _TASKS: dict[str, Task] = {
@@ -137,3 +137,15 @@ class ManifestRow:
             return _YES_NO[value.lower()]
         rule = f"must be true, false or one of {', '.join(_YES_NO)}"
         raise self.error(f"`pnc` {rule}, but is {value!r}.", "pnc")
+
+
+_NOT_PLAIN = re.compile(r"//|/\.?(/|$)")
+"""Path parts that a `Path` would normalise."""
+
+
+def absolute(path: str, folder: Path) -> str:
+    """Return a path of a manifest in ``folder`` as an absolute path; links stay as they are."""
+    # A Path costs as much as the rest of a line.
+    if path.startswith("/") and not _NOT_PLAIN.search(path):
+        return path
+    return str((folder / path).absolute())

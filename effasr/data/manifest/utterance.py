@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from lhotse import AudioSource, MonoCut, MultiCut, Recording, SupervisionSegment
 from lhotse.cut import Cut
@@ -18,10 +17,8 @@ from effasr.data.audio.waveform import (
     AudioProblem,
     read_header,
 )
+from effasr.data.manifest.row import ManifestRow
 from effasr.data.prompt import Prompt
-
-if TYPE_CHECKING:
-    from effasr.data.manifest.row import ManifestRow
 
 
 class Utterance(Protocol):
@@ -171,15 +168,3 @@ class CutUtterance:
 def custom_fields(prompt: Prompt) -> dict[str, str | bool]:
     """Return a prompt as ``custom`` fields of a cut, which `cuts.prompt_of` reads."""
     return {"target_lang": prompt.target, "task": prompt.task, "pnc": prompt.punctuation}
-
-
-_NOT_PLAIN = re.compile(r"//|/\.?(/|$)")
-"""Path parts that a `Path` would normalise."""
-
-
-def absolute(path: str, folder: Path) -> str:
-    """Return a path of a manifest in ``folder`` as an absolute path; links stay as they are."""
-    # A Path costs as much as the rest of a line.
-    if path.startswith("/") and not _NOT_PLAIN.search(path):
-        return path
-    return str((folder / path).absolute())
