@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from effasr.data.mixture_summary import Mixture, MixtureSummary
 from effasr.data.prompt import Prompt
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.population import Population
-
-if TYPE_CHECKING:
-    from effasr.data.index.text_corpus import TextCorpus
 
 
 class BaseCorpus:
@@ -37,7 +34,7 @@ class BaseCorpus:
     mixture: Mixture | None  # None without shares
     fingerprint: str  # of lengths, texts, sources and order, which a resumed run compares
     prompt: Prompt  # the most frequent one, which model cards and defaults use
-    text: TextCorpus | None  # pairs for text-only micro-batches beside these
+    text: Any  # a `TextCorpus` for text-only micro-batches beside these, or None
 
     def __len__(self) -> int:
         return len(self.lengths)
