@@ -23,26 +23,17 @@ _ALIGNMENT = 512
 
 @dataclass(frozen=True, slots=True)
 class StaticShape:
-    """The one shape of every batch of a run.
+    """The one shape of every batch of a run."""
 
-    Attributes:
-        frame_budget: T, encoder frames of a batch, the tail included.
-        token_budget: U, decoder tokens (prompts and texts) of a batch, the tail included.
-        max_sequences: N, utterances of a batch, empty ones included.
-        longest_frames: Encoder frames that no utterance exceeds; by default the budget.
-        longest_tokens: Decoder tokens that no utterance exceeds; by default the budget.
-        framing: Frame geometry: samples of an encoder frame.
-        node_budget: Capacity for the nodes of a transducer's lattices. An utterance counts with the
-            product of its frames and its tokens, of which the prompt has at least one: no fewer
-            than its nodes. None without a transducer.
-    """
-
-    frame_budget: int
-    token_budget: int
-    max_sequences: int
-    longest_frames: int | None = None
-    longest_tokens: int | None = None
-    framing: Framing = FASTCONFORMER
+    frame_budget: int  # T, encoder frames, the tail included
+    token_budget: int  # U, decoder tokens (prompts and texts), the tail included
+    max_sequences: int  # N, utterances, empty ones included
+    longest_frames: int | None = None  # that no utterance exceeds; by default the budget
+    longest_tokens: int | None = None  # that no utterance exceeds; by default the budget
+    framing: Framing = FASTCONFORMER  # samples of an encoder frame
+    # Capacity for the nodes of a transducer's lattices. An utterance counts with the product of its
+    # frames and its tokens, of which the prompt has at least one: no fewer than its nodes. None
+    # without a transducer
     node_budget: int | None = None
 
     def __post_init__(self) -> None:
@@ -73,27 +64,18 @@ class Batch:
     """Everything the model needs for one forward and backward.
 
     All layouts have the same N; the sequences past ``len(ids)`` are empty.
-
-    Attributes:
-        audio: float32 (samples,), mono, at the model's sample rate.
-        frames: Layout of the encoder's output frames, T rows.
-        tokens: int64 (U,), decoder input: prompt, then transcript.
-        targets: int64 (U,), next token of each input; `IGNORED` in prompts and in the tail.
-        text: int64 (U',), the transcript alone, for CTC and the transducer.
-        monotonic: bool (N,), whether the text follows the speech in order (a transcription,
-            not a translation), so that CTC and guided attention apply; else its ``text`` is empty.
-        ids: Names of the utterances, in order.
-        audio_seconds: Their total duration in seconds.
     """
 
-    audio: PackedSequence
-    frames: PackedLayout
-    tokens: PackedSequence
-    targets: Tensor
-    text: PackedSequence
+    audio: PackedSequence  # float32 (samples,), mono, at the model's sample rate
+    frames: PackedLayout  # layout of the encoder's output frames, T rows
+    tokens: PackedSequence  # int64 (U,), decoder input: prompt, then transcript
+    targets: Tensor  # int64 (U,), next token of each input; `IGNORED` in prompts and in the tail
+    text: PackedSequence  # int64 (U',), the transcript alone, for CTC and the transducer
+    # Whether the text follows the speech in order (a transcription, not a translation), bool (N,),
+    # so that CTC and guided attention apply; else its text is empty
     monotonic: Tensor
-    ids: tuple[str, ...]
-    audio_seconds: float
+    ids: tuple[str, ...]  # names of the utterances, in order
+    audio_seconds: float  # their total duration in seconds
     num_targets: int
     """Rows of ``targets`` that a loss counts."""
     num_monotonic_targets: int
@@ -123,12 +105,10 @@ class Batch:
 
     @property
     def num_frames(self) -> int:
-        """Encoder frames of all utterances, without any padding."""
         return sum(self.frame_lengths)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all utterances, without any padding."""
         return sum(self.token_lengths)
 
     def to(self, device: torch.device | str) -> Self:
@@ -146,7 +126,7 @@ class Batch:
         return self._mapped(lambda part: _with_tensors(part, lambda x: moved[id(x)]))
 
     def pin_memory(self) -> Self:
-        """Return the same batch in pinned memory; called by torch's DataLoader."""
+        """Called by torch's DataLoader."""
         return self._mapped(lambda part: part.pin_memory())
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -186,7 +166,6 @@ class Batch:
         )
 
     def _mapped(self, function: Callable[[Any], Any]) -> Self:
-        """Apply a function to each tensor, layout and packed sequence."""
         names = ["audio", "frames", "tokens", "targets", "text", "monotonic"]
         names += [
             name for name in ("source", "label_room", "expert") if getattr(self, name) is not None
@@ -195,7 +174,6 @@ class Batch:
 
 
 def _with_tensors(part: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a tensor, layout or packed sequence with each of its tensors changed."""
     if isinstance(part, PackedSequence):
         layout = _with_tensors(part.layout, change)
         return PackedSequence(change(part.values), layout)

@@ -32,16 +32,7 @@ def sha256(path: Path) -> str:
 
 
 def verify(folder: Path, files: Mapping[str, Any]) -> None:
-    """Compare files in a folder with their checksums.
-
-    Args:
-        folder: The folder.
-        files: `checksum` of each file by its path in the folder.
-
-    Raises:
-        OSError: A file is missing or cannot be read.
-        ValueError: A file differs, or is not in the folder.
-    """
+    """Compare files in a folder with the `checksum` of each by its path."""
     for name, (size, value) in files.items():
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):
@@ -58,15 +49,7 @@ def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def verify_content(content: Mapping[str, Any], name: str) -> None:
-    """Compare a JSON object with its checksum, if it has one: older files have none.
-
-    Args:
-        content: The object, as read.
-        name: Name of the file, for messages.
-
-    Raises:
-        ValueError: It was changed.
-    """
+    """Compare a JSON object with its checksum, if it has one: older files have none."""
     others = {key: value for key, value in content.items() if key != _FIELD}
     if _FIELD in content and content[_FIELD] != _crc32(others):
         raise ValueError(f"{name} does not match its checksum: a value of it was changed.")

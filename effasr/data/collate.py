@@ -16,50 +16,30 @@ from effasr_kernels import PackedLayout, PackedSequence
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One utterance, ready to be packed.
-
-    Attributes:
-        id: Name of the utterance.
-        audio: float32 (samples,), mono, at `SAMPLE_RATE`.
-        prompt: Token ids that the decoder is given; at least one.
-        text: Token ids that it must write, without the end token; None for an utterance without a
-            text, of which the decoder reads nothing.
-        monotonic: Whether the text follows the speech in order; see `Batch.monotonic`.
-        reserved: Tokens that a label of the utterance may have, which a teacher writes; 0 for an
-            utterance with a text, or for training on audio alone, where its frames are the targets.
-        expert: Number of the utterance's expert; see `Batch.expert`.
-    """
+    """One utterance, ready to be packed."""
 
     id: str
-    audio: np.ndarray
-    prompt: list[int]
+    audio: np.ndarray  # float32 (samples,), mono, at `SAMPLE_RATE`
+    prompt: list[int]  # token ids that the decoder is given; at least one
+    # token ids that it must write, without the end token; None without a text
     text: list[int] | None
-    monotonic: bool = True
-    reserved: int = 0
-    expert: int | None = None
+    monotonic: bool = True  # see `Batch.monotonic`
+    reserved: int = 0  # tokens of a label that a teacher writes; 0 with a text, or for audio alone
+    expert: int | None = None  # see `Batch.expert`
 
     def map_audio(self, function: Callable[[np.ndarray], np.ndarray]) -> Example:
-        """Return the utterance with its audio replaced."""
         return replace(self, audio=function(self.audio))
 
 
 @dataclass(frozen=True, slots=True)
 class TextExample:
-    """A text and its translation, ready to be packed.
-
-    Attributes:
-        id: Name of the pair.
-        source: Token ids that the text encoder reads; at least one.
-        prompt: Token ids that the decoder is given; at least one.
-        text: Token ids that it must write, without the end token.
-        expert: Number of the pair's expert; see `Batch.expert`.
-    """
+    """A text and its translation, ready to be packed."""
 
     id: str
-    source: list[int]
-    prompt: list[int]
-    text: list[int]
-    expert: int | None = None
+    source: list[int]  # token ids that the text encoder reads; at least one
+    prompt: list[int]  # token ids that the decoder is given; at least one
+    text: list[int]  # token ids that it must write, without the end token
+    expert: int | None = None  # see `Batch.expert`
 
 
 def collate(
@@ -71,30 +51,16 @@ def collate(
     padded: bool = False,
     framing: Framing | None = None,
 ) -> Batch:
-    """Pack utterances, with a tail up to a static shape if one is given.
+    """Pack utterances on the CPU, with a tail up to a static shape if one is given.
 
     The decoder reads ``prompt + text`` and must say ``text + [eos]`` from the prompt's last token
     on; earlier targets are `IGNORED`. In the tail audio is zero, tokens and text are ``pad_id``
     and targets are `IGNORED`.
 
-    Args:
-        examples: The utterances; none at all is a batch of tails.
-        shape: The static shape; exact sizes by default.
-        eos_id: The token that ends a text.
-        pad_id: The token of the tail, and of padding.
-        padded: Whether every utterance is made as long as the longest, in exact sizes: audio by
-            silence, tokens by ``pad_id``, targets by `IGNORED`. To the model they are utterances
-            of that length, and nothing masks what was added; only ``text``, and with it the CTC
-            and transducer losses, stays as it is.
-        framing: Frame geometry; by default the shape's, else a
-            FastConformer's.
-
-    Returns:
-        The batch, on the CPU.
-
-    Raises:
-        ValueError: A prompt is empty, the utterances do not fit in the shape, or both a shape and
-            padding are asked for.
+    With ``padded`` every utterance is made as long as the longest, in exact sizes: audio by
+    silence, tokens by ``pad_id``, targets by `IGNORED`. To the model they are utterances of that
+    length, and nothing masks what was added; only ``text``, and with it the CTC and transducer
+    losses, stays as it is.
     """
     if padded and shape is not None:
         raise ValueError("`shape` must be None for a padded batch: its longest utterance gives it.")
@@ -143,16 +109,10 @@ def collate(
 def collate_text(
     examples: Sequence[TextExample], shape: StaticShape, *, eos_id: int, pad_id: int
 ) -> Batch:
-    """Pack text pairs into a static shape.
+    """Pack text pairs into a static shape, on the CPU.
 
     As in `collate`, but the decoder attends to `Batch.source`, and there is no audio: CTC, the
     transducer and guided attention learn nothing. The frames of the shape are the text encoder's.
-
-    Returns:
-        The batch, on the CPU.
-
-    Raises:
-        ValueError: A prompt is empty, or the pairs do not fit in the shape.
     """
     count, rows, longest = shape.max_sequences, shape.token_budget, shape.longest_tokens
     tokens, targets = _decoder_rows(examples, eos_id)
@@ -188,7 +148,7 @@ def with_experts(batch: Batch) -> Batch:
 def _decoder_rows(
     examples: Sequence[Example] | Sequence[TextExample], eos_id: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the decoder's input for each example, and its target."""
+    """Return the decoder's input and target of each example."""
     tokens: list[list[int]] = []
     targets: list[list[int]] = []
     for example in examples:
@@ -241,7 +201,6 @@ def _check_fits(shape: StaticShape, sequences: int, frames: int, tokens: int) ->
 
 
 def _check_nodes(shape: StaticShape, examples: Sequence[Example], frames: Sequence[int]) -> None:
-    """Check that the lattices of a transducer fit in their budget."""
     if shape.node_budget is None:
         return
     sizes = zip(examples, frames, strict=True)

@@ -61,18 +61,7 @@ class Loader:
     ) -> None:
         """Set up; nothing is loaded before `steps` is iterated.
 
-        Args:
-            corpus: The utterances.
-            config: Strategy, micro-batches per step, workers, and what to do with bad audio.
-            seed: Seed of the plans and of augmentation.
-            rank: Rank of this process.
-            world_size: Number of processes that share a step.
-            pin_memory: Whether batches are put into pinned memory; by default if there is a GPU.
-            cost: Cost model of an utterance, by which the ranks' work is balanced.
-
-        Raises:
-            ValueError: ``rank`` is out of range, there are more ranks than micro-batches, noise
-                cannot be read, or see `effasr.data.sampling.strategies.planner`.
+        ``pin_memory`` is by default whether there is a GPU; ``cost`` balances the ranks' work.
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"`rank` must be in 0 .. {world_size - 1}, but is {rank}.")
@@ -123,7 +112,6 @@ class Loader:
         return self._both_plans(epoch)[1]
 
     def _both_plans(self, epoch: int) -> tuple[EpochPlan, EpochPlan | None]:
-        """Return the plans of speech and of text."""
         if epoch not in self._plans:
             plan, text = self._planner.plan(epoch), None
             corpus, config = self._corpus, self._config
@@ -151,10 +139,7 @@ class Loader:
         return self._planner.shape
 
     def fingerprint(self, epoch: int) -> str:
-        """Return a hash that changes if the plan or the augmentation of an epoch changes.
-
-        A resumed run compares it.
-        """
+        """Return a hash of an epoch's plan and augmentation, which a resumed run compares."""
         if epoch not in self._fingerprints:
             self.plan(epoch)
         return self._fingerprints[epoch]
@@ -163,11 +148,6 @@ class Loader:
         """Return an endless iterator of this rank's part of each global step from a position on.
 
         Closing the iterator ends its worker processes.
-
-        Raises:
-            ValueError: The epoch has no such step.
-            AudioError: Audio cannot be read, and ``on_bad_audio`` is ``raise``.
-            RuntimeError: A worker process was killed, or shared memory is full.
         """
         if not 0 <= step < self.plan(epoch).num_steps:
             raise ValueError(
@@ -179,15 +159,8 @@ class Loader:
     def take(self, parts: Iterable[MicroBatchRef]) -> Generator[StepBatch, None, None]:
         """Yield the requested parts of global steps, in any order.
 
-        Closing the iterator ends its worker processes.
-
-        Args:
-            parts: Endless, each named by epoch, step, rank and number; asked for a little ahead of
-                what is yielded.
-
-        Raises:
-            AudioError: As `steps`.
-            RuntimeError: As `steps`.
+        ``parts`` is endless and asked a little ahead of what is yielded. Closing the iterator ends
+        its worker processes.
         """
         with warnings.catch_warnings():
             # More workers than processors are what the configuration asks for: they wait for files.
@@ -203,11 +176,7 @@ class Loader:
             del loaded
 
     def load(self, part: MicroBatchRef) -> StepBatch:
-        """Load one part of a global step at once, in this process.
-
-        Raises:
-            AudioError: As `steps`.
-        """
+        """Load one part of a global step at once, in this process."""
         data = self._dataset()
         step = self._joined([data[ref] for ref in self._refs([part])])
         return step.pin_memory() if self._pin_memory else step
@@ -219,7 +188,6 @@ class Loader:
         return [f"{corpus.name(i)} ({audio_path(corpus.audio(i)) or 'no file'})" for i in reading]
 
     def _own_parts(self, epoch: int, step: int) -> Iterator[MicroBatchRef]:
-        """Yield this rank's parts of all global steps, in the order of the plans."""
         while True:
             for number in range(step, self.plan(epoch).num_steps):
                 yield MicroBatchRef(epoch, number, self._rank)
@@ -286,7 +254,6 @@ class Loader:
 
 
 def _uneven(micro_batches: int, world_size: int) -> str:
-    """Return a message about the idle time if ranks cannot share the micro-batches equally."""
     rounds = -(-micro_batches // world_size)
     idle = rounds * world_size - micro_batches
     return (

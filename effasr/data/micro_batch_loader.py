@@ -28,54 +28,32 @@ EMPTY = np.zeros(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatchRef:
-    """A micro-batch to be loaded; the first four fields name a rank's part of a global step.
-
-    Attributes:
-        epoch: Counted from 0.
-        step: Counted from 0 in each epoch.
-        rank: Rank that the part belongs to.
-        number: Number by which the caller recognises the part.
-        num_steps: Steps of the epoch.
-        place: Index among the micro-batches of the global step.
-        indices: int32 (m,), the utterances of the corpus, or the text pairs, that are in it.
-        is_text: Whether it is text-only.
-    """
+    """A micro-batch to be loaded; the first four fields name a rank's part of a global step."""
 
     epoch: int
     step: int
     rank: int
-    number: int = 0
-    num_steps: int = 0
-    place: int = 0
+    number: int = 0  # by which the caller recognises the part
+    num_steps: int = 0  # of the epoch
+    place: int = 0  # index among the micro-batches of the global step
+    # int32 (m,), of the corpus, or of the text pairs
     indices: np.ndarray = field(default_factory=EMPTY.copy)
     is_text: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBatch:
-    """A rank's part of a global step, or one micro-batch of it.
-
-    Attributes:
-        epoch: Counted from 0.
-        step: Counted from 0 in each epoch.
-        num_steps: Steps of this epoch.
-        batches: This rank's micro-batches.
-        skipped: Utterances left out of them because their audio could not be read.
-        indices: int32 (m,), the utterances of the corpus that were to be in them.
-        text_indices: int32 (m,), the text pairs that are in text-only ones.
-        places: Number of each of the ``batches`` among the micro-batches of the global step.
-        number: Number of the `MicroBatchRef`.
-    """
+    """A rank's part of a global step, or one micro-batch of it."""
 
     epoch: int
     step: int
-    num_steps: int
-    batches: list[Batch]
-    skipped: tuple[Dropped, ...]
-    indices: np.ndarray
-    text_indices: np.ndarray
-    places: range
-    number: int = 0
+    num_steps: int  # of the epoch
+    batches: list[Batch]  # this rank's micro-batches
+    skipped: tuple[Dropped, ...]  # their audio could not be read
+    indices: np.ndarray  # int32 (m,), of the corpus
+    text_indices: np.ndarray  # int32 (m,), of the text pairs
+    places: range  # of `batches` among the micro-batches of the global step
+    number: int = 0  # of the `MicroBatchRef`
 
     @property
     def next_position(self) -> tuple[int, int]:
@@ -84,7 +62,7 @@ class StepBatch:
         return (self.epoch + 1, 0) if last else (self.epoch, self.step + 1)
 
     def pin_memory(self) -> StepBatch:
-        """Return the same in pinned memory; called by torch's DataLoader."""
+        """Called by torch's DataLoader."""
         return replace(self, batches=[batch.pin_memory() for batch in self.batches])
 
 
@@ -163,7 +141,6 @@ class MicroBatchDataset(Dataset[StepBatch | AudioError | SharedMemoryError]):
 
 
 def _tensors(batch: Batch) -> Iterator[Tensor]:
-    """Yield every tensor of a batch that a worker hands over."""
     yield from batch.tensors()
     if batch.label_room is not None:
         yield batch.label_room

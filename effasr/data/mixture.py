@@ -92,12 +92,7 @@ class MixConfig:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A source with manifests.
-
-    Attributes:
-        name: The names of the levels and its own, such as ``de/mls``.
-        manifests: Manifests of the source.
-    """
+    """A source with manifests; its name has the levels above it, such as ``de/mls``."""
 
     name: str
     manifests: tuple[str, ...]
@@ -111,13 +106,8 @@ def leaves(mix: MixConfig) -> tuple[Leaf, ...]:
 def shares(mix: MixConfig, amounts: Sequence[float]) -> tuple[float, ...]:
     """Return the share of the data of each source; the shares add up to 1.
 
-    Args:
-        mix: The sources.
-        amounts: Hours, or any other measure, of each of `leaves`; a source with nothing is left
-            out of its level.
-
-    Raises:
-        ValueError: There is not one amount per source, or all are 0.
+    ``amounts`` are hours, or any other measure, of each of `leaves`; a source with nothing is left
+    out of its level.
     """
     names = [leaf.name for leaf in leaves(mix)]
     if len(amounts) != len(names):
@@ -180,7 +170,6 @@ def _divide(
 
 
 def _amount(source: SourceConfig, name: str, amounts: Mapping[str, float]) -> float:
-    """Return the amount of a source, including the sources below it."""
     if not source.sources:
         return amounts[name]
     return sum(

@@ -18,23 +18,15 @@ _PER_UNIT: dict[Unit, int] = {"hours": SAMPLE_RATE * 3600, "tokens": 1}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mixture:
-    """Sources with their shares, and how much of each an epoch has.
-
-    Attributes:
-        names: Names of the sources.
-        asked: The share of each.
-        utterances: int64 (sources,), what each has.
-        amounts: int64 (sources,), samples of audio that each has; of text-only sources, tokens.
-        unit: Unit in which amounts are shown.
-        quotas: Samples, or tokens, that each contributes to an epoch; None where an epoch has every
-            utterance once, or is what other data's epoch leaves room for.
-    """
+    """Sources with their shares, and how much of each an epoch has."""
 
     names: tuple[str, ...]
-    asked: tuple[float, ...]
-    utterances: np.ndarray
-    amounts: np.ndarray
-    unit: Unit
+    asked: tuple[float, ...]  # share of each source
+    utterances: np.ndarray  # int64 (sources,)
+    amounts: np.ndarray  # int64 (sources,), samples of audio; of text-only sources, tokens
+    unit: Unit  # in which amounts are shown
+    # samples or tokens of each in an epoch; None where an epoch has every utterance once, or is
+    # what other data's epoch leaves room for
     quotas: tuple[int, ...] | None
 
     @classmethod
@@ -49,15 +41,8 @@ class Mixture:
     ) -> Mixture:
         """Divide an epoch among sources.
 
-        Args:
-            mix: The sources.
-            sources: int (n,), the number of each utterance's source among `leaves`.
-            amounts: int (n,), samples or tokens of each utterance.
-            unit: Unit in which amounts are shown: hours of samples, or tokens.
-            draws_tokens: Whether an epoch that is measured in tokens has a quota of each source.
-
-        Raises:
-            ValueError: ``mix.epoch_hours`` is given for quotas of tokens.
+        ``sources`` (n,) are numbers of `leaves`, ``amounts`` (n,) samples or tokens.
+        ``draws_tokens``: an epoch that is measured in tokens has a quota of each source.
         """
         names, quotas = tuple(leaf.name for leaf in leaves(mix)), None
         utterances, by_source = _sums(sources, amounts, len(names))
@@ -81,11 +66,7 @@ class Mixture:
         return cls(names, asked, utterances, by_source, unit, quotas)
 
     def check(self, sources: Iterable[int]) -> None:
-        """Check that there is something of each of these sources.
-
-        Raises:
-            ValueError: There is not.
-        """
+        """Refuse a mixture with nothing of one of these sources."""
         lacking = [self.names[n] for n in sorted(set(sources)) if not self.utterances[n]]
         if lacking:
             raise ValueError(
@@ -97,26 +78,14 @@ class Mixture:
     def populations(
         self, sources: np.ndarray, amounts: np.ndarray, *, seed: int
     ) -> Population | None:
-        """Return a function from the epoch to its utterances, int32 (p,); None without quotas.
-
-        Args:
-            sources: int (n,), the number of each utterance's source.
-            amounts: int (n,), its samples or tokens.
-            seed: Seed of the run.
-        """
+        """Return a function from the epoch to its utterances, int32 (p,); None without quotas."""
         quotas = self.quotas
         if quotas is None:
             return None
         return lambda epoch: population(sources, amounts, quotas, seed=seed, epoch=epoch)
 
     def count(self, sources: np.ndarray, amounts: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        """Return the draws of each source, int64 (2, sources): utterances, and samples or tokens.
-
-        Args:
-            sources: int (n,), the source of each utterance.
-            amounts: int (n,), its samples or tokens.
-            indices: int (m,), the utterances drawn, repetitions included.
-        """
+        """Return the draws of each source, int64 (2, sources): utterances and samples or tokens."""
         return np.stack(_sums(sources[indices], amounts[indices], len(self.names)))
 
     def summary(self, drawn: np.ndarray) -> MixtureSummary:
@@ -138,27 +107,16 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class MixtureRow:
-    """A source in a `MixtureSummary`.
-
-    Attributes:
-        source: Name of the source.
-        unit: Unit of the amounts: ``hours`` of audio, or ``tokens`` of text to translate.
-        utterances: Number of its utterances.
-        amount: Amount of its data.
-        asked: The share of all amounts that it is to get.
-        drawn_utterances: Number of utterances drawn, repetitions included.
-        drawn_amount: Amount drawn.
-        realised: The share that it got.
-    """
+    """A source in a `MixtureSummary`."""
 
     source: str
     unit: Unit
     utterances: int
     amount: float
-    asked: float
-    drawn_utterances: int
+    asked: float  # share
+    drawn_utterances: int  # with repetitions
     drawn_amount: float
-    realised: float
+    realised: float  # share
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +126,9 @@ class MixtureSummary:
     rows: tuple[MixtureRow, ...]
 
     def mapping(self) -> list[dict[str, Any]]:
-        """Return one JSON object per source."""
         return [asdict(row) for row in self.rows]
 
     def table(self) -> Iterator[str]:
-        """Yield the lines of a table for people."""
         width = max(6, *(len(row.source) for row in self.rows))
         unit = self.rows[0].unit
         yield (

@@ -14,19 +14,12 @@ WITHOUT_SPACES = frozenset({"zh", "yue", "ja", "th", "lo", "km", "my", "bo"})
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request: which language is spoken, and what to write down.
+    """A request: which language is spoken, and what to write down."""
 
-    Attributes:
-        source: Language of the speech, as a code such as ``en``.
-        target: Language of the text.
-        task: ``transcribe`` (the text follows the speech word by word) or ``translate``.
-        punctuation: Whether the text has punctuation and capitals.
-    """
-
-    source: str = "en"
-    target: str = "en"
-    task: Task = "transcribe"
-    punctuation: bool = True
+    source: str = "en"  # language of the speech, as a code such as en
+    target: str = "en"  # language of the text
+    task: Task = "transcribe"  # transcribe: the text follows the speech word by word
+    punctuation: bool = True  # and capitals
 
     def __post_init__(self) -> None:
         if self.task not in _TASKS:

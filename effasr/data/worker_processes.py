@@ -36,9 +36,6 @@ def share(tensors: Iterable[Tensor]) -> None:
 
     torch would do it in a thread of the worker that prints errors, drops the batch and goes on:
     the training process would wait for that batch without end.
-
-    Raises:
-        SharedMemoryError: There is not enough.
     """
     try:
         for tensor in tensors:
@@ -51,12 +48,7 @@ def share(tensors: Iterable[Tensor]) -> None:
 
 
 def next_item(loaded: Iterator[T]) -> T:
-    """Return the next item that workers have loaded.
-
-    Raises:
-        RuntimeError: A worker process was killed.
-        StopIteration: There is none.
-    """
+    """Return the next item that workers have loaded; RuntimeError if a worker was killed."""
     try:
         try:
             return next(loaded)

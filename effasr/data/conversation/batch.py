@@ -22,31 +22,22 @@ class ConversationBatch(Batch):
     ``tokens`` are the rows of the language model, ``pad_id`` in the places of speech; ``audio`` and
     ``frames`` have one sequence for each conversation, of all its clips end to end. The layouts of
     the clips have sequences of their own.
-
-    Attributes:
-        clip_samples: Layout of the samples of each clip, M sequences.
-        clip_frames: Layout of the encoder frames of each clip, M sequences.
-        stacks: int64 (A, k), the frames that each row of speech is made of; T, the number of frame
-            rows, for a frame past the end of its clip.
-        speech_rows: int64 (A,), the row of ``tokens`` of each row of speech; U for none.
-        clip_counts: Clips of each conversation.
-        clip_starts: First row of each clip among the rows of ``tokens``.
     """
 
-    clip_samples: PackedLayout
-    clip_frames: PackedLayout
+    clip_samples: PackedLayout  # M sequences
+    clip_frames: PackedLayout  # encoder frames, M sequences
+    # int64 (A, k), the frames that each row of speech is made of; T, the number of frame rows, for
+    # a frame past the end of its clip
     stacks: Tensor
-    speech_rows: Tensor
-    clip_counts: tuple[int, ...]
-    clip_starts: tuple[int, ...]
+    speech_rows: Tensor  # int64 (A,), the row of tokens of each row of speech; U for none
+    clip_counts: tuple[int, ...]  # of each conversation
+    clip_starts: tuple[int, ...]  # first row of each clip among the rows of `tokens`
 
     @property
     def clips(self) -> PackedSequence:
-        """The audio of the clips, each a sequence."""
         return PackedSequence(self.audio.values, self.clip_samples)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return every tensor of the batch, in a fixed order."""
         own = (
             self.clip_samples.cu_seqlens,
             self.clip_frames.cu_seqlens,
@@ -56,7 +47,6 @@ class ConversationBatch(Batch):
         return (*Batch.tensors(self), *own)
 
     def rewritable(self) -> Self:
-        """Return a copy in separate memory; see `Batch.rewritable`."""
         copied = replace(
             Batch.rewritable(self),
             clip_samples=self.clip_samples.rewritable(),
@@ -118,13 +108,8 @@ def stack_rows(
 ) -> tuple[Tensor, Tensor]:
     """Return `ConversationBatch.stacks` and `ConversationBatch.speech_rows`.
 
-    Args:
-        clip_frames: Encoder frames of each clip.
-        clip_starts: First row of each clip in the language model.
-        stack: k, frames of a row.
-        frame_rows: T, rows of the encoder, the tail included.
-        token_rows: U, rows of the language model, the tail included.
-        rows: A; by default as many as the clips have.
+    ``frame_rows`` and ``token_rows`` are those of encoder and language model, the tail included;
+    ``rows`` is A, by default as many as the clips have.
     """
     counts = [-(-frames // stack) for frames in clip_frames]
     rows = sum(counts) if rows is None else rows

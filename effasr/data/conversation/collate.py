@@ -17,33 +17,20 @@ from effasr_kernels import PackedLayout, PackedSequence
 
 @dataclass(frozen=True, slots=True)
 class ConversationExample:
-    """One conversation, ready to be packed.
-
-    Attributes:
-        id: Name of the conversation.
-        rows: int32 (n,), tokens and clips as `effasr.data.conversation.rows` codes them.
-        clips: Waveform of each clip, float32 (samples,), mono, at `SAMPLE_RATE`.
-    """
+    """One conversation, ready to be packed."""
 
     id: str
-    rows: np.ndarray
-    clips: tuple[np.ndarray, ...] = ()
+    rows: np.ndarray  # int32 (n,), see `effasr.data.conversation.rows`
+    clips: tuple[np.ndarray, ...] = ()  # each float32 (samples,), mono, at `SAMPLE_RATE`
 
     def map_audio(self, function: Callable[[np.ndarray], np.ndarray]) -> ConversationExample:
-        """Return the conversation with each clip replaced."""
         return replace(self, clips=tuple(function(clip) for clip in self.clips))
 
 
 def asking(
     name: str, rows: Sequence[int], clips: tuple[np.ndarray, ...] = ()
 ) -> ConversationExample:
-    """Return a conversation of which every row is read, so that an answer can follow.
-
-    Args:
-        name: Name of the conversation.
-        rows: Its rows, as `effasr.data.conversation.tokenize.prompt_rows` codes them.
-        clips: Waveform of each clip.
-    """
+    """Return a conversation of which every row is read, so that an answer can follow."""
     # The last row of a conversation is only predicted: this one stands for the answer.
     return ConversationExample(name, np.array([*rows, ~0], dtype=np.int32), clips)
 
@@ -57,27 +44,12 @@ def collate_conversations(
     max_clips: int | None = None,
     framing: Framing = FASTCONFORMER,
 ) -> ConversationBatch:
-    """Pack conversations, with a tail up to a static shape if one is given.
+    """Pack conversations on the CPU, with a tail up to a static shape if one is given.
 
     Every row of the language model but the last of a conversation predicts the next one: a token of
     an assistant's turn is a target, everything else is `IGNORED`. In the tail audio is zero, tokens
-    are ``pad_id`` and targets are `IGNORED`.
-
-    Args:
-        examples: The conversations; none at all is a batch of tails.
-        shape: The static shape: its frames are the encoder's, its tokens are the rows of the
-            language model; exact sizes by default.
-        stack: k, encoder frames of a row of speech.
-        pad_id: Token of the tail, and of rows of speech.
-        max_clips: M, clips of a batch of the static shape.
-        framing: Frame geometry of the encoder.
-
-    Returns:
-        The batch, on the CPU.
-
-    Raises:
-        ValueError: The conversations do not fit in the shape, or have other clips than places for
-            them.
+    are ``pad_id`` and targets are `IGNORED`. The frames of the shape are the encoder's, its tokens
+    the rows of the language model; ``stack`` is the encoder frames of a row of speech.
     """
     samples = [len(clip) for example in examples for clip in example.clips]
     counts = [len(example.clips) for example in examples]

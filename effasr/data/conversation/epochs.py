@@ -18,11 +18,7 @@ _FILL = 0.9975
 
 
 def epoch_mixture(mix: MixConfig, lengths: UtteranceLengths, sources: np.ndarray) -> Mixture:
-    """Divide an epoch among sources by rows of the language model, which all conversations have.
-
-    Raises:
-        ValueError: ``mix.epoch_hours`` is given.
-    """
+    """Divide an epoch among sources by rows of the language model, which all conversations have."""
     return Mixture.of(mix, sources, lengths.tokens, unit="tokens", draws_tokens=True)
 
 

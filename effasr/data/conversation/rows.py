@@ -22,7 +22,6 @@ def num_rows(rows: np.ndarray, clip_rows: Sequence[int]) -> int:
 
 
 def num_targets(rows: np.ndarray) -> int:
-    """Return the number of tokens that the model must write."""
     return int(((rows[1:] < 0) & (rows[1:] != CLIP)).sum())
 
 
@@ -31,16 +30,8 @@ def input_rows(
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Return input tokens, targets, and the first row of each clip.
 
-    Args:
-        rows: int32 (n,), a conversation.
-        clip_rows: Rows of each of its clips.
-
-    Returns:
-        Tokens, int64 (u,), `CLIP` in the rows of speech; targets, int64 (u,), the next token where
-        it is to be written, else `IGNORED`; and the places.
-
-    Raises:
-        ValueError: There are other clips than places for them.
+    Tokens are int64 (u,), `CLIP` in the rows of speech; targets int64 (u,), the next token where it
+    is to be written, else `IGNORED`.
     """
     marks = np.flatnonzero(rows == CLIP)
     if len(marks) != len(clip_rows):

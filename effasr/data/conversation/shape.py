@@ -24,14 +24,8 @@ def static_shape(
 ) -> tuple[StaticShape, int]:
     """Return the static shape of batches of these conversations, and the most clips of a batch.
 
-    Args:
-        lengths: Encoder frames and rows of the language model of each conversation.
-        frame_budget: Encoder frames of a batch.
-        token_budget: Rows of the language model of a batch.
-        framing: Frame geometry of the encoder.
-        shortest_clip: Encoder frames of the shortest clip.
-        most_clips: Most clips of a conversation.
-        max_sequences: Most conversations of a batch; by default as many as may fit.
+    ``lengths`` and budgets are encoder frames and rows of the language model, ``shortest_clip`` is
+    in encoder frames, ``most_clips`` of a conversation.
     """
     shortest = max(_SHORTEST, int(lengths.tokens.min()))
     sequences = max_sequences or max(framing.sequences(frame_budget), -(-token_budget // shortest))
@@ -48,15 +42,10 @@ def static_shape(
 
 
 def split_into_clips(frames: int, longest: int, stack: int) -> Sequence[int]:
-    """Divide the speech of a conversation into few clips, none longer than ``longest``.
+    """Divide the speech of a conversation into few clips, none longer than ``longest`` frames.
 
-    All but the last fill their rows of the language model, so that together they have as many as
-    one clip of all frames.
-
-    Args:
-        frames: Encoder frames of the conversation; 0 for no speech.
-        longest: Encoder frames of the longest clip.
-        stack: k, encoder frames of a row of speech.
+    All but the last fill their rows of the language model (``stack`` frames each), so that together
+    they have as many as one clip of all frames.
     """
     if frames <= longest:
         return [frames] if frames else []

@@ -62,11 +62,7 @@ class FilterConfig:
 
 
 class TooManyDropped(ValueError):
-    """A single reason leaves out more of the data than was allowed, or nothing is left.
-
-    Attributes:
-        dropped: All that was left out.
-    """
+    """A single reason leaves out more of the data than was allowed, or nothing is left."""
 
     def __init__(self, message: str, dropped: Sequence[Dropped]) -> None:
         super().__init__(message)
@@ -74,11 +70,7 @@ class TooManyDropped(ValueError):
 
 
 def check_share(dropped: Sequence[Dropped], utterances: int, limit: float) -> None:
-    """Check that no single reason leaves out too much.
-
-    Raises:
-        TooManyDropped: A reason leaves out more; the message names it and its first utterances.
-    """
+    """Check that no single reason leaves out too much."""
     counts = Counter(str(one.reason) for one in dropped)
     for reason, count in counts.most_common(1):
         # Divided as the remedy below is: 0.29 * 100 is less than 29.

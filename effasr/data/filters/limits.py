@@ -17,39 +17,20 @@ _MOST_SPEEDS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits on utterances.
+    """Limits on utterances; None is no limit."""
 
-    Attributes:
-        min_duration: Seconds.
-        max_duration: Seconds.
-        frame_budget: Encoder frames; None for no limit.
-        token_budget: Decoder tokens, the prompt included; None for no limit.
-        max_frames: Encoder frames that the model can read; None for no limit.
-        max_positions: Decoder tokens that the model can write, the prompt included; likewise.
-        max_tokens_per_second: None for no fixed limit; see
-            `effasr.data.filters.rules.rate_outliers`.
-        max_characters_per_second: None for no fixed limit.
-        languages: The only ones of speech and text; empty for any.
-        characters: The only ones of texts, as between the brackets of a regular expression; None
-            for any.
-        ctc: Whether a transcription must leave CTC a path through its frames.
-        speed_perturbation: Speeds at which it is trained on, each as an utterance of its own.
-        framing: Frame geometry of the model.
-        text: Whether an utterance needs a text, may lack one, or is used without it.
-    """
-
-    min_duration: float = 0.1
-    max_duration: float = 40.0
-    frame_budget: int | None = None
-    token_budget: int | None = None
-    max_frames: int | None = None
-    max_positions: int | None = None
+    min_duration: float = 0.1  # seconds
+    max_duration: float = 40.0  # seconds
+    frame_budget: int | None = None  # encoder frames
+    token_budget: int | None = None  # decoder tokens, the prompt included
+    max_frames: int | None = None  # encoder frames that the model can read
+    max_positions: int | None = None  # decoder tokens that the model can write, the prompt included
     max_tokens_per_second: float | None = None
     max_characters_per_second: float | None = None
-    languages: tuple[str, ...] = ()
-    characters: str | None = None
-    ctc: bool = True
-    speed_perturbation: tuple[float, ...] = (1.0,)
+    languages: tuple[str, ...] = ()  # of speech and of text; empty for any
+    characters: str | None = None  # as between the brackets of a regular expression
+    ctc: bool = True  # whether a transcription must leave CTC a path through its frames
+    speed_perturbation: tuple[float, ...] = (1.0,)  # each speed makes an utterance of its own
     framing: Framing = FASTCONFORMER
     text: TextUse = "required"
 

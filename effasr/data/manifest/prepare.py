@@ -53,32 +53,22 @@ class Share:
     hours: float = 0.0
 
     def add(self, seconds: float | None) -> None:
-        """Count one more; its duration may be unknown."""
         self.utterances += 1
         self.hours += (seconds or 0.0) / 3600
 
 
 @dataclass(slots=True)
 class PrepareReport:
-    """Numbers of kept and dropped utterances; the same as OUT/report.json.
-
-    Attributes:
-        source: The manifest.
-        kept: Number and hours of the kept utterances.
-        dropped: Number and hours of the dropped utterances; hours where their length is known.
-        by_language: Kept utterances by language: ``en``, or ``de>en`` for a translation.
-        by_reason: Dropped utterances by reason.
-        tokens: Number of tokens of the kept texts; 0 without a tokenizer.
-        unknown_tokens: Number of these tokens that the vocabulary cannot represent.
-    """
+    """Numbers of kept and dropped utterances; the same as OUT/report.json."""
 
     source: str
     kept: Share = field(default_factory=Share)
-    dropped: Share = field(default_factory=Share)
+    dropped: Share = field(default_factory=Share)  # hours where their length is known
+    # kept utterances: en, or de>en for a translation
     by_language: dict[str, Share] = field(default_factory=dict)
-    by_reason: dict[str, Share] = field(default_factory=dict)
-    tokens: int = 0
-    unknown_tokens: int = 0
+    by_reason: dict[str, Share] = field(default_factory=dict)  # dropped utterances
+    tokens: int = 0  # of the kept texts; 0 without a tokenizer
+    unknown_tokens: int = 0  # that the vocabulary cannot represent
 
 
 def prepare(
@@ -108,7 +98,7 @@ def prepare(
     languages, texts that it cannot spell at all, and texts too long for CTC.
 
     Args:
-        source: A manifest of any kind that `effasr.data.manifest.reader.read` accepts.
+        source: A manifest of any format.
         out: Folder to write.
         tokenizer: Tokenizer for the checks that need tokens.
         limits: Durations, budgets and rates; by default `Limits()`, without CTC's for the tokenizer
@@ -122,12 +112,6 @@ def prepare(
         note: Called in the order of the source with each utterance that passes the checks, and the
             tokens of its text, None without a tokenizer. Outliers, which are known at the end, are
             among them.
-
-    Returns:
-        The counts.
-
-    Raises:
-        ValueError: The source is malformed or holds nothing, or OUT is a file or the source.
     """
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or folder.resolve() == Path(source).resolve()):

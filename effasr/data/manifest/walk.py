@@ -13,10 +13,7 @@ def walk(folder: str | Path, unreadable: list[OSError]) -> Iterator[str]:
 
     Links to folders are followed, but no folder is entered twice: one that is below ``folder``
     without links has the path without links. Names that begin with a dot are left out.
-
-    Args:
-        folder: The folder.
-        unreadable: Gets the errors of the folders that cannot be listed.
+    ``unreadable`` gets the errors of the folders that cannot be listed.
     """
     entered: set[tuple[int, int]] = set()
     roots = deque([str(folder)])

@@ -21,18 +21,11 @@ MOST_IMPOSSIBLE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class FramesPerToken:
-    """The distribution of frames per token over the utterances of a corpus.
+    """The distribution of frames per token over the utterances of a corpus."""
 
-    Attributes:
-        median: Median number of encoder frames per token.
-        under_two: Share of utterances with fewer than two frames per token.
-        impossible: Share of utterances with too few frames for any CTC alignment.
-        utterances: Number of utterances in the distribution.
-    """
-
-    median: float
-    under_two: float
-    impossible: float
+    median: float  # encoder frames per token
+    under_two: float  # share of utterances with fewer than two frames per token
+    impossible: float  # share of utterances with too few frames for any CTC alignment
     utterances: int
 
     @classmethod
@@ -46,15 +39,9 @@ class FramesPerToken:
     ) -> FramesPerToken:
         """Compute the distribution.
 
-        Args:
-            frames: int (n,), encoder frames of each utterance.
-            tokens: int (n,), number of tokens of each text, at least 1.
-            needed: int (n,), least number of frames that CTC needs for each; by default ``tokens``,
-                which ignores the blanks between equal tokens.
-            excluded: Number of further utterances left out because CTC cannot align them.
-
-        Raises:
-            ValueError: There are no utterances.
+        ``needed`` is the least number of frames that CTC needs for each text; by default
+        ``tokens``, which ignores the blanks between equal tokens. ``excluded`` is the number of
+        further utterances, which were left out because CTC cannot align them.
         """
         count = len(frames) + excluded
         if not count:

@@ -15,7 +15,6 @@ COLUMNS = 100
 
 
 def describe_counts(survey: Survey) -> str:
-    """Return utterances, hours, languages, characters and speakers in one line."""
     hours = f"{survey.hours:,.2f} h"
     if len(survey.languages) > 1:
         shares = (f"{language} {one.hours:,.2f}" for language, one in survey.languages.items())
@@ -26,14 +25,12 @@ def describe_counts(survey: Survey) -> str:
 
 
 def describe_letters(characters: int, speakers: int) -> str:
-    """Return the number of distinct characters, and of speakers if they are known."""
     parts = [f"{characters:,} characters"] if characters else []
     parts += [f"{speakers:,} speaker{'s' * (speakers != 1)}"] if speakers else []
     return ", ".join(parts)
 
 
 def describe_alignment(found: FramesPerToken, framing: Framing) -> str:
-    """Return frames per token in one line."""
     return (
         f"frames per token ({framing.subsampling}x): median {found.median:.1f}, under 2 in "
         f"{percent(found.under_two)} %, too few for CTC in {percent(found.impossible)} % of "
@@ -56,12 +53,9 @@ def warn_about_alignment(
 ) -> list[str]:
     """Return a folded warning with remedies if CTC has few frames per token; else no lines.
 
-    Args:
-        found: Measured frames per token.
-        framing: Framing that gives these frames.
-        with_subsampling: Frames per token of the same vocabulary at another subsampling.
-        survey: Called only for a warning: reads texts for choosing a larger vocabulary. None if the
-            vocabulary is that of a trained model.
+    ``with_subsampling`` returns frames per token of the same vocabulary at another subsampling.
+    ``survey`` reads texts for choosing a larger vocabulary, and is called only for a warning; None
+    if the vocabulary is that of a trained model.
     """
     if not found.is_hard:
         return []

@@ -28,23 +28,15 @@ SAMPLE = 10_000
 
 @dataclass(slots=True)
 class LanguageSurvey:
-    """The texts of one language.
+    """The texts of one language."""
 
-    Attributes:
-        utterances: Number of texts, including translations and texts without audio.
-        hours: Hours of their audio.
-        length: Total number of characters.
-        characters: Distinct characters, without spaces.
-        texts: A random sample, at most `SAMPLE`, of texts that follow the speech; of all texts
-            if none does.
-        seconds: Durations of the sampled texts; NaN for texts that do not follow speech.
-    """
-
-    utterances: int = 0
+    utterances: int = 0  # including translations and texts without audio
     hours: float = 0.0
-    length: int = 0
-    characters: set[str] = field(default_factory=set)
+    length: int = 0  # characters of all texts
+    characters: set[str] = field(default_factory=set)  # distinct ones, without spaces
+    # at most `SAMPLE` texts that follow the speech; of all texts if none does
     texts: list[str] = field(default_factory=list)
+    # of the sampled texts; NaN without speech
     seconds: array = field(default_factory=lambda: array("d"))
     _offered: int = 0
     _has_speech: bool = False
@@ -67,20 +59,11 @@ class LanguageSurvey:
 
     @property
     def has_speech(self) -> bool:
-        """Whether the sample has texts that follow the speech, with durations."""
         return self._has_speech
 
 
 class Survey:
-    """Counts of a corpus during and after reading; memory is bounded except for the lengths.
-
-    Attributes:
-        languages: Counts by the language of the texts.
-        speakers: Names of the speakers; empty if the manifests name none.
-        utterances: Number of utterances with audio.
-        hours: Hours of these utterances.
-        longest: Duration of the longest utterance, in seconds.
-    """
+    """Counts of a corpus during and after reading; memory is bounded except for the lengths."""
 
     def __init__(self) -> None:
         self.languages: dict[str, LanguageSurvey] = {}
@@ -98,15 +81,7 @@ class Survey:
         speaker: str | None = None,
         tokens: Sequence[int] | None = None,
     ) -> None:
-        """Count an utterance.
-
-        Args:
-            asked: Languages and task of the utterance.
-            text: Transcript or translation.
-            seconds: Duration in seconds.
-            speaker: Name of the speaker, if known.
-            tokens: Token ids of the text, if known.
-        """
+        """Count an utterance; ``tokens`` are the ids of its text."""
         follows = seconds if asked.monotonic and text else None
         found = self.add_text(asked.target, text, follows)
         found.hours += seconds / 3600
@@ -130,7 +105,6 @@ class Survey:
         return found
 
     def add_cut(self, cut: Cut, tokens: Sequence[int] | None = None) -> None:
-        """Count a cut with one supervision."""
         speaker = cut.supervisions[0].speaker
         self.add(prompt_of(cut), text_of(cut), cut.duration, speaker, tokens)
 
@@ -191,19 +165,10 @@ def survey(
     untranscribed: bool = False,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Survey:
-    """Count the utterances of manifests with audio.
+    """Count the utterances of manifests with audio, or the first ``most`` of each.
 
-    Audio files are opened only where a manifest gives no duration, and only their headers.
-
-    Args:
-        paths: Manifests of any kind that `effasr.data.manifest.reader.read` accepts.
-        language: Language of utterances that name none.
-        most: Number of utterances to read from the beginning of each manifest; None for all.
-        untranscribed: Whether utterances may lack a text; these are not counted.
-        progress: Called with the number of utterances read so far.
-
-    Raises:
-        ValueError: A manifest is malformed; AudioError: a file's header cannot be read.
+    Audio files are opened only where a manifest gives no duration, and only their headers. With
+    ``untranscribed``, utterances may lack a text; these are not counted.
     """
     found, read = Survey(), 0
     for path in paths:

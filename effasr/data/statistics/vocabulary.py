@@ -39,24 +39,15 @@ _CHARACTERS_PER_HOUR = 54_000
 
 @dataclass(frozen=True, slots=True)
 class VocabularyChoice:
-    """Vocabulary sizes for a corpus.
+    """Vocabulary sizes for a corpus."""
 
-    Attributes:
-        sizes: Number of pieces of each language.
-        subsampling: Subsampling factor (mel rows per encoder frame) that the sizes are for.
-        frames_per_token: Frames per token of the sampled texts with these vocabularies; None if no
-            text follows speech.
-        tokens_per_second: Tokens per second of these texts over all languages; 0 without any.
-    """
-
-    sizes: Mapping[str, int]
-    subsampling: int
-    frames_per_token: FramesPerToken | None
-    tokens_per_second: float
+    sizes: Mapping[str, int]  # pieces by language
+    subsampling: int  # mel rows per encoder frame that the sizes are for
+    frames_per_token: FramesPerToken | None  # of the sampled texts; None if no text follows speech
+    tokens_per_second: float  # of these texts; 0 without any
 
     @property
     def is_hard(self) -> bool:
-        """Whether CTC has few frames per token even with this choice."""
         return self.frames_per_token is not None and self.frames_per_token.is_hard
 
 
@@ -90,14 +81,6 @@ def choose_vocabulary(
     The size is the usual one for the hours, or the next larger one with enough frames per token, as
     long as the corpus has enough examples of each piece. If no size suffices at a subsampling of 8,
     the choice is for a subsampling of 4. Vocabularies are trained on the sample of the survey.
-
-    Args:
-        survey: Counts and sampled texts.
-        subsampling: Subsampling factor (mel rows per frame) if fixed; None to choose 8 or 4.
-        model_type: SentencePiece model type.
-
-    Raises:
-        ValueError: There are no texts.
     """
     if not any(found.length for found in survey.languages.values()):
         raise ValueError("`survey` must have texts to choose a vocabulary for, but has none.")
