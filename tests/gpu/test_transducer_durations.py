@@ -93,9 +93,9 @@ def test_a_strip_hands_on_what_leaves_it(
     """As in transcripts of more than 511 labels."""
     before = duration_lattice.DurationSweeps.__init__
 
-    def narrow(self: Any, work: Work) -> None:
-        before(self, work)
-        self._strip = self._strip | {"BLOCK": 8, "num_warps": 1}
+    def narrow(self: Any, *call: Any) -> None:
+        before(self, *call)
+        self._options |= {"BLOCK": 8, "num_warps": 1}
 
     monkeypatch.setattr(duration_lattice.DurationSweeps, "__init__", narrow)
     transcripts = [labels_for(n, 7, 2).tolist() for n in (7, 8, 19)]
@@ -134,8 +134,8 @@ def test_lattice_against_float64(frames: int, labels: int, device: torch.device)
     scores = work.scores(group)
     for plane, x in zip(scores[1:], (log_blank, log_label, lasting), strict=True):
         plane.copy_(x.reshape(plane.shape))
-    sweeps = duration_lattice.DurationSweeps(work)
-    assert sweeps._strip["BLOCK"] == min(512, max(32, 1 << labels.bit_length()))
+    sweeps = duration_lattice.DurationSweeps(work.offsets, work.bound, 0.0, work.durations)
+    assert sweeps._options["BLOCK"] == min(512, max(32, 1 << labels.bit_length()))
     loss, trace = torch.empty(1, device=device), sweeps.room(scores)
     sweeps.losses(group, scores, trace, loss)
     torch.testing.assert_close(loss.cpu().double(), -total[None], rtol=1e-6, atol=0)
@@ -157,10 +157,10 @@ def test_loads_ahead_of_stores_to_their_buffer_change_no_bit(
     ahead = gradients(arguments, upstream)
     before = duration_lattice.DurationSweeps.__init__
 
-    def one_stage(self: Any, work: Work) -> None:
-        before(self, work)
-        assert self._strip["STAGES"] > 1
-        self._strip = self._strip | {"STAGES": 1}
+    def one_stage(self: Any, *call: Any) -> None:
+        before(self, *call)
+        assert self._options["STAGES"] > 1
+        self._options |= {"STAGES": 1}
 
     monkeypatch.setattr(duration_lattice.DurationSweeps, "__init__", one_stage)
     found = gradients(arguments, upstream)

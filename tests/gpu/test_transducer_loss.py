@@ -9,7 +9,7 @@ from effasr_kernels.testing.conformance import check_kernel
 from effasr_kernels.transducer_loss import TransducerArguments, set_workspace
 from effasr_kernels.transducer_loss.lattice import occupancies
 from effasr_kernels.transducer_loss.triton import backend, lattice
-from effasr_kernels.transducer_loss.triton.plan import Cost, Lattices, first_nodes
+from effasr_kernels.transducer_loss.triton.plan import Cost, Lattices, Scores, Trace, first_nodes
 from tests.gpu.live_memory import Live
 from tests.support import operation_cases
 from tests.support.loss_calls import LEAVES, assert_agrees, gradients, transducer_arguments
@@ -72,10 +72,11 @@ def _sweep(log_blank: Tensor, log_label: Tensor, device: torch.device) -> tuple[
     (group,) = Lattices(of_frames, of_labels).groups(Cost(1), 2**29, Cost(1), 2**29)
     offsets = of_frames.cu_seqlens, of_labels.cu_seqlens, first_nodes(of_frames, of_labels)
     share, other = (x.to(device, copy=True).contiguous().flatten() for x in (log_blank, log_label))
-    loss = torch.empty(1, device=device)
-    lattice.losses(group, offsets, share, other, share, 0, loss, labels)
-    kept, one = share.clone(), torch.ones(1, device=device)
-    lattice.occupancies(group, offsets, share, 0, loss, one, share, other, labels, 0.0)
+    loss, scores = torch.empty(1, device=device), Scores(0, share, other)
+    sweeps, trace = lattice.LabelSweeps(offsets, labels, 0.0), Trace(0, share)
+    sweeps.losses(group, scores, trace, loss)
+    kept = share.clone()
+    sweeps.occupancies(group, scores, trace, loss, torch.ones(1, device=device), scores)
     return loss.cpu(), *(x.cpu().view(log_blank.shape) for x in (kept, share, other))
 
 

@@ -66,7 +66,6 @@ class AttentionArguments:
 
     @property
     def relative(self) -> RelativeBias | None:
-        """The tensors of a relative position, else None."""
         if self.content_bias is None or self.position_bias is None or self.position_table is None:
             return None
         return RelativeBias(self.content_bias, self.position_bias, self.position_table)

@@ -91,7 +91,6 @@ def angles(layout: PackedLayout, rotary: Rotary, like: Tensor) -> tuple[Tensor, 
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first channels of ``x``, (T, H, D)."""
     half = cos.shape[-1]
     first, second, unrotated = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, unrotated], dim=-1)

@@ -29,7 +29,6 @@ class WindowArguments:
 
     @property
     def rows(self) -> int:
-        """Number of windows."""
         return (self.end_slot - self.first_slot) * self.rows_per_slot
 
     @property

@@ -97,7 +97,6 @@ _DENSITY_AT_0 = tl.constexpr(0.3989422804014327)
 
 @triton.jit
 def _load(tensor, row, c, stride, mask):
-    """Load a tile in float32, with zeros outside the mask."""
     at = row.to(tl.int64)[:, None] * stride + c[None, :]
     return tl.load(tensor + at, mask=mask, other=0.0).to(tl.float32)
 

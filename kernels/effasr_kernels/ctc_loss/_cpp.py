@@ -70,7 +70,6 @@ class _Losses:
         return losses
 
     def groups(self, classes: int) -> Iterator[tuple[int, int]]:
-        """Yield the first sequence of each group and one past its last."""
         begin, frames, longest = 0, 0, 0
         lengths = zip(self.frames.lengths, self.labels.lengths, strict=True)
         for n, (t, u) in enumerate(lengths):

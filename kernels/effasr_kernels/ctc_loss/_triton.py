@@ -46,7 +46,6 @@ def unsupported_reason(a: CtcArguments) -> str | None:
 def forward(
     a: CtcArguments,
 ) -> tuple[tuple[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """See `effasr_kernels.ctc_loss.ctc_loss`; the second result is described in `saved_like`."""
     hidden, weight, targets, bias = _dense(a)
     offsets = a.layout_frames.cu_seqlens, a.layout_targets.cu_seqlens
     log_normalizer = row_statistics(hidden, weight, bias, total=offsets[0][-1:]).log_normalizer
@@ -179,7 +178,6 @@ def _product(dtype: torch.dtype, width: int) -> dict[str, int]:
 
 
 def _dense(a: CtcArguments) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return hidden, weight, targets and bias, with contiguous rows."""
     hidden, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.hidden, a.weight))
     return hidden, weight, a.targets.contiguous(), None if a.bias is None else a.bias.contiguous()
 

@@ -135,7 +135,6 @@ def _attend(
 
 
 def _padded(width: int) -> int:
-    """The power of two, at least 16, to which D is padded."""
     return max(16, 1 << (width - 1).bit_length())
 
 

@@ -67,8 +67,6 @@ def _write(new: Tensor, pages: Tensor, tables: list[list[int]], lengths: list[in
 
 
 class _Rows:
-    """Access to the rows of a sequence in pages."""
-
     def __init__(self, pages: Tensor):
         self.pages, self.size = pages, pages.shape[1]
         self.joined: Tensor | None = None

@@ -13,7 +13,6 @@ from effasr_kernels.shared.ragged import real_rows, widen, with_tail
 
 
 def run(a: ConvArguments) -> tuple[Tensor, Tensor, Tensor]:
-    """See `effasr_kernels.depthwise_conv.depthwise_conv`; returns empty statistics by default."""
     taps, layout = a.weight.shape[1], a.layout
     u = widen(real_rows(a.x, layout))
     if a.gated:
@@ -53,7 +52,6 @@ class _Convolve(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Correlate the gradient with the reversed taps and with the input."""
         (grad,) = grad_outputs
         buffer, taps = ctx.saved_tensors
         if not ctx.lengths:

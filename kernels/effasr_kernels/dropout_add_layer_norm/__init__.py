@@ -40,7 +40,6 @@ class NormArguments:
 
     @property
     def normed_dtype(self) -> torch.dtype:
-        """The dtype of the normalized result."""
         return self.narrow_dtype if self.prenorm else self.residual.dtype
 
 

@@ -150,7 +150,6 @@ def _columns(channels, VEC: tl.constexpr, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def _rows(tensor, row, c, stride, mask):
-    """Load rows in float32, with zeros outside the mask."""
     at = row.to(tl.int64)[:, None] * stride + c[None, :]
     return tl.load(tensor + at, mask=mask, other=0.0).to(tl.float32)
 
@@ -205,7 +204,6 @@ def add_norm(
     ROWS: tl.constexpr,  # rows of a program
     BLOCK_C: tl.constexpr,  # a power of two, at least C
 ):
-    """Add and normalize ROWS rows."""
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)
     c, inside = _columns(channels, VEC, BLOCK_C)

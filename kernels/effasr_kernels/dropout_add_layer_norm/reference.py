@@ -10,7 +10,6 @@ from effasr_kernels.shared.ragged import real_rows, widen, with_tail
 
 
 def run(a: NormArguments) -> tuple[Tensor, Tensor]:
-    """See `effasr_kernels.dropout_add_layer_norm.dropout_add_layer_norm`; or empty tensors."""
     none = a.residual.new_empty(0)
     summed = real_rows(a.residual, a.layout)
     if a.x is not None:

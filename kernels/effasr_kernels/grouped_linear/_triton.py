@@ -91,7 +91,6 @@ def _is_narrow(x: Tensor, outputs: int, inputs: int) -> bool:
 
 
 def _tile(x: Tensor, outputs: int, inputs: int) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return the sizes of a tile and launch options of a product of rows with weights."""
     if _is_narrow(x, outputs, inputs):
         return _sizes(64, 64, 32), {"num_warps": 4, "num_stages": 2}
     # With these two programs share a multiprocessor from sm_90 on.

@@ -19,8 +19,7 @@ def unsupported_reason(a: GuidedArguments) -> str | None:
 
 
 def forward(a: GuidedArguments) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
-    """See `effasr_kernels.guided_attention.guided_attention`."""
-    # It saves the softmax statistics and, for float16 and bfloat16, the output before rounding.
+    # Saves the softmax statistics and, for float16 and bfloat16, the output before rounding.
     out, softmax, penalty = _call(a).forward()
     assert penalty is not None  # `sigma` is given
     exact = () if out.dtype == a.q.dtype else (out,)

@@ -46,8 +46,7 @@ def forward(
 
 
 def saved_like(a: CrossEntropyArguments) -> tuple[Tensor, ...]:
-    """Return empty float32 tensors for what `forward` saves."""
-    # They are the log-normalizers, (U,); with ``uniform_gradient`` the gradients of hidden, weight
+    # The log-normalizers, (U,); with ``uniform_gradient`` the gradients of hidden, weight
     # and bias for an upstream gradient of 1, in the shapes of these; of hidden alone if ``frozen``.
     if a.uniform_gradient:
         parts = (a.hidden,) if a.frozen else (a.hidden, a.weight, a.bias)
@@ -251,9 +250,9 @@ def _grad_logits_kernel(
 ):
     """Write the gradient of the logits of row u in block j of the vocabulary; program (u, j)."""
     # An element depends only on its own logit, so ``d_logits`` may be ``logits``. The smoothed
-    # target distribution is ``uniform``, plus ``peak`` at the target class. The padding between
-    # rows is written too: a mask that ends at an arbitrary class would make loads and stores of
-    # single elements.
+    # target distribution is ``class_weight``, plus ``target_weight`` at the target class. The
+    # padding between rows is written too: a mask that ends at an arbitrary class would make loads
+    # and stores of single elements.
     row = tl.program_id(0)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     index = row.to(tl.int64) * stride + v

@@ -26,7 +26,7 @@ def run(a: MaskArguments) -> Tensor:
 
 
 def _masks(shares: Tensor, extent: Tensor, widest: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the begin and end of masks inside ``0:whole``: two int64 (N, masks)."""
+    """Return the begin and end of masks inside ``0:extent``: two int64 (N, masks)."""
     # A share is below 1, but its product with an integer in float32 may round up to that integer.
     width = torch.minimum((shares[0] * (widest + 1)).long(), widest)
     last = extent - width

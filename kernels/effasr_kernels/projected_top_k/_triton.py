@@ -112,7 +112,6 @@ def rank(logits, classes):
 
 @triton.jit
 def logit_of(ranked):
-    """Return the logit that `rank` encoded."""
     ordered = (ranked >> 32).to(tl.int32)
     bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
     return bits.to(tl.float32, bitcast=True)
@@ -135,7 +134,7 @@ def nothing_yet(K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def take(best_classes, ranked):
-    """Return the K best of ``kept``, (BLOCK_R, BLOCK_K), unsorted, and ``ranked``, (BLOCK_R, n)."""
+    """Return the K best of two, (BLOCK_R, BLOCK_K), unsorted, and (BLOCK_R, n)."""
     lowest = tl.min(best_classes, 1)
     best = tl.max(ranked, 1)
     # After the first tiles few candidates are better than the kept ones, so iterations are few.

@@ -25,7 +25,6 @@ class RMSNormArguments:
 
     @property
     def result_dtype(self) -> torch.dtype:
-        """The dtype of the result."""
         return getattr(torch, self.dtype)
 
 

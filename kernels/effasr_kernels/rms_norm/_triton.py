@@ -52,7 +52,6 @@ def forward(a: RMSNormArguments) -> tuple[tuple[Tensor], tuple[Tensor]]:
 
 
 def saved_like(a: RMSNormArguments) -> tuple[Tensor]:
-    """Return an empty tensor with the shape and dtype of what `forward` saves."""
     return (a.x.new_empty(a.x.shape[0], dtype=float32),)
 
 
@@ -113,7 +112,6 @@ def normalize(
     ROWS: tl.constexpr,  # rows of a program
     BLOCK_W: tl.constexpr,  # a power of two, at least W
 ):
-    """Normalize ROWS rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK_W)
     mask = (row < rows)[:, None] & (c < width)[None, :]

@@ -77,8 +77,6 @@ _KINDS: dict[Any, Kind] = {
 
 
 class ArgumentSchema:
-    """Flattens and rebuilds a dataclass of arguments."""
-
     def __init__(self, arguments: type):
         hints = get_type_hints(arguments)
         self._arguments = arguments
@@ -104,7 +102,7 @@ class ArgumentSchema:
         return tuple([getattr(arguments, name) for name in self._other_names])
 
     def join(self, tensors: Sequence[Tensor | None], other_values: Sequence[Any]) -> Any:
-        """Rebuild the dataclass from the results of `tensors` and `others`."""
+        """Rebuild the dataclass from the results of `tensors` and `other_values`."""
         values = (*tensors, *other_values)
         return self._arguments(*[values[position] for position in self._positions])
 

@@ -35,7 +35,6 @@ def check_shape(op: str, name: str, tensor: Tensor, letters: str, *sizes: int | 
 
 
 def check_rows(op: str, name: str, tensor: Tensor, layout_name: str, layout: PackedLayout) -> None:
-    """Check that a packed tensor has the rows and the device of its layout."""
     if tensor.shape[0] != layout.rows:
         rule = f"have {layout.rows} rows, as `{layout_name}` does"
         raise wrong(op, name, rule, tuple(tensor.shape))
@@ -46,7 +45,6 @@ def check_rows(op: str, name: str, tensor: Tensor, layout_name: str, layout: Pac
 def check_same_sequences(
     op: str, name: str, layout: PackedLayout, like_name: str, like: PackedLayout
 ) -> None:
-    """Check that two layouts have the same number of sequences."""
     if layout is like:
         return
     actual, expected = layout.cu_seqlens.shape[0] - 1, like.cu_seqlens.shape[0] - 1

@@ -35,7 +35,6 @@ class ExampleInputs:
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def integers(self, *values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
-        """Return a tensor of these numbers, or lists of numbers."""
         return torch.tensor(values, device=self.device, dtype=dtype)
 
     def frames(self) -> PackedLayout:
@@ -43,7 +42,6 @@ class ExampleInputs:
         return PackedLayout.from_lengths(FRAMES, self.device, rows=sum(FRAMES) + 2)
 
     def tokens(self) -> PackedLayout:
-        """The layout of the transcripts and a tail."""
         return PackedLayout.from_lengths(TOKENS, self.device, rows=sum(TOKENS) + 1)
 
     def targets(self) -> Tensor:
@@ -53,8 +51,6 @@ class ExampleInputs:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A small call of an operation."""
-
     label: str  # the operation's name, followed by the option that the call shows, if any
     arguments: Callable[[ExampleInputs], Keywords]  # the keyword arguments of the public function
     flops: int  # floating-point operations of the forward without the tail, counted by hand

@@ -26,8 +26,6 @@ _MULTIPROCESSORS = 132
 
 @dataclass(slots=True)
 class Launch:
-    """A recorded launch."""
-
     kernel: Any  # a function decorated by `triton.jit`
     grid: tuple[int, ...]  # programs along each axis
     values: tuple[Any, ...]  # the run-time arguments in order
@@ -36,7 +34,6 @@ class Launch:
 
     @property
     def args(self) -> dict[str, Any]:
-        """The run-time arguments by name, in order."""
         return dict(zip(self.kernel.arg_names, self.values, strict=False))
 
 

@@ -60,7 +60,6 @@ def run(op: str, name: str, *structures: ctypes.Structure) -> None:
 
 
 def pointer(tensor: Tensor | None) -> int | None:
-    """The address of a tensor's first element; None for None."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -73,7 +72,6 @@ def check(
     *,
     contiguous: bool = True,  # whether the tensor must be contiguous
 ) -> None:
-    """Check properties of a tensor that the library assumes."""
     if tensor.device.type != "cpu":
         raise wrong(op, name, "be on a CPU", f"on {tensor.device}")
     if tensor.dtype != dtype:

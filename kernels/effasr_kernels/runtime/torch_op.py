@@ -87,7 +87,6 @@ class TorchOp(Dispatcher):
             return self._compute(implementation, arguments)
 
     def flatten(self, arguments: Any, backend: Backend | str | None = None) -> list[Any]:
-        """The arguments of ``torch.ops.effasr.NAME`` for a call."""
         return [*self.schema.flatten(arguments), "" if backend is None else str(backend)]
 
     def overwritten(self, arguments: Any) -> tuple[str, ...]:
@@ -109,7 +108,6 @@ class TorchOp(Dispatcher):
         fake: Callable[..., Any],
         count: Callable[..., int],
     ) -> Any:
-        """Register ``effasr::NAME`` and return it."""
         self._library.define(f"{name}({parts}, str backend) -> {returns}")
         self._library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=self._library)

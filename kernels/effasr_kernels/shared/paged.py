@@ -21,7 +21,6 @@ def check_pages(
     width: int,  # D
     letters: str = "(P, B, H, D)",  # the shape, for the message
 ) -> None:
-    """Check that keys and values have one shape (P, B, H, D) with B at least 1."""
     checks.check_shape(op, "k_pages", k_pages, letters, None, None, heads, width)
     checks.check_shape(op, "v_pages", v_pages, letters, *k_pages.shape)
     if not k_pages.shape[1]:
@@ -31,7 +30,6 @@ def check_pages(
 def check_int32(
     op: str, name: str, tensor: Tensor, like: Tensor, letters: str, *sizes: int | None
 ) -> None:
-    """Check that a tensor is int32, has the given shape, and is on the device of the pages."""
     checks.check_shape(op, name, tensor, letters, *sizes)
     if tensor.dtype != torch.int32:
         raise checks.wrong(op, name, "be torch.int32", tensor.dtype)

@@ -143,7 +143,7 @@ def _is_wide(x: PartialSums) -> bool:
 def _arguments(
     segments: Sequence[tuple[PartialSums, Tensor]], capacity: int
 ) -> Iterator[Tensor | int | None]:
-    """Yield the arguments of `sum_segments` for up to ``most`` tensors."""
+    """Yield the arguments of `sum_segments` for up to ``capacity`` tensors."""
     spare = capacity - len(segments)
     yield from (*(out for _, out in segments), *[None] * spare)
     yield from (*(x.partials for x, _ in segments), *[None] * spare)
@@ -232,7 +232,6 @@ def _sum_chunk(
 
 @triton.jit
 def _programs(count, channels, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the number of programs of a segment."""
     return tl.maximum(tl.cdiv(count, CHUNK), 1) * tl.cdiv(channels, BLOCK_C)
 
 

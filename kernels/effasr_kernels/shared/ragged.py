@@ -52,7 +52,6 @@ def split_attention(
 
 
 def real_rows(x: Tensor, layout: PackedLayout) -> Tensor:
-    """The rows without the tail."""
     # Slice only if needed, because the gradient of a slice is a copy.
     return x if layout.total == layout.rows else x[: layout.total]
 

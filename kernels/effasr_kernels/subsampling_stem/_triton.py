@@ -38,7 +38,6 @@ class Config:
 
 
 def configs(dtype: torch.dtype, channels: int, major: int) -> tuple[Config, Config]:
-    """Return the configurations of the forward and the backward."""
     padded = max(16, 1 << (channels - 1).bit_length())
     if dtype == torch.float32:
         # Products without tensor cores need both factors in registers, so tiles are small.
@@ -118,7 +117,6 @@ def backward(a: StemArguments, grads: Tensors, results: Tensors, saved: Tensors)
 
 
 def _places_per_slot(a: StemArguments) -> int:
-    """Return the number of places of the result in a slot."""
     return a.rows_per_slot // 4 * (a.x.shape[1] // 4)
 
 

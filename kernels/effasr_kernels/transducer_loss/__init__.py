@@ -241,7 +241,6 @@ def _overwritten(**tensors: Tensor) -> tuple[str, ...]:
 
 
 def _count_durations(durations: tuple[int, ...] | None, sigma: float) -> int:
-    """Check ``durations`` and ``sigma``, and return the number of durations."""
     if not sigma >= 0:
         raise checks.wrong(_NAME, "sigma", "be at least 0", sigma)
     if durations is None:
@@ -291,5 +290,4 @@ def set_workspace(size: int) -> int:
 
 
 def workspace() -> int:
-    """The size of the workspace in bytes."""
     return _Workspace.bytes

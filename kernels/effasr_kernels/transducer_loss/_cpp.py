@@ -208,7 +208,6 @@ class Joint:
     logits: Tensor | None
 
     def score(self, chunk: Chunk) -> None:
-        """Compute the planes and the logits of a chunk."""
         z = self._logits(self._join(chunk))
         blank = z[:, self.blank_id].clone()
         label = z.view(*chunk.shape, -1)[:, :-1].gather(2, self._columns(chunk))[..., 0]

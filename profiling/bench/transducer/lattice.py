@@ -81,19 +81,19 @@ def _extension(log_blank: Tensor, log_label: Tensor, nodes: Nodes) -> Planes:
 
 
 def _triton(log_blank: Tensor, log_label: Tensor, nodes: Nodes) -> Planes:
-    from effasr_kernels.transducer_loss.triton.lattice import losses, occupancies
-    from effasr_kernels.transducer_loss.triton.plan import Cost, Lattices
+    from effasr_kernels.transducer_loss.triton.lattice import LabelSweeps
+    from effasr_kernels.transducer_loss.triton.plan import Cost, Lattices, Scores
 
     plan, size = Lattices(nodes.frames, nodes.labels), max(1, nodes.count)
     (group,) = plan.groups(Cost(1), size, Cost(1), size)
     offsets = nodes.frames.cu_seqlens, nodes.labels.cu_seqlens, nodes.first
-    bound = nodes.labels.max_seqlen
-    share, other = torch.empty_like(log_blank), torch.empty_like(log_label)
-    loss = log_blank.new_empty(nodes.frames.num_sequences)
-    losses(group, offsets, log_blank, log_label, share, 0, loss, bound)
-    whole = torch.ones_like(loss)
-    occupancies(group, offsets, share, 0, loss, whole, share, other, bound, 0.0)
-    return loss, share, other
+    sweeps = LabelSweeps(offsets, nodes.labels.max_seqlen, fastemit=0.0)
+    scores = Scores(0, log_blank, log_label)
+    occupied = Scores(0, torch.empty_like(log_blank), torch.empty_like(log_label))
+    loss, trace = log_blank.new_empty(nodes.frames.num_sequences), sweeps.room(occupied)
+    sweeps.losses(group, scores, trace, loss)
+    sweeps.occupancies(group, scores, trace, loss, torch.ones_like(loss), occupied)
+    return loss, occupied.blank, occupied.label
 
 
 def _reference(log_blank: Tensor, log_label: Tensor, nodes: Nodes) -> Planes:

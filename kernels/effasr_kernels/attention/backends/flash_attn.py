@@ -17,8 +17,6 @@ from effasr_kernels.attention.backends import packages
 
 @dataclass(frozen=True, slots=True)
 class FlashAttention:
-    """A version of FlashAttention as an implementation of `attention`."""
-
     module: str  # module of its `flash_attn_varlen_func`
     package: str  # name of the package to install
     reads_beyond: bool  # see `packages.guarded`

@@ -92,7 +92,6 @@ class _Call:
 
 
 def unsupported_reason(a: AttentionArguments) -> str | None:
-    """The reason why this backend does not support a call, or None."""
     if a.q.shape[2] > WIDEST:
         return f"heads of more than {WIDEST} channels do not fit a tile"
     return refusal(a.q)
@@ -125,7 +124,6 @@ def forward(
 
 
 def saved_like(a: AttentionArguments) -> tuple[Tensor, ...]:
-    """An empty tensor for each row's log-sum-exp, float32 (H, T_q)."""
     return (a.q.new_empty(a.q.shape[1], a.q.shape[0], dtype=torch.float32),)
 
 

@@ -33,8 +33,6 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Configs:
-    """The configuration of each kernel."""
-
     forward: Config
     backward_kv: Config
     backward_q: Config

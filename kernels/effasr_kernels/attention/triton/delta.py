@@ -58,7 +58,6 @@ def attention_delta(
 
 
 def rows_of_block(width: int) -> int:
-    """Rows that a program reads at once, of ``width`` channels."""
     return _ELEMENTS // padded_width(width)
 
 

@@ -2,57 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 
 from effasr_kernels.attention import AttentionArguments
 from effasr_kernels.attention.triton import backend
 from effasr_kernels.attention.triton.config import WIDEST
-from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.dispatch import Gradients, Tensors
 from effasr_kernels.runtime.launch import refusal
 
-
-class GuidedCall(Protocol):
-    """The arguments of `guided_attention`, which attention does not import."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    layout_q: PackedLayout
-    layout_k: PackedLayout
-    sigma: float
-    scale: float
-    dropout: float
-    seed: Tensor | None
+# The arguments of `guided_attention`, whose package attention does not import.
+GuidedArguments = Any
 
 
-def unsupported_reason(a: GuidedCall) -> str | None:
+def unsupported_reason(a: GuidedArguments) -> str | None:
     if a.q.shape[-1] > WIDEST:
         return f"supports head widths up to {WIDEST}, not {a.q.shape[-1]}"
     return refusal(a.q)
 
 
-def forward(a: GuidedCall) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def forward(a: GuidedArguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Compute output and penalty; save each row's log-sum-exp to base 2, float32 (H, U)."""
     return backend.forward(_plain(a), _narrowness(a))
 
 
-def saved_like(a: GuidedCall) -> tuple[Tensor, ...]:
-    """An empty tensor for each row's log-sum-exp, float32 (H, U)."""
+def saved_like(a: GuidedArguments) -> tuple[Tensor, ...]:
     return backend.saved_like(_plain(a))
 
 
-def backward(a: GuidedCall, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
-    """Compute the gradients of ``q``, ``k`` and ``v``."""
+def backward(a: GuidedArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     return backend.backward(_plain(a), grads, results, saved, _narrowness(a))
 
 
-def _plain(a: GuidedCall) -> AttentionArguments:
+def _plain(a: GuidedArguments) -> AttentionArguments:
     tensors = a.q, a.k, a.v, a.layout_q, a.layout_k
     return AttentionArguments(*tensors, False, a.scale, None, None, None, None, a.dropout, a.seed)
 
 
-def _narrowness(a: GuidedCall) -> float:
+def _narrowness(a: GuidedArguments) -> float:
     return 0.5 / a.sigma**2

@@ -56,7 +56,6 @@ class _Gradients(ctypes.Structure):
 
 
 def refusal(q: Tensor) -> str | None:
-    """The reason why the kernels do not support these queries, or None."""
     return native.refusal(q)
 
 

@@ -97,7 +97,6 @@ class _Largest(ctypes.Structure):
 
 
 def unsupported_reason() -> str | None:
-    """Return why the library of CPU kernels cannot run on this installation, or None if it can."""
     return native.unsupported_reason()
 
 
@@ -127,8 +126,6 @@ class PanelMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Parameters of a LayerNorm."""
-
     weight: Tensor  # float32 (width,)
     bias: Tensor  # float32 (width,)
     epsilon: float  # constant added to the variance
@@ -172,8 +169,6 @@ class Cache:
 
 
 class DecoderWeights:
-    """Weights of a decoder."""
-
     def __init__(
         self,
         *,

@@ -61,14 +61,18 @@ def unsupported_reason(a: TransducerArguments) -> str | None:
     return refusal(a.encoded)
 
 
-def _sweeps(a: TransducerArguments) -> type[LabelSweeps] | type[DurationSweeps]:
+def _kind(a: TransducerArguments) -> type[LabelSweeps] | type[DurationSweeps]:
     return LabelSweeps if a.durations is None else DurationSweeps
+
+
+def _sweeps(a: TransducerArguments, work: Work) -> LabelSweeps | DurationSweeps:
+    return _kind(a)(work.offsets, work.bound, a.fastemit, work.durations)
 
 
 def forward(a: TransducerArguments) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
     """Saves what `saved_like` lists."""
     work = Work(a)
-    sweeps = _sweeps(a)(work)
+    sweeps = _sweeps(a, work)
     loss = a.weight.new_empty(a.layout_frames.num_sequences, dtype=torch.float32)
     saved = saved_like(a)
     normalizer, trace, kept_scores = _unpack(sweeps, saved)
@@ -87,7 +91,7 @@ def saved_like(a: TransducerArguments) -> tuple[Tensor, ...]:
 
     They have an element for each node of the static shape; none if that is too large or unknown.
     """
-    sweeps, nodes = _sweeps(a), a.max_nodes
+    sweeps, nodes = _kind(a), a.max_nodes
     if nodes is None:
         nodes = most_nodes(a.layout_frames, a.layout_targets)
     sizes: list[tuple[tuple[int, ...], torch.dtype]]
@@ -115,7 +119,7 @@ def _unpack(
 
 def backward(a: TransducerArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     work = Work(a)
-    sweeps = _sweeps(a)(work)
+    sweeps = _sweeps(a, work)
     normalizer, trace, kept_scores = _unpack(sweeps, saved)
     keeps_logits = normalizer is None and work.logits_fit()
     logit_bytes = work.logit_bytes

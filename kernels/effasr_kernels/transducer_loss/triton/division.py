@@ -31,8 +31,6 @@ _BLOCK = 32
 
 
 class Strides(NamedTuple):
-    """The division of a capacity."""
-
     chunks: int
     nodes: int  # nodes of a stride
     room: int  # largest number of nodes of a chunk
@@ -86,7 +84,6 @@ class DeviceLattices:
         )
 
     def clear_tails(self, encoded: Tensor, predicted: Tensor) -> None:
-        """Set the tail rows of two tensors to zero."""
         encoded.masked_fill_(~self._frames.mask()[:, None], 0)
         predicted.masked_fill_(~self._targets.lengthened(1).mask()[:, None], 0)
 

@@ -21,7 +21,7 @@ logarithms are computed only of their differences, in float32.
 from __future__ import annotations
 
 # pyright: reportGeneralTypeIssues=false
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -32,7 +32,6 @@ from effasr_kernels.runtime.launch import launch
 from effasr_kernels.shared.logarithm import log2_of_more
 from effasr_kernels.transducer_loss.triton.lattice import _LN2, _NOTHING, _extent, _log2
 from effasr_kernels.transducer_loss.triton.plan import Group, Scores, Trace
-from effasr_kernels.transducer_loss.triton.work import Work
 
 LONGEST = 8
 """The longest duration for which registers hold the diagonals."""
@@ -45,12 +44,19 @@ class DurationSweeps:
     trace_dtype: ClassVar[torch.dtype] = torch.float64
     keeps_scores: ClassVar[bool] = True
 
-    def __init__(self, work: Work):
-        self._offsets, self._fastemit, self._durations = work.offsets, work.fastemit, work.durations
+    def __init__(
+        self,
+        offsets: tuple[Tensor, Tensor, Tensor],
+        bound: int,
+        fastemit: float,
+        durations: tuple[int, ...],
+    ):
+        self._offsets, self._fastemit = offsets, fastemit
         # One state per thread; the longest durations need half as many threads for registers.
-        widest = 512 if work.durations[-1] <= LONGEST // 2 else 256
-        block = min(widest, max(_NARROWEST, 1 << work.bound.bit_length()))
-        self._strip = {"num_warps": block // 32, "num_stages": 1, "BLOCK": block, "STAGES": 2}
+        widest = 512 if durations[-1] <= LONGEST // 2 else 256
+        block = min(widest, max(_NARROWEST, 1 << bound.bit_length()))
+        strip = {"num_warps": block // 32, "num_stages": 1, "BLOCK": block, "STAGES": 2}
+        self._options: dict[str, Any] = {**strip, "DURATIONS": durations, "COUNT": len(durations)}
 
     def room(self, scores: Scores) -> Trace:
         return Trace(scores.base, torch.empty_like(scores.blank, dtype=torch.float64))
@@ -62,9 +68,7 @@ class DurationSweeps:
             (group.sequences,),
             *(*scores[1:], *self._offsets, trace.values, edge, loss),
             *(group.first_sequence, group.first_frame, scores.base),
-            DURATIONS=self._durations,
-            COUNT=len(self._durations),
-            **self._strip,
+            **self._options,
         )
 
     def occupancies(
@@ -83,9 +87,7 @@ class DurationSweeps:
             *(*scores[1:], trace.values, *self._offsets, loss, grad_loss, *out[1:], edge),
             *(group.first_sequence, group.first_frame, scores.base, out.base),
             float(1 + self._fastemit),
-            DURATIONS=self._durations,
-            COUNT=len(self._durations),
-            **self._strip,
+            **self._options,
         )
 
 
@@ -98,7 +100,7 @@ def _add(x, y):
 
 @triton.jit
 def _part(mass, step, node_mass):
-    """The part of a node's mass ``whole`` that arrives by a step from a node of ``mass``; <= 1."""
+    """The part of a node's mass that arrives by a step from a node of ``mass``; at most 1."""
     return tl.exp2(tl.minimum(mass + step - node_mass, 0.0).to(tl.float32)).to(tl.float64)
 
 

@@ -29,7 +29,6 @@ from torch import Tensor
 from effasr_kernels.runtime.launch import launch
 from effasr_kernels.shared.logarithm import log2_of_more
 from effasr_kernels.transducer_loss.triton.plan import Group, Scores, Trace
-from effasr_kernels.transducer_loss.triton.work import Work
 
 _NARROWEST, _WIDEST = 64, 1024
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -46,18 +45,30 @@ class LabelSweeps:
     trace_dtype: ClassVar[torch.dtype] = torch.float32  # of a share for each node
     keeps_scores: ClassVar[bool] = False  # whether the backward needs log-probabilities again
 
-    def __init__(self, work: Work):
-        """Prepare for a call."""
-        self._offsets, self._bound, self._fastemit = work.offsets, work.bound, work.fastemit
+    def __init__(
+        self,
+        # Offsets of frames and of targets, int32 (N + 1,), and first nodes, int64 (N + 1,)
+        offsets: tuple[Tensor, Tensor, Tensor],
+        bound: int,  # upper bound of the transcripts' lengths
+        fastemit: float,
+        durations: tuple[int, ...] = (),
+    ):
+        self._offsets, self._fastemit, self._options = offsets, fastemit, _strip(bound)
 
     def room(self, scores: Scores) -> Trace:
         """A buffer for a trace that is used only with ``scores`` and may overwrite some of them."""
         return Trace(scores.base, scores.blank)
 
     def losses(self, group: Group, scores: Scores, trace: Trace, loss: Tensor) -> None:
-        """Compute the loss of each sequence of a group."""
-        planes = scores.blank, scores.label, trace.values
-        losses(group, self._offsets, *planes, trace.base, loss, self._bound)
+        """Write the loss of each sequence, float32 (N,), and the trace of the group's nodes."""
+        edge = scores.blank.new_empty(group.frames, dtype=torch.float64)
+        launch(
+            sweep_forward,
+            (group.sequences,),
+            *(scores.blank, scores.label, *self._offsets, trace.values, edge, loss),
+            *(group.first_sequence, group.first_frame, group.first_node, trace.base),
+            **self._options,
+        )
 
     def occupancies(
         self,
@@ -71,56 +82,15 @@ class LabelSweeps:
         out: Scores,
     ) -> None:
         """Compute the occupancies of the steps, weighted by the gradient of the losses."""
-        occupancies(
-            *(group, self._offsets, trace.values, trace.base, loss, grad_loss),
-            *(out.blank, out.label, self._bound, self._fastemit),
+        edge = out.blank.new_empty(group.frames, dtype=torch.float64)
+        launch(
+            sweep_backward,
+            (group.sequences,),
+            *(trace.values, *self._offsets, loss, grad_loss, out.blank, out.label, edge),
+            *(group.first_sequence, group.first_frame, group.first_node, trace.base),
+            float(1 + self._fastemit),
+            **self._options,
         )
-
-
-def losses(
-    group: Group,
-    # Offsets of frames and of targets, int32 (N + 1,), and first nodes, int64 (N + 1,)
-    offsets: tuple[Tensor, Tensor, Tensor],
-    log_blank: Tensor,  # log-probabilities of the blank, float32, of the group's nodes
-    log_label: Tensor,  # log-probabilities of the next label, float32; not read in last states
-    share: Tensor,  # float32, written: the smaller share of each node; see the module
-    share_base: int,  # node of the first element of `share`
-    loss: Tensor,  # float32 (N,), written
-    bound: int,  # upper bound of the transcripts' lengths
-) -> None:
-    """Compute the loss of each sequence of a group, and the shares of its nodes."""
-    edge = share.new_empty(group.frames, dtype=torch.float64)
-    launch(
-        sweep_forward,
-        (group.sequences,),
-        *(log_blank, log_label, *offsets, share, edge, loss),
-        *(group.first_sequence, group.first_frame, group.first_node, share_base),
-        **_strip(bound),
-    )
-
-
-def occupancies(
-    group: Group,
-    offsets: tuple[Tensor, Tensor, Tensor],
-    share: Tensor,  # the shares that `losses` wrote; may be `occ_blank`
-    share_base: int,  # node of the first element of `share`
-    loss: Tensor,  # float32 (N,)
-    grad_loss: Tensor,  # float32 (N,); treated as zero for an infinite loss
-    occ_blank: Tensor,  # float32, of the group's nodes, written
-    occ_label: Tensor,  # float32, of the group's nodes, written; multiplied by 1 + `fastemit`
-    bound: int,  # upper bound of the transcripts' lengths
-    fastemit: float,  # lambda of FastEmit
-) -> None:
-    """Compute the occupancies of blanks and labels, weighted by the gradient of the losses."""
-    edge = share.new_empty(group.frames, dtype=torch.float64)
-    launch(
-        sweep_backward,
-        (group.sequences,),
-        *(share, *offsets, loss, grad_loss, occ_blank, occ_label, edge),
-        *(group.first_sequence, group.first_frame, group.first_node, share_base),
-        float(1 + fastemit),
-        **_strip(bound),
-    )
 
 
 def _strip(bound: int) -> dict[str, int]:
@@ -167,7 +137,7 @@ def sweep_forward(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute the loss of one sequence and the share of each node; see `losses`."""
+    """Compute the loss of one sequence and the share of each node."""
     # ``edge``, float64, is a buffer with the mass that each of the group's frames passes to the
     # next strip.
     n = first_sequence + tl.program_id(0)
@@ -232,7 +202,7 @@ def sweep_backward(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute the occupancies of one sequence; see `occupancies`."""
+    """Compute the occupancies of one sequence."""
     # ``edge``, float64, is a buffer with the occupancy that the first state of a strip passes back
     # to the previous strip, for each of the group's frames.
     n = first_sequence + tl.program_id(0)

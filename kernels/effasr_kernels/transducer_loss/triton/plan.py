@@ -33,8 +33,6 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A range of frames."""
-
     first_frame: Number  # its first row of `encoded`
     frames: Number
     first_node: Number
@@ -59,8 +57,6 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A range of sequences."""
-
     first_sequence: int
     sequences: int
     first_frame: int  # its first row of `encoded`
@@ -102,7 +98,6 @@ class Cost:
     state: int = 0
 
     def of(self, frames: int, states: int) -> int:
-        """The cost of some frames of one sequence."""
         return self.node * frames * states + self.frame * frames + self.state * states
 
 
@@ -130,7 +125,6 @@ class Lattices:
         return max((end - begin for end, begin in pairs), default=0)
 
     def groups(self, cost: Cost, size: int, chunk_cost: Cost, chunk_size: int) -> Iterator[Group]:
-        """Divide the sequences into groups."""
         begin, used = 0, 0
         for n in range(self.sequences):
             needed = cost.of(self._frames(n), self._states(n))
@@ -142,7 +136,6 @@ class Lattices:
             yield self._group(begin, self.sequences, chunk_cost, chunk_size)
 
     def clear_tails(self, encoded: Tensor, predicted: Tensor) -> None:
-        """Set the tail rows of two tensors to zero."""
         encoded[self.frames[-1] :] = 0
         predicted[self.states[-1] :] = 0
 

@@ -19,8 +19,6 @@ from effasr_kernels.transducer_loss.triton.work import Rows, Work
 
 
 class Sums:
-    """Accumulates the gradients of groups."""
-
     def __init__(
         self, work: Work, groups: Sequence[Group], rows: Rows, overwritten: Sequence[str] = ()
     ):
@@ -40,7 +38,6 @@ class Sums:
     def add(
         self, group: Group, passing: Scores, normalizer: Tensor, base: int, logits: Tensor | None
     ) -> None:
-        """Add the gradients of a group."""
         work, rows = self.work, self.rows
         d_states = self.d_bias.new_zeros(group.states, work.width)
         for chunk in group.chunks:

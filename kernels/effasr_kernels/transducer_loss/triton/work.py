@@ -53,7 +53,7 @@ class Work:
         self.targets, self.bias = a.targets.contiguous(), a.bias.contiguous()
         self.blank_id, self.is_tanh = a.blank_id, a.activation == "tanh"
         self.durations: tuple[int, ...] = a.durations or ()
-        self.fastemit, self.sigma = a.fastemit, a.sigma
+        self.sigma = a.sigma
         self.columns, self.width = a.weight.shape
         self.count = self.columns - len(self.durations)
         self.tiles = product_tiles(a.weight.dtype, capability(a.weight.device))
@@ -115,7 +115,6 @@ class Work:
         return self.weight.new_empty(nodes, ceil_div(self.columns, 16) * 16)[:, : self.columns]
 
     def rows(self, groups: Sequence[Group]) -> Rows:
-        """Buffers for the largest chunk."""
         max_nodes = max((x.room.nodes for group in groups for x in group.chunks), default=0)
         frame, state, label = (
             self.targets.new_empty(max_nodes, dtype=torch.int32) for _ in range(3)
@@ -178,7 +177,6 @@ class Work:
         )
 
     def join(self, chunk: Chunk, rows: Rows, scores: Scores, *, logits: bool = False) -> None:
-        """Write a chunk's rows; see `joint.join`."""
         steps = scores.blank, scores.label
         none = None, None
         occupancies, outputs = (none, steps) if logits else (steps, none)
