@@ -1,99 +1,123 @@
-"""`attention` compiled for GPUs that need not be there."""
+"""`attention` and `guided_attention`, compiled for GPUs that need not be there."""
+
+from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from effasr_kernels import Context, PackedLayout, RelativeBias, Rotary
-from effasr_kernels.attention.triton import backend
-from effasr_kernels.runtime.launch import Launch, recording
+from effasr_kernels import Context
+from effasr_kernels.runtime.launch import Launch
 from effasr_kernels.testing import aot
-from tests.support.attention_arguments import attention_arguments
+from tests.compiled.launches import RECORD, of_kernels
 
-HEADS, REACH = 8, 200
-KERNELS = {"attention_forward", "attention_backward_kv", "attention_backward_q"}
-FEATURES = {
+REACH = 200
+FORWARD, KEYS, QUERIES = "attention_forward", "attention_backward_kv", "attention_backward_q"
+KERNELS = {FORWARD, KEYS, QUERIES}
+RELATIVE = {"scores", "grad_queries", "grad_table"}
+DROPOUT = {"dropout": 0.1, "seed": 1}
+FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "rotary": {"kind": "rotary"},
-    "relative": {"kind": "relative"},
-    "dropout": {"dropout": 0.1},
-    "all_with_rotary": {"kind": "rotary", "dropout": 0.1, "causal": True},
-    "all_with_relative": {"kind": "relative", "dropout": 0.1, "causal": True},
+    "rotary": {"position": "rotary"},
+    "relative": {"position": "relative"},
+    "dropout": DROPOUT,
+    "all_with_rotary": {"position": "rotary", "causal": True, **DROPOUT},
+    "all_with_relative": {"position": "relative", "causal": True, **DROPOUT},
     "grouped": {"causal": True, "group": 4},
-    "grouped_with_rotary": {"kind": "rotary", "dropout": 0.1, "causal": True, "group": 4},
-    "context_with_rotary": {"kind": "rotary", "dropout": 0.1, "context": Context(70, 0, 14)},
-    "context_with_relative": {"kind": "relative", "dropout": 0.1, "context": Context(70, 0, 14)},
+    "grouped_with_rotary": {"position": "rotary", "causal": True, "group": 4, **DROPOUT},
+    "context_with_rotary": {"position": "rotary", "context": Context(70, 0, 14), **DROPOUT},
+    "context_with_relative": {"position": "relative", "context": Context(70, 0, 14), **DROPOUT},
+    "guided": {"lengths_k": (40, 7, 150), **DROPOUT},
+    "guided_without_dropout": {"lengths_k": (40, 7, 150)},
 }
-
-_REGISTERS = 65_536
-"""Of a multiprocessor."""
+_REGISTERS_OF_A_MULTIPROCESSOR = 65_536
 
 CompiledOk = Callable[..., dict[str, aot.Resources]]
 
 
-def _kernels(kind: str = "none", **_: object) -> set[str]:
-    """Those with tensor cores; with relative positions, queries have a kernel of their own."""
-    return KERNELS - {"attention_backward_q"} if kind == "relative" else KERNELS
+def products(features: str) -> set[str]:
+    """Kernels with tensor cores; with relative positions, queries have a kernel of their own."""
+    return (KERNELS - {QUERIES}) | RELATIVE if "relative" in features else KERNELS
 
 
-def _launches(
-    lengths: Sequence[int] = (40, 7, 150),
+def launches_of(
+    features: str,
+    architecture: int = 90,
+    dtype: torch.dtype = torch.bfloat16,
     *,
     width: int = 64,
-    kind: str = "none",
-    causal: bool = False,
-    dropout: float = 0.0,
-    dtype: torch.dtype = torch.bfloat16,
-    capability: tuple[int, int] = (9, 0),
-    spare: int = 3,
-    longest: int | None = REACH,
-    tables: bool = False,
-    context: Context | None = None,
-    group: int = 1,
+    **options: Any,
 ) -> list[Launch]:
-    """The launches of forward and backward, but for those that only relative positions need."""
-    rows = sum(lengths) + spare
-    layout = PackedLayout.from_lengths(lengths, rows=rows, static_max_seqlen=longest)
-    if tables:
-        layout = layout.with_tile_tables()
-    q, k, v = torch.zeros(rows, 3, HEADS, width, dtype=dtype).unbind(1)
-    k, v = (x[:, : HEADS // group] for x in (k, v))
-    positions = {"none": None, "rotary": Rotary()}
-    if kind == "relative":
-        bias = torch.zeros(HEADS, width, dtype=dtype)
-        table = torch.zeros(2 * REACH - 1, HEADS, width, dtype=dtype)
-        positions[kind] = RelativeBias(bias, bias, table)
-    arguments = attention_arguments(
-        *(q, k, v, layout, layout),
-        causal=causal,
-        scale=width**-0.5,
-        position=positions[kind],
-        dropout=dropout,
-        seed=1,
-        context=context,
-    )
-    with recording(capability) as launches:
-        results, saved = backend.forward(arguments)
-        backend.backward(arguments, tuple(map(torch.ones_like, results)), results, saved)
-    own = (*KERNELS, "attention_delta", "rotate")
-    return [launch for launch in launches if launch.kernel.fn.__name__ in own]
+    guided = features.startswith("guided")
+    lengths = (9, 0, 40) if guided else (40, 7, 150)
+    usual = {"lengths": lengths, "heads": 8, "width": width} | FEATURES[features]
+    if not guided:
+        usual["longest"] = REACH
+    name = "guided_attention" if guided else "attention"
+    launches = RECORD[name](architecture, dtype, **{"tail": 3} | usual | options)
+    assert all(x.constants["GUIDED"] == guided for x in launches if "GUIDED" in x.constants)
+    return launches
 
 
 @pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 @pytest.mark.representative(
+    width=64,
     features=[
         *("all_with_rotary", "all_with_relative", "grouped", "context_with_relative"),
-    ]
+        *("guided", "guided_without_dropout"),
+    ],
 )
-def test_compiles_for_every_architecture(
-    compiled_ok: CompiledOk, architecture: int, features: str
+@pytest.mark.representative(width=128, features=["all_with_relative", "grouped"])
+def test_usual_widths(
+    features: str, width: int, architecture: int, compiled_ok: CompiledOk
 ) -> None:
-    launches = _launches(capability=(architecture // 10, 0), **FEATURES[features])
-    compiled_ok(launches, architecture, products=_kernels(**FEATURES[features]))
+    launches = launches_of(features, architecture, width=width)
+    compiled_ok(launches, architecture, products=products(features))
+
+
+@pytest.mark.parametrize(
+    ("features", "width", "dtype"),
+    [
+        ("all_with_relative", 64, torch.float32),
+        *(
+            pytest.param(features, width, dtype, marks=pytest.mark.extended)
+            for features, widths, dtype in (
+                *(
+                    (features, (256,), torch.bfloat16)
+                    for features in ("plain", "all_with_rotary", "all_with_relative", "guided")
+                ),
+                *((x, (256,), torch.bfloat16) for x in FEATURES if x.startswith("context")),
+                *(
+                    (features, (64, 128, 256), torch.float32)
+                    for features in ("plain", "all_with_rotary", "context_with_relative", "guided")
+                ),
+                ("all_with_relative", (128, 256), torch.float32),
+                ("all_with_relative", (64,), torch.float16),
+                ("plain", (128,), torch.float16),
+                ("all_with_rotary", (256,), torch.float16),
+                ("guided", (64, 128, 256), torch.float16),
+                ("rotary", (16, 36), torch.bfloat16),
+                ("plain", (36, 96, 144), torch.bfloat16),
+                ("relative", (16, 36, 80), torch.bfloat16),
+                ("context_with_relative", (48,), torch.bfloat16),
+                ("guided", (16, 36, 80, 144), torch.bfloat16),
+            )
+            for width in widths
+        ),
+    ],
+    ids=str,
+)
+def test_other_widths_and_dtypes(
+    features: str, width: int, dtype: torch.dtype, compiled_ok: CompiledOk
+) -> None:
+    launches = launches_of(features, 90, dtype, width=width)
+    compiled_ok(launches, 90, products=() if dtype == torch.float32 else products(features))
 
 
 @pytest.mark.parametrize("features", ["all_with_rotary", "all_with_relative"])
@@ -101,16 +125,14 @@ def test_compiles_for_every_architecture(
 @pytest.mark.representative(width=128, features="all_with_relative")
 def test_compiles_with_tile_tables(compiled_ok: CompiledOk, width: int, features: str) -> None:
     """As many programs share a multiprocessor, and none searches before its loop."""
-    given = {"width": width, **FEATURES[features]}
-    names = _kernels(**given)
-    launches = _launches(**given, tables=True)
-    searching = compiled_ok(_launches(**given), 90, products=names)
-    reading = compiled_ok(launches, 90, products=names)
-    assert searching.keys() == reading.keys()
+    kernels = products(features) - RELATIVE
+    launches = launches_of(features, width=width, tables=True)
+    searching = compiled_ok(launches_of(features, width=width), 90)
+    reading = compiled_ok(launches, 90)
     warps = {x.kernel.fn.__name__: x.options["num_warps"] for x in launches}
-    for name in names:
+    for name in kernels:
         before, after = (
-            _REGISTERS // (32 * warps[name] * -(-x[name].registers // 8) * 8)
+            _REGISTERS_OF_A_MULTIPROCESSOR // (32 * warps[name] * -(-x[name].registers // 8) * 8)
             for x in (searching, reading)
         )
         assert after >= before, name
@@ -119,95 +141,126 @@ def test_compiles_with_tile_tables(compiled_ok: CompiledOk, width: int, features
 
 
 @pytest.mark.parametrize(
-    "features",
+    ("features", "width"),
     [
-        "plain",
-        "all_with_rotary",
-        "all_with_relative",
-        "grouped",
-        "context_with_rotary",
-        "context_with_relative",
+        *(("all_with_rotary", 64), ("all_with_relative", 64), ("guided", 64), ("guided", 80)),
+        *(("context_with_rotary", 64), ("context_with_relative", 64)),
     ],
 )
-@pytest.mark.parametrize("width", [128, 256])
-@pytest.mark.parametrize("architecture", [80, 90])
-@pytest.mark.representative(width=128, features=["all_with_relative", "grouped"])
-def test_compiles_for_wide_heads(
-    compiled_ok: CompiledOk, architecture: int, width: int, features: str
+def test_loads_are_wide_and_fetched_ahead(
+    compiled_ok: CompiledOk, features: str, width: int
 ) -> None:
-    launches = _launches(width=width, capability=(architecture // 10, 0), **FEATURES[features])
-    compiled_ok(launches, architecture, products=_kernels(**FEATURES[features]))
-
-
-@pytest.mark.parametrize(
-    "features", ["plain", "all_with_rotary", "all_with_relative", "context_with_relative"]
-)
-@pytest.mark.parametrize("width", [64, 128, 256])
-@pytest.mark.representative(width=64, features="all_with_relative")
-def test_compiles_for_float32(compiled_ok: CompiledOk, width: int, features: str) -> None:
-    compiled_ok(_launches(width=width, dtype=torch.float32, **FEATURES[features]), 90)
-
-
-@pytest.mark.parametrize(
-    ("width", "features"), [(64, "all_with_relative"), (128, "plain"), (256, "all_with_rotary")]
-)
-@pytest.mark.extended
-def test_compiles_for_float16(compiled_ok: CompiledOk, width: int, features: str) -> None:
-    launches = _launches(width=width, dtype=torch.float16, **FEATURES[features])
-    compiled_ok(launches, 90, products=_kernels(**FEATURES[features]))
-
-
-@pytest.mark.parametrize(
-    ("width", "kind"),
-    [(16, "rotary"), (36, "none"), (36, "rotary"), (80, "relative"), (96, "none"), (144, "none")],
-)
-@pytest.mark.extended
-def test_compiles_for_other_widths(compiled_ok: CompiledOk, width: int, kind: str) -> None:
-    compiled_ok(_launches(width=width, kind=kind), 90, products=_kernels(kind))
-
-
-@pytest.mark.parametrize(
-    "features",
-    ["all_with_rotary", "all_with_relative", "context_with_rotary", "context_with_relative"],
-)
-def test_loads_are_wide_and_fetched_ahead(compiled_ok: CompiledOk, features: str) -> None:
     """A mask or a loop bound in the wrong form would undo both without an error."""
-    found = compiled_ok(_launches(**FEATURES[features]), 90)
-    for name in _kernels(**FEATURES[features]):
-        assert "cp.async.cg.shared.global" in found[name].ptx, name
-        assert not re.findall(r"ld\.global[.\w]*\.[bu](8|16)\b", found[name].ptx), name
+    compiled = compiled_ok(launches_of(features, width=width), 90)
+    for name in products(features) - RELATIVE:
+        assert "cp.async.cg.shared.global" in compiled[name].ptx, name
+        assert not re.findall(r"ld\.global[.\w]*\.[bu](8|16)\b", compiled[name].ptx), name
 
 
-def test_rows_are_found_with_64_bits(compiled_ok: CompiledOk) -> None:
-    features = FEATURES["all_with_relative"]
-    found = compiled_ok(_launches(**features), 90)
+@pytest.mark.parametrize("features", ["all_with_relative", "guided"])
+def test_offsets_have_64_bits(features: str, compiled_ok: CompiledOk) -> None:
+    """A million rows of 8 heads of 256 channels are more than 32 bits can number."""
+    compiled = compiled_ok(launches_of(features), 90)
     moved = re.compile(r"tt\.addptr %(\w+), .* : !tt\.ptr<(?:bf16|f32)>, (i\d+)")
-    for name in _kernels(**features):
+    for name in products(features) - RELATIVE:
         # An argument itself, not a pointer that has been moved before.
-        steps = [step for step in moved.findall(found[name].ttir) if not step[0][-1].isdigit()]
+        steps = [step for step in moved.findall(compiled[name].ttir) if not step[0][-1].isdigit()]
         assert steps, name
         assert all(width == "i64" for _, width in steps), (name, steps)
+    for name in RELATIVE & compiled.keys():
+        # A row times a stride: of the queries, of the buffer and of the table.
+        multiplied = r"arith\.muli [^\n]*: (?:tensor<[^>]*x)?i64"
+        assert len(re.findall(multiplied, compiled[name].ttir)) >= 3, name
+    if features == "guided":
+        assert re.search(r"arith\.muli.*i64", compiled["attention_delta"].ttir)
 
 
-@pytest.mark.parametrize("kind", ["none", "rotary", "relative"])
-def test_a_new_batch_compiles_nothing(kind: str) -> None:
-    generator = random.Random(0)
-    keys: list[set] = []
+def test_pairs_of_keys_of_relative_scores_move_together(compiled_ok: CompiledOk) -> None:
+    """The skew takes no instructions on 16 bits."""
+    compiled = compiled_ok(launches_of("relative"), 90)
+    for name in RELATIVE:
+        access = "st" if name == "scores" else "ld"
+        # One for each of the few that a program does once, none in a loop.
+        assert len(re.findall(rf"{access}\.global\.b16", compiled[name].ptx)) <= 2, name
+        assert len(re.findall(rf"{access}\.global\.b32", compiled[name].ptx)) >= 8, name
+
+
+@pytest.mark.parametrize(
+    ("features", "binaries"),
+    # Forward, delta, two backward kernels; one that rotates; scores twice, gradients and sums.
+    [("dropout", 4), ("rotary", 5), ("relative", 7), ("guided", 4)],
+)
+def test_no_batch_compiles_anything(features: str, binaries: int) -> None:
+    draw, keys = random.Random(0), set()
     for _ in range(200):
-        lengths = [generator.randint(0, REACH) for _ in range(generator.randint(0, 20))]
-        launches = _launches(
-            lengths, kind=kind, dropout=0.1, spare=generator.randint(1, 50), longest=None
-        )
-        keys.append({aot.key(launch) for launch in launches})
-    assert keys[0]
-    assert all(found == keys[0] for found in keys)
+        lengths = tuple(draw.randint(0, 60) for _ in range(draw.randint(1, 20)))
+        options: dict[str, Any] = {"lengths": lengths, "heads": 1, "tail": draw.randint(0, 50)}
+        if features == "guided":
+            options["lengths_k"] = tuple(draw.randint(0, 60) for _ in lengths)
+        keys |= {aot.key(launch) for launch in launches_of(features, **options)}
+    assert len(keys) == binaries, sorted(key[0] for key in keys)
 
 
 def test_all_contexts_share_a_binary() -> None:
     contexts = (Context(70, 0, 14), Context(0, 0, 1), Context(None, 7, 16), Context(1, None, 3))
     keys = [
-        {aot.key(launch) for launch in _launches(kind="relative", context=context)}
+        {aot.key(x) for x in launches_of("relative", context=context, longest=None)}
         for context in contexts
     ]
     assert keys[0]
-    assert all(found == keys[0] for found in keys)
+    assert all(other == keys[0] for other in keys)
+
+
+REPEATED = {"plain": KERNELS, "guided": {FORWARD, QUERIES}}
+"""Kernels that repeat products at a head width of 256, which no recipe has: 4 warps, or tiles of
+128 rows, take every register of a thread there, or more."""
+
+
+@pytest.mark.parametrize(
+    ("features", "width"),
+    [
+        *((x, 64) for x in ("plain", "all_with_rotary", "all_with_relative")),
+        *(("all_with_relative", 128), ("guided", 64), ("guided_without_dropout", 64)),
+        *(
+            pytest.param(features, width, marks=pytest.mark.extended)
+            for features, widths in (
+                *(("dropout", (64, 128)), ("relative", (64, 128)), ("plain", (128, 256))),
+                *(("all_with_rotary", (128,)), ("guided", (128, 256))),
+                ("guided_without_dropout", (128,)),
+            )
+            for width in widths
+        ),
+    ],
+)
+def test_no_warp_repeats_a_product_of_another(
+    features: str, width: int, compiled_ok: CompiledOk
+) -> None:
+    """Warps of a product whose result is an operand of the next lie along its rows.
+
+    Each has 16 or more: with more warps than that, some repeat the work of others, which no result
+    shows. What no longer repeats a product must leave the list.
+    """
+    kernels = products(features) - RELATIVE
+    repeated = set()
+    launches = of_kernels(launches_of(features, width=width), *kernels)
+    for name, needs in compiled_ok(launches, 90, products=kernels).items():
+        made = aot.products(needs.ttgir)
+        assert len(made) >= 2, name
+        if any(x.is_repeated for x in made):
+            repeated.add(name)
+    assert repeated == (REPEATED[features] if width == 256 else set())
+
+
+def test_a_repeated_product_is_recognized() -> None:
+    """The text of the compiler for 64 x 32 scores in 8 warps, and for 128 x 32."""
+    ttgir = """
+#mma = #ttg.nvidia_mma<{versionMajor = 3, versionMinor = 0, warpsPerCTA = [8, 1], instrShape = []}>
+#blocked = #ttg.blocked<{warpsPerCTA = [8, 1], order = [1, 0]}>
+    %1 = ttng.warp_group_dot %a, %b, %c : !ttg.memdesc<64x128> -> tensor<64x32xf32, #mma> loc(#1)
+    %2 = tt.dot %a, %b, %c : tensor<128x16xf16> -> tensor<128x32xf32, #mma> loc(#2)
+    %3 = tt.dot %a, %b, %c : tensor<128x16xf16> -> tensor<128x32xf32, #blocked> loc(#2)
+"""
+    first, second = aot.products(ttgir)
+    assert first == aot.Product(64, 32, 8, 1)
+    assert first.is_repeated
+    assert not second.is_repeated

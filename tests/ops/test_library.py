@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import effasr_kernels
 from effasr_kernels import OPERATIONS, PackedLayout, RelativeBias, attention, depthwise_conv
 from effasr_kernels.runtime import launch as launching
-from effasr_kernels.runtime.dispatch import load
+from effasr_kernels.runtime.dispatch import Backend, load
 from effasr_kernels.runtime.example import Example, ExampleInputs
 from effasr_kernels.runtime.torch_op import DifferentiableOp, TorchOp
 
@@ -162,6 +162,24 @@ def test_a_schema_flattens_and_rebuilds_its_arguments(
     joined = op.schema.join(op.schema.tensors(arguments), op.schema.other_values(arguments))
     for name in arguments.__dataclass_fields__:
         assert getattr(joined, name) is getattr(arguments, name)
+
+
+@each_call
+def test_a_kernel_saves_what_it_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, call, leaves = DIFFERENTIABLE[name][0], *_call(name)
+    seen: list[Any] = []
+
+    def note(self: TorchOp, arguments: Any, backend: Any = None) -> Any:
+        seen.append(arguments)
+        return self.eager(arguments, "reference")
+
+    monkeypatch.setattr(TorchOp, "__call__", note)
+    call(*leaves)
+    kernel = load(op.backends[Backend.TRITON])
+    with launching.recording():
+        _, saved = kernel.forward(seen[0])
+    like = kernel.saved_like(seen[0])
+    assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in like]
 
 
 def test_a_call_reaches_its_launch_through_few_functions() -> None:

@@ -7,7 +7,7 @@ half empty. Beyond that, the choices compile without spills for the GPU and all 
 Of two products of which one takes the other's result, the warps of the first lie along its rows:
 queries, and in the gradient of keys and values keys. With more than one warp for 16 of these rows,
 several compute the same scores, so 8 warps are for 128 rows, where registers allow
-(``tests/compiled/test_repeated_products.py``).
+(``tests/compiled/test_attention.py``).
 """
 
 from __future__ import annotations
