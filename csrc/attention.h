@@ -7,6 +7,8 @@
 
 #include <stdint.h>
 
+#include "interface.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -18,9 +20,6 @@ typedef struct {
   int64_t row;
   int64_t head;
 } PackedHeads;
-
-// The instruction set; `kBestInstructions` selects the widest that the CPU supports.
-enum { kBestInstructions = 0, kBaseInstructions = 1, kAvx2 = 2, kAvx512 = 3 };
 
 // score(i, j) = scale * ((q_i + content_bias) . k_j + (q_i + position_bias) . table[reach-1 + i-j])
 // with i and j counted from zero in their own sequence; without `table` it is scale * q_i . k_j.

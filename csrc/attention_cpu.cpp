@@ -7,7 +7,6 @@
 #include <math.h>
 
 #include <cstring>
-#include <new>
 #include <utility>
 
 #include "attention.h"
@@ -18,31 +17,13 @@
 #define EFFASR_FUNCTIONS "attention/instructions.h"
 #include "each_instruction_set.h"
 
-extern "C" int attention_forward_cpu(const PackedAttention* attention, int threads) try {
+extern "C" int attention_forward_cpu(const PackedAttention* attention, int threads) {
   using namespace effasr;
-  switch (choose_instructions(attention->instructions)) {
-    case kBaseInstructions: return base::forward(*attention, threads);
-#ifdef EFFASR_HAS_WIDER
-    case kAvx2: return avx2::forward(*attention, threads);
-    case kAvx512: return avx512::forward(*attention, threads);
-#endif
-    default: return 2;
-  }
-} catch (const std::bad_alloc&) {
-  return 1;
+  return call_for(attention->instructions, EFFASR_EACH(forward), *attention, threads);
 }
 
 extern "C" int attention_backward_cpu(const PackedAttention* attention,
-                                      const AttentionGradients* gradients, int threads) try {
+                                      const AttentionGradients* gradients, int threads) {
   using namespace effasr;
-  switch (choose_instructions(attention->instructions)) {
-    case kBaseInstructions: return base::backward(*attention, *gradients, threads);
-#ifdef EFFASR_HAS_WIDER
-    case kAvx2: return avx2::backward(*attention, *gradients, threads);
-    case kAvx512: return avx512::backward(*attention, *gradients, threads);
-#endif
-    default: return 2;
-  }
-} catch (const std::bad_alloc&) {
-  return 1;
+  return call_for(attention->instructions, EFFASR_EACH(backward), *attention, *gradients, threads);
 }

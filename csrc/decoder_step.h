@@ -8,6 +8,8 @@
 
 #include <stdint.h>
 
+#include "interface.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -72,7 +74,7 @@ typedef struct {
   int64_t hypotheses;
   int64_t most_position;
   int64_t wrong_row;       // written: a row whose token or position is out of range, or -1
-  int32_t instructions;    // as in attention.h
+  int32_t instructions;    // as in interface.h
 } DecoderStep;
 
 // The largest of the first `outputs` logits of each row, the first among equal logits.

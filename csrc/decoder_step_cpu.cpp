@@ -48,28 +48,12 @@ extern "C" int decoder_step_cpu(const DecoderWeights* weights, DecoderStep* step
   if (step->wrong_row >= 0) return 0;
   std::memset(step->out, 0, step->rows * weights->width * sizeof(float));
   if (rows.empty()) return 0;
-  switch (choose_instructions(step->instructions)) {
-    case kBase: return base::decoder_step(*weights, *step, rows, threads);
-#ifdef EFFASR_HAS_WIDER
-    case kWithAvx2: return avx2::decoder_step(*weights, *step, rows, threads);
-    case kWithAvx512: return avx512::decoder_step(*weights, *step, rows, threads);
-#endif
-    default: return 2;
-  }
+  return call_for(step->instructions, EFFASR_EACH(decoder_step), *weights, *step, rows, threads);
 } catch (const std::bad_alloc&) {
   return 1;
 }
 
-extern "C" int largest_logit_cpu(const LargestLogit* request, int threads) try {
+extern "C" int largest_logit_cpu(const LargestLogit* request, int threads) {
   using namespace effasr;
-  switch (choose_instructions(request->instructions)) {
-    case kBase: return base::largest_logit(*request, threads);
-#ifdef EFFASR_HAS_WIDER
-    case kWithAvx2: return avx2::largest_logit(*request, threads);
-    case kWithAvx512: return avx512::largest_logit(*request, threads);
-#endif
-    default: return 2;
-  }
-} catch (const std::bad_alloc&) {
-  return 1;
+  return call_for(request->instructions, EFFASR_EACH(largest_logit), *request, threads);
 }

@@ -28,4 +28,8 @@
 #undef EFFASR_INSTRUCTIONS
 #undef EFFASR_LANES
 #pragma GCC pop_options
+
+#define EFFASR_EACH(function) {base::function, avx2::function, avx512::function}
+#else
+#define EFFASR_EACH(function) {base::function, base::function, base::function}
 #endif

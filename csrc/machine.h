@@ -5,6 +5,11 @@
 
 #pragma once
 
+#include <new>
+#include <utility>
+
+#include "interface.h"
+
 #if defined(__AVX512F__)
 #define EFFASR_BASE_LANES 16
 #elif defined(__AVX2__)
@@ -19,25 +24,29 @@
 
 namespace effasr {
 
-// Values of `instructions` in the structures; 0 selects the widest.
-enum Instructions { kBest = 0, kBase = 1, kWithAvx2 = 2, kWithAvx512 = 3 };
-
 inline int widest_instructions() {
 #ifdef EFFASR_HAS_WIDER
   const auto has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const auto has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
                           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
-  return has_avx2 && has_avx512 ? kWithAvx512 : has_avx2 ? kWithAvx2 : kBase;
+  return has_avx2 && has_avx512 ? kAvx512 : has_avx2 ? kAvx2 : kBaseInstructions;
 #else
-  return kBase;
+  return kBaseInstructions;
 #endif
 }
 
-// Returns the instruction set to use, or 0 if the CPU does not support the requested one.
-inline int choose_instructions(int asked) {
-  const int best = widest_instructions();
-  if (asked == kBest) return best;
-  return asked <= best ? asked : 0;
+// Calls a function, given for each instruction set from the base on, for the requested set. Returns
+// its result, 1 if memory could not be allocated, and 2 if the CPU does not support the set.
+template <class... Parameters, class... Arguments>
+int call_for(int requested, int (*const (&functions)[3])(Parameters...), Arguments&&... arguments) {
+  const int widest = widest_instructions();
+  const int chosen = requested == kBestInstructions ? widest : requested;
+  if (chosen < kBaseInstructions || chosen > widest) return 2;
+  try {
+    return functions[chosen - kBaseInstructions](std::forward<Arguments>(arguments)...);
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
 }
 
 }  // namespace effasr

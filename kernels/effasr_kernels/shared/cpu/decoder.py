@@ -228,7 +228,7 @@ class DecoderWeights:
         cross_cache: Cache,  # cache of at least N / K rows
         hypotheses: int,  # K, number of adjacent rows that share a row of ``cross_cache``
         most_position: int,  # maximum to which positions are incremented
-        # Instruction set as in ``csrc/attention.h``; by default the widest that the CPU supports
+        # Instruction set as in ``csrc/interface.h``; by default the widest that the CPU supports
         instructions: int = _BEST_INSTRUCTIONS,
     ) -> Tensor:
         """Decode one more token of each active row."""
@@ -298,7 +298,7 @@ def largest_logit(
     matrix: PanelMatrix,  # projection from K channels to logits
     classes: int | None = None,  # number of leading classes to choose from; all by default
     *,
-    # Instruction set as in ``csrc/attention.h``; by default the widest that the CPU supports
+    # Instruction set as in ``csrc/interface.h``; by default the widest that the CPU supports
     instructions: int = _BEST_INSTRUCTIONS,
 ) -> Tensor:
     """Return the class of the largest logit of each row, int64 (N,), the first among equal ones."""
