@@ -120,15 +120,6 @@ def test_what_is_wrong_with_a_directory_is_said(tmp_path, model, tokenizer) -> N
         load_model(tmp_path / "model")
 
 
-def test_a_model_directory_of_an_earlier_version_is_read(tmp_path, model, tokenizer) -> None:
-    save_model(tmp_path / "model", model, tokenizer)
-    description = tmp_path / "model" / "model.yaml"
-    text = description.read_text()
-    assert "  spec_augment:\n" in text
-    description.write_text(text.replace("  spec_augment:\n", "  augment:\n"))
-    assert load_model(tmp_path / "model").model.config == model.config
-
-
 def state(step: int) -> dict:
     return {"step": step, "moment": torch.arange(3.0), "config": {"betas": [0.9, 0.98]}}
 

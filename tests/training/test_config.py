@@ -14,7 +14,6 @@ from effasr.model.encoder import FastConformerConfig
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.training import build
-from effasr.training.checkpointing.resume import check_same_run
 from effasr.training.config import EvaluationConfig, LoopConfig, TrainConfig, resolve_losses
 from effasr.training.corpus import load_corpus
 from effasr.training.loss import LossConfig
@@ -70,17 +69,6 @@ def test_the_defaults_are_a_configuration_that_survives_yaml(tmp_path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(configuration.dump(config))
     assert configuration.load(TrainConfig, path) == config
-
-
-def test_a_run_of_an_earlier_version_goes_on() -> None:
-    """Its checkpoint has keys of recipes that have been renamed since."""
-    now = configuration.to_mapping(TrainConfig())
-    model, data = dict(now["model"]), dict(now["data"])
-    model["augment"] = model.pop("spec_augment")
-    data |= {"augment": data.pop("audio_augmentation"), "speeds": data.pop("speed_perturbation")}
-    before = configuration.complete(TrainConfig, now | {"model": model, "data": data})
-    assert before == now
-    assert check_same_run(before, now) == []
 
 
 def test_a_profile_of_null_switches_profiling_off() -> None:
