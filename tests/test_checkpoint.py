@@ -66,13 +66,9 @@ def test_a_model_directory_gives_back_model_and_tokenizer(tmp_path, model, token
     assert_same_weights(loaded.model, model)
     assert loaded.tokenizer.prompt(Prompt()) == tokenizer.prompt(Prompt())
     assert loaded.tokenizer.encode("one two", "en") == tokenizer.encode("one two", "en")
-
-
-def test_tied_weights_stay_tied(tmp_path, model, tokenizer) -> None:
-    save_model(tmp_path, model, tokenizer)
-    loaded = load_model(tmp_path).model
-    count = sum(parameter.numel() for parameter in loaded.parameters())
-    assert count == sum(parameter.numel() for parameter in model.parameters())
+    # Tied weights stay tied.
+    sizes = [sum(p.numel() for p in x.parameters()) for x in (loaded.model, model)]
+    assert sizes[0] == sizes[1]
 
 
 def test_a_model_directory_is_replaced_but_nothing_else_is(tmp_path, model, tokenizer) -> None:
@@ -98,41 +94,55 @@ def test_a_link_to_a_model_directory_stays_one(tmp_path, model, tokenizer) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "model"]
 
 
-def test_what_is_wrong_with_a_directory_is_said(tmp_path, model, tokenizer) -> None:
-    with pytest.raises(CheckpointError, match=r"has no model\.yaml"):
-        load_model(tmp_path / "nowhere")
-    save_model(tmp_path / "model", model, tokenizer)
-    weights = tmp_path / "model" / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[: len(content) // 2])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
-        load_model(tmp_path / "model")
-    weights.unlink()
-    with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
-        load_model(tmp_path / "model")
-    weights.write_bytes(content)
-    description = tmp_path / "model" / "model.yaml"
-    description.write_text(description.read_text().replace("layers: 1", "layers: 2", 1))
-    with pytest.raises(CheckpointError, match="of another architecture"):
-        load_model(tmp_path / "model")
-    description.write_text("vocab_size: 3\nmodel:\n  widht: 3\n")
-    with pytest.raises(CheckpointError, match=r"model\.yaml cannot be read: .*widht"):
-        load_model(tmp_path / "model")
+def test_error_messages(tmp_path, model, tokenizer) -> None:
+    folder = tmp_path / "model"
+    save_model(folder, model, tokenizer)
+    weights, description = (folder / name for name in ("model.safetensors", "model.yaml"))
+    content, text = weights.read_bytes(), description.read_text()
+    other = text.replace("layers: 1", "layers: 2", 1)
+    for new_content, new_text, message in (
+        (content[: len(content) // 2], text, r"model\.safetensors is damaged"),
+        (None, text, r"has no model\.safetensors"),
+        (content, other, "of another architecture"),
+        (content, "vocab_size: 3\nmodel:\n  widht: 3\n", r"model\.yaml cannot be read: .*widht"),
+        (content, None, r"has no model\.yaml"),
+    ):
+        weights.unlink(missing_ok=True)
+        description.unlink(missing_ok=True)
+        if new_content is not None:
+            weights.write_bytes(new_content)
+        if new_text is not None:
+            description.write_text(new_text)
+        with pytest.raises(CheckpointError, match=message):
+            load_model(folder)
+    with pytest.raises(ValueError, match="`keep` must be at least 1, but is 0"):
+        RunCheckpoints(tmp_path, keep=0)
 
 
 def state(step: int) -> dict:
     return {"step": step, "moment": torch.arange(3.0), "config": {"betas": [0.9, 0.98]}}
 
 
+@pytest.fixture
+def make(tmp_path, model, tokenizer):
+    """Checkpoints of a run, with `write`, which saves a step of the model."""
+
+    class Checkpoints(RunCheckpoints):
+        def write(self, step: int, **options) -> Path:
+            return self.save(step, model, tokenizer, state(step), **options)
+
+    return lambda keep, folder=tmp_path: Checkpoints(folder, keep)
+
+
 def folders(checkpoints: RunCheckpoints) -> list[str]:
     return sorted(path.name for path in checkpoints.folder.iterdir() if path.is_dir())
 
 
-def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path, model, tokenizer) -> None:
-    checkpoints = RunCheckpoints(tmp_path / "run" / "checkpoints", keep=2)
+def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path, make, model) -> None:
+    checkpoints = make(2, tmp_path / "run" / "checkpoints")
     assert checkpoints.newest() is None
     for step in (10, 20, 30, 40):
-        checkpoints.save(step, model, tokenizer, state(step))
+        checkpoints.write(step)
         if step == 10:
             checkpoints.mark_best(step)
     assert folders(checkpoints) == ["step_00000010", "step_00000030", "step_00000040"]
@@ -147,62 +157,42 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path, model, tokenizer
     assert_same_weights(load_model(path).model, model)
 
 
-def test_a_checkpoint_written_again_replaces_the_old_one(tmp_path, model, tokenizer) -> None:
-    checkpoints = RunCheckpoints(tmp_path, keep=2)
-    checkpoints.save(10, model, tokenizer, state(10))
+def test_a_checkpoint_written_again_replaces_the_old_one(make, model, tokenizer) -> None:
+    checkpoints = make(2)
+    checkpoints.write(10)
     checkpoints.save(10, model, tokenizer, state(10) | {"again": True})
     assert checkpoints.newest()[1]["again"]
     assert folders(checkpoints) == ["step_00000010"]
 
 
-def cut_short(path) -> None:
+def overwrite(file: Path, content: bytes, *, at: int = 0) -> None:
+    old = file.read_bytes()
+    at %= len(old)
+    file.write_bytes(old[:at] + content + old[at + len(content) :])
+
+
+def cut_short(path: Path) -> None:
     file = path / "training.pt"
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def scribbled(path) -> None:
-    file = path / "training.pt"
-    file.write_bytes(b"x" * file.stat().st_size)
+DAMAGES = {
+    "cut_short": cut_short,
+    "state": lambda path: overwrite(path / "training.pt", b"x" * 1000),
+    "weights": lambda path: overwrite(path / "model.safetensors", b"\xff" * 1000),
+    "tensors": lambda path: overwrite(next((path / "training").glob("*.distcp")), b"x", at=-200),
+    "without_tensors": lambda path: (path / "training" / ".metadata").unlink(),
+    "without_manifest": lambda path: (path / "manifest.json").unlink(),
+    "without_tokenizer": lambda path: shutil.rmtree(path / "tokenizer"),
+    "without_files": lambda path: (path / "manifest.json").write_text('{"step": 10, "bytes": {}}'),
+}
 
 
-def scribbled_weights(path) -> None:
-    file = path / "model.safetensors"
-    file.write_bytes(b"\xff" * file.stat().st_size)
-
-
-def scribbled_tensors(path) -> None:
-    (file,) = (path / "training").glob("*.distcp")
-    content = file.read_bytes()
-    file.write_bytes(content[:-200] + b"x" + content[-199:])
-
-
-def without_tensors(path) -> None:
-    (path / "training" / ".metadata").unlink()
-
-
-def of_an_earlier_version(path) -> None:
-    (path / "manifest.json").write_text('{"step": 10, "bytes": {}}')
-
-
-def without_manifest(path) -> None:
-    (path / "manifest.json").unlink()
-
-
-def without_tokenizer(path) -> None:
-    shutil.rmtree(path / "tokenizer")
-
-
-DAMAGES = [
-    cut_short, scribbled, scribbled_weights, scribbled_tensors, without_tensors, without_manifest,
-    without_tokenizer, of_an_earlier_version,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
-    tmp_path, model, tokenizer, damage, caplog
+    make, model, tokenizer, damage, caplog
 ) -> None:
-    checkpoints = RunCheckpoints(tmp_path, keep=3)
+    checkpoints = make(3)
     for step in (10, 20):
         checkpoints.save(step, model, tokenizer, state(step), {"moment": torch.ones(100, 3)})
     damage(checkpoints.path(20))
@@ -214,22 +204,22 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
         checkpoints.newest()
 
 
-def test_a_run_that_went_back_keeps_what_it_writes_then(tmp_path, model, tokenizer) -> None:
-    checkpoints = RunCheckpoints(tmp_path, keep=1)
-    checkpoints.save(10, model, tokenizer, state(10))
+def test_a_run_that_went_back_keeps_what_it_writes_then(make) -> None:
+    checkpoints = make(1)
+    checkpoints.write(10)
     checkpoints.mark_best(10)
-    checkpoints.save(20, model, tokenizer, state(20))
+    checkpoints.write(20)
     cut_short(checkpoints.path(20))
     assert checkpoints.newest()[1]["step"] == 10
-    checkpoints.save(15, model, tokenizer, state(15))
+    checkpoints.write(15)
     assert folders(checkpoints) == ["step_00000010", "step_00000015"]
     assert checkpoints.newest()[1]["step"] == 15
 
 
-def test_a_checkpoint_that_is_not_marked_yet_counts(tmp_path, model, tokenizer) -> None:
-    checkpoints = RunCheckpoints(tmp_path, keep=2)
-    checkpoints.save(10, model, tokenizer, state(10))
-    checkpoints.save(20, model, tokenizer, state(20))
+def test_a_checkpoint_that_is_not_marked_yet_counts(tmp_path, make) -> None:
+    checkpoints = make(2)
+    checkpoints.write(10)
+    checkpoints.write(20)
     (tmp_path / "latest").write_text("step_00000010\n")
     assert checkpoints.newest()[1]["step"] == 20
     assert resolve(tmp_path).name == "step_00000020"
@@ -237,10 +227,10 @@ def test_a_checkpoint_that_is_not_marked_yet_counts(tmp_path, model, tokenizer) 
     assert folders(checkpoints) == ["step_00000010", "step_00000020"]
 
 
-def test_what_a_killed_process_had_begun_to_write_is_removed(tmp_path, model, tokenizer) -> None:
-    checkpoints = RunCheckpoints(tmp_path, keep=1)
+def test_what_a_killed_process_had_begun_to_write_is_removed(tmp_path, make, tokenizer) -> None:
+    checkpoints = make(1)
     (tmp_path / ".step_00000007.partial" / "tokenizer").mkdir(parents=True)
-    checkpoints.save(10, model, tokenizer, state(10))
+    checkpoints.write(10)
     assert folders(checkpoints) == ["step_00000010"]
 
 
@@ -267,11 +257,9 @@ def test_a_folder_published_while_it_is_removed_is_whole_or_absent(
     assert not path.exists() or (path / "weights").exists()
 
 
-def test_a_checkpoint_whose_replacement_was_cut_off_is_put_back(
-    tmp_path, model, tokenizer, monkeypatch
-) -> None:
-    checkpoints = RunCheckpoints(tmp_path, keep=1)
-    checkpoints.save(10, model, tokenizer, state(10))
+def test_a_checkpoint_whose_replacement_was_cut_off_is_put_back(make, monkeypatch) -> None:
+    checkpoints = make(1)
+    checkpoints.write(10)
     rename = Path.rename
 
     def killed(self, target) -> Path:
@@ -284,18 +272,16 @@ def test_a_checkpoint_whose_replacement_was_cut_off_is_put_back(
         patch.setattr("effasr.checkpoint._exchange", lambda one, other: False)
         patch.setattr(Path, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
-            checkpoints.save(10, model, tokenizer, state(10))
+            checkpoints.write(10)
     assert checkpoints.newest()[1]["step"] == 10
-    checkpoints.save(20, model, tokenizer, state(20))
+    checkpoints.write(20)
     assert folders(checkpoints) == ["step_00000020"]
 
 
 @pytest.mark.parametrize("room", [100, 10_000, 30_000])
-def test_a_full_disk_is_an_error_that_leaves_nothing_behind(
-    tmp_path, model, tokenizer, room
-) -> None:
-    checkpoints = RunCheckpoints(tmp_path, keep=3)
-    checkpoints.save(10, model, tokenizer, state(10))
+def test_a_full_disk_is_an_error_that_leaves_nothing_behind(make, model, tokenizer, room) -> None:
+    checkpoints = make(3)
+    checkpoints.write(10)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
     try:
@@ -307,11 +293,9 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_behind(
     assert checkpoints.newest()[1]["step"] == 10
 
 
-def test_a_write_that_was_cut_off_leaves_the_checkpoint_before(
-    tmp_path, model, tokenizer, monkeypatch
-) -> None:
-    checkpoints = RunCheckpoints(tmp_path, keep=3)
-    checkpoints.save(10, model, tokenizer, state(10))
+def test_a_write_that_was_cut_off_leaves_the_checkpoint_before(tmp_path, make, monkeypatch) -> None:
+    checkpoints = make(3)
+    checkpoints.write(10)
 
     def power_cut(*_) -> None:
         raise KeyboardInterrupt
@@ -319,18 +303,18 @@ def test_a_write_that_was_cut_off_leaves_the_checkpoint_before(
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", power_cut)
         with pytest.raises(KeyboardInterrupt):
-            checkpoints.save(20, model, tokenizer, state(20))
+            checkpoints.write(20)
     assert checkpoints.newest()[1]["step"] == 10
     assert resolve(tmp_path).name == "step_00000010"
-    checkpoints.save(20, model, tokenizer, state(20))
+    checkpoints.write(20)
     assert checkpoints.newest()[1]["step"] == 20
     assert folders(checkpoints) == ["step_00000010", "step_00000020"]
 
 
-def test_a_run_is_resolved_without_its_pointers(tmp_path, model, tokenizer) -> None:
+def test_a_run_is_resolved_without_its_pointers(tmp_path, make, model) -> None:
     """A power cut between the first checkpoint and the file that points at it."""
-    checkpoints = RunCheckpoints(tmp_path / "checkpoints", keep=3)
-    path = checkpoints.save(10, model, tokenizer, state(10))
+    checkpoints = make(3, tmp_path / "checkpoints")
+    path = checkpoints.write(10)
     assert resolve(path) == path
     (checkpoints.folder / "latest").unlink()
     assert resolve(tmp_path) == path
@@ -339,8 +323,8 @@ def test_a_run_is_resolved_without_its_pointers(tmp_path, model, tokenizer) -> N
         resolve(tmp_path)
 
 
-def test_the_manifest_lists_every_file(tmp_path, model, tokenizer) -> None:
-    path = RunCheckpoints(tmp_path, keep=1).save(7, model, tokenizer, state(7))
+def test_the_manifest_lists_every_file(make, model) -> None:
+    path = make(1).write(7)
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["step"] == 7
     assert {"model.yaml", "model.safetensors", "training.pt"} < manifest["files"].keys()
@@ -348,34 +332,27 @@ def test_the_manifest_lists_every_file(tmp_path, model, tokenizer) -> None:
     assert sizes == {name: (path / name).stat().st_size for name in sizes}
 
 
-def test_keep_must_be_positive(tmp_path) -> None:
-    with pytest.raises(ValueError, match="`keep` must be at least 1, but is 0"):
-        RunCheckpoints(tmp_path, keep=0)
-
-
-def test_no_checkpoint_is_removed_while_the_best_is_not_known(
-    tmp_path, model, tokenizer, caplog
-) -> None:
-    checkpoints = RunCheckpoints(tmp_path, keep=1)
-    checkpoints.save(10, model, tokenizer, state(10), is_best=True)
+def test_no_checkpoint_is_removed_while_the_best_is_not_known(tmp_path, make, caplog) -> None:
+    checkpoints = make(1)
+    checkpoints.write(10, is_best=True)
     (tmp_path / "best").write_text("step_00000090\n")
     with caplog.at_level(logging.WARNING, "effasr"):
-        checkpoints.save(20, model, tokenizer, state(20))
+        checkpoints.write(20)
     assert folders(checkpoints) == ["step_00000010", "step_00000020"]
     assert "best must name a checkpoint beside it, but does not: write the name" in caplog.text
     with pytest.raises(CheckpointError, match="best must name a checkpoint beside it"):
         resolve(tmp_path)
     (tmp_path / "best").write_text("step_00000010\n")
-    checkpoints.save(30, model, tokenizer, state(30))
+    checkpoints.write(30)
     assert folders(checkpoints) == ["step_00000010", "step_00000030"]
 
 
-def test_a_best_that_was_damaged_is_no_longer_pointed_at(tmp_path, model, tokenizer) -> None:
-    checkpoints = RunCheckpoints(tmp_path, keep=3)
-    checkpoints.save(10, model, tokenizer, state(10))
-    checkpoints.save(20, model, tokenizer, state(20), is_best=True)
+def test_a_best_that_was_damaged_is_no_longer_pointed_at(tmp_path, make) -> None:
+    checkpoints = make(3)
+    checkpoints.write(10)
+    checkpoints.write(20, is_best=True)
     cut_short(checkpoints.path(20))
     assert checkpoints.newest()[1]["step"] == 10
-    checkpoints.save(15, model, tokenizer, state(15))
+    checkpoints.write(15)
     assert folders(checkpoints) == ["step_00000010", "step_00000015"]
     assert resolve(tmp_path).name == "step_00000015"

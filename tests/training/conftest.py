@@ -1,5 +1,6 @@
 import json
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,22 +9,29 @@ import pytest
 import soundfile
 import torch
 
+from effasr import config as configuration
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
 from effasr.data.config import DataConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
+from effasr.data.mixture import MixConfig
 from effasr.data.tokenizer import train_tokenizer
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel
+from effasr.model.best_rq import BestRQConfig
 from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
+from effasr.model.text_encoder import TextEncoderConfig
+from effasr.nn.lora import LoRAConfig
+from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training import build
-from effasr.training.config import LoopConfig, TrainConfig
+from effasr.training.config import LoopConfig, TeacherConfig, TrainConfig
 from effasr.training.loss import LossConfig
 from effasr.training.resolve import resolve_config
 from effasr.training.step import TrainState
+from effasr.training.trainer import run
 
 VOCABULARY = 12
 
@@ -154,3 +162,166 @@ def make_config(tones, model_config, tmp_path) -> Callable[..., TrainConfig]:
         )
 
     return make
+
+
+WORD_PAIRS = {"low": "tief", "middle": "mittel", "high": "hoch", "top": "oben"}
+TEXT_ENCODER = TextEncoderConfig(layers=1, heads=2, feed_forward=32, residual_dropout=0.1)
+LORA = LoRAConfig(rank=3, alpha=6.0, dropout=0.1, also_train=("*norm*", "ctc_head"))
+BEST_RQ = BestRQConfig(codebooks=2, codes=16, code_width=4, span_s=0.16)
+
+
+@pytest.fixture(scope="session")
+def pairs(tones, tmp_path_factory) -> Path:
+    """A folder with ``pairs.jsonl``, German to English, and the tokenizer of both."""
+    folder = tmp_path_factory.mktemp("pairs")
+    generator = np.random.default_rng(0)
+    rows, english, german = [], [], []
+    for _ in range(120):
+        words = generator.choice(list(WORD_PAIRS), size=int(generator.integers(1, 6))).tolist()
+        english.append(" ".join(words))
+        german.append(" ".join(WORD_PAIRS[word] for word in words))
+        languages = {"source_lang": "de", "target_lang": "en"}
+        rows.append(json.dumps({"source_text": german[-1], "text": english[-1]} | languages))
+    (folder / "pairs.jsonl").write_text("\n".join(rows) + "\n")
+    train_tokenizer({"en": english, "de": german}, folder / "tokenizer", vocab_size=30)
+    return folder
+
+
+@pytest.fixture
+def make_with_text(make_config, pairs, tones, model_config) -> Callable[..., TrainConfig]:
+    """Runs of three micro-batches of speech and one of text a step."""
+
+    def make(*, data: dict | None = None, **settings) -> TrainConfig:
+        sources = {"speech": f"{tones}/train.jsonl", "text": f"{pairs}/pairs.jsonl"}
+        defaults = {
+            "train": (),
+            "mix": configuration.from_mapping(MixConfig, {"sources": sources}),
+            "tokenizer": f"{pairs}/tokenizer",
+            "frame_budget": 40,
+            "micro_batches": 4,
+            "text_share": 0.25,
+        }
+        model = replace(model_config, text_encoder=TEXT_ENCODER)
+        return make_config(data=defaults | (data or {}), model=model, **settings)
+
+    return make
+
+
+@pytest.fixture
+def make_text_alone(make_config, pairs, model_config) -> Callable[..., TrainConfig]:
+    """Runs of text pairs and nothing else."""
+
+    def make(*, data: dict | None = None, **settings) -> TrainConfig:
+        defaults = {
+            "train": f"{pairs}/pairs.jsonl",
+            "validation": f"{pairs}/pairs.jsonl",
+            "tokenizer": f"{pairs}/tokenizer",
+            "frame_budget": 100,
+            "text_share": 1,
+        }
+        model = replace(model_config, text_encoder=TEXT_ENCODER, ctc=False)
+        settings = {"model": model, "loss": LossConfig()} | settings
+        return make_config(data=defaults | (data or {}), **settings)
+
+    return make
+
+
+@pytest.fixture
+def make_with_teacher(make_config, tones) -> Callable[..., TrainConfig]:
+    """Runs whose training set has a text in every second line."""
+    rows = [json.loads(line) for line in (tones / "train.jsonl").read_text().splitlines()]
+    for row in rows[1::4]:
+        row["text"] = ""
+    for row in rows[3::4]:
+        del row["text"]
+    path = tones / "half.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(*, data: dict | None = None, training: dict | None = None, **settings) -> TrainConfig:
+        data = {"text": "optional", "train": str(path)} | (data or {})
+        training = {"teacher": TeacherConfig()} | (training or {})
+        settings = {"loss": LossConfig(ctc_weight=0.5)} | settings
+        return make_config(data=data, training=training, **settings)
+
+    return make
+
+
+@pytest.fixture
+def make_pretraining(make_config, model_config, tones) -> Callable[..., TrainConfig]:
+    """Runs of BEST-RQ on the training set, half of whose lines lack a text."""
+    rows = [json.loads(line) for line in (tones / "train.jsonl").read_text().splitlines()]
+    for row in rows[::2]:
+        del row["text"]
+    path = tones / "untranscribed.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = replace(model_config, decoder=None, ctc=False, best_rq=BEST_RQ)
+
+    def make(*, data: dict | None = None, **settings) -> TrainConfig:
+        data = {"text": "ignored", "train": str(path), "tokenizer": ""} | (data or {})
+        return make_config(**{"model": model, "loss": LossConfig(), "data": data} | settings)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def base(tones, tmp_path_factory) -> Path:
+    """A run of two steps, which `make_lora_config` makes, and whose model is then adapted."""
+    return tmp_path_factory.mktemp("base")
+
+
+@pytest.fixture
+def make_lora_config(make_config, base) -> Callable[..., TrainConfig]:
+    if not (base / "base").exists():
+        loop = {"max_steps": 2, "ema_decay": None}
+        assert run(make_config(name="base", output=str(base), training=loop)) == 0
+
+    def make(lora: LoRAConfig = LORA, **settings):
+        data = {"tokenizer": ""} | settings.pop("data", {})
+        defaults = {"init_from": str(base / "base"), "optimizer": OptimizerConfig(lr=0.02)}
+        return make_config(data=data, lora=lora, **defaults | settings)
+
+    return make
+
+
+@pytest.fixture
+def sources(tones, tmp_path) -> Path:
+    """A folder with ``large.jsonl``, ``small.jsonl`` and ``tiny.jsonl``."""
+    lines = (tones / "train.jsonl").read_text().replace('"train-', f'"{tones}/train-').splitlines()
+    for name, part in (("large", lines[:28]), ("small", lines[28:38]), ("tiny", lines[38:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(part) + "\n")
+    return tmp_path
+
+
+def mix(folder: Path, **fields) -> MixConfig:
+    below = {"sources": {name: f"{folder}/{name}.jsonl" for name in ("small", "tiny")}}
+    mapping = {"large": f"{folder}/large.jsonl", "others": below}
+    return configuration.from_mapping(MixConfig, {"sources": mapping, "temperature": 0.5} | fields)
+
+
+@pytest.fixture
+def make_mixed(make_config, sources) -> Callable[..., TrainConfig]:
+    """Runs on three sources, each with a share of the hours."""
+
+    def make(*, epoch: str = "infinite", data: dict | None = None, **settings) -> TrainConfig:
+        data = {"train": (), "mix": mix(sources, epoch=epoch)} | (data or {})
+        return make_config(data=data, **settings)
+
+    return make
+
+
+@pytest.fixture
+def eager_compiler(monkeypatch) -> Iterator[None]:
+    """Modules are traced but not compiled: torch's own compiler writes C++, which takes minutes."""
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda self, **options: compile_module(self, **options, backend="aot_eager"),
+    )
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        # Torch's tracer instantiates autograd functions, and looks at the gradients of all inputs.
+        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
+        yield
+    torch._dynamo.reset()

@@ -42,28 +42,6 @@ def test_weights_and_statistics_are_bitwise_the_same(make_train_state, batches, 
         assert torch.equal(states[1][name], tensor), name
 
 
-# Torch's tracer of autograd functions does so itself.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.extended
-def test_the_compiled_model_is_the_same_as_well(make_train_state, batches, monkeypatch) -> None:
-    """With dropout, and statistics that count a batch once."""
-    compile_module = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module,
-        "compile",
-        lambda self, **options: compile_module(self, **options, backend="aot_eager"),
-    )
-    states = []
-    for recomputed in (False, True):
-        torch._dynamo.reset()
-        model, train_state = make_train_state(training=loop(recomputed, compile=True))
-        train_step(train_state, batches[:2], 0)
-        states.append(model.state_dict())
-    torch._dynamo.reset()
-    for name, tensor in states[0].items():
-        assert torch.equal(states[1][name], tensor), name
-
-
 def test_a_run_logs_what_it_computes_again(make_config, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(meters, "peak_flops", lambda device: 1e12)
     shares = []
@@ -86,11 +64,3 @@ def test_a_calibration_is_for_as_many_layers(make_config) -> None:
         made_for = replace(config, training=training)
         names.add(store.fingerprint(store.describe(made_for, 30, population, CPU, 10**9)))
     assert len(names) == 3
-
-
-def test_what_cannot_be_is_refused(make_config) -> None:
-    with pytest.raises(ValueError, match=r"`activation_checkpointing` must be true.* but is -1"):
-        LoopConfig(activation_checkpointing=-1)
-    message = r"`training\.activation_checkpointing` must be false with training\.cuda_graph"
-    with pytest.raises(ValueError, match=message):
-        run(make_config(training={"cuda_graph": True, "activation_checkpointing": True}))

@@ -52,7 +52,16 @@ def train(make_train_state, batches, *, recorded: bool) -> tuple[dict[str, Tenso
     return {name: x.clone() for name, x in model.state_dict().items()}, losses
 
 
-def test_replayed_steps_are_those_that_would_have_run(make_train_state, batches) -> None:
+@pytest.mark.parametrize("predictor", [None, "lstm", "stateless"])
+def test_replayed_steps_are_those_that_would_have_run(
+    make_train_state, model_config, batches, predictor
+) -> None:
+    if predictor is not None:
+        # Each batch has its own division of the nodes, within one budget.
+        head = TransducerConfig(predictor=predictor, width=8, joint=8, dropout=0.1)
+        make_train_state = partial(make_train_state, model=replace(model_config, transducer=head))
+        batches = [replace(batch, node_budget=600) for batch in batches]
+        assert len({batch.frames.lengths for batch in batches}) > 1
     weights, losses = train(make_train_state, batches, recorded=True)
     expected, expected_losses = train(make_train_state, batches, recorded=False)
     assert losses == expected_losses
@@ -67,7 +76,7 @@ def test_the_recording_has_inputs_of_its_own(make_train_state, batches) -> None:
     assert all(map(torch.equal, before, batches[0].tensors()))
 
 
-def test_refuses_another_shape(make_train_state, batches) -> None:
+def test_error_messages(make_train_state, batches) -> None:
     model, train_state = make_train_state()
     train_state = graphed(model, train_state)
     train_step(train_state, batches[:1], 0)
@@ -75,27 +84,8 @@ def test_refuses_another_shape(make_train_state, batches) -> None:
     other = replace(other, targets=other.targets[:-1])
     with pytest.raises(ValueError, match=r"static shape of the first.*cuda_graph=false"):
         train_step(train_state, [other], 1)
-
-
-def test_needs_a_gpu(make_train_state) -> None:
     with pytest.raises(ValueError, match=r"`training\.cuda_graph` needs a GPU"):
         make_train_state(training=LoopConfig(cuda_graph=True))
-
-
-@pytest.mark.parametrize("predictor", ["lstm", "stateless"])
-def test_replayed_steps_of_a_transducer_are_those_that_would_have_run(
-    make_train_state, model_config, batches, predictor
-) -> None:
-    """Each batch has its own division of the nodes, within one budget."""
-    head = TransducerConfig(predictor=predictor, width=8, joint=8, dropout=0.1)
-    make = partial(make_train_state, model=replace(model_config, transducer=head))
-    budgeted = [replace(batch, node_budget=600) for batch in batches]
-    assert len({batch.frames.lengths for batch in budgeted}) > 1
-    weights, losses = train(make, budgeted, recorded=True)
-    expected, expected_losses = train(make, budgeted, recorded=False)
-    assert losses == expected_losses
-    for name, x in expected.items():
-        assert torch.equal(weights[name], x), name
 
 
 GPU = torch.device("cuda")
@@ -142,8 +132,7 @@ def test_a_choice_is_not_changed(asked) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-# Torch's tracer instantiates autograd functions.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.usefixtures("eager_compiler")
 @pytest.mark.representative(compiled=False)
 def test_the_default_builds_a_recording_of_the_plain_or_the_compiled_model(
     model_config, batches, monkeypatch, compiled
@@ -152,26 +141,23 @@ def test_the_default_builds_a_recording_of_the_plain_or_the_compiled_model(
     monkeypatch.setattr(cuda_graph, "obstacles_of_model", lambda model, device: [])
     monkeypatch.setattr(cuda_graph, "check_recordable", lambda model, context: None)
     monkeypatch.setattr(cuda_graph, "_capture", record)
-    compile_module = torch.nn.Module.compile
-    calls = []
+    compile_module, calls = torch.nn.Module.compile, []
 
-    def compile_(self, **options) -> None:
+    def watched(self, **options) -> None:
         calls.append(options)
-        compile_module(self, **options, backend="aot_eager")
+        compile_module(self, **options)
 
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_)
+    monkeypatch.setattr(torch.nn.Module, "compile", watched)
     context, results = DistributedContext(0, 1, torch.device("cpu")), []
-    for chosen in (False, "auto"):
-        torch._dynamo.reset()
-        loop = LoopConfig(max_steps=20, compile=compiled, cuda_graph=chosen)
+    for choice in (False, "auto"):
+        loop = LoopConfig(max_steps=20, compile=compiled, cuda_graph=choice)
         config = resolve_config(TrainConfig(model=model_config, training=loop), None)
         model = build.build_model(config, VOCABULARY, None, context.device)
         state = build.build_train_state(config, model, context)
-        assert (state.graph is not None) == (chosen == "auto")
+        assert (state.graph is not None) == (choice == "auto")
         assert len(calls) == (len(results) + 1 if compiled else 0)
         for step in range(2):
             train_step(state, batches[2 * step : 2 * step + 2], step)
         results.append(model.state_dict())
-    torch._dynamo.reset()
     for name, x in results[0].items():
         assert torch.equal(results[1][name], x), name

@@ -75,40 +75,21 @@ def test_a_run_on_audio_without_speech_warns(make_config, noise, tmp_path, capsy
 
 
 @pytest.mark.extended
-def test_a_resumed_run_warns_as_if_it_had_never_stopped_and_diagnostics_change_nothing(
-    make_config, tones, tmp_path
-) -> None:
-    data = {"validation": str(tones / "test.jsonl")}
-    # Lines of two steps, so that runs stop in the middle of one.
-    loop = {"validate_every": 3, "max_steps": 12, "log_every": 2, "diagnostics": EAGER}
-    assert run(make_config(name="straight", data=data, training=loop)) == 0
-    for stop_at in (3, 7, None):
-        assert run(make_config(data=data, training=loop | {"stop_at": stop_at})) == 0
-    without = loop | {"diagnostics": None}
-    assert run(make_config(name="without", data=data, training=without)) == 0
-    names = "straight", "run", "without"
-    warned, resumed, none = (read_lines(tmp_path / x / "warnings.jsonl") for x in names)
+def test_diagnostics_change_nothing(make_config, tones, tmp_path) -> None:
+    loop = {"validate_every": 3, "max_steps": 12, "log_every": 2}
+    for name, settings in (("with", EAGER), ("without", None)):
+        training = loop | {"diagnostics": settings}
+        data = {"validation": str(tones / "test.jsonl")}
+        assert run(make_config(name=name, data=data, training=training)) == 0
+    warned, silent = (read_lines(tmp_path / x / "warnings.jsonl") for x in ("with", "without"))
     assert warned
-    assert resumed == warned
-    assert none == []
-    flags = [
-        [
-            {k: v for k, v in line.items() if k.startswith(("warning_", "ctc_of", "step", "loss"))
-             and k != "step_s"}
-            for line in read_lines(tmp_path / name / "metrics.jsonl")
-        ]
-        for name in names
-    ]  # fmt: skip
-    assert flags[0] == flags[1]
-    assert any(value is True for line in flags[0] for value in line.values())
-    assert [line["loss"] for line in flags[2]] == [line["loss"] for line in flags[0]]
-    assert not any(key.startswith("warning_") for line in flags[2] for key in line)
-    gains = [
-        [line.get("audio_gain") for line in read_lines(tmp_path / x / "validation.jsonl")]
-        for x in names
-    ]
-    assert gains[0] == gains[1]
-    assert gains[2] == [None] * 4
-    first, *others = (load_model(resolve(tmp_path / name)).model.state_dict() for name in names)
-    for other in others:
-        assert all(torch.equal(tensor, other[name]) for name, tensor in first.items())
+    assert silent == []
+    lines, plain = (read_lines(tmp_path / x / "metrics.jsonl") for x in ("with", "without"))
+    assert any(line[key] is True for line in lines for key in line if key.startswith("warning_"))
+    assert not any(key.startswith("warning_") for line in plain for key in line)
+    assert [line["loss"] for line in plain] == [line["loss"] for line in lines]
+    assert "audio_gain" not in read_lines(tmp_path / "without" / "validation.jsonl")[0]
+    first, other = (
+        load_model(resolve(tmp_path / name)).model.state_dict() for name in ("with", "without")
+    )
+    assert all(torch.equal(tensor, other[name]) for name, tensor in first.items())

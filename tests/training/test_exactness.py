@@ -12,26 +12,27 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from effasr import config as configuration
 from effasr.checkpoint import load_model
 from effasr.distributed import tensor_files
-from effasr.training.config import TrainConfig
+from effasr.training.config import DiagnosticsConfig, TeacherConfig, TrainConfig
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
 from tests.support.preloaded import Preloaded
 
 MEASURED = {
     "data_wait_s", "step_s", "useful_tflops", "peak_memory_bytes", "slowest_rank", "rank_wait_s",
+    "seconds", "rtfx",
 }  # fmt: skip
 STEPS = 20
 LONG = {"max_steps": STEPS, "checkpoint_every": 5, "keep": 10}
 
 
-def metrics(folder: Path) -> list[dict]:
-    lines = read_lines(folder / "metrics.jsonl")
+def metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
+    lines = read_lines(folder / name)
     return [{name: line[name] for name in line.keys() - MEASURED} for line in lines]
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
+def tensors(folder: Path, steps: int) -> dict[str, torch.Tensor]:
     """Every tensor of the last checkpoint: weights, statistics, moments, averages."""
-    path = folder / "checkpoints" / f"step_{STEPS:08d}"
+    path = folder / "checkpoints" / f"step_{steps:08d}"
     found = {f"model.{name}": t for name, t in load_model(path).model.state_dict().items()}
 
     def walk(value: object, name: str) -> None:
@@ -46,13 +47,21 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_same_end(first: Path, second: Path) -> None:
-    ours, theirs = tensors(first), tensors(second)
+def assert_same_end(first: Path, second: Path, steps: int = STEPS) -> None:
+    ours, theirs = tensors(first, steps), tensors(second, steps)
     assert ours.keys() == theirs.keys()
-    assert len(ours) > 100
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert len(ours) > 50
+    for name, tensor in ours.items():
+        torch.testing.assert_close(
+            theirs[name], tensor, rtol=0, atol=0, equal_nan=True, msg=lambda _, name=name: name
+        )
     assert metrics(first) == metrics(second)
-    assert [line["step"] for line in metrics(first)] == list(range(1, STEPS + 1))
+    assert metrics(first)[-1]["step"] == steps
+    for name in ("validation.jsonl", "warnings.jsonl"):
+        assert metrics(first, name) == metrics(second, name)
+    blends = [folder / "blend.json" for folder in (first, second)]
+    assert blends[0].exists() == blends[1].exists()
+    assert not blends[0].exists() or blends[0].read_text() == blends[1].read_text()
 
 
 class Processes:
@@ -104,18 +113,44 @@ class Processes:
                 rank.kill()
 
 
-@pytest.fixture
-def straight(make_config, tmp_path) -> Path:
+def test_a_killed_run_ends_as_if_nothing_had_happened(make_config, tmp_path) -> None:
     assert run(make_config(name="straight", training=LONG)) == 0
-    return tmp_path / "straight"
-
-
-def test_a_killed_run_ends_as_if_nothing_had_happened(make_config, tmp_path, straight) -> None:
     config = make_config(name="killed", training=LONG)
     Processes(config, tmp_path, 1).kill_after(7)
     assert not (tmp_path / "killed" / "checkpoints" / f"step_{STEPS:08d}").exists()
     assert run(config) == 0
-    assert_same_end(tmp_path / "killed", straight)
+    assert_same_end(tmp_path / "killed", tmp_path / "straight")
+
+
+EAGER = DiagnosticsConfig(ctc_epochs=1, ctc_steps=0, validations=2)
+
+
+@pytest.mark.parametrize(
+    ("maker", "training"),
+    [
+        ("make_with_text", {}),
+        ("make_text_alone", {"freeze": ("encoder",)}),
+        ("make_with_teacher", {"teacher": TeacherConfig(after_step=1)}),
+        ("make_pretraining", {"validates": True}),
+        ("make_lora_config", {}),
+        ("make_config", {"freeze": ("encoder.layers.*.conv", "decoder.embed_tokens")}),
+        ("make_mixed", {}),
+        ("make_config", {"validates": True, "diagnostics": EAGER}),
+    ],
+)
+@pytest.mark.representative(maker="make_text_alone")
+def test_an_interrupted_run_ends_as_one_that_was_left_alone(
+    maker, training, request, tones, tmp_path
+) -> None:
+    make = request.getfixturevalue(maker)
+    data = {"validation": str(tones / "test.jsonl")} if "validates" in training else {}
+    # Lines of two steps, so that runs stop in the middle of one.
+    loop = {"max_steps": 8, "checkpoint_every": 3, "validate_every": 3, "log_every": 2} | training
+    loop.pop("validates", None)
+    assert run(make(name="straight", data=data, training=loop)) == 0
+    for stop_at in (3, 5, None):
+        assert run(make(name="stopped", data=data, training=loop | {"stop_at": stop_at})) == 0
+    assert_same_end(tmp_path / "stopped", tmp_path / "straight", 8)
 
 
 @pytest.mark.slow
@@ -132,10 +167,20 @@ def test_a_killed_run_of_two_ranks_ends_as_if_nothing_had_happened(make_config, 
 
 
 @pytest.mark.slow
-def test_two_ranks_have_the_loss_curve_of_one(make_config, tmp_path, straight) -> None:
-    """With dropout and augmentation on, whose draws no number of ranks may change."""
-    Processes(make_config(name="two", training=LONG), tmp_path, 2).finish()
-    two, one = metrics(tmp_path / "two"), metrics(straight)
+@pytest.mark.parametrize("maker", ["make_config", "make_with_text"])
+@pytest.mark.representative(maker="make_config")
+def test_two_ranks_have_the_loss_curve_of_one(maker, request, tmp_path) -> None:
+    """With dropout and augmentation on, whose draws no number of ranks may change.
+
+    With text, the last micro-batch of one rank is speech, and that of the other text.
+    """
+    make = request.getfixturevalue(maker)
+    assert run(make(name="one", training=LONG)) == 0
+    Processes(make(name="two", training=LONG), tmp_path, 2).finish()
+    two, one = metrics(tmp_path / "two"), metrics(tmp_path / "one")
+    assert len(one) == STEPS
+    blends = [tmp_path / name / "blend.json" for name in ("one", "two")]
+    assert not blends[0].exists() or blends[0].read_text() == blends[1].read_text()
     for name in ("loss", "cross_entropy", "ctc", "transducer", "guided", "grad_norm"):
         curve = [line[name] for line in one]
         assert [line[name] for line in two] == pytest.approx(curve, rel=1e-5)

@@ -27,41 +27,34 @@ def by_hand(frames: int, tokens: int) -> int:
 
 
 USEFUL = by_hand(10, 4) + by_hand(3, 2)
+SHAPE = StaticShape(20, 9, 4)
 
 
-def test_without_padding_all_work_is_useful() -> None:
-    batch = collate(EXAMPLES, eos_id=0, pad_id=0)
-    assert batch.frame_lengths == (10, 3)
-    assert work_of([batch, batch], COST) == (6 * USEFUL, 6 * USEFUL)
-
-
-def test_the_tail_of_a_static_shape_is_linear() -> None:
-    batch = collate(EXAMPLES, StaticShape(20, 9, 4), eos_id=0, pad_id=0)
-    assert work_of([batch], COST) == (3 * USEFUL, 3 * (USEFUL + 100 * 7 + 50 * 3))
-
-
-def test_padded_utterances_cost_as_much_as_the_longest() -> None:
-    batch = collate(EXAMPLES, eos_id=0, pad_id=0, padded=True)
-    assert work_of([batch], COST) == (3 * USEFUL, 3 * 2 * by_hand(10, 4))
-
-
-def test_an_empty_batch_costs_its_tail() -> None:
-    batch = collate([], StaticShape(20, 9, 4), eos_id=0, pad_id=0)
-    assert work_of([batch], COST) == (0, 3 * (100 * 20 + 50 * 9))
+@pytest.mark.parametrize(
+    ("examples", "shape", "padded", "computed"),
+    [
+        (EXAMPLES, None, False, USEFUL),
+        # The tail of a static shape is linear.
+        (EXAMPLES, SHAPE, False, USEFUL + 100 * 7 + 50 * 3),
+        # Padded utterances cost as much as the longest.
+        (EXAMPLES, None, True, 2 * by_hand(10, 4)),
+        ([], SHAPE, False, 100 * 20 + 50 * 9),
+    ],
+)
+def test_useful_and_computed_work(examples, shape, padded, computed) -> None:
+    batch = collate(examples, shape, eos_id=0, pad_id=0, padded=padded)
+    assert work_of([batch] * 2, COST) == (6 * USEFUL if examples else 0, 6 * computed)
 
 
 def test_what_is_computed_again_counts_once_with_its_padding() -> None:
-    batch = collate(EXAMPLES, StaticShape(20, 9, 4), eos_id=0, pad_id=0)
+    batches = [collate(EXAMPLES, SHAPE, eos_id=0, pad_id=0)] * 2
     context = DistributedContext(0, 1, torch.device("cpu"))
     again = CostModel(frame=10, frame_pair=0, token=0, token_pair=0, token_frame=0)
-    assert (
-        StepCounts.from_batches([batch] * 2, context, False, StepCosts(COST)).recomputed_flops == 0
-    )
-    counts = StepCounts.from_batches(
-        [batch] * 2, context, False, StepCosts(COST, None, (again, None))
-    )
-    assert counts.recomputed_flops == 2 * 10 * 20
-    assert counts.work == (2 * work_of([batch], COST)[1],)
+    for recomputed, expected in ((None, 0), ((again, None), 2 * 10 * 20)):
+        costs = StepCosts(COST, None, recomputed)
+        counts = StepCounts.from_batches(batches, context, False, costs)
+        assert counts.recomputed_flops == expected
+        assert counts.work == (work_of(batches, COST)[1],)
 
 
 @pytest.mark.parametrize(
@@ -78,16 +71,13 @@ def test_what_is_computed_again_counts_once_with_its_padding() -> None:
         ("Tesla V100-SXM2-32GB", 125),
         ("NVIDIA B200", 2250),
         ("NVIDIA GB200", 2500),
+        ("Some Accelerator 3000", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
     ],
 )
-def test_peaks_by_name(name: str, tflops: float) -> None:
-    assert peak_of(name) == tflops * 1e12
-
-
-def test_what_has_no_known_peak() -> None:
-    assert peak_of("Some Accelerator 3000") is None
-    assert peak_of("NVIDIA H200 NVL") is None
-    assert peak_of("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
+def test_peaks_by_name(name: str, tflops: float | None) -> None:
+    assert peak_of(name) == (None if tflops is None else tflops * 1e12)
     assert peak_flops(torch.device("cpu")) is None
 
 

@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import safetensors.torch
 import torch
 
 from effasr import config as configuration
 from effasr.checkpoint import CheckpointError, load_model, read_description, resolve
+from effasr.data.manifest.reader import read
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
 from effasr.distributed.tensor_files import read_whole
 from effasr.evaluation.evaluate import evaluate
@@ -22,30 +24,10 @@ from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.trainer import run
 from tests.support.run_ranks import run_module
+from tests.training.conftest import LORA
 from tests.training.shortage import shortage
 
-LORA = LoRAConfig(rank=3, alpha=6.0, dropout=0.1, also_train=("*norm*", "ctc_head"))
 FAST = OptimizerConfig(lr=0.02)
-
-
-@pytest.fixture(scope="module")
-def base(tones, tmp_path_factory):
-    """A run of two steps, whose model is then adapted."""
-    return tmp_path_factory.mktemp("base")
-
-
-@pytest.fixture
-def make_lora_config(make_config, base):
-    if not (base / "base").exists():
-        config = make_config(name="base", output=str(base), training={"max_steps": 2})
-        assert run(replace(config, training=replace(config.training, ema_decay=None))) == 0
-
-    def make(lora: LoRAConfig = LORA, **settings):
-        data = {"tokenizer": ""} | settings.pop("data", {})
-        defaults = {"init_from": str(base / "base"), "lora": lora, "optimizer": FAST}
-        return make_config(data=data, **defaults | settings)
-
-    return make
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
@@ -69,33 +51,29 @@ def test_a_run_changes_what_it_is_to_and_publishes_merged_weights(
         assert torch.equal(after[name], value) != trained, name
     assert "M trained), 1 x cpu" in capsys.readouterr().err
     state = read_whole(resolve(tmp_path / "run") / "training")
-    own = [name for name in state if name.startswith("trained/")]
-    assert own
-    assert not any(name.endswith("_proj.weight") for name in own)
-    moments = [name for name in state if name.endswith("exp_avg")]
-    assert len(moments) == len(own)
-
-
-@pytest.mark.extended
-def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_lora_config, tmp_path) -> None:
-    assert run(make_lora_config(name="straight")) == 0
-    assert run(make_lora_config(training={"stop_at": 5})) == 0
-    assert run(make_lora_config()) == 0
-    ours, theirs = (load_file(tmp_path / name) for name in ("run", "straight"))
-    assert any(name.endswith("lora_a") for name in ours)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-    lines = [read_lines(tmp_path / name / "metrics.jsonl") for name in ("run", "straight")]
-    assert [line["loss"] for line in lines[0]] == [line["loss"] for line in lines[1]]
-
-
-def load_file(folder) -> dict[str, torch.Tensor]:
-    import safetensors.torch
-
-    newest = resolve(folder)
-    return safetensors.torch.load_file(newest / "model.safetensors") | read_whole(
-        newest / "training"
-    )
+    trained_names = [name for name in state if name.startswith("trained/")]
+    assert trained_names
+    assert not any(name.endswith("_proj.weight") for name in trained_names)
+    assert len([name for name in state if name.endswith("exp_avg")]) == len(trained_names)
+    # The next run begins with merged weights.
+    config = resolve_config(make_lora_config(name="next", init_from=str(tmp_path / "run")), None)
+    size = read_description(resolve(tmp_path / "run")).vocab_size
+    model = build.build_model(config, size, None, torch.device("cpu"))
+    with merged(model):
+        state = model.state_dict()
+        assert [name for name, value in after.items() if not torch.equal(state[name], value)] == []
+        # As it is decoded on a GPU.
+        assert model.decoder is not None
+        assert model.decoder.cast(torch.bfloat16).embed_tokens is not None
+    plain = build.build_model(replace(config, lora=None), size, None, torch.device("cpu"))
+    assert not adapters(plain)
+    # Checkpoints can be averaged.
+    paths = [tmp_path / "run" / "checkpoints" / f"step_{step:08d}" for step in (8, 12)]
+    first, second = (load_model(path).model.state_dict() for path in paths)
+    name = "encoder.layers.0.self_attn.qkv_proj.weight"
+    assert not torch.equal(first[name], second[name])
+    mean = average(paths).model.state_dict()[name]
+    torch.testing.assert_close(mean, (first[name] + second[name]) / 2)
 
 
 def test_validation_sees_what_the_checkpoint_gives(
@@ -117,44 +95,12 @@ def test_validation_sees_what_the_checkpoint_gives(
     assert seen[1].keys() == loaded.model.state_dict().keys()
     for name, value in loaded.model.state_dict().items():
         assert torch.equal(seen[1][name], value), name
-    from effasr.data.manifest.reader import read
-
     found = evaluate(loaded.model, loaded.tokenizer, list(read(data["validation"][0])))
     (_, line) = read_lines(tmp_path / "run" / "validation.jsonl")
     assert found.errors.wer == line["wer"]
 
 
-def test_the_next_run_begins_with_merged_weights(make_lora_config, tmp_path) -> None:
-    assert run(make_lora_config()) == 0
-    config = make_lora_config(name="next", init_from=str(tmp_path / "run"))
-    config = resolve_config(config, None)
-    size = read_description(resolve(tmp_path / "run")).vocab_size
-    model = build.build_model(config, size, None, torch.device("cpu"))
-    with merged(model):
-        state = model.state_dict()
-        for name, value in weights(tmp_path / "run").items():
-            assert torch.equal(state[name], value), name
-        # As it is decoded on a GPU.
-        assert model.decoder is not None
-        assert model.decoder.cast(torch.bfloat16).embed_tokens is not None
-    plain = build.build_model(replace(config, lora=None), size, None, torch.device("cpu"))
-    assert not adapters(plain)
-
-
-def test_checkpoints_can_be_averaged(make_lora_config, tmp_path) -> None:
-    assert run(make_lora_config()) == 0
-    folder = tmp_path / "run" / "checkpoints"
-    paths = [folder / f"step_{step:08d}" for step in (8, 12)]
-    mean = average(paths).model.state_dict()
-    first, second = (load_model(path).model.state_dict() for path in paths)
-    name = "encoder.layers.0.self_attn.qkv_proj.weight"
-    assert not torch.equal(first[name], second[name])
-    torch.testing.assert_close(mean[name], (first[name] + second[name]) / 2)
-
-
 def test_a_file_that_lacks_half_an_adapter_is_refused(make_lora_config, tmp_path) -> None:
-    import safetensors.torch
-
     assert run(make_lora_config(training={"max_steps": 1})) == 0
     path = resolve(tmp_path / "run")
     state = safetensors.torch.load_file(path / "model.safetensors")
@@ -207,34 +153,6 @@ def test_want_of_memory_is_made_good(
     assert (report.read()["finite"], report.read()["splits"]) == (1, 1)
 
 
-# Torch's tracer of autograd functions does so itself.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.extended
-def test_the_compiled_model_trains_alike(
-    make_lora_config, make_train_state, batches, base, monkeypatch
-) -> None:
-    compile_module = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module,
-        "compile",
-        lambda self, **options: compile_module(self, **options, backend="aot_eager"),
-    )
-    data, states = make_lora_config().data, []
-    for compiled in (False, True):
-        torch._dynamo.reset()
-        model, train_state = make_train_state(
-            training=LoopConfig(max_steps=20, compile=compiled),
-            lora=LORA,
-            init_from=str(base / "base"),
-            data=data,
-        )
-        train_step(train_state, batches[:2], 0)
-        states.append({name: x.clone() for name, x in model.state_dict().items()})
-    torch._dynamo.reset()
-    for name, tensor in states[0].items():
-        torch.testing.assert_close(states[1][name], tensor, msg=name)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "adpsgd"])
 @pytest.mark.extended
@@ -259,17 +177,20 @@ def test_runs_of_two_processes_publish_merged_weights(
     assert [line["step"] for line in lines] == [6]
 
 
-def test_what_cannot_be_is_refused(make_lora_config, make_config, tones) -> None:
-    with pytest.raises(ValueError, match=r"`training\.freeze` must be empty with `lora`"):
-        run(make_lora_config(training={"freeze": ("encoder",)}))
-    with pytest.raises(ValueError, match=r"`init_from` must be given with `lora`"):
-        run(make_config(lora=LORA))
-    with pytest.raises(ValueError, match=r"`lora\.targets` must not match ctc_head"):
-        run(make_lora_config(LoRAConfig(targets=("*",))))
+def test_error_messages(make_lora_config, make_config, tones) -> None:
     text = TextEncoderConfig(layers=1, heads=2, feed_forward=16)
     model = replace(make_config().model, text_encoder=text)
-    with pytest.raises(ValueError, match=r"`model\.text_encoder` must be in `lora\.also_train`"):
-        run(make_lora_config(model=model))
+    for config, message in (
+        (
+            make_lora_config(training={"freeze": ("encoder",)}),
+            "`training.freeze` must be empty with",
+        ),
+        (make_config(lora=LORA), "`init_from` must be given with `lora`"),
+        (make_lora_config(LoRAConfig(targets=("*",))), "`lora.targets` must not match ctc_head"),
+        (make_lora_config(model=model), "`model.text_encoder` must be in `lora.also_train`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(config)
     assert run(make_lora_config(training={"max_steps": 1})) == 0
     with pytest.raises(ValueError, match=r"`lora\.rank` must stay 3"):
         run(make_lora_config(replace(LORA, rank=4), training={"max_steps": 2}))

@@ -47,8 +47,11 @@ def test_the_newest_report_is_left_for_the_device_to_finish() -> None:
     meter = TrainingMetrics(CPU)
     meter.add(report(0, finite=False))
     assert meter.collect() == []
-    meter.add(report(1))
-    assert [left_out.step for left_out in meter.collect()] == [0]
+    assert not meter.stopping
+    meter.add(report(1, stopping=1))
+    # A request to stop reaches every rank by the counts, which are known at once.
+    assert meter.stopping
+    assert [skipped.step for skipped in meter.collect()] == [0]
     assert meter.collect(keep_pending=0) == []
 
 
@@ -80,14 +83,6 @@ def test_a_line_is_the_same_after_resuming_between_two_lines() -> None:
         meter.collect(keep_pending=0)
     first, second = meters[1].line(2, 0), resumed.line(2, 0)
     assert first | {"peak_memory_bytes": 0} == second | {"peak_memory_bytes": 0}
-
-
-def test_a_request_to_stop_reaches_every_rank_by_the_counts() -> None:
-    meter = TrainingMetrics(CPU)
-    meter.add(report(0))
-    assert not meter.stopping
-    meter.add(report(1, stopping=1))
-    assert meter.stopping
 
 
 def test_counts_survive_the_trip_over_the_device() -> None:

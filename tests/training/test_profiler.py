@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,44 +22,37 @@ def names_in(path: Path) -> list[str]:
         return [event.get("name", "") for event in json.load(file)["traceEvents"]]
 
 
-def record(capture: StepProfiler, numbers: range) -> None:
+def record(capture: StepProfiler, numbers: Sequence[int]) -> None:
     for number in numbers:
         with capture.step(number), ranges.range("step", number):
             torch.ones(2) @ torch.ones(2)
 
 
-@pytest.mark.parametrize("first", [0, 3])
-def test_kineto_records_the_wanted_steps_alone(tmp_path: Path, first: int) -> None:
-    capture = StepProfiler(ProfileConfig(tool="kineto", first_step=first, steps=2), CPU, tmp_path)
-    record(capture, range(8))
+@pytest.mark.parametrize(
+    ("first", "steps", "numbers", "recorded"),
+    [
+        (0, 2, range(8), 2),
+        (3, 2, range(8), 2),
+        # A run that ends early.
+        (2, 50, range(5), 3),
+        # A step that comes twice: a synchronization of learners has the number of the step after.
+        (2, 3, [*range(5), *range(4, 8)], 3),
+        # A run that goes on within the steps.
+        (2, 4, range(4, 9), 2),
+    ],
+)
+def test_kineto_records_the_configured_steps_alone(
+    tmp_path: Path, first: int, steps: int, numbers: Sequence[int], recorded: int
+) -> None:
+    config = ProfileConfig(tool="kineto", first_step=first, steps=steps)
+    capture = StepProfiler(config, CPU, tmp_path)
+    record(capture, numbers)
+    capture.close()
+    capture.close()
     names = names_in(tmp_path / "rank0.json.gz")
-    assert names.count("step") == 2
-    assert names.count("aten::dot") == 2
+    assert names.count("step") == names.count("aten::dot") == recorded
     assert ranges.range("a") is ranges.range("b")
     assert [path.name for path in tmp_path.iterdir()] == ["rank0.json.gz"]
-
-
-def test_a_run_that_ends_early_keeps_what_was_recorded(tmp_path: Path) -> None:
-    capture = StepProfiler(ProfileConfig(tool="kineto", first_step=2, steps=50), CPU, tmp_path)
-    record(capture, range(5))
-    capture.close()
-    capture.close()
-    assert names_in(tmp_path / "rank0.json.gz").count("step") == 3
-    assert ranges.range("a") is ranges.range("b")
-
-
-def test_a_step_that_comes_twice_is_recorded_once(tmp_path: Path) -> None:
-    """A synchronization of learners has the number of the step after it."""
-    capture = StepProfiler(ProfileConfig(tool="kineto", first_step=2, steps=3), CPU, tmp_path)
-    for numbers in (range(5), range(4, 8)):
-        record(capture, numbers)
-    assert names_in(tmp_path / "rank0.json.gz").count("step") == 3
-
-
-def test_a_run_that_goes_on_within_the_wanted_steps_records_the_rest(tmp_path: Path) -> None:
-    capture = StepProfiler(ProfileConfig(tool="kineto", first_step=2, steps=4), CPU, tmp_path)
-    record(capture, range(4, 9))
-    assert names_in(tmp_path / "rank0.json.gz").count("step") == 2
 
 
 def test_nothing_is_recorded_unless_asked_or_past_the_wanted_steps(tmp_path: Path) -> None:
@@ -126,31 +120,19 @@ def test_memory_is_written_at_the_end_and_when_it_runs_out(
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("fields", "message"),
     [
-        (ProfileConfig(memory=True), "`training.profile.memory` must be false without a GPU"),
-        (ProfileConfig(tool="nsys"), "`training.profile.tool` must be kineto or none without"),
+        ({"memory": True}, "`training.profile.memory` must be false without a GPU"),
+        ({"tool": "nsys"}, "`training.profile.tool` must be kineto or none without"),
+        ({"tool": "perf"}, "`tool` must be one of none, nsys, kineto, but is 'perf'"),
+        ({"steps": 0}, "`steps` must be at least 1, but is 0: tool=none"),
+        ({"first_step": -1}, "`first_step` must be at least 0"),
+        ({"ranges": "roctx"}, "`ranges` must be torch or nvtx"),
     ],
 )
-def test_what_needs_a_gpu_is_refused_without_one(
-    tmp_path: Path, config: ProfileConfig, message: str
-) -> None:
+def test_error_messages(tmp_path: Path, fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        StepProfiler(config, CPU, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("tool", "perf", "`tool` must be one of none, nsys, kineto, but is 'perf'"),
-        ("steps", 0, "`steps` must be at least 1, but is 0: tool=none"),
-        ("first_step", -1, "`first_step` must be at least 0"),
-        ("ranges", "roctx", "`ranges` must be torch or nvtx"),
-    ],
-)
-def test_wrong_values(field: str, value: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ProfileConfig(**{field: value})
+        StepProfiler(ProfileConfig(**fields), CPU, tmp_path)
 
 
 @pytest.mark.extended

@@ -1,6 +1,5 @@
 """One shape for every step: nothing is compiled twice, and nothing grows."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +13,7 @@ from effasr.data.collate import Example, collate
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
+from effasr.training.config import LoopConfig
 from effasr.training.step import train_step
 from effasr_kernels import PackedSequence
 
@@ -50,16 +50,7 @@ def make_model(config: ModelConfig) -> ASRModel:
     ).train()
 
 
-@pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-# Torch's tracer of autograd functions does so itself.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.usefixtures("_fresh_compiler", "without_onednn")
+@pytest.mark.usefixtures("eager_compiler", "without_onednn")
 def test_the_model_compiles_once_and_without_a_break(model_config) -> None:
     model = make_model(model_config)
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
@@ -78,6 +69,27 @@ def test_the_model_compiles_once_and_without_a_break(model_config) -> None:
 
 def _gradients(model: ASRModel) -> list[Tensor]:
     return [x.grad.clone() for x in model.parameters() if x.grad is not None]
+
+
+@pytest.mark.usefixtures("eager_compiler")
+@pytest.mark.extended
+@pytest.mark.parametrize("case", ["recomputed", "lora"])
+def test_the_compiled_step_is_that_of_the_model(
+    make_train_state, make_lora_config, batches, case
+) -> None:
+    """With dropout, and statistics that count a batch once."""
+    settings, states = {}, []
+    if case == "lora":
+        config = make_lora_config()
+        settings = {"lora": config.lora, "init_from": config.init_from, "data": config.data}
+    loop = {"max_steps": 20, "activation_checkpointing": case == "recomputed"}
+    for compiled in (False, True):
+        training = LoopConfig(compile=compiled, **loop)
+        model, train_state = make_train_state(training=training, **settings)
+        train_step(train_state, batches[:2], 0)
+        states.append({name: x.clone() for name, x in model.state_dict().items()})
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, msg=name)
 
 
 class Sizes(TorchDispatchMode):

@@ -118,17 +118,23 @@ def test_a_loss_that_is_not_finite_changes_nothing(make_train_state, batches, br
     assert any(not torch.equal(value, kept[n]) for n, value in train_state.average.average.items())
 
 
-def test_a_micro_batch_without_utterances_adds_nothing(make_train_state, batches) -> None:
-    """Such ones fill up a step that is short of utterances, so that no rank goes without."""
-    empty = collate([], StaticShape(60, 30, 4), eos_id=1, pad_id=0)
+@pytest.mark.parametrize(
+    ("shape", "padded"), [(StaticShape(60, 30, 4), False), (None, False), (None, True)]
+)
+def test_a_micro_batch_without_utterances_adds_nothing(
+    make_train_state, batches, shape, padded
+) -> None:
+    """It fills up a step that is short of utterances, or none of its audio could be read."""
+    empty = collate([], shape, eos_id=1, pad_id=0, padded=padded)
     (model, train_state), (reference, alone) = make_train_state(), make_train_state()
     report = train_step(train_state, [batches[0], empty], 0)
     train_step(alone, [batches[0]], 0)
     assert report.read()["finite"]
     torch.testing.assert_close(weights(model), weights(reference))
-    _, nobody = make_train_state()
-    figures = train_step(nobody, [empty], 0).read()
-    assert [figures[name] for name in LOSSES] == [0.0] * 5
+    if shape is not None:
+        _, nobody = make_train_state()
+        figures = train_step(nobody, [empty], 0).read()
+        assert [figures[name] for name in LOSSES] == [0.0] * 5
 
 
 def test_the_learning_rate_and_the_clip_are_obeyed(make_train_state, batches) -> None:

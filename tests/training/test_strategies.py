@@ -18,9 +18,8 @@ from effasr.training import trainer
 from effasr.training.checkpointing.resume import check_same_plan, check_same_ranks
 from effasr.training.config import TrainConfig
 from effasr.training.corpus import load_corpus
-from effasr.training.resolve import find_tokenizer
+from effasr.training.resolve import find_tokenizer, resolve_config
 from effasr.training.run_dir.run_directory import read_lines
-from effasr.training.step import train_step
 from effasr.training.trainer import run
 
 BASELINES = STRATEGIES[1:]
@@ -103,20 +102,6 @@ def test_padded_losses_are_those_of_real_targets_after_padding_by_hand(model_con
     assert (collate(examples, eos_id=1, pad_id=0, padded=True).targets != IGNORED).sum() == 13
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_micro_batch_without_utterances_adds_nothing_in_exact_sizes(
-    make_train_state, batches, padded
-) -> None:
-    """As where none of its audio could be read."""
-    empty = collate([], eos_id=1, pad_id=0, padded=padded)
-    (model, train_state), (reference, alone) = make_train_state(), make_train_state()
-    report = train_step(train_state, [batches[0], empty], 0)
-    train_step(alone, [batches[0]], 0)
-    assert report.read()["finite"]
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
 @pytest.mark.parametrize("strategy", ["random", "sync_bucketed_2d"])
 @pytest.mark.representative(strategy="random")
 def test_a_killed_run_of_a_baseline_goes_on_where_it_was(
@@ -172,12 +157,6 @@ def test_only_packed_goes_on_on_another_number_of_ranks() -> None:
     check_same_plan({"position": (3, 0), "plan": None}, lambda epoch: "abd")
 
 
-@pytest.mark.parametrize("name", ["cuda_graph", "compile"])
-def test_what_needs_one_shape_is_refused(make_config, name) -> None:
-    with pytest.raises(ValueError, match=rf"`training\.{name}` must be false .* = bucketed, whose"):
-        run(make_config(data=options("bucketed"), training={name: True}))
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -185,10 +164,14 @@ def test_what_needs_one_shape_is_refused(make_config, name) -> None:
         (["data.batch_size=4"], "`batch_size` must be left out for strategy packed"),
         (["data.strategy=bucketd"], "`data.strategy` must be one of .*'bucketd'"),
         (["data.strategy=random", "data.batch_size=0"], "`batch_size` must be greater than 0"),
+        *(
+            (["data.strategy=bucketed", f"training.{name}=true"], f"`training.{name}` must be fal")
+            for name in ("cuda_graph", "compile")
+        ),
     ],
 )
-def test_bad_settings_are_refused_by_the_configuration(make_config, tmp_path, overrides, message):
+def test_error_messages(make_config, tmp_path, overrides, message):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(configuration.dump(make_config()))
-    with pytest.raises(configuration.ConfigError, match=message):
-        configuration.load(TrainConfig, recipe, overrides)
+    with pytest.raises(ValueError, match=message):
+        resolve_config(configuration.load(TrainConfig, recipe, overrides), None)

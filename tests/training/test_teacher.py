@@ -1,54 +1,30 @@
 """A teacher that labels utterances without text inside training."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from effasr import checkpoint
 from effasr.data.batch import StaticShape
 from effasr.data.collate import Example, collate
 from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.distributed.process_group import DistributedContext
 from effasr.optim.ema import WeightAverage
 from effasr.training import build
-from effasr.training.config import LossConfig, TeacherConfig, TrainConfig
+from effasr.training.config import LossConfig, TeacherConfig
 from effasr.training.resolve import resolve_config
-from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
-from effasr.training.trainer import run
 from effasr.training.untranscribed.teacher import add_labels, averaged, emitted
 from effasr_kernels import PackedLayout, PackedSequence
 
 SHAPE = StaticShape(90, 60, 8)
-PLAIN = LossConfig(ctc_weight=0.5)
 
 
 @pytest.fixture
-def untranscribed(make_config, tones):
-    """Makes configurations whose training set has a text in every second line."""
-    rows = [json.loads(line) for line in (tones / "train.jsonl").read_text().splitlines()]
-    for row in rows[1::4]:
-        row["text"] = ""
-    for row in rows[3::4]:
-        del row["text"]
-    path = tones / "half.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def make(*, data: dict | None = None, training: dict | None = None, **settings) -> TrainConfig:
-        data = {"text": "optional", "train": str(path)} | (data or {})
-        training = {"teacher": TeacherConfig()} | (training or {})
-        return make_config(data=data, training=training, **{"loss": PLAIN} | settings)
-
-    return make
-
-
-@pytest.fixture
-def state(untranscribed):
+def state(make_with_teacher):
     """A model, its state, and a teacher whose weights are not those of the model."""
-    config = resolve_config(untranscribed(), None)
+    config = resolve_config(make_with_teacher(), None)
     model = build.build_model(config, 12, None, torch.device("cpu"))
     context = DistributedContext(0, 1, torch.device("cpu"))
     made = build.build_train_state(config, model, context)
@@ -189,30 +165,11 @@ def test_the_teacher_has_the_weights_of_the_average_without_a_copy(state) -> Non
     assert not teacher.ctc_head.weight.equal(before)
 
 
-@pytest.mark.extended
-def test_a_resumed_run_is_the_same_bit_by_bit(untranscribed, tmp_path) -> None:
-    training = {"max_steps": 6, "checkpoint_every": 2, "log_every": 3}
-    training["teacher"] = TeacherConfig(after_step=1)
-    assert run(untranscribed(name="whole", training=training)) == 0
-    assert run(untranscribed(name="parts", training={**training, "stop_at": 4})) == 0
-    assert run(untranscribed(name="parts", training=training)) == 0
-    one, other = (
-        checkpoint.load_model(tmp_path / name / "checkpoints/step_00000006").model.state_dict()
-        for name in ("whole", "parts")
-    )
-    assert all(one[name].equal(other[name]) for name in one)
-    lines = [list(read_lines(tmp_path / n / "metrics.jsonl")) for n in ("whole", "parts")]
-    names = ("step", "loss", "ctc", "teacher_utterances", "teacher_used", "teacher_confidence")
-    first, second = ([[line[n] for n in names] for line in every] for every in lines)
-    assert first == second
-    assert all(line["teacher_utterances"] > 0 for line in lines[0])
-
-
-def test_four_times_the_batch_keeps_the_same_average(untranscribed) -> None:
+def test_four_times_the_batch_keeps_the_same_average(make_with_teacher) -> None:
     """With the rule, a step of a fourfold batch moves the average as four steps do."""
 
     def average_of(**settings) -> WeightAverage:
-        config = resolve_config(untranscribed(**settings), None)
+        config = resolve_config(make_with_teacher(**settings), None)
         model = build.build_model(config, 12, None, torch.device("cpu"))
         context = DistributedContext(0, 1, torch.device("cpu"))
         average = build.build_train_state(config, model, context).average
@@ -237,16 +194,16 @@ def test_four_times_the_batch_keeps_the_same_average(untranscribed) -> None:
     assert shifted[2] < 0.4 * shifted[0]
 
 
-def test_settings_that_contradict_each_other(untranscribed, make_config, model_config) -> None:
-    cases = [
-        (untranscribed(training={"teacher": None}), r"`training\.teacher` must be given"),
-        (make_config(training={"teacher": TeacherConfig()}), r"`training\.teacher` must be given"),
-        (untranscribed(training={"ema_decay": None}), r"`training\.ema_decay` must be given"),
-        (untranscribed(training={"strategy": "fsdp2"}), r"`training\.strategy` must be ddp"),
-        (untranscribed(model=replace(model_config, ctc=False), loss=LossConfig()), r"`model\.ctc`"),
-        (untranscribed(loss=LossConfig(ctc_weight=0.0)), r"`loss\.ctc_weight` must be greater"),
-    ]
-    for config, message in cases:
+def test_error_messages(make_with_teacher, make_config, model_config) -> None:
+    without_ctc = {"model": replace(model_config, ctc=False), "loss": LossConfig()}
+    for config, message in (
+        (make_with_teacher(training={"teacher": None}), r"`training\.teacher` must be given"),
+        (make_config(training={"teacher": TeacherConfig()}), "`training.teacher` must be given"),
+        (make_with_teacher(training={"ema_decay": None}), "`training.ema_decay` must be given"),
+        (make_with_teacher(training={"strategy": "fsdp2"}), "`training.strategy` must be ddp"),
+        (make_with_teacher(**without_ctc), r"`model\.ctc`"),
+        (make_with_teacher(loss=LossConfig(ctc_weight=0.0)), "`loss.ctc_weight` must be greater"),
+    ):
         with pytest.raises(ValueError, match=message):
             resolve_config(config, None)
     for options in ({"after_step": -1}, {"min_confidence": 1.5}):

@@ -2,31 +2,26 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from effasr import config as configuration
 from effasr.checkpoint import load_model, resolve
 from effasr.data.config import DataConfig
 from effasr.data.index.text_corpus import TextCorpus
 from effasr.data.loader import Loader
 from effasr.data.manifest.pairs import pairs as read_pairs
-from effasr.data.mixture import MixConfig
 from effasr.data.prompt import Prompt
-from effasr.data.tokenizer import load_tokenizer, train_tokenizer
+from effasr.data.tokenizer import load_tokenizer
 from effasr.distributed.process_group import DistributedContext
 from effasr.evaluation.text_pairs import evaluate_pairs
 from effasr.evaluation.wer import count_errors
 from effasr.model.cost import cost_model, text_cost_model
-from effasr.model.text_encoder import TextEncoderConfig
 from effasr.nn.experts import ExpertsConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training import build
-from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
 from effasr.training.config import LoopConfig, TrainConfig
 from effasr.training.corpus import load_corpus
 from effasr.training.fault_tolerance.oom_recovery import split
@@ -36,47 +31,7 @@ from effasr.training.resolve import find_tokenizer, resolve_config
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.trainer import run
-from tests.support.run_ranks import run_module
-
-WORDS = {"low": "tief", "middle": "mittel", "high": "hoch", "top": "oben"}
-TEXT = TextEncoderConfig(layers=1, heads=2, feed_forward=32, residual_dropout=0.1)
-
-
-@pytest.fixture(scope="module")
-def pairs(tones, tmp_path_factory) -> Path:
-    """A folder with ``pairs.jsonl``, German to English, and the tokenizer of both."""
-    folder = tmp_path_factory.mktemp("pairs")
-    generator = np.random.default_rng(0)
-    rows, english, german = [], [], []
-    for _ in range(120):
-        words = generator.choice(list(WORDS), size=int(generator.integers(1, 6))).tolist()
-        english.append(" ".join(words))
-        german.append(" ".join(WORDS[word] for word in words))
-        languages = {"source_lang": "de", "target_lang": "en"}
-        rows.append(json.dumps({"source_text": german[-1], "text": english[-1]} | languages))
-    (folder / "pairs.jsonl").write_text("\n".join(rows) + "\n")
-    train_tokenizer({"en": english, "de": german}, folder / "tokenizer", vocab_size=30)
-    return folder
-
-
-@pytest.fixture
-def make_mixed(make_config, pairs, tones, model_config):
-    """Runs of three micro-batches of speech and one of text a step."""
-
-    def make(*, training: dict | None = None, data: dict | None = None, **settings) -> TrainConfig:
-        sources = {"speech": f"{tones}/train.jsonl", "text": f"{pairs}/pairs.jsonl"}
-        own = {
-            "train": (),
-            "mix": configuration.from_mapping(MixConfig, {"sources": sources}),
-            "tokenizer": f"{pairs}/tokenizer",
-            "frame_budget": 40,
-            "micro_batches": 4,
-            "text_share": 0.25,
-        }
-        model = replace(model_config, text_encoder=TEXT)
-        return make_config(data=own | (data or {}), training=training, model=model, **settings)
-
-    return make
+from tests.training.conftest import TEXT_ENCODER
 
 
 def test_a_toy_translation_is_learnt(pairs, model_config) -> None:
@@ -85,7 +40,7 @@ def test_a_toy_translation_is_learnt(pairs, model_config) -> None:
         model_config,
         encoder=replace(model_config.encoder, width=32),
         decoder=replace(model_config.decoder, width=32, feed_forward=64, residual_dropout=0.0),
-        text_encoder=replace(TEXT, feed_forward=64, residual_dropout=0.0),
+        text_encoder=replace(TEXT_ENCODER, feed_forward=64, residual_dropout=0.0),
     )
     config = TrainConfig(
         model=model,
@@ -120,8 +75,8 @@ def test_a_toy_translation_is_learnt(pairs, model_config) -> None:
     assert mistaken > 2 * right
 
 
-def test_speech_and_text_train_together(make_mixed, tmp_path, capsys) -> None:
-    assert run(make_mixed(training={"max_steps": 8})) == 0
+def test_speech_and_text_train_together(make_with_text, tmp_path, capsys) -> None:
+    assert run(make_with_text(training={"max_steps": 8})) == 0
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert all(np.isfinite(line["loss"]) and line["ctc"] > 0 for line in lines)
     rows = json.loads((tmp_path / "run" / "blend.json").read_text())["sources"]
@@ -134,29 +89,12 @@ def test_speech_and_text_train_together(make_mixed, tmp_path, capsys) -> None:
     assert "and 1 of text alone, each" in shown
     assert "tokens  utterances" in shown
     model = load_model(resolve(tmp_path / "run")).model
-    assert model.config.text_encoder == TEXT
+    assert model.config.text_encoder == TEXT_ENCODER
 
 
 @pytest.mark.extended
-def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_mixed, tmp_path) -> None:
-    straight, stopped = make_mixed(name="straight"), make_mixed(name="stopped")
-    assert run(straight) == 0
-    written = tmp_path / "written.yaml"
-    written.write_text(configuration.dump(stopped))
-    assert run(configuration.load(TrainConfig, written, ["training.stop_at=7"])) == 0
-    assert run(stopped) == 0
-    weights = [
-        load_model(RunCheckpoints(tmp_path / name / "checkpoints", 3).path(12)).model.state_dict()
-        for name in ("straight", "stopped")
-    ]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    blends = [(tmp_path / name / "blend.json").read_text() for name in ("straight", "stopped")]
-    assert blends[0] == blends[1]
-
-
-@pytest.mark.extended
-def test_a_step_is_the_same_on_any_number_of_ranks(make_mixed) -> None:
-    config = make_mixed()
+def test_a_step_is_the_same_on_any_number_of_ranks(make_with_text) -> None:
+    config = make_with_text()
     corpus = load_corpus(config, find_tokenizer(config, None), None)
     seen = []
     for size in (1, 2, 4):
@@ -186,8 +124,8 @@ def test_a_step_is_the_same_on_any_number_of_ranks(make_mixed) -> None:
     assert len(seen[0]) > 3
 
 
-def test_batches_of_each_kind_have_one_shape(make_mixed) -> None:
-    config = make_mixed()
+def test_batches_of_each_kind_have_one_shape(make_with_text) -> None:
+    config = make_with_text()
     corpus = load_corpus(config, find_tokenizer(config, None), None)
     shapes: dict[bool, set] = {False: set(), True: set()}
     for step in Loader(corpus, config.data, seed=3, pin_memory=False).steps():
@@ -198,8 +136,8 @@ def test_batches_of_each_kind_have_one_shape(make_mixed) -> None:
     assert [len(found) for found in shapes.values()] == [1, 1]
 
 
-def test_a_batch_without_memory_is_computed_in_parts(make_mixed) -> None:
-    config = make_mixed()
+def test_a_batch_without_memory_is_computed_in_parts(make_with_text) -> None:
+    config = make_with_text()
     corpus = load_corpus(config, find_tokenizer(config, None), None)
     assert corpus.text is not None
     whole = corpus.text.batch(corpus.text.plan(0, steps=3, micro_batches=1, seed=0).step(0)[0])
@@ -210,37 +148,15 @@ def test_a_batch_without_memory_is_computed_in_parts(make_mixed) -> None:
     assert whole.num_frames == parts[0].num_frames + parts[1].num_frames
 
 
-@pytest.fixture
-def make_text_alone(make_config, pairs, model_config):
-    """Runs of text pairs and nothing else."""
-
-    def make(*, training: dict | None = None, data: dict | None = None, **settings) -> TrainConfig:
-        own = {
-            "train": f"{pairs}/pairs.jsonl",
-            "validation": f"{pairs}/pairs.jsonl",
-            "tokenizer": f"{pairs}/tokenizer",
-            "frame_budget": 100,
-            "text_share": 1,
-        }
-        model = replace(model_config, text_encoder=TEXT, ctc=False)
-        settings = {"model": model, "loss": LossConfig()} | settings
-        return make_config(data=own | (data or {}), training=training, **settings)
-
-    return make
-
-
-def test_a_run_of_text_alone_validates_and_continues(make_text_alone, tmp_path) -> None:
+def test_a_run_of_text_alone_validates(make_text_alone, tmp_path) -> None:
     training = {"max_steps": 8, "validate_every": 8, "freeze": ("encoder",)}
-    assert run(make_text_alone(name="whole", training=training)) == 0
-    assert run(make_text_alone(name="parts", training=training | {"stop_at": 3})) == 0
-    assert run(make_text_alone(name="parts", training=training)) == 0
-    whole, parts = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
-    assert len(whole) == 8
-    assert [line["loss"] for line in parts] == [line["loss"] for line in whole]
-    assert all(line["tokens"] > 50 and line["audio_seconds"] == 0 for line in whole)
-    (validated,) = read_lines(tmp_path / "whole" / "validation.jsonl")
+    assert run(make_text_alone(training=training)) == 0
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert len(lines) == 8
+    assert all(line["tokens"] > 50 and line["audio_seconds"] == 0 for line in lines)
+    (validated,) = read_lines(tmp_path / "run" / "validation.jsonl")
     assert (validated["set"], validated["utterances"], validated["failed"]) == ("pairs", 120, 0)
-    loaded = load_model(resolve(tmp_path / "whole"))
+    loaded = load_model(resolve(tmp_path / "run"))
     assert (loaded.prompt.source, loaded.prompt.target) == ("de", "en")
 
 
@@ -253,7 +169,7 @@ def test_a_run_with_an_expert_for_each_source(
     manifest.write_text("".join(json.dumps(row) + "\n" for row in named))
     experts = ExpertsConfig(count=2, route="source", names=("rnnt", "ctc"))
     decoder = replace(model_config.decoder, experts=experts)
-    text = replace(TEXT, experts=experts)
+    text = replace(TEXT_ENCODER, experts=experts)
     model = replace(model_config, text_encoder=text, decoder=decoder, ctc=False)
     data = {"train": str(manifest), "validation": str(manifest)}
     training = {"max_steps": 4, "log_every": 4, "validate_every": 4}
@@ -308,59 +224,42 @@ def test_validation_on_text_counts_what_the_model_writes(make_text_alone, pairs)
     assert (len(failed.failures), failed.utterances) == (1, ())
 
 
-@pytest.mark.slow
-@pytest.mark.extended
-def test_two_ranks_have_the_loss_curve_of_one(make_mixed, tmp_path) -> None:
-    """Where the last micro-batch of one rank is speech, and that of the other text."""
-    training = {"max_steps": 10}
-    assert run(make_mixed(name="one", training=training)) == 0
-    recipe = tmp_path / "two.yaml"
-    recipe.write_text(configuration.dump(make_mixed(name="two", training=training)))
-    for done in run_module("effasr.train", str(recipe)):
-        assert done.returncode == 0, done.stderr
-    one, two = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
-    assert len(one) == 10
-    for name in ("loss", "cross_entropy", "ctc", "guided", "grad_norm", "tokens"):
-        assert [line[name] for line in two] == pytest.approx([line[name] for line in one], rel=1e-5)
-    blends = [(tmp_path / name / "blend.json").read_text() for name in ("one", "two")]
-    assert blends[0] == blends[1]
-
-
 @pytest.mark.parametrize(
     ("data", "model", "message"),
     [
         ({"text_share": None}, {}, r"`data\.text_share` must be given .* as .*pairs.jsonl is"),
         ({}, {"text_encoder": None}, r"`model\.text_encoder` must be given for text-only"),
-        (
-            {"mix": None, "train": "SPEECH"},
-            {},
-            r"`data\.text_share` must be null where no manifest is text-only, but is 0.25",
-        ),
-        (
-            {"mix": None, "train": "TEXT"},
-            {},
-            "`data.train` must name at least one manifest with audio.* data.text_share=1",
-        ),
+        ({"mix": None, "train": "SPEECH"}, {},
+         r"`data\.text_share` must be null where no manifest is text-only, but is 0.25"),
+        ({"mix": None, "train": "TEXT"}, {},
+         "`data.train` must name at least one manifest with audio.* data.text_share=1"),
         ({"text_share": 1}, {}, r"`data\.mix` must name text-only manifests where .*train.jsonl"),
-        (
-            {"mix": None, "train": "TEXT", "text_share": 1, "speed_perturbation": (0.9, 1.0)},
-            {},
-            "`data.speed_perturbation` must be left out where `data.text_share` is 1",
-        ),
+        ({"mix": None, "train": "TEXT", "text_share": 1, "speed_perturbation": (0.9, 1.0)}, {},
+         "`data.speed_perturbation` must be left out where `data.text_share` is 1"),
     ],
-)
-def test_text_needs_a_share_and_an_encoder(make_mixed, tones, pairs, data, model, message) -> None:
+)  # fmt: skip
+def test_error_messages(make_with_text, tones, pairs, data, model, message) -> None:
     paths = {"SPEECH": f"{tones}/train.jsonl", "TEXT": f"{pairs}/pairs.jsonl"}
     if "train" in data:
         data = data | {"train": paths[data["train"]]}
-    config = make_mixed(data=data)
+    config = make_with_text(data=data)
     config = replace(config, model=replace(config.model, **model))
     with pytest.raises(ValueError, match=message):
         load_corpus(config, load_tokenizer(pairs / "tokenizer"), None)
 
 
-def test_work_on_text_is_counted_by_the_text_encoder(make_mixed) -> None:
-    config = make_mixed()
+def test_a_graph_needs_one_shape_and_manifests_need_no_shares(
+    make_with_text, tones, pairs, tmp_path
+) -> None:
+    with pytest.raises(ValueError, match=r"`training.cuda_graph` must be false where `data.text_"):
+        resolve_config(make_with_text(training={"cuda_graph": True}), None)
+    paths = (f"{tones}/train.jsonl", f"{pairs}/pairs.jsonl")
+    assert run(make_with_text(data={"mix": None, "train": paths}, training={"max_steps": 3})) == 0
+    assert not (tmp_path / "run" / "blend.json").exists()
+
+
+def test_work_on_text_is_counted_by_the_text_encoder(make_with_text) -> None:
+    config = make_with_text()
     corpus = load_corpus(config, find_tokenizer(config, None), None)
     assert corpus.text is not None
     batch = corpus.text.batch(np.arange(2))
@@ -374,23 +273,13 @@ def test_work_on_text_is_counted_by_the_text_encoder(make_mixed) -> None:
         work_of([batch], cost)
 
 
-def test_what_is_recorded_has_one_shape(make_mixed) -> None:
-    with pytest.raises(ValueError, match=r"`training.cuda_graph` must be false where `data.text_"):
-        resolve_config(make_mixed(training={"cuda_graph": True}), None)
-
-
-def test_manifests_without_shares_may_be_text_as_well(make_mixed, tones, pairs, tmp_path) -> None:
-    paths = (f"{tones}/train.jsonl", f"{pairs}/pairs.jsonl")
-    config = make_mixed(data={"mix": None, "train": paths}, training={"max_steps": 3})
-    assert run(config) == 0
-    assert not (tmp_path / "run" / "blend.json").exists()
-
-
-def test_a_model_without_text_encoder_gets_one(make_mixed, make_config, pairs, tmp_path) -> None:
+def test_a_model_without_text_encoder_gets_one(
+    make_with_text, make_config, pairs, tmp_path
+) -> None:
     """Its weights are drawn, and all the others are those to begin with."""
     data = {"tokenizer": f"{pairs}/tokenizer"}
     assert run(make_config(name="base", data=data, training={"max_steps": 2})) == 0
-    config = make_mixed(init_from=str(tmp_path / "base"), data={"tokenizer": ""})
+    config = make_with_text(init_from=str(tmp_path / "base"), data={"tokenizer": ""})
     config = resolve_config(config, None)
     context = DistributedContext(0, 1, torch.device("cpu"))
     model = build.build_model(config, 30, None, context.device)

@@ -79,32 +79,31 @@ def test_a_run_writes_what_it_promises(make_config, tmp_path, capsys) -> None:
     assert capsys.readouterr().err.count("RTFx") == 4
 
 
-def test_utterances_that_cannot_be_used_are_listed(make_config, tmp_path) -> None:
-    data = {"min_duration": 0.5, "filters": FilterConfig(max_dropped=0.5)}
-    assert run(make_config(data=data, training={"max_steps": 1})) == 0
-    dropped = read_lines(tmp_path / "run" / "dropped.jsonl")
-    assert dropped
-    assert {line["reason"] for line in dropped} == {"too_short"}
-
-
-def test_a_filter_that_takes_too_much_stops_the_run_and_leaves_the_list(
-    make_config, tmp_path
+@pytest.mark.parametrize(
+    ("data", "count", "message"),
+    [
+        ({"min_duration": 0.5, "filters": FilterConfig(max_dropped=0.5)}, 14, None),
+        ({"min_duration": 0.5, "filters": FilterConfig(max_dropped=0.1)}, 14,
+         "too_short leaves out 14 of 40 .* listed in .*dropped"),
+        ({"min_duration": 0.5, "filters": FilterConfig(max_dropped=0.1), "frame_budget": "auto"},
+         14, "too_short leaves out 14 of 40 .* listed in .*dropped"),
+        ({"filters": FilterConfig(languages=("de",), max_dropped=1)}, 40,
+         "no utterance can be .* All are listed in .*dropped"),
+    ],
+)  # fmt: skip
+def test_utterances_that_cannot_be_used_are_listed(
+    make_config, tmp_path, data, count, message
 ) -> None:
-    data = {"min_duration": 0.5, "filters": FilterConfig(max_dropped=0.1)}
-    with pytest.raises(ValueError, match=r"too_short leaves out 14 of 40 .* listed in .*dropped"):
-        run(make_config(data=data, training={"max_steps": 1}))
-    assert len(read_lines(tmp_path / "run" / "dropped.jsonl")) == 14
-    automatic = data | {"frame_budget": "auto", "token_budget": None, "max_sequences": None}
-    with pytest.raises(ValueError, match=r"too_short leaves out 14 of 40 .* listed in .*dropped"):
-        run(make_config(name="auto", data=automatic, training={"max_steps": 1}))
-    assert len(read_lines(tmp_path / "auto" / "dropped.jsonl")) == 14
-
-
-def test_a_filter_that_leaves_nothing_leaves_the_list(make_config, tmp_path) -> None:
-    data = {"filters": FilterConfig(languages=("de",), max_dropped=1)}
-    with pytest.raises(ValueError, match=r"no utterance can be .* All are listed in .*dropped"):
-        run(make_config(data=data, training={"max_steps": 1}))
-    assert len(read_lines(tmp_path / "run" / "dropped.jsonl")) == 40
+    """Also where a filter takes too much, and stops the run."""
+    config = make_config(data=data, training={"max_steps": 1})
+    if message is None:
+        assert run(config) == 0
+    else:
+        with pytest.raises(ValueError, match=message):
+            run(config)
+    dropped = read_lines(tmp_path / "run" / "dropped.jsonl")
+    assert len(dropped) == count
+    assert count > 14 or {line["reason"] for line in dropped} == {"too_short"}
 
 
 def test_audio_that_proves_unreadable_is_left_out_and_listed(make_config, tones, tmp_path) -> None:
@@ -130,6 +129,9 @@ def test_a_finished_run_has_nothing_left_to_do(make_config, tmp_path, monkeypatc
     assert run(make_config(training={"max_steps": 2})) == 0
     monkeypatch.setattr(trainer, "train_step", None)
     assert run(make_config(training={"max_steps": 2})) == 0
+    # A bad validation is refused before training.
+    with pytest.raises(ValueError, match="no such file"):
+        run(make_config(name="other", data={"validation": str(tmp_path / "missing.jsonl")}))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -193,27 +195,27 @@ def test_nan_can_be_skipped(make_config, tmp_path, monkeypatch) -> None:
 
 
 def test_a_run_goes_on_only_as_the_run_it_was(make_config, tmp_path, tones, caplog) -> None:
-    short = {"max_steps": 2}
-    assert run(make_config(training=short)) == 0
-    with pytest.raises(ValueError, match=r"`data\.frame_budget` must stay 60.* but is 61"):
-        run(make_config(data={"frame_budget": 61}))
-    with pytest.raises(ValueError, match=r"`seed` must stay 3.* training\.restart=true"):
-        run(make_config(seed=4))
-    with pytest.raises(ValueError, match=r"`data\.train` must hold the same utterances"):
-        run(make_config(data={"train": str(tones / "test.jsonl")}))
+    assert run(make_config(training={"max_steps": 2})) == 0
     train_tokenizer({"en": ["a b c d e f g h"]}, tmp_path / "other", vocab_size=24)
-    with pytest.raises(ValueError, match=r"`data\.tokenizer` must stay .* has other pieces"):
-        run(make_config(data={"tokenizer": str(tmp_path / "other")}))
-    with pytest.raises(ValueError, match="nowhere"):
-        run(make_config(data={"tokenizer": str(tmp_path / "nowhere")}))
     shutil.copytree(tones / "tokenizer", tmp_path / "moved")
+    for change, message in (
+        ({"data": {"frame_budget": 61}}, r"`data\.frame_budget` must stay 60.* but is 61"),
+        ({"seed": 4}, r"`seed` must stay 3.* training\.restart=true"),
+        ({"data": {"train": f"{tones}/test.jsonl"}}, "`data.train` must hold the same utterances"),
+        ({"data": {"tokenizer": f"{tmp_path}/other"}}, "`data.tokenizer` must stay .* has other"),
+        ({"data": {"tokenizer": f"{tmp_path}/nowhere"}}, "nowhere"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(make_config(**change))
     moved = {"tokenizer": str(tmp_path / "moved")}
     assert run(make_config(data=moved, training={"max_steps": 3})) == 0
     assert "training.max_steps: 2 -> 3" in caplog.text
     assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
-    assert run(make_config(seed=4, training=short | {"restart": True})) == 0
+    # A run that met bad audio can go on without it.
+    assert run(make_config(data={"on_bad_audio": "skip"}, training={"max_steps": 4})) == 0
+    assert run(make_config(seed=4, training={"max_steps": 2, "restart": True})) == 0
     assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
-    assert checkpoint_steps(tmp_path / "run.old-1") == [2, 3]
+    assert checkpoint_steps(tmp_path / "run.old-1") == [2, 3, 4]
     assert "restart: false" in (tmp_path / "run" / "config.yaml").read_text()
 
 
@@ -256,11 +258,6 @@ def test_validation_is_that_of_evaluate_and_chooses_the_best(
     assert again["words"] == lines[1]["words"] > 0
     for name in ("wer.json", "hypotheses.jsonl"):
         assert (folder / "evaluation" / "test" / name).is_file()
-
-
-def test_a_bad_validation_is_refused_before_training(make_config, tmp_path) -> None:
-    with pytest.raises(ValueError, match="no such file"):
-        run(make_config(data={"validation": str(tmp_path / "missing.jsonl")}))
 
 
 def test_fine_tuning_begins_with_the_model_that_is_given(make_config, tmp_path) -> None:
@@ -317,11 +314,6 @@ def test_the_best_is_marked_even_if_the_run_was_killed_before(
     assert run(make_config(data=data, training=training)) == 0
     assert checkpoint_steps(tmp_path / "run") == [4, 12]
     assert resolve(tmp_path / "run").name == "step_00000004"
-
-
-def test_a_run_that_met_bad_audio_can_go_on_without_it(make_config, tmp_path) -> None:
-    assert run(make_config(training={"max_steps": 2})) == 0
-    assert run(make_config(data={"on_bad_audio": "skip"}, training={"max_steps": 4})) == 0
 
 
 @pytest.mark.extended

@@ -1,13 +1,10 @@
 """A transducer is trained, stopped, resumed and validated like any model."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from effasr.checkpoint import load_model, resolve
 from effasr.cli.main import main
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.model.asr import ASRModel
@@ -17,13 +14,13 @@ from effasr.training.loss import LossConfig
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.trainer import run
+from tests.training.test_exactness import assert_same_end
 from tests.training.test_static import Sizes, make_batch
 
 HEADS = {
     "lstm": TransducerConfig(width=12, joint=12, dropout=0.1),
     "stateless": TransducerConfig(predictor="stateless", width=12, joint=12, dropout=0.1),
 }
-MEASURED = {"data_wait_s", "step_s", "useful_tflops", "peak_memory_bytes"}
 
 
 @pytest.fixture(params=HEADS)
@@ -31,16 +28,7 @@ def hybrid(request, model_config: ModelConfig) -> ModelConfig:
     return replace(model_config, decoder=None, ctc=True, transducer=HEADS[request.param])
 
 
-@pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-# Torch's tracer of autograd functions does so itself.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.usefixtures("_fresh_compiler", "without_onednn")
+@pytest.mark.usefixtures("eager_compiler", "without_onednn")
 @pytest.mark.representative(hybrid="lstm")
 @pytest.mark.extended
 def test_the_model_compiles_once_and_without_a_break(hybrid: ModelConfig) -> None:
@@ -96,31 +84,18 @@ def test_steps_are_finite_and_bring_the_loss_down(make_train_state, hybrid, batc
     assert later[-1]["transducer"] < first["transducer"]
 
 
-def metrics(folder: Path) -> list[dict]:
-    lines = read_lines(folder / "metrics.jsonl")
-    return [{name: line[name] for name in line.keys() - MEASURED} for line in lines]
-
-
 @pytest.mark.representative(hybrid="lstm")
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     make_config, tmp_path, hybrid, tones, capsys
 ) -> None:
-    settings = {
-        "model": hybrid,
-        "loss": LossConfig(),
-        "data": {"validation": str(tones / "test.jsonl")},
-    }
+    data = {"validation": str(tones / "test.jsonl")}
+    settings = {"model": hybrid, "loss": LossConfig(), "data": data}
     assert run(make_config(name="straight", **settings)) == 0
     assert run(make_config(name="stopped", training={"stop_at": 5}, **settings)) == 0
     assert run(make_config(name="stopped", **settings)) == 0
-    assert metrics(tmp_path / "straight") == metrics(tmp_path / "stopped")
-    line = metrics(tmp_path / "straight")[-1]
+    assert_same_end(tmp_path / "straight", tmp_path / "stopped", 12)
+    line = read_lines(tmp_path / "straight" / "metrics.jsonl")[-1]
     assert line["loss"] == pytest.approx(0.3 * line["ctc"] + 0.7 * line["transducer"], rel=1e-4)
-    first, second = (
-        load_model(resolve(tmp_path / name / "checkpoints" / "step_00000012")).model.state_dict()
-        for name in ("straight", "stopped")
-    )
-    assert all(torch.equal(first[name], second[name]) for name in first)
     capsys.readouterr()
     for options in ([], ["--beam", "2"], ["--method", "ctc"]):
         command = ["--run", str(tmp_path / "straight"), "--manifest", str(tones / "test.jsonl")]

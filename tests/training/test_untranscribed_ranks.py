@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
@@ -129,32 +129,24 @@ def test_two_ranks_with_compiled_layers_make_the_steps_of_one() -> None:
     check_ranks(compiled, size=2, limit_s=240)
 
 
-# Torch's tracer instantiates autograd functions, and looks at the gradients of all inputs.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.usefixtures("eager_compiler")
 @pytest.mark.extended
-def test_a_compiled_step_is_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    compiled = partial(nn.Module.compile, backend="aot_eager")
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled(self, **options))
-    context, results = DistributedContext(0, 1, torch.device("cpu")), []
-    for is_compiled in (False, True):
-        model, state = make(pretraining(compile=is_compiled), context)
-        values = train(state, slice(None), pretrain=True)
-        results.append([torch.tensor(values), *(p.detach() for p in model.parameters())])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+def test_a_compiled_step_is_that_step() -> None:
+    assert_alike(pretraining(), pretraining(compile=True))
 
 
 def test_a_recorded_step_is_that_step() -> None:
-    context = DistributedContext(0, 1, torch.device("cpu"))
-    for config, pretrain in ((pretraining(), True), (teaching(), False)):
-        results = []
-        for is_recorded in (False, True):
-            model, state = make(config, context)
-            if is_recorded:
-                state = graphed(model, state)
-            values = train(state, slice(None), pretrain=pretrain)
-            results.append([torch.tensor(values), *(p.detach() for p in model.parameters())])
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for config in (pretraining(), teaching()):
+        assert_alike(config, config, recorded=True)
+
+
+def assert_alike(config: TrainConfig, other: TrainConfig, *, recorded: bool = False) -> None:
+    context, results = DistributedContext(0, 1, torch.device("cpu")), []
+    for settings, is_recorded in ((config, False), (other, recorded)):
+        model, state = make(settings, context)
+        if is_recorded:
+            state = graphed(model, state)
+        values = train(state, slice(None), pretrain=model.best_rq is not None)
+        results.append([torch.tensor(values), *(p.detach() for p in model.parameters())])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

@@ -80,20 +80,18 @@ def test_known_pieces_keep_their_weights_and_others_are_initialised(
         assert torch.equal(value[new.vocab_size :], theirs[name][old.vocab_size :])
 
 
-def test_the_same_tokenizer_changes_nothing(start, tones, make_config) -> None:
+def test_the_same_tokenizer_changes_nothing(start, other, tones, make_config) -> None:
     model, folder = start
     settings = {"init_from": str(folder), "model": model.config}
     for tokenizer in ("", str(tones / "tokenizer")):
         config = make_config(**settings, data={"tokenizer": tokenizer})
         found = build.build_model(config, model.vocab_size, None, CPU).state_dict()
         assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
-
-
-def test_a_piece_of_two_languages_stays_where_it_is(other) -> None:
-    tokenizer = load_tokenizer(other)
-    pieces = tokenizer.pieces()
+    # A piece of two languages stays where it is.
+    of_two = load_tokenizer(other)
+    pieces = of_two.pieces()
     assert len(set(pieces)) < len(pieces)
-    assert shared_pieces(tokenizer, tokenizer) == {n: n for n in range(len(pieces))}
+    assert shared_pieces(of_two, of_two) == {n: n for n in range(len(pieces))}
 
 
 def test_a_run_goes_on_with_the_new_tokenizer(make_config, other, tmp_path, caplog) -> None:

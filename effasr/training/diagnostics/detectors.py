@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -85,8 +86,22 @@ def _log_placements(frames: int, tokens: int, emitted: float) -> float:
     return ways + tokens * math.log(emitted) + blanks
 
 
-class CTCPlateau:
+class Detector:
+    # Attributes that a checkpoint has.
+    STATE: tuple[str, ...] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: copy(getattr(self, f"_{name}")) for name in self.STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self.STATE:
+            setattr(self, f"_{name}", copy(state[name]))
+
+
+class CTCPlateau(Detector):
     """Compares the running average of the CTC loss with the loss without audio."""
+
+    STATE = ("average",)
 
     SHARE = 0.9
     """Share of the loss without audio below which the model counts as using the audio."""
@@ -148,14 +163,8 @@ class CTCPlateau:
             return f"set model.encoder.subsampling=4, or {vocabulary}, and begin anew."
         return f"{vocabulary}, and begin anew."
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"average": self._average}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._average = state["average"]
-
-
-class Blanks:
+class Blanks(Detector):
     """Detects CTC heads and transducers that emit hardly anything but blanks."""
 
     LEAST_EMITTED = 0.1
@@ -188,7 +197,7 @@ class Blanks:
         return None
 
 
-class AudioUse:
+class AudioUse(Detector):
     """Compares the decoder's cross-entropy with that for other utterances' encoder output.
 
     A decoder that uses the audio becomes much worse with other speech. A language model over
@@ -250,7 +259,7 @@ def _has_run(units: Sequence[str], *, longest: int, least: int = 0) -> bool:
     return False
 
 
-class Repetition:
+class Repetition(Detector):
     """Checks the share of hypotheses that loop."""
 
     LEAST_SHARE = 0.05
@@ -282,8 +291,10 @@ class Repetition:
         )
 
 
-class ErrorBalance:
+class ErrorBalance(Detector):
     """Detects error rates that are mostly insertions, or mostly deletions."""
+
+    STATE = ("streaks",)
 
     LEAST_SHARE = 0.15
     """Least share of the words that are errors of the more frequent kind."""
@@ -341,15 +352,11 @@ class ErrorBalance:
             "check that texts have no more than is spoken."
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"streaks": dict(self._streaks)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._streaks = dict(state["streaks"])
-
-
-class StuckErrorRate:
+class StuckErrorRate(Detector):
     """Detects a word error rate that stays near 100 %."""
+
+    STATE = ("rates",)
 
     STUCK = 0.9
     PROGRESS = 0.05
@@ -377,19 +384,15 @@ class StuckErrorRate:
             "trained model (init_from).",
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"rates": list(self._rates)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rates = list(state["rates"])
-
-
-class Overfitting:
+class Overfitting(Detector):
     """Compares losses and error rate with those at the lowest validation loss.
 
     The condition holds if ``validations`` validations have followed the lowest loss, the loss is
     above it, no error rate since was better, and the training loss has fallen.
     """
+
+    STATE = ("lowest", "since", "is_better")
 
     RISE = 0.01
     """Least relative rise of the validation loss above its minimum."""
@@ -397,7 +400,7 @@ class Overfitting:
     def __init__(self, config: DiagnosticsConfig) -> None:
         self._count = config.validations
         # Validation loss, training loss and error rate.
-        self._lowest: tuple[float, float, float] | None = None
+        self._lowest: list[float] | None = None
         self._since = 0
         self._is_better = False
 
@@ -413,7 +416,7 @@ class Overfitting:
         if math.isnan(rate) or not math.isfinite(dev):
             return None
         if self._lowest is None or dev < self._lowest[0]:
-            self._lowest, self._since, self._is_better = (dev, train, rate), 0, False
+            self._lowest, self._since, self._is_better = [dev, train, rate], 0, False
             return None
         lowest, lowest_train, lowest_rate = self._lowest
         self._since += 1
@@ -430,12 +433,3 @@ class Overfitting:
             "data.speed_perturbation=[0.9,1.0,1.1], with dropout "
             "(model.encoder.residual_dropout=0.1) or with a smaller model.",
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        lowest = None if self._lowest is None else list(self._lowest)
-        return {"lowest": lowest, "since": self._since, "is_better": self._is_better}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        lowest = state["lowest"]
-        self._lowest = None if lowest is None else (lowest[0], lowest[1], lowest[2])
-        self._since, self._is_better = state["since"], state["is_better"]

@@ -168,7 +168,7 @@ class Diagnostics:
 
     def _stateful(self) -> dict[str, Any]:
         detectors = {"ctc_plateau": self._plateau, **self._detectors}
-        return {name: part for name, part in detectors.items() if hasattr(part, "state_dict")}
+        return {name: part for name, part in detectors.items() if part is not None and part.STATE}
 
 
 def build_diagnostics(
