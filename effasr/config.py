@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from effasr.untrusted.documents import parse_yaml, read_yaml
-from effasr.untrusted.yaml_text import NUMBER, dump_yaml
+from effasr.untrusted.documents import NUMBER, dump_yaml, parse_yaml, read_yaml
 
 T = TypeVar("T")
 

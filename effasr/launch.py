@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
-from effasr.untrusted.streams import open_standard_streams
+from effasr.untrusted.display import open_standard_streams
 
 _ELASTIC = "torch.distributed.elastic"
 

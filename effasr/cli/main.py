@@ -38,10 +38,13 @@ from effasr.cli.installation import completion, doctor, recipes
 from effasr.cli.options import print_line
 from effasr.cli.second_pass import correction_data, tune
 from effasr.cli.untranscribed import label
-from effasr.untrusted.display import TerminalFormatter, escape_controls, escape_line, fold
-from effasr.untrusted.streams import (
+from effasr.untrusted.display import (
     STANDARD_OUTPUT,
+    TerminalFormatter,
     discard_standard_output,
+    escape_controls,
+    escape_line,
+    fold,
     open_standard_streams,
 )
 

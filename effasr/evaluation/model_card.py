@@ -15,9 +15,8 @@ from effasr.data.checksums import sha256
 from effasr.evaluation.result import SUMMARY, read_summary, set_name
 from effasr.evaluation.tables import percent
 from effasr.untrusted.display import escape_line
-from effasr.untrusted.documents import WRONG_VALUES, read_yaml
+from effasr.untrusted.documents import WRONG_VALUES, dump_yaml, read_yaml
 from effasr.untrusted.files import read_text
-from effasr.untrusted.yaml_text import dump_yaml
 
 _log = logging.getLogger(__name__)
 

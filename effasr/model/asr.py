@@ -181,25 +181,20 @@ class ASRModel(nn.Module):
             sigma = guided_sigma if is_speech else None
             hidden, penalty = self.decode(batch.tokens, encoded, guided_sigma=sigma)
             passed.append(hidden)
-            with ranges.range("cross_entropy"):
-                cross_entropy = linear_cross_entropy(
-                    hidden,
-                    self.decoder.output_weight,
-                    batch.targets,
-                    bias=self.decoder.output_bias,
-                    label_smoothing=label_smoothing,
-                    # `gather_losses` uses the sum; per utterance it has no gradient.
-                    uniform_gradient=True,
-                )
+            cross_entropy = _cross_entropy(self.decoder, hidden, batch, label_smoothing)
         losses = gather_losses(
             batch, cross_entropy=cross_entropy, ctc=ctc, transducer=transducer, penalty=penalty
         )
-        losses = replace(losses, router=self._router_loss(lambda: (batch.targets != IGNORED).sum()))
-        # An operation on an empty batch may leave its weights out of the graph, but the processes
-        # of a group wait for the gradient of every parameter.
         idle: list[Tensor] = list(self._idle(is_speech))
         if is_empty(batch.frames, batch.tokens.layout):
             idle = [*self.parameters(), *passed]
+        return self._reaching(idle, losses, batch)
+
+    def _reaching(self, idle: list[Tensor], losses: Losses, batch: Batch) -> Losses:
+        """Losses with those of routers, whose backward also gives idle parameters a gradient."""
+        losses = replace(losses, router=self._router_loss(lambda: (batch.targets != IGNORED).sum()))
+        # An operation on an empty batch may leave its weights out of the graph, but the processes
+        # of a group wait for the gradient of every parameter.
         if idle:
             reached = touch_unused_parameters(losses.cross_entropy, idle)
             losses = replace(losses, cross_entropy=reached)
@@ -209,28 +204,14 @@ class ASRModel(nn.Module):
         model = self.language_model
         assert model is not None
         hidden = self.converse(batch)
-        with ranges.range("cross_entropy"):
-            cross_entropy = linear_cross_entropy(
-                hidden,
-                model.output_weight,
-                batch.targets,
-                bias=model.output_bias,
-                label_smoothing=label_smoothing,
-                # `gather_losses` uses the sum; per utterance it has no gradient.
-                uniform_gradient=True,
-            )
-        losses = gather_losses(batch, cross_entropy=cross_entropy)
-        losses = replace(losses, router=self._router_loss(lambda: (batch.targets != IGNORED).sum()))
+        cross_entropy = _cross_entropy(model, hidden, batch, label_smoothing)
         without_speech = isinstance(batch, ConversationBatch) and is_empty(batch.clip_frames)
         idle: list[Tensor] = []
         if is_empty(batch.tokens.layout):
             idle = [*self.parameters(), hidden]
         elif without_speech:
             idle = [*self.encoder.parameters(), *model.adapter.parameters()]
-        if idle:
-            reached = touch_unused_parameters(losses.cross_entropy, idle)
-            losses = replace(losses, cross_entropy=reached)
-        return losses
+        return self._reaching(idle, gather_losses(batch, cross_entropy=cross_entropy), batch)
 
     def converse(self, batch: Batch) -> Tensor:
         """Hidden states of the language model over whole conversations: (U, width)."""
@@ -352,3 +333,18 @@ class ASRModel(nn.Module):
         if self.projection is None:
             return encoded
         return encoded.with_values(self.projection(encoded.values))
+
+
+def _cross_entropy(
+    head: Decoder | LanguageModel, hidden: Tensor, batch: Batch, label_smoothing: float
+) -> Tensor:
+    with ranges.range("cross_entropy"):
+        return linear_cross_entropy(
+            hidden,
+            head.output_weight,
+            batch.targets,
+            bias=head.output_bias,
+            label_smoothing=label_smoothing,
+            # `gather_losses` uses the sum; per utterance it has no gradient.
+            uniform_gradient=True,
+        )

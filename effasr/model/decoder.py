@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effasr import ranges
-from effasr.model.checks import check, check_positive, check_probabilities
+from effasr.model.checks import check, check_choices, check_dropouts, check_positive
 from effasr.nn.attention import CrossAttention, SelfAttention
 from effasr.nn.cache.contiguous import CacheSizes
 from effasr.nn.cache.decoder_state import DecoderState, KeysValues
@@ -93,15 +93,8 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "width", "layers", "heads", "feed_forward", "max_positions")
-        check_probabilities(
-            self, "input_dropout", "residual_dropout", "activation_dropout", "attention_dropout"
-        )
-        for name, choices in (
-            ("positions", ("sinusoidal", "learned")),
-            ("activation", ("relu", "gelu")),
-        ):
-            value = getattr(self, name)
-            check(value in choices, name, f"be one of {', '.join(choices)}", repr(value))
+        check_dropouts(self)
+        check_choices(self, positions=("sinusoidal", "learned"), activation=("relu", "gelu"))
         for name in ("suppress", "begin_suppress"):
             least = min(getattr(self, name), default=0)
             check(least >= 0, name, "be token ids, at least 0", least)

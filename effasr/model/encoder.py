@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from effasr import ranges
 from effasr.data.features.log_mel import MelFrames
-from effasr.model.checks import check, check_positive, check_probabilities
+from effasr.model.checks import check, check_choices, check_dropouts, check_positive
 from effasr.nn.attention import RelativeSelfAttention, SelfAttention
 from effasr.nn.convolution import ConformerConvolution
 from effasr.nn.experts import (
@@ -109,14 +109,7 @@ class FastConformerConfig:
         check_positive(
             self, "width", "layers", "heads", "feed_forward", "conv_kernel", "subsampling_channels"
         )
-        check_probabilities(
-            self,
-            "input_dropout",
-            "residual_dropout",
-            "activation_dropout",
-            "attention_dropout",
-            "position_dropout",
-        )
+        check_dropouts(self)
         rule = f"be a multiple of 2 and of heads = {self.heads}"
         check(self.width % 2 == self.width % self.heads == 0, "width", rule, self.width)
         check(
@@ -127,12 +120,9 @@ class FastConformerConfig:
             "8 gives frames of 80 ms, 4 of 40 ms",
         )
         check(self.conv_kernel % 2 == 1, "conv_kernel", "be odd", self.conv_kernel)
-        for name, choices in (
-            ("position", ("relative", "rotary", "none")),
-            ("conv_norm", ("batch_norm", "layer_norm")),
-        ):
-            value = getattr(self, name)
-            check(value in choices, name, f"be one of {', '.join(choices)}", repr(value))
+        check_choices(
+            self, position=("relative", "rotary", "none"), conv_norm=("batch_norm", "layer_norm")
+        )
         positions = self.input_positions
         check(positions >= 0, "input_positions", "be at least 0", positions)
         if self.max_frames is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effasr.model.checks import check, check_positive, check_probabilities
+from effasr.model.checks import check, check_dropouts, check_positive
 from effasr.nn.experts import ExpertsConfig, named_groups
 from effasr.nn.positions import decoder_sinusoids
 from effasr.nn.residual import residual_stream
@@ -45,9 +45,7 @@ class TextEncoderConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "layers", "heads", "feed_forward")
-        check_probabilities(
-            self, "input_dropout", "residual_dropout", "activation_dropout", "attention_dropout"
-        )
+        check_dropouts(self)
 
     def check_width(self, width: int) -> None:
         divides = width % self.heads == 0

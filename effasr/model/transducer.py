@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from effasr.model.checks import check, check_positive, check_probabilities
+from effasr.model.checks import check, check_choices, check_dropouts, check_positive
 from effasr.nn.linear import Linear
 from effasr.nn.predictor import LSTMPredictor, PredictorState, StatelessPredictor
 from effasr_kernels import PackedSequence, transducer_loss
@@ -48,14 +48,9 @@ class TransducerConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "width", "layers", "context", "joint")
-        check_probabilities(self, "dropout")
+        check_dropouts(self)
         check(self.fastemit >= 0, "fastemit", "be at least 0", self.fastemit)
-        for name, choices in (
-            ("predictor", ("lstm", "stateless")),
-            ("activation", ("relu", "tanh")),
-        ):
-            value = getattr(self, name)
-            check(value in choices, name, f"be one of {', '.join(choices)}", repr(value))
+        check_choices(self, predictor=("lstm", "stateless"), activation=("relu", "tanh"))
         self._check_durations()
 
     def _check_durations(self) -> None:

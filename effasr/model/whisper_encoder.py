@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from effasr import ranges
 from effasr.data.features.log_mel import MelFrames
-from effasr.model.checks import check, check_positive, check_probabilities
+from effasr.model.checks import check, check_dropouts, check_positive
 from effasr.nn.positions import whisper_sinusoids
 from effasr.nn.residual import residual_stream
 from effasr.nn.stack import run_layers
@@ -64,9 +64,7 @@ class WhisperEncoderConfig:
         known = self.positions in ("sinusoidal", "learned")
         check(known, "positions", "be sinusoidal or learned", repr(self.positions))
         check_positive(self, "width", "layers", "heads", "feed_forward", "max_frames")
-        check_probabilities(
-            self, "input_dropout", "residual_dropout", "activation_dropout", "attention_dropout"
-        )
+        check_dropouts(self)
         even = self.width % 2 == 0 and self.width >= 4
         check(even, "width", "be even and at least 4", self.width)
         rule = f"be a multiple of heads = {self.heads}"

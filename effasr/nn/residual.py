@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -111,20 +111,7 @@ class Residual:
 
         ``offset`` numbers this dropout among those with the same seed.
         """
-        if not is_fused(x):
-            return torch.add(x, F.dropout(output, self.dropout), alpha=scale)
-        return dropout_add_layer_norm(
-            output,
-            x,
-            None,
-            None,
-            self.layout,
-            x_bias=_bias_of(last, x),
-            scale=scale,
-            dropout=self.dropout,
-            seed=self.seed,
-            offset=offset,
-        )
+        return self._add(x, output, last, None, offset=offset, scale=scale)
 
     def add_norm(
         self,
@@ -137,22 +124,10 @@ class Residual:
         scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """The normalized result of `add`, and that result."""
-        if not is_fused(x):
-            x = self.add(x, output, last, offset=offset, scale=scale)
-            return norm(x), x
-        return dropout_add_layer_norm(
-            output,
-            x,
-            norm.weight,
-            norm.bias,
-            self.layout,
-            x_bias=_bias_of(last, x),
-            scale=scale,
-            dropout=self.dropout,
-            eps=norm.eps,
-            seed=self.seed,
-            offset=offset,
-        )
+        if is_fused(x):
+            return self._add(x, output, last, norm, offset=offset, scale=scale)
+        x = self.add(x, output, last, offset=offset, scale=scale)
+        return norm(x), x
 
     def add_post_norm(
         self,
@@ -165,21 +140,36 @@ class Residual:
         scale: float = 1.0,
     ) -> Tensor:
         """The normalized result of `add`, which goes on as the stream."""
+        if is_fused(x):
+            return self._add(x, output, last, norm, offset=offset, scale=scale, prenorm=False)
+        return norm(self.add(x, output, last, offset=offset, scale=scale))
+
+    def _add(
+        self,
+        x: Tensor,
+        output: Tensor,
+        last: nn.Module,
+        norm: nn.LayerNorm | None,
+        *,
+        scale: float,
+        **options: Any,
+    ) -> Any:
         if not is_fused(x):
-            return norm(self.add(x, output, last, offset=offset, scale=scale))
+            return torch.add(x, F.dropout(output, self.dropout), alpha=scale)
+        weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
+        if norm is not None:
+            options["eps"] = norm.eps
         return dropout_add_layer_norm(
             output,
             x,
-            norm.weight,
-            norm.bias,
+            weight,
+            bias,
             self.layout,
             x_bias=_bias_of(last, x),
             scale=scale,
             dropout=self.dropout,
-            eps=norm.eps,
-            prenorm=False,
             seed=self.seed,
-            offset=offset,
+            **options,
         )
 
 
@@ -188,9 +178,6 @@ def _takes_seeds(layer: TakesSeeds, x: Tensor) -> bool:
 
 
 def _bias_of(last: nn.Module, x: Tensor) -> Tensor | None:
-    """Return the bias that the addition of a module's output adds; None if its last layer does.
-
-    An adapter and experts add their own. Where the steps are separate, the product adds the bias
-    for nothing.
-    """
+    # An adapter and experts add their own bias; where the steps are separate, the product adds it
+    # for nothing.
     return last.bias if is_fused(x) and type(last) is Linear else None

@@ -12,7 +12,7 @@ from effasr.data.statistics.frames_per_token import FramesPerToken
 from effasr.data.statistics.guidance import COLUMNS
 from effasr.planning.practice import Practice
 from effasr.untrusted.display import fold
-from effasr.untrusted.yaml_text import dump_scalar
+from effasr.untrusted.documents import dump_scalar
 
 SPEEDS = (0.9, 1.0, 1.1)
 """Speed perturbation factors, as in the recipes of Kaldi, icefall and ESPnet."""

@@ -8,8 +8,26 @@ from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
+from effasr.model.transducer import TransducerConfig
 
 VOCABULARY = 40
+ENCODERS = {
+    "canary": {},
+    "small": {"conv_norm": "layer_norm", "subsampling_norm": True, "input_positions": 0.3},
+    "rotary": {"position": "rotary", "scale_input": True},
+    "no positions": {"position": "none", "input_positions": 1.0},
+    "no biases": {"bias": False, "convolution_bias": False},
+    "fixed reach": {"max_frames": 100},
+}
+HEADS = {
+    "lstm": TransducerConfig(width=12, layers=2, joint=10),
+    "stateless": TransducerConfig(predictor="stateless", width=12, joint=10, activation="tanh"),
+    "fastemit": TransducerConfig(predictor="stateless", width=12, joint=10, fastemit=0.1),
+    "durations": TransducerConfig(width=12, joint=10, durations=(0, 1, 2, 4), sigma=0.05),
+}
+OUTPUTS = {"": (False, False), " with ctc": (False, True), " with all": (True, True)}
+LOSSES = "cross_entropy", "ctc", "transducer", "guided"
+OPTIONS = {"label_smoothing": 0.1, "guided_sigma": 0.3}
 
 
 @pytest.fixture(scope="module", params=[8, 4])
@@ -17,59 +35,55 @@ def subsampling(request):
     return request.param
 
 
-def total(losses):
-    return losses.cross_entropy + losses.ctc + losses.guided
-
-
-def variants(config):
-    encoder = config.encoder
-    small = dataclasses.replace(
-        encoder, conv_norm="layer_norm", subsampling_norm=True, input_positions=0.3
+def configure(config, kind):
+    """The encoders have a decoder and CTC; the transducers what their names say."""
+    if kind in ENCODERS:
+        return dataclasses.replace(
+            config, encoder=dataclasses.replace(config.encoder, **ENCODERS[kind])
+        )
+    head, _, outputs = kind.partition(" ")
+    decoder, ctc = OUTPUTS[f" {outputs}" if outputs else ""]
+    return dataclasses.replace(
+        config, transducer=HEADS[head], ctc=ctc, decoder=config.decoder if decoder else None
     )
-    changed = {
-        "canary": encoder,
-        "small": small,
-        "rotary": dataclasses.replace(encoder, position="rotary", scale_input=True),
-        "no positions": dataclasses.replace(encoder, position="none", input_positions=1.0),
-        "no biases": dataclasses.replace(encoder, bias=False, convolution_bias=False),
-        "fixed reach": dataclasses.replace(encoder, max_frames=100),
-    }
-    return {name: dataclasses.replace(config, encoder=value) for name, value in changed.items()}
 
 
-VARIANTS = ["canary", "small", "rotary", "no positions", "no biases", "fixed reach"]
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_static_pack_is_the_sum_of_its_utterances(variant, tiny_config, examples, make_batch):
+def make(config, kind):
     torch.manual_seed(0)
-    model = ASRModel(variants(tiny_config)[variant], VOCABULARY).eval()
-    options = {"label_smoothing": 0.1, "guided_sigma": 0.3}
-    packed = model(make_batch(examples, static=True), **options)
+    return ASRModel(configure(config, kind), VOCABULARY)
+
+
+def total(losses):
+    return sum(getattr(losses, name) for name in LOSSES)
+
+
+@pytest.mark.parametrize("kind", [*ENCODERS, *(h + o for h in HEADS for o in OUTPUTS)])
+def test_a_static_pack_is_the_sum_of_its_utterances(kind, tiny_config, examples, make_batch):
+    model = make(tiny_config, kind).double().eval()
+    packed = model(make_batch(examples, static=True), **OPTIONS)
     total(packed).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
-    alone = [model(make_batch([example]), **options) for example in examples]
-    for name in ("cross_entropy", "ctc", "guided"):
+    alone = [model(make_batch([example]), **OPTIONS) for example in examples]
+    for name in LOSSES:
         expected = torch.stack([getattr(losses, name) for losses in alone]).sum()
-        torch.testing.assert_close(getattr(packed, name), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(getattr(packed, name), expected)
+    # The translation has no loss of a transducer or CTC.
+    assert (alone[2].per_utterance == 0).all() == (model.decoder is None)
     each = torch.cat([losses.per_utterance for losses in alone] + [torch.zeros(2)])
-    torch.testing.assert_close(packed.per_utterance, each, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed.per_utterance, each)
     torch.stack([total(losses) for losses in alone]).sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        scale = float(parameter.grad.abs().max())
-        error = (gradients[name] - parameter.grad).abs().max()
-        assert error <= 1e-4 * max(scale, 1e-2), name
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-6, atol=1e-9, msg=name)
 
 
 def test_in_training_a_tail_changes_nothing(tiny_config, examples, make_batch):
     results = []
     for static in (False, True):
-        torch.manual_seed(0)
         # In float64, because the gradient of a bias before batch normalisation is nothing but
         # rounding errors.
-        model = ASRModel(tiny_config, VOCABULARY).double()
+        model = make(tiny_config, "canary").double()
         losses = model(make_batch(examples, static=static), guided_sigma=0.3)
         total(losses).backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -78,6 +92,120 @@ def test_in_training_a_tail_changes_nothing(tiny_config, examples, make_batch):
     exact, packed = results
     for name, expected in exact.items():
         torch.testing.assert_close(packed[name], expected, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["canary", "lstm"])
+def test_nan_is_not_hidden_and_is_named(kind, tiny_config, examples, make_batch):
+    audio = examples[1].audio.copy()
+    audio[100] = float("nan")
+    broken = [examples[0], dataclasses.replace(examples[1], audio=audio), examples[2]]
+    model = make(tiny_config, kind).eval()
+    losses = model(make_batch(broken, static=True))
+    for name in ("transducer",) if kind == "lstm" else ("cross_entropy", "ctc"):
+        assert getattr(losses, name).isnan()
+    assert losses.per_utterance.isnan().tolist() == [False, True, False, False, False, False]
+
+
+@pytest.mark.parametrize("kind", ["canary", *HEADS])
+@pytest.mark.parametrize("static", [True, False], ids=["tails", "no sequence"])
+def test_a_batch_of_nothing_costs_nothing_but_reaches_every_parameter(
+    kind, static, tiny_config, make_batch
+):
+    model = make(tiny_config, kind).train()
+    losses = model(make_batch([], static=static), **OPTIONS)
+    assert total(losses) == 0
+    total(losses).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+@pytest.mark.parametrize("kind", ["canary", *HEADS])
+def test_autocast_keeps_losses_in_float32_and_near(kind, tiny_config, examples, make_batch):
+    batch, model = make_batch(examples, static=True), make(tiny_config, kind).train()
+    exact = model(batch, guided_sigma=0.3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = model(batch, guided_sigma=0.3)
+        if model.ctc_head is not None:
+            assert model.ctc_logits(model.encode(batch).values).dtype == torch.bfloat16
+    for name in (*LOSSES, "per_utterance"):
+        value = getattr(losses, name)
+        assert value.dtype == torch.float32, name
+        torch.testing.assert_close(value, getattr(exact, name), rtol=0.05, atol=0.5)
+    total(losses).backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-4), (torch.bfloat16, 0.05)])
+def test_weights_may_have_another_dtype(kind, dtype, tolerance, tiny_config, examples, make_batch):
+    model, batch = make(tiny_config, kind), make_batch(examples, static=True)
+    expected = model(batch, guided_sigma=0.3).per_utterance
+    losses = model.to(dtype)(batch, guided_sigma=0.3)
+    torch.testing.assert_close(
+        losses.per_utterance.float(), expected, rtol=tolerance, atol=tolerance
+    )
+    total(losses).backward()
+    assert all(parameter.grad.dtype == dtype for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["small", "lstm", "stateless", "durations"])
+@pytest.mark.representative(kind=["small", "durations"])
+def test_a_few_steps_learn_the_batch(kind, tiny_config, examples, make_batch):
+    config = configure(configure(tiny_config, "small"), kind)
+    rate = 3e-3
+    if config.transducer is not None:
+        rate, wide = 1e-2, dataclasses.replace(config.transducer, width=32, joint=32)
+        config = dataclasses.replace(config, transducer=wide)
+    torch.manual_seed(0)
+    model = ASRModel(config, VOCABULARY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    batch = make_batch(examples, static=True)
+    history = []
+    for _ in range(60):
+        losses = model(batch, guided_sigma=0.3)
+        aligned = losses.ctc + losses.transducer
+        loss = losses.cross_entropy / batch.num_targets
+        loss = loss + aligned / batch.num_monotonic_targets
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        history.append(loss.item())
+    assert history[-1] < 0.2 * history[0]
+
+
+@pytest.mark.parametrize("kind", ["canary", *(f"{head} with ctc" for head in HEADS)])
+def test_from_state_dict_is_the_same_model(kind, tiny_config, examples, make_batch):
+    model, batch = make(tiny_config, kind).eval(), make_batch(examples)
+    state = model.state_dict()
+    again = ASRModel.from_state_dict(model.config, VOCABULARY, state).eval()
+    assert torch.equal(again(batch).per_utterance, model(batch).per_utterance)
+    assert all(parameter.requires_grad for parameter in again.parameters())
+    # Without a copy: the same memory.
+    assert again.ctc_head.weight.data_ptr() == model.ctc_head.weight.data_ptr()
+    del state["ctc_head.bias"]
+    with pytest.raises(RuntimeError, match=r"ctc_head\.bias"):
+        ASRModel.from_state_dict(model.config, VOCABULARY, state)
+
+
+@pytest.mark.parametrize("kind", ["canary", *(f"{head} with ctc" for head in HEADS)])
+def test_an_empty_shell_can_be_reset(kind, tiny_config):
+    expected = make(tiny_config, kind)
+    with torch.device("meta"):
+        model = ASRModel(expected.config, VOCABULARY)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.fill_(7)
+    model.reset_parameters()
+    for name, value in expected.state_dict().items():
+        reset = model.state_dict()[name]
+        assert reset.shape == value.shape
+        assert not (reset == 7).any(), name
+        if value.numel() >= 50:
+            assert abs(reset.std() - value.std()) < 0.15, name
+    assert torch.equal(model.features.filterbank, expected.features.filterbank)
 
 
 def test_losses_count_what_they_should(tiny_model, examples, make_batch):
@@ -122,31 +250,6 @@ def test_an_infeasible_utterance_has_no_ctc_and_no_gradient(tiny_model, examples
     assert not tiny_model.encoder.subsampling.linear.weight.grad.any()
 
 
-def test_nan_is_not_hidden_and_is_named(tiny_model, examples, make_batch):
-    audio = examples[1].audio.copy()
-    audio[100] = float("nan")
-    broken = [examples[0], dataclasses.replace(examples[1], audio=audio), examples[2]]
-    losses = tiny_model(make_batch(broken, static=True), guided_sigma=0.3)
-    assert losses.cross_entropy.isnan()
-    assert losses.ctc.isnan()
-    assert losses.per_utterance.isnan().tolist() == [False, True, False, False, False, False]
-
-
-@pytest.mark.parametrize("static", [True, False], ids=["tails", "no sequence"])
-def test_a_batch_of_nothing_costs_nothing_but_reaches_every_parameter(
-    tiny_config, make_batch, static
-):
-    torch.manual_seed(0)
-    model = ASRModel(tiny_config, VOCABULARY)
-    losses = model(make_batch([], static=static), label_smoothing=0.1, guided_sigma=0.3)
-    assert total(losses) == 0
-    total(losses).backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert not parameter.grad.any(), name
-    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
-
-
 def test_training_twice_from_one_seed_is_bitwise_equal(tiny_config, examples, make_batch):
     encoder = dataclasses.replace(
         tiny_config.encoder,
@@ -183,55 +286,6 @@ def test_augmentation_is_for_training_only(tiny_model, examples, make_batch):
     assert not torch.equal(tiny_model.encode(batch).values, tiny_model.encode(batch).values)
 
 
-def test_autocast_keeps_losses_in_float32_and_near(tiny_model, examples, make_batch):
-    batch = make_batch(examples, static=True)
-    tiny_model.train()
-    exact = tiny_model(batch, guided_sigma=0.3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        losses = tiny_model(batch, guided_sigma=0.3)
-        encoded = tiny_model.encode(batch)
-        assert tiny_model.ctc_logits(encoded.values).dtype == torch.bfloat16
-    for name in ("cross_entropy", "ctc", "guided", "per_utterance"):
-        value = getattr(losses, name)
-        assert value.dtype == torch.float32, name
-        torch.testing.assert_close(value, getattr(exact, name), rtol=0.05, atol=0.5)
-    total(losses).backward()
-    assert all(p.grad.dtype == torch.float32 for p in tiny_model.parameters())
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-4), (torch.bfloat16, 0.05)])
-def test_weights_may_have_another_dtype(
-    variant, dtype, tolerance, tiny_config, examples, make_batch
-):
-    torch.manual_seed(0)
-    model = ASRModel(variants(tiny_config)[variant], VOCABULARY)
-    batch = make_batch(examples, static=True)
-    expected = model(batch, guided_sigma=0.3).per_utterance
-    losses = model.to(dtype)(batch, guided_sigma=0.3)
-    torch.testing.assert_close(
-        losses.per_utterance.float(), expected, rtol=tolerance, atol=tolerance
-    )
-    total(losses).backward()
-    assert all(parameter.grad.dtype == dtype for parameter in model.parameters())
-
-
-def test_a_few_steps_learn_the_batch(tiny_config, examples, make_batch):
-    torch.manual_seed(0)
-    model = ASRModel(variants(tiny_config)["small"], VOCABULARY)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    batch = make_batch(examples, static=True)
-    history = []
-    for _ in range(60):
-        losses = model(batch, guided_sigma=0.3)
-        loss = losses.cross_entropy / batch.num_targets + losses.ctc / batch.num_monotonic_targets
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        history.append(loss.item())
-    assert history[-1] < 0.2 * history[0]
-
-
 @pytest.mark.parametrize(("decoder", "ctc"), [(True, False), (False, True)])
 def test_a_part_that_is_missing_has_no_loss(decoder, ctc, tiny_config, examples, make_batch):
     config = dataclasses.replace(
@@ -258,38 +312,6 @@ def test_a_part_that_is_missing_has_no_loss(decoder, ctc, tiny_config, examples,
                 call()
 
 
-def test_from_state_dict_is_the_same_model(tiny_model, examples, make_batch):
-    state = tiny_model.state_dict()
-    again = ASRModel.from_state_dict(tiny_model.config, VOCABULARY, state).eval()
-    batch = make_batch(examples)
-    assert torch.equal(again(batch).per_utterance, tiny_model(batch).per_utterance)
-    assert all(parameter.requires_grad for parameter in again.parameters())
-    # Without a copy: the same memory.
-    assert again.ctc_head.weight.data_ptr() == tiny_model.ctc_head.weight.data_ptr()
-    del state["ctc_head.bias"]
-    with pytest.raises(RuntimeError, match=r"ctc_head\.bias"):
-        ASRModel.from_state_dict(tiny_model.config, VOCABULARY, state)
-
-
-def test_an_empty_shell_can_be_reset(tiny_config):
-    torch.manual_seed(0)
-    expected = ASRModel(tiny_config, VOCABULARY)
-    with torch.device("meta"):
-        model = ASRModel(tiny_config, VOCABULARY)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            tensor.fill_(7)
-    model.reset_parameters()
-    for name, value in expected.state_dict().items():
-        found = model.state_dict()[name]
-        assert found.shape == value.shape
-        assert not (found == 7).any(), name
-        if value.numel() >= 50:
-            assert abs(found.std() - value.std()) < 0.1, name
-    assert torch.equal(model.features.filterbank, expected.features.filterbank)
-
-
 def test_utterances_over_the_limits_are_refused(tiny_config, examples, make_batch, subsampling):
     frames = make_batch(examples).frames.max_seqlen
     assert frames == {8: 11, 4: 22}[subsampling]
@@ -305,9 +327,78 @@ def test_utterances_over_the_limits_are_refused(tiny_config, examples, make_batc
         model(make_batch(examples))
 
 
-def test_a_model_needs_an_output_and_a_vocabulary():
-    with pytest.raises(ValueError, match="set `ctc` or give a `decoder`"):
-        ModelConfig(decoder=None)
+def test_a_model_needs_a_vocabulary():
     config = ModelConfig(encoder=FastConformerConfig(width=8, layers=1), decoder=None, ctc=True)
     with pytest.raises(ValueError, match="`vocab_size` must be at least 1, but is 0"):
         ASRModel(config, 0)
+
+
+@pytest.mark.parametrize("head", ["lstm", "stateless"])
+def test_the_loss_is_that_of_the_scores(head, tiny_config, examples, make_batch):
+    """Against the forward recursion over the scores that decoding sees."""
+    model = make(tiny_config, head).double().eval()
+    transducer = model.transducer
+    batch = make_batch(examples[:1])
+    with torch.no_grad():
+        frames = transducer.encoder_projection(model.encode(batch).values)
+        predicted, state = transducer.begin(1)
+        columns = [transducer.logits(frames, predicted).log_softmax(-1)]
+        for label in batch.text.values:
+            predicted, state = transducer.step(label[None], state)
+            columns.append(transducer.logits(frames, predicted).log_softmax(-1))
+    alpha = torch.zeros(len(frames), len(columns), dtype=torch.float64)
+    for t in range(len(frames)):
+        for u, scores in enumerate(columns):
+            ways = []
+            if t:
+                ways.append(alpha[t - 1, u] + scores[t - 1, VOCABULARY])
+            if u:
+                ways.append(alpha[t, u - 1] + columns[u - 1][t, batch.text.values[u - 1]])
+            if ways:
+                alpha[t, u] = torch.stack(ways).logsumexp(0)
+    expected = -(alpha[-1, -1] + columns[-1][-1, VOCABULARY])
+    torch.testing.assert_close(model(batch).transducer, expected)
+
+
+@pytest.mark.parametrize("head", ["lstm", "stateless"])
+def test_a_crowded_utterance_fits_and_a_translation_does_not_count(
+    head, tiny_config, examples, make_batch
+):
+    model = make(tiny_config, f"{head} with ctc").eval()
+    crowded = model(make_batch([examples[3]]))
+    assert crowded.ctc == 0
+    assert 0 < crowded.transducer < torch.inf
+    translated = model(make_batch([examples[2]]))
+    translated.transducer.backward()
+    assert translated.transducer == 0
+    assert not model.transducer.output.weight.grad.any()
+
+
+def test_without_a_frame_there_is_no_loss(tiny_config, examples, make_batch):
+    model = make(tiny_config, "lstm").eval()
+    silent = dataclasses.replace(examples[0], audio=examples[0].audio[:0])
+    losses = model(make_batch([silent, examples[1]]))
+    assert losses.per_utterance[0] == 0
+    losses.transducer.backward()
+    assert losses.transducer.isfinite()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_dropout_is_for_training_and_reproducible(tiny_config, examples, make_batch):
+    batch = make_batch(examples, static=True)
+    for head in ("lstm", "stateless"):
+        config = dataclasses.replace(
+            tiny_config,
+            decoder=None,
+            transducer=dataclasses.replace(HEADS[head], dropout=0.5),
+            encoder=dataclasses.replace(tiny_config.encoder, conv_norm="layer_norm"),
+        )
+        torch.manual_seed(0)
+        model = ASRModel(config, VOCABULARY)
+        seen = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            seen.append(model(batch).transducer.item())
+        assert seen[0] == seen[1] != seen[2]
+        model.eval()
+        assert model(batch).transducer == model(batch).transducer

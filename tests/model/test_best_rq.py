@@ -223,26 +223,3 @@ def test_flops_are_what_torch_counts(name):
     assert learning_cost(model) == cost_model(config, 1)
     model.encoder.requires_grad_(False)
     assert learning_cost(model).frame < cost_model(config, 1).frame
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"codes": 1}, "`codes` must be at least 2"),
-        ({"masked_share": 1.0}, "`masked_share` must lie between 0 and 1"),
-        ({"span_s": 0.0}, "`span_s` must"),
-        ({"noise": -1.0}, "`noise` must"),
-        ({"codebooks": 0}, "`codebooks` must"),
-        ({"seed": -1}, "`seed` must"),
-    ],
-)
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        BestRQConfig(**options)
-
-
-def test_pretraining_has_no_other_output():
-    with pytest.raises(ValueError, match="`decoder` must be null where `best_rq` is given"):
-        ModelConfig(encoder=FASTCONFORMER, best_rq=SMALL)
-    with pytest.raises(ValueError, match="`ctc` must be false where `best_rq` is given"):
-        ModelConfig(encoder=FASTCONFORMER, decoder=None, ctc=True, best_rq=SMALL)

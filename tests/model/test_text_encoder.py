@@ -151,8 +151,6 @@ def test_what_does_not_fit_is_refused(tiny_config, tiny_model):
         replace(tiny_config, decoder=None, text_encoder=TEXT)
     with pytest.raises(ValueError, match=r"`text_encoder\.heads` must divide encoder.width = 32"):
         replace(tiny_config, text_encoder=replace(TEXT, heads=5))
-    with pytest.raises(ValueError, match="`layers` must be at least 1"):
-        TextEncoderConfig(layers=0)
     with pytest.raises(ValueError, match="short: `prompt` must have at least one token"):
         batch_of([replace(PAIRS[1], prompt=[])], StaticShape(9, 9, 1))
     with pytest.raises(ValueError, match="must fit in `frame_budget` = 9, but fills 12"):

@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from effasr.config import _Loader
-from effasr.untrusted.yaml_text import dump_scalar, dump_yaml
+from effasr.untrusted.documents import dump_scalar, dump_yaml
 
 TEXT = st.one_of(
     st.text(max_size=12),

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 def copy(recipe: str, file: Path) -> None:
     """Write a recipe to a new file, whose name becomes that of the run."""
     from effasr.data.atomic_files import write_atomically
-    from effasr.untrusted.yaml_text import dump_scalar
+    from effasr.untrusted.documents import dump_scalar
 
     if file.suffix not in (".yaml", ".yml") or file.exists():
         raise ValueError(

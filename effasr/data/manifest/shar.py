@@ -18,8 +18,7 @@ from effasr.data.manifest import cuts
 from effasr.data.manifest.lines import numbered_lines
 from effasr.data.manifest.row import ManifestRow
 from effasr.data.manifest.utterance import FolderFormat, ReadOptions, Utterance
-from effasr.untrusted.archives import BoundedTar
-from effasr.untrusted.files import open_regular
+from effasr.untrusted.files import BoundedTar, open_regular
 
 _CUTS = re.compile(r"cuts\.(\d+)\.jsonl(\.gz)?")
 

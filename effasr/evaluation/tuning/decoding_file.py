@@ -12,8 +12,7 @@ from effasr.config import from_mapping
 from effasr.data.atomic_files import write_atomically
 from effasr.decoding.config import DecodingConfig
 from effasr.untrusted.display import escape_line
-from effasr.untrusted.documents import read_yaml
-from effasr.untrusted.yaml_text import dump_yaml
+from effasr.untrusted.documents import dump_yaml, read_yaml
 
 DECODING_FILE = "decoding.yaml"
 

@@ -23,11 +23,9 @@ import torch
 from torch import Tensor
 
 from effasr.data.atomic_files import atomic_file
-from effasr.untrusted.archives import BoundedTar
-from effasr.untrusted.documents import YAML_BYTES, parse_yaml
-from effasr.untrusted.files import open_regular, read_bytes
+from effasr.untrusted.documents import YAML_BYTES, dump_yaml, parse_yaml
+from effasr.untrusted.files import BoundedTar, open_regular, read_bytes
 from effasr.untrusted.tensors import is_honest, load_tensors
-from effasr.untrusted.yaml_text import dump_yaml
 
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 _PREFIX = "nemo:"

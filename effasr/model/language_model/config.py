@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from effasr.model.checks import check, check_positive
+from effasr.model.checks import check, check_choices, check_positive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,12 +35,7 @@ class LanguageModelConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "stack")
-        for name, choices in (
-            ("adapter", ("linear", "mlp")),
-            ("weights", ("pretrained", "random")),
-        ):
-            value = getattr(self, name)
-            check(value in choices, name, f"be one of {', '.join(choices)}", repr(value))
+        check_choices(self, adapter=("linear", "mlp"), weights=("pretrained", "random"))
         if self.adapter_width is not None:
             check_positive(self, "adapter_width")
             check(
