@@ -250,8 +250,8 @@ class ASRModel(nn.Module):
     def _router_loss(self, targets: Callable[[], Tensor]) -> Tensor | None:
         """Losses of the routers of the last forward times ``targets``, see `Losses`."""
         stacks = [x for x in (self.encoder, self.text_encoder, self.decoder) if x is not None]
-        found = [x for x in map(take_losses, stacks) if x is not None]
-        return torch.stack(found).sum() * targets() if found else None
+        losses = [x for x in map(take_losses, stacks) if x is not None]
+        return torch.stack(losses).sum() * targets() if losses else None
 
     def _augmented(self, mel: MelFrames) -> Tensor:
         return spec_augment(mel, self.config.spec_augment) if self.training else mel.values

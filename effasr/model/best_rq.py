@@ -112,8 +112,8 @@ class RandomQuantizer(nn.Module):
         with torch.autocast(frames.device.type, enabled=False):
             rounded = (frames * _FEATURE_SCALE).round().nan_to_num(0.0)
             whole = rounded.clamp(-_LARGEST_FEATURE, _LARGEST_FEATURE).double()
-            found = [self._nearest(rows) for rows in whole.split(_ROWS)]
-        return torch.cat(found, 1)
+            codes = [self._nearest(rows) for rows in whole.split(_ROWS)]
+        return torch.cat(codes, 1)
 
     def _nearest(self, frames: Tensor) -> Tensor:
         books = zip(self.projection.double(), self.codes.double(), strict=True)

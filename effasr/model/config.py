@@ -55,13 +55,13 @@ class ModelConfig:
         for name in ("encoder", "decoder", "transducer", "text_encoder"):
             layers = getattr(getattr(self, name), "layers", 0)
             check(layers <= _MOST_LAYERS, f"{name}.layers", f"be at most {_MOST_LAYERS}", layers)
-        needed, given = self.encoder.subsampling, self.features.subsampling
-        if given is None:
+        needed, configured = self.encoder.subsampling, self.features.subsampling
+        if configured is None:
             object.__setattr__(self, "features", replace(self.features, subsampling=needed))
-        elif needed != given:
+        elif needed != configured:
             raise ValueError(
                 f"`features.subsampling` must be {needed} for this encoder of kind "
-                f"{self.encoder.kind}, but is {given}: leave it out, or change `encoder`."
+                f"{self.encoder.kind}, but is {configured}: leave it out, or change `encoder`."
             )
         causal = isinstance(self.encoder, FastConformerConfig) and self.encoder.causal_subsampling
         if self.features.causal_subsampling and not causal:
@@ -105,19 +105,19 @@ class ModelConfig:
         """An utterance has one expert's number, which all of its stacks use."""
         decoder = named_experts_of(self.decoder)
         for name in ("encoder", "text_encoder"):
-            own = named_experts_of(getattr(self, name))
-            if own is None or decoder is None:
+            experts = named_experts_of(getattr(self, name))
+            if experts is None or decoder is None:
                 continue
             for part in ("route", "names"):
-                value, needed = getattr(decoder, part), getattr(own, part)
+                value, needed = getattr(decoder, part), getattr(experts, part)
                 rule = f"be {needed}, that of `{name}.experts`"
                 remedy = "one name chooses the experts of an utterance"
                 check(value == needed, f"decoder.experts.{part}", rule, value, remedy)
 
     def named_experts(self, *, text: bool = False) -> ExpertsConfig | None:
         """The experts that names choose for speech, or text pairs, by `Batch.expert`."""
-        own = named_experts_of(self.text_encoder if text else self.encoder)
-        return named_experts_of(self.decoder) if own is None else own
+        experts = named_experts_of(self.text_encoder if text else self.encoder)
+        return named_experts_of(self.decoder) if experts is None else experts
 
     def _check_alone(self, name: str, reason: str, remedy: str = "leave it out") -> None:
         for other in ("decoder", "ctc", "transducer", "text_encoder", "language_model"):

@@ -162,11 +162,11 @@ class DecoderLayer(Layer):
 
         A layer with a router returns its losses as a third result.
         """
-        own, cross = self.self_attn, self.encoder_attn
+        self_attn, cross = self.self_attn, self.encoder_attn
         residual = Residual.of(self, x, layout, self.dropout, seeds)
         y, x = residual.norm(x, self.input_layernorm)
-        y = own(y, layout, residual=residual)
-        y, x = residual.add_norm(x, y, own.o_proj, self.post_attention_layernorm, offset=0)
+        y = self_attn(y, layout, residual=residual)
+        y, x = residual.add_norm(x, y, self_attn.o_proj, self.post_attention_layernorm, offset=0)
         y, penalty = cross(
             *(y, layout, encoded.values, encoded.layout),
             sigma=sigma,
@@ -193,11 +193,11 @@ class DecoderLayer(Layer):
         `step`.
         """
         # x: (U, width) -> (U, width)
-        y, own = self.self_attn.read(self.input_layernorm(x), layout)
+        y, keys_values = self.self_attn.read(self.input_layernorm(x), layout)
         x = x + y
         normed = self.post_attention_layernorm(x)
         x = x + self.encoder_attn.read(normed, layout, speech, layout_speech)
-        return self._after_network(x, groups), own
+        return self._after_network(x, groups), keys_values
 
     def step(
         self, x: Tensor, state: DecoderState, number: int, groups: Groups | None = None
@@ -373,7 +373,7 @@ class Decoder(nn.Module):
         """
         # encoded: (T, width), as many sequences; an `EncoderOutput` where names choose the experts
         expert = named_expert(self.config.experts, expert_of(encoded))
-        lengths = [len(one) for one in read]
+        lengths = [len(tokens_read) for tokens_read in read]
         keys_values = self._keys_values(encoded, read, state.sizes)
         state.admit(rows, encoded.layout.lengths, tokens, keys_values, lengths, expert)
 
@@ -415,19 +415,19 @@ class Decoder(nn.Module):
             for layer in self.decoder_layers():
                 yield (layer.encoder_attn.keys_values(encoded.values),)
             return
-        layout = sizes.layout([len(one) for one in read])
+        layout = sizes.layout([len(prefix) for prefix in read])
         tail = [0] * (layout.rows - layout.total)
-        tokens = sizes.integers([*(token for one in read for token in one), *tail])
+        tokens = sizes.integers([*(token for prefix in read for token in prefix), *tail])
         x = self.embed(tokens, layout.positions())
         groups = named_groups(self.config.experts, expert_of(encoded), layout)
-        *others, last = self.decoder_layers()
-        for layer in others:
+        *earlier, last = self.decoder_layers()
+        for layer in earlier:
             speech = layer.encoder_attn.keys_values(encoded.values)
-            x, own = layer.read(x, layout, speech, encoded.layout, groups)
-            yield speech, own
+            x, keys_values = layer.read(x, layout, speech, encoded.layout, groups)
+            yield speech, keys_values
         # No step needs the last layer's output for these tokens.
-        own = last.self_attn.keys_values(last.input_layernorm(x))
-        yield last.encoder_attn.keys_values(encoded.values), own
+        keys_values = last.self_attn.keys_values(last.input_layernorm(x))
+        yield last.encoder_attn.keys_values(encoded.values), keys_values
 
     def decoder_layers(self) -> list[DecoderLayer]:
         return cast("list[DecoderLayer]", list(self.layers))

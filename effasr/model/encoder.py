@@ -252,8 +252,8 @@ class FastConformerEncoder(nn.Module):
         context = replace(self._context(mel.layout, embeddings), groups=groups)
         x = residual_stream(x, in_fp32=self.residual_in_fp32)
         self.router_losses = []
-        found = self.router_losses if self.training else None
-        x = run_layers(self.layers, "encoder", x, mel.layout, context, losses=found)
+        losses = self.router_losses if self.training else None
+        x = run_layers(self.layers, "encoder", x, mel.layout, context, losses=losses)
         return PackedSequence(x, mel.layout)
 
     def _embeddings(self, layout: PackedLayout, dtype: torch.dtype) -> Tensor | None:

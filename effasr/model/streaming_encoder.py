@@ -163,15 +163,15 @@ class StreamingEncoder:
         both = torch.cat([self._mel, mel], 1).unflatten(1, (most + chunk, factor))
         lengths, real, places, targets = [], [], [], [0] * (self.slots * chunk)
         for slot, (count, before) in enumerate(zip(frames, self._seen, strict=True)):
-            kept = min(before, most) if count else 0
-            first = slot * (most + chunk) + most - kept
+            cached = min(before, most) if count else 0
+            first = slot * (most + chunk) + most - cached
             for index in range(count):
-                targets[slot * chunk + index] = len(places) + kept + index
-            real.append(max(0, factor * kept - self._missing[slot]) + rows[slot])
+                targets[slot * chunk + index] = len(places) + cached + index
+            real.append(max(0, factor * cached - self._missing[slot]) + rows[slot])
             # Causal convolutions need the zeros of the frame that would follow.
             lengths.append(framing.frames(real[-1]))
-            places += range(first, first + kept + count)
-            places += [0] * (lengths[-1] - kept - count)
+            places += range(first, first + cached + count)
+            places += [0] * (lengths[-1] - cached - count)
         total = self.slots * (most + chunk + 1)
         layout = PackedLayout.from_lengths(
             lengths, device, rows=total, static_max_seqlen=most + chunk + 1
@@ -186,16 +186,16 @@ class StreamingEncoder:
         if config.scale_input:
             x = x * math.sqrt(config.width)
         if config.input_positions:
-            place = torch.tensor(self._seen, device=device)[:, None]
-            place = (place + torch.arange(chunk, device=device)).flatten()
-            x = torch.add(x, sinusoids(place, config.width).to(x), alpha=config.input_positions)
+            position = torch.tensor(self._seen, device=device)[:, None]
+            position = (position + torch.arange(chunk, device=device)).flatten()
+            x = torch.add(x, sinusoids(position, config.width).to(x), alpha=config.input_positions)
         return x.float() if encoder.residual_in_fp32 else x
 
     def _visible(self, frames: Tensor, before: Tensor) -> Tensor:
         """Which of the keys, ``left`` earlier ones and c new ones, exist: bool (S, left + c)."""
         left, chunk = cast(int, self.context.left), self.context.chunk
-        place = torch.arange(left + chunk, device=frames.device) - left
-        seen = (place >= -before[:, None]) & (place < frames[:, None])
+        position = torch.arange(left + chunk, device=frames.device) - left
+        seen = (position >= -before[:, None]) & (position < frames[:, None])
         # A slot without a stream sees zeros, as a softmax over nothing is NaN.
         return seen | (frames == 0)[:, None]
 
@@ -226,8 +226,8 @@ class StreamingEncoder:
         if not isinstance(module, RelativeSelfAttention):
             if module.rotary is not None:
                 # Only differences of places matter, so that they count from the oldest key.
-                place = PackedLayout.from_lengths([keys.shape[1]], q.device)
-                cos, sin = angles(place, module.rotary, q)
+                layout = PackedLayout.from_lengths([keys.shape[1]], q.device)
+                cos, sin = angles(layout, module.rotary, q)
                 turned = rotate(keys.transpose(0, 1).flatten(1, 2), cos, sin)
                 keys = turned.view(keys.shape[1], self.slots, *keys.shape[2:]).transpose(0, 1)
                 turned = rotate(q.transpose(0, 1).flatten(1, 2), cos[left:], sin[left:])
@@ -270,6 +270,6 @@ class StreamingEncoder:
 def _appended(state: Tensor, new: Tensor, active: Tensor) -> Tensor:
     """Append (S, c, ...) to a state (S, n, ...), which keeps the last n rows of active slots."""
     both = torch.cat([state, new.to(state.dtype)], 1)
-    kept = both[:, both.shape[1] - state.shape[1] :]
-    state.copy_(torch.where(active.view(-1, *[1] * (state.ndim - 1)), kept, state))
+    last = both[:, both.shape[1] - state.shape[1] :]
+    state.copy_(torch.where(active.view(-1, *[1] * (state.ndim - 1)), last, state))
     return both

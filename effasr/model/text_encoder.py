@@ -99,6 +99,6 @@ class TextEncoder(nn.Module):
         x = residual_stream(x, in_fp32=self.residual_in_fp32)
         groups = named_groups(self.config.experts, expert, layout)
         self.router_losses = []
-        found = self.router_losses if self.training else None
-        x = run_layers(self.layers, "text_encoder", x, layout, layout, groups, losses=found)
+        losses = self.router_losses if self.training else None
+        x = run_layers(self.layers, "text_encoder", x, layout, layout, groups, losses=losses)
         return PackedSequence(join_skipped(self.norm(x), skipped), layout)

@@ -61,8 +61,8 @@ class WhisperEncoderConfig:
 
     def __post_init__(self) -> None:
         check(self.kind == _KIND, "kind", f"be {_KIND}", repr(self.kind))
-        known = self.positions in ("sinusoidal", "learned")
-        check(known, "positions", "be sinusoidal or learned", repr(self.positions))
+        supported = self.positions in ("sinusoidal", "learned")
+        check(supported, "positions", "be sinusoidal or learned", repr(self.positions))
         check_positive(self, "width", "layers", "heads", "feed_forward", "max_frames")
         check_dropouts(self)
         even = self.width % 2 == 0 and self.width >= 4

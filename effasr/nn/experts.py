@@ -145,10 +145,10 @@ class Groups:
     def of(cls, expert: Tensor, count: int) -> Groups:
         # expert: int64 (T,), in [0, count); ``count`` for a row without an expert
         # Stable: the rows of an expert keep their order, in which gradients are added.
-        found, order = torch.sort(expert, stable=True)
+        ordered, order = torch.sort(expert, stable=True)
         rows = torch.arange(len(order), device=order.device)
         place = torch.empty_like(order).scatter_(0, order, rows)
-        offsets = torch.searchsorted(found, torch.arange(count + 1, device=order.device))
+        offsets = torch.searchsorted(ordered, torch.arange(count + 1, device=order.device))
         return cls(order, place, PackedLayout.from_offsets(offsets.int(), len(order)))
 
     @classmethod
@@ -185,10 +185,10 @@ def named_groups(
     config: ExpertsConfig | None, expert: Tensor | None, layout: PackedLayout
 ) -> Groups | None:
     """The groups of a stack's rows, which all of its layers share; None where no names choose."""
-    found = named_expert(config, expert)
-    if config is None or found is None:
+    named = named_expert(config, expert)
+    if config is None or named is None:
         return None
-    return Groups.of_sequences(found, layout, config.count)
+    return Groups.of_sequences(named, layout, config.count)
 
 
 class _Permute(Function):
@@ -446,8 +446,8 @@ def run_feed_forward(
 
 
 def add_losses(*losses: Tensor | None) -> Tensor | None:
-    found = [x for x in losses if x is not None]
-    return torch.stack(found).sum(0) if found else None
+    present = [x for x in losses if x is not None]
+    return torch.stack(present).sum(0) if present else None
 
 
 class ExpertUse:
@@ -486,8 +486,8 @@ class ExpertUse:
         return {"statistics": [value.clone() for value in self._buffers()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for own, value in zip(self._buffers(), state["statistics"], strict=True):
-            own.copy_(value)
+        for buffer, value in zip(self._buffers(), state["statistics"], strict=True):
+            buffer.copy_(value)
 
     def _buffers(self) -> Iterator[Tensor]:
         for networks in self._networks.values():

@@ -199,20 +199,20 @@ def adapters(model: nn.Module) -> list[LoRALinear | LoRAGroupedLinear]:
 @contextmanager
 def merged(model: nn.Module) -> Iterator[None]:
     """Merge the adapters for the length of a context; a copy restores the weights."""
-    kept = []
+    saved = []
     try:
         for module in adapters(model):
             a, b, scale = module.lora_a, module.lora_b, module.lora_scale
             if a is None or b is None or scale is None:
                 continue
             with torch.no_grad():
-                kept.append((module, a, b, scale, module.weight.clone()))
+                saved.append((module, a, b, scale, module.weight.clone()))
                 # In place, because derived weights are checked by version.
                 module.weight.copy_(_sum(module.weight, a, b, scale))
             module.lora_a = module.lora_b = module.lora_scale = None
         yield
     finally:
-        for module, a, b, scale, weight in kept:
+        for module, a, b, scale, weight in saved:
             module.lora_a, module.lora_b, module.lora_scale = a, b, scale
             with torch.no_grad():
                 module.weight.copy_(weight)
@@ -224,9 +224,9 @@ def without_adapters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     plain = dict(state)
     for name in state:
         layer, _, part = name.rpartition(".")
-        parts = [f"{layer}.{own}" for own in ("weight", "lora_a", "lora_b", "lora_scale")]
-        if part == "lora_a" and all(own in plain for own in parts):
-            weight, a, b, scale = (plain.pop(own) for own in parts)
+        parts = [f"{layer}.{key}" for key in ("weight", "lora_a", "lora_b", "lora_scale")]
+        if part == "lora_a" and all(key in plain for key in parts):
+            weight, a, b, scale = (plain.pop(key) for key in parts)
             plain[parts[0]] = _sum(weight, a, b, scale)
     return plain
 

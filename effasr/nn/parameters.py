@@ -33,15 +33,15 @@ def matching(paths: Collection[str], patterns: Iterable[str], argument: str) -> 
     """The paths that a shell pattern matches, directly or by a module that contains them."""
     chosen: set[str] = set()
     for pattern in patterns:
-        found = {path for path in paths if any(fnmatchcase(x, pattern) for x in _within(path))}
-        if not found:
+        matches = {path for path in paths if any(fnmatchcase(x, pattern) for x in _within(path))}
+        if not matches:
             names = {name: None for path in paths for name in _within(path)}
             near = difflib.get_close_matches(pattern.strip("*."), names, n=1, cutoff=0.0)
             raise ValueError(
                 f"`{argument}` must have patterns that each match a part of this model, but "
                 f"{pattern!r} matches none: {f'did you mean {near[0]!r}?' if near else 'drop it.'}"
             )
-        chosen |= found
+        chosen |= matches
     return chosen
 
 

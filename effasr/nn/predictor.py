@@ -178,8 +178,8 @@ def _backward(grad: Tensor, x: Tensor, shut: Tensor, weights: list[Tensor]) -> l
     """Repeat the forward with autograd and differentiate it."""
     with recording():
         leaves = [tensor.detach().requires_grad_() for tensor in (x, *weights)]
-        found = torch.autograd.grad(_run(leaves[0], shut, leaves[1:]), leaves, grad)
-    return [gradient.contiguous() for gradient in found]
+        gradients = torch.autograd.grad(_run(leaves[0], shut, leaves[1:]), leaves, grad)
+    return [gradient.contiguous() for gradient in gradients]
 
 
 def _fake(x: Tensor, shut: Tensor, weights: list[Tensor]) -> Tensor:

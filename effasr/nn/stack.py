@@ -157,9 +157,9 @@ def run_layers(
             with ranges.range(f"{name}.{number}"):
                 x = layer(x, *args, seeds=seeds)
             if isinstance(x, tuple):
-                x, own = x
+                x, layer_losses = x
                 if losses is not None:
-                    losses.append(own)
+                    losses.append(layer_losses)
     return x
 
 

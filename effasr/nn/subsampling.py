@@ -95,10 +95,10 @@ class ConvSubsampling(nn.Module):
 
 
 def bands(mel_bins: int, factor: int, *, causal: bool) -> list[int]:
-    found = [mel_bins]
+    counts = [mel_bins]
     for _ in range(factor.bit_length() - 1):
-        found.append(found[-1] // 2 + 1 if causal else found[-1] // 2)
-    return found[1:]
+        counts.append(counts[-1] // 2 + 1 if causal else counts[-1] // 2)
+    return counts[1:]
 
 
 def _taps(conv: nn.Conv2d) -> tuple[Tensor, Tensor]:

@@ -93,10 +93,10 @@ def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
     """The answer, which ends with a line feed; a part of it where the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
-    left, parts = memoryview(request), []
+    unsent, parts = memoryview(request), []
     try:
-        while left:
-            left = left[os.write(process.stdin.fileno(), left) :]
+        while unsent:
+            unsent = unsent[os.write(process.stdin.fileno(), unsent) :]
     except BrokenPipeError:
         return b""
     while part := os.read(process.stdout.fileno(), 1 << 16):

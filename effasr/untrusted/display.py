@@ -40,7 +40,7 @@ def escape_line(text: str) -> str:
 
 def escape_json(text: str) -> str:
     """A JSON document with the same value and no raw control characters."""
-    return _IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def display_width() -> int | None:
@@ -64,8 +64,8 @@ def utf8(text: str) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-def _escape(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode()
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()
 
 
 class TerminalFormatter(logging.Formatter):
@@ -135,14 +135,14 @@ class _Output(io.FileIO):
 
 class _Messages(io.FileIO):
     def write(self, data: Any) -> int:
-        left = memoryview(data)
+        unwritten = memoryview(data)
         try:
-            while left:
-                written = super().write(left)
+            while unwritten:
+                written = super().write(unwritten)
                 if written is None:
                     # A pipe that does not block.
                     select.select([], [self], [])
-                left = left[written or 0 :]
+                unwritten = unwritten[written or 0 :]
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
         return len(data)

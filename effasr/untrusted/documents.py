@@ -42,10 +42,10 @@ def read_json(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> Any:
 
 
 def read_json_object(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> dict[str, Any]:
-    found = read_json(path, most_bytes)
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a JSON object, but holds a {type(found).__name__}.")
-    return found
+    value = read_json(path, most_bytes)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, but holds a {type(value).__name__}.")
+    return value
 
 
 def parse_json(text: str, name: str) -> Any:
@@ -61,7 +61,7 @@ def parse_json(text: str, name: str) -> Any:
 
 def is_deep(value: Any, most: int = MOST_DEPTH) -> bool:
     level, depth = [value], 0
-    while level := [inner for one in level for inner in _children(one)]:
+    while level := [inner for outer in level for inner in _children(outer)]:
         depth += 1
         if depth > most:
             return True
@@ -99,8 +99,8 @@ def with_checksum_line(text: str) -> str:
 
 
 def _verify_checksum_line(content: bytes, name: str) -> None:
-    found = _CHECKSUM.search(content)
-    if found is not None and zlib.crc32(content[: found.start()]) != int(found[1], 16):
+    match = _CHECKSUM.search(content)
+    if match is not None and zlib.crc32(content[: match.start()]) != int(match[1], 16):
         raise ValueError(
             f"{name} does not match the checksum in its last line: restore it if it is damaged; "
             "if you have edited it, remove that line."

@@ -30,14 +30,14 @@ def open_regular(path: str | Path, most_bytes: int | None = None) -> BinaryIO:
         raise
 
 
-def _check(path: str | Path, found: os.stat_result, most_bytes: int | None) -> None:
-    if stat.S_ISDIR(found.st_mode):
+def _check(path: str | Path, status: os.stat_result, most_bytes: int | None) -> None:
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(f"{path} must be a file, but is a folder.")
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} must be a regular file, but is a pipe, a device or a socket.")
-    if most_bytes is not None and found.st_size > most_bytes:
+    if most_bytes is not None and status.st_size > most_bytes:
         raise ValueError(
-            f"{path} must have at most {most_bytes} bytes, but has {found.st_size}: it is not a "
+            f"{path} must have at most {most_bytes} bytes, but has {status.st_size}: it is not a "
             "file of this kind."
         )
 
@@ -102,16 +102,16 @@ class BoundedTar:
     def read(self, size: int = -1) -> bytes:
         if size > _MOST_READ:
             raise tarfile.ReadError(f"a header in it claims {size} bytes")
-        left = max(0, self._end - self._file.tell())
-        data = self._file.read(left + 1 if size < 0 else min(size, left + 1))
-        if len(data) > left:
+        remaining = max(0, self._end - self._file.tell())
+        data = self._file.read(remaining + 1 if size < 0 else min(size, remaining + 1))
+        if len(data) > remaining:
             raise tarfile.ReadError("it unpacks to more than a file of its size can hold")
         return data
 
-    def seek(self, place: int) -> int:
-        if place > self._end + tarfile.RECORDSIZE:
+    def seek(self, position: int) -> int:
+        if position > self._end + tarfile.RECORDSIZE:
             raise tarfile.ReadError("a file in it claims to be larger than all of it")
-        return self._file.seek(place)
+        return self._file.seek(position)
 
     def tell(self) -> int:
         return self._file.tell()

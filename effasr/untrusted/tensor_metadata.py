@@ -24,8 +24,8 @@ _CLASSES: dict[tuple[str, str], Any] = {
     # As Python 3.13 writes it.
     ("pathlib._local", "PosixPath"): PosixPath,
 } | {
-    (metadata.__name__, one.__name__): one
-    for one in (
+    (metadata.__name__, cls.__name__): cls
+    for cls in (
         metadata.ChunkStorageMetadata, metadata.Metadata, metadata.MetadataIndex,
         metadata.StorageMeta, metadata.TensorProperties, metadata.TensorStorageMetadata,
         metadata._MEM_FORMAT_ENCODING,
@@ -39,8 +39,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
         if (module, name) in _CLASSES:
             return _CLASSES[module, name]
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata of tensors has")
 
 
@@ -53,11 +53,11 @@ def read_metadata(folder: Path) -> Metadata:
     path = folder / FILE
     content = read_bytes(path, _MOST_BYTES)
     try:
-        found = _Unpickler(io.BytesIO(content)).load()
-        if not isinstance(found, Metadata):
-            raise TypeError(f"it holds {type(found).__name__}, not Metadata")
-        names = {_file_name(info, path) for info in found.storage_data.values()}
-        claimed = sum(_bytes(name, item) for name, item in found.state_dict_metadata.items())
+        loaded = _Unpickler(io.BytesIO(content)).load()
+        if not isinstance(loaded, Metadata):
+            raise TypeError(f"it holds {type(loaded).__name__}, not Metadata")
+        names = {_file_name(info, path) for info in loaded.storage_data.values()}
+        claimed = sum(_bytes(name, item) for name, item in loaded.state_dict_metadata.items())
     except Exception as error:  # A pickle may fail in any way.
         text = str(error)[:200] or type(error).__name__
         raise ValueError(f"{path} is damaged: {text}. Restore the checkpoint.") from error
@@ -70,7 +70,7 @@ def read_metadata(folder: Path) -> Metadata:
             f"{path} must not claim more values than its files have room for, but claims {claimed} "
             f"bytes in files of {held}. Restore the checkpoint."
         )
-    return found
+    return loaded
 
 
 def _bytes(name: object, item: object) -> int:

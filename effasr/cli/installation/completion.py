@@ -51,8 +51,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def script(parser: argparse.ArgumentParser) -> str:
-    (found,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    commands: Mapping[str, argparse.ArgumentParser] = found.choices
+    (subparsers,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    commands: Mapping[str, argparse.ArgumentParser] = subparsers.choices
     recipes = config.recipes()
     values = [_case(after, recipes) for after in _RECIPES if " " in after]
     options = []

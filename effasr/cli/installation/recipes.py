@@ -87,6 +87,6 @@ def read(recipe: str) -> str:
 def _known(action: str, recipe: str | None) -> str:
     if recipe is None or recipe not in config.recipes():
         names = ", ".join(config.recipes())
-        given = "is missing" if recipe is None else f"is {recipe!r}"
-        raise ValueError(f"`RECIPE` must be one of {names} for {action}, but {given}.")
+        problem = "is missing" if recipe is None else f"is {recipe!r}"
+        raise ValueError(f"`RECIPE` must be one of {names} for {action}, but {problem}.")
     return recipe

@@ -93,8 +93,8 @@ class Report:
             )
             for row in rows:
                 once = {*absent, *shared.get(row.device, ())}
-                own = [note for note in row.notes if note not in once]
-                table.add_row(Text(row.name), Text(row.value), Text("; ".join(own)))
+                unshared = [note for note in row.notes if note not in once]
+                table.add_row(Text(row.name), Text(row.value), Text("; ".join(unshared)))
             lines = [to_text(table, width)]
             for device, notes in shared.items():
                 text = f"All on {device}: {'; '.join(notes)}."
@@ -110,10 +110,10 @@ def _shared_notes(rows: Sequence[Row]) -> dict[str, list[str]]:
     """The reasons that all operations of a device have, by device."""
     shared = {}
     for device in dict.fromkeys(row.device for row in rows if row.device):
-        first, *others = (row.notes for row in rows if row.device == device)
-        found = [note for note in first if note and all(note in other for other in others)]
-        if found and others:
-            shared[device] = found
+        first, *remaining = (row.notes for row in rows if row.device == device)
+        common = [note for note in first if note and all(note in other for other in remaining)]
+        if common and remaining:
+            shared[device] = common
     return shared
 
 
@@ -278,22 +278,22 @@ def _rows_of_language_model(config: TrainConfig, section: str) -> list[Row]:
         from effasr.model.language_model.fused import fused_modules
 
         # On a CPU the modules keep their own forwards.
-        found, where = fused_modules(settings.architecture), "on a GPU: one kernel each"
-        rows.append(Row(section, "fused modules", found, where))
+        fused, where = fused_modules(settings.architecture), "on a GPU: one kernel each"
+        rows.append(Row(section, "fused modules", fused, where))
     return rows
 
 
 def _graph(config: TrainConfig, section: str, device: torch.device) -> Row:
-    found = obstacles(config, device)
-    reasons = "; ".join(f"{x.setting}: {x.reason}" for x in found)
+    reasons_against = obstacles(config, device)
+    reasons = "; ".join(f"{x.setting}: {x.reason}" for x in reasons_against)
     settings = config.model.language_model
-    if settings is not None and settings.architecture is None and not found:
+    if settings is not None and settings.architecture is None and not reasons_against:
         reasons = f"if the modules of {settings.path} read nothing from the GPU; it is not here"
-    asked = config.training.cuda_graph
+    requested = config.training.cuda_graph
     value = "yes" if uses_graph(config, device) else "no"
-    if asked is True and found:
+    if requested is True and reasons_against:
         value = "refused"
-    elif asked is False and not found:
+    elif requested is False and not reasons_against:
         reasons = "possible, but turned off"
     return Row(section, "training.cuda_graph", value, reasons)
 
@@ -301,9 +301,9 @@ def _graph(config: TrainConfig, section: str, device: torch.device) -> Row:
 def _casts(config: TrainConfig, section: str, device: torch.device) -> Row:
     # Several ranks, as fsdp2 differs from the other strategies only there.
     reason = reason_for_autocast(config, device, 2)
-    asked = config.training.bfloat16_weights
-    if asked == "auto":
+    requested = config.training.bfloat16_weights
+    if requested == "auto":
         value, note = ("yes", "") if reason is None else ("no", reason)
     else:
-        value, note = ("yes" if asked else "no"), "as the recipe says"
+        value, note = ("yes" if requested else "no"), "as the recipe says"
     return Row(section, "training.bfloat16_weights", value, note)

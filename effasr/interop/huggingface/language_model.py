@@ -25,12 +25,12 @@ def read_language_model(directory: str | Path, model: LanguageModel) -> None:
             f"{error} The weights of a language model are read from safetensors alone; set "
             "model.language_model.weights=random to draw them."
         ) from error
-    own, names = model.state_dict(), dict(model.causal_names())
+    state, names = model.state_dict(), dict(model.causal_names())
     if not any(name.startswith(f"{model.base_name}.") for name in weights):
         # A folder of the base model, which has no name for it.
         prefix = f"{model.base_name}."
-        known = set(names.values())
-        weights = {n if n in known else prefix + n: value for n, value in weights.items()}
+        expected = set(names.values())
+        weights = {n if n in expected else prefix + n: value for n, value in weights.items()}
     missing = [theirs for theirs in names.values() if theirs not in weights]
     unknown = weights.keys() - set(names.values())
     if model.lm_head is None:
@@ -43,14 +43,14 @@ def read_language_model(directory: str | Path, model: LanguageModel) -> None:
             f"{len(missing) + len(unknown)} names: it {first}: copy the folder again."
         )
     for ours, theirs in names.items():
-        if weights[theirs].shape != own[ours].shape:
+        if weights[theirs].shape != state[ours].shape:
             raise ValueError(
-                f"{directory}: {theirs} must have the shape {tuple(own[ours].shape)} of its "
+                f"{directory}: {theirs} must have the shape {tuple(state[ours].shape)} of its "
                 f"config.json, but has {tuple(weights[theirs].shape)}: copy the folder again."
             )
     with torch.no_grad():
         for ours, theirs in names.items():
-            own[ours].copy_(weights[theirs])
+            state[ours].copy_(weights[theirs])
 
 
 def write_language_model(

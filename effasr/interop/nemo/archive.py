@@ -146,8 +146,8 @@ def _archive(path: Path, files: dict[str, bytes], weights: Path | None) -> NemoA
     if isinstance(config, dict) and "encoder" not in config:
         config = config.get("model", config)
     if not isinstance(config, dict):
-        shown = repr(config)[:200]
-        raise ValueError(f"{path}: {CONFIG} must be a mapping, but is {shown}.")
+        excerpt = repr(config)[:200]
+        raise ValueError(f"{path}: {CONFIG} must be a mapping, but is {excerpt}.")
     return NemoArchive(path, config, _load(path, weights), files)
 
 

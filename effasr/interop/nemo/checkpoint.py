@@ -100,39 +100,39 @@ def _read(archive: NemoArchive) -> NemoModel:
         # NeMo rounds the number of classes up.
         vocab_size = max(len(weights[_TIED]), vocab_size)
     shapes = weight_shapes(config, vocab_size)
-    state, rest = import_weights(weights, shapes, renames(hybrid=name == HYBRID), from_nemo_order)
-    _check_tables(config, rest, weights.get(_TIED))
+    state, remaining = import_weights(
+        weights, shapes, renames(hybrid=name == HYBRID), from_nemo_order
+    )
+    _check_tables(config, remaining, weights.get(_TIED))
     if _START in state and state[_START][-1].any():
         raise ValueError(
             "`decoder.prediction.embed.weight` must be zero in its last row, the blank's, as NeMo "
             "starts a text from zeros, but is not."
         )
-    known = (_BANDS, _WINDOW, _POSITIONS, _OUTPUT, *_IGNORED)
-    unknown = {key: value for key, value in rest.items() if key not in known}
+    computed = (_BANDS, _WINDOW, _POSITIONS, _OUTPUT, *_IGNORED)
+    unknown = {key: value for key, value in remaining.items() if key not in computed}
     check_weights(state | unknown, shapes, archive.path, CONFIG)
     _warn_about_options(archive.config, unused)
     return NemoModel(config, vocab_size, state, tokenizer, _prompt(archive.config, tokenizer))
 
 
-def _check_tables(config: ModelConfig, rest: Mapping[str, Tensor], tied: Tensor | None) -> None:
+def _check_tables(config: ModelConfig, weights: Mapping[str, Tensor], tied: Tensor | None) -> None:
     """Check that NeMo's saved tables equal those that are computed, or shared, here."""
     features = LogMel(config.features)
     expected = {_BANDS: features.filterbank.T[None], _WINDOW: features.window}
-    if config.decoder is not None and _POSITIONS in rest:
-        expected[_POSITIONS] = position_table(len(rest[_POSITIONS]), config.decoder.width)
+    if config.decoder is not None and _POSITIONS in weights:
+        expected[_POSITIONS] = position_table(len(weights[_POSITIONS]), config.decoder.width)
     if tied is not None:
         expected[_OUTPUT] = tied.float()
-    for name, wanted in expected.items():
-        if name not in rest:
+    for name, table in expected.items():
+        if name not in weights:
             continue
-        found, tolerance = rest[name], 4 * torch.finfo(rest[name].dtype).eps
-        if found.shape != wanted.shape or not torch.allclose(
-            found.float(), wanted, tolerance, 1e-6
-        ):
-            what = "an output layer of its own" if name == _OUTPUT else "other features"
+        saved, tolerance = weights[name], 4 * torch.finfo(weights[name].dtype).eps
+        if saved.shape != table.shape or not torch.allclose(saved.float(), table, tolerance, 1e-6):
+            cause = "an output layer of its own" if name == _OUTPUT else "other features"
             raise ValueError(
                 f"`{name}` must be what the configuration says, but is not: the file was made with "
-                f"{what}, or changed."
+                f"{cause}, or changed."
             )
 
 
@@ -247,10 +247,10 @@ def _add_biases(state: dict[str, Tensor], config: ModelConfig) -> None:
 
 
 def _put_classes(
-    state: dict[str, Tensor], tokens: NemoTokens, known: int, ours: int, classes: int
+    state: dict[str, Tensor], tokens: NemoTokens, num_tokens: int, ours: int, classes: int
 ) -> None:
     """Reorder the classes of a decoder as NeMo's; the first ``known`` of ours have a token."""
-    spare = list(range(known, ours))
+    spare = list(range(num_tokens, ours))
     ids: list[int | None] = [*tokens.ids, *spare][:classes]
     ids += [None] * (classes - len(ids))
     for name, fill in (("decoder.embed_tokens.weight", 0.0), ("decoder.output_bias", _NEVER)):

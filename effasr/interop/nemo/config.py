@@ -275,10 +275,10 @@ def write_contexts(contexts: Sequence[Context]) -> dict[str, Any] | None:
     if not contexts:
         return {"att_context_size": [-1, -1], "att_context_style": "regular"}
     number = lambda side: -1 if side is None else side
-    if all(one.right == 0 and not (one.left or 0) % one.chunk for one in contexts):
-        style, sizes = "chunked_limited", [[number(one.left), one.chunk - 1] for one in contexts]
-    elif all(one.chunk == 1 for one in contexts):
-        style, sizes = "regular", [[number(one.left), number(one.right)] for one in contexts]
+    if all(x.right == 0 and not (x.left or 0) % x.chunk for x in contexts):
+        style, sizes = "chunked_limited", [[number(x.left), x.chunk - 1] for x in contexts]
+    elif all(x.chunk == 1 for x in contexts):
+        style, sizes = "regular", [[number(x.left), number(x.right)] for x in contexts]
     else:
         return None
     size = sizes if len(sizes) > 1 else sizes[0]

@@ -278,7 +278,7 @@ from_nemo_order = partial(_reordered, to_nemo=False)
 
 def position_table(positions: int, width: int) -> Tensor:
     """NeMo's table of the decoder's positions, a buffer: float32 (positions, width)."""
-    place = torch.arange(0.0, positions)[:, None]
+    position = torch.arange(0.0, positions)[:, None]
     rates = torch.exp(-torch.arange(0.0, width, 2) * (torch.tensor(10_000.0).log() / width))
-    angles = place * rates
+    angles = position * rates
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(1) / width**0.5

@@ -205,16 +205,16 @@ def check_onnx(model: ASRModel, directory: Path, context: Context | None = None)
 def _check_step(model: ASRModel, directory: Path, context: Context) -> None:
     """Check three steps of two streams, one of which pauses and then ends."""
     step, graph = StreamingStep(model, context).eval(), Graph(directory / "encoder_step.onnx")
-    chunk, caches, found = _chunk(step, len(_OTHER)), step.begin(len(_OTHER)), dict[str, Tensor]()
+    chunk, caches, outputs = _chunk(step, len(_OTHER)), step.begin(len(_OTHER)), dict[str, Tensor]()
     whole = torch.full_like(chunk["lengths"], chunk["features"].shape[1])
     for lengths, last in (whole, context.chunk), (whole, 0), (chunk["lengths"], context.chunk):
         frames = torch.tensor([context.chunk, last])
         inputs = {**chunk, "lengths": lengths, "frames": frames, **caches}
         expected = dict(zip(step.outputs, step(**inputs), strict=True))
-        found = graph.compared(inputs, expected)
-        caches = {name: found[name.replace("cache", "next")] for name in CACHES}
+        outputs = graph.compared(inputs, expected)
+        caches = {name: outputs[name.replace("cache", "next")] for name in CACHES}
     if model.transducer is not None:
-        check_transducer(model.transducer, directory, found["encoder_projected"])
+        check_transducer(model.transducer, directory, outputs["encoder_projected"])
 
 
 def _check_decoder_step(model: ASRModel, directory: Path, encoded: Mapping[str, Tensor]) -> None:
@@ -223,12 +223,12 @@ def _check_decoder_step(model: ASRModel, directory: Path, encoded: Mapping[str, 
     constant = [encoded[name] for name in ("cross_keys", "cross_values", "encoded_lengths")]
     tokens = torch.zeros(len(_OTHER), dtype=torch.int64)
     past = [encoded["cross_keys"][:, :, :, :0]] * 2
-    for place in range(min(_CHECKED_STEPS, model.decoder.config.max_positions)):
-        values = tokens, torch.full_like(tokens, place), *past, *constant
+    for position in range(min(_CHECKED_STEPS, model.decoder.config.max_positions)):
+        values = tokens, torch.full_like(tokens, position), *past, *constant
         expected = dict(zip(_STEP_OUTPUTS, step(*values), strict=True))
-        found = graph.compared(dict(zip(_STEP_INPUTS, values, strict=True)), expected)
-        past = [found["keys"], found["values"]]
-        tokens = found["logits"].argmax(-1)
+        outputs = graph.compared(dict(zip(_STEP_INPUTS, values, strict=True)), expected)
+        past = [outputs["keys"], outputs["values"]]
+        tokens = outputs["logits"].argmax(-1)
 
 
 @torch.no_grad()
@@ -247,13 +247,13 @@ def check_transducer(head: Transducer, directory: Path, frames: Tensor) -> None:
         expected = {"predictor_projected": predicted}
         for number, state in enumerate(in_model_layout(after)[: len(states)], 1):
             expected[f"output_states_{number}"] = state
-        found = predictor.compared({"tokens": tokens, **named}, expected)
-        states = tuple(found[f"output_states_{n}"] for n in range(1, len(states) + 1))
-        pair = dict(zip(_JOINT_INPUTS, (frame, found["predictor_projected"]), strict=True))
+        outputs = predictor.compared({"tokens": tokens, **named}, expected)
+        states = tuple(outputs[f"output_states_{n}"] for n in range(1, len(states) + 1))
+        pair = dict(zip(_JOINT_INPUTS, (frame, outputs["predictor_projected"]), strict=True))
         scores = head.logits(*pair.values()).tensor_split([head.blank_id + 1], -1)
         names = _joint_outputs(head)
-        found = joint.compared(pair, dict(zip(names, scores[: len(names)], strict=True)))
-        tokens = found["logits"][:, : head.blank_id].argmax(-1)
+        outputs = joint.compared(pair, dict(zip(names, scores[: len(names)], strict=True)))
+        tokens = outputs["logits"][:, : head.blank_id].argmax(-1)
 
 
 def _joint_outputs(head: Transducer) -> list[str]:

@@ -81,24 +81,24 @@ class Graph:
     ) -> dict[str, Tensor]:
         """Run the graph and compare its outputs with those of the model."""
         values = {name: value.contiguous().numpy() for name, value in inputs.items()}
-        found = dict(zip(self._outputs, self._session.run(None, values), strict=True))
-        if list(found) != list(expected):
+        outputs = dict(zip(self._outputs, self._session.run(None, values), strict=True))
+        if list(outputs) != list(expected):
             raise ValueError(
                 f"{self.name} must have the outputs {', '.join(expected)}, but has "
-                f"{', '.join(found)}: export it again."
+                f"{', '.join(outputs)}: export it again."
             )
         for name, value in expected.items():
-            _compare(f"{self.name}: {name}", value.numpy(), found[name])
-        return {name: torch.from_numpy(value) for name, value in found.items()}
+            _compare(f"{self.name}: {name}", value.numpy(), outputs[name])
+        return {name: torch.from_numpy(value) for name, value in outputs.items()}
 
 
-def _compare(name: str, expected: np.ndarray, found: Any) -> None:
-    if expected.shape != found.shape:
+def _compare(name: str, expected: np.ndarray, actual: Any) -> None:
+    if expected.shape != actual.shape:
         raise ValueError(
-            f"{name} must have the shape {expected.shape}, but has {found.shape}: "
+            f"{name} must have the shape {expected.shape}, but has {actual.shape}: "
             "this version of torch or onnxruntime exports or runs it wrongly."
         )
-    difference = np.abs(expected - found).max(initial=0)
+    difference = np.abs(expected - actual).max(initial=0)
     largest = np.abs(expected).max(initial=1e-6)
     if not difference <= _TOLERANCE * largest:
         raise ValueError(

@@ -56,17 +56,17 @@ class PaddedEncoder(nn.Module):
             x, lengths = _whisper(self.encoder, features, lengths)
         else:
             x, lengths = _fastconformer(self.encoder, features, lengths)
-        found = [x, lengths]
+        outputs = [x, lengths]
         if self.decoder is not None:
             projected = x if self.projection is None else self.projection(x)
             layers = [cast(DecoderLayer, layer) for layer in self.decoder.layers]
             pairs = [_heads_kv(layer.encoder_attn, projected) for layer in layers]
-            found += [torch.stack([pair[which] for pair in pairs]) for which in (0, 1)]
+            outputs += [torch.stack([pair[which] for pair in pairs]) for which in (0, 1)]
         if self.ctc_head is not None:
-            found.append(self.ctc_head(x).log_softmax(-1))
+            outputs.append(self.ctc_head(x).log_softmax(-1))
         if self.transducer_projection is not None:
-            found.append(self.transducer_projection(x))
-        return tuple(found)
+            outputs.append(self.transducer_projection(x))
+        return tuple(outputs)
 
 
 class PaddedDecoderStep(nn.Module):
@@ -91,10 +91,10 @@ class PaddedDecoderStep(nn.Module):
         # tokens, none at first -> (B, V)
         decoder = self.decoder
         x = decoder.embed(tokens, positions)[:, None]
-        heard = _mask(encoded_lengths, cross_keys.shape[3])[:, None, None]
+        mask = _mask(encoded_lengths, cross_keys.shape[3])[:, None, None]
         keys, values = [], []
-        for number, one in enumerate(decoder.layers):
-            layer = cast(DecoderLayer, one)
+        for number, module in enumerate(decoder.layers):
+            layer = cast(DecoderLayer, module)
             q, k, v = _heads_qkv(layer.self_attn, layer.input_layernorm(x))
             k = torch.cat([past_keys[number], k], 2)
             v = torch.cat([past_values[number], v], 2)
@@ -103,7 +103,7 @@ class PaddedDecoderStep(nn.Module):
             x = x + _joined(layer.self_attn, _attend(q, k, v))
             attention = layer.encoder_attn
             q = _split(attention.q_proj(layer.post_attention_layernorm(x)), attention.heads)
-            y = _attend(q, cross_keys[number], cross_values[number], heard)
+            y = _attend(q, cross_keys[number], cross_values[number], mask)
             x = x + _joined(attention, y)
             x = x + layer.mlp(layer.final_layernorm(x))
         return decoder.logits(decoder.norm(x[:, 0])), torch.stack(keys), torch.stack(values)
@@ -139,8 +139,8 @@ def _whisper(encoder: WhisperEncoder, x: Tensor, lengths: Tensor) -> tuple[Tenso
     places = torch.arange(x.shape[1], device=x.device)
     x = x + encoder.places(places)
     real = _mask(lengths, x.shape[1])
-    for one in encoder.layers:
-        layer = cast(TransformerLayer, one)
+    for module in encoder.layers:
+        layer = cast(TransformerLayer, module)
         x = x + _self_attention(layer.self_attn, layer.norm_self_att(x), real)
         x = x + layer.feed_forward(layer.norm_feed_forward(x))
     return encoder.norm(x), lengths
@@ -230,9 +230,9 @@ def rotated(x: Tensor, rotary: Rotary, first: int = 0) -> Tensor:
     rates = torch.tensor([rotary.base ** (-c / half) for c in range(half)], device=x.device)
     angles = (first + torch.arange(x.shape[2], device=x.device))[:, None] * rates
     cos, sin = angles.cos(), angles.sin()
-    one, other, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    turned = [one * cos - other * sin, other * cos + one * sin]
-    return torch.cat([*turned, rest] if rest.shape[-1] else turned, -1)
+    x1, x2, unrotated = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
+    return torch.cat([*turned, unrotated] if unrotated.shape[-1] else turned, -1)
 
 
 def _heads_qkv(module: SelfAttention, x: Tensor) -> tuple[Tensor, ...]:
@@ -329,50 +329,50 @@ class StreamingStep(nn.Module):
         config, context = self.encoder.config, self.context
         chunk, active = context.chunk, frames > 0
         x = self._subsampled(features, lengths, cache_mel, cache_frames, cache_missing)
-        place = torch.arange(cast(int, context.left) + chunk, device=x.device)
-        place = place - cast(int, context.left)
-        seen = (place >= -cache_frames[:, None]) & (place < frames[:, None])
+        position = torch.arange(cast(int, context.left) + chunk, device=x.device)
+        position = position - cast(int, context.left)
+        seen = (position >= -cache_frames[:, None]) & (position < frames[:, None])
         # A softmax over nothing would be NaN.
         seen = seen | ~active[:, None]
         keys, values, convolved = [], [], []
-        for number, one in enumerate(self.encoder.layers):
-            layer = cast(ConformerLayer, one)
+        for number, module in enumerate(self.encoder.layers):
+            layer = cast(ConformerLayer, module)
             x = x + 0.5 * layer.feed_forward1(layer.norm_feed_forward1(x))
-            y, *heard = self._attended(
+            y, *keys_values = self._attended(
                 layer.self_attn,
                 layer.norm_self_att(x),
                 cache_keys[number],
                 cache_values[number],
                 seen,
             )
-            keys.append(_last_rows(cache_keys[number], heard[0], active))
-            values.append(_last_rows(cache_values[number], heard[1], active))
+            keys.append(_last_rows(cache_keys[number], keys_values[0], active))
+            values.append(_last_rows(cache_values[number], keys_values[1], active))
             x = x + y
             y, both = _streamed_convolution(layer.conv, layer.norm_conv(x), cache_conv[number])
             convolved.append(_last_rows(cache_conv[number], both, active))
             x = x + y
             x = x + 0.5 * layer.feed_forward2(layer.norm_feed_forward2(x))
             x = layer.norm_out(x)
-        found = [x]
+        outputs = [x]
         if self.ctc_head is not None:
-            found.append(self.ctc_head(x).log_softmax(-1))
+            outputs.append(self.ctc_head(x).log_softmax(-1))
         if self.transducer_projection is not None:
-            found.append(self.transducer_projection(x))
+            outputs.append(self.transducer_projection(x))
         mel = _last_rows(cache_mel, torch.cat([cache_mel, features], 1), active)
         missing = torch.where(active, config.subsampling * chunk - lengths, cache_missing)
-        found += [mel, *(torch.stack(part) for part in (keys, values, convolved))]
-        return (*found, cache_frames + frames, missing)
+        outputs += [mel, *(torch.stack(part) for part in (keys, values, convolved))]
+        return (*outputs, cache_frames + frames, missing)
 
     def _subsampled(
         self, features: Tensor, lengths: Tensor, mel: Tensor, before: Tensor, missing: Tensor
     ) -> Tensor:
         """The input of the first layer, (B, c, width)."""
         encoder, config = self.encoder, self.encoder.config
-        factor, chunk, kept = config.subsampling, self.context.chunk, self.kept
+        factor, chunk, cached = config.subsampling, self.context.chunk, self.kept
         causal = config.causal_subsampling
         # Rows before a stream and behind it are zeros after every layer.
-        begin = factor * (kept - before.clamp(max=kept))
-        end = torch.maximum(factor * kept - missing, begin) + lengths
+        begin = factor * (cached - before.clamp(max=cached))
+        end = torch.maximum(factor * cached - missing, begin) + lengths
         x = torch.cat([mel, features], 1)[:, None]
         x = _zero_outside(x, begin, end)
         module = encoder.subsampling
@@ -390,15 +390,15 @@ class StreamingStep(nn.Module):
             if pointwise is not None:
                 x = pointwise(x.movedim(1, -1)).movedim(-1, 1)
             x = _zero_outside(F.relu(x), begin, end)
-        x = x[:, :, kept : kept + chunk].transpose(1, 2).flatten(2)
+        x = x[:, :, cached : cached + chunk].transpose(1, 2).flatten(2)
         x = module.linear(x)
         if encoder.subsampling_norm is not None:
             x = encoder.subsampling_norm(x)
         if config.scale_input:
             x = x * math.sqrt(config.width)
         if config.input_positions:
-            place = (before[:, None] + torch.arange(chunk, device=x.device)).flatten()
-            x = x + config.input_positions * sinusoids(place, config.width).view_as(x)
+            position = (before[:, None] + torch.arange(chunk, device=x.device)).flatten()
+            x = x + config.input_positions * sinusoids(position, config.width).view_as(x)
         return x
 
     def _attended(

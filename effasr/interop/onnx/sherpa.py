@@ -63,8 +63,8 @@ class SherpaStep(nn.Module):
         # cache_last_channel_len: int64, see the class -> (B, c, V + 1), (B, J, c)
         frames = torch.full_like(length, self.step.context.chunk)
         caches = self._unpacked(cache_last_channel, cache_last_time, cache_last_channel_len)
-        found = self.step(audio_signal.mT, length, frames, **caches)
-        named = dict(zip(self.step.outputs, found, strict=True))
+        outputs = self.step(audio_signal.mT, length, frames, **caches)
+        named = dict(zip(self.step.outputs, outputs, strict=True))
         result = named[self.output]
         if self.output == "encoder_projected":
             result = result.mT
@@ -110,10 +110,10 @@ class _Encoder(nn.Module):
         self.padded, self.output = PaddedEncoder(model), output
 
     def forward(self, audio_signal: Tensor, length: Tensor) -> tuple[Tensor, ...]:
-        found = dict(zip(self.padded.outputs, self.padded(audio_signal.mT, length), strict=True))
+        outputs = dict(zip(self.padded.outputs, self.padded(audio_signal.mT, length), strict=True))
         if self.output == "ctc_log_probs":
-            return (found[self.output],)
-        return found[self.output].mT, found["encoded_lengths"]
+            return (outputs[self.output],)
+        return outputs[self.output].mT, outputs["encoded_lengths"]
 
 
 class _Decoder(nn.Module):
@@ -192,8 +192,8 @@ def export_sherpa(
         sizes |= _write_transducer(model.transducer, directory)
         # It knows transducers with durations by this word in the address of the model.
         url = "" if model.transducer.config.durations is None else "tdt"
-        own = {"model_type": "EncDecRNNTBPEModel", "url": url, **sizes}
-        _add_metadata(directory / "encoder.onnx", metadata | own)
+        fields = {"model_type": "EncDecRNNTBPEModel", "url": url, **sizes}
+        _add_metadata(directory / "encoder.onnx", metadata | fields)
     lines = [f"{piece} {number}\n" for number, piece in enumerate([*pieces, BLANK])]
     write_atomically(directory / "tokens.txt", "".join(lines).encode())
     return graphs
@@ -210,15 +210,15 @@ def _check_runnable(model: ASRModel, context: Context | None) -> None:
     # It computes windows of 25 ms at each 10 ms of its own, with Kaldi's preemphasis.
     fixed = {"hop": 160, "window": 400, "n_fft": 512, "preemphasis": 0.97}
     for name, value in fixed.items():
-        given = getattr(features, name)
-        check(given == value, f"features.{name}", f"be {value} for sherpa-onnx", given)
+        actual = getattr(features, name)
+        check(actual == value, f"features.{name}", f"be {value} for sherpa-onnx", actual)
     if context is not None:
         check_features(features)
         check_streamable(config, context)
     elif isinstance(config, FastConformerConfig):
         names = ("context", "causal_convolution", "causal_subsampling")
-        found = {f"encoder.{name}": bool(getattr(config, name)) for name in names}
-        refuse("sherpa-onnx's graph of whole utterances", found)
+        reasons = {f"encoder.{name}": bool(getattr(config, name)) for name in names}
+        refuse("sherpa-onnx's graph of whole utterances", reasons)
     if model.ctc_head is None and model.transducer is None:
         raise ValueError("`model` must have a CTC head or a transducer for sherpa-onnx.")
     if model.transducer is not None and (durations := model.transducer.config.durations):

@@ -70,10 +70,10 @@ def check_sizes(config: Any, path: Path) -> None:
         # Some families have a size for each layer, or none.
         values = math.prod(size for size in sizes if isinstance(size, int))
         if values > most:
-            shown = ", ".join(f"`{name}` {size}" for name, size in zip(names, sizes, strict=True))
+            fields = ", ".join(f"`{name}` {size}" for name, size in zip(names, sizes, strict=True))
             raise ValueError(
                 f"{path}: must have the sizes of the weights beside it, which have {most} bytes, "
-                f"but has {shown}: copy the folder again."
+                f"but has {fields}: copy the folder again."
             )
 
 
@@ -82,19 +82,19 @@ def model_config(architecture: str, origin: str = "language_model.architecture")
     transformers = import_transformers()
     mapping = parse_json(architecture, origin)
     kind = mapping.pop("model_type", None) if isinstance(mapping, dict) else None
-    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if not isinstance(kind, str) or kind not in known:
+    supported = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not isinstance(kind, str) or kind not in supported:
         raise ValueError(
             f"{origin}: `model_type` must be a causal language model of transformers "
             f"{transformers.__version__}, such as llama, qwen2, qwen3, gemma or gemma3_text, but "
             f"is {str(kind)[:60]!r}: models that need code of their folder are not supported."
         )
     # Private keys choose implementations, which are ours to choose.
-    given = {key: value for key, value in mapping.items() if not key.startswith("_")}
+    fields = {key: value for key, value in mapping.items() if not key.startswith("_")}
     for key in ("auto_map", "attn_implementation", "use_kernels"):
-        given.pop(key, None)
+        fields.pop(key, None)
     try:
-        return transformers.CONFIG_MAPPING[kind].from_dict(given)
+        return transformers.CONFIG_MAPPING[kind].from_dict(fields)
     except Exception as error:  # A configuration raises what its own checks do.
         problem = " ".join(str(error).split())[:200]
         raise ValueError(f"{origin}: not a configuration of {kind}: {problem}.") from error

@@ -72,18 +72,18 @@ def fuse(model: nn.Module) -> FusedModules:
 
     On a CPU, and wherever else the operation has no kernel, the module's own forward is called.
     """
-    found = FusedModules()
+    fused = FusedModules()
     for module in model.modules():
         for kind in KINDS:
             if not kind.resembles(module):
                 continue
             forward = kind.fused(module)
-            count, of = found.counts.get(kind.name, (0, 0))
-            found.counts[kind.name] = count + (forward is not None), of + 1
+            count, of = fused.counts.get(kind.name, (0, 0))
+            fused.counts[kind.name] = count + (forward is not None), of + 1
             if forward is not None:
-                found.forwards.append((module, forward))
-    found.resume()
-    return found
+                fused.forwards.append((module, forward))
+    fused.resume()
+    return fused
 
 
 @cache
@@ -151,10 +151,10 @@ def _fused_gated(module: nn.Module) -> Forward | None:
     probe = _copy(module)
     if joined:
         # Transformers' order.
-        given = {"gate_up_proj": torch.cat([gates, values], -1)}
+        outputs = {"gate_up_proj": torch.cat([gates, values], -1)}
     else:
-        given = {"gate_proj": gates, "up_proj": values}
-    for name, rows in given.items():
+        outputs = {"gate_proj": gates, "up_proj": values}
+    for name, rows in outputs.items():
         setattr(probe, name, _Given(x, rows))
     probe.down_proj = nn.Identity()
     for activation in _ACTIVATIONS:
@@ -215,11 +215,13 @@ def _random(rows: int, width: int, *, seed: int = 0) -> Tensor:
 @torch.no_grad()
 def _equal(module: nn.Module, operation: Forward, x: Tensor) -> bool:
     try:
-        own = module(x)
+        actual = module(x)
     except Exception:  # Modules of any family fail in any way on rows that they do not expect.
         return False
     expected = operation(x)
-    if not isinstance(own, Tensor) or own.shape != expected.shape or own.dtype != expected.dtype:
+    if not isinstance(actual, Tensor):
         return False
-    worst = (own - expected).abs().amax(-1)
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        return False
+    worst = (actual - expected).abs().amax(-1)
     return bool((worst <= _TOLERANCES[x.dtype] * expected.abs().amax(-1)).all())

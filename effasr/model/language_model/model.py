@@ -142,8 +142,8 @@ class LanguageModel(nn.Module):
         device = self.output_weight.device
         for module in self.model.modules():
             missing = [name for name, x in module.named_buffers(recurse=False) if x.is_meta]
-            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            loaded = [x for x in own if not x.is_meta]
+            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            loaded = [x for x in tensors if not x.is_meta]
             for name in missing:
                 persistent = name not in module._non_persistent_buffers_set
                 empty = torch.empty_like(module.get_buffer(name), device=device)
@@ -177,11 +177,11 @@ class LanguageModel(nn.Module):
         x = (x * weight.float().std().cpu()).to(weight)
         layout = PackedLayout.from_lengths([_PROBE_ROWS] * 2, weight.device)
         with _Evaluating(self):
-            own = self.logits(self(x, layout))
+            actual = self.logits(self(x, layout))
             with self._as_causal() as causal:
                 rows = x.view(2, _PROBE_ROWS, -1)
                 expected = causal(inputs_embeds=rows, use_cache=False).logits.flatten(0, 1)
-        worst = float((own - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+        worst = float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
         if not worst <= _TOLERANCE:
             raise ValueError(
                 "`language_model`: packed logits must be those of transformers, but differ by "

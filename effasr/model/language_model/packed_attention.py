@@ -82,10 +82,10 @@ def packed_attention(
             "missing: this family of language models cannot be packed."
         )
     if softcap is not None or kwargs.get("s_aux") is not None or attention_mask is not None:
-        what = "soft-capped scores" if softcap is not None else "attention sinks or masks"
+        feature = "soft-capped scores" if softcap is not None else "attention sinks or masks"
         raise ValueError(
             f"{name}: packed attention must be plain, but this family of language models has "
-            f"{what}: choose another language model."
+            f"{feature}: choose another language model."
         )
     if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
         raise ValueError(f"{name}: attention must be causal, but is not: choose another model.")

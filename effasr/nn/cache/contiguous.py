@@ -154,11 +154,11 @@ class ContiguousCache:
         parts = [queries]
         if len(self._groups) > 1:
             parts = queries.split(GROUP * heads)
-        found = []
+        outputs = []
         for group, part in zip(self._groups, parts, strict=True):
             scores = torch.baddbmm(group.mask, part, group.keys[layer], alpha=self._scale)
-            found.append(torch.bmm(scores.softmax(-1), group.values[layer]))
-        y = found[0] if len(found) == 1 else torch.cat(found)
+            outputs.append(torch.bmm(scores.softmax(-1), group.values[layer]))
+        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if several == 1 and not missing:
             return y.view(q.shape)
         y = y.view(-1, heads, several, width)[..., : q.shape[2]]
@@ -182,9 +182,9 @@ class ContiguousCache:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these; no row moves to a later place."""
-        for place, row in enumerate(rows):
-            if row != place:
-                self._held[:, :, place] = self._held[:, :, row]
+        for target, row in enumerate(rows):
+            if row != target:
+                self._held[:, :, target] = self._held[:, :, row]
         self.rows = len(rows)
 
     def _grow(self, length: int) -> None:

@@ -150,10 +150,10 @@ class DecoderState:
         expert: Tensor | None = None,
     ) -> None:
         """Start all sequences together, with encoder output of this layout; see `admit`."""
-        every = range(self.num_sequences)
-        count = len(every)
+        rows = range(self.num_sequences)
+        count = len(rows)
         tokens = [self.max_tokens] * count
-        self.admit(every, layout.lengths, tokens, keys_values, [read] * count, expert)
+        self.admit(rows, layout.lengths, tokens, keys_values, [read] * count, expert)
         self.length, self._together = read, True
 
     def release(self, rows: Sequence[int]) -> None:
@@ -185,11 +185,11 @@ class DecoderState:
     def reserve(self) -> tuple[ContiguousCache, ContiguousCache]:
         """Prepare a step that itself writes to the caches, of tokens and of encoder output."""
         self._check_room()
-        own, speech = self.self_cache, self.cross_cache
-        if isinstance(own, PagedCache) or isinstance(speech, PagedCache):
+        tokens, speech = self.self_cache, self.cross_cache
+        if isinstance(tokens, PagedCache) or isinstance(speech, PagedCache):
             raise ValueError("`paged` must be false for steps that write to contiguous caches.")
-        own.reserve(max(self.positions.tolist(), default=0) + 1)
-        return own, speech
+        tokens.reserve(max(self.positions.tolist(), default=0) + 1)
+        return tokens, speech
 
     def advance(self) -> None:
         moved = self.positions + self.going
@@ -221,7 +221,7 @@ class DecoderState:
 
     def keep(self, indices: Sequence[int]) -> None:
         """Drop all sequences but these, with their hypotheses; none may move to a later place."""
-        wrong = next((place for place, index in enumerate(indices) if index < place), None)
+        wrong = next((target for target, index in enumerate(indices) if index < target), None)
         if wrong is not None:
             raise ValueError(
                 f"`indices` must not be less than the places they get, but {indices[wrong]} gets "

@@ -29,7 +29,7 @@ def page_writer(
     # in order; copied
     total = sum(lengths)
     owners = [row for row, length in zip(rows, lengths, strict=True) for _ in range(length)]
-    places = [place for length in lengths for place in range(length)]
+    places = [position for length in lengths for position in range(length)]
     positions = sizes.integers(places, torch.int32)
     tables = table[sizes.integers(owners)]
 
@@ -115,11 +115,11 @@ class PagedCache:
         # rows: int64 (N,), those others
         full = length // PAGE
         table = self.table[rows]
-        own = self._own_table()
+        first = self._own_table()
         if length % PAGE:
             begun = self.pages[:, :, table[:, full].long(), : length % PAGE]
-            self.pages[:, :, own[:, full].long(), : length % PAGE] = begun
-        table[:, full:] = own[:, full:]
+            self.pages[:, :, first[:, full].long(), : length % PAGE] = begun
+        table[:, full:] = first[:, full:]
         self.table.copy_(table)
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -143,8 +143,8 @@ class PagedCache:
 
     def _copy_table(self, rows: Sequence[int]) -> None:
         if rows:
-            own = self._numbers([self._own[row] for row in rows])
-            self.table.index_copy_(0, self.sizes.integers(rows), own)
+            entries = self._numbers([self._own[row] for row in rows])
+            self.table.index_copy_(0, self.sizes.integers(rows), entries)
         self._beginning = None
 
     def _own_table(self) -> Tensor:
@@ -153,10 +153,10 @@ class PagedCache:
             self._beginning = self._numbers(self._own)
         return self._beginning
 
-    def _numbers(self, own: Sequence[Sequence[int]]) -> Tensor:
+    def _numbers(self, pages_by_row: Sequence[Sequence[int]]) -> Tensor:
         width = self.table.shape[1]
-        padded = [[*pages, *[_UNREAD_PAGE] * (width - len(pages))] for pages in own]
-        return self.sizes.integers(padded, torch.int32).view(len(own), width)
+        padded = [[*pages, *[_UNREAD_PAGE] * (width - len(pages))] for pages in pages_by_row]
+        return self.sizes.integers(padded, torch.int32).view(len(pages_by_row), width)
 
 
 _NO_PAGE = 0
@@ -232,37 +232,37 @@ class SharedPageCache:
     def release(self, rows: Sequence[int]) -> None:
         """Make rows idle; pages that no other row reads become free."""
         for row in rows:
-            own, self._own[row] = self._own[row], []
-            self._let_go(own)
+            pages, self._own[row] = self._own[row], []
+            self._let_go(pages)
         if rows:
             self._table = None
 
     def select(self, rows: Sequence[int]) -> None:
         """Continue with these rows, which may repeat and take any order."""
         before, self._own = self._own, [list(self._own[row]) for row in rows]
-        for own in self._own:
-            for page in own:
+        for pages in self._own:
+            for page in pages:
                 self._readers[page] += 1
-        for own in before:
-            self._let_go(own)
+        for pages in before:
+            self._let_go(pages)
         self._table = None
 
     def look(self, lengths: Sequence[int]) -> None:
         """Make `attend` read these places of each row, 0 if idle; it writes the last one first."""
         sources, copies = [], []
-        for own, length in zip(self._own, lengths, strict=True):
-            if pages_of(length) > len(own):
-                own.append(self._take())
+        for pages, length in zip(self._own, lengths, strict=True):
+            if pages_of(length) > len(pages):
+                pages.append(self._take())
                 self._table = None
-            elif length and self._readers[own[-1]] > 1:
-                sources.append(own[-1])
+            elif length and self._readers[pages[-1]] > 1:
+                sources.append(pages[-1])
                 copies.append(self._take())
-                self._readers[own[-1]] -= 1
-                own[-1] = copies[-1]
+                self._readers[pages[-1]] -= 1
+                pages[-1] = copies[-1]
                 self._table = None
         if copies:
-            found = self.pages.index_select(2, self.sizes.integers(sources))
-            self.pages.index_copy_(2, self.sizes.integers(copies), found)
+            copied = self.pages.index_select(2, self.sizes.integers(sources))
+            self.pages.index_copy_(2, self.sizes.integers(copies), copied)
         self._lengths = self.sizes.integers(lengths, torch.int32)
         if self._table is None:
             self._table = self._numbers(self._own)
@@ -298,8 +298,8 @@ class SharedPageCache:
         shape = sizes.layers, 2, pages, PAGE, sizes.heads, sizes.head_dim
         return torch.zeros(shape, dtype=sizes.dtype, device=sizes.device)
 
-    def _numbers(self, own: Sequence[Sequence[int]]) -> Tensor:
+    def _numbers(self, pages_by_row: Sequence[Sequence[int]]) -> Tensor:
         """Copy pages of some rows to the device: int32 (rows, columns)."""
         empty = [_NO_PAGE] * self._columns
-        flat = [page for pages in own for page in (*pages, *empty[len(pages) :])]
-        return self.sizes.integers(flat, torch.int32).view(len(own), self._columns)
+        flat = [page for pages in pages_by_row for page in (*pages, *empty[len(pages) :])]
+        return self.sizes.integers(flat, torch.int32).view(len(pages_by_row), self._columns)
