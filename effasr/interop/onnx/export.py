@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,77 +58,54 @@ def export_onnx(
     """
     check_packages()
     refuse_experts(model.config, "an ONNX graph of effasr")
-    if context is not None:
-        return _export_step(model, directory, texts, context)
-    if isinstance(model.config.encoder, FastConformerConfig):
-        refuse(
-            "the ONNX graph of whole utterances",
-            {
-                "encoder.context": bool(model.config.encoder.context),
-                "encoder.causal_convolution": model.config.encoder.causal_convolution,
-                "encoder.causal_subsampling": model.config.encoder.causal_subsampling,
-            },
-        )
+    if context is None:
+        refuse_context(model.config.encoder, "the ONNX graph of whole utterances")
+    else:
+        check_features(model.config.features)
+        if model.ctc_head is None and model.transducer is None:
+            raise ValueError(
+                "`model` must have a CTC head or a transducer for an ONNX graph of streams, but "
+                "has neither: an attention decoder needs whole utterances."
+            )
     model = on_host(model)
-    encoder = PaddedEncoder(model).eval()
-    features, lengths = _features(model, _EXAMPLE)
-    with torch.no_grad():
-        encoded = dict(zip(encoder.outputs, encoder(features, lengths), strict=True))
-    graphs = ["encoder.onnx"]
-    write_graph(
-        encoder,
-        directory / graphs[0],
-        {"features": features, "lengths": lengths},
-        encoder.outputs,
-        {"features": {0: "batch", 1: "time"}, "lengths": {0: "batch"}},
-    )
-    if model.decoder is not None:
-        graphs.append("decoder_step.onnx")
-        _write_decoder_step(model, directory / graphs[-1], encoded)
+    step = None if context is None else StreamingStep(model, context).eval()
+    if step is not None:
+        graphs, outputs = ["encoder_step.onnx"], step.outputs
+        inputs = {**_chunk(step, len(_EXAMPLE)), **step.begin(len(_EXAMPLE))}
+        dynamic = {name: {step.batch_axis(name): "batch"} for name in inputs}
+        write_graph(step, directory / graphs[0], inputs, outputs, dynamic)
+    else:
+        encoder, inputs = PaddedEncoder(model).eval(), _features(model, _EXAMPLE)
+        graphs, outputs = ["encoder.onnx"], encoder.outputs
+        dynamic = {"features": {0: "batch", 1: "time"}, "lengths": {0: "batch"}}
+        write_graph(encoder, directory / graphs[0], inputs, outputs, dynamic)
+        if model.decoder is not None:
+            graphs.append("decoder_step.onnx")
+            with torch.no_grad():
+                encoded = dict(zip(outputs, encoder(**inputs), strict=True))
+            _write_decoder_step(model, directory / graphs[-1], encoded)
     if model.transducer is not None:
         graphs += ["predictor.onnx", "joint.onnx"]
         write_transducer(model.transducer, directory)
     earlier = earlier_graphs(directory)
-    describe(model, directory, encoder.outputs, texts)
-    _remove_others(directory, earlier, graphs)
+    describe(model, directory, outputs, texts, step)
+    for name in earlier:
+        if name.removesuffix(".data") not in graphs:
+            (directory / name).unlink(missing_ok=True)
     return graphs
 
 
-def _export_step(
-    model: ASRModel, directory: Path, texts: Mapping[str, Any], context: Context
-) -> list[str]:
-    """Write the graphs of a streaming encoder and of what decodes its frames."""
-    check_features(model.config.features)
-    if model.ctc_head is None and model.transducer is None:
-        raise ValueError(
-            "`model` must have a CTC head or a transducer for an ONNX graph of streams, but has "
-            "neither: an attention decoder needs whole utterances."
-        )
-    model = on_host(model)
-    step = StreamingStep(model, context).eval()
-    graphs = ["encoder_step.onnx"]
-    inputs = {**_chunk(step, len(_EXAMPLE)), **step.begin(len(_EXAMPLE))}
-    dynamic = {name: {step.batch_axis(name): "batch"} for name in inputs}
-    write_graph(step, directory / graphs[0], inputs, step.outputs, dynamic)
-    if model.transducer is not None:
-        graphs += ["predictor.onnx", "joint.onnx"]
-        write_transducer(model.transducer, directory)
-    earlier = earlier_graphs(directory)
-    describe(model, directory, step.outputs, texts, step)
-    _remove_others(directory, earlier, graphs)
-    return graphs
+def refuse_context(encoder: object, framework: str) -> None:
+    """Check that an encoder sees whole utterances."""
+    if isinstance(encoder, FastConformerConfig):
+        names = ("context", "causal_convolution", "causal_subsampling")
+        refuse(framework, {f"encoder.{name}": bool(getattr(encoder, name)) for name in names})
 
 
 def earlier_graphs(directory: Path) -> list[str]:
     if not (directory / DESCRIPTION).exists():
         return []
     return [file for name in _GRAPHS for file in (name, f"{name}.data")]
-
-
-def _remove_others(directory: Path, earlier: Sequence[str], graphs: Sequence[str]) -> None:
-    for name in earlier:
-        if name.removesuffix(".data") not in graphs:
-            (directory / name).unlink(missing_ok=True)
 
 
 def _chunk(step: StreamingStep, count: int) -> dict[str, Tensor]:
@@ -190,10 +167,9 @@ def check_onnx(model: ASRModel, directory: Path, context: Context | None = None)
         _check_step(model, directory, context)
         return
     encoder = PaddedEncoder(model).eval()
-    features, lengths = _features(model, _OTHER)
+    inputs = _features(model, _OTHER)
     with torch.no_grad():
-        expected = dict(zip(encoder.outputs, encoder(features, lengths), strict=True))
-        inputs = {"features": features, "lengths": lengths}
+        expected = dict(zip(encoder.outputs, encoder(**inputs), strict=True))
         encoded = Graph(directory / "encoder.onnx").compared(inputs, expected)
         if model.decoder is not None:
             _check_decoder_step(model, directory, encoded)
@@ -267,8 +243,9 @@ def on_host(model: ASRModel) -> ASRModel:
     return ASRModel.from_state_dict(model.config, model.vocab_size, state).eval()
 
 
-def _features(model: ASRModel, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _features(model: ASRModel, lengths: tuple[int, ...]) -> dict[str, Tensor]:
     """Random features of utterances of these lengths."""
     draw = torch.Generator().manual_seed(len(lengths))
     bins = model.config.features.mel_bins
-    return torch.randn(len(lengths), max(lengths), bins, generator=draw), torch.tensor(lengths)
+    features = torch.randn(len(lengths), max(lengths), bins, generator=draw)
+    return {"features": features, "lengths": torch.tensor(lengths)}

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from effasr.data.atomic_files import write_atomically
-from effasr.interop.onnx.export import on_host
+from effasr.interop.onnx.export import on_host, refuse_context
 from effasr.interop.onnx.graph import check_packages, write_graph
 from effasr.interop.onnx.plain_model import JointStep, PaddedEncoder, StreamingStep, predictor_step
-from effasr.interop.tables import refuse, refuse_experts
+from effasr.interop.tables import refuse_experts
 from effasr.model.asr import ASRModel
 from effasr.model.checks import check
-from effasr.model.encoder import FastConformerConfig
 from effasr.model.streaming_encoder import check_features, check_streamable
 from effasr.model.transducer import Transducer
 from effasr.nn.predictor import LSTMPredictor
@@ -215,10 +214,8 @@ def _check_runnable(model: ASRModel, context: Context | None) -> None:
     if context is not None:
         check_features(features)
         check_streamable(config, context)
-    elif isinstance(config, FastConformerConfig):
-        names = ("context", "causal_convolution", "causal_subsampling")
-        reasons = {f"encoder.{name}": bool(getattr(config, name)) for name in names}
-        refuse("sherpa-onnx's graph of whole utterances", reasons)
+    else:
+        refuse_context(config, "sherpa-onnx's graph of whole utterances")
     if model.ctc_head is None and model.transducer is None:
         raise ValueError("`model` must have a CTC head or a transducer for sherpa-onnx.")
     if model.transducer is not None and (durations := model.transducer.config.durations):
