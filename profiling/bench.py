@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SUBCOMMANDS = {
-    "ops": ("bench_ops", "every operation against its peers, forward and with the backward"),
+    "ops": ("benchmarks.ops", "every operation against its peers, forward and with the backward"),
     "training": ("bench_training", "training steps, packed against padded, and of transformers"),
     "inference": ("bench_inference", "transcription by depth, of transformers, and of streams"),
     "conversations": ("bench_conversations", "answers of a language model, and of transformers"),

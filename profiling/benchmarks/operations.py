@@ -1,0 +1,872 @@
+"""Cases of every operation but the transducer's loss, at real lengths, with their peers."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import effasr_kernels as kernels
+from benchmarks.contender import (
+    Case,
+    Contender,
+    Form,
+    Padding,
+    case_of,
+    converted,
+    leaf,
+)
+from benchmarks.workload import Workload
+from effasr_kernels import PackedLayout
+
+Peers = dict[str, Callable[[], Contender]]
+_SILU_DROPOUT, _EXPANSION = 0.1, 4
+
+
+def _torch(
+    workload: Workload,
+    leaves: Mapping[str, Tensor],
+    upstream: Sequence[Tensor],
+    call: Callable[..., Any],
+    *,
+    exact: bool = True,
+) -> Peers:
+    """Return the same call of PyTorch as it is and compiled; eager twice without a GPU."""
+    on_gpu = workload.device.type == "cuda"
+
+    def peer(compiled: bool) -> Contender:
+        run = torch.compile(call, dynamic=False) if compiled and on_gpu else call
+        return Contender(leaves, lambda: run(*leaves.values()), upstream, exact=exact)
+
+    return {"torch eager": lambda: peer(False), "torch.compile": lambda: peer(True)}
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+_FLASH = {
+    "flash_attn_2": "flash_attn",
+    "flash_attn_3": "flash_attn_interface",
+    "flash_attn_4": "flash_attn.cute",
+}
+
+
+def attention(workload: Workload) -> list[Case]:
+    """Self-attention of a Conformer, of the encoder and of the decoder, and cross-attention."""
+    frames, tokens = workload.frame_layout, workload.token_layout
+    return [
+        _relative(workload),
+        _attention(workload, "", frames, frames),
+        _attention(workload, "rotary", frames, frames),
+        _attention(workload, "causal", tokens, tokens),
+        _attention(workload, "cross", tokens, frames),
+    ]
+
+
+def _qkv(workload: Workload, layout_q: PackedLayout, layout_k: PackedLayout) -> list[Tensor]:
+    """Return q, k and v, (rows, H, D), and the gradient of the result."""
+    shape = workload.widths.heads, workload.head_width
+    upstream = workload.rows_of(layout_q, *shape).detach().roll(1, 0)
+    upstream[layout_q.total :] = 0
+    keys = workload.rows_of(layout_k, *shape).detach()
+    k, v = (keys.flip(dim).requires_grad_() for dim in (-1, -2))
+    return [workload.rows_of(layout_q, *shape), k, v, upstream]
+
+
+def _attention(
+    workload: Workload, kind: str, layout_q: PackedLayout, layout_k: PackedLayout
+) -> Case:
+    q, k, v, upstream = _qkv(workload, layout_q, layout_k)
+    leaves = {"q": q, "k": k, "v": v}
+    causal, turn = kind == "causal", rotate if kind == "rotary" else None
+    arguments = {
+        **leaves,
+        **{"layout_q": layout_q, "layout_k": layout_k, "causal": causal},
+        "position": kernels.Rotary() if turn else None,
+    }
+    # Peers get sequences without a tail and without empty ones, as their callers make them.
+    exact = [
+        PackedLayout.from_lengths([n for n in layout.lengths if n], layout.device)
+        for layout in (layout_q, layout_k)
+    ]
+    places = exact[0].positions()[:, None]
+
+    def packed(attend: Callable[..., Tensor]) -> Contender:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if turn is not None:
+                q, k = turn(q, places), turn(k, places)
+            return attend(q, k, v)
+
+        tail_q, tail_k = _without_tail(layout_q), _without_tail(layout_k)
+        forms = {"q": tail_q, "k": tail_k, "v": tail_k, "result 0": tail_q}
+        return converted(leaves, [upstream], call, forms)
+
+    def varlen() -> Contender:
+        """Torch's own, which sums gradients of queries in any order."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        # torch 2.10 has a flag in the place of a window.
+        options: dict[str, Any] = {"is_causal": causal}
+        if "window_size" in inspect.signature(varlen_attn).parameters:
+            options = {"window_size": (-1, 0) if causal else (-1, -1)}
+        sizes = (*(x.cu_seqlens for x in exact), *(x.max_seqlen for x in exact))
+        return packed(lambda q, k, v: varlen_attn(q, k, v, *sizes, **options))  # type: ignore[arg-type, return-value]
+
+    def flash(module: str) -> Contender:
+        function = importlib.import_module(module).flash_attn_varlen_func
+        sizes = {
+            f"cu_seqlens_{x}": layout.cu_seqlens for x, layout in zip("qk", exact, strict=True)
+        }
+        sizes |= {
+            f"max_seqlen_{x}": layout.max_seqlen for x, layout in zip("qk", exact, strict=True)
+        }
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            result = function(q=q, k=k, v=v, causal=causal, **sizes)
+            return result[0] if isinstance(result, tuple) else result
+
+        return packed(attend)
+
+    def sdpa() -> Contender:
+        """With a causal mask it needs no padding mask."""
+        mask = Padding(layout_k).mask[:, None, None]
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if turn is not None:
+                column = torch.arange(q.shape[2], device=q.device)
+                q, k = turn(q, column), turn(k, column)
+            if causal:
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+        return converted(leaves, [upstream], call, _padded_heads(layout_q, layout_k))
+
+    def flex() -> Contender:
+        """With a mask of documents, which is made outside of what is timed."""
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        total, documents = exact[0].total, exact[0].sequence_ids()
+        same = lambda b, h, i, j: documents[i] == documents[j]
+        gpu = workload.device.type == "cuda"
+        device = workload.device
+        mask = create_block_mask(same, None, None, total, total, device=device, _compile=gpu)
+        # Uncompiled it stores all scores; that is for tests alone.
+        attend = torch.compile(flex_attention, dynamic=False) if gpu else flex_attention
+        there, back = _without_tail(layout_q)
+        form = lambda x: there(x).transpose(0, 1)[None], lambda x: back(x[0].transpose(0, 1))
+        call = lambda q, k, v: attend(q, k, v, block_mask=mask)
+        return converted(leaves, [upstream], call, dict.fromkeys((*leaves, "result 0"), form))
+
+    peers: Peers = {"torch varlen_attn": varlen, "torch sdpa padded": sdpa}
+    if turn is None:
+        peers |= {name: lambda module=module: flash(module) for name, module in _FLASH.items()}
+    if kind == "":
+        peers["torch flex_attention"] = flex
+    return case_of("attention", kind, workload.describe(), arguments, [upstream], peers)
+
+
+def _without_tail(layout: PackedLayout) -> Form:
+    tail = layout.rows - layout.total
+    grow = lambda x: torch.cat([x, x.new_zeros(tail, *x.shape[1:])])
+    return lambda x: x[: layout.total], grow
+
+
+def _padded_heads(layout_q: PackedLayout, layout_k: PackedLayout) -> dict[str, Form]:
+    """Return padded queries, keys, values and results, (B, H, T, D)."""
+    queries, keys = (Padding(layout).form(0, 2, 1, 3) for layout in (layout_q, layout_k))
+    return {"q": queries, "k": keys, "v": keys, "result 0": queries}
+
+
+def rotate(x: Tensor, places: Tensor) -> Tensor:
+    """Rotary positions as models compute them before attention: (..., D) at ``places`` (...)."""
+    half = x.shape[-1] // 2
+    wavelengths = 10000.0 ** (torch.arange(half, device=x.device) / -half)
+    angles = places[..., None] * wavelengths
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.float().split(half, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def _relative(workload: Workload) -> Case:
+    layout, shape = workload.frame_layout, (workload.widths.heads, workload.head_width)
+    q, k, v, upstream = _qkv(workload, layout, layout)
+    content = workload.draw(*shape)
+    position = workload.draw(*shape).detach().flip(0).requires_grad_()
+    longest, reach = layout.max_seqlen, layout.max_seqlen_bound
+    table = workload.draw(2 * reach - 1, *shape)
+    leaves = {"q": q, "k": k, "v": v}
+    leaves |= {"content_bias": content, "position_bias": position, "table": table}
+    # Peers get as many rows as the batch needs, from the largest distance to the smallest.
+    window = slice(reach - longest, reach + longest - 1)
+
+    def whole(x: Tensor) -> Tensor:
+        rows = x.new_zeros(table.shape)
+        rows[window] = x.flip(0)
+        return rows
+
+    def peer(fused: bool) -> Contender:
+        # NeMo's RelPositionMultiHeadAttention with `use_pytorch_sdpa`, or Hugging Face's eager
+        # ParakeetEncoderAttention, both without their projections.
+        mask, scale = Padding(layout).mask[:, None, None], workload.head_width**-0.5
+        lowest = float("-inf") if fused else torch.finfo(q.dtype).min
+
+        def call(
+            q: Tensor, k: Tensor, v: Tensor, content: Tensor, position: Tensor, table: Tensor
+        ) -> Tensor:
+            bias = (_by_position(q + position[:, None], table) * scale).masked_fill(~mask, lowest)
+            q = q + content[:, None]
+            if fused:
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+            scores = q @ k.mT * scale + bias
+            return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+
+        forms = _padded_heads(layout, layout) | {"table": (lambda x: x[window].flip(0), whole)}
+        return converted(leaves, [upstream], call, forms)
+
+    biases = kernels.RelativeBias(content, position, table)
+    arguments = {"q": q, "k": k, "v": v, "layout_q": layout, "position": biases}
+    peers: Peers = {
+        "NeMo (sdpa with bias)": lambda: peer(True),
+        "Hugging Face Parakeet": lambda: peer(False),
+    }
+    text = workload.describe()
+    return case_of("attention", "relative", text, arguments, [upstream], peers, leaves=leaves)
+
+
+def _by_position(q: Tensor, table: Tensor) -> Tensor:
+    """Return scores by distance, turned into columns of keys: (B, H, T, T)."""
+    scores = q @ table.permute(1, 2, 0)
+    batch, heads, rows, columns = scores.shape
+    shifted = F.pad(scores, (1, 0)).view(batch, heads, columns + 1, rows)[:, :, 1:]
+    return shifted.reshape(batch, heads, rows, columns)[..., :rows]
+
+
+def guided(workload: Workload) -> list[Case]:
+    """Cross-attention with the guided-attention penalty."""
+    tokens, frames, sigma = workload.token_layout, workload.frame_layout, 0.2
+    q, _, v, upstream = _qkv(workload, tokens, frames)
+    k = workload.rows_of(frames, workload.widths.heads, workload.head_width)
+    leaves = {"q": q, "k": k, "v": v}
+    weight = workload.rows_of(tokens, workload.widths.heads).detach().float()
+
+    def eager() -> Contender:
+        paddings = Padding(tokens), Padding(frames)
+        i, j = (
+            torch.arange(p.mask.shape[1], device=p.mask.device) / p.lengths[:, None]
+            for p in paddings
+        )
+        far = -torch.expm1((i[:, :, None] - j[:, None]).square() / (-2 * sigma**2))
+        hidden = ~paddings[1].mask[:, None, None]
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            scores = (q @ k.mT).float() * workload.head_width**-0.5
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            return weights.to(v.dtype) @ v, (weights * far[:, None]).sum(-1)
+
+        forms = _padded_heads(tokens, frames) | {"result 1": paddings[0].form(0, 2, 1)}
+        return converted(leaves, [upstream, weight], call, forms)
+
+    arguments = {**leaves, "layout_q": tokens, "layout_k": frames, "sigma": sigma}
+    grads, peers = [upstream, weight], {"eager padded": eager}
+    return [case_of("guided_attention", "", workload.describe(), arguments, grads, peers)]
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def losses(workload: Workload) -> list[Case]:
+    """Cross-entropy of the decoder, first at the size of speech models, and CTC of the encoder."""
+    return [
+        cross_entropy(workload, 0.0, of_speech=True),
+        cross_entropy(workload, 0.1),
+        cross_entropy(workload, 0.0),
+        _ctc(workload),
+    ]
+
+
+def cross_entropy(workload: Workload, smoothing: float, *, of_speech: bool = False) -> Case:
+    """Return losses that sum over tokens; rows past the last token are ignored.
+
+    With `of_speech` it has the size of a micro-batch of Canary flash: few tokens and few classes,
+    so that all logits fit in memory and eager computes them once.
+    """
+    classes, tokens = workload.widths.vocabulary, workload.tokens
+    if of_speech:
+        classes, tokens = workload.widths.speech_classes, min(tokens, workload.widths.speech_tokens)
+    hidden = workload.draw(tokens, workload.width)
+    weight = workload.draw(classes, workload.width, scale=workload.width**-0.5)
+    targets = workload.labels(classes)[:tokens]
+    targets[workload.token_layout.total :] = -100
+    # The gradient of a mean over tokens, but for its scale.
+    ones = torch.ones((), device=hidden.device)
+    leaves = {"hidden": hidden, "weight": weight}
+    summed: dict[str, Any] = {"reduction": "sum"}
+
+    def peer(call: Callable[[], Tensor]) -> Contender:
+        return Contender(leaves, lambda: call().float(), [ones])
+
+    def eager() -> Contender:
+        options = summed | {"label_smoothing": smoothing}
+        return peer(lambda: F.cross_entropy(F.linear(hidden, weight).float(), targets, **options))
+
+    def chunked() -> Contender:
+        if not hasattr(F, "linear_cross_entropy"):
+            raise ImportError(f"torch {torch.__version__} has no linear_cross_entropy")
+        # With smoothing it warns, and computes all logits.
+        options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]
+        options = summed | {"label_smoothing": smoothing, "options": options}
+        return peer(lambda: F.linear_cross_entropy(hidden, weight, targets, **options))  # type: ignore[attr-defined]
+
+    def liger() -> Contender:
+        from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
+            LigerFusedLinearCrossEntropyLoss,
+        )
+
+        loss = LigerFusedLinearCrossEntropyLoss(label_smoothing=smoothing, **summed)
+        return peer(lambda: loss(weight, hidden, targets))
+
+    def cut() -> Contender:
+        from cut_cross_entropy import (  # pyright: ignore[reportMissingImports]
+            linear_cross_entropy,
+        )
+
+        # What it leaves out by default is small once a model has learnt, and here nearly all.
+        options = summed | {"filter_eps": None}
+        return peer(lambda: linear_cross_entropy(hidden, weight, targets, **options))
+
+    arguments = {**leaves, "targets": targets, "label_smoothing": smoothing}
+    # As the model does; the other sizes measure the general case.
+    arguments["uniform_gradient"] = of_speech
+    peers: Peers = {"torch eager": eager, "Liger": liger}
+    if not smoothing:
+        peers |= {"torch chunked": chunked, "cut-cross-entropy": cut}
+    kind = f"smoothing {smoothing:g}" if smoothing else "speech" if of_speech else ""
+    shape = f"U={tokens} C={workload.width} V={classes}"
+    total = lambda losses: losses.sum().float()
+    return case_of("linear_cross_entropy", kind, shape, arguments, [ones], peers, select=total)
+
+
+def _ctc(workload: Workload) -> Case:
+    """Return a loss for each utterance; the blank is the last class."""
+    classes = workload.widths.vocabulary + 1
+    frames, tokens = workload.frame_layout, workload.token_layout
+    hidden = workload.rows_of(frames, workload.width)
+    weight = workload.draw(classes, workload.width, scale=workload.width**-0.5)
+    targets, blank = workload.labels(classes - 1), classes - 1
+    upstream = torch.ones(frames.num_sequences, device=hidden.device)
+    leaves = {"hidden": hidden, "weight": weight}
+
+    def padded() -> Contender:
+        padding = Padding(frames)
+        # Lengths on the host: torch would otherwise wait for them.
+        counts = padding.lengths.cpu(), torch.tensor([tokens.lengths[n] for n in padding.kept])
+        kept = torch.tensor(padding.kept, device=hidden.device)
+        labels = targets[: tokens.total]
+
+        def call(hidden: Tensor, weight: Tensor) -> Tensor:
+            scores = F.linear(hidden, weight).float().log_softmax(-1).transpose(0, 1)
+            return F.ctc_loss(scores, labels, *counts, blank, reduction="none")
+
+        def whole(losses: Tensor) -> Tensor:
+            return losses.new_zeros(frames.num_sequences).index_copy_(0, kept, losses)
+
+        forms = {"hidden": padding.form(0, 1, 2), "result 0": (lambda x: x[kept], whole)}
+        return converted(leaves, [upstream], call, forms)
+
+    arguments = {**leaves, "targets": targets, "layout_frames": frames, "layout_targets": tokens}
+    arguments["blank_id"] = blank
+    shape = f"{workload.describe()} C={workload.width} V={classes}"
+    return case_of("ctc_loss", "", shape, arguments, [upstream], {"torch ctc_loss padded": padded})
+
+
+# --- convolutions ---------------------------------------------------------------------------------
+
+_TAPS = 9
+
+
+def convolutions(workload: Workload) -> list[Case]:
+    """A Conformer's convolution, alone and as in training, and the subsampling."""
+    return [_depthwise(workload), _gated_depthwise(workload), _stem(workload), _strided(workload)]
+
+
+def _conv1d_forms(layout: PackedLayout) -> dict[str, Form]:
+    """Return padded rows, (B, C, T), and taps (C, 1, K)."""
+    rows = Padding(layout).form(0, 2, 1)
+    return {"x": rows, "result 0": rows, "weight": (lambda w: w[:, None], lambda w: w[:, 0])}
+
+
+def _depthwise(workload: Workload) -> Case:
+    layout, width = workload.frame_layout, workload.width
+    leaves = {"x": workload.rows_of(layout, width), "weight": workload.draw(width, _TAPS)}
+    upstream = leaves["x"].detach().roll(1, 1)
+
+    def cudnn() -> Contender:
+        call = lambda x, weight: F.conv1d(x, weight, padding=_TAPS // 2, groups=width)
+        return converted(leaves, [upstream], call, _conv1d_forms(layout))
+
+    shape = f"{workload.describe()} C={width} K={_TAPS}"
+    arguments, peers = {**leaves, "layout": layout}, {"torch conv1d padded": cudnn}
+    return case_of("depthwise_conv", "", shape, arguments, [upstream], peers)
+
+
+def _gated_depthwise(workload: Workload) -> Case:
+    """With the gate before it, and mean and variance for batch norm after it, without gradients."""
+    layout, width = workload.frame_layout, workload.width
+    leaves = {"x": workload.rows_of(layout, 2 * width), "weight": workload.draw(width, _TAPS)}
+    upstream = workload.rows_of(layout, width).detach()
+
+    def cudnn() -> Contender:
+        padding = Padding(layout)
+        inside, frames = padding.mask[:, None], padding.lengths.sum()
+
+        def call(x: Tensor, weight: Tensor) -> Tensor:
+            y = F.conv1d(F.glu(x, 1), weight, padding=_TAPS // 2, groups=width)
+            with torch.no_grad():
+                counted = y.float() * inside
+                mean = counted.sum((0, 2)) / frames
+                counted.square().sum((0, 2)) / frames - mean.square()
+            return y
+
+        return converted(leaves, [upstream], call, _conv1d_forms(layout))
+
+    shape = f"{workload.describe()} C={width} K={_TAPS}"
+    arguments = {**leaves, "layout": layout, "gated": True, "statistics": True}
+    peers, first = {"torch conv1d padded": cudnn}, lambda results: results[0]
+    return case_of("depthwise_conv", "gated", shape, arguments, [upstream], peers, select=first)
+
+
+def _utterance_lengths(layout: PackedLayout, factor: int) -> Tensor:
+    """Input rows of each utterance, a few less than its share."""
+    lengths = torch.tensor(layout.lengths, device=layout.device) * factor
+    return (lengths - factor // 2).clamp_min(0)
+
+
+def _filters(workload: Workload) -> tuple[Tensor, Tensor]:
+    """Taps (C, 9) and biases (C,)."""
+    channels = workload.widths.channels
+    return workload.draw(channels, _TAPS, scale=1 / 3), workload.draw(channels)
+
+
+_SQUARE: Form = (lambda w: w.view(-1, 1, 3, 3), lambda w: w.flatten(1))
+
+
+def _conv2d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    groups = len(weight) if x.shape[1] > 1 else 1
+    return F.conv2d(x, weight, bias, stride=2, padding=1, groups=groups)
+
+
+def _within(x: Tensor, counts: Tensor, stride: int = 1) -> Tensor:
+    """Return (B, C, T, F) with zeros past the end of each utterance."""
+    places = torch.arange(x.shape[2], device=x.device) * stride
+    return x * (places < counts[:, None])[:, None, :, None]
+
+
+def _stem(workload: Workload) -> Case:
+    """Quartering of time and frequency; features get no gradient."""
+    layout, mels, channels = workload.frame_layout, workload.widths.mels, workload.widths.channels
+    x, lengths = workload.rows_of(layout.scaled(8), mels).detach(), _utterance_lengths(layout, 8)
+    weight, bias = _filters(workload)
+    leaves = {"weight": weight, "bias": bias}
+    leaves |= {f"depthwise_{name}": leaf(y.flip(0)) for name, y in leaves.items()}
+    upstream = workload.rows_of(layout.scaled(2), mels // 4, channels).detach()
+
+    def conv2d() -> Contender:
+        wide = Padding(layout.scaled(8))
+        counts = lengths[torch.tensor(wide.kept, device=lengths.device)]
+        features = _within(wide.pad(x)[:, None], counts)
+
+        def call(weight: Tensor, bias: Tensor, weight_2: Tensor, bias_2: Tensor) -> Tensor:
+            z = _within(_conv2d(features, weight, bias).relu(), counts, 2)
+            return _within(_conv2d(z, weight_2, bias_2), counts, 4)
+
+        forms = {"weight": _SQUARE, "depthwise_weight": _SQUARE}
+        forms["result 0"] = Padding(layout.scaled(2)).form(0, 3, 1, 2)
+        return converted(leaves, [upstream], call, forms)
+
+    arguments = {"x": x, **leaves, "layout": layout, "lengths": lengths}
+    shape, peers = f"{workload.describe()} C={channels} F={mels}", {"torch conv2d padded": conv2d}
+    return case_of("subsampling_stem", "", shape, arguments, [upstream], peers)
+
+
+def _strided(workload: Workload) -> Case:
+    """A later halving of time and frequency."""
+    layout, bands = workload.frame_layout, workload.widths.mels // 4
+    channels, lengths = workload.widths.channels, _utterance_lengths(layout, 2)
+    weight, bias = _filters(workload)
+    x = workload.rows_of(layout.scaled(2), bands, channels)
+    leaves = {"x": x, "weight": weight, "bias": bias}
+    upstream = workload.rows_of(layout, bands // 2, channels).detach()
+
+    def conv2d() -> Contender:
+        wide = Padding(layout.scaled(2))
+        counts = lengths[torch.tensor(wide.kept, device=lengths.device)]
+        forms = {"x": wide.form(0, 3, 1, 2), "weight": _SQUARE}
+        forms["result 0"] = Padding(layout).form(0, 3, 1, 2)
+        call = lambda x, *filters: _within(_conv2d(_within(x, counts), *filters), counts, 2)
+        return converted(leaves, [upstream], call, forms)
+
+    arguments = {**leaves, "layout": layout, "lengths": lengths}
+    shape, peers = f"{workload.describe()} C={channels} F={bands}", {"torch conv2d padded": conv2d}
+    return case_of("strided_depthwise", "", shape, arguments, [upstream], peers)
+
+
+# --- between the matrix products ------------------------------------------------------------------
+
+
+def between(workload: Workload, *, dropout: float = _SILU_DROPOUT) -> list[Case]:
+    """The residual stream with its norm, and the inside of a feed-forward network.
+
+    Peers drop other elements than ours, so that their results can be compared only without dropout.
+    """
+    return [_residual(workload, dropout), _activation(workload, dropout)]
+
+
+def _residual(workload: Workload, dropout: float) -> Case:
+    """Dropout, addition to a float32 stream, and LayerNorm in the dtype of the branch."""
+    layout, width = workload.frame_layout, workload.width
+    x = workload.rows_of(layout, width)
+    stream = leaf(workload.rows_of(layout, width).float())
+    weight, bias = (leaf(workload.draw(width).float()) for _ in range(2))
+    leaves = {"x": x, "residual": stream, "weight": weight, "bias": bias}
+    upstream = [x.detach().roll(1, 1), stream.detach().roll(1, 1)]
+
+    def call(x: Tensor, stream: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        added = stream + F.dropout(x, dropout)
+        return F.layer_norm(added, (width,), weight, bias).to(x.dtype), added
+
+    def flash_attn() -> Contender:
+        from flash_attn.ops.triton.layer_norm import layer_norm_fn
+
+        options = {"residual": stream, "eps": 1e-5, "dropout_p": dropout, "prenorm": True}
+        run = lambda: layer_norm_fn(x, weight, bias, residual_in_fp32=True, **options)
+        return Contender(leaves, run, upstream, exact=not dropout)
+
+    peers = _torch(workload, leaves, upstream, call, exact=not dropout)
+    peers["flash-attn layer_norm_fn"] = flash_attn
+    arguments = {**leaves, "layout": layout, "dropout": dropout, "seed": 0}
+    shape = f"{workload.describe()} C={width}"
+    return case_of("dropout_add_layer_norm", "", shape, arguments, upstream, peers)
+
+
+def _activation(workload: Workload, dropout: float) -> Case:
+    """Bias, SiLU and dropout."""
+    layout, width = workload.frame_layout, _EXPANSION * workload.width
+    x, bias = workload.rows_of(layout, width), leaf(workload.draw(width).float())
+    leaves, upstream = {"x": x, "bias": bias}, [x.detach().roll(1, 1)]
+    call = lambda x, bias: F.dropout(F.silu(x + bias.to(x.dtype)), dropout)
+    arguments = {**leaves, "layout": layout, "activation": "silu", "dropout": dropout, "seed": 0}
+    peers = _torch(workload, leaves, upstream, call, exact=not dropout)
+    shape = f"{workload.describe()} C={width}"
+    return case_of("bias_activation_dropout", "silu", shape, arguments, upstream, peers)
+
+
+def norms(workload: Workload) -> list[Case]:
+    """Batch norm and SiLU in a Conformer's convolution, and its running statistics."""
+    return [batch_norm(workload), _running_statistics(workload)]
+
+
+def batch_norm(workload: Workload) -> Case:
+    """Ours gets the statistics, which the convolution before it computes; torch computes them."""
+    layout, width = workload.frame_layout, workload.width
+    x, total = workload.rows_of(layout, width), layout.total
+    weight, bias = (leaf(workload.draw(width).float().roll(i)) for i in (1, 2))
+    leaves = {"x": x, "weight": weight, "bias": bias}
+    upstream = [workload.rows_of(layout, width).detach().roll(1, 1)]
+
+    def peer(compiled: bool) -> Contender:
+        def call(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            return F.silu(F.batch_norm(rows, None, None, weight, bias, training=True))
+
+        run = torch.compile(call, dynamic=False) if compiled and x.is_cuda else call
+        rows = _without_tail(layout)
+        return converted(leaves, upstream, run, {"x": rows, "result 0": rows})
+
+    peers: Peers = {"torch eager": lambda: peer(False), "torch.compile": lambda: peer(True)}
+    mean, variance = _statistics(x, total)
+    arguments = {**leaves, "mean": mean, "variance": variance, "layout": layout, "silu": True}
+    shape = f"{workload.describe()} C={width}"
+    return case_of("batch_norm", "silu", shape, arguments, upstream, peers)
+
+
+def _running_statistics(workload: Workload) -> Case:
+    """With momentum 1 repetitions change nothing."""
+    layout, width = workload.frame_layout, workload.width
+    mean, variance = _statistics(workload.rows_of(layout, width), layout.total)
+    leaves = {"mean": mean, "variance": variance}
+
+    def contender(update: Callable[..., object]) -> Contender:
+        state = torch.zeros_like(mean), torch.ones_like(mean)
+        batches = torch.zeros((), dtype=torch.int64, device=mean.device)
+
+        def call() -> tuple[Tensor, Tensor]:
+            update(*state, batches)
+            return state
+
+        return Contender(leaves, call, moved=6 * mean.numel() * mean.element_size())
+
+    def ours(backend: str) -> Contender:
+        update, options = kernels.update_running_statistics, {"momentum": 1.0, "backend": backend}
+        return contender(lambda *state: update(*state, mean, variance, layout, **options))
+
+    def eager(old_mean: Tensor, old_variance: Tensor, batches: Tensor) -> None:
+        count = layout.cu_seqlens[-1].float()
+        share = 1.0 * (count > 0)
+        old_mean.lerp_(mean, share)
+        old_variance.lerp_(variance * (count / (count - 1).clamp(min=1)), share)
+        batches.add_(1)
+
+    shape, peers = f"N={len(layout.lengths)} C={width}", {"torch eager": lambda: contender(eager)}
+    return Case("update_running_statistics", "", shape, ours, peers)
+
+
+def _statistics(x: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    real = x.detach()[:total].float()
+    return real.mean(0), real.var(0, correction=0)
+
+
+def language_model(workload: Workload) -> list[Case]:
+    """RMS norm and the inside of a gated feed-forward network, as in a Qwen3 of 1.7 B weights."""
+    return [_rms_norm(workload), _gated_activation(workload)]
+
+
+def _rms_norm(workload: Workload) -> Case:
+    """Llama's, whose row is rounded before it is multiplied by the weight."""
+    width, eps = 2 * workload.width, 1e-6
+    x, weight = workload.draw(workload.rows, width), leaf(workload.draw(width).roll(1))
+    leaves, upstream = {"x": x, "weight": weight}, [x.detach().roll(1, 1)]
+
+    def call(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * normal.to(x.dtype)
+
+    def liger() -> Contender:
+        from liger_kernel.ops.rms_norm import (  # pyright: ignore[reportMissingImports]
+            LigerRMSNormFunction,
+        )
+
+        # In place it would write the gradient over that of the result, which is used again here.
+        run = lambda: LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
+        return Contender(leaves, run, upstream)
+
+    peers = _torch(workload, leaves, upstream, call) | {"Liger": liger}
+    shape = f"{workload.describe()} W={width}"
+    return case_of("rms_norm", "llama", shape, leaves | {"eps": eps}, upstream, peers)
+
+
+def _gated_activation(workload: Workload) -> Case:
+    """Without Liger's function, whose backward writes over the gates and values."""
+    width = 2 * workload.width * 3
+    gate = workload.draw(workload.rows, width)
+    leaves = {"gate": gate, "up": leaf(workload.draw(workload.rows, width).roll(1))}
+    upstream = [gate.detach().roll(1, 1)]
+    peers = _torch(workload, leaves, upstream, lambda gate, up: F.silu(gate) * up)
+    shape, arguments = f"{workload.describe()} W={width}", {**leaves, "activation": "silu"}
+    return case_of("gated_activation", "silu", shape, arguments, upstream, peers)
+
+
+def grouped(workload: Workload) -> list[Case]:
+    """An expert's first layer: groups of unequal size, one of them empty."""
+    frames, width, groups = workload.frame_layout, workload.width, 4
+    sizes = (frames.total // 2, 0, frames.total // 8)
+    layout = PackedLayout.from_lengths(
+        (*sizes, frames.total - sum(sizes)), workload.device, rows=frames.rows
+    )
+    wide = _EXPANSION * width
+    weight = workload.draw(groups, wide, width, scale=width**-0.5)
+    leaves = {"x": workload.rows_of(layout, width), "weight": weight}
+    upstream = workload.rows_of(layout, wide).detach()
+
+    def loop(x: Tensor, weight: Tensor) -> Tensor:
+        # The host knows the sizes, which it does not where a router chooses.
+        *rows, tail = x.split([*layout.lengths, layout.rows - layout.total])
+        products = [F.linear(x, w) for x, w in zip(rows, weight, strict=True)]
+        return torch.cat([*products, tail.new_zeros(len(tail), wide)])
+
+    def grouped_mm(x: Tensor, weight: Tensor) -> Tensor:
+        # For bfloat16 on a GPU; what it leaves in the tail is overwritten.
+        product = F.grouped_mm(x, weight.transpose(1, 2), offs=layout.cu_seqlens[1:])
+        return torch.where(layout.mask()[:, None], product, 0)
+
+    peers: Peers = {
+        "torch loop": lambda: converted(leaves, [upstream], loop, {}),
+        "torch grouped_mm": lambda: converted(leaves, [upstream], grouped_mm, {}),
+    }
+    shape = f"{workload.describe()} G={groups} C={width} F={wide}"
+    arguments = {**leaves, "layout": layout}
+    return [case_of("grouped_linear", "", shape, arguments, [upstream], peers)]
+
+
+# --- a decoding step ------------------------------------------------------------------------------
+
+_SEQUENCES, _HYPOTHESES, _PAGE = 32, 5, 64
+_GROUP = 2  # heads that share keys in Qwen3 of 1.7 billion weights, of 16 with 128 channels
+
+
+def decoding(workload: Workload) -> list[Case]:
+    """A token of each hypothesis: of one, for one sequence and many, and of a beam."""
+    frames, tokens = (lengths[:_SEQUENCES] for lengths in workload.lengths)
+    both = [f + t for f, t in zip(frames, tokens, strict=True)]
+    return [
+        _cross(workload, frames[:1], 1, "cross, one sequence"),
+        _cross(workload, frames, 1, "cross"),
+        _cross(workload, frames, _HYPOTHESES, "cross, beam"),
+        _self(workload, tokens, 1, "self"),
+        _self(workload, both, _GROUP, "self, grouped"),
+        _append(workload, tokens),
+        _top_k(workload, len(frames), 1, ""),
+        _top_k(workload, len(frames) * _HYPOTHESES, 2 * _HYPOTHESES, "beam"),
+    ]
+
+
+class _Cache:
+    """Keys and values of some sequences: padded (S, H, longest, D), and in pages (P, B, H, D)."""
+
+    def __init__(self, workload: Workload, lengths: list[int]):
+        device, heads, width = workload.device, workload.widths.heads, workload.head_width
+        columns = -(-max(lengths) // _PAGE)
+        count = len(lengths) * columns
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(device)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.table = order.view(len(lengths), columns).int()
+        self.pages, self.padded = [], []
+        for seed in (1, 2):
+            pages = workload.draw(count, _PAGE, heads, width).detach().roll(seed, -1)
+            rows = pages[order].view(len(lengths), columns * _PAGE, heads, width)
+            self.pages.append(pages)
+            self.padded.append(rows[:, : max(lengths)].transpose(1, 2).contiguous())
+        column = torch.arange(max(lengths), device=device)
+        self.mask = (column < self.lengths[:, None])[:, None, None]  # where there is a key
+        self.moved = 2 * sum(lengths) * heads * width * self.pages[0].element_size()
+
+    def arguments(self) -> dict[str, Tensor]:
+        pages = dict(zip(("k_pages", "v_pages"), self.pages, strict=True))
+        return pages | {"page_table": self.table, "lengths": self.lengths}
+
+
+def _cross(workload: Workload, lengths: list[int], hypotheses: int, kind: str) -> Case:
+    """The hypotheses of each sequence attend to its encoded speech."""
+    cache, heads, width = _Cache(workload, lengths), workload.widths.heads, workload.head_width
+    q = workload.draw(len(lengths) * hypotheses, heads, width).detach()
+    moved = cache.moved + 2 * q.numel() * q.element_size()
+    wide = q.view(len(lengths), hypotheses, heads, width).transpose(1, 2).contiguous()
+
+    def padded() -> Contender:
+        call = lambda: F.scaled_dot_product_attention(wide, *cache.padded, attn_mask=cache.mask)
+        packed = lambda name, x: x.transpose(1, 2).reshape(q.shape)
+        return Contender({"q": wide}, call, packed=packed, moved=moved)
+
+    shape = f"S={len(lengths)} N={len(q)} keys={sum(lengths)} longest={max(lengths)}"
+    shape += f" H={heads} D={width} B={_PAGE}"
+    arguments, peers = {"q": q, **cache.arguments()}, {"torch SDPA padded": padded}
+    return case_of("decode_attention", kind, shape, arguments, (), peers, moved=moved)
+
+
+def _self(workload: Workload, lengths: list[int], group: int, kind: str) -> Case:
+    """The newest token of each sequence enters the cache, and attends to all so far."""
+    cache, heads, width = _Cache(workload, lengths), workload.widths.heads, workload.head_width
+    q = workload.draw(len(lengths), group * heads, width).detach()
+    new = [workload.draw(len(lengths), heads, width).detach().roll(i, -1) for i in (1, 2)]
+    moved = cache.moved + (2 * q.numel() + 4 * new[0].numel() // 2) * q.element_size()
+
+    def padded() -> Contender:
+        rows, last = torch.arange(len(lengths), device=q.device), cache.lengths.long() - 1
+        options = {"attn_mask": cache.mask, **({"enable_gqa": True} if group > 1 else {})}
+
+        def call() -> Tensor:
+            for x, newest in zip(cache.padded, new, strict=True):
+                x[rows, :, last] = newest
+            return F.scaled_dot_product_attention(q[:, :, None], *cache.padded, **options)[:, :, 0]
+
+        return Contender({"q": q}, call, moved=moved)
+
+    shape = f"S=N={len(lengths)} keys={sum(lengths)} longest={max(lengths)} H={group * heads}"
+    shape += f" Hk={heads}" if group > 1 else ""
+    shape += f" D={width} B={_PAGE}"
+    arguments = {"q": q, **cache.arguments(), "new_k": new[0], "new_v": new[1]}
+    peers = {"torch SDPA padded": padded}
+    return case_of("decode_attention", kind, shape, arguments, (), peers, moved=moved)
+
+
+def _append(workload: Workload, lengths: list[int]) -> Case:
+    """Keys and values of all tokens of some prompts enter the cache."""
+    cache, heads, width = _Cache(workload, lengths), workload.widths.heads, workload.head_width
+    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths]).int().to(workload.device)
+    table = cache.table[sequence.to(workload.device)]
+    k, v = (workload.draw(sum(lengths), heads, width).detach().roll(i, -1) for i in (1, 2))
+    moved = 4 * k.numel() * k.element_size()
+
+    def index_put() -> Contender:
+        pages = [x.clone() for x in cache.pages]
+        page = table.gather(1, (positions // _PAGE).long()[:, None])[:, 0].long()
+        row = (positions % _PAGE).long()
+
+        def call() -> Tensor:
+            for x, new in zip(pages, (k, v), strict=True):
+                x[page, row] = new
+            return pages[1]
+
+        return Contender({"k": k, "v": v}, call, moved=moved)
+
+    shape = f"N={sum(lengths)} H={heads} D={width} B={_PAGE}"
+    arguments = {"k": k, "v": v, "k_pages": cache.pages[0], "v_pages": cache.pages[1]}
+    arguments |= {"page_table": table, "positions": positions}
+    peers, written = {"torch index_put": index_put}, lambda results: cache.pages[1]
+    return case_of("append_to_pages", "", shape, arguments, (), peers, select=written, moved=moved)
+
+
+def _top_k(workload: Workload, rows: int, k: int, kind: str) -> Case:
+    """Next tokens and probabilities; only the latter are compared, as classes may tie."""
+    classes, width = workload.widths.vocabulary, workload.width
+    hidden = workload.draw(rows, width).detach()
+    weight = workload.draw(classes, width, scale=width**-0.5).detach()
+    k, inputs = min(k, classes), {"hidden": hidden, "weight": weight}
+    moved = sum(x.numel() * x.element_size() for x in inputs.values()) + 12 * rows * k
+
+    def eager() -> Contender:
+        call = lambda: F.linear(hidden, weight).float().log_softmax(-1).topk(k)[0]
+        return Contender(inputs, call, moved=moved)
+
+    shape, first = f"N={rows} C={width} V={classes} k={k}", lambda results: results[0]
+    peers = {"torch eager": eager}
+    return case_of(
+        "projected_top_k", kind, shape, inputs | {"k": k}, (), peers, select=first, moved=moved
+    )
+
+
+# --- features, in float32 as in training ----------------------------------------------------------
+
+_SLOT, _HOP, _WINDOW, _N_FFT = 8, 160, 400, 512
+
+
+def features(workload: Workload) -> list[Case]:
+    """Windows of 25 ms, norm of each band, and Canary's SpecAugment: 2 bands, 10 stretches."""
+    slots = workload.frame_layout
+    samples = [_SLOT * _HOP * length for length in slots.lengths]
+    rows = _SLOT * _HOP * (slots.rows + 1)
+    layout = PackedLayout.from_lengths(samples, slots.device, rows=rows)
+    audio = workload.rows_of(layout).detach().float()
+    window = torch.hann_window(_WINDOW, device=slots.device)
+    arguments = {"audio": audio, "window": window, "layout_audio": layout, "layout_slots": slots}
+    arguments |= {"rows_per_slot": _SLOT, "hop": _HOP, "n_fft": _N_FFT, "preemphasis": 0.97}
+    moved = audio.element_size() * (audio.numel() + _SLOT * slots.rows * _N_FFT)
+    size, text = f"{workload.describe()} W={_WINDOW} F={_N_FFT}", workload.describe()
+    windows = case_of("audio_windows", "", size, arguments, moved=moved)
+
+    x = workload.rows_of(slots.scaled(_SLOT), workload.widths.mels).detach().float()
+    rows_of = {"x": x, "lengths": slots.cu_seqlens.diff().long() * _SLOT, "layout": slots}
+    rows_of["rows_per_slot"] = _SLOT
+    generator = torch.Generator(x.device).manual_seed(4)
+    freq, time = (
+        torch.rand(2, slots.num_sequences, count, device=x.device, generator=generator)
+        for count in (2, 10)
+    )
+    masks = {"freq_shares": freq, "freq_width": 27, "time_shares": time, "time_width": 0.05}
+    size, moved = f"{text} C={x.shape[1]}", 2 * x.numel() * x.element_size()
+    normalized = case_of("normalize_features", "", size, rows_of, moved=moved)
+    return [windows, normalized, case_of("mask_features", "", size, rows_of | masks, moved=moved)]
