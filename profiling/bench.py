@@ -9,9 +9,9 @@ from pathlib import Path
 
 SUBCOMMANDS = {
     "ops": ("benchmarks.ops", "every operation against its peers, forward and with the backward"),
-    "training": ("bench_training", "training steps, packed against padded, and of transformers"),
-    "inference": ("bench_inference", "transcription by depth, of transformers, and of streams"),
-    "conversations": ("bench_conversations", "answers of a language model, and of transformers"),
+    "training": ("benchmarks.training", "training steps, packed against padded, and of transformers"),
+    "inference": ("benchmarks.inference", "transcription by depth, of transformers, and of streams"),
+    "conversations": ("benchmarks.conversations", "answers of a language model, and of transformers"),
     "whisper": ("bench_whisper", "Whisper on a CPU: fine-tuning and transcription"),
     "loading": ("bench_loading", "reading audio, by storage, workers and augmentation"),
     "planning": ("bench_planning", "planning an epoch"),

@@ -1,0 +1,603 @@
+"""Training throughput: packed against padded batches, and against transformers' Canary.
+
+    python profiling/bench.py training [--model small canary_180m_flash canary_1b_flash ...]
+        [--systems packed_static packed random ...] [--modes eager graph compile graph_compile]
+        [--frame-budget N] [--steps 20] [--categories] [--output CSV]
+
+Audio is noise and texts are random tokens, but durations are those of a list of real ones; no
+system computes more frames a step than the budget, padding included. ``packed_static`` fills a
+static shape, ``packed`` is the same without the tails; ``random``, ``bucketed``, ``sync_bucketed``
+and ``sync_bucketed_2d`` are the batches of other toolkits, computed padded; ``transformers`` trains
+Hugging Face's Canary with the same weights, the batches of ``random``, the same loss and the same
+optimizer, or its Whisper on windows of 30 s (our systems compute no silence); its features are made
+before the clock starts. That both models give the same loss is checked first. On a CPU systems take
+turns, a step each. ``--modes`` is for ``packed_static``: a CUDA graph replays its micro-batches,
+torch.compile makes the model's kernels, or both. On a GPU, and with several models or modes, each
+is timed in a process of its own, so that an error, or running out of memory, ends no other. What
+cannot be measured here is left out with its reason. Exit code 1: something failed; 3: nothing could
+be measured here. The steps of a row are spread over an epoch by the length of their utterances, so
+that all systems train on the same ones: its throughput is that of all of them together, its time
+the median of a step. With --categories some more steps are recorded
+after those that are timed, and their time by category of kernel goes to NAME_categories.csv beside
+the table. With --profile DIR the steps are not timed but recorded, in DIR/SYSTEM/rank0.json.gz, for
+``profiling/report.py``. Needs torch and triton alone, but for the bucketed systems, which are
+lhotse's, and transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from analysis import summary
+from analysis.readers import sources
+
+from benchmarks import harness
+from benchmarks.harness import LEFT_OUT, complain
+from benchmarks.speech import (
+    EOS,
+    PAD,
+    Corpus,
+    Effasr,
+    Transformers,
+    batches_of,
+    padded_features,
+    random_model,
+    transformers_model,
+)
+from effasr.data.batch import Batch, StaticShape
+from effasr.data.collate import collate
+from effasr.data.features.config import FeatureConfig
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
+from effasr.model.cost import cost_model
+from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import FastConformerConfig
+from effasr.model.presets import PRESET_VOCABULARIES, PRESETS
+from effasr.model.whisper_encoder import WhisperEncoderConfig
+from effasr.optim.adamw import OptimizerConfig
+from effasr.training.config import LoopConfig, TrainConfig, resolve_losses
+from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
+from effasr.training.flops import peak_flops, work_of
+
+STATIC = "packed_static"  # with static shapes, which graphs and compilation need
+SYSTEMS = (
+    *(STATIC, "packed", "random", "bucketed", "sync_bucketed", "sync_bucketed_2d", "transformers"),
+)
+MODES = ("eager", "graph", "compile", "graph_compile")
+COLUMNS = (
+    *("system", "model", "mode", "precision", "threads", "frame_budget", "utterances", "audio_s"),
+    *("step_s", "p20_s", "p80_s", "audio_s_per_s", "padding_frames", "padding_tokens"),
+    *("peak_bytes", "mfu", "tflops_useful", "loss_difference", "graph", "compile"),
+    *harness.VERSIONS,
+)
+CATEGORY_COLUMNS = (
+    *("system", "model", "mode", "graph", "compile", "precision", "frame_budget", "category"),
+    *("work_ms", "wall_ms", "share", "step_ms", "steps", *harness.VERSIONS),
+)
+WHISPER_CLASSES = 51_865
+_PREFIX = "bench training: "
+_LEAST_S = 60.0
+_WHISPER: dict[str, Any] = {"width": 384, "layers": 4, "heads": 6, "feed_forward": 1536}
+_WHISPER |= {"bias": True, "key_bias": False}
+
+# Models that a CPU trains in seconds a step, and their vocabularies.
+CPU_MODELS: dict[str, tuple[ModelConfig, int]] = {
+    "small": (
+        ModelConfig(
+            encoder=FastConformerConfig(
+                width=96, layers=4, heads=4, feed_forward=384, subsampling_channels=16
+            ),
+            decoder=DecoderConfig(width=96, layers=2, heads=4, feed_forward=384),
+        ),
+        1024,
+    ),
+    # Widths and layers of recipes/demo.yaml, with our own norms and losses.
+    "demo": (
+        ModelConfig(
+            features=FeatureConfig(mel_bins=64),
+            encoder=FastConformerConfig(
+                width=128, layers=3, heads=4, feed_forward=256, subsampling_channels=16
+            ),
+            decoder=DecoderConfig(
+                width=128, layers=2, heads=4, feed_forward=256, max_positions=256
+            ),
+        ),
+        256,
+    ),
+    # Utterances are not filled up with silence.
+    "whisper_tiny": (
+        ModelConfig(
+            features=FeatureConfig(
+                kind="whisper",
+                subsampling=2,
+                minimum_s=0.0,
+                n_fft=400,
+                preemphasis=0.0,
+                normalize=False,
+            ),
+            encoder=WhisperEncoderConfig(max_frames=1500, **_WHISPER),
+            decoder=DecoderConfig(
+                max_positions=448,
+                positions="learned",
+                activation="gelu",
+                embedding_norm=False,
+                output_bias=False,
+                **_WHISPER,
+            ),
+        ),
+        WHISPER_CLASSES,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The benchmarked model, corpus and device."""
+
+    config: TrainConfig
+    classes: int
+    corpus: Corpus
+    shape: StaticShape
+    device: torch.device
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, model: str | None = None) -> Setup:
+        """Read the options of `add_options`; without a model, that of the device."""
+        device = harness.default_device()
+        on_gpu = device.type == "cuda"
+        name = model or ("canary_180m_flash" if on_gpu else "small")
+        known = CPU_MODELS | {x: (PRESETS[x], PRESET_VOCABULARIES[x]) for x in PRESETS}
+        model_config, classes = known[name]
+        budget = options.frame_budget or (12_000 if on_gpu else 400)
+        framing = model_config.features.framing
+        # Half a second short, since frames are rounded up.
+        longest = min(options.longest, framing.seconds * budget - 0.5)
+        corpus = Corpus.of(options.utterances, classes, longest, framing)
+        precision = options.precision or ("bfloat16" if on_gpu else "float32")
+        config = TrainConfig(
+            name=name,
+            model=model_config,
+            loss=resolve_losses(TrainConfig().loss, model_config),
+            optimizer=OptimizerConfig(lr=1e-5),
+            training=LoopConfig(precision=precision, ema_decay=None),
+        )
+        return cls(config, classes, corpus, corpus.shape(budget), device)
+
+    @cached_property
+    def model(self) -> ASRModel:
+        """On the host, with the weights that training begins with."""
+        return random_model(self.config.model, self.classes, self.device).cpu()
+
+    def with_mode(self, mode: str) -> Setup:
+        """Return the same, whose micro-batches are a CUDA graph, compiled, both, or neither."""
+        modes = {"cuda_graph": "graph" in mode, "compile": "compile" in mode}
+        training = replace(self.config.training, **modes)
+        if training == self.config.training:
+            return self
+        return replace(self, config=replace(self.config, training=training))
+
+    def batches(self, system: str, count: int) -> list[Batch]:
+        """Return micro-batches that stand for an epoch, where the trainer's loader leaves them."""
+        made = batches_of(system, self.corpus, self.shape, count)
+        return [batch.pin_memory() if self.device.type == "cuda" else batch for batch in made]
+
+    def copy(self) -> ASRModel:
+        """Return a model with these weights, on the device."""
+        state = {name: value.clone() for name, value in self.model.state_dict().items()}
+        model = ASRModel.from_state_dict(self.model.config, self.model.vocab_size, state)
+        return model.to(self.device).train()
+
+
+def transformers_of(setup: Setup, model: ASRModel, precision: str) -> Transformers:
+    features = model.config.features
+
+    def padded(audio: Sequence[Any]) -> dict[str, torch.Tensor]:
+        if features.kind == "whisper":
+            from transformers import WhisperFeatureExtractor
+
+            extract = WhisperFeatureExtractor(feature_size=features.mel_bins)
+            made = extract(list(audio), sampling_rate=16_000, return_tensors="pt")
+            return {"input_features": made.input_features}
+        computed = padded_features(features, audio, setup.device)
+        return {name: value.cpu() for name, value in computed.items()}
+
+    return Transformers(
+        transformers_model(model, setup.device),
+        padded,
+        setup.config.optimizer,
+        setup.device,
+        clip=setup.config.training.clip,
+        bfloat16=precision == "bfloat16",
+    )
+
+
+def loss_difference(setup: Setup, model: ASRModel) -> float:
+    """Return the relative difference of the two models' losses on a few utterances.
+
+    Without dropout and SpecAugment, and with the silence that Whisper's peer computes.
+    """
+    dropouts = ("input_dropout", "residual_dropout", "activation_dropout", "attention_dropout")
+    off = dict.fromkeys(dropouts, 0.0)
+    config = model.config
+    assert config.decoder is not None
+    silence = 30.0 if config.features.kind == "whisper" else config.features.minimum_s
+    config = replace(
+        config,
+        features=replace(config.features, minimum_s=silence),
+        spec_augment=replace(config.spec_augment, freq_masks=0, time_masks=0),
+        encoder=replace(config.encoder, **off),
+        decoder=replace(config.decoder, **off),
+    )
+    plain = ASRModel.from_state_dict(config, model.vocab_size, model.state_dict())
+    examples = [setup.corpus.example(index) for index in range(4)]
+    batch = collate(examples, eos_id=EOS, pad_id=PAD, framing=config.features.framing)
+    batch = batch.to(setup.device)
+    # Convolutions would be rounded to TF32 by default.
+    with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        ours = float(plain.eval()(batch).cross_entropy / batch.num_targets)
+        peer = transformers_of(setup, plain, "float32")
+        peer.model.eval()
+        theirs = sum(
+            float(peer.loss(peer.inputs([example]))) * (len(example.text) + 1)
+            for example in examples
+        )
+    return abs(theirs / batch.num_targets / ours - 1)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A system that is ready to be timed."""
+
+    system: str
+    setup: Setup
+    batches: list[Batch]  # of each step, with those before the clock starts
+    step: Callable[[int], object]
+    ours: Effasr | None  # None for transformers
+    fields: dict[str, Any]  # that are known of its row
+
+    @classmethod
+    def of(cls, system: str, setup: Setup, steps: int, warm: int) -> Prepared:
+        """Build the model and the batches; the last ``warm`` of them also come first, untimed."""
+        timed = setup.batches(system, steps)
+        batches = timed[steps - warm :] + timed
+        model = setup.copy()
+        fields: dict[str, Any] = {"frame_budget": setup.shape.frame_budget}
+        if system != "transformers":
+            trainer = Effasr(setup.config, model, setup.device)
+            step = lambda number: trainer.timed_step(number, batches[number])
+            return cls(system, setup, batches, step, trainer, fields)
+        fields["loss_difference"] = loss_difference(setup, model)
+        if fields["loss_difference"] > 1e-3:
+            raise ValueError(f"the losses differ by {fields['loss_difference']:.2g}: not timed")
+        peer = transformers_of(setup, model, setup.config.training.precision)
+        examples = [[setup.corpus.example(int(name)) for name in batch.ids] for batch in batches]
+        inputs = [peer.inputs(chosen) for chosen in examples]
+        return cls(system, setup, batches, lambda number: peer.step(inputs[number]), None, fields)
+
+    def categories(self, row: dict[str, Any], steps: int) -> list[dict[str, Any]]:
+        """Return rows of the time by category of kernel, of steps that are recorded now."""
+        if self.ours is None or not steps:
+            return []
+        # The first of them starts the profiler's own threads.
+        again = [self.batches[number % len(self.batches)] for number in range(steps + 1)]
+        with tempfile.TemporaryDirectory() as folder:
+            trace = self.ours.record(again, 1, Path(folder))
+            parts = list(categories_of(trace))
+        shared = {name: row[name] for name in CATEGORY_COLUMNS if name in row}
+        return [shared | part for part in parts]
+
+
+def categories_of(trace: Path) -> Iterator[dict[str, Any]]:
+    """Yield a row per category, in ms of a step: summed work and its share of the step's time.
+
+    ``work_ms`` counts overlapping kernels twice; ``wall_ms`` adds up to ``step_ms`` over all rows,
+    those where the device waits included.
+    """
+    report = summary.analyze(sources.gather([trace])).report
+    budget = report["budget"]
+    if budget is None:
+        raise ValueError(f"`{trace}` must hold work of a device or a host, but holds none.")
+    step = budget["step_ms"]["mean"]
+    waiting = {"data_wait": "wait for data", "host_gap": "host gap"}
+    parts = [(entry["name"], entry["work_ms"], entry["wall_ms"]) for entry in report["categories"]]
+    for part in budget["parts"]:
+        if part["name"] in waiting:
+            parts.append((waiting[part["name"]], 0.0, part["ms"]))
+    parts += [(f"idle: {part['name']}", 0.0, part["ms"]) for part in budget["idle"]]
+    for name, work, wall in parts:
+        yield {
+            **{"category": name, "work_ms": round(work, 4), "wall_ms": round(wall, 4)},
+            "share": round(wall / step, 4) if step else 0.0,
+            **{"step_ms": round(step, 4), "steps": budget["windows"]},
+        }
+
+
+def measured(prepared: Sequence[Prepared], steps: int) -> Iterator[tuple[Prepared, dict[str, Any]]]:
+    """Yield the row of each system; they take turns, and the first steps are not counted."""
+    warm = len(prepared[0].batches) - steps
+    device = prepared[0].setup.device
+    if device.type == "cuda":
+        assert len(prepared) == 1  # whose peak memory is measured
+    seconds: list[list[float]] = [[] for _ in prepared]
+    peaks: list[int | None] = []
+    for turn in harness.in_turns([one.step for one in prepared], warm + steps, device):
+        peaks.append(turn.peak_bytes)
+        if turn.number >= warm:
+            seconds[turn.system].append(turn.seconds)
+    peak = None if device.type != "cuda" else max(x or 0 for x in peaks)
+    for system, times in zip(prepared, seconds, strict=True):
+        yield system, row_of(system, warm, times, peak)
+
+
+def row_of(
+    system: Prepared, warm: int, times: Sequence[float], peak_bytes: int | None
+) -> dict[str, Any]:
+    setup, batches, config = system.setup, system.batches[warm:], system.setup.config
+    # Of all steps together, as an epoch takes them: long utterances are not as fast as short ones.
+    seconds = math.fsum(times)
+    audio = [batch.audio_seconds for batch in batches]
+    useful = work_of(batches, cost_model(config.model, setup.classes))[0] / seconds
+    p20, p50, p80 = harness.percentiles(times)
+    peak = peak_flops(setup.device)
+    frames, tokens = (sum(getattr(b, f"num_{x}") for b in batches) for x in ("frames", "tokens"))
+    graph, compiled = config.training.cuda_graph is True, config.training.compile
+    on_cpu = setup.device.type == "cpu"
+    return {
+        "system": system.system,
+        "model": config.name,
+        "mode": "_".join(["graph"] * graph + ["compile"] * compiled) or "eager",
+        "precision": config.training.precision,
+        "threads": torch.get_num_threads() if on_cpu else "",
+        "utterances": round(statistics.mean(len(batch.ids) for batch in batches), 1),
+        "audio_s": round(statistics.mean(audio), 2),
+        **{"step_s": round(p50, 5), "p20_s": round(p20, 5), "p80_s": round(p80, 5)},
+        "audio_s_per_s": round(sum(audio) / seconds, 1),
+        "padding_frames": round(1 - frames / sum(batch.frames.rows for batch in batches), 4),
+        "padding_tokens": round(1 - tokens / sum(b.tokens.layout.rows for b in batches), 4),
+        "peak_bytes": "" if peak_bytes is None else peak_bytes,
+        "mfu": "" if peak is None else round(useful / peak, 4),
+        "tflops_useful": round(useful / 1e12, 4),
+        "loss_difference": "",
+        "graph": graph,
+        "compile": compiled,
+        **system.fields,
+        **harness.provenance(setup.device),
+    }
+
+
+def record(system: str, setup: Setup, steps: int, folder: Path) -> Path:
+    """Record some steps; returns the trace."""
+    if system == "transformers":
+        raise ValueError("only our own steps have ranges to be recorded with: leave it out")
+    warm = 3
+    timed = setup.batches(system, steps)
+    batches = [timed[number % steps] for number in range(warm)] + timed
+    return Effasr(setup.config, setup.copy(), setup.device).record(batches, warm, folder)
+
+
+# --- jobs: an error of one ends no other ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row of the table."""
+
+    model: str | None  # None for the one of the device
+    system: str
+    mode: str = "eager"
+
+    @property
+    def name(self) -> str:
+        mode = "" if self.mode == "eager" else f" {self.mode}"
+        return f"{self.model or ''} {self.system}{mode}".strip()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    job: Job
+    status: str = "ok"  # or "left out", or "failed"
+    reason: str = ""
+
+    def line(self) -> str:
+        return f"{_PREFIX}{self.job.name}: {self.status}: {self.reason}"
+
+
+def jobs(models: Sequence[str | None], systems: Sequence[str], modes: Sequence[str]) -> list[Job]:
+    """Return the modes of static batches for each model, then the other systems, eager."""
+    static = [Job(model, STATIC, mode) for model in models for mode in modes if STATIC in systems]
+    others = [Job(model, system) for model in models for system in systems if system != STATIC]
+    return [*static, *(others if "eager" in modes else ())]
+
+
+def run_apart(
+    chosen: Sequence[Job],
+    command: Callable[[Job], Sequence[str]],
+    *,
+    budget_s: float | None = None,
+    case_s: float | None = None,
+) -> list[Verdict]:
+    """Run each job in a process of its own, one after the other; their output is shown.
+
+    `budget_s` is for all, and jobs that it does not reach fail; `case_s` is for each, by default a
+    generous share of what remains of the budget.
+    """
+    end = None if budget_s is None else time.monotonic() + budget_s
+    verdicts = []
+    with harness.sigterm_as_exit():
+        for number, job in enumerate(chosen):
+            limit = case_s
+            if end is not None:
+                remaining = end - time.monotonic()
+                if remaining <= 0:
+                    verdicts.append(Verdict(job, "failed", "no time left of the budget"))
+                    continue
+                # More than an equal share: the first ones, which matter most, also compile for the
+                # others.
+                share = max(_LEAST_S, 2.5 * remaining / (len(chosen) - number))
+                limit = min(remaining, share if case_s is None else case_s)
+            ended = harness.run(command(job), seconds=limit, echo=sys.stdout.write)
+            verdicts.append(_verdict(job, ended))
+    return verdicts
+
+
+def _verdict(job: Job, ended: harness.Ended) -> Verdict:
+    if ended.code == 0:
+        return Verdict(job)
+    lines = [line for line in ended.lines if line.startswith(_PREFIX)]
+    reason = lines[-1].removeprefix(_PREFIX) if lines and ended.code is not None else ended.reason
+    for prefix in (job.name, "left out", "failed"):
+        reason = reason.removeprefix(f"{prefix}: ")
+    return Verdict(job, "left out" if ended.code == LEFT_OUT else "failed", reason)
+
+
+def summarize(verdicts: Sequence[Verdict]) -> str:
+    """Return a line: the number of measured jobs, and why others were not."""
+    missing = [x for x in verdicts if x.status != "ok"]
+    lines = [f"{x.job.name} {x.status} ({x.reason})" for x in missing]
+    counted = f"{_PREFIX}{len(verdicts) - len(missing)} of {len(verdicts)} measured"
+    return "; ".join([counted, *lines])
+
+
+def _attempt(job: Job, action: Callable[[], None]) -> Verdict:
+    """Do something for a job; an error is its verdict."""
+    try:
+        action()
+    except Exception as error:
+        status = "left out" if isinstance(error, ImportError) else "failed"
+        if not isinstance(error, ImportError | ValueError | torch.OutOfMemoryError | OutOfMemory):
+            traceback.print_exc()
+        # On one line: some begin with an empty one.
+        text = " ".join(str(error).split())[:400]
+        return Verdict(job, status, f"{type(error).__name__}: {text}")
+    return Verdict(job)
+
+
+def _run_here(chosen: Sequence[Job], options: argparse.Namespace, *, on_gpu: bool) -> list[Verdict]:
+    """Run jobs of one model in this process; on a CPU several systems take turns."""
+    verdicts: dict[Job, Verdict] = {}
+    ready: dict[Job, Prepared] = {}
+    setup = Setup.of(options, chosen[0].model)
+    warm = min(3, options.steps)
+
+    def prepare(job: Job) -> None:
+        changed = setup.with_mode(job.mode)
+        if options.profile is None:
+            ready[job] = Prepared.of(job.system, changed, options.steps, warm)
+            return
+        name = job.system if job.mode == "eager" else f"{job.system}_{job.mode}"
+        trace = record(job.system, changed, options.steps, options.profile / name)
+        harness.show(f"{job.system}: {trace}")
+
+    for job in chosen:
+        if "graph" in job.mode and not on_gpu:
+            reason = "`training.cuda_graph` needs a GPU, and there is none"
+            verdicts[job] = Verdict(job, "left out", reason)
+        else:
+            verdicts[job] = _attempt(job, lambda job=job: prepare(job))
+
+    def measure() -> None:
+        for system, row in measured(list(ready.values()), options.steps):
+            _write(row, system.categories(row, options.categories), options.output)
+
+    if ready:
+        ended = _attempt(next(iter(ready)), measure)
+        verdicts |= {job: Verdict(job, ended.status, ended.reason) for job in ready}
+    for verdict in verdicts.values():
+        if verdict.status != "ok":
+            complain(verdict.line())
+    return list(verdicts.values())
+
+
+def _write(row: dict[str, Any], categories: list[dict[str, Any]], output: Path | None) -> None:
+    mfu = f"  MFU {100 * row['mfu']:.1f} %" if row["mfu"] != "" else ""
+    peak = f"  {row['peak_bytes'] / 1e9:.1f} GB" if row["peak_bytes"] != "" else ""
+    harness.show(
+        f"{row['model']} {row['system']:17} {row['mode']:13} {row['audio_s_per_s']:10.1f} audio "
+        f"s/s  {row['step_s']:.4f} s a step  padding {100 * row['padding_frames']:.1f} % of "
+        f"frames, {100 * row['padding_tokens']:.1f} % of tokens{peak}{mfu}"
+    )
+    if categories:
+        largest = sorted(categories, key=lambda part: -part["wall_ms"])[:8]
+        parts = [f"{part['category']} {part['wall_ms']:.2f} ms" for part in largest]
+        harness.show(f"    {', '.join(parts)}")
+    if output is not None:
+        harness.append(output, COLUMNS, row)
+        for part in categories:
+            path = output.with_name(f"{output.stem}_categories.csv")
+            harness.append(path, CATEGORY_COLUMNS, part)
+
+
+def _command(job: Job, options: argparse.Namespace) -> list[str]:
+    """Return the command of a process that runs one job."""
+    script = str(harness.PROFILING / "bench.py")
+    command = [sys.executable, script, "training", "--systems", job.system, "--modes", job.mode]
+    if job.model is not None:
+        command += ["--model", job.model]
+    shared = ("frame_budget", "precision", "utterances", "longest", "steps", "categories")
+    for name in (*shared, "profile", "output"):
+        value = getattr(options, name)
+        if value is not None:
+            command += [f"--{name.replace('_', '-')}", str(value)]
+    return command
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `Setup.of` reads."""
+    add = parser.add_argument
+    add("--frame-budget", type=int, help="12000 on a GPU, 400 on a CPU")
+    text = "bfloat16 on a GPU, float32 on a CPU"
+    add("--precision", choices=["float32", "bfloat16"], help=text)
+    add("--utterances", type=int, default=40_000, help="of the corpus")
+    add("--longest", type=float, default=30.0, help="seconds of an utterance")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = harness.parser("training", __doc__)
+    add_options(parser)
+    add = parser.add_argument
+    add("--model", nargs="+", choices=[*CPU_MODELS, *PRESETS])
+    add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    add("--modes", nargs="+", choices=MODES, default=["eager"])
+    add("--steps", type=int, default=20)
+    text = "also record 3, or so many, for the time by category of kernel"
+    add("--categories", type=int, nargs="?", const=3, default=0, metavar="STEPS", help=text)
+    add("--profile", type=Path, metavar="DIR", help="record, instead of timing")
+    add("--budget-s", type=float, help="for all, where each has a process")
+    add("--case-s", type=float, help="for each of them; else by the budget")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    chosen = jobs(options.model or [None], options.systems, options.modes)
+    if not chosen:
+        parser.error(f"--modes without eager are for {STATIC} alone: add it to --systems")
+    if options.profile is not None and len(options.model or []) > 1:
+        parser.error("--profile records one --model at a time")
+    on_gpu = torch.cuda.is_available()
+    several = len({(job.model, job.mode) for job in chosen}) > 1
+    if len(chosen) > 1 and (on_gpu or several):
+        limits = {"budget_s": options.budget_s, "case_s": options.case_s}
+        verdicts = run_apart(chosen, lambda job: _command(job, options), **limits)
+    else:
+        verdicts = _run_here(chosen, options, on_gpu=on_gpu)
+    if len(chosen) > 1:
+        harness.show(summarize(verdicts))
+    statuses = {verdict.status for verdict in verdicts}
+    if statuses == {"left out"}:
+        return LEFT_OUT
+    return 1 if "failed" in statuses else 0
