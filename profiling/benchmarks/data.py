@@ -39,9 +39,8 @@ from effasr.data.config import DataConfig
 from effasr.data.index.corpus import Corpus
 from effasr.data.index.corpus_cache import CorpusCache
 from effasr.data.loader import Loader
-from effasr.data.sampling.balance import imbalance
 from effasr.data.sampling.cost import CANARY_180M_FLASH
-from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
+from effasr.data.sampling.packing import imbalance, plan_epoch, suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.tokenizer import load_tokenizer, train_tokenizer
 

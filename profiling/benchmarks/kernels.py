@@ -151,7 +151,7 @@ Pass = list[int]
 
 
 def compiled(arguments: Sequence[str] | None = None) -> int:
-    """Counts launches and bytes of our operations, and of torch.compile for the same; no GPU needed.
+    """Counts launches and bytes of our operations, and of torch.compile for the same.
 
         python profiling/bench.py compiled [--frames 8448] [--width 512 1024] [--output ROWS]
 

@@ -177,10 +177,10 @@ class Effasr:
 
     def timed_step(self, number: int, batch: Batch) -> float:
         """Return the loss; the time of a batch in parts would not be that of the batch."""
-        values = self.step(number, batch).values.read()
-        if values[-1]:
+        figures = self.step(number, batch).read()
+        if figures["splits"]:
             raise ValueError("a micro-batch did not fit in memory whole: lower the budget.")
-        return float(values[0])
+        return figures["loss"]
 
     def record(self, batches: Sequence[Batch], warm: int, folder: Path) -> Path:
         """Return the trace of torch's profiler of a step on each batch after the first ``warm``."""

@@ -40,8 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from analysis import summary
-from analysis.readers import sources
+from analysis import sources, summary
 
 from benchmarks import harness
 from benchmarks.harness import LEFT_OUT, complain

@@ -23,7 +23,7 @@ from benchmarks.workload import Workload
 from effasr_kernels import PackedLayout
 from effasr_kernels.runtime import native
 from effasr_kernels.shared import lattice
-from effasr_kernels.transducer_loss.definition import OPERATION, TransducerArguments
+from effasr_kernels.transducer_loss import OPERATION, TransducerArguments
 from effasr_kernels.transducer_loss.lattice import occupancies
 
 DURATIONS = (0, 1, 2, 3, 4)  # of Parakeet TDT, in frames
