@@ -114,6 +114,12 @@ def converted(
     return Contender(copies, lambda: call(*copies.values()), gradients, back)
 
 
+def without_tail(layout: PackedLayout) -> Form:
+    tail = layout.rows - layout.total
+    grow = lambda x: torch.cat([x, x.new_zeros(tail, *x.shape[1:])])
+    return lambda x: x[: layout.total], grow
+
+
 def leaf(x: Tensor) -> Tensor:
     """Return the values as a contiguous leaf."""
     return x.detach().contiguous().clone().requires_grad_()

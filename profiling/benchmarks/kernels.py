@@ -23,7 +23,7 @@ from emulator.machine import COUNTS, Binary
 from torch import Tensor
 
 import effasr_kernels
-from benchmarks import harness, operations, ops
+from benchmarks import attention, harness, operations, ops
 from benchmarks.contender import Case, Contender, Gold, error, judge
 from benchmarks.speech import Effasr, batches_of
 from benchmarks.training import CPU_MODELS, Setup, add_options
@@ -333,7 +333,7 @@ def tiles(arguments: Sequence[str] | None = None) -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     table = harness.Table(TILE_COLUMNS, options.output, loads[0].device)
     for workload in loads:
-        for case in operations.attention(workload)[:2]:
+        for case in attention.attention(workload)[:2]:
             for row in _tiles_of(case, workload, judge(case), end):
                 cut = "x".join(str(row[x]) for x in ("block_m", "block_n", "warps", "stages"))
                 table.add(

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import harness, operations, transducer
+from benchmarks import attention, harness, operations, transducer
 from benchmarks.contender import Case, Contender, Gold, error, judge
 from benchmarks.harness import OutOfTime, Row, Timing, complain
 from benchmarks.workload import LISTED, Widths, Workload, drawn_durations, read_durations
@@ -42,7 +42,7 @@ COLUMNS = (
     *("peak_bytes", "tflop_per_s", "gb_per_s", "error", *harness.VERSIONS),
 )
 GROUPS: tuple[Callable[[Workload], list[Case]], ...] = (
-    *(operations.attention, operations.losses, operations.convolutions, operations.guided),
+    *(attention.attention, operations.losses, operations.convolutions, attention.guided),
     *(operations.between, operations.norms, operations.grouped, transducer.cases),
     *(operations.decoding, operations.features, operations.language_model),
 )
