@@ -1,26 +1,26 @@
-"""The benchmark at tiny sizes on a CPU: its peers compute the same, and its rows are right."""
+"""Benchmarks of operations at tiny sizes on a CPU: peers compute the same, and rows are right."""
 
 from __future__ import annotations
 
-import csv
+import importlib
 import importlib.util
 import os
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import bench_ops
 import pytest
 import torch
-from bench import timing
-from bench.contender import Case, Contender, Padding, error, judge
-from bench.operations import between, losses
-from bench.transducer import loss as transducer
-from bench.workload import LISTED, Widths, drawn_durations, read_durations
+from benchmarks import harness, operations, ops, transducer
+from benchmarks.contender import Case, Contender, Padding, error, judge
+from benchmarks.workload import LISTED, Widths, read_durations
 from torch import Tensor
 
 from effasr_kernels import OPERATIONS, PackedLayout, attention, pack
@@ -43,12 +43,16 @@ ON_GPU_ALONE = {
 }
 INTERPRETED = {"Liger"}
 """Kernels that Triton's interpreter runs, too."""
-ON_GPU = {"torch varlen_attn", "torch flex_attention"}
-WORKLOAD = bench_ops.workloads(bench_ops.parse(["--device", "cpu"]))[0]
-CASES = [case for group in bench_ops.GROUPS for case in group(WORKLOAD)]
+OWN = {"FlashRNNT's way, in torch", "NeMo's way, torch", "torch dense"}
+"""Ways to a transducer's loss that need no package."""
+CPU = ["--device", "cpu"]
+WORKLOAD = ops.workloads(ops.parse(CPU))[0]
+CASES = [case for group in ops.GROUPS for case in group(WORKLOAD)]
 PEERS = [(case, peer) for case in CASES for peer in case.peers]
-WITHOUT_DROPOUT = {case.name: case for case in between.cases(WORKLOAD, dropout=0.0)}
+WITHOUT_DROPOUT = {case.name: case for case in operations.between(WORKLOAD, dropout=0.0)}
 """Cases whose peers drop other elements than ours, so that they agree without dropout alone."""
+RNNT, TDT = transducer.cases(WORKLOAD)
+LARGE = list(transducer.large(WORKLOAD))
 
 
 def _id(value: Any) -> str:
@@ -57,8 +61,8 @@ def _id(value: Any) -> str:
 
 def test_every_operation_has_a_case() -> None:
     assert {case.op for case in CASES} == set(OPERATIONS)
-    assert {peer for _, peer in PEERS} >= MODULES.keys() | ON_GPU
-    packages = (transducer.PEERS.keys() | transducer.TDT_PEERS.keys()) - transducer.OWN
+    assert {peer for _, peer in PEERS} >= {*MODULES, "torch varlen_attn", "torch flex_attention"}
+    packages = (transducer.PEERS.keys() | transducer.TDT_PEERS.keys()) - OWN
     assert packages <= MODULES.keys()
 
 
@@ -70,23 +74,15 @@ def _is_installed(module: str) -> bool:
 
 
 def _varlen_double(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    window_size: tuple[int, int],
+    query: Tensor, key: Tensor, value: Tensor, *sizes: Any, window_size: tuple[int, int]
 ) -> Tensor:
     def layout(cu_seqlens: Tensor, longest: int) -> PackedLayout:
-        found = PackedLayout(cu_seqlens, cu_seqlens.tolist(), int(cu_seqlens[-1]))
-        assert found.max_seqlen == longest
-        assert 0 not in found.lengths
-        return found
+        made = PackedLayout(cu_seqlens, cu_seqlens.tolist(), int(cu_seqlens[-1]))
+        assert made.max_seqlen == longest
+        assert 0 not in made.lengths
+        return made
 
-    layouts = layout(cu_seq_q, max_q), layout(cu_seq_k, max_k)
+    layouts = (layout(sizes[i], sizes[i + 2]) for i in range(2))
     return attention(query, key, value, *layouts, causal=window_size == (-1, 0))
 
 
@@ -113,13 +109,12 @@ def test_peers_compute_the_same(case: Case, peer: str, monkeypatch: pytest.Monke
             leaf.requires_grad_(False)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-            (found,) = contender.results()
-        torch.testing.assert_close(contender.packed("result 0", found), gold.outcome["result 0"])
+            (result,) = contender.results()
+        torch.testing.assert_close(contender.packed("result 0", result), gold.outcome["result 0"])
     else:
-        most = 1e-2 if "float16" in peer else 1e-4
         contender = case.peers[peer]()
         assert contender.exact
-        assert error(contender.outcome(), gold) < most
+        assert error(contender.outcome(), gold) < (1e-2 if "float16" in peer else 1e-4)
 
 
 @pytest.mark.parametrize("case", CASES, ids=_id)
@@ -127,7 +122,7 @@ def test_work_is_that_of_the_sequences(case: Case) -> None:
     gold = judge(case)
     forward, both = gold.flops
     assert gold.bytes[0] > 0
-    if case.ours("reference").differentiable:
+    if case.ours("reference").upstream:
         assert both == 3 * forward
         assert gold.bytes[0] < gold.bytes[1]
     else:
@@ -147,34 +142,44 @@ def test_error_is_relative_and_infinite_for_nan() -> None:
 
 def test_the_cross_entropy_of_speech_comes_first() -> None:
     gpu = replace(WORKLOAD, rows=24_000, durations=read_durations(LISTED), widths=Widths())
-    (first, *_) = losses.cases(replace(gpu, head_width=2))
+    first = operations.losses(replace(gpu, head_width=2))[0]
     assert (first.name, first.shape) == ("linear_cross_entropy speech", "U=2560 C=16 V=5248")
     assert {"torch eager", "torch chunked", "Liger", "cut-cross-entropy"} <= first.peers.keys()
 
 
 def test_padding_there_and_back() -> None:
     packed = pack([torch.randn(n, 2) for n in (2, 0, 3)], rows=7, num_sequences=5)
-    padding = Padding(packed.layout)
-    padded = padding.pad(packed.values)
-    assert padded.shape == (2, 3, 2)
-    assert torch.equal(padded[0, 2], torch.zeros(2))
-    assert torch.equal(padding.pack(padded), packed.values)
+    there, back = Padding(packed.layout).form(1, 2, 0)
+    padded = there(packed.values)
+    assert padded.shape == (3, 2, 2)
+    assert torch.equal(padded[2, :, 0], torch.zeros(2))
+    assert torch.equal(back(padded), packed.values)
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+@pytest.mark.parametrize(("sequences", "count"), [(None, 3_000), (1, None)])
+def test_a_batch_fills_its_static_shape(sequences: int | None, count: int | None) -> None:
+    big = replace(WORKLOAD, rows=24_000, durations=read_durations(LISTED), sequences=sequences)
+    frames, tokens = big.frame_layout, big.token_layout
+    assert frames.rows == frames.total == 24_000
+    assert 0.5 * big.tokens < tokens.total <= tokens.rows == big.tokens
+    assert frames.num_sequences == tokens.num_sequences == (count or len(big.lengths[0]))
+    assert frames.max_seqlen <= frames.max_seqlen_bound == 500
+    # All can be aligned, or CTC would compare infinities.
+    assert all(2 * u <= t or u == 1 for t, u in zip(*big.lengths, strict=True))
+
+
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def test_rows_are_appended_where_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_ops, "RESULTS", tmp_path / "none.csv")
+    monkeypatch.setattr(ops, "RESULTS", tmp_path / "none.csv")
     output = tmp_path / "new" / "ops.csv"
-    run = ["--device", "cpu", "--op", "depthwise_conv"]
-    assert bench_ops.main([*run, "--output", str(output)]) == 0
-    first = _rows(output)
-    assert list(first[0]) == bench_ops.COLUMNS
+    run = [*CPU, "--op", "depthwise_conv"]
+    assert ops.main([*run, "--output", str(output)]) == 0
+    first = list(harness.read(output))
+    assert tuple(first[0]) == ops.COLUMNS
     expected = 2 * ["peer: torch conv1d padded", "reference"]
     assert [row["backend"] for row in first if row["mode"] == "forward"] == expected
     assert {row["mode"] for row in first} == {"forward", "forward+backward"}
@@ -189,10 +194,9 @@ def test_rows_are_appended_where_asked(
     assert "Time as a multiple of ours" in shown.out
     assert "1.00  reference" in shown.out
     assert "triton: BackendUnavailable" in shown.err
-
-    assert bench_ops.main([*run, "--no-peers", "--output", str(output)]) == 0
-    assert len(_rows(output)) == len(first) + 4
-    assert bench_ops.main([*run, "--no-peers"]) == 0
+    assert ops.main([*run, "--no-peers", "--output", str(output)]) == 0
+    assert len(list(harness.read(output))) == len(first) + 4
+    assert ops.main([*run, "--no-peers"]) == 0
     assert "none kept" in capsys.readouterr().out
     assert not (tmp_path / "none.csv").exists()
 
@@ -200,32 +204,29 @@ def test_rows_are_appended_where_asked(
 def test_the_list_measures_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_ops, "measure", None)
-    assert bench_ops.main(["--device", "cpu", "--list"]) == 0
+    monkeypatch.setattr(harness, "measure", None)
+    assert ops.main([*CPU, "--list"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == len(CASES)
     assert "peer: NeMo (sdpa with bias)" in shown[0]
 
 
 def test_an_unknown_operation_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_ops.main(["--device", "cpu", "--op", "atention"]) == 2
+    assert ops.main([*CPU, "--op", "atention"]) == 2
     assert "but is atention." in capsys.readouterr().err
 
 
 def test_a_spent_budget_ends_all(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_ops.main(["--device", "cpu", "--budget-s", "0"]) == 1
+    assert ops.main([*CPU, "--budget-s", "0"]) == 1
     shown = capsys.readouterr()
     assert shown.err.count("the budget is spent") == len(CASES)
     assert shown.out.endswith("0 rows; none kept, without --output\n")
 
 
-def _case(peers: dict[str, Callable[[], Contender]]) -> Case:
-    x = torch.ones(3, requires_grad=True)
-
-    def ours(backend: str) -> Contender:
-        return Contender({"x": x}, lambda: 2 * x, [torch.ones(3)])
-
-    return Case("depthwise_conv", "", "x=3", ours, peers)
+@pytest.mark.parametrize(("budget", "case"), [(80, 10), (200, 25), (420, 45)])
+def test_a_small_budget_is_for_more_than_one_operation(budget: float, case: float) -> None:
+    assert ops.parse(["--budget-s", str(budget)]).case_s == case
+    assert ops.parse(["--budget-s", str(budget), "--case-s", "3"]).case_s == 3
 
 
 def _contender(call: Callable[[Tensor], Tensor]) -> Contender:
@@ -233,39 +234,37 @@ def _contender(call: Callable[[Tensor], Tensor]) -> Contender:
     return Contender({"x": x}, lambda: call(x), [torch.ones(3)])
 
 
-def _measured(case: Case, seconds: float = 30.0) -> list[str]:
-    limits = bench_ops.Limits(time.monotonic() + 60, seconds, 0.01, 3)
-    options = bench_ops.parse(["--device", "cpu"])
-    return [str(row["backend"]) for row in bench_ops.rows_of(case, WORKLOAD, limits, options)]
+def _measured(peers: dict[str, Callable[[], Contender]], seconds: float = 30.0) -> list[str]:
+    case = Case("depthwise_conv", "", "x=3", lambda backend: _contender(lambda x: 2 * x), peers)
+    limits = ops.Limits(time.monotonic() + 60, seconds, 0.01, 3)
+    return [str(row["backend"]) for row in ops.rows_of(case, WORKLOAD, limits, ops.parse(CPU))]
+
+
+def _missing() -> Contender:
+    raise ImportError("\nthe package needs\nanother one")
 
 
 def test_what_computes_something_else_has_no_row(capsys: pytest.CaptureFixture[str]) -> None:
-    def missing() -> Contender:
-        raise ImportError("no such package")
-
     peers = {
-        "absent": missing,
+        "absent": _missing,
         "wrong": lambda: _contender(lambda x: 2.1 * x),
         "right": lambda: _contender(lambda x: x + x),
     }
-    found = _measured(_case(peers))
-    assert found[-4:] == ["peer: right", "peer: right", "reference", "reference"]
-    assert not {"peer: absent", "peer: wrong"} & set(found)
-    said = capsys.readouterr().err
-    assert "peer: absent: ImportError: no such package" in said
-    assert "peer: wrong: ValueError: differs from the reference by 0.05" in said
+    backends = _measured(peers)
+    assert backends[-4:] == ["peer: right", "peer: right", "reference", "reference"]
+    assert not {"peer: absent", "peer: wrong"} & set(backends)
+    shown = capsys.readouterr().err
+    assert "peer: absent: ImportError: the package needs another one" in shown
+    assert "peer: wrong: ValueError: differs from the reference by 0.05" in shown
 
 
 def test_what_is_not_installed_is_listed_in_the_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing() -> Contender:
-        raise ImportError("\nthe package needs\nanother one")
-
     (case,) = (case for case in CASES if case.name == "guided_attention")
-    again = replace(case, peers={"absent": missing})
-    monkeypatch.setattr(bench_ops, "GROUPS", (lambda workload: [again],))
-    assert bench_ops.main(["--device", "cpu"]) == 0
+    again = replace(case, peers={"absent": _missing})
+    monkeypatch.setattr(ops, "GROUPS", (lambda workload: [again],))
+    assert ops.main(CPU) == 0
     shown = capsys.readouterr().out
     assert "left out: absent: ImportError: the package needs another one\n" in shown
 
@@ -276,12 +275,11 @@ def test_what_takes_too_long_has_no_row(capsys: pytest.CaptureFixture[str]) -> N
         return 2 * x
 
     begin = time.monotonic()
-    found = _measured(_case({"slow": lambda: _contender(slow)}), seconds=0.5)
+    assert "peer: slow" not in _measured({"slow": lambda: _contender(slow)}, seconds=0.5)
     assert time.monotonic() - begin < 20
-    assert "peer: slow" not in found
-    said = capsys.readouterr().err
-    assert "peer: slow: OutOfTime" in said
-    assert "reference: no time left" in said
+    shown = capsys.readouterr().err
+    assert "peer: slow: OutOfTime" in shown
+    assert "reference: no time left" in shown
 
 
 def test_a_gpu_in_disorder_ends_all() -> None:
@@ -289,55 +287,343 @@ def test_a_gpu_in_disorder_ends_all() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        _measured(_case({"broken": lambda: _contender(broken)}))
+        _measured({"broken": lambda: _contender(broken)})
 
 
-def test_a_clock_for_a_cpu() -> None:
-    calls = []
-    found = timing.measure(
-        lambda: calls.append(0), torch.device("cpu"), repeats=7, warmup=2, seconds=5
-    )
-    assert len(calls) == 9
-    assert found.p20 <= found.p50 <= found.p80
-    assert found.peak_bytes is None
+# --- another revision -----------------------------------------------------------------------------
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ops.ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(not (ops.ROOT / ".git").exists(), reason="not in a git checkout")
+@pytest.mark.extended
+def test_head_as_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "ops.csv"
+    options = [*CPU, "--op", "depthwise_conv", "--frames", "40"]
+    assert ops.main([*options, "--base", "HEAD", "--output", str(output)]) == 0
+    head = _git("rev-parse", "HEAD")[:12]
+    rows = list(harness.read(output))
+    before, after = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    assert {row["git"] for row in before} == {head}
+    assert {row["git"].removesuffix("-dirty") for row in after} == {head}
+    assert [row["shape"] for row in before] == [row["shape"] for row in after]
+    shown = capsys.readouterr().out.splitlines()
+    lines = [line.split() for line in shown if "reference" in line]
+    assert len(lines) == len(after) == 4
+    for line, old, new in zip(lines, before, after, strict=True):
+        numbers = line[line.index(new["mode"]) + 1 :]
+        times = float(old["p50_ms"]), float(new["p50_ms"])
+        assert (float(numbers[0]), float(numbers[1])) == times
+        assert float(numbers[2]) == pytest.approx(times[0] / times[1], abs=1e-3)
+    assert "effasr_base_" not in _git("worktree", "list")
+
+
+def test_a_base_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ops.main([*CPU, "--base", "no-such-revision"]) == 2
+    assert "`--base` must name a revision" in capsys.readouterr().err
+    with (
+        pytest.raises(ValueError, match=r"`--base` must name a revision .* is '--all'"),
+        ops.checkout(ops.ROOT, "--all"),
+    ):
+        pass
+
+
+def test_what_only_one_has_is_named() -> None:
+    row = {"op": "a", "kind": "", "backend": "triton", "mode": "forward", "shape": "T=1"}
+    fast, slow = row | {"p50_ms": "1"}, row | {"p50_ms": "3"}
+    shown = ops.side_by_side([slow, fast | {"op": "b"}], [fast, fast | {"op": "c"}])
+    assert "3.000   T=1" in shown
+    assert "only here: c  triton forward T=1" in shown
+    assert "only in the base: b  triton forward T=1" in shown
+
+
+# --- the transducer's peers; packages that are not there have doubles -----------------------------
+
+
+def _batch(frames: list[int], labels: list[int]) -> transducer.Batch:
+    return transducer.draw(WORKLOAD, frames, labels, joint=6, classes=9)
+
+
+def _distance(case: Case, peer: str) -> float:
+    return error(case.peers[peer]().outcome(), judge(case))
+
+
+@pytest.mark.parametrize("peer", sorted(OWN))
+def test_own_ways_agree_with_ours(peer: str) -> None:
+    small = LARGE[0].small
+    assert small is not None
+    assert _distance(small, peer) < 1e-5
+    assert _distance(RNNT, peer) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 7, 1_000])
+def test_tiles_of_any_size_agree(rows: int) -> None:
+    batch = _batch([5, 1, 3], [2, 1, 4])
+    whole = transducer.chunked(batch, 1_000).outcome()
+    for name, x in transducer.chunked(batch, rows).outcome().items():
+        torch.testing.assert_close(x, whole[name])
+
+
+@pytest.mark.parametrize("size", [1, 2, None])
+@pytest.mark.parametrize("loss", [transducer.plain, transducer.merged])
+def test_sub_batches_of_any_size_agree_for_any_upstream(
+    size: int | None, loss: transducer.Loss
+) -> None:
+    batch, upstream = _batch([5, 1, 3], [2, 1, 0]), [torch.tensor([1.0, -2.0, 0.5])]
+    expected = replace(transducer.chunked(batch, 4), upstream=upstream).outcome()
+    parts = replace(transducer.padded(batch, loss, size=size), upstream=upstream)
+    for name, x in parts.outcome().items():
+        torch.testing.assert_close(x, expected[name])
+
+
+def test_positions_of_nodes() -> None:
+    frames, labels = (PackedLayout.from_lengths(lengths) for lengths in ([2, 1], [1, 2]))
+    nodes = transducer.Nodes(frames, labels)
+    rows = torch.stack(nodes.positions(1, nodes.count), 1).tolist()
+    assert rows == [[0, 0, 1], [0, 1, 0], [0, 1, 1], [1, 0, 0], [1, 0, 1], [1, 0, 2]]
+
+
+def test_lattices_are_the_same_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = _batch([5, 1, 3], [2, 1, 0]).nodes
+    planes = torch.randn(2, nodes.count).log_softmax(0)
+    expected = nodes.occupancies(*planes)
+    monkeypatch.setattr(transducer.native, "unsupported_reason", lambda: "not built")
+    for x, y in zip(nodes.occupancies(*planes), expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_work_of_a_large_batch_is_the_registered_one() -> None:
+    gold = judge(RNNT)
+    assert RNNT.small is None
+    assert RNNT.flops is not None
+    assert RNNT.flops() == gold.flops[0]
+    nodes, joint, classes = 4 * 12 * 6, 8, 16
+    large = judge(LARGE[0])
+    assert large.flops == (2 * nodes * joint * classes, 6 * nodes * joint * classes)
+    inputs = 4 * (4 * 12 * joint + 4 * 6 * joint + classes * (joint + 1))
+    assert large.bytes == (inputs + 16, 3 * inputs + 32)
+    assert large.outcome["encoded"].shape == (60 + 41 + 7, joint)
+    assert TDT.flops is not None
+    classes, durations = WORKLOAD.widths.pieces, len(transducer.DURATIONS)
+    assert TDT.flops() * classes == RNNT.flops() * (classes + durations)
+    assert judge(TDT).outcome["bias"].shape == (classes + durations,)
+
+
+@pytest.mark.extended
+def test_large_batches_are_measured_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = [*CPU, "--op"]
+    assert ops.main([*run, "transducer_loss", "--list"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    kinds = [line.split(";")[0].split()[1:] for line in shown[:2]]
+    assert kinds == [["large", "8x"], ["large", "4x"]]
+    assert len(shown) == len(LARGE) + 2
+    assert "peer: torch dense" in shown[0]
+    assert ops.main([*run, "ctc_loss", "--list"]) == 0
+    assert "transducer" not in capsys.readouterr().out
+    output = tmp_path / "ops.csv"
+    assert ops.main([*run, "transducer_loss", "--output", str(output)]) == 0
+    rows = list(harness.read(output))
+    own = {f"peer: {name}" for name in OWN} | {"reference"}
+    packages = {f"peer: {name}" for name in transducer.PEERS} | {"peer: transformers dense"}
+    assert own <= {row["backend"] for row in rows} <= own | packages | {"cpp"}
+    assert {row["kind"] for row in rows} == {"large 8x", "large 4x", "", "tdt"}
+    rows = [row for row in rows if "float16" not in row["backend"]]
+    assert all(float(row["error"]) < 1e-4 and float(row["tflop_per_s"]) > 0 for row in rows)
+    said, measured = capsys.readouterr().err, {row["backend"] for row in rows}
+    for name in set(transducer.PEERS) - OWN:
+        assert f"peer: {name}" in measured or f"peer: {name}: " in said
+    assert "apex packed float16: ImportError: no package apex" in said
+
+
+def test_what_does_not_fit_has_no_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(batch: transducer.Batch) -> Any:
+        raise torch.OutOfMemoryError("CUDA error: out of memory")
+
+    monkeypatch.setattr(transducer, "PEERS", {"dense": full})
+    assert ops.main([*CPU, "--op", "transducer_loss"]) == 0
+    assert "peer: dense: OutOfMemoryError: CUDA error: out of memory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("files", "message"),
     [
-        ("a.jsonl", '{"duration": 1.5, "text": "x"}\n\n{"duration": 2}\n'),
-        ("a.tsv", "duration_seconds\tid\n1.5\ta\n2\tb\n"),
-        ("a.txt", "# seconds\n1.5\n2\n"),
+        (
+            {"__init__": "raise AssertionError('imported')", "models": ""},
+            "is not NVIDIA's, but the unrelated package of that name on PyPI",
+        ),
+        ({"__init__": "", "contrib/__init__": ""}, "built without APEX_TRANSDUCER=1"),
     ],
 )
-def test_reads_lengths(name: str, text: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text, encoding="utf-8")
-    assert read_durations(tmp_path / name) == [1.5, 2.0]
+def test_an_apex_that_cannot_be_used_says_so(
+    files: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, text in files.items():
+        path = tmp_path / "apex" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    importlib.invalidate_caches()
+    try:
+        for peer in ("apex packed float16", "apex packed float32"):
+            with pytest.raises(ImportError, match=message):
+                RNNT.peers[peer]()
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
+            del sys.modules[name]
 
 
-def test_lengths_are_real_ones_or_look_like_them(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(ValueError, match="has no durations"):
-        read_durations(tmp_path / "empty.txt")
-    listed = read_durations(LISTED)
-    assert len(listed) == 400
-    assert sum(listed) / 400 == pytest.approx(7.17, abs=0.01)
-    assert sum(drawn_durations()) / 2_000 == pytest.approx(7.4, rel=0.1)
+def _install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> ModuleType:
+    module = ModuleType(name)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
 
 
-@pytest.mark.parametrize(("sequences", "places"), [(None, 3_000), (1, None)])
-def test_a_batch_fills_its_static_shape(sequences: int | None, places: int | None) -> None:
-    big = replace(WORKLOAD, rows=24_000, durations=read_durations(LISTED), sequences=sequences)
-    frames, tokens = big.frame_layout, big.token_layout
-    assert frames.rows == frames.total == 24_000
-    assert 0.5 * big.tokens < tokens.total <= tokens.rows == big.tokens
-    assert frames.num_sequences == tokens.num_sequences == (places or len(big.lengths[0]))
-    assert frames.max_seqlen <= frames.max_seqlen_bound == 500
-    # All can be aligned, or CTC would compare infinities.
-    assert all(2 * u <= t or u == 1 for t, u in zip(*big.lengths, strict=True))
+def _part(targets: Tensor, frames: Tensor, labels: Tensor, blank: int) -> transducer.Part:
+    """From what packages get, which must be int32."""
+    assert {targets.dtype, frames.dtype, labels.dtype} == {torch.int32}
+    layouts = (PackedLayout.from_lengths(x.tolist()) for x in (frames, labels))
+    return transducer.Part(transducer.Nodes(*layouts), targets.long(), frames, labels, blank)
 
 
-@pytest.mark.parametrize(("budget", "case"), [(80, 10), (200, 25), (420, 45)])
-def test_a_small_budget_is_for_more_than_one_operation(budget: float, case: float) -> None:
-    assert bench_ops.parse(["--budget-s", str(budget)]).case_s == case
-    assert bench_ops.parse(["--budget-s", str(budget), "--case-s", "3"]).case_s == 3
+def _padded_double(
+    logits: Tensor,
+    targets: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    reduction: str = "none",
+) -> Tensor:
+    assert reduction == "none"
+    assert logits.shape[1:3] == (int(logit_lengths.max()), int(target_lengths.max()) + 1)
+    assert targets.shape[1] == int(target_lengths.max())
+    return transducer.plain(logits, _part(targets, logit_lengths, target_lengths, blank))
+
+
+def _packed_double(
+    logits: Tensor, targets: Tensor, frames: Tensor, labels: Tensor, blank: int
+) -> Tensor:
+    log_probs = logits.log_softmax(-1)
+    nodes = _part(targets, frames, labels, blank).nodes
+    sequence, _, state = nodes.positions(0, nodes.count)
+    label = torch.nn.functional.pad(targets, (0, 1)).long()
+    label = label[nodes.labels.cu_seqlens.long()[sequence] + state]
+    return nodes.losses(log_probs[:, blank], log_probs.gather(1, label[:, None])[:, 0])
+
+
+def test_torchaudio_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, "torchaudio")
+    _install(monkeypatch, "torchaudio.functional", rnnt_loss=_padded_double)
+    assert _distance(RNNT, "torchaudio float32") < 1e-5
+    assert _distance(RNNT, "torchaudio float16") < 1e-2
+    monkeypatch.setattr(transducer.Batch, "padded_logits", 2**31)
+    with pytest.raises(ValueError, match="2147483648 logits, but its offsets have 32 bits"):
+        RNNT.peers["torchaudio float32"]()
+
+
+def test_transformers_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", minversion="5.23")
+    from transformers.utils import import_utils
+
+    functional = ModuleType("torchaudio.functional")
+    vars(functional)["rnnt_loss"] = _padded_double
+    _install(monkeypatch, "torchaudio", functional=functional)
+    monkeypatch.setitem(import_utils.BACKENDS_MAPPING, "torchaudio", (lambda: True, ""))
+    assert _distance(RNNT, "transformers float32") < 1e-5
+    assert _distance(TDT, "transformers dense") < 1e-5
+
+
+def test_numba_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = lambda blank, reduction: lambda *given: _padded_double(*given, blank, reduction)
+    _install(monkeypatch, "warprnnt_numba", RNNTLossNumba=make)
+    assert _distance(RNNT, "NeMo's way, warprnnt_numba") < 1e-5
+
+
+def test_warp_rnnt_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rnnt_loss(*given: Any, blank: int, gather: bool = False, compact: bool = False) -> Tensor:
+        assert gather is not compact
+        return (_packed_double if compact else _padded_double)(*given, blank)
+
+    _install(monkeypatch, "warp_rnnt", rnnt_loss=rnnt_loss)
+    with pytest.raises(RuntimeError, match="needs a GPU"):
+        RNNT.peers["warp_rnnt compact"]()
+    monkeypatch.setattr(transducer, "_need_gpu", lambda *_: None)
+    assert _distance(RNNT, "warp_rnnt gather") < 1e-5
+    assert _distance(RNNT, "warp_rnnt compact") < 1e-5
+
+
+def test_apex_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    def joint(
+        f: Tensor, g: Tensor, frames: Tensor, states: Tensor, *, batch_offset: Tensor,
+        packed_batch: int,
+    ) -> Tensor:  # fmt: skip
+        assert batch_offset.tolist() == (frames * states).cumsum(0).tolist()
+        assert packed_batch == batch_offset[-1]
+        hidden = (f[:, :, None] + g[:, None]).relu()
+        sizes = zip(frames.tolist(), states.tolist(), strict=True)
+        return torch.cat([hidden[n, :t, :u].flatten(0, 1) for n, (t, u) in enumerate(sizes)])
+
+    def loss(
+        x: Tensor, label: Tensor, frames: Tensor, labels: Tensor, blank: int, *,
+        batch_offset: Tensor, max_f_len: int,
+    ) -> Tensor:  # fmt: skip
+        assert max_f_len == int(frames.max())
+        packed = torch.cat([label[n, :u] for n, u in enumerate(labels.tolist())])
+        return _packed_double(x.float(), packed, frames, labels, blank)
+
+    def made(function: Callable[..., Tensor], **expected: bool) -> Callable[..., Any]:
+        def make(**options: bool) -> Callable[..., Tensor]:
+            assert options == expected
+            return function
+
+        return make
+
+    module = ModuleType("apex.contrib.transducer")
+    vars(module).update(
+        TransducerJoint=made(joint, pack_output=True, relu=True),
+        TransducerLoss=made(loss, packed_input=True),
+    )
+    monkeypatch.setattr(transducer, "nvidia_apex", lambda: module)
+    with pytest.raises(RuntimeError, match="apex needs a GPU"):
+        RNNT.peers["apex packed float16"]()
+    monkeypatch.setattr(transducer, "_need_gpu", lambda *_: None)
+    assert _distance(RNNT, "apex packed float16") < 1e-2
+    assert _distance(RNNT, "apex packed float32") < 1e-5
+
+
+@pytest.mark.extended
+def test_pruning_is_timed_but_not_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def smoothed(*, lm: Tensor, am: Tensor, return_grad: bool, **given: Any) -> Any:
+        assert return_grad
+        assert given["symbols"].dtype == given["boundary"].dtype == torch.int64
+        assert given["boundary"][:, 3].max() == am.shape[1]
+        assert given["boundary"][:, 2].max() == lm.shape[1] - 1 == given["symbols"].shape[1]
+        grads = torch.zeros(2, am.shape[0], lm.shape[1], am.shape[1])
+        return am.mean((1, 2)) + lm.mean((1, 2)), (grads[0, :, 1:], grads[1])
+
+    def ranges(*, px_grad: Tensor, py_grad: Tensor, boundary: Tensor, s_range: int) -> Tensor:
+        return torch.arange(s_range).expand(py_grad.shape[0], py_grad.shape[2], s_range)
+
+    def prune(*, am: Tensor, lm: Tensor, ranges: Tensor) -> tuple[Tensor, Tensor]:
+        few = lm[:, None, : ranges.shape[2]]
+        return am[:, :, None].expand(-1, -1, few.shape[2], -1), few.expand(-1, am.shape[1], -1, -1)
+
+    def loss(*, logits: Tensor, ranges: Tensor, reduction: str, **_: Any) -> Tensor:
+        assert reduction == "none"
+        return logits.mean((1, 2, 3))
+
+    functions = {"rnnt_loss_smoothed": smoothed, "get_rnnt_prune_ranges": ranges}
+    functions |= {"do_rnnt_pruning": prune, "rnnt_loss_pruned": loss}
+    _install(monkeypatch, "k2", **functions)
+    output = tmp_path / "ops.csv"
+    assert ops.main([*CPU, "--op", "transducer_loss", "--output", str(output)]) == 0
+    rows = [row for row in harness.read(output) if "k2" in row["backend"]]
+    assert len(rows) == 2 * (len(LARGE) + 1), "not of the TDT"
+    assert {(row["error"], row["tflop_per_s"]) for row in rows} == {("approximate", "")}

@@ -1,56 +1,59 @@
-"""Training throughput at tiny size: its batches, its rows, its recordings, and what it needs."""
+"""Training throughput at tiny size: its batches, rows and recordings; and the one of Whisper."""
 
 from __future__ import annotations
 
-import argparse
-import csv
-import subprocess
+import importlib.util
+import math
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
-import bench_training
-import memory_trace
 import numpy as np
 import pytest
 import report
 import torch
-from bench import rows
-from bench.peer_features import parakeet_features
-from bench.training import jobs as training_jobs
-from bench.training.corpus import Workload, plan_of, random_batches, representative
-from bench.training.systems import time_in_turns
+from benchmarks import harness, training, whisper
+from benchmarks import whisper_systems as systems
+from benchmarks.speech import (
+    Corpus,
+    agreement,
+    padded_features,
+    plan_of,
+    random_batches,
+    representative,
+)
+from benchmarks.workload import LISTED, TOKENS_PER_SECOND
 from torch._dynamo.utils import counters
 
 from effasr.data.features.config import FeatureConfig
 from effasr.data.sampling.options import StrategyOptions
 from effasr.data.sampling.strategies import planner
 
-TINY = ["--model", "small", "--frame-budget", "100", "--utterances", "60", "--longest", "4"]
+SIZES = ["--frame-budget", "100", "--utterances", "60", "--longest", "4"]
+TINY = ["--model", "small", *SIZES]
 
 
 @pytest.fixture
-def setup() -> bench_training.Setup:
-    parser = argparse.ArgumentParser()
-    bench_training.add_options(parser)
-    return bench_training.Setup.of(parser.parse_args(TINY))
+def setup() -> training.Setup:
+    return training.Setup.of(training._parser().parse_args(SIZES), "small")
 
 
 @pytest.mark.parametrize(("count", "budget"), [(300, 500), (7, 400), (1, 100)])
 def test_random_batches_are_those_of_lhotse(count: int, budget: int) -> None:
-    workload = Workload.of(count, 100, 8.0)
-    shape = workload.shape(budget)
+    corpus = Corpus.of(count, 100, 8.0)
     options = StrategyOptions(padded=True)
-    made = planner("random", workload.lengths, shape=shape, micro_batches=1, options=options)
+    shape = corpus.shape(budget)
+    made = planner("random", corpus.lengths, shape=shape, micro_batches=1, options=options)
     plan = made.plan(0)
     expected = [plan.step(n)[0].tolist() for n in range(plan.num_steps)]
-    assert random_batches(workload.lengths.frames, budget) == expected
+    assert random_batches(corpus.lengths.frames, budget) == expected
 
 
-@pytest.mark.parametrize("system", bench_training.SYSTEMS)
-def test_no_batch_is_larger_than_the_budget(system: str, setup: bench_training.Setup) -> None:
-    plan = plan_of(system, setup.workload, setup.shape)
+@pytest.mark.parametrize("system", training.SYSTEMS)
+def test_no_batch_is_larger_than_the_budget(system: str, setup: training.Setup) -> None:
+    plan = plan_of(system, setup.corpus, setup.shape)
     assert all(plan)
     planned = [index for batch in plan for index in batch]
     assert len(set(planned)) == len(planned) > 50
@@ -62,9 +65,9 @@ def test_no_batch_is_larger_than_the_budget(system: str, setup: bench_training.S
 
 @pytest.mark.parametrize("system", ["packed", "random", "sync_bucketed_2d"])
 def test_the_timed_batches_stand_for_the_epoch(system: str) -> None:
-    workload = Workload.of(4_000, 100, 30.0)
-    plan = plan_of(system, workload, workload.shape(400))
-    frames = workload.lengths.frames
+    corpus = Corpus.of(4_000, 100, 30.0)
+    plan = plan_of(system, corpus, corpus.shape(400))
+    frames = corpus.lengths.frames
     chosen = representative(plan, frames, 40)
     assert len(chosen) == len({tuple(batch) for batch in chosen}) == 40
 
@@ -80,20 +83,18 @@ def test_the_timed_batches_stand_for_the_epoch(system: str) -> None:
 
 def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "new" / "training.csv"
-    systems = ["packed_static", "packed", "random", "sync_bucketed"]
+    names = ["packed_static", "packed", "random", "sync_bucketed"]
     options = [*TINY, "--steps", "2", "--output", str(output), "--systems"]
-    assert bench_training.main([*options, *systems]) == 0
-    with output.open(newline="") as file:
-        found = {row["system"]: row for row in csv.DictReader(file)}
-    assert list(found) == systems
-    for row in found.values():
+    assert training.main([*options, *names]) == 0
+    rows = {row["system"]: row for row in harness.read(output)}
+    assert list(rows) == names
+    for row in rows.values():
         assert row["device"].startswith("cpu ")
-        assert row["frame_budget"] == "100"
+        assert (row["frame_budget"], row["mode"]) == ("100", "eager")
         assert float(row["audio_s_per_s"]) > 0
-    assert float(found["packed"]["padding_frames"]) == 0
-    assert 0 < float(found["random"]["padding_frames"]) < 1
-    assert {row["mode"] for row in found.values()} == {"eager"}
-    assert capsys.readouterr().out.endswith("bench_training: 4 of 4 measured\n")
+    assert float(rows["packed"]["padding_frames"]) == 0
+    assert 0 < float(rows["random"]["padding_frames"]) < 1
+    assert capsys.readouterr().out.endswith("bench training: 4 of 4 measured\n")
 
 
 @pytest.mark.extended
@@ -104,18 +105,18 @@ def test_each_mode_has_a_process_and_a_graph_needs_a_gpu(
     options = [*TINY, "--steps", "2", "--categories", "2", "--output", str(output)]
     options += ["--systems", "packed_static", "--modes", "graph", "eager"]
     # What cannot be measured does not stop the others, and is no failure.
-    assert bench_training.main(options) == 0
-    (row,) = rows.read(output)
+    assert training.main(options) == 0
+    (row,) = harness.read(output)
     assert (row["mode"], row["graph"], row["compile"]) == ("eager", "False", "False")
     shown = capsys.readouterr().out
     assert "packed_static graph left out (`training.cuda_graph` needs a GPU" in shown
-    parts = list(rows.read(tmp_path / "training_categories.csv"))
+    parts = list(harness.read(tmp_path / "training_categories.csv"))
     assert {"matmul", "elementwise", "host gap", "idle: queued"} <= {x["category"] for x in parts}
     assert {(x["model"], x["mode"], x["steps"]) for x in parts} == {("small", "eager", "2")}
     # What a step takes belongs to one of them.
     step = float(parts[0]["step_ms"])
     assert sum(float(x["wall_ms"]) for x in parts) == pytest.approx(step, rel=1e-3)
-    assert bench_training.main([*options[:-1]]) == training_jobs.LEFT_OUT
+    assert training.main([*options[:-1]]) == harness.LEFT_OUT
 
 
 # Torch's tracer of autograd functions does so itself.
@@ -128,8 +129,8 @@ def test_a_compiled_step_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     counters.clear()
     output = tmp_path / "training.csv"
     options = [*TINY, "--steps", "2", "--output", str(output), "--systems", "packed_static"]
-    assert bench_training.main([*options, "--modes", "compile"]) == 0
-    (row,) = rows.read(output)
+    assert training.main([*options, "--modes", "compile"]) == 0
+    (row,) = harness.read(output)
     assert (row["mode"], row["graph"], row["compile"]) == ("compile", "False", "True")
     # One graph, for all steps.
     assert counters["stats"]["unique_graphs"] == 1
@@ -137,9 +138,9 @@ def test_a_compiled_step_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_rows_that_decide_most_come_first() -> None:
-    models, systems = ["canary_1b_flash", "canary_180m_flash"], ["random", "packed_static"]
-    found = training_jobs.jobs(models, systems, ["eager", "graph_compile"])
-    assert [job.name for job in found] == [
+    models, names = ["canary_1b_flash", "canary_180m_flash"], ["random", "packed_static"]
+    jobs = training.jobs(models, names, ["eager", "graph_compile"])
+    assert [job.name for job in jobs] == [
         "canary_1b_flash packed_static",
         "canary_1b_flash packed_static graph_compile",
         "canary_180m_flash packed_static",
@@ -147,7 +148,7 @@ def test_the_rows_that_decide_most_come_first() -> None:
         "canary_1b_flash random",
         "canary_180m_flash random",
     ]
-    assert training_jobs.jobs(models, ["random"], ["compile"]) == []
+    assert training.jobs(models, ["random"], ["compile"]) == []
 
 
 def _python(code: str) -> list[str]:
@@ -159,24 +160,24 @@ def test_one_that_fails_or_hangs_ends_no_other(capsys: pytest.CaptureFixture[str
     programs = {
         "crashed": "import os; os.abort()",
         "slow": "import time; print('compiling', flush=True); time.sleep(60)",
-        "raised": "print('bench_training: raised: failed: no room'); exit(1)",
-        "absent": "print('bench_training: absent: left out: ImportError: no x'); exit(3)",
+        "raised": "print('bench training: raised: failed: no room'); exit(1)",
+        "absent": "print('bench training: absent: left out: ImportError: no x'); exit(3)",
         "well": "print('a row')",
     }
-    chosen = [training_jobs.Job(None, name) for name in programs]
+    chosen = [training.Job(None, name) for name in programs]
     began = time.monotonic()
-    found = training_jobs.run_apart(chosen, lambda job: _python(programs[job.system]), case_s=5.0)
+    ended = training.run_apart(chosen, lambda job: _python(programs[job.system]), case_s=5.0)
     assert time.monotonic() - began < 50
-    assert [verdict.status for verdict in found] == ["failed", "failed", "failed", "left out", "ok"]
-    assert "exit code -6" in found[0].reason
-    assert found[1].reason.startswith("ended after 5 s; last line: compiling")
-    assert found[2].reason == "no room"
-    assert found[3].reason == "ImportError: no x"
+    assert [verdict.status for verdict in ended] == ["failed", "failed", "failed", "left out", "ok"]
+    assert "exit code -6" in ended[0].reason
+    assert ended[1].reason.startswith("ended after 5 s; last line: compiling")
+    assert ended[2].reason == "no room"
+    assert ended[3].reason == "ImportError: no x"
     assert "a row" in capsys.readouterr().out
-    told = training_jobs.summarize(found)
-    assert told.startswith("bench_training: 1 of 5 measured; crashed failed (exit code -6")
-    assert told.endswith("absent left out (ImportError: no x)")
-    (late,) = training_jobs.run_apart(chosen[-1:], lambda job: _python("1"), budget_s=0)
+    summary = training.summarize(ended)
+    assert summary.startswith("bench training: 1 of 5 measured; crashed failed (exit code -6")
+    assert summary.endswith("absent left out (ImportError: no x)")
+    (late,) = training.run_apart(chosen[-1:], lambda job: _python("1"), budget_s=0)
     assert (late.status, late.reason) == ("failed", "no time left of the budget")
 
 
@@ -187,8 +188,8 @@ def test_the_reason_of_what_is_not_installed_is_told(
         # As transformers begins them.
         raise ImportError("\nCanary requires the x library\nbut it was not found")
 
-    monkeypatch.setattr(bench_training.Prepared, "of", missing)
-    assert bench_training.main([*TINY, "--systems", "transformers"]) == training_jobs.LEFT_OUT
+    monkeypatch.setattr(training.Prepared, "of", missing)
+    assert training.main([*TINY, "--systems", "transformers"]) == harness.LEFT_OUT
     expected = "transformers: left out: ImportError: Canary requires the x library but it was not"
     assert expected in capsys.readouterr().err
 
@@ -198,119 +199,187 @@ def test_features_are_those_of_transformers() -> None:
     rng = np.random.default_rng(0)
     # The longest fills its encoder frames, and is a whole number of hops.
     audio = [rng.standard_normal(n).astype(np.float32) for n in (16_000, 20_480, 4_321)]
-    ours = parakeet_features(FeatureConfig(mel_bins=64), audio)
+    ours = padded_features(FeatureConfig(mel_bins=64), audio)
     theirs = transformers.ParakeetFeatureExtractor(feature_size=64)(
         audio, sampling_rate=16_000, return_tensors="pt", padding=True
     )
+    name = "input_features"
     assert torch.equal(ours["attention_mask"], theirs["attention_mask"])
-    torch.testing.assert_close(
-        ours["input_features"], theirs["input_features"], atol=2e-3, rtol=1e-3
-    )
-    with pytest.raises(ValueError, match="must hold at least one utterance"):
-        parakeet_features(FeatureConfig(mel_bins=64), [])
+    torch.testing.assert_close(ours[name], theirs[name], atol=2e-3, rtol=1e-3)
 
 
-def test_the_same_steps_whatever_was_measured_before(setup: bench_training.Setup) -> None:
+def test_the_same_steps_whatever_was_measured_before(setup: training.Setup) -> None:
     before = [value.clone() for value in setup.model.state_dict().values()]
-    bench_training.run_systems([bench_training.Prepared.of("packed", setup, 1, 1)], 1)
-    after = setup.model.state_dict().values()
-    assert all(map(torch.equal, before, after))
+    (_,) = training.measured([training.Prepared.of("packed", setup, 1, 1)], 1)
+    assert all(map(torch.equal, before, setup.model.state_dict().values()))
 
 
-def test_transformers_trains_on_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "model", ["small", *(pytest.param(x, marks=pytest.mark.extended) for x in training.CPU_MODELS)]
+)
+def test_transformers_trains_on_the_same(model: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", minversion="5.23")
     output = tmp_path / "training.csv"
-    options = [*TINY, "--steps", "1", "--systems", "transformers", "--output", str(output)]
-    assert bench_training.main(options) == 0
-    (row,) = rows.read(output)
-    assert float(row["loss_difference"]) < 1e-3
+    options = ["--model", model, "--frame-budget", "150", "--utterances", "20", "--steps", "1"]
+    options += ["--longest", "2", "--systems", "packed_static", "transformers"]
+    assert training.main([*options, "--output", str(output)]) == 0
+    ours, theirs = harness.read(output)
+    assert (ours["model"], ours["system"]) == (model, "packed_static")
+    assert float(theirs["loss_difference"]) < 1e-3
 
 
 def test_steps_are_recorded_for_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = [*TINY, "--steps", "2", "--profile", str(tmp_path), "--systems"]
-    assert bench_training.main([*record, "packed_static"]) == 0
+    assert training.main([*record, "packed_static"]) == 0
     trace = tmp_path / "packed_static" / "rank0.json.gz"
     assert capsys.readouterr().out == f"packed_static: {trace}\n"
-    found = report.make([[trace]], tmp_path / "report")
-    assert found["budget"]["steps"] == 2
-    assert found["budget"]["is_stepwise"]
-    ranges = {phase["name"] for phase in found["ranges"]}
+    made = report.make([[trace]], tmp_path / "report")
+    assert made["budget"]["steps"] == 2
+    assert made["budget"]["is_stepwise"]
+    ranges = {phase["name"] for phase in made["ranges"]}
     assert {"forward", "backward", "update"} <= ranges
-    assert bench_training.main([*record, "transformers"]) == 1
+    assert training.main([*record, "transformers"]) == 1
     assert "only our own steps" in capsys.readouterr().err
 
 
-def test_memory_over_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "memory.csv"
-    assert memory_trace.main([*TINY, "--steps", "6", "--output", str(output)]) == 0
-    assert [row["step"] for row in rows.read(output)] == list("123456")
-    assert all(int(row["peak_bytes"]) >= int(row["allocated_bytes"]) for row in rows.read(output))
-    assert memory_trace.main(["--steps", "5"]) == 2
-    assert "must be more than 5" in capsys.readouterr().err
+# --- Whisper --------------------------------------------------------------------------------------
 
 
-def test_only_what_comes_after_the_first_steps_is_growth() -> None:
-    assert memory_trace.growth([1, 2, 3, 4, 9, 9, 9]) == 0
-    assert memory_trace.growth([1, 2, 3, 4, 9, 9, 12]) == 3
+def settings(folder: Path, task: str) -> systems.Settings:
+    sizes = {"utterances": 6, "batch": 2, "threads": 1}
+    return systems.Settings(task, "dry_run", str(folder), str(LISTED), **sizes)
 
 
-def test_rows_go_to_files_of_the_same_columns_alone(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "a.csv"
-    assert list(rows.read(path)) == []
-    rows.append(path, ["a", "b"], {"a": 1, "b": 2})
-    rows.append(path, ["a", "b"], {"a": 3, "b": 4})
-    assert path.read_text() == "a,b\n1,2\n3,4\n"
-    with pytest.raises(ValueError, match=r"differs in c: name another file"):
-        rows.append(path, ["a", "b", "c"], {})
-    with pytest.raises(ValueError, match="differs in their order"):
-        rows.append(path, ["b", "a"], {})
-
-
-@pytest.mark.extended
-def test_a_bare_machine_is_enough() -> None:
-    """Without what reads audio and manifests, the model can be timed, and recorded."""
-    code = """
-import sys
-absent = {"lhotse", "soundfile", "soxr", "jiwer", "nvtx", "tensorboard"}
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in absent:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Absent())
-import bench_inference, bench_ops, bench_training, memory_trace, report, transducer_memory
-from bench.training.corpus import Workload, plan_of
-workload = Workload.of(30, 100, 8.0)
-for system in ("packed_static", "packed", "random"):
-    assert plan_of(system, workload, workload.shape(200))
-import effasr.training.build
-assert not absent & set(sys.modules)
-"""
-    profiling = Path(bench_training.__file__).parent
-    folders = [str(profiling), str(profiling / "studies")]
-    run = [sys.executable, "-c", f"import sys; sys.path[:0] = {folders!r}\n{code}"]
-    done = subprocess.run(run, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_systems_on_a_cpu_take_turns(setup: bench_training.Setup) -> None:
-    order: list[tuple[str, int]] = []
-    steps = [lambda number, name=name: order.append((name, number)) for name in ("a", "b")]
-    timed = time_in_turns(steps, 2, 1, torch.device("cpu"))
-    assert order == [(name, number) for number in range(3) for name in ("a", "b")]
-    assert [len(one.seconds) for one in timed] == [2, 2]
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("model", ["demo", "whisper_tiny"])
-def test_other_shapes_are_trained_by_both(model: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("tokenizers")
     pytest.importorskip("transformers", minversion="5.23")
-    output = tmp_path / "training.csv"
-    arguments = ["--model", model, "--frame-budget", "150", "--utterances", "20", "--steps", "1"]
-    chosen = ["--longest", "2", "--systems", "packed_static", "transformers"]
-    assert bench_training.main([*arguments, *chosen, "--output", str(output)]) == 0
-    with output.open() as table:
-        ours, theirs = csv.DictReader(table)
-    assert (ours["model"], ours["system"]) == (model, "packed_static")
-    assert float(theirs["loss_difference"]) < 1e-3
+    made = tmp_path_factory.mktemp("whisper")
+    has = importlib.util.find_spec("ctranslate2") is not None
+    chosen = [name for name in systems.SYSTEMS["transcribe"] if has]
+    systems.prepare(settings(made, "transcribe"), chosen)
+    return made
+
+
+def test_updates_are_those_of_transformers(folder: Path) -> None:
+    chosen = settings(folder, "finetune")
+    theirs, ours = (systems.build(chosen, name) for name in ("transformers", "effasr_silence"))
+    losses = [theirs.check()["loss"]]
+    assert ours.check()["loss"] == pytest.approx(losses[0], rel=1e-5)
+    for number in range(3):
+        expected, done = theirs.run(number), ours.run(number)
+        assert done["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        for name in ("audio_s", "utterances", "frames"):
+            assert done[name] == pytest.approx(expected[name])
+        losses.append(theirs.check()["loss"])
+        assert ours.check()["loss"] == pytest.approx(losses[-1], rel=1e-4)
+    # What was learnt is more than the two may differ by.
+    assert abs(losses[-1] / losses[0] - 1) > whisper.LOSS_TOLERANCE
+
+
+def test_without_silence_the_loss_is_another_and_steps_hold_what_they_should(folder: Path) -> None:
+    chosen = settings(folder, "finetune")
+    names = "transformers", "effasr", "effasr_filled"
+    theirs, few, filled = (systems.build(chosen, name) for name in names)
+    assert few.check() == filled.check()
+    difference = abs(few.check()["loss"] / theirs.check()["loss"] - 1)
+    assert difference > whisper.LOSS_TOLERANCE
+    padded, less, full = (one.run(0) for one in (theirs, few, filled))
+    assert less["frames"] < padded["frames"] == full["frames"] == 400
+    assert full["audio_s"] >= less["audio_s"] > 0
+    assert padded["utterances"] == 2
+    assert all(math.isfinite(one["loss"]) for one in (padded, less, full))
+
+
+def test_all_write_the_same_tokens_and_as_many(folder: Path) -> None:
+    chosen = settings(folder, "transcribe")
+    theirs = systems.build(chosen, "transformers").check()["tokens"]
+    ours = systems.build(chosen, "effasr_silence")
+    assert agreement(ours.check()["tokens"], theirs) > 0.9
+    assert len({token for text in theirs for token in text}) > 3
+    alone = systems.build(chosen, "effasr").check()["tokens"]
+    assert agreement(alone, theirs) < 1
+    counts = [len(text) for text in theirs]
+    assert counts == [len(text) for text in alone]
+    done = ours.run(0)
+    assert done["tokens"] == sum(counts) >= TOKENS_PER_SECOND * done["audio_s"] - len(counts)
+    assert done["seconds"] > 0
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_ctranslate2_writes_the_same_tokens(precision: str, folder: Path) -> None:
+    pytest.importorskip("ctranslate2")
+    chosen = settings(folder, "transcribe")
+    theirs = systems.build(chosen, "transformers").check()["tokens"]
+    tokens = systems.build(chosen, f"ctranslate2_{precision}").check()["tokens"]
+    assert agreement(tokens, theirs) > (0.9 if precision == "float32" else 0.3)
+
+
+@pytest.mark.extended
+def test_each_system_in_a_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", minversion="5.23")
+    output = tmp_path / "new" / "whisper.csv"
+    names = ["transformers", "effasr_silence"]
+    command = ["finetune", "--dry-run", "--threads", "1", "--output", str(output)]
+    assert whisper.main([*command, "--systems", *names]) == 0
+    rows = {row["system"]: row for row in harness.read(output)}
+    assert list(rows) == names
+    for row in rows.values():
+        assert int(row["peak_bytes"]) > int(row["base_bytes"]) > 0
+        assert float(row["audio_s_per_s"]) > 0
+        assert float(row["loss"]) > 5
+        assert (row["threads"], row["minimum_s"]) == ("1", "4")
+    assert float(rows["effasr_silence"]["loss_difference"]) < 1e-3
+    assert "left out" not in capsys.readouterr().err
+
+
+@pytest.mark.extended
+def test_what_is_not_there_is_left_out_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(whisper, "prepare", lambda settings, systems: None)
+    command = ["transcribe", "--dry-run", "--systems", "ctranslate2_int8"]
+    assert whisper.main(command) == 1
+    assert "ctranslate2_int8: left out: ctranslate2 is not installed" in capsys.readouterr().err
+    # Without a checkpoint the process says what it lacks; the benchmark goes on, and ends.
+    assert whisper.main(["finetune", "--dry-run", "--systems", "effasr"]) == 1
+    assert "effasr: left out:" in capsys.readouterr().err
+
+
+def _measured(checked: dict[str, object], *losses: float) -> whisper.Measured:
+    return SimpleNamespace(checked=checked, losses=list(losses))  # type: ignore[return-value]
+
+
+def test_what_disagrees_is_not_timed() -> None:
+    reference = _measured({"loss": 2.0}, 2.0, 1.0)
+    for losses, message in (([2.0, 1.0], None), ([2.0, 1.01], "differs"), ([2.0, math.nan], "nan")):
+        about = whisper.compare("effasr_silence", _measured({"loss": 2.0}, *losses), reference)
+        reason = whisper.disagreement("effasr_silence", about, 0.9)
+        assert reason is None if message is None else message in reason
+    # Other steps, and another function: only the check counts, and it may differ.
+    about = whisper.compare("effasr", _measured({"loss": 3.0}, 9.0), reference)
+    assert about == {"loss_difference": 0.5}
+    assert whisper.disagreement("effasr", about, 0.9) is None
+    texts = (_measured({"tokens": [[1, 2, x, 4]]}) for x in (9, 3))
+    about = whisper.compare("ctranslate2_float32", *texts)
+    assert about == {"agreement": 0.5}
+    assert "only 0.5000" in whisper.disagreement("ctranslate2_float32", about, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["finetune", "--batch", "0"], "`--batch` must be at least 1, but is 0"),
+        (["transcribe", "--utterances", "3"], "`--utterances` must be at least --batch = 8"),
+        (["finetune", "--systems", "ctranslate2_int8"], "of finetune must be among transformers"),
+        (["finetune", "--lengths", "missing.txt"], "missing.txt"),
+    ],
+)
+def test_wrong_options(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert whisper.main(options) == 2
+    assert message in capsys.readouterr().err

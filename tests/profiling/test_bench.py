@@ -1,0 +1,390 @@
+"""The benchmarks' command and harness; each subcommand writes rows at its smallest size."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from benchmarks import conversations, data, harness, inference, streams, training, whisper
+from benchmarks.speech import agreement
+from benchmarks.workload import LISTED, drawn_durations, read_durations
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effasr.transcription.online import OnlineRecognizer
+from tests.docs.scripts import load
+
+PROFILING = Path(__file__).parents[2] / "profiling"
+RESULTS = PROFILING / "results"
+bench = load(PROFILING / "bench.py")
+CPU = torch.device("cpu")
+TINY = inference.SIZES["tiny"]
+
+
+def rows_of(command: str, path: Path, status: int = 0) -> list[dict[str, str]]:
+    assert bench.main([*command.split(), "--output", str(path)]) == status
+    return list(harness.read(path))
+
+
+@pytest.mark.parametrize("name", bench.SUBCOMMANDS)
+def test_each_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.main([name, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"usage: bench.py {name} " in shown
+    assert f"python profiling/bench.py {name} " in shown
+
+
+def test_subcommands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--help"]) == 0
+    assert bench.main(["opps"]) == 2
+    assert capsys.readouterr().out.count("\n    ops ") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [
+        ("training", training.COLUMNS),
+        ("inference", inference.COLUMNS),
+        ("streaming", streams.COLUMNS),
+        ("conversations", conversations.COLUMNS),
+        ("whisper", whisper.COLUMNS),
+    ],
+)
+def test_columns_are_those_of_the_results(name: str, columns: Sequence[str]) -> None:
+    assert harness.header(RESULTS / f"{name}.csv") == list(columns)
+
+
+# --- the harness ----------------------------------------------------------------------------------
+
+
+def test_rows_go_to_files_of_the_same_columns_alone(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "a.csv"
+    assert list(harness.read(path)) == []
+    harness.append(path, ["a", "b"], {"a": 1, "b": 2})
+    harness.append(path, ["a", "b"], {"a": 3, "b": 4})
+    assert path.read_text() == "a,b\n1,2\n3,4\n"
+    with pytest.raises(ValueError, match=r"differs in c: name another file"):
+        harness.append(path, ["a", "b", "c"], {})
+    with pytest.raises(ValueError, match="differs in their order"):
+        harness.append(path, ["b", "a"], {})
+    # A full disk has cut the last row.
+    path.write_text("a,b\n1")
+    harness.append(path, ["a", "b"], {"a": 3, "b": 4})
+    assert path.read_text() == "a,b\n1\n3,4\n"
+
+
+TEXT = st.text(st.sampled_from("=+-@\t\r\n'\",;1e. A\u202e"), max_size=6)
+
+
+@given(names=st.lists(TEXT, min_size=1, max_size=4), number=st.floats(-1e9, 1e9))
+def test_a_text_in_a_table_is_no_formula_and_is_read_as_it_was(names, number: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.csv"
+        for name in names:
+            harness.append(path, ["name", "value"], {"name": name, "value": number})
+        with path.open(newline="", encoding="utf-8") as file:
+            _, *cells = csv.reader(file)
+        assert len(cells) == len(names)
+        for first, second in cells:
+            assert second == str(number)
+            if first.startswith(("=", "+", "-", "@", "\t", "\r")):
+                float(first)  # a number, such as -1
+        rows = list(harness.read(path))
+        assert [row["name"] for row in rows] == [name.replace("\r", " ") for name in names]
+        harness.write(path, ["name", "value"], rows)
+        assert list(harness.read(path)) == rows
+
+
+def test_a_copy_without_git_has_a_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "effasr").mkdir()
+    source = tmp_path / "effasr" / "a.py"
+    source.write_text("1\n")
+    first = harness.fingerprint(tmp_path)
+    assert len(first) == 12
+    assert harness.revision(tmp_path) == f"sources-{first}"
+    (tmp_path / "effasr" / "notes.txt").write_text("2\n")
+    assert harness.fingerprint(tmp_path) == first
+    source.write_text("2\n")
+    assert harness.fingerprint(tmp_path) != first
+
+
+def test_a_clock_for_a_cpu() -> None:
+    calls = []
+    timing = harness.measure(lambda: calls.append(0), CPU, repeats=7, warmup=2, seconds=5)
+    assert len(calls) == 9
+    assert timing.p20 <= timing.p50 <= timing.p80
+    assert timing.peak_bytes is None
+    assert harness.percentiles([3.0]) == (3.0, 3.0, 3.0)
+    assert harness.percentiles([0.0, 10.0, 5.0]) == (2.0, 5.0, 8.0)
+
+
+def test_systems_take_turns() -> None:
+    order: list[tuple[str, int]] = []
+    systems = [lambda number, name=name: order.append((name, number)) for name in ("a", "b")]
+    turns = list(harness.in_turns(systems, 3, CPU))
+    assert order == [(name, number) for number in range(3) for name in ("a", "b")]
+    assert [(turn.number, "ab"[turn.system]) for turn in turns] == [(n, name) for name, n in order]
+    assert all(turn.seconds > 0 and turn.peak_bytes is None for turn in turns)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl", '{"duration": 1.5, "text": "x"}\n\n{"duration": 2}\n'),
+        ("a.tsv", "duration_seconds\tid\n1.5\ta\n2\tb\n"),
+        ("a.txt", "# seconds\n1.5\n2\n"),
+    ],
+)
+def test_reads_lengths(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    assert read_durations(tmp_path / name) == [1.5, 2.0]
+
+
+def test_lengths_are_real_ones_or_look_like_them(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ValueError, match="has no durations"):
+        read_durations(tmp_path / "empty.txt")
+    listed = read_durations(LISTED)
+    assert len(listed) == 400
+    assert sum(listed) / 400 == pytest.approx(7.17, abs=0.01)
+    assert sum(drawn_durations()) / 2_000 == pytest.approx(7.4, rel=0.1)
+
+
+@pytest.mark.extended
+def test_a_bare_machine_is_enough() -> None:
+    """Without what reads audio and manifests, the model can be timed, and recorded."""
+    code = """
+absent = {"lhotse", "soundfile", "soxr", "jiwer", "nvtx", "tensorboard"}
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in absent:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+import report
+from benchmarks import inference, kernels, ops, training
+from benchmarks.speech import Corpus, plan_of
+corpus = Corpus.of(30, 100, 8.0)
+for system in ("packed_static", "packed", "random"):
+    assert plan_of(system, corpus, corpus.shape(200))
+assert not absent & set(sys.modules)
+"""
+    folder = str(PROFILING)
+    run = [sys.executable, "-c", f"import sys; sys.path.insert(0, {folder!r})\n{code}"]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_storage_is_loaded_and_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "loading --hours 0.01 --frame-budget 450 --workers 0 1 --consume 1e6"
+    rows = rows_of(command, tmp_path / "rows.csv")
+    assert tuple(rows[0]) == data.COLUMNS
+    assert [(row["storage"], row["workers"]) for row in rows] == [
+        (storage, workers) for storage in ("wav", "flac", "shar") for workers in "01"
+    ]
+    for row in rows:
+        assert int(row["utterances"]) > 0
+        assert float(row["audio_s_per_s"]) > float(row["utterances_per_s"]) > 0
+        assert 0 <= float(row["wait"]) <= 1
+    # Two bytes a sample: what is read cannot be more.
+    read = float(rows[0]["audio_s_per_s"]) * 32_000 / 1e6
+    assert float(rows[0]["mb_per_s"]) == pytest.approx(read, rel=0.01)
+    assert len(capsys.readouterr().out.splitlines()) == 7
+    slow = "loading --hours 0.01 --frame-budget 450 --workers 1 --storage wav --consume 100"
+    (row,) = rows_of(slow, tmp_path / "slow.csv")
+    assert float(row["wait"]) < 0.3
+    with pytest.raises(ValueError, match="`storage` must be one of wav, flac, shar, but is 'mp3'"):
+        data.write_corpus(tmp_path, 0.01, "mp3")
+
+
+def test_every_way_to_change_audio_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "_NOISES", 2)
+    command = "loading --hours 0.01 --frame-budget 450 --workers 0 --storage wav --repeats 2"
+    command += f" --consume 1e6 --augment {' '.join(data.AUGMENTS)}"
+    rows = {row["augment"]: row for row in rows_of(command, tmp_path / "rows.csv")}
+    assert tuple(rows) == data.AUGMENTS
+    # Every utterance is there three times, but for what the first step took.
+    assert int(rows["speeds"]["utterances"]) > 2 * int(rows["none"]["utterances"])
+    assert int(rows["noise"]["utterances"]) <= int(rows["speeds"]["utterances"])
+
+
+def test_a_plan_is_measured() -> None:
+    planned = data.plan(3000, 4000, 4)
+    assert planned.steps > 10
+    assert planned.cpu_seconds > 0
+    assert 1e7 < planned.peak_bytes < 1e11
+    assert max(planned.padding_frames, planned.padding_tokens) < 0.005
+    spread = planned.imbalance_mean, planned.imbalance_p99, planned.imbalance_max
+    assert 0 <= spread[0] <= spread[1] <= spread[2] < 0.02
+
+
+@pytest.mark.extended
+def test_tables_of_plans_and_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--utterances 3000 --frame-budgets 4000 --world-sizes 2 8"
+    rows = rows_of(f"planning {sizes}", tmp_path / "planning.csv")
+    assert [row["ranks"] for row in rows] == ["2", "8"]
+    assert [line.count("|") for line in capsys.readouterr().out.splitlines()] == [13] * 4
+    rows = rows_of("corpus --utterances 500 --jobs 1", tmp_path / "corpus.csv")
+    assert [row["start"].split(",")[0] for row in rows] == ["plain", "cold", "warm", "worker"]
+    assert len({row["fingerprint"] for row in rows[:3]}) == 1
+    assert all(int(row["peak"]) > int(row["own"]) > 0 for row in rows)
+
+
+# --- inference ------------------------------------------------------------------------------------
+
+
+def test_rows_of_every_shape(tmp_path: Path) -> None:
+    command = "inference --size tiny --shapes 3/1 1/3 --batch 3 --repeats 2"
+    rows = rows_of(command, tmp_path / "rows.csv")
+    assert [row["shape"] for row in rows] == ["3/1", "1/3"]
+    for row in rows:
+        parts = [float(row[name]) for name in ("encoder_s", "prefill_s", "decode_s", "host_s")]
+        assert all(part > 0 for part in parts)
+        speed = float(row["audio_s"]) / float(row["p50_s"])
+        assert float(row["rtfx"]) == pytest.approx(speed, rel=0.05)
+
+
+def test_every_utterance_gets_as_many_tokens_as_it_should() -> None:
+    model = inference.build("2/2", TINY, CPU, torch.float32)
+    speech = inference.utterances(4, CPU, 5.0)
+    clock = harness.PartClock(CPU)
+    ours = inference.Ours(model, speech, clock)
+    tokens = ours.transcribe()
+    assert [len(text) for text in tokens] == speech.limits
+    assert len(set(speech.limits)) > 1
+    clock.take()
+    (turn,) = harness.in_turns([lambda number: ours.transcribe()], 1, CPU)
+    parts = clock.take()
+    assert set(parts) == {"encode", "decode.admit", "decode.step"}
+    assert 0 < sum(parts.values()) < turn.seconds
+    row = inference.row_of([(turn.seconds, parts)], speech, has_parts=True)
+    columns = ("encoder_s", "prefill_s", "decode_s", "host_s")
+    assert sum(row[name] for name in columns) == pytest.approx(turn.seconds, abs=1e-4)
+    assert ours.transcribe() == tokens
+
+
+def test_transformers_writes_the_same() -> None:
+    pytest.importorskip("transformers", minversion="5.23")
+    model = inference.build("2/2", TINY, CPU, torch.float32)
+    speech = inference.utterances(3, CPU, 4.0)
+    theirs = inference.Peer(model, speech).transcribe()
+    assert [len(tokens) for tokens in theirs] == speech.limits
+    ours = inference.Ours(model, speech, harness.PartClock(CPU))
+    assert agreement(ours.transcribe(), theirs) > 0.8
+
+
+def test_agreement_ends_where_the_texts_part() -> None:
+    assert agreement([[1, 2, 3, 4], [5]], [[1, 9, 3, 4], [5]]) == 2 / 5
+    assert agreement([[1, 2]], [[1, 2]]) == 1.0
+
+
+def test_a_disagreement_stops_before_anything_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = argparse.Namespace(transcribe=lambda: [[-5]] * 2)
+    monkeypatch.setattr(inference, "Peer", lambda model, speech: wrong)
+    command = "inference --size tiny --shapes 1/1 --batch 2 --peer"
+    assert rows_of(command, tmp_path / "rows.csv", 1) == []
+    assert "only 0.0000 of the tokens agree" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", ["4", "0/3", "a/b", "1/2/3"])
+def test_wrong_shapes(shape: str) -> None:
+    with pytest.raises(ValueError, match="must be ENCODER_LAYERS/DECODER_LAYERS"):
+        inference.build(shape, TINY, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_rows_of_streams(beam: int, tmp_path: Path) -> None:
+    command = "inference --size tiny --shapes 2/1 --streams 1 3 --chunks 7 --longest 1.5"
+    rows = rows_of(f"{command} --beam {beam}", tmp_path / "rows.csv")
+    assert [(row["streams"], row["utterances"], row["audio_s"]) for row in rows] == [
+        ("1", "1", "1.5"),
+        ("3", "3", "4.5"),
+    ]
+    for row in rows:
+        assert (row["model"], row["method"]) == ("tiny, 2 encoder layers", "ctc")
+        assert row["beam"] == str(beam)
+        assert (row["context"], row["chunk_s"]) == ("64/0/7", "0.56")
+        delays = [float(row[f"delay_p{share}_s"]) for share in (50, 90, 99)]
+        assert 0 < delays[0] <= delays[1] <= delays[2]
+        assert 0 < float(row["algorithmic_p50_s"]) < float(row["algorithmic_p99_s"]) < 0.56
+        assert float(row["rtfx"]) > 0
+        assert float(row["rss_end_mb"]) >= float(row["rss_minute_1_mb"]) > 1
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.5])
+def test_the_delay_of_a_stream_is_that_of_its_steps(
+    monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """Each call of `decode` takes so long by the clock; a chunk comes every 0.24 s."""
+    clock = iter(np.arange(10_000) * seconds)
+    monkeypatch.setattr(streams.time, "perf_counter", lambda: next(clock))
+    model = inference.build("1/1", TINY, CPU, torch.float32, 3)
+    recognizer = OnlineRecognizer(model, inference.Numbers(), streams=2)  # type: ignore[arg-type]
+    recordings = [0.1 * np.ones(samples, np.float32) for samples in (33_000, 20_000, 1280)]
+    served = streams.serve(recognizer, recordings, 1)
+    assert served.audio_s == pytest.approx(54_280 / 16_000)
+    assert all(text.split() for text in served.texts)
+    # 9 + 6 + 1 chunks; the last of each recording is known to be when all of it has come.
+    assert len(served.delays_s) == 16
+    assert served.algorithmic_s.total() == 26 + 16 + 1
+    # The last window of a chunk reaches 41 samples beyond it.
+    expected = [(41 + 1280 * later) / 16_000 for later in (2, 1, 0)]
+    assert list(served.algorithmic_s)[:3] == pytest.approx(expected)
+    # All chunks but the last of a recording.
+    assert list(served.algorithmic_s.values())[:3] == [8 + 5] * 3
+    assert seconds - 1e-6 < min(served.delays_s) < 1.1 * seconds
+    late = sum(delay > seconds + 1e-6 for delay in served.delays_s)
+    # The end of a recording may come during the step before; slow steps are always late.
+    assert late <= 3 if seconds < 0.2 else late > 8
+    assert max(served.delays_s) < 2 * seconds
+
+
+# --- conversations --------------------------------------------------------------------------------
+
+CONVERSATIONS = "conversations --size tiny --conversations 7 --slots 3 --repeats 1 --peer"
+
+
+@pytest.mark.parametrize("answers", ["transcripts", "replies"])
+@pytest.mark.representative(answers="replies")
+def test_rows_of_both_caches_and_of_transformers(answers: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    command = f"{CONVERSATIONS} --caches contiguous paged --answers {answers}"
+    rows = rows_of(command, tmp_path / "rows.csv")
+    assert [(row["system"], row["cache"]) for row in rows] == [
+        ("effasr", "contiguous"),
+        ("effasr", "paged"),
+        ("transformers", "contiguous"),
+    ]
+    for row in rows:
+        assert row["answers"] == answers
+        assert float(row["agreement"]) > 0.95
+        speed = int(row["tokens"]) / float(row["p50_s"])
+        assert float(row["tokens_per_s"]) == pytest.approx(speed, rel=0.01)
+        assert (row["slots"], row["conversations"], row["dtype"]) == ("3", "7", "float32")
+
+
+def test_systems_that_disagree_are_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = lambda model, asked, slots: lambda: [[-1] * limit for limit in asked.limits]
+    monkeypatch.setattr(conversations, "peer", wrong)
+    assert rows_of(CONVERSATIONS, tmp_path / "rows.csv", 1) == []
+    assert "only 0.0000 of the tokens of transformers (contiguous" in capsys.readouterr().err
