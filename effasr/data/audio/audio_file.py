@@ -1,25 +1,31 @@
-"""Opens audio files, and refuses those whose header is implausible."""
+"""Opens audio files as they really are, and refuses those whose header is implausible."""
 
 from __future__ import annotations
 
 import enum
 import io
+import math
 import os
 import re
 import stat
-import struct
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import soundfile
 
+from effasr.data.audio.containers import Layout, MpegFrames, View, examine
 from effasr.untrusted.files import open_regular
 
 DURATION_TOLERANCE = 0.1
-"""Seconds by which a file may miss the length that its manifest states.
+"""Seconds by which a file may miss the length that its manifest states, which may be rounded."""
 
-Manifests round durations, and an MP3 header may be one codec frame off."""
+LOSSY_TOLERANCE = 0.5
+"""The same for codecs that add silence at both ends: the length that lhotse allows for MP3."""
 
 RATES = range(1_000, 1_000_001)
 """Sample rates in Hz that are believed: a header of 1 Hz makes an hour of every kilobyte."""
@@ -82,13 +88,165 @@ class TarMember:
 _TAR_MEMBER = re.compile(r"(.+)\[(\d+):(\d+)\]", re.DOTALL)
 
 
-def open_audio(path: str | Path | TarMember) -> soundfile.SoundFile:
-    """Open a file whose header can be believed; see `read_audio`."""
+class _Mpeg(soundfile.SoundFile):
+    """MP3 that is read in order: soundfile seeks after each read, which changes what comes next."""
+
+    def seekable(self) -> bool:
+        return False
+
+
+class AudioFile:
+    """An audio file, which may consist of several that were joined; read as one."""
+
+    def __init__(
+        self,
+        path: str | Path | TarMember,
+        parts: Sequence[soundfile.SoundFile],
+        layout: Layout,
+        size: int,
+        file: BinaryIO,
+    ) -> None:
+        first = parts[0]
+        self.samplerate: int = first.samplerate
+        self.channels: int = first.channels
+        self.format: str = first.format
+        self.subtype: str = first.subtype
+        self._path, self._parts, self._file, self._layout = path, list(parts), file, layout
+        self._starts = [0, *accumulate(part.frames for part in parts)]
+        self._size = size
+        self._position = 0
+
+    @property
+    def frames(self) -> int:
+        """Number of samples of a channel."""
+        return self._starts[-1]
+
+    @property
+    def tolerance(self) -> float:
+        """Seconds by which the length may differ from that in a manifest."""
+        return LOSSY_TOLERANCE if self.format in _LOSSY else DURATION_TOLERANCE
+
+    def seek(self, frame: int) -> None:
+        """Continue with another sample."""
+        number = bisect_right(self._starts, frame, hi=len(self._parts)) - 1
+        inside = frame - self._starts[number]
+        if self._layout.mpeg is not None:
+            self._seek_mpeg(self._layout.mpeg, inside)
+        else:
+            self._parts[number].seek(inside)
+        for part in self._parts[number + 1 :]:
+            part.seek(0)
+        self._position = frame
+
+    def _seek_mpeg(self, mpeg: MpegFrames, sample: int) -> None:
+        """Decode from a few frames before a sample: libsndfile seeks without the bits in them."""
+        # A view from the first frame on has the length of all frames, less the decoder's delay.
+        begins_at = 0
+        if self.frames != len(mpeg.starts) * mpeg.samples - _MPEG_DECODER_DELAY:
+            begins_at = mpeg.delay
+        target = (sample + begins_at) // mpeg.samples
+        first, pieces = mpeg.view_before(self._file, target)
+        self._parts[0].close()
+        self._parts[0] = _Mpeg(View(self._file, pieces))  # type: ignore[arg-type]
+        ahead = sample + begins_at - first * mpeg.samples
+        while ahead > 0 and (count := len(self._parts[0].read(min(ahead, 1 << 16)))):
+            ahead -= count
+
+    def read(self, frames: int) -> np.ndarray:
+        """Read up to so many samples, float32 (samples, channels); fewer at the end only."""
+        blocks: list[np.ndarray] = []
+        while frames > 0 and self._position < self.frames:
+            number = bisect_right(self._starts, self._position, hi=len(self._parts)) - 1
+            count = min(frames, self._starts[number + 1] - self._position)
+            block = self._parts[number].read(count, dtype="float32", always_2d=True)
+            blocks.append(block)
+            self._position += len(block)
+            frames -= len(block)
+            if len(block) < count:
+                break
+        if not blocks:
+            return np.zeros((0, self.channels), np.float32)
+        return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+
+    def check_complete(self) -> None:
+        """Check that the file holds what its headers promise, and nothing that they do not know."""
+        rate, layout = self.samplerate, self._layout
+        there = self.frames / rate
+        missing = layout.missing_s or there * layout.missing / (1 - layout.missing)
+        if math.isinf(missing):
+            raise AudioError(
+                AudioProblem.DURATION, f"{self._path}: the file was cut short, after {there:.3f} s."
+            )
+        if missing > self.tolerance:
+            raise AudioError(
+                AudioProblem.DURATION,
+                f"{self._path}: the file was cut short: {missing:.3f} s of {there + missing:.3f} s "
+                "are missing.",
+            )
+        known = self._size - layout.following
+        # In some containers libsndfile goes on to the end of the file.
+        is_read = self.frames * self.channels * _WIDTHS.get(self.subtype, 1) > known
+        if layout.following * there > self.tolerance * known and not is_read:
+            raise AudioError(
+                AudioProblem.DURATION,
+                f"{self._path}: the header says {there:.3f} s, but {layout.following} bytes "
+                f"follow, perhaps {layout.following * there / known:.3f} s more: `sox "
+                "--ignore-length` makes a file of all of them.",
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        for part in self._parts:
+            part.close()
+        self._file.close()
+
+    def __enter__(self) -> AudioFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_WIDTHS = {"PCM_16": 2, "PCM_24": 3, "PCM_32": 4, "FLOAT": 4, "DOUBLE": 8}  # bytes
+_LOSSY = {"MP3", "OGG", "MPEG"}
+_MPEG_DECODER_DELAY = 529  # samples that libsndfile leaves out at the beginning
+
+
+def open_audio(path: str | Path | TarMember, *, thorough: bool = True) -> AudioFile:
+    """Open a file whose header can be believed, or was corrected; see `containers.examine`."""
+    file: BinaryIO
     if isinstance(path, TarMember):
-        return _checked_file(_open(_bytes_of(path), path), path, path.size)
-    size = regular_file_size(path)
-    # soundfile would encode the name strictly, and not all names are text.
-    return _checked_file(_open(os.fsencode(path), path), path, size)
+        size, file = path.size, _bytes_of(path)
+    else:
+        size, file = regular_file_size(path), open_regular(path)
+    parts: list[soundfile.SoundFile] = []
+    try:
+        layout = examine(file, thorough=thorough)
+        if layout.parts:
+            views = [View(file, pieces) for pieces in layout.parts]
+            parts += [_open(view, path, layout) for view in views]
+        elif isinstance(path, TarMember):
+            file.seek(0)
+            parts.append(_open(file, path, layout))
+        else:
+            # soundfile would encode the name strictly, and not all names are text.
+            parts.append(_open(os.fsencode(path), path, layout))
+        for part in parts:
+            _check_header(part, path, size)
+        kinds = {(part.samplerate, part.channels) for part in parts}
+        if len(kinds) > 1:
+            raise AudioError(
+                AudioProblem.UNREADABLE,
+                f"{path}: joined of files that differ in sample rate or channels: "
+                + ", ".join(f"{rate} Hz x {channels}" for rate, channels in sorted(kinds))
+                + ": make one file of each part.",
+            )
+        return AudioFile(path, parts, layout, size, file)
+    except BaseException:
+        for part in parts:
+            part.close()
+        file.close()
+        raise
 
 
 def regular_file_size(path: str | Path) -> int:
@@ -132,60 +290,40 @@ def _bytes_of(member: TarMember) -> io.BytesIO:
     return io.BytesIO(data)
 
 
-def _open(file: Any, path: str | Path | TarMember) -> soundfile.SoundFile:
+def _open(file: Any, path: str | Path | TarMember, layout: Layout) -> soundfile.SoundFile:
     try:
-        return soundfile.SoundFile(file)
+        return (soundfile.SoundFile if layout.mpeg is None else _Mpeg)(file)
     # TypeError for a name that ends in .raw, of which soundfile wants to be told the rate.
     except (soundfile.SoundFileError, OSError, TypeError) as error:
+        if layout.missing or layout.missing_s:
+            raise AudioError(
+                AudioProblem.DURATION, f"{path}: the file was cut short, and cannot be read."
+            ) from error
         raise UnknownFormat(
             AudioProblem.UNREADABLE, f"{path}: not a readable audio file: {reason(error)}"
         ) from error
 
 
-def _checked_file(
-    file: soundfile.SoundFile, path: str | Path | TarMember, size: int
-) -> soundfile.SoundFile:
+def _check_header(file: soundfile.SoundFile, path: str | Path | TarMember, size: int) -> None:
     if file.frames <= 0 or file.samplerate <= 0:
-        file.close()
         raise AudioError(AudioProblem.EMPTY, f"{path}: the file holds no samples.")
-    claim = None
     if (file.format, file.subtype) == ("RAW", "ULAW"):
         # libsndfile takes whatever is named .au or .snd for telephone speech.
-        file.close()
         raise AudioError(
             AudioProblem.UNREADABLE, f"{path}: not a readable audio file: it has no header."
         )
     if file.frames == _UNKNOWN:
-        file.close()
         raise UnknownFormat(
             AudioProblem.UNREADABLE,
-            f"{path}: the header does not say how long it is, as of what was written to a pipe: "
-            "write it to a file.",
+            f"{path}: neither the header nor the last frame says how long it is.",
         )
+    claim = None
     if file.samplerate not in RATES:
         claim = f"a sample rate of {file.samplerate} Hz, which is not from 1 kHz to 1 MHz"
     elif file.frames > SAMPLES_PER_BYTE * size:
         claim = f"{file.frames} samples, which {size} bytes cannot hold"
     if claim is not None:
-        file.close()
         raise AudioError(AudioProblem.UNREADABLE, f"{path}: the header claims {claim}.")
-    return file
-
-
-def check_not_cut_short(file: soundfile.SoundFile, path: str | Path | TarMember) -> None:
-    """See that a WAV file holds what its header promises, where its length is taken from it."""
-    if file.format not in ("WAV", "WAVEX") or isinstance(path, TarMember):
-        return
-    with open(path, "rb") as opened:
-        share = missing_share(opened, os.fstat(opened.fileno()).st_size)
-    there = file.frames / file.samplerate
-    missing = there * share / (1 - share)
-    if missing > DURATION_TOLERANCE:
-        raise AudioError(
-            AudioProblem.DURATION,
-            f"{path}: the file was cut short: {missing:.3f} s of {there + missing:.3f} s are "
-            "missing.",
-        )
 
 
 def reason(error: Exception) -> str:
@@ -197,32 +335,3 @@ def one_line(error: object) -> str:
     """Return a message on one line, and not a long one."""
     text = " ".join(str(error).split())
     return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-# Finds out how much of a truncated WAV file is missing; libsndfile does not report it.
-
-_UNKNOWN_RIFF_SIZE = 0x7FFF_0000
-"""Sizes from here on stand for "not known yet": programs that write to a pipe claim such ones."""
-
-_CHUNKS = 1000
-"""Limit of the chunks before the data of a file; intact files have fewer."""
-
-
-def missing_share(file: BinaryIO, size: int) -> float:
-    """Return the part of the samples that the header of a RIFF file promises and that is not there.
-
-    The file, of ``size`` bytes, is read from its beginning.
-    """
-    head = file.read(12)
-    if len(head) < 12 or head[:4] != b"RIFF" or head[8:] != b"WAVE":
-        return 0.0
-    for _ in range(_CHUNKS):
-        chunk = file.read(8)
-        if len(chunk) < 8:
-            return 0.0
-        name, length = struct.unpack("<4sI", chunk)
-        if name == b"data":
-            there = size - file.tell()
-            return 0.0 if length >= _UNKNOWN_RIFF_SIZE or there >= length else 1 - there / length
-        file.seek(length + length % 2, 1)
-    return 0.0

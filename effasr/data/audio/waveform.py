@@ -15,9 +15,9 @@ import soxr
 from effasr.data.audio.audio_file import (
     DURATION_TOLERANCE,
     AudioError,
+    AudioFile,
     AudioProblem,
     TarMember,
-    check_not_cut_short,
     one_line,
     open_audio,
     reason,
@@ -44,6 +44,7 @@ class AudioHeader:
     sample_rate: int
     num_samples: int
     channels: int
+    tolerance: float  # seconds by which the length may differ from that in a manifest
 
     @property
     def duration(self) -> float:
@@ -57,10 +58,10 @@ def samples_in(seconds: float, sample_rate: float = SAMPLE_RATE) -> int:
 
 
 def read_header(path: str | Path) -> AudioHeader:
-    """Read the header alone of a WAV, FLAC, Ogg or MP3 file."""
+    """Find out how much a WAV, FLAC, Ogg or MP3 file holds, without decoding it."""
     with open_audio(path) as file:
-        check_not_cut_short(file, path)
-        return AudioHeader(file.samplerate, file.frames, file.channels)
+        file.check_complete()
+        return AudioHeader(file.samplerate, file.frames, file.channels, file.tolerance)
 
 
 def read_audio(
@@ -78,7 +79,7 @@ def read_audio(
     Returns:
         float32 (samples,). With a ``duration``, exactly ``samples_in(duration, sample_rate)``.
     """
-    with open_audio(path) as file:
+    with open_part(path, offset, duration) as file:
         rate = file.samplerate
         begin, wanted = place(file, path, offset, duration)
         blocks = list(mono_blocks(file, path, begin, wanted, channels))
@@ -86,6 +87,19 @@ def read_audio(
     if rate != sample_rate:
         mono = soxr.resample(mono, rate, sample_rate)
     return mono if duration is None else _fit(mono, samples_in(duration, sample_rate))
+
+
+def open_part(
+    path: str | Path | TarMember, offset: float = 0.0, duration: float | None = None
+) -> AudioFile:
+    """Open a file to read a part of it, which need not be searched where it has the part."""
+    if duration is None:
+        return open_audio(path)
+    file = open_audio(path, thorough=False)
+    if offset + duration <= file.frames / file.samplerate + file.tolerance:
+        return file
+    file.close()
+    return open_audio(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +167,7 @@ def load_audio(source: Cut | AudioSegment, sample_rate: float = SAMPLE_RATE) -> 
     if source.sampling_rate != sample_rate:
         mono = soxr.resample(mono, source.sampling_rate, sample_rate)
     wanted = samples_in(source.duration, sample_rate)
-    _check_complete(source.id, mono.shape[0], wanted, sample_rate)
+    _check_complete(source.id, mono.shape[0], wanted, sample_rate, DURATION_TOLERANCE)
     return _fit(mono, wanted)
 
 
@@ -164,7 +178,7 @@ def audio_path(source: Cut | AudioSegment) -> str | None:
 
 
 def place(
-    file: soundfile.SoundFile, path: str | Path | TarMember, offset: float, duration: float | None
+    file: AudioFile, path: str | Path | TarMember, offset: float, duration: float | None
 ) -> tuple[int, int]:
     """Return the first sample of a part of a file, and how many it has."""
     rate = file.samplerate
@@ -179,7 +193,7 @@ def place(
 
 
 def mono_blocks(
-    file: soundfile.SoundFile,
+    file: AudioFile,
     path: str | Path | TarMember,
     begin: int,
     wanted: int,
@@ -206,7 +220,7 @@ def mono_blocks(
         yield chosen.mean(axis=1, dtype=np.float32) if chosen.shape[1] > 1 else chosen[:, 0]
     if left == wanted:
         raise AudioError(AudioProblem.EMPTY, f"{path}: no sample can be read.")
-    _check_complete(path, wanted - left, wanted, rate)
+    _check_complete(path, wanted - left, wanted, rate, file.tolerance)
 
 
 def is_plausible(samples: np.ndarray) -> bool:
@@ -216,12 +230,12 @@ def is_plausible(samples: np.ndarray) -> bool:
 
 
 def _read_samples(
-    file: soundfile.SoundFile, path: str | Path | TarMember, begin: int | None, wanted: int
+    file: AudioFile, path: str | Path | TarMember, begin: int | None, wanted: int
 ) -> np.ndarray:
     try:
         if begin:
             file.seek(begin)
-        return file.read(wanted, dtype="float32", always_2d=True)
+        return file.read(wanted)
     except (soundfile.SoundFileError, OSError) as error:
         raise AudioError(
             AudioProblem.UNREADABLE, f"{path}: the audio is damaged: {reason(error)}"
@@ -260,8 +274,10 @@ def _choose_channels(
     return samples[:, list(channels)]
 
 
-def _check_complete(name: str | Path | TarMember, got: int, wanted: int, rate: float) -> None:
-    if got < wanted - DURATION_TOLERANCE * rate:
+def _check_complete(
+    name: str | Path | TarMember, got: int, wanted: int, rate: float, tolerance: float
+) -> None:
+    if got < wanted - tolerance * rate:
         raise AudioError(
             AudioProblem.DURATION,
             f"{name}: {wanted / rate:.3f} s are wanted, but only {got / rate:.3f} s can be read.",

@@ -11,7 +11,6 @@ from lhotse import AudioSource, MonoCut, MultiCut, Recording, SupervisionSegment
 from lhotse.cut import Cut
 
 from effasr.data.audio.waveform import (
-    DURATION_TOLERANCE,
     AudioError,
     AudioHeader,
     AudioProblem,
@@ -136,7 +135,7 @@ class FileUtterance:
                 f"{self.audio}: `offset` is {start:g} s, but the file ends at "
                 f"{header.duration:g} s.",
             )
-        if self.duration is None or abs(self.duration - remaining) <= DURATION_TOLERANCE:
+        if self.duration is None or abs(self.duration - remaining) <= header.tolerance:
             return start, remaining if start else header.duration
         if self.duration > remaining or self.offset is None:
             raise AudioError(

@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import soundfile
 import soxr
 
-from effasr.data.audio.audio_file import UnknownFormat
+from effasr.data.audio.audio_file import AudioFile, UnknownFormat
 from effasr.data.audio.waveform import (
     AudioError,
     AudioProblem,
     TarMember,
-    check_not_cut_short,
     mono_blocks,
-    open_audio,
+    open_part,
     place,
 )
 from effasr.transcription.inputs.ffmpeg import ffmpeg_blocks
@@ -47,14 +45,14 @@ def open_stream(
     ffmpeg reads what soundfile cannot, and mixes channels in its own way.
     """
     try:
-        file = open_audio(path)
+        file = open_part(path, offset, duration)
     except UnknownFormat as error:
         if isinstance(path, TarMember) or channels is not None:
             raise
         return AudioStream(ffmpeg_blocks(path, sample_rate, str(error), offset, duration))
     try:
         if duration is None:
-            check_not_cut_short(file, path)
+            file.check_complete()
         begin, wanted = place(file, path, offset, duration)
     except AudioError:
         file.close()
@@ -67,7 +65,7 @@ def open_stream(
 
 
 def _resampled(
-    file: soundfile.SoundFile, blocks: Iterator[np.ndarray], sample_rate: int, name: str
+    file: AudioFile, blocks: Iterator[np.ndarray], sample_rate: int, name: str
 ) -> Iterator[np.ndarray]:
     with closing(file):
         if file.samplerate == sample_rate:
