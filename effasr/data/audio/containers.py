@@ -168,6 +168,13 @@ def examine(file: BinaryIO, *, thorough: bool = True) -> Layout:
     bytes would have to be read.
     """
     data = Bytes(file)
+    try:
+        return _examine(data, thorough=thorough)
+    except (struct.error, IndexError):  # a header ends early: libsndfile says so
+        return Layout()
+
+
+def _examine(data: Bytes, *, thorough: bool) -> Layout:
     start = _skip_id3(data, 0)
     head = data.at(start, 40)
     if head.startswith(b"OggS"):
