@@ -25,7 +25,6 @@ _TOKENIZER = Path("data/tokenizer")
 
 
 def add(command: AddCommand) -> None:
-    """Add the command to the parser."""
     parser = command(
         "init",
         run,

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effasr.cli.options import AddCommand, at_least, print_folded, print_line
+from effasr.cli.options import AddCommand, at_least, print_folded, print_line, seconds
 from effasr.cli.progress import progress_counter, working
 
 if TYPE_CHECKING:
+    from effasr.data.index.selection import Selection
     from effasr.planning.listing import Listing
-    from effasr.planning.request import Request
-    from effasr.planning.selection import Selection
-    from effasr.planning.study import StudyOptions
+    from effasr.planning.study import PlanRequest, StudyOptions
 
 _STRATEGIES = ("packed", "random", "bucketed", "sync_bucketed", "sync_bucketed_2d", "all")
 """`effasr.data.sampling.options.STRATEGIES`, which is too slow to import for --help."""
 
-_OF_STRATEGIES = {
+_STRATEGIES_BY_OPTION = {
     "batch_size": ("random", "bucketed", "sync_bucketed"),
     "buckets": ("bucketed", "sync_bucketed", "sync_bucketed_2d"),
     "epoch_end": ("packed",),
@@ -30,7 +28,6 @@ _OF_STRATEGIES = {
 
 
 def add(command: AddCommand) -> None:
-    """Add the command to the parser."""
     parser = command(
         "plan",
         run,
@@ -93,7 +90,7 @@ def add(command: AddCommand) -> None:
     )
     parser.add_argument(
         "--max-duration",
-        type=_seconds,
+        type=seconds,
         metavar="S",
         help="longest utterance in seconds; longer ones are dropped (default: 40)",
     )
@@ -151,12 +148,11 @@ def run(options: argparse.Namespace) -> int:
     """Plan batches and print their statistics."""
     from effasr.planning import text
     from effasr.planning.picture import padding_picture
-    from effasr.planning.request import Request
-    from effasr.planning.study import LADDER, compare
+    from effasr.planning.study import LADDER, PlanRequest, compare
 
     for name, suffix in (("picture", ".svg"), ("dropped", ".jsonl")):
         _check_output(name, getattr(options, name), suffix)
-    request = Request.of(
+    request = PlanRequest.from_recipe(
         options.recipe,
         manifests=options.manifest,
         tokenizer=options.tokenizer,
@@ -171,49 +167,47 @@ def run(options: argparse.Namespace) -> int:
     with progress_counter("utterances read") as show:
         listing, selection = request.read(options.prompt_tokens, show)
     with working(f"planning {len(selection):,} utterances", "strategies") as planned:
-        outcomes = compare(selection, strategies, request.cost, study, planned)
+        results = compare(selection, strategies, request.cost, study, planned)
     if options.dropped is not None:
         _list_dropped(options.dropped, selection)
     if options.json:
         common = _setting(listing, selection, study, request.model)
-        made = {one.strategy: {**common, **one.to_json()} for one in outcomes}
-        shown = made if strategy == "all" else made[strategy]
+        figures = {result.strategy: {**common, **result.to_json()} for result in results}
+        shown = figures if strategy == "all" else figures[strategy]
         print_line(json.dumps(shown, indent=2))
     else:
         parts = [
             text.summary(listing, selection, study, request.model),
             *filter(None, [text.mixture(selection, study)]),
-            text.table(outcomes),
+            text.table(results),
             text.dropped(selection, None if options.dropped is None else str(options.dropped)),
-            text.advice(selection, outcomes, study),
+            text.advice(selection, results, study),
         ]
         print_folded("\n\n".join(parts))
     if options.picture is not None:
         title = f"Padding of {', '.join(path.stem for path in request.manifests)}"
         padding_picture(
-            options.picture, outcomes, title=title, subtitle=text.setting(selection, study)
+            options.picture, results, title=title, subtitle=text.setting(selection, study)
         )
     return 0
 
 
-def _study_options(options: argparse.Namespace, request: Request) -> StudyOptions:
+def _study_options(options: argparse.Namespace, request: PlanRequest) -> StudyOptions:
     from effasr.planning.study import StudyOptions
 
     data = request.data
-    of_recipe = None
-    if options.recipe and not data.corpus_micro_batches % options.world_size:
-        of_recipe = data.corpus_micro_batches
-    given = data.strategy_options(request.limits.framing)
+    shared = options.recipe and not data.corpus_micro_batches % options.world_size
+    default = data.corpus_micro_batches if shared else options.world_size
+    strategy = data.strategy_options(request.limits.framing)
+    if options.batch_size:
+        strategy = replace(strategy, batch_size=options.batch_size, batch_duration=None)
     return StudyOptions(
+        strategy=replace(strategy, buckets=options.buckets or strategy.buckets),
         world_size=options.world_size,
-        micro_batches=options.micro_batches or of_recipe,
+        micro_batches=options.micro_batches or default,
         seed=request.seed if options.seed is None else options.seed,
         epochs=options.epochs,
         epoch_end=options.epoch_end or data.epoch_end,
-        batch_duration=None if options.batch_size else given.batch_duration,
-        batch_size=options.batch_size or given.batch_size,
-        buckets=options.buckets or given.buckets,
-        table=given.table,
     )
 
 
@@ -223,11 +217,11 @@ def _setting(
     """Return the fields of the JSON output that all strategies share."""
     from effasr.planning.study import summarise_mixture
 
-    blend = summarise_mixture(selection, study)
+    mixture = summarise_mixture(selection, study)
     return {
         "model": model,
         "world_size": study.world_size,
-        "micro_batches": study.of_step,
+        "micro_batches": study.micro_batches,
         "frame_budget": selection.shape.frame_budget,
         "token_budget": selection.shape.token_budget,
         "seed": study.seed,
@@ -236,7 +230,7 @@ def _setting(
         "hours": round(float(selection.seconds.sum()) / 3600, 6),
         "estimated_tokens": listing.by_text + listing.by_duration,
         "dropped": {**selection.reasons, "total": len(selection.dropped)},
-        **({} if blend is None else {"sources": blend.mapping()}),
+        **({} if mixture is None else {"sources": mixture.mapping()}),
     }
 
 
@@ -250,8 +244,8 @@ def _list_dropped(path: Path, selection: Selection) -> None:
 
 
 def _check_strategy(options: argparse.Namespace, strategy: str) -> None:
-    """Check that no option is given that the strategy does not have."""
-    for name, strategies in _OF_STRATEGIES.items():
+    """Refuse options that the strategy does not have."""
+    for name, strategies in _STRATEGIES_BY_OPTION.items():
         value = getattr(options, name)
         if value is not None and strategy not in (*strategies, "all"):
             raise ValueError(
@@ -272,13 +266,3 @@ def _check_output(name: str, path: Path | None, suffix: str) -> None:
         raise ValueError(
             f"`--{name}` must be in a folder that exists, but is {str(path)!r}: make the folder."
         )
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds over 0, but is {text!r}")
-    return value

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 def add(command: AddCommand) -> None:
-    """Add the command to the parser."""
     parser = command(
         "prepare",
         run,

@@ -26,7 +26,6 @@ _DEFAULT_SIZE = 1024
 
 
 def add(command: AddCommand) -> None:
-    """Add the command to the parser."""
     parser = command(
         "tokenizer",
         run,

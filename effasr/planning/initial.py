@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import torch
 
 from effasr import checkpoint, config
 from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import Framing
+from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.statistics import guidance
 from effasr.data.statistics.frames_per_token import FramesPerToken, frames_in
 from effasr.data.statistics.survey import Survey, survey
@@ -20,31 +22,28 @@ from effasr.data.statistics.vocabulary import SUBSAMPLINGS, VocabularyChoice, ch
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.distributed.process_group import choose_device
 from effasr.planning.listing import PROMPT_TOKENS, TOKENS_PER_SECOND
-from effasr.planning.practice import practice_for
-from effasr.planning.recipe import LITTLE, RecipeRequest, recipe_text
-from effasr.planning.timing import TIMED, audio_seconds_per_second, duration_text
+from effasr.planning.recipe import LITTLE, RecipeRequest, practice_for, recipe_text
+from effasr.training.calibration.calibrate import target_bytes
+from effasr.training.calibration.trial import Request, measure
+from effasr.training.calibration.workload import Population
 from effasr.training.config import TrainConfig
+from effasr.training.resolve import resolve_config
 
 _SPECIAL_TOKENS = 16
 """Assumed number of special tokens of a tokenizer; it hardly affects the time."""
 
+TIMED = 2
+"""Number of timed micro-batches, after one that is not timed."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Initial:
-    """A recipe to write, and the data that it is based on.
-
-    Attributes:
-        request: Request for the recipe.
-        survey: Counts of the corpus.
-        vocabulary: Sizes to train a tokenizer with; None where there is a tokenizer.
-        tokenizer: Existing tokenizer; None otherwise.
-        framing: Encoder framing of the model.
-    """
+    """A recipe to write, and the data that it is based on."""
 
     request: RecipeRequest
     survey: Survey
-    vocabulary: VocabularyChoice | None
-    tokenizer: Tokenizer | None
+    vocabulary: VocabularyChoice | None  # to train a tokenizer with
+    tokenizer: Tokenizer | None  # an existing one
     framing: Framing
 
     @classmethod
@@ -61,20 +60,11 @@ class Initial:
     ) -> Initial:
         """Survey a corpus and choose by its size.
 
-        Args:
-            train: Manifests to train on.
-            dev: Manifests to validate on; checked for being readable.
-            name: Name of the run.
-            tokenizer: Folder of the tokenizer; if it does not exist, a vocabulary is chosen.
-            init_from: A run or a model directory to fine-tune.
-            language: Language of utterances that name none.
-            progress: Called with the number of utterances read so far.
-
-        Raises:
-            ValueError: A manifest or the model cannot be read, or there are no utterances.
+        If the folder ``tokenizer`` does not exist, a vocabulary is chosen. ``init_from`` is a run
+        or a model directory to fine-tune.
         """
-        found = survey(train, language=language, progress=progress)
-        if not found.utterances:
+        counts = survey(train, language=language, progress=progress)
+        if not counts.utterances:
             raise ValueError(f"{', '.join(map(str, train))}: no utterances to write a recipe for.")
         for manifest in dev:
             if not survey([manifest], language=language, most=1).utterances:
@@ -86,44 +76,44 @@ class Initial:
             reader = checkpoint.read_tokenizer(source)
         elif tokenizer.is_dir() and any(tokenizer.iterdir()):
             reader = load_tokenizer(tokenizer)
-            framing = _framing_for(found, reader)
+            framing = _framing_for(counts, reader)
         else:
-            vocabulary = choose_vocabulary(found)
+            vocabulary = choose_vocabulary(counts)
             framing = Framing(subsampling=vocabulary.subsampling)
         if reader is not None and reader.languages:
-            _check_languages(found, reader, init_from)
+            _check_languages(counts, reader, init_from)
         if vocabulary is not None:
             aligned = vocabulary.frames_per_token
         else:
             assert reader is not None
-            aligned = found.sampled(reader, framing)
+            aligned = counts.sampled(reader, framing)
         request = RecipeRequest(
             name=name,
             train=[str(path) for path in train],
             dev=[str(path) for path in dev],
             tokenizer="" if init_from is not None else str(tokenizer),
             language=language,
-            hours=found.hours,
-            utterances=found.utterances,
-            longest=found.longest,
-            practice=practice_for(found.hours),
+            hours=counts.hours,
+            utterances=counts.utterances,
+            longest=counts.longest,
+            practice=practice_for(counts.hours),
             framing=framing,
             frames_per_token=aligned,
             vocabulary=_describe_vocabulary(vocabulary, reader),
             device=choose_device("auto").type,
             init_from=None if init_from is None else str(init_from),
         )
-        return cls(request, found, vocabulary, reader, framing)
+        return cls(request, counts, vocabulary, reader, framing)
 
     def describe(self) -> Iterator[str]:
         """Yield lines about the corpus, and a warning if CTC will still be hard to train."""
         yield guidance.describe_counts(self.survey)
-        found, request = self.request.frames_per_token, self.request
-        if found is not None:
-            yield guidance.describe_alignment(found, self.framing)
-        if found is not None and found.is_hard and request.init_from is None:
+        ratios, request = self.request.frames_per_token, self.request
+        if ratios is not None:
+            yield guidance.describe_alignment(ratios, self.framing)
+        if ratios is not None and ratios.is_hard and request.init_from is None:
             yield from guidance.warn_about_alignment(
-                found,
+                ratios,
                 self.framing,
                 with_subsampling=lambda other: None,
                 survey=lambda: self.survey,
@@ -137,7 +127,6 @@ class Initial:
             yield "fine-tuning, which needs less speech and less time than training from scratch"
 
     def summary(self) -> str:
-        """Return a summary of the recipe in one line."""
         request, practice = self.request, self.request.practice
         steps = f"{request.steps:,} steps of {request.step_seconds:.0f} s"
         if request.init_from is not None:
@@ -152,11 +141,7 @@ class Initial:
         return recipe_text(self.request, time)
 
     def expected_time(self) -> str:
-        """Train a few steps and estimate the time of the whole run, without validation.
-
-        Raises:
-            TrialFailed: The trial failed for another reason than a lack of memory.
-        """
+        """Train a few steps and estimate the time of the whole run, without validation."""
         device = choose_device("auto")
         with TemporaryDirectory() as temporary:
             path = Path(temporary) / "recipe.yaml"
@@ -182,7 +167,7 @@ class Initial:
                 self.tokenizer.vocab_size,
                 self.survey.sample_tokens(self.tokenizer),
             )
-            tokens = np.array([len(one) for one in ids])
+            tokens = np.array([len(tokens) for tokens in ids])
         else:
             assert self.vocabulary is not None
             size = sum(self.vocabulary.sizes.values()) + _SPECIAL_TOKENS
@@ -203,26 +188,28 @@ def _busy() -> str:
     return f"; other programs ran, load {load:.0f}" if load > 2 * processors else ""
 
 
-def _check_languages(found: Survey, tokenizer: Tokenizer, init_from: str | Path | None) -> None:
-    """Check that a tokenizer knows the languages of the texts, which training would drop."""
-    if missing := [name for name in found.languages if name not in tokenizer.languages]:
+def _check_languages(counts: Survey, tokenizer: Tokenizer, init_from: str | Path | None) -> None:
+    """Refuse texts in languages that the tokenizer does not know: training would drop them."""
+    if missing := [name for name in counts.languages if name not in tokenizer.languages]:
         remedy = (
             "train a tokenizer on TRAIN, and name it by data.tokenizer beside init_from in a recipe"
             if init_from is not None
             else "give --tokenizer a new folder, for one of TRAIN"
         )
-        known = ", ".join([*tokenizer.languages[:8], *(["..."] if tokenizer.languages[8:] else [])])
+        languages = ", ".join(
+            [*tokenizer.languages[:8], *(["..."] if tokenizer.languages[8:] else [])]
+        )
         raise ValueError(
-            f"`TRAIN` must have texts in languages of the tokenizer ({known}), but has some in "
+            f"`TRAIN` must have texts in languages of the tokenizer ({languages}), but has some in "
             f"{', '.join(missing)}: {remedy}."
         )
 
 
-def _framing_for(found: Survey, tokenizer: Tokenizer) -> Framing:
+def _framing_for(counts: Survey, tokenizer: Tokenizer) -> Framing:
     """Return the coarsest framing with enough frames per token, or else the finest."""
     for subsampling in SUBSAMPLINGS:
         framing = Framing(subsampling=subsampling)
-        aligned: FramesPerToken | None = found.sampled(tokenizer, framing)
+        aligned: FramesPerToken | None = counts.sampled(tokenizer, framing)
         if aligned is None or not aligned.is_hard:
             return framing
     return Framing(subsampling=SUBSAMPLINGS[-1])
@@ -236,3 +223,38 @@ def _describe_vocabulary(choice: VocabularyChoice | None, tokenizer: Tokenizer |
     if len(sizes) == 1:
         return f"{sum(sizes.values()):,} pieces"
     return " and ".join(f"{size:,} pieces of {language}" for language, size in sizes.items())
+
+
+def audio_seconds_per_second(
+    recipe: TrainConfig,
+    vocab_size: int,
+    frames: np.ndarray,
+    tokens: np.ndarray,
+    device: torch.device,
+) -> float | None:
+    """Train a few steps in a separate process, on batches of these lengths.
+
+    Returns seconds of audio per second of training; None if memory does not suffice. ``frames`` and
+    ``tokens`` (n,) are those of utterances of the corpus, the prompt included. Audio loading is not
+    measured, because it overlaps with training.
+    """
+    resolved = resolve_config(recipe, None)
+    lengths = UtteranceLengths(frames.astype(np.int32), tokens.astype(np.int32))
+    framing = resolved.model.features.framing
+    transducer = resolved.model.transducer is not None
+    work = Population.of(lengths, framing=framing, transducer=transducer).workload(
+        resolved.data.known_frame_budget, batches=TIMED
+    )
+    # The weights do not affect the time, and the trial has no run to continue.
+    mapping = config.to_mapping(replace(resolved, init_from=None))
+    target = target_bytes(resolved.calibration, device, os.environ)
+    measured = measure(Request(mapping, vocab_size, str(device), target, 1, work))
+    return measured.speed if measured.fits else None
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration in minutes, hours or days, as text."""
+    for unit, size in (("days", 86_400), ("hours", 3600)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(1, round(seconds / 60))} minutes"

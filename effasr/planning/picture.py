@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from effasr.data.atomic_files import write_atomically
-from effasr.planning.study import Outcome
+from effasr.planning.study import StrategyResult
 from effasr.planning.text import percent
 
 _STYLE = """\
@@ -38,22 +38,17 @@ _BASE = 14
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A column of bars, one for each row; the longest bar takes the whole width.
+    """A column of bars, one for each row; the longest bar takes the whole width."""
 
-    Attributes:
-        title: Title above the bars, with the unit.
-        filled: Lengths of the first parts of the bars, at least 0.
-        labels: Texts to the right of the bars.
-        rest: Lengths of the second parts; none by default.
-    """
-
-    title: str
-    filled: Sequence[float]
-    labels: Sequence[str]
-    rest: Sequence[float] | None = None
+    title: str  # above the bars, with the unit
+    filled: Sequence[float]  # lengths of the first parts of the bars
+    labels: Sequence[str]  # to the right of the bars
+    rest: Sequence[float] | None = None  # lengths of the second parts
 
 
-def padding_picture(path: Path, outcomes: Sequence[Outcome], *, title: str, subtitle: str) -> None:
+def padding_picture(
+    path: Path, results: Sequence[StrategyResult], *, title: str, subtitle: str
+) -> None:
     """Draw the share of padding in the frames, tokens and FLOPs of each strategy."""
     panels = [
         Panel(
@@ -67,9 +62,9 @@ def padding_picture(path: Path, outcomes: Sequence[Outcome], *, title: str, subt
             ("tokens", "padding_tokens"),
             ("FLOPs", "padding_flops"),
         )
-        for shares in [[getattr(outcome.report, field) for outcome in outcomes]]
+        for shares in [[getattr(result.report, field) for result in results]]
     ]
-    rows = [outcome.strategy for outcome in outcomes]
+    rows = [result.strategy for result in results]
     picture = draw(rows, panels, title=title, subtitle=subtitle, legend=("utterances", "padding"))
     write_atomically(path, picture.encode())
 
@@ -83,21 +78,10 @@ def draw(
     legend: tuple[str, str] | None = None,
     groups: Sequence[str] | None = None,
 ) -> str:
-    """Draw panels side by side.
+    """Return panels side by side as an SVG document.
 
-    Args:
-        rows: Names of the rows, the same in all panels.
-        panels: Panels with one bar for every row.
-        title: Title of the picture.
-        subtitle: Line below the title.
-        legend: Meanings of the first and second part of a bar.
-        groups: Group of each row, shown as a heading where it changes; none by default.
-
-    Returns:
-        An SVG document.
-
-    Raises:
-        ValueError: A panel has more or fewer bars than there are rows.
+    ``legend`` has the meanings of the first and second part of a bar. ``groups`` has the group of
+    each row, which is shown as a heading where it changes.
     """
     headings, tops = _arrange(len(rows), groups)
     names = round(_CHARACTER * max(map(len, rows), default=0)) + _GAP
@@ -152,8 +136,8 @@ def _bars(left: float, panel: Panel, tops: Sequence[float]) -> list[str]:
 def _legend(width: float, legend: tuple[str, str]) -> list[str]:
     parts = []
     left = width - 210.0
-    for kind, what in zip(("filled", "rest"), legend, strict=True):
-        parts += [_bar(left, 8, 14, kind, height=12), _text(left + 20, 18, what, "quiet")]
+    for kind, meaning in zip(("filled", "rest"), legend, strict=True):
+        parts += [_bar(left, 8, 14, kind, height=12), _text(left + 20, 18, meaning, "quiet")]
         left += 110
     return parts
 

@@ -1,16 +1,20 @@
-"""Writes a recipe for a corpus: `effasr init`."""
+"""Recipes of `effasr init`, by published practice for corpora of about 1, 10, 100 and 1,000 hours.
+
+Published recipes are for larger batches on several GPUs. The batches, steps and warm-up here are
+those of effasr's own recipes for such sizes, where one exists. `Practice.sources` lists what was
+published.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
 from effasr.data.statistics.frames_per_token import FramesPerToken
 from effasr.data.statistics.guidance import COLUMNS
-from effasr.planning.practice import Practice
 from effasr.untrusted.display import fold
 from effasr.untrusted.documents import dump_scalar
 
@@ -27,62 +31,195 @@ _LEAST_STEPS_OF_EPOCH = 8
 _FINE_TUNING_PASSES = 10
 """Passes over the corpus in fine-tuning: a trained model needs no more."""
 
+_MOST_STEPS = 300_000
+"""Largest number of steps of a run: larger corpora use more ranks instead of more steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Practice:
+    """Settings for corpora of one order of magnitude."""
+
+    hours: int  # that the settings are for
+    under: float | None  # hours, exclusive upper limit
+    width: int  # of encoder and decoder
+    heads: int
+    encoder_layers: int
+    decoder_layers: int
+    mel_bins: int = 80
+    subsampling_channels: int = 256
+    # LayerNorm instead of batch norm and after subsampling, and absolute positions, which help
+    # small models to start
+    small: bool = False
+    dropout: float = 0.1  # of outputs, activations and attention
+    freq_masks: int = 2
+    freq_width: int = 27  # mel bands
+    time_masks: int
+    batch_seconds: float  # audio of a step
+    epochs: float  # a speed-perturbed copy counts as one pass
+    least_steps: int
+    lr: float
+    warmup_steps: int
+    ctc_weights: tuple[float, float] = (0.3, 0.5)  # and until CTC has found the alignment
+    schedule: str  # name and other fields, as YAML
+    guided_weight: float
+    sources: tuple[str, ...]  # published recipes of this size
+
+    @property
+    def feed_forward(self) -> int:
+        return 4 * self.width
+
+    def steps(self, hours: float) -> int:
+        """Return the steps for a corpus of ``hours``, rounded to two significant digits."""
+        steps = max(self.least_steps, self.epochs * hours * 3600 / self.batch_seconds)
+        return int(float(f"{min(steps, _MOST_STEPS):.2g}"))
+
+    def ema_decay(self, steps: int) -> float:
+        """Return the decay of an average over about the last twentieth of a run."""
+        return round(min(max(0.9, 1 - 20 / steps), 0.9999), 4)
+
+
+PRACTICE = (
+    Practice(
+        hours=1,
+        under=4,
+        width=144,
+        heads=4,
+        encoder_layers=4,
+        decoder_layers=2,
+        mel_bins=64,
+        subsampling_channels=32,
+        small=True,
+        freq_width=15,
+        time_masks=4,
+        batch_seconds=20,
+        epochs=45,
+        least_steps=8000,
+        lr=1.5e-3,
+        warmup_steps=200,
+        ctc_weights=(0.5, 0.9),
+        schedule="name: flat_cosine, min_ratio: 0.02",
+        guided_weight=2.0,
+        sources=(
+            "ESPnet ml_superb, 1 hour (train_asr_fbank_single.yaml): width 256, 2 layers, CTC, 32",
+            "  utterances a step, 15,000 steps, dropout 0.1, SpecAugment",
+            "SpeechBrain conformer_small.yaml: width 144",
+            "effasr's own recipe small: layers, batch, learning rate and schedule",
+        ),
+    ),
+    Practice(
+        hours=10,
+        under=30,
+        width=176,
+        heads=4,
+        encoder_layers=12,
+        decoder_layers=4,
+        subsampling_channels=128,
+        small=True,
+        time_masks=5,
+        batch_seconds=240,
+        epochs=80,
+        least_steps=5000,
+        lr=1.5e-3,
+        warmup_steps=1000,
+        schedule="name: flat_cosine, min_ratio: 0.02",
+        guided_weight=1.0,
+        sources=(
+            "NeMo conformer_ctc_bpe.yaml and fast-conformer_ctc_bpe.yaml, small (14 M): width 176,",
+            "  4 heads, 16 layers, 5 time masks; fewer layers here, for fewer hours",
+            "ESPnet commonvoice (egs2/commonvoice/asr1/run.sh): 150 pieces for most languages",
+        ),
+    ),
+    Practice(
+        hours=100,
+        under=300,
+        width=256,
+        heads=4,
+        encoder_layers=16,
+        decoder_layers=6,
+        time_masks=5,
+        batch_seconds=960,
+        epochs=106,
+        least_steps=10_000,
+        lr=2.0e-3,
+        warmup_steps=5000,
+        schedule="name: inverse_sqrt",
+        guided_weight=1.0,
+        sources=(
+            "ESPnet librispeech_100 (train_asr_conformer_lr2e-3_warmup15k_*.yaml): width 256,",
+            "  12 + 6 layers, dropout 0.1, CTC 0.3, learning rate 2e-3, 70 epochs at 3 speeds,",
+            "  5 time masks, average of 10 checkpoints",
+            "icefall librispeech (RESULTS-100hours.md): 500 pieces, 60 epochs, 600 s a step",
+            "NeMo fast-conformer_ctc_bpe.yaml, medium (32 M): width 256, 4 heads, 16 layers",
+        ),
+    ),
+    Practice(
+        hours=1000,
+        under=None,
+        width=512,
+        heads=8,
+        encoder_layers=17,
+        decoder_layers=6,
+        time_masks=10,
+        batch_seconds=960,
+        epochs=42,
+        least_steps=50_000,
+        lr=1.0e-3,
+        warmup_steps=10_000,
+        schedule="name: inverse_sqrt",
+        guided_weight=1.0,
+        sources=(
+            "NeMo fast-conformer_ctc_bpe.yaml, large (120 M): width 512, 8 heads, 17 layers,",
+            "  10 time masks, learning rate 1e-3, weight decay 1e-3",
+            "ESPnet librispeech (train_asr_conformer10_hop_length160.yaml): width 512,",
+            "  12 + 6 layers, 50 epochs, 10 time masks, CTC 0.3, average of 10 checkpoints",
+            "SpeechBrain conformer_large.yaml: width 512, 12 + 6 layers, rate 8e-4, CTC 0.3",
+        ),
+    ),
+)
+
+
+def practice_for(hours: float) -> Practice:
+    """Return the row for a corpus of ``hours``."""
+    return next(row for row in PRACTICE if row.under is None or hours < row.under)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeRequest:
-    """Inputs of a recipe.
-
-    Attributes:
-        name: Name of the run.
-        train: Manifests to train on.
-        dev: Manifests to validate on.
-        tokenizer: Folder of the tokenizer; empty with ``init_from``.
-        language: Language of utterances that name none.
-        hours: Hours of audio in the corpus.
-        utterances: Number of utterances in the corpus.
-        longest: Duration of the longest utterance, in seconds.
-        practice: Published practice for a corpus of this size.
-        framing: Encoder framing of the model.
-        frames_per_token: Frames per token with the tokenizer; None if not known.
-        vocabulary: Description of the vocabulary.
-        device: Device type: cpu or cuda.
-        init_from: A model to start from; None to train from scratch.
-    """
+    """Inputs of a recipe."""
 
     name: str
     train: Sequence[str]
     dev: Sequence[str]
-    tokenizer: str
+    tokenizer: str  # folder; empty with ``init_from``
     language: str
     hours: float
     utterances: int
-    longest: float
+    longest: float  # seconds
     practice: Practice
     framing: Framing
-    frames_per_token: FramesPerToken | None
-    vocabulary: str
-    device: str
+    frames_per_token: FramesPerToken | None  # None if not known
+    vocabulary: str  # in words
+    device: str  # cpu or cuda
     init_from: str | None = None
 
     @property
     def frames(self) -> tuple[int, int]:
         """Frame budget of a micro-batch, and number of micro-batches of a step."""
-        wanted = self._batch_seconds * self._frames_per_second
+        frames = self._batch_seconds * self._frames_per_second
         most = _MICRO_BATCH_SECONDS[self.device] / self.framing.seconds
         seconds = min(self.longest, DataConfig().max_duration) / min(SPEEDS)
         longest = self.framing.frames(math.ceil(seconds * SAMPLE_RATE))
         # A multiple of what an extended utterance has: nothing else would fit in the rest.
         unit = max(10, self.framing.minimum)
-        budget = unit * math.ceil(max(min(most, wanted), longest) / unit)
-        return budget, max(1, round(wanted / budget))
+        budget = unit * math.ceil(max(min(most, frames), longest) / unit)
+        return budget, max(1, round(frames / budget))
 
     @property
     def steps(self) -> int:
-        """Number of steps of the run."""
         if self.init_from is None:
             return self.practice.steps(self.hours)
-        wanted = _FINE_TUNING_PASSES * self.hours * 3600 / self._batch_seconds
-        return int(float(f"{min(max(500, wanted), 20_000):.2g}"))
+        steps = _FINE_TUNING_PASSES * self.hours * 3600 / self._batch_seconds
+        return int(float(f"{min(max(500, steps), 20_000):.2g}"))
 
     @property
     def step_seconds(self) -> float:
@@ -92,7 +229,6 @@ class RecipeRequest:
 
     @property
     def audio_hours(self) -> float:
-        """Audio duration of all steps, in hours."""
         return self.steps * self.step_seconds / 3600
 
     @property
@@ -104,121 +240,149 @@ class RecipeRequest:
     @property
     def _batch_seconds(self) -> float:
         """Audio of a step, in seconds; reduced for a tiny corpus, for several steps an epoch."""
-        every = self.hours * 3600 * len(SPEEDS)
-        return min(self.practice.batch_seconds, every / _LEAST_STEPS_OF_EPOCH)
+        epoch = self.hours * 3600 * len(SPEEDS)
+        return min(self.practice.batch_seconds, epoch / _LEAST_STEPS_OF_EPOCH)
+
+
+_SIZES = """\
+    width: {practice.width}
+    layers: {layers}
+    heads: {practice.heads}
+    feed_forward: {practice.feed_forward}
+    residual_dropout: {practice.dropout}
+    activation_dropout: {practice.dropout}
+    attention_dropout: {practice.dropout}
+"""
+_SMALL = """\
+    # These help small models to start.
+    conv_norm: layer_norm
+    subsampling_norm: true
+    input_positions: 0.3
+"""
+_SCRATCH = """\
+model:
+  ctc: true
+  features: {{mel_bins: {practice.mel_bins}}}
+  spec_augment: {{freq_masks: {practice.freq_masks}, freq_width: {practice.freq_width}, \
+time_masks: {practice.time_masks}, time_width: 0.05}}
+  encoder:
+{alignment}    subsampling: {framing.subsampling}
+{encoder}    subsampling_channels: {practice.subsampling_channels}
+{small}  decoder:
+{decoder}{data}  tokenizer: {tokenizer} # {vocabulary}
+# CTC leads until it has found the alignment, then attention is guided along it.
+loss: {{ctc_weight: {practice.ctc_weights[0]}, ctc_weight_before: {practice.ctc_weights[1]}, \
+guided_weight: {practice.guided_weight}, guided_after_ctc: 1.5}}
+optimizer: {{lr: {practice.lr:.4f}, weight_decay: 0.01}}
+schedule: {{{practice.schedule}, warmup_steps: {practice.warmup_steps}}}
+"""
+_FINE_TUNING = """\
+init_from: {init_from}
+{data}loss: {{label_smoothing: 0.0}}
+optimizer: {{lr: 0.00002, weight_decay: 0.001}}
+schedule: {{name: cosine, warmup_steps: {warmup_steps}}}
+"""
+_DATA = """\
+data:
+  train: {train}
+  {validation}
+{language}  # Each utterance is three times in an epoch, once at each speed.
+  speed_perturbation: [{speeds}]
+  frame_budget: {budget} # {seconds:.0f} s of audio at a time; more on a larger machine
+  micro_batches: {count} # {step_seconds:.0f} s of audio in a step
+  workers: {workers}
+"""
+_TRAINING = """\
+training:
+  max_steps: {steps} # the hours of {passes:.0f} passes over the corpus
+  validate_every: {every}
+  checkpoint_every: {every}
+  # The average of the weights, over the last twentieth of all steps, is published.
+  ema_decay: {ema_decay}
+"""
 
 
 def recipe_text(request: RecipeRequest, time: str | None = None) -> str:
-    """Return the recipe as YAML with comments.
-
-    Args:
-        request: Inputs of the recipe.
-        time: Expected time in words; None to leave it out.
-    """
-    parts = _scratch(request) if request.init_from is None else _fine_tuning(request)
-    return "\n".join([*_head(request, time), *parts, *_training(request)]) + "\n"
-
-
-def _head(request: RecipeRequest, time: str | None) -> Iterator[str]:
-    practice = request.practice
-    yield (
-        f"# Written by effasr init for {request.hours:,.2f} h in {request.utterances:,} utterances."
-    )
-    if time is not None:
-        yield from fold(f"# Expected time: {time}.", COLUMNS, "#   ")
-    if request.init_from is None:
-        if request.hours < LITTLE:
-            yield "# Starting from a trained model gives far fewer errors from so little speech:"
-            yield "#   effasr init ... --init-from MODEL"
-        yield f"# Published practice for about {practice.hours:,} h, from which values are taken:"
-        yield from (f"#   {source}" for source in practice.sources)
-    else:
-        yield "# Fine-tuning: architecture, tokenizer and features are those of the model."
-    yield f"name: {dump_scalar(request.name)}"
-
-
-def _scratch(request: RecipeRequest) -> Iterator[str]:
-    practice = request.practice
-    yield "model:"
-    yield "  ctc: true"
-    yield f"  features: {{mel_bins: {practice.mel_bins}}}"
-    yield (
-        f"  spec_augment: {{freq_masks: {practice.freq_masks}, freq_width: {practice.freq_width}, "
-        f"time_masks: {practice.time_masks}, time_width: 0.05}}"
-    )
-    yield "  encoder:"
-    if (found := request.frames_per_token) is not None:
-        yield (
-            f"    # {found.median:.1f} frames per token in the median; CTC needs about 2.5 or more."
-        )
-    yield f"    subsampling: {request.framing.subsampling}"
-    sizes = _sizes(practice, practice.encoder_layers)
-    yield from (f"    {line}" for line in sizes)
-    yield f"    subsampling_channels: {practice.subsampling_channels}"
-    if practice.small:
-        yield "    # These help small models to start."
-        yield "    conv_norm: layer_norm"
-        yield "    subsampling_norm: true"
-        yield "    input_positions: 0.3"
-    yield "  decoder:"
-    yield from (f"    {line}" for line in _sizes(practice, practice.decoder_layers))
-    yield from _data(request)
-    yield f"  tokenizer: {dump_scalar(request.tokenizer)} # {request.vocabulary}"
-    yield "# CTC leads until it has found the alignment, then attention is guided along it."
-    weight, before = practice.ctc_weights
-    yield (
-        f"loss: {{ctc_weight: {weight}, ctc_weight_before: {before}, "
-        f"guided_weight: {practice.guided_weight}, guided_after_ctc: 1.5}}"
-    )
-    yield f"optimizer: {{lr: {practice.lr:.4f}, weight_decay: 0.01}}"
-    yield f"schedule: {{{practice.schedule}, warmup_steps: {practice.warmup_steps}}}"
-
-
-def _sizes(practice: Practice, layers: int) -> Iterator[str]:
-    yield f"width: {practice.width}"
-    yield f"layers: {layers}"
-    yield f"heads: {practice.heads}"
-    yield f"feed_forward: {practice.feed_forward}"
-    for name in ("residual_dropout", "activation_dropout", "attention_dropout"):
-        yield f"{name}: {practice.dropout}"
-
-
-def _fine_tuning(request: RecipeRequest) -> Iterator[str]:
-    yield f"init_from: {dump_scalar(request.init_from)}"
-    yield from _data(request)
-    yield "loss: {label_smoothing: 0.0}"
-    yield "optimizer: {lr: 0.00002, weight_decay: 0.001}"
-    yield f"schedule: {{name: cosine, warmup_steps: {max(50, request.steps // 10)}}}"
-
-
-def _data(request: RecipeRequest) -> Iterator[str]:
-    budget, count = request.frames
-    yield "data:"
-    yield f"  train: {_paths(request.train)}"
-    if request.dev:
-        yield f"  validation: {_paths(request.dev)}"
-    else:
-        yield "  # No validation without speech that is not trained on: validation: data/dev"
-    if request.language != DataConfig().language:
-        yield f"  language: {dump_scalar(request.language)}"
-    yield "  # Each utterance is three times in an epoch, once at each speed."
-    yield f"  speed_perturbation: [{', '.join(map(str, SPEEDS))}]"
-    seconds = request.step_seconds / count
-    yield f"  frame_budget: {budget} # {seconds:.0f} s of audio at a time; more on a larger machine"
-    yield f"  micro_batches: {count} # {request.step_seconds:.0f} s of audio in a step"
-    yield f"  workers: {2 if request.device == 'cpu' else 8}"
-
-
-def _training(request: RecipeRequest) -> Iterator[str]:
+    """Return the recipe as YAML with comments; ``time`` is the expected time in words."""
     steps = request.steps
-    every = max(1, int(float(f"{steps / 20:.1g}")))
-    passes = request.audio_hours / request.hours
-    yield "training:"
-    yield f"  max_steps: {steps} # the hours of {passes:.0f} passes over the corpus"
-    yield f"  validate_every: {every}"
-    yield f"  checkpoint_every: {every}"
-    yield "  # The average of the weights, over the last twentieth of all steps, is published."
-    yield f"  ema_decay: {request.practice.ema_decay(steps)}"
+    training = _TRAINING.format(
+        steps=steps,
+        passes=request.audio_hours / request.hours,
+        every=max(1, int(float(f"{steps / 20:.1g}"))),
+        ema_decay=request.practice.ema_decay(steps),
+    )
+    return _head(request, time) + _model(request) + training
+
+
+def _head(request: RecipeRequest, time: str | None) -> str:
+    practice = request.practice
+    lines = [
+        f"# Written by effasr init for {request.hours:,.2f} h in {request.utterances:,} utterances."
+    ]
+    if time is not None:
+        lines += fold(f"# Expected time: {time}.", COLUMNS, "#   ")
+    if request.init_from is not None:
+        lines.append("# Fine-tuning: architecture, tokenizer and features are those of the model.")
+    else:
+        if request.hours < LITTLE:
+            lines += [
+                "# Starting from a trained model gives far fewer errors from so little speech:",
+                "#   effasr init ... --init-from MODEL",
+            ]
+        lines += [
+            f"# Published practice for about {practice.hours:,} h, from which values are taken:",
+            *(f"#   {source}" for source in practice.sources),
+        ]
+    return "\n".join([*lines, f"name: {dump_scalar(request.name)}", ""])
+
+
+def _model(request: RecipeRequest) -> str:
+    """Return the recipe's part on model, data, loss and optimizer."""
+    practice, data = request.practice, _data(request)
+    if request.init_from is not None:
+        return _FINE_TUNING.format(
+            init_from=dump_scalar(request.init_from),
+            data=data,
+            warmup_steps=max(50, request.steps // 10),
+        )
+    alignment = ""
+    if request.frames_per_token is not None:
+        median = request.frames_per_token.median
+        alignment = (
+            f"    # {median:.1f} frames per token in the median; CTC needs about 2.5 or more.\n"
+        )
+    return _SCRATCH.format(
+        practice=practice,
+        framing=request.framing,
+        alignment=alignment,
+        encoder=_SIZES.format(practice=practice, layers=practice.encoder_layers),
+        small=_SMALL if practice.small else "",
+        decoder=_SIZES.format(practice=practice, layers=practice.decoder_layers),
+        data=data,
+        tokenizer=dump_scalar(request.tokenizer),
+        vocabulary=request.vocabulary,
+    )
+
+
+def _data(request: RecipeRequest) -> str:
+    budget, count = request.frames
+    validation = "# No validation without speech that is not trained on: validation: data/dev"
+    if request.dev:
+        validation = f"validation: {_paths(request.dev)}"
+    language = ""
+    if request.language != DataConfig().language:
+        language = f"  language: {dump_scalar(request.language)}\n"
+    return _DATA.format(
+        train=_paths(request.train),
+        validation=validation,
+        language=language,
+        speeds=", ".join(map(str, SPEEDS)),
+        budget=budget,
+        seconds=request.step_seconds / count,
+        count=count,
+        step_seconds=request.step_seconds,
+        workers=2 if request.device == "cpu" else 8,
+    )
 
 
 def _paths(paths: Sequence[str]) -> str:

@@ -1,24 +1,34 @@
-"""Compares batching strategies on the same utterances."""
+"""Compares batching strategies on the same utterances, for `effasr plan`."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from effasr.data.batch import StaticShape
+from effasr import config
+from effasr.data.config import DataConfig
+from effasr.data.filters.rules import Limits
+from effasr.data.index.selection import Selection
+from effasr.data.manifest.pairs import is_text_only
 from effasr.data.mixture_summary import MixtureSummary
-from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.cost import CostModel
 from effasr.data.sampling.options import StrategyOptions
 from effasr.data.sampling.packing import EpochEnd
-from effasr.data.sampling.plan import EpochPlan
 from effasr.data.sampling.report import PlanReport, measure
 from effasr.data.sampling.strategies import planner
-from effasr.planning.selection import Selection
+from effasr.data.tokenizer import Tokenizer, load_tokenizer
+from effasr.model.cost import cost_model
+from effasr.model.presets import PRESET_VOCABULARIES
+from effasr.planning.listing import PROMPT_TOKENS, Listing, read_listing
+from effasr.planning.selection import select
+from effasr.training.config import TrainConfig
+from effasr.training.resolve import find_tokenizer, resolve_config
 
 LADDER = ("random", "bucketed", "sync_bucketed", "sync_bucketed_2d", "packed")
 """All strategies, in the order of decreasing padding."""
@@ -26,59 +36,146 @@ LADDER = ("random", "bucketed", "sync_bucketed", "sync_bucketed_2d", "packed")
 _BY_SIZE = ("random", "bucketed", "sync_bucketed")
 """Strategies that accept a number of utterances instead of a duration."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StudyOptions:
-    """Options of the plans.
-
-    Attributes:
-        world_size: Number of ranks.
-        micro_batches: Micro-batches of a global step, over all ranks; by default one per rank.
-        seed: Seed of the plans.
-        epochs: Number of epochs to plan.
-        epoch_end: End of an epoch with packed; see `effasr.data.sampling.packing.plan_epoch`.
-        batch_duration: Seconds of a micro-batch of all strategies but packed, with padding; by
-            default derived from the frame budget.
-        batch_size: Utterances of a micro-batch of random, bucketed or sync_bucketed, instead.
-        buckets: Number of duration buckets, for the strategies that have them.
-        table: Buckets and batch sizes of sync_bucketed_2d; by default derived from the budgets.
-    """
-
-    world_size: int = 8
-    micro_batches: int | None = None
-    seed: int = 0
-    epochs: int = 1
-    epoch_end: EpochEnd | None = None
-    batch_duration: float | None = None
-    batch_size: int | None = None
-    buckets: int = 20
-    table: BucketTable | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("world_size", "micro_batches", "epochs"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be at least 1, but is {value}.")
-
-    @property
-    def of_step(self) -> int:
-        """Number of micro-batches of a global step."""
-        return self.micro_batches or self.world_size
+_MODEL = "canary_180m_flash"
+"""Model assumed without a recipe."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Figures of a strategy.
+class PlanRequest:
+    """Utterances, limits and cost model of a plan."""
 
-    Attributes:
-        strategy: Name of the strategy.
-        report: Figures of its plans.
-        seconds: Time to plan, in seconds.
-    """
+    manifests: Sequence[Path]  # and lists of durations
+    model: str  # name for the output
+    cost: CostModel
+    tokenizer: Tokenizer | None  # None to estimate the tokens of texts
+    data: DataConfig
+    limits: Limits
+    seed: int
+    sources: Sequence[int] | None = None  # of each manifest, with ``data.mix``
+    transducer: bool = False
+
+    @classmethod
+    def from_recipe(
+        cls,
+        recipe: str | None = None,
+        *,
+        manifests: Sequence[Path] = (),
+        tokenizer: Path | None = None,
+        frame_budget: int | None = None,
+        token_budget: int | None = None,
+        max_duration: float | None = None,
+    ) -> PlanRequest:
+        """Read a recipe; the other arguments override its fields.
+
+        Manifests are by default the recipe's, except those of text alone; the tokenizer is the
+        recipe's, if it exists.
+        """
+        settings = config.load(TrainConfig, recipe or _MODEL)
+        model = resolve_config(settings, None).model
+        data = settings.data if recipe else DataConfig()
+        # Text-only micro-batches are not planned: epochs are of speech.
+        if data.text_alone and not manifests:
+            raise ValueError(
+                "`--recipe` must have speech, because batches of text alone are not planned, but "
+                "its data.text_share is 1: take another, or give `--manifest`."
+            )
+        listed = [] if manifests else [(Path(path), source) for path, source in data.manifests]
+        listed = [(path, source) for path, source in listed if not _is_text_only(path)]
+        if not (manifests or listed):
+            raise ValueError("`--manifest` must name a manifest or a list, but is not given.")
+        # The shares apply only to the recipe's sources.
+        is_mixed = not manifests and data.mix is not None
+        # A recipe may be used for its model before its tokenizer exists.
+        has_tokenizer = recipe is not None and (
+            not manifests or settings.init_from is not None or _is_folder(data.tokenizer)
+        )
+        reader = None
+        if tokenizer is not None:
+            reader = load_tokenizer(tokenizer)
+        elif has_tokenizer:
+            reader = find_tokenizer(settings, None)
+        data = replace(
+            data,
+            frame_budget=frame_budget or data.frame_budget,
+            token_budget=token_budget or data.token_budget,
+            max_duration=max_duration or data.max_duration,
+            mix=data.mix if is_mixed else None,
+            min_duration=min(data.min_duration, max_duration or math.inf),
+        )
+        decoder = model.decoder
+        return cls(
+            manifests=manifests or [path for path, _ in listed],
+            model=settings.name,
+            cost=cost_model(
+                model, PRESET_VOCABULARIES[_MODEL] if reader is None else reader.vocab_size
+            ),
+            tokenizer=reader,
+            data=data,
+            limits=data.limits(
+                ctc=model.ctc,
+                max_frames=model.encoder.max_frames,
+                max_positions=None if decoder is None else decoder.max_positions,
+                framing=model.features.framing,
+            ),
+            seed=settings.seed,
+            sources=[source for _, source in listed] if is_mixed else None,
+            transducer=model.transducer is not None,
+        )
+
+    def read(
+        self,
+        prompt_tokens: int = PROMPT_TOKENS,
+        progress: Callable[[int], None] = lambda count: None,
+    ) -> tuple[Listing, Selection]:
+        """Read the lengths and drop utterances that cannot be trained on.
+
+        ``prompt_tokens`` are assumed without a tokenizer.
+        """
+        listing = read_listing(
+            self.manifests,
+            limits=self.limits,
+            tokenizer=self.tokenizer,
+            prompt_tokens=prompt_tokens,
+            language=self.data.language,
+            progress=progress,
+        )
+        selection = select(
+            listing, self.limits, self.data, transducer=self.transducer, sources=self.sources
+        )
+        return listing, selection
+
+
+def _is_text_only(path: Path) -> bool:
+    try:
+        return is_text_only(path)
+    except ValueError:
+        # Not a manifest: a list of durations, or a file that its reader will reject.
+        return False
+
+
+def _is_folder(path: str) -> bool:
+    return bool(path) and Path(path).is_dir()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyOptions:
+    """Options of the plans."""
+
+    strategy: StrategyOptions  # of all strategies but packed
+    world_size: int = 8
+    micro_batches: int  # of a global step, over all ranks
+    seed: int = 0
+    epochs: int = 1
+    epoch_end: EpochEnd | None = None  # with packed
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyResult:
+    """Figures of a strategy's plans."""
 
     strategy: str
     report: PlanReport
-    seconds: float
+    seconds: float  # time to plan
 
     def to_json(self) -> dict[str, Any]:
         """Return a flat mapping with the names of `PlanReport`."""
@@ -91,65 +188,17 @@ def compare(
     cost: CostModel,
     options: StudyOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Outcome]:
+) -> list[StrategyResult]:
     """Plan the utterances by each strategy.
 
     All but ``packed`` are computed with padding, as in the toolkits they come from: every utterance
     at the length of the longest of its micro-batch.
-
-    Args:
-        selection: The utterances.
-        strategies: Names of the strategies.
-        cost: Cost model.
-        options: Options of the plans.
-        progress: Called with the number of strategies done so far, and of all.
-
-    Raises:
-        ValueError: A strategy is unknown, or cannot plan these utterances.
     """
-    outcomes = []
+    results = []
     for done, strategy in enumerate(strategies):
         progress(done, len(strategies))
-        outcomes.append(_outcome(selection, strategy, cost, options))
-    return outcomes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Planned:
-    """Epochs planned by a strategy.
-
-    Attributes:
-        plans: One plan for each epoch.
-        shape: The static shape of every micro-batch; None if they are padded.
-        buckets: See `effasr.data.sampling.plan.Planner`.
-    """
-
-    plans: list[EpochPlan]
-    shape: StaticShape | None
-    buckets: np.ndarray | None
-
-
-def plan_by(strategy: str, selection: Selection, cost: CostModel, options: StudyOptions) -> Planned:
-    """Plan the utterances by one strategy.
-
-    Raises:
-        ValueError: See `compare`.
-    """
-    is_packed = strategy == "packed"
-    made = planner(
-        strategy,
-        selection.lengths,
-        shape=selection.shape,
-        micro_batches=options.of_step,
-        world_size=options.world_size,
-        seed=options.seed,
-        options=None if is_packed else _strategy_options(strategy, options),
-        population=selection.populations(options.seed),
-        cost=cost,
-        epoch_end=options.epoch_end if is_packed else None,
-    )
-    plans = [made.plan(epoch) for epoch in range(options.epochs)]
-    return Planned(plans, made.shape, made.buckets)
+        results.append(_plan(selection, strategy, cost, options))
+    return results
 
 
 def summarise_mixture(selection: Selection, options: StudyOptions) -> MixtureSummary | None:
@@ -158,36 +207,48 @@ def summarise_mixture(selection: Selection, options: StudyOptions) -> MixtureSum
     if draw is None or selection.mixture is None:
         return None
     indices = np.concatenate([draw(epoch) for epoch in range(options.epochs)])
-    drawn = selection.mixture.count(selection.sources, selection.samples, indices)
-    return selection.mixture.summary(drawn)
+    counts = selection.mixture.count(selection.sources, selection.samples, indices)
+    return selection.mixture.summary(counts)
 
 
-def _outcome(
+def _plan(
     selection: Selection, strategy: str, cost: CostModel, options: StudyOptions
-) -> Outcome:
-    started = time.perf_counter()
-    made = plan_by(strategy, selection, cost, options)
+) -> StrategyResult:
+    started, is_packed = time.perf_counter(), strategy == "packed"
+    epochs = planner(
+        strategy,
+        selection.lengths,
+        shape=selection.shape,
+        micro_batches=options.micro_batches,
+        world_size=options.world_size,
+        seed=options.seed,
+        options=None if is_packed else _strategy_options(strategy, options.strategy),
+        population=selection.populations(options.seed),
+        cost=cost,
+        epoch_end=options.epoch_end if is_packed else None,
+    )
+    plans = [epochs.plan(epoch) for epoch in range(options.epochs)]
     seconds = time.perf_counter() - started
     report = measure(
-        made.plans,
+        plans,
         selection.lengths,
         selection.seconds,
         cost=cost,
         world_size=options.world_size,
-        shape=made.shape,
-        buckets=made.buckets,
+        shape=epochs.shape,
+        buckets=epochs.buckets,
     )
-    return Outcome(strategy, report, seconds)
+    return StrategyResult(strategy, report, seconds)
 
 
-def _strategy_options(strategy: str, options: StudyOptions) -> StrategyOptions:
+def _strategy_options(strategy: str, options: StrategyOptions) -> StrategyOptions:
     """Return the options that apply to the strategy."""
     by_size = strategy in _BY_SIZE and options.batch_size is not None
     table = options.table if strategy == "sync_bucketed_2d" else None
-    return StrategyOptions(
+    return replace(
+        options,
         batch_duration=None if by_size or table else options.batch_duration,
         batch_size=options.batch_size if by_size else None,
-        buckets=options.buckets,
         table=table,
         padded=True,
     )

@@ -8,11 +8,11 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
+from effasr.data.index.selection import Selection
 from effasr.data.sampling.packing import suggest_token_budget
 from effasr.evaluation.tables import to_text
 from effasr.planning.listing import BYTES_PER_TOKEN, TOKENS_PER_SECOND, Listing
-from effasr.planning.selection import Selection
-from effasr.planning.study import Outcome, StudyOptions, summarise_mixture
+from effasr.planning.study import StrategyResult, StudyOptions, summarise_mixture
 
 _GOOD = 0.01
 """Padding and imbalance of ranks below this need no advice."""
@@ -31,7 +31,7 @@ def setting(selection: Selection, options: StudyOptions) -> str:
     shape = selection.shape
     return (
         f"{len(selection):,} utterances, {selection.seconds.sum() / 3600:,.2f} h; "
-        f"{options.world_size} ranks, {options.of_step} micro-batches "
+        f"{options.world_size} ranks, {options.micro_batches} micro-batches "
         f"a step, each {shape.frame_budget:,} frames "
         f"({shape.frame_budget * shape.framing.seconds:,.0f} s) and "
         f"{shape.token_budget:,} tokens"
@@ -43,20 +43,20 @@ def _remarks(listing: Listing) -> Iterator[str]:
     if listing.speeds != (1.0,):
         speeds = ", ".join(map(str, listing.speeds))
         yield f"every utterance is listed at each of the speeds {speeds} (data.speed_perturbation)"
-    for count, how in (
+    for count, source in (
         (listing.by_text, f"texts, {BYTES_PER_TOKEN} bytes each: --tokenizer DIR counts them"),
         (listing.by_duration, f"durations, {TOKENS_PER_SECOND} a second"),
     ):
         if count:
-            yield f"tokens of {count:,} utterances are estimated from {how}"
+            yield f"tokens of {count:,} utterances are estimated from {source}"
 
 
 def _silence(selection: Selection) -> Iterator[str]:
     """Yield the share of silence in the encoder frames, which does not count as padding."""
     framing = selection.shape.framing
     if framing.minimum:
-        heard = selection.seconds.sum() / framing.seconds
-        share = 1 - heard / selection.lengths.frames.sum(dtype=np.int64)
+        audio = selection.seconds.sum() / framing.seconds
+        share = 1 - audio / selection.lengths.frames.sum(dtype=np.int64)
         yield (
             f"{percent(share)} % of the encoder frames are silence, as an utterance has at least "
             f"{framing.minimum * framing.seconds:g} s (model.features.minimum_s); it is not padding"
@@ -65,20 +65,20 @@ def _silence(selection: Selection) -> Iterator[str]:
 
 def mixture(selection: Selection, options: StudyOptions) -> str | None:
     """Return the shares of the sources; None if an epoch has every utterance once."""
-    found = summarise_mixture(selection, options)
-    if found is None:
+    summary = summarise_mixture(selection, options)
+    if summary is None:
         return None
     epochs = "an epoch" if options.epochs == 1 else f"{options.epochs} epochs"
-    hours = sum(row.drawn_amount for row in found.rows)
-    lines = "\n".join(f"    {line}" for line in found.table())
+    hours = sum(row.drawn_amount for row in summary.rows)
+    lines = "\n".join(f"    {line}" for line in summary.table())
     return f"Sources (data.mix), of which {epochs} of {hours:,.2f} h is drawn:\n\n{lines}"
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
+def table(results: Sequence[StrategyResult]) -> str:
     """Return a table with one row for each strategy, and a description of its columns."""
-    made = Table(box=box.MARKDOWN)
-    made.add_column("strategy")
-    with_buckets = any(outcome.report.bucket_mismatch is not None for outcome in outcomes)
+    grid = Table(box=box.MARKDOWN)
+    grid.add_column("strategy")
+    with_buckets = any(result.report.bucket_mismatch is not None for result in results)
     for column in (
         "frames %",
         "tokens %",
@@ -93,9 +93,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
         "steps",
         "deferred",
     ):
-        made.add_column(column, justify="right")
-    for outcome in outcomes:
-        report = outcome.report
+        grid.add_column(column, justify="right")
+    for result in results:
+        report = result.report
         mismatch = report.bucket_mismatch
         figures = [
             percent(report.padding_frames),
@@ -112,12 +112,12 @@ def table(outcomes: Sequence[Outcome]) -> str:
         if not report.planned:
             # All utterances are left to later epochs, and nothing can be said of batches.
             figures = [""] * len(figures)
-        made.add_row(outcome.strategy, *figures, f"{report.steps:,}", f"{report.deferred:,}")
+        grid.add_row(result.strategy, *figures, f"{report.steps:,}", f"{report.deferred:,}")
     buckets = ", steps with several buckets" if with_buckets else ""
     return (
         "Padding of encoder frames, decoder tokens, FLOPs and T x U cells; imbalance of ranks "
         f"(mean, p99){buckets};\nmean micro-batch; forward FLOPs of an hour of audio.\n\n"
-        f"{to_text(made)}"
+        f"{to_text(grid)}"
     )
 
 
@@ -128,18 +128,20 @@ def dropped(selection: Selection, listed: str | None) -> str:
         return "dropped 0 utterances"
     share = count / (count + len(selection))
     reasons = ", ".join(f"{reason} {number:,}" for reason, number in selection.reasons.items())
-    where = f"each listed in {listed}" if listed else "--dropped FILE lists each"
-    return f"dropped {count:,} utterances ({percent(share)} %): {reasons}; {where}"
+    destination = f"each listed in {listed}" if listed else "--dropped FILE lists each"
+    return f"dropped {count:,} utterances ({percent(share)} %): {reasons}; {destination}"
 
 
-def advice(selection: Selection, outcomes: Sequence[Outcome], options: StudyOptions) -> str:
-    """Return advice in a sentence: the most important remedy."""
+def advice(
+    selection: Selection, results: Sequence[StrategyResult], options: StudyOptions
+) -> str:
+    """Return the most important remedy in a sentence."""
     reasons = selection.reasons
     count = sum(reasons.values())
     if count > _MANY_DROPPED * (count + len(selection)):
         worst = next(iter(reasons))
         return f"Look at the dropped utterances first: {worst} drops {reasons[worst]:,}."
-    by_name = {outcome.strategy: outcome.report for outcome in outcomes}
+    by_name = {result.strategy: result.report for result in results}
     packed = by_name.get("packed")
     if packed is None:
         worst = max(report.padding_flops for report in by_name.values())
@@ -147,10 +149,10 @@ def advice(selection: Selection, outcomes: Sequence[Outcome], options: StudyOpti
             f"Plan with --strategy all to see what packed saves: up to {percent(worst)} % of the "
             "FLOPs above are padding."
         )
-    if options.of_step % options.world_size:
+    if options.micro_batches % options.world_size:
         return (
-            f"{options.world_size} ranks cannot share {options.of_step} micro-batches evenly, and "
-            "some wait: make --micro-batches a multiple of --world-size."
+            f"{options.world_size} ranks cannot share {options.micro_batches} micro-batches evenly,
+            and " "some wait: make --micro-batches a multiple of --world-size."
         )
     shape = selection.shape
     if packed.deferred > _MANY_DEFERRED * (packed.deferred + packed.planned):
@@ -178,11 +180,11 @@ def advice(selection: Selection, outcomes: Sequence[Outcome], options: StudyOpti
             "Ranks wait for one another: raise --frame-budget, so that longest utterances weigh "
             "less in a batch."
         )
-    others = {name: report for name, report in by_name.items() if name != "packed"}
-    if not others:
+    padded = {name: report for name, report in by_name.items() if name != "packed"}
+    if not padded:
         return "No change is needed: train with these budgets."
-    worst = max(others, key=lambda name: others[name].flops_per_audio_hour)
-    times = others[worst].flops_per_audio_hour / packed.flops_per_audio_hour
+    worst = max(padded, key=lambda name: padded[name].flops_per_audio_hour)
+    times = padded[worst].flops_per_audio_hour / packed.flops_per_audio_hour
     return (
         f"Train with data.strategy=packed: {worst} batches, padded, compute {times:.1f} times as "
         "much for the same audio."

@@ -12,8 +12,7 @@ import pytest
 from effasr import config
 from effasr.data.features.frame_geometry import Framing
 from effasr.planning.initial import Initial
-from effasr.planning.practice import PRACTICE, practice_for
-from effasr.planning.recipe import recipe_text
+from effasr.planning.recipe import PRACTICE, practice_for, recipe_text
 from effasr.training.config import TrainConfig
 
 QUICK = ("training.max_steps=2", "training.device=cpu", "data.workers=0")

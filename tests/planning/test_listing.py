@@ -17,8 +17,8 @@ from effasr.data.index.corpus import Corpus
 from effasr.data.sampling.cost import CANARY_180M_FLASH
 from effasr.data.tokenizer import train_tokenizer
 from effasr.planning.listing import read_listing
-from effasr.planning.request import Request
 from effasr.planning.selection import select
+from effasr.planning.study import PlanRequest
 
 LIMITS = Limits(ctc=False)
 
@@ -240,7 +240,7 @@ def test_one_line_in_a_hundred_counts_as_in_training(
     path = write("m.jsonl", *({"id": f"u{n}"} | row for n in range(99)), row | changed)
     config = DataConfig(frame_budget=100, **options)
     corpus = Corpus.load([path], tokenizer, config)
-    request = Request([path], "model", CANARY_180M_FLASH, tokenizer, config, config.limits(), 0)
+    request = PlanRequest([path], "model", CANARY_180M_FLASH, tokenizer, config, config.limits(), 0)
     _, chosen = request.read()
     assert chosen.lengths.frames.tolist() == corpus.lengths.frames.tolist()
     assert chosen.lengths.tokens.tolist() == corpus.lengths.tokens.tolist()
