@@ -18,7 +18,7 @@ INPUTS ?= 1000
 # How often in a row `make test-processes` runs the tests that start processes.
 RUNS ?= 20
 PROCESS_TESTS := tests/distributed tests/faults \
-  tests/cli/test_torchrun.py tests/data/test_build_lock.py \
+  tests/cli/test_torchrun.py tests/data/test_locks.py \
   tests/data/test_corpus_cache_processes.py tests/data/test_loader.py \
   tests/training/calibration/test_settle.py \
   tests/training/language_model/test_training.py::test_two_processes_train_adapters_as_one \

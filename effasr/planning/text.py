@@ -132,9 +132,7 @@ def dropped(selection: Selection, listed: str | None) -> str:
     return f"dropped {count:,} utterances ({percent(share)} %): {reasons}; {destination}"
 
 
-def advice(
-    selection: Selection, results: Sequence[StrategyResult], options: StudyOptions
-) -> str:
+def advice(selection: Selection, results: Sequence[StrategyResult], options: StudyOptions) -> str:
     """Return the most important remedy in a sentence."""
     reasons = selection.reasons
     count = sum(reasons.values())
@@ -151,8 +149,8 @@ def advice(
         )
     if options.micro_batches % options.world_size:
         return (
-            f"{options.world_size} ranks cannot share {options.micro_batches} micro-batches evenly,
-            and " "some wait: make --micro-batches a multiple of --world-size."
+            f"{options.world_size} ranks cannot share {options.micro_batches} micro-batches "
+            "evenly, and some wait: make --micro-batches a multiple of --world-size."
         )
     shape = selection.shape
     if packed.deferred > _MANY_DEFERRED * (packed.deferred + packed.planned):

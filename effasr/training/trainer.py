@@ -235,7 +235,7 @@ class Trainer:
 
     def _replace_rank_zero(self) -> None:
         logging.getLogger("effasr").setLevel(logging.NOTSET)
-        self.log.lock(succeeds=True)
+        self.log.lock(takeover=True)
         self._open_log()
         self.log.show(
             f"rank 0 is lost: from step {self.progress.step} on, another rank writes the files of "

@@ -21,12 +21,12 @@ import torch
 
 from effasr import config as configuration
 from effasr.checkpoint import load_model
+from effasr.data import locks
+from effasr.data.locks import LOCK, RunLock
 from effasr.training.checkpointing import run_checkpoints
 from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
-from effasr.training.run_dir import run_lock
 from effasr.training.run_dir.progress import ProgressDisplay
 from effasr.training.run_dir.run_directory import RunDirectory, read_lines
-from effasr.training.run_dir.run_lock import LOCK, RunLock
 from effasr.training.trainer import run
 from tests.support.run_ranks import ROOT, started
 from tests.training.test_faults import wait_for, wait_for_checkpoint
@@ -36,7 +36,7 @@ ONE = {"max_steps": 100_000, "checkpoint_every": 5, "threads": 1}
 HOLD = """
 import fcntl, os, sys, time
 from pathlib import Path
-from effasr.training.run_dir.run_lock import RunLock
+from effasr.data.locks import RunLock
 
 if "lockf" in sys.argv:
     fcntl.flock = fcntl.lockf
@@ -118,8 +118,8 @@ def test_whoever_takes_the_place_of_a_silent_process_has_the_lock_from_then_on(t
     with holder(tmp_path, "one") as (process, _):
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(ValueError, match=f"process {process.pid} "):
-            RunLock(tmp_path, "another start", succeeds=True)
-        mine = RunLock(tmp_path, "one", succeeds=True)
+            RunLock(tmp_path, "another start", takeover=True)
+        mine = RunLock(tmp_path, "one", takeover=True)
         process.send_signal(signal.SIGCONT)
         process.communicate("")
         with pytest.raises(ValueError, match=f"process {os.getpid()} "):
@@ -143,7 +143,7 @@ def test_torchrun_waits_for_a_process_that_it_has_replaced_and_for_no_other(
 
         # The lock's own clock: threads that other tests have left behind sleep, too.
         clock = SimpleNamespace(monotonic=time.monotonic, sleep=end)
-        monkeypatch.setattr(run_lock, "time", clock)
+        monkeypatch.setattr(locks, "time", clock)
         for job, restarts in (("job", "0"), ("other", "1")):
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
             monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
@@ -174,7 +174,7 @@ def test_a_file_of_one_that_ends_meanwhile_is_not_taken_for_the_lock(tmp_path, m
 
 def test_locks_of_a_file_server_belong_to_processes_and_work_as_well(tmp_path, monkeypatch) -> None:
     """NFS makes POSIX locks of flock's: closing any descriptor of the file would release them."""
-    monkeypatch.setattr(run_lock.fcntl, "flock", fcntl.lockf)
+    monkeypatch.setattr(locks.fcntl, "flock", fcntl.lockf)
     folder = tmp_path / "run"
     with holder(folder, "one", "fork", "lockf") as (process, child):
         for _ in range(2):
@@ -198,7 +198,7 @@ def test_without_locks_a_warning_says_so_once(tmp_path, monkeypatch, caplog) -> 
     def refuse(descriptor: int, kind: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
     before = len(os.listdir("/proc/self/fd"))
     for name in ("one", "two"):
         RunLock(tmp_path, name).release()
@@ -233,7 +233,7 @@ def test_of_two_trainings_without_locks_the_first_ends_and_names_the_second(
 
     monkeypatch.setattr(run_checkpoints, "write_model", write_slowly)
     without = SimpleNamespace(flock=refuse, LOCK_EX=fcntl.LOCK_EX, LOCK_NB=fcntl.LOCK_NB)
-    monkeypatch.setattr(run_lock, "fcntl", without)
+    monkeypatch.setattr(locks, "fcntl", without)
     advance = ProgressDisplay.advance
 
     def meanwhile(self, step: int) -> None:

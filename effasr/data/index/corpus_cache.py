@@ -29,11 +29,11 @@ from effasr.data.audio.waveform import AudioProblem, samples_in
 from effasr.data.checksums import sha256
 from effasr.data.filters.limits import Limits
 from effasr.data.filters.rules import Dropped
-from effasr.data.index.build_lock import PATIENCE_S, building
 from effasr.data.index.column_file import Damaged, map_columns, remove_unused, write_columns
 from effasr.data.index.columns import decode
 from effasr.data.index.index_reader import build_table
 from effasr.data.index.utterance_table import UtteranceTable
+from effasr.data.locks import BUILD_PATIENCE_S, building
 from effasr.data.manifest.reader import deciding_files
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ class CorpusCache:
         *,
         jobs: int | None = None,
         least_bytes: int | None = None,
-        patience_s: float = PATIENCE_S,
+        patience_s: float = BUILD_PATIENCE_S,
     ) -> None:
         self._folder = folder
         self._note = note

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effasr.config import RUN_CONFIG
-from effasr.training.run_dir.run_lock import LOCK, RunLock, launcher, torchrun_job
+from effasr.data.locks import LOCK, RunLock, launcher, torchrun_job
 from effasr.untrusted.display import utf8
 from effasr.untrusted.documents import with_checksum_line
 
@@ -67,12 +67,12 @@ class RunDirectory:
         """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
-    def lock(self, run: str, *, succeeds: bool = False) -> None:
-        """Lock the directory until `close`: see `run_lock.RunLock`."""
-        self._lock = RunLock(self.path, run, succeeds=succeeds)
+    def lock(self, run: str, *, takeover: bool = False) -> None:
+        """Lock the directory until `close`: see `locks.RunLock`."""
+        self._lock = RunLock(self.path, run, takeover=takeover)
 
     def check_lock(self) -> None:
-        """Check that no other training has begun here: see `run_lock.RunLock.check`."""
+        """Check that no other training has begun here: see `locks.RunLock.check`."""
         if self._lock is not None:
             self._lock.check()
 

@@ -41,9 +41,9 @@ class RunLog:
         self._unreadable: list[dict[str, Any]] = []
         self._has_warned = False
 
-    def lock(self, *, succeeds: bool = False) -> None:
+    def lock(self, *, takeover: bool = False) -> None:
         """See `RunDirectory.lock`."""
-        self.directory.lock(self._start, succeeds=succeeds)
+        self.directory.lock(self._start, takeover=takeover)
 
     def open(
         self, config: TrainConfig, is_main: bool, step: int, ranks: int, dropped: Sequence[Dropped]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from effasr.data.index.build_lock import BuilderSilent, building
+from effasr.data.locks import BuilderSilent, building
 
 CONTEXT = multiprocessing.get_context("fork")
 

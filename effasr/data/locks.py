@@ -1,4 +1,8 @@
-"""A lock of a run directory, which the kernel releases with the process that holds it."""
+"""Locks of files, which the kernel releases with the process that holds them.
+
+The holder writes a record into the locked file, for those that wait or are refused. That is why
+`fcntl` is used: libraries truncate the file when they open it, and may remove it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ import logging
 import os
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -17,26 +22,107 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 LOCK = "lock"
-"""Name of the lock file. It remains after a process was killed: the lock counts, not the file."""
+"""Name of a run's lock file. It stays after a process was killed: the lock counts, not the file."""
 
-_PATIENCE_S = 120.0
+BUILD_PATIENCE_S = 600.0
+"""How long a builder may go without a progress report."""
+_BUILD_POLL_S = 0.2
+
+_RUN_PATIENCE_S = 120.0
 """Seconds to wait for the lock of a process that torchrun has replaced: a file server may keep the
 lock of a lost host for its lease, 90 seconds by default with NFS."""
-_POLL_S = 0.5
+_RUN_POLL_S = 0.5
 _TRIES = 100
 
 _held: set[int] = set()
-"""Descriptors that this process has locked. A fork shares the lock of an open file, so data workers
-must close their copies: they would otherwise hold the lock of a trainer that was killed."""
+"""Descriptors that this process has locked. A fork shares the lock of an open file, so children
+must close their copies: they would otherwise hold the lock of a process that was killed."""
 
 
-def _forget_in_child() -> None:
+def _close_in_child() -> None:
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _open(file: Path) -> int:
+    # Opened for writing, because NFS grants exclusive locks only then.
+    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file; BlockingIOError if another process has, OSError if there are no locks."""
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _write(descriptor: int, record: str) -> None:
+    content = record.encode()
+    os.pwrite(descriptor, content, 0)
+    os.ftruncate(descriptor, len(content))
+
+
+class BuilderSilent(RuntimeError):
+    """The process that builds a file has reported no progress for too long."""
+
+
+@contextmanager
+def building(
+    file: Path, note: Callable[[str], None], patience_s: float = BUILD_PATIENCE_S
+) -> Iterator[tuple[Callable[[str], None], bool]]:
+    """Let one process build while the others wait and pass its progress to ``note``.
+
+    Yields a function that publishes this process's progress (the others wait as long as it
+    changes), and whether the file is locked: it is not where the file system has no locks.
+    """
+    descriptor = _open(file)
+    _held.add(descriptor)
+    try:
+        is_locked = _wait_for_builder(descriptor, file, note, patience_s)
+        name = f"{socket.gethostname()}, process {os.getpid()}"
+
+        def report_progress(text: str) -> None:
+            _write(descriptor, f"{text} ({name})")
+
+        report_progress("begins to read")
+        yield report_progress, is_locked
+        os.ftruncate(descriptor, 0)
+    finally:
+        # A forked child has closed its copy already and must not release its parent's lock.
+        if descriptor in _held:
+            _held.discard(descriptor)
+            os.close(descriptor)
+
+
+def _wait_for_builder(
+    descriptor: int, file: Path, note: Callable[[str], None], patience_s: float
+) -> bool:
+    """Wait for the lock; return whether the file system has locks."""
+    last_report, changed = None, time.monotonic()
+    while True:
+        try:
+            _lock(descriptor)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            log.debug("%s cannot be locked: %s", file, error)
+            return False
+        else:
+            return True
+        report = os.pread(descriptor, 4096, 0)
+        if report != last_report:
+            last_report, changed = report, time.monotonic()
+            if report:
+                note(f"waiting for another process: {report.decode(errors='replace')}")
+        elif time.monotonic() - changed > patience_s:
+            raise BuilderSilent(
+                f"{file}: waited {patience_s:g} s for the process that reads the manifests, which "
+                f"reports nothing ({report.decode(errors='replace') or 'no name'}): end it, or "
+                "start with data.cache=null, with which every process reads the manifests itself."
+            )
+        time.sleep(_BUILD_POLL_S)
 
 
 class RunLock:
@@ -48,41 +134,37 @@ class RunLock:
     Args:
         folder: Run directory; made if it does not exist.
         run: Name of this start of the run, shared by all of its processes.
-        succeeds: Whether this process replaces a lost one of the same run, whose lock is then
+        takeover: Whether this process replaces a lost one of the same run, whose lock is then
             ignored even if the process still exists.
-
-    Raises:
-        ValueError: Another process holds the lock.
     """
 
-    def __init__(self, folder: Path, run: str, *, succeeds: bool = False) -> None:
+    def __init__(self, folder: Path, run: str, *, takeover: bool = False) -> None:
         self.run = run
         self._file = folder / LOCK
         self._descriptor: int | None = None
         self._is_unlocked = False
-        self._made = [made for made in (folder, *folder.parents) if not made.exists()]
-        until, has_told = time.monotonic() + _PATIENCE_S, False
+        self._made = [path for path in (folder, *folder.parents) if not path.exists()]
+        deadline, has_warned = time.monotonic() + _RUN_PATIENCE_S, False
         while (holder := self._try()) is not None:
-            if succeeds and holder.get("run") == run:
+            if takeover and holder.get("run") == run:
                 self._replace()
                 return
-            if not _is_replaced(holder) or time.monotonic() > until:
+            if not _is_replaced(holder) or time.monotonic() > deadline:
                 raise ValueError(_refusal(folder, holder))
-            if not has_told:
+            if not has_warned:
                 log.warning("waiting for a process that torchrun has replaced: %s", self._file)
-            has_told = True
-            time.sleep(_POLL_S)
+            has_warned = True
+            time.sleep(_RUN_POLL_S)
 
     def check(self) -> None:
-        """Check, where the file system has no locks, that no other training has begun here.
+        """Refuse, where the file system has no locks, that another training has begun here.
 
-        Raises:
-            ValueError: One has; what is written from now on would mix with its files.
+        What this one writes from now on would mix with its files.
         """
         if not self._is_unlocked:
             return
         with suppress(FileNotFoundError):
-            holder = _read(self._file.read_bytes())
+            holder = _parse(self._file.read_bytes())
             if holder.get("run", self.run) != self.run:
                 raise ValueError(_refusal(self._file.parent, holder))
 
@@ -96,13 +178,13 @@ class RunLock:
         # A forked child has closed its copy already and must not release its parent's lock.
         if descriptor is None or descriptor not in _held:
             return
-        is_own = _is_at(self._file, descriptor)
-        if is_own:
+        is_current = _is_at(self._file, descriptor)
+        if is_current:
             self._file.unlink()
         _held.discard(descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
-        if is_own:
+        if is_current:
             for folder in self._made:
                 with suppress(OSError):
                     folder.rmdir()
@@ -117,10 +199,10 @@ class RunLock:
                 # Its holder has just removed the empty folder.
                 continue
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(descriptor)
             except BlockingIOError:
                 with os.fdopen(descriptor, "rb") as file:
-                    return _read(file.read())
+                    return _parse(file.read())
             except OSError as error:
                 _warn(self._file.parent, error.strerror)
                 try:
@@ -141,7 +223,7 @@ class RunLock:
         partial = self._file.with_name(f".{LOCK}.partial")
         partial.unlink(missing_ok=True)
         descriptor = _open(partial)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(descriptor)
         self._hold(descriptor)
         partial.replace(self._file)
 
@@ -160,18 +242,12 @@ class RunLock:
             "job": torchrun_job()[0],
         }
         try:
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, (json.dumps(holder) + "\n").encode())
+            _write(descriptor, json.dumps(holder) + "\n")
             # For readers on other hosts.
             os.fsync(descriptor)
         except OSError as error:
             error.filename = str(self._file)
             raise
-
-
-def _open(file: Path) -> int:
-    # Opened for writing, because NFS grants exclusive locks only then.
-    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
 def _is_at(file: Path, descriptor: int) -> bool:
@@ -182,7 +258,7 @@ def _is_at(file: Path, descriptor: int) -> bool:
         return False
 
 
-def _read(content: bytes) -> dict[str, Any]:
+def _parse(content: bytes) -> dict[str, Any]:
     """Return the holder's record; an empty one if it has not been written yet."""
     with suppress(ValueError):
         holder = json.loads(content)
@@ -215,14 +291,14 @@ def _is_replaced(holder: dict[str, Any]) -> bool:
 
 def _refusal(folder: Path, holder: dict[str, Any]) -> str:
     if "pid" in holder:
-        who = f"process {holder['pid']} on {holder['host']} has trained there since "
-        who += holder["started"]
-        how = f" with a checkpoint by `kill {holder['pid']}` on {holder['host']}"
+        process = f"process {holder['pid']} on {holder['host']} has trained there since "
+        process += holder["started"]
+        command = f" with a checkpoint by `kill {holder['pid']}` on {holder['host']}"
     else:
-        who, how = "another process has just begun to train there", ""
+        process, command = "another process has just begun to train there", ""
     return (
-        f"`name`: the run directory {folder} must be free, but {who}: wait until "
-        f"it has ended, or end it{how}, or choose another `name`."
+        f"`name`: the run directory {folder} must be free, but {process}: wait until "
+        f"it has ended, or end it{command}, or choose another `name`."
     )
 
 
