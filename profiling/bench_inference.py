@@ -50,7 +50,7 @@ from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
-from effasr.transcription.packed_weights import PackedWeights
+from effasr.transcription.cpu_weights import OneDNNWeights
 from effasr_kernels import Context
 
 TOKENS_PER_SECOND = 3.6
@@ -246,7 +246,7 @@ class Ours:
 
     def __init__(self, model: ASRModel, spoken: Utterances, clock: Clock) -> None:
         self._model, self._spoken, self._clock = model, spoken, clock
-        self._packed = PackedWeights(model)
+        self._packed = OneDNNWeights(model)
         # The last token ends a transcript, and is never chosen: all reach their limits.
         end = model.vocab_size - 1
         self._engine = Engine(

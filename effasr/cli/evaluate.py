@@ -7,11 +7,9 @@ from pathlib import Path
 
 from effasr.cli.options import (
     CONFIDENCE,
-    CORRECTOR,
     MANIFEST_HELP,
     NBEST,
     RUN_HELP,
-    SECOND_PASS,
     AddCommand,
     add_averaged,
     add_decoding,
@@ -27,6 +25,7 @@ from effasr.cli.options import (
     run_checkpoints,
 )
 from effasr.cli.progress import decoding_progress
+from effasr.decoding.config import CORRECTOR, SECOND_PASS
 
 
 def add(command: AddCommand) -> None:

@@ -18,7 +18,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from effasr.cli.progress import ERASE, erase_line, progress_counter, working
-from effasr.decoding.config import DecodingConfig
+from effasr.decoding.config import SEARCH, DecodingConfig
 from effasr.untrusted.display import display_width, escape_controls, fold
 
 if TYPE_CHECKING:
@@ -37,15 +37,10 @@ _LABEL = re.compile(r"\w[\w ]{,18}? {2,}")  # a name in the first column of a re
 RUN_HELP = "a run (runs/NAME: its best checkpoint), or a model directory"
 MANIFEST_HELP = "NeMo JSONL, lhotse cuts, a Kaldi, audio or prepared folder"
 
-# Fields of `DecodingConfig` that are options.
-SEARCH = (
-    *("method", "beam", "length_penalty", "coverage_penalty", "ctc_weight", "no_repeat_ngram"),
-    *("lm", "lm_unit", "lm_weight", "instruction", "gap_seconds", "frame_budget"),
-)
+# Fields of `DecodingConfig` that some commands have as options, beside its SEARCH and _RECORDINGS.
 NBEST = ("nbest",)
-SECOND_PASS = "second_lm", "second_lm_weight", "second_word_bonus"
-CORRECTOR = "corrector", "corrector_margin", "corrector_source"
 CONFIDENCE = "word_confidence", "calibration"
+_RECORDINGS = "instruction", "gap_seconds", "frame_budget"
 
 
 def folder(text: str) -> Path:
@@ -218,7 +213,7 @@ def add_decoding(parser: argparse.ArgumentParser, *groups: Sequence[str], beam: 
         metavar="FILE.yaml",
         help="file of `effasr tune`; options of the search that are given have precedence",
     )
-    add_fields(parser, *SEARCH, *(name for group in groups for name in group))
+    add_fields(parser, *SEARCH, *_RECORDINGS, *(name for group in groups for name in group))
     if beam != 1:
         (action,) = (action for action in parser._actions if action.dest == "beam")
         action.help = str(action.help).replace("default: 1, greedy", f"default: {beam}")

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING
 
 from effasr.cli.options import (
     CONFIDENCE,
-    CORRECTOR,
     NBEST,
     RUN_HELP,
-    SECOND_PASS,
     AddCommand,
     add_averaged,
     add_decoding,
@@ -30,6 +28,7 @@ from effasr.cli.options import (
     run_checkpoints,
     seconds,
 )
+from effasr.decoding.config import CORRECTOR, SECOND_PASS
 
 if TYPE_CHECKING:
     from effasr.checkpoint import LoadedModel

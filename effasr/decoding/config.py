@@ -9,6 +9,15 @@ from typing import Literal
 
 from effasr.model.checks import check, check_positive
 
+# Fields of the search, of a second language model and of a corrector: the options of commands, and
+# what a file of `effasr tune` may have.
+SEARCH = (
+    *("method", "beam", "length_penalty", "coverage_penalty", "ctc_weight", "no_repeat_ngram"),
+    *("lm", "lm_unit", "lm_weight"),
+)
+SECOND_PASS = "second_lm", "second_lm_weight", "second_word_bonus"
+CORRECTOR = "corrector", "corrector_margin", "corrector_source"
+
 _COUNTS = "beam", "max_symbols", "frame_budget", "max_sequences", "extra_tokens", "workers"
 
 LENGTH_PENALTY = 0.6  # Wu et al., 2016, https://arxiv.org/abs/1609.08144, recommend 0.6 to 0.7

@@ -10,26 +10,14 @@ import jiwer
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Reference and hypothesis, aligned word by word.
+    """Reference and hypothesis, aligned word by word."""
 
-    Attributes:
-        reference: Words; those with an error in capitals, a missing one as asterisks.
-        hypothesis: Words of the hypothesis, as ``reference``.
-        kinds: Kind of each pair: S, D, I, or an empty string for equal words.
-    """
-
-    reference: tuple[str, ...]
-    hypothesis: tuple[str, ...]
-    kinds: tuple[str, ...]
+    reference: tuple[str, ...]  # words; those with an error in capitals, a missing one as asterisks
+    hypothesis: tuple[str, ...]  # words of the hypothesis, as ``reference``
+    kinds: tuple[str, ...]  # kind of each pair: S, D, I, or an empty string for equal words
 
     def lines(self, indent: str = "", limit: int | None = None) -> list[str]:
-        """Three lines, with the words of a pair in one column.
-
-        Args:
-            indent: Text before each line.
-            limit: Columns of a line; longer alignments have three more lines for what follows. By
-                default there are three.
-        """
+        """Three lines, with the words of a pair in one column."""
         rows = (("REF:", self.reference), ("HYP:", self.hypothesis), ("Eval:", self.kinds))
         widths = [max(map(len, words)) for words in zip(*(row for _, row in rows), strict=True)]
         room = None if limit is None else limit - len(indent) - 6

@@ -11,8 +11,7 @@ from effasr.evaluation.wer import ErrorCounts
 
 _DRAWS = 1000
 _SEED = 0
-_AT_A_TIME = 2_000_000
-"""Indices drawn at a time, to limit the memory for large sets."""
+_AT_A_TIME = 2_000_000  # indices drawn at a time, to limit the memory for large sets
 
 
 def interval(parts: Sequence[ErrorCounts], confidence: float = 0.95) -> tuple[float, float]:
@@ -21,15 +20,7 @@ def interval(parts: Sequence[ErrorCounts], confidence: float = 0.95) -> tuple[fl
     Utterances are drawn with replacement, a thousand times; the interval holds the middle
     ``confidence`` of the rates. It covers the choice of utterances, not the variance of training.
 
-    Args:
-        parts: The counts of each utterance.
-        confidence: Share of the draws in the interval.
-
-    Returns:
-        Its ends; NaN where no reference has a word.
-
-    References:
-        Bisani and Ney, 2004, https://doi.org/10.1109/ICASSP.2004.1326009.
+    Bisani and Ney, 2004, https://doi.org/10.1109/ICASSP.2004.1326009.
     """
     rates = _rates(_table(parts))
     if not rates.size:
@@ -46,18 +37,7 @@ def probability_of_improvement(
     The same utterances are drawn for both, so that their difficulty cancels out. Draws with equally
     many errors count half.
 
-    Args:
-        before: The counts of each utterance.
-        after: Errors of the same utterances, in the same order.
-
-    Returns:
-        From 0 to 1; NaN where no reference has a word.
-
-    Raises:
-        ValueError: The two are of unequal length.
-
-    References:
-        Bisani and Ney, 2004, https://doi.org/10.1109/ICASSP.2004.1326009.
+    Bisani and Ney, 2004, https://doi.org/10.1109/ICASSP.2004.1326009.
     """
     if len(before) != len(after):
         raise ValueError(
@@ -78,16 +58,10 @@ def chance_of_best(before: np.ndarray, tried: np.ndarray) -> float:
     Utterances are drawn with replacement, a thousand times, to see how far the largest of all
     gains, each in units of its standard deviation, strays from its own mean.
 
-    Args:
-        before: int64 (n,), word errors of each utterance by the first system.
-        tried: int64 (m, n), those of all systems that were tried.
+    ``before``: int64 (n,), word errors of each utterance by the first system; ``tried``: int64 (m,
+    n), those of all systems that were tried.
 
-    Returns:
-        The p-value of the system with the fewest errors, from 0 to 1; 1 if it has no gain, or the
-        same in every utterance.
-
-    References:
-        Romano and Wolf, 2005, https://doi.org/10.1111/j.1468-0262.2005.00615.x.
+    Romano and Wolf, 2005, https://doi.org/10.1111/j.1468-0262.2005.00615.x.
     """
     gains = (before - tried).astype(np.float64)
     if not gains.size:

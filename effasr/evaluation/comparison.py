@@ -22,21 +22,13 @@ from effasr.evaluation.wer import ErrorCounts, count_errors, total
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """An evaluation, read from its folder.
+    """An evaluation, read from its folder."""
 
-    Attributes:
-        system: Name of the run, or of the folder.
-        set_name: Name of the set.
-        errors: Errors of each utterance by id.
-        rtfx: Seconds of audio per second.
-        failed: Utterances that could not be transcribed.
-    """
-
-    system: str
-    set_name: str
-    errors: dict[str, ErrorCounts]
-    rtfx: float
-    failed: int
+    system: str  # name of the run, or of the folder
+    set_name: str  # name of the set
+    errors: dict[str, ErrorCounts]  # errors of each utterance by id
+    rtfx: float  # seconds of audio per second
+    failed: int  # utterances that could not be transcribed
 
 
 def read_run(run: str | Path, normalizer: str | None = None) -> list[Scored]:
@@ -45,13 +37,6 @@ def read_run(run: str | Path, normalizer: str | None = None) -> list[Scored]:
     The set of such a folder is the one in its ``wer.json``, and the folder names the system; in
     ``runs/NAME/evaluation`` it is ``NAME/FOLDER``. A folder with the name of the set, or of an
     earlier version, is ``SYSTEM/SET``.
-
-    Args:
-        run: ``runs/NAME``, or a folder with wer.json and hypotheses.jsonl.
-        normalizer: Score the texts again with this one; by default that of the evaluation.
-
-    Raises:
-        ValueError: There is no evaluation, or one of its files is damaged.
     """
     run = Path(run)
     if (run / SUMMARY).is_file():

@@ -10,16 +10,11 @@ from lhotse.cut import Cut
 from effasr.data.manifest.pairs import SOURCE_NAME, SOURCE_TEXT
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
-from effasr.evaluation.evaluate import scorable_requests
+from effasr.evaluation.evaluate import transcribe_cuts
 from effasr.model.asr import ASRModel
 from effasr.transcription.recognizer import Recognizer
-from effasr.transcription.results import Failure, Result, Transcription
+from effasr.transcription.results import Failure, Result
 from effasr.transcription.second_pass.corrector import joined_texts, text_prompt
-
-
-def listed_texts(result: Transcription) -> str:
-    """Return the different texts of a recording, the best first, with separators."""
-    return joined_texts(result.alternatives)
 
 
 def correction_pairs(
@@ -33,46 +28,27 @@ def correction_pairs(
     """Yield the lines of a manifest of text pairs, which `effasr.data.manifest.pairs` reads.
 
     ``source_text`` is the list of an utterance, of the ``config.nbest`` best texts, and ``text``
-    its reference. Both are of the language of the text, so that the task is to transcribe.
-
-    Args:
-        model: Decodes on its device; its training mode is restored.
-        tokenizer: Tokenizer of the model.
-        cuts: Cuts with one supervision each.
-        config: With ``nbest``.
-        on_result: Called with each result, for example to show progress.
-        source_name: Name of what the lists come from, which each line has as ``source``; None for
-            none.
-
-    Yields:
-        A failure for an utterance that was not transcribed, whose texts are all empty, or whose
-        reference is.
-
-    Raises:
-        ValueError: The model does not support the configuration.
+    its reference. Both are of the language of the text, so that the task is to transcribe. An
+    utterance that was not transcribed, whose texts are all empty, or whose reference is, gives a
+    failure. ``source_name`` becomes the ``source`` of each line.
     """
     recognizer = Recognizer(model, tokenizer, config)
-    scorable, failures = scorable_requests(cuts, recognizer.sample_rate)
-    yield from failures
-    results = recognizer.results(wanted for _, wanted in scorable)
-    for (reference, wanted), result in zip(scorable, results, strict=True):
-        if on_result is not None:
-            on_result(result)
+    for reference, prompt, result in transcribe_cuts(recognizer, cuts, on_result):
         if isinstance(result, Failure):
             yield result
             continue
-        source, text = listed_texts(result), reference.strip()
+        source, text = joined_texts(result.alternatives), reference.strip()
         if not source or not text:
-            what = "its reference" if source else "every text of its list"
-            yield Failure(result.id, f"no pair: {what} is empty")
+            empty = "its reference" if source else "every text of its list"
+            yield Failure(result.id, f"no pair: {empty} is empty")
             continue
-        prompt = text_prompt(wanted.prompt)
+        target = text_prompt(prompt)
         yield {
             "id": result.id,
             SOURCE_TEXT: source,
             "text": text,
-            "source_lang": prompt.source,
-            "target_lang": prompt.target,
-            "pnc": prompt.punctuation,
+            "source_lang": target.source,
+            "target_lang": target.target,
+            "pnc": target.punctuation,
             **({} if source_name is None else {SOURCE_NAME: source_name}),
         }

@@ -1,9 +1,9 @@
-"""Evaluation of a model on a set, in training and on the command line."""
+"""Evaluation of a model on a set of recordings or of text pairs."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from lhotse.cut import Cut
 
 from effasr.data.audio.waveform import AudioError, load_audio
 from effasr.data.manifest.cuts import prompt_of
+from effasr.data.manifest.pairs import TextPair
 from effasr.data.manifest.reader import named
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
 from effasr.data.tokenizer import Tokenizer
@@ -23,21 +24,13 @@ from effasr.evaluation.word_confidence import judge
 from effasr.model.asr import ASRModel
 from effasr.transcription.recognizer import Recognizer, Request
 from effasr.transcription.results import Failure, Result, Transcription
+from effasr.transcription.second_pass.text_to_text import TextToText
 
 
 def openable_cuts(
     path: str | Path, *, language: str, progress: Callable[[int], None] = lambda count: None
 ) -> tuple[list[Cut], list[Failure]]:
-    """Return the cuts of a manifest, and a failure for each line whose audio cannot be opened.
-
-    Args:
-        path: See `effasr.data.manifest.reader.read`.
-        language: Default language of lines.
-        progress: Called with the number of utterances read so far.
-
-    Raises:
-        ValueError: It is no manifest, has no utterance, or a line is malformed.
-    """
+    """Return the cuts of a manifest, and a failure for each line whose audio cannot be opened."""
     cuts, failures = [], []
     for count, (name, utterance) in enumerate(named(path, language=language), 1):
         try:
@@ -50,6 +43,34 @@ def openable_cuts(
     return cuts, failures
 
 
+def transcribe_cuts(
+    recognizer: Recognizer, cuts: Iterable[Cut], on_result: Callable[[Result], None] | None = None
+) -> Iterator[tuple[str, Prompt, Result]]:
+    """Yield the reference, the prompt and the result of each cut.
+
+    Cuts without a reference or with an invalid prompt come first, as failures.
+    """
+    scorable: list[tuple[str, Request]] = []
+    for cut in cuts:
+        texts: Sequence[str | None] = [supervision.text for supervision in cut.supervisions]
+        if len(texts) != 1 or texts[0] is None:
+            reason = "no reference text: the cut needs one supervision"
+            yield "", Prompt(), Failure(cut.id, reason)
+            continue
+        try:
+            prompt = prompt_of(cut)
+        except ValueError as error:
+            yield "", Prompt(), Failure(cut.id, str(error))
+            continue
+        load = partial(load_audio, cut, recognizer.sample_rate)
+        scorable.append((texts[0], Request(cut.id, load, prompt)))
+    results = recognizer.results(request for _, request in scorable)
+    for (reference, request), result in zip(scorable, results, strict=True):
+        yield reference, request.prompt, result
+        if on_result is not None:
+            on_result(result)
+
+
 def evaluate(
     model: ASRModel,
     tokenizer: Tokenizer,
@@ -60,49 +81,32 @@ def evaluate(
     failures: Sequence[Failure] = (),
     on_result: Callable[[Result], None] | None = None,
 ) -> Evaluation:
-    """Transcribe cuts and compare with their references.
+    """Transcribe cuts and compare with their references; the model's training mode is restored.
 
     Each cut is decoded with the prompt of its manifest. Cuts without a reference, with unreadable
     audio, in a language that the tokenizer does not know, or to be translated by CTC are counted in
-    ``failures``. An empty reference is valid: all recognised words are insertions.
-
-    Args:
-        model: Decodes on its device; its training mode is restored.
-        tokenizer: Tokenizer of the model.
-        cuts: Cuts with one supervision each.
-        normalizer: See `get_normalizer`. Only the counts depend on it.
-        config: The default configuration by default.
-        failures: Utterances of the set that are no cuts; see `openable_cuts`.
-        on_result: Called with each result, for example to show progress.
-
-    Raises:
-        ValueError: The normaliser is unknown, or the model lacks what ``config.method`` needs.
+    ``failures``, beside those given, which are no cuts (`openable_cuts`). An empty reference is
+    valid: all recognised words are insertions. Only the counts depend on the normalizer.
     """
     started = time.perf_counter()
     normalize = get_normalizer(normalizer)
     recognizer = Recognizer(model, tokenizer, config)
-    scorable, unscorable = scorable_requests(cuts, recognizer.sample_rate)
-    failed, utterances = [*failures, *unscorable], []
-    results = recognizer.results(wanted for _, wanted in scorable)
-    for (reference, wanted), result in zip(scorable, results, strict=True):
+    settings = recognizer.config
+    failed, utterances = [*failures], []
+    for reference, prompt, result in transcribe_cuts(recognizer, cuts, on_result):
         if isinstance(result, Failure):
             failed.append(result)
-        else:
-            scored = _scored(reference, wanted.prompt, result, normalize)
-            words, spaces = result.word_confidences, wanted.prompt.target not in WITHOUT_SPACES
-            if recognizer.config.word_confidence and words is not None and spaces:
-                pairs = judge(normalize(reference), words, normalize)
-                scored = replace(scored, judged=pairs)
-            utterances.append(scored)
-        if on_result is not None:
-            on_result(result)
-    seconds = time.perf_counter() - started
-    settings = recognizer.config
+            continue
+        scored = _scored(reference, prompt, result, normalize)
+        words, has_spaces = result.word_confidences, prompt.target not in WITHOUT_SPACES
+        if settings.word_confidence and words is not None and has_spaces:
+            scored = replace(scored, judged=judge(normalize(reference), words, normalize))
+        utterances.append(scored)
     return Evaluation(
         normalizer,
         tuple(utterances),
         tuple(failed),
-        seconds,
+        time.perf_counter() - started,
         method=recognizer.method,
         calibrated=settings.calibration is not None if settings.word_confidence else None,
     )
@@ -112,11 +116,11 @@ def _scored(
     reference: str, prompt: Prompt, result: Transcription, normalize: Callable[[str], str]
 ) -> ScoredUtterance:
     """Count the errors of a transcript, and of its alternatives."""
-    wanted, alternatives = normalize(reference), result.alternatives
-    errors = count_errors(wanted, normalize(result.text))
+    expected, alternatives = normalize(reference), result.alternatives
+    errors = count_errors(expected, normalize(result.text))
     # Different alternatives are often the same words.
-    others = {normalize(one.text) for one in alternatives} - {normalize(result.text)}
-    every = [errors, *(count_errors(wanted, text) for text in sorted(others))]
+    texts = {normalize(text.text) for text in alternatives} - {normalize(result.text)}
+    counts = [errors, *(count_errors(expected, text) for text in sorted(texts))]
     return ScoredUtterance(
         id=result.id,
         group=_group(prompt),
@@ -126,8 +130,50 @@ def _scored(
         errors=errors,
         truncated=result.truncated,
         alternatives=alternatives,
-        oracle=min(every, key=lambda one: one.errors) if alternatives else None,
+        oracle=min(counts, key=lambda count: count.errors) if alternatives else None,
     )
+
+
+def evaluate_pairs(
+    model: ASRModel,
+    tokenizer: Tokenizer,
+    pairs: Iterable[TextPair],
+    *,
+    normalizer: str = "basic",
+    config: DecodingConfig | None = None,
+) -> Evaluation:
+    """Write a text from the source of each pair, and count the word errors.
+
+    Pairs in a language that the tokenizer does not know, and those without an expert, are failures.
+    """
+    started = time.perf_counter()
+    normalize, writer = get_normalizer(normalizer), TextToText(model, tokenizer, config)
+    writable, failures = [], []
+    for pair in pairs:
+        try:
+            writer.check(pair.prompt, pair.source_name)
+        except ValueError as error:
+            failures.append(Failure(pair.id, str(error)))
+        else:
+            writable.append(pair)
+    written = writer.write(
+        [(pair.source, pair.prompt) for pair in writable],
+        sources=[pair.source_name for pair in writable],
+    )
+    utterances = [
+        ScoredUtterance(
+            id=pair.id,
+            group=_group(pair.prompt),
+            reference=pair.text,
+            hypothesis=text.text,
+            duration=0.0,
+            errors=count_errors(normalize(pair.text), normalize(text.text)),
+            truncated=text.truncated,
+        )
+        for pair, text in zip(writable, written, strict=True)
+    ]
+    seconds = time.perf_counter() - started
+    return Evaluation(normalizer, tuple(utterances), tuple(failures), seconds, method="attention")
 
 
 def shard(cuts: Iterable[Cut], rank: int, world_size: int) -> list[Cut]:
@@ -137,26 +183,6 @@ def shard(cuts: Iterable[Cut], rank: int, world_size: int) -> list[Cut]:
     `effasr.evaluation.result.merge` joins the evaluations.
     """
     return sorted(cuts, key=lambda cut: (-cut.duration, cut.id))[rank::world_size]
-
-
-def scorable_requests(
-    cuts: Iterable[Cut], sample_rate: int
-) -> tuple[list[tuple[str, Request]], list[Failure]]:
-    """Return references with their requests, and the cuts that have no such pair."""
-    scorable, failures = [], []
-    for cut in cuts:
-        texts: Sequence[str | None] = [supervision.text for supervision in cut.supervisions]
-        if len(texts) != 1 or texts[0] is None:
-            failures.append(Failure(cut.id, "no reference text: the cut needs one supervision"))
-            continue
-        try:
-            prompt = prompt_of(cut)
-        except ValueError as error:
-            failures.append(Failure(cut.id, str(error)))
-            continue
-        load = partial(load_audio, cut, sample_rate)
-        scorable.append((texts[0], Request(cut.id, load, prompt)))
-    return scorable, failures
 
 
 def _group(prompt: Prompt) -> str:

@@ -20,8 +20,8 @@ from effasr.untrusted.files import read_text
 
 _log = logging.getLogger(__name__)
 
+# Characters that begin code, emphasis, a link, a heading or a list in Markdown.
 _SYNTAX = re.compile(r"([\\`*\[\]]|^[#>+-])")
-"""Characters that begin code, emphasis, a link, a heading or a list in Markdown."""
 
 MARK = "<!-- Written by `effasr export`, which replaces the file as long as this line is in it. -->"
 
@@ -36,35 +36,20 @@ class TestedSet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCard:
-    """Content of README.md.
+    """Content of README.md."""
 
-    Attributes:
-        name: Name of the model.
-        loader: Class of transformers that loads the model.
-        parameters: Number of parameters.
-        languages: Codes of its output languages; empty if the tokenizer does not list them.
-        configuration: Configuration of the model as YAML.
-        own_tokenizer: Whether transformers can read its tokenizer.
-        data: Names of the training sets.
-        steps: Updates of its training.
-        averaged: Number of averaged checkpoints.
-        tested: Results of exactly these weights.
-        license: License name of the hub, such as ``cc-by-4.0``.
-        author: Author of the model.
-    """
-
-    name: str
-    loader: str
-    parameters: int
-    languages: Sequence[str]
-    configuration: str
-    own_tokenizer: bool
-    data: Sequence[str] = ()
-    steps: int | None = None
-    averaged: int = 1
-    tested: Sequence[TestedSet] = ()
-    license: str | None = None
-    author: str | None = None
+    name: str  # name of the model
+    loader: str  # class of transformers that loads the model
+    parameters: int  # number of parameters
+    languages: Sequence[str]  # codes of its output languages
+    configuration: str  # configuration of the model as YAML
+    own_tokenizer: bool  # whether transformers can read its tokenizer
+    data: Sequence[str] = ()  # names of the training sets
+    steps: int | None = None  # updates of its training
+    averaged: int = 1  # number of averaged checkpoints
+    tested: Sequence[TestedSet] = ()  # results of exactly these weights
+    license: str | None = None  # license name of the hub, such as ``cc-by-4.0``
+    author: str | None = None  # author of the model
 
     def text(self) -> str:
         """Front matter in YAML, and Markdown."""

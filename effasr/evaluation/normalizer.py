@@ -11,22 +11,11 @@ NormalizerName = Literal["none", "basic", "whisper_english", "open_asr_leaderboa
 
 _APOSTROPHES = str.maketrans({"\u2019": "'", "\u02bc": "'"})
 _INNER_APOSTROPHE = re.compile(r"(?<=\w)'(?=\w)")
-_KEPT = "\ue000"
-"""Placeholder of an apostrophe inside a word; a private-use character."""
+_KEPT = "\ue000"  # placeholder of an apostrophe inside a word; a private-use character
 
 
 def get_normalizer(name: str) -> Callable[[str], str]:
-    """Return the function of this name, which normalises a text for scoring.
-
-    Args:
-        name: ``none`` leaves the text unchanged. ``basic`` serves every language: see `basic`.
-            ``whisper_english`` is Whisper's, which also expands numbers, contractions and British
-            forms. ``open_asr_leaderboard_v1`` is the first one of the Open ASR Leaderboard: see
-            `_open_asr_leaderboard_v1`.
-
-    Raises:
-        ValueError: The name is unknown, or the package it needs is not installed.
-    """
+    """Return the function of this name, which normalises a text for scoring."""
     if name == "none":
         return str
     if name == "basic":

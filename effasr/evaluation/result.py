@@ -31,56 +31,34 @@ CALIBRATION = "calibration.json"
 
 @dataclass(frozen=True, slots=True)
 class ScoredUtterance:
-    """An utterance with its transcript.
+    """An utterance with its transcript."""
 
-    Attributes:
-        id: Id of the cut.
-        group: Language, or ``SOURCE->TARGET`` for a translation.
-        reference: Text of the manifest.
-        hypothesis: Text of the model.
-        duration: Seconds.
-        errors: Word errors after normalisation of both texts.
-        truncated: Whether the decoder reached its limit.
-        alternatives: The best texts of the search, the best first, if requested.
-        judged: Confidence of each word, and whether it is right; None if not requested or unknown.
-        oracle: Errors of the alternative with the fewest; those of the transcript by default.
-    """
-
-    id: str
-    group: str
-    reference: str
-    hypothesis: str
-    duration: float
-    errors: ErrorCounts
-    truncated: bool = False
+    id: str  # id of the cut
+    group: str  # language, or ``SOURCE->TARGET`` for a translation
+    reference: str  # text of the manifest
+    hypothesis: str  # text of the model
+    duration: float  # seconds
+    errors: ErrorCounts  # word errors after normalisation of both texts
+    truncated: bool = False  # whether the decoder reached its limit
+    # The best texts of the search, the best first, if requested.
     alternatives: tuple[Alternative, ...] = ()
-    oracle: ErrorCounts | None = None
-    judged: tuple[Judged, ...] | None = None
+    oracle: ErrorCounts | None = None  # errors of the alternative with the fewest
+    judged: tuple[Judged, ...] | None = None  # confidence of each word, and whether it is right
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The transcripts of a set, and their errors.
+    """The transcripts of a set, and their errors."""
 
-    Attributes:
-        normalizer: Name of the normaliser.
-        utterances: All that were transcribed.
-        failures: Recordings that were not transcribed; they count in no rate.
-        seconds: Duration of the whole call, loading of audio included.
-        method: Method of decoding; empty for evaluations without one.
-        calibrated: Whether the confidences of words are calibrated; None without any.
-    """
-
-    normalizer: str
-    utterances: tuple[ScoredUtterance, ...] = ()
-    failures: tuple[Failure, ...] = ()
-    seconds: float = 0.0
-    method: str = ""
-    calibrated: bool | None = None
+    normalizer: str  # name of the normaliser
+    utterances: tuple[ScoredUtterance, ...] = ()  # all that were transcribed
+    failures: tuple[Failure, ...] = ()  # recordings that were not transcribed
+    seconds: float = 0.0  # duration of the whole call, loading of audio included
+    method: str = ""  # method of decoding; empty for evaluations without one
+    calibrated: bool | None = None  # whether the confidences of words are calibrated
 
     @property
     def errors(self) -> ErrorCounts:
-        """Errors of the whole set."""
         return total(utterance.errors for utterance in self.utterances)
 
     @property
@@ -116,7 +94,6 @@ class Evaluation:
 
     @property
     def wer(self) -> float:
-        """Word error rate of the whole set; NaN where no reference has a word."""
         return self.errors.wer
 
     @property
@@ -127,7 +104,6 @@ class Evaluation:
 
     @property
     def truncated(self) -> int:
-        """Number of truncated utterances: many mean that the decoder repeats itself."""
         return sum(utterance.truncated for utterance in self.utterances)
 
     @property
@@ -176,9 +152,6 @@ def merge(evaluations: Sequence[Evaluation]) -> Evaluation:
     """Merge the evaluations of parts of a set that were made at the same time.
 
     The time is that of the slowest part.
-
-    Raises:
-        ValueError: There is none, or they used different normalisers.
     """
     normalizers = {evaluation.normalizer for evaluation in evaluations}
     if len(normalizers) != 1:
@@ -224,16 +197,6 @@ def save(
     ``hypotheses.jsonl`` has the original texts. The normalised texts are in ``ref.trn`` and
     ``hyp.trn``, which sclite reads, and in ``alignments.txt``. With raw confidences of right and
     wrong words, ``calibration.json`` is the map that makes them probabilities.
-
-    Args:
-        evaluation: The evaluation.
-        folder: The folder; made if it does not exist.
-        model: SHA-256 of the weights that were evaluated; ``wer.json`` has it as ``model``. None
-            where they are not in a file yet.
-        of_set: Name of the set; ``wer.json`` has it as ``set``. None where the folder has the
-            name.
-        averaged: Names of the checkpoints whose average was evaluated; ``wer.json`` has them as
-            ``averaged``. Empty for a checkpoint or a model directory as it is.
     """
     folder = Path(folder)
     rows = (
@@ -263,12 +226,7 @@ def save(
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Return the content of ``wer.json``.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It is no JSON object, or was changed since it was written.
-    """
+    """Return the content of ``wer.json``."""
     path = folder / SUMMARY
     found = read_json_object(path)
     verify_content(found, str(path))

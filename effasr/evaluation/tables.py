@@ -19,11 +19,9 @@ from effasr.evaluation.wer import ErrorCounts
 from effasr.transcription.json_files import one_line
 from effasr.untrusted.display import display_width, fold
 
-_MOST_FAILURES = 20
-"""Failures that are listed; ``wer.json`` has all of them."""
+_MOST_FAILURES = 20  # failures that are listed; ``wer.json`` has all of them
 
-_WIDE = 10_000
-"""Columns of a table that is written to a file or a pipe: no row is folded."""
+_WIDE = 10_000  # columns of a table that is written to a file or a pipe: no row is folded
 
 
 def report(evaluation: Evaluation, worst: int = 0) -> str:
@@ -91,13 +89,7 @@ def worst_table(evaluation: Evaluation, count: int) -> str:
 
 
 def to_text(table: Table, width: int | None = None) -> str:
-    """Return a table without colours.
-
-    Args:
-        table: The table.
-        width: Columns to which cells are folded. By default cells stay whole, and a table that is
-            too wide for the terminal is continued below, with its first column again.
-    """
+    """Return a table without colours."""
     if width is None and (limit := display_width()) is not None:
         return "\n\n".join(_render(part, _WIDE) for part in _parts(table, limit))
     return _render(table, width or _WIDE)

@@ -11,29 +11,18 @@ import jiwer
 
 @dataclass(frozen=True, slots=True)
 class ErrorCounts:
-    """Word and character errors of some utterances; see `total` to add them.
+    """Word and character errors of some utterances; see `total` to add them."""
 
-    Attributes:
-        utterances: Pairs of reference and hypothesis.
-        words: Words of the references.
-        insertions: Words only in the hypotheses.
-        deletions: Words only in the references.
-        substitutions: Words that were replaced by others.
-        characters: Characters of the references; a space between words is one.
-        character_errors: Insertions, deletions and substitutions of characters.
-    """
-
-    utterances: int = 0
-    words: int = 0
-    insertions: int = 0
-    deletions: int = 0
-    substitutions: int = 0
-    characters: int = 0
-    character_errors: int = 0
+    utterances: int = 0  # pairs of reference and hypothesis
+    words: int = 0  # words of the references
+    insertions: int = 0  # words only in the hypotheses
+    deletions: int = 0  # words only in the references
+    substitutions: int = 0  # words that were replaced by others
+    characters: int = 0  # characters of the references; a space between words is one
+    character_errors: int = 0  # insertions, deletions and substitutions of characters
 
     @property
     def errors(self) -> int:
-        """Word errors of all three kinds."""
         return self.insertions + self.deletions + self.substitutions
 
     @property

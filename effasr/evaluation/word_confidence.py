@@ -13,8 +13,7 @@ import numpy as np
 from effasr.decoding.confidence.calibration import Calibration, logit
 from effasr.transcription.results import WordConfidence
 
-Judged = tuple[float, bool]
-"""Confidence of a word of a hypothesis, and whether the word is right."""
+Judged = tuple[float, bool]  # confidence of a word of a hypothesis, and whether the word is right
 
 _BINS = 15
 _STEPS = 100
@@ -24,17 +23,7 @@ _RIDGE = 1e-9
 def judge(
     reference: str, words: Sequence[WordConfidence], normalize: Callable[[str], str]
 ) -> tuple[Judged, ...] | None:
-    """Align the words of a hypothesis with a reference: equal ones are right, the others wrong.
-
-    Args:
-        reference: Normalised reference.
-        words: Words of the hypothesis, before normalisation.
-        normalize: The normaliser.
-
-    Returns:
-        A pair for each normalised word; None where the normaliser joins or splits words depending
-        on their neighbours, so that words cannot be told apart.
-    """
+    """Align the words of a hypothesis with a reference: equal ones are right, the others wrong."""
     parts = [(text, one.confidence) for one in words for text in normalize(one.text).split()]
     heard = [text for text, _ in parts]
     if heard != normalize(" ".join(one.text for one in words)).split():
@@ -52,34 +41,26 @@ def judge(
 
 @dataclass(frozen=True, slots=True)
 class ConfidenceReport:
-    """Quality of the confidences of a set; rates that are undefined are None.
+    """Quality of the confidences of a set; rates that are undefined are None."""
 
-    Attributes:
-        words: Words that were judged.
-        right: Those among them that are right.
-        ece: Expected calibration error over 15 bins of equal width: the mean distance of confidence
-            and share of right words, weighted by words.
-        auc: Area under the receiver operating characteristic: the probability that a right word has
-            a higher confidence than a wrong one.
-        skipped: Utterances whose words could not be judged.
-    """
-
-    words: int
-    right: int
+    words: int  # words that were judged
+    right: int  # those among them that are right
+    # Expected calibration error over 15 bins of equal width: the mean distance of confidence and
+    # share of right words, weighted by words.
     ece: float | None
+    # Area under the receiver operating characteristic: the probability that a right word has a
+    # higher confidence than a wrong one.
     auc: float | None
-    skipped: int
+    skipped: int  # utterances whose words could not be judged
 
     def as_row(self) -> dict[str, Any]:
-        """Return the JSON object."""
         return asdict(self)
 
 
 def confidence_report(judged: Sequence[Judged], skipped: int = 0) -> ConfidenceReport:
     """Measure the confidences of words.
 
-    References:
-        Guo et al., 2017, https://arxiv.org/abs/1706.04599 (expected calibration error).
+    Guo et al., 2017, https://arxiv.org/abs/1706.04599 (expected calibration error).
     """
     sure = np.array([value for value, _ in judged], dtype=np.float64)
     right = np.array([good for _, good in judged], dtype=bool)
@@ -110,15 +91,7 @@ def _area(sure: np.ndarray, right: np.ndarray) -> float:
 def fit_calibration(judged: Sequence[Judged], method: str) -> Calibration | None:
     """Fit the map from confidences to probabilities by logistic regression.
 
-    Args:
-        judged: Words with raw confidences.
-        method: Method of decoding.
-
-    Returns:
-        None unless there are right and wrong words.
-
-    References:
-        Platt, 1999: targets are moved from 0 and 1 by the counts, so that the fit is finite.
+    Platt, 1999: targets are moved from 0 and 1 by the counts, so that the fit is finite.
     """
     right = np.array([good for _, good in judged], dtype=np.float64)
     good, bad = right.sum(), len(right) - right.sum()
@@ -144,6 +117,5 @@ def fit_calibration(judged: Sequence[Judged], method: str) -> Calibration | None
 
 
 def _loss(x: np.ndarray, target: np.ndarray, weights: np.ndarray) -> float:
-    """Return the cross-entropy."""
     odds = x @ weights
     return float((np.logaddexp(0.0, odds) - target * odds).sum())

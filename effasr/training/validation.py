@@ -14,10 +14,9 @@ from effasr.data.manifest.pairs import TextPair, is_text_only, pairs
 from effasr.data.manifest.reader import iterate
 from effasr.data.tokenizer import Tokenizer
 from effasr.distributed.process_group import DistributedContext
-from effasr.evaluation.evaluate import evaluate, shard
+from effasr.evaluation.evaluate import evaluate, evaluate_pairs, shard
 from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.result import Evaluation, free_set_name, merge
-from effasr.evaluation.text_pairs import evaluate_pairs
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.training.config import TrainConfig

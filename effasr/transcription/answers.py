@@ -61,32 +61,36 @@ class Responder:
     def answer(self, messages: Sequence[Message]) -> Answer:
         """Answer the last turn of a conversation, which is of the user."""
         self._submit(0, messages)
-        ((_, found),) = self._engine.results()
-        return self._written(found)
+        ((_, decoded),) = self._engine.results()
+        return self._written(decoded)
 
     def answers(
         self, conversations: Iterable[Sequence[Message] | RejectedUtterance]
     ) -> Iterator[Answer | AudioError | RejectedUtterance]:
-        """Answer the last turn of each conversation, in order."""
-        found: dict[int, Answer | AudioError | RejectedUtterance] = {}
-        given = 0
+        """Answer the last turn of each conversation, in order; reads a little ahead.
+
+        What `answer` would raise stands in the place of its answer, as does why a conversation has
+        no turns.
+        """
+        results: dict[int, Answer | AudioError | RejectedUtterance] = {}
+        following = 0
         for number, messages in enumerate(conversations):
             try:
                 if isinstance(messages, RejectedUtterance):
                     raise messages
                 self._submit(number, messages)
             except (AudioError, RejectedUtterance) as error:
-                found[number] = error
+                results[number] = error
             if len(self._engine.unfinished) > self._engine.slots:
                 # All slots are taken, and one more conversation is ready for the first that ends.
                 ended = self._engine.results(drain=False)
-                found |= {name: self._written(one) for name, one in ended}
-            while given in found:
-                yield found.pop(given)
-                given += 1
-        found |= {name: self._written(one) for name, one in self._engine.results()}
-        for number in sorted(found):
-            yield found[number]
+                results |= {name: self._written(decoded) for name, decoded in ended}
+            while following in results:
+                yield results.pop(following)
+                following += 1
+        results |= {name: self._written(decoded) for name, decoded in self._engine.results()}
+        for number in sorted(results):
+            yield results[number]
 
     @torch.no_grad()
     def _submit(self, name: int, messages: Sequence[Message]) -> None:
@@ -129,5 +133,5 @@ class Responder:
                 raise RejectedUtterance(Reason.MODEL, f"{frames} encoder frames, over {most}")
         return asking("question", prompt_rows(messages, self._tokenizer).tolist(), tuple(clips))
 
-    def _written(self, found: Decoded) -> Answer:
-        return Answer(self._tokenizer.decode(found.tokens).strip(), found.truncated)
+    def _written(self, decoded: Decoded) -> Answer:
+        return Answer(self._tokenizer.decode(decoded.tokens).strip(), decoded.truncated)

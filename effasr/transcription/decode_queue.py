@@ -11,7 +11,7 @@ import torch
 from effasr.data.batch import Batch
 from effasr.data.tokenizer import ChatTokenizer, Tokenizer
 from effasr.decoding.checks import limit_of
-from effasr.decoding.config import LENGTH_PENALTY, DecodingConfig
+from effasr.decoding.config import DecodingConfig
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.decoding.decode import decode
 from effasr.decoding.decoded import Decoded, with_details
@@ -24,17 +24,15 @@ if TYPE_CHECKING:
     from effasr.decoding.language_model.engine import ConversationEngine
 
 _CPU_SLOTS = 32  # a CPU gains nothing from more rows at a time
-
 _FEWEST_SLOTS = 8  # initial slots on a GPU, doubled whenever a batch has more utterances
 
-# Prompt tokens per utterance that pages are allocated for; with longer prompts fewer utterances
-# fit.
+# Prompt tokens of each utterance that pages are allocated for; with longer prompts fewer fit.
 _PROMPT = 16
 
 Named = tuple[Any, Decoded]
 
 
-class Search(Protocol):
+class BatchDecoder(Protocol):
     """Decodes batches; results may come later than their batch."""
 
     def feed(
@@ -52,23 +50,20 @@ class Search(Protocol):
         ...
 
 
-class BatchSearch:
+class SingleBatches:
     """Decodes one batch after the other by `decode`."""
 
     def __init__(
-        self,
-        model: ASRModel,
-        tokenizer: Tokenizer,
-        config: DecodingConfig,
-        lm: TokenLM | None,
+        self, model: ASRModel, tokenizer: Tokenizer, config: DecodingConfig, lm: TokenLM | None
     ) -> None:
-        self._what = model, tokenizer
-        self._how = config, lm
+        self._model, self._tokenizer = model, tokenizer
+        self._config, self._lm = config, lm
 
     def feed(
         self, batch: Batch, prompts: Sequence[list[int]], names: Sequence[Any]
     ) -> Iterator[Named]:
-        yield from zip(names, decode(*self._what, batch, prompts, *self._how), strict=True)
+        results = decode(self._model, self._tokenizer, batch, prompts, self._config, self._lm)
+        yield from zip(names, results, strict=True)
 
     def finish(self) -> Iterator[Named]:
         return iter(())
@@ -78,7 +73,7 @@ class BatchSearch:
 
 
 @dataclass(slots=True, eq=False)
-class _Fed:
+class _FedBatch:
     """A batch with unfinished utterances."""
 
     encoded: PackedSequence
@@ -87,7 +82,7 @@ class _Fed:
     results: list[Decoded | None]
 
 
-class ContinuousSearch:
+class ContinuousBatches:
     """Greedy search of the attention decoder by continuous batching across batches."""
 
     def __init__(
@@ -97,18 +92,20 @@ class ContinuousSearch:
         self._max_frames = max_frames
         self._device = next(model.parameters()).device
         self._engine: Engine | None = None
-        self._fed: list[_Fed] = []
-        cpu = self._device.type == "cpu"
-        self._most = min(config.max_sequences, _CPU_SLOTS) if cpu else config.max_sequences
+        self._fed: list[_FedBatch] = []
+        self._most = _most_slots(config, self._device)
+        # Whether results need the encoder output of their batch.
+        self._needs_batch = (
+            config.words or config.confidence or config.word_confidence or config.nbest is not None
+        )
 
     def feed(
         self, batch: Batch, prompts: Sequence[list[int]], names: Sequence[Any]
     ) -> Iterator[Named]:
-        """See `Search`; yields results until all utterances of this batch have slots."""
-        frames = batch.frames.lengths
-        utterances = [
-            Utterance(name, prompt, limit_of(self._model, prompt, self._config.max_tokens(length)))
-            for name, prompt, length in zip(names, prompts, frames, strict=False)
+        """Yield results until all utterances of this batch have slots."""
+        limits = [
+            limit_of(self._model, prompt, self._config.max_tokens(frames))
+            for prompt, frames in zip(prompts, batch.frames.lengths, strict=False)
         ]
         if self._engine is not None and self._engine.slots < min(len(names), self._most):
             yield from self.finish()
@@ -117,11 +114,15 @@ class ContinuousSearch:
             encoded = self._model.encode(batch)
         if self._engine is None:
             self._engine = self._build(len(names))
-        fed = _Fed(encoded, list(prompts), list(names), [None] * len(names))
-        for index, one in enumerate(utterances):
-            one.name = fed, index
+        fed = _FedBatch(encoded, list(prompts), list(names), [None] * len(names))
         self._fed.append(fed)
-        self._engine.submit(encoded, utterances)
+        self._engine.submit(
+            encoded,
+            [
+                Utterance((fed, index), prompt, limit)
+                for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+            ],
+        )
         yield from self._results(drain=False)
 
     def finish(self) -> Iterator[Named]:
@@ -129,11 +130,11 @@ class ContinuousSearch:
 
     def abandon(self) -> list[Any]:
         self._engine = None
-        fed, self._fed = self._fed, []
+        batches, self._fed = self._fed, []
         return [
             name
-            for one in fed
-            for name, result in zip(one.names, one.results, strict=True)
+            for fed in batches
+            for name, result in zip(fed.names, fed.results, strict=True)
             if result is None or self._needs_batch
         ]
 
@@ -152,18 +153,12 @@ class ContinuousSearch:
             elif details is not None:
                 yield from zip(fed.names, details, strict=True)
 
-    @property
-    def _needs_batch(self) -> bool:
-        """Whether results need the encoder output of their batch."""
-        config = self._config
-        scored = config.confidence or config.word_confidence or config.nbest is not None
-        return config.words or scored
-
-    def _with_details(self, fed: _Fed) -> list[Decoded]:
-        """Add scores, alternatives, confidences and spans, where they are requested."""
-        results = [one for one in fed.results if one is not None]
-        what = self._model, "attention", fed.encoded, fed.prompts
-        return with_details(*what, results, self._config, self._tokenizer.eos_id)
+    def _with_details(self, fed: _FedBatch) -> list[Decoded]:
+        results = [result for result in fed.results if result is not None]
+        eos_id = self._tokenizer.eos_id
+        return with_details(
+            self._model, "attention", fed.encoded, fed.prompts, results, self._config, eos_id
+        )
 
     def _build(self, utterances: int) -> Engine:
         """Make an engine for this many utterances at a time, or fewer if memory runs out."""
@@ -173,22 +168,20 @@ class ContinuousSearch:
         budget = self._config.frame_budget
         while True:
             try:
-                return self._engine_of(slots, budget)
+                return self._new_engine(slots, budget)
             except torch.OutOfMemoryError:
                 if slots == 1:
                     raise
             slots, budget = slots // 2, budget // 2
             self._most = slots
 
-    def _engine_of(self, slots: int, budget: int) -> Engine:
+    def _new_engine(self, slots: int, budget: int) -> Engine:
         """Return an engine with pages for the frames of the budget, and for their tokens."""
         config, model = self._config, self._model
         assert model.config.decoder is not None  # checked by check_config
         longest = model.config.decoder.max_positions
         frames = max(budget, self._max_frames)
         tokens = max(longest, config.max_tokens(frames) + slots * (config.extra_tokens + _PROMPT))
-        # In the worst case, a sequence leaves most of its last page empty.
-        pages = tokens // PAGE + slots + 1, frames // PAGE + slots + 1
         return Engine(
             model,
             self._tokenizer.eos_id,
@@ -196,45 +189,40 @@ class ContinuousSearch:
             slots=slots,
             max_frames=self._max_frames,
             frame_budget=budget,
-            pages=pages,
+            # In the worst case, a sequence leaves most of its last page empty.
+            pages=(tokens // PAGE + slots + 1, frames // PAGE + slots + 1),
             # With few utterances, capturing the step in a graph costs more than it saves.
             graph=slots > _FEWEST_SLOTS,
         )
 
 
-class ConversationSearch:
-    """Greedy or beam search of a language model by continuous batching across batches."""
+class ConversationBatches:
+    """Search of a language model by continuous batching across batches."""
 
     def __init__(self, model: ASRModel, tokenizer: ChatTokenizer, config: DecodingConfig) -> None:
         self._model, self._tokenizer, self._config = model, tokenizer, config
         self._engine: ConversationEngine | None = None
-        cpu = next(model.parameters()).device.type == "cpu"
-        self._most = min(config.max_sequences, _CPU_SLOTS) if cpu else config.max_sequences
+        self._most = _most_slots(config, next(model.parameters()).device)
 
     def feed(
         self, batch: Batch, prompts: Sequence[list[int]], names: Sequence[Any]
     ) -> Iterator[Named]:
-        """See `Search`; yields results until all conversations of this batch have slots.
-
-        The prompts are in the batch, one of conversations.
-        """
+        """Yield results until all conversations of this batch, with its prompts, have slots."""
         # Imported here, because transformers takes seconds.
         from effasr.data.conversation.batch import ConversationBatch
         from effasr.decoding.language_model.engine import ConversationEngine, answer_limits
 
         assert isinstance(batch, ConversationBatch)
-        config = self._config
         if self._engine is None:
-            penalty = config.length_penalty
             self._engine = ConversationEngine(
                 self._model,
                 self._tokenizer.stop_ids,
                 slots=self._most,
                 classes=self._tokenizer.vocab_size,
-                beam=config.beam,
-                length_penalty=LENGTH_PENALTY if penalty is None else penalty,
+                beam=self._config.beam,
+                length_penalty=self._config.effective_length_penalty,
             )
-        limits = answer_limits(self._model, batch, config.max_tokens)
+        limits = answer_limits(self._model, batch, self._config.max_tokens)
         self._engine.submit(batch, limits, names)
         yield from self._engine.results(drain=False)
 
@@ -243,9 +231,14 @@ class ConversationSearch:
             yield from self._engine.results()
 
     def abandon(self) -> list[Any]:
-        """See `Search`; later batches have half as many conversations at a time."""
+        """Drop everything; later batches have half as many conversations at a time."""
         engine, self._engine = self._engine, None
         if engine is None:
             return []
         self._most = max(1, self._most // 2)
         return engine.unfinished
+
+
+def _most_slots(config: DecodingConfig, device: torch.device) -> int:
+    most = config.max_sequences
+    return min(most, _CPU_SLOTS) if device.type == "cpu" else most

@@ -109,9 +109,9 @@ class LabelFolder:
             while end:
                 begin = max(0, end - _BLOCK)
                 file.seek(begin)
-                place = file.read(end - begin).rfind(b"\n")
-                if place >= 0:
-                    end = begin + place + 1
+                newline = file.read(end - begin).rfind(b"\n")
+                if newline >= 0:
+                    end = begin + newline + 1
                     break
                 end = begin
             file.truncate(end)

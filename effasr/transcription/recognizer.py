@@ -25,18 +25,18 @@ from effasr.model.asr import ASRModel
 from effasr.model.encoder import FastConformerConfig
 from effasr.nn.parameters import evaluating
 from effasr.transcription.batching import plan_batches
+from effasr.transcription.cpu_weights import OneDNNWeights
 from effasr.transcription.decode_queue import (
-    BatchSearch,
-    ContinuousSearch,
-    ConversationSearch,
-    Search,
+    BatchDecoder,
+    ContinuousBatches,
+    ConversationBatches,
+    SingleBatches,
 )
 from effasr.transcription.inputs.audio_stream import AudioStream
 from effasr.transcription.inputs.chunking import Chunk, cut_at_pauses
 from effasr.transcription.inputs.prefetch import prefetch
 from effasr.transcription.inputs.vad import is_speech, loudness, without_gaps
 from effasr.transcription.online import OnlineStream, online_recognizer
-from effasr.transcription.packed_weights import PackedWeights
 from effasr.transcription.recordings import (
     FIRST_CHUNKS,
     Piece,
@@ -45,7 +45,8 @@ from effasr.transcription.recordings import (
     take_finished,
 )
 from effasr.transcription.results import Alternative, Result, WordConfidence, word_confidences
-from effasr.transcription.second_pass.loading import load_corrector, load_second_pass
+from effasr.transcription.second_pass.corrector import load_corrector
+from effasr.transcription.second_pass.rescore import load_second_pass
 from effasr.transcription.word_timestamps import Word, word_timestamps
 
 _WINDOW_BATCHES = 2  # batches of audio that are loaded before batches are planned by length
@@ -60,6 +61,7 @@ class Recognizer:
         self.model, self.tokenizer = model, tokenizer
         config = DecodingConfig() if config is None else config
         self._features = model.config.features
+        self.sample_rate = self._features.sample_rate  # of the audio that requests load
         rows, encoder = self._features.rows_per_frame, model.config.encoder
         per_frame = config.tokens_per_frame
         if isinstance(encoder, FastConformerConfig):
@@ -67,22 +69,13 @@ class Recognizer:
         budget = config.frame_budget * 8 // rows
         self.config = replace(config, frame_budget=budget, tokens_per_frame=per_frame)
         self._frame_samples = self._features.framing.samples
-        self._method = check_config(model, self.config)
+        self.method = check_config(model, self.config)
         self._lm = load_lm(self.config, model, tokenizer)
-        self._calibration = load_calibration(self.config.calibration, self._method)
+        self._calibration = load_calibration(self.config.calibration, self.method)
         device = next(model.parameters()).device
         self._second = load_second_pass(self.config, device)
         self._corrector = load_corrector(self.config, device)
-        self._packed: PackedWeights | None = None
-
-    @property
-    def method(self) -> str:
-        return self._method
-
-    @property
-    def sample_rate(self) -> int:
-        """Sample rate of the audio that requests load, in Hz."""
-        return self._features.sample_rate
+        self._cpu_weights: OneDNNWeights | None = None
 
     def prompt(self, prompt: Prompt) -> list[int]:
         """Return the tokens that the decoder reads first.
@@ -90,10 +83,10 @@ class Recognizer:
         For a language model, they are the rows of a conversation with the instruction, in which the
         speech has its place; see `effasr.data.conversation.rows`.
         """
-        if (named := self.model.config.named_experts()) is not None:
-            named.number_of(prompt)
-        check_prompt(prompt, self._method, self.config)
-        if self._method == "language_model":
+        if (experts := self.model.config.named_experts()) is not None:
+            experts.number_of(prompt)
+        check_prompt(prompt, self.method, self.config)
+        if self.method == "language_model":
             return self._conversation(self.config.instruction)
         return self.tokenizer.prompt(prompt)
 
@@ -134,18 +127,18 @@ class Recognizer:
         loaded, whose prompt is refused, or of which a single chunk exceeds the GPU's memory gives a
         `Failure`; the others go on.
         """
-        found = self._results(requests, on_audio)
+        results = self._results(requests, on_audio)
         if self._second is not None:
-            found = self._second.results(found)
-        return found if self._corrector is None else self._corrector.results(found)
+            results = self._second.results(results)
+        return results if self._corrector is None else self._corrector.results(results)
 
     def _results(
         self, requests: Iterable[Request], on_audio: Callable[[float], None] | None
     ) -> Iterator[Result]:
-        search = self._search()
+        decoder = self._batch_decoder()
         # Streamed speech comes in many calls, each too short to justify packing all weights.
-        if self._packed is None or not self._packed.is_current:
-            self._packed = PackedWeights(self.model)
+        if self._cpu_weights is None or not self._cpu_weights.is_current:
+            self._cpu_weights = OneDNNWeights(self.model)
         enough = _WINDOW_BATCHES * self.config.frame_budget
         window: list[Piece] = []
         frames = 0
@@ -156,12 +149,12 @@ class Recognizer:
                 window.append(piece)
                 frames += piece.frames
                 if frames >= enough:
-                    self._decode_window(search, window, on_audio)
+                    self._decode_window(decoder, window, on_audio)
                     window, frames = [], 0
                     yield from take_finished(unfinished)
             yield from take_finished(unfinished)
-        self._decode_window(search, window, on_audio)
-        self._decode_batch(search, [], on_audio)
+        self._decode_window(decoder, window, on_audio)
+        self._decode_batch(decoder, [], on_audio)
         yield from take_finished(unfinished)
 
     def _begin(self, request: Request) -> Recording:
@@ -213,54 +206,53 @@ class Recognizer:
             return noted()
         return without_gaps(noted(), self.sample_rate, self.config.gap_seconds)
 
-    def _longest_chunk(self) -> float:
-        """Return seconds."""
+    def _longest_chunk(self) -> float:  # seconds
         longest, most = self.config.chunk_seconds, self.model.config.encoder.max_frames
         if most is not None:
             longest = min(longest, most * self._frame_samples / self.sample_rate)
         return longest
 
-    def _search(self) -> Search:
-        if self._method == "language_model" and isinstance(self.tokenizer, ChatTokenizer):
-            return ConversationSearch(self.model, self.tokenizer, self.config)
-        if self._method != "attention" or not self.config.is_plain_greedy:
-            return BatchSearch(self.model, self.tokenizer, self.config, self._lm)
+    def _batch_decoder(self) -> BatchDecoder:
+        if self.method == "language_model" and isinstance(self.tokenizer, ChatTokenizer):
+            return ConversationBatches(self.model, self.tokenizer, self.config)
+        if self.method != "attention" or not self.config.is_plain_greedy:
+            return SingleBatches(self.model, self.tokenizer, self.config, self._lm)
         most = self._features.encoder_frames(int(self._longest_chunk() * self.sample_rate) + 1)
-        return ContinuousSearch(self.model, self.tokenizer, self.config, most)
+        return ContinuousBatches(self.model, self.tokenizer, self.config, most)
 
     def _decode_window(
-        self, search: Search, pieces: list[Piece], on_audio: Callable[[float], None] | None
+        self, decoder: BatchDecoder, pieces: list[Piece], on_audio: Callable[[float], None] | None
     ) -> None:
-        """Submit the pieces in batches; a search may finish them later."""
+        """Submit the pieces in batches; the decoder may finish them later."""
         plan = plan_batches(
             [piece.frames for piece in pieces], self.config.frame_budget, self.config.max_sequences
         )
         for indices in plan:
-            self._decode_batch(search, [pieces[index] for index in indices], on_audio)
+            self._decode_batch(decoder, [pieces[index] for index in indices], on_audio)
 
     def _decode_batch(
-        self, search: Search, pieces: list[Piece], on_audio: Callable[[float], None] | None
+        self, decoder: BatchDecoder, pieces: list[Piece], on_audio: Callable[[float], None] | None
     ) -> None:
-        """Decode a batch, or without pieces what a search still holds."""
+        """Decode a batch, or without pieces what the decoder still holds."""
         with evaluating(self.model):
-            done = self._decode(search, pieces)
+            done = self._decode(decoder, pieces)
         if on_audio is not None and done:
             on_audio(done)
 
-    def _decode(self, search: Search, pieces: list[Piece]) -> float:
+    def _decode(self, decoder: BatchDecoder, pieces: list[Piece]) -> float:
         """Decode a batch, or what is left; in batches of half the size if memory runs out."""
-        done, enough = self._take(search, pieces)
+        done, enough = self._take(decoder, pieces)
         if enough:
             return done
         # This is outside of `except`, where the traceback would keep the failed batch's tensors
         # alive.
-        waiting = search.abandon()
-        known = {id(piece) for piece in waiting}
-        waiting += [p for p in pieces if not p.decoded and id(p) not in known]
+        waiting = decoder.abandon()
+        abandoned = {id(piece) for piece in waiting}
+        waiting += [p for p in pieces if not p.decoded and id(p) not in abandoned]
         if len(waiting) > 1:
             middle = len(waiting) // 2
             for half in (waiting[:middle], waiting[middle:]):
-                done += self._decode(search, half) + self._decode(search, [])
+                done += self._decode(decoder, half) + self._decode(decoder, [])
         for piece in waiting if len(waiting) == 1 else ():
             piece.recording.failure = (
                 f"out of memory with one chunk of {piece.frames} frames: lower `chunk_seconds`"
@@ -268,20 +260,22 @@ class Recognizer:
             done += self._done(piece)
         return done
 
-    def _take(self, search: Search, pieces: list[Piece]) -> tuple[float, bool]:
+    def _take(self, decoder: BatchDecoder, pieces: list[Piece]) -> tuple[float, bool]:
         """Decode pieces; returns their seconds, and whether the memory was sufficient."""
         done = 0.0
         kind, half = next(self.model.parameters()).device.type, self.config.precision == "bfloat16"
-        assert self._packed is not None
+        assert self._cpu_weights is not None
         try:
-            with torch.autocast(kind, torch.bfloat16, enabled=half), self._packed.active():
-                fed = search.feed(*self._collated(pieces), pieces) if pieces else search.finish()
+            with torch.autocast(kind, torch.bfloat16, enabled=half), self._cpu_weights.active():
+                fed = decoder.feed(*self._collated(pieces), pieces) if pieces else decoder.finish()
                 for piece, result in fed:
                     piece.text = self._text(result.tokens)
                     piece.truncated, piece.score = result.truncated, result.score
                     piece.alternatives = tuple(
-                        Alternative(self._text(one.tokens), one.score, one.rank, parts=one.parts)
-                        for one in result.alternatives
+                        Alternative(
+                            self._text(text.tokens), text.score, text.rank, None, text.parts
+                        )
+                        for text in result.alternatives
                     )
                     piece.words = self._words(piece, result)
                     piece.word_confidences = self._word_confidences(piece, result)
@@ -301,7 +295,7 @@ class Recognizer:
     def _words(self, piece: Piece, result: Decoded) -> tuple[Word, ...] | None:
         if result.spans is None:
             return None if self.config.words else ()
-        found = word_timestamps(
+        words = word_timestamps(
             result.tokens,
             result.spans,
             self.tokenizer.decode,
@@ -312,7 +306,7 @@ class Recognizer:
         )
         end = piece.chunk.end / self.sample_rate
         # The number of frames is rounded up, so the last frame may extend beyond the audio.
-        return tuple(replace(word, end=min(word.end, end)) for word in found)
+        return tuple(replace(word, end=min(word.end, end)) for word in words)
 
     def _word_confidences(self, piece: Piece, result: Decoded) -> tuple[WordConfidence, ...] | None:
         if result.confidences is None:
@@ -328,6 +322,7 @@ class Recognizer:
     def _collated(self, pieces: list[Piece]) -> tuple[Batch, list[list[int]]]:
         """Return the batch of these pieces on the model's device, and their prompts."""
         device = next(self.model.parameters()).device
+        prompts = [piece.recording.prompt for piece in pieces]
         settings = self.model.config.language_model
         if settings is not None:
             conversations = [
@@ -340,18 +335,19 @@ class Recognizer:
                 pad_id=self.tokenizer.pad_id,
                 framing=self._features.framing,
             )
-            return packed.to(device), [piece.recording.prompt for piece in pieces]
-        named = self.model.config.named_experts()
+            return packed.to(device), prompts
+        experts = self.model.config.named_experts()
+        requests = [piece.recording.request for piece in pieces]
         examples = [
             Example(
-                id=piece.recording.request.id,
+                id=request.id,
                 audio=piece.audio,
                 prompt=piece.recording.prompt,
                 text=[],
                 monotonic=False,
-                expert=None if named is None else named.number_of(piece.recording.request.prompt),
+                expert=None if experts is None else experts.number_of(request.prompt),
             )
-            for piece in pieces
+            for request, piece in zip(requests, pieces, strict=True)
         ]
         batch = collate(
             examples,
@@ -359,7 +355,7 @@ class Recognizer:
             pad_id=self.tokenizer.pad_id,
             framing=self._features.framing,
         )
-        return batch.to(device), [example.prompt for example in examples]
+        return batch.to(device), prompts
 
 
 def _check(audio: np.ndarray) -> None:

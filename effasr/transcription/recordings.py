@@ -84,11 +84,11 @@ class Recording:
             yield piece
         if len(self.first) == FIRST_CHUNKS:
             following = partial(next, self.coming, None)
-            rest = prefetch(lambda _: following(), itertools.count(), workers=1, ahead=_AHEAD)
-            while self.failure is None and (piece := next(rest)) is not None:
+            chunks = prefetch(lambda _: following(), itertools.count(), workers=1, ahead=_AHEAD)
+            while self.failure is None and (piece := next(chunks)) is not None:
                 self.pieces.append(piece)
                 yield piece
-            rest.close()
+            chunks.close()
         self.first, self.read = [], True
 
     def result(self) -> Result:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Self
 
 from effasr.data.prompt import Prompt
 from effasr.decoding.confidence.calibration import Calibration
@@ -21,11 +21,11 @@ def confidence(scores: Iterable[Score | None]) -> float | None:
     (of the attention decoder, or of CTC or the transducer over all alignments), and its n symbols:
     the tokens, with the end token except for CTC. Values of different methods do not compare.
     """
-    known = list(scores)
-    if not known or None in known:
+    complete = list(scores)
+    if not complete or None in complete:
         return None
-    total = sum(score.log_prob for score in known if score is not None)
-    symbols = sum(score.symbols for score in known if score is not None)
+    total = sum(score.log_prob for score in complete if score is not None)
+    symbols = sum(score.symbols for score in complete if score is not None)
     return math.exp(min(0.0, total / symbols))
 
 
@@ -33,7 +33,7 @@ def confidence(scores: Iterable[Score | None]) -> float | None:
 class Alternative:
     """One of the texts that a search has found for some audio."""
 
-    text: str  # the text; different tokens may spell the same one
+    text: str  # different tokens may spell the same one
     score: float  # log-probability in nats; see `effasr.decoding.hypothesis.Hypothesis`
     rank: float  # what the list is ordered by, the best first
     lm_score: float | None = None  # log-probability by the language model of a second pass
@@ -51,12 +51,12 @@ def joined(lists: Iterable[Sequence[Alternative]], space: str = " ") -> tuple[Al
     Scores and ranks are sums over the chunks, so the result is the best of all combinations; it is
     as long as the longest list, if there are so many combinations.
     """
-    every = list(lists)
-    if not every or not all(every):
+    of_chunks = list(lists)
+    if not of_chunks or not all(of_chunks):
         return ()
-    size = max(map(len, every))
-    best = list(every[0])
-    for following in every[1:]:
+    size = max(map(len, of_chunks))
+    best = list(of_chunks[0])
+    for following in of_chunks[1:]:
         # Both lists are ordered: combination (i, j) has (i + 1) (j + 1) - 1 others before it.
         pairs = [
             Alternative(
@@ -68,7 +68,7 @@ def joined(lists: Iterable[Sequence[Alternative]], space: str = " ") -> tuple[Al
             for i, a in enumerate(best)
             for b in following[: max(1, size // (i + 1))]
         ]
-        best = sorted(pairs, key=lambda one: -one.rank)[:size]
+        best = sorted(pairs, key=lambda alternative: -alternative.rank)[:size]
     return tuple(best)
 
 
@@ -147,7 +147,7 @@ class Segment:
         if self.score is not None:
             row["confidence"] = self.confidence
         if self.alternatives:
-            row["alternatives"] = [one.as_row() for one in self.alternatives]
+            row["alternatives"] = [alternative.as_row() for alternative in self.alternatives]
         if self.correction is not None:
             row["correction"] = asdict(self.correction)
         if self.word_confidences is None:
@@ -181,6 +181,10 @@ class Transcription:
     space: str = " "
     prompt: Prompt = field(default_factory=Prompt)
 
+    def with_segments(self, segments: Sequence[Segment]) -> Self:
+        text = self.space.join(segment.text for segment in segments if segment.text)
+        return replace(self, text=text, segments=tuple(segments))
+
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
         """The best texts of the recording, if requested; see `joined`."""
@@ -189,10 +193,10 @@ class Transcription:
     @property
     def word_confidences(self) -> tuple[WordConfidence, ...] | None:
         """Words of all segments with confidences; None if a segment lacks them."""
-        every = [segment.word_confidences for segment in self.segments]
-        if any(words is None for words in every):
+        of_segments = [segment.word_confidences for segment in self.segments]
+        if any(words is None for words in of_segments):
             return None
-        return tuple(word for words in every for word in words or ())
+        return tuple(word for words in of_segments for word in words or ())
 
     @property
     def truncated(self) -> bool:

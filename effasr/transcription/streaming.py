@@ -39,8 +39,8 @@ class RawFormat:
         rate, encodings = self.sample_rate, ", ".join(_SAMPLE_TYPES)
         check(1_000 <= rate <= 1_000_000, "sample_rate", "be from 1000 to 1000000 Hz", rate)
         check_positive(self, "channels")
-        known = self.encoding in _SAMPLE_TYPES
-        check(known, "encoding", f"be one of {encodings}", repr(self.encoding))
+        is_supported = self.encoding in _SAMPLE_TYPES
+        check(is_supported, "encoding", f"be one of {encodings}", repr(self.encoding))
 
 
 def raw_blocks(file: BinaryIO, form: RawFormat, sample_rate: int) -> Iterator[np.ndarray]:
@@ -51,13 +51,13 @@ def raw_blocks(file: BinaryIO, form: RawFormat, sample_rate: int) -> Iterator[np
     """
     sample = np.dtype(_SAMPLE_TYPES[form.encoding])
     frame = sample.itemsize * form.channels
-    wanted = max(1, int(_READ_SECONDS * form.sample_rate)) * frame
+    size = max(1, int(_READ_SECONDS * form.sample_rate)) * frame
     read = file.read1 if hasattr(file, "read1") else file.read  # type: ignore[attr-defined]
     resampler = None
     if form.sample_rate != sample_rate:
         resampler = soxr.ResampleStream(form.sample_rate, sample_rate, 1, dtype="float32")
     held, begun = b"", False
-    while data := read(wanted):
+    while data := read(size):
         held += data
         if not begun and len(held) >= 4:
             begun = True
@@ -153,11 +153,11 @@ class _StreamCutter:
     def _speech(self) -> np.ndarray:
         """Return the hops of the held audio that may be speech, int64, ascending."""
         levels = loudness(self.held, self._rate)
-        heard = np.concatenate([self._past, levels])
-        if not len(heard):
+        all_levels = np.concatenate([self._past, levels])
+        if not len(all_levels):
             return np.zeros(0, np.int64)
         # Speech varies in loudness: a steady sound counts as background, however loud it is.
-        return np.flatnonzero(is_speech(heard, np.inf)[len(self._past) :])
+        return np.flatnonzero(is_speech(all_levels, np.inf)[len(self._past) :])
 
     def _end(self, speech: np.ndarray, ended: bool) -> int | None:
         """Return the number of samples of the first chunk, once its end is known."""
@@ -175,11 +175,11 @@ class _StreamCutter:
 
     def _take(self, samples: int) -> tuple[int, np.ndarray]:
         """Cut off the first samples; returns their start and the samples."""
-        start, taken = self._start, self.held[:samples]
-        levels = loudness(taken, self._rate) if samples else self._past[:0]
+        start, first = self._start, self.held[:samples]
+        levels = loudness(first, self._rate) if samples else self._past[:0]
         self._past = np.concatenate([self._past, levels])[-round(_MEMORY_SECONDS / HOP_SECONDS) :]
         self._start, self.held = start + samples, self.held[samples:]
-        return start, taken
+        return start, first
 
 
 def transcribe_stream(

@@ -59,11 +59,11 @@ def word_timestamps(
     ]
     words: list[Word] = []
     for number, group in enumerate(groups):
-        heard = (group.last - 0.5) * frame_seconds
-        latest = heard + _TAIL_SECONDS
+        last_seen = (group.last - 0.5) * frame_seconds
+        latest = last_seen + _TAIL_SECONDS
         if number + 1 < len(groups):
             latest = min(latest, starts[number + 1])
-        start, end = offset + starts[number], offset + _pause(speech, heard, latest)
+        start, end = offset + starts[number], offset + _pause(speech, last_seen, latest)
         words += [Word(text, start, end) for text in group.texts]
     return words
 
@@ -99,10 +99,10 @@ def _delay(
     centres: Sequence[float], onsets: Sequence[float | None], frame_seconds: float, longest: float
 ) -> float:
     """Median seconds from the start of words after a pause to their first frame."""
-    known = [
+    delays = [
         centre - onset for centre, onset in zip(centres, onsets, strict=True) if onset is not None
     ]
-    delay = statistics.median(known) if known else _DELAY_FRAMES * frame_seconds
+    delay = statistics.median(delays) if delays else _DELAY_FRAMES * frame_seconds
     return min(max(delay, _LEAST_DELAY * frame_seconds), longest)
 
 
@@ -114,16 +114,16 @@ def _onset(speech: np.ndarray, earliest: float, latest: float, longest: float) -
     begin, end = round(earliest / HOP_SECONDS), round(latest / HOP_SECONDS)
     hops = round(_PAUSE_SECONDS / HOP_SECONDS)
     # Less silence suffices at the very beginning, as there is no earlier word.
-    found, run = None, hops - 1 if begin == 0 else 0
+    onset, run = None, hops - 1 if begin == 0 else 0
     for hop in range(begin, min(end + 1, len(speech))):
         if speech[hop]:
-            found = hop if run >= hops else found
+            onset = hop if run >= hops else onset
             run = 0
         else:
             run += 1
-    if found is None or latest - found * HOP_SECONDS > longest:
+    if onset is None or latest - onset * HOP_SECONDS > longest:
         return None
-    return found * HOP_SECONDS
+    return onset * HOP_SECONDS
 
 
 def _pause(speech: np.ndarray, earliest: float, latest: float) -> float:

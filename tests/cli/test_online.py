@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from effasr.checkpoint import load_model, resolve
-from effasr.transcription.online import OnlineRecognizer, single_stream
+from effasr.transcription.online import OnlineRecognizer
+from effasr.transcription.online import recognizer as online_module
 from effasr_kernels import Context
 
 RATE = 16_000
@@ -68,7 +69,7 @@ def sharp(monkeypatch):
 def test_the_latency_is_kept(effasr, run, piped, sharp, monkeypatch, latency, context) -> None:
     used = []
     monkeypatch.setattr(
-        single_stream, "OnlineRecognizer", lambda *a, **k: used.append(Made(*a, **k)) or used[-1]
+        online_module, "OnlineRecognizer", lambda *a, **k: used.append(Made(*a, **k)) or used[-1]
     )
     audio = (0.1 * np.random.default_rng(0).standard_normal(3 * RATE)).astype(np.float32)
     piped(audio.astype("<f4").tobytes())

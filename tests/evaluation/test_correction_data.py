@@ -8,8 +8,8 @@ import soundfile
 from effasr import checkpoint
 from effasr.cli.main import main
 from effasr.data.manifest.pairs import is_text_only, pairs
-from effasr.evaluation.correction_data import listed_texts
 from effasr.transcription.results import Alternative, Segment, Transcription
+from effasr.transcription.second_pass.corrector import joined_texts
 
 
 def test_texts_of_a_list_are_different_and_in_its_order() -> None:
@@ -18,10 +18,10 @@ def test_texts_of_a_list_are_different_and_in_its_order() -> None:
         return Segment(0.0, 1.0, texts[0], alternatives=listed)
 
     one = Transcription("u", 1.0, "b", (segment("b", "a  c", "b", "", "a c"),))
-    assert listed_texts(one) == "b | a c"
+    assert joined_texts(one.alternatives) == "b | a c"
     two = Transcription("u", 2.0, "b x", (segment("b", "a"), segment("x", "y")))
-    assert listed_texts(two).split(" | ")[0] == "b x"
-    assert listed_texts(Transcription("u", 1.0, "", (segment("", ""),))) == ""
+    assert joined_texts(two.alternatives).split(" | ")[0] == "b x"
+    assert joined_texts(Transcription("u", 1.0, "", (segment("", ""),)).alternatives) == ""
 
 
 def test_the_command_writes_a_manifest_of_text_pairs(

@@ -15,9 +15,7 @@ from effasr.cli.options import decoding_config
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.hypothesis import ScoreParts
 from effasr.evaluation.tuning.decoding_file import write_decoding
-from effasr.evaluation.tuning.lists import NBestLists
-from effasr.evaluation.tuning.search import best_weights
-from effasr.evaluation.tuning.weights import GRIDS, Weights, tunable
+from effasr.evaluation.tuning.weights import GRIDS, NBestLists, Weights, best_weights, tunable
 from effasr.transcription.results import Alternative, Correction, Segment, Transcription
 
 SECOND = DecodingConfig(beam=4, nbest=4, second_lm=Path("lm"))
@@ -66,7 +64,7 @@ def _rank(config, weights, own, ctc, lm, words) -> float:
     ],
 )
 def test_planted_weights_are_found(config, planted, segments) -> None:
-    start = Weights.of(config, "attention")
+    start = Weights.from_config(config, "attention")
     truth = replace(start, **planted)
     lists = draw_lists(config, start, truth, segments=segments)
     assert sum(lists.word_errors(start)) > 50
@@ -77,7 +75,7 @@ def test_planted_weights_are_found(config, planted, segments) -> None:
 
 def test_a_gain_by_chance_changes_nothing() -> None:
     """With references by chance, the best weights of many gain on every set."""
-    start = Weights.of(SECOND, "attention")
+    start = Weights.from_config(SECOND, "attention")
     names = ("second_lm_weight", "ctc_weight", "second_word_bonus")
     grids = {name: GRIDS[name] for name in names}
     gains, changed = [], 0
@@ -90,14 +88,14 @@ def test_a_gain_by_chance_changes_nothing() -> None:
 
 
 def test_a_weight_without_effect_stays() -> None:
-    start = Weights.of(JOINT, "attention")
+    start = Weights.from_config(JOINT, "attention")
     lists = draw_lists(JOINT, start, replace(start, ctc_weight=0.8))
     found = best_weights(lists, start, {name: GRIDS[name] for name in ("ctc_weight", "lm_weight")})
     assert found == replace(start, ctc_weight=0.8)
 
 
 def test_one_alternative_leaves_nothing_to_choose() -> None:
-    start = Weights.of(SECOND, "attention")
+    start = Weights.from_config(SECOND, "attention")
     lists = draw_lists(SECOND, start, size=1)
     grids = {name: GRIDS[name] for name in ("second_lm_weight", "second_word_bonus")}
     assert best_weights(lists, start, grids) == start
@@ -106,7 +104,7 @@ def test_one_alternative_leaves_nothing_to_choose() -> None:
 
 def test_what_the_weights_do_not_explain_is_kept() -> None:
     """Ranks of the search may have more in them, such as coverage."""
-    start = Weights.of(JOINT, "attention")
+    start = Weights.from_config(JOINT, "attention")
     pair = [("a", -5.0, 1.0), ("b", -4.0, 0.0)]
     listed = tuple(
         Alternative(text, own, own * 0.7 + 0.3 * own + more, None, ScoreParts(own, own, None, 1))
@@ -142,7 +140,7 @@ def test_the_margin_of_a_corrector_is_found() -> None:
         if number == 2:
             segment = Segment(0.0, 1.0, right, alternatives=listed)
         utterances.append((right, Transcription(str(number), 1.0, "", (segment,))))
-    start = Weights.of(config, "attention")
+    start = Weights.from_config(config, "attention")
     lists = NBestLists(utterances, config, start, str)
     assert sum(lists.word_errors(start)) > 5
     found = best_weights(lists, start, {"corrector_margin": GRIDS["corrector_margin"]})

@@ -20,14 +20,14 @@ from effasr.data.features.config import FeatureConfig
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
-from effasr.transcription.packed_weights import PackedWeights
+from effasr.transcription.cpu_weights import OneDNNWeights
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
 encoder = FastConformerConfig(width=32, layers=1, heads=2, feed_forward=32, subsampling_channels=4)
 config = ModelConfig(features=FeatureConfig(mel_bins=16), encoder=encoder, decoder=None, ctc=True)
 model = ASRModel(config, 20).train(sys.argv[1] == "train")
-packed = PackedWeights(model)
+packed = OneDNNWeights(model)
 
 
 def step(number: int) -> None:

@@ -36,7 +36,7 @@ from suite.steps import LeftOut, Step
 from effasr.data.features import log_mel
 from effasr.model.language_model import fused
 from effasr.nn import feed_forward, residual
-from effasr.transcription import packed_weights
+from effasr.transcription import cpu_weights
 from effasr_kernels.runtime import native
 from effasr_kernels.runtime.torch_op import TorchOp
 from tests.gpu.test_operations import CONTRACT
@@ -286,7 +286,7 @@ def test_a_step_uses_what_its_gate_asks_for(
     # Nor are windows of audio copied one utterance at a time there.
     monkeypatch.setattr(log_mel, "_runs_on_host", lambda audio, frames: False)
     # Nor are weights packed on one, whose networks have no operation of ours.
-    monkeypatch.setattr(packed_weights, "_can_be_packed", lambda weight: False)
+    monkeypatch.setattr(cpu_weights, "_can_be_blocked", lambda weight: False)
     tiny = [*models.TINY, "--steps", "1", "--systems", "packed_static"]
     assert bench_training.main(tiny) == 0
     assert used == set(TRAINING) - {MODEL}

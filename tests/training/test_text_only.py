@@ -15,7 +15,7 @@ from effasr.data.manifest.pairs import pairs as read_pairs
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import load_tokenizer
 from effasr.distributed.process_group import DistributedContext
-from effasr.evaluation.text_pairs import evaluate_pairs
+from effasr.evaluation.evaluate import evaluate_pairs
 from effasr.evaluation.wer import count_errors
 from effasr.model.cost import cost_model, text_cost_model
 from effasr.nn.experts import ExpertsConfig

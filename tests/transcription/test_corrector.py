@@ -14,7 +14,7 @@ from effasr.cli.main import main
 from effasr.data.manifest.pairs import TextPair
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
-from effasr.evaluation.text_pairs import evaluate_pairs
+from effasr.evaluation.evaluate import evaluate_pairs
 from effasr.model.asr import ASRModel
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.nn.experts import ExpertsConfig

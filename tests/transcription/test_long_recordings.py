@@ -16,7 +16,7 @@ import soundfile
 from effasr.checkpoint import save_model
 from effasr.data.audio.waveform import AudioError, read_audio
 from effasr.decoding.config import DecodingConfig
-from effasr.transcription.decode_queue import ContinuousSearch
+from effasr.transcription.decode_queue import ContinuousBatches
 from effasr.transcription.inputs.audio_stream import AudioStream, open_stream
 from effasr.transcription.inputs.chunking import cut_at_pauses, split_at_pauses
 from effasr.transcription.results import Failure, Transcription
@@ -148,7 +148,7 @@ def test_no_more_is_read_than_is_decoded_soon(model, tokenizer, noise, monkeypat
         return watch
 
     for name in ("feed", "finish"):
-        monkeypatch.setattr(ContinuousSearch, name, watched(getattr(ContinuousSearch, name)))
+        monkeypatch.setattr(ContinuousBatches, name, watched(getattr(ContinuousBatches, name)))
     (result,) = transcribe(model, tokenizer, ["long.wav"], config=SHORT)
     assert isinstance(result, Transcription)
     assert sum(decoded) == len(result.segments) >= 100

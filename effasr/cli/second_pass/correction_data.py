@@ -10,7 +10,6 @@ from effasr.cli.options import (
     MANIFEST_HELP,
     NBEST,
     RUN_HELP,
-    SECOND_PASS,
     AddCommand,
     add_decoding,
     add_language,
@@ -20,6 +19,7 @@ from effasr.cli.options import (
     read_cuts,
 )
 from effasr.cli.progress import decoding_progress
+from effasr.decoding.config import SECOND_PASS
 
 _BEAM = 8
 _MOST_SHOWN = 5

@@ -7,11 +7,9 @@ import itertools
 from pathlib import Path
 
 from effasr.cli.options import (
-    CORRECTOR,
     MANIFEST_HELP,
     NBEST,
     RUN_HELP,
-    SECOND_PASS,
     AddCommand,
     add_averaged,
     add_decoding,
@@ -25,6 +23,7 @@ from effasr.cli.options import (
     run_checkpoints,
 )
 from effasr.cli.progress import decoding_progress, progress_counter
+from effasr.decoding.config import CORRECTOR, SECOND_PASS
 
 _BEAM = 8
 """The default: without a beam there is nothing to choose among."""

@@ -4,70 +4,43 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, make_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_type_hints
 
 from effasr.config import from_mapping
 from effasr.data.atomic_files import write_atomically
-from effasr.decoding.config import DecodingConfig
+from effasr.decoding.config import CORRECTOR, SEARCH, SECOND_PASS, DecodingConfig
 from effasr.untrusted.display import escape_line
 from effasr.untrusted.documents import dump_yaml, read_yaml
 
 DECODING_FILE = "decoding.yaml"
 
-_WEIGHTS = {
-    "lm": ("lm_unit", "lm_weight"),
-    "second_lm": ("second_lm_weight", "second_word_bonus"),
-    "corrector": ("corrector_margin", "corrector_source"),
+_NAMES = *SEARCH, *SECOND_PASS, *CORRECTOR
+# Fields of the file, in types of YAML, which has no paths.
+_TYPES = {
+    name: str | None if hint == Path | None else hint | None
+    for name, hint in get_type_hints(DecodingConfig).items()
 }
-"""What holds for one language model or corrector alone."""
+_Stored = make_dataclass("_Stored", [(name, _TYPES[name], None) for name in _NAMES])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Stored:
-    """The fields of `DecodingConfig` that the file may have, in types of YAML."""
-
-    method: Literal["auto", "attention", "transducer", "ctc", "language_model"] | None = None
-    beam: int | None = None
-    length_penalty: float | None = None
-    coverage_penalty: float | None = None
-    ctc_weight: float | None = None
-    no_repeat_ngram: int | None = None
-    lm: str | None = None
-    lm_unit: Literal["token", "word"] | None = None
-    lm_weight: float | None = None
-    second_lm: str | None = None
-    second_lm_weight: float | None = None
-    second_word_bonus: float | None = None
-    corrector: str | None = None
-    corrector_margin: float | None = None
-    corrector_source: str | None = None
-
-
-def read_decoding(path: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
+def read_decoding(path: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields of `DecodingConfig`: those that are given, and others from a file.
 
     With another language model than that of the file, the weights of the file's are left out.
-
-    Args:
-        path: A file of `write_decoding`.
-        given: Fields with precedence; None for those that are not given.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It is no mapping of these fields, or a value is of the wrong type.
     """
     try:
-        found = asdict(from_mapping(_Stored, read_yaml(path)))
+        stored = asdict(from_mapping(_Stored, read_yaml(path)))
     except ValueError as error:
         raise ValueError(
             f"`decoding` {path} must have options of a search, as `effasr tune` writes them, but "
             f"has not: {error}"
         ) from error
-    fields = {name: value for name, value in found.items() if value is not None}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    for name, weights in _WEIGHTS.items():
+    fields = {name: value for name, value in stored.items() if value is not None}
+    chosen = {name: value for name, value in options.items() if value is not None}
+    # The other fields of each group hold for one language model or corrector alone.
+    for name, *weights in (("lm", "lm_unit", "lm_weight"), SECOND_PASS, CORRECTOR):
         if name in fields:
             fields[name] = _absolute(fields[name])
         if name in chosen and _absolute(chosen[name]) != fields.get(name):
@@ -76,16 +49,9 @@ def read_decoding(path: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_decoding(path: str | Path, config: DecodingConfig, comment: str) -> None:
-    """Write the options of a search, atomically; creates the folder.
-
-    Args:
-        path: The file.
-        config: The configuration; only what differs from the defaults is written. The paths of its
-            language models become absolute.
-        comment: One line that says where the options come from.
-    """
+    """Write the options of a search, atomically; creates the folder."""
     plain, row = DecodingConfig(), {}
-    for name in asdict(_Stored()):
+    for name in _NAMES:
         value = getattr(config, name)
         if value != getattr(plain, name):
             row[name] = str(_absolute(value)) if isinstance(value, Path) else value

@@ -13,12 +13,16 @@ from rich.table import Table
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.evaluation.bootstrap import interval, probability_of_improvement
-from effasr.evaluation.evaluate import scorable_requests
+from effasr.evaluation.evaluate import transcribe_cuts
 from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.tables import percent, to_text
-from effasr.evaluation.tuning.lists import NBestLists
-from effasr.evaluation.tuning.search import best_weights
-from effasr.evaluation.tuning.weights import GRIDS, Weights, tunable
+from effasr.evaluation.tuning.weights import (
+    GRIDS,
+    NBestLists,
+    Weights,
+    best_weights,
+    tunable,
+)
 from effasr.evaluation.wer import ErrorCounts, total
 from effasr.model.asr import ASRModel
 from effasr.transcription.recognizer import Recognizer
@@ -27,34 +31,21 @@ from effasr.transcription.results import Failure, Result
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Weights before and after, and the word errors of both on the lists of the set.
+    """Weights before and after, and the word errors of both on the lists of the set."""
 
-    Attributes:
-        names: The weights that were tuned.
-        given: The weights of the configuration.
-        tuned: The chosen ones, or the same.
-        before: Errors of each utterance with the given weights.
-        after: Errors of each with the tuned ones.
-        oracle: Errors of each, if the best alternative were chosen.
-        size: Alternatives of the longest list.
-        config: The configuration with the tuned weights, without lists.
-        failures: Recordings that were not transcribed; they count in no rate.
-    """
-
-    names: tuple[str, ...]
-    given: Weights
-    tuned: Weights
-    before: tuple[ErrorCounts, ...]
-    after: tuple[ErrorCounts, ...]
-    oracle: tuple[ErrorCounts, ...]
-    size: int
-    config: DecodingConfig
-    failures: tuple[Failure, ...]
+    names: tuple[str, ...]  # the weights that were tuned
+    start: Weights  # of the configuration
+    tuned: Weights  # the chosen ones, or the same
+    before: tuple[ErrorCounts, ...]  # errors of each utterance with the given weights
+    after: tuple[ErrorCounts, ...]  # errors of each with the tuned ones
+    oracle: tuple[ErrorCounts, ...]  # errors of each, if the best alternative were chosen
+    size: int  # alternatives of the longest list
+    config: DecodingConfig  # the configuration with the tuned weights, without lists
+    failures: tuple[Failure, ...]  # recordings that were not transcribed; they count in no rate
 
     @property
     def changed(self) -> bool:
-        """Whether the weights differ from those given."""
-        return self.tuned != self.given
+        return self.tuned != self.start
 
     def report(self) -> str:
         """Return the weights and the error rates before and after as a table."""
@@ -62,13 +53,13 @@ class Tuning:
         for column in ("weights", *self.names, "WER %", "95 %"):
             table.add_column(column, justify="left" if column == "weights" else "right")
         for name, weights, errors in (
-            ("given", self.given, self.before),
+            ("given", self.start, self.before),
             ("tuned", self.tuned, self.after),
         ):
             low, high = interval(errors)
             table.add_row(
                 name,
-                *(f"{getattr(weights, one):g}" for one in self.names),
+                *(f"{getattr(weights, weight):g}" for weight in self.names),
                 percent(total(errors).wer),
                 f"{percent(low)} - {percent(high)}",
             )
@@ -89,7 +80,7 @@ class Tuning:
 
     def comment(self, set_name: str) -> str:
         """Return a line that says where the weights come from."""
-        before, after = (percent(total(one).wer) for one in (self.before, self.after))
+        before, after = (percent(total(errors).wer) for errors in (self.before, self.after))
         return (
             f"effasr tune on {set_name}: {len(self.after)} utterances, WER of the choice among "
             f"{self.size} alternatives {before} -> {after} %"
@@ -112,24 +103,10 @@ def tune(
     The set is decoded once, with lists of ``config.beam`` alternatives, or ``config.nbest``; each
     alternative is scored by every part of the model and by the language models. Weights are then
     compared by the alternatives that they choose. For the weights of a second pass that is what
-    decoding does, except that its context is of the texts that the given weights choose. For
-    those of the search it is an approximation: a search with them may find other alternatives.
-    With a corrector, its margin alone is chosen, for the other weights as they are given: exactly
-    as decoding does.
-
-    Args:
-        model: Decodes on its device; its training mode is restored.
-        tokenizer: Tokenizer of the model.
-        cuts: Cuts with one supervision each.
-        config: Where the search begins, with a beam of at least 2.
-        normalizer: See `effasr.evaluation.normalizer.get_normalizer`.
-        failures: Utterances of the set that are no cuts.
-        on_result: Called with each result, for example to show progress.
-        on_trial: Called after each trial of weights.
-
-    Raises:
-        ValueError: There is no weight to tune, no utterance could be transcribed, no reference has
-            a word, or the model does not support the configuration.
+    decoding does, except that its context is of the texts that the given weights choose. For those
+    of the search it is an approximation: a search with them may find other alternatives. With a
+    corrector, its margin alone is chosen, for the other weights as they are given: exactly as
+    decoding does.
     """
     normalize = get_normalizer(normalizer)
     # The margin of a corrector needs no parts of scores, which the search of the others divides.
@@ -137,31 +114,27 @@ def tune(
     listed = replace(config, nbest=config.nbest or config.beam, score_parts=divided)
     recognizer = Recognizer(model, tokenizer, listed)
     names = tunable(model, config, recognizer.method)
-    scorable, unscorable = scorable_requests(cuts, recognizer.sample_rate)
-    failed, utterances = [*failures, *unscorable], []
-    results = recognizer.results(wanted for _, wanted in scorable)
-    for (reference, _), result in zip(scorable, results, strict=True):
+    failed, utterances = [*failures], []
+    for reference, _, result in transcribe_cuts(recognizer, cuts, on_result):
         if isinstance(result, Failure):
             failed.append(result)
         else:
             utterances.append((reference, result))
-        if on_result is not None:
-            on_result(result)
-    given = Weights.of(config, recognizer.method)
-    lists = NBestLists(utterances, config, given, normalize)
-    before = lists.errors(given)
+    start = Weights.from_config(config, recognizer.method)
+    lists = NBestLists(utterances, config, start, normalize)
+    before = lists.errors(start)
     if math.isnan(total(before).wer):
         first = f"; the first failed: {failed[0].reason}" if failed else ""
         raise ValueError(
             "the set must have a transcribed utterance whose reference has a word, but has none "
             f"among {len(utterances)}, and {len(failed)} failed{first}"
         )
-    tuned = best_weights(lists, given, {name: GRIDS[name] for name in names}, on_trial)
+    tuned = best_weights(lists, start, {name: GRIDS[name] for name in names}, on_trial)
     values = {name: getattr(tuned, name) for name in names}
-    changed = {name: x for name, x in values.items() if x != getattr(given, name)}
+    changed = {name: x for name, x in values.items() if x != getattr(start, name)}
     return Tuning(
         names=names,
-        given=given,
+        start=start,
         tuned=tuned,
         before=before,
         after=lists.errors(tuned),

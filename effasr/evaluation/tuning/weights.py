@@ -1,12 +1,30 @@
-"""The weights that combine scores, and the values to try for each."""
+"""The weights that combine scores, and the search for those with the fewest word errors."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, product
 
-from effasr.decoding.config import CORRECTOR_MARGIN, LENGTH_PENALTY, LM_WEIGHT, DecodingConfig
+import numpy as np
+
+from effasr.decoding.config import CORRECTOR_MARGIN, LM_WEIGHT, DecodingConfig
+from effasr.evaluation.bootstrap import chance_of_best, probability_of_improvement
+from effasr.evaluation.wer import ErrorCounts, count_errors, total
 from effasr.model.asr import ASRModel
+from effasr.transcription.results import Alternative, Segment, Transcription
 
+_CORRECTED, _RECOGNIZED = -1, -2  # choices between the text of a corrector and that of the search
+
+_COLUMNS = "model", "ctc", "lm", "symbols", "second", "words"
+
+_MOST_ROUNDS = 5
+
+SURE = 0.95  # probability from which a gain is not taken for chance
+
+# Values of each field of `Weights`. A language model of weight 0 is refused by `DecodingConfig`: it
+# is left out instead.
 GRIDS: dict[str, tuple[float, ...]] = {
     "ctc_weight": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
     "lm_weight": (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0),
@@ -15,8 +33,6 @@ GRIDS: dict[str, tuple[float, ...]] = {
     "second_word_bonus": (-1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0),
     "corrector_margin": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 1000.0),
 }
-"""Values of each field of `Weights`. A language model of weight 0 is refused by `DecodingConfig`:
-it is left out instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +47,15 @@ class Weights:
     corrector_margin: float = CORRECTOR_MARGIN
 
     @classmethod
-    def of(cls, config: DecodingConfig, method: str) -> Weights:
+    def from_config(cls, config: DecodingConfig, method: str) -> Weights:
         """Return the weights with which a configuration decodes by a method."""
-        given = config.length_penalty
-        penalty = LENGTH_PENALTY if given is None else given
         weights = cls(
             ctc_weight=config.ctc_weight,
-            length_penalty=penalty if method == "attention" else 0.0,
+            lm_weight=config.effective_lm_weight,
+            length_penalty=config.effective_length_penalty if method == "attention" else 0.0,
             second_word_bonus=config.second_word_bonus or 0.0,
         )
-        names = ("lm_weight", "second_lm_weight", "corrector_margin")
-        chosen = {name: getattr(config, name) for name in names}
+        chosen = {name: getattr(config, name) for name in ("second_lm_weight", "corrector_margin")}
         return replace(weights, **{k: v for k, v in chosen.items() if v is not None})
 
 
@@ -50,9 +64,6 @@ def tunable(model: ASRModel, config: DecodingConfig, method: str) -> tuple[str, 
 
     With a second language model the length penalty has none: it ranks by scores. With a corrector
     it is the margin alone, because what the corrector reads depends on the others.
-
-    Raises:
-        ValueError: There is none.
     """
     if config.corrector is not None:
         return ("corrector_margin",)
@@ -64,10 +75,210 @@ def tunable(model: ASRModel, config: DecodingConfig, method: str) -> tuple[str, 
         "second_lm_weight": second,
         "second_word_bonus": second,
     }
-    found = tuple(name for name, there in has_effect.items() if there)
-    if not found:
+    names = tuple(name for name, is_effective in has_effect.items() if is_effective)
+    if not names:
         raise ValueError(
             f"`method` {method} must have a weight to tune, but has none by itself: add "
             "`second_lm`, or for CTC `lm`."
         )
-    return found
+    return names
+
+
+class NBestLists:
+    """The scores of all alternatives by part, and the errors of the chosen ones."""
+
+    def __init__(
+        self,
+        utterances: Sequence[tuple[str, Transcription]],
+        config: DecodingConfig,
+        weights: Weights,
+        normalize: Callable[[str], str],
+    ) -> None:
+        self._normalize = normalize
+        self._references = [normalize(reference) for reference, _ in utterances]
+        self._results = [result for _, result in utterances]
+        self._second = config.second_lm is not None
+        self._gains: np.ndarray | None = None
+        if config.corrector is not None:
+            segments = [segment for result in self._results for segment in result.segments]
+            corrections = [segment.correction for segment in segments]
+            gains = [-math.inf if one is None else one.gain for one in corrections]
+            self._gains = np.array(gains, dtype=np.float64)
+        lists = [segment.alternatives for result in self._results for segment in result.segments]
+        self.size = max(map(len, lists), default=0)
+        shape = len(lists), self.size
+        self._parts = {name: np.zeros(shape) for name in _COLUMNS}
+        self._missing, self._unexplained = np.ones(shape, dtype=bool), np.zeros(shape)
+        ranks = np.zeros(shape)
+        # A corrector replaces the text that the weights have chosen: these stay.
+        for row, alternatives in enumerate([] if self._gains is not None else lists):
+            for column, alternative in enumerate(alternatives):
+                for name, value in _row(alternative).items():
+                    self._parts[name][row, column] = value
+                self._missing[row, column] = False
+                ranks[row, column] = alternative.rank
+        # What the weights do not explain, such as coverage.
+        self._unexplained = np.where(self._missing, 0.0, ranks - self._ranks(weights))
+        self._counts: dict[tuple[int, str], ErrorCounts] = {}
+        self._chosen: dict[bytes, tuple[tuple[ErrorCounts, ...], np.ndarray]] = {}
+        self._seen: dict[Weights, bytes] = {}
+
+    @property
+    def utterances(self) -> int:
+        return len(self._results)
+
+    def _ranks(self, weights: Weights) -> np.ndarray:
+        """Return the ranks of all alternatives, float64 (segments, alternatives)."""
+        parts, share = self._parts, weights.ctc_weight
+        scores = _times(1 - share, parts["model"]) + _times(share, parts["ctc"])
+        scores = scores + _times(weights.lm_weight, parts["lm"])
+        if self._second:
+            scores = scores + _times(weights.second_lm_weight, parts["second"])
+            return scores + weights.second_word_bonus * parts["words"] + self._unexplained
+        return scores / ((5 + parts["symbols"]) / 6) ** weights.length_penalty + self._unexplained
+
+    def choices(self, weights: Weights) -> np.ndarray:
+        """Return the place of the best alternative of each segment, int64 (segments,).
+
+        With a corrector it is `_CORRECTED` or `_RECOGNIZED`.
+        """
+        if self._gains is not None:
+            chosen = self._gains > weights.corrector_margin
+            return np.where(chosen, _CORRECTED, _RECOGNIZED)
+        if not self.size:
+            return np.zeros(len(self._missing), dtype=np.int64)
+        return np.where(self._missing, -np.inf, self._ranks(weights)).argmax(axis=1)
+
+    def errors(self, weights: Weights) -> tuple[ErrorCounts, ...]:
+        """Return the errors of each utterance, if these weights choose."""
+        return self._counted(weights)[0]
+
+    def word_errors(self, weights: Weights) -> np.ndarray:
+        """Return the word errors of each utterance, likewise, int64 (utterances,)."""
+        return self._counted(weights)[1]
+
+    def tried(self) -> np.ndarray:
+        """Return the word errors of all different choices so far, int64 (choices, utterances)."""
+        return np.stack([words for _, words in self._chosen.values()])
+
+    def _counted(self, weights: Weights) -> tuple[tuple[ErrorCounts, ...], np.ndarray]:
+        # Most weights choose as others do.
+        if weights not in self._seen:
+            chosen = self.choices(weights)
+            key = self._seen[weights] = chosen.tobytes()
+            if key not in self._chosen:
+                errors = self._errors(chosen.tolist())
+                words = np.array([count.errors for count in errors], dtype=np.int64)
+                self._chosen[key] = errors, words
+        return self._chosen[self._seen[weights]]
+
+    def _errors(self, choices: Sequence[int]) -> tuple[ErrorCounts, ...]:
+        counts, rows = [], iter(choices)
+        for number, result in enumerate(self._results):
+            texts = [_text(segment, next(rows)) for segment in result.segments]
+            counts.append(self._count(number, result.space.join(text for text in texts if text)))
+        return tuple(counts)
+
+    def _count(self, number: int, text: str) -> ErrorCounts:
+        key = number, text
+        if key not in self._counts:
+            self._counts[key] = count_errors(self._references[number], self._normalize(text))
+        return self._counts[key]
+
+    def oracle(self) -> tuple[ErrorCounts, ...]:
+        """Return the errors of each utterance, if the best of its alternatives were chosen."""
+        return tuple(
+            min(
+                (self._count(number, text) for text in {text.text for text in result.alternatives}),
+                key=lambda counts: counts.errors,
+                default=self._count(number, result.text),
+            )
+            for number, result in enumerate(self._results)
+        )
+
+
+def _text(segment: Segment, choice: int) -> str:
+    correction = segment.correction
+    if choice >= 0:
+        return segment.alternatives[choice].text if segment.alternatives else segment.text
+    if correction is None:
+        return segment.text
+    return correction.written if choice == _CORRECTED else correction.recognized
+
+
+def _row(alternative: Alternative) -> dict[str, float]:
+    parts = alternative.parts
+    assert parts is not None
+    return {
+        "model": parts.model,
+        "ctc": parts.ctc or 0.0,
+        "lm": parts.lm or 0.0,
+        "symbols": parts.symbols,
+        "second": alternative.lm_score or 0.0,
+        "words": len(alternative.text.split()),
+    }
+
+
+def _times(weight: float, values: np.ndarray) -> np.ndarray | float:
+    """Return the product; 0 for a weight of 0, also of an impossible transcript."""
+    return weight * values if weight else 0.0
+
+
+def best_weights(
+    lists: NBestLists,
+    start: Weights,
+    grids: Mapping[str, Sequence[float]],
+    on_trial: Callable[[], None] | None = None,
+) -> Weights:
+    """Return weights that make fewer word errors on these lists, or ``start``.
+
+    Coordinate descent over pairs of weights, as two may depend on each other: a language model
+    favours short texts, which a bonus for words balances. A gain is taken for chance unless it is
+    larger than the best of as many trials would have by chance; see `chance_of_best`. Then each
+    weight goes back to its start, unless that makes more errors in most draws of the bootstrap. The
+    result never makes more errors on these lists than ``start``.
+    """
+    before = lists.errors(start)
+    best = _descend(lists, start, grids, on_trial)
+    if chance_of_best(lists.word_errors(start), lists.tried()) > 1 - SURE:
+        return start
+    for name in grids:
+        reverted = replace(best, **{name: getattr(start, name)})
+        if not _is_better(lists.errors(reverted), lists.errors(best)):
+            best = reverted
+    return best if _is_better(before, lists.errors(best)) else start
+
+
+def _descend(
+    lists: NBestLists,
+    start: Weights,
+    grids: Mapping[str, Sequence[float]],
+    on_trial: Callable[[], None] | None,
+) -> Weights:
+    """Return the weights with the fewest errors."""
+    values = {name: _by_distance(grid, getattr(start, name)) for name, grid in grids.items()}
+    best, fewest = start, lists.word_errors(start).sum()
+    for _ in range(_MOST_ROUNDS):
+        before = fewest
+        for group in list(combinations(values, 2)) or [tuple(values)]:
+            for chosen in product(*(values[name] for name in group)):
+                tried = replace(best, **dict(zip(group, chosen, strict=True)))
+                errors = lists.word_errors(tried).sum()
+                if errors < fewest:
+                    best, fewest = tried, errors
+                if on_trial is not None:
+                    on_trial()
+        if fewest == before:
+            break
+    return best
+
+
+def _is_better(before: Sequence[ErrorCounts], after: Sequence[ErrorCounts]) -> bool:
+    """Return whether the second makes fewer errors, in most draws of the utterances."""
+    fewer = total(after).errors < total(before).errors
+    return fewer and probability_of_improvement(before, after) >= SURE
+
+
+def _by_distance(grid: Sequence[float], start: float) -> list[float]:
+    """Return the values to try: of equally good ones, the nearest to the start is tried first."""
+    return sorted({*grid, start}, key=lambda value: abs(value - start))

@@ -53,14 +53,14 @@ def open_stream(
     try:
         if duration is None:
             file.check_complete()
-        begin, wanted = place(file, path, offset, duration)
+        begin, length = place(file, path, offset, duration)
     except AudioError:
         file.close()
         raise
     rate = file.samplerate
-    total = (2 * wanted * sample_rate + rate) // (2 * rate)
+    total = (2 * length * sample_rate + rate) // (2 * rate)
     values = _BLOCK_S * rate * file.channels
-    blocks = mono_blocks(file, path, begin, wanted, channels, values)
+    blocks = mono_blocks(file, path, begin, length, channels, values)
     return AudioStream(_resampled(file, blocks, sample_rate, str(path)), total)
 
 
@@ -72,15 +72,15 @@ def _resampled(
             yield from blocks
             return
         resampler = soxr.ResampleStream(file.samplerate, sample_rate, 1, dtype="float32")
-        given, block = 0, next(blocks)
+        count, block = 0, next(blocks)
         while block is not None:
             following = next(blocks, None)
             samples = resampler.resample_chunk(block, last=following is None)
             if len(samples):
-                given += len(samples)
+                count += len(samples)
                 yield samples
             block = following
-    if not given:
+    if not count:
         raise AudioError(
             AudioProblem.EMPTY, f"{name}: shorter than one sample at {sample_rate} Hz."
         )

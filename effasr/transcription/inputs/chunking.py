@@ -33,14 +33,14 @@ def split_at_pauses(
 
     ``audio``: float (samples,), mono.
     """
-    cut = cut_at_pauses(
+    pairs = cut_at_pauses(
         [audio] if len(audio) else [],
         sample_rate,
         total=len(audio),
         chunk_seconds=chunk_seconds,
         search_seconds=search_seconds,
     )
-    return [chunk for chunk, _ in cut]
+    return [chunk for chunk, _ in pairs]
 
 
 def cut_at_pauses(
@@ -75,11 +75,11 @@ def cut_at_pauses(
             remaining = held if ended else max(held, total - start)
         if remaining <= longest:
             break
-        wanted = round(remaining / math.ceil(remaining / longest))
-        latest = min(wanted + search, longest)
+        target = round(remaining / math.ceil(remaining / longest))
+        latest = min(target + search, longest)
         # The previous cut is excluded: if two cuts may move to the same pause, both would.
-        earliest = max(wanted - search, 1)
-        length = quietest(ahead.samples, earliest, latest, wanted, sample_rate)
+        earliest = max(target - search, 1)
+        length = quietest(ahead.samples, earliest, latest, target, sample_rate)
         yield Chunk(start, start + length), ahead.take(length)
         start += length
     if len(ahead.samples):
@@ -94,10 +94,10 @@ class _Ahead:
         self._ended = False
         self.samples = np.zeros(0, np.float32)
 
-    def fill(self, wanted: int) -> bool:
+    def fill(self, target: int) -> bool:
         """Read until this many samples are held, or the end; returns whether it is the end."""
         parts, held = [self.samples], len(self.samples)
-        while held <= wanted and not self._ended:
+        while held <= target and not self._ended:
             block = next(self._blocks, None)
             if block is None:
                 self._ended = True
@@ -112,26 +112,26 @@ class _Ahead:
         return self._ended
 
     def take(self, length: int) -> np.ndarray:
-        taken, self.samples = self.samples[:length], self.samples[length:]
-        return taken
+        first, self.samples = self.samples[:length], self.samples[length:]
+        return first
 
 
 def _hop(sample_rate: int) -> int:
     return max(1, round(_HOP_SECONDS * sample_rate))
 
 
-def quietest(audio: np.ndarray, low: int, high: int, wanted: int, sample_rate: int) -> int:
+def quietest(audio: np.ndarray, low: int, high: int, target: int, sample_rate: int) -> int:
     """Return the sample in low..high with the least energy around it; ties go to the nearest."""
     hop = _hop(sample_rate)
     begin = max(0, low - _WINDOW_HOPS // 2 * hop)
     hops = (min(len(audio), high + _WINDOW_HOPS // 2 * hop) - begin) // hop
     if hops < _WINDOW_HOPS:
-        return wanted
+        return target
     blocks = audio[begin : begin + hops * hop].reshape(hops, hop)
     energy = np.square(blocks, dtype=np.float64).sum(axis=1)
     smooth = np.convolve(energy, np.ones(_WINDOW_HOPS), mode="valid")
     centres = begin + (np.arange(len(smooth)) + _WINDOW_HOPS // 2) * hop
     allowed = (centres >= low) & (centres <= high)
     centres, smooth = centres[allowed], smooth[allowed]
-    order = np.lexsort((np.abs(centres - wanted), smooth))
-    return int(centres[order[0]]) if len(order) else wanted
+    order = np.lexsort((np.abs(centres - target), smooth))
+    return int(centres[order[0]]) if len(order) else target

@@ -89,7 +89,7 @@ def _blocks(command: list[str], name: str, size: int, most: int) -> Iterator[np.
         )
         assert process.stdout is not None
         _limit_memory(process.pid)
-        left = most
+        remaining = most
         try:
             while data := _read(process.stdout, size, name):
                 samples = np.frombuffer(data[: len(data) // _BYTES * _BYTES], "<f4")
@@ -99,8 +99,8 @@ def _blocks(command: list[str], name: str, size: int, most: int) -> Iterator[np.
                     raise AudioError(
                         AudioProblem.NOT_FINITE, f"{name}: a sample is NaN or infinite."
                     )
-                left -= len(samples)
-                if left < 0:
+                remaining -= len(samples)
+                if remaining < 0:
                     raise AudioError(
                         AudioProblem.UNREADABLE,
                         f"{name}: ffmpeg gives more than {most} samples, which the file cannot "
@@ -112,7 +112,7 @@ def _blocks(command: list[str], name: str, size: int, most: int) -> Iterator[np.
             process.kill()
             process.wait()
             process.stdout.close()
-        if code or left == most:
+        if code or remaining == most:
             raise AudioError(AudioProblem.UNREADABLE, f"{name}: ffmpeg: {_last_words(log, code)}")
 
 
@@ -146,8 +146,8 @@ def _last_words(log: IO[bytes], code: int) -> str:
     size = log.seek(0, os.SEEK_END)
     log.seek(max(0, size - 4096))
     lines = log.read().decode("utf-8", "replace").split("\n")
-    said = [line.strip() for line in lines if line.strip()]
-    if said and "not on whitelist" in said[0]:
+    messages = [line.strip() for line in lines if line.strip()]
+    if messages and "not on whitelist" in messages[0]:
         return "not a format that has its audio in the file itself."
     # The first line names the cause, the last only its consequence.
-    return _WHO.sub("", said[0])[:200] if said else f"no audio (exit code {code})."
+    return _WHO.sub("", messages[0])[:200] if messages else f"no audio (exit code {code})."

@@ -50,20 +50,20 @@ def find(arguments: Iterable[str]) -> list[Source]:
     only if the argument asks for them, and no folder is entered twice through links. An argument
     without recordings is a source with a problem.
     """
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     for argument in arguments:
         for source in _expand(argument):
             # Links are not followed: two names of a file are two recordings.
-            found.setdefault(os.path.abspath(source.id), source)
-    return list(found.values())
+            sources.setdefault(os.path.abspath(source.id), source)
+    return list(sources.values())
 
 
 def of_manifest(path: Path, *, language: str, untranscribed: bool = False) -> list[Source]:
     """Return the recordings of a manifest of any kind that `effasr.data.manifest.reader` reads."""
     from effasr.data.manifest.reader import named
 
-    every = named(path, language=language, untranscribed=untranscribed)
-    sources = [_of_utterance(name, one) for name, one in every]
+    utterances = named(path, language=language, untranscribed=untranscribed)
+    sources = [_of_utterance(name, utterance) for name, utterance in utterances]
     if not sources:
         raise ValueError(f"{path}: holds no utterances.")
     return sources
@@ -71,15 +71,15 @@ def of_manifest(path: Path, *, language: str, untranscribed: bool = False) -> li
 
 def check_names(sources: Sequence[Source]) -> None:
     """Check that each recording has its own result file."""
-    taken: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for source in sources:
-        if source.name in taken:
+        if source.name in by_name:
             raise ValueError(
                 f"`--output` must have a file of its own for each recording, but that of "
-                f"{taken[source.name]} and of {source.id} would be {source.name!r}: transcribe "
+                f"{by_name[source.name]} and of {source.id} would be {source.name!r}: transcribe "
                 "them by separate commands."
             )
-        taken[source.name] = source.id
+        by_name[source.name] = source.id
 
 
 def _expand(argument: str) -> Iterator[Source]:

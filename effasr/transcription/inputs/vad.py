@@ -11,6 +11,7 @@ from effasr.transcription.inputs.chunking import Chunk
 HOP_SECONDS = 0.01  # resolution of the loudness
 
 _SMOOTH_HOPS = 5
+_SILENCE_DB = -100.0  # level of zeros in `loudness`
 _SILENT_DB = -70.0  # relative to full scale; recordings of speech are louder
 _LEAST_RANGE_DB = 8.0  # least range between background and speech in a recording with pauses
 _SHARE = 0.3  # threshold of speech between the background and the loudest speech, as a share in dB
@@ -80,12 +81,39 @@ def _stretches(speech: np.ndarray, gap: int) -> list[tuple[int, int]]:
     bounds = np.concatenate([[-1], places, [len(speech)]])
     long = np.flatnonzero(np.diff(bounds) - 1 >= gap)
     margin = min(_MARGIN_HOPS, gap // 2)
-    begin, found = 0, []
+    begin, stretches = 0, []
     for index in long:
         before, after = int(bounds[index]), int(bounds[index + 1])
         if before >= 0:
-            found.append((begin, before + 1 + margin))
+            stretches.append((begin, before + 1 + margin))
         begin = after - margin
     if begin < len(speech) and (not len(long) or long[-1] != len(bounds) - 2):
-        found.append((begin, len(speech)))
-    return found
+        stretches.append((begin, len(speech)))
+    return stretches
+
+
+class StreamLoudness:
+    """Levels of the frames that are still of interest, one for each `HOP_SECONDS`."""
+
+    def __init__(self, sample_rate: int, frame_seconds: float):
+        self.first = self.frames = 0
+        self._rate, self._hops = sample_rate, frame_seconds / HOP_SECONDS
+        # From the first frame on, in dB as `loudness` gives them: float (hops,).
+        self.levels = np.zeros(0)
+
+    def add(self, samples: np.ndarray, frames: int) -> None:
+        """Add the samples of the next frames: float (samples,), fewer at the end of a stream."""
+        # Levels count from the beginning of the stream, so that rounding does not add up.
+        count = self._hop(self.frames + frames) - self._hop(self.frames)
+        levels = loudness(samples, self._rate)[:count]
+        silence = np.full(count - len(levels), _SILENCE_DB)
+        self.levels = np.concatenate([self.levels, levels, silence])
+        self.frames += frames
+
+    def forget(self, before: int) -> None:
+        if before > self.first:
+            self.levels = self.levels[self._hop(before) - self._hop(self.first) :].copy()
+            self.first = before
+
+    def _hop(self, frame: int) -> int:
+        return round(frame * self._hops)

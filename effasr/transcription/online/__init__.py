@@ -1,7 +1,11 @@
 """Recognition of streams frame by frame, by encoders that are trained with limited contexts."""
 
-from effasr.transcription.online.recognizer import OnlineRecognizer, OnlineStream
-from effasr.transcription.online.single_stream import online_recognizer, transcribe_online
+from effasr.transcription.online.recognizer import (
+    OnlineRecognizer,
+    OnlineStream,
+    online_recognizer,
+    transcribe_online,
+)
 from effasr.transcription.online.streamable import context_for, is_streamable
 
 __all__ = [

@@ -1,7 +1,10 @@
-"""The recognizer of streams, and a stream of it."""
+"""Recognition of streams: the recognizer, its streams, and one stream with a configuration."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -10,19 +13,24 @@ from torch import Tensor
 
 from effasr.data.audio.waveform import is_plausible
 from effasr.data.tokenizer import Tokenizer
-from effasr.decoding.confidence.calibration import Calibration
-from effasr.decoding.config import LM_WEIGHT
-from effasr.decoding.ctc_beam import Fusion
+from effasr.decoding.checks import check_config
+from effasr.decoding.confidence.calibration import Calibration, load_calibration
+from effasr.decoding.config import LM_WEIGHT, DecodingConfig
+from effasr.decoding.ctc_beam import CTCBeamStreams, Fusion
+from effasr.decoding.ctc_greedy import CTCStreams
+from effasr.decoding.lm.loading import load_lm
 from effasr.decoding.lm.ngram import TokenLM
 from effasr.decoding.streams import BeamStreams
+from effasr.decoding.tdt_beam import TDTBeamStreams
+from effasr.decoding.transducer_beam import TransducerBeamStreams
+from effasr.decoding.transducer_greedy import TransducerStreams
 from effasr.model.asr import ASRModel
 from effasr.model.checks import check
 from effasr.model.streaming_encoder import StreamingEncoder
 from effasr.nn.parameters import evaluating
-from effasr.transcription.online.held_samples import HeldSamples
-from effasr.transcription.online.search import check_beam, stream_search
-from effasr.transcription.online.segments import SegmentOptions, StreamSegments
-from effasr.transcription.online.streamable import check_model, stream_contexts
+from effasr.transcription.inputs.prefetch import ahead
+from effasr.transcription.online.segments import HeldSamples, SegmentOptions, StreamSegments
+from effasr.transcription.online.streamable import check_model, context_for, stream_contexts
 from effasr.transcription.results import Segment
 from effasr_kernels import Context, PackedLayout, PackedSequence
 
@@ -103,7 +111,7 @@ class OnlineRecognizer:
         self.method = check_model(model, method, contexts)
         self.context = contexts[0]
         check(max_symbols >= 1, "max_symbols", "be at least 1", max_symbols)
-        check_beam(self.method, beam, nbest, lm, lm_weight)
+        _check_beam(self.method, beam, nbest, lm, lm_weight)
         check(
             calibration is None or word_confidence,
             "calibration",
@@ -142,7 +150,7 @@ class OnlineRecognizer:
                 streams,
                 self.context,
             )
-            self._search = stream_search(
+            self._search = _stream_search(
                 model,
                 self.method,
                 streams,
@@ -182,16 +190,16 @@ class OnlineRecognizer:
 
     def _chunks(self) -> dict[int, np.ndarray]:
         """The samples of the next chunk of each stream that has one, by slot."""
-        found = {}
+        chunks = {}
         for slot, stream in enumerate(self._open):
             if stream is None:
                 continue
             samples = stream._next(stream.samples_needed)
             if samples is not None:
-                found[slot] = samples
+                chunks[slot] = samples
             elif stream.finished:
                 self._close(slot, stream)
-        return found
+        return chunks
 
     def _close(self, slot: int, stream: OnlineStream) -> None:
         if isinstance(self._search, BeamStreams):
@@ -209,10 +217,10 @@ class OnlineRecognizer:
             assert stream is not None
             frames[slot] = min(self.context.chunk, stream._left())
         encoded = self._encoder.step(mel, rows, frames)
-        for slot, found in enumerate(self._search.step(encoded, frames)):
+        for slot, emitted in enumerate(self._search.step(encoded, frames)):
             stream = self._open[slot]
             if stream is not None and frames[slot]:
-                stream._segments.add(found, encoded[slot, : frames[slot]])
+                stream._segments.add(emitted, encoded[slot, : frames[slot]])
                 stream._audio.forget(self._factor * self._hop * max(0, stream.frames - 1))
                 if stream._is_over():
                     self._close(slot, stream)
@@ -231,7 +239,7 @@ class OnlineRecognizer:
         audio = torch.from_numpy(np.concatenate(list(chunks.values()))).to(device)
         layout = PackedLayout.from_lengths(lengths, device)
         frames = PackedLayout.from_lengths([config.encoder_frames(n) for n in lengths], device)
-        found = self.model.features(PackedSequence(audio, layout), frames).values
+        packed = self.model.features(PackedSequence(audio, layout), frames).values
         for slot, length, begin in zip(chunks, lengths, frames.cu_seqlens_host, strict=False):
             stream = self._open[slot]
             assert stream is not None
@@ -239,7 +247,7 @@ class OnlineRecognizer:
             # Causal subsampling may leave a frame for a chunk without rows of its own.
             rows[slot] = count = min(size, max(0, length // self._hop - before))
             first = begin * self._factor + before
-            mel[slot, :count] = found[first : first + count]
+            mel[slot, :count] = packed[first : first + count]
         return rows, mel
 
 
@@ -325,3 +333,114 @@ class OnlineStream:
         self._segments.end()
         self._audio.clear()
         self.done = True
+
+
+def _check_beam(
+    method: str, beam: int, nbest: int | None, lm: TokenLM | None, lm_weight: float
+) -> None:
+    check(beam >= 1, "beam", "be at least 1", beam)
+    if nbest is not None:
+        rule = "be at least 2 with `nbest` for a stream"
+        remedy = "greedy search has no alternatives"
+        check(beam > 1, "beam", rule, beam, remedy)
+        check(1 <= nbest <= beam, "nbest", f"be from 1 to `beam` = {beam}", nbest)
+    if lm is not None:
+        rule, remedy = (
+            "be ctc with `lm`",
+            "only CTC can be joined with a language model in a stream",
+        )
+        check(method == "ctc", "method", rule, method, remedy)
+        check(beam > 1, "beam", "be at least 2 with `lm`", beam)
+        check(0 < lm_weight < math.inf, "lm_weight", "be above 0", lm_weight)
+
+
+def _stream_search(
+    model: ASRModel,
+    method: str,
+    streams: int,
+    *,
+    max_symbols: int,
+    beam: int,
+    nbest: int,
+    fusion: Fusion | None,
+) -> CTCStreams | TransducerStreams | BeamStreams:
+    if beam > 1:
+        return _beam_search(model, method, streams, beam, nbest, fusion)
+    if method == "ctc":
+        return CTCStreams(model, streams)
+    assert model.transducer is not None
+    return TransducerStreams(model.transducer, streams, max_symbols)
+
+
+def _beam_search(
+    model: ASRModel, method: str, streams: int, beam: int, nbest: int, fusion: Fusion | None
+) -> BeamStreams:
+    if method == "ctc":
+        return CTCBeamStreams(model, streams, beam, nbest, fusion)
+    assert model.transducer is not None
+    # As many tokens as in recordings: the default is of frames of 80 ms.
+    per_frame = DecodingConfig().tokens_per_frame * model.config.features.rows_per_frame / 8
+    limit = DecodingConfig(tokens_per_frame=per_frame).max_tokens
+    has_durations = model.transducer.config.durations is not None
+    search = TDTBeamStreams if has_durations else TransducerBeamStreams
+    return search(model.transducer, streams, beam, nbest, limit)
+
+
+def transcribe_online(
+    recognizer: OnlineRecognizer, blocks: Iterable[np.ndarray]
+) -> Iterator[Segment]:
+    """Transcribe audio while it arrives; yields segments as soon as they are final.
+
+    Samples are read on a thread, so that the recorder need not wait during decoding.
+
+    ``blocks``: float32 (samples,) each, mono, at the recognizer's rate, as they arrive.
+    """
+    stream = recognizer.open()
+    for block in ahead(blocks):
+        stream.feed(block)
+        recognizer.decode()
+        yield from stream.take()
+    stream.finish()
+    recognizer.decode()
+    yield from stream.take()
+
+
+def online_recognizer(
+    model: ASRModel,
+    tokenizer: Tokenizer,
+    config: DecodingConfig,
+    *,
+    latency_seconds: float | None = None,
+    spaces: bool = True,
+) -> OnlineRecognizer:
+    """Return a recognizer of one stream, with the search of a configuration.
+
+    What it says of batches and of cutting recordings has no effect.
+    """
+    context = context_for(model, latency_seconds)
+    method = check_model(model, config.method, [context])
+    for name, remedy in (
+        ("second_lm", "it reads the earlier segments of a recording, which is decoded as a whole"),
+        ("corrector", "it corrects recordings as a whole"),
+        ("confidence", "a stream has confidences of its words: use `word_confidence`"),
+        ("score_parts", "scores are divided for tuning, on recordings"),
+    ):
+        value = getattr(config, name)
+        check(not value, name, "be left out for a stream", value, remedy)
+    # The times of words are those of the search, which needs no CTC head for them.
+    check_config(model, replace(config, method=method, words=False))
+    return OnlineRecognizer(
+        model,
+        tokenizer,
+        context=context,
+        method=method,
+        max_symbols=config.max_symbols,
+        beam=config.beam,
+        nbest=config.nbest,
+        lm=load_lm(config, model, tokenizer),
+        lm_weight=config.effective_lm_weight,
+        words=config.words,
+        word_confidence=config.word_confidence,
+        calibration=load_calibration(config.calibration, method),
+        spaces=spaces,
+    )

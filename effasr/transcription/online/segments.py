@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
 from torch import Tensor
 
 from effasr.data.tokenizer import Tokenizer
@@ -15,13 +16,44 @@ from effasr.decoding.confidence.tokens import StreamConfidences
 from effasr.decoding.hypothesis import Hypothesis
 from effasr.decoding.streams import BeamStreams, Emitted, OpenTranscript
 from effasr.model.asr import ASRModel
-from effasr.transcription.inputs.stream_loudness import StreamLoudness
-from effasr.transcription.inputs.vad import is_speech
-from effasr.transcription.online.held_samples import HeldSamples
+from effasr.transcription.inputs.vad import StreamLoudness, is_speech
 from effasr.transcription.results import Alternative, Segment, WordConfidence, word_confidences
 from effasr.transcription.word_timestamps import Word, word_timestamps
 
 _BEFORE_SECONDS = 1.0  # loudness that is kept before a segment, to find the start of its first word
+
+_SHORT_SAMPLES = 1 << 16
+
+
+class HeldSamples:
+    """Samples of a stream, which are numbered from its beginning."""
+
+    def __init__(self) -> None:
+        self.begin = self.end = 0
+        self._parts: list[np.ndarray] = []
+
+    def append(self, samples: np.ndarray) -> None:
+        if len(samples):
+            self._parts.append(samples.astype(np.float32))
+            self.end += len(samples)
+
+    def between(self, first: int, last: int) -> np.ndarray:
+        """Return the samples from one to before another, float32, or to the end if it is sooner."""
+        if len(self._parts) > 1:
+            self._parts = [np.concatenate(self._parts)]
+        return self._parts[0][first - self.begin : last - self.begin]
+
+    def forget(self, before: int) -> None:
+        if self._parts:
+            samples = self.between(before, self.end)
+            # A view keeps its whole array alive, but a long one is not copied for each chunk.
+            whole = samples if samples.base is None else samples.base
+            is_short = samples.size <= max(whole.size // 2, _SHORT_SAMPLES)
+            self._parts = [samples.copy() if is_short else samples]
+        self.begin = before
+
+    def clear(self) -> None:
+        self._parts, self.begin = [], self.end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +104,11 @@ class StreamSegments:
 
     def take(self) -> list[Segment]:
         """Return the final segments since the last call, in order."""
-        taken = list(self._final)
+        segments = list(self._final)
         self._final.clear()
-        return taken
+        return segments
 
-    def add(self, found: Sequence[Emitted] | OpenTranscript, encoded: Tensor) -> None:
+    def add(self, emitted: Sequence[Emitted] | OpenTranscript, encoded: Tensor) -> None:
         """Add what the search has found in a chunk, and end segments."""
         if self._loudness is not None:
             size = self._options.frame_samples
@@ -84,27 +116,27 @@ class StreamSegments:
             self._loudness.add(self._audio.between(first, last), len(encoded))
         if self._confidences is not None:
             self._confidences.add(encoded)
-        if isinstance(found, OpenTranscript):
+        if isinstance(emitted, OpenTranscript):
             self.frames += len(encoded)
-            self.take_open(found)
+            self.take_open(emitted)
         else:
-            self.tokens += [(one.token, self.frames + one.frame) for one in found]
+            self.tokens += [(token, self.frames + frame) for token, frame in emitted]
             self.frames += len(encoded)
             self._end_segments(self.frames)
         if not self.tokens:
             # A beam may still find that a segment has begun.
             before = self.frames - round(_BEFORE_SECONDS / self._options.frame_seconds)
-            if isinstance(found, OpenTranscript):
+            if isinstance(emitted, OpenTranscript):
                 before = min(before, self._since)
             if self._loudness is not None:
                 self._loudness.forget(before)
             if self._confidences is not None:
                 self._confidences.forget(before)
 
-    def take_open(self, found: OpenTranscript) -> None:
+    def take_open(self, transcript: OpenTranscript) -> None:
         """Take the open transcript of a beam, and end segments."""
-        self.tokens = list(zip(found.tokens, found.frames, strict=True))
-        self._end_segments(found.read)
+        self.tokens = list(zip(transcript.tokens, transcript.frames, strict=True))
+        self._end_segments(transcript.read)
 
     def end(self) -> None:
         self._end_segment(len(self.tokens), self.frames)
@@ -151,12 +183,12 @@ class StreamSegments:
     def _end_segment(self, count: int, since: int, goes_on: bool = False) -> None:
         """End a segment after its tokens, before a frame, with speech going on or not."""
         of = self._options
-        tokens, rest = self.tokens[:count], self.tokens[count:]
+        tokens, remaining = self.tokens[:count], self.tokens[count:]
         listed: list[Hypothesis] = []
         if self._search is not None:
             listed = self._search.commit(self._slot, count, since)
-            found = self._search.transcript(self._slot)
-            rest = list(zip(found.tokens, found.frames, strict=True))
+            following = self._search.transcript(self._slot)
+            remaining = list(zip(following.tokens, following.frames, strict=True))
         self._since = since
         if tokens:
             start = tokens[0][1] * of.frame_seconds
@@ -168,20 +200,19 @@ class StreamSegments:
                     self.text([token for token, _ in tokens]),
                     words=self._words(tokens, goes_on),
                     alternatives=tuple(
-                        Alternative(self.text(one.tokens), one.score, one.rank)
-                        for one in listed[: of.nbest or 0]
+                        Alternative(self.text(other.tokens), other.score, other.rank)
+                        for other in listed[: of.nbest or 0]
                     ),
                     word_confidences=self._word_confidences(tokens, since, goes_on),
                 )
             )
-        self.tokens = rest
+        self.tokens = remaining
 
     def _words(self, tokens: Sequence[tuple[int, int]], goes_on: bool) -> tuple[Word, ...]:
-        """The words of a segment with their times, if they are wanted."""
         if self._loudness is None:
             return ()
         first, of = self._loudness.first, self._options
-        found = word_timestamps(
+        timed = word_timestamps(
             [token for token, _ in tokens],
             [(frame - first, frame - first + 1) for _, frame in tokens],
             of.tokenizer.decode,
@@ -196,21 +227,20 @@ class StreamSegments:
         # The next word may start there. Else the last frame may extend beyond the audio, as the
         # number of frames is rounded up.
         end = last * of.frame_seconds if goes_on else self._seconds
-        return tuple(replace(word, end=max(word.start, min(word.end, end))) for word in found)
+        return tuple(replace(word, end=max(word.start, min(word.end, end))) for word in timed)
 
     def _word_confidences(
         self, tokens: Sequence[tuple[int, int]], since: int, goes_on: bool
     ) -> tuple[WordConfidence, ...] | None:
-        """The words of a segment before a frame with their confidences, if they are wanted."""
         if self._confidences is None:
             return ()
         of, texts = self._options, [token for token, _ in tokens]
         # A transducer may say labels of both segments at the same frame.
         end = since + 1 if goes_on and of.method == "transducer" else since
-        sure = self._confidences.of_segment(texts, end)
+        confidences = self._confidences.of_segment(texts, end)
         self._confidences.forget(since)
-        if sure is None:
+        if confidences is None:
             return None
         return word_confidences(
-            texts, sure, of.tokenizer.decode, spaces=of.spaces, calibration=of.calibration
+            texts, confidences, of.tokenizer.decode, spaces=of.spaces, calibration=of.calibration
         )

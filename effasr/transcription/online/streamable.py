@@ -33,21 +33,22 @@ def context_for(model: ASRModel, latency_seconds: float | None) -> Context:
         return contexts[0]
     frame = model.config.features.framing.seconds
     # A latency of 240 ms allows three frames of 80 ms, however the numbers are rounded.
-    short = [one for one in contexts if one.chunk * frame <= latency_seconds + 1e-6]
+    short = [context for context in contexts if context.chunk * frame <= latency_seconds + 1e-6]
     if not short:
-        least = min(one.chunk for one in contexts) * frame
+        least = min(context.chunk for context in contexts) * frame
         raise ValueError(
             f"`latency_seconds` must be at least {least:g} for this model, its shortest chunk, but "
             f"is {latency_seconds:g}."
         )
-    return max(short, key=lambda one: (one.chunk, one.left or 0))
+    return max(short, key=lambda context: (context.chunk, context.left or 0))
 
 
 def stream_contexts(model: ASRModel) -> list[Context]:
     """The contexts of a model that allow to decode a stream, or if there are none, the others."""
     encoder = model.config.encoder
-    every = encoder.context if isinstance(encoder, FastConformerConfig) else ()
-    return [one for one in every if one.left is not None and one.right == 0] or list(every)
+    contexts = encoder.context if isinstance(encoder, FastConformerConfig) else ()
+    streamable = [one for one in contexts if one.left is not None and one.right == 0]
+    return streamable or list(contexts)
 
 
 def check_model(
@@ -56,15 +57,15 @@ def check_model(
     """Return the search, after checks that no part of the model waits for later audio."""
     check_streamable(model.config.encoder, contexts[0] if contexts else None)
     check_features(model.config.features)
-    known = {"transducer": model.transducer is not None, "ctc": model.ctc_head is not None}
+    outputs = {"transducer": model.transducer is not None, "ctc": model.ctc_head is not None}
     if method == "auto":
-        for name, has in known.items():
+        for name, has in outputs.items():
             if has:
                 return name  # type: ignore[return-value]
         raise ValueError(
             "`method` must be transducer or ctc to decode a stream, but the model has neither a "
             "transducer nor a CTC head."
         )
-    check(method in known, "method", "be auto, transducer or ctc for a stream", repr(method))
-    check(known[method], "method", "be an output of the model", repr(method))
+    check(method in outputs, "method", "be auto, transducer or ctc for a stream", repr(method))
+    check(outputs[method], "method", "be an output of the model", repr(method))
     return "ctc" if method == "ctc" else "transducer"

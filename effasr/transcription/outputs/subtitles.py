@@ -143,7 +143,7 @@ def _timed(segment: Segment) -> Iterator[Cue]:
 def _groups(words: Sequence[Word]) -> Iterable[list[Word]]:
     group: list[Word] = []
     for word in words:
-        length = len("".join(one.text for one in (*group, word)).lstrip())
+        length = len("".join(other.text for other in (*group, word)).lstrip())
         if group and (
             word.start - group[-1].end > _PAUSE_S
             or word.end - group[0].start > _LONGEST_S
@@ -164,9 +164,9 @@ def _times(start: float, end: float, point: str) -> str:
 
 
 def _clock(milliseconds: int, point: str) -> str:
-    hours, rest = divmod(milliseconds, 3_600_000)
-    minutes, rest = divmod(rest, 60_000)
-    return f"{hours:02}:{minutes:02}:{rest // 1000:02}{point}{rest % 1000:03}"
+    hours, remainder = divmod(milliseconds, 3_600_000)
+    minutes, remainder = divmod(remainder, 60_000)
+    return f"{hours:02}:{minutes:02}:{remainder // 1000:02}{point}{remainder % 1000:03}"
 
 
 def _escaped(text: str) -> str:

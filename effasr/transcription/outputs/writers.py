@@ -100,16 +100,16 @@ def _recording(name: str) -> str:
 
 
 def _check_recordings(sources: Iterable[Source]) -> None:
-    taken: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for source in sources:
         name = _recording(source.name)
-        if name in taken:
+        if name in by_name:
             raise ValueError(
                 f"`--format ctm` must have a name of its own for each recording, but "
-                f"{taken[name]} and {source.id} would both be {name!r}: transcribe them by "
+                f"{by_name[name]} and {source.id} would both be {name!r}: transcribe them by "
                 "separate commands."
             )
-        taken[name] = source.id
+        by_name[name] = source.id
 
 
 def _write(text: str) -> None:

@@ -7,7 +7,11 @@ from dataclasses import replace
 from difflib import SequenceMatcher
 from itertools import islice
 
+import torch
+
+from effasr.checkpoint import load_model, resolve
 from effasr.data.prompt import Prompt
+from effasr.decoding.config import CORRECTOR_MARGIN, DecodingConfig
 from effasr.model.checks import check
 from effasr.transcription.results import (
     Alternative,
@@ -17,11 +21,10 @@ from effasr.transcription.results import (
     Segment,
     Transcription,
 )
-from effasr.transcription.second_pass.text_to_text import TextToText, Written
+from effasr.transcription.second_pass.text_to_text import TextToText, Written, source_of
 from effasr.transcription.word_timestamps import Word
 
-# Between the texts of a list. A tokenizer without it reads its unknown token, which separates as
-# well.
+# Between the texts of a list. A tokenizer without it reads its unknown token, which separates too.
 SEPARATOR = " | "
 
 _RECORDINGS = 32  # recordings whose segments are corrected together
@@ -66,29 +69,25 @@ class Corrector:
             yield from self._group(group)
 
     def _group(self, group: Sequence[Result]) -> list[Result]:
-        found = [self._checked(one) for one in group]
-        pairs = [
-            (one, segment)
-            for one in found
-            if isinstance(one, Transcription)
-            for segment in one.segments
-        ]
-        asked = [(joined_texts(segment.alternatives), one.prompt) for one, segment in pairs]
-        places = [place for place, (source, _) in enumerate(asked) if source]
+        results = [self._checked(one) for one in group]
+        recordings = [one for one in results if isinstance(one, Transcription)]
+        pairs = [(one, segment) for one in recordings for segment in one.segments]
+        lists = [joined_texts(segment.alternatives) for _, segment in pairs]
+        readable = [index for index, text in enumerate(lists) if text]
         written = self._writer.write(
-            [(asked[place][0], text_prompt(asked[place][1])) for place in places],
-            [pairs[place][1].text for place in places],
+            [(lists[index], text_prompt(pairs[index][0].prompt)) for index in readable],
+            [pairs[index][1].text for index in readable],
         )
-        by_place = dict(zip(places, written, strict=True))
+        by_index = dict(zip(readable, written, strict=True))
         segments = iter(
-            self._corrected(one, segment, by_place.get(place))
-            for place, (one, segment) in enumerate(pairs)
+            self._corrected(one, segment, by_index.get(index))
+            for index, (one, segment) in enumerate(pairs)
         )
         return [
-            _with_segments(one, tuple(islice(segments, len(one.segments))))
+            one.with_segments(tuple(islice(segments, len(one.segments))))
             if isinstance(one, Transcription)
             else one
-            for one in found
+            for one in results
         ]
 
     def _checked(self, result: Result) -> Result:
@@ -124,10 +123,10 @@ def retimed(segment: Segment, text: str) -> tuple[Word, ...]:
     """
     old, new = list(segment.words or ()), text.split()
     matcher = SequenceMatcher(None, [word.text for word in old], new, autojunk=False)
-    found: list[Word] = []
+    words: list[Word] = []
     for kind, first, last, begin, end in matcher.get_opcodes():
         if kind == "equal":
-            found += old[first:last]
+            words += old[first:last]
         elif begin < end:
             replaced = old[first:last]
             if replaced:
@@ -136,13 +135,27 @@ def retimed(segment: Segment, text: str) -> tuple[Word, ...]:
                 start = old[first - 1].end if first else segment.start
                 stop = old[first].start if first < len(old) else segment.end
             each = max(0.0, stop - start) / (end - begin)
-            found += [
+            words += [
                 Word(word, start + number * each, start + (number + 1) * each)
                 for number, word in enumerate(new[begin:end])
             ]
-    return tuple(found)
+    return tuple(words)
 
 
-def _with_segments(result: Transcription, segments: tuple[Segment, ...]) -> Transcription:
-    text = result.space.join(one.text for one in segments if one.text)
-    return replace(result, text=text, segments=segments)
+def load_corrector(config: DecodingConfig, device: torch.device) -> Corrector | None:
+    if config.corrector is None:
+        return None
+    loaded = load_model(resolve(config.corrector), device)
+    if loaded.model.config.text_encoder is None:
+        raise ValueError(
+            f"`corrector` must be a run of a model with a text encoder, but {config.corrector} "
+            "has none: train one with the recipe corrector."
+        )
+    writer = TextToText(
+        loaded.model,
+        loaded.tokenizer,
+        DecodingConfig(precision=config.precision),
+        source=source_of(loaded.model.config, config.corrector_source),
+    )
+    margin = CORRECTOR_MARGIN if config.corrector_margin is None else config.corrector_margin
+    return Corrector(writer, margin, words=config.words)

@@ -7,6 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol
 
+import torch
+
+from effasr.decoding.config import LM_WEIGHT, DecodingConfig
+from effasr.decoding.lm.words import load_word_ngrams
 from effasr.model.checks import check
 from effasr.transcription.results import Result, Segment, Transcription
 
@@ -32,9 +36,8 @@ class SecondPass:
 
     def __post_init__(self) -> None:
         check(self.lm_weight >= 0, "lm_weight", "be at least 0", self.lm_weight)
-        check(
-            self.context_segments >= 0, "context_segments", "be at least 0", self.context_segments
-        )
+        count = self.context_segments
+        check(count >= 0, "context_segments", "be at least 0", count)
 
     def results(self, results: Iterable[Result]) -> Iterator[Result]:
         """Choose the texts of recordings, in order; failures stay as they are.
@@ -48,49 +51,44 @@ class SecondPass:
 
     def _group(self, group: Sequence[Result]) -> list[Result]:
         chosen: list[list[Segment]] = [[] for _ in group]
-        longest = max(
-            (len(one.segments) for one in group if isinstance(one, Transcription)), default=0
-        )
-        for number in range(longest):
-            places = [
-                place
-                for place, one in enumerate(group)
-                if isinstance(one, Transcription) and number < len(one.segments)
-            ]
-            segments = [_segment(group[place], number) for place in places]
-            befores = [self._before(group[place], chosen[place]) for place in places]
-            found = self._chosen(segments, befores)
-            for place, segment in zip(places, found, strict=True):
-                chosen[place].append(segment)
+        recordings = [(n, one) for n, one in enumerate(group) if isinstance(one, Transcription)]
+        for number in range(max((len(one.segments) for _, one in recordings), default=0)):
+            now = [(index, one) for index, one in recordings if number < len(one.segments)]
+            segments = self._choose(
+                [one.segments[number] for _, one in now],
+                [self._context(one, chosen[index]) for index, one in now],
+            )
+            for (index, _), segment in zip(now, segments, strict=True):
+                chosen[index].append(segment)
         return [
-            _with_segments(one, own) if isinstance(one, Transcription) else one
-            for one, own in zip(group, chosen, strict=True)
+            one.with_segments(segments) if isinstance(one, Transcription) else one
+            for one, segments in zip(group, chosen, strict=True)
         ]
 
-    def _before(self, result: Result, chosen: Sequence[Segment]) -> str:
-        assert isinstance(result, Transcription)
+    def _context(self, result: Transcription, chosen: Sequence[Segment]) -> str:
         last = chosen[max(0, len(chosen) - self.context_segments) :]
-        return result.space.join(one.text for one in last if one.text)
+        return result.space.join(segment.text for segment in last if segment.text)
 
-    def _chosen(self, segments: Sequence[Segment], befores: Sequence[str]) -> list[Segment]:
+    def _choose(self, segments: Sequence[Segment], contexts: Sequence[str]) -> list[Segment]:
         # Different tokens may spell the same text, which is scored once.
-        texts = [
-            list(dict.fromkeys(one.text for one in segment.alternatives)) for segment in segments
+        texts = [dict.fromkeys(one.text for one in segment.alternatives) for segment in segments]
+        pairs = [
+            (context, text)
+            for context, of_segment in zip(contexts, texts, strict=True)
+            for text in of_segment
         ]
-        pairs = [(before, text) for before, own in zip(befores, texts, strict=True) for text in own]
         scores = iter(self.scorer.log_probs(pairs))
-        found = []
-        for segment, own in zip(segments, texts, strict=True):
-            of_text = dict(zip(own, islice(scores, len(own)), strict=True))
-            found.append(self._ranked(segment, of_text))
-        return found
+        return [
+            self._ranked(segment, {text: next(scores) for text in of_segment})
+            for segment, of_segment in zip(segments, texts, strict=True)
+        ]
 
-    def _ranked(self, segment: Segment, of_text: dict[str, float]) -> Segment:
+    def _ranked(self, segment: Segment, lm_scores: dict[str, float]) -> Segment:
         ranked = []
         for one in segment.alternatives:
-            written = of_text[one.text]
-            rank = one.score + self.lm_weight * written + self.word_bonus * len(one.text.split())
-            ranked.append(replace(one, rank=rank, lm_score=written))
+            lm_score, bonus = lm_scores[one.text], self.word_bonus * len(one.text.split())
+            rank = one.score + self.lm_weight * lm_score + bonus
+            ranked.append(replace(one, rank=rank, lm_score=lm_score))
         if not ranked:
             return segment
         # Of equal ranks the text decides, so that the order of the list does not matter.
@@ -98,11 +96,15 @@ class SecondPass:
         return replace(segment, text=ranked[0].text, alternatives=tuple(ranked))
 
 
-def _segment(result: Result, number: int) -> Segment:
-    assert isinstance(result, Transcription)
-    return result.segments[number]
+def load_second_pass(config: DecodingConfig, device: torch.device) -> SecondPass | None:
+    if config.second_lm is None:
+        return None
+    if config.second_lm.is_dir():
+        # Imported here, because transformers takes seconds.
+        from effasr.decoding.second_pass.causal_scorer import CausalScorer
 
-
-def _with_segments(result: Transcription, segments: Sequence[Segment]) -> Transcription:
-    text = result.space.join(one.text for one in segments if one.text)
-    return replace(result, text=text, segments=tuple(segments))
+        scorer: TextScorer = CausalScorer(config.second_lm, device)
+    else:
+        scorer = load_word_ngrams(config.second_lm)
+    weight = LM_WEIGHT if config.second_lm_weight is None else config.second_lm_weight
+    return SecondPass(scorer, weight, config.second_word_bonus or 0.0)

@@ -34,19 +34,19 @@ class Written:
     gain: float | None = None
 
 
-def source_of(config: ModelConfig, given: str | None) -> str | None:
-    """Return the source whose experts a corrector uses: what is given, or the only one."""
+def source_of(config: ModelConfig, source: str | None) -> str | None:
+    """Return the source whose experts a corrector uses: the named one, or the only one."""
     experts = config.named_experts(text=True)
     if experts is None or experts.route != "source":
         rule = "be left out for a corrector without an expert for each source"
-        check(given is None, "corrector_source", rule, repr(given))
+        check(source is None, "corrector_source", rule, repr(source))
         return None
-    if given is None and experts.count == 1:
+    if source is None and experts.count == 1:
         return experts.names[0]
     rule = f"be one of {', '.join(experts.names)}"
     remedy = "the corrector has an expert for each: name the one whose lists are like these"
-    check(given in experts.names, "corrector_source", rule, repr(given), remedy)
-    return given
+    check(source in experts.names, "corrector_source", rule, repr(source), remedy)
+    return source
 
 
 class TextToText:
@@ -60,8 +60,8 @@ class TextToText:
         *,
         source: str | None = None,
     ) -> None:
-        given = model.config.text_encoder is not None
-        check(given, "model.text_encoder", "be given to read texts", None)
+        has_encoder = model.config.text_encoder is not None
+        check(has_encoder, "model.text_encoder", "be given to read texts", None)
         config = replace(config or DecodingConfig(), method="attention")
         check_config(model, config)
         for name in ("ctc_weight", "words", "word_confidence", "score_parts", "second_lm"):
@@ -78,13 +78,13 @@ class TextToText:
 
     def write(
         self,
-        asked: Sequence[tuple[str, Prompt]],
-        others: Sequence[str] | None = None,
+        requests: Sequence[tuple[str, Prompt]],
+        others: Sequence[str] | None = None,  # texts whose log-probabilities are compared
         *,
-        sources: Sequence[str | None] | None = None,
+        sources: Sequence[str | None] | None = None,  # by default ``self.source``
     ) -> list[Written]:
         """Write a text for each source text and prompt; the order does not matter."""
-        sources = [None] * len(asked) if sources is None else sources
+        sources = [None] * len(requests) if sources is None else sources
         examples = [
             TextExample(
                 str(number),
@@ -93,11 +93,11 @@ class TextToText:
                 [],
                 self._expert(prompt, source),
             )
-            for number, ((text, prompt), source) in enumerate(zip(asked, sources, strict=True))
+            for number, ((text, prompt), source) in enumerate(zip(requests, sources, strict=True))
         ]
         targets = None
         if others is not None:
-            pairs = zip(others, asked, strict=True)
+            pairs = zip(others, requests, strict=True)
             targets = [self.tokenizer.encode(text, prompt.target) for text, (_, prompt) in pairs]
         written: dict[int, Written] = {}
         lengths = [len(one.source) for one in examples]
@@ -107,8 +107,8 @@ class TextToText:
                 group = [examples[index] for index in members]
                 compared = None if targets is None else [targets[index] for index in members]
                 same = None if others is None else [others[index] for index in members]
-                found = self._batch(group, compared, same)
-                written.update(zip(members, found, strict=True))
+                texts = self._batch(group, compared, same)
+                written.update(zip(members, texts, strict=True))
         return [written[index] for index in range(len(examples))]
 
     def _expert(self, prompt: Prompt, source: str | None) -> int | None:
@@ -139,14 +139,14 @@ class TextToText:
             if targets is not None:
                 scores = self._log_probs(self.model.encode(batch), prompts, targets)
         texts = [self.tokenizer.decode(list(one.tokens)).strip() for one in decoded]
-        found = []
+        written = []
         for number, (one, text, score) in enumerate(zip(decoded, texts, scores, strict=True)):
             assert one.score is not None  # config.confidence
             gain = None if score is None else one.score.log_prob - score
             if others is not None and text == others[number]:
                 gain = 0.0
-            found.append(Written(text, one.truncated, gain))
-        return found
+            written.append(Written(text, one.truncated, gain))
+        return written
 
     def _log_probs(
         self, encoded: PackedSequence, prompts: Sequence[Sequence[int]], texts: Sequence[list[int]]
@@ -154,15 +154,17 @@ class TextToText:
         """Return the log-probability of each text; None if it cannot be spelt or is too long."""
         decoder = self.model.config.decoder
         assert decoder is not None
-        can = [
+        can_write = [
             len(prompt) + len(text) <= decoder.max_positions
             and not self.tokenizer.count_unknown(text)
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        plain = [Decoded(tuple(text) if ok else ()) for text, ok in zip(texts, can, strict=True)]
+        plain = [
+            Decoded(tuple(text) if ok else ()) for text, ok in zip(texts, can_write, strict=True)
+        ]
         eos_id = self.tokenizer.eos_id
         scored = with_scores(self.model, "attention", encoded, prompts, plain, eos_id)
         return [
             one.score.log_prob if ok and one.score is not None else None
-            for one, ok in zip(scored, can, strict=True)
+            for one, ok in zip(scored, can_write, strict=True)
         ]

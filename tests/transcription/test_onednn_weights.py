@@ -5,7 +5,7 @@ from effasr.data.collate import Example, collate
 from effasr.data.prompt import Prompt
 from effasr.model.asr import ASRModel
 from effasr.nn.feed_forward import FeedForward
-from effasr.transcription.packed_weights import PackedWeights
+from effasr.transcription.cpu_weights import OneDNNWeights
 from effasr.transcription.recognizer import Recognizer, Request
 from effasr_kernels.testing.tolerance import assert_no_worse
 
@@ -29,7 +29,7 @@ def examples(noise) -> list[Example]:
 def test_a_feed_forward_network_is_as_exact_as_torchs_own(model, activation) -> None:
     torch.manual_seed(0)
     network = FeedForward(48, 96, activation=activation).eval()
-    packed = PackedWeights(_with(model, network))
+    packed = OneDNNWeights(_with(model, network))
     x = torch.randn(70, 48)
     with torch.no_grad():
         usual = network(x)
@@ -41,7 +41,7 @@ def test_a_feed_forward_network_is_as_exact_as_torchs_own(model, activation) -> 
 
 
 def test_an_encoder_frame_is_the_same_in_any_company(model, examples) -> None:
-    packed = PackedWeights(model)
+    packed = OneDNNWeights(model)
     with packed.active():
         together = _encode(model, examples)
         alone = torch.cat([_encode(model, [example]) for example in examples])
@@ -52,7 +52,7 @@ def test_an_encoder_frame_is_the_same_in_any_company(model, examples) -> None:
 def test_rows_do_not_depend_on_how_many_there_are(model) -> None:
     network = FeedForward(130, 260, activation="silu").eval()
     x = torch.randn(400, 130)
-    with PackedWeights(_with(model, network)).active(), torch.no_grad():
+    with OneDNNWeights(_with(model, network)).active(), torch.no_grad():
         whole = network(x)
         for rows in (*range(1, 20), 31, 64, 100, 257):
             assert torch.equal(network(x[:rows]), whole[:rows]), rows
@@ -60,7 +60,7 @@ def test_rows_do_not_depend_on_how_many_there_are(model) -> None:
 
 def test_the_model_is_as_before(model, examples) -> None:
     before, names = _encode(model, examples), list(model.state_dict())
-    packed = PackedWeights(model)
+    packed = OneDNNWeights(model)
     with packed.active():
         assert list(model.state_dict()) == names
     with pytest.raises(RuntimeError, match="stop"), packed.active():
@@ -75,10 +75,10 @@ def test_autocast_and_other_dtypes_are_left_alone(model, examples) -> None:
             return _encode(model, examples)
 
     usual = encode()
-    with torch.autocast("cpu", torch.bfloat16), PackedWeights(model).active():
+    with torch.autocast("cpu", torch.bfloat16), OneDNNWeights(model).active():
         assert torch.equal(encode(), usual)
     network = FeedForward(48, 96, activation="relu").double().eval()
-    with PackedWeights(_with(model, network)).active():
+    with OneDNNWeights(_with(model, network)).active():
         assert "forward" not in network.__dict__
 
 
@@ -87,9 +87,9 @@ def test_weights_that_changed_are_packed_again(model, tokenizer, noise) -> None:
     recognizer = Recognizer(model, tokenizer)
     request = Request("a", lambda: noise(2.0), Prompt("en", "en"))
     [first] = recognizer.results([request])
-    packed = recognizer._packed
+    packed = recognizer._cpu_weights
     [again] = recognizer.results([request])
-    assert recognizer._packed is packed, "weights that did not change are packed once"
+    assert recognizer._cpu_weights is packed, "weights that did not change are packed once"
     assert again.text == first.text
     linear = model.encoder.layers[0].feed_forward1.linear1
     kept = linear.weight.detach().clone()
@@ -99,7 +99,7 @@ def test_weights_that_changed_are_packed_again(model, tokenizer, noise) -> None:
     with torch.no_grad():
         linear.weight.copy_(kept)
     [third] = recognizer.results([request])
-    assert recognizer._packed is not packed
+    assert recognizer._cpu_weights is not packed
     assert first.text != second.text
     assert first.text == third.text
 

@@ -1,4 +1,4 @@
-"""Steps of `PackedDecoder` beside those of the decoder itself."""
+"""Steps of `PanelDecoder` beside those of the decoder itself."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from effasr.model.decoder import Decoder, DecoderConfig
 from effasr.nn.cache.decoder_state import DecoderState
 from effasr.nn.lora import LoRAConfig, adapt, merged
-from effasr.transcription.packed_decoder import PackedDecoder, can_pack
-from effasr.transcription.packed_weights import PackedWeights
+from effasr.transcription.cpu_weights import OneDNNWeights, PanelDecoder, has_panel_kernels
 from effasr_kernels import PackedSequence, pack
 from effasr_kernels.runtime import native
 
@@ -54,7 +53,7 @@ def encoded() -> PackedSequence:
 
 
 def _check(
-    decoder: Decoder, packed: PackedDecoder, usual: DecoderState, found: DecoderState, steps: int
+    decoder: Decoder, packed: PanelDecoder, usual: DecoderState, found: DecoderState, steps: int
 ) -> None:
     for _ in range(steps):
         tokens = torch.randint(VOCABULARY, (usual.num_rows,))
@@ -70,7 +69,7 @@ def _check(
 
 @torch.no_grad()
 def test_sequences_that_come_and_go(decoder: Decoder, encoded: PackedSequence) -> None:
-    packed = PackedDecoder(decoder)
+    packed = PanelDecoder(decoder)
     states = [decoder.new_state(6, 24, max(FRAMES)) for _ in range(2)]
 
     def admit(rows: Sequence[int], read: Sequence[Sequence[int]]) -> None:
@@ -91,7 +90,7 @@ def test_sequences_that_come_and_go(decoder: Decoder, encoded: PackedSequence) -
 
 @torch.no_grad()
 def test_hypotheses(decoder: Decoder, encoded: PackedSequence) -> None:
-    packed = PackedDecoder(decoder)
+    packed = PanelDecoder(decoder)
     states = [decoder.start(encoded, 20, [(3, 4)] * 4) for _ in range(2)]
     _check(decoder, packed, *states, steps=1)
     for state in states:
@@ -108,7 +107,7 @@ def test_hypotheses(decoder: Decoder, encoded: PackedSequence) -> None:
 
 @torch.no_grad()
 def test_steps_of_both_kinds_continue_each_other(decoder: Decoder, encoded: PackedSequence) -> None:
-    packed = PackedDecoder(decoder)
+    packed = PanelDecoder(decoder)
     usual, found = (decoder.start(encoded, 20) for _ in range(2))
     for number in range(12):
         tokens = torch.randint(VOCABULARY, (4,))
@@ -121,7 +120,7 @@ def test_steps_of_both_kinds_continue_each_other(decoder: Decoder, encoded: Pack
 def test_watched_and_paged_steps_are_the_decoders_own(
     decoder: Decoder, encoded: PackedSequence
 ) -> None:
-    packed, tokens = PackedDecoder(decoder), torch.tensor([1, 2, 3, 4])
+    packed, tokens = PanelDecoder(decoder), torch.tensor([1, 2, 3, 4])
     usual, found = (decoder.start(encoded, 20) for _ in range(2))
     for state in (usual, found):
         state.watch()
@@ -136,19 +135,19 @@ def test_watched_and_paged_steps_are_the_decoders_own(
 
 
 def test_what_cannot_be_packed(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert can_pack(decoder)
-    assert not can_pack(Decoder(decoder.config, VOCABULARY).double())
+    assert has_panel_kernels(decoder)
+    assert not has_panel_kernels(Decoder(decoder.config, VOCABULARY).double())
     adapt(decoder, LoRAConfig(rank=2, targets=("layers.*.mlp.linear1",)))
-    assert not can_pack(decoder)
+    assert not has_panel_kernels(decoder)
     with merged(decoder):
-        assert can_pack(decoder)
+        assert has_panel_kernels(decoder)
     monkeypatch.setattr(native, "unsupported_reason", lambda: "none was built")
     with merged(decoder):
-        assert not can_pack(decoder)
+        assert not has_panel_kernels(decoder)
 
 
 def test_weights_are_packed_for_as_long_as_they_are_active(model) -> None:
-    packed = PackedWeights(model)
+    packed = OneDNNWeights(model)
     with packed.active():
         assert {"step", "likeliest"} <= set(model.decoder.__dict__)
     assert not {"step", "likeliest"} & set(model.decoder.__dict__)
