@@ -42,7 +42,7 @@ from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
-from effasr.transcription.packed_weights import PackedWeights
+from effasr.transcription.cpu_weights import OneDNNWeights
 from effasr_kernels import Context
 
 SHAPES = ("24/24", "32/4", "17/4", "18/8")
@@ -120,7 +120,7 @@ class Ours:
 
     def __init__(self, model: ASRModel, speech: Utterances, clock: harness.PartClock) -> None:
         self._model, self._speech, self._clock = model, speech, clock
-        self._packed = PackedWeights(model)
+        self._packed = OneDNNWeights(model)
         # The last token ends a transcript, and is never chosen: all reach their limits.
         end = model.vocab_size - 1
         longest = max(speech.batch.frames.lengths)

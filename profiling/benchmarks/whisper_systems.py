@@ -29,7 +29,7 @@ from effasr.optim.schedules import ScheduleConfig
 from effasr.training.config import LoopConfig, TrainConfig, resolve_losses
 from effasr.training.loss import LossConfig
 from effasr.transcription.batching import plan_batches
-from effasr.transcription.packed_weights import PackedWeights
+from effasr.transcription.cpu_weights import OneDNNWeights
 
 REFERENCE = "transformers"
 CTRANSLATE2 = "ctranslate2_float32", "ctranslate2_int8"
@@ -477,7 +477,7 @@ class EffasrPasses(Passes):
     def __init__(self, settings: Settings, system: str) -> None:
         super().__init__(settings, system)
         self._model = _effasr_model(settings, system).eval()
-        self._weights = PackedWeights(self._model)
+        self._weights = OneDNNWeights(self._model)
         most = self._model.config.encoder.max_frames
         assert most is not None  # of Whisper's encoder
         self._most, self._slots = most, settings.batch
