@@ -9,7 +9,7 @@ import torch
 from filelock import FileLock
 
 from effasr_kernels.shared.cpu import linear as cpu_linear
-from tests.csrc.build import build, installed
+from tests.support.cpp_build import build, installed
 
 try:
     from hypothesis import HealthCheck, settings
@@ -58,7 +58,7 @@ def cpp_extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where packages lie with the CPU kernels of csrc/, once for all processes of a run of tests.
 
     An installation builds them a minute before the tests begin: those are taken if no source is
-    younger. `tests/csrc/test_extension.py` builds them anew (``extended``).
+    younger. `tests/ops/test_cpp_extension.py` builds them anew (``extended``).
     """
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cpp_extension"

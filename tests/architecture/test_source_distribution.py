@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.csrc.build import ROOT, run
+from tests.support.cpp_build import ROOT, run
 
 FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
 RELEASE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

@@ -437,11 +437,12 @@ def attention(
     width: int = 4,
     context: Context | None = None,
     longest: int | None = None,
+    reach: int | None = None,
     tables: bool = False,
     **options: Any,
 ) -> CaseFor:
     options = {"scale": 0.7 * width**-0.5} | options
-    reach = max([*lengths, *(lengths_k or ()), longest or 1])
+    reach = max([*lengths, *(lengths_k or ()), longest or 1]) if reach is None else reach
     if context is not None:
         reach = min(reach, context.reach)
     keys = lengths if lengths_k is None else lengths_k

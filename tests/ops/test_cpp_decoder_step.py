@@ -10,14 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effasr_kernels.runtime import native
 from effasr_kernels.shared.cpu import decoder as cpu_decoder
 from effasr_kernels.shared.cpu.decoder import Cache, DecoderWeights, Layer, Norm, PanelMatrix
 
-pytestmark = pytest.mark.skipif(
-    native.unsupported_reason() is not None, reason=str(native.unsupported_reason())
-)
-INSTRUCTIONS = {"base": 1, "avx2": 2, "avx512": 3}
+pytestmark = pytest.mark.usefixtures("cpp_library")
 LAYERS, VOCABULARY, POSITIONS, ROOM, FRAMES = 2, 19, 9, 32, 48
 NORMS = ("self_norm", "cross_norm", "forward_norm")
 
@@ -192,25 +188,6 @@ def run(weights: DecoderWeights, state: State, instructions: int = 0, most: int 
         most_position=most,
         instructions=instructions,
     )
-
-
-def lacks(instructions: str) -> bool:
-    try:
-        cpu_decoder.largest_logit(
-            torch.ones(1, 1),
-            PanelMatrix.from_weight(torch.ones(1, 1), None),
-            instructions=INSTRUCTIONS[instructions],
-        )
-    except RuntimeError:
-        return True
-    return False
-
-
-@pytest.fixture(params=INSTRUCTIONS)
-def instructions(request: pytest.FixtureRequest) -> int:
-    if lacks(request.param):
-        pytest.skip(f"this machine has no {request.param}")
-    return INSTRUCTIONS[request.param]
 
 
 @pytest.fixture(params=SIZES)

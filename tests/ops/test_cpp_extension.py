@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import effasr_kernels
-from effasr_kernels import BackendUnavailable
+from effasr_kernels import BackendUnavailable, PackedLayout, attention, ctc_loss
 from effasr_kernels.runtime import native
 from effasr_kernels.shared import lattice
-from tests.csrc.build import ROOT, build, run
+from effasr_kernels.shared.lattice_losses import groups
+from tests.ops.conftest import look_for_the_library_again
+from tests.support.cpp_build import ROOT, build, run
 
 LIST = (
     "from distutils.core import run_setup; d = run_setup('setup.py', stop_after='init'); "
@@ -25,14 +27,9 @@ LIST = (
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """What is loaded is looked up again, before and after."""
-    _look_again()
+    look_for_the_library_again()
     yield
-    _look_again()
-
-
-def _look_again() -> None:
-    native._load.cache_clear()
-    native.unsupported_reason.cache_clear()
+    look_for_the_library_again()
 
 
 @pytest.fixture
@@ -107,18 +104,6 @@ def test_a_wheel_is_of_a_processor_and_any_python(sources: Path) -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_library_that_is_not_there_says_why(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(effasr_kernels, "__path__", [str(tmp_path)])
-    x, lengths = torch.zeros(1), torch.tensor([0, 1], dtype=torch.int32)
-    with pytest.raises(
-        BackendUnavailable, match=r"CPU kernels cannot run .*_cpu\.so was not built"
-    ):
-        lattice.ctc_occupancies(x[None], None, x.long()[:0], lengths, lengths * 0)
-
-
-@pytest.mark.usefixtures("fresh")
 def test_a_library_of_another_build_is_refused(
     monkeypatch: pytest.MonkeyPatch, sources: Path
 ) -> None:
@@ -135,26 +120,10 @@ def test_a_library_of_another_build_is_refused(
         places = "--build-lib", str(folder), "--build-temp", "temporary"
         assert run("setup.py", "build_ext", *places, cwd=sources).returncode == 0
         monkeypatch.setattr(effasr_kernels, "__path__", [str(folder / "effasr_kernels")])
-        _look_again()
+        look_for_the_library_again()
         found = native.unsupported_reason()
         assert found is not None
         assert re.search(reason, found), found
-
-
-def _check(packages: Path) -> None:
-    script = str(Path(__file__).with_name("check_extension.py"))
-    done = run("-P", script, str(packages))
-    assert done.stdout.split("\n")[0] == "extension: right", done.stderr
-
-
-@pytest.mark.slow
-def test_the_build_for_a_cpu(cpp_extension: Path) -> None:
-    _check(cpp_extension)
-
-
-@pytest.mark.extended
-def test_a_build_from_nothing(tmp_path: Path) -> None:
-    _check(build(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -173,3 +142,49 @@ def test_the_compiler_warns_of_nothing(source: Path, options: list[str]) -> None
     command = [compiler, *flags, *options, str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("fresh")
+def test_a_build_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = build(tmp_path) / "effasr_kernels"
+    monkeypatch.setattr(effasr_kernels, "__path__", [str(folder)])
+    assert native.unsupported_reason() is None
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_a_library_the_reference_serves_and_says_how_to_build(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the reason that the installation left, if it left one."""
+    monkeypatch.setattr(effasr_kernels, "__path__", [str(tmp_path)])
+    layout = PackedLayout.from_lengths([2])
+    given = torch.randn(2, 3), torch.randn(4, 3), torch.tensor([1, 2]), layout, layout
+    q = torch.randn(2, 1, 8)
+    assert ctc_loss(*given, blank_id=0).shape == (1,)
+    assert attention(q, q, q, layout).shape == q.shape
+    with pytest.raises(BackendUnavailable, match=r"cpp: .*_cpu\.so was not built \(with a C"):
+        attention(q, q, q, layout, backend="cpp")
+    x, lengths = torch.zeros(1), torch.tensor([0, 1], dtype=torch.int32)
+    with pytest.raises(BackendUnavailable, match=r"CPU kernels cannot run .*_cpu\.so was not"):
+        lattice.ctc_occupancies(x[None], None, x.long()[:0], lengths, lengths * 0)
+    (tmp_path / native.FAILURE).write_text("no 'c++' here\n")
+    look_for_the_library_again()
+    reason = r"cpp: .*_cpu\.so could not be built: no 'c\+\+' here \(with a C\+\+ compiler, pip"
+    with pytest.raises(BackendUnavailable, match=reason):
+        ctc_loss(*given, blank_id=0, backend="cpp")
+    with pytest.raises(BackendUnavailable, match=reason):
+        attention(q, q, q, layout, backend="cpp")
+
+
+def test_other_devices_and_float64_are_refused() -> None:
+    assert native.refusal(None, torch.zeros(1, device="meta")) == "supports only CPUs"
+    assert native.refusal(torch.zeros(1).double()) == "float64 is for the reference"
+
+
+def test_groups_are_as_long_as_they_may_be() -> None:
+    divide = lambda sizes, most: list(groups(sizes, most))
+    assert divide([], 5) == []
+    assert divide([2, 3, 1, 5, 9, 0, 1], 5) == [(0, 2), (2, 3), (3, 4), (4, 5), (5, 7)]
+    assert divide([0, 0], 0) == [(0, 2)]
+    assert divide([4, 4], 0) == [(0, 1), (1, 2)]

@@ -1,0 +1,293 @@
+"""The lattices on CPUs (`effasr_kernels.shared.lattice`), against sums in float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from effasr_kernels.shared import lattice
+from effasr_kernels.transducer_loss.lattice import occupancies
+
+pytestmark = pytest.mark.usefixtures("cpp_library")
+SHAPES = (
+    *((1, 0), (1, 1), (2, 1), (1, 5), (6, 4), (3, 7), (9, 0), (40, 33), (20, 70), (70, 20)),
+    *((3, 100), (100, 3), (31, 31), (32, 32), (33, 64), (0, 0)),
+)
+CTC_SHAPES = (
+    *((1, 0), (1, 1), (2, 1), (2, 2), (9, 4), (60, 20), (90, 40), (40, 0), (0, 0)),
+    *((130, 31), (130, 32), (130, 33), (150, 99), (0, 2), (1, 2), (1, 40), (3, 40), (70, 66)),
+)
+Planes = tuple[Tensor, Tensor]
+Transcript = tuple[Tensor, Tensor, Tensor]
+
+
+def _offsets(lengths: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(dtype)
+
+
+def _random_planes(frames: int, labels: int, classes: int = 1024) -> Planes:
+    """Log-probabilities like those of an untrained model; NaN where they must not be read."""
+    z = torch.randn(2, frames, labels + 1) - torch.tensor(1.65 * classes).log()
+    z[1, :, -1] = torch.nan
+    return z[0].contiguous(), z[1].contiguous()
+
+
+def _transducer(planes: Sequence[Planes], in_place: bool = False) -> list[tuple[Tensor, ...]]:
+    """Log-likelihood and occupancies (T, U + 1) of each; sequences lie apart."""
+    starts = _offsets([blank.numel() + 3 for blank, _ in planes], torch.int64)
+    inputs = torch.full((2, int(starts[-1])), torch.nan)
+    nodes = torch.zeros(int(starts[-1]), dtype=torch.bool)
+    for start, pair in zip(starts.tolist(), planes, strict=False):
+        rows = slice(start, start + pair[0].numel())
+        inputs[:, rows] = torch.stack(pair).flatten(1)
+        nodes[rows] = True
+    lengths = _offsets([len(x) for x, _ in planes]), _offsets([x.shape[1] - 1 for x, _ in planes])
+    arguments = *inputs, *lengths, starts[:-1]
+    alone = lattice.transducer_log_likelihood(*arguments)
+    total, *results = lattice.transducer_occupancies(*arguments, in_place=in_place)
+    assert torch.equal(alone.nan_to_num(nan=1.0), total.nan_to_num(nan=1.0))
+    if in_place:
+        assert [x.data_ptr() for x in results] == [x.data_ptr() for x in inputs]
+        # Nothing is written between sequences.
+        assert bool(inputs[:, ~nodes].isnan().all())
+    return [
+        (total[n], *(x[start:][: blank.numel()].view_as(blank) for x in results))
+        for n, (start, (blank, _)) in enumerate(zip(starts.tolist(), planes, strict=False))
+    ]
+
+
+def _assert_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """To what a step's rounding allows on a few hundred steps; where they matter, relatively."""
+    torch.testing.assert_close(found[0], expected[0].double(), rtol=0, atol=3e-6)
+    for x, y in zip(found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(x.double(), y.double(), rtol=5e-6, atol=1e-9)
+
+
+def _expected(pair: Planes) -> tuple[Tensor, ...]:
+    if not len(pair[0]):
+        return torch.zeros(()), *pair
+    return occupancies(pair[0], pair[1][:, :-1])
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in_place"])
+def test_transducer_matches_the_reference(in_place: bool) -> None:
+    planes = [_random_planes(*shape) for shape in SHAPES]
+    for pair, result in zip(planes, _transducer(planes, in_place), strict=True):
+        _assert_close(result, _expected(pair))
+
+
+def test_transducer_matches_the_sum_over_all_paths() -> None:
+    frames, labels = 4, 3
+    planes = _random_planes(frames, labels, classes=5)
+    masses, paths = [], []
+    for emitting in itertools.combinations(range(frames - 1 + labels), labels):
+        t, u, path = 0, 0, []
+        for step in range(frames + labels):
+            kind = int(step in emitting)
+            path.append((kind, t, u))
+            t, u = t + 1 - kind, u + kind
+        paths.append(path)
+        masses.append(sum(float(planes[kind][t, u]) for kind, t, u in path))
+    mass = torch.tensor(masses, dtype=torch.float64)
+    expected = torch.zeros(2, frames, labels + 1, dtype=torch.float64)
+    for share, path in zip((mass - mass.logsumexp(0)).exp(), paths, strict=True):
+        for node in path:
+            expected[node] += share
+    _assert_close(_transducer([planes])[0], (mass.logsumexp(0), *expected))
+
+
+@pytest.mark.parametrize(
+    ("frames", "labels", "tolerance"),
+    [
+        (250, 60, 2e-6),
+        pytest.param(1000, 200, 4e-6, marks=pytest.mark.slow),
+        pytest.param(2000, 400, 8e-6, marks=pytest.mark.slow),
+    ],
+)
+def test_transducer_is_exact_on_long_sequences(frames: int, labels: int, tolerance: float) -> None:
+    """Relative to the occupancy. With float32 masses under float64 offsets it would be 1e-3."""
+    pair = _random_planes(frames, labels)
+    reached = torch.stack(_expected(pair)[1:]).sum(0)
+    ((_, *found),) = _transducer([pair])
+    error = (torch.stack(found).double().sum(0) - reached).abs() / reached
+    assert float(error[reached > 1e-4].max()) < tolerance
+
+
+def test_masses_far_apart_lose_nothing() -> None:
+    """The path that counts may lie thousands below the largest mass of its diagonal."""
+    blank, label = _random_planes(40, 20)
+    label[:, :-1] -= 300.0
+    blank[-1, :-1] = -torch.inf
+    expected = _expected((blank, label))
+    ((total, *found),) = _transducer([(blank, label)])
+    _assert_close((total - expected[0], *found), (0 * expected[0], *expected[1:]))
+
+
+@pytest.mark.usefixtures("threads")
+def test_no_path_no_frames_and_nan() -> None:
+    closed, lost, partly = _random_planes(5, 3), _random_planes(5, 3), _random_planes(6, 4)
+    closed[1][:, 1] = -torch.inf  # the second label can nowhere be emitted
+    lost[0][2, 2] = torch.nan
+    partly[0][2, 1:] = -torch.inf
+    empty, unspoken = torch.zeros(0, 1), torch.zeros(0, 3)
+    planes = [closed, (empty, empty), _random_planes(4, 2), (unspoken, unspoken), lost, partly]
+    found = _transducer(planes)
+    assert found[0][0] == found[3][0] == -torch.inf
+    assert not torch.cat(found[0][1:]).any()
+    assert found[1][0] == 0.0
+    assert found[4][0].isnan()
+    assert torch.cat(found[4][1:]).isnan().any()
+    for n in (2, 5):
+        _assert_close(found[n], _expected(planes[n]))
+    assert _transducer([(empty, empty)])[0][0] == 0.0
+
+
+def _random_transcript(frames: int, labels: int, classes: int = 6) -> Transcript:
+    """Scores, normalizers, and labels of which some repeat."""
+    scores = 2 * torch.randn(frames, labels + 1)
+    return scores, 3 + torch.randn(frames), torch.randint(1, classes, (labels,))
+
+
+def _ctc(
+    sequences: Sequence[Transcript],
+    *,
+    dtype: torch.dtype = torch.int64,
+    in_place: bool = False,
+    normalized: bool = False,
+) -> list[tuple[Tensor, Tensor]]:
+    """Log-likelihood and occupancies (T, U + 1) of each."""
+    frames, labels = ([len(x[i]) for x in sequences] for i in (0, 2))
+    cu_frames, cu_targets = _offsets(frames), _offsets(labels)
+    table = torch.full((sum(frames), max(labels) + 2), torch.nan)
+    for n, (scores, normalizer, _) in enumerate(sequences):
+        values = scores - normalizer[:, None] if normalized else scores
+        table[cu_frames[n] : cu_frames[n + 1], : values.shape[1]] = values
+    normalizers = None if normalized else torch.cat([x for _, x, _ in sequences])
+    targets = torch.cat([y for _, _, y in sequences]).to(dtype)
+    arguments = table, normalizers, targets, cu_frames, cu_targets
+    alone = lattice.ctc_log_likelihood(*arguments)
+    total, found = lattice.ctc_occupancies(*arguments, in_place=in_place)
+    assert torch.equal(alone.nan_to_num(nan=1.0), total.nan_to_num(nan=1.0))
+    return [
+        (total[n], found[cu_frames[n] : cu_frames[n + 1], : labels[n] + 1])
+        for n in range(len(sequences))
+    ]
+
+
+def _ctc_expected(sequence: Transcript) -> tuple[Tensor, Tensor]:
+    """Log-likelihood, and its gradient by log-probabilities (T, U + 1): the occupancies."""
+    scores, normalizer, labels = sequence
+    e = (scores.double() - normalizer.double()[:, None]).requires_grad_()
+    count = labels.shape[0]
+    # Infinities would make NaN in the gradient.
+    nothing = torch.full((count + 1,), -1e30, dtype=torch.float64)
+    blank, label = nothing.clone(), nothing[1:]
+    blank[0] = 0.0
+    differs = torch.ones(count, dtype=torch.bool)
+    differs[1:] = labels[1:] != labels[:-1]
+    for row in e:
+        advanced = torch.logaddexp(torch.cat([nothing[:1], label]), blank)
+        label = torch.logaddexp(label, torch.where(differs, advanced[:-1], blank[:-1])) + row[1:]
+        blank = advanced + row[0]
+    total = torch.logaddexp(blank[-1], label[-1]) if count else blank[-1]
+    if total < -1e29:
+        return torch.tensor(-torch.inf), torch.zeros_like(scores)
+    if not len(scores):
+        return total, scores
+    return total.detach(), torch.autograd.grad(total, e)[0]
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dtype": torch.int32}, {"in_place": True}, {"in_place": True, "dtype": torch.int32}],
+    ids=str,
+)
+def test_ctc_matches_the_reference(options: dict[str, Any]) -> None:
+    """Also transcripts that do not fit, and those without frames or labels."""
+    sequences = [_random_transcript(*shape) for shape in CTC_SHAPES]
+    results = _ctc(sequences, **options)
+    for sequence, result in zip(sequences, results, strict=True):
+        _assert_close(result, _ctc_expected(sequence))
+    for x, y in zip(_ctc(sequences, normalized=True), results, strict=True):
+        torch.testing.assert_close(x[1], y[1], rtol=1e-5, atol=1e-6)
+
+
+def test_ctc_matches_the_sum_over_all_alignments() -> None:
+    """Of a label that repeats, over the classes of each frame."""
+    frames, labels = 5, torch.tensor([2, 2, 1])
+    log_probs = torch.randn(frames, 3).log_softmax(-1)
+    masses = [
+        sum(float(log_probs[t, c]) for t, c in enumerate(path))
+        for path in itertools.product(range(3), repeat=frames)
+        if [c for c, _ in itertools.groupby(path) if c] == labels.tolist()
+    ]
+    expected = torch.tensor(masses, dtype=torch.float64).logsumexp(0)
+    scores = log_probs[:, [0, *labels.tolist()]]
+    ((total, _),) = _ctc([(scores, torch.zeros(frames), labels)])
+    torch.testing.assert_close(total, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_ctc_is_exact_on_long_sequences() -> None:
+    sequence = _random_transcript(2000, 300, classes=500)
+    total, expected = _ctc_expected(sequence)
+    ((found, shares),) = _ctc([sequence])
+    assert abs(float(found - total)) < 3e-5
+    assert float((shares - expected).abs().max()) < 4e-6
+    counted = expected > 1e-4
+    error = (shares - expected).abs()[counted] / expected[counted]
+    assert float(error.max()) < 8e-6
+
+
+def test_nan_of_ctc_stays_in_its_sequence() -> None:
+    sequences = [_random_transcript(20, 6, classes=90) for _ in range(3)]
+    sequences[1][0][7] = torch.nan
+    found = _ctc(sequences)
+    assert found[1][0].isnan()
+    for x, y in zip(found[::2], _ctc(sequences[::2]), strict=True):
+        assert x[0] == y[0]
+        assert torch.equal(x[1], y[1])
+
+
+def test_any_number_of_threads_gives_the_same_bits() -> None:
+    planes = [_random_planes(*shape) for shape in SHAPES]
+    sequences = [_random_transcript(*shape) for shape in CTC_SHAPES]
+    results = []
+    try:
+        for threads in (1, 2, 3, 4):
+            torch.set_num_threads(threads)
+            found = [*_transducer(planes), *_ctc(sequences)]
+            results.append(torch.cat([x.flatten().double() for result in found for x in result]))
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"log_blank": torch.zeros(6).double()}, "`log_blank` must be float32"),
+        ({"log_label": torch.zeros(5)}, "`log_label` must have shape"),
+        ({"cu_frames": _offsets([3]).long()}, "`cu_frames` must be int32"),
+        ({"first_nodes": torch.zeros(2, dtype=torch.int64)}, "`first_nodes` must have shape"),
+        ({"log_blank": torch.zeros(12)[::2]}, "must be contiguous"),
+        ({}, "`first_nodes` must have ranges within the 6 elements"),
+        ({"log_blank": torch.zeros(6, device="meta")}, "`log_blank` must be on a CPU"),
+    ],
+    ids=lambda x: None if isinstance(x, dict) else x,
+)
+def test_error_messages(changed: dict[str, Tensor], message: str) -> None:
+    arguments = {
+        **{name: torch.zeros(6) for name in ("log_blank", "log_label")},
+        **{name: _offsets([3]) for name in ("cu_frames", "cu_labels")},
+        "first_nodes": torch.zeros(1, dtype=torch.int64),
+    }
+    with pytest.raises(ValueError, match=message):
+        lattice.transducer_log_likelihood(**(arguments | changed))
