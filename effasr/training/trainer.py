@@ -242,13 +242,13 @@ class Trainer:
             "the run"
         )
 
-    def _is_due(self, every: int) -> bool:
-        return self.progress.step % every == 0 or self._is_finished
+    def _is_due(self, interval: int) -> bool:
+        return self.progress.step % interval == 0 or self._is_finished
 
     def _must_log(self, is_sync_point: bool) -> bool:
-        every = self.config.training.log_every
+        interval = self.config.training.log_every
         # A rank may skip over step numbers.
-        is_due = self.progress.step // every > self.log.step // every or self._is_finished
+        is_due = self.progress.step // interval > self.log.step // interval or self._is_finished
         return is_due or (is_sync_point and self.strategy.logs_sync_points)
 
     @property

@@ -53,12 +53,17 @@ def model_config() -> ModelConfig:
 def make_train_state(model_config) -> Callable[..., tuple[ASRModel, TrainState]]:
     def make(**settings) -> tuple[ASRModel, TrainState]:
         defaults = {"model": model_config, "training": LoopConfig(max_steps=20)}
-        config = resolve_config(TrainConfig(**defaults | settings), None)
-        context = DistributedContext(0, 1, torch.device("cpu"))
-        model = build.build_model(config, VOCABULARY, None, context.device)
-        return model, build.build_train_state(config, model, context)
+        return built(TrainConfig(**defaults | settings))
 
     return make
+
+
+def built(config: TrainConfig, vocab_size: int = VOCABULARY) -> tuple[ASRModel, TrainState]:
+    """The model of a configuration and its state, on one rank."""
+    config = resolve_config(config, None)
+    context = DistributedContext(0, 1, torch.device("cpu"))
+    model = build.build_model(config, vocab_size, None, context.device)
+    return model, build.build_train_state(config, model, context)
 
 
 def make_batch(number: int, *, broken: bool = False) -> Batch:

@@ -107,13 +107,15 @@ def test_error_messages(make, message) -> None:
         make()
 
 
+@pytest.mark.parametrize("start", ["model", "run"])
 def test_a_model_to_begin_with_brings_its_architecture_and_tokenizer(
-    tmp_path, tones, model_config
+    tmp_path, tones, model_config, start
 ) -> None:
     tokenizer = load_tokenizer(tones / "tokenizer")
     model = ASRModel(model_config, tokenizer.vocab_size)
     save_model(tmp_path / "model", model, tokenizer)
-    config = resolve_config(TrainConfig(init_from=str(tmp_path / "model")), None)
+    save_model(tmp_path / "run" / "checkpoints" / "step_00000004", model, tokenizer)
+    config = resolve_config(TrainConfig(init_from=str(tmp_path / start)), None)
     assert config.model == model_config
     assert config.loss.ctc_weight == 0.3
     assert find_tokenizer(config, None).vocab_size == tokenizer.vocab_size

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from effasr import config as configuration
-from effasr.distributed.process_group import DistributedContext
 from effasr.model.transducer import TransducerConfig
-from effasr.training import build, cuda_graph
+from effasr.training import cuda_graph
 from effasr.training.config import LoopConfig, TrainConfig
 from effasr.training.cuda_graph import MicroBatchGraph
 from effasr.training.resolve import resolve_config
 from effasr.training.step import run_micro_batch, train_step
-from tests.training.conftest import VOCABULARY, make_batch
+from tests.training.conftest import make_batch
 
 Outputs = tuple[Tensor, ...]
 
@@ -135,7 +134,7 @@ def test_a_choice_is_not_changed(asked) -> None:
 @pytest.mark.usefixtures("eager_compiler")
 @pytest.mark.representative(compiled=False)
 def test_the_default_builds_a_recording_of_the_plain_or_the_compiled_model(
-    model_config, batches, monkeypatch, compiled
+    make_train_state, batches, monkeypatch, compiled
 ) -> None:
     """On a device that counts as a GPU, with a recording that a CPU can replay."""
     monkeypatch.setattr(cuda_graph, "obstacles_of_model", lambda model, device: [])
@@ -148,12 +147,10 @@ def test_the_default_builds_a_recording_of_the_plain_or_the_compiled_model(
         compile_module(self, **options)
 
     monkeypatch.setattr(torch.nn.Module, "compile", watched)
-    context, results = DistributedContext(0, 1, torch.device("cpu")), []
+    results = []
     for choice in (False, "auto"):
         loop = LoopConfig(max_steps=20, compile=compiled, cuda_graph=choice)
-        config = resolve_config(TrainConfig(model=model_config, training=loop), None)
-        model = build.build_model(config, VOCABULARY, None, context.device)
-        state = build.build_train_state(config, model, context)
+        model, state = make_train_state(training=loop)
         assert (state.graph is not None) == (choice == "auto")
         assert len(calls) == (len(results) + 1 if compiled else 0)
         for step in range(2):

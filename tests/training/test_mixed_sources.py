@@ -56,26 +56,11 @@ def test_another_number_of_ranks_draws_the_same(make_mixed) -> None:
             return
 
 
-def test_what_is_drawn_goes_on_in_the_next_epoch(make_mixed) -> None:
-    """None is drawn for a third time before all of its source were drawn twice."""
-    loaded = loader(make_mixed())
-    origins = loaded._corpus.sources
+@pytest.mark.parametrize("options", [{}, {"strategy": "bucketed", "buckets": 2}])
+def test_plans_have_what_the_sources_draw(make_mixed, options) -> None:
+    loaded = loader(make_mixed(data=options))
     draw = loaded._corpus.populations(SEED)
-    times = np.zeros(len(origins), dtype=int)
     for epoch in range(5):
-        plan = loaded.plan(epoch)
-        population = draw(epoch)
-        assert sorted(plan.indices) == sorted(population)
-        np.add.at(times, population, 1)
-        for source in range(3):
-            assert np.ptp(times[origins == source]) <= 1
-    assert times[origins == 2].mean() > 2 * times[origins == 0].mean()
-
-
-def test_other_strategies_draw_the_same(make_mixed) -> None:
-    loaded = loader(make_mixed(data={"strategy": "bucketed", "buckets": 2}))
-    draw = loaded._corpus.populations(SEED)
-    for epoch in range(3):
         plan = loaded.plan(epoch)
         assert sorted([*plan.indices, *plan.deferred]) == sorted(draw(epoch))
 

@@ -71,33 +71,25 @@ def test_a_trainer_leaves_its_phases_and_layers_in_the_profile(make_config, tmp_
     assert phases <= set(names)
 
 
-class _Runtime:
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def cudaProfilerStart(self) -> None:
-        self.calls.append("start")
-
-    def cudaProfilerStop(self) -> None:
-        self.calls.append("stop")
-
-
 def test_nsys_is_told_where_its_capture_range_begins_and_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime = _Runtime()
-    seen = []
+    calls, seen = [], []
+    runtime = SimpleNamespace(
+        cudaProfilerStart=lambda: calls.append("start"),
+        cudaProfilerStop=lambda: calls.append("stop"),
+    )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: runtime.calls.append("wait"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
     monkeypatch.setattr(ranges, "enable", seen.append)
     context = SimpleNamespace(device=torch.device("cuda", 0), rank=3)
     config = ProfileConfig(tool="nsys", first_step=2, steps=2, ranges="nvtx")
     capture = StepProfiler(config, context, tmp_path)
     for number in range(6):
         with capture.step(number):
-            runtime.calls.append(str(number))
+            calls.append(str(number))
     expected = ["0", "1", "wait", "start", "2", "3", "wait", "stop", "4", "5"]
-    assert runtime.calls == expected
+    assert calls == expected
     assert seen == ["nvtx"]
 
 

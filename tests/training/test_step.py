@@ -5,8 +5,6 @@ import torch
 
 from effasr.data.batch import StaticShape
 from effasr.data.collate import collate
-from effasr.optim.adamw import OptimizerConfig
-from effasr.optim.schedules import ScheduleConfig
 from effasr.training.config import LoopConfig
 from effasr.training.loss import LOSSES, LossConfig
 from effasr.training.seeds import micro_batch_seed
@@ -155,12 +153,3 @@ def test_the_learning_rate_and_the_clip_are_obeyed(make_train_state, batches) ->
         == report.lr
         == train_state.config.learning_rate(7)
     )
-
-
-def test_several_small_steps_bring_the_loss_down(make_train_state, batches) -> None:
-    _, train_state = make_train_state(
-        optimizer=OptimizerConfig(lr=0.02),
-        schedule=ScheduleConfig(name="cosine", warmup_steps=3),
-    )
-    losses = [train_step(train_state, batches[:2], step).read()["loss"] for step in range(20)]
-    assert losses[-1] < 0.6 * losses[0]

@@ -7,20 +7,19 @@ import pytest
 import torch
 
 from effasr import config as configuration
-from effasr.checkpoint import load_model, resolve
 from effasr.data.batch import IGNORED
 from effasr.data.collate import Example, collate
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.data.loader import Loader
 from effasr.data.sampling.options import STRATEGIES
 from effasr.model.asr import ASRModel
-from effasr.training import trainer
 from effasr.training.checkpointing.resume import check_same_plan, check_same_ranks
 from effasr.training.config import TrainConfig
 from effasr.training.corpus import load_corpus
 from effasr.training.resolve import find_tokenizer, resolve_config
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
+from tests.training.test_exactness import assert_same_end
 
 BASELINES = STRATEGIES[1:]
 
@@ -104,26 +103,12 @@ def test_padded_losses_are_those_of_real_targets_after_padding_by_hand(model_con
 
 @pytest.mark.parametrize("strategy", ["random", "sync_bucketed_2d"])
 @pytest.mark.representative(strategy="random")
-def test_a_killed_run_of_a_baseline_goes_on_where_it_was(
-    make_config, tmp_path, monkeypatch, strategy
-) -> None:
+def test_a_stopped_run_of_a_baseline_goes_on_where_it_was(make_config, tmp_path, strategy) -> None:
     data = options(strategy) | {"padded": True}
     assert run(make_config(name="straight", data=data)) == 0
-    steps = trainer.train_step
-
-    def killed(train_state, batches, step, **settings):
-        if step == 6:
-            raise KeyboardInterrupt
-        return steps(train_state, batches, step, **settings)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "train_step", killed)
-        with pytest.raises(KeyboardInterrupt):
-            run(make_config(data=data))
-    assert run(make_config(data=data)) == 0
-    ours, theirs = (load_model(resolve(tmp_path / name)).model for name in ("run", "straight"))
-    for name, tensor in theirs.state_dict().items():
-        assert torch.equal(ours.state_dict()[name], tensor), name
+    for stop_at in (6, None):
+        assert run(make_config(data=data, training={"stop_at": stop_at})) == 0
+    assert_same_end(tmp_path / "run", tmp_path / "straight", 12)
     with pytest.raises(ValueError, match=r"`data\.strategy` must stay .* but is 'packed'"):
         run(make_config())
     with pytest.raises(ValueError, match=r"`data\.padded` must stay True"):

@@ -9,14 +9,13 @@ import torch
 from effasr.data.batch import StaticShape
 from effasr.data.collate import Example, collate
 from effasr.decoding.ctc_greedy import ctc_greedy
-from effasr.distributed.process_group import DistributedContext
 from effasr.optim.ema import WeightAverage
-from effasr.training import build
 from effasr.training.config import LossConfig, TeacherConfig
 from effasr.training.resolve import resolve_config
 from effasr.training.step import train_step
 from effasr.training.untranscribed.teacher import add_labels, averaged, emitted
 from effasr_kernels import PackedLayout, PackedSequence
+from tests.training.conftest import built
 
 SHAPE = StaticShape(90, 60, 8)
 
@@ -24,10 +23,7 @@ SHAPE = StaticShape(90, 60, 8)
 @pytest.fixture
 def state(make_with_teacher):
     """A model, its state, and a teacher whose weights are not those of the model."""
-    config = resolve_config(make_with_teacher(), None)
-    model = build.build_model(config, 12, None, torch.device("cpu"))
-    context = DistributedContext(0, 1, torch.device("cpu"))
-    made = build.build_train_state(config, model, context)
+    model, made = built(make_with_teacher())
     with torch.no_grad():
         for value in made.average.average.values():
             value += 0.2 * torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
@@ -169,10 +165,7 @@ def test_four_times_the_batch_keeps_the_same_average(make_with_teacher) -> None:
     """With the rule, a step of a fourfold batch moves the average as four steps do."""
 
     def average_of(**settings) -> WeightAverage:
-        config = resolve_config(make_with_teacher(**settings), None)
-        model = build.build_model(config, 12, None, torch.device("cpu"))
-        context = DistributedContext(0, 1, torch.device("cpu"))
-        average = build.build_train_state(config, model, context).average
+        average = built(make_with_teacher(**settings))[1].average
         assert average is not None
         return average
 

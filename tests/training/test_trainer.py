@@ -13,17 +13,17 @@ import soundfile
 import torch
 
 from effasr import config as configuration
-from effasr.checkpoint import load_model, resolve, save_model
+from effasr.checkpoint import load_model, resolve
 from effasr.data.filters.config import FilterConfig
 from effasr.data.manifest.reader import read
 from effasr.data.tokenizer import train_tokenizer
 from effasr.evaluation.evaluate import evaluate
-from effasr.optim.adamw import OptimizerConfig
 from effasr.training import trainer
 from effasr.training.config import TrainConfig
 from effasr.training.run_dir.progress import ProgressDisplay
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
+from tests.training.test_exactness import assert_same_end
 
 FIELDS = {
     "step", "epoch", "loss", "lr", "grad_norm", "audio_seconds", "tokens", "padding_frames",
@@ -142,14 +142,11 @@ def test_a_request_to_stop_saves_and_exits_with_zero(
     with monkeypatch.context() as patch:
         at_step(patch, 5, lambda: os.kill(os.getpid(), number))
         assert run(make_config()) == 0
-    folder = tmp_path / "run"
     # The request arrives during step 5; the step after it is the one that ends.
-    assert checkpoint_steps(folder) == [4, 6]
+    assert checkpoint_steps(tmp_path / "run") == [4, 6]
     assert run(make_config()) == 0
     assert run(make_config(name="straight")) == 0
-    stopped, straight = (load_model(resolve(tmp_path / name)) for name in ("run", "straight"))
-    for name, tensor in straight.model.state_dict().items():
-        assert torch.equal(stopped.model.state_dict()[name], tensor), name
+    assert_same_end(tmp_path / "run", tmp_path / "straight", 12)
 
 
 def test_the_second_interrupt_ends_the_run_at_once(make_config, tmp_path, monkeypatch) -> None:
@@ -258,24 +255,6 @@ def test_validation_is_that_of_evaluate_and_chooses_the_best(
     assert again["words"] == lines[1]["words"] > 0
     for name in ("wer.json", "hypotheses.jsonl"):
         assert (folder / "evaluation" / "test" / name).is_file()
-
-
-def test_fine_tuning_begins_with_the_model_that_is_given(make_config, tmp_path) -> None:
-    assert run(make_config(name="first", training={"max_steps": 4})) == 0
-    source = load_model(resolve(tmp_path / "first"))
-    save_model(tmp_path / "model", source.model, source.tokenizer)
-    for start in ("model", "first"):
-        config = make_config(
-            name=f"from-{start}",
-            init_from=str(tmp_path / start),
-            data={"tokenizer": ""},
-            training={"max_steps": 1, "ema_decay": None},
-            optimizer=OptimizerConfig(lr=1e-12),
-        )
-        assert run(config) == 0
-        tuned = load_model(resolve(tmp_path / f"from-{start}"))
-        for name, parameter in source.model.named_parameters():
-            torch.testing.assert_close(tuned.model.get_parameter(name), parameter)
 
 
 def test_a_validation_that_a_stop_put_off_comes_first_when_the_run_goes_on(

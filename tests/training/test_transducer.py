@@ -3,11 +3,8 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from effasr.cli.main import main
-from effasr.data.features.spec_augment import SpecAugmentConfig
-from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.training.loss import LossConfig
@@ -15,7 +12,6 @@ from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.trainer import run
 from tests.training.test_exactness import assert_same_end
-from tests.training.test_static import Sizes, make_batch
 
 HEADS = {
     "lstm": TransducerConfig(width=12, joint=12, dropout=0.1),
@@ -26,52 +22,6 @@ HEADS = {
 @pytest.fixture(params=HEADS)
 def hybrid(request, model_config: ModelConfig) -> ModelConfig:
     return replace(model_config, decoder=None, ctc=True, transducer=HEADS[request.param])
-
-
-@pytest.mark.usefixtures("eager_compiler", "without_onednn")
-@pytest.mark.representative(hybrid="lstm")
-@pytest.mark.extended
-def test_the_model_compiles_once_and_without_a_break(hybrid: ModelConfig) -> None:
-    assert hybrid.transducer is not None
-    quiet = replace(
-        hybrid,
-        spec_augment=SpecAugmentConfig(),
-        encoder=replace(hybrid.encoder, residual_dropout=0.0, attention_dropout=0.0),
-        transducer=replace(hybrid.transducer, dropout=0.0),
-    )
-    torch.manual_seed(0)
-    model = ASRModel(quiet, 12).train()
-    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
-    for seed in range(3):
-        batch = make_batch(seed)
-        results = []
-        for call in (compiled, model):
-            model.zero_grad()
-            with torch._dynamo.config.patch(error_on_recompile=seed > 0):
-                losses = call(batch)
-                (losses.transducer + losses.ctc).backward()
-            # Batch norm cancels the bias in front of it, whose gradient is rounding alone.
-            gradients = [
-                x.grad.clone()
-                for name, x in model.named_parameters()
-                if x.grad is not None and not name.endswith("conv.depthwise.bias")
-            ]
-            results.append([losses.transducer, losses.ctc, *gradients])
-        for x, y in zip(*results, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-
-
-def test_a_predictor_asks_for_the_same_memory_at_every_step(hybrid: ModelConfig) -> None:
-    model = ASRModel(hybrid, 12).train()
-    assert model.transducer is not None
-    traces = []
-    for seed in range(3):
-        text = make_batch(seed).text
-        with Sizes() as sizes:
-            model.transducer.predictor(text.values, text.layout).sum().backward()
-        traces.append(sizes.found)
-    assert len(traces[1]) > 20
-    assert traces[2] == traces[1]
 
 
 def test_steps_are_finite_and_bring_the_loss_down(make_train_state, hybrid, batches) -> None:

@@ -69,84 +69,68 @@ def train(state: TrainState, own: slice, *, pretrain: bool) -> list[float]:
     return values
 
 
-def over_ranks(context: DistributedContext) -> None:
-    """Two ranks make the steps of one: the same codes, masks, labels and counts."""
-    alone, share = DistributedContext(0, 1, context.device), slice(context.rank, None, 2)
-    for config, pretrain in ((pretraining(), True), (teaching(), False)):
-        results: list[list[Tensor]] = []
-        for ranks, own in ((alone, slice(None)), (context, share)):
-            model, state = make(config, ranks)
-            values = train(state, own, pretrain=pretrain)
-            results.append([torch.tensor(values), *(p.detach() for p in model.parameters())])
-            if model.best_rq is not None:
-                counts = model.best_rq.code_counts.double()
-                results[-1].append(ranks.all_reduce(counts))
-            else:
-                assert state.teacher is not None
-                labelled = torch.tensor(state.teacher.line()["teacher_utterances"])
-                results[-1].append(ranks.all_reduce(labelled.double()))
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-        assert results[0][-1].sum() > 0
+def results(
+    config: TrainConfig, ranks: DistributedContext, own: slice, *, recorded: bool = False
+) -> list[Tensor]:
+    """Figures of the steps, what was labelled or which codes were used, and the weights."""
+    model, state = make(config, ranks)
+    pretrain = config.model.best_rq is not None
+    # Those of the model that computes, which is another one when sharded.
+    (gauge,) = build.build_gauges(state).values()
+    if recorded:
+        state = graphed(model, state)
+    values = train(state, own, pretrain=pretrain)
+    counts = gauge.state_dict()["counts"].double() if pretrain else gauge.state_dict()["sums"][0]
+    counts = ranks.all_reduce(counts.clone())
+    assert counts.sum() > 0
+    return [torch.tensor(values), counts, *weights(model, state)]
 
 
-def sharded(context: DistributedContext) -> None:
-    """Two ranks with shards of all weights make the steps of one."""
-    assert_as_one(context, pretraining(strategy="fsdp2"))
-
-
-def compiled(context: DistributedContext) -> None:
-    """So they do with layers that are compiled."""
-    # The default backend writes and compiles C++, which takes minutes.
-    torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
-    assert_as_one(context, pretraining(strategy="fsdp2", compile=True))
-
-
-def assert_as_one(context: DistributedContext, sharded: TrainConfig) -> None:
-    alone, share = DistributedContext(0, 1, context.device), slice(context.rank, None, 2)
-    results: list[list[Tensor]] = []
-    for config, ranks, own in (
-        (pretraining(), alone, slice(None)),
-        (sharded, context, share),
-    ):
-        model, state = make(config, ranks)
-        values = train(state, own, pretrain=True)
-        # Those of the model that computes, which is another one when sharded.
-        counts = build.build_gauges(state)["code_use"].state_dict()["counts"].double()
-        assert counts.sum() > 0
-        results.append([torch.tensor(values), ranks.all_reduce(counts), *weights(model, state)])
-    for one, other in zip(*results, strict=True):
+def assert_alike(first: list[Tensor], second: list[Tensor]) -> None:
+    for one, other in zip(first, second, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.extended
-def test_two_ranks_make_the_steps_of_one() -> None:
-    check_ranks(over_ranks, sharded, size=2, limit_s=240)
+def assert_as_one(context: DistributedContext, config: TrainConfig, alone: TrainConfig) -> None:
+    one = results(alone, DistributedContext(0, 1, context.device), slice(None))
+    assert_alike(one, results(config, context, slice(context.rank, None, 2)))
+
+
+def over_ranks(context: DistributedContext) -> None:
+    """Two ranks make the steps of one: the same codes, masks, labels and counts."""
+    for config in (pretraining(), teaching(), pretraining(strategy="fsdp2")):
+        assert_as_one(context, config, teaching() if config.training.teacher else pretraining())
+
+
+def compiled(context: DistributedContext) -> None:
+    """So they do with layers that are compiled, and shards of all weights."""
+    # The default backend writes and compiles C++, which takes minutes.
+    torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
+    assert_as_one(context, pretraining(strategy="fsdp2", compile=True), pretraining())
 
 
 @pytest.mark.extended
-def test_two_ranks_with_compiled_layers_make_the_steps_of_one() -> None:
-    check_ranks(compiled, size=2, limit_s=240)
+@pytest.mark.parametrize("work", [over_ranks, compiled])
+def test_two_ranks_make_the_steps_of_one(work) -> None:
+    check_ranks(work, size=2, limit_s=240)
+
+
+ALONE = DistributedContext(0, 1, torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("eager_compiler")
 @pytest.mark.extended
 def test_a_compiled_step_is_that_step() -> None:
-    assert_alike(pretraining(), pretraining(compile=True))
+    first, second = (
+        results(pretraining(compile=is_compiled), ALONE, slice(None))
+        for is_compiled in (False, True)
+    )
+    assert_alike(first, second)
 
 
 def test_a_recorded_step_is_that_step() -> None:
     for config in (pretraining(), teaching()):
-        assert_alike(config, config, recorded=True)
-
-
-def assert_alike(config: TrainConfig, other: TrainConfig, *, recorded: bool = False) -> None:
-    context, results = DistributedContext(0, 1, torch.device("cpu")), []
-    for settings, is_recorded in ((config, False), (other, recorded)):
-        model, state = make(settings, context)
-        if is_recorded:
-            state = graphed(model, state)
-        values = train(state, slice(None), pretrain=model.best_rq is not None)
-        results.append([torch.tensor(values), *(p.detach() for p in model.parameters())])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        first, second = (
+            results(config, ALONE, slice(None), recorded=recorded) for recorded in (False, True)
+        )
+        assert_alike(first, second)

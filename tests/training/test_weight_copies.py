@@ -1,7 +1,6 @@
 """Weights that are cast to bfloat16 once an update give the results of autocast."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,37 +17,33 @@ from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.adascale import AdaScaleConfig
 from effasr.training import build
 from effasr.training.config import LoopConfig, TrainConfig
-from effasr.training.cuda_graph import MicroBatchGraph
 from effasr.training.resolve import resolve_config
-from effasr.training.step import run_micro_batch, train_step
+from effasr.training.step import train_step
 from tests.support.quiet_run import VOCABULARY, make, quiet_config, uneven_batch
 from tests.support.run_ranks import check_ranks
+from tests.training.conftest import built
 from tests.training.shortage import shortage
-from tests.training.test_cuda_graph import record
+from tests.training.test_cuda_graph import graphed
 
 CPU = torch.device("cpu")
-CASES = (
-    *("plain", "checkpointing", "average", "adascale", "lora", "freeze", "transducer"),
-    *("shortage", "graph", "compile"),
-)
+ADASCALE = OptimizerConfig(lr=0.01, adascale=AdaScaleConfig(scale=2.0))
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpointing": {"training": {"activation_checkpointing": True}},
+    "average": {"training": {"ema_decay": 0.9}},
+    "adascale": {"optimizer": ADASCALE, "data": DataConfig(micro_batches=2)},
+    "transducer": {},
+    **{name: {} for name in ("lora", "freeze", "shortage", "graph")},
+    "compile": {"training": {"compile": True}},
+}
 
 
 def config_of(case: str, model_config, *, copies: bool) -> TrainConfig:
-    training: dict[str, Any] = {"max_steps": 20, "precision": "bfloat16"}
-    settings: dict[str, Any] = {"model": model_config, "optimizer": OptimizerConfig(lr=0.01)}
-    if case == "checkpointing":
-        training["activation_checkpointing"] = True
-    if case == "average":
-        training["ema_decay"] = 0.9
-    if case == "compile":
-        training["compile"] = True
-    if case == "adascale":
-        adascale = AdaScaleConfig(scale=2.0)
-        settings["optimizer"] = OptimizerConfig(lr=0.01, adascale=adascale)
-        settings["data"] = DataConfig(micro_batches=2)
+    settings = {"model": model_config, "optimizer": OptimizerConfig(lr=0.01)} | CASES[case]
     if case == "transducer":
         transducer = TransducerConfig(width=8, joint=8)
         settings["model"] = replace(model_config, decoder=None, transducer=transducer)
+    training = {"max_steps": 20, "precision": "bfloat16"} | settings.pop("training", {})
     loop = LoopConfig(bfloat16_weights=copies, **training)
     return resolve_config(TrainConfig(training=loop, **settings), None)
 
@@ -65,18 +60,16 @@ def train(case: str, model_config, batches, *, copies: bool) -> list[Tensor]:
     state = build.build_train_state(config, model, DistributedContext(0, 1, CPU))
     assert (state.weights is not None) == copies
     if case == "graph":
-        run = partial(run_micro_batch, state)
-        graph = MicroBatchGraph(run, CPU, model.parameters(), model.buffers(), record)
-        state = replace(state, graph=graph)
-    seen = []
+        state = graphed(model, state)
+    figures = []
     for step in range(3):
         calls = [1] if case == "shortage" and step == 1 else []
         with shortage(model, *calls, where="backward"):
             report = train_step(state, batches[2 * step : 2 * step + 2], step)
-        seen.append(torch.tensor(list(report.read().values())))
+        figures.append(torch.tensor(list(report.read().values())))
     assert all(p.dtype == torch.float32 for p in model.parameters())
     average = [] if state.average is None else state.average.average.values()
-    return [*model.state_dict().values(), *average, *seen]
+    return [*model.state_dict().values(), *average, *figures]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -136,9 +129,7 @@ class _Casts(TorchDispatchMode):
 def test_weights_are_cast_once_a_step(model_config, batches) -> None:
     counts = {}
     for copies in (False, True):
-        config = config_of("plain", model_config, copies=copies)
-        model = build.build_model(config, VOCABULARY, None, CPU)
-        state = build.build_train_state(config, model, DistributedContext(0, 1, CPU))
+        model, state = built(config_of("plain", model_config, copies=copies))
         linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
         train_step(state, batches[:2], 0)
         with _Casts(linear) as casts:
@@ -169,16 +160,11 @@ def test_frozen_weights_are_cast_again_where_they_change(model_config, batches) 
     assert torch.equal(used, layer.weight.to(torch.bfloat16))
 
 
-def test_copies_are_refused_where_they_are_of_no_use(model_config) -> None:
-    def build_state(**training):
-        loop = LoopConfig(max_steps=2, **training)
-        config = resolve_config(TrainConfig(training=loop, model=model_config), None)
-        model = build.build_model(config, VOCABULARY, None, CPU)
-        return build.build_train_state(config, model, DistributedContext(0, 1, CPU))
-
+def test_copies_are_refused_where_they_are_of_no_use(make_train_state) -> None:
     # The default is autocast on a CPU.
-    assert build_state(precision="bfloat16").weights is None
+    _, state = make_train_state(training=LoopConfig(precision="bfloat16"))
+    assert state.weights is None
     with pytest.raises(ValueError, match=r"`training\.bfloat16_weights` must be false or auto"):
-        build_state(precision="float32", bfloat16_weights=True)
+        make_train_state(training=LoopConfig(precision="float32", bfloat16_weights=True))
     with pytest.raises(ValueError, match=r"with training\.strategy fsdp2"):
-        build_state(strategy="fsdp2", bfloat16_weights=True)
+        make_train_state(training=LoopConfig(strategy="fsdp2", bfloat16_weights=True))

@@ -76,21 +76,21 @@ class WeightCopies:
         if lazily:
             lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
             roots |= {f"{n}.{k}": layer for n, m in lists.items() for k, layer in enumerate(m)}
-        places: dict[str, list[_Place]] = {name: [] for name in roots}
-        norms: dict[str, list[_Place]] = {name: [] for name in roots}
+        slots: dict[str, list[_Slot]] = {name: [] for name in roots}
+        norms: dict[str, list[_Slot]] = {name: [] for name in roots}
         for path, module in model.named_modules():
             root = max((name for name in roots if _is_within(path, name)), key=len)
-            places[root] += [(module, name) for name in _names(module)]
+            slots[root] += [(module, name) for name in _names(module)]
             if root and isinstance(module, nn.LayerNorm):
-                own = [name for name, x in module._parameters.items() if x is not None]
-                norms[root] += [(module, name) for name in own]
+                used = [name for name, x in module._parameters.items() if x is not None]
+                norms[root] += [(module, name) for name in used]
         self._layers = [
-            (roots[name], _Layer(own, dtype, norms[name]))
-            for name, own in places.items()
-            if name and own
+            (roots[name], _Layer(in_layer, dtype, norms[name]))
+            for name, in_layer in slots.items()
+            if name and in_layer
         ]
-        self._rest = _Layer(places[""], dtype, is_short=False)
-        layers = [self._rest, *(layer for _, layer in self._layers)]
+        self._outside = _Layer(slots[""], dtype, is_short=False)
+        layers = [self._outside, *(layer for _, layer in self._layers)]
         self._trained = [pair for layer in layers for pair in layer.pairs if pair[0].requires_grad]
         self._frozen = [
             pair for layer in layers for pair in layer.pairs if not pair[0].requires_grad
@@ -115,13 +115,13 @@ class WeightCopies:
         float32 parameters. ``accumulate``: whether the backward in the block adds to ``grad``, as
         `Tensor.backward` does, and no rank waits for a hook.
         """
-        layers = [self._rest, *(layer for _, layer in self._layers)]
+        layers = [self._outside, *(layer for _, layer in self._layers)]
         for layer in layers:
             layer.accumulates = accumulate and self._accumulate
         handles = [
             root.register_forward_pre_hook(layer.connect_before) for root, layer in self._layers
         ]
-        self._rest.connect()
+        self._outside.connect()
         try:
             yield
         finally:
@@ -131,7 +131,7 @@ class WeightCopies:
                 layer.restore()
 
 
-_Place = tuple[nn.Module, str]
+_Slot = tuple[nn.Module, str]
 
 
 class _Layer:
@@ -139,9 +139,9 @@ class _Layer:
 
     def __init__(
         self,
-        places: Sequence[_Place],
+        slots: Sequence[_Slot],
         dtype: torch.dtype,
-        norms: Sequence[_Place] = (),
+        norms: Sequence[_Slot] = (),
         *,
         is_short: bool = True,
     ) -> None:
@@ -149,17 +149,17 @@ class _Layer:
         self.is_short = is_short
         # Sizes that are no multiple of 16 bytes come last, so that the gradients of the others
         # are aligned in one buffer.
-        order = sorted(places, key=lambda place: _parameter(place).numel() % 4 != 0)
-        self._trained = [place for place in order if _parameter(place).requires_grad]
-        self._frozen = [place for place in order if not _parameter(place).requires_grad]
-        masters = [_parameter(place) for place in (*self._trained, *self._frozen)]
+        order = sorted(slots, key=lambda slot: _parameter(slot).numel() % 4 != 0)
+        self._trained = [slot for slot in order if _parameter(slot).requires_grad]
+        self._frozen = [slot for slot in order if not _parameter(slot).requires_grad]
+        masters = [_parameter(slot) for slot in (*self._trained, *self._frozen)]
         # Weights and copies.
         self.pairs = [(x, torch.empty_like(x, dtype=dtype, requires_grad=False)) for x in masters]
         # Whether a backward adds to ``grad`` itself.
         self.accumulates = False
         self._is_connected = False
-        self._norms = [place for place in norms if _parameter(place).requires_grad]
-        self._of_norms = [_parameter(place) for place in self._norms]
+        self._norms = [slot for slot in norms if _parameter(slot).requires_grad]
+        self._of_norms = [_parameter(slot) for slot in self._norms]
 
     @property
     def masters(self) -> list[Tensor]:
@@ -314,8 +314,8 @@ def _names(module: nn.Module) -> list[str]:
     return []
 
 
-def _parameter(place: _Place) -> Tensor:
-    module, name = place
+def _parameter(slot: _Slot) -> Tensor:
+    module, name = slot
     parameter = module._parameters[name]
     assert parameter is not None
     return parameter
