@@ -1,7 +1,9 @@
 import json
+import unicodedata
 from pathlib import Path
 
 import pytest
+import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from effasr.data.tokenizer import (
     train_tokenizer,
     training,
 )
+from effasr.data.tokenizer.sentence_piece import Normalization
 
 ENGLISH = ["one two three four", "five six seven eight nine ten", "two ten five one"] * 20
 GERMAN = ["eins zwei drei vier fünf", "sechs sieben acht neun zehn", "zwei zehn fünf"] * 20
@@ -308,3 +311,76 @@ def test_a_parakeet_tokenizer_ends_with_the_blank(
     assert tokenizer.prompt(Prompt("fr", "fr")) == [pad_id]
     tokenizer.save(tmp_path / "copy")
     assert load_tokenizer(tmp_path / "copy").vocab_size == 80
+
+
+# ruff: noqa: RUF001 -- letters of many scripts look like Latin ones
+SCRIPTS = {
+    "fa": "می\u200cخواهم کتاب\u200cها را بخوانم",
+    "ar": "العَرَبِيَّةُ لُغَةٌ جَمِيلَةٌ",
+    "hi": "हिन्दी क़लम और क्\u200dष",
+    "te": "తెలుగు భాష క్\u200cష",
+    "km": "ភាសាខ្មែរ ស្រី\u200bល្អ",
+    "th": "ภาษาไทยกำลังน้ำ",
+    "ko": "한국어 텍스트",
+    "ja": "日本語の ガラス ｶﾞﾗｽ ～ ㍿",
+    "zh": "中文，文本。",
+    "el": "Ελληνικά ΰ ᾳ",
+    "tr": "İstanbul ığne ŞİŞLİ",
+    "emoji": "👨\u200d👩\u200d👧 🇩🇪 ❤\ufe0f",
+    "signs": "½ ² ™ ﬁ № …",
+}
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_texts_come_back_as_they_are(tmp_path: Path, model_type: training.ModelType) -> None:
+    texts = {
+        name: [*text.split(), unicodedata.normalize("NFC", text)] * 9
+        for name, text in SCRIPTS.items()
+    }
+    train_tokenizer(texts, tmp_path, vocab_size=120, model_type=model_type)
+    tokenizer = load_tokenizer(tmp_path)
+    for name, text in SCRIPTS.items():
+        composed = unicodedata.normalize("NFC", text)
+        for form in (text, composed, unicodedata.normalize("NFD", text)):
+            ids = tokenizer.encode(form, name)
+            assert tokenizer.decode(ids) == composed
+            assert tokenizer.count_unknown(ids) == 0
+
+
+def test_the_model_alone_composes_characters(tmp_path: Path) -> None:
+    """As NeMo reads it: without what effasr does to a text before."""
+    tokenizer = train_tokenizer({"ko": ["한국어 fünf"] * 9}, tmp_path, vocab_size=20)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.models["ko"])
+    decomposed = unicodedata.normalize("NFD", "한국어 fünf")
+    assert processor.decode(processor.encode(decomposed)) == "한국어 fünf"
+
+
+@pytest.mark.parametrize(
+    ("normalization", "text", "expected"),
+    [
+        ("identity", "fu\u0308nf \u200c½", "fu\u0308nf \u200c½"),
+        ("nfc", "fu\u0308nf \u200c½", "fünf \u200c½"),
+        ("nfkc", "fu\u0308nf \u200c½", "fünf \u200c1\u20442"),
+    ],
+)
+def test_a_normalization_is_a_choice(
+    tmp_path: Path, normalization: Normalization, text: str, expected: str
+) -> None:
+    train_tokenizer(
+        {"en": [text] * 9}, tmp_path, vocab_size=30, normalization=normalization, model_type="bpe"
+    )
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode(text, "en")) == expected
+
+
+def test_rare_characters_may_be_bytes(tmp_path: Path) -> None:
+    texts = {"en": [*ENGLISH, "ж"]}
+    options = {"vocab_size": 320, "model_type": "bpe", "coverage": 0.999, "byte_fallback": True}
+    tokenizer = train_tokenizer(texts, tmp_path, **options)  # type: ignore[arg-type]
+    ids = tokenizer.encode("one ж", "en")
+    assert tokenizer.decode(ids) == "one ж"
+    assert len(ids) >= 3
+    with pytest.raises(ValueError, match=r"`coverage` must be from 0\.9 to 1, .* but is 0\.5"):
+        train_tokenizer(texts, tmp_path, coverage=0.5)
+    with pytest.raises(ValueError, match="`normalization` must be one of identity, nfc, nfkc, but"):
+        train_tokenizer(texts, tmp_path, normalization="nfd")  # type: ignore[arg-type]

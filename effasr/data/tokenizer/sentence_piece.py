@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import sentencepiece
 
@@ -22,6 +23,10 @@ METADATA_FILE = "effasr_tokenizer.json"
 
 SHARED = "shared"
 """Name of a model that languages share."""
+
+# What is done to a text before it is divided into pieces. Tokenizers of before this was stored have
+# SentencePiece's nmt_nfkc in their models, which goes on to apply.
+Normalization = Literal["identity", "nfc", "nfkc"]
 
 _VERSION = 1
 _PAD, _EOS, _START = "<pad>", "<|endoftext|>", "<|startoftranscript|>"
@@ -88,6 +93,7 @@ class SentencePieceTokenizer(AggregateTokenizer):
         sources: Sequence[str] = (),
         *,
         sharing: Sequence[str] = (),
+        normalization: Normalization | None = None,
     ) -> None:
         """Put languages together."""
         if not models:
@@ -97,6 +103,7 @@ class SentencePieceTokenizer(AggregateTokenizer):
                 f"`models` must hold one model for `sharing`, but holds {len(models)}: "
                 f"{', '.join(models)}."
             )
+        self.normalization = normalization
         self.languages = tuple(sorted(sharing or models))
         self.is_shared = bool(sharing)
         self.sources = tuple(sorted({*self.languages, *sources}))
@@ -113,6 +120,9 @@ class SentencePieceTokenizer(AggregateTokenizer):
     def encode(self, text: str, language: str) -> list[int]:
         """See `Tokenizer.encode`."""
         check_language(language, self.languages, "text")
+        if self.normalization == "nfc":
+            # The rules in the model compose characters, but do not bring marks into their order.
+            text = unicodedata.normalize("NFC", text)
         return self._encode(text, self._places[language])
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -134,7 +144,7 @@ class SentencePieceTokenizer(AggregateTokenizer):
 
     def save(self, directory: str | Path) -> None:
         """Write one ``.model`` file per language, or that of all, and `METADATA_FILE`."""
-        metadata = {
+        metadata: dict[str, Any] = {
             "vocab_size": self.vocab_size,
             "specials": list(self.specials),
             "sources": list(self.sources),
@@ -143,6 +153,8 @@ class SentencePieceTokenizer(AggregateTokenizer):
                 for language, place in self._places.items()
             },
         }
+        if self.normalization is not None:
+            metadata["normalization"] = self.normalization
         self._write(directory, METADATA_FILE, metadata)
 
     @classmethod
@@ -155,7 +167,8 @@ class SentencePieceTokenizer(AggregateTokenizer):
         if set(files.values()) == {f"{SHARED}.model"}:
             sharing, files = list(files), {SHARED: f"{SHARED}.model"}
         models = read_models(path.parent, files, "copy it there")
-        tokenizer = cls(models, metadata["sources"], sharing=sharing)
+        normalization = metadata.get("normalization")
+        tokenizer = cls(models, metadata["sources"], sharing=sharing, normalization=normalization)
         if list(tokenizer.specials) != metadata["specials"] or (
             tokenizer.vocab_size != metadata["vocab_size"]
         ):

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import io
 import re
+import tempfile
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import sentencepiece
 
-from effasr.data.tokenizer.sentence_piece import SHARED, SentencePieceTokenizer, model_file
+from effasr.data.tokenizer.sentence_piece import (
+    SHARED,
+    Normalization,
+    SentencePieceTokenizer,
+    model_file,
+)
 
 ModelType = Literal["unigram", "bpe"]
+NORMALIZATIONS: tuple[Normalization, ...] = ("identity", "nfc", "nfkc")
 
 _MAX_SENTENCES = 2_000_000
 # A fixed number, not the machine's: the sums of the training depend on it.
@@ -37,7 +47,9 @@ def train_tokenizer(
     *,
     vocab_size: int | Mapping[str, int] = 1024,
     model_type: ModelType = "unigram",
+    normalization: Normalization = "nfc",
     byte_fallback: bool = False,
+    coverage: float = 1.0,
     sources: Sequence[str] = (),
     shared: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -49,6 +61,9 @@ def train_tokenizer(
     """
     if not texts_by_language:
         raise ValueError("`texts_by_language` must name at least one language, but is empty.")
+    options: dict[str, Any] = {
+        "normalization": normalization, "byte_fallback": byte_fallback, "coverage": coverage
+    }  # fmt: skip
     if shared:
         if not isinstance(vocab_size, int):
             raise ValueError(
@@ -56,9 +71,9 @@ def train_tokenizer(
                 f"{dict(vocab_size)}."
             )
         texts = chain.from_iterable(texts_by_language[name] for name in sorted(texts_by_language))
-        model = train_model(SHARED, texts, vocab_size, model_type, byte_fallback=byte_fallback)
+        model = train_model(SHARED, texts, vocab_size, model_type, **options)
         tokenizer = SentencePieceTokenizer(
-            {SHARED: model}, sources, sharing=sorted(texts_by_language)
+            {SHARED: model}, sources, sharing=sorted(texts_by_language), normalization=normalization
         )
         tokenizer.save(out)
         return tokenizer
@@ -72,9 +87,9 @@ def train_tokenizer(
             texts_by_language[language],
             vocab_size if isinstance(vocab_size, int) else vocab_size[language],
             model_type,
-            byte_fallback=byte_fallback,
+            **options,
         )
-    tokenizer = SentencePieceTokenizer(models, sources)
+    tokenizer = SentencePieceTokenizer(models, sources, normalization=normalization)
     tokenizer.save(out)
     return tokenizer
 
@@ -85,7 +100,9 @@ def train_model(
     vocab_size: int,
     model_type: ModelType,
     *,
+    normalization: Normalization = "nfc",
     byte_fallback: bool = False,
+    coverage: float = 1.0,
 ) -> bytes:
     """Train a SentencePiece model of one language, and return it serialised."""
     lines = _lines(texts)
@@ -97,34 +114,92 @@ def train_model(
         yield first
         yield from lines
 
+    if not 0.9 <= coverage <= 1:
+        raise ValueError(
+            f"`coverage` must be from 0.9 to 1, the share of characters in pieces, but is "
+            f"{coverage:g}: 1 leaves out none."
+        )
     model = io.BytesIO()
     sentencepiece.set_random_generator_seed(0)
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=all_lines(),
-            model_writer=model,
-            vocab_size=vocab_size,
-            model_type=model_type,
-            byte_fallback=byte_fallback,
-            character_coverage=1.0,
-            # A corpus too small for so many pieces gets fewer, not an error.
-            hard_vocab_limit=False,
-            input_sentence_size=_MAX_SENTENCES,
-            max_sentence_length=1 << 16,
-            num_threads=_THREADS,
-            unk_id=0,
-            bos_id=-1,
-            eos_id=-1,
-            pad_id=-1,
-            minloglevel=2,
-        )
+        with _rules(normalization) as rules:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=all_lines(),
+                model_writer=model,
+                vocab_size=vocab_size,
+                model_type=model_type,
+                byte_fallback=byte_fallback,
+                character_coverage=coverage,
+                **rules,
+                # A corpus too small for so many pieces gets fewer, not an error.
+                hard_vocab_limit=False,
+                input_sentence_size=_MAX_SENTENCES,
+                max_sentence_length=1 << 16,
+                num_threads=_THREADS,
+                unk_id=0,
+                bos_id=-1,
+                eos_id=-1,
+                pad_id=-1,
+                minloglevel=2,
+            )
     except RuntimeError as error:
         needed = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
         if needed is None:
             raise ValueError(f"SentencePiece cannot train {language!r}: {error}") from error
         raise VocabularyTooSmall(language, vocab_size, int(needed[1])) from error
-    return model.getvalue()
+    return _without_paths(model.getvalue())
+
+
+def _without_paths(model: bytes) -> bytes:
+    """Return a model without the name of a temporary file, which differs each time."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
+    proto.normalizer_spec.ClearField("normalization_rule_tsv")
+    return proto.SerializeToString(deterministic=True)
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
     return (line for text in texts if (line := " ".join(text.split())))
+
+
+@contextmanager
+def _rules(normalization: Normalization) -> Iterator[dict[str, Any]]:
+    """Give SentencePiece's option: its default, nmt_nfkc, has spaces in place of joiners."""
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(
+            f"`normalization` must be one of {', '.join(NORMALIZATIONS)}, but is {normalization!r}."
+        )
+    if normalization != "nfc":
+        yield {"normalization_rule_name": normalization}
+        return
+    # It has no rules of NFC itself.
+    with tempfile.NamedTemporaryFile("w", suffix=".tsv", encoding="ascii") as file:
+        file.write(_nfc_rules())
+        file.flush()
+        yield {"normalization_rule_tsv": file.name}
+
+
+@cache
+def _nfc_rules() -> str:
+    """Return lines of what NFC composes: characters in hexadecimal, before and after."""
+    rules = {}
+    for code in range(0x110000):
+        character = chr(code)
+        is_hangul = 0xAC00 <= code <= 0xD7A3
+        decomposition = unicodedata.decomposition(character)
+        if not is_hangul and (not decomposition or decomposition.startswith("<")):
+            continue
+        composed = unicodedata.normalize("NFC", character)
+        if composed != character:
+            rules[character] = composed
+            continue
+        parts = unicodedata.normalize("NFD", character)
+        for end in range(1, len(parts)):
+            rules[unicodedata.normalize("NFC", parts[:end]) + parts[end:]] = character
+    lines = (f"{_hexadecimal(text)}\t{_hexadecimal(rules[text])}\n" for text in sorted(rules))
+    return "".join(lines)
+
+
+def _hexadecimal(text: str) -> str:
+    return " ".join(f"{ord(character):X}" for character in text)
