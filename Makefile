@@ -42,8 +42,8 @@ help:
 	@echo "make lint              run ruff, pyright and import-linter"
 	@echo "make bench             time the operations on this machine"
 	@echo "make wheels            build dist/*.whl with the CPU kernels, for each compiler that is found"
-	@echo "make gpu               run tests and benchmarks on an NVIDIA GPU with the packages of PYTHON;"
-	@echo "                       CALL=1, 2 or 3 runs a third of it"
+	@echo "make gpu               run tests and benchmarks on an NVIDIA GPU with the packages of PYTHON,"
+	@echo "                       for 9 minutes; again, it goes on with what is left"
 	@echo "All but gpu set up .venv first. Documentation: README.md and docs/."
 
 $(VENV)/bin/pip:
@@ -149,9 +149,9 @@ lint: $(VENV)/.test
 bench: $(VENV)/.test
 	$(BIN)/python profiling/bench.py ops
 
-# With what is installed, torch above all: PYTHON names it. CALL is one of the three, 1, 2 or 3.
+# With what is installed, torch above all: PYTHON names it.
 gpu:
-	$(PYTHON) profiling/gpu_suite.py $(if $(CALL),--call $(CALL))
+	$(PYTHON) profiling/gpu.py
 
 # The library of C++ is a part of these, so that they run where another one is installed, or none.
 WHEEL := EFFASR_BUILD_CPP=1 LDFLAGS="-static-libstdc++ -static-libgcc" $(BIN)/python setup.py -q bdist_wheel
