@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Collection, Generator, Mapping
@@ -209,6 +210,10 @@ def groups_of(test: str) -> tuple[str, ...]:
         return (CONVERSATIONS,)
     if folder not in ("gpu", "ops") or topic.startswith("training"):
         return (MODEL,)
+    if topic.startswith("operation"):
+        # One table of tests for all: the operation is a part of the name.
+        words = set(re.split(r"[\[\]-]", name))
+        return tuple(x for x in OPERATIONS if x in words) or OPERATIONS
     named_after = tuple(x for x in OPERATIONS if topic.split("_")[0] == x.split("_")[0])
     # What they share, such as launches, is proven for those that use it.
     return named_after or _users(topic) or OPERATIONS

@@ -432,6 +432,7 @@ def test_a_file_that_poisons_again_and_again_is_given_up(tmp_path) -> None:
         ("tests/gpu/test_transducer_durations.py::test_a", ("transducer_loss",)),
         ("tests/ops/test_ctc_loss.py", ("ctc_loss",)),
         ("tests/gpu/test_launch.py::test_a", OPERATIONS),
+        ("tests/gpu/test_operations.py::test_values[rms_norm-(5,), width=1]", ("rms_norm",)),
         ("tests/gpu/test_training.py::test_a", (MODEL,)),
         ("tests/model/test_on_gpu.py::test_a", (MODEL,)),
         ("tests/gpu/test_decoding_engine.py::test_a", (ENGINE,)),

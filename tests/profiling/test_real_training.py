@@ -18,7 +18,7 @@ from effasr import config as configuration
 from effasr.distributed.process_group import DistributedContext
 from effasr.training import metrics as training_metrics
 from effasr.training.config import TrainConfig
-from effasr.training.cuda_graph.rules import uses_graph
+from effasr.training.cuda_graph import uses_graph
 from effasr.training.metrics import TrainingMetrics
 from effasr.training.strategies.parallelism import has_weight_copies
 
