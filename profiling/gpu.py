@@ -362,9 +362,9 @@ class Call:
         for name, file in kept.items():
             command += f" --{name} {shlex.quote(str(self.output / file))}"
         if self.dry:
-            paths = [
-                DRY_TESTS[name] for name in lacking if (ROOT / DRY_TESTS.get(name, "-")).exists()
-            ]
+            known = [DRY_TESTS[name] for name in lacking if name in DRY_TESTS]
+            contract = ["tests/ops/test_contract.py"] if set(lacking) & set(OPERATIONS) else []
+            paths = [path for path in [*known, *contract] if (ROOT / path).exists()]
             command += f" -m 'not gpu' -k '{REFERENCES}'"
         else:
             absent, files = bool(missing(DATA_PACKAGES)), gpu_test_files(lacking)

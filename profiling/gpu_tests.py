@@ -210,7 +210,7 @@ def groups_of(test: str) -> tuple[str, ...]:
         return (CONVERSATIONS,)
     if folder not in ("gpu", "ops") or topic.startswith("training"):
         return (MODEL,)
-    if topic.startswith("operation"):
+    if topic == "contract" or topic.startswith("operation"):
         # One table of tests for all: the operation is a part of the name.
         words = set(re.split(r"[\[\]-]", name))
         return tuple(x for x in OPERATIONS if x in words) or OPERATIONS
