@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import effasr_kernels as kernels
-from benchmarks.contender import Case, Contender, Form, Padding, case_of, converted, without_tail
+from benchmarks.contender import Case, Form, Padding, Peer, case_of, without_tail
 from benchmarks.workload import Workload
 from effasr_kernels import PackedLayout
 
-Peers = dict[str, Callable[[], Contender]]
 _FLASH = {
     "flash_attn_2": "flash_attn",
     "flash_attn_3": "flash_attn_interface",
@@ -50,31 +48,21 @@ def _attention(
     workload: Workload, kind: str, layout_q: PackedLayout, layout_k: PackedLayout
 ) -> Case:
     q, k, v, upstream = _qkv(workload, layout_q, layout_k)
-    leaves = {"q": q, "k": k, "v": v}
-    causal, turn = kind == "causal", rotate if kind == "rotary" else None
-    arguments = {
-        **leaves,
-        **{"layout_q": layout_q, "layout_k": layout_k, "causal": causal},
-        "position": kernels.Rotary() if turn else None,
-    }
+    causal, turned = kind == "causal", kind == "rotary"
+    arguments = {"q": q, "k": k, "v": v, "layout_q": layout_q, "layout_k": layout_k}
+    arguments |= {"causal": causal, "position": kernels.Rotary() if turned else None}
     # Peers get sequences without a tail and without empty ones, as their callers make them.
     exact = [
         PackedLayout.from_lengths([n for n in layout.lengths if n], layout.device)
         for layout in (layout_q, layout_k)
     ]
-    places = exact[0].positions()[:, None]
+    tail_q, tail_k = without_tail(layout_q), without_tail(layout_k)
+    packed = {"q": tail_q, "k": tail_k, "v": tail_k, "result 0": tail_q}
 
-    def packed(attend: Callable[..., Tensor]) -> Contender:
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if turn is not None:
-                q, k = turn(q, places), turn(k, places)
-            return attend(q, k, v)
+    def turn(q: Tensor, k: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        return (_rotate(q, places), _rotate(k, places)) if turned else (q, k)
 
-        tail_q, tail_k = without_tail(layout_q), without_tail(layout_k)
-        forms = {"q": tail_q, "k": tail_k, "v": tail_k, "result 0": tail_q}
-        return converted(leaves, [upstream], call, forms)
-
-    def varlen() -> Contender:
+    def varlen() -> Any:
         """Torch's own, which sums gradients of queries in any order."""
         from torch.nn.attention.varlen import varlen_attn
 
@@ -83,55 +71,48 @@ def _attention(
         if "window_size" in inspect.signature(varlen_attn).parameters:
             options = {"window_size": (-1, 0) if causal else (-1, -1)}
         sizes = (*(x.cu_seqlens for x in exact), *(x.max_seqlen for x in exact))
-        return packed(lambda q, k, v: varlen_attn(q, k, v, *sizes, **options))  # type: ignore[arg-type, return-value]
+        places = exact[0].positions()[:, None]
+        return lambda q, k, v: varlen_attn(*turn(q, k, places), v, *sizes, **options), packed
 
-    def flash(module: str) -> Contender:
+    def flash(module: str) -> Any:
         function = importlib.import_module(module).flash_attn_varlen_func
-        sizes = {
-            f"cu_seqlens_{x}": layout.cu_seqlens for x, layout in zip("qk", exact, strict=True)
-        }
-        sizes |= {
-            f"max_seqlen_{x}": layout.max_seqlen for x, layout in zip("qk", exact, strict=True)
-        }
+        sides = list(zip("qk", exact, strict=True))
+        sizes = {f"cu_seqlens_{side}": layout.cu_seqlens for side, layout in sides}
+        sizes |= {f"max_seqlen_{side}": layout.max_seqlen for side, layout in sides}
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             result = function(q=q, k=k, v=v, causal=causal, **sizes)
             return result[0] if isinstance(result, tuple) else result
 
-        return packed(attend)
+        return call, packed
 
-    def sdpa() -> Contender:
-        """With a causal mask it needs no padding mask."""
+    def sdpa() -> Any:
+        # With a causal mask it needs no padding mask.
         mask = Padding(layout_k).mask[:, None, None]
+        options = {"is_causal": True} if causal else {"attn_mask": mask}
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if turn is not None:
-                column = torch.arange(q.shape[2], device=q.device)
-                q, k = turn(q, column), turn(k, column)
-            if causal:
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            q, k = turn(q, k, torch.arange(q.shape[2], device=q.device))
+            return F.scaled_dot_product_attention(q, k, v, **options)
 
-        return converted(leaves, [upstream], call, _padded_heads(layout_q, layout_k))
+        return call, _padded_heads(layout_q, layout_k)
 
-    def flex() -> Contender:
+    def flex() -> Any:
         """With a mask of documents, which is made outside of what is timed."""
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        total, documents = exact[0].total, exact[0].sequence_ids()
+        total, documents, device = exact[0].total, exact[0].sequence_ids(), q.device
         same = lambda b, h, i, j: documents[i] == documents[j]
-        gpu = workload.device.type == "cuda"
-        device = workload.device
-        mask = create_block_mask(same, None, None, total, total, device=device, _compile=gpu)
+        options = {"device": device, "_compile": q.is_cuda}
+        mask = create_block_mask(same, None, None, total, total, **options)
         # Uncompiled it stores all scores; that is for tests alone.
-        attend = torch.compile(flex_attention, dynamic=False) if gpu else flex_attention
-        there, back = without_tail(layout_q)
+        attend = torch.compile(flex_attention, dynamic=False) if q.is_cuda else flex_attention
+        there, back = tail_q
         form = lambda x: there(x).transpose(0, 1)[None], lambda x: back(x[0].transpose(0, 1))
-        call = lambda q, k, v: attend(q, k, v, block_mask=mask)
-        return converted(leaves, [upstream], call, dict.fromkeys((*leaves, "result 0"), form))
+        return lambda q, k, v: attend(q, k, v, block_mask=mask), dict.fromkeys(packed, form)
 
-    peers: Peers = {"torch varlen_attn": varlen, "torch sdpa padded": sdpa}
-    if turn is None:
+    peers: dict[str, Peer] = {"torch varlen_attn": varlen, "torch sdpa padded": sdpa}
+    if not turned:
         peers |= {name: lambda module=module: flash(module) for name, module in _FLASH.items()}
     if kind == "":
         peers["torch flex_attention"] = flex
@@ -144,7 +125,7 @@ def _padded_heads(layout_q: PackedLayout, layout_k: PackedLayout) -> dict[str, F
     return {"q": queries, "k": keys, "v": keys, "result 0": queries}
 
 
-def rotate(x: Tensor, places: Tensor) -> Tensor:
+def _rotate(x: Tensor, places: Tensor) -> Tensor:
     """Rotary positions as models compute them before attention: (..., D) at ``places`` (...)."""
     half = x.shape[-1] // 2
     wavelengths = 10000.0 ** (torch.arange(half, device=x.device) / -half)
@@ -161,8 +142,7 @@ def _relative(workload: Workload) -> Case:
     position = workload.draw(*shape).detach().flip(0).requires_grad_()
     longest, reach = layout.max_seqlen, layout.max_seqlen_bound
     table = workload.draw(2 * reach - 1, *shape)
-    leaves = {"q": q, "k": k, "v": v}
-    leaves |= {"content_bias": content, "position_bias": position, "table": table}
+    leaves = {"q": q, "k": k, "v": v, "content": content, "position": position, "table": table}
     # Peers get as many rows as the batch needs, from the largest distance to the smallest.
     window = slice(reach - longest, reach + longest - 1)
 
@@ -171,15 +151,14 @@ def _relative(workload: Workload) -> Case:
         rows[window] = x.flip(0)
         return rows
 
-    def peer(fused: bool) -> Contender:
+    def peer(fused: bool) -> Any:
         # NeMo's RelPositionMultiHeadAttention with `use_pytorch_sdpa`, or Hugging Face's eager
         # ParakeetEncoderAttention, both without their projections.
         mask, scale = Padding(layout).mask[:, None, None], workload.head_width**-0.5
         lowest = float("-inf") if fused else torch.finfo(q.dtype).min
 
-        def call(
-            q: Tensor, k: Tensor, v: Tensor, content: Tensor, position: Tensor, table: Tensor
-        ) -> Tensor:
+        def call(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor) -> Tensor:
+            content, position, table = biases
             bias = (_by_position(q + position[:, None], table) * scale).masked_fill(~mask, lowest)
             q = q + content[:, None]
             if fused:
@@ -187,15 +166,13 @@ def _relative(workload: Workload) -> Case:
             scores = q @ k.mT * scale + bias
             return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
-        forms = _padded_heads(layout, layout) | {"table": (lambda x: x[window].flip(0), whole)}
-        return converted(leaves, [upstream], call, forms)
+        rows = {"table": (lambda x: x[window].flip(0), whole)}
+        return call, _padded_heads(layout, layout) | rows
 
     biases = kernels.RelativeBias(content, position, table)
     arguments = {"q": q, "k": k, "v": v, "layout_q": layout, "position": biases}
-    peers: Peers = {
-        "NeMo (sdpa with bias)": lambda: peer(True),
-        "Hugging Face Parakeet": lambda: peer(False),
-    }
+    names = {"NeMo (sdpa with bias)": True, "Hugging Face Parakeet": False}
+    peers = {name: lambda fused=fused: peer(fused) for name, fused in names.items()}
     text = workload.describe()
     return case_of("attention", "relative", text, arguments, [upstream], peers, leaves=leaves)
 
@@ -213,10 +190,9 @@ def guided(workload: Workload) -> list[Case]:
     tokens, frames, sigma = workload.token_layout, workload.frame_layout, 0.2
     q, _, v, upstream = _qkv(workload, tokens, frames)
     k = workload.rows_of(frames, workload.widths.heads, workload.head_width)
-    leaves = {"q": q, "k": k, "v": v}
     weight = workload.rows_of(tokens, workload.widths.heads).detach().float()
 
-    def eager() -> Contender:
+    def eager() -> Any:
         paddings = Padding(tokens), Padding(frames)
         i, j = (
             torch.arange(p.mask.shape[1], device=p.mask.device) / p.lengths[:, None]
@@ -230,9 +206,8 @@ def guided(workload: Workload) -> list[Case]:
             weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             return weights.to(v.dtype) @ v, (weights * far[:, None]).sum(-1)
 
-        forms = _padded_heads(tokens, frames) | {"result 1": paddings[0].form(0, 2, 1)}
-        return converted(leaves, [upstream, weight], call, forms)
+        return call, _padded_heads(tokens, frames) | {"result 1": paddings[0].form(0, 2, 1)}
 
-    arguments = {**leaves, "layout_q": tokens, "layout_k": frames, "sigma": sigma}
+    arguments = {"q": q, "k": k, "v": v, "layout_q": tokens, "layout_k": frames, "sigma": sigma}
     grads, peers = [upstream, weight], {"eager padded": eager}
     return [case_of("guided_attention", "", workload.describe(), arguments, grads, peers)]

@@ -68,50 +68,46 @@ class Case:
         return f"{self.op} {self.kind}".strip()
 
 
+Peer = Callable[[], Any]
+"""Makes a function of the leaves and, where it wants them in other forms, these by name."""
+
+
 def case_of(
     op: str,
     kind: str,
     shape: str,
     arguments: Mapping[str, Any],
     upstream: Sequence[Tensor] = (),
-    peers: Mapping[str, Callable[[], Contender]] | None = None,
+    peers: Mapping[str, Peer] | None = None,
     *,
     leaves: Mapping[str, Tensor] | None = None,
     select: Callable[[Any], Any] = lambda results: results,
+    exact: bool = True,
     moved: int | None = None,
 ) -> Case:
     """Return the case of one call of a public function; `select` picks results to compare."""
     if leaves is None:
-        leaves = leaves_of(arguments)
+        tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+        leaves = {name: x for name, x in tensors.items() if x.requires_grad}
     call = getattr(kernels, op)
 
     def ours(backend: str) -> Contender:
         run = lambda: select(call(**arguments, backend=backend))
         return Contender(leaves, run, upstream, moved=moved)
 
-    return Case(op, kind, shape, ours, peers or {})
+    def peer(make: Peer) -> Contender:
+        made = make()
+        function, forms = made if isinstance(made, tuple) else (made, {})
+        there, back = (
+            lambda name, x, i=i: forms[name][i](x) if name in forms else x for i in (0, 1)
+        )
+        copies = {name: leaf(there(name, x)) for name, x in leaves.items()}
+        grads = [there(f"result {i}", x).detach().contiguous() for i, x in enumerate(upstream)]
+        run = lambda: function(*copies.values())
+        return Contender(copies, run, grads, back, exact=exact, moved=moved)
 
-
-def leaves_of(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
-    return {name: x for name, x in tensors.items() if x.requires_grad}
-
-
-def converted(
-    leaves: Mapping[str, Tensor],
-    upstream: Sequence[Tensor],
-    call: Callable[..., Tensor | Sequence[Tensor]],
-    forms: Mapping[str, Form],
-) -> Contender:
-    """Return a contender on copies in other forms, by name of a leaf or ``result 0``, ..."""
-    same = lambda x: x
-    copies = {name: leaf(forms.get(name, (same, same))[0](x)) for name, x in leaves.items()}
-    gradients = [
-        forms.get(f"result {i}", (same, same))[0](x).detach().contiguous()
-        for i, x in enumerate(upstream)
-    ]
-    back = lambda name, x: forms.get(name, (same, same))[1](x)
-    return Contender(copies, lambda: call(*copies.values()), gradients, back)
+    made = {name: lambda make=make: peer(make) for name, make in (peers or {}).items()}
+    return Case(op, kind, shape, ours, made)
 
 
 def without_tail(layout: PackedLayout) -> Form:
