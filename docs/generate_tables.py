@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "profiling")]
 
-from bench import rows as results  # noqa: E402 (found on the path above)
+from benchmarks import harness as results  # noqa: E402 (found on the path above)
 
 from effasr.planning.picture import Panel, draw  # noqa: E402
 from effasr.planning.text import percent as whole_percent  # noqa: E402

@@ -18,7 +18,6 @@ SUBCOMMANDS = {
     "corpus": ("data", "corpus", "the start of a training with millions of utterances"),
     "host": ("kernels", "host", "the host's time for a call of each operation"),
     "counts": ("kernels", "counts", "instructions, sectors and bank conflicts, emulated"),
-    "compiled": ("kernels", "compiled", "launches and bytes, and those of torch.compile"),
     "tiles": ("kernels", "tiles", "attention's backward for several sizes of its tiles"),
     "launch": ("kernels", "launch", "kernels compiled ahead, or run once for a profiler"),
 }

@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from bench import rows as tables
+from benchmarks import harness as tables
 
 ROOT = Path(__file__).parents[1]
 GRIDS = ROOT / "profiling" / "studies"
@@ -240,7 +240,7 @@ def _row(plan: Plan, values: Mapping[str, str], content: Mapping[str, Any]) -> d
 def _figures(plan: Plan) -> dict[str, Any]:
     """Return what the stages of a cell have cost, how its last training ended, and versions."""
     import torch
-    from bench.provenance import provenance
+    from benchmarks.harness import provenance
 
     last: dict[str, Any] = {}
     spent, updates = [0.0], 0

@@ -23,16 +23,16 @@ from emulator.machine import COUNTS, Binary
 from torch import Tensor
 
 import effasr_kernels
-from benchmarks import attention, harness, operations, ops
-from benchmarks.contender import Case, Contender, Gold, error, judge
+from benchmarks import attention, harness, ops
+from benchmarks.contender import Case, Gold, error, judge
 from benchmarks.speech import Effasr, batches_of
 from benchmarks.training import CPU_MODELS, Setup, add_options
-from benchmarks.workload import LISTED, Widths, Workload, drawn_durations, read_durations
+from benchmarks.workload import Widths, Workload, drawn_durations
 from effasr.model.presets import PRESETS
 from effasr_kernels import OPERATIONS, BackendUnavailable
 from effasr_kernels.attention.triton.config import Config, Configs
 from effasr_kernels.runtime.example import Example, ExampleInputs
-from effasr_kernels.runtime.launch import Launch, capability, diverted, recording
+from effasr_kernels.runtime.launch import Launch, capability, diverted
 from effasr_kernels.runtime.torch_op import DifferentiableOp
 from effasr_kernels.testing import aot
 
@@ -138,86 +138,6 @@ def _ratios(work: Counter[str]) -> list[str]:
 
 def _cells(texts: Iterable[str]) -> str:
     return "".join(f"{text:>14}" for text in texts)
-
-
-# --- launches and bytes, and of torch.compile -----------------------------------------------------
-
-COMPILED_COLUMNS = (
-    *("part", "frames", "channels", "by", "launches_forward", "launches_backward"),
-    *("bytes_forward", "bytes_backward", "torch"),
-)
-Pass = list[int]
-"""Bytes that each launch of a pass reads and writes."""
-
-
-def compiled(arguments: Sequence[str] | None = None) -> int:
-    """Counts launches and bytes of our operations, and of torch.compile for the same.
-
-        python profiling/bench.py compiled [--frames 8448] [--width 512 1024] [--output ROWS]
-
-    Between the matrix products of a layer, torch.compile could compute three parts as well: the
-    residual stream with its norm, the inside of a feed-forward network, and batch normalization.
-    Its kernels are those that TorchInductor schedules for PyTorch's own functions, for an H200
-    (`census.inductor`). A launch has the bytes of the tensors that it reads and writes, each once;
-    they are printed for each element of the rows. An operation is counted alone: in a layer, the
-    sums of all gradients of parameters share one launch in eager code. torch.compile also computes
-    the statistics of batch normalization, which ours gets from the convolution.
-    """
-    parser = harness.parser("compiled", compiled.__doc__)
-    add, heads = parser.add_argument, 8
-    add("--frames", type=int, default=8_448, help="rows of the batch")
-    add("--width", type=int, nargs="+", default=[512, 1024], help="of a layer; 8 divides it")
-    options = parser.parse_args(arguments)
-    loads = [
-        _cpu_workload(options.frames, w // heads, read_durations(LISTED)) for w in options.width
-    ]
-    rows = [row for load in loads for row in counted(load)]
-    if options.output is not None:
-        harness.write(options.output, COMPILED_COLUMNS, rows)
-    for cells in (COMPILED_COLUMNS, *(row.values() for row in rows)):
-        harness.show("\t".join(map(str, cells)))
-    return 0
-
-
-def counted(workload: Workload) -> Iterator[dict[str, object]]:
-    """Yield a row for each part of a layer and implementation."""
-    for case in [*operations.between(workload), operations.batch_norm(workload)]:
-        x = case.ours("triton").leaves["x"]
-        for by, passes in (("effasr_kernels", _ours(case)), ("torch.compile", _inductor(case))):
-            size = [round(sum(launches) / x.numel(), 2) for launches in passes]
-            cells = (case.name, *x.shape, by, *map(len, passes), *size)
-            version = torch.__version__.split("+")[0]
-            yield dict(zip(COMPILED_COLUMNS, (*cells, version), strict=True))
-
-
-def _ours(case: Case) -> tuple[Pass, Pass]:
-    """Return the launches of our operation, forward and backward."""
-    from census import operators
-
-    def moved(launch: Launch) -> int:
-        return sum(map(operators.size, operators.unique(operators.tensors_of(launch.values))))
-
-    contender = case.ours("triton")
-    with recording() as launches:
-        results = contender.results()
-        forward = len(launches)
-        torch.autograd.grad(results, list(contender.leaves.values()), contender.upstream)
-    return [moved(x) for x in launches[:forward]], [moved(x) for x in launches[forward:]]
-
-
-def _inductor(case: Case) -> tuple[Pass, Pass]:
-    """Return the kernels of torch.compile for PyTorch's functions, forward and backward."""
-    # Imported here, because TorchInductor takes seconds.
-    from census.inductor import inductor_kernels
-
-    contender = case.peers["torch eager"]()
-
-    def run(compile_: Callable[..., Any]) -> None:
-        Contender(contender.leaves, compile_(contender.call), contender.upstream).gradients()
-
-    made = inductor_kernels(run)
-    forward, backward = ([x.bytes for x in made if x.is_backward == b] for b in (False, True))
-    return forward, backward
 
 
 # --- the host's time ------------------------------------------------------------------------------

@@ -62,47 +62,37 @@ class Served:
     # The rest of the delay, of each chunk of each stream.
     delays_s: array[float] = field(default_factory=lambda: array("d"))
     # Resident memory after the first simulated minute, and at the end.
-    rss_mb: tuple[float, float] | None = None
+    rss_mb: tuple[float, float] = (0.0, 0.0)
 
 
 def row(recognizer: OnlineRecognizer, served: Served, streams: int, beam: int) -> dict[str, Any]:
     """Return the columns that follow from a recognizer, its beam and its streams."""
-    context = recognizer.context
-    return {
-        "method": recognizer.method,
-        "beam": beam,
-        "context": f"{context.left}/{context.right}/{context.chunk}",
-        "chunk_s": round(recognizer.latency_seconds, 3),
-        "streams": streams,
-        "threads": torch.get_num_threads(),
-    } | measured(served)
-
-
-def measured(served: Served) -> dict[str, Any]:
-    counts = served.algorithmic_s
+    context, counts = recognizer.context, served.algorithmic_s
     algorithmic = np.quantile(np.repeat(list(counts), list(counts.values())), (0.5, 0.99))
     delays = np.quantile(served.delays_s, (0.5, 0.9, 0.99))
-    names = ("algorithmic_p50_s", "algorithmic_p99_s", "delay_p50_s", "delay_p90_s", "delay_p99_s")
+    names = [name for name in COLUMNS if name.startswith(("algorithmic", "delay"))]
     times = zip(names, (*algorithmic, *delays), strict=True)
     return {
+        **{"method": recognizer.method, "beam": beam, "streams": streams},
+        "context": f"{context.left}/{context.right}/{context.chunk}",
+        "chunk_s": round(recognizer.latency_seconds, 3),
+        "threads": torch.get_num_threads(),
         "utterances": len(served.texts),
         "audio_s": round(served.audio_s, 2),
         "rtfx": round(served.audio_s / served.busy_s, 2),
         **{name: round(float(value), 5) for name, value in times},
-        "rss_minute_1_mb": "" if served.rss_mb is None else round(served.rss_mb[0], 1),
-        "rss_end_mb": "" if served.rss_mb is None else round(served.rss_mb[1], 1),
+        "rss_minute_1_mb": round(served.rss_mb[0], 1),
+        "rss_end_mb": round(served.rss_mb[1], 1),
     }
 
 
 def described(row: Mapping[str, Any]) -> str:
-    wer = f"  WER {100 * row['wer']:.2f} %" if row.get("wer") else ""
-    memory = ", memory {rss_minute_1_mb} to {rss_end_mb} MB".format(**row)
     return (
         f"{row['model']}, {row['method']}, beam {row['beam']}, {row['streams']} streams, context "
         f"{row['context']}: RTFx {row['rtfx']}, "
         f"delay {row['algorithmic_p50_s']:.2f} s + {1000 * row['delay_p50_s']:.1f} ms (90 %: "
         f"{1000 * row['delay_p90_s']:.1f}, 99 %: {1000 * row['delay_p99_s']:.1f})"
-        f"{memory if row['rss_end_mb'] else ''}{wer}"
+        f", memory {row['rss_minute_1_mb']} to {row['rss_end_mb']} MB"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from bench.workload import FRAMES_PER_SECOND, LISTED, read_durations
+from benchmarks.workload import FRAMES_PER_SECOND, LISTED, read_durations
 
 from effasr import config as configuration
 from effasr.data.batch import StaticShape

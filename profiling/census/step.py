@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from bench.workload import FRAMES_PER_SECOND, LISTED, read_durations
+from benchmarks.workload import FRAMES_PER_SECOND, LISTED, read_durations
 
 from census import speech_llm
 from census.fake_gpu import fake_batch, fake_gpu, materialize
