@@ -68,7 +68,6 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Survey the corpus, write the recipe and print what to do next."""
     from effasr.data.atomic_files import write_atomically
     from effasr.data.statistics.guidance import fold
     from effasr.planning.initial import Initial
@@ -115,7 +114,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _next(options: argparse.Namespace, initial: Initial) -> list[list[str]]:
-    """Return the commands to run next."""
     commands = []
     language = [] if options.language == "en" else ["--language", options.language]
     if initial.vocabulary is not None:

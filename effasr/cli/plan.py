@@ -145,7 +145,6 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan batches and print their statistics."""
     from effasr.planning import text
     from effasr.planning.picture import padding_picture
     from effasr.planning.study import LADDER, PlanRequest, compare

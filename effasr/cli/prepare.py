@@ -61,7 +61,6 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check a manifest; print what was kept and what was dropped."""
     from effasr.data.features.frame_geometry import Framing
     from effasr.data.filters.rules import Limits, Reason
     from effasr.data.manifest.prepare import Share, prepare
@@ -104,11 +103,7 @@ def run(options: argparse.Namespace) -> int:
 def _describe(survey: Survey, framing: Framing, impossible: int, *, has_ctc: bool) -> None:
     """Print statistics of the corpus, and a warning where CTC would be hard to train on it.
 
-    Args:
-        survey: Counts of the kept utterances.
-        framing: Encoder framing of the model to train.
-        impossible: Number of utterances dropped because CTC cannot align them.
-        has_ctc: Whether there are tokens, for a model that can have a CTC head.
+    ``impossible`` utterances were dropped because CTC cannot align them.
     """
     from effasr.data.features.frame_geometry import Framing
     from effasr.data.statistics import guidance

@@ -64,7 +64,6 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Collect the texts of each language and train."""
     from effasr.data.manifest.cuts import prompt_of
     from effasr.data.manifest.pairs import is_text_only, pairs
     from effasr.data.manifest.reader import iterate

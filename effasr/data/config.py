@@ -152,11 +152,6 @@ class DataConfig:
         self._options(None).check(self.strategy)
 
     def strategy_options(self, framing: Framing = FASTCONFORMER) -> StrategyOptions:
-        """Return the options of the strategy, for a corpus with these encoder frames.
-
-        Raises:
-            ValueError: ``bucket_batch_sizes`` cannot be read.
-        """
         path = self.bucket_batch_sizes
         return self._options(None if path is None else BucketTable.load(path, framing))
 
@@ -253,11 +248,6 @@ class DataConfig:
 
     @property
     def known_frame_budget(self) -> int:
-        """``frame_budget``, a number.
-
-        Raises:
-            ValueError: It is ``auto``, which training replaces by a number before it loads data.
-        """
         if self.frame_budget == "auto":
             raise ValueError(
                 "`frame_budget` must be a number here, but is 'auto': `effasr calibrate` finds one."
@@ -272,7 +262,6 @@ class DataConfig:
         max_positions: int | None = None,
         framing: Framing = FASTCONFORMER,
     ) -> Limits:
-        """Return the limits on utterances under this configuration."""
         return Limits(
             min_duration=self.min_duration,
             max_duration=self.max_duration,

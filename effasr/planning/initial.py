@@ -137,7 +137,6 @@ class Initial:
         )
 
     def text(self, time: str | None = None) -> str:
-        """Return the recipe as text; ``time`` is the expected time in words."""
         return recipe_text(self.request, time)
 
     def expected_time(self) -> str:

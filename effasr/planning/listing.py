@@ -140,7 +140,6 @@ class _Reader:
         self._dropped: list[Dropped] = []
 
     def read(self, source: int, path: Path) -> None:
-        """Read one manifest or list."""
         options = self._options
         if (file := file_of_lines(path)) is None:
             utterances = named(path, language=options.language, untranscribed=options.untranscribed)
@@ -162,7 +161,6 @@ class _Reader:
             self._add_table(source, _read_table(file, lines))
 
     def listing(self, paths: tuple[str, ...]) -> Listing:
-        """Return what was read so far."""
         return Listing(
             paths=paths,
             positions=np.array(self._positions, dtype=np.int32).reshape(-1, 2),

@@ -178,7 +178,6 @@ class StrategyResult:
     seconds: float  # time to plan
 
     def to_json(self) -> dict[str, Any]:
-        """Return a flat mapping with the names of `PlanReport`."""
         return {"strategy": self.strategy, **asdict(self.report), "seconds": round(self.seconds, 3)}
 
 

@@ -27,7 +27,6 @@ def summary(listing: Listing, selection: Selection, options: StudyOptions, model
 
 
 def setting(selection: Selection, options: StudyOptions) -> str:
-    """Return a line with the utterances, ranks and budgets."""
     shape = selection.shape
     return (
         f"{len(selection):,} utterances, {selection.seconds.sum() / 3600:,.2f} h; "
@@ -39,7 +38,6 @@ def setting(selection: Selection, options: StudyOptions) -> str:
 
 
 def _remarks(listing: Listing) -> Iterator[str]:
-    """Yield remarks on speeds and on estimated token counts."""
     if listing.speeds != (1.0,):
         speeds = ", ".join(map(str, listing.speeds))
         yield f"every utterance is listed at each of the speeds {speeds} (data.speed_perturbation)"
@@ -122,7 +120,6 @@ def table(results: Sequence[StrategyResult]) -> str:
 
 
 def dropped(selection: Selection, listed: str | None) -> str:
-    """Return the numbers of dropped utterances by reason."""
     count = len(selection.dropped)
     if not count:
         return "dropped 0 utterances"

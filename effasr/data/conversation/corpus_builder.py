@@ -52,16 +52,8 @@ def load_conversation_corpus(
 ) -> ConversationCorpus:
     """Read manifests, tokenize conversations and drop those that cannot be trained on.
 
-    Args:
-        paths: See `effasr.data.conversation.messages.conversations`; headers of audio files are
-            read.
-        tokenizer: Tokenizer with a chat template.
-        config: Budgets, durations and shares.
-        stack: Encoder frames of a row of speech.
-        max_frames: Most encoder frames of a clip; None for no limit.
-        max_rows: Most rows of a conversation; None for no limit.
-        framing: Frame geometry of the encoder.
-        sources: Source of each manifest among the leaves of ``config.mix``; by default one.
+    Headers of audio files are read. ``stack`` is the encoder frames of a row of speech,
+    ``max_frames`` those of a clip, ``max_rows`` the rows of a conversation.
     """
     _check(config)
     sources = [0] * len(paths) if sources is None else sources
@@ -103,8 +95,6 @@ def _check(config: DataConfig) -> None:
 
 
 class _Builder:
-    """Builds a `ConversationCorpus`."""
-
     def __init__(
         self,
         tokenizer: ChatTokenizer,
@@ -128,7 +118,6 @@ class _Builder:
         self.shortest_clip = self.longest_clip = 0
 
     def add(self, conversation: Conversation, source: int) -> None:
-        """Add a conversation, or record why it was dropped."""
         audio, seconds = conversation.origin, None
         try:
             if conversation.problem is not None:
@@ -194,7 +183,6 @@ class _Builder:
                 raise RejectedUtterance(reason, details)
 
     def corpus(self) -> ConversationCorpus:
-        """Return the corpus, with the token budget derived where it is left open."""
         config = self.config
         lengths = UtteranceLengths(to_numpy(self.frames), to_numpy(self.rows))
         budget = config.token_budget or self._suggested_budget(lengths)

@@ -72,7 +72,6 @@ class BaseCorpus:
 
     @property
     def speakers(self) -> int:
-        """Number of named speakers."""
         return 0
 
     @property
@@ -88,7 +87,6 @@ class BaseCorpus:
 def nothing_left(
     paths: Sequence[str | Path], problem: str, dropped: Sequence[Dropped]
 ) -> ValueError:
-    """Return the error for manifests of which nothing can be used."""
     first = f"; the first: {dropped[0].details}" if dropped else ""
     shown = ", ".join(map(str, paths)) or "no manifest"
     message = f"{shown}: {problem} ({len(dropped)} dropped{first})."

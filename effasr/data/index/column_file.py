@@ -38,11 +38,7 @@ def write_columns(
     columns: Mapping[str, np.ndarray],
     progress: Callable[[int], None] = lambda size: None,
 ) -> int:
-    """Write a file and replace an existing one; processes that map the old file keep it.
-
-    Returns:
-        Size of the file in bytes.
-    """
+    """Write a file and return its size; processes that map a replaced file keep that."""
     header: dict[str, Any] = {"format": _FORMAT, "key": key, "size": 0, "columns": {}}
     with atomic_file(path) as file:
         file.seek(_HEADER)
@@ -64,16 +60,9 @@ def write_columns(
 
 
 def map_columns(path: Path, key: str) -> dict[str, np.ndarray]:
-    """Map a file into memory after checking all of its checksums.
+    """Map a file into memory, read-only, after checking all of its checksums.
 
     While a process has it mapped, or a fork of that process, `remove_unused` does not remove it.
-
-    Returns:
-        The columns by name, read-only.
-
-    Raises:
-        Damaged: The file is truncated or corrupted, or was written with another key.
-        OSError: The file cannot be read.
     """
     with path.open("rb", buffering=0) as file:
         header = _header(file, path, key)

@@ -30,11 +30,9 @@ class Ragged:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 (n,), the length of each array."""
         return np.diff(self.offsets)
 
     def take(self, rows: np.ndarray) -> Ragged:
-        """Return the arrays at these indices."""
         parts = [np.zeros(0, self.values.dtype), *self.blocks(rows)]
         return Ragged(np.concatenate(parts), np.concatenate([[0], np.cumsum(self.lengths[rows])]))
 
@@ -93,7 +91,6 @@ class AudioColumns:
     cuts: Ragged  # JSON of the cuts whose audio only lhotse can read; empty for all other rows
 
     def take(self, rows: np.ndarray) -> AudioColumns:
-        """Return these rows."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, column in values.items():
             values[name] = column.take(rows) if isinstance(column, Ragged) else column[rows]

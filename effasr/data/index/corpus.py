@@ -82,18 +82,10 @@ class Corpus(BaseCorpus):
     ) -> Corpus:
         """Read manifests, tokenize their texts and drop utterances that cannot be trained on.
 
-        Args:
-            paths: Manifests of any format; audio files are opened only for formats other than
-                lhotse's.
-            tokenizer: Tokenizer of texts and prompts.
-            config: Budgets, durations and the default language.
-            ctc: Whether the model has a CTC head, which limits the tokens by the frames.
-            transducer: Whether the model has a transducer, whose lattices then get a budget.
-            max_frames: Most encoder frames that the model accepts; None for no limit.
-            max_positions: Most decoder tokens that the model accepts; None for no limit.
-            framing: Frame geometry of the model's features.
-            sources: Source of each manifest among the leaves of ``config.mix``; by default one.
-            read: Reads the manifests, such as a `effasr.data.index.corpus_cache.CorpusCache`.
+        Audio files are opened only for formats other than lhotse's. ``ctc`` limits the tokens by
+        the frames, ``transducer`` gives lattices a budget, ``max_frames`` and ``max_positions`` are
+        what the model can read and write. ``sources`` has the source of each manifest among the
+        leaves of ``config.mix``; ``read`` is `build_table` or a cache of it.
         """
         sources = [0] * len(paths) if sources is None else sources
         limits = config.limits(
@@ -202,7 +194,6 @@ class Corpus(BaseCorpus):
         return self._monotonic
 
     def token_ids(self, vocab_size: int) -> np.ndarray:
-        """Return the distinct token ids of prompts and texts, sorted."""
         seen = np.zeros(vocab_size, dtype=bool)
         for tokens in self._tokens.blocks(self._rows):
             seen[tokens] = True
@@ -236,7 +227,6 @@ class Corpus(BaseCorpus):
         return int(self.samples[index]) / SAMPLE_RATE
 
     def example(self, index: int) -> Example:
-        """Return the utterance with its audio, ready to be packed."""
         name = self.name(index)
         try:
             audio = load_at(self.audio(index), self.speed(index))

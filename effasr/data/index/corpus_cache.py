@@ -64,14 +64,8 @@ class CorpusCache:
     """Reads manifests as `index_reader.build_table` does, or maps an earlier result.
 
     If several processes request the same table, one reads with all processors of the machine and
-    the others wait.
-
-    Args:
-        folder: Folder of the cache files, created on demand; None to read every time.
-        note: Called every few seconds with the progress of reading.
-        jobs: Processes that read; by default one for each processor.
-        least_bytes: Manifests smaller than this are not cached; by default 4 MiB.
-        patience_s: Longest time without progress of another reading process, in seconds.
+    the others wait. Without ``folder``, nothing is cached; ``note`` is called every few seconds
+    with the progress of reading; ``least_bytes`` is the size below which manifests are not cached.
     """
 
     def __init__(
@@ -97,13 +91,6 @@ class CorpusCache:
         language: str,
         sources: Sequence[int],
     ) -> UtteranceTable:
-        """Return the table; see `effasr.data.index.index_reader.build_table`.
-
-        Raises:
-            ValueError: A manifest is malformed or changed while it was read, or there is no space
-                for the file.
-            BuilderSilent: The process that reads reports no progress.
-        """
         arguments = (paths, tokenizer, limits, language, sources)
         folder, files = self._folder, _files(paths)
         if folder is None or files is None or sum(map(_size, files[0])) < self._least_bytes:
@@ -140,7 +127,6 @@ class CorpusCache:
             return build_table(*arguments, progress=_Progress(_READ, self._note))
 
     def _find(self, path: Path, key: str) -> UtteranceTable | None:
-        """Map the table of a file, if the file is complete and the audio files have not changed."""
         try:
             columns = map_columns(path, key)
         except FileNotFoundError:
@@ -268,7 +254,6 @@ def _audio_stats(table: UtteranceTable) -> list[list[_Stat]]:
 
 
 def _stat(file: str) -> _Stat:
-    """Return a file's path, size and modification time."""
     try:
         state = os.stat(file)
     except (OSError, ValueError):  # A path with a zero byte is no path.
@@ -277,7 +262,6 @@ def _stat(file: str) -> _Stat:
 
 
 def _files(paths: Iterable[str | Path]) -> tuple[list[Path], list[Path]] | None:
-    """Return `deciding_files` of all manifests; None if any of them has none."""
     contents, archives = [], []
     for path in paths:
         versions = deciding_files(path)
@@ -289,7 +273,6 @@ def _files(paths: Iterable[str | Path]) -> tuple[list[Path], list[Path]] | None:
 
 
 def _name(arguments: tuple[Any, ...]) -> str:
-    """Return a digest of the manifests' paths, independent of their content."""
     paths = [str(Path(path).absolute()) for path in arguments[0]]
     return hashlib.sha256(json.dumps(paths).encode()).hexdigest()[:8]
 
@@ -350,7 +333,6 @@ def _tokenizer_digests(tokenizer: Tokenizer) -> list[list[str]]:
 
 
 def _processors() -> int:
-    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

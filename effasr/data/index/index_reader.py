@@ -62,8 +62,6 @@ def build_table(
 
 @dataclass(frozen=True, slots=True)
 class _Indexer:
-    """Reads and indexes parts of a manifest."""
-
     tokenizer: Tokenizer
     limits: Limits
     language: str

@@ -60,25 +60,19 @@ class Selection:
         return len(self.lengths)
 
     def populations(self, seed: int) -> Population | None:
-        """Return the function that draws an epoch's utterances; None if an epoch has each once."""
         if self.mixture is None:
             return None
         return self.mixture.populations(self.sources, self.samples, seed=seed)
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Number of dropped utterances by reason, the most frequent first."""
         return dict(Counter(str(drop.reason) for drop in self.dropped).most_common())
 
 
 class Selector:
     """Drops utterances, and derives what the configuration leaves open.
 
-    Args:
-        columns: The utterances.
-        config: Budgets, shares and filters.
-        framing: Frame geometry of the encoder.
-        dropped: What was dropped before, each with the number of utterances before it.
+    ``dropped`` is what was dropped before, each with the number of utterances before it.
     """
 
     def __init__(
@@ -108,7 +102,6 @@ class Selector:
         return [drop for _, drop in sorted(self._dropped, key=itemgetter(0))]
 
     def select(self, *, transducer: bool) -> Selection:
-        """Return the kept utterances."""
         self._drop_outliers()
         config, frame_budget = self.config, self.config.known_frame_budget
         token_budget = config.token_budget

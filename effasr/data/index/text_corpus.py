@@ -88,16 +88,9 @@ class TextCorpus(BaseCorpus):
     ) -> TextCorpus:
         """Read manifests of text pairs and tokenize them.
 
-        Args:
-            paths: See `effasr.data.manifest.pairs.pairs`.
-            tokenizer: Tokenizer of texts and prompts.
-            config: The sources, ``text_token_budget`` and ``max_sequences``.
-            token_budget: Decoder tokens of a micro-batch if ``config.text_token_budget`` is not
-                set; None for what fills along with ``row_budget``.
-            row_budget: Text encoder's tokens of a micro-batch; None for what fills along with
-                ``token_budget``. At least one of the two must be given.
-            max_positions: Most decoder tokens that the model accepts; None for no limit.
-            sources: Source of each manifest among the leaves of ``config.mix``; by default one.
+        Of ``token_budget`` (the decoder's; `DataConfig.text_token_budget` replaces it) and
+        ``row_budget`` (the text encoder's), one may be None: it is then what fills along with the
+        other. ``sources`` has the source of each manifest among the leaves of ``config.mix``.
         """
         budget = config.text_token_budget or token_budget
         builder = _TextIndexBuilder(tokenizer, row_budget, budget, max_positions)
@@ -183,7 +176,6 @@ class TextCorpus(BaseCorpus):
         return 0.0
 
     def example(self, index: int) -> TextExample:
-        """Return a pair, ready to be packed."""
         written, split = self._written[index].tolist(), int(self._prompt_lengths[index])
         expert = None if self._experts is None else int(self._experts[index])
         source = self._read[index].tolist()
@@ -232,13 +224,10 @@ class TextCorpus(BaseCorpus):
         )
 
     def token_ids(self, vocab_size: int) -> np.ndarray:
-        """Return the distinct token ids of all texts and prompts, sorted."""
         return np.union1d(self._read.values, self._written.values)
 
 
 class _TextIndexBuilder:
-    """Builds a `TextCorpus`."""
-
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -258,7 +247,6 @@ class _TextIndexBuilder:
         self.request_ids = array("i")
 
     def add(self, pair: TextPair, source: int) -> None:
-        """Add a pair, or record why it was dropped."""
         try:
             read, prompt, text = self._tokenize(pair)
         except RejectedUtterance as error:

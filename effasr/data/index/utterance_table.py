@@ -51,8 +51,6 @@ class UtteranceTable:
         return len(self.frames)
 
     def columns(self, speeds: Sequence[float]) -> UtteranceColumns:
-        """Return what budgets and filters look at."""
-
         def identify(index: int) -> tuple[str, str]:
             row = self.rows[index]
             name = name_at(self.audio.name(row), speeds[self.speeds[index]])
@@ -77,8 +75,6 @@ def number_languages(prompts: Iterable[Prompt]) -> np.ndarray:
 
 
 class IndexBuilder:
-    """Builds an `UtteranceTable`."""
-
     def __init__(self) -> None:
         self.audio = AudioColumnsBuilder()
         self.tokens = RaggedBuilder("i")

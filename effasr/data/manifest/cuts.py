@@ -71,7 +71,6 @@ def make_absolute(cut: Cut, folder: Path) -> None:
 
 
 def prompt_of(cut: Cut) -> Prompt:
-    """Return languages, task and punctuation of a cut."""
     custom = getattr(cut, "custom", None)
     values = prompt_values(custom, cut.supervisions[0].language)
     return ManifestRow(values, Path(), 0, cut.id).prompt(Prompt().source)
@@ -86,7 +85,7 @@ def prompt_values(custom: Mapping[str, Any] | None, spoken: str | None) -> dict[
 
 
 def audio_of(cut: Cut | AudioSegment) -> str:
-    """Return the path of a cut's or segment's audio, for messages."""
+    """Return where the audio is, for messages."""
     if isinstance(cut, AudioSegment):
         return str(cut.path)
     assert isinstance(cut, DataCut)

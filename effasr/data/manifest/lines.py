@@ -48,7 +48,6 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def check_file(path: Path) -> None:
-    """Check that a manifest is a regular file."""
     if not path.exists():
         raise ValueError(f"{path}: there is no such file or folder.")
     if not path.is_file():

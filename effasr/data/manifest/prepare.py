@@ -97,21 +97,11 @@ def prepare(
     tokens) per second than others of their language and length; and, with a tokenizer, unknown
     languages, texts that it cannot spell at all, and texts too long for CTC.
 
-    Args:
-        source: A manifest of any format.
-        out: Folder to write.
-        tokenizer: Tokenizer for the checks that need tokens.
-        limits: Durations, budgets and rates; by default `Limits()`, without CTC's for the tokenizer
-            of a Whisper, which has no CTC head, and may have many tokens for a word.
-        framing: Encoder framing of the model, for the default ``limits``.
-        language: Language of utterances that name none.
-        decode: Decode all audio. Without, headers alone are read: faster, but damage inside a
-            file goes unseen.
-        jobs: Threads; the number of processors by default.
-        progress: Called with the number of utterances checked so far.
-        note: Called in the order of the source with each utterance that passes the checks, and the
-            tokens of its text, None without a tokenizer. Outliers, which are known at the end, are
-            among them.
+    ``limits`` are by default without CTC's for the tokenizer of a Whisper, which has no CTC head,
+    and may have many tokens for a word. Without ``decode`` headers alone are read: faster, but
+    damage inside a file goes unseen. ``note`` is called in the order of the source with each
+    utterance that passes the checks, and the tokens of its text; outliers, which are known at the
+    end, are among them.
     """
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or folder.resolve() == Path(source).resolve()):
@@ -141,7 +131,7 @@ def prepare(
 
 @contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """Make a folder; where nothing comes of it, an empty one does not stay behind."""
+    """Make a folder; an empty one does not stay behind after an error."""
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:

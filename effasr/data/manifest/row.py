@@ -55,7 +55,6 @@ class ManifestRow:
 
     @classmethod
     def parse(cls, text: str, path: Path, line: int) -> ManifestRow:
-        """Parse a line of a JSON-lines file."""
         origin = f"{path}:{line}"
         return cls(parse_object(text, origin), path, line, origin, text)
 
