@@ -35,13 +35,13 @@ def small_tokenizer(fast):
     return fast / "small"
 
 
-def warned(text: str) -> bool:
+def warned(text):
     joined = " ".join(line.strip() for line in text.splitlines())
     assert all(len(line) <= 100 for line in text.splitlines() if "frames per token" in line)
     return "warning: CTC learns late or not at all" in joined
 
 
-def test_tokenizer_reports_and_warns(effasr, fast, tmp_path) -> None:
+def test_tokenizer_reports_and_warns(effasr, fast, tmp_path):
     done = effasr("tokenizer", fast / "train.jsonl", tmp_path / "t", "--vocab-size", "34")
     assert "60 utterances" in done.out
     assert "2 speakers" in done.out
@@ -49,7 +49,7 @@ def test_tokenizer_reports_and_warns(effasr, fast, tmp_path) -> None:
     assert warned(done.out)
 
 
-def test_auto_chooses_a_vocabulary_that_needs_no_warning(effasr, fast, tmp_path) -> None:
+def test_auto_chooses_a_vocabulary_that_needs_no_warning(effasr, fast, tmp_path):
     out = tmp_path / "auto"
     done = effasr("tokenizer", fast / "train.jsonl", out, "--vocab-size", "auto")
     assert done.code == 0, done.err
@@ -59,7 +59,7 @@ def test_auto_chooses_a_vocabulary_that_needs_no_warning(effasr, fast, tmp_path)
     assert "must be an integer" in refused.error
 
 
-def test_languages_can_share_the_pieces(effasr, tmp_path) -> None:
+def test_languages_can_share_the_pieces(effasr, tmp_path):
     lines = [
         {"source_lang": "de", "target_lang": "de", "source_text": "ein haus", "text": "ein haus"},
         {"source_lang": "de", "target_lang": "en", "source_text": "ein haus", "text": "a house"},
@@ -77,9 +77,7 @@ def test_languages_can_share_the_pieces(effasr, tmp_path) -> None:
     )
 
 
-def test_prepare_reports_with_the_tokens_that_it_has_counted(
-    effasr, fast, small_tokenizer, tmp_path
-) -> None:
+def test_prepare_reports_with_the_tokens_it_has_counted(effasr, fast, small_tokenizer, tmp_path):
     manifest = fast / "train.jsonl"
     plain = effasr("prepare", manifest, tmp_path / "plain")
     assert "2 speakers" in plain.out
@@ -91,7 +89,7 @@ def test_prepare_reports_with_the_tokens_that_it_has_counted(
     assert f"too few for CTC in {100 * impossible:.0f} %" in at_eight.out
 
 
-def test_train_warns_before_the_first_step(effasr, fast, small_tokenizer, tmp_path) -> None:
+def test_train_warns_before_the_first_step(effasr, fast, small_tokenizer, tmp_path):
     (tmp_path / "r.yaml").write_text(
         f"""\
 name: hard

@@ -5,7 +5,6 @@ import re
 import shlex
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,11 +17,11 @@ from effasr.training.config import TrainConfig
 QUICK = ("training.max_steps=2", "training.device=cpu", "data.workers=0")
 
 
-def metrics(run: Path) -> list[dict]:
+def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_printed_commands_train_from_the_recipe(effasr, workplace, tmp_path) -> None:
+def test_the_printed_commands_train_from_the_recipe(effasr, workplace, tmp_path):
     recipe, tokenizer = tmp_path / "mine.yaml", tmp_path / "tokenizer"
     done = effasr(
         "init", workplace.folder / "train", "--dev", workplace.folder / "dev",
@@ -58,7 +57,7 @@ def test_the_printed_commands_train_from_the_recipe(effasr, workplace, tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize("row", PRACTICE, ids=lambda row: f"{row.hours} h")
 @pytest.mark.representative(row=PRACTICE[0])
-def test_every_size_trains(row, effasr, workplace, tmp_path) -> None:
+def test_every_size_trains(row, effasr, workplace, tmp_path):
     found = Initial.of(
         [workplace.folder / "train"],
         dev=[workplace.folder / "dev"],
@@ -85,11 +84,11 @@ def test_every_size_trains(row, effasr, workplace, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("hours", "size"), [(0.2, 1), (3.9, 1), (4, 10), (29, 10), (30, 100), (299, 100), (3e5, 1000)]
 )
-def test_practice_goes_by_hours(hours, size) -> None:
+def test_practice_goes_by_hours(hours, size):
     assert practice_for(hours).hours == size
 
 
-def test_steps_grow_with_the_hours_and_averages_with_the_steps() -> None:
+def test_steps_grow_with_the_hours_and_averages_with_the_steps():
     for row in PRACTICE:
         assert row.steps(0.01) == row.least_steps
         assert row.least_steps < row.steps(1.5 * row.hours) < row.steps(2.0 * row.hours)
@@ -97,7 +96,7 @@ def test_steps_grow_with_the_hours_and_averages_with_the_steps() -> None:
         assert 0.9 <= row.ema_decay(row.least_steps) < row.ema_decay(10**8) < 1
 
 
-def test_the_batch_has_the_seconds_of_practice_and_holds_the_longest(workplace) -> None:
+def test_the_batch_has_the_seconds_of_practice_and_holds_the_longest(workplace):
     made = Initial.of([workplace.folder / "train"], tokenizer=workplace.folder / "none").request
     for row in PRACTICE:
         for subsampling in (4, 8):
@@ -112,7 +111,7 @@ def test_the_batch_has_the_seconds_of_practice_and_holds_the_longest(workplace) 
                 assert wanted.step_seconds == pytest.approx(expected, rel=0.15)
 
 
-def test_an_utterance_counts_with_the_silence_that_extends_it(workplace) -> None:
+def test_an_utterance_counts_with_the_silence_that_extends_it(workplace):
     """A Whisper computes 30 s of each utterance, however short it is."""
     made = Initial.of([workplace.folder / "train"], tokenizer=workplace.folder / "none").request
     wanted = replace(
@@ -126,7 +125,7 @@ def test_an_utterance_counts_with_the_silence_that_extends_it(workplace) -> None
     assert wanted.step_seconds == pytest.approx(PRACTICE[1].batch_seconds, rel=0.15)
 
 
-def test_fine_tuning_takes_model_and_tokenizer_from_the_run(effasr, workplace, tmp_path) -> None:
+def test_fine_tuning_takes_model_and_tokenizer_from_the_run(effasr, workplace, tmp_path):
     recipe = tmp_path / "tuned.yaml"
     done = effasr(
         "init", workplace.folder / "train", "--dev", workplace.folder / "dev",
@@ -141,7 +140,7 @@ def test_fine_tuning_takes_model_and_tokenizer_from_the_run(effasr, workplace, t
     assert settings.model == config.load(TrainConfig, workplace.run / "config.yaml").model
 
 
-def test_a_tokenizer_of_other_languages_is_refused(effasr, workplace, tmp_path) -> None:
+def test_a_tokenizer_of_other_languages_is_refused(effasr, workplace, tmp_path):
     german = tmp_path / "german.jsonl"
     lines = (workplace.folder / "train.jsonl").read_text().splitlines()
     rows = [json.loads(line) | {"lang": "de"} for line in lines]
@@ -154,7 +153,7 @@ def test_a_tokenizer_of_other_languages_is_refused(effasr, workplace, tmp_path) 
     assert not (tmp_path / "new.yaml").exists()
 
 
-def test_bad_input_is_refused_before_the_work(effasr, workplace, tmp_path) -> None:
+def test_bad_input_is_refused_before_the_work(effasr, workplace, tmp_path):
     train, taken = workplace.folder / "train", tmp_path / "taken.yaml"
     taken.write_text("")
     assert "must be a new file" in effasr("init", train, "--output", taken).error

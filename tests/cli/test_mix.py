@@ -10,7 +10,7 @@ from effasr.checkpoint import load_model, resolve
 
 
 @pytest.fixture
-def recipe(workplace, tmp_path, effasr) -> Path:
+def recipe(workplace, tmp_path, effasr):
     """Two sources of speech and one of text, and a tokenizer of all."""
     lines = (workplace.folder / "train.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
@@ -51,7 +51,7 @@ def recipe(workplace, tmp_path, effasr) -> Path:
     return tmp_path / "mixed.yaml"
 
 
-def test_a_recipe_with_sources_trains_and_says_what_it_draws(effasr, recipe, tmp_path) -> None:
+def test_a_recipe_with_sources_trains_and_says_what_it_draws(effasr, recipe, tmp_path):
     outcome = effasr("train", recipe)
     assert outcome.code == 0, outcome
     assert "en/wild" in outcome.err
@@ -76,13 +76,13 @@ def test_a_recipe_with_sources_trains_and_says_what_it_draws(effasr, recipe, tmp
         ("data.text_share=0.3", "for 1 of 2"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(effasr, recipe, override, message) -> None:
+def test_what_is_wrong_is_said_in_one_line(effasr, recipe, override, message):
     outcome = effasr("train", recipe, override)
     assert outcome.code == 2
     assert message in outcome.error
 
 
-def test_text_alone_is_for_training_only(effasr, recipe, tmp_path, workplace) -> None:
+def test_text_alone_is_for_training_only(effasr, recipe, tmp_path, workplace):
     pairs = tmp_path / "pairs.jsonl"
     outcome = effasr("evaluate", "--run", workplace.run, "--manifest", pairs)
     assert "only training reads such manifests" in outcome.error

@@ -27,7 +27,7 @@ RATIOS = (
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
+def corpus(tmp_path_factory):
     """Durations as those of read speech: 3,000 utterances, of which two are too long."""
     generator = np.random.default_rng(0)
     seconds = np.minimum(generator.lognormal(1.8, 0.6, 3000), 35.0).round(2)
@@ -41,7 +41,7 @@ def corpus(tmp_path_factory) -> Path:
     return path
 
 
-def test_the_json_has_what_was_agreed(effasr, corpus) -> None:
+def test_the_json_has_what_was_agreed(effasr, corpus):
     done = effasr("plan", "--manifest", corpus, "--frame-budget", 2000, "--json")
     assert done.code == 0
     assert done.err == ""
@@ -61,7 +61,7 @@ def test_the_json_has_what_was_agreed(effasr, corpus) -> None:
     assert not any(isinstance(value, float) and not math.isfinite(value) for value in made.values())
 
 
-def test_all_strategies_are_one_object(effasr, corpus) -> None:
+def test_all_strategies_are_one_object(effasr, corpus):
     done = effasr(
         "plan", "--manifest", corpus, "--frame-budget", 2000, "--strategy", "all", "--json"
     )
@@ -76,14 +76,14 @@ def test_all_strategies_are_one_object(effasr, corpus) -> None:
     assert made["sync_bucketed_2d"]["padding_tokens"] < made["sync_bucketed"]["padding_tokens"]
 
 
-def test_random_batches_of_a_given_size(effasr, corpus) -> None:
+def test_random_batches_of_a_given_size(effasr, corpus):
     arguments = ("plan", "--manifest", corpus, "--strategy", "random", "--json", "--world-size", 2)
     made = json.loads(effasr(*arguments, "--batch-size", 16).out)
     assert 15.9 < made["batch_utterances"] <= 16
     assert 0.3 < made["padding_frames"] < 0.7
 
 
-def test_what_a_person_reads(effasr, corpus, tmp_path) -> None:
+def test_what_a_person_reads(effasr, corpus, tmp_path):
     listed = tmp_path / "dropped.jsonl"
     done = effasr(
         "plan", "--manifest", corpus, "--strategy", "all", "--frame-budget", 2000,
@@ -127,13 +127,13 @@ def test_what_a_person_reads(effasr, corpus, tmp_path) -> None:
         ),
     ],
 )
-def test_it_says_what_to_do(effasr, corpus, options, advice) -> None:
+def test_it_says_what_to_do(effasr, corpus, options, advice):
     done = effasr("plan", "--manifest", corpus, *options)
     assert done.code == 0
     assert done.out.splitlines()[-1].startswith(advice), done.out
 
 
-def test_a_recipe_gives_manifests_budgets_and_tokenizer(effasr, workplace) -> None:
+def test_a_recipe_gives_manifests_budgets_and_tokenizer(effasr, workplace):
     made = json.loads(effasr("plan", "--recipe", workplace.recipe, "--world-size", 2, "--json").out)
     assert (made["model"], made["frame_budget"], made["micro_batches"]) == ("first", 60, 2)
     assert made["utterances"] == 24
@@ -148,7 +148,7 @@ def test_a_recipe_gives_manifests_budgets_and_tokenizer(effasr, workplace) -> No
     assert (made["frame_budget"], made["utterances"], made["micro_batches"]) == (80, 4, 8)
 
 
-def test_a_recipe_says_how_an_epoch_ends(effasr, workplace, tmp_path) -> None:
+def test_a_recipe_says_how_an_epoch_ends(effasr, workplace, tmp_path):
     recipe = Path(workplace.recipe).read_text()
     path = tmp_path / "exact.yaml"
     path.write_text(recipe.replace("data:\n", "data:\n  epoch_end: exact\n", 1))
@@ -160,7 +160,7 @@ def test_a_recipe_says_how_an_epoch_ends(effasr, workplace, tmp_path) -> None:
     assert over["deferred"] > 0
 
 
-def test_manifests_of_text_alone_are_left_out(effasr, workplace, tmp_path) -> None:
+def test_manifests_of_text_alone_are_left_out(effasr, workplace, tmp_path):
     pair = {"source_text": "one", "text": "two", "source_lang": "en", "target_lang": "en"}
     (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
     recipe = Path(workplace.recipe).read_text()
@@ -176,7 +176,7 @@ def test_manifests_of_text_alone_are_left_out(effasr, workplace, tmp_path) -> No
     assert (made["utterances"], made["micro_batches"]) == (24, 1)
 
 
-def test_a_recipe_of_text_alone_is_refused(effasr) -> None:
+def test_a_recipe_of_text_alone_is_refused(effasr):
     done = effasr("plan", "--recipe", "corrector")
     assert done.code == 2
     assert "batches of text alone are not planned" in done.error
@@ -191,7 +191,7 @@ def test_a_recipe_of_text_alone_is_refused(effasr) -> None:
         ("sync_bucketed_2d", "--batch-size", 8),
     ],
 )
-def test_options_of_other_strategies_are_refused(effasr, corpus, strategy, option, value) -> None:
+def test_options_of_other_strategies_are_refused(effasr, corpus, strategy, option, value):
     given = ("plan", "--manifest", corpus, "--world-size", 1, option, value)
     failed = effasr(*given, "--strategy", strategy)
     assert failed.code == 2
@@ -199,7 +199,7 @@ def test_options_of_other_strategies_are_refused(effasr, corpus, strategy, optio
     assert effasr(*given, "--strategy", "all").code == 0
 
 
-def test_shares_of_sources_are_planned_as_they_are_trained_on(effasr, workplace, tmp_path) -> None:
+def test_shares_of_sources_are_planned_as_they_are_trained_on(effasr, workplace, tmp_path):
     lines = (workplace.folder / "train.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     for name, some in (("read", rows[:20]), ("wild", rows[20:])):
@@ -239,7 +239,7 @@ def test_shares_of_sources_are_planned_as_they_are_trained_on(effasr, workplace,
     assert "Sources" not in plain.out
 
 
-def test_text_needs_no_tokenizer_and_says_so(effasr, workplace) -> None:
+def test_text_needs_no_tokenizer_and_says_so(effasr, workplace):
     manifest = workplace.folder / "train"
     done = effasr("plan", "--manifest", manifest, "--frame-budget", 60, "--world-size", 1)
     assert "tokens of 24 utterances are estimated from texts, 3 bytes each" in done.out
@@ -249,7 +249,7 @@ def test_text_needs_no_tokenizer_and_says_so(effasr, workplace) -> None:
     assert "estimated" not in done.out
 
 
-def test_a_strategy_that_plans_no_utterance_has_no_figures(effasr, tmp_path) -> None:
+def test_a_strategy_that_plans_no_utterance_has_no_figures(effasr, tmp_path):
     """Buckets of one utterance fill no micro-batch; 0 % would look better than all others."""
     path = tmp_path / "few.jsonl"
     rows = [{"id": f"u{n}", "duration": 2 + n / 100, "num_tokens": 10} for n in range(25)]
@@ -275,7 +275,7 @@ def test_a_strategy_that_plans_no_utterance_has_no_figures(effasr, tmp_path) -> 
         (['{"duration": 1}'], "m.jsonl:1: `text` and `num_tokens` are missing"),
     ],
 )
-def test_a_bad_manifest(effasr, tmp_path, lines, message) -> None:
+def test_a_bad_manifest(effasr, tmp_path, lines, message):
     path = tmp_path / "m.jsonl"
     path.write_text("".join(f"{line}\n" for line in lines))
     failed = effasr("plan", "--manifest", path)
@@ -303,14 +303,14 @@ def test_a_bad_manifest(effasr, tmp_path, lines, message) -> None:
         (("--dropped", "d.txt"), "`--dropped` must be a file that ends in .jsonl"),
     ],
 )
-def test_bad_options(effasr, corpus, options, message) -> None:
+def test_bad_options(effasr, corpus, options, message):
     given = ("--manifest", corpus) if options and "--manifest" not in options else ()
     failed = effasr("plan", *given, *options)
     assert failed.code == 2
     assert message in failed.error
 
 
-def test_ranks_that_cannot_share_a_step(effasr, corpus) -> None:
+def test_ranks_that_cannot_share_a_step(effasr, corpus):
     """Packed goes on, with empty micro-batches that count as padding; lhotse's samplers cannot."""
     arguments = ("--manifest", corpus, "--micro-batches", 3, "--world-size", 2)
     made = json.loads(effasr("plan", *arguments, "--frame-budget", 1000, "--json").out)
@@ -320,12 +320,12 @@ def test_ranks_that_cannot_share_a_step(effasr, corpus) -> None:
     assert "`micro_batches` must be a multiple of the number of ranks" in failed.error
 
 
-def test_choices_are_the_strategies_that_there_are() -> None:
+def test_choices_are_the_strategies_that_there_are():
     assert set(_STRATEGIES) == {*STRATEGIES, "all"}
 
 
 @pytest.mark.extended
-def test_as_a_module(corpus) -> None:
+def test_as_a_module(corpus):
     command = [sys.executable, "-m", "effasr.cli", "plan", "--manifest", str(corpus), "--json"]
     done = subprocess.run(command, capture_output=True, check=True, text=True)
     assert json.loads(done.stdout)["strategy"] == "packed"

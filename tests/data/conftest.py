@@ -2,23 +2,18 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import soundfile
 
 from effasr.data.index.columns import Ragged
-from effasr.data.tokenizer import SentencePieceTokenizer, train_tokenizer
+from effasr.data.tokenizer import train_tokenizer
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
 
-def _write_tone(
-    path: Path, seconds: float, *, rate: int = 16_000, channels: int = 1, hertz: float = 440.0
-) -> Path:
+def _write_tone(path, seconds, *, rate=16_000, channels=1, hertz=440.0):
     """Write a sine of amplitude 0.5; the format follows the suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     time = np.arange(round(seconds * rate)) / rate
@@ -27,13 +22,13 @@ def _write_tone(
     return path
 
 
-def _write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+def _write_lines(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return path
 
 
-def _check_same(first: Any, second: Any) -> None:
+def _check_same(first, second):
     """Compare two objects of a dataclass field by field, arrays and those in fields as well."""
     for field in dataclasses.fields(first):
         a, b = getattr(first, field.name), getattr(second, field.name)
@@ -50,25 +45,25 @@ def _check_same(first: Any, second: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def check_same() -> Callable[[Any, Any], None]:
+def check_same():
     return _check_same
 
 
 @pytest.fixture(scope="session")
-def write_tone() -> Callable[..., Path]:
+def write_tone():
     return _write_tone
 
 
 @pytest.fixture(scope="session")
-def write_lines() -> Callable[..., Path]:
+def write_lines():
     return _write_lines
 
 
 @pytest.fixture
-def nemo(tmp_path: Path) -> Callable[..., Path]:
+def nemo(tmp_path):
     """Makes a NeMo manifest of ``count`` tones of 0.5 s and more, in tmp_path/corpus."""
 
-    def make(count: int = 12, **fields: Any) -> Path:
+    def make(count=12, **fields):
         folder = tmp_path / "corpus"
         rows = []
         for index in range(count):
@@ -85,7 +80,7 @@ def nemo(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenizer:
+def tokenizer(tmp_path_factory):
     """Trained on number words; English, and German speech without German text."""
     texts = [" ".join(WORDS[(a + b) % 10] for b in range(4)) for a in range(40)]
     out = tmp_path_factory.mktemp("tokenizer")

@@ -1,5 +1,3 @@
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -14,12 +12,12 @@ from effasr.data.features.frame_geometry import Framing
 EOS, PAD = 2, 1
 
 
-def example(samples: int, text: list[int], *, monotonic: bool = True, name: str = "u") -> Example:
+def example(samples, text, *, monotonic=True, name="u"):
     audio = np.arange(1, samples + 1, dtype=np.float32)
     return Example(name, audio, [10, 11, 12], text, monotonic)
 
 
-def test_exact_sizes() -> None:
+def test_exact_sizes():
     batch = collate(
         [example(1600, [5, 6]), example(3000, [7], monotonic=False, name="v")],
         eos_id=EOS,
@@ -39,7 +37,7 @@ def test_exact_sizes() -> None:
     assert batch.audio_seconds == pytest.approx(4600 / 16_000)
 
 
-def test_the_tail_of_a_static_shape_is_empty() -> None:
+def test_the_tail_of_a_static_shape_is_empty():
     shape = StaticShape(frame_budget=10, token_budget=8, max_sequences=4)
     batch = collate([example(1600, [5])], shape, eos_id=EOS, pad_id=PAD)
     assert batch.audio.values.shape == (14 * 1280,)
@@ -54,7 +52,7 @@ def test_the_tail_of_a_static_shape_is_empty() -> None:
     assert {layout.num_sequences for layout in layouts} == {4}
 
 
-def test_no_utterance_at_all_is_a_batch_of_tails() -> None:
+def test_no_utterance_at_all_is_a_batch_of_tails():
     batch = collate([], StaticShape(10, 8, 4), eos_id=EOS, pad_id=PAD)
     assert batch.audio.values.shape == (14 * 1280,)
     assert batch.tokens.layout.total == 0
@@ -63,7 +61,7 @@ def test_no_utterance_at_all_is_a_batch_of_tails() -> None:
 
 
 @given(st.lists(st.integers(0, 20_000), min_size=1, max_size=6))
-def test_audio_always_fits_where_its_frames_do(samples: list[int]) -> None:
+def test_audio_always_fits_where_its_frames_do(samples):
     frames = sum(map(Framing().frames, samples))
     shape = StaticShape(max(1, frames), 8 * len(samples), len(samples))
     batch = collate([example(n, [5]) for n in samples], shape, eos_id=EOS, pad_id=PAD)
@@ -80,25 +78,25 @@ def test_audio_always_fits_where_its_frames_do(samples: list[int]) -> None:
         (StaticShape(99, 99, 1), "must fit in `max_sequences` = 1, but fills 2"),
     ],
 )
-def test_over_full_batches_are_refused(shape: StaticShape, message: str) -> None:
+def test_over_full_batches_are_refused(shape, message):
     with pytest.raises(ValueError, match=message):
         collate([example(1600, [5]), example(1600, [6])], shape, eos_id=EOS, pad_id=PAD)
 
 
-def test_an_empty_prompt_is_refused() -> None:
+def test_an_empty_prompt_is_refused():
     bare = Example("u", np.zeros(1600, np.float32), [], [5])
     with pytest.raises(ValueError, match="u: `prompt` must have at least one token"):
         collate([bare], eos_id=EOS, pad_id=PAD)
 
 
 @pytest.mark.parametrize("name", ["frame_budget", "token_budget", "max_sequences"])
-def test_a_shape_must_not_be_empty(name: str) -> None:
+def test_a_shape_must_not_be_empty(name):
     sizes = {"frame_budget": 1, "token_budget": 1, "max_sequences": 1} | {name: 0}
     with pytest.raises(ValueError, match=f"`{name}` must be at least 1, but is 0"):
         StaticShape(**sizes)
 
 
-def test_padding_makes_every_utterance_as_long_as_the_longest() -> None:
+def test_padding_makes_every_utterance_as_long_as_the_longest():
     batch = collate(
         [example(1600, [5, 6]), example(3000, [7], monotonic=False, name="v")],
         eos_id=EOS,
@@ -121,13 +119,13 @@ def test_padding_makes_every_utterance_as_long_as_the_longest() -> None:
     assert (moved.num_frames, moved.num_tokens) == (5, 9)
 
 
-def test_a_static_shape_is_not_padded() -> None:
+def test_a_static_shape_is_not_padded():
     with pytest.raises(ValueError, match="`shape` must be None for a padded batch"):
         collate([], StaticShape(10, 8, 4), eos_id=EOS, pad_id=PAD, padded=True)
     assert collate([], eos_id=EOS, pad_id=PAD, padded=True).frames.rows == 0
 
 
-def test_dtypes() -> None:
+def test_dtypes():
     batch = collate([example(1600, [5])], eos_id=EOS, pad_id=PAD)
     assert batch.audio.values.dtype == torch.float32
     assert {batch.tokens.values.dtype, batch.targets.dtype, batch.text.values.dtype} == {
@@ -138,17 +136,17 @@ def test_dtypes() -> None:
 class Transfers(TorchDispatchMode):
     """Lists the bytes of each copy to another device."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.found: list[int] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._to_copy.default:
             self.found.append(args[0].nbytes)
         return func(*args, **(kwargs or {}))
 
 
-def test_small_tensors_are_one_transfer() -> None:
+def test_small_tensors_are_one_transfer():
     given = [example(1600, [5, 6]), example(400_000, [7], monotonic=False, name="v")]
     batch = collate(given, eos_id=EOS, pad_id=PAD)
     with Transfers() as transfers:
@@ -161,7 +159,7 @@ def test_small_tensors_are_one_transfer() -> None:
     assert (moved.ids, moved.num_targets) == (batch.ids, batch.num_targets)
 
 
-def test_a_transfer_keeps_the_values() -> None:
+def test_a_transfer_keeps_the_values():
     given = [torch.arange(3), torch.tensor([True, False]), torch.zeros(0), torch.ones(2**18 + 1)]
     found = _transferred([*given, torch.arange(200).view(2, 100).T], torch.device("cpu"))
     for x, y in zip([*given, torch.arange(200).view(2, 100).T], found, strict=True):

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -14,8 +12,8 @@ COLUMNS = {
 }
 
 
-def test_columns_come_back(tmp_path: Path) -> None:
-    sizes: list[int] = []
+def test_columns_come_back(tmp_path):
+    sizes = []
     size = write_columns(tmp_path / "file", "key", COLUMNS, sizes.append)
     assert size == (tmp_path / "file").stat().st_size
     assert sizes == sorted(sizes)
@@ -29,14 +27,14 @@ def test_columns_come_back(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_another_key_is_refused(tmp_path: Path) -> None:
+def test_another_key_is_refused(tmp_path):
     write_columns(tmp_path / "file", "key", COLUMNS)
     with pytest.raises(Damaged, match="its format or key is not the expected one"):
         map_columns(tmp_path / "file", "other")
 
 
 @pytest.mark.parametrize("place", [40, 16_384, 20_000, 24_599, 28_672])
-def test_every_byte_counts(tmp_path: Path, place: int) -> None:
+def test_every_byte_counts(tmp_path, place):
     write_columns(path := tmp_path / "file", "key", COLUMNS)
     data = bytearray(path.read_bytes())
     data[place] ^= 1
@@ -45,7 +43,7 @@ def test_every_byte_counts(tmp_path: Path, place: int) -> None:
         map_columns(path, "key")
 
 
-def test_who_has_mapped_a_file_keeps_it(tmp_path: Path) -> None:
+def test_who_has_mapped_a_file_keeps_it(tmp_path):
     write_columns(path := tmp_path / "file", "key", COLUMNS)
     mapped = map_columns(path, "key")
     write_columns(path, "key", COLUMNS | {"numbers": np.zeros(3, np.int64)})

@@ -1,6 +1,4 @@
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from effasr.data.index.columns import AudioColumnsBuilder, RaggedBuilder
 from effasr.data.manifest.cuts import audio_of
 
 
-def cut_of(path: str, channel: int | list[int], kind: str = "file", channels: int = 3) -> Cut:
+def cut_of(path, channel, kind="file", channels=3):
     recording = Recording(
         "r", [AudioSource(kind, list(range(channels)), path)], 16_000, 32_000, 2.0,
         channel_ids=list(range(channels)),
@@ -33,7 +31,7 @@ CUTS = {
 
 
 @pytest.fixture
-def others(tmp_path: Path, write_tone: Callable[..., Path]) -> dict[str, Cut]:
+def others(tmp_path, write_tone):
     """Cuts whose audio only lhotse can read, or whose channels no column holds."""
     path = write_tone(tmp_path / "a.wav", 0.5, channels=3)
     recording = Recording.from_file(path, recording_id="r")
@@ -45,7 +43,7 @@ def others(tmp_path: Path, write_tone: Callable[..., Path]) -> dict[str, Cut]:
     }
 
 
-def test_a_row_of_numbers_is_the_segment_of_the_cut() -> None:
+def test_a_row_of_numbers_is_the_segment_of_the_cut():
     builder, second = AudioColumnsBuilder(), AudioColumnsBuilder()
     for number, cut in enumerate(CUTS.values()):
         (builder if number < 3 else second).append(cut)
@@ -59,7 +57,7 @@ def test_a_row_of_numbers_is_the_segment_of_the_cut() -> None:
         assert audio_path(columns[row]) == audio_path(cut)
 
 
-def test_other_cuts_are_kept_as_cuts(others: dict[str, Cut]) -> None:
+def test_other_cuts_are_kept_as_cuts(others):
     builder = AudioColumnsBuilder()
     builder.append(CUTS["mono"])
     for cut in others.values():
@@ -74,7 +72,7 @@ def test_other_cuts_are_kept_as_cuts(others: dict[str, Cut]) -> None:
         assert np.array_equal(load_audio(kept), load_audio(cut))
 
 
-def test_ragged_arrays() -> None:
+def test_ragged_arrays():
     rows = [[3, 1], [], [-4, 2**31 - 1, 7]]
     first, second = RaggedBuilder("i"), RaggedBuilder("i")
     first.append(rows[0])
@@ -92,7 +90,7 @@ def test_ragged_arrays() -> None:
     assert RaggedBuilder().build().lengths.tolist() == []
 
 
-def test_a_cut_keeps_a_file_name_that_is_not_utf8(others: dict[str, Cut]) -> None:
+def test_a_cut_keeps_a_file_name_that_is_not_utf8(others):
     builder, name = AudioColumnsBuilder(), os.fsdecode(b"caf\xe9.wav")
     for cut in others.values():
         builder.append(cut.with_id(name))

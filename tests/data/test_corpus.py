@@ -1,6 +1,4 @@
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -12,17 +10,15 @@ from effasr.data.index.corpus import Corpus
 from effasr.data.manifest.prepare import prepare
 from effasr.data.manifest.reader import read
 from effasr.data.prompt import Prompt
-from effasr.data.tokenizer import SentencePieceTokenizer, Tokenizer
+from effasr.data.tokenizer import SentencePieceTokenizer
 
 
-def load(path: Path, tokenizer: Tokenizer, **options: object) -> Corpus:
+def load(path, tokenizer, **options):
     config = DataConfig(**({"train": str(path), "frame_budget": 60} | options))  # type: ignore[arg-type]
     return Corpus.load(config.train, tokenizer, config)
 
 
-def test_examples_are_those_of_the_manifest(
-    nemo: Callable[..., Path], tokenizer: Tokenizer
-) -> None:
+def test_examples_are_those_of_the_manifest(nemo, tokenizer):
     manifest = nemo(12)
     corpus = load(manifest, tokenizer)
     assert len(corpus) == 12
@@ -39,9 +35,7 @@ def test_examples_are_those_of_the_manifest(
     assert corpus.seconds == pytest.approx(sum(cut.duration for cut in read(manifest)))
 
 
-def test_a_prepared_folder_gives_the_same_corpus_without_opening_audio(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_a_prepared_folder_gives_the_same_corpus_without_opening_audio(nemo, tokenizer, tmp_path):
     manifest = nemo(5)
     direct = load(manifest, tokenizer)
     prepare(manifest, tmp_path / "out")
@@ -54,9 +48,7 @@ def test_a_prepared_folder_gives_the_same_corpus_without_opening_audio(
         prepared.example(3)
 
 
-def test_what_cannot_be_trained_on_is_listed(
-    nemo: Callable[..., Path], tokenizer: Tokenizer
-) -> None:
+def test_what_cannot_be_trained_on_is_listed(nemo, tokenizer):
     manifest = nemo(7)
     (manifest.parent / "audio/u2.wav").unlink()
     corpus = load(manifest, tokenizer, min_duration=0.6, max_duration=1.0, token_budget=40)
@@ -68,9 +60,7 @@ def test_what_cannot_be_trained_on_is_listed(
     assert [corpus.name(index) for index in range(4)] == ["u1", "u3", "u4", "u5"]
 
 
-def test_a_language_with_more_tokens_has_rates_of_its_own(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, write_lines: Callable[..., Path]
-) -> None:
+def test_a_language_with_more_tokens_has_rates_of_its_own(nemo, tokenizer, write_lines):
     manifest, text = nemo(1), "one two three four"
     both = SentencePieceTokenizer({name: tokenizer.models["en"] for name in ("de", "en")})
     row = json.loads(manifest.read_text())
@@ -81,9 +71,7 @@ def test_a_language_with_more_tokens_has_rates_of_its_own(
     assert len(corpus) == 92
 
 
-def test_over_budgets(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, write_lines: Callable[..., Path]
-) -> None:
+def test_over_budgets(nemo, tokenizer, write_lines):
     manifest = nemo(7)
     anything = FilterConfig(max_dropped=1)
     frames = load(manifest, tokenizer, frame_budget=10, token_budget=60, filters=anything)
@@ -101,9 +89,7 @@ def test_over_budgets(
     assert tokenizer.decode(derived.example(9).text) == "one"
 
 
-def test_the_shape_is_derived_where_it_is_not_given(
-    nemo: Callable[..., Path], tokenizer: Tokenizer
-) -> None:
+def test_the_shape_is_derived_where_it_is_not_given(nemo, tokenizer):
     manifest = nemo(12)
     corpus = load(manifest, tokenizer, frame_budget=200)
     ratio = corpus.lengths.tokens.sum() / corpus.lengths.frames.sum()
@@ -113,9 +99,7 @@ def test_the_shape_is_derived_where_it_is_not_given(
     assert (given.shape.token_budget, given.shape.max_sequences) == (33, 4)
 
 
-def test_the_fingerprint_follows_texts_and_order(
-    nemo: Callable[..., Path], tokenizer: Tokenizer
-) -> None:
+def test_the_fingerprint_follows_texts_and_order(nemo, tokenizer):
     manifest = nemo(4)
     first = load(manifest, tokenizer).fingerprint
     assert load(manifest, tokenizer).fingerprint == first
@@ -126,9 +110,7 @@ def test_the_fingerprint_follows_texts_and_order(
     assert load(manifest, tokenizer).fingerprint != first
 
 
-def test_a_corpus_without_anything_to_train_on_is_refused(
-    nemo: Callable[..., Path], tokenizer: Tokenizer
-) -> None:
+def test_a_corpus_without_anything_to_train_on_is_refused(nemo, tokenizer):
     with pytest.raises(
         ValueError, match=r"no utterance can be trained on \(3 dropped; the first: "
     ):
@@ -148,11 +130,11 @@ def test_a_corpus_without_anything_to_train_on_is_refused(
         ({"min_duration": 9, "max_duration": 3}, "`min_duration` must be greater than 0"),
     ],
 )
-def test_the_configuration_is_checked(fields: dict, message: str) -> None:
+def test_the_configuration_is_checked(fields, message):
     with pytest.raises(ValueError, match=message):
         DataConfig(**fields)
 
 
-def test_one_path_or_several() -> None:
+def test_one_path_or_several():
     assert DataConfig(train="a").train == ("a",)
     assert DataConfig(train=("a", "b")).train == ("a", "b")

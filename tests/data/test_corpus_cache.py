@@ -19,39 +19,35 @@ from effasr.data.index.corpus_cache import CorpusCache
 from effasr.data.index.index_reader import build_table
 from effasr.data.loader import Loader
 from effasr.data.manifest.prepare import prepare
-from effasr.data.tokenizer import SentencePieceTokenizer, Tokenizer, train_tokenizer
+from effasr.data.tokenizer import SentencePieceTokenizer, train_tokenizer
 
 Options = dict[str, Any]
 Check = Callable[[Any, Any], None]
 
 
-def load(
-    manifest: Path, tokenizer: Tokenizer, folder: Path | None, notes: list[str], **options: Any
-) -> Corpus:
+def load(manifest, tokenizer, folder, notes, **options):
     config = DataConfig(**({"frame_budget": 60} | options))
     cache = CorpusCache(folder, notes.append, jobs=1, least_bytes=0)
     return Corpus.load([manifest], tokenizer, config, read=cache)
 
 
-def was_read(notes: list[str]) -> bool:
+def was_read(notes):
     """Whether the last corpus was read, and not found."""
     assert notes
     return notes[-1].startswith("read ")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return tmp_path / "cache"
 
 
-def test_what_was_kept_is_what_is_read(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path, check_same: Check
-) -> None:
+def test_what_was_kept_is_what_is_read(nemo, tokenizer, folder, check_same):
     manifest = nemo(12)
     (manifest.parent / "audio/u2.wav").unlink()
     (manifest.parent / "audio/u3.wav").write_bytes(b"no audio")
-    options: Options = {"min_duration": 0.6, "max_duration": 1.0, "token_budget": 60}
-    notes: list[str] = []
+    options = {"min_duration": 0.6, "max_duration": 1.0, "token_budget": 60}
+    notes = []
     plain = load(manifest, tokenizer, None, notes, **options)
     assert {drop.reason for drop in plain.dropped} > {"missing_audio", "too_short", "too_long"}
     for expected in (True, False, False):
@@ -64,14 +60,12 @@ def test_what_was_kept_is_what_is_read(
     assert [path.suffix for path in sorted(folder.iterdir())] == [".corpus", ".lock"]
 
 
-def test_budgets_and_filters_of_the_whole_share_what_was_read(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path, check_same: Check
-) -> None:
+def test_budgets_and_filters_of_the_whole_share_what_was_read(nemo, tokenizer, folder, check_same):
     """All that is decided when everything is known needs no other reading."""
     manifest, notes = nemo(12), []
     load(manifest, tokenizer, folder, notes, frame_budget=8000)
     anything = FilterConfig(max_dropped=1.0, rate_deviations=0.5)
-    options: list[Options] = [
+    options = [
         {"frame_budget": 600},
         {"frame_budget": 9000, "max_sequences": 7},
         {"frame_budget": 9000, "token_budget": 11, "filters": anything},
@@ -98,13 +92,7 @@ def test_budgets_and_filters_of_the_whole_share_what_was_read(
     ],
     ids=str,
 )
-def test_every_limit_counts(
-    nemo: Callable[..., Path],
-    tokenizer: Tokenizer,
-    folder: Path,
-    options: Options,
-    check_same: Check,
-) -> None:
+def test_every_limit_counts(nemo, tokenizer, folder, options, check_same):
     manifest, notes = nemo(7), []
     load(manifest, tokenizer, folder, notes)
     options = {"filters": FilterConfig(max_dropped=1.0)} | options
@@ -114,13 +102,7 @@ def test_every_limit_counts(
 
 
 @pytest.mark.parametrize("limits", [{"max_frames": 12}, {"max_positions": 9}, {"ctc": False}])
-def test_the_model_counts(
-    nemo: Callable[..., Path],
-    tokenizer: Tokenizer,
-    folder: Path,
-    limits: Options,
-    check_same: Check,
-) -> None:
+def test_the_model_counts(nemo, tokenizer, folder, limits, check_same):
     manifest, notes = nemo(7), []
     cache = CorpusCache(folder, notes.append, jobs=1, least_bytes=0)
     config = DataConfig(frame_budget=60, filters=FilterConfig(max_dropped=1.0))
@@ -130,9 +112,7 @@ def test_the_model_counts(
     check_same(Corpus.load([manifest], tokenizer, config, **limits), kept)
 
 
-def test_the_manifest_counts_by_its_content(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
-) -> None:
+def test_the_manifest_counts_by_its_content(nemo, tokenizer, folder):
     manifest, notes = nemo(7), []
     first = load(manifest, tokenizer, folder, notes)
     state, content = manifest.stat(), manifest.read_text()
@@ -154,9 +134,7 @@ def test_the_manifest_counts_by_its_content(
     assert was_read(notes)
 
 
-def test_the_tokenizer_counts_by_its_content(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path, tmp_path: Path
-) -> None:
+def test_the_tokenizer_counts_by_its_content(nemo, tokenizer, folder, tmp_path):
     manifest, notes = nemo(7), []
     load(manifest, tokenizer, folder, notes)
     texts = ["zero one two three four five six seven eight nine"] * 20
@@ -169,13 +147,7 @@ def test_the_tokenizer_counts_by_its_content(
 
 
 @pytest.mark.parametrize("name", ["_versions", "_code"])
-def test_the_program_counts(
-    nemo: Callable[..., Path],
-    tokenizer: Tokenizer,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-) -> None:
+def test_the_program_counts(nemo, tokenizer, folder, monkeypatch, name):
     manifest, notes = nemo(3), []
     load(manifest, tokenizer, folder, notes)
     monkeypatch.setattr(corpus_cache, name, lambda: "another")
@@ -183,13 +155,11 @@ def test_the_program_counts(
     assert was_read(notes)
 
 
-def test_the_order_of_manifests_and_their_sources_count(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path, tmp_path: Path, check_same: Check
-) -> None:
+def test_order_and_sources_of_manifests_count(nemo, tokenizer, folder, tmp_path, check_same):
     first = nemo(3)
     shutil.copytree(first.parent, tmp_path / "second")
     second, limits = tmp_path / "second" / first.name, DataConfig(frame_budget=60).limits()
-    notes: list[str] = []
+    notes = []
     cache = CorpusCache(folder, notes.append, jobs=1, least_bytes=0)
     for paths, sources in (
         ([first, second], [0, 0]),
@@ -202,9 +172,7 @@ def test_the_order_of_manifests_and_their_sources_count(
         check_same(build_table(paths, tokenizer, limits, "en", sources), table)
 
 
-def test_audio_that_has_changed_is_looked_at_again(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
-) -> None:
+def test_audio_that_has_changed_is_looked_at_again(nemo, tokenizer, folder):
     manifest, notes = nemo(7), []
     audio = manifest.parent / "audio"
     (audio / "u2.wav").rename(audio / "away")
@@ -217,9 +185,7 @@ def test_audio_that_has_changed_is_looked_at_again(
     assert was_read(notes)
 
 
-def test_a_path_that_no_file_can_have_is_missing_audio(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
-) -> None:
+def test_a_path_that_no_file_can_have_is_missing_audio(nemo, tokenizer, folder):
     manifest, notes = nemo(7), []
     manifest.write_text(manifest.read_text().replace("u2.wav", r"u\u0000.wav"))
     for _ in range(2):
@@ -241,14 +207,7 @@ def test_a_path_that_no_file_can_have_is_missing_audio(
     ],
     ids=["half", "longer", "empty", "header", "key", "last column", "first column"],
 )
-def test_a_damaged_file_is_made_anew(
-    nemo: Callable[..., Path],
-    tokenizer: Tokenizer,
-    folder: Path,
-    caplog: pytest.LogCaptureFixture,
-    damage: Callable[[bytes], bytes],
-    check_same: Check,
-) -> None:
+def test_a_damaged_file_is_made_anew(nemo, tokenizer, folder, caplog, damage, check_same):
     manifest, notes = nemo(7), []
     plain = load(manifest, tokenizer, folder, notes)
     (file,) = folder.glob("*.corpus")
@@ -264,9 +223,7 @@ def test_a_damaged_file_is_made_anew(
     assert file.read_bytes() == whole
 
 
-def test_small_and_unknown_sources_are_read_every_time(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
-) -> None:
+def test_small_and_unknown_sources_are_read_every_time(nemo, tokenizer, folder):
     manifest, notes = nemo(3), []
     config = DataConfig(frame_budget=60)
     Corpus.load([manifest], tokenizer, config, read=CorpusCache(folder, notes.append))
@@ -277,9 +234,7 @@ def test_small_and_unknown_sources_are_read_every_time(
     assert not folder.exists()
 
 
-def test_a_prepared_folder(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path, tmp_path: Path, check_same: Check
-) -> None:
+def test_a_prepared_folder(nemo, tokenizer, folder, tmp_path, check_same):
     prepare(nemo(7), out := tmp_path / "out")
     plain = load(out, tokenizer, None, notes := [])
     for _ in range(2):
@@ -288,14 +243,8 @@ def test_a_prepared_folder(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_want_of_room_is_said(
-    nemo: Callable[..., Path],
-    tokenizer: Tokenizer,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    code: int,
-) -> None:
-    def full(*arguments: Any) -> int:
+def test_want_of_room_is_said(nemo, tokenizer, folder, monkeypatch, code):
+    def full(*arguments):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(corpus_cache, "write_columns", full)
@@ -306,14 +255,8 @@ def test_want_of_room_is_said(
     assert not list(folder.glob("*.corpus*"))
 
 
-def test_where_nothing_may_be_written_nothing_is_kept(
-    nemo: Callable[..., Path],
-    tokenizer: Tokenizer,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def refuse(*arguments: Any, **options: Any) -> None:
+def test_where_nothing_may_be_written_nothing_is_kept(nemo, tokenizer, folder, monkeypatch, caplog):
+    def refuse(*arguments, **options):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     manifest = nemo(3)
@@ -322,12 +265,10 @@ def test_where_nothing_may_be_written_nothing_is_kept(
     assert "cannot be written to" in caplog.text
 
 
-def test_a_manifest_that_changes_while_it_is_read(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_that_changes_while_it_is_read(nemo, tokenizer, folder, monkeypatch):
     manifest = nemo(3)
 
-    def change(*arguments: Any, **options: Any) -> Any:
+    def change(*arguments, **options):
         table = build_table(*arguments, **options)
         row = json.loads(manifest.read_text().splitlines()[0])
         with manifest.open("a") as file:
@@ -340,30 +281,26 @@ def test_a_manifest_that_changes_while_it_is_read(
     assert not list(folder.glob("*.corpus"))
 
 
-def test_a_long_reading_says_how_far_it_is(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_reading_says_how_far_it_is(nemo, tokenizer, folder, monkeypatch):
     monkeypatch.setattr(corpus_cache, "_NOTE_EVERY_S", 0.0)
-    notes: list[str] = []
+    notes = []
     load(nemo(3), tokenizer, None, notes)
     assert len(notes) == 1
     assert notes[0].startswith("reading manifests: 3 utterances, ")
 
 
-def test_a_file_is_no_folder(nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path) -> None:
+def test_a_file_is_no_folder(nemo, tokenizer, folder):
     folder.write_text("")
     with pytest.raises(ValueError, match=r"`cache` must be a folder, but .*/cache is not one"):
         load(nemo(3), tokenizer, folder, [])
 
 
-def test_old_files_of_the_same_manifests_are_removed_unless_they_are_used(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
-) -> None:
+def test_old_files_of_the_same_manifests_are_removed_unless_they_are_used(nemo, tokenizer, folder):
     manifest, notes = nemo(3), []
     used = load(manifest, tokenizer, folder, notes)
     (first,) = folder.glob("*.corpus")
 
-    def names() -> set[str]:
+    def names():
         return {file.name for file in folder.glob("*.corpus")}
 
     for step in range(1, 6):
@@ -380,9 +317,7 @@ def test_old_files_of_the_same_manifests_are_removed_unless_they_are_used(
     assert len(names()) == 4
 
 
-def test_a_clock_that_was_set_back_removes_older_files_and_not_the_new_one(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
-) -> None:
+def test_a_clock_that_was_set_back_removes_older_files_and_not_the_new_one(nemo, tokenizer, folder):
     manifest, notes = nemo(3), []
     for step in range(3):
         load(manifest, tokenizer, folder, notes, max_duration=10.0 + step)
@@ -396,9 +331,7 @@ def test_a_clock_that_was_set_back_removes_older_files_and_not_the_new_one(
     assert len(list(folder.glob("*.corpus"))) == 3
 
 
-def test_batches_are_the_same_from_any_worker(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
-) -> None:
+def test_batches_are_the_same_from_any_worker(nemo, tokenizer, folder):
     manifest, notes = nemo(12), []
     plain = load(manifest, tokenizer, None, notes)
     load(manifest, tokenizer, folder, notes)
@@ -417,9 +350,7 @@ def test_batches_are_the_same_from_any_worker(
             assert torch.equal(batch.tokens.values, expected.tokens.values)
 
 
-def test_that_nothing_is_left_is_kept_as_well(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
-) -> None:
+def test_that_nothing_is_left_is_kept_as_well(nemo, tokenizer, folder):
     manifest, notes = nemo(3), []
     for expected in (True, False):
         with pytest.raises(TooManyDropped, match=r"\(3 dropped; the first: ") as caught:

@@ -4,34 +4,29 @@ import errno
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from effasr.data.atomic_files import atomic_file
 from effasr.data.index import corpus_cache
-from effasr.data.tokenizer import SentencePieceTokenizer, Tokenizer
+from effasr.data.tokenizer import SentencePieceTokenizer
 from tests.data.test_corpus_cache import load, was_read
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return tmp_path / "cache"
 
 
-def _load_all(manifest: Path, folder: Path, start: Any, results: Any) -> None:
+def _load_all(manifest, folder, start, results):
     tokenizer = SentencePieceTokenizer.load(manifest.parent / "tokenizer")
     start.wait()
-    notes: list[str] = []
+    notes = []
     corpus = load(manifest, tokenizer, folder, notes)
     results.put((was_read(notes), corpus.fingerprint))
 
 
-def test_of_several_processes_one_reads(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
-) -> None:
+def test_of_several_processes_one_reads(nemo, tokenizer, folder):
     manifest = nemo(12)
     tokenizer.save(manifest.parent / "tokenizer")
     context = multiprocessing.get_context("fork")
@@ -49,19 +44,17 @@ def test_of_several_processes_one_reads(
     }
 
 
-def test_a_killed_builder_leaves_nothing_behind(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path
-) -> None:
+def test_a_killed_builder_leaves_nothing_behind(nemo, tokenizer, folder):
     manifest = nemo(5)
 
-    def write_half(path: Path, *others: Any) -> int:
+    def write_half(path, *others):
         with atomic_file(path) as file:
             file.write(b"half")
             file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
-    def build() -> None:
+    def build():
         corpus_cache.write_columns = write_half
         load(manifest, tokenizer, folder, [])
 
@@ -70,15 +63,13 @@ def test_a_killed_builder_leaves_nothing_behind(
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert len(list(folder.glob("*.partial"))) == 1
-    notes: list[str] = []
+    notes = []
     load(manifest, tokenizer, folder, notes)
     assert was_read(notes)
     assert not list(folder.glob("*.partial"))
 
 
-def test_without_locks_no_file_of_another_is_removed(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_no_file_of_another_is_removed(nemo, tokenizer, folder, monkeypatch):
     """It may be one that another process, on this host or on another one, is writing."""
     manifest = nemo(5)
     load(manifest, tokenizer, folder, [])
@@ -86,7 +77,7 @@ def test_without_locks_no_file_of_another_is_removed(
     other = made.with_name(f"{made.name}.deadbeef.1.partial")
     made.rename(other)
 
-    def refuse(*arguments: Any) -> None:
+    def refuse(*arguments):
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
     with monkeypatch.context() as patch:

@@ -10,7 +10,7 @@ STEPS = re.findall(
 )
 
 
-def functions(path: Path) -> set[str]:
+def functions(path):
     names = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef):
@@ -21,13 +21,13 @@ def functions(path: Path) -> set[str]:
     return names
 
 
-def test_every_function_exists() -> None:
+def test_every_function_exists():
     missing = [
         f"{file}:{name}" for file, name in STEPS if name not in functions(ROOT / "effasr" / file)
     ]
     assert not missing
 
 
-def test_the_path_is_short() -> None:
+def test_the_path_is_short():
     assert 40 < len(STEPS) <= 45
     assert len({file for file, _ in STEPS}) <= 30

@@ -1,25 +1,16 @@
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from effasr.data.config import DataConfig
 from effasr.data.filters.config import FilterConfig, TooManyDropped, check_share
 from effasr.data.filters.rules import Dropped
 from effasr.data.index.corpus import Corpus
-from effasr.data.tokenizer import Tokenizer
 
 
 @pytest.fixture
-def load(
-    tmp_path: Path,
-    write_tone: Callable[..., Path],
-    write_lines: Callable[..., Path],
-    tokenizer: Tokenizer,
-) -> Callable[..., Corpus]:
+def load(tmp_path, write_tone, write_lines, tokenizer):
     """A corpus of one-second utterances with these lines, under these filters."""
 
-    def make(rows: list[dict], **filters: object) -> Corpus:
+    def make(rows, **filters):
         write_tone(tmp_path / "a.wav", 1.0)
         manifest = write_lines(
             tmp_path / "m.jsonl", [{"audio_filepath": "a.wav", "text": "one"} | row for row in rows]
@@ -32,7 +23,7 @@ def load(
     return make
 
 
-def reasons(corpus: Corpus) -> list[str]:
+def reasons(corpus):
     return [str(drop.reason) for drop in corpus.dropped]
 
 
@@ -53,16 +44,14 @@ def reasons(corpus: Corpus) -> list[str]:
         ({"max_tokens_per_second": 4.0}, {"text": "one two three four"}, "token_rate_outlier"),
     ],
 )
-def test_each_filter_takes_what_it_names_and_nothing_else(
-    load: Callable[..., Corpus], filters: dict, row: dict, reason: str
-) -> None:
+def test_each_filter_takes_what_it_names_and_nothing_else(load, filters, row, reason):
     corpus = load([{}, row, {}], **filters)
     assert reasons(corpus) == [reason]
     assert len(corpus) == 2
     assert reasons(load([{}, row, {}])) == []
 
 
-def test_outliers_among_texts_of_the_same_length(load: Callable[..., Corpus]) -> None:
+def test_outliers_among_texts_of_the_same_length(load):
     rows = [{"text": "one two" if index % 2 else "one"} for index in range(120)]
     rows[7]["text"] = "one two three four five six seven eight one two three four"
     corpus = load(rows, rate_deviations=4.0)
@@ -73,9 +62,7 @@ def test_outliers_among_texts_of_the_same_length(load: Callable[..., Corpus]) ->
     assert len(load(rows)) == 120
 
 
-def test_a_reason_that_takes_too_much_stops_and_says_which_and_how_many(
-    load: Callable[..., Corpus],
-) -> None:
+def test_a_reason_that_takes_too_much_stops_and_says_which_and_how_many(load):
     rows = [{"lang": "de"} if index < 3 else {} for index in range(10)]
     with pytest.raises(TooManyDropped, match=r"unwanted_language leaves out 3 of 10") as caught:
         load(rows, languages=("en",), max_dropped=0.29)
@@ -85,7 +72,7 @@ def test_a_reason_that_takes_too_much_stops_and_says_which_and_how_many(
     assert len(load(rows, languages=("en",), max_dropped=0.3)) == 7
 
 
-def test_shares_of_several_reasons_are_not_added() -> None:
+def test_shares_of_several_reasons_are_not_added():
     dropped = [Dropped(str(i), "ab"[i % 2], "", "") for i in range(10)]
     check_share(dropped, 50, 0.1)
     with pytest.raises(TooManyDropped, match="a leaves out 5 of 49"):
@@ -104,6 +91,6 @@ def test_shares_of_several_reasons_are_not_added() -> None:
         ("characters", "z-a", "must be what stands between the brackets"),
     ],
 )
-def test_wrong_values(field: str, value: object, message: str) -> None:
+def test_wrong_values(field, value, message):
     with pytest.raises(ValueError, match=message):
         FilterConfig(**{field: value})

@@ -1,9 +1,5 @@
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
-from lhotse.cut import Cut
 
 from effasr.data.filters.rules import (
     Limits,
@@ -14,14 +10,11 @@ from effasr.data.filters.rules import (
     rate_outliers,
 )
 from effasr.data.manifest.reader import read
-from effasr.data.tokenizer import Tokenizer
 
 
 @pytest.fixture
-def cut_of(
-    tmp_path: Path, write_tone: Callable[..., Path], write_lines: Callable[..., Path]
-) -> Callable[..., Cut]:
-    def make(text: str = "one two", seconds: float = 2.0, **fields: str) -> Cut:
+def cut_of(tmp_path, write_tone, write_lines):
+    def make(text="one two", seconds=2.0, **fields):
         write_tone(tmp_path / "a.wav", seconds)
         row = {"audio_filepath": "a.wav", "text": text} | fields
         return read(write_lines(tmp_path / "m.jsonl", [row]))[0]
@@ -59,20 +52,13 @@ def cut_of(
         ({}, {"max_tokens_per_second": 0.5}, Reason.TOKEN_RATE, r"\d\.\d per second, over 0\.5"),
     ],
 )
-def test_reasons(
-    cut_of: Callable[..., Cut],
-    tokenizer: Tokenizer,
-    cut: dict,
-    limits: dict,
-    reason: Reason,
-    details: str,
-) -> None:
+def test_reasons(cut_of, tokenizer, cut, limits, reason, details):
     with pytest.raises(RejectedUtterance, match=details) as caught:
         check(cut_of(**cut), Limits(**limits), tokenizer)
     assert caught.value.reason == reason
 
 
-def test_a_good_cut_gives_its_tokens(cut_of: Callable[..., Cut], tokenizer: Tokenizer) -> None:
+def test_a_good_cut_gives_its_tokens(cut_of, tokenizer):
     cut = cut_of()
     tokens = check(cut, Limits(frame_budget=25, token_budget=30), tokenizer)
     assert tokens is not None
@@ -81,9 +67,7 @@ def test_a_good_cut_gives_its_tokens(cut_of: Callable[..., Cut], tokenizer: Toke
     assert tokens.monotonic
 
 
-def test_ctc_asks_nothing_of_translations_and_of_models_without_it(
-    cut_of: Callable[..., Cut], tokenizer: Tokenizer
-) -> None:
+def test_ctc_asks_nothing_of_translations_and_of_models_without_it(cut_of, tokenizer):
     long = {"text": "four three two one", "seconds": 0.2}
     assert check(cut_of(**long), Limits(ctc=False), tokenizer) is not None
     translated = check(cut_of(**long, lang="de", target_lang="en"), Limits(), tokenizer)
@@ -91,7 +75,7 @@ def test_ctc_asks_nothing_of_translations_and_of_models_without_it(
     assert not translated.monotonic
 
 
-def test_without_a_tokenizer_characters_are_counted(cut_of: Callable[..., Cut]) -> None:
+def test_without_a_tokenizer_characters_are_counted(cut_of):
     assert check(cut_of(), Limits()) is None
     with pytest.raises(RejectedUtterance, match=r"3\.5 per second, over 3") as caught:
         check(cut_of(), Limits(max_characters_per_second=3))
@@ -101,11 +85,11 @@ def test_without_a_tokenizer_characters_are_counted(cut_of: Callable[..., Cut]) 
 @pytest.mark.parametrize(
     ("text", "frames"), [([], 0), ([4], 1), ([4, 5], 2), ([4, 4], 3), ([4, 4, 4, 5], 6)]
 )
-def test_frames_for_ctc(text: list[int], frames: int) -> None:
+def test_frames_for_ctc(text, frames):
     assert frames_for_ctc(text) == frames
 
 
-def test_outliers_are_found_among_utterances_of_their_length() -> None:
+def test_outliers_are_found_among_utterances_of_their_length():
     rng = np.random.default_rng(0)
     durations = np.exp(rng.normal(1, 0.8, 3000))
     # Short utterances are spoken faster: their rates alone are no outliers.
@@ -116,7 +100,7 @@ def test_outliers_are_found_among_utterances_of_their_length() -> None:
     np.testing.assert_array_equal(found, wrong)
 
 
-def test_rates_are_compared_within_a_language() -> None:
+def test_rates_are_compared_within_a_language():
     rng = np.random.default_rng(0)
     languages = np.repeat([0, 1], [1000, 20])
     rates = np.where(languages == 0, 4.0, 15.0) * np.exp(rng.normal(0, 0.2, 1020))
@@ -126,7 +110,7 @@ def test_rates_are_compared_within_a_language() -> None:
     np.testing.assert_array_equal(found, [7])
 
 
-def test_equal_rates_have_no_outliers() -> None:
+def test_equal_rates_have_no_outliers():
     assert not rate_outliers(np.full(500, 5.0), np.linspace(1, 9, 500)).any()
     # Hardly faster, though many standard deviations away.
     assert not rate_outliers(np.append(np.full(500, 5.0), 5.5), np.linspace(1, 9, 501)).any()
@@ -141,6 +125,6 @@ def test_equal_rates_have_no_outliers() -> None:
         ({"frame_budget": 0}, "`frame_budget` must be greater than 0, but is 0"),
     ],
 )
-def test_limits_are_checked(fields: dict, message: str) -> None:
+def test_limits_are_checked(fields, message):
     with pytest.raises(ValueError, match=message):
         Limits(**fields)

@@ -1,6 +1,3 @@
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from effasr.data.audio.augmentation.clips import Clips
@@ -9,14 +6,14 @@ from effasr.data.manifest.reader import read
 from effasr.data.prompt import Prompt
 
 
-def write_kaldi(folder: Path, **files: str) -> Path:
+def write_kaldi(folder, **files):
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name.replace("_", ".")).write_text(content)
     return folder
 
 
-def test_kaldi_folder(tmp_path: Path, write_tone: Callable[..., Path]) -> None:
+def test_kaldi_folder(tmp_path, write_tone):
     write_tone(tmp_path / "rec.wav", 2.0)
     folder = write_kaldi(
         tmp_path,
@@ -49,21 +46,19 @@ def test_kaldi_folder(tmp_path: Path, write_tone: Callable[..., Path]) -> None:
         ({"segments": "u u 0 x\n"}, "segments:1: times must be numbers of seconds, .*'x'"),
     ],
 )
-def test_malformed_kaldi_folders(
-    tmp_path: Path, files: dict[str, str], message: str, write_tone: Callable[..., Path]
-) -> None:
+def test_malformed_kaldi_folders(tmp_path, files, message, write_tone):
     write_tone(tmp_path / "u.wav", 1.0)
     folder = write_kaldi(tmp_path, **({"wav_scp": "u u.wav\n", "text": "u one\n"} | files))
     with pytest.raises(ValueError, match=message):
         read(folder)
 
 
-def test_a_kaldi_folder_needs_transcripts(tmp_path: Path) -> None:
+def test_a_kaldi_folder_needs_transcripts(tmp_path):
     with pytest.raises(ValueError, match="there is no `text`"):
         read(write_kaldi(tmp_path, wav_scp="u u.wav\n"))
 
 
-def test_audio_with_text_beside_it(tmp_path: Path, write_tone: Callable[..., Path]) -> None:
+def test_audio_with_text_beside_it(tmp_path, write_tone):
     for name in ("b/two.flac", "a/one.wav"):
         path = write_tone(tmp_path / name, 0.5)
         path.with_suffix(".txt").write_text(f" {path.stem}\nmore \n")
@@ -73,7 +68,7 @@ def test_audio_with_text_beside_it(tmp_path: Path, write_tone: Callable[..., Pat
     assert prompt_of(first).source == "de"
 
 
-def test_linked_folders_are_entered_once(tmp_path: Path, write_tone: Callable[..., Path]) -> None:
+def test_linked_folders_are_entered_once(tmp_path, write_tone):
     corpus, elsewhere = tmp_path / "corpus", tmp_path / "elsewhere"
     for path in (corpus / "b/one.wav", elsewhere / "two.wav", corpus / ".hidden/three.wav"):
         write_tone(path, 0.5).with_suffix(".txt").write_text(path.stem)
@@ -88,9 +83,7 @@ def test_linked_folders_are_entered_once(tmp_path: Path, write_tone: Callable[..
     assert len(Clips.load([corpus], "noise").samples) == 2
 
 
-def test_transcripts_of_librispeech_in_a_linked_folder(
-    tmp_path: Path, write_tone: Callable[..., Path]
-) -> None:
+def test_transcripts_of_librispeech_in_a_linked_folder(tmp_path, write_tone):
     write_tone(tmp_path / "elsewhere/1-2-0000.flac", 0.5)
     (tmp_path / "elsewhere/1-2.trans.txt").write_text("1-2-0000 ONE\n")
     (tmp_path / "corpus").mkdir()
@@ -98,25 +91,21 @@ def test_transcripts_of_librispeech_in_a_linked_folder(
     assert [cut.id for cut in read(tmp_path / "corpus")] == ["1-2-0000"]
 
 
-def test_audio_without_text_beside_it_is_named(
-    tmp_path: Path, write_tone: Callable[..., Path]
-) -> None:
+def test_audio_without_text_beside_it_is_named(tmp_path, write_tone):
     write_tone(tmp_path / "a.wav", 0.5).with_suffix(".txt").write_text("one")
     write_tone(tmp_path / "b.wav", 0.5)
     with pytest.raises(ValueError, match=r"b\.wav: there is no b\.txt .*1 of 2 audio files"):
         read(tmp_path)
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "notes.md").write_text("nothing")
     with pytest.raises(ValueError, match="not a folder of utterances"):
         read(tmp_path)
 
 
 @pytest.mark.parametrize("field", ["text", "transcription", "sentence"])
-def test_hugging_face_audio_folder(
-    tmp_path: Path, field: str, write_tone: Callable[..., Path]
-) -> None:
+def test_hugging_face_audio_folder(tmp_path, field, write_tone):
     write_tone(tmp_path / "clips/a.wav", 0.5)
     (tmp_path / "metadata.csv").write_text(
         f'file_name,{field},lang\nclips/a.wav,"one, two",de\n', encoding="utf-8-sig"
@@ -126,17 +115,13 @@ def test_hugging_face_audio_folder(
     assert prompt_of(cut).source == "de"
 
 
-def test_an_empty_cell_of_a_table_is_a_missing_field(
-    tmp_path: Path, write_tone: Callable[..., Path]
-) -> None:
+def test_an_empty_cell_of_a_table_is_a_missing_field(tmp_path, write_tone):
     write_tone(tmp_path / "a.wav", 0.5)
     (tmp_path / "metadata.csv").write_text("file_name,text,lang,task,pnc\na.wav,one,,,\n")
     assert prompt_of(read(tmp_path)[0]) == Prompt()
 
 
-def test_hugging_face_audio_folder_in_json(
-    tmp_path: Path, write_tone: Callable[..., Path], write_lines: Callable[..., Path]
-) -> None:
+def test_hugging_face_audio_folder_in_json(tmp_path, write_tone, write_lines):
     write_tone(tmp_path / "a.wav", 0.5)
     write_lines(tmp_path / "metadata.jsonl", [{"file_name": "a.wav", "transcription": "one"}])
     assert read(tmp_path)[0].supervisions[0].text == "one"
@@ -151,16 +136,14 @@ def test_hugging_face_audio_folder_in_json(
         ("file_name,text\na.wav,one\nb.wav\n", "row 2: must have 2 columns"),
     ],
 )
-def test_malformed_tables(
-    tmp_path: Path, content: str, message: str, write_tone: Callable[..., Path]
-) -> None:
+def test_malformed_tables(tmp_path, content, message, write_tone):
     write_tone(tmp_path / "a.wav", 0.5)
     (tmp_path / "metadata.csv").write_text(content)
     with pytest.raises(ValueError, match=message):
         read(tmp_path)
 
 
-def test_librispeech(tmp_path: Path, write_tone: Callable[..., Path]) -> None:
+def test_librispeech(tmp_path, write_tone):
     write_tone(tmp_path / "61/70968/61-70968-0000.flac", 0.5)
     (tmp_path / "61/70968/61-70968.trans.txt").write_text("61-70968-0000 HE BEGAN A CONFUSED\n")
     (cut,) = read(tmp_path)

@@ -2,7 +2,6 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,28 +10,22 @@ from effasr.data.filters.limits import Limits
 from effasr.data.index import index_reader
 from effasr.data.index.index_reader import build_table
 from effasr.data.manifest.prepare import prepare
-from effasr.data.tokenizer import Tokenizer
 
 LIMITS = Limits(min_duration=0.6, max_duration=1.0, speed_perturbation=(0.9, 1.0))
 Check = Callable[[Any, Any], None]
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_parts(monkeypatch):
     monkeypatch.setattr(index_reader, "PART", 3)
 
 
-def rows_of(manifest: Path) -> list[dict[str, Any]]:
+def rows_of(manifest):
     return [json.loads(line) for line in manifest.read_text().splitlines()]
 
 
 @pytest.fixture(params=["nemo", "cuts", "kaldi", "parts of files", "late"])
-def source(
-    request: pytest.FixtureRequest,
-    nemo: Callable[..., Path],
-    write_lines: Callable[..., Path],
-    tmp_path: Path,
-) -> Path:
+def source(request, nemo, write_lines, tmp_path):
     """A manifest with good lines and bad ones."""
     manifest = nemo(14)
     (manifest.parent / "audio/u4.wav").unlink()
@@ -61,15 +54,13 @@ def source(
     return manifest
 
 
-def test_the_table_does_not_depend_on_the_processes(
-    source: Path, tokenizer: Tokenizer, check_same: Check
-) -> None:
+def test_the_table_does_not_depend_on_the_processes(source, tokenizer, check_same):
     paths, limits = (
         [source, source],
         Limits(min_duration=0.2, ctc=False, speed_perturbation=(0.9, 1.0)),
     )
     alone = build_table(paths, tokenizer, limits, "en", [0, 1])
-    counts: list[int] = []
+    counts = []
     together = build_table(paths, tokenizer, limits, "en", [0, 1], jobs=2, progress=counts.append)
     check_same(alone, together)
     assert len(alone) > 20
@@ -81,9 +72,7 @@ def test_the_table_does_not_depend_on_the_processes(
 
 @pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.parametrize("line", [1, 8])
-def test_a_malformed_line_is_told(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, jobs: int, line: int
-) -> None:
+def test_a_malformed_line_is_told(nemo, tokenizer, jobs, line):
     manifest = nemo(12)
     lines = manifest.read_text().splitlines()
     lines[line] = lines[line].replace('"text"', '"words"')
@@ -94,13 +83,7 @@ def test_a_malformed_line_is_told(
 
 @pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.parametrize("line", [1, 8])
-def test_an_id_that_is_taken_is_told(
-    nemo: Callable[..., Path],
-    write_lines: Callable[..., Path],
-    tokenizer: Tokenizer,
-    jobs: int,
-    line: int,
-) -> None:
+def test_an_id_that_is_taken_is_told(nemo, write_lines, tokenizer, jobs, line):
     manifest = nemo(12)
     rows = [row | {"id": f"n{index}"} for index, row in enumerate(rows_of(manifest))]
     rows[line]["id"] = "n0"
@@ -109,12 +92,10 @@ def test_an_id_that_is_taken_is_told(
         build_table([manifest], tokenizer, LIMITS, "en", [0], jobs=jobs)
 
 
-def test_a_killed_process_is_told(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_process_is_told(nemo, tokenizer, monkeypatch):
     parent = os.getpid()
 
-    def die(self: Any, *arguments: Any) -> None:
+    def die(self, *arguments):
         if os.getpid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
 

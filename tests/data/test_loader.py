@@ -5,7 +5,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -14,21 +13,19 @@ import pytest
 import torch
 
 from effasr.data.audio.waveform import AudioError
-from effasr.data.batch import Batch
 from effasr.data.config import DataConfig
 from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader
-from effasr.data.micro_batch_loader import MicroBatchRef, StepBatch
-from effasr.data.tokenizer import SentencePieceTokenizer, Tokenizer
+from effasr.data.micro_batch_loader import MicroBatchRef
 from effasr.data.worker_processes import next_item
 
 
 @pytest.fixture
-def make(nemo: Callable[..., Path], tokenizer: Tokenizer) -> Callable[..., Loader]:
+def make(nemo, tokenizer):
     """Makes a loader of 40 tones with about 4 micro-batches of 60 frames in a step."""
     manifest = nemo(40)
 
-    def build(*, rank: int = 0, world_size: int = 1, **options: object) -> Loader:
+    def build(*, rank=0, world_size=1, **options):
         defaults = {"frame_budget": 60, "micro_batches": 4, "workers": 0}
         config = DataConfig(train=str(manifest), **(defaults | options))  # type: ignore[arg-type]
         corpus = Corpus.load(config.train, tokenizer, config, ctc=False)
@@ -37,18 +34,18 @@ def make(nemo: Callable[..., Path], tokenizer: Tokenizer) -> Callable[..., Loade
     return build
 
 
-def take(loader: Loader, count: int, epoch: int = 0, step: int = 0) -> list[StepBatch]:
+def take(loader, count, epoch=0, step=0):
     with closing(loader.steps(epoch, step)) as steps:
         return list(islice(steps, count))
 
 
-def tensors(batch: Batch) -> list[torch.Tensor]:
+def tensors(batch):
     layouts = (batch.audio.layout, batch.frames, batch.tokens.layout, batch.text.layout)
     values = (batch.audio.values, batch.tokens.values, batch.targets, batch.text.values)
     return [*values, batch.monotonic, *(layout.cu_seqlens for layout in layouts)]
 
 
-def assert_equal(a: StepBatch, b: StepBatch) -> None:
+def assert_equal(a, b):
     assert (a.epoch, a.step, a.num_steps) == (b.epoch, b.step, b.num_steps)
     for one, other in zip(a.batches, b.batches, strict=True):
         assert one.ids == other.ids
@@ -57,7 +54,7 @@ def assert_equal(a: StepBatch, b: StepBatch) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_resumed_run_sees_the_same_batches(make: Callable[..., Loader], workers: int) -> None:
+def test_a_resumed_run_sees_the_same_batches(make, workers):
     whole = take(make(workers=0), 7)
     assert whole[-1].epoch >= 2
     for start in (1, 4):
@@ -67,7 +64,7 @@ def test_a_resumed_run_sees_the_same_batches(make: Callable[..., Loader], worker
             assert_equal(expected, got)
 
 
-def test_every_batch_has_the_same_shape(make: Callable[..., Loader]) -> None:
+def test_every_batch_has_the_same_shape(make):
     steps = take(make(), 6)
     shapes = {
         tuple(tensor.shape for tensor in tensors(batch)) for step in steps for batch in step.batches
@@ -75,9 +72,7 @@ def test_every_batch_has_the_same_shape(make: Callable[..., Loader]) -> None:
     assert len(shapes) == 1
 
 
-def test_a_step_holds_the_same_utterances_on_any_number_of_ranks(
-    make: Callable[..., Loader],
-) -> None:
+def test_a_step_holds_the_same_utterances_on_any_number_of_ranks(make):
     alone = take(make(), 3)
     for world_size in (2, 4):
         ranks = [take(make(rank=rank, world_size=world_size), 3) for rank in range(world_size)]
@@ -87,7 +82,7 @@ def test_a_step_holds_the_same_utterances_on_any_number_of_ranks(
             assert together == [batch.ids for batch in expected.batches]
 
 
-def test_an_epoch_holds_each_planned_utterance_once(make: Callable[..., Loader]) -> None:
+def test_an_epoch_holds_each_planned_utterance_once(make):
     loader = make()
     steps = take(loader, loader.plan(0).num_steps)
     ids = [name for step in steps for batch in step.batches for name in batch.ids]
@@ -95,7 +90,7 @@ def test_an_epoch_holds_each_planned_utterance_once(make: Callable[..., Loader])
     assert steps[-1].next_position == (1, 0)
 
 
-def test_parts_of_steps_can_be_asked_for_in_any_order(make: Callable[..., Loader]) -> None:
+def test_parts_of_steps_can_be_asked_for_in_any_order(make):
     """As learners do that take what comes next."""
     whole = take(make(), 3)
     loader = make(world_size=2, workers=1)
@@ -117,9 +112,7 @@ def test_parts_of_steps_can_be_asked_for_in_any_order(make: Callable[..., Loader
         assert (at_once.number, at_once.step) == (turn.number, turn.step)
 
 
-def test_ranks_that_cannot_share_evenly_get_empty_micro_batches(
-    make: Callable[..., Loader], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ranks_that_cannot_share_evenly_get_empty_micro_batches(make, caplog):
     alone = take(make(), 2)
     ranks = [take(make(rank=rank, world_size=3), 2) for rank in range(3)]
     for number, expected in enumerate(alone):
@@ -139,12 +132,10 @@ def test_ranks_that_cannot_share_evenly_get_empty_micro_batches(
         make(world_size=5)
 
 
-def test_no_utterance_is_lost_or_repeated_when_the_ranks_change_in_an_epoch(
-    make: Callable[..., Loader],
-) -> None:
+def test_no_utterance_is_lost_or_repeated_when_the_ranks_change_in_an_epoch(make):
     plan = make(frame_budget=20).plan(0)
     assert plan.num_steps >= 3
-    seen: list[str] = []
+    seen = []
     place = (0, 0)
     for world_size, count in ((2, 1), (3, 1), (1, plan.num_steps - 2)):
         ranks = [
@@ -161,7 +152,7 @@ BASELINES = ["random", "bucketed", "sync_bucketed", "sync_bucketed_2d"]
 
 
 @pytest.mark.parametrize("strategy", BASELINES)
-def test_other_strategies_load_exact_sizes(make: Callable[..., Loader], strategy: str) -> None:
+def test_other_strategies_load_exact_sizes(make, strategy):
     options = {"strategy": strategy, "buckets": 3}
     loader = make(**options)
     count = loader.plan(0).num_steps
@@ -179,7 +170,7 @@ def test_other_strategies_load_exact_sizes(make: Callable[..., Loader], strategy
         assert_equal(expected, got)
 
 
-def test_padded_batches_are_as_wide_as_their_longest(make: Callable[..., Loader]) -> None:
+def test_padded_batches_are_as_wide_as_their_longest(make):
     step = take(make(strategy="random", padded=True), 1)[0]
     plain = take(make(strategy="random"), 1)[0]
     for wide, exact in zip(step.batches, plain.batches, strict=True):
@@ -196,9 +187,7 @@ def test_padded_batches_are_as_wide_as_their_longest(make: Callable[..., Loader]
 @pytest.mark.parametrize(
     "options", [{}, {"strategy": "random"}, {"strategy": "random", "padded": True}]
 )
-def test_a_micro_batch_whose_audio_is_all_gone_is_empty(
-    make: Callable[..., Loader], tmp_path: Path, options: dict[str, object]
-) -> None:
+def test_a_micro_batch_whose_audio_is_all_gone_is_empty(make, tmp_path, options):
     loader = make(on_bad_audio="skip", **options)
     gone = loader.plan(0).step(0)[1]
     for index in gone:
@@ -209,7 +198,7 @@ def test_a_micro_batch_whose_audio_is_all_gone_is_empty(
     assert len(step.skipped) == len(gone) > 0
 
 
-def test_fingerprints_tell_plans_apart(make: Callable[..., Loader]) -> None:
+def test_fingerprints_tell_plans_apart(make):
     names = [{}, *({"strategy": name, "buckets": 3} for name in BASELINES)]
     found = [make(**options).fingerprint(epoch) for options in names for epoch in (0, 1)]
     assert len(set(found)) == len(found)
@@ -218,7 +207,7 @@ def test_fingerprints_tell_plans_apart(make: Callable[..., Loader]) -> None:
     assert make(world_size=2).fingerprint(0) == found[0]
 
 
-def test_baselines_must_be_shared_evenly(make: Callable[..., Loader]) -> None:
+def test_baselines_must_be_shared_evenly(make):
     with pytest.raises(
         ValueError, match=r"multiple of the number of ranks, 3, .* but is 4: use 3 or 6, or"
     ):
@@ -227,16 +216,14 @@ def test_baselines_must_be_shared_evenly(make: Callable[..., Loader]) -> None:
         make(rank=2, world_size=2)
 
 
-def test_a_position_outside_the_epoch_is_refused(make: Callable[..., Loader]) -> None:
+def test_a_position_outside_the_epoch_is_refused(make):
     loader = make()
     with pytest.raises(ValueError, match=r"`step` must be in 0 \.\. \d+, .*, but is 99"):
         loader.steps(0, 99)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_audio_that_breaks_is_named(
-    make: Callable[..., Loader], tmp_path: Path, workers: int
-) -> None:
+def test_audio_that_breaks_is_named(make, tmp_path, workers):
     loader = make(workers=workers)
     name = f"u{loader.plan(0).indices[-1]}"
     (tmp_path / f"corpus/audio/{name}.wav").write_bytes(b"broken")
@@ -249,7 +236,7 @@ def test_audio_that_breaks_is_named(
     assert "data.on_bad_audio=skip" in message
 
 
-def test_audio_that_breaks_can_be_skipped(make: Callable[..., Loader], tmp_path: Path) -> None:
+def test_audio_that_breaks_can_be_skipped(make, tmp_path):
     loader = make(on_bad_audio="skip")
     gone = {f"u{index}" for index in loader.plan(0).indices[[0, -1]]}
     for name in gone:
@@ -263,7 +250,7 @@ def test_audio_that_breaks_can_be_skipped(make: Callable[..., Loader], tmp_path:
     assert all(drop.audio.endswith(f"{drop.id}.wav") for drop in skipped)
 
 
-def test_loading_leaves_the_global_generator_alone(make: Callable[..., Loader]) -> None:
+def test_loading_leaves_the_global_generator_alone(make):
     torch.manual_seed(0)
     before = torch.get_rng_state()
     take(make(workers=1), 1)
@@ -271,7 +258,7 @@ def test_loading_leaves_the_global_generator_alone(make: Callable[..., Loader]) 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_closing_ends_the_workers(make: Callable[..., Loader]) -> None:
+def test_closing_ends_the_workers(make):
     before = set(children(os.getpid()))
     steps = make(workers=2).steps()
     next(steps)
@@ -284,7 +271,7 @@ def test_closing_ends_the_workers(make: Callable[..., Loader]) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 @pytest.mark.parametrize("workers", [0, 1])
-def test_batches_for_a_gpu_are_pinned(make: Callable[..., Loader], workers: int) -> None:
+def test_batches_for_a_gpu_are_pinned(make, workers):
     (batch, *_) = take(make(workers=workers), 1)[0].batches
     assert all(tensor.is_pinned() for tensor in tensors(batch))
     on_gpu = batch.to("cuda")
@@ -307,9 +294,7 @@ next(steps)
 
 
 @pytest.fixture
-def script(
-    nemo: Callable[..., Path], tokenizer: SentencePieceTokenizer, tmp_path: Path
-) -> Callable[[str], list[str]]:
+def script(nemo, tokenizer, tmp_path):
     """Makes the command line of a process that loads, and then does what it is told."""
     tokenizer.save(tmp_path / "tokenizer")
     files = [str(nemo(12)), str(tmp_path / "tokenizer")]
@@ -317,10 +302,8 @@ def script(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="relies on forked workers")
-def test_full_shared_memory_is_an_error_and_no_endless_wait(
-    make: Callable[..., Loader], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(tensor: torch.Tensor) -> None:
+def test_full_shared_memory_is_an_error_and_no_endless_wait(make, monkeypatch):
+    def fail(tensor):
         raise RuntimeError("unable to write to file </torch_1>: No space left on device (28)")
 
     monkeypatch.setattr(torch.Tensor, "share_memory_", fail)
@@ -339,12 +322,12 @@ def test_full_shared_memory_is_an_error_and_no_endless_wait(
         ("DataLoader worker (pid(s) 7) exited unexpectedly", "^a loading process died"),
     ],
 )
-def test_an_error_in_a_worker_is_not_its_death(reported: str, shown: str) -> None:
+def test_an_error_in_a_worker_is_not_its_death(reported, shown):
     class Failing:
-        def __iter__(self) -> "Failing":
+        def __iter__(self):
             return self
 
-        def __next__(self) -> None:
+        def __next__(self):
             raise RuntimeError(reported)
 
     with pytest.raises(RuntimeError, match=shown):
@@ -352,7 +335,7 @@ def test_an_error_in_a_worker_is_not_its_death(reported: str, shown: str) -> Non
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_an_error_ends_the_workers(make: Callable[..., Loader], tmp_path: Path) -> None:
+def test_an_error_ends_the_workers(make, tmp_path):
     loader = make(workers=1)
     (tmp_path / f"corpus/audio/u{loader.plan(0).indices[0]}.wav").unlink()
     before = set(children(os.getpid()))
@@ -363,7 +346,7 @@ def test_an_error_ends_the_workers(make: Callable[..., Loader], tmp_path: Path) 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_workers_ignore_signals_that_are_not_their_parent_s(make: Callable[..., Loader]) -> None:
+def test_workers_ignore_signals_that_are_not_their_parent_s(make):
     before = set(children(os.getpid()))
     with closing(make(workers=1).steps()) as steps:
         next(steps)
@@ -376,7 +359,7 @@ def test_workers_ignore_signals_that_are_not_their_parent_s(make: Callable[..., 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_worker_that_dies_gives_a_readable_error(script: Callable[[str], list[str]]) -> None:
+def test_a_worker_that_dies_gives_a_readable_error(script):
     command = script(
         """
         children = open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split()
@@ -394,7 +377,7 @@ def test_a_worker_that_dies_gives_a_readable_error(script: Callable[[str], list[
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_workers_die_with_the_training_process(script: Callable[[str], list[str]]) -> None:
+def test_workers_die_with_the_training_process(script):
     command = script("print('loaded', flush=True); time.sleep(60)")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -406,12 +389,12 @@ def test_workers_die_with_the_training_process(script: Callable[[str], list[str]
     assert not running(workers)
 
 
-def children(pid: int) -> list[int]:
+def children(pid):
     listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(child) for child in listed.split()]
 
 
-def running(pids: list[int], patience: float = 3.0) -> list[int]:
+def running(pids, patience=3.0):
     """Those that still run after a moment; a zombie does not."""
     deadline = time.monotonic() + patience
     while (alive := [pid for pid in pids if _state(pid) not in "ZX"]) and (
@@ -421,7 +404,7 @@ def running(pids: list[int], patience: float = 3.0) -> list[int]:
     return alive
 
 
-def _state(pid: int) -> str:
+def _state(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -3,8 +3,6 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,7 @@ from effasr.data.locks import BuilderSilent, building
 CONTEXT = multiprocessing.get_context("fork")
 
 
-def _hold(lock: Path, held: Any, silent: bool) -> None:
+def _hold(lock, held, silent):
     with building(lock, print) as (say, is_locked):
         assert is_locked
         held.set()
@@ -24,7 +22,7 @@ def _hold(lock: Path, held: Any, silent: bool) -> None:
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_others_wait_for_one_that_goes_on(tmp_path: Path, silent: bool) -> None:
+def test_others_wait_for_one_that_goes_on(tmp_path, silent):
     lock, held, notes = tmp_path / "lock", CONTEXT.Event(), []
     builder = CONTEXT.Process(target=_hold, args=(lock, held, silent))
     builder.start()
@@ -43,7 +41,7 @@ def test_others_wait_for_one_that_goes_on(tmp_path: Path, silent: bool) -> None:
     assert silent or len(set(notes)) > 2
 
 
-def test_a_fork_does_not_hold_the_lock(tmp_path: Path) -> None:
+def test_a_fork_does_not_hold_the_lock(tmp_path):
     lock, end = tmp_path / "lock", CONTEXT.Event()
     with building(lock, print):
         child = CONTEXT.Process(target=end.wait, args=(10,))
@@ -54,10 +52,8 @@ def test_a_fork_does_not_hold_the_lock(tmp_path: Path) -> None:
     child.join()
 
 
-def test_where_there_are_no_locks_nobody_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*arguments: Any) -> None:
+def test_where_there_are_no_locks_nobody_waits(tmp_path, monkeypatch):
+    def refuse(*arguments):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr("fcntl.flock", refuse)

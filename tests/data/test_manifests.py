@@ -1,9 +1,7 @@
 import gzip
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +16,11 @@ from effasr.data.prompt import Prompt
 
 
 @pytest.fixture
-def line(
-    tmp_path: Path, write_tone: Callable[..., Path], write_lines: Callable[..., Path]
-) -> Callable[..., Path]:
+def line(tmp_path, write_tone, write_lines):
     """Makes a manifest of one line about a second of audio, with fields put in or left out."""
     write_tone(tmp_path / "a.wav", 1.0)
 
-    def make(**fields: Any) -> Path:
+    def make(**fields):
         row = {"audio_filepath": "a.wav", "duration": 1.0, "text": "one two"} | fields
         kept = {name: value for name, value in row.items() if value is not ...}
         return write_lines(tmp_path / "m.jsonl", [kept])
@@ -32,7 +28,7 @@ def line(
     return make
 
 
-def test_a_nemo_line_becomes_a_cut(line: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_nemo_line_becomes_a_cut(line, tmp_path):
     (cut,) = read(line(text="  one two ", lang="en", pnc="no"))
     assert cut.id == "a"
     assert cut.duration == 1.0
@@ -43,7 +39,7 @@ def test_a_nemo_line_becomes_a_cut(line: Callable[..., Path], tmp_path: Path) ->
     assert load_audio(cut).shape == (16_000,)
 
 
-def test_a_transcript_that_is_null_is_empty(line: Callable[..., Path]) -> None:
+def test_a_transcript_that_is_null_is_empty(line):
     (cut,) = read(line(text=None))
     assert cut.supervisions[0].text == ""
 
@@ -65,12 +61,12 @@ def test_a_transcript_that_is_null_is_empty(line: Callable[..., Path]) -> None:
         ({"pnc": False}, Prompt(punctuation=False)),
     ],
 )
-def test_prompt_fields(line: Callable[..., Path], fields: dict, expected: Prompt) -> None:
+def test_prompt_fields(line, fields, expected):
     (cut,) = read(line(**fields))
     assert prompt_of(cut) == expected
 
 
-def test_the_default_language_is_an_argument(line: Callable[..., Path]) -> None:
+def test_the_default_language_is_an_argument(line):
     assert prompt_of(read(line(), language="fr")[0]) == Prompt("fr", "fr")
 
 
@@ -99,18 +95,18 @@ def test_the_default_language_is_an_argument(line: Callable[..., Path]) -> None:
         ({"offset": 2.0}, "`offset` is 2 s, but the file ends at 1 s"),
     ],
 )
-def test_a_malformed_line_is_named(line: Callable[..., Path], fields: dict, message: str) -> None:
+def test_a_malformed_line_is_named(line, fields, message):
     with pytest.raises(ValueError, match=rf"m\.jsonl:1: .*{message}"):
         read(line(**fields))
 
 
-def test_a_malformed_line_is_named_once(line: Callable[..., Path]) -> None:
+def test_a_malformed_line_is_named_once(line):
     with pytest.raises(ValueError, match="`pnc` must be") as caught:
         read(line(pnc="maybe"))
     assert str(caught.value).count("m.jsonl:1:") == 1
 
 
-def test_half_a_character_is_no_text(line: Callable[..., Path]) -> None:
+def test_half_a_character_is_no_text(line):
     path = line()
     content = path.read_text()
     for half in (r"\ud800", r"\uDC00"):
@@ -122,9 +118,7 @@ def test_half_a_character_is_no_text(line: Callable[..., Path]) -> None:
     assert cut.supervisions[0].text == "\U0001f600 one"
 
 
-def test_the_line_number_counts_blank_lines(
-    tmp_path: Path, write_tone: Callable[..., Path]
-) -> None:
+def test_the_line_number_counts_blank_lines(tmp_path, write_tone):
     write_tone(tmp_path / "a.wav", 1.0)
     good = json.dumps({"audio_filepath": "a.wav", "text": "one"})
     (tmp_path / "m.jsonl").write_text(f"{good}\n\n  \n{{broken\n")
@@ -136,40 +130,40 @@ def test_the_line_number_counts_blank_lines(
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
-def test_an_empty_manifest_is_refused(tmp_path: Path, content: str) -> None:
+def test_an_empty_manifest_is_refused(tmp_path, content):
     (tmp_path / "m.jsonl").write_text(content)
     with pytest.raises(ValueError, match="holds no utterances"):
         read(tmp_path / "m.jsonl")
 
 
-def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ValueError, match="there is no such file or folder"):
         read(tmp_path / "m.jsonl")
 
 
 @pytest.mark.timeout(30)
-def test_a_pipe_is_refused_as_such(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_as_such(tmp_path):
     os.mkfifo(tmp_path / "m.jsonl")
     for find in (read, deciding_files):
         with pytest.raises(ValueError, match="must be a regular file, but is a pipe"):
             find(tmp_path / "m.jsonl")
 
 
-def test_bytes_that_are_not_utf8_are_located(line: Callable[..., Path]) -> None:
+def test_bytes_that_are_not_utf8_are_located(line):
     path = line()
     path.write_bytes(path.read_bytes() + '{"text": "Tür"}'.encode("latin-1"))
     with pytest.raises(ValueError, match=r"m\.jsonl:2: must be UTF-8, but has the byte 0xfc"):
         read(path)
 
 
-def test_a_damaged_gzip_file_is_refused(line: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_damaged_gzip_file_is_refused(line, tmp_path):
     packed = tmp_path / "m.jsonl.gz"
     packed.write_bytes(gzip.compress(line().read_bytes())[:-9])
     with pytest.raises(ValueError, match=r"m\.jsonl\.gz: cannot be read"):
         read(packed)
 
 
-def test_durations_become_exact(line: Callable[..., Path]) -> None:
+def test_durations_become_exact(line):
     assert read(line(duration=1.04))[0].duration == 1.0
     assert read(line(duration=...))[0].duration == 1.0
     part = read(line(offset=0.25, duration=0.5))[0]
@@ -177,18 +171,14 @@ def test_durations_become_exact(line: Callable[..., Path]) -> None:
     assert read(line(offset=0.25, duration=...))[0].duration == 0.75
 
 
-def test_stereo_files_are_averaged(
-    tmp_path: Path, write_tone: Callable[..., Path], write_lines: Callable[..., Path]
-) -> None:
+def test_stereo_files_are_averaged(tmp_path, write_tone, write_lines):
     write_tone(tmp_path / "a.wav", 0.5, channels=2)
     (cut,) = read(write_lines(tmp_path / "m.jsonl", [{"audio_filepath": "a.wav", "text": "x"}]))
     assert cut.channel == [0, 1]
     assert load_audio(cut).shape == (8000,)
 
 
-def test_made_up_ids_are_made_unique_in_order(
-    tmp_path: Path, write_tone: Callable[..., Path], write_lines: Callable[..., Path]
-) -> None:
+def test_made_up_ids_are_made_unique_in_order(tmp_path, write_tone, write_lines):
     write_tone(tmp_path / "a.wav", 1.0)
     write_tone(tmp_path / "x" / "a.wav", 1.0)
     rows = [
@@ -199,11 +189,9 @@ def test_made_up_ids_are_made_unique_in_order(
     assert list(read(write_lines(tmp_path / "m.jsonl", rows)).ids) == ["a", "a-2", "a-3"]
 
 
-def test_made_up_ids_pass_over_given_ones(
-    write_tone: Callable[..., Path], write_lines: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_made_up_ids_pass_over_given_ones(write_tone, write_lines, tmp_path):
     write_tone(tmp_path / "a.wav", 0.3)
-    given: list[str | None] = [None, "a-3", None, None, "a-5", None, None]
+    given = [None, "a-3", None, None, "a-5", None, None]
     rows = [{"audio_filepath": "a.wav", "text": "t", "id": name} for name in given]
     wanted = ["a", "a-3", "a-2", "a-4", "a-5", "a-6", "a-7"]
     assert list(read(write_lines(tmp_path / "m.jsonl", rows)).ids) == wanted
@@ -213,14 +201,12 @@ def test_made_up_ids_pass_over_given_ones(
     "path",
     ["a", "../a", "./a", "/x/a", "/", "//a", "/x//a", "/x/./a", "/x/.", "/x/../a", "/x/", "/x/.a"],
 )
-def test_paths_become_absolute_as_pathlib_makes_them(path: str) -> None:
+def test_paths_become_absolute_as_pathlib_makes_them(path):
     folder = Path("/corpus/of mine")
     assert absolute(path, folder) == str((folder / path).absolute())
 
 
-def test_given_ids_must_be_unique(
-    tmp_path: Path, write_tone: Callable[..., Path], write_lines: Callable[..., Path]
-) -> None:
+def test_given_ids_must_be_unique(tmp_path, write_tone, write_lines):
     write_tone(tmp_path / "a.wav", 1.0)
     rows = [{"id": "u", "audio_filepath": "a.wav", "text": "x"}] * 2
     with pytest.raises(ValueError, match=r"m\.jsonl:2: the id 'u' is taken .*give every"):
@@ -228,7 +214,7 @@ def test_given_ids_must_be_unique(
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_lhotse_cuts_come_back(line: Callable[..., Path], tmp_path: Path, suffix: str) -> None:
+def test_lhotse_cuts_come_back(line, tmp_path, suffix):
     cuts = read(line(source_lang="de", target_lang="en", pnc=False))
     cuts.to_file(tmp_path / f"cuts{suffix}")
     again = read(tmp_path / f"cuts{suffix}")
@@ -236,9 +222,7 @@ def test_lhotse_cuts_come_back(line: Callable[..., Path], tmp_path: Path, suffix
     assert prompt_of(again[0]) == Prompt("de", "en", "translate", False)
 
 
-def test_plain_lhotse_cuts_get_the_missing_fields(
-    line: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_plain_lhotse_cuts_get_the_missing_fields(line, tmp_path):
     (cut,) = read(line(lang="de"))
     cut.custom = {"channel_type": "far"}
     cut.recording.sources[0].source = "a.wav"
@@ -253,11 +237,11 @@ def test_plain_lhotse_cuts_get_the_missing_fields(
     assert load_audio(again).shape == (16_000,)
 
 
-def test_cuts_that_cannot_be_used_are_refused(line: Callable[..., Path], tmp_path: Path) -> None:
+def test_cuts_that_cannot_be_used_are_refused(line, tmp_path):
     path = tmp_path / "cuts.jsonl"
     (cut,) = read(line())
 
-    def refused(message: str, *cuts: Any) -> None:
+    def refused(message, *cuts):
         CutSet.from_cuts(cuts).to_file(path)
         with pytest.raises(ValueError, match=rf"cuts\.jsonl:1: .*{message}"):
             read(path)
@@ -280,9 +264,7 @@ def test_cuts_that_cannot_be_used_are_refused(line: Callable[..., Path], tmp_pat
         ("`channels` of a source must be a list, but is None", {"channels": None}),
     ],
 )
-def test_cuts_with_wrong_types_are_named(
-    line: Callable[..., Path], write_lines: Callable[..., Path], message: str, fields: dict
-) -> None:
+def test_cuts_with_wrong_types_are_named(line, write_lines, message, fields):
     path = line()
     row = read(path)[0].to_dict()
     for part in (row, row["supervisions"][0], row["recording"]["sources"][0]):
@@ -292,9 +274,7 @@ def test_cuts_with_wrong_types_are_named(
         read(write_lines(path, [row]))
 
 
-def test_parts_of_one_recording_hold_different_audio(
-    tmp_path: Path, write_lines: Callable[..., Path]
-) -> None:
+def test_parts_of_one_recording_hold_different_audio(tmp_path, write_lines):
     time = np.arange(16_000) / 16_000
     soundfile.write(tmp_path / "a.wav", np.float32(0.5 * time), 16_000, subtype="FLOAT")
     rows = [

@@ -8,11 +8,11 @@ from effasr.data.config import DataConfig
 from effasr.data.mixture import MixConfig, SourceConfig, leaves, shares
 
 
-def mix(**fields) -> MixConfig:
+def mix(**fields):
     return configuration.from_mapping(MixConfig, fields)
 
 
-def test_shares_follow_the_hours_to_the_power_of_the_temperature() -> None:
+def test_shares_follow_the_hours_to_the_power_of_the_temperature():
     sources = {"en": "en.jsonl", "de": "de.jsonl"}
     assert shares(mix(sources=sources), [90, 10]) == pytest.approx((0.9, 0.1))
     assert shares(mix(sources=sources, temperature=0.5), [90, 10]) == pytest.approx((0.75, 0.25))
@@ -35,7 +35,7 @@ NESTED = {
 }
 
 
-def test_nested_levels_are_as_computed_by_hand() -> None:
+def test_nested_levels_are_as_computed_by_hand():
     """Levels without a temperature have that of the level above."""
     config = mix(**NESTED)
     assert [leaf.name for leaf in leaves(config)] == [
@@ -50,14 +50,14 @@ def test_nested_levels_are_as_computed_by_hand() -> None:
     assert sum(found) == pytest.approx(1)
 
 
-def test_weights_stand_and_the_rest_is_divided_by_hours() -> None:
+def test_weights_stand_and_the_rest_is_divided_by_hours():
     sources = {"a": {"manifests": "a", "weight": 0.5}, "b": "b", "c": "c"}
     assert shares(mix(sources=sources), [1, 30, 10]) == pytest.approx((0.5, 0.375, 0.125))
     ratios = {"a": {"manifests": "a", "weight": 3}, "b": {"manifests": "b", "weight": 1}}
     assert shares(mix(sources=ratios, temperature=0.3), [1, 99]) == pytest.approx((0.75, 0.25))
 
 
-def test_a_source_without_data_leaves_its_share_to_the_others_of_its_level() -> None:
+def test_a_source_without_data_leaves_its_share_to_the_others_of_its_level():
     found = shares(mix(**NESTED), [144, 0, 0, 0, 27, 9])
     assert found[1:4] == (0, 0, 0)
     assert found[0] == pytest.approx(12 / 18)
@@ -103,12 +103,12 @@ def test_a_source_without_data_leaves_its_share_to_the_others_of_its_level() -> 
         ),
     ],
 )
-def test_a_mixture_that_cannot_be_is_refused(fields: dict, message: str) -> None:
+def test_a_mixture_that_cannot_be_is_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
         mix(**fields)
 
 
-def test_a_recipe_and_overrides_reach_every_source(tmp_path) -> None:
+def test_a_recipe_and_overrides_reach_every_source(tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
         "mix:\n  temperature: 0.5\n  sources:\n    en: en.jsonl\n    de: {sources: {mls: [a, b]}}\n"
@@ -127,14 +127,14 @@ def test_a_recipe_and_overrides_reach_every_source(tmp_path) -> None:
         configuration.load(DataConfig, recipe, ["mix.sources.de.weight.x=1"])
 
 
-def test_manifests_are_named_in_one_place() -> None:
+def test_manifests_are_named_in_one_place():
     sources = MixConfig(sources={"en": SourceConfig(manifests="m")})
     with pytest.raises(ValueError, match=re.escape("`train` must be left out where `mix` is")):
         DataConfig(train="m", mix=sources)
     assert DataConfig(train=("a", "b")).manifests == [("a", 0), ("b", 0)]
 
 
-def test_an_epoch_that_is_the_corpus_may_carry_over_its_end() -> None:
+def test_an_epoch_that_is_the_corpus_may_carry_over_its_end():
     sources = {"en": "en.jsonl", "de": "de.jsonl"}
     config = DataConfig(mix=mix(sources=sources, epoch="full"), epoch_end="carry")
     assert config.epoch_end == "carry"

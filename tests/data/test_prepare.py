@@ -1,8 +1,5 @@
 import json
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,15 +10,14 @@ from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.rules import Limits
 from effasr.data.manifest.prepare import prepare
 from effasr.data.manifest.reader import read
-from effasr.data.tokenizer import Tokenizer
 
 
-def dropped_lines(out: Path) -> list[dict[str, Any]]:
+def dropped_lines(out):
     return [json.loads(line) for line in (out / "dropped.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
-def faulty(tmp_path: Path, nemo: Callable[..., Path]) -> Path:
+def faulty(tmp_path, nemo):
     """Twelve good utterances with a faulty one after every second of them."""
     manifest = nemo(12)
     audio = manifest.parent / "audio"
@@ -48,7 +44,7 @@ def faulty(tmp_path: Path, nemo: Callable[..., Path]) -> Path:
     return manifest
 
 
-def test_every_fault_is_dropped_counted_and_listed(faulty: Path, tmp_path: Path) -> None:
+def test_every_fault_is_dropped_counted_and_listed(faulty, tmp_path):
     report = prepare(faulty, tmp_path / "out", jobs=2)
     assert [cut.id for cut in read(tmp_path / "out")] == [f"u{index}" for index in range(12)]
     lines = dropped_lines(tmp_path / "out")
@@ -70,14 +66,12 @@ def test_every_fault_is_dropped_counted_and_listed(faulty: Path, tmp_path: Path)
     assert json.loads((tmp_path / "out/report.json").read_text())["kept"]["utterances"] == 12
 
 
-def test_damage_inside_a_file_goes_unseen_without_decoding(faulty: Path, tmp_path: Path) -> None:
+def test_damage_inside_a_file_goes_unseen_without_decoding(faulty, tmp_path):
     prepare(faulty, tmp_path / "out", decode=False)
     assert {"cut", "silent"} <= set(read(tmp_path / "out").ids)
 
 
-def test_the_output_can_be_read_from_anywhere(
-    nemo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_output_can_be_read_from_anywhere(nemo, tmp_path, monkeypatch):
     manifest = nemo(3)
     monkeypatch.chdir(manifest.parent)
     prepare("train.jsonl", tmp_path / "out")
@@ -87,7 +81,7 @@ def test_the_output_can_be_read_from_anywhere(
     assert [load_audio(cut).shape for cut in read(moved)] == [(8000,), (9600,), (11_200,)]
 
 
-def test_the_same_source_gives_the_same_files(faulty: Path, tmp_path: Path) -> None:
+def test_the_same_source_gives_the_same_files(faulty, tmp_path):
     for name, jobs in (("a", 1), ("b", 4)):
         prepare(faulty, tmp_path / name, jobs=jobs)
     prepare(faulty, tmp_path / "b", jobs=3)
@@ -102,9 +96,7 @@ def test_the_same_source_gives_the_same_files(faulty: Path, tmp_path: Path) -> N
     assert read(tmp_path / "c") == read(tmp_path / "a")
 
 
-def test_checks_that_need_a_tokenizer(
-    nemo: Callable[..., Path], tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_checks_that_need_a_tokenizer(nemo, tmp_path, tokenizer):
     manifest = nemo(6)
     rows = [json.loads(line) for line in manifest.read_text().splitlines()]
     rows[1]["lang"] = "fr"
@@ -131,7 +123,7 @@ def test_checks_that_need_a_tokenizer(
     assert report.tokens > 6
 
 
-def test_rate_outliers_are_dropped(nemo: Callable[..., Path], tmp_path: Path) -> None:
+def test_rate_outliers_are_dropped(nemo, tmp_path):
     manifest = nemo(40)
     rows = [json.loads(line) for line in manifest.read_text().splitlines()]
     for row in rows:
@@ -145,9 +137,7 @@ def test_rate_outliers_are_dropped(nemo: Callable[..., Path], tmp_path: Path) ->
     assert line["audio"].endswith("u17.wav")
 
 
-def test_a_language_with_more_characters_has_rates_of_its_own(
-    nemo: Callable[..., Path], tmp_path: Path, write_lines: Callable[..., Path]
-) -> None:
+def test_a_language_with_more_characters_has_rates_of_its_own(nemo, tmp_path, write_lines):
     manifest = nemo(1)
     row = json.loads(manifest.read_text())
     rows = [row | {"text": "一二", "lang": "zh"}] * 90 + [row | {"text": "one and two"}] * 2
@@ -155,8 +145,8 @@ def test_a_language_with_more_characters_has_rates_of_its_own(
     assert report.kept.utterances == 92
 
 
-def test_limits_and_progress(nemo: Callable[..., Path], tmp_path: Path) -> None:
-    seen: list[int] = []
+def test_limits_and_progress(nemo, tmp_path):
+    seen = []
     limits = Limits(min_duration=0.6, max_duration=1.0)
     report = prepare(nemo(7), tmp_path / "out", limits=limits, progress=seen.append)
     assert seen == [1, 2, 3, 4, 5, 6, 7]
@@ -166,7 +156,7 @@ def test_limits_and_progress(nemo: Callable[..., Path], tmp_path: Path) -> None:
     )
 
 
-def test_malformed_sources_stop_it(nemo: Callable[..., Path], tmp_path: Path) -> None:
+def test_malformed_sources_stop_it(nemo, tmp_path):
     manifest = nemo(2)
     with manifest.open("a") as file:
         file.write("{\n")
@@ -180,7 +170,7 @@ def test_malformed_sources_stop_it(nemo: Callable[..., Path], tmp_path: Path) ->
     assert list((tmp_path / "out").iterdir()) == []  # A folder that was there stays.
 
 
-def test_the_source_is_never_written_over(nemo: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_source_is_never_written_over(nemo, tmp_path):
     manifest = nemo(2)
     prepare(manifest, tmp_path / "out")
     for out in (tmp_path / "out", manifest):
@@ -188,7 +178,7 @@ def test_the_source_is_never_written_over(nemo: Callable[..., Path], tmp_path: P
             prepare(tmp_path / "out", out)
 
 
-def test_a_path_that_is_not_utf8_is_dropped_and_listed(tmp_path: Path) -> None:
+def test_a_path_that_is_not_utf8_is_dropped_and_listed(tmp_path):
     folder, name = tmp_path / "set", os.fsdecode(b"caf\xe9")
     folder.mkdir()
     for stem in ("plain", name):

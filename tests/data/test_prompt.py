@@ -3,7 +3,7 @@ import pytest
 from effasr.data.prompt import Prompt
 
 
-def test_a_transcription_is_monotonic_and_a_translation_is_not() -> None:
+def test_a_transcription_is_monotonic_and_a_translation_is_not():
     assert Prompt().monotonic
     assert not Prompt("de", "en", "translate").monotonic
 
@@ -16,6 +16,6 @@ def test_a_transcription_is_monotonic_and_a_translation_is_not() -> None:
         ({"task": "translate"}, "both are 'en': use the task 'transcribe'"),
     ],
 )
-def test_contradictions_are_refused(fields: dict, message: str) -> None:
+def test_contradictions_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         Prompt(**fields)

@@ -1,6 +1,4 @@
 import tarfile
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +11,10 @@ from effasr.data.index.corpus import Corpus
 from effasr.data.manifest.cuts import prompt_of
 from effasr.data.manifest.prepare import prepare
 from effasr.data.manifest.reader import read
-from effasr.data.tokenizer import Tokenizer
 
 
 @pytest.fixture
-def shar(tmp_path: Path, nemo: Callable[..., Path]) -> tuple[Path, CutSet]:
+def shar(tmp_path, nemo):
     """Seven utterances in shards of three, and the same as plain files."""
     cuts = read(nemo(7))
     folder = tmp_path / "shar"
@@ -26,7 +23,7 @@ def shar(tmp_path: Path, nemo: Callable[..., Path]) -> tuple[Path, CutSet]:
     return folder, cuts
 
 
-def test_every_utterance_is_the_one_that_was_written(shar: tuple[Path, CutSet]) -> None:
+def test_every_utterance_is_the_one_that_was_written(shar):
     folder, cuts = shar
     found = read(folder)
     assert [cut.id for cut in found] == [cut.id for cut in cuts]
@@ -37,9 +34,7 @@ def test_every_utterance_is_the_one_that_was_written(shar: tuple[Path, CutSet]) 
         np.testing.assert_allclose(load_audio(cut), load_audio(original), atol=2**-15)
 
 
-def test_each_channel_of_a_call_is_a_file_of_its_own(
-    tmp_path: Path, nemo: Callable[..., Path]
-) -> None:
+def test_each_channel_of_a_call_is_a_file_of_its_own(tmp_path, nemo):
     levels = np.float32([0.25, -0.5])
     soundfile.write(tmp_path / "call.wav", np.tile(levels, (8000, 1)), 16_000)
     call = Recording.from_file(tmp_path / "call.wav")
@@ -55,9 +50,7 @@ def test_each_channel_of_a_call_is_a_file_of_its_own(
     assert prepare(tmp_path / "shar", tmp_path / "prepared").kept.utterances == 2
 
 
-def test_training_and_preparation_read_it(
-    shar: tuple[Path, CutSet], tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_training_and_preparation_read_it(shar, tokenizer, tmp_path):
     folder, cuts = shar
     config = DataConfig(frame_budget=100)
     direct = Corpus.load([folder], tokenizer, config)
@@ -70,7 +63,7 @@ def test_training_and_preparation_read_it(
     assert len(direct) == len(cuts)
 
 
-def test_audio_that_is_gone_is_named(shar: tuple[Path, CutSet]) -> None:
+def test_audio_that_is_gone_is_named(shar):
     folder, _ = shar
     found = read(folder)
     tar = folder / "recording.000001.tar"
@@ -83,7 +76,7 @@ def test_audio_that_is_gone_is_named(shar: tuple[Path, CutSet]) -> None:
     assert caught.value.problem == "missing_audio"
 
 
-def test_shards_that_do_not_fit_together(shar: tuple[Path, CutSet]) -> None:
+def test_shards_that_do_not_fit_together(shar):
     folder, _ = shar
     with tarfile.open(folder / "recording.000001.tar", "w"):
         pass
@@ -97,7 +90,7 @@ def test_shards_that_do_not_fit_together(shar: tuple[Path, CutSet]) -> None:
         read(folder)
 
 
-def test_places_in_tar_files() -> None:
+def test_places_in_tar_files():
     member = TarMember("a [1]/x.tar", 512, 30)
     assert TarMember.parse(str(member)) == member
     assert TarMember.parse("a.tar") is None

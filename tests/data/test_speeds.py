@@ -1,6 +1,3 @@
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 import soundfile
@@ -17,14 +14,13 @@ from effasr.data.index.corpus import Corpus
 from effasr.data.index.corpus_cache import CorpusCache
 from effasr.data.manifest.reader import read
 from effasr.data.mixture import MixConfig
-from effasr.data.tokenizer import Tokenizer
 from effasr.planning.listing import read_listing
 from effasr.planning.selection import select
 
 SPEEDS = (0.9, 1.0, 1.1)
 
 
-def load(path: Path, tokenizer: Tokenizer, **options: object) -> Corpus:
+def load(path, tokenizer, **options):
     defaults = {"train": str(path), "frame_budget": 60, "speed_perturbation": SPEEDS}
     config = DataConfig(**(defaults | options))  # type: ignore[arg-type]
     return Corpus.load(config.train, tokenizer, config)
@@ -37,9 +33,7 @@ def load(path: Path, tokenizer: Tokenizer, **options: object) -> Corpus:
     start=st.integers(0, 50),
 )
 @settings(max_examples=150, deadline=None)
-def test_a_copy_has_exactly_the_samples_that_are_planned(
-    tmp_path_factory: pytest.TempPathFactory, samples: int, rate: int, speed: float, start: int
-) -> None:
+def test_a_copy_has_exactly_the_planned_samples(tmp_path_factory, samples, rate, speed, start):
     path = tmp_path_factory.getbasetemp() / f"{samples}-{rate}.wav"
     soundfile.write(path, np.sin(np.arange(samples) / 7).astype(np.float32), rate)
     recording = Recording.from_file(path)
@@ -53,9 +47,7 @@ def test_a_copy_has_exactly_the_samples_that_are_planned(
     path.unlink()
 
 
-def test_speech_is_slower_and_lower_as_by_lhotse(
-    tmp_path: Path, write_tone: Callable[..., Path]
-) -> None:
+def test_speech_is_slower_and_lower_as_by_lhotse(tmp_path, write_tone):
     path = write_tone(tmp_path / "a.wav", 1.0, hertz=450.0)
     cut = Recording.from_file(path, recording_id="a").to_cut()
     slow = load_at(cut, 0.9)
@@ -68,9 +60,7 @@ def test_speech_is_slower_and_lower_as_by_lhotse(
     assert np.abs(theirs - slow)[100:-100].max() < 0.01
 
 
-def test_every_utterance_is_there_at_every_speed(
-    nemo: Callable[..., Path], tokenizer: Tokenizer
-) -> None:
+def test_every_utterance_is_there_at_every_speed(nemo, tokenizer):
     manifest = nemo(7)
     plain, corpus = load(manifest, tokenizer, speed_perturbation=(1.0,)), load(manifest, tokenizer)
     assert len(corpus) == 21
@@ -95,9 +85,7 @@ def test_every_utterance_is_there_at_every_speed(
     assert len(corpus._tokens.values) == len(plain._tokens.values)
 
 
-def test_what_is_dropped_is_dropped_at_its_speed(
-    nemo: Callable[..., Path], tokenizer: Tokenizer
-) -> None:
+def test_what_is_dropped_is_dropped_at_its_speed(nemo, tokenizer):
     manifest = nemo(7)
     (manifest.parent / "audio/u2.wav").unlink()
     anything = FilterConfig(max_dropped=1)
@@ -118,9 +106,7 @@ def test_what_is_dropped_is_dropped_at_its_speed(
     assert [len(corpus.example(i).audio) for i in range(15)] == corpus.samples.tolist()
 
 
-def test_rates_and_ctc_are_those_of_the_copy(
-    nemo: Callable[..., Path], tokenizer: Tokenizer
-) -> None:
+def test_rates_and_ctc_are_those_of_the_copy(nemo, tokenizer):
     manifest = nemo(3, text="one")
     plain = load(
         manifest, tokenizer, speed_perturbation=(1.0,), filters=FilterConfig(max_dropped=1)
@@ -142,9 +128,7 @@ def test_rates_and_ctc_are_those_of_the_copy(
     assert frames == 7
 
 
-def test_the_fingerprint_follows_the_speeds(
-    nemo: Callable[..., Path], tokenizer: Tokenizer
-) -> None:
+def test_the_fingerprint_follows_the_speeds(nemo, tokenizer):
     manifest = nemo(4)
     every = [(1.0,), SPEEDS, (1.1, 1.0, 0.9), (0.9, 1.0), (1.0, 1.00001)]
     prints = [load(manifest, tokenizer, speed_perturbation=speeds).fingerprint for speeds in every]
@@ -152,12 +136,10 @@ def test_the_fingerprint_follows_the_speeds(
     assert load(manifest, tokenizer).fingerprint == prints[1]
 
 
-def test_what_is_kept_for_later_starts_has_the_copies(
-    nemo: Callable[..., Path], tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_what_is_kept_for_later_starts_has_the_copies(nemo, tokenizer, tmp_path):
     manifest = nemo(7)
     cache = CorpusCache(tmp_path / "cache", least_bytes=0, jobs=1)
-    kept: dict[tuple[float, ...], Corpus] = {}
+    kept = {}
     for speeds in (SPEEDS, (1.0,), SPEEDS):
         config = DataConfig(train=str(manifest), frame_budget=60, speed_perturbation=speeds)
         kept[speeds] = Corpus.load(config.train, tokenizer, config, read=cache)
@@ -170,9 +152,7 @@ def test_what_is_kept_for_later_starts_has_the_copies(
     assert len(list((tmp_path / "cache").glob("*.corpus"))) == 2
 
 
-def test_shares_of_sources_count_the_hours_of_the_copies(
-    nemo: Callable[..., Path], tokenizer: Tokenizer
-) -> None:
+def test_shares_of_sources_count_the_hours_of_the_copies(nemo, tokenizer):
     manifest = str(nemo(7))
     config = DataConfig(
         mix=MixConfig(sources={"a": manifest}), frame_budget=60, speed_perturbation=SPEEDS
@@ -186,7 +166,7 @@ def test_shares_of_sources_count_the_hours_of_the_copies(
     assert sorted(draw(0).tolist()) == list(range(21))
 
 
-def test_a_plan_lists_what_training_reads(nemo: Callable[..., Path], tokenizer: Tokenizer) -> None:
+def test_a_plan_lists_what_training_reads(nemo, tokenizer):
     manifest = nemo(7)
     corpus = load(manifest, tokenizer, max_duration=1.1, filters=FilterConfig(max_dropped=1))
     config = DataConfig(frame_budget=60, speed_perturbation=SPEEDS, max_duration=1.1)
@@ -208,12 +188,12 @@ def test_a_plan_lists_what_training_reads(nemo: Callable[..., Path], tokenizer: 
         ((1.0, 1.0), r"`speed_perturbation` must differ from each other, but are \[1\.0, 1\.0\]"),
     ],
 )
-def test_speeds_are_checked(speeds: tuple[float, ...], message: str) -> None:
+def test_speeds_are_checked(speeds, message):
     with pytest.raises(ValueError, match=message):
         DataConfig(speed_perturbation=speeds)
 
 
-def test_reading_at_a_speed_resamples_once(tmp_path: Path, write_tone: Callable[..., Path]) -> None:
+def test_reading_at_a_speed_resamples_once(tmp_path, write_tone):
     """From 44.1 kHz, the result is that of one resampling by the product of both ratios."""
     path = write_tone(tmp_path / "a.wav", 0.5, rate=44_100)
     direct = read_audio(path, 16_000 / 1.1)
@@ -221,7 +201,7 @@ def test_reading_at_a_speed_resamples_once(tmp_path: Path, write_tone: Callable[
     assert np.array_equal(load_at(cut, 1.1), direct[: samples_in(0.5, 16_000 / 1.1)])
 
 
-def _manifest(folder: Path, audio: Path) -> Path:
+def _manifest(folder, audio):
     path = folder / "m.jsonl"
     path.write_text(f'{{"audio_filepath": "{audio}", "text": "one"}}\n')
     return path

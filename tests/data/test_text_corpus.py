@@ -1,7 +1,5 @@
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from effasr.data.manifest.pairs import is_text_only, pairs
 from effasr.data.manifest.reader import read
 from effasr.data.mixture import MixConfig
 from effasr.data.prompt import Prompt
-from effasr.data.tokenizer import Tokenizer, train_tokenizer
+from effasr.data.tokenizer import train_tokenizer
 from effasr.nn.experts import ExpertsConfig
 
 EN = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -23,7 +21,7 @@ DE = ["null", "eins", "zwei", "drei", "vier", "sechs", "sieben", "acht", "neun",
 
 
 @pytest.fixture(scope="module")
-def bilingual(tmp_path_factory) -> Tokenizer:
+def bilingual(tmp_path_factory):
     texts = {
         language: [" ".join(words[(a + b) % 10] for b in range(4)) for a in range(40)]
         for language, words in (("en", EN), ("de", DE))
@@ -31,7 +29,7 @@ def bilingual(tmp_path_factory) -> Tokenizer:
     return train_tokenizer(texts, tmp_path_factory.mktemp("tokenizer"), vocab_size=40)
 
 
-def row(index: int, length: int) -> dict:
+def row(index, length):
     words = [(index + step) % 10 for step in range(length)]
     return {
         "source_text": " ".join(DE[word] for word in words),
@@ -42,17 +40,17 @@ def row(index: int, length: int) -> dict:
 
 
 @pytest.fixture
-def manifest(tmp_path, write_lines: Callable[..., Path]) -> Path:
+def manifest(tmp_path, write_lines):
     return write_lines(tmp_path / "pairs.jsonl", [row(n, 1 + n % 5) for n in range(200)])
 
 
-def load(path: Path, tokenizer: Tokenizer, **options) -> TextCorpus:
+def load(path, tokenizer, **options):
     limits = {name: options.pop(name) for name in ("max_positions",) if name in options}
     config = DataConfig(micro_batches=2, text_share=0.5, **options)
     return TextCorpus.load([path], tokenizer, config, token_budget=300, **limits)
 
 
-def test_a_batch_has_sentences_where_others_have_speech(manifest, bilingual) -> None:
+def test_a_batch_has_sentences_where_others_have_speech(manifest, bilingual):
     corpus = load(manifest, bilingual)
     assert len(corpus) == 200
     assert not corpus.dropped
@@ -77,7 +75,7 @@ def test_a_batch_has_sentences_where_others_have_speech(manifest, bilingual) -> 
     assert batch.text.layout.total == batch.audio.layout.total == 0
 
 
-def test_every_batch_has_the_static_shape(manifest, bilingual) -> None:
+def test_every_batch_has_the_static_shape(manifest, bilingual):
     corpus = load(manifest, bilingual)
     plan = corpus.plan(0, steps=10, micro_batches=3, seed=1)
     batches = [corpus.batch(part) for step in range(plan.num_steps) for part in plan.step(step)]
@@ -94,7 +92,7 @@ def test_every_batch_has_the_static_shape(manifest, bilingual) -> None:
     assert plan.padding_frames < 0.04
 
 
-def test_epochs_go_on_where_the_last_one_ended(manifest, bilingual) -> None:
+def test_epochs_go_on_where_the_last_one_ended(manifest, bilingual):
     corpus = load(manifest, bilingual)
     times = np.zeros(len(corpus), dtype=int)
     for epoch in range(12):
@@ -105,7 +103,7 @@ def test_epochs_go_on_where_the_last_one_ended(manifest, bilingual) -> None:
     assert times.min() >= 1
 
 
-def test_shares_of_text_are_by_tokens(tmp_path, write_lines, bilingual) -> None:
+def test_shares_of_text_are_by_tokens(tmp_path, write_lines, bilingual):
     paths = [
         write_lines(tmp_path / "many.jsonl", [row(n, 4) for n in range(360)]),
         write_lines(tmp_path / "few.jsonl", [row(n, 4) for n in range(40)]),
@@ -121,7 +119,7 @@ def test_shares_of_text_are_by_tokens(tmp_path, write_lines, bilingual) -> None:
 
 
 @pytest.fixture
-def unlike(tmp_path, write_lines: Callable[..., Path]) -> list[Path]:
+def unlike(tmp_path, write_lines):
     """Manifests of pairs with much to read and little to write, and the other way round."""
     many = [row(n, 8) | {"text": EN[n % 10]} for n in range(400)]
     few = [row(n, 8) | {"source_text": DE[n % 10]} for n in range(100)]
@@ -131,12 +129,12 @@ def unlike(tmp_path, write_lines: Callable[..., Path]) -> list[Path]:
     ]
 
 
-def shares(paths: list[Path], **fields: object) -> MixConfig:
+def shares(paths, **fields):
     sources = {path.stem: {"manifests": str(path), "weight": 0.5} for path in paths}
     return configuration.from_mapping(MixConfig, {"sources": sources} | fields)
 
 
-def test_budgets_and_steps_are_those_of_what_the_shares_draw(unlike, bilingual) -> None:
+def test_budgets_and_steps_are_those_of_what_the_shares_draw(unlike, bilingual):
     config = DataConfig(mix=shares(unlike), micro_batches=2, text_share=0.5)
     corpus = TextCorpus.load(unlike, bilingual, config, token_budget=400, sources=[0, 1])
     plan = corpus.plan(0, steps=20, micro_batches=1, seed=0)
@@ -145,7 +143,7 @@ def test_budgets_and_steps_are_those_of_what_the_shares_draw(unlike, bilingual) 
     assert plan.padding_frames < 0.06
 
 
-def test_pairs_alone_are_drawn_by_the_shares(unlike, bilingual) -> None:
+def test_pairs_alone_are_drawn_by_the_shares(unlike, bilingual):
     config = DataConfig(mix=shares(unlike), text_share=1, frame_budget=400)
     corpus = TextCorpus.load_alone(unlike, bilingual, config, sources=[0, 1])
     draw = corpus.populations(seed=0)
@@ -161,7 +159,7 @@ def test_pairs_alone_are_drawn_by_the_shares(unlike, bilingual) -> None:
         TextCorpus.load_alone(unlike, bilingual, hours, sources=[0, 1])
 
 
-def test_what_cannot_be_trained_on_is_listed(tmp_path, write_lines, bilingual) -> None:
+def test_what_cannot_be_trained_on_is_listed(tmp_path, write_lines, bilingual):
     rows = [
         row(0, 3),
         row(1, 3) | {"text": " "},
@@ -186,7 +184,7 @@ def test_what_cannot_be_trained_on_is_listed(tmp_path, write_lines, bilingual) -
         load(write_lines(tmp_path / "q.jsonl", rows[1:-1]), bilingual, max_positions=20)
 
 
-def test_the_fingerprint_follows_texts_and_order(manifest, bilingual) -> None:
+def test_the_fingerprint_follows_texts_and_order(manifest, bilingual):
     first = load(manifest, bilingual).fingerprint
     assert load(manifest, bilingual).fingerprint == first
     lines = manifest.read_text().splitlines()
@@ -204,13 +202,13 @@ def test_the_fingerprint_follows_texts_and_order(manifest, bilingual) -> None:
         ({"task": "transcribe"}, "p.jsonl:2: `target` must be 'de'"),
     ],
 )
-def test_lines_that_are_no_pairs_are_refused(tmp_path, write_lines, change, message) -> None:
+def test_lines_that_are_no_pairs_are_refused(tmp_path, write_lines, change, message):
     path = write_lines(tmp_path / "p.jsonl", [row(0, 2), row(1, 2) | change])
     with pytest.raises(ValueError, match=message):
         list(pairs(path))
 
 
-def test_the_first_line_tells_what_a_manifest_is(manifest, nemo, tmp_path) -> None:
+def test_the_first_line_tells_what_a_manifest_is(manifest, nemo, tmp_path):
     assert is_text_only(manifest)
     assert not is_text_only(nemo(2))
     assert not is_text_only(tmp_path)
@@ -226,7 +224,7 @@ def test_the_first_line_tells_what_a_manifest_is(manifest, nemo, tmp_path) -> No
     assert next(pairs(tmp_path / "other.jsonl")).text == "zero"
 
 
-def test_an_empty_batch_is_all_tail(manifest, bilingual) -> None:
+def test_an_empty_batch_is_all_tail(manifest, bilingual):
     batch = load(manifest, bilingual).batch(np.arange(0))
     assert batch.num_targets == batch.num_frames == 0
     assert batch.source is not None
@@ -253,12 +251,12 @@ def test_an_empty_batch_is_all_tail(manifest, bilingual) -> None:
         ),
     ],
 )
-def test_the_share_of_text_is_checked(fields: dict, message: str) -> None:
+def test_the_share_of_text_is_checked(fields, message):
     with pytest.raises(ValueError, match=message):
         DataConfig(**fields)
 
 
-def test_the_source_of_a_line_chooses_the_expert(tmp_path, write_lines, bilingual) -> None:
+def test_the_source_of_a_line_chooses_the_expert(tmp_path, write_lines, bilingual):
     named = ExpertsConfig(count=2, route="source", names=("rnnt", "ctc"))
     rows = [row(n, 2) | {"source": ("ctc", "rnnt", "ctc")[n % 3]} for n in range(6)]
     path = write_lines(tmp_path / "named.jsonl", rows)

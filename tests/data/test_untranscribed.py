@@ -2,8 +2,6 @@
 
 import gzip
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader
 from effasr.data.manifest.reader import iterate, read
 from effasr.data.statistics.survey import survey
-from effasr.data.tokenizer import Tokenizer
 from effasr.planning.listing import read_listing
 from effasr.planning.selection import select
 from effasr.training.fault_tolerance.oom_recovery import split
@@ -25,7 +22,7 @@ SHAPE = StaticShape(frame_budget=40, token_budget=30, max_sequences=5)
 
 
 @pytest.fixture
-def half(nemo: Callable[..., Path], write_lines: Callable[..., Path]) -> Path:
+def half(nemo, write_lines):
     """A manifest of ten lines; every other one has no text: missing, null or empty."""
     rows = [json.loads(line) for line in nemo(10).read_text().splitlines()]
     for number, row in enumerate(rows):
@@ -36,26 +33,24 @@ def half(nemo: Callable[..., Path], write_lines: Callable[..., Path]) -> Path:
     return write_lines(nemo(10).parent / "half.jsonl", rows)
 
 
-def load(path: Path, tokenizer: Tokenizer, **options: object) -> Corpus:
+def load(path, tokenizer, **options):
     config = DataConfig(**({"train": str(path), "frame_budget": 60} | options))  # type: ignore[arg-type]
     return Corpus.load(config.train, tokenizer, config)
 
 
-def test_a_line_without_text_is_still_an_error_where_texts_are_required(half, tokenizer) -> None:
+def test_a_line_without_text_is_still_an_error_where_texts_are_required(half, tokenizer):
     with pytest.raises(ValueError, match=r"half\.jsonl:2: `text` is missing"):
         load(half, tokenizer)
 
 
-def test_empty_texts_are_still_dropped_where_texts_are_required(
-    nemo, write_lines, tokenizer
-) -> None:
+def test_empty_texts_are_still_dropped_where_texts_are_required(nemo, write_lines, tokenizer):
     rows = [json.loads(line) for line in nemo(12).read_text().splitlines()]
     rows[3]["text"] = " "
     corpus = load(write_lines(nemo(12).parent / "empty.jsonl", rows), tokenizer)
     assert [(one.id, one.reason) for one in corpus.dropped] == [("u3", "empty_text")]
 
 
-def test_ignored_texts_leave_frames_alone(half, tokenizer) -> None:
+def test_ignored_texts_leave_frames_alone(half, tokenizer):
     corpus = load(half, tokenizer, text="ignored")
     assert len(corpus) == 10
     assert not corpus.dropped
@@ -66,13 +61,13 @@ def test_ignored_texts_leave_frames_alone(half, tokenizer) -> None:
     assert (example.text, example.reserved) == (None, 0)
 
 
-def test_texts_decide_nothing_where_they_are_ignored(half, nemo, tokenizer) -> None:
+def test_texts_decide_nothing_where_they_are_ignored(half, nemo, tokenizer):
     whole, part = (load(path, tokenizer, text="ignored") for path in (nemo(10), half))
     assert whole.fingerprint == part.fingerprint
     assert load(nemo(10), tokenizer).fingerprint != whole.fingerprint
 
 
-def test_batches_without_tokens_have_one_shape_and_count_frames(half, tokenizer) -> None:
+def test_batches_without_tokens_have_one_shape_and_count_frames(half, tokenizer):
     corpus = load(half, tokenizer, text="ignored")
     config = DataConfig(train=str(half), frame_budget=60, text="ignored", workers=0)
     loader = Loader(corpus, config, seed=0)
@@ -93,7 +88,7 @@ def test_batches_without_tokens_have_one_shape_and_count_frames(half, tokenizer)
     assert {batch.frames.rows for batch in batches} == {60}
 
 
-def test_room_for_labels_is_planned_by_duration(half, tokenizer) -> None:
+def test_room_for_labels_is_planned_by_duration(half, tokenizer):
     corpus = load(half, tokenizer, text="optional", frame_budget=100)
     has_text = corpus.monotonic
     assert has_text.tolist() == [True, False] * 5
@@ -109,7 +104,7 @@ def test_room_for_labels_is_planned_by_duration(half, tokenizer) -> None:
     assert fixed.example(1).reserved == min(np.ceil(2 * seconds[1]) + 1, corpus.lengths.frames[1])
 
 
-def test_room_must_be_given_where_no_line_has_a_text(nemo, write_lines, tokenizer) -> None:
+def test_room_must_be_given_where_no_line_has_a_text(nemo, write_lines, tokenizer):
     rows = [json.loads(line) | {"text": ""} for line in nemo(4).read_text().splitlines()]
     path = write_lines(nemo(4).parent / "none.jsonl", rows)
     with pytest.raises(ValueError, match="`label_tokens_per_second` must be given"):
@@ -118,7 +113,7 @@ def test_room_must_be_given_where_no_line_has_a_text(nemo, write_lines, tokenize
     assert len(given) == 4
 
 
-def test_nobody_labels_a_translation(nemo, write_lines, tokenizer) -> None:
+def test_nobody_labels_a_translation(nemo, write_lines, tokenizer):
     rows = [json.loads(line) for line in nemo(10).read_text().splitlines()]
     rows[2] |= {"text": "", "source_lang": "en", "target_lang": "de"}
     path = write_lines(nemo(10).parent / "translation.jsonl", rows)
@@ -126,7 +121,7 @@ def test_nobody_labels_a_translation(nemo, write_lines, tokenizer) -> None:
     assert [(one.id, one.reason) for one in corpus.dropped] == [("u2", "empty_text")]
 
 
-def test_a_batch_reserves_rows_for_labels() -> None:
+def test_a_batch_reserves_rows_for_labels():
     noise = np.random.default_rng(0).normal(size=9_000).astype(np.float32)
     examples = [
         Example("a", noise, [2, 3], [4, 5]),
@@ -147,7 +142,7 @@ def test_a_batch_reserves_rows_for_labels() -> None:
         collate(full, SHAPE, eos_id=1, pad_id=0)
 
 
-def test_a_batch_without_text_can_be_split() -> None:
+def test_a_batch_without_text_can_be_split():
     noise = np.random.default_rng(0).normal(size=9_000).astype(np.float32)
     examples = [Example(str(n), noise[: 4000 * (n + 1)], [], None) for n in range(2)]
     batch = collate(examples, SHAPE, eos_id=1, pad_id=0)
@@ -156,7 +151,7 @@ def test_a_batch_without_text_can_be_split() -> None:
     assert second.num_targets == second.num_frames
 
 
-def test_every_kind_of_manifest_may_lack_texts(half, tmp_path, write_tone, write_lines) -> None:
+def test_every_kind_of_manifest_may_lack_texts(half, tmp_path, write_tone, write_lines):
     cuts = list(iterate(half, untranscribed=True))
     assert [cut.supervisions[0].text == "" for cut in cuts] == [False, True] * 5
     bare = [cut.drop_supervisions() if n % 2 else cut for n, cut in enumerate(cuts)]
@@ -189,7 +184,7 @@ def test_every_kind_of_manifest_may_lack_texts(half, tmp_path, write_tone, write
     assert only.supervisions[0].text == ""
 
 
-def test_a_plan_counts_frames_alone(half, tmp_path) -> None:
+def test_a_plan_counts_frames_alone(half, tmp_path):
     config = DataConfig(text="ignored", frame_budget=60)
     listing = read_listing([half], limits=config.limits())
     assert not listing.texts.any()
@@ -205,7 +200,7 @@ def test_a_plan_counts_frames_alone(half, tmp_path) -> None:
     assert rows.texts.tolist() == [0, 0]
 
 
-def test_a_survey_counts_texts_alone(half) -> None:
+def test_a_survey_counts_texts_alone(half):
     found = survey([half], untranscribed=True)
     assert found.utterances == 5
     assert len(found.languages["en"].texts) == 5
@@ -220,6 +215,6 @@ def test_a_survey_counts_texts_alone(half) -> None:
         ({"text": "optional", "label_tokens_per_second": 0.0}, "must be greater than 0"),
     ],
 )
-def test_settings_that_contradict_each_other(options, message) -> None:
+def test_settings_that_contradict_each_other(options, message):
     with pytest.raises(ValueError, match=message):
         DataConfig(**options)

@@ -3,8 +3,6 @@
 import gzip
 import json
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,8 +22,8 @@ LIMITS = Limits(ctc=False)
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
-    def file(name: str, *lines: object) -> Path:
+def write(tmp_path):
+    def file(name, *lines):
         text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
         path = tmp_path / name
         path.write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
@@ -34,11 +32,11 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return file
 
 
-def read(*paths: Path, **options):
+def read(*paths, **options):
     return read_listing(paths, limits=LIMITS, **options)
 
 
-def test_json_lines_with_tokens_or_text(write) -> None:
+def test_json_lines_with_tokens_or_text(write):
     path = write(
         "m.jsonl",
         {"duration": 1.5, "num_tokens": 7, "id": "first"},
@@ -54,7 +52,7 @@ def test_json_lines_with_tokens_or_text(write) -> None:
     assert [found.name(i) for i in range(3)] == ["first", f"{path}:2", f"{path}:4"]
 
 
-def test_tables_and_mere_durations(write) -> None:
+def test_tables_and_mere_durations(write):
     tabs = write("a.tsv", "duration_seconds\tn_tokens_bpe5000\tid", "2.5\t9\tx", "10.0\t\ty")
     quoted = write("q.tsv", "duration\ttext", '3\tsaid "yes')
     assert read(quoted).seconds.tolist() == [3.0]
@@ -67,7 +65,7 @@ def test_tables_and_mere_durations(write) -> None:
     assert [found.name(i) for i in (0, 1, 4)] == ["x", "y", f"{mere}:4"]
 
 
-def test_gzipped_lhotse_cuts(tmp_path) -> None:
+def test_gzipped_lhotse_cuts(tmp_path):
     cut = {
         "id": "c", "duration": 2.0, "type": "MonoCut", "custom": {"pnc": False},
         "supervisions": [{"text": "abcdef", "language": "de"}],
@@ -81,7 +79,7 @@ def test_gzipped_lhotse_cuts(tmp_path) -> None:
     assert read(tmp_path).texts.tolist() == [2]
 
 
-def test_audio_is_opened_only_for_lines_without_a_duration(tmp_path, write) -> None:
+def test_audio_is_opened_only_for_lines_without_a_duration(tmp_path, write):
     soundfile.write(tmp_path / "a.wav", np.zeros(8000, np.float32), 16_000)
     path = write(
         "m.jsonl",
@@ -126,7 +124,7 @@ def test_audio_is_opened_only_for_lines_without_a_duration(tmp_path, write) -> N
         ({"duration": 1, "supervisions": [{}, {}]}, "a cut must have one supervision, but has 2"),
     ],
 )
-def test_a_malformed_line_is_named(write, line, message) -> None:
+def test_a_malformed_line_is_named(write, line, message):
     path = write("m.jsonl", {"duration": 1, "num_tokens": 1}, line)
     with pytest.raises(ValueError, match=r"m\.jsonl:2: ") as caught:
         read(path)
@@ -149,13 +147,13 @@ def test_a_malformed_line_is_named(write, line, message) -> None:
         (["1.5", "two"], "t:2: the line must be a finite number of seconds"),
     ],
 )
-def test_a_malformed_row_is_named(write, lines, message) -> None:
+def test_a_malformed_row_is_named(write, lines, message):
     with pytest.raises(ValueError, match="t:") as caught:
         read(write("t", *lines))
     assert message in str(caught.value)
 
 
-def test_no_such_file_and_no_text(tmp_path) -> None:
+def test_no_such_file_and_no_text(tmp_path):
     with pytest.raises(ValueError, match="there is no such file or folder"):
         read(tmp_path / "gone.jsonl")
     os.mkfifo(tmp_path / "pipe")
@@ -166,7 +164,7 @@ def test_no_such_file_and_no_text(tmp_path) -> None:
         read(tmp_path / "bytes")
 
 
-def test_huge_values_are_numbers_like_others(write) -> None:
+def test_huge_values_are_numbers_like_others(write):
     path = write(
         "m.jsonl",
         {"duration": 1, "num_tokens": 10**30},
@@ -181,7 +179,7 @@ def test_huge_values_are_numbers_like_others(write) -> None:
     assert len(chosen) == 1
 
 
-def test_with_a_tokenizer_it_is_what_training_plans(tmp_path, write) -> None:
+def test_with_a_tokenizer_it_is_what_training_plans(tmp_path, write):
     """The same lengths, shape and reasons as those of a corpus that is trained on."""
     words = ["one", "two", "three", "four"]
     tokenizer = train_tokenizer({"en": words * 20}, tmp_path / "t", vocab_size=20)
@@ -230,9 +228,7 @@ TRANSLATION = {"text": "one two three four " * 6, "source_lang": "de", "target_l
         (TRANSLATION | {"text": ""}, {"text": "optional"}, {"empty_text"}),
     ],
 )
-def test_one_line_in_a_hundred_counts_as_in_training(
-    tmp_path, write, changed, options, reasons
-) -> None:
+def test_one_line_in_a_hundred_counts_as_in_training(tmp_path, write, changed, options, reasons):
     words = ["one", "two", "three", "four"] * 20
     tokenizer = train_tokenizer({"en": words, "de": words}, tmp_path / "t", vocab_size=20)
     soundfile.write(tmp_path / "a.wav", np.zeros(64_000), 16_000)

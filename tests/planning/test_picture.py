@@ -9,12 +9,12 @@ from effasr.planning.picture import Panel, draw
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def widths(picture: str, kind: str) -> list[float]:
+def widths(picture, kind):
     rects = ElementTree.fromstring(picture).iter(f"{SVG}rect")
     return [float(rect.attrib["width"]) for rect in rects if rect.attrib["class"] == kind]
 
 
-def test_lengths_of_bars() -> None:
+def test_lengths_of_bars():
     panels = [
         Panel("share", [0.25, 1.0], ["75", "0"], [0.75, 0.0]),
         Panel("seconds", [3.0, 1.5], ["3.0", "1.5"]),
@@ -25,7 +25,7 @@ def test_lengths_of_bars() -> None:
     assert widths(picture, "rest") == [full * 3 / 4, 0, 0, 0]
 
 
-def test_everything_is_inside_and_names_are_escaped() -> None:
+def test_everything_is_inside_and_names_are_escaped():
     panels = [Panel("<p>", [1.0, 0.0], ["&", '"'])] * 3
     picture = draw(["<script>", "b"], panels, title='"t" & <u>', legend=("x", "y"))
     root = ElementTree.fromstring(picture)
@@ -40,11 +40,11 @@ def test_everything_is_inside_and_names_are_escaped() -> None:
     assert "prefers-color-scheme: dark" in picture
 
 
-def test_bars_of_no_length() -> None:
+def test_bars_of_no_length():
     assert max(widths(draw(["a"], [Panel("p", [0.0], ["0"])], title="t"), "filled")) == 0
 
 
-def test_a_heading_where_the_group_changes() -> None:
+def test_a_heading_where_the_group_changes():
     panels = [Panel("p", [1.0] * 3, ["1"] * 3)]
     picture = draw(["a", "b", "c"], panels, title="t", groups=["one", "one", "two"])
     texts = [text.text for text in ElementTree.fromstring(picture).iter(f"{SVG}text")]
@@ -53,6 +53,6 @@ def test_a_heading_where_the_group_changes() -> None:
     assert tops[2] - tops[1] == 2 * (tops[1] - tops[0])
 
 
-def test_a_bar_for_each_row() -> None:
+def test_a_bar_for_each_row():
     with pytest.raises(ValueError, match="'p' must have 2 bars, one for each row"):
         draw(["a", "b"], [Panel("p", [1.0], ["1"])], title="t")

@@ -18,12 +18,12 @@ from effasr.planning.listing import Listing
 from effasr.planning.selection import select
 
 
-def data(**settings) -> DataConfig:
+def data(**settings):
     deviations = settings.pop("rate_deviations", None)
     return DataConfig(filters=FilterConfig(rate_deviations=deviations), **settings)
 
 
-def listing(seconds: list[float], texts: list[int]) -> Listing:
+def listing(seconds, texts):
     return Listing(
         paths=("list",),
         positions=np.stack([np.zeros(len(seconds)), np.arange(len(seconds))], 1).astype(np.int32),
@@ -39,7 +39,7 @@ def listing(seconds: list[float], texts: list[int]) -> Listing:
     )
 
 
-def test_every_reason_is_counted_and_listed() -> None:
+def test_every_reason_is_counted_and_listed():
     found = listing(
         [0.05, 41.0, 2.0, 39.0, 9.0, 7.0, 2.0, 2.0, 3.0], [1, 1, 0, 1, 1, 50, 60, 20, 3]
     )
@@ -65,18 +65,18 @@ def test_every_reason_is_counted_and_listed() -> None:
     assert json.dumps(chosen.dropped[1].duration) == "41.0"
 
 
-def test_ctc_needs_a_frame_for_each_token() -> None:
+def test_ctc_needs_a_frame_for_each_token():
     found = listing([0.8, 0.8], [10, 11])
     assert select(found, Limits(), data(frame_budget=100)).reasons == {"ctc_infeasible": 1}
     assert select(found, Limits(ctc=False), data(frame_budget=100)).reasons == {}
 
 
-def test_ctc_does_not_limit_translations() -> None:
+def test_ctc_does_not_limit_translations():
     found = replace(listing([0.8], [11]), different_prompts=(Prompt("de", "en", "translate"),))
     assert select(found, Limits(), data(frame_budget=100)).reasons == {}
 
 
-def test_rate_outliers_are_those_among_texts_of_their_language() -> None:
+def test_rate_outliers_are_those_among_texts_of_their_language():
     found = listing([4.0] * 400, [*[10] * 199, 40, *[40] * 200])
     of_language = np.repeat([0, 1], 200)
     found = replace(found, prompt_ids=of_language, different_prompts=(Prompt(), Prompt("de", "de")))
@@ -85,7 +85,7 @@ def test_rate_outliers_are_those_among_texts_of_their_language() -> None:
     assert chosen.dropped[0].details == "10.0 per second, far more than others of 4.0 s"
 
 
-def test_a_derived_token_budget_drops_one_in_a_thousand_at_most() -> None:
+def test_a_derived_token_budget_drops_one_in_a_thousand_at_most():
     found = listing([4.0] * 2000 + [4.0], [10] * 2000 + [900])
     chosen = select(found, Limits(ctc=False), data(frame_budget=100))
     assert chosen.reasons == {"over_token_budget": 1}
@@ -95,12 +95,12 @@ def test_a_derived_token_budget_drops_one_in_a_thousand_at_most() -> None:
 
 
 @pytest.mark.parametrize("seconds", [[], [50.0]])
-def test_nothing_is_left(seconds) -> None:
+def test_nothing_is_left(seconds):
     with pytest.raises(ValueError, match=rf"list: no utterance can be planned \({len(seconds)} d"):
         select(listing(seconds, [1] * len(seconds)), Limits(), data(frame_budget=100))
 
 
 @given(st.lists(st.floats(0.1, 40.0), min_size=1, max_size=50))
-def test_frames_are_those_of_the_corpus(seconds: list[float]) -> None:
+def test_frames_are_those_of_the_corpus(seconds):
     chosen = select(listing(seconds, [1] * len(seconds)), Limits(), data(frame_budget=1000))
     assert chosen.lengths.frames.tolist() == [Framing().frames(samples_in(s)) for s in seconds]

@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from effasr.data.tokenizer import NeMoTokenizer, train_tokenizer
 EIGHT, FOUR = Framing(), Framing(subsampling=4)
 
 
-def spoken(characters_per_second: float, count: int = 400, language: str = "en") -> Survey:
+def spoken(characters_per_second, count=400, language="en"):
     """Sentences of random words, read at a constant rate."""
     generator = random.Random(1)
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -30,7 +29,7 @@ def spoken(characters_per_second: float, count: int = 400, language: str = "en")
     return found
 
 
-def test_the_distribution_counts_what_was_left_out() -> None:
+def test_the_distribution_counts_what_was_left_out():
     frames, tokens = np.array([10, 30, 12, 40]), np.array([10, 10, 8, 10])
     needed = np.array([11, 10, 8, 10])
     found = FramesPerToken.of(frames, tokens, needed)
@@ -52,12 +51,12 @@ def test_the_distribution_counts_what_was_left_out() -> None:
         ([2.5] * 10, False),
     ],
 )
-def test_it_is_hard_by_median_by_share_or_without_a_path(ratios, is_hard) -> None:
+def test_it_is_hard_by_median_by_share_or_without_a_path(ratios, is_hard):
     frames = np.array([round(20 * ratio) for ratio in ratios])
     assert FramesPerToken.of(frames, np.full(len(ratios), 20)).is_hard is is_hard
 
 
-def test_a_survey_counts_by_language_and_keeps_a_bounded_sample() -> None:
+def test_a_survey_counts_by_language_and_keeps_a_bounded_sample():
     found = Survey()
     for number in range(SAMPLE + 500):
         found.add(Prompt("en", "en"), f"text {number}", 3.6, speaker=f"s{number % 3}")
@@ -75,7 +74,7 @@ def test_a_survey_counts_by_language_and_keeps_a_bounded_sample() -> None:
     assert found.characters == len(set("text0123456789één" + "notinorder"))
 
 
-def test_texts_without_audio_give_way_to_speech() -> None:
+def test_texts_without_audio_give_way_to_speech():
     found = Survey()
     found.add_text("en", "only text")
     assert not found.languages["en"].has_speech
@@ -86,7 +85,7 @@ def test_texts_without_audio_give_way_to_speech() -> None:
     assert (found.utterances, found.languages["en"].utterances) == (1, 3)
 
 
-def test_counts_and_samples_agree_with_the_tokenizer(tmp_path) -> None:
+def test_counts_and_samples_agree_with_the_tokenizer(tmp_path):
     sampled = spoken(12.0)
     texts = sampled.languages["en"].texts
     tokenizer = train_tokenizer({"en": texts}, tmp_path, vocab_size=60, model_type="bpe")
@@ -105,7 +104,7 @@ def test_counts_and_samples_agree_with_the_tokenizer(tmp_path) -> None:
     assert sampled.counted(EIGHT) is None
 
 
-def test_slow_speech_has_the_usual_vocabulary_and_fast_speech_finer_frames() -> None:
+def test_slow_speech_has_the_usual_vocabulary_and_fast_speech_finer_frames():
     slow = choose_vocabulary(spoken(3.0))
     assert (slow.sizes, slow.subsampling, slow.is_hard) == ({"en": 128}, 8, False)
     fast = choose_vocabulary(spoken(14.0))
@@ -116,14 +115,14 @@ def test_slow_speech_has_the_usual_vocabulary_and_fast_speech_finer_frames() -> 
     assert stays.frames_per_token.median < fast.frames_per_token.median
 
 
-def test_a_larger_vocabulary_needs_examples() -> None:
+def test_a_larger_vocabulary_needs_examples():
     few, many = (choose_vocabulary(spoken(12.0, count), subsampling=8) for count in (60, 3000))
     assert few.sizes["en"] == 128
     assert many.sizes["en"] > 128
     assert many.frames_per_token.median > few.frames_per_token.median
 
 
-def test_a_writing_with_many_characters_has_a_piece_for_each() -> None:
+def test_a_writing_with_many_characters_has_a_piece_for_each():
     found, generator = Survey(), random.Random(0)
     for _ in range(500):
         text = "".join(chr(generator.randrange(0x4E00, 0x4E00 + 700)) for _ in range(12))
@@ -133,14 +132,14 @@ def test_a_writing_with_many_characters_has_a_piece_for_each() -> None:
     assert (choice.subsampling, choice.is_hard) == (8, False)
 
 
-def test_characters_outside_the_sample_have_pieces_as_well() -> None:
+def test_characters_outside_the_sample_have_pieces_as_well():
     found = spoken(3.0)
     # As if the texts with these had not been sampled.
     found.languages["en"].characters.update(map(chr, range(0x4E00, 0x4E00 + 700)))
     assert choose_vocabulary(found).sizes["en"] > 700
 
 
-def test_languages_have_sizes_of_their_own_and_text_alone_has_one() -> None:
+def test_languages_have_sizes_of_their_own_and_text_alone_has_one():
     found = spoken(12.0, 3000)
     for text in ["ein text", "noch ein text"] * 40:
         found.add_text("de", text)
@@ -151,7 +150,7 @@ def test_languages_have_sizes_of_their_own_and_text_alone_has_one() -> None:
         choose_vocabulary(Survey())
 
 
-def test_a_warning_names_what_helps_and_fits_the_terminal() -> None:
+def test_a_warning_names_what_helps_and_fits_the_terminal():
     found = spoken(14.0)
     hard = FramesPerToken(1.25, 0.99, 0.03, 400)
     good = FramesPerToken(2.6, 0.0, 0.0, 400)
@@ -175,7 +174,7 @@ def test_a_warning_names_what_helps_and_fits_the_terminal() -> None:
     assert "leave model.ctc false" in " ".join(nothing)
 
 
-def test_enough_frames_need_no_warning_and_read_no_text() -> None:
+def test_enough_frames_need_no_warning_and_read_no_text():
     def never():
         raise AssertionError
 
@@ -183,7 +182,7 @@ def test_enough_frames_need_no_warning_and_read_no_text() -> None:
     assert guidance.warn_about_alignment(good, EIGHT, with_subsampling=never, survey=never) == []
 
 
-def test_lines_of_people_are_short() -> None:
+def test_lines_of_people_are_short():
     found = spoken(14.0)
     for language in ("de", "fr", "es", "it", "nl", "pl", "pt", "sv"):
         found.add(Prompt(language, language), "x" * 9, 36_000_000.0, speaker=language)
@@ -196,7 +195,7 @@ def test_lines_of_people_are_short() -> None:
     assert "under 2 in under 0.1 %" in aligned
 
 
-def test_a_survey_of_manifests_opens_no_audio_that_it_need_not(tmp_path: Path) -> None:
+def test_a_survey_of_manifests_opens_no_audio_that_it_need_not(tmp_path):
     path = tmp_path / "m.jsonl"
     rows = [
         {"audio_filepath": "gone.wav", "duration": 1.5, "text": f"text {n}", "speaker": "x"}
