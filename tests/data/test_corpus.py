@@ -117,24 +117,3 @@ def test_a_corpus_without_anything_to_train_on_is_refused(nemo, tokenizer):
         load(nemo(3), tokenizer, min_duration=5.0)
     with pytest.raises(ValueError, match=r"no manifest: no utterance can be trained on"):
         Corpus.load([], tokenizer, DataConfig())
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"frame_budget": 0}, "`frame_budget` must be at least 1, but is 0"),
-        ({"micro_batches": 0}, "`micro_batches` must be at least 1, but is 0"),
-        ({"token_budget": 0}, "`token_budget` must be at least 1, but is 0: leave it out"),
-        ({"workers": -1}, "`workers` must be at least 0, but is -1"),
-        ({"on_bad_audio": "ignore"}, "`on_bad_audio` must be 'raise' or 'skip'"),
-        ({"min_duration": 9, "max_duration": 3}, "`min_duration` must be greater than 0"),
-    ],
-)
-def test_the_configuration_is_checked(fields, message):
-    with pytest.raises(ValueError, match=message):
-        DataConfig(**fields)
-
-
-def test_one_path_or_several():
-    assert DataConfig(train="a").train == ("a",)
-    assert DataConfig(train=("a", "b")).train == ("a", "b")

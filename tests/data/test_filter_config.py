@@ -80,17 +80,3 @@ def test_shares_of_several_reasons_are_not_added():
     check_share([], 0, 0.0)
     # In floating point 0.29 * 100 is less than 29.
     check_share([Dropped(str(i), "a", "", "") for i in range(29)], 100, 0.29)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("max_tokens_per_second", 0.0, "must be greater than 0, but is 0.0: null turns it off"),
-        ("rate_deviations", float("nan"), "must be greater than 0, but is nan"),
-        ("max_dropped", 1.5, "must be a share from 0 to 1, but is 1.5"),
-        ("characters", "z-a", "must be what stands between the brackets"),
-    ],
-)
-def test_wrong_values(field, value, message):
-    with pytest.raises(ValueError, match=message):
-        FilterConfig(**{field: value})

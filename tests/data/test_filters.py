@@ -115,16 +115,3 @@ def test_equal_rates_have_no_outliers():
     # Hardly faster, though many standard deviations away.
     assert not rate_outliers(np.append(np.full(500, 5.0), 5.5), np.linspace(1, 9, 501)).any()
     assert rate_outliers(np.zeros(0), np.zeros(0)).shape == (0,)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"min_duration": 0}, "`min_duration` must be greater than 0"),
-        ({"min_duration": 5, "max_duration": 4}, "at most `max_duration`, but they are 5 and 4"),
-        ({"frame_budget": 0}, "`frame_budget` must be greater than 0, but is 0"),
-    ],
-)
-def test_limits_are_checked(fields, message):
-    with pytest.raises(ValueError, match=message):
-        Limits(**fields)

@@ -1,11 +1,9 @@
-import re
-
 import pytest
 
 from effasr import config as configuration
 from effasr.config import ConfigError
 from effasr.data.config import DataConfig
-from effasr.data.mixture import MixConfig, SourceConfig, leaves, shares
+from effasr.data.mixture import MixConfig, leaves, shares
 
 
 def mix(**fields):
@@ -125,18 +123,3 @@ def test_a_recipe_and_overrides_reach_every_source(tmp_path):
         configuration.load(DataConfig, recipe, ["mix.sources.de.temprature=1"])
     with pytest.raises(ConfigError, match=r"`mix.sources.de.weight` must be given a value itself"):
         configuration.load(DataConfig, recipe, ["mix.sources.de.weight.x=1"])
-
-
-def test_manifests_are_named_in_one_place():
-    sources = MixConfig(sources={"en": SourceConfig(manifests="m")})
-    with pytest.raises(ValueError, match=re.escape("`train` must be left out where `mix` is")):
-        DataConfig(train="m", mix=sources)
-    assert DataConfig(train=("a", "b")).manifests == [("a", 0), ("b", 0)]
-
-
-def test_an_epoch_that_is_the_corpus_may_carry_over_its_end():
-    sources = {"en": "en.jsonl", "de": "de.jsonl"}
-    config = DataConfig(mix=mix(sources=sources, epoch="full"), epoch_end="carry")
-    assert config.epoch_end == "carry"
-    with pytest.raises(ValueError, match=r"null or exact where `mix\.epoch` is infinite, .* carry"):
-        DataConfig(mix=mix(sources=sources), epoch_end="carry")

@@ -231,31 +231,6 @@ def test_an_empty_batch_is_all_tail(manifest, bilingual):
     assert torch.equal(batch.targets, torch.full_like(batch.targets, IGNORED))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"text_share": 0.3, "micro_batches": 4}, r"it is 0.3, of 4: use 0.25, for 1 of 4"),
-        ({"text_share": 0.5}, r"it is 0.5, of 1: use `micro_batches` = 2 or more"),
-        ({"text_share": 1.5, "micro_batches": 4}, r"but not none of them; .* use 0.75"),
-        ({"text_share": 0.0, "micro_batches": 4}, r"but not none of them; .* use 0.25"),
-        ({"text_share": 1, "text_token_budget": 9}, "be left out where `text_share` is 1"),
-        ({"text_share": 1, "frame_budget": "auto"}, "`frame_budget` must be a number where"),
-        ({"text_token_budget": 9}, "`text_token_budget` must be left out where `text_share` is nu"),
-        (
-            {"text_share": 0.5, "micro_batches": 2, "text_token_budget": 0},
-            "`text_token_budget` must be at least 1",
-        ),
-        (
-            {"text_share": 0.5, "micro_batches": 2, "strategy": "random"},
-            "`text_share` must be null for strategy random",
-        ),
-    ],
-)
-def test_the_share_of_text_is_checked(fields, message):
-    with pytest.raises(ValueError, match=message):
-        DataConfig(**fields)
-
-
 def test_the_source_of_a_line_chooses_the_expert(tmp_path, write_lines, bilingual):
     named = ExpertsConfig(count=2, route="source", names=("rnnt", "ctc"))
     rows = [row(n, 2) | {"source": ("ctc", "rnnt", "ctc")[n % 3]} for n in range(6)]

@@ -204,17 +204,3 @@ def test_a_survey_counts_texts_alone(half):
     found = survey([half], untranscribed=True)
     assert found.utterances == 5
     assert len(found.languages["en"].texts) == 5
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"text": "optional", "strategy": "random"}, "`text` must be required or ignored"),
-        ({"text": "ignored", "text_share": 0.5, "micro_batches": 2}, "`text_share` must be null"),
-        ({"label_tokens_per_second": 3.0}, "`label_tokens_per_second` must be"),
-        ({"text": "optional", "label_tokens_per_second": 0.0}, "must be greater than 0"),
-    ],
-)
-def test_settings_that_contradict_each_other(options, message):
-    with pytest.raises(ValueError, match=message):
-        DataConfig(**options)

@@ -85,15 +85,6 @@ def test_rate_outliers_are_those_among_texts_of_their_language():
     assert chosen.dropped[0].details == "10.0 per second, far more than others of 4.0 s"
 
 
-def test_a_derived_token_budget_drops_one_in_a_thousand_at_most():
-    found = listing([4.0] * 2000 + [4.0], [10] * 2000 + [900])
-    chosen = select(found, Limits(ctc=False), data(frame_budget=100))
-    assert chosen.reasons == {"over_token_budget": 1}
-    assert chosen.dropped[0].details.endswith("set `token_budget` to keep it")
-    assert chosen.shape.token_budget < 905
-    assert chosen.shape.longest_tokens == 15
-
-
 @pytest.mark.parametrize("seconds", [[], [50.0]])
 def test_nothing_is_left(seconds):
     with pytest.raises(ValueError, match=rf"list: no utterance can be planned \({len(seconds)} d"):
