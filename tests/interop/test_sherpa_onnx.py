@@ -1,4 +1,4 @@
-"""sherpa-onnx itself runs the graphs, which `test_sherpa.py` runs with onnxruntime alone."""
+"""sherpa-onnx itself runs the graphs, which `test_onnx.py` runs with onnxruntime alone."""
 
 import numpy as np
 import pytest
@@ -9,12 +9,12 @@ from effasr.decoding.ctc_greedy import CTCStreams
 from effasr.decoding.transducer_greedy import TransducerStreams
 from effasr.interop.onnx.sherpa import export_sherpa
 from effasr.model.streaming_encoder import StreamingEncoder
-from tests.interop.test_sherpa import CONTEXT, PIECES, streaming
+from tests.interop.test_onnx import BINS, CONTEXT, PIECES, streaming
 
 sherpa_onnx = pytest.importorskip("sherpa_onnx")
 pytest.importorskip("onnxscript")
 
-RATE, BINS, ROWS = 16_000, 16, 8 * CONTEXT.chunk
+RATE, ROWS = 16_000, 8 * CONTEXT.chunk
 CHUNKS = 7, 4
 # It decodes a chunk once a row more has come.
 SAMPLES = [160 * (ROWS * chunks + 2) for chunks in CHUNKS]
