@@ -1,3 +1,5 @@
+"""transformers' Canary and Parakeet models, with random weights, are the oracle of ours."""
+
 import dataclasses
 import json
 import logging
@@ -11,25 +13,37 @@ from effasr.data.features.config import FeatureConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.ctc_beam import ctc_beam
-from effasr.interop.huggingface.checkpoint import export_model, import_model
+from effasr.decoding.tdt_beam import tdt_beam
+from effasr.decoding.transducer_beam import transducer_beam
+from effasr.decoding.transducer_greedy import transducer_greedy
+from effasr.interop.huggingface.checkpoint import CLASSES, export_model, import_model
 from effasr.interop.huggingface.files import SpecialTokens
-from effasr.interop.huggingface.parakeet import CANARY
+from effasr.interop.tables import export_weights
 from effasr.model.asr import ASRModel
 from effasr.model.best_rq import BestRQConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.model.transducer import TransducerConfig
 from effasr_kernels import pack
-from tests.interop.parakeet import (
-    BINS,
-    ENCODER,
-    VOCABULARY,
-    assert_export_inverts_import,
-    assert_same,
-    assert_same_gradients,
-    copy_with,
-    features_of,
-    saved,
-    transformers,
-)
 from tests.support.small_model import shake
+
+transformers = pytest.importorskip("transformers")
+
+BINS, VOCABULARY = 16, 40
+ENCODER = {
+    "model_type": "parakeet_encoder",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "num_mel_bins": BINS,
+    "subsampling_conv_channels": 8,
+    "scale_input": True,
+    **dict.fromkeys(
+        ("dropout", "dropout_positions", "layerdrop", "activation_dropout", "attention_dropout"),
+        0.0,
+    ),
+}
+
 
 DECODER = {
     "vocab_size": VOCABULARY,
@@ -43,30 +57,41 @@ DECODER = {
 }
 
 
-@pytest.fixture(scope="module", params=[8, 4])
-def subsampling(request):
+DURATIONS = (0, 1, 2, 3)
+TRANSDUCER = {
+    "encoder_config": ENCODER,
+    "vocab_size": VOCABULARY + 1,
+    "blank_token_id": VOCABULARY,
+    "decoder_hidden_size": 24,
+    "num_decoder_layers": 2,
+}
+KINDS = ["canary", "canary of 40 ms", "parakeet_rnnt", "parakeet_tdt"]
+CANARIES = pytest.mark.parametrize("kind", KINDS[:2], scope="module")
+TRANSDUCERS = pytest.mark.parametrize("kind", KINDS[2:], scope="module")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
-def encoder_config(subsampling):
-    return {**ENCODER, "subsampling_factor": subsampling}
+def subsampling(kind):
+    return 4 if "40 ms" in kind else 8
+
+
+def class_of(kind):
+    return CLASSES[kind.split()[0]]
 
 
 @pytest.fixture(scope="module")
-def theirs(encoder_config):
-    torch.manual_seed(0)
-    config = transformers.CanaryConfig(
-        encoder_config=encoder_config, decoder_config=DECODER, vocab_size=VOCABULARY
-    )
-    model = transformers.CanaryForConditionalGeneration(config).eval()
-    shake(model)
-    return model
+def theirs(kind, subsampling):
+    return random_transducer(kind) if kind in KINDS[2:] else random_canary(subsampling)
 
 
 @pytest.fixture(scope="module")
 def directory(theirs, tmp_path_factory):
-    return saved(theirs, tmp_path_factory.mktemp("canary"))
+    return saved(theirs, tmp_path_factory.mktemp("theirs"))
 
 
 @pytest.fixture
@@ -74,16 +99,152 @@ def ours(directory):
     return ASRModel.from_state_dict(*import_model(directory)).eval()
 
 
-def their_inputs(example):
+def random_canary(subsampling, **options):
+    torch.manual_seed(0)
+    encoder = {**ENCODER, "subsampling_factor": subsampling}
+    sections = {"encoder_config": encoder, "decoder_config": DECODER}
+    config = transformers.CanaryConfig(**sections, vocab_size=VOCABULARY, **options)
+    model = transformers.CanaryForConditionalGeneration(config).eval()
+    shake(model)
+    return model
+
+
+@torch.no_grad()
+def random_transducer(kind, **options):
+    """No bias is zero and no norm at rest; symbols depend on frames and on labels so far.
+
+    Every symbol is as likely as the others on the whole, but blanks are likelier, and no duration
+    less so, else a TDT would not go on: transformers does not bound the labels of a frame.
+    """
+    torch.manual_seed(0)
+    if kind == "parakeet_rnnt":
+        config = transformers.ParakeetRNNTConfig(**TRANSDUCER, **options)
+    else:
+        config = transformers.ParakeetTDTConfig(**TRANSDUCER, **{"durations": DURATIONS, **options})
+    model = getattr(transformers, class_of(kind).name)(config)
+    for name, parameter in model.named_parameters():
+        parameter.add_((0.3 if name.startswith("encoder.") else 0.6) * torch.randn_like(parameter))
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.normal_(0.0, 0.3)
+        elif name.endswith("running_var"):
+            buffer.uniform_(0.5, 2.0)
+    model.eval()
+    labels = torch.randint(VOCABULARY, (1, 8))
+    logits = model(torch.randn(1, 90, BINS), decoder_input_ids=labels).logits
+    logits = logits.flatten(0, -2)
+    head = model.joint.head.bias
+    head -= logits.mean(0)
+    head[VOCABULARY] += 2 * logits.std(0).mean()
+    head[VOCABULARY + 1 : VOCABULARY + 2] -= 2 * logits.std(0).mean()
+    model.generation_config.decoder_start_token_id = VOCABULARY
+    if kind == "parakeet_tdt":
+        rows = range(VOCABULARY + 1, VOCABULARY + 1 + len(DURATIONS))
+        model.generation_config.suppress_tokens = list(rows)
+    return model
+
+
+def saved(model, directory, **options):
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(directory, **options)
+    transformers.ParakeetFeatureExtractor(feature_size=BINS).save_pretrained(directory)
+    return directory
+
+
+def features_of(*examples):
+    extractor = transformers.ParakeetFeatureExtractor(feature_size=BINS)
+    audio = [example.audio for example in examples]
+    return {**extractor(audio, sampling_rate=16_000, return_tensors="pt")}
+
+
+def assert_same(actual, expected, what, least=1e-2):
+    """Equal up to 1e-4 of the largest value, or of ``least``."""
+    assert actual.shape == expected.shape, what
+    scale = expected.abs().max().clamp(min=least)
+    error = (actual - expected).abs().max() / scale
+    assert error < 1e-4, f"{what}: relative error {error:.2g}"
+
+
+def assert_same_gradients(ours, theirs, renames, *, least=None):
+    """Every gradient, up to 1e-4 of its largest value, or of ``least`` times the largest of all."""
+    gradients = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    converted = export_weights(gradients, renames)
+    expected = {name: p.grad for name, p in theirs.named_parameters()}
+    assert converted.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert_same(converted[name], gradient, name, 1e-2 if least is None else least * largest)
+
+
+def copy_with(directory, target, change):
+    """A copy of a model directory with another config.json."""
+    for file in directory.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    config = json.loads((directory / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **change}))
+    return target
+
+
+def canary_inputs(example):
     tokens = torch.tensor([example.prompt + example.text])
     targets = [IGNORED] * (len(example.prompt) - 1) + example.text + [3]
     labels = torch.tensor([targets])
     return {**features_of(example), "decoder_input_ids": tokens, "labels": labels}
 
 
+def transducer_inputs(example):
+    tokens = torch.tensor([[VOCABULARY, *example.text]])
+    return {**features_of(example), "decoder_input_ids": tokens}
+
+
+def valid(model, inputs):
+    """Encoder frames of one utterance: the features have rows more, which are masked."""
+    return int(model._get_output_attention_mask(inputs["attention_mask"]).sum())
+
+
+def plain_loss(logits, labels):
+    """The forward recursion of an RNN-T over logits (T, U + 1, V + 1), differentiable.
+
+    transformers leaves this to torchaudio.
+    """
+    scores = logits.double().log_softmax(-1)
+    frames = len(scores)
+    alpha = []
+    for t in range(frames):
+        row = []
+        for u in range(len(labels) + 1):
+            ways = [alpha[t - 1][u] + scores[t - 1, u, VOCABULARY]] if t else []
+            if u:
+                ways.append(row[u - 1] + scores[t, u - 1, labels[u - 1]])
+            row.append(torch.stack(ways).logsumexp(0) if ways else scores.new_zeros(()))
+        alpha.append(row)
+    return -(alpha[-1][-1] + scores[-1, -1, VOCABULARY])
+
+
+def their_loss(model, example):
+    """The negative log-likelihood of an utterance."""
+    inputs = transducer_inputs(example)
+    if "durations" not in model.config.to_dict():
+        return plain_loss(model(**inputs).logits[0, : valid(model, inputs)], example.text)
+    # transformers divides by the number of labels.
+    loss = model(**inputs, labels=torch.tensor([example.text])).loss
+    return loss * len(example.text)
+
+
+def their_transcripts(model, *examples):
+    """Of `generate`, without blanks and what follows the last frame of a shorter utterance."""
+    features = features_of(*examples)
+    found = model.generate(**features, max_new_tokens=400)
+    mask = model.get_audio_features(**features).attention_mask
+    frames = found.durations.cumsum(1) - found.durations
+    kept = (found.sequences != VOCABULARY) & (frames < mask.sum(1, keepdim=True))
+    return [row[keep].tolist() for row, keep in zip(found.sequences, kept, strict=True)]
+
+
+@CANARIES
 def test_each_utterance_gives_the_same_logits_and_loss(theirs, ours, examples, make_batch):
     for example in examples:
-        expected = theirs(**their_inputs(example))
+        expected = theirs(**canary_inputs(example))
         batch = make_batch([example])
         encoded = ours.encode(batch)
         hidden, _ = ours.decode(batch.tokens, encoded)
@@ -93,6 +254,7 @@ def test_each_utterance_gives_the_same_logits_and_loss(theirs, ours, examples, m
         assert_same(loss, expected.loss, f"loss of {example.id}")
 
 
+@CANARIES
 @torch.no_grad()
 def test_scores_of_a_list_are_sums_of_their_log_probabilities(theirs, ours, examples, make_batch):
     encoded = ours.encode(make_batch(examples))
@@ -102,7 +264,7 @@ def test_scores_of_a_list_are_sums_of_their_log_probabilities(theirs, ours, exam
     for example, one in zip(examples, found, strict=True):
         assert len(one.alternatives) == 4
         for other in one.alternatives:
-            inputs = their_inputs(dataclasses.replace(example, text=list(other.tokens)))
+            inputs = canary_inputs(dataclasses.replace(example, text=list(other.tokens)))
             targets = inputs.pop("labels")[0]
             steps = theirs(**inputs).logits[0].double().log_softmax(-1)
             counted = targets != IGNORED
@@ -110,13 +272,14 @@ def test_scores_of_a_list_are_sums_of_their_log_probabilities(theirs, ours, exam
             assert other.score == other.rank == pytest.approx(float(expected), abs=1e-4)
 
 
-def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
+@CANARIES
+def test_a_packed_batch_of_a_canary_gives_the_same_loss_and_every_gradient(
     theirs, ours, examples, make_batch, subsampling
 ):
     theirs.zero_grad()
     expected = torch.zeros(())
     for example in examples:
-        inputs = their_inputs(example)
+        inputs = canary_inputs(example)
         logits = theirs(**inputs).logits
         loss = F.cross_entropy(logits[0], inputs["labels"][0], reduction="sum")
         loss.backward()
@@ -126,20 +289,107 @@ def test_a_packed_batch_gives_the_same_loss_and_every_gradient(
     assert_same(losses.cross_entropy, expected, "loss")
     # The bias of keys has no gradient but what is rounded, and more frames round more.
     least = None if subsampling == 8 else 1e-3
-    assert_same_gradients(ours, theirs, CANARY, least=least)
+    assert_same_gradients(ours, theirs, class_of("canary").weights, least=least)
 
 
-def test_export_is_the_inverse_of_import(ours, tmp_path):
-    assert_export_inverts_import(ours, tmp_path, export_model)
+@TRANSDUCERS
+@torch.no_grad()
+def test_encoder_predictor_and_joint_are_the_same(theirs, ours, examples, make_batch):
+    head = ours.transducer
+    for example in examples:
+        inputs = transducer_inputs(example)
+        expected, frames = theirs(**inputs), valid(theirs, inputs)
+        batch = make_batch([example])
+        encoded = ours.encode(batch)
+        states, projected = expected.last_hidden_state[0], expected.pooler_output[0]
+        assert_same(encoded.values, states[:frames], f"encoder of {example.id}")
+        mine = head.encoder_projection(encoded.values)
+        assert_same(mine, projected[:frames], f"projected encoder of {example.id}")
+        hidden = head.predictor(batch.text.values, batch.text.layout)
+        predicted = head.predictor_projection(hidden)
+        if example.monotonic:
+            decoded = theirs.decoder(inputs["decoder_input_ids"])
+            assert_same(predicted, decoded[0], f"predictor of {example.id}")
+            # Every frame with every number of labels.
+            logits = head.logits(mine[:, None], predicted)
+            assert_same(logits, expected.logits[0, :frames], f"joint of {example.id}")
 
 
-def test_transformers_loads_what_is_exported(theirs, ours, tmp_path, examples):
+@TRANSDUCERS
+def test_a_packed_batch_of_a_transducer_gives_the_same_loss_and_every_gradient(
+    theirs, ours, examples, make_batch
+):
+    theirs.zero_grad()
+    counted = [example for example in examples if example.monotonic]
+    expected = torch.stack([their_loss(theirs, example) for example in counted])
+    expected.sum().backward()
+    losses = ours(make_batch(examples, static=True))
+    losses.transducer.backward()
+    each = [ours(make_batch([example])).transducer for example in counted]
+    assert_same(torch.stack(each).double(), expected.double(), "each loss")
+    assert_same(losses.transducer.double(), expected.sum().double(), "loss")
+    # That of a key's bias is only rounding errors, as it adds a constant to a row of scores.
+    assert_same_gradients(ours, theirs, class_of("parakeet_rnnt").weights, least=1e-2)
+
+
+@TRANSDUCERS
+@torch.no_grad()
+def test_greedy_transcripts_are_those_of_generate(theirs, ours, examples, make_batch):
+    encoded = ours.encode(make_batch(examples))
+    found = transducer_greedy(ours.transducer, encoded, max_symbols=10)
+    assert found == their_transcripts(theirs, *examples)
+    assert found == [their_transcripts(theirs, example)[0] for example in examples]
+    assert len({label for transcript in found for label in transcript}) > 3
+    assert len(found[0]) < 10 * encoded.layout.lengths[0], "no blank was said"
+
+
+@TRANSDUCERS
+@torch.no_grad()
+def test_scores_of_a_list_are_their_losses(theirs, ours, examples, make_batch):
+    """With room for all transcripts of one label at all frames ahead, a beam drops no path."""
+    head, encoded = ours.transducer, ours.encode(make_batch(examples))
+    search = transducer_beam if head.config.durations is None else tdt_beam
+    beam = (VOCABULARY + 1) * (1 + max(DURATIONS))
+    found = search(head, encoded, beam, [1] * len(examples), 3)
+    compared = 0
+    for example, listed in zip(examples, found, strict=True):
+        assert len(listed) == 3
+        # transformers' loss of TDT takes labels that are its padding for none.
+        for one in listed:
+            if not one.tokens or one.tokens[0] == theirs.config.pad_token_id:
+                continue
+            compared += 1
+            loss = their_loss(theirs, dataclasses.replace(example, text=list(one.tokens)))
+            assert one.score == pytest.approx(-float(loss), abs=1e-4)
+    assert compared >= 2 * len(examples)
+
+
+def test_export_is_the_inverse_of_import(ours, kind, tmp_path):
+    assert export_model(ours, tmp_path) == class_of(kind).name
+    config, vocabulary, state = import_model(tmp_path)
+    assert (config, vocabulary) == (ours.config, ours.vocab_size)
+    assert state.keys() == ours.state_dict().keys()
+    for name, value in ours.state_dict().items():
+        assert torch.equal(state[name], value), name
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(tmp_path)
+    assert extractor.to_dict() == transformers.ParakeetFeatureExtractor(feature_size=BINS).to_dict()
+
+
+def test_transformers_loads_what_is_exported(theirs, kind, ours, tmp_path, examples):
     export_model(ours, tmp_path)
-    again, report = transformers.CanaryForConditionalGeneration.from_pretrained(
-        tmp_path, output_loading_info=True
-    )
+    loader = getattr(transformers, class_of(kind).name)
+    again, report = loader.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
-    inputs = their_inputs(examples[0])
+    expected = theirs.state_dict()
+    assert again.state_dict().keys() == expected.keys()
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    if kind in KINDS[2:]:
+        assert again.config.blank_token_id == VOCABULARY
+        # Without any setting: the start symbol, and the rows that are no tokens, are in the files.
+        assert their_transcripts(again, *examples) == their_transcripts(theirs, *examples)
+        return
+    inputs = canary_inputs(examples[0])
     assert torch.equal(again.eval()(**inputs).logits, theirs(**inputs).logits)
     assert again.generation_config.decoder_start_token_id == 7
     assert again.generation_config.max_length == 64
@@ -147,6 +397,7 @@ def test_transformers_loads_what_is_exported(theirs, ours, tmp_path, examples):
     assert again.generate(**{k: inputs[k] for k in ("input_features", "attention_mask")}).shape[0]
 
 
+@CANARIES
 def test_a_sharded_checkpoint_is_the_same(theirs, directory, tmp_path):
     saved(theirs, tmp_path, max_shard_size="50KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
@@ -156,15 +407,8 @@ def test_a_sharded_checkpoint_is_the_same(theirs, directory, tmp_path):
     assert all(torch.equal(sharded[2][name], value) for name, value in whole[2].items())
 
 
-def test_an_untied_output_layer_goes_both_ways(tmp_path, encoder_config):
-    config = transformers.CanaryConfig(
-        encoder_config=encoder_config,
-        decoder_config=DECODER,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=False,
-    )
-    theirs = transformers.CanaryForConditionalGeneration(config).eval()
-    shake(theirs)
+def test_an_untied_output_layer_goes_both_ways(tmp_path):
+    theirs = random_canary(8, tie_word_embeddings=False)
     saved(theirs, tmp_path / "theirs")
     model = ASRModel.from_state_dict(*import_model(tmp_path / "theirs"))
     assert torch.equal(model.decoder.output_weight, theirs.proj_out.weight)
@@ -174,10 +418,11 @@ def test_an_untied_output_layer_goes_both_ways(tmp_path, encoder_config):
     assert torch.equal(again.get_input_embeddings().weight, theirs.get_input_embeddings().weight)
 
 
-def test_parakeet_ctc_is_the_same_function(tmp_path, encoder_config, examples, make_batch):
+@CANARIES
+def test_parakeet_ctc_is_the_same_function(tmp_path, subsampling, examples, make_batch):
     torch.manual_seed(0)
     config = transformers.ParakeetCTCConfig(
-        encoder_config=encoder_config,
+        encoder_config={**ENCODER, "subsampling_factor": subsampling},
         vocab_size=VOCABULARY + 1,
         pad_token_id=VOCABULARY,
         ctc_loss_reduction="sum",
@@ -223,20 +468,93 @@ def test_what_only_training_uses_is_left_out_with_a_warning(tmp_path, caplog, ti
     assert "ctc_head.weight" not in state
 
 
+def test_a_trained_configuration_goes_out_and_comes_back(
+    tmp_path, caplog, tiny_config, examples, make_batch
+):
+    """A hybrid with options of training, tanh, and durations that are not their own places."""
+    transducer = TransducerConfig(
+        width=12, joint=12, activation="tanh", fastemit=0.1, dropout=0.2, durations=(0, 1, 2, 4),
+        sigma=0.05,
+    )  # fmt: skip
+    config = dataclasses.replace(tiny_config, decoder=None, transducer=transducer)
+    torch.manual_seed(0)
+    model = ASRModel(config, VOCABULARY).eval()
+    with caplog.at_level(logging.WARNING):
+        assert export_model(model, tmp_path, SpecialTokens(pad_id=5)) == "ParakeetForTDT"
+    assert "The CTC head is not exported" in caplog.text
+    assert (
+        "transducer.dropout = 0.2, transducer.fastemit = 0.1, transducer.sigma = 0.05"
+        in caplog.text
+    )
+    assert "skip the wrong numbers of frames" in caplog.text
+    imported, _, _ = import_model(tmp_path)
+    plain = dataclasses.replace(transducer, fastemit=0.0, dropout=0.0, sigma=0.0)
+    assert imported.transducer == plain
+    assert not imported.ctc
+    theirs = transformers.ParakeetForTDT.from_pretrained(tmp_path).eval()
+    assert theirs.config.pad_token_id == 5
+    again = ASRModel.from_state_dict(*import_model(tmp_path)).eval()
+    with torch.no_grad():
+        loss = again(make_batch(examples[:1])).transducer
+        assert_same(loss, their_loss(theirs, examples[0]), "loss")
+
+
+def test_bfloat16_weights_become_float32(tmp_path):
+    theirs = random_transducer("parakeet_rnnt").to(torch.bfloat16)
+    _, _, state = import_model(saved(theirs, tmp_path))
+    weight = state["transducer.output.weight"]
+    assert weight.dtype == torch.float32
+    assert torch.equal(weight, theirs.joint.head.weight.float())
+
+
+def test_a_canary_leaves_its_transducer_behind(tmp_path, caplog, tiny_config):
+    config = dataclasses.replace(
+        tiny_config,
+        ctc=False,
+        decoder=DecoderConfig(width=32, layers=1, heads=2, feed_forward=40, max_positions=64),
+        transducer=TransducerConfig(width=12, joint=12, dropout=0.1),
+    )
+    with caplog.at_level(logging.WARNING):
+        assert export_model(ASRModel(config, VOCABULARY), tmp_path) == (
+            "CanaryForConditionalGeneration"
+        )
+    assert "The transducer is not exported: transformers' Canary has none" in caplog.text
+    assert "transducer.dropout" not in caplog.text
+    assert import_model(tmp_path)[0].transducer is None
+
+
 @pytest.mark.parametrize(
-    ("part", "changes", "message"),
+    ("kind", "part", "changes", "message"),
     [
-        ("encoder", {"position": "rotary"}, r"position=rotary \(only relative\)"),
-        ("encoder", {"conv_norm": "layer_norm"}, "conv_norm=layer_norm"),
-        ("encoder", {"subsampling_norm": True}, "subsampling_norm"),
-        ("encoder", {"input_positions": 0.3}, r"input_positions=0\.3 \(only 0\)"),
-        ("decoder", {"width": 24}, r"decoder\.width=24, not encoder\.width=32"),
-        ("decoder", {"positions": "learned"}, r"decoder\.positions=learned \(only sinusoidal\)"),
-        ("decoder", {"activation": "gelu"}, r"decoder\.activation=gelu \(only relu\)"),
-        ("decoder", {"embedding_norm": False}, r"decoder\.embedding_norm=False"),
-        ("decoder", {"key_bias": False}, r"decoder\.key_bias=False"),
-        ("features", {"normalize": False}, r"features\.normalize=False"),
+        ("canary", "encoder", {"position": "rotary"}, r"position=rotary \(only relative\)"),
+        ("canary", "encoder", {"conv_norm": "layer_norm"}, "conv_norm=layer_norm"),
+        ("canary", "encoder", {"subsampling_norm": True}, "subsampling_norm"),
+        ("canary", "encoder", {"input_positions": 0.3}, r"input_positions=0\.3 \(only 0\)"),
+        ("canary", "decoder", {"width": 24}, r"decoder\.width=24, not encoder\.width=32"),
+        (
+            "canary",
+            "decoder",
+            {"positions": "learned"},
+            r"decoder\.positions=learned \(only sinusoidal\)",
+        ),
+        ("canary", "decoder", {"activation": "gelu"}, r"decoder\.activation=gelu \(only relu\)"),
+        ("canary", "decoder", {"embedding_norm": False}, r"decoder\.embedding_norm=False"),
+        ("canary", "decoder", {"key_bias": False}, r"decoder\.key_bias=False"),
+        ("canary", "features", {"normalize": False}, r"features\.normalize=False"),
+        (
+            "parakeet_rnnt",
+            "transducer",
+            {"predictor": "stateless"},
+            r"predictor=stateless \(only lstm\)",
+        ),
+        (
+            "parakeet_rnnt",
+            "transducer",
+            {"joint": 20},
+            r"transducer\.joint=20, not transducer\.width=24",
+        ),
     ],
+    scope="module",
 )
 def test_what_transformers_cannot_express_is_refused(part, changes, message, ours, tmp_path):
     changed = dataclasses.replace(getattr(ours.config, part), **changes)
@@ -246,6 +564,7 @@ def test_what_transformers_cannot_express_is_refused(part, changes, message, our
     assert not (tmp_path / "out").exists()
 
 
+@CANARIES
 def test_tokens_that_are_never_decoded_are_exported(ours, tmp_path):
     decoder = dataclasses.replace(ours.config.decoder, suppress=(5, 6), begin_suppress=(9,))
     model = ASRModel(dataclasses.replace(ours.config, decoder=decoder), VOCABULARY)
@@ -255,36 +574,76 @@ def test_tokens_that_are_never_decoded_are_exported(ours, tmp_path):
     assert generation["begin_suppress_tokens"] == [9]
 
 
-def test_a_model_without_an_output_and_other_special_tokens_are_refused(ours, tmp_path):
-    config = dataclasses.replace(ours.config, decoder=None, best_rq=BestRQConfig(codes=8))
+def test_special_tokens_outside_of_the_vocabulary_are_refused(kind, ours, tmp_path):
+    wrong = SpecialTokens(eos_id=99, pad_id=VOCABULARY)
+    if kind == "parakeet_rnnt":
+        # Its labels are filled with the blank.
+        export_model(ours, tmp_path, wrong)
+        return
+    name = "`pad_id`" if kind == "parakeet_tdt" else "`pad_token_id`"
+    with pytest.raises(ValueError, match=f"{name} must be in the vocabulary of 40, but is 40"):
+        export_model(ours, tmp_path, wrong)
+
+
+def test_a_model_without_an_output_is_refused(tiny_config, tmp_path):
+    config = dataclasses.replace(
+        tiny_config, decoder=None, ctc=False, best_rq=BestRQConfig(codes=8)
+    )
     with pytest.raises(ValueError, match="`ctc` must be true for a Parakeet CTC model"):
         export_model(ASRModel(config, VOCABULARY), tmp_path)
-    with pytest.raises(ValueError, match=r"`eos_token_id`.*vocabulary of 40, but is 99"):
-        export_model(ours, tmp_path, SpecialTokens(eos_id=99))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("kind", "change", "message"),
     [
-        ({"model_type": "bert"}, "must be canary or parakeet_ctc or .* or whisper, but is bert"),
-        ({"encoder_config": {**ENCODER, "hidden_act": "gelu"}}, "hidden_act` must be silu"),
-        ({"decoder_config": {**DECODER, "num_key_value_heads": 2}}, "grouped queries"),
-        ({"encoder_config": {**ENCODER, "subsampling_factor": 2}}, "must be 4 or 8, but is 2"),
-        ({"encoder_config": {**ENCODER, "num_mel_bins": 24}}, "num_mel_bins = 24"),
-        ({"encoder_config": {**ENCODER, "num_hidden_layers": 1}}, r"encoder\.layers\.1.*nothing"),
-        ({"encoder_config": {**ENCODER, "intermediate_size": 50}}, r"\(50,\), found \(48,\)"),
+        (
+            "canary",
+            {"model_type": "bert"},
+            "must be canary or parakeet_ctc or .* or whisper, but is bert",
+        ),
+        (
+            "canary",
+            {"encoder_config": {**ENCODER, "hidden_act": "gelu"}},
+            "hidden_act` must be silu",
+        ),
+        ("canary", {"decoder_config": {**DECODER, "num_key_value_heads": 2}}, "grouped queries"),
+        (
+            "canary",
+            {"encoder_config": {**ENCODER, "subsampling_factor": 2}},
+            "must be 4 or 8, but is 2",
+        ),
+        ("canary", {"encoder_config": {**ENCODER, "num_mel_bins": 24}}, "num_mel_bins = 24"),
+        (
+            "canary",
+            {"encoder_config": {**ENCODER, "num_hidden_layers": 1}},
+            r"encoder\.layers\.1.*nothing",
+        ),
+        (
+            "canary",
+            {"encoder_config": {**ENCODER, "intermediate_size": 50}},
+            r"\(50,\), found \(48,\)",
+        ),
+        (
+            "parakeet_rnnt",
+            {"blank_token_id": 0},
+            "`blank_token_id` must be the last class, 40, but is 0",
+        ),
+        (
+            "parakeet_rnnt",
+            {"hidden_act": "gelu"},
+            r"`config\.hidden_act` must be relu or tanh, but is gelu",
+        ),
+        ("parakeet_rnnt", {"num_decoder_layers": 1}, r"decoder\.lstm\.\w+_l1, expected nothing"),
+        ("parakeet_rnnt", {"decoder_hidden_size": 20}, r"expected \(20,.*, found \(24,"),
     ],
+    scope="module",
 )
-def test_a_directory_that_does_not_fit_is_refused(
-    change, message, subsampling, directory, tmp_path
-):
-    if "encoder_config" in change:
-        encoder = {"subsampling_factor": subsampling, **change["encoder_config"]}
-        change = {**change, "encoder_config": encoder}
+def test_a_directory_that_does_not_fit_is_refused(change, message, directory, tmp_path):
     with pytest.raises(ValueError, match=message):
         import_model(copy_with(directory, tmp_path, change))
 
 
+@CANARIES
 def test_weights_of_another_subsampling_are_refused_by_name(subsampling, directory, tmp_path):
     other = copy_with(
         directory, tmp_path, {"encoder_config": {**ENCODER, "subsampling_factor": 12 - subsampling}}
@@ -298,6 +657,7 @@ def test_a_missing_directory_is_named(tmp_path):
         import_model(tmp_path / "nowhere")
 
 
+@CANARIES
 def test_the_preprocessor_may_be_part_of_a_processor_or_missing(directory, tmp_path, subsampling):
     for file in directory.glob("*.safetensors"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -307,3 +667,13 @@ def test_the_preprocessor_may_be_part_of_a_processor_or_missing(directory, tmp_p
     processor = {"feature_extractor": {"feature_size": BINS, "preemphasis": 0.9}}
     (tmp_path / "processor_config.json").write_text(json.dumps(processor))
     assert import_model(tmp_path)[0].features.preemphasis == 0.9
+
+
+def test_settings_that_are_not_the_models_are_named(tmp_path, caplog):
+    saved(random_transducer("parakeet_rnnt", max_symbols_per_step=3), tmp_path / "rnnt")
+    saved(random_transducer("parakeet_tdt", durations=[1, 2]), tmp_path / "tdt")
+    with caplog.at_level(logging.WARNING):
+        import_model(tmp_path / "rnnt")
+    assert "`max_symbols_per_step` = 3 is not part of a model here" in caplog.text
+    with pytest.raises(ValueError, match="`durations` must start with 0 and 1"):
+        import_model(tmp_path / "tdt")
