@@ -5,7 +5,7 @@ from __future__ import annotations
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import INSTRUCTION, DecodingConfig
 from effasr.model.asr import ASRModel
-from effasr.model.checks import check
+from effasr.nn.checks import check
 
 # The part of a model that each method needs.
 _PARTS = {

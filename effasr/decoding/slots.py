@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
 from effasr.decoding.decoded import Decoded
-from effasr.model.checks import check
+from effasr.nn.checks import check
 
 # Share of the slots that must be free before more is admitted, which is read together.
 _ADMITTED_SHARE = 1 / 8

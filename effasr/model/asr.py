@@ -15,7 +15,6 @@ from effasr.data.conversation.batch import ConversationBatch
 from effasr.data.features.log_mel import LogMel, MelFrames
 from effasr.data.features.spec_augment import spec_augment
 from effasr.model.best_rq import BestRQ, RandomQuantizer
-from effasr.model.checks import check
 from effasr.model.config import ModelConfig
 from effasr.model.decoder import Decoder
 from effasr.model.encoder import FastConformerEncoder
@@ -25,6 +24,7 @@ from effasr.model.transducer import Transducer
 from effasr.model.whisper_encoder import WhisperEncoder, WhisperEncoderConfig
 from effasr.nn.attention import RelativeSelfAttention
 from effasr.nn.cache.decoder_state import DecoderState
+from effasr.nn.checks import check
 from effasr.nn.convolution import BatchNorm, DepthwiseConv
 from effasr.nn.experts import EncoderOutput, ExpertFeedForward, GroupedLinear, Router, take_losses
 from effasr.nn.linear import Linear

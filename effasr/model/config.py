@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from effasr.data.features.config import FeatureConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.model.best_rq import BestRQConfig
-from effasr.model.checks import check
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.language_model.config import LanguageModelConfig
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
+from effasr.nn.checks import check
 from effasr.nn.experts import ExpertsConfig, named_experts_of
 
 _MOST_LAYERS = 1000

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from effasr import ranges
 from effasr.data.features.log_mel import MelFrames
-from effasr.model.checks import check, check_choices, check_dropouts, check_positive
 from effasr.nn.attention import RelativeSelfAttention, SelfAttention
+from effasr.nn.checks import check, check_choices, check_dropouts, check_positive
 from effasr.nn.convolution import ConformerConvolution
 from effasr.nn.experts import (
     ExpertFeedForward,

@@ -13,9 +13,9 @@ from torch import Tensor
 from effasr.data.features.config import FeatureConfig
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.features.log_mel import MelFrames
-from effasr.model.checks import check
 from effasr.model.encoder import ConformerLayer, FastConformerConfig, FastConformerEncoder
 from effasr.nn.attention import RelativeSelfAttention, SelfAttention
+from effasr.nn.checks import check
 from effasr.nn.convolution import BatchNorm, ConformerConvolution
 from effasr.nn.positions import sinusoids
 from effasr_kernels import Context, PackedLayout

@@ -20,6 +20,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from effasr.data.prompt import Prompt
+from effasr.nn.checks import check, check_choices, check_positive
 from effasr.nn.feed_forward import ACTIVATIONS, FeedForward
 from effasr.nn.residual import Residual, is_fused
 from effasr.nn.stack import is_recomputing
@@ -60,27 +61,21 @@ class ExpertsConfig:
     z_loss: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.route not in _ROUTES:
-            raise ValueError(f"`route` must be one of {', '.join(_ROUTES)}, but is {self.route!r}.")
-        if self.count < 1:
-            raise ValueError(f"`count` must be at least 1, but is {self.count}.")
-        if not 1 <= self.top_k <= self.count:
-            raise ValueError(f"`top_k` must be in 1 to count = {self.count}, but is {self.top_k}.")
+        check_choices(self, route=_ROUTES)
+        check_positive(self, "count")
+        rule = f"be in 1 to count = {self.count}"
+        check(1 <= self.top_k <= self.count, "top_k", rule, self.top_k)
         for name in ("balance", "z_loss"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"`{name}` must be at least 0, but is {getattr(self, name)}.")
+            value = getattr(self, name)
+            check(value >= 0, name, "be at least 0", value)
         if self.is_learned:
-            if self.names:
-                raise ValueError(
-                    f"`names` must be empty where a router chooses, but is {self.names}: leave it "
-                    "out, or set `route` to task or source."
-                )
+            rule, remedy = "be empty where a router chooses", "leave it out, or set `route` to task"
+            check(not self.names, "names", rule, self.names, f"{remedy} or source")
             return
-        if len(self.names) != self.count or len(set(self.names)) != self.count:
-            raise ValueError(
-                f"`names` must be {self.count} different names, one for each expert, but is "
-                f"{self.names}: name the {self.route}s of the data, or change `count`."
-            )
+        different = len(self.names) == len(set(self.names)) == self.count
+        rule = f"be {self.count} different names, one for each expert"
+        remedy = f"name the {self.route}s of the data, or change `count`"
+        check(different, "names", rule, self.names, remedy)
         if self.top_k != 1:
             raise ValueError(
                 f"`top_k` must be 1 where the {self.route} chooses the expert, but is {self.top_k}."

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from effasr.nn.checks import check, check_dropouts, check_positive
 from effasr.nn.experts import GroupedLinear
 from effasr.nn.linear import whole_bias
 from effasr.nn.parameters import matching
@@ -66,12 +67,9 @@ class LoRAConfig:
     also_train: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"`rank` must be at least 1, but is {self.rank}.")
-        if self.alpha <= 0:
-            raise ValueError(f"`alpha` must be positive, but is {self.alpha}.")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"`dropout` must be in [0, 1), but is {self.dropout}.")
+        check_positive(self, "rank")
+        check(self.alpha > 0, "alpha", "be positive", self.alpha)
+        check_dropouts(self)
         if self.targets is not None and not self.targets:
             raise ValueError(
                 "`targets` must have at least one pattern, but is empty: leave it out for all "
@@ -83,28 +81,38 @@ class LoRAConfig:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-class LoRALinear(nn.Linear):
-    """A linear layer with an adapter; ``weight`` and ``bias`` are those of the adapted layer.
+class _Adapted(nn.Module):
+    """A layer with an adapter; ``weight`` and ``bias`` are those of the adapted layer.
 
     ``lora_a`` (r, in), ``lora_b`` (out, r) and ``lora_scale`` () are all that merging needs; they
-    are None while the adapter is `merged`.
+    are None while the adapter is `merged`. Of several experts the first two are (experts, r, in)
+    and (experts, out, r).
     """
 
     lora_a: nn.Parameter | None
     lora_b: nn.Parameter | None
     lora_scale: Tensor | None
 
+    def _share(self, base: nn.Linear | GroupedLinear, config: LoRAConfig) -> None:
+        """Take the parameters of a layer, and draw an adapter."""
+        self.weight, self.bias, self.dropout = base.weight, base.bias, config.dropout
+        *experts, outputs, width = base.weight.shape
+        self.lora_a = nn.Parameter(base.weight.new_empty(*experts, config.rank, width))
+        self.lora_b = nn.Parameter(base.weight.new_zeros(*experts, outputs, config.rank))
+        # A tensor, so that it is saved with the weights; float32 is precise enough.
+        self.register_buffer("lora_scale", base.weight.new_tensor(config.scale))
+        for adapter in self.lora_a if experts else [self.lora_a]:
+            nn.init.kaiming_uniform_(adapter, a=math.sqrt(5))
+
+
+class LoRALinear(_Adapted, nn.Linear):
+    """A linear layer with an adapter."""
+
     def __init__(self, base: nn.Linear, config: LoRAConfig):
         has_bias = base.bias is not None
         super().__init__(base.in_features, base.out_features, bias=has_bias, device="meta")
-        self.weight, self.bias = base.weight, base.bias
         self.biased = getattr(base, "biased", None)
-        self.dropout = config.dropout
-        self.lora_a = nn.Parameter(base.weight.new_empty(config.rank, base.in_features))
-        self.lora_b = nn.Parameter(base.weight.new_zeros(base.out_features, config.rank))
-        # A tensor, so that it is saved with the weights; float32 is precise enough.
-        self.register_buffer("lora_scale", base.weight.new_tensor(config.scale))
-        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
+        self._share(base, config)
 
     def forward(self, input: Tensor) -> Tensor:
         y = linear(input, self.weight, whole_bias(self))
@@ -115,24 +123,14 @@ class LoRALinear(nn.Linear):
         return y + linear(linear(dropped, self.lora_a) * self.lora_scale, self.lora_b)
 
 
-class LoRAGroupedLinear(GroupedLinear):
-    """`LoRALinear` of several experts: (experts, r, in) and (experts, out, r)."""
-
-    lora_a: nn.Parameter | None
-    lora_b: nn.Parameter | None
-    lora_scale: Tensor | None
+class LoRAGroupedLinear(_Adapted, GroupedLinear):
+    """Linear layers of several experts, each with an adapter."""
 
     def __init__(self, base: GroupedLinear, config: LoRAConfig):
         count, outputs, width = base.weight.shape
         with torch.device("meta"):
             super().__init__(count, width, outputs, bias=base.bias is not None)
-        self.weight, self.bias = base.weight, base.bias
-        self.dropout = config.dropout
-        self.lora_a = nn.Parameter(base.weight.new_empty(count, config.rank, width))
-        self.lora_b = nn.Parameter(base.weight.new_zeros(count, outputs, config.rank))
-        self.register_buffer("lora_scale", base.weight.new_tensor(config.scale))
-        for expert in self.lora_a:
-            nn.init.kaiming_uniform_(expert, a=math.sqrt(5))
+        self._share(base, config)
 
     def forward(self, x: Tensor, layout: PackedLayout) -> Tensor:
         y = super().forward(x, layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,18 +43,8 @@ def residual_stream(x: Tensor, *, in_fp32: bool) -> Tensor:
     return x.to(torch.float32 if in_fp32 else torch.get_autocast_dtype(kind))
 
 
-class TakesSeeds(Protocol):
-    """What is asked of a layer about its dropouts; see `effasr.nn.stack.Layer`."""
-
-    training: bool
-    seeds: int
-
-    @property
-    def dropouts(self) -> tuple[float, ...]: ...
-
-
-def draw_layer_seeds(layers: Iterable[TakesSeeds], x: Tensor) -> list[tuple[Tensor, ...]]:
-    """Draw the seeds of dropout of all layers of a stack in one launch.
+def draw_layer_seeds(layers: Iterable[Any], x: Tensor) -> list[tuple[Tensor, ...]]:
+    """Draw the seeds of dropout of all layers (`effasr.nn.stack.Layer`) of a stack in one launch.
 
     A layer has none if it drops nothing, or if its dropouts draw from the global generator, as on a
     CPU.
@@ -81,7 +71,7 @@ class Residual:
     @classmethod
     def of(
         cls,
-        layer: TakesSeeds,
+        layer: Any,
         x: Tensor,
         layout: PackedLayout,
         dropout: float,
@@ -173,7 +163,7 @@ class Residual:
         )
 
 
-def _takes_seeds(layer: TakesSeeds, x: Tensor) -> bool:
+def _takes_seeds(layer: Any, x: Tensor) -> bool:
     return layer.training and any(layer.dropouts) and is_fused(x)
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial, wraps
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -150,7 +150,7 @@ def run_layers(
     """
     if is_empty(layout) and is_sharded(layers):
         return skip_layers(layers, x)
-    all_seeds = draw_layer_seeds(cast("Iterable[Layer]", layers), x)
+    all_seeds = draw_layer_seeds(layers, x)
     # What the compiler traces launches each update by itself.
     with nullcontext() if torch.compiler.is_compiling() else updates_together():
         for number, (layer, seeds) in enumerate(zip(layers, all_seeds, strict=True)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from effasr.model.checks import check
+from effasr.nn.checks import check
 
 
 def plan_batches(

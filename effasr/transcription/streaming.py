@@ -11,7 +11,7 @@ import soxr
 
 from effasr.data.audio.waveform import AudioError, AudioProblem, is_plausible
 from effasr.data.prompt import Prompt
-from effasr.model.checks import check, check_positive
+from effasr.nn.checks import check, check_positive
 from effasr.transcription.inputs.chunking import Chunk, quietest
 from effasr.transcription.inputs.prefetch import ahead
 from effasr.transcription.inputs.vad import HOP_SECONDS, is_speech, loudness

@@ -14,10 +14,10 @@ from effasr.decoding.decoded import Decoded
 from effasr.decoding.language_model.cache import CachedConversations
 from effasr.decoding.slots import SlotEngine
 from effasr.model.asr import ASRModel
-from effasr.model.checks import check
 from effasr.model.language_model.architecture import max_rows
 from effasr.nn.cache.decoder_state import KEPT_SHARE
 from effasr.nn.cache.paged import most_pages
+from effasr.nn.checks import check
 from effasr_kernels import PackedLayout, PackedSequence
 
 _ROWS_READ = 8192  # most rows that are read together, unless one conversation alone has more

@@ -8,7 +8,7 @@ from effasr.decoding.lm.neural import load_neural_lm
 from effasr.decoding.lm.ngram import TokenLM, load_ngrams
 from effasr.decoding.lm.words import WordFusion, load_word_ngrams
 from effasr.model.asr import ASRModel
-from effasr.model.checks import check
+from effasr.nn.checks import check
 
 
 def load_lm(config: DecodingConfig, model: ASRModel, tokenizer: Tokenizer) -> TokenLM | None:

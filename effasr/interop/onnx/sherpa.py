@@ -21,9 +21,9 @@ from effasr.interop.onnx.graph import check_packages, write_graph
 from effasr.interop.onnx.plain_model import JointStep, PaddedEncoder, StreamingStep, predictor_step
 from effasr.interop.tables import refuse_experts
 from effasr.model.asr import ASRModel
-from effasr.model.checks import check
 from effasr.model.streaming_encoder import check_features, check_streamable
 from effasr.model.transducer import Transducer
+from effasr.nn.checks import check
 from effasr.nn.predictor import LSTMPredictor
 from effasr_kernels import Context
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from effasr.model.checks import check
+from effasr.nn.checks import check
 
 _HOP_SECONDS = 0.01
 # Energy is summed over 0.2 s: a pause between words, not the closure of a stop consonant.

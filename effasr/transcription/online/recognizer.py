@@ -25,8 +25,8 @@ from effasr.decoding.tdt_beam import TDTBeamStreams
 from effasr.decoding.transducer_beam import TransducerBeamStreams
 from effasr.decoding.transducer_greedy import TransducerStreams
 from effasr.model.asr import ASRModel
-from effasr.model.checks import check
 from effasr.model.streaming_encoder import StreamingEncoder
+from effasr.nn.checks import check
 from effasr.nn.parameters import evaluating
 from effasr.transcription.inputs.prefetch import ahead
 from effasr.transcription.online.segments import HeldSamples, SegmentOptions, StreamSegments

@@ -12,7 +12,7 @@ import torch
 from effasr.checkpoint import load_model, resolve
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import CORRECTOR_MARGIN, DecodingConfig
-from effasr.model.checks import check
+from effasr.nn.checks import check
 from effasr.transcription.results import (
     Alternative,
     Correction,

@@ -11,7 +11,7 @@ import torch
 
 from effasr.decoding.config import LM_WEIGHT, DecodingConfig
 from effasr.decoding.lm.words import load_word_ngrams
-from effasr.model.checks import check
+from effasr.nn.checks import check
 from effasr.transcription.results import Result, Segment, Transcription
 
 _RECORDINGS = 32  # recordings whose segments are scored together

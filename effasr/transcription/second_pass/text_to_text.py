@@ -16,8 +16,8 @@ from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decode import decode
 from effasr.decoding.decoded import Decoded, with_scores
 from effasr.model.asr import ASRModel
-from effasr.model.checks import check
 from effasr.model.config import ModelConfig
+from effasr.nn.checks import check
 from effasr.nn.parameters import evaluating
 from effasr.transcription.batching import plan_batches
 from effasr_kernels import PackedSequence
