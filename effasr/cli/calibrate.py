@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def add(command: AddCommand) -> None:
-    """Add the command to the parser."""
     parser = command(
         "calibrate",
         run,
@@ -47,7 +46,6 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Calibrate and print the result."""
     from effasr import config as configuration
     from effasr.distributed.process_group import choose_device
     from effasr.training.calibration.calibrate import calibrate, read_population, target_bytes

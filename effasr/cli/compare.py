@@ -12,7 +12,6 @@ from effasr.untrusted.display import escape_controls
 
 
 def add(command: AddCommand) -> None:
-    """Add the command to the parser."""
     parser = command(
         "compare",
         run,
@@ -33,7 +32,6 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Read the evaluations and print the table."""
     from effasr.evaluation.comparison import compare, read_run
 
     with working("reading the evaluations"):

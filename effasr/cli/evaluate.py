@@ -29,7 +29,6 @@ from effasr.decoding.config import CORRECTOR, SECOND_PASS
 
 
 def add(command: AddCommand) -> None:
-    """Add the command to the parser."""
     parser = command(
         "evaluate",
         run,
@@ -64,7 +63,6 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the error rates, and write the results next to the run."""
     from effasr.checkpoint import WEIGHTS
     from effasr.data.checksums import sha256
     from effasr.distributed.process_group import choose_device

@@ -181,7 +181,6 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return all commands and their options."""
     parser = _Parser(
         prog="effasr",
         usage="effasr [-h] [--version] COMMAND ...",

@@ -44,7 +44,6 @@ _RECORDINGS = "instruction", "gap_seconds", "frame_budget"
 
 
 def folder(text: str) -> Path:
-    """Parse the path of a folder, which need not exist."""
     if os.path.isfile(text):
         raise argparse.ArgumentTypeError(
             f"{text} must be a folder, but is a file: name another folder"
@@ -53,8 +52,6 @@ def folder(text: str) -> Path:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of integers from ``least`` to 2**31 - 1."""
-
     def number(text: str) -> int:
         if not (text.isascii() and text.isdecimal()) or not least <= int(text) < 2**31:
             raise argparse.ArgumentTypeError(f"must be an integer from {least} on, but is {text!r}")
@@ -95,7 +92,6 @@ def add_language(
 
 
 def add_subsampling(parser: argparse.ArgumentParser) -> None:
-    """Add ``--subsampling``; None where it is not given."""
     parser.add_argument(
         "--subsampling",
         type=int,
@@ -113,7 +109,6 @@ def add_recipe(parser: argparse.ArgumentParser, recipe_help: str, override_help:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add ``--device``, which `effasr.distributed.process_group.choose_device` reads."""
     parser.add_argument(
         "--device",
         default="auto",
@@ -122,7 +117,6 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def add_averaged(parser: argparse.ArgumentParser) -> None:
-    """Add ``--averaged``, which `run_checkpoints` reads."""
     parser.add_argument(
         "--averaged",
         type=at_least(1),
@@ -160,7 +154,6 @@ def load_average(checkpoints: list[Path], device: torch.device) -> LoadedModel:
 
 
 def read_cuts(options: argparse.Namespace, language: str) -> tuple[list[Cut], list[Failure]]:
-    """Return the cuts of ``--manifest``, and why others cannot be opened."""
     from effasr.evaluation.evaluate import openable_cuts
 
     with progress_counter("utterances read") as show:

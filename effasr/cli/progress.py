@@ -183,7 +183,6 @@ def working(
 
 
 def erase_line() -> None:
-    """Erase what is shown, before another line is written."""
     if sys.stderr.isatty():
         sys.stderr.write(ERASE)
         sys.stderr.flush()

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 
 def add(command: AddCommand) -> None:
-    """Add the command to the parser."""
     parser = command(
         "transcribe",
         run,
@@ -134,7 +133,6 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write texts to standard output or to files, failures to standard error."""
     from effasr.data.prompt import Prompt
     from effasr.distributed.process_group import choose_device
     from effasr.transcription.outputs.writers import ResultWriter
@@ -257,7 +255,6 @@ class _MissingTimestamps:
             self._all += 1
 
     def report(self, options: argparse.Namespace) -> None:
-        """Report how many, where times were requested."""
         as_ctm = _style(options) == "ctm"
         if self._count and (options.words or as_ctm):
             what = f"{self._count} of {self._all} segments have no word timestamps"

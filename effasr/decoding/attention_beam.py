@@ -162,8 +162,6 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class _Scoring:
-    """Scoring and ranking of hypotheses; see `attention_beam`."""
-
     eos_id: int
     classes: int
     candidates: int  # C, the number of tokens that may extend a hypothesis
@@ -218,7 +216,6 @@ class _Search:
         ctc: bool,
         coverage: bool,
     ) -> _Search:
-        """Return one hypothesis without tokens for each utterance."""
         device, shape = encoded.values.device, (len(prompts), beam)
         starts = [len(prompt) for prompt in prompts]
         frames = encoded.layout.lengths[: len(prompts)]
@@ -245,7 +242,6 @@ class _Search:
         )
 
     def keep(self, index: Tensor) -> _Search:
-        """Return only these utterances, int64 (M,)."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         scorers = {name: parts.pop(name) for name in ("ctc", "coverage")}
         parts = {name: tensor[index] for name, tensor in parts.items()}

@@ -83,7 +83,6 @@ def check_config(model: ASRModel, config: DecodingConfig) -> str:
 
 
 def check_prompt(prompt: Prompt, method: str, config: DecodingConfig) -> None:
-    """Check that a method can write what a prompt asks for."""
     if prompt.monotonic:
         return
     if method == "language_model":
@@ -112,7 +111,6 @@ def check_prompt(prompt: Prompt, method: str, config: DecodingConfig) -> None:
 
 
 def limit_of(model: ASRModel, prompt: list[int] | tuple[int, ...], requested: int) -> int:
-    """Return the number of tokens that may follow the prompt, within the decoder's positions."""
     assert model.config.decoder is not None  # checked by choose_method
     if not prompt:
         raise ValueError("`prompts` must not be empty: the decoder starts from a token.")

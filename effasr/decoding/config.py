@@ -229,5 +229,4 @@ class DecodingConfig:
         return self.beam == 1 and alone and self.no_repeat_ngram is None
 
     def max_tokens(self, frames: int) -> int:
-        """Return the most tokens of a transcript of this many encoder frames."""
         return int(self.tokens_per_frame * frames) + self.extra_tokens

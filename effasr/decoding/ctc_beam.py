@@ -144,7 +144,6 @@ class Fusion:
     weight: float
 
     def scores(self, labels: Tensor, counts: Tensor, symbols: Tensor) -> Tensor:
-        """Weighted log-probabilities of the next tokens of prefixes: see `TokenLM.scores`."""
         position = counts[..., None] + torch.arange(-self.lm.order, 0, device=labels.device)
         if labels.shape[2]:
             context = labels.gather(2, position.clamp(min=0)).masked_fill(position < 0, -1)
@@ -179,7 +178,6 @@ class Prefixes:
         return cls(blank, none, torch.zeros_like(none), counts, empty, frames, before)
 
     def keep(self, index: Tensor | slice) -> Prefixes:
-        """Return only these utterances, int64 (M,)."""
         return _mapped(lambda part: part[index], self)
 
     def put(self, index: Tensor, part: Prefixes) -> Prefixes:
@@ -237,7 +235,6 @@ class Prefixes:
         frame: int | Tensor,  # number of the frame; int64 (N, 1) where it differs
         fusion: Fusion | None,
     ) -> Prefixes:
-        """Extend by a frame."""
         beam = self.blank.shape[1]
         total = torch.logaddexp(self.blank, self.label)
         last = self._last()

@@ -96,7 +96,6 @@ class CTCPrefixScorer:
         )
 
     def keep(self, index: Tensor) -> CTCPrefixScorer:
-        """Return only these utterances, int64 (M,)."""
         names = "rows", "lengths", "last", "label", "blank"
         return replace(self, **{name: getattr(self, name)[index] for name in names})
 

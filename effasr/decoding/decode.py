@@ -95,7 +95,6 @@ def _aligned(
     config: DecodingConfig,
     lm: TokenLM | None,
 ) -> list[Decoded]:
-    """Decode each sequence by CTC or the transducer."""
     head = model.transducer
     if config.beam == 1:
         if method == "ctc":

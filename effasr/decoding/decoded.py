@@ -29,8 +29,6 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Transcript of one utterance."""
-
     tokens: tuple[int, ...]  # without prompt and end token
     truncated: bool = False  # whether the decoder reached its limit before the end token
     spans: tuple[Span, ...] | None = None  # None if not requested, or if there are too few frames
@@ -116,7 +114,6 @@ def _attention_loss(
     texts: Sequence[list[int]],
     eos_id: int,
 ) -> Tensor:
-    """Return the cross-entropy of each transcript and its end, (N,)."""
     pairs = list(zip(prompts, texts, strict=True))
     tokens = _packed([[*prompt, *text] for prompt, text in pairs], encoded)
     targets = [[IGNORED] * (len(prompt) - 1) + text + [eos_id] for prompt, text in pairs]
@@ -134,7 +131,6 @@ def _attention_loss(
 def _alignment_loss(
     model: ASRModel, method: str, encoded: PackedSequence, text: PackedSequence
 ) -> Tensor:
-    """Return the loss of each transcript over its alignments, (N,)."""
     if method == "transducer":
         assert model.transducer is not None
         return model.transducer(encoded, text)

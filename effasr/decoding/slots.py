@@ -37,7 +37,6 @@ class SlotEngine(ABC, Generic[T]):
 
     @property
     def unfinished(self) -> list[Any]:
-        """The names of all that have no result."""
         return [item.name for item in self._unfinished.values()]
 
     def results(self, *, drain: bool = True) -> Iterator[tuple[Any, Decoded]]:

@@ -16,8 +16,6 @@ FORBIDDEN = -1e30  # logit of a suppressed token: finite, so that no sum of scor
 
 @dataclass(frozen=True, slots=True)
 class Suppression:
-    """Suppressed tokens."""
-
     always: Tensor  # int64 (S,), tokens that are never decoded
     begin: Tensor  # int64 (B,), tokens that no transcript begins with
     bias: Tensor  # (V,), of the output layer, with ``always`` suppressed

@@ -60,8 +60,6 @@ def transducer_beam(
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """N utterances with K hypotheses each."""
-
     utterances: Utterances
     best: Tensor  # (N, nbest), scores of the likeliest complete hypotheses, the best first
     at: Tensor  # int64 (N, K), the row of the next frame of each hypothesis

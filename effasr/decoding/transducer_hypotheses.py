@@ -31,7 +31,6 @@ class Utterances:
 
     @classmethod
     def from_encoded(cls, encoded: PackedSequence, limits: Sequence[int]) -> Utterances:
-        """Leave out those without a frame."""
         bounds, lengths = encoded.layout.cu_seqlens.long(), encoded.layout.lengths
         present = [name for name in range(len(limits)) if lengths[name]]
         names = torch.tensor(present, dtype=torch.int64, device=bounds.device)
@@ -42,7 +41,6 @@ class Utterances:
         return len(self.names)
 
     def keep(self, index: Tensor) -> Utterances:
-        """Return only these, int64 (M,)."""
         return Utterances(
             self.names[index], self.begins[index], self.ends[index], self.limits[index]
         )
@@ -63,7 +61,6 @@ class Hypotheses:
 
     @classmethod
     def begin(cls, head: Transducer, count: int, beam: int, *, with_frames: bool) -> Hypotheses:
-        """Return one hypothesis without labels for each of ``count`` utterances."""
         predicted, state = head.begin(count * beam)
         shape = count, beam
         wide = torch.float64 if predicted.dtype == torch.float64 else torch.float32
@@ -82,7 +79,6 @@ class Hypotheses:
         )
 
     def keep(self, index: Tensor) -> Hypotheses:
-        """Return only these utterances, int64 (M,)."""
         return mapped(lambda part: part[index], self)
 
     def pick(self, chosen: Tensor) -> Hypotheses:
@@ -295,7 +291,6 @@ def likelier_frames(
 
 
 def padded_equally(several: Sequence[Hypotheses]) -> tuple[Hypotheses, ...]:
-    """Pad labels and frames to the longest transcript."""
     longest = max(int(hypotheses.counts.max()) for hypotheses in several)
 
     def padded(hypotheses: Hypotheses) -> Hypotheses:

@@ -10,14 +10,11 @@ import jiwer
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Reference and hypothesis, aligned word by word."""
-
     reference: tuple[str, ...]  # words; those with an error in capitals, a missing one as asterisks
-    hypothesis: tuple[str, ...]  # words of the hypothesis, as ``reference``
+    hypothesis: tuple[str, ...]
     kinds: tuple[str, ...]  # kind of each pair: S, D, I, or an empty string for equal words
 
     def lines(self, indent: str = "", limit: int | None = None) -> list[str]:
-        """Three lines, with the words of a pair in one column."""
         rows = (("REF:", self.reference), ("HYP:", self.hypothesis), ("Eval:", self.kinds))
         widths = [max(map(len, words)) for words in zip(*(row for _, row in rows), strict=True)]
         room = None if limit is None else limit - len(indent) - 6
@@ -37,7 +34,6 @@ class Alignment:
 
 
 def _parts(widths: Sequence[int], room: int | None) -> Iterator[slice]:
-    """Yield slices of words that fit in so many columns, with a space between them."""
     start = used = 0
     for n, width in enumerate(widths):
         if room is not None and n > start and used + width > room:

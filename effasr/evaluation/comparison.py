@@ -22,12 +22,10 @@ from effasr.evaluation.wer import ErrorCounts, count_errors, total
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """An evaluation, read from its folder."""
-
     system: str  # name of the run, or of the folder
-    set_name: str  # name of the set
+    set_name: str
     errors: dict[str, ErrorCounts]  # errors of each utterance by id
-    rtfx: float  # seconds of audio per second
+    rtfx: float
     failed: int  # utterances that could not be transcribed
 
 

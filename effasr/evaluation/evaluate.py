@@ -115,7 +115,6 @@ def evaluate(
 def _scored(
     reference: str, prompt: Prompt, result: Transcription, normalize: Callable[[str], str]
 ) -> ScoredUtterance:
-    """Count the errors of a transcript, and of its alternatives."""
     expected, alternatives = normalize(reference), result.alternatives
     errors = count_errors(expected, normalize(result.text))
     # Different alternatives are often the same words.

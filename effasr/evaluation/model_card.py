@@ -28,31 +28,26 @@ MARK = "<!-- Written by `effasr export`, which replaces the file as long as this
 
 @dataclass(frozen=True, slots=True)
 class TestedSet:
-    """Evaluation of a model on a set: its name, and the content of ``wer.json``."""
-
     name: str
     result: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCard:
-    """Content of README.md."""
-
-    name: str  # name of the model
+    name: str
     loader: str  # class of transformers that loads the model
-    parameters: int  # number of parameters
+    parameters: int
     languages: Sequence[str]  # codes of its output languages
     configuration: str  # configuration of the model as YAML
     own_tokenizer: bool  # whether transformers can read its tokenizer
-    data: Sequence[str] = ()  # names of the training sets
+    data: Sequence[str] = ()
     steps: int | None = None  # updates of its training
-    averaged: int = 1  # number of averaged checkpoints
+    averaged: int = 1
     tested: Sequence[TestedSet] = ()  # results of exactly these weights
     license: str | None = None  # license name of the hub, such as ``cc-by-4.0``
-    author: str | None = None  # author of the model
+    author: str | None = None
 
     def text(self) -> str:
-        """Front matter in YAML, and Markdown."""
         front = dump_yaml(self._front())
         fence = "```"
         while fence in self.configuration:

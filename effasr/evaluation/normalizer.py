@@ -15,7 +15,6 @@ _KEPT = "\ue000"  # placeholder of an apostrophe inside a word; a private-use ch
 
 
 def get_normalizer(name: str) -> Callable[[str], str]:
-    """Return the function of this name, which normalises a text for scoring."""
     if name == "none":
         return str
     if name == "basic":

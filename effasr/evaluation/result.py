@@ -31,15 +31,13 @@ CALIBRATION = "calibration.json"
 
 @dataclass(frozen=True, slots=True)
 class ScoredUtterance:
-    """An utterance with its transcript."""
-
-    id: str  # id of the cut
+    id: str
     group: str  # language, or ``SOURCE->TARGET`` for a translation
-    reference: str  # text of the manifest
-    hypothesis: str  # text of the model
-    duration: float  # seconds
+    reference: str
+    hypothesis: str
+    duration: float
     errors: ErrorCounts  # word errors after normalisation of both texts
-    truncated: bool = False  # whether the decoder reached its limit
+    truncated: bool = False
     # The best texts of the search, the best first, if requested.
     alternatives: tuple[Alternative, ...] = ()
     oracle: ErrorCounts | None = None  # errors of the alternative with the fewest
@@ -48,10 +46,8 @@ class ScoredUtterance:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The transcripts of a set, and their errors."""
-
-    normalizer: str  # name of the normaliser
-    utterances: tuple[ScoredUtterance, ...] = ()  # all that were transcribed
+    normalizer: str
+    utterances: tuple[ScoredUtterance, ...] = ()
     failures: tuple[Failure, ...] = ()  # recordings that were not transcribed
     seconds: float = 0.0  # duration of the whole call, loading of audio included
     method: str = ""  # method of decoding; empty for evaluations without one
@@ -81,7 +77,6 @@ class Evaluation:
 
     @property
     def judged(self) -> list[Judged]:
-        """Confidence of each word of the set, and whether it is right."""
         return [pair for utterance in self.utterances for pair in utterance.judged or ()]
 
     @property
@@ -108,12 +103,10 @@ class Evaluation:
 
     @property
     def audio_seconds(self) -> float:
-        """Duration of the transcribed utterances."""
         return math.fsum(utterance.duration for utterance in self.utterances)
 
     @property
     def rtfx(self) -> float:
-        """Seconds of audio per second of the call."""
         return self.audio_seconds / self.seconds if self.seconds else 0.0
 
     def worst(self, count: int = 10) -> list[ScoredUtterance]:
@@ -122,7 +115,6 @@ class Evaluation:
         return [utterance for utterance in order[:count] if utterance.errors.errors]
 
     def summary(self) -> dict[str, Any]:
-        """Content of ``wer.json``; an undefined rate is None."""
         return {
             **_rates(self.errors),
             "wer_interval": self.interval,
@@ -169,7 +161,6 @@ def merge(evaluations: Sequence[Evaluation]) -> Evaluation:
 
 
 def set_name(manifest: str | Path) -> str:
-    """Name of a set in ``runs/NAME/evaluation``: its manifest's file or folder."""
     name = Path(os.path.abspath(manifest)).name
     return name.removesuffix(".gz").removesuffix(".jsonl")
 
@@ -226,7 +217,6 @@ def save(
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Return the content of ``wer.json``."""
     path = folder / SUMMARY
     found = read_json_object(path)
     verify_content(found, str(path))

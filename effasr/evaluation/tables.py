@@ -75,7 +75,6 @@ def wer_table(evaluation: Evaluation) -> str:
 
 
 def worst_table(evaluation: Evaluation, count: int) -> str:
-    """Return the utterances with the most word errors, with their alignments."""
     lines = []
     normalize = get_normalizer(evaluation.normalizer)
     for utterance in evaluation.worst(count):
@@ -89,7 +88,6 @@ def worst_table(evaluation: Evaluation, count: int) -> str:
 
 
 def to_text(table: Table, width: int | None = None) -> str:
-    """Return a table without colours."""
     if width is None and (limit := display_width()) is not None:
         return "\n\n".join(_render(part, _WIDE) for part in _parts(table, limit))
     return _render(table, width or _WIDE)

@@ -13,11 +13,11 @@ import jiwer
 class ErrorCounts:
     """Word and character errors of some utterances; see `total` to add them."""
 
-    utterances: int = 0  # pairs of reference and hypothesis
+    utterances: int = 0
     words: int = 0  # words of the references
-    insertions: int = 0  # words only in the hypotheses
-    deletions: int = 0  # words only in the references
-    substitutions: int = 0  # words that were replaced by others
+    insertions: int = 0
+    deletions: int = 0
+    substitutions: int = 0
     characters: int = 0  # characters of the references; a space between words is one
     character_errors: int = 0  # insertions, deletions and substitutions of characters
 
@@ -32,7 +32,6 @@ class ErrorCounts:
 
     @property
     def cer(self) -> float:
-        """Character error rate, likewise."""
         return self.character_errors / self.characters if self.characters else math.nan
 
 

@@ -28,8 +28,6 @@ from effasr.model.language_model.config import LanguageModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A turn of the assistant, and whether it reached its limit."""
-
     text: str
     truncated: bool
 
@@ -59,7 +57,6 @@ class Responder:
         )
 
     def answer(self, messages: Sequence[Message]) -> Answer:
-        """Answer the last turn of a conversation, which is of the user."""
         self._submit(0, messages)
         ((_, decoded),) = self._engine.results()
         return self._written(decoded)

@@ -74,8 +74,6 @@ class SingleBatches:
 
 @dataclass(slots=True, eq=False)
 class _FedBatch:
-    """A batch with unfinished utterances."""
-
     encoded: PackedSequence
     prompts: list[list[int]]
     names: list[Any]

@@ -51,8 +51,8 @@ class LabelReport:
     """Numbers of labelled and dropped segments; the same as report.json."""
 
     min_confidence: float
-    recordings: int  # recordings of the journal
-    kept: Share  # lines of the manifest
+    recordings: int
+    kept: Share
     dropped: Share
     by_reason: dict[str, Share]
 
@@ -117,7 +117,6 @@ class LabelFolder:
             file.truncate(end)
 
     def missing(self, sources: Sequence[Source]) -> list[Source]:
-        """Return the recordings that are not in the journal."""
         for source in sources:
             try:
                 f"{source.id}{Path(source.audio).absolute()}".encode()
@@ -129,7 +128,6 @@ class LabelFolder:
         return [source for source in sources if source.id not in self.done]
 
     def add(self, source: Source, result: Result, default: Prompt) -> None:
-        """Add a recording to the journal."""
         row: dict[str, Any] = {"id": source.id}
         if isinstance(result, Failure):
             row |= {"audio": source.audio, "problem": result.reason}
@@ -251,7 +249,6 @@ def _lines(row: dict[str, Any], least: float) -> Iterator[tuple[dict[str, Any], 
 
 
 def _reason(line: dict[str, Any], least: float, *, truncated: bool) -> str | None:
-    """Return why a segment is left out; None if it is not."""
     if truncated:
         return TRUNCATED
     if not line["text"]:

@@ -206,7 +206,7 @@ class Recognizer:
             return noted()
         return without_gaps(noted(), self.sample_rate, self.config.gap_seconds)
 
-    def _longest_chunk(self) -> float:  # seconds
+    def _longest_chunk(self) -> float:
         longest, most = self.config.chunk_seconds, self.model.config.encoder.max_frames
         if most is not None:
             longest = min(longest, most * self._frame_samples / self.sample_rate)
@@ -320,7 +320,6 @@ class Recognizer:
         )
 
     def _collated(self, pieces: list[Piece]) -> tuple[Batch, list[list[int]]]:
-        """Return the batch of these pieces on the model's device, and their prompts."""
         device = next(self.model.parameters()).device
         prompts = [piece.recording.prompt for piece in pieces]
         settings = self.model.config.language_model

@@ -33,8 +33,6 @@ _AHEAD = 4  # chunks that are read while others are decoded
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A recording to transcribe."""
-
     id: str
     # Returns mono audio at the model's sample rate, float32 (samples,) or a stream; runs on a
     # thread. Its exceptions are failures of this recording only.
@@ -115,6 +113,5 @@ class Recording:
 
 
 def take_finished(recordings: deque[Recording]) -> Iterator[Result]:
-    """Remove finished recordings from the front, and yield their results."""
     while recordings and recordings[0].finished:
         yield recordings.popleft().result()

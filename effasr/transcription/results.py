@@ -88,7 +88,6 @@ def word_confidences(
     spaces: bool = True,
     calibration: Calibration | None = None,
 ) -> tuple[WordConfidence, ...]:
-    """Join tokens to words with their confidences."""
     words = []
     places = [(n, n + 1) for n in range(len(tokens))]
     for group in word_groups(tokens, places, decode, spaces):
@@ -102,8 +101,8 @@ def word_confidences(
 class Correction:
     """What a corrector wrote in place of the text of a segment."""
 
-    recognized: str  # text of the search
-    written: str  # text of the corrector
+    recognized: str
+    written: str
     # Log-probability of ``written`` by the corrector minus that of ``recognized``, in nats. The
     # segment has the written text if it exceeds the margin.
     gain: float
@@ -111,8 +110,6 @@ class Correction:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The text of one chunk of a recording."""
-
     start: float  # seconds from the beginning of the recording
     end: float  # seconds from the beginning of the recording
     text: str
@@ -136,7 +133,6 @@ class Segment:
         return confidence([self.score])
 
     def as_row(self) -> dict[str, Any]:
-        """Return the JSON object: start, end, text, and what else is present."""
         row: dict[str, Any] = {
             "start": round(self.start, 3),
             "end": round(self.end, 3),
@@ -213,8 +209,6 @@ class Transcription:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A recording that could not be transcribed, and why."""
-
     id: str
     reason: str
 

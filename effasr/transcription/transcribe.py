@@ -26,8 +26,6 @@ from effasr.transcription.results import Failure, Result, Transcription
 
 @dataclass(frozen=True, slots=True)
 class Waveform:
-    """Audio in memory."""
-
     id: str
     samples: np.ndarray  # floating point (samples,) or (samples, channels), full scale 1
     sample_rate: int

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def add(command: AddCommand) -> None:
-    """Add the command to the parser."""
     parser = command(
         "chat",
         run,
@@ -73,7 +72,6 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the answers."""
     from effasr.checkpoint import load_model, resolve
     from effasr.distributed.process_group import choose_device
 

@@ -26,7 +26,6 @@ _MOST_SHOWN = 5
 
 
 def add(command: AddCommand) -> None:
-    """Add the command to the parser."""
     parser = command(
         "make-correction-data",
         run,
@@ -50,7 +49,6 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the pairs; the exit code is 1 if an utterance gave none."""
     from effasr.checkpoint import load_model, resolve
     from effasr.data.atomic_files import atomic_file
     from effasr.distributed.process_group import choose_device

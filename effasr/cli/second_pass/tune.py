@@ -30,7 +30,6 @@ _BEAM = 8
 
 
 def add(command: AddCommand) -> None:
-    """Add the command to the parser."""
     parser = command(
         "tune",
         run,
@@ -65,7 +64,6 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the error rates before and after, and write the options."""
     from effasr.distributed.process_group import choose_device
     from effasr.evaluation.result import set_name
     from effasr.evaluation.tuning.decoding_file import DECODING_FILE, write_decoding

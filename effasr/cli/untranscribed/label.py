@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def add(command: AddCommand) -> None:
-    """Add the command to the parser."""
     parser = command(
         "label",
         run,
@@ -57,7 +56,6 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Label what is not labelled yet; the exit code is 1 if a recording failed."""
     from dataclasses import replace
 
     from effasr.checkpoint import WEIGHTS, load_model, resolve

@@ -225,7 +225,6 @@ class StreamConfidences:
         self._rows.append(encoded.clone())
 
     def forget(self, before: int) -> None:
-        """Forget the frames before one."""
         if before > self._first:
             rows = torch.cat(self._rows)[before - self._first :]
             self._rows, self._first = [rows.clone()], before

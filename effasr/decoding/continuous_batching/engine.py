@@ -26,8 +26,6 @@ _AHEAD = 2  # steps that a GPU may have queued while the host reads the tokens o
 
 @dataclass(slots=True, eq=False)
 class Utterance:
-    """An utterance to decode."""
-
     name: Any  # returned with the result
     prompt: Sequence[int]  # at least one token
     limit: int  # most tokens after the prompt, at least one

@@ -100,7 +100,6 @@ class CachedConversations:
             self._lengths[row] = length
 
     def release(self, rows: Sequence[int]) -> None:
-        """Make rows idle."""
         for row in rows:
             self._lengths[row] = 0
         if isinstance(self._cache, SharedPageCache):
@@ -137,7 +136,6 @@ class CachedConversations:
         self._lengths = [self._lengths[row] for row in rows]
 
     def extend(self, rows: int) -> list[int]:
-        """Add idle rows; return them."""
         before = len(self._lengths)
         self.select([*range(before), *[0] * rows])
         added = list(range(before, before + rows))

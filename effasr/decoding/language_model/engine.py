@@ -29,8 +29,6 @@ _FREE_SHARE = 1 / 2
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """The answer to a conversation."""
-
     name: Any  # returned with the result
     limit: int  # most tokens of the answer
     longest: int  # most rows of the conversation with its answer; the last token is not read
@@ -285,7 +283,6 @@ def answers(
     beam: int = 1,
     length_penalty: float = 0.0,
 ) -> list[Decoded]:
-    """Answer the conversations of a batch; see `ConversationEngine`."""
     engine = ConversationEngine(
         model,
         stop_ids,

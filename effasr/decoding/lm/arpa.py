@@ -24,8 +24,6 @@ Context = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Arpa:
-    """The content of an ARPA file."""
-
     # N-grams by length, from 1 on, with log10 of probability and of back-off weight; those with
     # ``<unk>`` are left out.
     ngrams: list[dict[Context, tuple[float, float]]]
@@ -69,7 +67,6 @@ def read_arpa(path: str | Path, id_of: Callable[[str, str], int]) -> Arpa:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not empty, with their numbers."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: there is no such file.")
     try:

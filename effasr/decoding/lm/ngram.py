@@ -82,7 +82,6 @@ class TokenNgrams:
         return context
 
     def _computed(self, context: Context) -> np.ndarray:
-        """Return log-probabilities of all tokens, float64 (V,)."""
         if context:
             scores = self._follow(context[1:]) + self._backoffs.get(context, 0.0)
         else:

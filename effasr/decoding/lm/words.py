@@ -119,7 +119,6 @@ class WordFusion:
             )
 
     def scores(self, contexts: Tensor, symbols: Tensor) -> Tensor:
-        """Score next tokens, and the end: see `TokenLM.scores`."""
         rows = contexts.flatten(0, 1).tolist()
         pairs = [
             self._of_context(tuple(token for token in row if token >= 0)[-self.order :])
@@ -146,7 +145,6 @@ class WordFusion:
         return score, score + self._words.log_prob(history, self._words.end_id)
 
     def _groups(self, tokens: Sequence[int]) -> list[list[int]]:
-        """Divide tokens before those that begin words."""
         groups: list[list[int]] = []
         for token in tokens:
             if self._begins[token] or not groups:

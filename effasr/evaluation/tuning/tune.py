@@ -33,7 +33,7 @@ from effasr.transcription.results import Failure, Result
 class Tuning:
     """Weights before and after, and the word errors of both on the lists of the set."""
 
-    names: tuple[str, ...]  # the weights that were tuned
+    names: tuple[str, ...]
     start: Weights  # of the configuration
     tuned: Weights  # the chosen ones, or the same
     before: tuple[ErrorCounts, ...]  # errors of each utterance with the given weights
@@ -48,7 +48,6 @@ class Tuning:
         return self.tuned != self.start
 
     def report(self) -> str:
-        """Return the weights and the error rates before and after as a table."""
         table = Table(box=box.MARKDOWN)
         for column in ("weights", *self.names, "WER %", "95 %"):
             table.add_column(column, justify="left" if column == "weights" else "right")
@@ -79,7 +78,6 @@ class Tuning:
         return "\n".join(lines) + "\n"
 
     def comment(self, set_name: str) -> str:
-        """Return a line that says where the weights come from."""
         before, after = (percent(total(errors).wer) for errors in (self.before, self.after))
         return (
             f"effasr tune on {set_name}: {len(self.after)} utterances, WER of the choice among "

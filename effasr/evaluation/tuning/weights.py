@@ -48,7 +48,6 @@ class Weights:
 
     @classmethod
     def from_config(cls, config: DecodingConfig, method: str) -> Weights:
-        """Return the weights with which a configuration decodes by a method."""
         weights = cls(
             ctc_weight=config.ctc_weight,
             lm_weight=config.effective_lm_weight,
@@ -128,7 +127,6 @@ class NBestLists:
         return len(self._results)
 
     def _ranks(self, weights: Weights) -> np.ndarray:
-        """Return the ranks of all alternatives, float64 (segments, alternatives)."""
         parts, share = self._parts, weights.ctc_weight
         scores = _times(1 - share, parts["model"]) + _times(share, parts["ctc"])
         scores = scores + _times(weights.lm_weight, parts["lm"])
@@ -150,11 +148,9 @@ class NBestLists:
         return np.where(self._missing, -np.inf, self._ranks(weights)).argmax(axis=1)
 
     def errors(self, weights: Weights) -> tuple[ErrorCounts, ...]:
-        """Return the errors of each utterance, if these weights choose."""
         return self._counted(weights)[0]
 
     def word_errors(self, weights: Weights) -> np.ndarray:
-        """Return the word errors of each utterance, likewise, int64 (utterances,)."""
         return self._counted(weights)[1]
 
     def tried(self) -> np.ndarray:
@@ -255,7 +251,6 @@ def _descend(
     grids: Mapping[str, Sequence[float]],
     on_trial: Callable[[], None] | None,
 ) -> Weights:
-    """Return the weights with the fewest errors."""
     values = {name: _by_distance(grid, getattr(start, name)) for name, grid in grids.items()}
     best, fewest = start, lists.word_errors(start).sum()
     for _ in range(_MOST_ROUNDS):

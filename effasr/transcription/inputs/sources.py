@@ -59,7 +59,6 @@ def find(arguments: Iterable[str]) -> list[Source]:
 
 
 def of_manifest(path: Path, *, language: str, untranscribed: bool = False) -> list[Source]:
-    """Return the recordings of a manifest of any kind that `effasr.data.manifest.reader` reads."""
     from effasr.data.manifest.reader import named
 
     utterances = named(path, language=language, untranscribed=untranscribed)
@@ -70,7 +69,6 @@ def of_manifest(path: Path, *, language: str, untranscribed: bool = False) -> li
 
 
 def check_names(sources: Sequence[Source]) -> None:
-    """Check that each recording has its own result file."""
     by_name: dict[str, str] = {}
     for source in sources:
         if source.name in by_name:
@@ -159,5 +157,4 @@ def _stem(path: Path) -> str:
 
 
 def _file_name(name: str) -> str:
-    """Return an utterance's name as a file name, without path separators."""
     return name.replace("/", "_").replace("\0", "_") or "recording"

@@ -167,7 +167,6 @@ class OnlineRecognizer:
         return self.context.chunk * self.frame_seconds
 
     def open(self) -> OnlineStream:
-        """Begin a stream."""
         if None not in self._open:
             raise ValueError(
                 f"`streams` must be more than {len(self._open)} to open another one: finish and "
@@ -312,7 +311,6 @@ class OnlineStream:
         return self._segments.text(self.tokens)
 
     def take(self) -> list[Segment]:
-        """Return the final segments since the last call, in order."""
         return self._segments.take()
 
     def _next(self, needed: int) -> np.ndarray | None:

@@ -103,7 +103,6 @@ class StreamSegments:
         return self._audio.end / self._options.sample_rate
 
     def take(self) -> list[Segment]:
-        """Return the final segments since the last call, in order."""
         segments = list(self._final)
         self._final.clear()
         return segments
@@ -145,7 +144,6 @@ class StreamSegments:
         return self._options.tokenizer.decode(list(tokens)).strip()
 
     def _end_segments(self, read: int) -> None:
-        """End the segments that are complete, after so many frames are searched."""
         while (end := self._next_end(read)) is not None:
             self._end_segment(*end)
 

@@ -13,7 +13,6 @@ from effasr_kernels import Context
 
 
 def is_streamable(model: ASRModel) -> bool:
-    """Whether `OnlineRecognizer` decodes with a model in its first context."""
     try:
         check_model(model, "auto", stream_contexts(model)[:1])
     except ValueError:

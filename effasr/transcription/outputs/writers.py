@@ -22,8 +22,6 @@ _SUFFIXES = {"text": ".txt", "json": ".json", "srt": ".srt", "vtt": ".vtt", "ctm
 
 
 class ResultWriter:
-    """Writes results as they come."""
-
     def __init__(self, style: Style, folder: Path | None, sources: Sequence[Source]) -> None:
         if folder is None and style in _SUBTITLES and len(sources) > 1:
             raise ValueError(

@@ -25,10 +25,8 @@ from effasr_kernels import PackedSequence
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A text that the model wrote."""
-
     text: str
-    truncated: bool  # whether the decoder reached its limit
+    truncated: bool
     # Log-probability of the text minus that of the other one that was given to compare, in nats; 0
     # where both are equal, None where the model cannot write the other one.
     gain: float | None = None
@@ -72,7 +70,6 @@ class TextToText:
         self.config = replace(config, nbest=None, confidence=True)
 
     def check(self, prompt: Prompt, source: str | None = None) -> None:
-        """Check that the model can write what a prompt asks for."""
         self.tokenizer.prompt(prompt)
         self._expert(prompt, source)
 
