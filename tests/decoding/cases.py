@@ -1,12 +1,15 @@
-"""What the tests of several searches share: utterances, transducer heads and checks."""
+"""What the tests of several searches share: utterances, models, definitions and checks."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
+from torch import nn
 
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
+from effasr.data.features.config import FeatureConfig
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_beam import ctc_beam
@@ -16,6 +19,9 @@ from effasr.decoding.hypothesis import Hypothesis
 from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import transducer_beam
 from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import Transducer, TransducerConfig
 from effasr_kernels import PackedSequence, pack
 
@@ -24,14 +30,137 @@ SHAPE = StaticShape(frame_budget=400, token_budget=80, max_sequences=11)
 FRAME_WIDTH = 5
 
 
-def make_examples(
-    noise: Callable[..., np.ndarray], prompts: Sequence[list[int]], *, monotonic: bool = False
-) -> list[Example]:
+def make_examples(noise: Callable[..., np.ndarray], prompts: Sequence[list[int]]) -> list[Example]:
     """An utterance for each of `SECONDS`, with these prompts in turn."""
     return [
-        Example(str(n), noise(seconds, seed=n), prompts[n % len(prompts)], [], monotonic=monotonic)
+        Example(str(n), noise(seconds, seed=n), prompts[n % len(prompts)], [], monotonic=False)
         for n, seconds in enumerate(SECONDS)
     ]
+
+
+class GivenLogits(nn.Module):
+    """A model whose CTC head hands its input on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros(1))
+
+    def ctc_logits(self, encoded: torch.Tensor) -> torch.Tensor:
+        return encoded
+
+
+GIVEN: ASRModel = GivenLogits()  # type: ignore[assignment]
+
+
+def ctc_texts(frames: torch.Tensor) -> dict[tuple[int, ...], float]:
+    """Log-probability of every transcript, by adding up all paths; the blank is last."""
+    steps, blank = frames.double().log_softmax(-1).tolist(), frames.shape[1] - 1
+    paths: dict[tuple[tuple[int, ...], int], float] = {((), blank): 1.0}
+    for step in steps:
+        longer: dict[tuple[tuple[int, ...], int], float] = {}
+        for (text, last), probability in paths.items():
+            for symbol, value in enumerate(step):
+                key = (text if symbol in (blank, last) else (*text, symbol)), symbol
+                longer[key] = longer.get(key, 0.0) + probability * math.exp(value)
+        paths = longer
+    texts: dict[tuple[int, ...], float] = {}
+    for (text, _), probability in paths.items():
+        texts[text] = texts.get(text, 0.0) + probability
+    return {text: math.log(probability) for text, probability in texts.items()}
+
+
+@torch.no_grad()
+def without_caches(
+    model: ASRModel,
+    speech: PackedSequence,
+    prompt: Sequence[int],
+    limit: int,
+    eos_id: int,
+    barred: Callable[[list[int], Sequence[int]], Collection[int]] = lambda said, order: (),
+) -> Decoded:
+    """Greedy search of one utterance, which runs the decoder over the whole text at every step.
+
+    ``barred`` gives the tokens that may not follow a text, of those in order of their logits.
+    """
+    said: list[int] = []
+    while len(said) < limit:
+        hidden, _ = model.decode(pack([torch.tensor([*prompt, *said])]), speech)
+        order = model.logits(hidden[-1]).argsort(descending=True, stable=True).tolist()
+        refused = barred(said, order)
+        token = next(token for token in order if token not in refused)
+        if token == eos_id:
+            return Decoded(tuple(said))
+        said.append(token)
+    return Decoded(tuple(said), truncated=True)
+
+
+@torch.no_grad()
+def decoder_log_probs(
+    model: ASRModel,
+    rows: torch.Tensor,
+    prompt: Sequence[int],
+    texts: Sequence[tuple[int, ...]],
+    eos_id: int,
+    classes: int,
+) -> dict[tuple[int, ...], float]:
+    """Log-probabilities of transcripts and their ends, by the decoder without caches."""
+    scores = {}
+    for begin in range(0, len(texts), 400):
+        some = texts[begin : begin + 400]
+        tokens = pack([torch.tensor([*prompt, *text]) for text in some])
+        hidden, _ = model.decode(tokens, pack([rows] * len(some)))
+        steps = model.logits(hidden)[:, :classes].double().log_softmax(-1)
+        for of_text, text in zip(PackedSequence(steps, tokens.layout).unpack(), some, strict=True):
+            index = torch.tensor([*text, eos_id])[:, None]
+            scores[text] = float(of_text[len(prompt) - 1 :].gather(1, index).sum())
+    return scores
+
+
+def tiny_asr(layers: int = 1) -> ASRModel:
+    """Four tokens, of which 2 is the end; attention that is sharp enough to cover frames."""
+    config = ModelConfig(
+        features=FeatureConfig(mel_bins=16),
+        encoder=FastConformerConfig(
+            width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4
+        ),
+        decoder=DecoderConfig(width=16, layers=layers, heads=2, feed_forward=16, max_positions=16),
+        ctc=layers == 1,
+    )
+    torch.manual_seed(3)
+    model = ASRModel(config, 4).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(2.0)
+        model.decoder.output_bias[2] = 0.5
+    return model
+
+
+def transducer_model(predictor: str, tokenizer: Tokenizer) -> ASRModel:
+    """A hybrid whose transcripts differ by utterance."""
+    config = ModelConfig(
+        features=FeatureConfig(mel_bins=16),
+        encoder=FastConformerConfig(
+            width=32, layers=1, heads=2, feed_forward=32, subsampling_channels=4,
+            subsampling_norm=True,
+        ),
+        decoder=None,
+        transducer=TransducerConfig(
+            predictor=predictor,  # type: ignore[arg-type]
+            width=24, joint=16, activation="tanh",
+        ),
+        ctc=True,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = ASRModel(config, tokenizer.vocab_size).eval()
+    assert model.transducer is not None
+    with torch.no_grad():
+        model.transducer.encoder_projection.weight.mul_(2.0)
+        model.transducer.predictor_projection.weight.mul_(4.0)
+        model.transducer.output.weight.mul_(4.0)
+        # Between always a label and always the blank.
+        model.transducer.output.bias[-1] = {"lstm": 6.5, "stateless": 1.5}[predictor]
+    return model
 
 
 def batch_of(
@@ -80,13 +209,7 @@ def make_head(
 ) -> Transducer:
     """A float64 transducer with weights so large that symbols depend on frames and labels.
 
-    Args:
-        config: The architecture.
-        labels: V.
-        seed: Of the weights.
-        scale: Standard deviation of the matrices.
-        blank: Added to the bias of the blank.
-        stay: Added to the bias of the first duration.
+    ``blank`` is added to the bias of the blank, ``stay`` to that of the first duration.
     """
     torch.manual_seed(seed)
     head = Transducer(config, FRAME_WIDTH, labels).double().eval()

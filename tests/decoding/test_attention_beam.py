@@ -4,36 +4,15 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from effasr.data.batch import StaticShape
-from effasr.data.collate import Example
-from effasr.data.features.config import FeatureConfig
-from effasr.data.prompt import Prompt
 from effasr.decoding.attention_beam import attention_beam
-from effasr.decoding.config import DecodingConfig
 from effasr.decoding.continuous_batching.engine import attention_greedy
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.lm.ngram import TokenNgrams
 from effasr.model.asr import ASRModel
-from effasr.model.config import ModelConfig
-from effasr.model.decoder import Decoder, DecoderConfig
-from effasr.model.encoder import FastConformerConfig
+from effasr.model.decoder import Decoder
 from effasr.nn.cache.paged import PagedCache
-from effasr.transcription.recognizer import Recognizer
 from effasr_kernels import PackedSequence, pack
-from tests.decoding.cases import batch_of, decode_all, make_examples
-
-
-@pytest.fixture(scope="module")
-def examples(tokenizer, noise) -> list[Example]:
-    prompts = [tokenizer.prompt(Prompt(target, target)) for target in ("en", "de")]
-    return make_examples(noise, prompts)
-
-
-def _spoken(model, encoded, prompt, said, eos_id, classes) -> float:
-    """Log-probability of a transcript and its end, by the decoder without caches."""
-    hidden, _ = model.decode(pack([torch.tensor([*prompt, *said])]), encoded)
-    steps = model.logits(hidden[len(prompt) - 1 :])[:, :classes].double().log_softmax(-1)
-    return float(steps.gather(1, torch.tensor([*said, eos_id])[:, None]).sum())
+from tests.decoding.cases import batch_of, decode_all, decoder_log_probs, tiny_asr
 
 
 def _rank(score: float, said, penalty: float) -> float:
@@ -68,10 +47,9 @@ def test_a_beam_finds_better_transcripts_than_greedy_search(
         encoded = model.encode(batch_of([example], tokenizer))
 
         def rank(result: Decoded, encoded=encoded, example=example) -> float:
-            arguments = result.tokens, tokenizer.eos_id, tokenizer.vocab_size
-            return _rank(
-                _spoken(model, encoded, example.prompt, *arguments), result.tokens, penalty
-            )
+            text, classes = result.tokens, (tokenizer.eos_id, tokenizer.vocab_size)
+            scores = decoder_log_probs(model, encoded.values, example.prompt, [text], *classes)
+            return _rank(scores[text], text, penalty)
 
         base = rank(greedy[n])
         for results in found.values():
@@ -80,58 +58,12 @@ def test_a_beam_finds_better_transcripts_than_greedy_search(
     assert better > 2, "the test needs utterances that a beam improves"
 
 
-@pytest.mark.parametrize("options", [{"length_penalty": 1.2}, {"ctc_weight": 0.3}])
-def test_an_utterance_gives_the_same_tokens_in_any_company(
-    options, examples, model, tokenizer
-) -> None:
-    options = {"beam": 4, **options}
-    together = decode_all(examples, model, tokenizer, **options)
-    assert len({result.tokens for result in together}) > 4, "the test needs different texts"
-    alone = [decode_all([example], model, tokenizer, **options)[0] for example in examples]
-    assert alone == together
-    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(1)).tolist()
-    permuted = decode_all([examples[n] for n in order], model, tokenizer, **options)
-    assert permuted == [together[n] for n in order]
-    shape = StaticShape(frame_budget=400, token_budget=80, max_sequences=11)
-    assert decode_all(examples, model, tokenizer, shape, **options) == together
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("options", [{}, {"ctc_weight": 0.3}], ids=["attention", "joint"])
-def test_prompts_may_differ_in_length(options, examples, model, tokenizer) -> None:
-    options = {"beam": 3, **options}
-    encoded = model.encode(batch_of(examples[:3], tokenizer))
-    prompts = [[2], examples[1].prompt, [2, 7, 3, 7, 5, 9, 9, 9]]
-    limits = [20, 12, 16]
-    together = attention_beam(model, encoded, prompts, limits, tokenizer.eos_id, **options)
-    for n, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        one = model.encode(batch_of([examples[n]], tokenizer))
-        alone = attention_beam(model, one, [prompt], [limit], tokenizer.eos_id, **options)
-        assert alone == [together[n]]
-
-
 EOS = 2
 
 
 @pytest.fixture(scope="module")
 def tiny() -> ASRModel:
-    """A vocabulary of four tokens, the end among them."""
-    config = ModelConfig(
-        features=FeatureConfig(mel_bins=16),
-        encoder=FastConformerConfig(
-            width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4
-        ),
-        decoder=DecoderConfig(width=16, layers=1, heads=2, feed_forward=16, max_positions=16),
-        ctc=True,
-    )
-    torch.manual_seed(3)
-    model = ASRModel(config, 4).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(2.0)
-        model.decoder.output_bias[EOS] = 0.5
-    return model
+    return tiny_asr()
 
 
 BIGRAMS = {
@@ -194,9 +126,8 @@ def transcripts(tiny, speech) -> list[dict[tuple[int, ...], tuple[float, float]]
         for frames, prompt, limit in zip(speech.unpack(), PROMPTS, LIMITS, strict=True):
             lengths = range(limit + 1)
             every = [said for length in lengths for said in product((0, 1, 3), repeat=length)]
-            spoken = [_spoken(tiny, pack([frames]), prompt, said, EOS, 4) for said in every]
-            heard = [_heard(tiny, frames, said) for said in every]
-            found.append(dict(zip(every, zip(spoken, heard, strict=True), strict=True)))
+            spoken = decoder_log_probs(tiny, frames, prompt, every, EOS, 4)
+            found.append({said: (spoken[said], _heard(tiny, frames, said)) for said in every})
     return found
 
 
@@ -263,55 +194,6 @@ def test_pages_change_nothing(options, examples, model, tokenizer, monkeypatch) 
     assert kinds == [PagedCache]
 
 
-def test_nothing_todecode_all(examples, model, tokenizer) -> None:
-    assert decode_all([], model, tokenizer, beam=3) == []
-    empty = Example("empty", examples[0].audio[:0], examples[0].prompt, [], monotonic=False)
-    for weight in (0.0, 0.5):
-        options = {"beam": 3, "ctc_weight": weight}
-        results = decode_all([examples[0], empty, examples[1]], model, tokenizer, **options)
-        assert results[::2] == decode_all(examples[:2], model, tokenizer, **options)
-        assert results[1] == decode_all([empty], model, tokenizer, **options)[0]
-    # CTC gives no token to no speech.
-    assert results[1] == Decoded(())
-
-
 def test_joint_scores_with_a_beam_of_one(examples, model, tokenizer) -> None:
     joint = decode_all(examples, model, tokenizer, beam=1, ctc_weight=0.5)
     assert joint != decode_all(examples, model, tokenizer, beam=1)
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"method": "ctc", "ctc_weight": 0.5}, "`ctc_weight` must be 0 for the method ctc"),
-        ({"length_penalty": -0.1}, "`length_penalty` must be at least 0, but is -0.1"),
-        ({"length_penalty": float("nan")}, "`length_penalty` must be at least 0, but is nan"),
-        ({"ctc_weight": 1.1}, "`ctc_weight` must be from 0 to 1, but is 1.1"),
-        ({"beam": 0}, "`beam` must be at least 1"),
-        ({"length_penalty": 1.0}, "`length_penalty` must be left out for the method attention"),
-        (
-            {"method": "ctc", "beam": 2, "length_penalty": 1.0},
-            "must be left out for the method ctc",
-        ),
-    ],
-)
-def test_options_that_cannot_be_are_refused(options, match, examples, model, tokenizer) -> None:
-    with pytest.raises(ValueError, match=match):
-        decode_all(examples[:1], model, tokenizer, **options)
-
-
-def test_joint_scores_are_for_speech_in_its_own_language(model, tokenizer) -> None:
-    recognizer = Recognizer(model, tokenizer, DecodingConfig(beam=2, ctc_weight=0.5))
-    assert recognizer.prompt(Prompt("en", "en"))
-    with pytest.raises(ValueError, match="`ctc_weight` must be 0 for a translation"):
-        recognizer.prompt(Prompt("en", "de", "translate"))
-
-
-def test_joint_scores_need_a_ctc_head(examples, model, tokenizer) -> None:
-    config = ModelConfig(
-        features=model.config.features,
-        encoder=model.config.encoder,
-        decoder=model.config.decoder,
-    )
-    with pytest.raises(ValueError, match="`ctc_weight` must be 0 for a model without CTC head"):
-        decode_all(examples[:1], ASRModel(config, tokenizer.vocab_size), tokenizer, ctc_weight=0.5)

@@ -13,6 +13,7 @@ from effasr.decoding.decoded import Decoded
 from effasr.model.asr import ASRModel
 from effasr.model.decoder import Decoder, DecoderLayer
 from effasr_kernels import PackedSequence, pack
+from tests.decoding.cases import without_caches
 from tests.support import preloaded
 
 ROOM = 64
@@ -56,17 +57,8 @@ def utterances(draw) -> Said:
     return Said(draw(st.integers(0, 99)), draw(st.integers(0, 50)), tuple(prompt), limit)
 
 
-@torch.no_grad()
-def _uncached(model: ASRModel, said: Said, eos_id: int) -> Decoded:
-    """Greedy search which runs the decoder over the whole text at every step."""
-    speech, tokens = pack([said.speech()]), list(said.prompt)
-    while len(tokens) < len(said.prompt) + said.limit:
-        hidden, _ = model.decode(pack([torch.tensor(tokens)]), speech)
-        token = int(model.logits(hidden[-1]).argmax())
-        if token == eos_id:
-            return Decoded(tuple(tokens[len(said.prompt) :]))
-        tokens.append(token)
-    return Decoded(tuple(tokens[len(said.prompt) :]), truncated=True)
+def alone(model: ASRModel, said: Said, eos_id: int) -> Decoded:
+    return without_caches(model, pack([said.speech()]), said.prompt, said.limit, eos_id)
 
 
 def _submit(engine: Engine, every: list[Said], first: int = 0) -> None:
@@ -105,7 +97,7 @@ def test_tokens_are_those_of_each_alone(
     assert engine.unfinished == []
     assert sorted(name for name, _ in found) == list(range(len(every)))
     for name, result in found:
-        assert result == _uncached(model, every[name], tokenizer.eos_id)
+        assert result == alone(model, every[name], tokenizer.eos_id)
 
 
 MIXED = [
@@ -117,7 +109,7 @@ MIXED = [
 
 
 def test_both_ways_out_are_tested(model, tokenizer) -> None:
-    results = [_uncached(model, one, tokenizer.eos_id) for one in MIXED]
+    results = [alone(model, one, tokenizer.eos_id) for one in MIXED]
     assert {result.truncated for result in results} == {False, True}
 
 
@@ -172,7 +164,7 @@ def test_prompts_of_one_token_are_not_read_before_the_first_step(
     _submit(engine, every)
     found = dict(engine.results())
     assert rows == ([] if max(prompts) == 1 else [(0, 1, 0)])
-    assert found == {n: _uncached(model, one, tokenizer.eos_id) for n, one in enumerate(every)}
+    assert found == {n: alone(model, one, tokenizer.eos_id) for n, one in enumerate(every)}
 
 
 @EVERY_KIND
@@ -183,7 +175,7 @@ def test_an_engine_can_be_used_again(kind, model, tokenizer) -> None:
         _submit(engine, MIXED)
         found = dict(engine.results())
         for name, one in enumerate(MIXED):
-            assert found[name] == _uncached(model, one, tokenizer.eos_id)
+            assert found[name] == alone(model, one, tokenizer.eos_id)
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="the order of sums is MKL's")
@@ -248,7 +240,7 @@ def test_half_precision_is_that_of_autocast(model, tokenizer) -> None:
     _submit(engine, MIXED)
     found = dict(engine.results())
     assert sorted(found) == list(range(len(MIXED)))
-    plain = [_uncached(model, one, tokenizer.eos_id) for one in MIXED]
+    plain = [alone(model, one, tokenizer.eos_id) for one in MIXED]
     first = [
         found[n].tokens[:1] == one.tokens[:1] for n, one in enumerate(plain) if MIXED[n].frames
     ]
@@ -291,7 +283,7 @@ def test_sequences_past_the_utterances_are_not_decoded(model, tokenizer) -> None
     engine.submit(encoded, [Utterance("only", MIXED[0].prompt, 5)])
     ((name, result),) = engine.results()
     assert name == "only"
-    assert result.tokens == _uncached(model, MIXED[0], tokenizer.eos_id).tokens[:5]
+    assert result.tokens == alone(model, MIXED[0], tokenizer.eos_id).tokens[:5]
 
 
 def test_a_step_stays_on_the_device_and_asks_it_nothing() -> None:

@@ -3,24 +3,16 @@ from itertools import product
 import pytest
 import torch
 
-from effasr.data.batch import StaticShape
-from effasr.data.collate import Example, collate
-from effasr.data.features.config import FeatureConfig
-from effasr.data.prompt import Prompt
 from effasr.decoding import attention_beam as searched
 from effasr.decoding.attention_beam import attention_beam
-from effasr.decoding.checks import check_config
-from effasr.decoding.config import DecodingConfig
-from effasr.decoding.decode import decode
 from effasr.model.asr import ASRModel
-from effasr.model.config import ModelConfig
-from effasr.model.decoder import Decoder, DecoderConfig
-from effasr.model.encoder import FastConformerConfig
-from effasr.model.transducer import TransducerConfig
+from effasr.model.decoder import Decoder
 from effasr.nn.cache.paged import PagedCache
 from effasr_kernels import pack
+from tests.decoding.cases import decode_all, tiny_asr
 
 EOS = 2
+OPTIONS = {"beam": 3, "tokens_per_frame": 1.0}
 PROMPTS = [[0], [1, 3], [3], [0, 0, 1], [2], [1], [3]]
 LIMITS = [4, 4, 3, 1, 4, 4, 2]
 FRAMES = (6, 3, 7, 4, 5, 2, 0)
@@ -29,22 +21,7 @@ CACHES = pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "pag
 
 @pytest.fixture(scope="module")
 def tiny() -> ASRModel:
-    """A vocabulary of four tokens, and attention that is sharp enough to cover frames."""
-    config = ModelConfig(
-        features=FeatureConfig(mel_bins=16),
-        encoder=FastConformerConfig(
-            width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4
-        ),
-        decoder=DecoderConfig(width=16, layers=2, heads=2, feed_forward=16, max_positions=16),
-    )
-    torch.manual_seed(3)
-    model = ASRModel(config, 4).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(2.0)
-        model.decoder.output_bias[EOS] = 0.5
-    return model
+    return tiny_asr(layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -194,70 +171,14 @@ def test_a_wide_beam_finds_the_best_of_all_transcripts(
     assert gained > 0, "the test needs transcripts that cover more but are less likely"
 
 
-SECONDS = (0.3, 2.1, 0.7, 3.3, 0.08)
-
-
-@pytest.fixture(scope="module")
-def examples(tokenizer, noise) -> list[Example]:
-    prompt = tokenizer.prompt(Prompt("en", "en"))
-    return [
-        Example(str(n), noise(seconds, seed=n), prompt, [], monotonic=False)
-        for n, seconds in enumerate(SECONDS)
-    ]
-
-
-def _decode(examples, model, tokenizer, shape=None, **options):
-    batch = collate(examples, shape, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)
-    prompts = [example.prompt for example in examples]
-    return decode(model, tokenizer, batch, prompts, DecodingConfig(tokens_per_frame=1.0, **options))
-
-
-@pytest.mark.parametrize("options", [{}, {"ctc_weight": 0.3}], ids=["attention", "joint"])
-def test_an_utterance_gives_the_same_tokens_in_any_company(
-    options, examples, model, tokenizer
-) -> None:
-    options = {"beam": 3, "coverage_penalty": 30.0, **options}
-    together = _decode(examples, model, tokenizer, **options)
-    assert together != _decode(examples, model, tokenizer, **{**options, "coverage_penalty": None})
-    assert [_decode([one], model, tokenizer, **options)[0] for one in examples] == together
-    assert _decode(examples[::-1], model, tokenizer, **options) == together[::-1]
-    shape = StaticShape(frame_budget=400, token_budget=80, max_sequences=8)
-    assert _decode(examples, model, tokenizer, shape, **options) == together
-
-
 def test_without_weight_nothing_is_computed(examples, model, tokenizer, monkeypatch) -> None:
-    expected = _decode(examples, model, tokenizer, beam=3)
+    expected = decode_all(examples, model, tokenizer, **OPTIONS)
 
     def fail(*_):
         raise AssertionError
 
     monkeypatch.setattr("effasr.nn.attention.CrossAttention.weights", fail)
-    assert _decode(examples, model, tokenizer, beam=3, coverage_penalty=0.0) == expected
+    again = decode_all(examples, model, tokenizer, **OPTIONS, coverage_penalty=0.0)
+    assert again == expected
     with pytest.raises(AssertionError):
-        _decode(examples, model, tokenizer, beam=3, coverage_penalty=0.1)
-
-
-@pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
-def test_weights_that_cannot_be_are_refused(value) -> None:
-    with pytest.raises(ValueError, match=f"`coverage_penalty` must be at least 0, but is {value}"):
-        DecodingConfig(beam=2, coverage_penalty=value)
-
-
-@pytest.mark.parametrize(
-    ("method", "beam"), [("attention", 1), ("ctc", 1), ("ctc", 2), ("transducer", 2)]
-)
-def test_it_is_refused_where_it_would_change_nothing(method, beam, tiny) -> None:
-    config = tiny.config
-    model = ASRModel(
-        ModelConfig(
-            features=config.features,
-            encoder=config.encoder,
-            decoder=config.decoder,
-            transducer=TransducerConfig(width=8, joint=8),
-            ctc=True,
-        ),
-        4,
-    )
-    refused = f"`coverage_penalty` must be left out for the method {method} with a beam of {beam}"
-    with pytest.raises(ValueError, match=refused):
-        check_config(model, DecodingConfig(method=method, beam=beam, coverage_penalty=0.5))
+        decode_all(examples, model, tokenizer, **OPTIONS, coverage_penalty=0.1)

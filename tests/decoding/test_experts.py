@@ -60,7 +60,7 @@ def experts(dense) -> ASRModel:
 @pytest.fixture(scope="module")
 def examples(tokenizer, noise) -> list[Example]:
     prompts = [tokenizer.prompt(Prompt()), [*tokenizer.prompt(Prompt()), 7]]
-    made = make_examples(noise, prompts, monotonic=True)
+    made = make_examples(noise, prompts)
     return [replace(one, expert=(0, 1, 1)[n % 3]) for n, one in enumerate(made)]
 
 

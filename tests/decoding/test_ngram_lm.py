@@ -5,14 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from effasr.data.collate import Example, collate
-from effasr.data.prompt import Prompt
-from effasr.decoding.config import DecodingConfig
-from effasr.decoding.decode import decode
-from effasr.decoding.decoded import Decoded
 from effasr.decoding.lm.ngram import TokenNgrams, load_ngrams
-from effasr.transcription.recognizer import Recognizer
 from effasr_kernels import pack
+from tests.decoding.cases import GIVEN, ctc_texts, decode_all
 from tests.decoding.cases import best_ctc_beam as ctc_beam
 
 V, EOS = 6, 5
@@ -133,23 +128,16 @@ def test_binary_files_are_refused(tmp_path) -> None:
             load_ngrams(path, V, EOS)
 
 
-class _Given:
-    """A CTC head that hands its input on."""
-
-    def ctc_logits(self, encoded: torch.Tensor) -> torch.Tensor:
-        return encoded
-
-
 @pytest.mark.parametrize("weight", [0.3, 1.5])
 def test_a_wide_beam_of_ctc_finds_the_best_joint_score(weight, path) -> None:
     """Against all transcripts of tokens 0 to 3; the blank is 4."""
     model = load_ngrams(path, V, EOS)
     draw = torch.Generator().manual_seed(0)
     encoded = pack([1.5 * torch.randn(length, 5, generator=draw) for length in (4, 0, 5, 3, 1)])
-    found = ctc_beam(_Given(), encoded, 500, model, weight)  # type: ignore[arg-type]
+    found = ctc_beam(GIVEN, encoded, 500, model, weight)
     changed = 0
     for said, frames in zip(found, encoded.unpack(), strict=True):
-        ranks = {text: heard for text, heard in _heard(frames).items()}
+        ranks = ctc_texts(frames)
         likeliest = max(ranks, key=ranks.__getitem__)
         for text in ranks:
             tokens = [*text, EOS]
@@ -158,37 +146,6 @@ def test_a_wide_beam_of_ctc_finds_the_best_joint_score(weight, path) -> None:
         assert ranks[tuple(said)] == pytest.approx(max(ranks.values()))
         changed += tuple(said) != likeliest
     assert changed, "the test needs a text that the language model changes"
-
-
-def _heard(frames: torch.Tensor) -> dict[tuple[int, ...], float]:
-    """Log-probability of every transcript that CTC can give, by adding up all paths."""
-    steps = frames.double().log_softmax(-1).tolist()
-    found: dict[tuple[tuple[int, ...], int], float] = {((), 4): 1.0}
-    for step in steps:
-        after: dict[tuple[tuple[int, ...], int], float] = {}
-        for (text, last), probability in found.items():
-            for symbol, value in enumerate(step):
-                grown = text if symbol in (4, last) else (*text, symbol)
-                after[grown, symbol] = after.get((grown, symbol), 0) + probability * math.exp(value)
-        found = after
-    texts: dict[tuple[int, ...], float] = {}
-    for (text, _), probability in found.items():
-        texts[text] = texts.get(text, 0.0) + probability
-    return {text: math.log(probability) for text, probability in texts.items()}
-
-
-@pytest.fixture(scope="module")
-def examples(tokenizer, noise) -> list[Example]:
-    prompt = tokenizer.prompt(Prompt())
-    return [
-        Example(str(n), noise(seconds, seed=n), prompt, [], monotonic=True)
-        for n, seconds in enumerate((0.3, 2.1, 0.7, 1.2))
-    ]
-
-
-def _decode(examples, model, tokenizer, config: DecodingConfig) -> list[Decoded]:
-    batch = collate(examples, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)
-    return decode(model, tokenizer, batch, [example.prompt for example in examples], config)
 
 
 @pytest.mark.parametrize(
@@ -201,31 +158,12 @@ def test_a_strong_language_model_changes_what_is_said(
     path = tmp_path / "lm.arpa"
     grams = "-99 <s>\n-2 </s>\n-0.5 20\n-0.5 21\n-0.5 22\n"
     path.write_text(f"\\data\\\nngram 1=5\n\n\\1-grams:\n{grams}\n\\end\\\n")
-    config = DecodingConfig(**options, lm=path, lm_weight=10.0)
-    results = _decode(examples, model, tokenizer, config)
-    assert results != _decode(examples, model, tokenizer, DecodingConfig(**options))
+    with_lm = {**options, "lm": path, "lm_weight": 10.0}
+    results = decode_all(examples, model, tokenizer, **with_lm)
+    assert results != decode_all(examples, model, tokenizer, **options)
     # What the decoder finds too unlikely to be a candidate cannot be said.
-    if config.method == "ctc":
+    if options.get("method") == "ctc":
         assert any(result.tokens for result in results)
         assert {token for result in results for token in result.tokens} <= {20, 21, 22}
-    alone = [_decode([example], model, tokenizer, config)[0] for example in examples]
+    alone = [decode_all([example], model, tokenizer, **with_lm)[0] for example in examples]
     assert alone == results
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"lm_weight": 0.5}, "`lm_weight` must be left out where there is no `lm`"),
-        ({"lm": "here", "lm_weight": 0.0}, "`lm_weight` must be above 0, but is 0.0"),
-        ({"lm": "here", "method": "ctc"}, "`beam` must be at least 2 for CTC with the language"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(options, match, model, tokenizer, path) -> None:
-    options = {**options, "lm": path} if "lm" in options else options
-    with pytest.raises(ValueError, match=match):
-        Recognizer(model, tokenizer, DecodingConfig(**options))
-
-
-def test_a_recognizer_reads_the_model_once_and_first(model, tokenizer, tmp_path) -> None:
-    with pytest.raises(FileNotFoundError):
-        Recognizer(model, tokenizer, DecodingConfig(lm=tmp_path / "none.arpa"))

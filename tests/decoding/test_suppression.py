@@ -10,7 +10,8 @@ from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.decoding.suppression import FORBIDDEN, Suppression
 from effasr.model.asr import ASRModel
 from effasr.model.decoder import Decoder, DecoderConfig
-from effasr_kernels import PackedLayout, PackedSequence
+from effasr_kernels import PackedLayout, PackedSequence, pack
+from tests.decoding.cases import without_caches
 from tests.decoding.test_continuous_batching import EVERY_KIND, KINDS
 
 PROMPTS = [[3], [3, 5, 6], [4, 4], [3, 7]]
@@ -31,26 +32,18 @@ def suppressing(model: ASRModel, always: tuple[int, ...], begin: tuple[int, ...]
     return ASRModel.from_state_dict(config, model.vocab_size, model.state_dict()).eval()
 
 
-@torch.no_grad()
 def greedy(model: ASRModel, encoded: PackedSequence, eos: int) -> list[list[int]]:
     """Each alone, without caches, with whole logits and a mask over them."""
-    config, found = model.config.decoder, []
+    config = model.config.decoder
     assert config is not None
-    starts = encoded.layout.cu_seqlens_host
-    for number, prompt in enumerate(PROMPTS):
-        rows = encoded.values[starts[number] : starts[number + 1]]
-        speech = PackedSequence(rows, PackedLayout.from_lengths([len(rows)]))
-        said: list[int] = []
-        while len(said) < LIMIT:
-            read = torch.tensor(prompt + said)
-            tokens = PackedSequence(read, PackedLayout.from_lengths([len(read)]))
-            logits = model.logits(model.decode(tokens, speech)[0])[-1]
-            logits[[*config.suppress, *(config.begin_suppress if not said else ())]] = -torch.inf
-            said.append(int(logits.argmax()))
-            if said[-1] == eos:
-                break
-        found.append([token for token in said if token != eos])
-    return found
+
+    def barred(said: list[int], _: object) -> tuple[int, ...]:
+        return (*config.suppress, *(config.begin_suppress if not said else ()))
+
+    return [
+        list(without_caches(model, pack([rows]), prompt, LIMIT, eos, barred).tokens)
+        for rows, prompt in zip(encoded.unpack(), PROMPTS, strict=True)
+    ]
 
 
 @torch.no_grad()

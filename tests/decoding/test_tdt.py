@@ -7,24 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from effasr.data.collate import Example
-from effasr.data.prompt import Prompt
-from effasr.data.tokenizer import Tokenizer
-from effasr.decoding.checks import choose_method
 from effasr.decoding.transducer_greedy import transducer_greedy
-from effasr.model.asr import ASRModel
 from effasr.model.transducer import Transducer, TransducerConfig
 from effasr_kernels import pack
 from tests.decoding.cases import (
-    assert_independent_of_batch,
-    decode_all,
-    make_examples,
-    make_frames,
-    make_head,
-)
-from tests.decoding.cases import (
     best_tdt_beam as tdt_beam,
 )
+from tests.decoding.cases import make_frames, make_head
 
 LABELS, FEW = 6, 3
 """Of greedy search, and of the beam, which is compared with all texts."""
@@ -229,25 +218,3 @@ def test_there_is_a_transcript_though_labels_would_skip_the_end() -> None:
         head.output.bias[-1] += 20
     for labels in tdt_beam(head, make_frames(3, 1, 2, seed=0), 2, [3] * 3):
         assert len(labels) <= 3
-
-
-@pytest.fixture(scope="module")
-def examples(tokenizer: Tokenizer, noise) -> list[Example]:
-    return make_examples(noise, [tokenizer.prompt(Prompt())], monotonic=True)
-
-
-def test_an_utterance_gives_the_same_tokens_in_any_company(examples, tdt_model, tokenizer) -> None:
-    greedy, beam = (
-        assert_independent_of_batch(examples, tdt_model, tokenizer, beam=beam) for beam in (1, 3)
-    )
-    assert greedy != beam
-
-
-def test_half_precision_decodes_too(examples, tdt_model, tokenizer) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        (found,) = decode_all(examples[4:5], tdt_model, tokenizer, beam=3)
-    assert found.tokens
-
-
-def test_it_is_what_such_a_model_is_decoded_with(tdt_model: ASRModel) -> None:
-    assert choose_method(tdt_model, "auto") == "transducer"

@@ -1,34 +1,16 @@
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from effasr.data.collate import Example
-from effasr.data.features.config import FeatureConfig
-from effasr.data.prompt import Prompt
-from effasr.data.tokenizer import Tokenizer
-from effasr.decoding.checks import choose_method
-from effasr.decoding.config import DecodingConfig
-from effasr.decoding.decoded import Decoded
 from effasr.decoding.transducer_greedy import transducer_greedy
-from effasr.model.asr import ASRModel
-from effasr.model.config import ModelConfig
-from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import Transducer, TransducerConfig
-from effasr.transcription.recognizer import Recognizer
 from effasr_kernels import pack
-from tests.decoding.cases import (
-    assert_independent_of_batch,
-    decode_all,
-    make_examples,
-    make_frames,
-    make_head,
-)
 from tests.decoding.cases import (
     best_transducer_beam as transducer_beam,
 )
+from tests.decoding.cases import make_frames, make_head
 
 LABELS, JOINT = 6, 7
 KINDS = {
@@ -149,78 +131,3 @@ def test_a_state_read_label_by_label_is_that_of_the_transcript(kind: str) -> Non
         torch.testing.assert_close(predicted, whole[:, n])
         predicted, state = head.step(said[:, n], state)
     torch.testing.assert_close(predicted, whole[:, 5])
-
-
-@pytest.fixture(scope="module", params=["lstm", "stateless"])
-def model(request, tokenizer: Tokenizer) -> ASRModel:
-    """A hybrid whose transcripts differ by utterance."""
-    return _model(request.param, tokenizer)
-
-
-def _model(predictor: str, tokenizer: Tokenizer) -> ASRModel:
-    config = ModelConfig(
-        features=FeatureConfig(mel_bins=16),
-        encoder=FastConformerConfig(
-            width=32, layers=1, heads=2, feed_forward=32, subsampling_channels=4,
-            subsampling_norm=True,
-        ),
-        decoder=None,
-        transducer=TransducerConfig(
-            predictor=predictor,  # type: ignore[arg-type]
-            width=24, joint=16, activation="tanh",
-        ),
-        ctc=True,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    model = ASRModel(config, tokenizer.vocab_size).eval()
-    assert model.transducer is not None
-    with torch.no_grad():
-        model.transducer.encoder_projection.weight.mul_(2.0)
-        model.transducer.predictor_projection.weight.mul_(4.0)
-        model.transducer.output.weight.mul_(4.0)
-        # Between always a label and always the blank.
-        model.transducer.output.bias[-1] = {"lstm": 6.5, "stateless": 1.5}[predictor]
-    return model
-
-
-@pytest.fixture(scope="module")
-def examples(tokenizer: Tokenizer, noise) -> list[Example]:
-    return make_examples(noise, [tokenizer.prompt(Prompt())], monotonic=True)
-
-
-@pytest.mark.parametrize("beam", [1, 3])
-def test_an_utterance_gives_the_same_tokens_in_any_company(
-    beam, examples, model, tokenizer
-) -> None:
-    together = assert_independent_of_batch(examples, model, tokenizer, beam=beam)
-    assert max(len(result.tokens) for result in together) > 5
-
-
-@pytest.mark.parametrize("beam", [1, 3])
-def test_half_precision_decodes_too(beam, examples, model, tokenizer) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        results = decode_all(examples, model, tokenizer, beam=beam)
-    assert any(result.tokens for result in results)
-
-
-@pytest.mark.parametrize("beam", [1, 3])
-def test_nothing_todecode_all(beam, examples, model, tokenizer) -> None:
-    assert decode_all([], model, tokenizer, beam=beam) == []
-    empty = replace(examples[0], audio=examples[0].audio[:0])
-    assert decode_all([empty, examples[1]], model, tokenizer, beam=beam)[0] == Decoded(())
-    assert decode_all([empty], model, tokenizer, beam=beam) == [Decoded(())]
-
-
-def test_the_method_follows_from_the_model(model, tokenizer) -> None:
-    assert choose_method(model, "auto") == "transducer"
-    assert choose_method(model, "ctc") == "ctc"
-    without = replace(model.config, transducer=None)
-    with pytest.raises(ValueError, match="must not be transducer, because this model has no trans"):
-        choose_method(ASRModel(without, tokenizer.vocab_size), "transducer")
-    with pytest.raises(ValueError, match="`ctc_weight` must be 0 for the method transducer"):
-        Recognizer(model, tokenizer, DecodingConfig(ctc_weight=0.3))
-    with pytest.raises(ValueError, match="`beam` must be at least 1, but is 0"):
-        DecodingConfig(beam=0)
-    translation = Prompt("en", "de", "translate")
-    with pytest.raises(ValueError, match="must be transcribe for a transducer, which follows"):
-        Recognizer(model, tokenizer).prompt(translation)

@@ -1,41 +1,30 @@
 """Lists of the best hypotheses: every search against all transcripts of tiny cases."""
 
 import math
-from collections import defaultdict
-from itertools import groupby, product
+from itertools import product
 
-import numpy as np
 import pytest
 import torch
 
-from effasr.data.collate import Example
-from effasr.data.prompt import Prompt
 from effasr.decoding.attention_beam import attention_beam
-from effasr.decoding.checks import check_config
-from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_beam import ctc_beam
-from effasr.decoding.decode import decode
 from effasr.decoding.decoded import with_scores
 from effasr.decoding.hypothesis import Hypothesis, NBest
 from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import transducer_beam
 from effasr.model.transducer import TransducerConfig
-from effasr_kernels import PackedSequence, pack
-from tests.decoding.cases import batch_of, decode_all, make_examples, make_frames, make_head
+from effasr_kernels import pack
+from tests.decoding.cases import (
+    GIVEN,
+    batch_of,
+    ctc_texts,
+    decode_all,
+    decoder_log_probs,
+    make_frames,
+    make_head,
+)
 
 SIZE = 5
-
-
-class Given:
-    """A CTC head that returns its input."""
-
-    def ctc_logits(self, encoded: torch.Tensor) -> torch.Tensor:
-        return encoded
-
-
-@pytest.fixture(scope="module")
-def examples(tokenizer, noise) -> list[Example]:
-    return make_examples(noise, [tokenizer.prompt(Prompt())], monotonic=True)
 
 
 def assert_best_of(
@@ -54,14 +43,9 @@ def test_ctc_finds_the_likeliest_of_all_transcripts() -> None:
     draw = torch.Generator().manual_seed(0)
     lengths = (4, 5, 3)
     encoded = pack([1.5 * torch.randn(length, 4, generator=draw) for length in lengths], rows=15)
-    found = ctc_beam(Given(), encoded, 400, nbest=SIZE)  # type: ignore[arg-type]
+    found = ctc_beam(GIVEN, encoded, 400, nbest=SIZE)
     for one, frames in zip(found, encoded.unpack(), strict=False):
-        steps = frames.double().softmax(-1).numpy()
-        every: dict[tuple[int, ...], float] = defaultdict(float)
-        for path in product(range(4), repeat=len(steps)):
-            text = tuple(symbol for symbol, _ in groupby(path) if symbol != 3)
-            every[text] += float(np.prod([steps[t, symbol] for t, symbol in enumerate(path)]))
-        assert_best_of({text: math.log(p) for text, p in every.items()}, one, rel=1e-6)
+        assert_best_of(ctc_texts(frames), one, rel=1e-6)
 
 
 @pytest.mark.parametrize("durations", [None, (0, 1), (0, 1, 2)])
@@ -103,27 +87,13 @@ def test_attention_finds_the_best_ranks_and_their_scores(
     )  # fmt: skip
     texts = [t for n in range(3) for t in product(others, repeat=n)]
     for result, rows, prompt in zip(found, encoded.unpack(), prompts, strict=False):
-        scores = _spoken(model, rows, prompt, texts, eos, classes)
+        scores = decoder_log_probs(model, rows, prompt, texts, eos, classes)
         ranks = {t: s / ((6 + len(t)) / 6) ** penalty for t, s in scores.items()}
         expected = sorted(ranks.values(), reverse=True)[:SIZE]
         assert [one.rank for one in result.alternatives] == pytest.approx(expected, abs=1e-4)
         for one in result.alternatives:
             assert one.score == pytest.approx(scores[one.tokens], abs=1e-4)
         assert result.tokens == result.alternatives[0].tokens
-
-
-def _spoken(model, rows, prompt, texts, eos, classes) -> dict[tuple[int, ...], float]:
-    """Log-probabilities of transcripts and their ends, by the decoder without caches."""
-    scores = {}
-    for begin in range(0, len(texts), 400):
-        some = texts[begin : begin + 400]
-        tokens = pack([torch.tensor([*prompt, *text]) for text in some])
-        hidden, _ = model.decode(tokens, pack([rows] * len(some)))
-        steps = model.logits(hidden)[:, :classes].double().log_softmax(-1)
-        for own, text in zip(PackedSequence(steps, tokens.layout).unpack(), some, strict=True):
-            said = torch.tensor([*text, eos])[:, None]
-            scores[text] = float(own[len(prompt) - 1 :].gather(1, said).sum())
-    return scores
 
 
 @pytest.mark.parametrize("options", [
@@ -165,13 +135,3 @@ def test_a_list_of_equal_ranks_keeps_the_order_of_arrival() -> None:
         found.add(1, Hypothesis((token,), rank, rank))
     assert [one.tokens for one in found.lists[1]] == [(2,), (5,)]
     assert found.lists[0] == []
-
-
-def test_a_list_is_not_longer_than_the_beam(examples, model, tokenizer) -> None:
-    with pytest.raises(ValueError, match="`nbest` must be from 1 to `beam` = 2, but is 3"):
-        DecodingConfig(beam=2, nbest=3)
-    with pytest.raises(ValueError, match="`nbest`"):
-        DecodingConfig(nbest=0)
-    config = DecodingConfig(method="ctc", beam=2, nbest=2)
-    assert check_config(model, config) == "ctc"
-    assert decode(model, tokenizer, batch_of([], tokenizer), [], config) == []

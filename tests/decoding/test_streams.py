@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from effasr.decoding.confidence.tokens import likeliest_frames
 from effasr.decoding.ctc_beam import CTCBeamStreams, Fusion, ctc_beam
@@ -15,25 +15,13 @@ from effasr.decoding.lm.ngram import TokenNgrams
 from effasr.decoding.streams import BeamStreams
 from effasr.decoding.tdt_beam import TDTBeamStreams, tdt_beam
 from effasr.decoding.transducer_beam import TransducerBeamStreams, transducer_beam
-from effasr.model.asr import ASRModel
 from effasr.model.transducer import Transducer, TransducerConfig
 from effasr_kernels import PackedSequence, pack
-from tests.decoding.cases import make_frames, make_head
+from tests.decoding.cases import GIVEN, make_frames, make_head
 
 KINDS = "ctc", "ctc_lm", "stateless", "lstm", "tdt"
 BEAM, NBEST, LIMIT, LABELS = 4, 3, 40, 5
 LENGTHS = 23, 1, 12, 30, 9, 2
-
-
-class Given(nn.Module):
-    """A CTC head that hands its input on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Parameter(torch.zeros(1))
-
-    def ctc_logits(self, encoded: Tensor) -> Tensor:
-        return encoded
 
 
 def small_lm() -> TokenNgrams:
@@ -56,7 +44,7 @@ def head_of(kind: str, seed: int = 0, scale: float = 1.0) -> Transducer:
 def streams_of(kind: str, slots: int, head: Transducer | None, beam: int = BEAM) -> BeamStreams:
     if head is None:
         fusion = Fusion(small_lm(), 0.5) if kind == "ctc_lm" else None
-        return CTCBeamStreams(Given(), slots, beam, NBEST, fusion)  # type: ignore[arg-type]
+        return CTCBeamStreams(GIVEN, slots, beam, NBEST, fusion)
     made = TDTBeamStreams if kind == "tdt" else TransducerBeamStreams
     return made(head, slots, beam, NBEST, lambda frames: LIMIT)
 
@@ -79,8 +67,7 @@ def whole(
 ) -> list[list[Hypothesis]]:
     if head is None:
         lm = (small_lm(), 0.5) if kind == "ctc_lm" else (None, 0.0)
-        given: ASRModel = Given()  # type: ignore[assignment]
-        return ctc_beam(given, encoded, beam, *lm, NBEST, with_frames=with_frames)
+        return ctc_beam(GIVEN, encoded, beam, *lm, NBEST, with_frames=with_frames)
     search = tdt_beam if kind == "tdt" else transducer_beam
     limits = [LIMIT] * encoded.layout.num_sequences
     return search(head, encoded, beam, limits, NBEST, with_frames=with_frames)
@@ -176,7 +163,7 @@ def test_a_symbol_that_lasts_across_segments_is_one_token() -> None:
     """Frames of token 1 only: what follows its segment is the same token, as without segments."""
     logits = torch.full((1, 2, 3), -9.0)
     logits[..., 1] = 9.0
-    search = CTCBeamStreams(Given(), 1, BEAM, 1)  # type: ignore[arg-type]
+    search = CTCBeamStreams(GIVEN, 1, BEAM, 1)
     search.start(0)
     assert search.step(logits, [2])[0].tokens == (1,)
     search.commit(0, 1, 2)
@@ -189,7 +176,7 @@ def test_a_symbol_that_lasts_across_segments_is_one_token() -> None:
 def test_ctc_says_a_token_at_its_likeliest_frame() -> None:
     """The beam has known the transcript from frame 1 on, where the token was unlikely."""
     probabilities = torch.tensor([[0.01, 0.99], [0.03, 0.97], [0.01, 0.99], [0.98, 0.02]])
-    search = CTCBeamStreams(Given(), 1, 2, 1)  # type: ignore[arg-type]
+    search = CTCBeamStreams(GIVEN, 1, 2, 1)
     search.start(0)
     first = search.step(probabilities[None, :3].log(), [3])[0]
     assert first.tokens == ()

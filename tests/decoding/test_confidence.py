@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from effasr.data.collate import Example
-from effasr.data.prompt import Prompt
 from effasr.decoding.confidence.tokens import (
     ALPHA,
     entropy_confidence,
@@ -17,12 +15,7 @@ from effasr.decoding.confidence.tokens import (
 )
 from effasr.model.transducer import TransducerConfig
 from effasr_kernels import pack
-from tests.decoding.cases import batch_of, decode_all, make_examples, make_frames, make_head
-
-
-@pytest.fixture(scope="module")
-def examples(tokenizer, noise) -> list[Example]:
-    return make_examples(noise, [tokenizer.prompt(Prompt())], monotonic=True)
+from tests.decoding.cases import batch_of, decode_all, make_frames, make_head
 
 
 def measure(p: np.ndarray, alpha: float = 1 / 3) -> float:

@@ -2,19 +2,12 @@
 
 import pytest
 
-from effasr.data.prompt import Prompt
-from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decoded import log_probs_of_texts
 from effasr.decoding.lm.ngram import load_ngrams
-from tests.decoding.cases import decode_all, make_examples
+from tests.decoding.cases import decode_all
 
 WEIGHT = 0.4
 WORDS = ["one", "two", "three", "four", "five", "six"]
-
-
-@pytest.fixture(scope="module")
-def examples(tokenizer, noise):
-    return make_examples(noise, [tokenizer.prompt(Prompt())], monotonic=True)
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +71,3 @@ def test_parts_of_ctc_leave_out_the_language_model(examples, model, tokenizer, a
     plain = decode_all(examples, model, tokenizer, **options)
     assert all(one.parts.model == one.score for result in plain for one in result.alternatives)
     assert log_probs_of_texts(lm, []) == []
-
-
-def test_parts_need_a_list() -> None:
-    with pytest.raises(ValueError, match="`nbest` must be at least 2 with `score_parts`"):
-        DecodingConfig(score_parts=True)

@@ -1,3 +1,0 @@
-from tests.support.recognition import model, noise, tokenizer
-
-__all__ = ["model", "noise", "tokenizer"]
