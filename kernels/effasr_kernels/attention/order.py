@@ -32,8 +32,7 @@ class Row:
     dtype: torch.dtype  # dtype of the queries
     head_width: int  # largest measured width of a head
     longest: int  # longest measured sequence
-    # Backends from the fastest on; the others follow in the order of `UNMEASURED`
-    backends: tuple[Backend, ...]
+    backends: tuple[Backend, ...]  # from the fastest on; the others follow as in `UNMEASURED`
     source: str  # file and commit of the measurements: ``profiling/results/ops.csv@1a2b3c``
 
 

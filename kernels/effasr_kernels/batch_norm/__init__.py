@@ -46,8 +46,7 @@ OPERATION = DifferentiableOp(
     "batch_norm",
     BatchNormArguments,
     outputs=lambda a: a.x.new_empty(a.x.shape),
-    # It has no matrix product.
-    flops=lambda a: 0,
+    flops=lambda a: 0,  # no matrix products
     examples=[
         Example("batch_norm, silu", lambda inputs: _example(inputs, silu=True), 0),
         Example("batch_norm, fixed", lambda inputs: _example(inputs, fixed=True), 0),

@@ -42,8 +42,7 @@ OPERATION = DifferentiableOp(
     "bias_activation_dropout",
     ActivationArguments,
     outputs=lambda a: a.x.new_empty(a.x.shape),
-    # No products: the operation moves bytes.
-    flops=lambda a: 0,
+    flops=lambda a: 0,  # no matrix products
     examples=[Example("bias_activation_dropout", _example, 0)],
 )
 

@@ -134,15 +134,9 @@ def sweep_backward(
     targets,  # int32 or int64 (U,)
     cu_frames,  # int32 (N + 1,)
     cu_targets,  # int32 (N + 1,)
-    # float32 (T, K + 1), of the blank (column 0) and of each label; written where the scale is not
-    # zero
-    occupancies,
-    # int32 (U,), written: class of each label that is the first of its class in the transcript and
-    # not the blank; else -1
-    classes,
-    # float32 (T,), written: gradient of the loss of the frame's sequence, 0 where the loss is
-    # infinite
-    scale,
+    occupancies,  # float32 (T, K + 1), of blank and labels; written where the scale is not 0
+    classes,  # int32 (U,), written: class of a label first of its class and not blank; else -1
+    scale,  # float32 (T,), written: the sequence's gradient, 0 where its loss is infinite
     columns,  # K + 1
     blank_id,  # class of the blank
     BLOCK: tl.constexpr,

@@ -358,8 +358,7 @@ def label_gradient(
     count,  # V
     pitch,
     blank_id,  # class of the blank
-    # Whether ``d_logits`` is ``logits``, which `softmax_gradient` has overwritten
-    IN_PLACE: tl.constexpr,
+    IN_PLACE: tl.constexpr,  # whether ``d_logits`` is ``logits``, overwritten by `softmax_gradient`
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):

@@ -142,9 +142,7 @@ def _padded(width: int) -> int:
     do_not_specialize=["splits", "pages", "size", "columns", "table_row", "table_column", "rows"]
 )
 def attend_one(
-    # (N, H, D), its channels contiguous, as are those of all arguments. A pointer, as are all up to
-    # ``statistics``.
-    q,
+    q,  # (N, H, D), channels contiguous as in all; pointers up to ``statistics``
     k_pages,  # (P, B, Hk, D), written to where there is `new_k`
     v_pages,  # likewise
     page_table,  # int32 (S, M)
@@ -155,9 +153,7 @@ def attend_one(
     # float32 (splits, N, H, D), contiguous, written: sums of values, weighted by powers of two
     # relative to the largest score; None unless ``MERGED``
     partial,
-    # float32 (2, splits, N, H), contiguous, written: the largest score and the sum of the weights;
-    # None unless ``MERGED``
-    statistics,
+    statistics,  # float32 (2, splits, N, H), written: largest score, sum; None unless ``MERGED``
     splits,  # parts of the keys
     pages,  # P
     size,  # B

@@ -136,9 +136,7 @@ def convolve(
     weight,  # (C, TAPS), contiguous
     bias,  # (C,), or None
     y,  # (rows, C), written
-    # float32 (blocks of channels, tiles), number of rows of each tile, written if STATISTICS; the
-    # following, too
-    counts,
+    counts,  # float32 (blocks of channels, tiles): rows; like the next, written if STATISTICS
     means,  # float32 (tiles, C), mean of the rows of each tile
     squares,  # float32 (tiles, C), sums of squared deviations from the mean
     mean,  # float32 (C,), 0 if all counts are 0
@@ -292,9 +290,7 @@ def convolve_backward(
     x,  # (rows, C), or (rows, 2C) if GATED
     weight,  # (C, TAPS), contiguous
     dx,  # the shape of `x`, contiguous, written
-    # float32, (tiles, C TAPS + C) if BIASED, else (tiles, C TAPS), written: the sums of the tile
-    # for the weight in its order, then for the bias
-    partials,
+    partials,  # float32 (tiles, C TAPS [+ C]), written: sums for weight, then bias if BIASED
     cu_seqlens,  # int32 (N + 1,)
     sequences,  # N
     rows,  # rows of x, dx and dy

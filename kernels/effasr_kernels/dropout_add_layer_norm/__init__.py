@@ -76,8 +76,7 @@ OPERATION = DifferentiableOp(
     "dropout_add_layer_norm",
     NormArguments,
     outputs=_outputs,
-    # No products: the operation moves bytes.
-    flops=lambda a: 0,
+    flops=lambda a: 0,  # no matrix products
     results=2,
     unread=_unread,
     examples=[

@@ -235,8 +235,7 @@ def add_norm(
 def add_norm_backward(
     dnormed,  # (rows, C), or None without a norm
     dsummed,  # (rows, C), or None if only the norm was wanted
-    # (rows, C): what was normalized if ``x`` is None, else the residual. None without a norm.
-    summed,
+    summed,  # (rows, C), what was normalized, or the residual if ``x`` is given; or None
     x,  # (rows, C), to which the residual is added again, or None
     x_bias,  # (C,), or None. It is read with `x`; without, it only has a gradient.
     weight,  # (C,), or None without a norm
@@ -246,9 +245,7 @@ def add_norm_backward(
     cu_seqlens,  # int32 (N + 1,)
     dresidual,  # (rows, C), written
     dx,  # (rows, C), written, or None
-    # float32 (programs, P, C), written: of weight and bias if there is a norm, then of ``x_bias``;
-    # None if there is none of them
-    partials,
+    partials,  # float32 (programs, P, C), written: weight and bias, ``x_bias``; or None
     sequences,  # N
     rows,  # rows of all tensors, including the tail
     offset,

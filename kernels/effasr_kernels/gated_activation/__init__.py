@@ -31,8 +31,7 @@ OPERATION = DifferentiableOp(
     "gated_activation",
     GatedArguments,
     outputs=lambda a: a.gate.new_empty(a.gate.shape),
-    # No products: the operation moves bytes.
-    flops=lambda a: 0,
+    flops=lambda a: 0,  # no matrix products
     examples=[Example("gated_activation", _example, 0)],
 )
 

@@ -153,9 +153,7 @@ def rank_parts(
     weight,  # (V, C), with contiguous rows
     bias,  # (V,), contiguous, or None
     partial,  # int64 (splits, N, K), contiguous, written: the encoded best classes, unsorted
-    # float32 (2, splits, N), contiguous, written: the largest logit of the part and the sum of
-    # exponentials relative to it
-    statistics,
+    statistics,  # float32 (2, splits, N), written: the part's largest logit, sum of exponentials
     rows,  # N
     count,  # V', number of classes to use
     hidden_stride,

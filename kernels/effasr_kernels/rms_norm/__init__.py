@@ -44,8 +44,7 @@ OPERATION = DifferentiableOp(
     "rms_norm",
     RMSNormArguments,
     outputs=lambda a: a.x.new_empty(a.x.shape, dtype=a.result_dtype),
-    # No products: the operation moves bytes.
-    flops=lambda a: 0,
+    flops=lambda a: 0,  # no matrix products
     examples=[
         Example("rms_norm", _example, 0),
         Example("rms_norm, offset", _example_with_offset, 0),

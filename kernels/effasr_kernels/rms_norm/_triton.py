@@ -106,8 +106,7 @@ def normalize(
     width,  # W
     x_stride,
     eps,  # added to the mean square
-    # Added to the weight; with 0 the normalized row is rounded to the dtype of x
-    OFFSET: tl.constexpr,
+    OFFSET: tl.constexpr,  # added to the weight; with 0 the normalized row is rounded to x's dtype
     VEC: tl.constexpr,
     ROWS: tl.constexpr,  # rows of a program
     BLOCK_W: tl.constexpr,  # a power of two, at least W

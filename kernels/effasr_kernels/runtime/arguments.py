@@ -21,8 +21,7 @@ class Kind:
     """Conversion between a dataclass field and the parts of a schema."""
 
     parts: tuple[str, ...]  # the type and name of each part, with ``{}`` for the name of the field
-    # Converts the field's value to one value for each part
-    flatten: Callable[[Any], tuple[Any, ...]]
+    flatten: Callable[[Any], tuple[Any, ...]]  # the field's value to one for each part
     restore: Callable[..., Any]  # converts these values back to the field's value
 
 

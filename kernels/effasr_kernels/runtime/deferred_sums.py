@@ -29,12 +29,9 @@ _here = threading.local()
 class PartialSums:
     """Partial sums of one launch."""
 
-    # (P, ...), contiguous, float32 or, if it is not made of partial sums, of any dtype: C columns
-    # in all
-    partials: Tensor
+    partials: Tensor  # (P, ...), contiguous, C columns; float32 if partial sums
     out: Tensor  # where `run` writes the sums of the first columns
-    # Where `run` writes those of the other columns, if they have a dtype of their own
-    last: Tensor | None
+    last: Tensor | None  # receives those of the other columns, if of another dtype
     run: Callable[[], object]  # launches the addition
 
     @property
@@ -122,8 +119,7 @@ def receivers(ctx: Any, names: list[str]) -> dict[str, tuple[list[Share], int]]:
 
 def hand_over(
     waiting: list[PartialSums],  # the partial sums that wait
-    # The gradients that are required by name; those handed over become None
-    gradients: dict[str, Tensor | None],
+    gradients: dict[str, Tensor | None],  # required, by name; those handed over become None
     to: dict[str, tuple[list[Share], int]],
 ) -> None:
     """Give partial sums to the nodes that take them, and add up all others."""

@@ -45,8 +45,7 @@ class _Recorder:
 @contextmanager
 def recording(capability: tuple[int, int] = _WITHOUT_GPU) -> Iterator[list[Launch]]:
     """Record launches instead of running them; the contents of their outputs are undefined."""
-    # Configurations are chosen for a GPU of this compute capability.
-    launches: list[Launch] = []
+    launches: list[Launch] = []  # configurations are chosen for a GPU of this capability
     with diverted(launches.append, capability):
         yield launches
 

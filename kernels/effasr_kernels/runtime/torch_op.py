@@ -437,8 +437,7 @@ class ForwardOnlyOp(TorchOp):
     def __init__(
         self,
         *definition: Any,
-        # The arguments that calls write to; the schema declares them as mutated
-        written: Sequence[str] = (),
+        written: Sequence[str] = (),  # arguments that calls write to, mutated in the schema
         # An optional argument. If given, only calls where it is not None write; they call
         # ``effasr::NAME_in_place``, so that the compiler copies nothing for others.
         written_with: str | None = None,

@@ -52,10 +52,8 @@ def node_offsets(cu_frames: Tensor, cu_labels: Tensor) -> Tensor:
 
 def transducer_occupancies(
     log_blank: Tensor,  # log-probability of the blank at each node, float32 (nodes,)
-    # Log-probability of the next label, float32 (nodes,); not read where u = U_n
-    log_label: Tensor,
-    # Offsets of the frames, int32 (N + 1,), with differences T_n; the first need not be 0
-    cu_frames: Tensor,
+    log_label: Tensor,  # float32 (nodes,), log-probability of the next label; unread at u = U_n
+    cu_frames: Tensor,  # int32 (N + 1,), with differences T_n; the first may differ from 0
     cu_labels: Tensor,  # offsets of the labels, int32 (N + 1,), with differences U_n
     first_nodes: Tensor,  # int64 (N,), for example from `node_offsets`
     *,
@@ -87,8 +85,7 @@ def transducer_log_likelihood(
 
 def ctc_occupancies(
     scores: Tensor,  # logits, float32 (T, K + 1), where no transcript is longer than K
-    # Subtracted from each row of ``scores``, float32 (T,); None means 0
-    log_normalizer: Tensor | None,
+    log_normalizer: Tensor | None,  # float32 (T,), subtracted from each row of ``scores``
     targets: Tensor,  # labels, int32 or int64 (U,)
     cu_frames: Tensor,  # offsets of the frames, int32 (N + 1,)
     cu_targets: Tensor,  # offsets of the labels, int32 (N + 1,)

@@ -39,11 +39,8 @@ class Losses(Protocol):
     def __call__(
         self,
         inputs: tuple[Tensor, ...],  # the differentiable tensors
-        # Weight of each loss in the sum that is differentiated, (N,); by default 1
-        scales: Tensor | None = None,
-        # Outputs: the gradient of this sum with respect to each input. Each may be the input
-        # itself. If empty, no gradient is computed.
-        gradients: tuple[Tensor, ...] = (),
+        scales: Tensor | None = None,  # (N,), weights in the differentiated sum; by default 1
+        gradients: tuple[Tensor, ...] = (),  # of each input, written, maybe the input itself
     ) -> Tensor: ...  # the losses, (N,)
 
 

@@ -84,8 +84,7 @@ def sums_of_layer(sums: Sequence[PartialSums]) -> list[Tensor]:
 class _Segments:
     """The partial sums that one launch of `sum_segments` adds, each with where its result goes."""
 
-    # Those of 16 bits: tensors with a row for each frame
-    narrow: list[tuple[PartialSums, Tensor]] = field(default_factory=list)
+    narrow: list[tuple[PartialSums, Tensor]] = field(default_factory=list)  # those of 16 bits
     wide: list[tuple[PartialSums, Tensor]] = field(default_factory=list)  # those of float32
 
     def takes(self, x: PartialSums) -> bool:

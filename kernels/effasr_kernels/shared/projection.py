@@ -40,13 +40,10 @@ def row_statistics(
     hidden: Tensor,  # (R, C), float32, float16 or bfloat16
     weight: Tensor,  # (V, C), the dtype of `hidden`
     bias: Tensor | None,  # (V,), the dtype of `hidden`, or None
-    # (R,), int32 or int64. For a class outside [0, V), ``own`` is NaN, and nothing is read out of
-    # bounds.
-    classes: Tensor | None = None,
+    classes: Tensor | None = None,  # (R,), int32 or int64; outside [0, V) ``class_logit`` is NaN
     *,
     ignore_index: int | None = None,  # the class of ignored rows
-    # int32 (1,), on the device, such as ``cu_seqlens[-1:]``: rows from ``total`` on are ignored
-    total: Tensor | None = None,
+    total: Tensor | None = None,  # int32 (1,), on the device: rows from ``total`` on are ignored
     with_mean: bool = False,  # whether to compute the mean; it needs no classes
     # Output, (R, V), the dtype of ``hidden``, with a row stride that is a multiple of 16: receives
     # the logits of rows that are not ignored, rounded (the statistics are computed before
@@ -110,9 +107,7 @@ def project_backward(
     # ``d_logits`` is ``logits``, so that an element must depend only on its own logit.
     write_grad_logits: Callable[[int, Tensor, Tensor], None],
     *,
-    # Whether the row stride of ``logits`` may be V rounded up to a multiple of 16. Otherwise the
-    # products load single elements for other V (1,024 classes and a blank).
-    padded: bool = False,
+    padded: bool = False,  # whether ``logits.stride(0)`` may be V up to a multiple of 16 (faster)
     rounded: bool = True,  # whether to round the gradients to the dtypes of the arguments
     frozen: bool = False,  # whether to leave out the gradients of weight and bias
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -201,9 +201,7 @@ def strided_backward(
     lengths,  # (N,), rows of `x` of each sequence
     grad_y,  # (T, G / 2, C), contiguous
     grad_x,  # (2 T, G, C), contiguous, written; zero in rows past the length
-    # float32 (programs, 9 C + C), contiguous, written: sums for the weight, in its order, and for
-    # the bias
-    partials,
+    partials,  # float32 (programs, 9 C + C), written: sums for the weight, then the bias
     sequences,  # N
     slots,  # T; a slot has G / 2 places
     spans,

@@ -165,9 +165,7 @@ def stem_patches(
     patches,  # (s T / 2, F / 2, 16), contiguous, the dtype of `x`, written except in the tail
     sequences,  # N
     slots,  # T
-    # Places of the result in a slot, s / 4 times F / 4; the first convolution has four times as
-    # many
-    per_slot,
+    per_slot,  # places of the result in a slot, s / 4 times F / 4; 4 times that before
     BINS: tl.constexpr,  # F
     BLOCK_Q: tl.constexpr,
     SPAN: tl.constexpr,  # places of the result in a program
@@ -311,9 +309,7 @@ def stem_backward(
     cu_seqlens,  # int32 (N + 1,), offsets of the slots of each utterance
     lengths,  # (N,), mel rows of each utterance
     grad_y,  # (s T / 4, F / 4, C), contiguous
-    # float32 (programs, 20 C), contiguous, written: gradients of the weight (C, 9), the bias (C,),
-    # the taps (C, 9) and their bias (C,)
-    partials,
+    partials,  # float32 (programs, 20 C), written: of weight (C, 9), bias, taps (C, 9), bias
     sequences,  # N
     slots,  # T
     per_slot,  # places in a slot, s / 4 times F / 4

@@ -204,8 +204,7 @@ class Joint:
     # float32 (3, nodes): the log-probabilities of blank and label, which the caller replaces by the
     # occupancies before `differentiate`; and the sum of the exponentials
     planes: Tensor
-    # (nodes, V), exponentials of the logits minus their maximum; None to recompute them
-    logits: Tensor | None
+    logits: Tensor | None  # (nodes, V), exponentials of logits minus their maximum; None: recompute
 
     def score(self, chunk: Chunk) -> None:
         z = self._logits(self._join(chunk))

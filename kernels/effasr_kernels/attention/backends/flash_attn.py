@@ -20,9 +20,7 @@ class FlashAttention:
     module: str  # module of its `flash_attn_varlen_func`
     package: str  # name of the package to install
     reads_beyond: bool  # see `packages.guarded`
-    # Returns the reason why this version does not support a call, or None; called after the checks
-    # for all versions
-    refusal: Callable[[AttentionArguments], str | None] = lambda a: None
+    refusal: Callable[[AttentionArguments], str | None] = lambda a: None  # why it cannot compute it
 
     def unsupported_reason(self, a: AttentionArguments) -> str | None:
         function = self._find()

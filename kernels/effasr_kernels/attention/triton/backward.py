@@ -44,13 +44,9 @@ def attention_backward_kv(
     seed,  # int64 (1,); None without `DROPOUT`
     tiles,  # int32 (tiles, 4), of keys; see `effasr_kernels.runtime.tiles.locate_tile`
     lse,  # float32 (H, T_q), contiguous, from the forward
-    # float32 (H, T_q), or (2, H, T_q) with ``GUIDED``, contiguous, from
-    # `effasr_kernels.attention.triton.delta.row_delta`
-    delta,
+    delta,  # float32 (H, T_q), or (2, H, T_q) with ``GUIDED``, from `row_delta`
     grad_out,  # (T_q, H, D), contiguous
-    # (T_k, H_k, D), written; zeros for keys without queries. The channels of all heads of a row are
-    # contiguous.
-    grad_k,
+    grad_k,  # (T_k, H_k, D), written, rows contiguous; zeros for keys without queries
     grad_v,  # (T_k, H_k, D), written, with the strides of `grad_k`
     sequences,  # N
     rows_q,  # T_q
@@ -77,8 +73,7 @@ def attention_backward_kv(
     GROUP: tl.constexpr,  # H / H_k, the heads of queries that share a head of keys and values
     CAUSAL: tl.constexpr,  # whether query i attends only to keys 0 to i
     BIAS: tl.constexpr,  # whether scores have a bias; the content bias is already added to `q`
-    # Whether to rotate the gradient of keys back, all of its D = BLOCK_D channels
-    ROTARY: tl.constexpr,
+    ROTARY: tl.constexpr,  # whether to rotate the gradient of keys back, all D = BLOCK_D channels
     DROPOUT: tl.constexpr,  # whether weights are dropped
     GUIDED: tl.constexpr,  # whether there is a gradient of the penalty of `guided_attention`
 ):
@@ -259,13 +254,9 @@ def attention_backward_q(
     seed,  # int64 (1,); None without `DROPOUT`
     tiles,  # int32 (tiles, 4), of queries; see `effasr_kernels.runtime.tiles.locate_tile`
     lse,  # float32 (H, T_q), contiguous, from the forward
-    # float32 (H, T_q), or (2, H, T_q) with ``GUIDED``, contiguous, from
-    # `effasr_kernels.attention.triton.delta.row_delta`
-    delta,
+    delta,  # float32 (H, T_q), or (2, H, T_q) with ``GUIDED``, from `row_delta`
     grad_out,  # (T_q, H, D), contiguous
-    # (T_q, H, D), written; zeros for rows without keys. The channels of all heads of a row are
-    # contiguous.
-    grad_q,
+    grad_q,  # (T_q, H, D), written, rows contiguous; zeros for rows without keys
     sequences,  # N
     rows_q,  # T_q
     heads,  # H

@@ -48,9 +48,7 @@ def as_scores(b_tile):
 
 @triton.jit(do_not_specialize=["sequences", "rows_q", "bias_eighths", "left", "right", "chunk"])
 def attention_forward(
-    # (H, D), contiguous, added to ``q``; None without ``BIAS``. A pointer, like all up to
-    # ``penalty``.
-    content_bias,
+    content_bias,  # (H, D), added to ``q``, or None; a pointer, like all up to ``penalty``
     q,  # (T_q, H, D)
     k,  # (T_k, H_k, D); rotated for rotary positions
     v,  # (T_k, H_k, D)
@@ -64,12 +62,8 @@ def attention_forward(
     seed,  # int64 (1,); None without `DROPOUT`
     tiles,  # int32 (tiles, 4), of `layout_q`; see `effasr_kernels.runtime.tiles.locate_tile`
     out,  # (T_q, H, D), contiguous, written; zeros for rows without keys
-    # float32 (H, T_q), contiguous, written: the logarithm to base 2 of each row's sum of powers of
-    # two; -inf for rows without keys
-    lse,
-    # float32 (T_q, H), contiguous, written: the mean distance of each query's weights from the
-    # diagonal; zeros for rows without keys. None without ``GUIDED``.
-    penalty,
+    lse,  # float32 (H, T_q), written: log2 of each row's sum of powers of two; -inf without keys
+    penalty,  # float32 (T_q, H), written: see `GuidedAttention`; None without ``GUIDED``
     sequences,  # N
     rows_q,  # T_q
     bias_eighths,  # W / 8
@@ -93,8 +87,7 @@ def attention_forward(
     GROUP: tl.constexpr,  # H / H_k, the heads of queries that share a head of keys and values
     CAUSAL: tl.constexpr,  # whether query i attends only to keys 0 to i
     BIAS: tl.constexpr,  # whether scores and queries have a bias
-    # Whether to rotate all D = BLOCK_D channels of ``q`` by its position in the sequence
-    ROTARY: tl.constexpr,
+    ROTARY: tl.constexpr,  # whether to rotate all D = BLOCK_D channels of ``q`` by its position
     DROPOUT: tl.constexpr,  # whether weights are dropped
     GUIDED: tl.constexpr,  # whether to compute the penalty of `guided_attention`
 ):

@@ -42,24 +42,16 @@ def bias_width(bound: int) -> int:
 def relative_scores(
     q: Tensor,  # (T_q, H, D)
     position_bias: Tensor,  # v, (H, D)
-    # r, (2 L - 1, H, D), the table of `effasr_kernels.attention.RelativeBias`; L is at least every
-    # length of both layouts
-    table: Tensor,
+    table: Tensor,  # r, (2 L - 1, H, D), of `RelativeBias`; L is at least every length of both
     layout_q: PackedLayout,
     layout_k: PackedLayout,  # layout of the keys
     context: Context | None = None,  # the keys that a query sees; by default all of its sequence
     *,
-    # u, (H, D), to write the queries of the other part of the scores, too
-    content_bias: Tensor | None = None,
-    # Where to write q + u, rounded to the dtype of ``q``: (T_q, H, D), contiguous. The tail is not
-    # written.
-    biased: Tensor | None = None,
-    # The result of attention, (T_q, H, D), contiguous, to compute `row_delta` of it in the same
-    # launch
-    result: Tensor | None = None,
+    content_bias: Tensor | None = None,  # u, (H, D), to write the queries of the content part, too
+    biased: Tensor | None = None,  # q + u, rounded, (T_q, H, D), written; its tail is not
+    result: Tensor | None = None,  # of attention, (T_q, H, D), to compute its `row_delta`, too
     grad_result: Tensor | None = None,  # the gradient of `result`, likewise
-    # Where to write the sums, float32 (H, T_q), contiguous. The tail is not written.
-    delta: Tensor | None = None,
+    delta: Tensor | None = None,  # float32 (H, T_q), written; its tail is not
 ) -> Tensor:
     r"""Compute the part of the scores that depends on distance, before scaling.
 
@@ -102,9 +94,7 @@ def relative_backward(
     layout_q: PackedLayout,
     layout_k: PackedLayout,
     scale: float,  # factor of the scores
-    # Where to write the gradient of ``q``: (T_q, H, D), the dtype of ``q``, with contiguous
-    # channels of all heads of a row. By default a new tensor.
-    grad_q: Tensor | None = None,
+    grad_q: Tensor | None = None,  # (T_q, H, D), written, rows contiguous; None: a new tensor
     context: Context | None = None,  # the keys that a query sees; by default all of its sequence
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of the scores of `RelativeBias`, except for that of the keys."""

@@ -18,19 +18,14 @@ from effasr_kernels.shared.last_program import is_last_program
 
 @triton.jit(do_not_specialize=["sequences", "rows", "reach", "eighths", "left", "right", "chunk"])
 def grad_queries(
-    # (T_q, H, D), a pointer, written; zeros in the tail. The channels of all heads of a row are
-    # contiguous.
-    grad_q,
-    # float32 (tiles, 2, H, D), a pointer, written: the sums of the content and the distance part
-    # over the tile
-    grad_biases,
+    grad_q,  # (T_q, H, D), a pointer, written, rows contiguous; zeros in the tail
+    grad_biases,  # float32 (tiles, 2, H, D), a pointer, written: sums of both parts over the tile
     grad_scores,  # (T_q, H, 8 eighths), a pointer; zeros past the last key up to a multiple of 8
     k,  # (T_k, H, D), a pointer
     table,  # (2 reach - 1, H, D), a pointer
     cu_seqlens_q,  # int32 (N + 1,), a pointer
     cu_seqlens_k,  # int32 (N + 1,), a pointer
-    # int32 (tiles, 4), of BLOCK_M * STEP queries; see `effasr_kernels.runtime.tiles.locate_tile`
-    tiles,
+    tiles,  # int32 (tiles, 4), of BLOCK_M * STEP queries; see `locate_tile`
     sequences,  # N
     rows,  # T_q
     reach,  # L
@@ -184,8 +179,7 @@ def _add_splits(
     BLOCK_W: tl.constexpr,
 ):
     """Write the sums over splits of BLOCK_W entries of one head of the table, from ``first`` on."""
-    # In parts, which take fewer registers than the loop over queries.
-    PART: tl.constexpr = BLOCK_W // 2
+    PART: tl.constexpr = BLOCK_W // 2  # in parts: fewer registers than a loop over queries
     row = tl.arange(0, PART)
     channel = tl.arange(0, BLOCK_D)
     for start in range(first, first + BLOCK_W, PART):
@@ -214,8 +208,7 @@ def _add_splits(
 def grad_table(
     grad,  # (2 reach - 1, H, D), a pointer, written
     by_split,  # float32 (splits, 2 reach - 1, H, D), a pointer, written: the sums of each split
-    # int32 (blocks * H,), a pointer; see `effasr_kernels.shared.last_program.is_last_program`
-    counters,
+    counters,  # int32 (blocks * H,), a pointer; see `is_last_program`
     grad_scores,  # (T_q, H, 8 eighths), a pointer
     q,  # (T_q, H, D), a pointer
     position_bias,  # (H, D), a pointer

@@ -40,13 +40,10 @@ def scores(
     biased,  # (T_q, H, D), a pointer, written: `q` plus `content_bias`; None without
     result,  # the result of attention, (T_q, H, D), contiguous, a pointer, or None
     grad_result,  # its gradient, (T_q, H, D), contiguous, a pointer; None without `result`
-    # float32 (H, T_q), a pointer, written: the sums over channels of ``result * grad_result``; None
-    # without
-    delta,
+    delta,  # float32 (H, T_q), a pointer, written: sums of ``result * grad_result``; or None
     cu_seqlens_q,  # int32 (N + 1,), a pointer
     cu_seqlens_k,  # int32 (N + 1,), a pointer
-    # int32 (tiles, 4), of BLOCK_M * STEP queries; see `effasr_kernels.runtime.tiles.locate_tile`
-    tiles,
+    tiles,  # int32 (tiles, 4), of BLOCK_M * STEP queries; see `locate_tile`
     sequences,  # N
     rows,  # T_q
     reach,  # L

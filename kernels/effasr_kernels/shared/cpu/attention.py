@@ -75,10 +75,8 @@ class Call:
     dropout: float  # probability to drop a weight
     seed: Tensor | None  # seed of the dropout, int64 (); None without dropout
     causal: bool = False  # whether query i attends only to keys 0 to i
-    # Width of the penalty of `effasr_kernels.guided_attention`; None for no penalty
-    sigma: float | None = None
-    # The tensors of a `RelativeBias`, (H, D), (H, D) and (2L-1, H, D); or None
-    position: tuple[Tensor, Tensor, Tensor] | None = None
+    sigma: float | None = None  # width of the guided penalty, if any
+    position: tuple[Tensor, Tensor, Tensor] | None = None  # tensors of a `RelativeBias`
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run the forward."""

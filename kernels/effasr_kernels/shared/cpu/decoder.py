@@ -174,8 +174,7 @@ class DecoderWeights:
         *,
         layers: Sequence[Layer],  # weights of at least one layer
         tokens: Tensor,  # float32 (V, width), token embedding
-        # float32 (P, width), position embedding; positions past P use the last row
-        positions: Tensor,
+        positions: Tensor,  # float32 (P, width), embedding; positions past P use the last row
         embedding_norm: Norm | None,  # LayerNorm of the sum of both embeddings, or None
         norm: Norm,  # LayerNorm after the last layer
         heads: int,  # H
@@ -218,18 +217,15 @@ class DecoderWeights:
     def step(
         self,
         tokens: Tensor,  # int64 (N,), next token of each row
-        # int64 (N,), number of tokens decoded so far in each row; incremented in place
-        positions: Tensor,
+        positions: Tensor,  # int64 (N,), tokens decoded so far in each row; incremented in place
         active: Tensor,  # int64 (N,), 0 for rows to skip
-        # Number of valid positions in ``cross_cache`` of each of the N / K sequences
-        frames: Sequence[int],
+        frames: Sequence[int],  # valid positions in ``cross_cache`` of each of the N / K sequences
         *,
         self_cache: Cache,  # cache of at least N rows, written at the positions
         cross_cache: Cache,  # cache of at least N / K rows
         hypotheses: int,  # K, number of adjacent rows that share a row of ``cross_cache``
         most_position: int,  # maximum to which positions are incremented
-        # Instruction set as in ``csrc/interface.h``; by default the widest that the CPU supports
-        instructions: int = _BEST_INSTRUCTIONS,
+        instructions: int = _BEST_INSTRUCTIONS,  # as in ``csrc/interface.h``
     ) -> Tensor:
         """Decode one more token of each active row."""
         # Returns float32 (N, width), output of the last norm; zero for rows that are not active.
@@ -298,8 +294,7 @@ def largest_logit(
     matrix: PanelMatrix,  # projection from K channels to logits
     classes: int | None = None,  # number of leading classes to choose from; all by default
     *,
-    # Instruction set as in ``csrc/interface.h``; by default the widest that the CPU supports
-    instructions: int = _BEST_INSTRUCTIONS,
+    instructions: int = _BEST_INSTRUCTIONS,  # as in ``csrc/interface.h``
 ) -> Tensor:
     """Return the class of the largest logit of each row, int64 (N,), the first among equal ones."""
     classes = matrix.outputs if classes is None else classes

@@ -51,8 +51,7 @@ class DeviceLattices:
         self,
         layout_frames: PackedLayout,  # layout of ``encoded``
         layout_targets: PackedLayout,  # layout of the targets, with a bound of their lengths
-        # Offsets of frames and targets, int32 (N + 1,), and first nodes, int64 (N + 1,)
-        offsets: tuple[Tensor, Tensor, Tensor],
+        offsets: tuple[Tensor, Tensor, Tensor],  # of frames, targets (int32) and nodes (int64)
         max_nodes: int,  # most nodes of a batch
     ):
         """Keep the offsets, which are read on the device."""

@@ -113,8 +113,7 @@ def sweep_durations_forward(
     cu_targets,  # int32 (N + 1,)
     first_nodes,  # int64 (N + 1,)
     alpha,  # float64, of nodes from `base` on, written
-    # float64, a buffer for each of the group's frames: mass that labels pass to the next strip
-    edge,
+    edge,  # float64, for each frame of the group: mass that labels pass to the next strip
     loss,  # float32 (N,), written
     first_sequence,
     first_frame,
@@ -191,8 +190,7 @@ def sweep_durations_backward(
     occ_blank,  # float32, of nodes from `out_base` on, written; may be `log_blank`
     occ_label,  # float32, written, multiplied by `fast`; may be `log_label`
     d_duration,  # float32 (..., D), written; may be `log_duration`
-    # float64, a buffer for each of the group's frames: occupancy of the first state of a strip
-    edge,
+    edge,  # float64, for each frame of the group: occupancy of a strip's first state
     first_sequence,
     first_frame,
     base,  # node of the first elements

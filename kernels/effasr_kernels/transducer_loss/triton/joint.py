@@ -40,9 +40,7 @@ def place_nodes(
     targets,  # int32 or int64 (U,)
     frame_rows,  # int32 (R,), written: the row of `encoded`
     state_rows,  # int32 (R,), written: the row of `predicted`
-    # int32 (R,), written: the next label; -1 in the last state, and -2 for an invalid negative
-    # label
-    labels,
+    labels,  # int32 (R,), written: next label; -1 in the last state, -2 for an invalid one
     first_node,  # the chunk's first node; see `load_number`, also for the next two
     nodes,  # number of nodes of the chunk, at most R
     first_frame,
@@ -99,9 +97,7 @@ def join(
     weight,  # (V, ...), with zeros past J
     bias,  # (V,)
     blank_logit,  # float32, of the group's nodes, written; None to skip the logits
-    # float32, of the group's nodes, written: -inf in the last state, and NaN for a label out of
-    # range
-    label_logit,
+    label_logit,  # float32, of the group's nodes, written: -inf in the last state, NaN if invalid
     hidden,  # (R, ...), written, with zeros past J up to a multiple of `BLOCK_C`
     first_node,  # the chunk's first node, relative to the group's first; see `load_number`
     nodes,  # number of nodes of the chunk; see `load_number`

@@ -47,8 +47,7 @@ class LabelSweeps:
 
     def __init__(
         self,
-        # Offsets of frames and of targets, int32 (N + 1,), and first nodes, int64 (N + 1,)
-        offsets: tuple[Tensor, Tensor, Tensor],
+        offsets: tuple[Tensor, Tensor, Tensor],  # of frames, targets (int32) and nodes (int64)
         bound: int,  # upper bound of the transcripts' lengths
         fastemit: float,
         durations: tuple[int, ...] = (),
@@ -77,9 +76,7 @@ class LabelSweeps:
         trace: Trace,  # the trace that `losses` wrote
         loss: Tensor,  # float32 (N,)
         grad_loss: Tensor,  # float32 (N,); treated as zero for an infinite loss
-        # Occupancies of the group's nodes, written; those of labels are multiplied by 1 + lambda of
-        # FastEmit. It may be ``scores``.
-        out: Scores,
+        out: Scores,  # of the group's nodes, written; maybe ``scores``
     ) -> None:
         """Compute the occupancies of the steps, weighted by the gradient of the losses."""
         edge = out.blank.new_empty(group.frames, dtype=torch.float64)

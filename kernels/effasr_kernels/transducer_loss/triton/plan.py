@@ -77,9 +77,7 @@ class Scores(NamedTuple):
     base: int  # node of the first elements
     blank: Tensor  # (R,)
     label: Tensor  # (R,)
-    # (R, D), of all steps with each duration; None without durations. In the backward this is the
-    # gradient of the duration logits.
-    duration: Tensor | None = None
+    duration: Tensor | None = None  # (R, D), steps with each duration, or logit gradients
 
 
 class Trace(NamedTuple):

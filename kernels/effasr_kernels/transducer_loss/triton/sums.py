@@ -219,8 +219,7 @@ def differentiate(
     d_logits,  # (R, V), written, including the padding between rows
     d_bias,  # float32 (ceil(rows / BLOCK_R), V), written: sums over each tile's rows
     first_node,  # the chunk's first node, relative to the group's; see `joint.load_number`
-    # Index of the chunk's first node in ``log_normalizer``; None if it is that of ``first_node``
-    first_normalizer,
+    first_normalizer,  # chunk's first node in ``log_normalizer``; None: ``first_node``
     nodes,  # number of nodes of the chunk; see `joint.load_number`
     rows,  # rows to write, at least `nodes`: those past the nodes are set to zero
     count,  # V

@@ -127,9 +127,7 @@ class Work:
         rows: Rows,
         scores: Scores,  # log-probabilities, written
         normalizer: Tensor | None,  # float32, of the group's nodes, written; None to discard it
-        # (R, V + D), of the group's nodes, written (those of durations are undefined); None to
-        # discard them
-        logits: Tensor | None = None,
+        logits: Tensor | None = None,  # (R, V + D), of the group's nodes, written; None: discarded
     ) -> None:
         """Compute the log-probabilities of all steps out of a group's nodes."""
         classes = self.weight[: self.count], self.bias[: self.count]
