@@ -16,9 +16,7 @@ from effasr_kernels.bias_activation_dropout import (
 from effasr_kernels.ctc_loss import ctc_loss as ctc_loss
 from effasr_kernels.decode_attention import decode_attention as decode_attention
 from effasr_kernels.depthwise_conv import depthwise_conv as depthwise_conv
-from effasr_kernels.dropout_add_layer_norm import (
-    dropout_add_layer_norm as dropout_add_layer_norm,
-)
+from effasr_kernels.dropout_add_layer_norm import dropout_add_layer_norm as dropout_add_layer_norm
 from effasr_kernels.gated_activation import gated_activation as gated_activation
 from effasr_kernels.grouped_linear import grouped_linear as grouped_linear
 from effasr_kernels.guided_attention import guided_attention as guided_attention

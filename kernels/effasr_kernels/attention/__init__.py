@@ -102,9 +102,9 @@ OPERATION = DifferentiableOp(
     {
         Backend.TRITON: "effasr_kernels.attention.triton.backend",
         Backend.VARLEN: "effasr_kernels.attention.backends.varlen",
-        Backend.FLASH_ATTN_2: "effasr_kernels.attention.backends.flash_attn:VERSION_2",
-        Backend.FLASH_ATTN_3: "effasr_kernels.attention.backends.flash_attn:VERSION_3",
-        Backend.FLASH_ATTN_4: "effasr_kernels.attention.backends.flash_attn:VERSION_4",
+        Backend.FLASH_ATTN_2: "effasr_kernels.attention.backends.packages:VERSION_2",
+        Backend.FLASH_ATTN_3: "effasr_kernels.attention.backends.packages:VERSION_3",
+        Backend.FLASH_ATTN_4: "effasr_kernels.attention.backends.packages:VERSION_4",
         Backend.CPP: "effasr_kernels.attention._cpp",
         Backend.REFERENCE: "effasr_kernels.attention.reference",
     },

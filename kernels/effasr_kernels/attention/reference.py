@@ -61,12 +61,7 @@ def _attend(scores: Tensor, v: Tensor, hidden: Tensor | None, drop: Dropout) -> 
 
 
 def _relative(
-    a: AttentionArguments,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position: RelativeBias,
-    drop: Dropout,
+    a: AttentionArguments, q: Tensor, k: Tensor, v: Tensor, position: RelativeBias, drop: Dropout
 ) -> list[Tensor]:
     """Compute attention with Transformer-XL scores: (T_q, H, D) per sequence with queries."""
     reach = position.reach(a.layout_q, a.layout_k, context=a.context)

@@ -43,9 +43,7 @@ def unsupported_reason(a: CtcArguments) -> str | None:
     return refusal(a.hidden)
 
 
-def forward(
-    a: CtcArguments,
-) -> tuple[tuple[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
+def forward(a: CtcArguments) -> tuple[tuple[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
     hidden, weight, targets, bias = _dense(a)
     offsets = a.layout_frames.cu_seqlens, a.layout_targets.cu_seqlens
     log_normalizer = row_statistics(hidden, weight, bias, total=offsets[0][-1:]).log_normalizer
@@ -54,10 +52,7 @@ def forward(
     config = _product(hidden.dtype, hidden.shape[1])
     launch(
         score_labels,
-        (
-            count_tiles(rows, sequences, config["BLOCK_M"]),
-            ceil_div(columns, config["BLOCK_N"]),
-        ),
+        (count_tiles(rows, sequences, config["BLOCK_M"]), ceil_div(columns, config["BLOCK_N"])),
         *(hidden, weight, bias, targets, *offsets, scores),
         *(sequences, rows, columns, *weight.shape),
         *(hidden.stride(0), weight.stride(0), a.blank_id),

@@ -19,9 +19,7 @@ def unsupported_reason(a: CrossEntropyArguments) -> str | None:
     return refusal(a.hidden)
 
 
-def forward(
-    a: CrossEntropyArguments,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def forward(a: CrossEntropyArguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return the loss of each row, and the log-normalizers or the gradients to save."""
     # Targets are not checked, because that would synchronize with the GPU. A target outside [0, V)
     # makes the loss of its row NaN, and so the gradients of that row, the weight and the bias.
@@ -91,9 +89,7 @@ def backward(
     return {"hidden": d_hidden, "weight": d_weight, "bias": d_bias}
 
 
-def _with_gradients(
-    a: CrossEntropyArguments,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def _with_gradients(a: CrossEntropyArguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return the losses, and the gradients of their sum in float32; logits are computed once."""
     targets, bias = a.targets.contiguous(), None if a.bias is None else a.bias.contiguous()
     count = a.weight.shape[0]

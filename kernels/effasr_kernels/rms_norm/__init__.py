@@ -29,11 +29,7 @@ class RMSNormArguments:
 
 
 def _example(inputs: ExampleInputs) -> Keywords:
-    return {
-        "x": inputs.floating(6, CHANNELS),
-        "weight": inputs.floating(CHANNELS),
-        "eps": 1e-6,
-    }
+    return {"x": inputs.floating(6, CHANNELS), "weight": inputs.floating(CHANNELS), "eps": 1e-6}
 
 
 def _example_with_offset(inputs: ExampleInputs) -> Keywords:

@@ -73,11 +73,7 @@ def transducer_occupancies(
 
 
 def transducer_log_likelihood(
-    log_blank: Tensor,
-    log_label: Tensor,
-    cu_frames: Tensor,
-    cu_labels: Tensor,
-    first_nodes: Tensor,
+    log_blank: Tensor, log_label: Tensor, cu_frames: Tensor, cu_labels: Tensor, first_nodes: Tensor
 ) -> Tensor:
     """Compute only the log-likelihoods of `transducer_occupancies`, with half the work."""
     return _transducer(log_blank, log_label, None, cu_frames, cu_labels, first_nodes)

@@ -56,9 +56,7 @@ OPERATION = DifferentiableOp(
     outputs=_outputs,
     flops=_flops,
     # A frame has 4 rows of 8 columns after the first convolution, 2 rows of 4 after the second.
-    examples=[
-        Example("subsampling_stem", _example, 2 * 9 * CHANNELS * 40 * (4 * 8 + 2 * 4)),
-    ],
+    examples=[Example("subsampling_stem", _example, 2 * 9 * CHANNELS * 40 * (4 * 8 + 2 * 4))],
 )
 
 _NAME = OPERATION.name

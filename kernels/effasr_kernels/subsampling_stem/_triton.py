@@ -138,14 +138,7 @@ def _patches(x: Tensor, layout: PackedLayout, lengths: Tensor, per_slot: int) ->
 
 @triton.jit
 def _find_places(
-    cu_seqlens,
-    lengths,
-    sequences,
-    slots,
-    per_slot,
-    tile,
-    BINS: tl.constexpr,
-    SPAN: tl.constexpr,
+    cu_seqlens, lengths, sequences, slots, per_slot, tile, BINS: tl.constexpr, SPAN: tl.constexpr
 ):
     """Find a span of places (row and column of the result) within one utterance."""
     # Returns the first place of the utterance, int64; its places; the first place of the span,

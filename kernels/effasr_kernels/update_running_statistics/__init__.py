@@ -112,10 +112,7 @@ def update_running_statistics(
             raise checks.wrong(_NAME, name, f"be on {device}, as `mean` is", value.device)
     if layout.device != device:
         raise checks.wrong(_NAME, "layout", f"be on {device}, as `mean` is", layout.device)
-    for name, value in (
-        ("running_mean", running_mean),
-        ("running_variance", running_variance),
-    ):
+    for name, value in (("running_mean", running_mean), ("running_variance", running_variance)):
         if not value.is_contiguous():
             raise checks.wrong(_NAME, name, "be contiguous", f"strides {value.stride()}")
     if not 0 <= momentum <= 1:

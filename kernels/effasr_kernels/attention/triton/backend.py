@@ -20,20 +20,10 @@ from torch import Tensor
 
 from effasr_kernels.attention import AttentionArguments
 from effasr_kernels.attention.triton.backward import attention_backward_kv, attention_backward_q
-from effasr_kernels.attention.triton.config import (
-    WIDEST,
-    Config,
-    Configs,
-    configs,
-    padded_width,
-)
+from effasr_kernels.attention.triton.config import WIDEST, Config, Configs, configs, padded_width
 from effasr_kernels.attention.triton.delta import row_delta
 from effasr_kernels.attention.triton.forward import attention_forward
-from effasr_kernels.attention.triton.relative import (
-    bounds,
-    relative_backward,
-    relative_scores,
-)
+from effasr_kernels.attention.triton.relative import bounds, relative_backward, relative_scores
 from effasr_kernels.attention.triton.rotary import angle_table, rotated
 from effasr_kernels.runtime.launch import capability, launch, refusal
 from effasr_kernels.runtime.tiles import count_tiles, tile_table

@@ -63,7 +63,7 @@ def attention_forward(
     tiles,  # int32 (tiles, 4), of `layout_q`; see `effasr_kernels.runtime.tiles.locate_tile`
     out,  # (T_q, H, D), contiguous, written; zeros for rows without keys
     lse,  # float32 (H, T_q), written: log2 of each row's sum of powers of two; -inf without keys
-    penalty,  # float32 (T_q, H), written: see `GuidedAttention`; None without ``GUIDED``
+    penalty,  # float32 (T_q, H), written: mean distance from the diagonal; None unless ``GUIDED``
     sequences,  # N
     rows_q,  # T_q
     bias_eighths,  # W / 8

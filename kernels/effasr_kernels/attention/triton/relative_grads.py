@@ -6,11 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from effasr_kernels.attention.triton.context import (
-    diagonals_of_tile,
-    groups_seen,
-    keys_of_tile,
-)
+from effasr_kernels.attention.triton.context import diagonals_of_tile, groups_seen, keys_of_tile
 from effasr_kernels.attention.triton.relative_scores import STEP, is_below, is_spare
 from effasr_kernels.runtime.tiles import find_sequence, locate_tile
 from effasr_kernels.shared.last_program import is_last_program
@@ -100,9 +96,7 @@ def grad_queries(
             visible = visible & (group >= first_group[:, None]) & (group < end_group[:, None])
         ds = tl.load(grad_scores + first + offset, mask=visible, other=0.0)
         key = tl.load(
-            k + key_offset,
-            mask=(first + n < keys)[:, None] & in_width[None, :],
-            other=0.0,
+            k + key_offset, mask=(first + n < keys)[:, None] & in_width[None, :], other=0.0
         )
         by_content = tl.dot(ds, key, by_content, input_precision="ieee")
         k += BLOCK_N * k_row
@@ -194,16 +188,7 @@ def _add_splits(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "sequences",
-        "rows",
-        "reach",
-        "eighths",
-        "splits",
-        "left",
-        "right",
-        "chunk",
-    ]
+    do_not_specialize=["sequences", "rows", "reach", "eighths", "splits", "left", "right", "chunk"]
 )
 def grad_table(
     grad,  # (2 reach - 1, H, D), a pointer, written

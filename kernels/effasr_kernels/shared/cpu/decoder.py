@@ -28,12 +28,7 @@ _BEST_INSTRUCTIONS = 0
 class _Matrix(ctypes.Structure):
     """PanelMatrix of csrc/decoder_step.h."""
 
-    _fields_ = [
-        ("weight", POINTER),
-        ("bias", POINTER),
-        ("inputs", INT64),
-        ("outputs", INT64),
-    ]
+    _fields_ = [("weight", POINTER), ("bias", POINTER), ("inputs", INT64), ("outputs", INT64)]
 
 
 class _Norm(ctypes.Structure):
@@ -49,10 +44,7 @@ _MATRICES = "qkv", "self_out", "q", "cross_out", "first", "second"
 class _Layer(ctypes.Structure):
     """DecoderLayer of csrc/decoder_step.h."""
 
-    _fields_ = [
-        *((name, _Norm) for name in _NORMS),
-        *((name, _Matrix) for name in _MATRICES),
-    ]
+    _fields_ = [*((name, _Norm) for name in _NORMS), *((name, _Matrix) for name in _MATRICES)]
 
 
 class _Weights(ctypes.Structure):

@@ -78,8 +78,7 @@ class DeviceLattices:
             rows = self._table(parts)[..., 0].unbind()
             chunks = tuple(Chunk(*row.unbind(), room=room) for row in rows)
         yield Group(
-            *(0, self.sequences, 0, self._frames.rows, 0, self._capacity, 0, self._states),
-            chunks,
+            *(0, self.sequences, 0, self._frames.rows, 0, self._capacity, 0, self._states), chunks
         )
 
     def clear_tails(self, encoded: Tensor, predicted: Tensor) -> None:
