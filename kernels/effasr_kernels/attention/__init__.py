@@ -90,10 +90,10 @@ def _self_attention(inputs: ExampleInputs, *, key_heads: int = HEADS, **options:
 
 
 def _relative(inputs: ExampleInputs, **options: Any) -> Keywords:
-    given = _self_attention(inputs, **options)
+    arguments = _self_attention(inputs, **options)
     biases = inputs.floating(HEADS, WIDTH), inputs.floating(HEADS, WIDTH)
     table = inputs.floating(2 * max(FRAMES) - 1, HEADS, WIDTH)
-    return {**given, "position": RelativeBias(*biases, table)}
+    return {**arguments, "position": RelativeBias(*biases, table)}
 
 
 OPERATION = DifferentiableOp(

@@ -164,13 +164,13 @@ def convolve(
     sequence, first, length, start = find_tile(cu_seqlens, sequences, rows, tile, BLOCK)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     count = 0.0
-    whole = tl.zeros((1, BLOCK_C), tl.float32)
+    tile_mean = tl.zeros((1, BLOCK_C), tl.float32)
     square = tl.zeros((1, BLOCK_C), tl.float32)
     if start < length:
         x += (first + start) * x_stride
         y += (first + start) * channels
         real = tl.where(sequence < sequences, length, 0)
-        count, whole, square = _convolve_tile(
+        count, tile_mean, square = _convolve_tile(
             x, weight, bias, y, c, start, length, real, x_stride, channels,
             TAPS, LEFT, GATED, STATISTICS, BLOCK, BLOCK_C, GROUPS, STEP,
         )  # fmt: skip
@@ -181,7 +181,7 @@ def convolve(
         counts += tl.program_id(1) * tiles
         partial = tile.to(tl.int64) * channels + c
         tl.store(counts + tile, count)
-        tl.store(means + partial, whole, mask=c < channels)
+        tl.store(means + partial, tile_mean, mask=c < channels)
         tl.store(squares + partial, square, mask=c < channels)
         if is_last_program(counters, tl.program_id(1), tiles):
             _merge(counts, means, squares, mean, variance, c, tiles, channels, MERGED, BLOCK_C)
@@ -395,9 +395,9 @@ def _store_sums(
                 pairs = pairs + (tl.join(joined[k], joined[k + (SIZE >> step)]),)
             joined = pairs
     tap = tl.arange(0, SIZE)
-    place = partials + c[:, None] * TAPS + tap[None, :]
+    at = partials + c[:, None] * TAPS + tap[None, :]
     mask = (c < channels)[:, None] & (tap < TAPS)[None, :]
-    tl.store(place, tl.reshape(joined[0], (BLOCK_C, SIZE)), mask=mask)
+    tl.store(at, tl.reshape(joined[0], (BLOCK_C, SIZE)), mask=mask)
     if BIASED:
         tl.store(partials + channels * TAPS + c, tl.sum(dw[TAPS], 0), mask=c < channels)
 

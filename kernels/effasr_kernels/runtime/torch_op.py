@@ -103,7 +103,6 @@ class TorchOp(Dispatcher):
         name: str,
         parts: str,
         returns: str,
-        *,
         run: Callable[..., Any],
         fake: Callable[..., Any],
         count: Callable[..., int],
@@ -151,23 +150,17 @@ class DifferentiableOp(TorchOp):
         self._may_overwrite = bool(overwritable)
         parts = ", ".join(self.schema.parts)
         upstream = "Tensor[] grads, Tensor[] outputs, bool[] required"
+        functions = self._run_backward, self._fake_backward, self._count_backward
         self._forward = self._define(
-            *(self.name, parts, "Tensor[]"), run=self._run, fake=self._fake, count=self._count
+            self.name, parts, "Tensor[]", self._run, self._fake, self._count
         )
         self._backward = self._define(
-            *(f"{self.name}_backward", f"{upstream}, {parts}", "Tensor[]"),
-            run=self._run_backward,
-            fake=self._fake_backward,
-            count=self._count_backward,
+            f"{self.name}_backward", f"{upstream}, {parts}", "Tensor[]", *functions
         )
         if overwritable:
+            parts = f"{upstream}, {self._written(overwritable)}"
             self._backward_over = self._define(
-                f"{self.name}_backward_over",
-                f"{upstream}, {self._written(overwritable)}",
-                "Tensor[]",
-                run=self._run_backward,
-                fake=self._fake_backward,
-                count=self._count_backward,
+                f"{self.name}_backward_over", parts, "Tensor[]", *functions
             )
         torch.library.register_autograd(
             f"{NAMESPACE}::{self.name}",
@@ -448,13 +441,13 @@ class ForwardOnlyOp(TorchOp):
         # Not a list: torch.compile does not support it for an operation that mutates arguments.
         tensors = ", ".join(["Tensor"] * self._results)
         returns = tensors if self._results == 1 else f"({tensors})"
-        functions: Any = {"run": self._run, "fake": self._fake, "count": self._count}
+        functions = self._run, self._fake, self._count
         in_place = self._written(written)
         plain = ", ".join(self.schema.parts) if written_with else in_place
-        self._call = self._call_in_place = self._define(self.name, plain, returns, **functions)
+        self._call = self._call_in_place = self._define(self.name, plain, returns, *functions)
         if written_with is not None:
             self._call_in_place = self._define(
-                f"{self.name}_in_place", in_place, returns, **functions
+                f"{self.name}_in_place", in_place, returns, *functions
             )
 
     def __call__(self, arguments: Any, backend: Backend | str | None = None) -> Any:

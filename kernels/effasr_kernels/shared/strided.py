@@ -92,21 +92,21 @@ class StridedTaps(torch.autograd.Function):
         quarters, taps, first, unreal = ctx.saved_tensors
         x, step, w = _dense(quarters, taps)
         x_left, narrow = x[..., :-step], w[..., :-step]
-        here = grad_outputs[0].flatten(1).index_fill(0, unreal, 0)
-        right = here[:, step:]
-        below = here[1:].index_fill(0, first - 1, 0)
+        grads_y = grad_outputs[0].flatten(1).index_fill(0, unreal, 0)
+        right = grads_y[:, step:]
+        below = grads_y[1:].index_fill(0, first - 1, 0)
         aslant = below[:, step:]
-        grads = here * w[1:, 1:, None]
+        grads = grads_y * w[1:, 1:, None]
         grads[:, 1, :, :-step].addcmul_(right, narrow[1:, 0, None])
         grads[1, :, :-1].addcmul_(below, w[0, 1:, None])
         grads[1, 1, :-1, :-step].addcmul_(aslant, narrow[0, 0])
         sums = torch.zeros_like(w)
-        sums[1:, 1:] = (x * here).sum(2)
+        sums[1:, 1:] = (x * grads_y).sum(2)
         sums[1:, 0, :-step] = (x_left[:, 1] * right).sum(1)
         sums[0, 1:] = (x[1, :, :-1] * below).sum(1)
         sums[0, 0, :-step] = (x_left[1, 1, :-1] * aslant).sum(0)
         grad_taps = sums.view(3, 3, *quarters.shape[3:]).sum(2)
-        grad_bias = here.sum(0).view(-1, step).sum(0)
+        grad_bias = grads_y.sum(0).view(-1, step).sum(0)
         return grads.view_as(quarters), grad_taps, grad_bias, None, None
 
 

@@ -174,8 +174,8 @@ def strided_forward(
         real = inside & (2 * row < length)
         top = begin // WIDTH
         # Place (r, f) reads from row 2 r, column 2 f; the input has four elements per place.
-        here = ((row - top) * (2 * BINS) + 2 * column)[:, None] * CHANNELS + c[None, :]
-        at = x + (4 * first + top * (2 * BINS)) * CHANNELS + here
+        from_top = ((row - top) * (2 * BINS) + 2 * column)[:, None] * CHANNELS + c[None, :]
+        at = x + (4 * first + top * (2 * BINS)) * CHANNELS + from_top
         above = real & (row > 0)
         below = real & (2 * row + 1 < length)
         not_first = column > 0
@@ -242,20 +242,20 @@ def strided_backward(
             at += ((row - top) * (2 * BINS) + 2 * column)[:, None] * CHANNELS + c[None, :]
             from_y = grad_y + (first + begin) * CHANNELS + (n[:, None] * CHANNELS + c[None, :])
 
-            here = inside & (2 * row < length)
+            in_rows = inside & (2 * row < length)
             below = inside & (2 * row + 2 < length) & (begin + n + WIDTH < count)
             not_last = column < WIDTH - 1
-            g = _wide(from_y, here, in_channels)
-            g_right = _wide(from_y + CHANNELS, here & not_last, in_channels)
+            g = _wide(from_y, in_rows, in_channels)
+            g_right = _wide(from_y + CHANNELS, in_rows & not_last, in_channels)
             g_below = _wide(from_y + WIDTH * CHANNELS, below, in_channels)
             g_aslant = _wide(from_y + (WIDTH + 1) * CHANNELS, below & not_last, in_channels)
             total += g
 
-            odd = here & (2 * row + 1 < length)
-            a = _input(x + at, here, in_channels, RELU)
+            odd = in_rows & (2 * row + 1 < length)
+            a = _input(x + at, in_rows, in_channels, RELU)
             d4 += g * a
             grad_a = _grad_input(g * w4, a, RELU)
-            b = _input(x + at + CHANNELS, here, in_channels, RELU)
+            b = _input(x + at + CHANNELS, in_rows, in_channels, RELU)
             d5 += g * b
             d3 += g_right * b
             grad_b = _grad_input(g * w5 + g_right * w3, b, RELU)

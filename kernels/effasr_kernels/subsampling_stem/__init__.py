@@ -33,8 +33,8 @@ def _outputs(a: StemArguments) -> Tensor:
 def _flops(a: StemArguments) -> int:
     rows, bins = a.rows_per_slot * sum(known_lengths(a.layout)), a.x.shape[1]
     channels = a.weight.shape[0]
-    places = rows // 2 * (bins // 2) + rows // 4 * (bins // 4)
-    return 2 * 9 * channels * places
+    outputs = rows // 2 * (bins // 2) + rows // 4 * (bins // 4)
+    return 2 * 9 * channels * outputs
 
 
 def _example(inputs: ExampleInputs) -> Keywords:

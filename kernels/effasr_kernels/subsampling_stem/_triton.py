@@ -255,10 +255,10 @@ def stem_forward(
         column = p % WIDTH
         inside = (p < count) & (4 * row < length)
         top = begin // WIDTH
-        here = patches + (4 * first + top * BINS) * 16 + ((row - top) * BINS + 2 * column) * 16
+        from_x = patches + (4 * first + top * BINS) * 16 + ((row - top) * BINS + 2 * column) * 16
         acc = tl.zeros((BLOCK_C, BLOCK_P), tl.float32)
         for tap in tl.static_range(9):
-            patch = _patch(here, row, column, inside, tap, BINS)
+            patch = _patch(from_x, row, column, inside, tap, BINS)
             z = tl.dot(filters, tl.trans(patch), input_precision="ieee")
             z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
             w = tl.load(taps + c * 9 + tap, mask=in_channels, other=0.0).to(tl.float32)
@@ -344,12 +344,14 @@ def stem_backward(
             column = p % WIDTH
             inside = (p < count) & (4 * row < length)
             top = begin // WIDTH
-            here = patches + (4 * first + top * BINS) * 16 + ((row - top) * BINS + 2 * column) * 16
+            from_x = (
+                patches + (4 * first + top * BINS) * 16 + ((row - top) * BINS + 2 * column) * 16
+            )
             at = grad_y + (first + begin) * CHANNELS + (n[None, :] * CHANNELS + c[:, None])
             g = tl.load(at, mask=inside[None, :] & in_channels[:, None], other=0.0)
             total = tl.dot(g, ones, acc=total, input_precision="ieee")
             for tap in tl.static_range(9):
-                part = _gathered(parts[tap], here, row, column, inside, filters, g, tap, BINS)
+                part = _gathered(parts[tap], from_x, row, column, inside, filters, g, tap, BINS)
                 parts = parts[:tap] + (part,) + parts[tap + 1 :]
     to = partials + tl.program_id(0).to(tl.int64) * (CHANNELS * 20)
     grads = _finish(parts[0], filters, taps, c, to, 0, CHANNELS)

@@ -239,11 +239,11 @@ def check_gradients(case: Case) -> None:
     leaves |= {name: _leaf(x, False) for name, x in case.shared.items()}
 
     def call(*values: Tensor) -> tuple[Tensor, ...]:
-        given = dict(zip(leaves, values, strict=True))
-        again = {
-            name: PackedSequence(given.get(name, x.values), x.layout) for name, x in packed.items()
+        new = dict(zip(leaves, values, strict=True))
+        inputs = {
+            name: PackedSequence(new.get(name, x.values), x.layout) for name, x in packed.items()
         }
-        results = case.run(again, {name: given[name] for name in case.shared})
+        results = case.run(inputs, {name: new[name] for name in case.shared})
         results = (results,) if isinstance(results, Tensor) else results
         # The difference of two infinite losses would be NaN.
         return tuple(torch.where(result.isinf(), 0, result) for result in results)
@@ -363,10 +363,10 @@ def _upstream(
         generator = torch.Generator().manual_seed(1000 * index + n)
         shape = length, *result.shape[1:]
         pieces.append(torch.randn(shape, generator=generator, dtype=torch.float64))
-    rest = result.shape[0] - sum(piece.shape[0] for piece in pieces)
+    missing = result.shape[0] - sum(piece.shape[0] for piece in pieces)
     is_nan = variation.nan_upstream and case.results[index] is not None
     fill = torch.nan if is_nan else 1.0
-    pieces.append(torch.full((rest, *result.shape[1:]), fill, dtype=torch.float64))
+    pieces.append(torch.full((missing, *result.shape[1:]), fill, dtype=torch.float64))
     # Exact in both narrow dtypes, so that only the rounding of the outcome is measured.
     exact = torch.cat(pieces).to(torch.bfloat16).to(torch.float16)
     return exact.to(result.device, result.dtype)

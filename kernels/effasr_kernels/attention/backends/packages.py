@@ -86,8 +86,8 @@ def find(
         # Packages that were compiled for another torch or driver raise various exceptions. None may
         # stop a call that another implementation supports.
         return f"cannot be imported: {type(error).__name__}: {error}"
-    known = inspect.signature(function).parameters
-    missing = [parameter for parameter in parameters if parameter not in known]
+    accepted = inspect.signature(function).parameters
+    missing = [parameter for parameter in parameters if parameter not in accepted]
     if missing:
         return f"{module}.{name} of this version has no `{'`, `'.join(missing)}`"
     return function

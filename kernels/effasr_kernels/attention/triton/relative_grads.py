@@ -289,10 +289,10 @@ def grad_table(
                 query = (query.to(tl.float32) + bias).to(query.dtype)
                 total = tl.dot(ds, query, total, input_precision="ieee")
     entry = reach - 1 + largest - diagonal
-    place = (entry.to(tl.int64) * heads + head)[:, None] * WIDTH + channel[None, :]
+    at = (entry.to(tl.int64) * heads + head)[:, None] * WIDTH + channel[None, :]
     mask = is_below(entry, 2 * reach - 1)[:, None] & in_width[None, :]
     of_split = (2 * reach - 1).to(tl.int64) * heads * WIDTH
-    tl.store(by_split + split * of_split + place, total * scale, mask=mask)
+    tl.store(by_split + split * of_split + at, total * scale, mask=mask)
     # A block of phase 0 begins one distance later than that of phase 1, and ends in the next one,
     # so that its programs take part in both. The sums are of blocks of phase 1. No block begins
     # where the last one ends: at distance L or more, which the table does not have.
