@@ -188,7 +188,10 @@ def _inference_on_hopper(a: AttentionArguments) -> str | None:
     # reported to be irreproducible in deterministic mode (issue 2244). Grad mode is not checked, as
     # torch.compile and torch.library disable it here.
     if any(x.requires_grad for x in (a.q, a.k, a.v)):
-        return "supports only inference: its backward can hang and be irreproducible"
+        return (
+            "supports only inference: its backward hangs on empty sequences and may be "
+            "irreproducible"
+        )
     return None
 
 
