@@ -239,7 +239,7 @@ class PackedLayout:
         return self._tile_tables
 
     def rewritable(self) -> PackedLayout:
-        """A copy of the layout whose ``cu_seqlens`` may be overwritten with other offsets."""
+        """A copy of the layout, to overwrite its ``cu_seqlens`` with other offsets."""
         offsets = self.cu_seqlens.clone()
         return PackedLayout(offsets, OffsetsOnDemand(offsets), self.rows, self.static_max_seqlen)
 
@@ -250,14 +250,14 @@ class PackedLayout:
 
 
 class OffsetsOnDemand(Sequence[int]):
-    """``cu_seqlens_host`` of a layout whose offsets are only on the device.
+    """``cu_seqlens_host`` of a layout with offsets only on the device.
 
     Reading an offset waits for the device, which is an error while a CUDA graph is captured.
     Kernels do not read the offsets, references do.
     """
 
     def __init__(self, cu_seqlens: Tensor):
-        """Keep a reference to the tensor, whose values may change."""
+        """Keep a reference to the tensor; its values may change."""
         self._cu_seqlens = cu_seqlens
 
     def __len__(self) -> int:

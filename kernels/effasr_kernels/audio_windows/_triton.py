@@ -65,7 +65,7 @@ def cut_windows(
 ):
     """Write windows of a slot: program (slot, block of its rows)."""
     slot = first_slot + tl.program_id(0)
-    # The number of sequences that end before the slot is that of its sequence, N in the tail.
+    # The number of sequences that end before the slot is its sequence, N in the tail.
     index = tl.arange(0, 128)
     ended = tl.zeros((128,), dtype=tl.int32)
     for first in range(0, sequences, 128):

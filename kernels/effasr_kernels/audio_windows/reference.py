@@ -10,7 +10,7 @@ from effasr_kernels.audio_windows import WindowArguments
 def run(a: WindowArguments) -> Tensor:
     width, device = a.window.shape[0], a.audio.device
     slots = slice(a.first_slot, a.end_slot)
-    # The tail has the id N, of which there is an offset, and no sample.
+    # The tail has the id N; it has an offset, and no sample.
     ids, slot_positions = a.layout_slots.sequence_ids()[slots], a.layout_slots.positions()[slots]
     cu_audio = a.cu_audio.long()
     lengths = F.pad(cu_audio.diff(), (0, 1))[ids]

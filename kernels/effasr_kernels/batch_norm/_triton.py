@@ -120,7 +120,7 @@ def _per_channel(weight, bias, mean, variance, eps, c, in_channels):
 
 @triton.jit
 def _derivative(dy, normal, w, b, SILU: tl.constexpr):
-    """Return the gradient of the scaled and shifted values z, from that of the result."""
+    """Return the gradient of the scaled and shifted values z, from the result's gradient."""
     if SILU:
         z = normal * w + b
         share = tl.sigmoid(z)

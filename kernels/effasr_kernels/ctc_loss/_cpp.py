@@ -1,7 +1,7 @@
 """`ctc_loss` on a CPU, with the lattices in C++.
 
 Sequences are computed in groups. For each group, torch computes the log-probabilities of all
-classes; the lattices read those of the blank and of the transcript's labels and return their
+classes; the lattices read the logits of the blank and of the transcript's labels and return their
 occupancies. The gradient of the logits then overwrites the log-probabilities and is multiplied
 with the inputs. In addition to the arguments and their gradients, the memory of one group is
 needed: 64 MiB, or more for a single sequence that does not fit.

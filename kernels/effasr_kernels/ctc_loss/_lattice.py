@@ -84,7 +84,7 @@ def sweep_forward(
     loss,  # float32 (N,), written
     columns,  # K + 1
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,  # number of frames whose loads are in flight
+    STAGES: tl.constexpr,  # number of frames with loads in flight
 ):
     """Compute the loss of one sequence and the shares of predecessor states at each frame."""
     n = tl.program_id(0)
@@ -140,7 +140,7 @@ def sweep_backward(
     columns,  # K + 1
     blank_id,  # class of the blank
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,  # number of frames whose loads are in flight
+    STAGES: tl.constexpr,  # number of frames with loads in flight
 ):
     """Compute the occupancies of one sequence, the scale of its frames and its distinct labels."""
     n = tl.program_id(0)

@@ -44,7 +44,7 @@ def config(dtype: torch.dtype, width: int, *, shared: bool) -> Config:
     if not shared:
         return Config(16 if width > 128 else 32, 4, 2 if single else 3)
     if single:
-        # Without tensor cores, whose TF32 has only 11 bits of precision.
+        # Without tensor cores: their TF32 has only 11 bits of precision.
         return Config(32 if width <= 64 else 16, 4, 2)
     return Config(64 if width <= 64 else 32, 4, 2 if width > 128 else 3)
 

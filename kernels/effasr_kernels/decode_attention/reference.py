@@ -35,7 +35,7 @@ def run(a: DecodeArguments) -> Tensor:
     outputs = q.new_zeros(sequences, key_heads, rows, width, dtype=wide_dtype(q))
     grouped = (widen(q) * a.scale).view(shape).transpose(1, 2).flatten(2, 3)
     keys, values = _Rows(k_pages), _Rows(v_pages)
-    # For small sequences the number of calls dominates, so all tensors are split at once.
+    # For small sequences the number of calls dominates, so all tensors are split together.
     parts = zip(tables, counts_of_keys, grouped.unbind(), outputs.unbind(), strict=True)
     for table, length, queries, out in parts:
         if length:

@@ -82,7 +82,7 @@ def backward(a: ConvArguments, grads: Tensors, results: Tensors, saved: Tensors)
     channels, width = a.weight.shape
     tiles = count_tiles(layout.rows, layout.num_sequences, _BLOCK_BACKWARD)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    # The gradient of the weight in its order, then that of the bias.
+    # The gradient of the weight in its order, then of the bias.
     partials = _wide(x, tiles, width if a.bias is None else width + 1, channels)
     config, options = _configuration(width, channels)
     launch(
@@ -151,15 +151,15 @@ def convolve(
     LEFT: tl.constexpr,  # P, number of taps before the frame
     GATED: tl.constexpr,  # whether to convolve ``a * sigmoid(b)`` of the halves a and b of x
     STATISTICS: tl.constexpr,  # whether to compute statistics
-    MERGED: tl.constexpr,  # tiles whose statistics are loaded at a time
+    MERGED: tl.constexpr,  # tiles of statistics that are loaded at a time
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
     GROUPS: tl.constexpr,  # number of rows computed in parallel
     STEP: tl.constexpr,  # number of rows that a thread loads at a time
 ):
     """Write one tile of y, and the statistics of all; program (tile, block of channels)."""
-    # Statistics exclude the tail. The last program of a block of channels merges those of all
-    # tiles.
+    # Statistics exclude the tail. The last program of a block of channels merges the
+    # statistics of all tiles.
     tile = tl.program_id(0)
     sequence, first, length, start = find_tile(cu_seqlens, sequences, rows, tile, BLOCK)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
@@ -176,7 +176,7 @@ def convolve(
         )  # fmt: skip
     if STATISTICS:
         tiles = tl.num_programs(0)
-        # Each block of channels has counts of its own, so that its programs have written all that
+        # Each block of channels has separate counts, so that its programs have written all that
         # the last of them reads.
         counts += tl.program_id(1) * tiles
         partial = tile.to(tl.int64) * channels + c

@@ -259,7 +259,7 @@ def add_norm_backward(
     ROWS: tl.constexpr,  # rows of a tile
     BLOCK_C: tl.constexpr,  # a power of two, at least C
 ):
-    """Write gradients of the residual and the branch, and partial sums of those of the parameters.
+    """Write gradients of residual and branch, and partial sums of the parameters' gradients.
 
     Program i of n takes rows from ROWS i, from ROWS (i + n) and so on, and adds their shares of the
     parameters' gradients in this order.

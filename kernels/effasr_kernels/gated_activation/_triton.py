@@ -42,7 +42,7 @@ def backward(a: GatedArguments, grads: Tensors, results: Tensors, saved: Tensors
 
 
 def _launch(kernel: Any, a: GatedArguments, *written: Tensor, dy: Tensor | None = None) -> None:
-    """Launch a kernel on tiles of which a thread loads 16 bytes of each row."""
+    """Launch a kernel on tiles; a thread loads 16 bytes of each row of a tile."""
     gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (a.gate, a.up))
     rows, width = gate.shape
     row_of_warp = 32 * 16 // gate.element_size()

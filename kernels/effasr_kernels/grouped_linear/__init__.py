@@ -1,4 +1,4 @@
-"""A linear layer of its own for each group of rows."""
+"""A separate linear layer for each group of rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OPERATION = DifferentiableOp(
     "grouped_linear",
     GroupedLinearArguments,
     outputs=lambda a: a.x.new_empty(a.x.shape[0], a.weight.shape[1]),
-    # A row is multiplied by the weight of its own group alone.
+    # A row is multiplied by the weight of its group alone.
     flops=lambda a: 2 * sum(known_lengths(a.layout)) * a.weight.shape[1] * a.weight.shape[2],
     examples=[Example("grouped_linear", _example, 2 * 40 * CHANNELS * _OUTPUTS)],
 )

@@ -1,6 +1,6 @@
 """`grouped_linear` in Triton.
 
-Tiles lie within a group, so that the grid is that of the same rows in one group and one tile more
+Tiles lie within a group, so that the grid has as many tiles as for one group, and one tile more
 per group. 8,192 bfloat16 rows of 1,024 channels to 4,096 are 69 GFLOP whatever the number of
 groups: 69 us at the 989 TFLOP/s of an H200, and twice that in the backward. Weights of 4 groups and
 rows are 118 MB, which take 25 us at 4.8 TB/s.
@@ -86,7 +86,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: PackedLayou
 def _is_narrow(x: Tensor, outputs: int, inputs: int) -> bool:
     """Return whether registers limit a tile to 64 x 64."""
     # They do in float32, without tensor cores, which would round it to TF32; and where rows are not
-    # aligned, so that each element is a load with an address of its own.
+    # aligned, so that each element is a separate load.
     return x.dtype == torch.float32 or outputs % 16 != 0 or inputs % 16 != 0
 
 
@@ -121,7 +121,7 @@ def _transposed_tile(
 @triton.jit(do_not_specialize=["groups", "rows"])
 def multiply(
     x,  # (rows, inputs)
-    weight,  # (groups, outputs, inputs), of any strides of which one is 1
+    weight,  # (groups, outputs, inputs), of any strides with a 1 among them
     bias,  # (groups, outputs), contiguous; or None
     cu_seqlens,  # int32 (groups + 1,)
     y,  # (rows, outputs), contiguous, written
@@ -138,7 +138,7 @@ def multiply(
     BLOCK_K: tl.constexpr,
 ):
     """Write a tile of ``x`` times the weight of its group; program (tile of rows, of outputs)."""
-    # The forward gives the strides of W, and the gradient of x those of its transpose.
+    # The forward gives the strides of W, and the gradient of x the strides of its transpose.
     group, begin, length, start = find_tile(cu_seqlens, groups, rows, tl.program_id(0), BLOCK_R)
     if start >= length:
         return

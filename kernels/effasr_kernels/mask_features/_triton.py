@@ -103,6 +103,6 @@ def mask_rows(
             in_band |= c >= 0
         hidden = in_band[None, :] | in_stretch[:, None]
         index = (begin * SLOT + row)[:, None] * CHANNELS + c[None, :]
-        # Loading only what stays visible would be a load of its own for each element.
+        # Loading only what stays visible would be a separate load for each element.
         value = tl.load(x + index, mask=inside, other=0.0)
         tl.store(y + index, tl.where(hidden, 0.0, value), mask=inside)

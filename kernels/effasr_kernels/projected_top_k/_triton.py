@@ -1,6 +1,6 @@
 """`projected_top_k` in Triton.
 
-Up to about 200 rows the time is that of reading the weight once, V C b bytes with element size b;
+Up to about 200 rows the time is the time to read the weight once, V C b bytes with element size b;
 for more rows the products take longer. For the 5,248 classes and 1,024 channels of canary_1b_flash
 in bfloat16 the weight is 10.7 MB, which takes 2.3 us at the 4.8 TB/s of an H200. Storing and
 loading float32 logits would move only 0.7 MB for 32 rows; for few rows the number of launches, two,
@@ -41,7 +41,7 @@ def config(dtype: torch.dtype, rows: int) -> Config:
     # with deep prefetching.
     block_r = 16 if rows <= 16 else 64
     if dtype == torch.float32:
-        # Without tensor cores, whose TF32 has 11 bits of precision.
+        # Without tensor cores: their TF32 has 11 bits of precision.
         return Config(block_r, 32, 32, 4, 2)
     return Config(block_r, 32, 128, 4, 4)
 
@@ -125,7 +125,7 @@ def class_of(ranked):
 
 @triton.jit
 def nothing_yet(K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return K distinct initial values for each row, (BLOCK_R, BLOCK_K), below those of logits."""
+    """Return K distinct initial values for each row, (BLOCK_R, BLOCK_K), below all logits."""
     i = tl.arange(0, BLOCK_K)[None, :].to(tl.int64)
     # Entries past K are never the minimum, so they are never replaced.
     initial = tl.where(i < K, i + _LOWEST + 1, 0x7FFFFFFFFFFFFFFF)

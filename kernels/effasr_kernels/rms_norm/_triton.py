@@ -141,7 +141,7 @@ def normalize_backward(
     ROWS: tl.constexpr,  # rows of a tile
     BLOCK_W: tl.constexpr,  # a power of two, at least W
 ):
-    """Write the gradient of x, and partial sums of that of the weight."""
+    """Write the gradient of x, and partial sums of the weight's gradient."""
     # Program i of n takes rows from ROWS i, from ROWS (i + n) and so on, and adds them in this
     # order.
     c = tl.arange(0, BLOCK_W)

@@ -26,7 +26,7 @@ class Kind:
 
 
 def _plain(type_name: str) -> Kind:
-    """The kind of a field whose type schemas support, such as ``Tensor?`` or ``float``."""
+    """The kind of a field of a supported type, such as ``Tensor?`` or ``float``."""
     return Kind((type_name + " {}",), lambda value: (value,), lambda value: value)
 
 

@@ -46,9 +46,9 @@ def program_counters(like: Tensor, groups: int) -> Tensor:
 @contextmanager
 def graph_counters() -> Iterator[None]:
     """Let all launches of a CUDA graph share counters; open it inside of the recording."""
-    # This is for launches on the stream that is current, from any thread, such as those of a
+    # This is for launches on the current stream, from any thread, such as the thread of a
     # backward: the graph runs them one after the other. Those on other streams of the graph have
-    # counters of their own. Each replay begins with zeros, whatever the one before it has left.
+    # separate counters. Each replay begins with zeros, whatever the one before it has left.
     device = torch.device("cuda", torch.cuda.current_device())
     key = device, torch.cuda.current_stream(device).cuda_stream
     _OF_GRAPHS[key] = {}

@@ -1,7 +1,7 @@
-"""Deferred partial sums of gradients: those of a whole layer are added in one launch.
+"""Deferred partial sums of gradients: one launch adds the sums of a whole layer.
 
 Each program of a backward writes a partial sum of the gradients of parameters. The backward of an
-operation adds them in a launch of its own, unless the node of autograd that receives the gradients
+operation adds them in a separate launch, unless the node of autograd that receives the gradients
 takes partial sums: it has an attribute ``partial_sums``, a list. Then the partial sums of every
 gradient are appended to the list, autograd gets None as the gradient, and the node adds up what the
 list holds when its own backward runs, which is after all that it waits for. So no tensor is ever
@@ -31,7 +31,7 @@ class PartialSums:
 
     partials: Tensor  # (P, ...), contiguous, C columns; float32 if partial sums
     out: Tensor  # where `run` writes the sums of the first columns
-    last: Tensor | None  # receives those of the other columns, if of another dtype
+    last: Tensor | None  # receives the other columns' sums, if of another dtype
     run: Callable[[], object]  # launches the addition
 
     @property
@@ -40,7 +40,7 @@ class PartialSums:
 
     @property
     def exact(self) -> int:
-        """Number of columns whose sums are float32; those after them are rounded to `narrow`."""
+        """Number of columns with float32 sums; sums of later columns are rounded to `narrow`."""
         if self.out.dtype != torch.float32:
             return 0
         is_all = self.last is None or self.last.dtype == torch.float32

@@ -64,7 +64,7 @@ def diverted(
 
 
 def launch(
-    kernel: Any,  # a function decorated by `triton.jit`, whose compile-time arguments come last
+    kernel: Any,  # a function decorated by `triton.jit`; compile-time arguments come last
     grid: Sequence[int],  # programs along each axis, known to the host
     *args: Any,  # tensors, tuples of tensors, numbers or None; at least one is a tensor
     num_warps: int = 4,  # warps per program
@@ -103,7 +103,7 @@ def ceil_div(count: int, divisor: int) -> int:
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """The tensor, or a copy, whose rows (channels of its last dimension) are contiguous."""
+    """The tensor, or a copy with contiguous rows (channels of its last dimension)."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -126,7 +126,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Number of streaming multiprocessors; that of an H200 if there is no GPU."""
+    """Number of streaming multiprocessors; an H200's if there is no GPU."""
     if _Recorder.take is not None or device.type != "cuda":
         return _MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count

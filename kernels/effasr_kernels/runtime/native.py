@@ -86,7 +86,7 @@ def check(
 @functools.cache
 def _load() -> ctypes.CDLL | str:
     """Return the library, or the reason why it cannot be used."""
-    # Tests and profilers append the folder of their own build.
+    # Tests and profilers append the folder of another build.
     folders = [Path(folder) for folder in reversed(effasr_kernels.__path__)]
     path = next((x / LIBRARY for x in folders if (x / LIBRARY).exists()), None)
     if path is None:

@@ -4,7 +4,7 @@ A tile lies within one sequence; the tail of a static shape counts as sequence n
 rows can be set to zero. The tiles of sequence n are numbered from ``cu_seqlens[n] // BLOCK + n``,
 which leaves enough numbers for all of them whatever the other lengths are. So the grid depends only
 on static sizes, and the host does not wait for the device. At most one number per sequence has no
-rows; its program returns at once.
+rows; its program returns early.
 
 A program finds its tile by a search of the offsets, or by one read of a table that a kernel has
 made of them, once for all launches of a batch; see `PackedLayout.with_tile_tables`.
@@ -28,11 +28,11 @@ def count_tiles(rows: int, sequences: int, block: int) -> int:
 
 @triton.jit
 def find_tile(cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr, times=1):
-    """Find the rows of a tile, whose number is below ``count_tiles(times * rows, N, BLOCK)``."""
+    """Find the rows of a tile; tiles are numbered below ``count_tiles(times * rows, N, BLOCK)``."""
     # `cu_seqlens` and `rows` count units of `times` rows. Returns the sequence, N for the tail; its
     # first row, int64; its length; the tile's first row within the sequence. If the last is not
     # less than the length, the tile has no rows.
-    # Counts the sequences whose numbers begin at or before this tile; the tile belongs to the last
+    # Counts the sequences with a first tile at or before this one; the tile belongs to the last
     # of them. Sequences before ``early`` always count, so of thousands only a few are loaded.
     total = tl.load(cu_seqlens + sequences) * times
     early = tl.minimum(tl.maximum(tile - total // BLOCK, 0), sequences)

@@ -45,7 +45,7 @@ class TorchOp(Dispatcher):
         name: str,  # name of the operation's folder and public function
         arguments: type,  # the frozen dataclass of its arguments; see `ArgumentSchema`
         # The import path of each implementation, in order of preference; see `Dispatcher`. By
-        # default those of the operation's folder: `_triton` and `reference`.
+        # default `_triton` and `reference` of the operation's folder.
         backends: Mapping[Backend, str] | None = None,
         *,
         # Returns empty tensors with the shapes and dtypes of the results. Its arguments may be
@@ -140,7 +140,7 @@ class DifferentiableOp(TorchOp):
         # Returns the names of tensors of given arguments that a backward does not read. They are
         # not kept for it in eager mode, where it finds None in their place.
         unread: Callable[[Any], Sequence[str]] = lambda _: (),
-        # Indices of results whose gradients a backward does not read. In eager mode it finds None
+        # Indices of results: a backward does not read their gradients. In eager mode it finds None
         # in their place where the result was not used.
         undifferentiated: Sequence[int] = (),
         **options: Any,
@@ -196,7 +196,7 @@ class DifferentiableOp(TorchOp):
                 results, saved = implementation.forward(arguments)
             else:
                 results, saved = implementation.run(arguments), ()
-        # The compiler relies on the strides that `_fake` returns, and on memory of their own.
+        # The compiler relies on the strides that `_fake` returns, and on separate memory.
         parts = [part.contiguous() for part in (*_as_tuple(results), *saved)]
         return [x.clone() if any(x is value for value in flat) else x for x in parts]
 
@@ -278,7 +278,7 @@ class DifferentiableOp(TorchOp):
             gradient = by_name[name]
             if gradient is None:
                 gradient = torch.zeros_like(value, memory_format=torch.contiguous_format)
-            # Gradients that are views of one tensor need memory of their own for the compiler.
+            # Gradients that are views of one tensor need separate memory for the compiler.
             gradient = gradient.contiguous()
             gradients.append(gradient.clone() if gradient.storage_offset() else gradient)
         return self._not_overwritten(gradients, required, flat)

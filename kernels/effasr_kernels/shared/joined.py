@@ -32,7 +32,7 @@ def empty_gradients(*parts: Tensor) -> list[Tensor]:
 
 
 class _Unbind(torch.autograd.Function):
-    """`torch.unbind` whose backward copies nothing where the gradients are parts of one tensor."""
+    """`torch.unbind`, without copies in the backward if the gradients are parts of one tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
@@ -48,7 +48,7 @@ class _Unbind(torch.autograd.Function):
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return the (T, P, H, D) of which the tensors are all parts in order, or None."""
+    """Return the (T, P, H, D) that the tensors divide in order, or None."""
     first, count = parts[0], len(parts)
     if first.ndim != 3 or not first.numel():
         return None

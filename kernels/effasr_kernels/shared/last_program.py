@@ -10,12 +10,12 @@ threads of a program before the addition, which is a release at the scope of the
 on all that is ordered before it. Additions to a counter form a chain: the one that finds all others
 counted is an acquire of every release in the chain. The barrier behind it hands on what it acquired
 to the other threads of the last program. No program waits for another, so the order in which they
-run and how many run at once do not matter.
+run and how many run concurrently do not matter.
 
-It costs a program a barrier and an atomic addition, whose latency other programs of the
-multiprocessor hide. The last program of a group reads all parts alone, from the L2 cache, while the
-rest of the launch has ended: use it for tens of kilobytes a group, and only for sums that cannot
-wait for those of the layer (`effasr_kernels.shared.partial_sums`).
+It costs a program a barrier and an atomic addition; other programs of the multiprocessor hide their
+latency. The last program of a group reads all parts alone, from the L2 cache, while the rest of the
+launch has ended: use it for tens of kilobytes a group, and only for sums that cannot wait for the
+sums of the layer (`effasr_kernels.shared.partial_sums`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Autograd of losses over lattices, whose forward computes the gradients while logits exist.
+"""Autograd of losses over lattices: the forward computes the gradients while logits exist.
 
 In the ``cpp`` backends torch computes projections and their gradients, and
 `effasr_kernels.shared.lattice` sums over paths, with one thread per sequence. Sequences are

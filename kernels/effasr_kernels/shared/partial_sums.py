@@ -25,7 +25,7 @@ _ROWS = 64
 
 _WIDE, _NARROW = 9, 3
 """Partial sums of several kernels that one launch adds at most, and tensors with a row for each
-frame: those of a Conformer layer, or of a layer of the decoder."""
+frame: the sums of a Conformer layer, or of a decoder layer."""
 
 _CHUNK = 1_056
 """Partial sums that one program adds in that launch. Of more, each adds a chunk, and the last one
@@ -40,7 +40,7 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 def summed(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``partials.sum(0).to(dtype)``, added in a fixed order, in one launch."""
-    # ``partials`` is float32 (P, ...), contiguous. In a backward, the launch may wait for that of
+    # ``partials`` is float32 (P, ...), contiguous. In a backward, the launch may wait for
     # `sums_of_layer`: only return the result.
     out = partials.new_empty(partials.shape[1:], dtype=dtype)
     _launch(partials, out, None)
@@ -50,7 +50,7 @@ def summed(partials: Tensor, dtype: torch.dtype) -> Tensor:
 def summed_parts(
     partials: Tensor, dtype: torch.dtype, last_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Sum float32 (P, S, C) to (S - 1, C) and (C,), of which the last has its own dtype."""
+    """Sum float32 (P, S, C) to (S - 1, C) and (C,); the last may have another dtype."""
     # In a backward, the launch may wait as in `summed`.
     _, count, channels = partials.shape
     out = partials.new_empty(count - 1, channels, dtype=dtype)
@@ -60,7 +60,7 @@ def summed_parts(
 
 
 def sums_of_layer(sums: Sequence[PartialSums]) -> list[Tensor]:
-    """Add up partial sums of several kernels, in one launch for those of a layer."""
+    """Add up partial sums of several kernels, in one launch for a layer."""
     # Returns the sums of each, float32 (C,), rounded to the dtype that `summed` would have given
     # them. Up to `_CHUNK` partial sums are added in the same order as there; of more, chunks are
     # added first.
@@ -84,8 +84,8 @@ def sums_of_layer(sums: Sequence[PartialSums]) -> list[Tensor]:
 class _Segments:
     """The partial sums that one launch of `sum_segments` adds, each with where its result goes."""
 
-    narrow: list[tuple[PartialSums, Tensor]] = field(default_factory=list)  # those of 16 bits
-    wide: list[tuple[PartialSums, Tensor]] = field(default_factory=list)  # those of float32
+    narrow: list[tuple[PartialSums, Tensor]] = field(default_factory=list)  # results of 16 bits
+    wide: list[tuple[PartialSums, Tensor]] = field(default_factory=list)  # results of float32
 
     def takes(self, x: PartialSums) -> bool:
         """Return whether there is room, and all that has 16 bits is of one dtype."""
@@ -278,7 +278,7 @@ def sum_segments(
     # sums: ``partialsn``, float32 (P, C), with P ``countn`` and C ``channelsn``. A program adds
     # CHUNK rows of BLOCK_C columns. BLOCK is the number of rows of a step.
     # With more rows, programs write what they add to ``parts``, float32 (programs, 2 BLOCK_C), and
-    # the last one of the columns adds up these; ``counters`` are those of `is_last_program`, one
+    # the last one of the columns adds up these; ``counters`` are for `is_last_program`, one
     # for each program. Both may be None if no segment has more rows.
     # The sums are written to ``row_outn`` or ``outn``, float32 (C,). Those of columns from
     # ``row_exactn`` or ``exactn`` on are rounded to NARROW, bf16 or fp16. If there are fewer

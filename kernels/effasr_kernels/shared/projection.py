@@ -193,7 +193,7 @@ def multiply_add(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def aligned(x: Tensor, block: int) -> Tensor:
-    """Return the matrix, or a copy whose rows are whole blocks and aligned for vector loads."""
+    """Return the matrix, or a copy with rows of whole blocks, aligned for vector loads."""
     # A copy is padded with zeros, which change no logit.
     missing = -x.shape[1] % block
     if missing:

@@ -22,8 +22,8 @@ def widen(x: Tensor) -> Tensor:
 
 
 def split_rows(x: Tensor, layout: PackedLayout) -> tuple[Tensor, ...]:
-    """One view per sequence, without the tail, whose gradient is therefore zero."""
-    # All empty sequences, of which a static shape has hundreds, share one view.
+    """One view per sequence, without the tail, so the tail's gradient is zero."""
+    # All empty sequences (a static shape has hundreds) share one view.
     lengths = layout.lengths
     pieces = iter(x.split([*filter(None, lengths), layout.rows - layout.total]))
     empty = x[:0]
@@ -32,7 +32,7 @@ def split_rows(x: Tensor, layout: PackedLayout) -> tuple[Tensor, ...]:
 
 def join_rows(pieces: Sequence[Tensor], layout: PackedLayout, like: Tensor) -> Tensor:
     """The inverse of `split_rows`, with zeros in the tail and the dtype and device of ``like``."""
-    # The pieces have the dtype of `wide_dtype`; those of empty sequences may be left out. Without
+    # The pieces have the dtype of `wide_dtype`; pieces of empty sequences may be left out. Without
     # pieces the result has the shape of ``like`` and depends on it with zero gradient.
     if not pieces:
         return zeroed(like)

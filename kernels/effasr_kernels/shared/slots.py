@@ -1,4 +1,4 @@
-"""Rows in slots: each row of a layout stands for as many rows, those of a slot."""
+"""Rows in slots: each row of a layout stands for a slot, a fixed number of rows."""
 
 from __future__ import annotations
 

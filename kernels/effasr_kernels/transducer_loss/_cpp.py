@@ -117,7 +117,7 @@ class _Losses:
             yield members(begin, end)
 
     def _clear(self, gradients: tuple[Tensor, ...]) -> None:
-        """Set the gradients to zero; those of packed inputs only in the tail, as they may alias."""
+        """Set the gradients to zero; of packed inputs only in the tail, as they may alias."""
         if not gradients:
             return
         of_encoded, of_predicted, of_weight, of_bias = gradients
@@ -140,7 +140,7 @@ class _Losses:
     def _differentiate(
         self, joint: Joint, sequence: Sequence, gradients: tuple[Tensor, ...], scale: float
     ) -> None:
-        """Write the gradient of a sequence's rows, and add to those of weight and bias."""
+        """Write the gradient of a sequence's rows, and add to the gradients of weight and bias."""
         of_encoded, of_predicted, of_weight, of_bias = gradients
         if scale == 0:
             of_encoded[sequence.frames] = 0
@@ -221,7 +221,7 @@ class Joint:
     def differentiate(
         self, chunk: Chunk, gradients: tuple[Tensor, ...], scale: float, fastemit: float
     ) -> None:
-        """Add a chunk to the gradients; that of ``encoded`` is complete and is written."""
+        """Add a chunk to the gradients; the gradient of ``encoded`` is complete and is written."""
         of_encoded, of_states, of_weight, of_bias = gradients
         h = self._join(chunk)
         dz = self._logits(h).exp_() if self.logits is None else self.logits[chunk.nodes]
@@ -260,5 +260,5 @@ class Joint:
         return z
 
     def _columns(self, chunk: Chunk) -> Tensor:
-        """The label of each node except those of the last state, (frames, U, 1)."""
+        """The label of each node, without the last state, (frames, U, 1)."""
         return self.targets[chunk.sequence.labels].expand(chunk.shape[0], -1)[..., None]

@@ -1,4 +1,4 @@
-"""The lattice of a token-and-duration transducer (TDT), whose steps pass several frames at once."""
+"""The lattice of a token-and-duration transducer (TDT): a step can pass several frames."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _Step = tuple[int, int]
 
 
 def _steps(durations: Sequence[int]) -> list[_Step]:
-    """The steps of the blank, which advance by at least one frame, then those of labels."""
+    """The steps of the blank, which advance by at least one frame, then the steps of labels."""
     return [(d, 0) for d in durations if d > 0] + [(d, 1) for d in durations]
 
 

@@ -142,7 +142,7 @@ def _accumulate(
     weight: Tensor,
     activation: str,
 ) -> None:
-    """Add the gradients of one sequence to those of encoded, predicted, weight and bias."""
+    """Add one sequence's part of the gradients of encoded, predicted, weight and bias."""
     of_encoded, of_predicted, of_weight, of_bias = gradients
     dz_rows, h_rows = dz.flatten(0, 1), h.flatten(0, 1)
     of_weight.addmm_(dz_rows.T, h_rows)

@@ -126,7 +126,7 @@ def update_running_statistics(
 
 @contextmanager
 def updates_together() -> Iterator[None]:
-    """Let the updates of this thread wait inside the context, and run those of a kind together.
+    """Let the updates of this thread wait inside the context, and run updates of a kind together.
 
     No other layer reads the running statistics of one, so they may change after the last has run.
 

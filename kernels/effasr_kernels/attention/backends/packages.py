@@ -3,8 +3,8 @@
 They read packed sequences by offsets, as `attention` does, with these differences. Rows outside all
 sequences and their gradients are uninitialised (https://github.com/pytorch/pytorch/issues/176793,
 flash-attention issue 2324); the wrappers set them to zero. Their causal mask is aligned to the last
-key, that of `attention` to the first, so both agree only for self-attention. Their dropout draws
-from torch's generator, not from a seed.
+key, but the mask of `attention` to the first, so both agree only for self-attention. Their dropout
+draws from torch's generator, not from a seed.
 """
 
 from __future__ import annotations

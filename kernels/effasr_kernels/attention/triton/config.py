@@ -4,7 +4,7 @@ Sequences of speech have 50 to 500 rows, so tiles have 64: the last tile of a se
 half empty. Beyond that, the choices compile without spills for the GPU and all features
 (``tests/compiled/test_attention.py``), with as many blocks on a multiprocessor as registers allow.
 
-Of two products of which one takes the other's result, the warps of the first lie along its rows:
+If one product takes the result of another, the warps of the first lie along its rows:
 queries, and in the gradient of keys and values keys. With more than one warp for 16 of these rows,
 several compute the same scores, so 8 warps are for 128 rows, where registers allow
 (``tests/compiled/test_attention.py``).
@@ -73,7 +73,7 @@ def configs(
     return table.get((width, plain)) or table[width, False]
 
 
-# float32 does not use tensor cores, whose TF32 has only 11 bits of precision.
+# float32 does not use tensor cores: their TF32 has only 11 bits of precision.
 _SINGLE = {
     # With 32 queries a step, the gradient of keys and values spills on sm_90: with 4 warps with
     # dropout, with 8 warps with relative positions, dropout and a causal mask.
@@ -116,7 +116,7 @@ _SINGLE_GUIDED = {
     128: Configs(Config(16, 16, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
     256: Configs(Config(16, 16, 4, 2), Config(16, 16, 8, 1), Config(16, 16, 4, 2)),
 }
-# By major compute capability and padded width; others use those of 8.
+# By major compute capability and padded width; other GPUs use the entries of 8.
 _HALF_GUIDED = {
     (8, 64): Configs(Config(64, 32, 4, 3), Config(16, 64, 4, 2), Config(64, 32, 4, 2)),
     (8, 128): Configs(Config(64, 32, 8, 2), Config(16, 64, 8, 2), Config(64, 32, 8, 2)),

@@ -5,7 +5,7 @@ without a context they are None, which is a constant. A context changes the boun
 that work falls with it, and masks what the tiles at the bounds see too much of.
 
 The buffer of relative scores is used from the first to the last key that a row sees, rounded to
-groups of 8 columns (`groups_seen`), which loads read at once. The rest of it is not written.
+groups of 8 columns (`groups_seen`), which a load reads. The rest of it is not written.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def keys_of_tile(start, last, length, left, right, chunk, BLOCK: tl.constexpr):
 @triton.jit
 def queries_of_tile(start, last, length, left, right, chunk, BLOCK: tl.constexpr):
     """First query and one past the last query that see one of the keys ``start`` to ``last``."""
-    # The arguments are those of `keys_of_tile`, with keys and queries exchanged.
+    # The same arguments as of `keys_of_tile`, with keys and queries exchanged.
     first = tl.maximum(start - right, 0) // chunk * chunk
     end = ((last + left) // chunk + 1) * chunk
     return first // BLOCK * BLOCK, tl.minimum(end, length)

@@ -12,7 +12,7 @@ from effasr_kernels.attention.triton.config import WIDEST
 from effasr_kernels.runtime.dispatch import Gradients, Tensors
 from effasr_kernels.runtime.launch import refusal
 
-# The arguments of `guided_attention`, whose package attention does not import.
+# The arguments of `guided_attention`; attention does not import that package.
 GuidedArguments = Any
 
 

@@ -97,7 +97,7 @@ def relative_backward(
     grad_q: Tensor | None = None,  # (T_q, H, D), written, rows contiguous; None: a new tensor
     context: Context | None = None,  # the keys that a query sees; by default all of its sequence
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of the scores of `RelativeBias`, except for that of the keys."""
+    """Compute the gradients of the scores of `RelativeBias`, except for the keys' gradient."""
     # Returns the gradients of ``q``, (T_q, H, D), zero in the tail; of the content and the position
     # bias, (H, D) each; and of the table, (2 L - 1, H, D). In the dtype of ``q``.
     q, k, table = _dense_rows(q), _dense_rows(k), _dense_rows(position.table)
@@ -192,7 +192,7 @@ def _options(width: int, block_m: int, block_w: int, warps: int, stages: int) ->
 
 
 def _tiles(layout: PackedLayout, block_m: int) -> int:
-    """Number of tiles of every second query: twice that of tiles of adjacent queries."""
+    """Number of tiles of every second query: twice as many as of adjacent queries."""
     return _STEP * count_tiles(layout.rows, layout.num_sequences, _STEP * block_m)
 
 
@@ -229,7 +229,7 @@ def _blocks_of_grad_table(dtype: torch.dtype, width: int) -> tuple[int, int, int
     # Most sequences have few steps of a block, so steps are short, to waste less of the last one,
     # and are not pipelined. Few warps repeat less of the work that is the same for all warps. The
     # registers are limited to what the loop takes, as the addition of the splits would take more;
-    # not for widths whose rows are not read in vectors, where the loop takes all.
+    # not for widths that are not read in vectors, where the loop takes all.
     block_d = padded_width(width)
     if dtype == torch.float32:
         return 32 if block_d <= 128 else 16, 32, 8, 1, None

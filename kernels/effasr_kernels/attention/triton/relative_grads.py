@@ -293,7 +293,7 @@ def grad_table(
     mask = is_below(entry, 2 * reach - 1)[:, None] & in_width[None, :]
     of_split = (2 * reach - 1).to(tl.int64) * heads * WIDTH
     tl.store(by_split + split * of_split + at, total * scale, mask=mask)
-    # A block of phase 0 begins one distance later than that of phase 1, and ends in the next one,
+    # A block of phase 0 begins one distance later than a block of phase 1, and ends in the next,
     # so that its programs take part in both. The sums are of blocks of phase 1. No block begins
     # where the last one ends: at distance L or more, which the table does not have.
     half = tl.num_programs(1) // 2

@@ -60,7 +60,7 @@ def scores(
     BLOCK_D: tl.constexpr,  # the power of two at or above D
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    PART: tl.constexpr,  # rows of `result` that are read at once
+    PART: tl.constexpr,  # rows of `result` that are read together
 ):
     """Compute the scores of a tile of queries of one head for all keys of their sequence."""
     # The tile's distances form a range of the table. The loop runs from the largest distance to the

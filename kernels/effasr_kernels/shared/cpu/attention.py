@@ -124,7 +124,7 @@ class Call:
         return gradients
 
     def _inputs(self) -> list[Tensor]:
-        """Check the tensors, and copy those whose strides the kernels do not support."""
+        """Check the tensors, and copy them if the kernels do not support their strides."""
         rows, heads, width = self.q.shape
         shape_k = self.layout_k.rows, self.k.shape[1], width
         for name, x, shape in (

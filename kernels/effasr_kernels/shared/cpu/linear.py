@@ -3,7 +3,7 @@
 `torch.nn.functional.linear` calls MKL for float32. On AMD processors MKL does not use AVX-512:
 with one thread of an EPYC it reaches 75 to 95 GFLOP/s where oneDNN reaches 160 to 220 in the
 forward and in the gradient of the input, and 100 to 170 in the gradient of the weight
-(1,000 to 4,000 rows, 96 to 2,048 channels). Small products use MKL, whose calls cost less.
+(1,000 to 4,000 rows, 96 to 2,048 channels). Small products use MKL: its calls cost less.
 """
 
 from __future__ import annotations

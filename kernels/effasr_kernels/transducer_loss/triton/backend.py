@@ -8,7 +8,7 @@ backward uses the same groups and chunks: it computes the occupancies of the ste
 upstream gradient; the gradient of the chunk's logits, which are recomputed; its products with
 weight and rows; and its sums over states and over frames. Gradients are computed in the backward,
 so they are exact for any upstream gradient, need no synchronization, and may overwrite the inputs:
-the chunk that writes the gradient of a frame, and the group that writes that of a state, are the
+the chunk that writes a frame's gradient, and the group that writes a state's gradient, are the
 last to read it. The joint's output is summed in float32 and rounded to the dtype of the arguments,
 as is the gradient of the logits; products, normalizers and sums are float32.
 
@@ -16,7 +16,7 @@ With J columns, C rows of the weight (V classes and D durations) and R nodes, pr
 operations, of which 2 R J C recompute logits. If they fit in a quarter of the workspace
 (`set_workspace`), normalizers and shares of nodes are kept for the backward: 8 bytes for
 each node of the static shape (frame rows times states of the longest transcript), or 20 + 4 D with
-durations, whose backward needs log-probabilities and masses. Otherwise the backward recomputes
+durations: their backward needs log-probabilities and masses. Otherwise the backward recomputes
 them, group by group, with 10 R J C operations; or with 8 R J C, if the rounded logits of eight of
 the longest sequences fit in three quarters of the workspace, where they are then kept between the
 two products.

@@ -1,10 +1,10 @@
 """Division of the nodes of a batch of a static shape into chunks, on the device.
 
 The host knows how many nodes a batch has at most, and how many states a frame. It divides this
-capacity into equal *strides*; chunk i has the frames whose first node lies in stride i. A chunk
+capacity into equal *strides*; chunk i has the frames with a first node in stride i. A chunk
 therefore has at most one stride of nodes and the rest of its last frame, whatever the lengths are,
 and no chunk depends on another. The kernel `divide` finds the frames; the kernels of a chunk read
-their numbers from memory, and their programs past the end return at once. All sequences are one
+their numbers from memory, and their programs past the end return early. All sequences are one
 group.
 """
 
@@ -26,7 +26,7 @@ from effasr_kernels.transducer_loss.triton.plan import Chunk, Cost, Group, Room
 
 _FIELDS = tl.constexpr(8)
 _PITCH = tl.constexpr(4)
-"""Elements between the numbers of a chunk, each of which is aligned to 16 bytes."""
+"""Elements between the numbers of a chunk, to align each to 16 bytes."""
 _BLOCK = 32
 
 
@@ -45,7 +45,7 @@ def strides(capacity: int, widest: int, room: int) -> Strides:
 
 
 class DeviceLattices:
-    """The lattices of a batch whose lengths only the device knows; see `plan.Lattices`."""
+    """The lattices of a batch with lengths only on the device; see `plan.Lattices`."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class DeviceLattices:
         predicted.masked_fill_(~self._targets.lengthened(1).mask()[:, None], 0)
 
     def _table(self, parts: Strides) -> Tensor:
-        """The numbers of each chunk: int32 (chunks, 8, 4), whose last dimension has one number."""
+        """The numbers of each chunk: int32 (chunks, 8, 4), only [..., 0] of which is used."""
         size = parts.chunks, _FIELDS.value, _PITCH.value
         table = torch.empty(size, dtype=torch.int32, device=self._frames.device)
         launch(
@@ -103,7 +103,7 @@ class DeviceLattices:
 
 @triton.jit
 def _start(cu_frames, cu_targets, first_nodes, value, sequences, steps):
-    """The first frame whose first node is at least ``value``, and that node."""
+    """The first frame with a first node of at least ``value``, and that node."""
     last = tl.load(first_nodes + sequences) - 1
     n = search(first_nodes, 0, tl.minimum(value, tl.maximum(last, 0)), sequences, steps)
     # Of sequences without nodes there may be no next one.
@@ -125,7 +125,7 @@ def divide(
     cu_frames,  # int32 (N + 1,)
     cu_targets,  # int32 (N + 1,)
     first_nodes,  # int64 (N + 1,)
-    table,  # int32 (chunks, 8, 4), of which [..., 0] is written
+    table,  # int32 (chunks, 8, 4); only [..., 0] is written
     chunks,
     nodes,  # nodes of a stride
     sequences,  # N, at least 1

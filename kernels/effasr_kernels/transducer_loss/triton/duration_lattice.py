@@ -134,7 +134,7 @@ def sweep_durations_forward(
     j = tl.arange(0, BLOCK)
     left_lane = tl.maximum(j - 1, 0)
     nothing = tl.full((BLOCK,), _NOTHING, tl.float64)
-    # Without frames only an empty transcript has a path, whose start is its end.
+    # Without frames only an empty transcript has a path: its start is its end.
     ended = tl.where((frames == 0) & (labels == 0) & (j == 0), 0.0, nothing)
     for first in range(0, tl.where(frames == 0, 0, states), BLOCK):
         u = first + j

@@ -193,7 +193,7 @@ _NARROWEST = 16
 
 
 def score_durations(
-    hidden: Tensor,  # (R, ...), rows of the joint's output, padded like those of `weight`
+    hidden: Tensor,  # (R, ...), rows of the joint's output, padded like `weight`
     weight: Tensor,  # (V + D, ...), rows padded to whole blocks
     bias: Tensor,  # (V + D,)
     log_duration: Tensor,  # float32 (nodes, D), contiguous, written

@@ -1,8 +1,8 @@
 """Division of the nodes of a batch of lattices into groups and chunks that fit the workspace.
 
 Nodes are numbered sequence by sequence, then frame by frame: node (t, u) of sequence n is number
-``first_nodes[n] + t (U_n + 1) + u``. A *group* is a range of whole sequences, whose lattices are
-summed in one launch; a *chunk* is a range of whole frames of a group, whose rows are multiplied in
+``first_nodes[n] + t (U_n + 1) + u``. A *group* is a range of whole sequences; their lattices are
+summed in one launch; a *chunk* is a range of whole frames of a group; its rows are multiplied in
 one product. A frame has a row for each state of its sequence, so its gradient is complete within
 its chunk.
 """

@@ -53,7 +53,7 @@ class Sums:
                 d_logits = logits[chunk.part(group.first_node)]
             numbers = normalizer, passing.blank, passing.label, rows.label
             first = chunk.node_from(passing.base)
-            # On the device all is one group, whose planes begin with the same node.
+            # On the device all is one group; its planes begin with the same node.
             firsts = first, None if isinstance(first, Tensor) else chunk.node_from(base)
             self._differentiate(chunk, numbers, firsts, logits, d_logits)
             if passing.duration is not None:
@@ -120,7 +120,7 @@ class Sums:
     def _fold(
         self, group: Group, chunk: Chunk, hidden: Tensor, d_hidden: Tensor, d_states: Tensor
     ) -> None:
-        """Sum a chunk's rows: write the gradient of its frames, and add to that of its states."""
+        """Sum a chunk's rows: write the gradient of its frames, and add to its states' gradient."""
         work = self.work
         room = chunk.room
         sums = folding.count_sums(room.nodes, room.frames, room.states)
@@ -169,7 +169,7 @@ def rows_of(plane: Tensor, chunk: Chunk, base: int) -> Tensor:
     if not isinstance(chunk.first_node, Tensor):
         return plane[chunk.part(base)]
     row = torch.arange(chunk.room.nodes, device=plane.device)
-    # The lower limit is for launches that are only recorded, whose numbers are undefined.
+    # The lower limit is for launches that are only recorded, with undefined numbers.
     node = (row + chunk.node_from(base)).clamp_(0, plane.shape[0] - 1)
     past = (row >= chunk.nodes)[:, None]
     # Replaced, not multiplied: past the nodes there may be anything.

@@ -78,7 +78,7 @@ class Work:
         return 8 + 4 * len(self.durations) + (0 if trace is None else trace.itemsize)
 
     def gradient_cost(self, logit_bytes: int) -> Cost:
-        """Memory of a chunk in the backward: that of `row_bytes`, three gradients, and sums."""
+        """Memory of a chunk in the backward: `row_bytes`, three gradients, and sums."""
         wide = 4 * self.width
         sums = wide // folding.STATES + wide // folding.FRAMES
         sums += 4 * self.columns // self.tiles["BLOCK_R"]
