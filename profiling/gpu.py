@@ -42,7 +42,7 @@ import tarfile
 import tempfile
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -54,11 +54,7 @@ import gpu_targets
 import yaml
 from gpu_tests import (
     ADAPTERS,
-    CONVERSATIONS,
-    ENGINE,
     GROUPS,
-    LOADER,
-    MODEL,
     OPERATIONS,
     POISONED,
     ROOT,
@@ -72,32 +68,7 @@ DATA_PACKAGES = ("lhotse", "sentencepiece", "soundfile", "soxr")
 LEFT_OUT = 3  # exit code of a benchmark that can measure nothing here
 HANGING_S = 150  # of a test; a process that compiles beside eleven others is slow
 KEY = ("fingerprint", "device", "torch", "triton")
-_FORWARD = (
-    *("audio_windows", "normalize_features"),
-    *("attention", "depthwise_conv", "strided_depthwise", "subsampling_stem", "batch_norm"),
-    *("dropout_add_layer_norm", "bias_activation_dropout"),
-)
-# What a training step of Canary without SpecAugment uses, its inference, and a language model.
-TRAINING = (*_FORWARD, "update_running_statistics", "linear_cross_entropy", MODEL)
-DECODING = ("append_to_pages", "decode_attention", "projected_top_k")
-ANSWERING = ("append_to_pages", "attention", "decode_attention", "gated_activation", "rms_norm")
-USES = {
-    "training": TRAINING,
-    "real": (*TRAINING, LOADER),
-    "inference": (*_FORWARD, *DECODING, MODEL, ENGINE),
-    "answering": (*ANSWERING, CONVERSATIONS),
-}
-# A few tests of references, models and the engine, which take a CPU little time.
-REFERENCES = "check_order and odd or a_static_pack_is_the_sum or alone_to_the_bit or "
-REFERENCES += "writes_each_row or leave_and_others_enter or batch_has_the_same_shape or "
-REFERENCES += "moves_as_the_module or neighbour_reaches or reaches_no_other_row or "
-REFERENCES += "refilled_row_forgets"
-DRY_TESTS = {name: f"tests/ops/test_{name}.py" for name in OPERATIONS} | {
-    MODEL: "tests/model/test_asr.py",
-    ENGINE: "tests/decoding/test_continuous_batching.py",
-    CONVERSATIONS: "tests/decoding/language_model/test_engine.py",
-    LOADER: "tests/data/test_loader.py",
-}
+TABLE = yaml.safe_load((ROOT / "profiling" / "gpu.yaml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -114,14 +85,21 @@ class Part:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
+def _flat(names: Sequence[Any]) -> Iterator[str]:
+    for name in names:
+        yield from [name] if isinstance(name, str) else name
+
+
 def load_parts() -> tuple[Part, ...]:
     parts = []
-    for row in yaml.safe_load((ROOT / "profiling" / "gpu.yaml").read_text(encoding="utf-8")):
-        for each in row.pop("each", [""]):
+    groups = {name: tuple(_flat(names)) for name, names in TABLE["uses"].items()}
+    for row in TABLE["parts"]:
+        for each in row.get("each", [""]):
             fill = lambda text, each=each: text.replace("{each}", str(each))
             fields = {name: fill(x) if isinstance(x, str) else x for name, x in row.items()}
+            fields.pop("each", None)
             uses = fields.pop("uses", "")
-            parts.append(Part(**fields, uses=USES.get(uses, (uses,) if uses else ())))
+            parts.append(Part(**fields, uses=groups.get(uses, (uses,) if uses else ())))
     return tuple(parts)
 
 
@@ -362,10 +340,10 @@ class Call:
         for name, file in kept.items():
             command += f" --{name} {shlex.quote(str(self.output / file))}"
         if self.dry:
-            known = [DRY_TESTS[name] for name in lacking if name in DRY_TESTS]
-            contract = ["tests/ops/test_contract.py"] if set(lacking) & set(OPERATIONS) else []
-            paths = [path for path in [*known, *contract] if (ROOT / path).exists()]
-            command += f" -m 'not gpu' -k '{REFERENCES}'"
+            files = TABLE["references_of"] | {x: f"tests/ops/test_{x}.py" for x in OPERATIONS}
+            paths = [files[name] for name in lacking if (ROOT / files.get(name, "-")).exists()]
+            paths += ["tests/ops/test_contract.py"] * bool(set(lacking) & set(OPERATIONS))
+            command += f" -m 'not gpu' -k '{TABLE['references']}'"
         else:
             absent, files = bool(missing(DATA_PACKAGES)), gpu_test_files(lacking)
             paths = [str(x) for x in files if not (absent and x.parent.name == "data")]

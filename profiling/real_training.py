@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import yaml
 from bench import processes, rows
 from bench.provenance import provenance
 from torch import Tensor, nn
@@ -50,58 +51,7 @@ MEASURED = {
 }  # fields of metrics.jsonl that differ from run to run
 LOSS_TOLERANCE = 0.01  # of each of the first steps, relative, between two ways to compute it
 COMPARED_STEPS = 8
-WIDE = "width: 512, heads: 8, feed_forward: 2048, residual_dropout: 0.1, attention_dropout: 0.1"
-NARROW = "width: 16, heads: 2, feed_forward: 16, residual_dropout: 0.1, layers: 1"
-SIZES = {  # on a GPU, and in a dry run on a CPU
-    "utterances": (600, 40),
-    "encoder": (f"{WIDE}, layers: 6", f"{NARROW}, subsampling_channels: 4"),
-    "decoder": (f"{WIDE}, layers: 2", NARROW),
-    "frame_budget": (4224, 200),
-    "steps": (60, 40),
-    "checkpoint_every": (15, 8),
-    "killed_after": (38, 18),
-    "quiet_steps": (20, 8),
-    "calibrated_steps": (300, 20),
-    # So that memory is what limits the budget, and not the corpus.
-    "calibration": ("calibration.target_bytes=4000000000", "calibration.target_share=0.5"),
-    "workers": (6, 1),
-    "validated": (16, 2),
-    "device": ("cuda", "cpu\n  threads: 1"),
-}
-RECIPE = """
-output: {runs}
-model: {{ctc: true, encoder: {{{encoder}}}, decoder: {{{decoder}}}}}
-data:
-  train: {corpus}/train.jsonl
-  validation: {corpus}/dev.jsonl
-  tokenizer: {corpus}/tokenizer
-  frame_budget: {frame_budget}
-  workers: {workers}
-schedule: {{warmup_steps: {warmup}}}
-training:
-  max_steps: {steps}
-  log_every: 1
-  validate_every: {half}
-  checkpoint_every: {checkpoint_every}
-  keep: 10
-  ema_decay: 0.9
-  tensorboard: false
-  timeout_s: 120.0
-  data_timeout_s: 120.0
-  device: {device}
-evaluation: {{max_utterances: {validated}}}
-"""
-# Without dropout and SpecAugment, so that losses can be compared. The default of a GPU is a CUDA
-# graph, which a step compares with this, and which is never recorded of a wrapped model.
-QUIET = [
-    *(
-        f"model.{part}.{kind}_dropout=0.0"
-        for part in ("encoder", "decoder")
-        for kind in ("residual", "attention", "activation", "input")
-    ),
-    *("model.spec_augment.freq_masks=0", "model.spec_augment.time_masks=0"),
-    *("training.cuda_graph=false", "data.validation=[]"),
-]
+SETTINGS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 class Failed(Exception):
@@ -167,7 +117,8 @@ class Training:
     def __init__(self, output: Path, work: Path, *, dry: bool, corpus: Path | None = None) -> None:
         self.output, self.work, self.dry = output, work, dry
         self.runs, self.corpus = work / "runs", corpus or work / "corpus"
-        self.size: dict[str, Any] = {name: pair[dry] for name, pair in SIZES.items()}
+        self.size: dict[str, Any] = SETTINGS["dry" if dry else "gpu"]
+        self.loop = self.size["recipe"]["training"]
         self.name, self.limit_s = "", 600.0  # of the step that runs
         self.calibration: dict[str, Any] | None = None
         ours = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "profiling")]
@@ -180,9 +131,11 @@ class Training:
     def recipe(self) -> Path:
         if not (self.corpus / "train.jsonl").is_file():
             raise LeftOut("the step `corpus` has failed")
-        steps, path = self.size["steps"], self.work / "recipe.yaml"
-        more = {"runs": self.runs, "corpus": self.corpus, "half": steps // 2}
-        path.write_text(RECIPE.format(**self.size, **more, warmup=max(1, steps // 4)))
+        paths = {"train": "train.jsonl", "validation": "dev.jsonl", "tokenizer": "tokenizer"}
+        data = {name: str(self.corpus / file) for name, file in paths.items()}
+        recipe = {**self.size["recipe"], "output": str(self.runs)}
+        path = self.work / "recipe.yaml"
+        path.write_text(yaml.safe_dump(recipe | {"data": recipe["data"] | data}))
         return path
 
     def call(self, command: Sequence[str], seconds: float, watch: Any = None) -> processes.Ended:
@@ -224,7 +177,7 @@ class Training:
 
     def straight(self) -> str:
         """Run the whole loop: pinned loader, asynchronous checkpoints, validation, average."""
-        steps, every = self.size["steps"], self.size["checkpoint_every"]
+        steps, every = self.loop["max_steps"], self.loop["checkpoint_every"]
         run = self.train("straight")
         lines, text = described(run, steps)
         if lines[-1]["loss"] >= lines[0]["loss"]:
@@ -239,7 +192,7 @@ class Training:
 
     def kill_and_resume(self) -> str:
         """SIGKILL in the middle; the run that goes on ends as the one that was left alone."""
-        steps, after = self.size["steps"], self.size["killed_after"]
+        steps, after = self.loop["max_steps"], self.size["killed_after"]
         straight, run = self.runs / "straight", self.runs / "killed"
         if not checkpoint(straight, steps).is_dir():
             raise LeftOut("the step `train`, with whose weights to compare, has failed")
@@ -279,7 +232,11 @@ class Training:
 
     def _quiet(self) -> list[str]:
         steps = self.size["quiet_steps"]
-        return [*QUIET, f"training.max_steps={steps}", f"training.checkpoint_every={steps}"]
+        return [
+            *SETTINGS["quiet"],
+            f"training.max_steps={steps}",
+            f"training.checkpoint_every={steps}",
+        ]
 
     def variant(self, name: str, *overrides: str, kind: str = "") -> str:
         """Train the quiet run in another way, and compare its losses.

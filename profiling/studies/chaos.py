@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from real_training import differing_tensors, metrics_of
 from tones import write_corpus
@@ -33,28 +35,9 @@ from effasr.training.run_dir.run_directory import read_lines
 
 PACE_S = 0.05
 EVERY = 5
-SMALL = "width: 16, layers: 1, heads: 2, feed_forward: 16, residual_dropout: 0.1"
-RECIPE = """
-model:
-  ctc: true
-  encoder: {{{small}, subsampling_channels: 4}}
-  decoder: {{{small}}}
-data:
-  train: {folder}/train.jsonl
-  tokenizer: {folder}/tokenizer
-  frame_budget: 60
-  micro_batches: {ranks}
-  workers: 1
-training:
-  max_steps: {steps}
-  log_every: 1
-  checkpoint_every: {every}
-  ema_decay: 0.9
-  device: cpu
-  tensorboard: false
-  timeout_s: 60.0
-  threads: 1
-"""
+SMALL = {"width": 16, "layers": 1, "heads": 2, "feed_forward": 16, "residual_dropout": 0.1}
+LOOP = {"log_every": 1, "checkpoint_every": EVERY, "ema_decay": 0.9, "device": "cpu", "threads": 1}
+LOOP |= {"tensorboard": False, "timeout_s": 60.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +52,14 @@ class Outcome:
 def chaos(folder: Path, *, seconds: float, steps: int, seed: int, ranks: int = 2) -> Outcome:
     """Train twice in an empty folder, the second time while processes are killed."""
     write_corpus(folder, train=40)
-    recipe = folder / "recipe.yaml"
-    sizes = {"small": SMALL, "ranks": ranks, "steps": steps, "every": EVERY}
-    recipe.write_text(RECIPE.format(folder=folder, **sizes))
+    encoder = SMALL | {"subsampling_channels": 4}
+    data = {"train": str(folder / "train.jsonl"), "tokenizer": str(folder / "tokenizer")}
+    recipe = {
+        "model": {"ctc": True, "encoder": encoder, "decoder": SMALL},
+        "data": data | {"frame_budget": 60, "micro_batches": ranks, "workers": 1},
+        "training": LOOP | {"max_steps": steps},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with torchrun(folder, "straight", ranks) as process:
         _wait_for_the_end(process, folder)
     draw, kills = random.Random(seed), {"rank": 0, "data worker": 0}

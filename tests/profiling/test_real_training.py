@@ -43,7 +43,10 @@ def test_a_dry_run(tmp_path) -> None:
         assert steps[name][1].endswith("weights in the end: the same to the bit")
     assert steps["calibrated_run"][1].endswith("% of what was predicted")
     metrics = tmp_path / "runs" / "straight_metrics.jsonl"
-    assert len(metrics.read_text().splitlines()) == real_training.SIZES["steps"][1]
+    assert (
+        len(metrics.read_text().splitlines())
+        == real_training.SETTINGS["dry"]["recipe"]["training"]["max_steps"]
+    )
 
 
 @pytest.fixture
@@ -113,7 +116,7 @@ def test_runs_are_judged(training, monkeypatch) -> None:
         write_metrics(training.runs / "compile", losses)
         with pytest.raises(Failed, match=message):
             training.variant("compile")
-    write_metrics(training.runs / "straight", [5.0] * training.size["steps"])
+    write_metrics(training.runs / "straight", [5.0] * training.loop["max_steps"])
     with pytest.raises(Failed, match="the loss did not fall"):
         training.straight()
     budgets = {"frame_budget": 9, "token_budget": 9, "max_sequences": 9}
