@@ -122,12 +122,8 @@ def load_weights(
 ) -> None:
     """Load the weights of a model directory into a model of the same architecture and adapters.
 
-    Args:
-        model: The model.
-        directory: The model directory.
-        may_lack: Prefixes of names that the directory may lack; the model keeps its own then.
-        only: Prefixes of names to load, all by default; the model keeps its own of the others.
-        change: Returns the weights to load from those that were read.
+    The model keeps its own weights of names without a prefix in ``only``, and of those with a
+    prefix in ``may_lack`` that the directory lacks. ``change`` returns the weights to load.
     """
     _verify(directory)
     remedy = " Leave `model` out of the recipe to take the architecture with the weights."

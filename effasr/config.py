@@ -34,13 +34,10 @@ class ConfigError(ValueError):
 
 
 def load(cls: type[T], recipe: str | Path, overrides: Sequence[str] = ()) -> T:
-    """Read a recipe and apply overrides.
+    """Read a YAML file, or a recipe that comes with effasr, and apply overrides, ``path=value``.
 
-    Args:
-        cls: The dataclass to build. A class method ``inherited`` of it, if there is one, fills in
-            what the mapping leaves to what it refers to.
-        recipe: A YAML file, or the name of one of the recipes that come with effasr.
-        overrides: ``dotted.path=value`` each, the value in YAML; later ones win.
+    A class method ``inherited`` of the dataclass, if there is one, fills in what the mapping leaves
+    to what it refers to.
     """
     mapping = _read(_find(recipe))
     for override in overrides:

@@ -97,12 +97,8 @@ def build_train_state(
 ) -> TrainState:
     """Build the optimizer of a model and everything else that a step needs.
 
-    Args:
-        config: Configuration of the run.
-        model: Model on the device.
-        context: The ranks that make a step together.
-        make_averager: Builds the averager from the model, the optimizer and the statistics of batch
-            norms; by default that of a strategy in which all ranks make each step together.
+    The ranks of ``context`` make a step together. ``make_averager`` is by default that of a
+    strategy in which all ranks make each step together.
     """
     is_recorded = cuda_graph.uses_graph(config, context.device)
     # From here on the choice is made.

@@ -142,15 +142,9 @@ class MicroBatchGraph:
 
     The function computes a forward and a backward: gradients accumulate in the ``grad`` of the
     parameters, which must stay at its address (``zero_grad(set_to_none=False)``). The function may
-    neither synchronise with the host nor depend on a length that the host knows. Random numbers
-    follow the seed of the device's generator at each replay.
-
-    Args:
-        run: Function to record: a batch on the device and the counts in, tensors out.
-        device: A GPU.
-        parameters: Parameters to whose gradients the function adds.
-        buffers: Other tensors that the function changes, such as running means.
-        capture: Records a function without running it; returns its replay and its outputs.
+    neither synchronise with the host nor depend on a length that the host knows. It adds to the
+    gradients of ``parameters`` and may change ``buffers``. Random numbers follow the seed of the
+    device's generator at each replay.
     """
 
     def __init__(
@@ -165,6 +159,7 @@ class MicroBatchGraph:
         self._device = device
         self._parameters = list(parameters)
         self._buffers = list(buffers)
+        # Records a function without running it; returns its replay and its outputs.
         self._capture = _capture if capture is None else capture
         self._replay: Callable[[], Any] | None = None
 

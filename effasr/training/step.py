@@ -111,16 +111,8 @@ def train_step(
 
     The host queues the work and does not wait for it. A loss or gradient that is not finite
     leaves the weights, the statistics and the optimizer as they were, on every rank. A micro-batch
-    that does not fit in memory is computed in pieces; see
-    `effasr.training.fault_tolerance.oom_recovery`.
-
-    Args:
-        state: Components of the run.
-        micro_batches: Micro-batches of this rank. Not empty.
-        step: Number of the global step since the beginning of the run, from 0.
-        stopping: Whether this rank was asked to stop; the counts inform the other ranks.
-        places: Indices of the micro-batches in the global step; by default r, r + W, ... on rank
-            r of W.
+    that does not fit in memory is computed in pieces, by `OOMRecovery`. ``places`` are the indices
+    of this rank's micro-batches in the global step, by default r, r + W, ... on rank r of W.
     """
     config, context, adascale = state.config, state.context, state.adascale
     labelled = None
@@ -182,16 +174,9 @@ def _sample_attention_context(state: TrainState, step: int) -> None:
 def run_micro_batch(
     state: TrainState, batch: Batch, counts: Tensor, *, exchanging: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Add the gradient of one micro-batch to that of the step.
+    """Add the gradient of one micro-batch to that of the step, which has these `StepCounts`.
 
-    Args:
-        state: Components of the run.
-        batch: The micro-batch.
-        counts: Counts of the global step, as `StepCounts.tensor`.
-        exchanging: Whether ranks exchange gradients during the backward.
-
-    Returns:
-        Its share of each of `LOSSES`, (5,), and the loss of each of its utterances, (N,).
+    Return its share of each of `LOSSES`, (5,), and the loss of each of its utterances, (N,).
     """
     with _weights_in_use(state, accumulate=not exchanging):
         share, utterance_losses = _forward(state, state.model, batch, counts)

@@ -52,10 +52,7 @@ def run(config: TrainConfig) -> int:
 
     Under torchrun, every process calls this. SIGTERM or SIGINT to any of them ends the run with a
     checkpoint, after the step that begins next. The same command continues from there. A second
-    SIGINT interrupts at once.
-
-    Returns:
-        The exit code: 0 if done or stopped on request, 1 if training failed, with a message.
+    SIGINT interrupts at once. The exit code is 0 if done or stopped on request, else 1.
     """
     settings = config.training
     if settings.threads is not None:

@@ -29,13 +29,9 @@ log = logging.getLogger(__name__)
 def prepare_weights(
     model: ASRModel, config: TrainConfig, source: Path | None, *, is_resumed: bool
 ) -> None:
-    """Read weights, add adapters, and set which parameters require gradients.
+    """Read the weights of a model directory, add adapters, and set which parameters are trained.
 
-    Args:
-        model: Initialised model.
-        config: Configuration of the run.
-        source: Model directory to read; None for none.
-        is_resumed: Whether that is a checkpoint of this run, with its adapters.
+    A run that is resumed has its adapters in its checkpoint.
     """
     if is_resumed:
         assert source is not None

@@ -125,14 +125,7 @@ class CTCPlateau(Detector):
         return None if self._average is None else self._average / self._baseline.loss
 
     def observe(self, ctc: float, steps: int, step: int, epoch: int) -> Finding | None:
-        """Check whether CTC has begun to align.
-
-        Args:
-            ctc: Mean CTC loss per target over the latest ``steps``, in nats.
-            steps: Number of steps in that mean.
-            step: Number of updates made.
-            epoch: Number of complete epochs.
-        """
+        """Check the mean CTC loss per target over the latest ``steps``, after ``epoch`` epochs."""
         decay = math.exp(-steps / self.MEMORY_STEPS)
         before = ctc if self._average is None else self._average
         self._average = decay * before + (1 - decay) * ctc

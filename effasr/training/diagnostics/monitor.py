@@ -61,14 +61,8 @@ class Change:
 class Diagnostics:
     """Detectors and the conditions that currently hold.
 
-    All inputs are the same on every rank, and so are the decisions.
-
-    Args:
-        config: Settings.
-        method: The decoding method in validation: attention, transducer or ctc.
-        baseline: The CTC loss without audio; None where CTC is not trained.
-        has_ctc: Whether the model has a CTC head.
-        can_subsample_less: Whether the encoder can subsample by 4 instead of by 8.
+    All inputs are the same on every rank, and so are the decisions. ``baseline`` is None where CTC
+    is not trained.
     """
 
     def __init__(

@@ -105,16 +105,8 @@ class Probe:
     """Computes `ProbeSums` of a fixed set of utterances.
 
     The utterances are evenly spaced over the cuts and packed into batches. Those that cannot be
-    read or are too long for the model are left out.
-
-    Args:
-        cuts: Cuts with one supervision each, sorted by duration, so that the other audio differs in
-            content and hardly in length.
-        model: The model; a call uses its current weights and restores its training mode.
-        tokenizer: Tokenizer of the model.
-        count: Largest number of utterances.
-        frame_budget: Largest number of encoder frames in a batch.
-        precision: Dtype of matrix products: ``float32`` or ``bfloat16``.
+    read or are too long for the model are left out. The cuts are sorted by duration, so that the
+    other audio differs in content and hardly in length.
     """
 
     def __init__(

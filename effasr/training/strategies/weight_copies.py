@@ -52,15 +52,11 @@ Norms and embeddings are computed in float32. A parameter that is missing here i
 class WeightCopies:
     """Copies of the weights that a model's matrix products and kernels read under autocast.
 
-    Args:
-        model: Model on its device, whose parameters keep their identity.
-        dtype: Dtype of the copies, that of autocast.
-        lazily: Whether a layer's copies are connected to its weights when it is called, so that its
-            gradients are complete, and can be exchanged, before the backward reaches the layer
-            below. A compiled model has to have them before the call.
-        accumulate: Whether gradients of later micro-batches may be added to ``grad`` directly,
-            without a launch per weight. Hooks of the parameters, such as those by which ranks
-            exchange gradients, then miss these micro-batches.
+    ``lazily``: a layer's copies are connected to its weights when it is called, so that its
+    gradients are complete, and can be exchanged, before the backward reaches the layer below. A
+    compiled model has to have them before the call. ``accumulate``: gradients of later
+    micro-batches are added to ``grad`` directly, without a launch per weight; hooks of the
+    parameters miss these micro-batches.
     """
 
     def __init__(
@@ -201,12 +197,7 @@ class _Layer:
     def gradients(
         self, upstream: Sequence[Tensor | None], shares: Sequence[Share]
     ) -> list[Tensor | None]:
-        """Return the gradients of the weights in their dtype; None for those added to ``grad``.
-
-        Args:
-            upstream: Gradients of what `connect` has returned, None for unused weights.
-            shares: Gradients that are left in partial sums, in addition to ``upstream``.
-        """
+        """Return the gradients of the weights in their dtype; None for those added to ``grad``."""
         out: list[Tensor | None] = [None] * len(upstream)
         masters = self.masters
         summed = _with_shares(upstream, shares, masters)
