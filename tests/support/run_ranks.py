@@ -12,11 +12,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from effasr import config as configuration
 from effasr.distributed.process_group import distributed_context
 from tests.support.preloaded import ROOT, Preloaded
 
@@ -25,7 +27,11 @@ Finished = subprocess.CompletedProcess[str]
 
 @contextmanager
 def started(
-    module: str, *arguments: str, size: int = 2, own: Sequence[str] | None = None
+    module: str,
+    *arguments: str,
+    size: int = 2,
+    own: Sequence[str] | None = None,
+    new_session: bool = False,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Run a module in several processes, which do not outlive the block.
 
@@ -37,6 +43,7 @@ def started(
         arguments: Of all processes.
         size: How many.
         own: A last argument for each process.
+        new_session: Whether each has a group of its own, with its children.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes: list[subprocess.Popen[str]] = []
@@ -48,7 +55,8 @@ def started(
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
         }  # fmt: skip
         last = [own[rank]] if own else []
-        processes.append(Preloaded(module, *arguments, *last, env=environment, cwd=ROOT))
+        options = {"env": environment, "cwd": ROOT, "new_session": new_session}
+        processes.append(Preloaded(module, *arguments, *last, **options))
     try:
         yield processes
     finally:
@@ -72,6 +80,20 @@ def run_module(
             out, error = process.communicate(timeout=limit_s)
             results.append(Finished(module, process.returncode, out, error))
         return results
+
+
+def recipe_of(config: Any) -> str:
+    """A file of a run's configuration, in its folder of runs."""
+    path = Path(config.output) / f"{config.name}.yaml"
+    path.write_text(configuration.dump(config))
+    return str(path)
+
+
+def train_on_ranks(config: Any, *, size: int = 2) -> None:
+    """Make a run with several processes, all of which have to succeed."""
+    for done in run_module("effasr.train", recipe_of(config), size=size):
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "Warning" not in done.stderr
 
 
 def run_ranks(

@@ -2,20 +2,18 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from effasr import config as configuration
 from effasr.checkpoint import load_model
 from effasr.distributed import tensor_files
 from effasr.training.config import DiagnosticsConfig, TeacherConfig, TrainConfig
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
-from tests.support.preloaded import Preloaded
+from tests.support.run_ranks import recipe_of, started, train_on_ranks
+from tests.training.test_faults import wait_for
 
 MEASURED = {
     "data_wait_s", "step_s", "useful_tflops", "peak_memory_bytes", "slowest_rank", "rank_wait_s",
@@ -64,59 +62,16 @@ def assert_same_end(first: Path, second: Path, steps: int = STEPS) -> None:
     assert not blends[0].exists() or blends[0].read_text() == blends[1].read_text()
 
 
-class Processes:
-    """The ranks of a run, each a process of its own, as torchrun would start them."""
-
-    def __init__(self, config: TrainConfig, folder: Path, size: int) -> None:
-        recipe = folder / f"{config.name}.yaml"
-        recipe.write_text(configuration.dump(config))
-        self.folder = folder / config.name
-        # As torchrun's: its port is not one that was free a moment ago.
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        common = {
-            "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }  # fmt: skip
-        self.ranks = [
-            Preloaded(
-                "effasr.train",
-                str(recipe),
-                env={**os.environ, **common, "RANK": str(rank)},
-                new_session=True,
-            )
-            for rank in range(size)
-        ]
-
-    def kill_after(self, step: int) -> None:
-        """Kill every rank as soon as the log shows a step."""
-        deadline = time.perf_counter() + 240
-        try:
-            while time.perf_counter() < deadline:
-                lines = read_lines(self.folder / "metrics.jsonl")
-                if lines and lines[-1]["step"] >= step:
-                    return
-                assert self.ranks[0].poll() is None, self.ranks[0].communicate()[1]
-                time.sleep(0.005)
-            raise AssertionError(f"no step {step} within four minutes")
-        finally:
-            for rank in self.ranks:
-                rank.kill()
-                rank.communicate()
-
-    def finish(self) -> None:
-        try:
-            for rank in self.ranks:
-                _, error = rank.communicate(timeout=240)
-                assert rank.returncode == 0, error
-        finally:
-            for rank in self.ranks:
-                rank.kill()
+def kill_after(config: TrainConfig, step: int, *, size: int) -> None:
+    """Start the ranks of a run, and kill them all as soon as the log shows a step."""
+    with started("effasr.train", recipe_of(config), size=size) as ranks:
+        wait_for(Path(config.output) / config.name, step, ranks)
 
 
 def test_a_killed_run_ends_as_if_nothing_had_happened(make_config, tmp_path) -> None:
     assert run(make_config(name="straight", training=LONG)) == 0
     config = make_config(name="killed", training=LONG)
-    Processes(config, tmp_path, 1).kill_after(7)
+    kill_after(config, 7, size=1)
     assert not (tmp_path / "killed" / "checkpoints" / f"step_{STEPS:08d}").exists()
     assert run(config) == 0
     assert_same_end(tmp_path / "killed", tmp_path / "straight")
@@ -142,13 +97,14 @@ EAGER = DiagnosticsConfig(ctc_epochs=1, ctc_steps=0, validations=2)
 def test_an_interrupted_run_ends_as_one_that_was_left_alone(
     maker, training, request, tones, tmp_path
 ) -> None:
+    """Validations that a stop puts off come first when the run goes on, after the last step too."""
     make = request.getfixturevalue(maker)
     data = {"validation": str(tones / "test.jsonl")} if "validates" in training else {}
     # Lines of two steps, so that runs stop in the middle of one.
     loop = {"max_steps": 8, "checkpoint_every": 3, "validate_every": 3, "log_every": 2} | training
     loop.pop("validates", None)
     assert run(make(name="straight", data=data, training=loop)) == 0
-    for stop_at in (3, 5, None):
+    for stop_at in (3, 5, 8, None):
         assert run(make(name="stopped", data=data, training=loop | {"stop_at": stop_at})) == 0
     assert_same_end(tmp_path / "stopped", tmp_path / "straight", 8)
 
@@ -160,9 +116,9 @@ def test_a_killed_run_of_two_ranks_ends_as_if_nothing_had_happened(make_config, 
     configs = [
         make_config(name=name, training=LONG, data={"workers": 1}) for name in ("killed", "left")
     ]
-    Processes(configs[0], tmp_path, 2).kill_after(7)
+    kill_after(configs[0], 7, size=2)
     for config in configs:
-        Processes(config, tmp_path, 2).finish()
+        train_on_ranks(config)
     assert_same_end(tmp_path / "killed", tmp_path / "left")
 
 
@@ -176,7 +132,7 @@ def test_two_ranks_have_the_loss_curve_of_one(maker, request, tmp_path) -> None:
     """
     make = request.getfixturevalue(maker)
     assert run(make(name="one", training=LONG)) == 0
-    Processes(make(name="two", training=LONG), tmp_path, 2).finish()
+    train_on_ranks(make(name="two", training=LONG))
     two, one = metrics(tmp_path / "two"), metrics(tmp_path / "one")
     assert len(one) == STEPS
     blends = [tmp_path / name / "blend.json" for name in ("one", "two")]
@@ -193,13 +149,12 @@ def test_two_ranks_have_the_loss_curve_of_one(maker, request, tmp_path) -> None:
 def test_one_rank_that_is_asked_to_stop_stops_them_all(make_config, tmp_path) -> None:
     """Even where the signal goes to its data workers as well, as batch systems send it."""
     config = make_config(training={**LONG, "max_steps": 1000}, data={"workers": 1})
-    processes = Processes(config, tmp_path, 2)
-    deadline = time.perf_counter() + 240
-    while not read_lines(tmp_path / "run" / "metrics.jsonl"):
-        assert time.perf_counter() < deadline
-        time.sleep(0.01)
-    os.killpg(processes.ranks[1].pid, signal.SIGTERM)
-    processes.finish()
+    with started("effasr.train", recipe_of(config), new_session=True) as ranks:
+        wait_for(tmp_path / "run", 1, ranks)
+        os.killpg(ranks[1].pid, signal.SIGTERM)
+        for rank in ranks:
+            _, error = rank.communicate(timeout=240)
+            assert rank.returncode == 0, error
     last = read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
     assert last < 1000
     assert (tmp_path / "run" / "checkpoints" / f"step_{last:08d}" / "training.pt").is_file()

@@ -6,7 +6,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from effasr import config as configuration
 from effasr.checkpoint import CheckpointError, load_model, read_description, resolve
 from effasr.data.manifest.reader import read
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
@@ -23,7 +22,7 @@ from effasr.training.resolve import resolve_config
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.trainer import run
-from tests.support.run_ranks import run_module
+from tests.support.run_ranks import train_on_ranks
 from tests.training.conftest import LORA
 from tests.training.shortage import shortage
 
@@ -164,10 +163,7 @@ def test_runs_of_two_processes_publish_merged_weights(
     loop = {"strategy": strategy, "gossip": gossip, "threads": 1, "max_steps": 6, "stop_at": 4}
     whole = loop | {"stop_at": None}
     for training in (loop, whole) if strategy == "fsdp2" else (whole,):
-        recipe = tmp_path / "recipe.yaml"
-        recipe.write_text(configuration.dump(make_lora_config(data=data, training=training)))
-        for done in run_module("effasr.train", str(recipe)):
-            assert done.returncode == 0, done.stderr[-3000:]
+        train_on_ranks(make_lora_config(data=data, training=training))
     before, after = weights(base / "base"), weights(tmp_path / "run")
     assert before.keys() == after.keys()
     changed = {name for name, value in before.items() if not torch.equal(after[name], value)}

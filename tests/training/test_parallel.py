@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from effasr import config as configuration
 from effasr.checkpoint import load_model, resolve
 from effasr.distributed.grad_sync import DDPGradientSync, FlatGradientSync
 from effasr.distributed.local_sgd import LocalSGDConfig
@@ -23,7 +22,7 @@ from effasr.training.step import TrainState, train_step
 from effasr.training.strategies.parallelism import average_over_ranks
 from effasr.training.trainer import run
 from tests.support.quiet_run import VOCABULARY, make, quiet_config, train, uneven_batch, weights
-from tests.support.run_ranks import check_ranks, run_module
+from tests.support.run_ranks import check_ranks, train_on_ranks
 from tests.training.test_cuda_graph import record
 
 STEPS = 5
@@ -173,14 +172,6 @@ def test_two_ranks_train_as_each_strategy_says() -> None:
     check_ranks(equal, recorded, half_precision, local, broken)
 
 
-def train_on_two(config, folder) -> None:
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(configuration.dump(config))
-    for done in run_module("effasr.train", str(recipe)):
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert "Warning" not in done.stderr
-
-
 def published(folder) -> dict[str, torch.Tensor]:
     return load_model(resolve(folder)).model.state_dict()
 
@@ -200,7 +191,7 @@ def test_a_run_goes_on_with_another_strategy_on_another_number_of_ranks(
     assert run(make_config(name="straight", training=loop, **settings)) == 0
     assert run(make_config(training=loop | {"stop_at": 3}, **settings)) == 0
     sharded = loop | {"strategy": "fsdp2", "stop_at": 9, "threads": 1}
-    train_on_two(make_config(training=sharded, **settings), tmp_path)
+    train_on_ranks(make_config(training=sharded, **settings))
     assert run(make_config(training=loop, **settings)) == 0
     ours, theirs = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("run", "straight"))
     assert [line["step"] for line in ours] == list(range(1, 13))
@@ -226,12 +217,12 @@ def test_local_sgd_goes_on_exactly(make_config, tmp_path) -> None:
     settings = LocalSGDConfig(period=3, warmup_steps=1)
     loop = {"strategy": "local_sgd", "local_sgd": settings, "threads": 1, "max_steps": 8}
     config = make_config(training=loop)
-    train_on_two(config, tmp_path)
+    train_on_ranks(config)
     checkpoints = tmp_path / "run" / "checkpoints"
     expected = published(checkpoints / "step_00000008")
     # As if the run had been killed after the checkpoint before.
     shutil.rmtree(checkpoints / "step_00000008")
-    train_on_two(config, tmp_path)
+    train_on_ranks(config)
     got = published(checkpoints / "step_00000008")
     for name, value in expected.items():
         assert torch.equal(got[name], value), name

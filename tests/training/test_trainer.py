@@ -257,23 +257,6 @@ def test_validation_is_that_of_evaluate_and_chooses_the_best(
         assert (folder / "evaluation" / "test" / name).is_file()
 
 
-def test_a_validation_that_a_stop_put_off_comes_first_when_the_run_goes_on(
-    make_config, tmp_path, tones
-) -> None:
-    data = {"validation": str(tones / "test.jsonl")}
-    loop = {"validate_every": 4, "max_steps": 12}
-    # The last step counts as well, where nothing else is left to do.
-    for stop_at in (4, 12, None, None):
-        assert run(make_config(data=data, training=loop | {"stop_at": stop_at})) == 0
-    assert run(make_config(name="straight", data=data, training=loop)) == 0
-    stopped, straight = (
-        [(line["step"], line["wer"]) for line in read_lines(tmp_path / name / "validation.jsonl")]
-        for name in ("run", "straight")
-    )
-    assert [step for step, _ in straight] == [4, 8, 12]
-    assert stopped == straight
-
-
 def test_the_best_is_marked_even_if_the_run_was_killed_before(
     make_config, tmp_path, tones, monkeypatch
 ) -> None:

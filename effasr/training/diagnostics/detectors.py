@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -88,16 +88,17 @@ def _log_placements(frames: int, tokens: int, emitted: float) -> float:
 
 class Detector:
     # Attributes that a checkpoint has.
-    STATE: tuple[str, ...] = ()
+    STATE: ClassVar[tuple[str, ...]] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: copy(getattr(self, f"_{name}")) for name in self.STATE}
+        return {name: copy(getattr(self, name)) for name in self.STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in self.STATE:
-            setattr(self, f"_{name}", copy(state[name]))
+            setattr(self, name, copy(state[name]))
 
 
+@dataclass
 class CTCPlateau(Detector):
     """Compares the running average of the CTC loss with the loss without audio."""
 
@@ -112,32 +113,29 @@ class CTCPlateau(Detector):
     MEMORY_STEPS = 25.0
     """Steps after which a loss has a weight of 1 / e in the running average."""
 
-    def __init__(
-        self, config: DiagnosticsConfig, baseline: CTCBaseline, *, can_subsample_less: bool
-    ) -> None:
-        self._config = config
-        self._baseline = baseline
-        self._can_subsample_less = can_subsample_less
-        self._average: float | None = None
+    config: DiagnosticsConfig
+    baseline: CTCBaseline
+    can_subsample_less: bool
+    average: float | None = None
 
     @property
     def ctc_vs_blind_baseline(self) -> float | None:
-        return None if self._average is None else self._average / self._baseline.loss
+        return None if self.average is None else self.average / self.baseline.loss
 
     def observe(self, ctc: float, steps: int, step: int, epoch: int) -> Finding | None:
         """Check the mean CTC loss per target over the latest ``steps``, after ``epoch`` epochs."""
         decay = math.exp(-steps / self.MEMORY_STEPS)
-        before = ctc if self._average is None else self._average
-        self._average = decay * before + (1 - decay) * ctc
-        baseline, config = self._baseline, self._config
+        before = ctc if self.average is None else self.average
+        self.average = decay * before + (1 - decay) * ctc
+        baseline, config = self.baseline, self.config
         is_short = baseline.frames_per_token < self.ENOUGH_FRAMES
         if epoch < config.ctc_epochs or (not is_short and step < config.ctc_steps):
             return None
-        if self._average < self.SHARE * baseline.loss:
+        if self.average < self.SHARE * baseline.loss:
             return None
         return Finding(
             "CTC has not begun to align",
-            f"After {epoch} epochs its loss is {self._average:.2f} a token, and without the audio "
+            f"After {epoch} epochs its loss is {self.average:.2f} a token, and without the audio "
             f"it would be {baseline.loss:.2f} (unigram entropy of the tokens "
             f"{baseline.entropy:.2f}). Half of the utterances have fewer than "
             f"{baseline.frames_per_token:.1f} encoder frames a token"
@@ -152,23 +150,23 @@ class CTCPlateau(Detector):
                 "check that the texts belong to the audio."
             )
         vocabulary = "train a tokenizer with a larger vocabulary (effasr tokenizer --vocab-size)"
-        if self._can_subsample_less:
+        if self.can_subsample_less:
             return f"set model.encoder.subsampling=4, or {vocabulary}, and begin anew."
         return f"{vocabulary}, and begin anew."
 
 
+@dataclass
 class Blanks(Detector):
     """Detects CTC heads and transducers that emit hardly anything but blanks."""
 
     LEAST_EMITTED = 0.1
     """Least share of the reference's tokens that must be emitted."""
 
-    def __init__(self, config: DiagnosticsConfig) -> None:
-        self._epochs = config.ctc_epochs
+    config: DiagnosticsConfig
 
     def check(self, validation: Validation) -> Finding | None:
         probe = validation.probe
-        if validation.epoch < self._epochs or not probe.frames:
+        if validation.epoch < self.config.ctc_epochs or not probe.frames:
             return None
         needed = probe.tokens / probe.frames
         slower = "lower optimizer.lr, lengthen schedule.warmup_steps"
@@ -190,6 +188,7 @@ class Blanks(Detector):
         return None
 
 
+@dataclass
 class AudioUse(Detector):
     """Compares the decoder's cross-entropy with that for other utterances' encoder output.
 
@@ -200,20 +199,19 @@ class AudioUse(Detector):
     LEAST_GAIN = 0.05
     """Least relative rise of the cross-entropy with the encoder output of another utterance."""
 
-    def __init__(self, config: DiagnosticsConfig, *, has_ctc: bool) -> None:
-        self._epochs = config.ctc_epochs
-        self._has_ctc = has_ctc
+    config: DiagnosticsConfig
+    has_ctc: bool
 
     def check(self, validation: Validation) -> Finding | None:
         matched, mismatched = validation.probe.own_audio, validation.probe.other_audio
-        if matched is None or mismatched is None or validation.epoch < self._epochs:
+        if matched is None or mismatched is None or validation.epoch < self.config.ctc_epochs:
             return None
         if mismatched - matched >= self.LEAST_GAIN * matched:
             return None
         first = (
             "CTC must align first: raise loss.ctc_weight, or loss.ctc_weight_before with "
             "loss.guided_after_ctc; a warning about CTC names what else hinders it. "
-            if self._has_ctc
+            if self.has_ctc
             else "set model.ctc=true and loss.ctc_weight=0.3, which teach the encoder to align. "
         )
         return Finding(
@@ -252,15 +250,15 @@ def _has_run(units: Sequence[str], *, longest: int, least: int = 0) -> bool:
     return False
 
 
+@dataclass
 class Repetition(Detector):
     """Checks the share of hypotheses that loop."""
 
     LEAST_SHARE = 0.05
     LEAST_COUNT = 2
 
-    def __init__(self, method: str, *, has_ctc: bool) -> None:
-        self._method = method
-        self._has_ctc = has_ctc
+    method: str
+    has_ctc: bool
 
     def check(self, validation: Validation) -> Finding | None:
         count, total = validation.loops, validation.errors.utterances
@@ -274,16 +272,17 @@ class Repetition(Detector):
         )
 
     def _remedy(self) -> str:
-        if self._method != "attention":
+        if self.method != "attention":
             return "train longer: more updates, or a lower optimizer.lr."
         joint = "evaluation.decoding.ctc_weight=0.3 (--ctc-weight), which follows the speech, or "
         return (
-            f"decode with {joint if self._has_ctc else ''}evaluation.decoding.no_repeat_ngram=4 "
+            f"decode with {joint if self.has_ctc else ''}evaluation.decoding.no_repeat_ngram=4 "
             "(--no-repeat-ngram), which forbids a second copy of 4 tokens. If the decoder ignores "
             "the audio, too, no decoding helps: see that warning."
         )
 
 
+@dataclass
 class ErrorBalance(Detector):
     """Detects error rates that are mostly insertions, or mostly deletions."""
 
@@ -301,10 +300,9 @@ class ErrorBalance(Detector):
     MAX_WER = 0.8
     """Largest word error rate for a warning about deletions: every model begins with few words."""
 
-    def __init__(self, method: str, *, has_ctc: bool) -> None:
-        self._method = method
-        self._has_ctc = has_ctc
-        self._streaks = {"insertions": 0, "deletions": 0}
+    method: str
+    has_ctc: bool
+    streaks: dict[str, int] = field(default_factory=lambda: {"insertions": 0, "deletions": 0})
 
     def check(self, validation: Validation) -> Finding | None:
         errors = validation.errors
@@ -314,8 +312,8 @@ class ErrorBalance(Detector):
             holds = errors.words and count >= least and count >= self.LEAST_RATIO * other
             if more == "deletions":
                 holds = holds and errors.wer < self.MAX_WER
-            self._streaks[more] = self._streaks[more] + 1 if holds else 0
-        for kind, streak in self._streaks.items():
+            self.streaks[more] = self.streaks[more] + 1 if holds else 0
+        for kind, streak in self.streaks.items():
             if streak >= self.STREAK:
                 share = 100 * getattr(errors, kind) / errors.words
                 return Finding(
@@ -328,13 +326,13 @@ class ErrorBalance(Detector):
 
     def _remedy(self, kind: str) -> str:
         if kind == "insertions":
-            if self._method == "attention" and self._has_ctc:
+            if self.method == "attention" and self.has_ctc:
                 return (
                     "decode with evaluation.decoding.ctc_weight=0.3, which keeps the decoder to "
                     "the speech; check that references are complete."
                 )
             return "check that references are complete, and that audio ends where its text does."
-        if self._method == "attention":
+        if self.method == "attention":
             return (
                 "decode with evaluation.decoding.beam=4 and "
                 "evaluation.decoding.coverage_penalty=0.5, which favour transcripts that leave out "
@@ -346,6 +344,7 @@ class ErrorBalance(Detector):
         )
 
 
+@dataclass
 class StuckErrorRate(Detector):
     """Detects a word error rate that stays near 100 %."""
 
@@ -355,29 +354,29 @@ class StuckErrorRate(Detector):
     PROGRESS = 0.05
     """Least decrease from the oldest to the newest rate that counts as progress."""
 
-    def __init__(self, config: DiagnosticsConfig) -> None:
-        self._count = config.validations
-        self._rates: list[float] = []
+    config: DiagnosticsConfig
+    rates: list[float] = field(default_factory=list)
 
     def check(self, validation: Validation) -> Finding | None:
         rate = validation.errors.wer
         if math.isnan(rate):
             return None
-        self._rates = [*self._rates, rate][-self._count :]
-        if len(self._rates) < self._count or min(self._rates) <= self.STUCK:
+        self.rates = [*self.rates, rate][-self.config.validations :]
+        if len(self.rates) < self.config.validations or min(self.rates) <= self.STUCK:
             return None
-        if self._rates[-1] < self._rates[0] - self.PROGRESS:
+        if self.rates[-1] < self.rates[0] - self.PROGRESS:
             return None
-        percentages = ", ".join(f"{100 * rate:.0f}" for rate in self._rates)
+        percentages = ", ".join(f"{100 * rate:.0f}" for rate in self.rates)
         return Finding(
             "The word error rate stays over 90 %",
-            f"The latest {self._count} validations gave {percentages} %.",
+            f"The latest {self.config.validations} validations gave {percentages} %.",
             "if other warnings are shown, follow those first. Otherwise check on the hypotheses "
             "that texts, languages and audio belong together; lower optimizer.lr; or start from a "
             "trained model (init_from).",
         )
 
 
+@dataclass
 class Overfitting(Detector):
     """Compares losses and error rate with those at the lowest validation loss.
 
@@ -390,12 +389,11 @@ class Overfitting(Detector):
     RISE = 0.01
     """Least relative rise of the validation loss above its minimum."""
 
-    def __init__(self, config: DiagnosticsConfig) -> None:
-        self._count = config.validations
-        # Validation loss, training loss and error rate.
-        self._lowest: list[float] | None = None
-        self._since = 0
-        self._is_better = False
+    config: DiagnosticsConfig
+    # Validation loss, training loss and error rate.
+    lowest: list[float] | None = None
+    since: int = 0
+    is_better: bool = False
 
     def check(self, validation: Validation) -> Finding | None:
         # The first loss that the model has.
@@ -408,18 +406,19 @@ class Overfitting(Detector):
         rate = validation.errors.wer
         if math.isnan(rate) or not math.isfinite(dev):
             return None
-        if self._lowest is None or dev < self._lowest[0]:
-            self._lowest, self._since, self._is_better = [dev, train, rate], 0, False
+        if self.lowest is None or dev < self.lowest[0]:
+            self.lowest, self.since, self.is_better = [dev, train, rate], 0, False
             return None
-        lowest, lowest_train, lowest_rate = self._lowest
-        self._since += 1
-        self._is_better |= rate < lowest_rate
+        lowest, lowest_train, lowest_rate = self.lowest
+        self.since += 1
+        self.is_better |= rate < lowest_rate
         has_risen = dev > lowest * (1 + self.RISE)
-        if self._since < self._count or not has_risen or self._is_better or train >= lowest_train:
+        is_early = self.since < self.config.validations
+        if is_early or not has_risen or self.is_better or train >= lowest_train:
             return None
         return Finding(
             "The model overfits",
-            f"Since {self._since} validations the training loss has fallen from "
+            f"Since {self.since} validations the training loss has fallen from "
             f"{lowest_train:.2f} to {train:.2f}, and the validation loss has risen from "
             f"{lowest:.2f} to {dev:.2f} (WER {100 * lowest_rate:.1f} to {100 * rate:.1f} %).",
             "stop here (the best checkpoint is kept), or begin anew with more data, with "

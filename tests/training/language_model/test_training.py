@@ -10,13 +10,13 @@ import yaml
 from safetensors.torch import load_file
 
 from effasr import checkpoint
-from effasr.config import dump, from_mapping
+from effasr.config import from_mapping
 from effasr.data.tokenizer import load_tokenizer
 from effasr.model.asr import ASRModel
 from effasr.training.config import TrainConfig
 from effasr.training.trainer import run
 from tests.support.chat_folder import THINKING, write_chat_model, write_tokenizer
-from tests.support.run_ranks import run_module
+from tests.support.run_ranks import train_on_ranks
 from tests.support.talks import model_mapping, write_talks
 
 pytest.importorskip("transformers")
@@ -104,10 +104,8 @@ def test_two_processes_train_adapters_as_one(folders, tmp_path, strategy):
     options = {"lora": LORA, "optimizer": {"lr": 3e-3, "eps": 1e-3}, "steps": 3}
     assert run(config(folders, tmp_path / "one", **options)) == 0
     options["training"] = {"strategy": strategy}
-    recipe = tmp_path / "talks.yaml"
-    recipe.write_text(dump(config(folders, tmp_path / "two", **options)))
-    for finished in run_module("effasr.cli", "train", str(recipe)):
-        assert finished.returncode == 0, finished.stderr
+    (tmp_path / "two").mkdir()
+    train_on_ranks(config(folders, tmp_path / "two", **options))
     alone, together = weights(tmp_path / "one", 3), weights(tmp_path / "two", 3)
     assert alone.keys() == together.keys()
     for name, value in alone.items():
