@@ -40,18 +40,6 @@ def test_what_is_frozen_stays_to_the_bit_and_has_no_moments(make_config, tmp_pat
     }
 
 
-def test_frozen_modules_stay_in_evaluation_mode(make_train_state) -> None:
-    model, _ = make_train_state(training=loop("encoder.layers"))
-    for _ in range(2):
-        assert model.training
-        assert model.encoder.training
-        assert model.features.training
-        assert model.decoder.layers[0].training
-        assert not any(module.training for module in model.encoder.layers.modules())
-        model.eval().train()
-    assert not any(module.training for module in model.eval().modules())
-
-
 def test_frozen_batch_norms_use_their_running_statistics(make_train_state, batches) -> None:
     """So that the loss of an utterance depends on no other, though the rest is in training."""
     model, train_state = make_train_state(training=loop("encoder", "decoder"))
@@ -107,12 +95,9 @@ def test_activations_below_what_is_trained_are_freed_in_the_forward(
 
 
 def test_error_messages(make_config) -> None:
-    for frozen, message in (
-        (("encodr",), r"`training\.freeze` .*'encodr' .* did you mean 'encoder'"),
-        (("*",), r"`training\.freeze` must leave something to train"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run(make_config(training={"freeze": frozen}))
+    message = r"`training\.freeze` .*'encodr' .* did you mean 'encoder'"
+    with pytest.raises(ValueError, match=message):
+        run(make_config(training={"freeze": ("encodr",)}))
     assert run(make_config(training={"freeze": ENCODER, "max_steps": 1})) == 0
     with pytest.raises(ValueError, match=r"`training\.freeze` must stay"):
         run(make_config())
