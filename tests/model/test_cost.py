@@ -1,6 +1,7 @@
-"""Predicted FLOPs against those that torch counts."""
+"""FLOPs by formulas and by hand, and those that torch counts: of forwards and of steps."""
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,14 @@ from effasr.data.batch import StaticShape
 from effasr.data.collate import TextExample, collate_text
 from effasr.data.sampling.cost import CANARY_180M_FLASH
 from effasr.model.asr import ASRModel
-from effasr.model.cost import cost_model, recomputed_costs
+from effasr.model.cost import cost_model, recomputed_costs, text_cost_model
+from effasr.model.learning_cost import learning_cost, learning_text_cost, unreached_layers
 from effasr.model.presets import PRESET_VOCABULARIES, PRESETS
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
+from effasr.nn.experts import ExpertsConfig
+from effasr.nn.lora import LoRAConfig, adapt
+from effasr.nn.parameters import freeze
 from effasr.nn.stack import apply_activation_checkpointing
 
 VOCABULARY = 40
@@ -96,3 +101,210 @@ def test_what_is_computed_again_is_what_torch_counts(
         cost = speech if batch.source is None else text_pair
         lengths = np.array([batch.frames.total]), np.array([batch.tokens.layout.total])
         assert counted[1] - counted[0] == cost.of(*lengths)[0]
+
+
+@pytest.fixture(scope="module", params=[8, 4])
+def subsampling(request):
+    return request.param
+
+
+def _linear(rows, inputs, outputs, *, inputs_learn=True):
+    """A matrix product and its gradients: to the weight, and to the inputs where they learn."""
+    return 2 * rows * inputs * outputs * (3 if inputs_learn else 2)
+
+
+def _subsampling(config, bins, rows, frames):
+    channels = config.subsampling_channels
+    if config.subsampling == 4:
+        # 3 x 3 taps at 2 x F/2 places of a frame, and again at 1 x F/4.
+        stem = 2 * 9 * channels * frames * (2 * (bins // 2) + bins // 4)
+        return (
+            3 * stem
+            + _linear(rows * (bins // 4), channels, channels)
+            + _linear(rows, channels * (bins // 4), config.width)
+        )
+    # The stem: 3 x 3 taps at 4 x F/2 places of a frame, and again at 2 x F/4.
+    stem = 2 * 9 * channels * frames * (4 * (bins // 2) + 2 * (bins // 4))
+    depthwise = 2 * 9 * channels * frames * (bins // 8)
+    return (
+        3 * (stem + depthwise)
+        + _linear(rows * 2 * (bins // 4), channels, channels)
+        + _linear(rows * (bins // 8), channels, channels)
+        + _linear(rows, channels * (bins // 8), config.width)
+    )
+
+
+def _encoder_layer(config, rows, lengths, reach):
+    width = config.width
+    pairs = sum(length**2 for length in lengths)
+    return (
+        2 * 2 * _linear(rows, width, config.feed_forward)
+        + _linear(rows, width, 3 * width)
+        + _linear(2 * reach - 1, width, width, inputs_learn=False)
+        # Content, position and values: three products for each pair.
+        + 3 * (3 * 2 * pairs * width)
+        + _linear(rows, width, width)
+        + _linear(rows, width, 2 * width)
+        + 3 * (2 * sum(lengths) * width * config.conv_kernel)
+        + _linear(rows, width, width)
+    )
+
+
+def _decoder_layer(config, rows, tokens, frame_rows, frames):
+    width = config.width
+    inner = config.heads * config.head_dim
+    causal = sum(length * (length + 1) // 2 for length in tokens)
+    cross = sum(u * t for u, t in zip(tokens, frames, strict=True))
+    return (
+        _linear(rows, width, 3 * inner)
+        + _linear(rows, inner, width)
+        + _linear(rows, width, inner)
+        + _linear(frame_rows, width, 2 * inner)
+        + _linear(rows, inner, width)
+        # Scores and values: two products for each pair.
+        + 3 * (2 * 2 * inner * (causal + cross))
+        + 2 * _linear(rows, width, config.feed_forward)
+    )
+
+
+def test_torch_counts_what_a_hand_counts(tiny_model, examples, make_batch):
+    batch = make_batch(examples, static=True)
+    with FlopCounterMode(display=False) as counter:
+        losses = tiny_model(batch, label_smoothing=0.1, guided_sigma=0.3)
+        (losses.cross_entropy + losses.ctc + losses.guided).backward()
+
+    model, config = tiny_model, tiny_model.config
+    encoder, decoder = config.encoder, config.decoder
+    bins, rows = config.features.mel_bins, batch.frames.rows
+    frames, tokens = batch.frames.lengths, batch.tokens.layout.lengths
+    token_rows = batch.tokens.layout.rows
+    reach = (
+        model.encoder._embeddings(batch.frames, next(model.parameters()).dtype).shape[0] // 2 + 1
+    )
+    # Features: the power spectrum into bands, which learns nothing.
+    by_hand = 2 * rows * config.encoder.subsampling * (config.features.n_fft // 2 + 1) * bins
+    by_hand += _subsampling(encoder, bins, rows, sum(frames))
+    by_hand += encoder.layers * _encoder_layer(encoder, rows, frames, reach)
+    by_hand += _linear(sum(frames), encoder.width, model.vocab_size + 1)
+    by_hand += _linear(rows, encoder.width, decoder.width)
+    by_hand += decoder.layers * _decoder_layer(decoder, token_rows, tokens, rows, frames)
+    by_hand += _linear(batch.num_targets, decoder.width, model.vocab_size)
+    assert counter.get_total_flops() == by_hand
+
+
+@pytest.fixture
+def config(tiny_config):
+    """Of rotary positions, without a table; wide enough for the first layers to weigh little."""
+    encoder = replace(tiny_config.encoder, position="rotary", layers=3, width=32, feed_forward=64)
+    transducer = TransducerConfig(predictor="stateless", width=12, joint=10)
+    return replace(tiny_config, encoder=encoder, transducer=transducer)
+
+
+def counted(model, batch):
+    with FlopCounterMode(display=False) as counter:
+        losses = model(batch)
+        (losses.cross_entropy + losses.ctc + losses.transducer).backward()
+    return counter.get_total_flops()
+
+
+def predicted(model, batch):
+    cost, whole = learning_cost(model), 0
+    for frames, tokens in zip(batch.frames.lengths, batch.tokens.layout.lengths, strict=True):
+        whole += 3 * int(cost.of(np.array([frames]), np.array([tokens]))[0])
+    features = model.config.features
+    mel = 2 * features.rows_per_frame * (features.n_fft // 2 + 1) * features.mel_bins
+    # Where the backward comes to the convolutions, features count as if they learnt.
+    learns = any(p.requires_grad for p in model.encoder.subsampling.parameters())
+    return whole - 2 * mel * sum(batch.frames.lengths) * learns
+
+
+@pytest.fixture
+def batch(examples, make_batch):
+    # More prompt would count as text; a translation has none for CTC and transducer.
+    return make_batch([replace(example, prompt=[7], monotonic=True) for example in examples])
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        ["encoder"],
+        ["encoder.subsampling", "encoder.layers.[01]"],
+        ["decoder", "encoder"],
+        ["encoder", "decoder.layers.0", "decoder.embed*", "projection"],
+        ["encoder.layers.1", "decoder.layers.*.mlp"],
+        ["ctc_head", "transducer"],
+        ["*norm*", "decoder.embed_tokens"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_frozen_saves_what_torch_counts(config, batch, frozen):
+    model = ASRModel(config, VOCABULARY).eval()
+    full = counted(model, batch)
+    model.zero_grad()
+    freeze(model, frozen)
+    part = counted(model, batch)
+    assert part < full
+    # Operations with a loss compute all of their gradients, needed or not.
+    assert predicted(model, batch) == pytest.approx(part, rel=0.02)
+
+
+@pytest.mark.parametrize("rank", [1, 16])
+def test_adapters_cost_what_torch_counts(config, batch, rank):
+    model = ASRModel(config, VOCABULARY).eval()
+    adapt(model, LoRAConfig(rank=rank))
+    assert predicted(model, batch) == pytest.approx(counted(model, batch), rel=0.02)
+
+
+def test_adapters_of_experts_cost_what_torch_counts(config, batch):
+    """Of two ranks the difference, as torch counts gradients of frozen experts as computed."""
+    experts = ExpertsConfig(count=3, top_k=2)
+    decoder = replace(config.decoder, experts=experts)
+    encoder = replace(config.encoder, experts=experts)
+    config = replace(config, encoder=encoder, decoder=decoder)
+    costs = []
+    for rank in (1, 9):
+        model = ASRModel(config, VOCABULARY).eval()
+        adapt(model, LoRAConfig(rank=rank))
+        costs.append((predicted(model, batch), counted(model, batch)))
+    (less, less_counted), (more, more_counted) = costs
+    assert more - less == pytest.approx(more_counted - less_counted, rel=0.01)
+
+
+def test_a_model_that_is_trained_throughout_costs_as_ever(config):
+    text = replace(config, text_encoder=TextEncoderConfig(layers=1, heads=2, feed_forward=16))
+    model = ASRModel(text, VOCABULARY)
+    assert learning_cost(model) == cost_model(text, VOCABULARY)
+    assert learning_text_cost(model) == text_cost_model(text, VOCABULARY)
+    assert learning_text_cost(ASRModel(config, VOCABULARY)) is None
+
+
+def test_a_frozen_text_encoder_is_read_but_not_taught(config):
+    text = replace(config, text_encoder=TextEncoderConfig(layers=2, heads=2, feed_forward=16))
+    model = ASRModel(text, VOCABULARY)
+    freeze(model, ["text_encoder", "projection"])
+    full, part = text_cost_model(text, VOCABULARY), learning_text_cost(model)
+    # Forward alone, of three parts.
+    assert part.frame_pair == pytest.approx(full.frame_pair / 3)
+    # Of what frames cost, the keys and values of the decoder are taught.
+    parameters = dict(model.named_parameters())
+    keys_values = sum(2 * p.numel() for x, p in parameters.items() if x.endswith(".kv_proj.weight"))
+    assert 3 * part.frame == pytest.approx(full.frame + keys_values)
+    assert (part.token, part.token_frame) == (full.token, full.token_frame)
+
+
+def test_layers_that_the_backward_does_not_reach_are_not_computed_again(config, batch):
+    model = ASRModel(config, VOCABULARY).eval()
+    assert unreached_layers(model) == 0
+    freeze(model, ["encoder.layers.0"])
+    assert unreached_layers(model) == 0
+    freeze(model, ["encoder.subsampling"])
+    assert unreached_layers(model) == 1
+    plain = counted(model, batch)
+    model.zero_grad()
+    apply_activation_checkpointing(model, 1)
+    more = counted(model, batch) - plain
+    cost, _ = recomputed_costs(config, VOCABULARY, 1, unreached_layers(model))
+    sizes = np.array(batch.frames.lengths), np.array(batch.tokens.layout.lengths)
+    assert cost.of(*sizes).sum() == more
+    freeze(model, ["encoder"])
+    assert unreached_layers(model) == 3

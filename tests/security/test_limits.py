@@ -14,17 +14,21 @@ import pytest
 import soundfile
 import torch
 import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     StorageMeta,
 )
 
 from effasr.checkpoint import CheckpointError, load_weights
+from effasr.config import _Loader
 from effasr.data.audio.augmentation.clips import Clips
 from effasr.data.audio.waveform import AudioError, load_audio
 from effasr.data.features.config import FeatureConfig
 from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.data.manifest.reader import read
+from effasr.data.tokenizer import load_tokenizer
 from effasr.distributed import tensor_files
 from effasr.interop.huggingface.files import read_weights
 from effasr.interop.nemo.archive import CONFIG, WEIGHTS, read_archive
@@ -32,7 +36,7 @@ from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.untrusted import files
-from effasr.untrusted.documents import parse_json, parse_yaml
+from effasr.untrusted.documents import dump_scalar, dump_yaml, parse_json, parse_yaml
 from effasr.untrusted.tensors import is_honest, load_tensors
 
 
@@ -366,3 +370,69 @@ def test_weights_hold_what_they_claim(tmp_path):
     assert load_tensors(tmp_path / "plain")["a"].shape == (1 << 20,)
     with pytest.raises(ValueError, match="must not be compressed"):
         load_tensors(tmp_path / "packed")
+
+
+TEXT = st.one_of(
+    st.text(max_size=12),
+    st.text("0123456789eE+-._:xob \x85\u2028\u2029\n\t#'\"", max_size=8),
+    st.sampled_from(["1e5", "+1E-3", "1.e5", "1_0e3", "null", "yes", "2024-01-01", "<<", "=", "~"]),
+)
+
+
+@given(key=TEXT, texts=st.lists(TEXT, max_size=3))
+@example(key="\x85", texts=["a\x85b", "é\u2028\n"])
+def test_texts_are_read_as_they_were(key, texts):
+    document = {"b": texts, "a": {key: key}}
+    for loader in (yaml.SafeLoader, _Loader):
+        found = yaml.load(dump_yaml(document), loader)
+        assert found == document
+        assert list(found) == ["b", "a"]
+
+
+@given(TEXT)
+@example("a\nb")
+def test_a_scalar_is_one_line(text):
+    written = dump_scalar(text)
+    assert len(written.splitlines()) == 1
+    for loader in (yaml.SafeLoader, _Loader):
+        assert yaml.load(f"name: {written}\n", loader) == {"name": text}
+
+
+def test_numbers_and_others_stay_plain():
+    assert dump_yaml({"a": 1e-05, "b": None, "c": True, "d": "16k"}) == (
+        "a: 1.0e-05\nb: null\nc: true\nd: 16k\n"
+    )
+    assert dump_scalar(None) == "null"
+
+
+WORDS = {"a": 0, "!": 1, "<unk>": 2, "<pad>": 3}
+
+
+@pytest.mark.parametrize("pattern", [r"(a+)+$", r"(?:a|aa)+$"])
+@pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])
+def test_a_text_that_takes_exponential_time_is_refused(tmp_path, pattern, place):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="<unk>"))
+    regex = tokenizers.Regex(pattern)
+    if place == "normalizer":
+        made.normalizer = tokenizers.normalizers.Replace(regex, "a")
+    else:
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Split(regex, "isolated")
+    made.save(str(tmp_path / "tokenizer.json"))
+    found = load_tokenizer(tmp_path)
+    assert found.encode("a", "en") == [0]
+    with pytest.raises(ValueError, match="retry-limit-in-match over") as failure:
+        found.encode("a" * 5000 + "!", "en")
+    assert "\n" not in str(failure.value)
+
+
+def test_a_decoder_that_takes_exponential_time_is_refused(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"!" * 5000 + "a": 0, "a": 1, "<unk>": 2, "<pad>": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.decoder = tokenizers.decoders.Replace(tokenizers.Regex(r"(!+)+$"), "a")
+    made.save(str(tmp_path / "tokenizer.json"))
+    found = load_tokenizer(tmp_path)
+    assert found.decode([1]) == "a"
+    with pytest.raises(ValueError, match="retry-limit-in-match over"):
+        found.decode([0])

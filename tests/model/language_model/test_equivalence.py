@@ -1,15 +1,25 @@
-"""A packed batch, one conversation at a time and transformers' own forward are one function."""
+"""A packed batch, one conversation at a time, transformers' own forward and a compiled one are one
+function, whose cost is what torch counts.
+"""
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from effasr.data.batch import IGNORED, StaticShape
 from effasr.model.asr import ASRModel
+from effasr.model.cost import cost_model, recomputed_costs
+from effasr.model.learning_cost import learning_cost
+from effasr.nn.lora import LoRAConfig, adapt
+from effasr.nn.parameters import freeze
+from effasr.nn.stack import apply_activation_checkpointing
 from tests.support.speech_llm import (
     FAMILIES,
+    VOCABULARY,
     conversations,
     make_conversation_batch,
     speech_llm,
+    speech_llm_config,
 )
 
 pytest.importorskip("transformers")
@@ -161,3 +171,88 @@ def test_a_copy_on_another_device_is_the_same_batch():
     assert len(moved.tensors()) == len(batch.tensors())
     for one, other in zip(moved.tensors(), batch.tensors(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "recomputed"), [("llama", False), ("llama", True), ("gemma3_text", False)]
+)
+@pytest.mark.usefixtures("fresh_compiler", "without_onednn")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.extended
+def test_it_compiles_once_and_without_a_break(kind, recomputed):
+    model = speech_llm(kind).train()
+    if recomputed:
+        apply_activation_checkpointing(model, 1)
+        model.language_model.checkpoint_activations(1)
+    if kind == "llama":
+        targets = ("language_model.model.*_proj",)
+        adapt(model, LoRAConfig(rank=2, targets=targets, also_train=("encoder",)))
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+    shape = StaticShape(40, 60, 6)
+    for seed, order in ((0, 1), (1, -1), (2, 1)):
+        batch = make_conversation_batch(conversations(seed)[::order], shape=shape)
+        results = []
+        for call in (compiled, model):
+            model.zero_grad()
+            with torch._dynamo.config.patch(error_on_recompile=seed > 0):
+                losses = call(batch)
+            losses.cross_entropy.backward()
+            found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            results.append((losses.cross_entropy.detach(), found))
+        (loss, grads), (expected, expected_grads) = results
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+        assert grads.keys() == expected_grads.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, expected_grads[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def lengths():
+    batch = make_conversation_batch(conversations()[:1])
+    return (
+        batch,
+        torch.tensor(batch.frame_lengths).numpy(),
+        torch.tensor(batch.token_lengths).numpy(),
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "qwen2"])
+def test_the_cost_is_what_a_forward_computes(kind):
+    model = speech_llm(kind)
+    batch, frames, rows = lengths()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.language_model.logits(model.converse(batch))
+    # The cost leaves out the table of relative positions, of 2 * 64 - 1 distances.
+    expected = counter.get_total_flops() - 2 * 127 * 32 * 32
+    cost = int(cost_model(model.config, VOCABULARY).of(frames, rows)[0])
+    # Rows of the adapter are rounded up.
+    assert cost == pytest.approx(expected, rel=0.01)
+
+
+def test_frozen_weights_and_adapters_cost_less():
+    _, frames, rows = lengths()
+
+    def total(change):
+        model = speech_llm()
+        change(model)
+        return int(learning_cost(model).of(frames, rows)[0])
+
+    whole = total(lambda model: None)
+    frozen = total(lambda model: freeze(model, ["language_model.model", "encoder"]))
+    targets = ("language_model.model.*_proj",)
+    lora = total(
+        lambda model: adapt(
+            model, LoRAConfig(rank=1, targets=targets, also_train=("language_model.adapter",))
+        )
+    )
+    assert frozen < lora < whole
+    # Two of three products of frozen layers remain behind the trained adapter.
+    assert frozen > whole / 3
+
+
+def test_recomputed_layers_add_their_share():
+    config = speech_llm_config()
+    every, _ = recomputed_costs(config, VOCABULARY, 1)
+    half, _ = recomputed_costs(config, VOCABULARY, 2)
+    assert every.token == pytest.approx(2 * half.token)
+    assert every.token_pair == cost_model(config, VOCABULARY).token_pair
