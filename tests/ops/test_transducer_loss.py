@@ -1,139 +1,254 @@
-import itertools
+"""The definition of `transducer_loss`, without and with durations, against sums over all paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from effasr_kernels import PackedLayout, pack, transducer_loss
-from effasr_kernels.testing.conformance import Shared
-from effasr_kernels.transducer_loss.lattice import log_likelihood, occupancies
-from tests.ops.transducer_cases import CLASSES, JOINT, case_for
+from effasr_kernels import pack
+from effasr_kernels.testing.conformance import Case
+from effasr_kernels.transducer_loss import duration_lattice, lattice
+from tests.support import operation_cases
+from tests.support.loss_calls import gradients, transducer_arguments
+
+CLASSES = 5
+SIZES = {"classes": CLASSES, "width": 3}
+Durations = tuple[int, ...] | None
+Scores = tuple[Tensor, Tensor, Tensor | None]
+"""Log-probabilities of blank (T, U + 1), next label (T, U) and durations (T, U + 1, D)."""
 
 
-def _sum_over_paths(
-    encoded: Tensor,
-    predicted: Tensor,
-    labels: Tensor,
-    shared: Shared,
+def _scores(
+    case: Case,
+    n: int,
     *,
-    activation: str = "tanh",
-    blank_id: int,
+    activation: str = "relu",
+    blank_id: int = 2,
     fastemit: float = 0.0,
-) -> Tensor:
-    """The loss of one sequence by listing every path: which steps but the last emit labels.
-
-    FastEmit scales the gradient of each label's log-probability, not its value.
-    """
+    sigma: float = 0.0,
+    **_: Any,
+) -> Scores:
+    """FastEmit scales the gradient of each label's log-probability, not its value."""
+    encoded, predicted, labels = (case.packed[x][n] for x in ("encoded", "predicted", "targets"))
     act = torch.tanh if activation == "tanh" else torch.relu
-    logits = act(encoded[:, None] + predicted) @ shared["weight"].T + shared["bias"]
-    log_probs = logits.log_softmax(-1)
-    frames, count = encoded.shape[0], labels.shape[0]
-    paths = []
-    for emitting in itertools.combinations(range(frames - 1 + count), count):
-        t, u, total = 0, 0, torch.zeros((), dtype=torch.float64)
-        for step in range(frames + count):
-            if step in emitting:
-                label = log_probs[t, u, labels[u]]
-                total = total + label + fastemit * (label - label.detach())
-                u += 1
-            else:
-                total = total + log_probs[t, u, blank_id]
-                t += 1
-        paths.append(total)
-    return -torch.stack(paths).logsumexp(0)
+    logits = act(encoded[:, None] + predicted) @ case.shared["weight"].T + case.shared["bias"]
+    tokens = logits[..., :CLASSES].log_softmax(-1) - sigma
+    label = tokens[:, torch.arange(len(labels)), labels]
+    label = label + fastemit * (label - label.detach())
+    lasts = logits[..., CLASSES:].log_softmax(-1) if logits.shape[-1] > CLASSES else None
+    return tokens[..., blank_id], label, lasts
+
+
+def _paths(
+    scores: Scores, durations: Durations, t: int = 0, u: int = 0
+) -> Iterator[tuple[Tensor, ...]]:
+    """Every way from a node to the end, as the terms of its log-probability."""
+    blank, label, lasts = scores
+    frames, count = label.shape
+    # Without durations a blank takes a frame, and a label none.
+    for i, d in enumerate(durations or (0, 1)):
+        last = () if lasts is None else (lasts[t, u, i],)
+        if d > 0 and (t + d, u) == (frames, count):
+            yield blank[t, u], *last
+        if t + d >= frames:
+            continue
+        if d > 0:
+            for path in _paths(scores, durations, t + d, u):
+                yield blank[t, u], *last, *path
+        if u < count and (durations or d == 0):
+            for path in _paths(scores, durations, t + d, u + 1):
+                yield label[t, u], *last, *path
+
+
+def _by_listing_paths(scores: Scores, durations: Durations) -> Tensor:
+    paths = [torch.stack(terms).sum() for terms in _paths(scores, durations)]
+    return -torch.stack(paths).logsumexp(0) if paths else torch.tensor(torch.inf).double()
+
+
+def _by_nodes(scores: Scores, durations: tuple[int, ...]) -> Tensor:
+    """Equation 7 of the paper node by node, as NeMo's ``TDTLossPytorch`` has it."""
+    blank, label, duration = scores
+    assert duration is not None
+    frames, count = label.shape
+    alpha: dict[tuple[int, int], Tensor] = {(0, 0): torch.zeros((), dtype=torch.float64)}
+
+    def arrivals(t: int, u: int, *, with_labels: bool) -> list[Tensor]:
+        masses = []
+        for i, d in enumerate(durations):
+            if d > 0 and (t - d, u) in alpha:
+                masses.append(alpha[t - d, u] + blank[t - d, u] + duration[t - d, u, i])
+            if with_labels and (t - d, u - 1) in alpha:
+                before = alpha[t - d, u - 1]
+                masses.append(before + label[t - d, u - 1] + duration[t - d, u - 1, i])
+        return masses
+
+    for t in range(frames):
+        for u in range(count + 1):
+            if masses := arrivals(t, u, with_labels=True):
+                alpha[t, u] = torch.stack(masses).logsumexp(0)
+    return -torch.stack(arrivals(frames, count, with_labels=False)).logsumexp(0)
+
+
+def _leaves(case: Case) -> list[Tensor]:
+    pieces = [*case.packed["encoded"], *case.packed["predicted"], *case.shared.values()]
+    return [x.requires_grad_() for x in pieces]
+
+
+def _losses(case: Case) -> Tensor:
+    result = case.run({name: pack(list(x)) for name, x in case.packed.items()}, case.shared)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _assert_agrees(
+    frames: tuple[int, ...],
+    transcripts: tuple[int, ...],
+    settings: dict[str, Any],
+    compute: Callable[[Scores, Any], Tensor],
+) -> None:
+    """The value and every gradient, each loss with a weight of its own."""
+    case = operation_cases.transducer_loss(frames, transcripts, **SIZES, **settings)(None)
+    leaves, losses = _leaves(case), _losses(case)
+    expected = torch.stack(
+        [
+            compute(_scores(case, n, **settings), settings.get("durations"))
+            for n in range(len(frames))
+        ]
+    )
+    torch.testing.assert_close(losses, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(_losses(case), expected)
+    # The derivative of an infinite loss is zero by definition.
+    finite = expected.isfinite()
+    for weights in (torch.ones(len(frames)).double(), torch.randn(len(frames)).double()):
+        options = {"retain_graph": True, "materialize_grads": True}
+        torch.testing.assert_close(
+            torch.autograd.grad(losses, leaves, weights, **options),
+            torch.autograd.grad(expected[finite], leaves, weights[finite], **options),
+        )
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         {"activation": "tanh", "blank_id": 2},
-        {"activation": "relu", "blank_id": 0},
+        {"blank_id": 0},
         {"activation": "tanh", "blank_id": 4, "fastemit": 0.3},
+        {"durations": (0, 1, 2), "activation": "tanh"},
+        {"durations": (0, 1, 2, 3, 4), "blank_id": 0, "sigma": 0.05},
+        {"durations": (0, 1, 2, 9), "blank_id": 4, "fastemit": 0.3, "sigma": 0.5},
+        *({"durations": durations} for durations in ((1,), (0, 2, 3), (1, 3))),
     ],
     ids=str,
 )
-def test_matches_the_sum_over_all_paths(settings: dict) -> None:
-    """The value and every gradient, each loss with a weight of its own."""
-    case = case_for((1, 4, 3, 5), **settings)
-    # The third has no labels: one path, all blanks.
-    case.packed["targets"][2] = case.packed["targets"][2][:0]  # type: ignore[index]
-    case.packed["predicted"][2] = case.packed["predicted"][2][:1]  # type: ignore[index]
-    packed = {name: pack(list(pieces)) for name, pieces in case.packed.items()}
-    leaves = [packed["encoded"].values, packed["predicted"].values, *case.shared.values()]
-    for leaf in leaves:
-        leaf.requires_grad_()
-    got = case.run(packed, case.shared)
-    assert isinstance(got, Tensor)
-    pieces = zip(*(x.unpack() for x in packed.values()), strict=True)
-    expected = torch.stack([_sum_over_paths(*each, case.shared, **settings) for each in pieces])
-    torch.testing.assert_close(got, expected)
-    for weights in (torch.ones(4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)):
-        for x, y in zip(
-            torch.autograd.grad(got, leaves, weights, retain_graph=True),
-            torch.autograd.grad(expected, leaves, weights, retain_graph=True),
-            strict=True,
-        ):
-            torch.testing.assert_close(x, y)
+def test_matches_the_sum_over_all_paths(settings: dict[str, Any]) -> None:
+    """Some durations fit no path to some lengths; the third has no labels, but blanks alone."""
+    _assert_agrees((1, 4, 3, 5), (1, 2, 0, 2), settings, _by_listing_paths)
+
+
+@pytest.mark.parametrize("fastemit", [0.0, 0.2])
+def test_matches_the_published_recursion(fastemit: float) -> None:
+    """At lengths whose paths nobody could list."""
+    settings = {"durations": (0, 1, 2, 3, 4), "sigma": 0.05, "fastemit": fastemit}
+    _assert_agrees((21, 40), (7, 14), settings, _by_nodes)
+
+
+@pytest.mark.parametrize("sigma", [0.0, 0.05])
+def test_agrees_with_transformers(sigma: float) -> None:
+    """In float32, its gradients of the logits pass through the same joint."""
+    peer = pytest.importorskip("transformers.loss.loss_tdt")
+    durations, frames, labels = (0, 1, 2, 3, 4), (12, 5, 30), (4, 2, 10)
+    settings = {"durations": durations, "sigma": sigma, "blank_id": CLASSES - 1}
+    case = operation_cases.transducer_loss(frames, labels, **SIZES, **settings)(None)
+    leaves = _leaves(case)
+    encoded, predicted, targets = (
+        torch.nn.utils.rnn.pad_sequence(list(x), batch_first=True) for x in case.packed.values()
+    )
+    logits = (encoded[:, :, None] + predicted[:, None]).relu() @ case.shared["weight"].T
+    logits = logits + case.shared["bias"]
+    expected = peer.tdt_loss(
+        *(logits[..., :CLASSES], logits[..., CLASSES:], targets),
+        *(torch.tensor(frames), torch.tensor(labels), CLASSES - 1, list(durations)),
+        sigma=sigma,
+        reduction="none",
+    )
+    losses = _losses(case)
+    torch.testing.assert_close(losses.float(), expected, rtol=1e-5, atol=1e-5)
+    weights = torch.tensor([0.5, 1.0, 2.0])
+    torch.testing.assert_close(
+        torch.autograd.grad(losses, leaves, weights.double()),
+        torch.autograd.grad(expected, leaves, weights),
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
 
 def test_fastemit_leaves_the_value() -> None:
-    case, fast = case_for((4, 2)), case_for((4, 2), fastemit=0.5)
-    packed = {name: pack(list(pieces)) for name, pieces in case.packed.items()}
-    assert torch.equal(
-        torch.as_tensor(case.run(packed, case.shared)),
-        torch.as_tensor(fast.run(packed, case.shared)),
-    )
+    arguments = transducer_arguments((4, 2), (2, 1))
+    plain = gradients(arguments, torch.ones(2), "reference")["loss"]
+    fast = gradients(arguments | {"fastemit": 0.5}, torch.ones(2), "reference")["loss"]
+    assert torch.equal(plain, fast)
 
 
-def test_without_frames_only_the_empty_transcript_is_possible() -> None:
-    encoded = torch.randn(0, JOINT, requires_grad=True)
-    predicted = torch.randn(3, JOINT, requires_grad=True)
-    targets = pack([torch.zeros(0).long(), torch.tensor([1])])
-    layout = PackedLayout.from_lengths([0, 0])
-    weight, bias = torch.randn(CLASSES, JOINT, requires_grad=True), torch.randn(CLASSES)
-    loss = transducer_loss(
-        encoded, predicted, targets.values, layout, targets.layout, weight, bias, blank_id=0
-    )
-    assert loss.tolist() == [0, torch.inf]
-    loss.sum().backward()
-    for leaf in (predicted, weight):
-        assert leaf.grad is not None
-        assert bool((leaf.grad == 0).all())
+@pytest.mark.parametrize(
+    ("frames", "labels", "durations", "expected"),
+    [
+        ((0, 0), (0, 1), None, [0, torch.inf]),
+        ((0,), (0,), (0, 1), [0]),
+        *(
+            ((frames,), (labels,), durations, [torch.inf])
+            for frames, labels, durations in (
+                *((0, 1, (0, 1)), (2, 0, (0, 3)), (4, 1, (0, 3)), (1, 1, (1, 2)), (1, 0, (2,))),
+            )
+        ),
+    ],
+)
+def test_what_no_path_fits_costs_infinity(
+    frames: tuple[int, ...], labels: tuple[int, ...], durations: Durations, expected: list[float]
+) -> None:
+    """And has no gradient; without frames the empty transcript is certain."""
+    arguments = transducer_arguments(frames, labels, durations=durations)
+    results = gradients(arguments, torch.ones(len(frames)), "reference")
+    assert results.pop("loss").tolist() == expected
+    assert not any(x.any() for x in results.values())
 
 
 def test_an_impossible_label_costs_infinity_and_has_no_gradient() -> None:
-    bias = torch.zeros(CLASSES)
-    bias[3] = -torch.inf
-    encoded = torch.randn(4, JOINT, requires_grad=True)
-    layout = PackedLayout.from_lengths([2, 2])
-    labels = PackedLayout.from_lengths([1, 1])
-    loss = transducer_loss(
-        encoded,
-        torch.randn(4, JOINT),
-        torch.tensor([3, 1]),
-        layout,
-        labels,
-        torch.randn(CLASSES, JOINT),
-        bias,
-        blank_id=0,
-    )
-    assert loss[0] == torch.inf
-    assert bool(loss[1].isfinite())
-    loss.sum().backward()
-    assert encoded.grad is not None
-    assert bool((encoded.grad[:2] == 0).all())
-    assert bool((encoded.grad[2:] != 0).any())
+    arguments = transducer_arguments((2, 2), ([3], [1]))
+    arguments["bias"][3] = -torch.inf
+    results = gradients(arguments, torch.ones(2), "reference")
+    assert results["loss"].isfinite().tolist() == [False, True]
+    assert not results["encoded"][:2].any()
+    assert results["encoded"][2:].any()
 
 
 def test_every_path_crosses_each_diagonal_once() -> None:
     """At a length where float32 logarithms would be off by a percent."""
     frames, labels = 400, 80
     log_probs = torch.randn(frames, labels + 1, 30).mul(3).log_softmax(-1)
-    log_blank, log_label = log_probs[..., 0], log_probs[:, :-1, 1]
-    total, took_blank, took_label = occupancies(log_blank, log_label)
-    occupied = took_blank + took_label
+    scores = log_probs[..., 0], log_probs[:, :-1, 1]
+    total, took_blank, took_label = lattice.occupancies(*scores)
     diagonal = torch.arange(frames)[:, None] + torch.arange(labels + 1)
     sums = torch.zeros(frames + labels, dtype=torch.float64)
-    sums.index_add_(0, diagonal.flatten(), occupied.flatten())
+    sums.index_add_(0, diagonal.flatten(), (took_blank + took_label).flatten())
     torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-9)
-    torch.testing.assert_close(log_likelihood(log_blank, log_label), total)
+    torch.testing.assert_close(lattice.log_likelihood(*scores), total)
+
+
+def test_paths_with_durations_pass_every_frame_and_every_label() -> None:
+    frames, labels, durations = 300, 80, (0, 1, 2, 3, 4)
+    log_probs = torch.randn(frames, labels + 1, 30).mul(3).log_softmax(-1)
+    log_duration = torch.randn(frames, labels + 1, 5).mul(3).log_softmax(-1)
+    scores = log_probs[..., 0], log_probs[:, :-1, 1], log_duration, durations
+    total, took_blank, took_label, took_duration = duration_lattice.occupancies(*scores)
+    torch.testing.assert_close(took_blank + took_label, took_duration.sum(-1))
+    passed = (took_duration * torch.tensor(durations)).sum()
+    torch.testing.assert_close(passed, torch.tensor(300.0).double(), rtol=0, atol=1e-9)
+    expected = F.pad(torch.ones(labels), (0, 1)).double()
+    torch.testing.assert_close(took_label.sum(0), expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(duration_lattice.log_likelihood(*scores), total)
