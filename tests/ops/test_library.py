@@ -3,8 +3,11 @@
 The calls are the examples of each operation's definition.
 """
 
+from __future__ import annotations
+
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,50 +25,99 @@ from effasr_kernels.runtime.example import Example, ExampleInputs
 from effasr_kernels.runtime.torch_op import DifferentiableOp, TorchOp
 
 HEADS, WIDTH = 2, 4
-DIFFERENTIABLE = {
-    example.label: (op, example)
-    for op in OPERATIONS.values()
-    if isinstance(op, DifferentiableOp)
-    for example in op.examples
-}
-
+EXAMPLES = {x.label: (op, x) for op in OPERATIONS.values() for x in op.examples}
+DIFFERENTIABLE = [name for name, (op, _) in EXAMPLES.items() if isinstance(op, DifferentiableOp)]
+FORWARD_ONLY = [name for name in EXAMPLES if name not in DIFFERENTIABLE]
 WIDE_UNDER_AUTOCAST = {"batch_norm": ("weight", "bias"), "bias_activation_dropout": ("bias",)}
 """Parameters that keep their dtype under autocast, by the operations that say so."""
+_OF_SEVERAL_DTYPES = {"dropout_add_layer_norm", "rms_norm"}
+"""Operations that also under autocast keep the dtypes of some arguments; their tests check it."""
+
+each_call = pytest.mark.parametrize("name", EXAMPLES)
+each_differentiable = pytest.mark.parametrize("name", DIFFERENTIABLE)
+each_forward_only = pytest.mark.parametrize("name", FORWARD_ONLY)
 
 
-class _Leaves(ExampleInputs):
-    """Makes leaves that require gradients, or hands out those that are given instead."""
+class _Inputs(ExampleInputs):
+    """Makes floating tensors, or hands out those that are given instead."""
 
     def __init__(self, given: Iterable[Tensor] | None = None) -> None:
         super().__init__()
-        self.leaves: list[Tensor] = []
+        self.tensors: list[Tensor] = []
         self._given = None if given is None else iter(given)
 
     def floating(self, *shape: int, differentiable: bool = True) -> Tensor:
         if self._given is not None:
             return next(self._given)
-        self.leaves.append(super().floating(*shape).requires_grad_())
-        return self.leaves[-1]
+        self.tensors.append(super().floating(*shape))
+        return self.tensors[-1]
 
 
-def _call(name: str) -> tuple[Callable[..., Any], list[Tensor]]:
-    """An example as a function of its leaves, and these."""
-    op, example = DIFFERENTIABLE[name]
-    inputs = _Leaves()
-    example.arguments(inputs)
-    run = getattr(effasr_kernels, op.name)
-    return lambda *leaves: run(**example.arguments(_Leaves(leaves))), inputs.leaves
+@dataclass(frozen=True)
+class Call:
+    """An example as a function of its floating tensors."""
 
+    op: TorchOp
+    example: Example
+    named: dict[str, Tensor]  # by the argument; those in a position by a number
 
-each_call = pytest.mark.parametrize("name", DIFFERENTIABLE)
+    @classmethod
+    def from_name(cls, name: str) -> Call:
+        op, example = EXAMPLES[name]
+        inputs = _Inputs()
+        arguments = example.arguments(inputs)
+        named = {
+            next((key for key, value in arguments.items() if value is x), str(i)): x
+            for i, x in enumerate(inputs.tensors)
+        }
+        if name in DIFFERENTIABLE:
+            for x in inputs.tensors:
+                x.requires_grad_()
+        return cls(op, example, named)
 
-_OF_SEVERAL_DTYPES = {"dropout_add_layer_norm", "rms_norm"}
-"""Operations that also under autocast keep the dtypes of some arguments; their tests check it."""
+    def __call__(self, *tensors: Tensor) -> Any:
+        return getattr(effasr_kernels, self.op.name)(**self.example.arguments(_Inputs(tensors)))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return list(self.named.values())
+
+    @property
+    def library_name(self) -> str:
+        return self.op.name + "_in_place" * ("new_k" in self.named)
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The arguments that it writes to."""
+        may_read_only = self.op.name == "decode_attention" and "new_k" not in self.named
+        return () if may_read_only else getattr(self.op, "written", ())
+
+    def capture(self) -> Any:
+        """The object with which the public function calls the operation."""
+        seen: list[Any] = []
+
+        def note(op: TorchOp, arguments: Any, backend: Any = None) -> Any:
+            seen.append(arguments)
+            return op.eager(arguments, backend)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(self.op), "__call__", note)
+            self(*self.tensors)
+        return seen[0]
 
 
 def _results(outcome: Any) -> list[Tensor]:
-    """The results that an example asks for: statistics that are not wanted are not returned."""
-    return [outcome] if isinstance(outcome, Tensor) else list(outcome)
+    return [] if outcome is None else [outcome] if isinstance(outcome, Tensor) else list(outcome)
+
+
+def _run(call: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
+    """Results, and what the arguments hold afterwards, of copies."""
+    copies = [x.clone() for x in tensors]
+    return [*_results(call(*copies)), *copies]
+
+
+def _ones(results: list[Tensor]) -> list[Tensor]:
+    return [torch.ones_like(x) for x in results]
 
 
 def test_every_operation_has_examples_that_name_it() -> None:
@@ -84,119 +136,153 @@ def test_every_backend_takes_the_arguments_object(name: str) -> None:
 
 @each_call
 def test_counts_the_work_of_real_rows_alone(name: str) -> None:
-    call, leaves = _call(name)
-    flops = DIFFERENTIABLE[name][1].flops
-    with FlopCounterMode(display=False) as counter:
-        results = _results(call(*leaves))
-        assert counter.get_total_flops() == flops
-        torch.autograd.grad(results, leaves, [torch.ones_like(result) for result in results])
-    assert counter.get_total_flops() == 3 * flops
-
-
-@each_call
-def test_counts_fake_sequences_as_equal_shares(name: str) -> None:
-    """Their lengths are not known; the count must be of the order of a full batch."""
-    call, leaves = _call(name)
-    flops = DIFFERENTIABLE[name][1].flops
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = [mode.from_tensor(leaf) for leaf in leaves]
+    call = Call.from_name(name)
+    if name in FORWARD_ONLY:
+        expected = _run(call, call.tensors)
         with FlopCounterMode(display=False) as counter:
-            call(*fake)
-    assert flops / 4 <= counter.get_total_flops() <= 4 * flops
+            actual = _run(call, call.tensors)
+        counts = counter.get_flop_counts()["Global"]
+        assert [str(op) for op in counts] == [f"effasr.{call.library_name}"]
+        assert all(map(torch.equal, actual, expected))
+        assert counter.get_total_flops() == call.example.flops
+        return
+    with FlopCounterMode(display=False) as counter:
+        results = _results(call(*call.tensors))
+        assert counter.get_total_flops() == call.example.flops
+        torch.autograd.grad(results, call.tensors, _ones(results))
+    assert counter.get_total_flops() == 3 * call.example.flops
 
 
 @each_call
 def test_fake_results_are_like_real_ones(name: str) -> None:
-    call, leaves = _call(name)
-    real = _results(call(*leaves))
-    gradients = torch.autograd.grad(real, leaves, [torch.ones_like(result) for result in real])
+    """Lengths that are not known count as the room that there is, or as equal shares."""
+    call, is_differentiable = Call.from_name(name), name in DIFFERENTIABLE
+    counter = FlopCounterMode(display=False)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake_leaves = [mode.from_tensor(leaf) for leaf in leaves]
-        fake = _results(call(*fake_leaves))
-        ones = [torch.ones_like(result) for result in fake]
-        fake += torch.autograd.grad(fake, fake_leaves, ones)
-    for x, y in zip(fake, [*real, *gradients], strict=True):
+        leaves = [mode.from_tensor(x) for x in call.tensors]
+        with counter:
+            fake = _results(call(*leaves))
+        if is_differentiable:
+            fake += torch.autograd.grad(fake, leaves, _ones(fake))
+    least = call.example.flops / 4 if is_differentiable else call.example.flops
+    assert least <= counter.get_total_flops() <= 4 * call.example.flops
+    real = _results(call(*call.tensors))
+    if is_differentiable:
+        real += torch.autograd.grad(real, call.tensors, _ones(real))
+    for x, y in zip(fake, real, strict=True):
         assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.contiguous().stride())
 
 
 @each_call
-def test_passes_the_checks_of_torch_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, leaves = _call(name)
-    seen: list[list[Any]] = []
-
-    def note(self: TorchOp, arguments: Any, backend: Any = None) -> Any:
-        seen.append(self.flatten(arguments, backend))
-        return self.eager(arguments, backend)
-
-    monkeypatch.setattr(TorchOp, "__call__", note)
-    call(*leaves)
-    operation = getattr(torch.ops.effasr, name.split(",")[0])
-    torch.library.opcheck(operation.default, seen[0])
+def test_passes_the_checks_of_torch_library(name: str) -> None:
+    call = Call.from_name(name)
+    operation = getattr(torch.ops.effasr, call.library_name)
+    torch.library.opcheck(operation.default, call.op.flatten(call.capture()))
 
 
-@pytest.mark.parametrize(
-    ("op", "example"),
-    [(op, example) for op in OPERATIONS.values() for example in op.examples],
-    ids=lambda x: x.label if isinstance(x, Example) else "",
-)
-def test_a_schema_flattens_and_rebuilds_its_arguments(
-    op: TorchOp, example: Example, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(type(op), "__call__", lambda self, arguments, _: seen.append(arguments))
-    unpacks = op.name in ("depthwise_conv", "dropout_add_layer_norm")
-    with pytest.raises(TypeError) if unpacks else torch.no_grad():
-        getattr(effasr_kernels, op.name)(**example.arguments(ExampleInputs()))
-    (arguments,) = seen
-    flat = op.schema.flatten(arguments)
-    assert len(flat) == len(op.schema.names)
-    again = op.schema.restore(flat)
-    for x, y in zip(op.schema.tensors(arguments), op.schema.tensors(again), strict=True):
+@each_call
+def test_a_schema_flattens_and_rebuilds_its_arguments(name: str) -> None:
+    call = Call.from_name(name)
+    arguments, schema = call.capture(), call.op.schema
+    flat = schema.flatten(arguments)
+    assert len(flat) == len(schema.names)
+    again = schema.restore(flat)
+    for x, y in zip(schema.tensors(arguments), schema.tensors(again), strict=True):
         assert x is y
-    for x, y in zip(op.schema.other_values(arguments), op.schema.other_values(again), strict=True):
+    for x, y in zip(schema.other_values(arguments), schema.other_values(again), strict=True):
         if isinstance(x, PackedLayout):
             assert (x.cu_seqlens is y.cu_seqlens, x.rows) == (True, y.rows)
             assert x.lengths == y.lengths
         else:
             assert x == y
-    joined = op.schema.join(op.schema.tensors(arguments), op.schema.other_values(arguments))
-    for name in arguments.__dataclass_fields__:
-        assert getattr(joined, name) is getattr(arguments, name)
+    joined = schema.join(schema.tensors(arguments), schema.other_values(arguments))
+    for field in arguments.__dataclass_fields__:
+        assert getattr(joined, field) is getattr(arguments, field)
 
 
-@each_call
-def test_a_kernel_saves_what_it_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    op, call, leaves = DIFFERENTIABLE[name][0], *_call(name)
-    seen: list[Any] = []
-
-    def note(self: TorchOp, arguments: Any, backend: Any = None) -> Any:
-        seen.append(arguments)
-        return self.eager(arguments, "reference")
-
-    monkeypatch.setattr(TorchOp, "__call__", note)
-    call(*leaves)
-    kernel = load(op.backends[Backend.TRITON])
+@each_differentiable
+def test_a_kernel_saves_what_it_says(name: str) -> None:
+    call = Call.from_name(name)
+    arguments = call.capture()
+    kernel = load(call.op.backends[Backend.TRITON])
     with launching.recording():
-        _, saved = kernel.forward(seen[0])
-    like = kernel.saved_like(seen[0])
+        _, saved = kernel.forward(arguments)
+    like = kernel.saved_like(arguments)
     assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in like]
+
+
+@each_differentiable
+def test_under_autocast_arguments_are_narrow_and_sums_are_not(name: str) -> None:
+    call = Call.from_name(name)
+    if call.op.name in _OF_SEVERAL_DTYPES:
+        pytest.skip("keeps the dtypes of some arguments")
+    wide = WIDE_UNDER_AUTOCAST.get(call.op.name, ())
+    expected = _results(call(*(x if k in wide else x.bfloat16() for k, x in call.named.items())))
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = _results(call(*call.tensors))
+        with FlopCounterMode(display=False):
+            actual += _results(call(*call.tensors))
+    for x, y in zip(actual, expected * 2, strict=True):
+        assert x.dtype == y.dtype
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+
+
+@each_forward_only
+def test_the_compiler_traces_it_and_what_it_writes(name: str) -> None:
+    torch._dynamo.reset()
+    call = Call.from_name(name)
+    compiled = torch.compile(lambda *x: call(*x), fullgraph=True, backend="aot_eager")
+    expected = _run(call, call.tensors)
+    assert all(map(torch.equal, _run(compiled, call.tensors), expected))
+    after = expected[-len(call.tensors) :]
+    changed = [not torch.equal(x, y) for x, y in zip(call.tensors, after, strict=True)]
+    assert changed == [argument in call.written for argument in call.named]
+
+
+@each_forward_only
+def test_refuses_gradients(name: str) -> None:
+    call = Call.from_name(name)
+    leaves = [x.clone().requires_grad_(i == 0) for i, x in enumerate(call.tensors)]
+    with pytest.raises(RuntimeError, match="requires a gradient, which this operation does not"):
+        call(*leaves)
+    with torch.no_grad():
+        assert not any(x.requires_grad for x in _results(call(*leaves)))
+    with torch.inference_mode():
+        call(*leaves)
+
+
+def test_under_autocast_a_query_takes_the_dtype_of_its_pages() -> None:
+    call = Call.from_name("decode_attention, self")
+    q, k, v, new_k, new_v = call.tensors
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = call(q.bfloat16().float(), k, v, new_k, new_v)
+        assert torch.equal(call(q.bfloat16(), k, v, new_k, new_v), expected)
+
+
+def test_under_autocast_a_projection_is_narrow_and_its_sums_are_not() -> None:
+    call = Call.from_name("projected_top_k")
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = call(*call.tensors)
+    expected = call(*(x.bfloat16() for x in call.tensors))
+    assert actual[0].dtype == torch.float32
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_a_call_reaches_its_launch_through_few_functions() -> None:
     """As docs/architecture.md lists them: 7 on the stack, in 4 files."""
     root = Path(effasr_kernels.__file__).parent
     stacks: list[list[traceback.FrameSummary]] = []
-    with launching.diverted(lambda _: stacks.append(traceback.extract_stack())):
-        call, leaves = _call("attention, causal")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(OPERATIONS["attention"], "order", None)
-            call(*leaves)
+    call = Call.from_name("attention, causal")
+    record = launching.diverted(lambda _: stacks.append(traceback.extract_stack()))
+    with record, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OPERATIONS["attention"], "order", None)
+        call(*call.tensors)
     (stack,) = stacks
-    own = [frame for frame in stack if root in Path(frame.filename).parents]
-    assert [frame.name for frame in own] == [
+    frames = [frame for frame in stack if root in Path(frame.filename).parents]
+    assert [frame.name for frame in frames] == [
         *("attention", "__call__", "eager", "_compute", "forward", "forward", "launch")
     ]
-    assert len({frame.filename for frame in own}) == 4
+    assert len({frame.filename for frame in frames}) == 4
 
 
 @torch._dynamo.config.patch(error_on_recompile=True)
@@ -232,24 +318,5 @@ def test_dropout_drops_the_same_in_a_compiled_backward() -> None:
     call = lambda q: attention(q, q, q, layout, dropout=0.5, seed=3)
     expected = torch.autograd.grad(call(q).sum(), q)
     with FlopCounterMode(display=False):
-        got = torch.autograd.grad(call(q).sum(), q)
-    torch.testing.assert_close(got, expected)
-
-
-@each_call
-def test_under_autocast_arguments_are_narrow_and_sums_are_not(name: str) -> None:
-    if DIFFERENTIABLE[name][0].name in _OF_SEVERAL_DTYPES:
-        pytest.skip("keeps the dtypes of some arguments")
-    call, leaves = _call(name)
-    op, example = DIFFERENTIABLE[name]
-    given = example.arguments(_Leaves(leaves))
-    wide = [given[parameter] for parameter in WIDE_UNDER_AUTOCAST.get(op.name, ())]
-    narrow = [leaf if any(leaf is x for x in wide) else leaf.bfloat16() for leaf in leaves]
-    expected = _results(call(*narrow))
-    with torch.autocast("cpu", torch.bfloat16):
-        got = _results(call(*leaves))
-        with FlopCounterMode(display=False):
-            got += _results(call(*leaves))
-    for x, y in zip(got, expected * 2, strict=True):
-        assert x.dtype == y.dtype
-        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+        actual = torch.autograd.grad(call(q).sum(), q)
+    torch.testing.assert_close(actual, expected)
