@@ -183,7 +183,7 @@ def test_a_path_that_is_not_utf8_is_dropped_and_listed(tmp_path):
     folder.mkdir()
     for stem in ("plain", name):
         with (folder / f"{stem}.wav").open("wb") as file:
-            soundfile.write(file, np.full(16_000, 0.1, np.float32), 16_000, format="WAV")
+            soundfile.write(file, np.sin(np.arange(16_000) / 9), 16_000, format="WAV")
         (folder / f"{stem}.txt").write_text("a b")
     report = prepare(folder, tmp_path / "out", jobs=1)
     assert (report.kept.utterances, report.by_reason["unreadable_audio"].utterances) == (1, 1)

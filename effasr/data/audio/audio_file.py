@@ -48,6 +48,7 @@ class AudioProblem(enum.StrEnum):
     EMPTY = "empty_audio"
     NOT_FINITE = "not_finite_audio"
     SILENT = "silent_audio"
+    ANTIPHASE = "antiphase_audio"
     DURATION = "duration_mismatch"
 
 

@@ -21,7 +21,8 @@ import numpy as np
 from lhotse.cut import Cut
 
 from effasr.data.atomic_files import atomic_file, write_atomically
-from effasr.data.audio.waveform import AudioError, AudioProblem, load_audio
+from effasr.data.audio.content import check_content
+from effasr.data.audio.waveform import AudioError, AudioProblem
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.filters.rules import (
     Dropped,
@@ -173,7 +174,7 @@ class _Check:
             duration = cut.duration
             tokens = check(cut, self.limits, self.tokenizer)
             if self.decode:
-                _check_audio(cut)
+                check_content(cut)
         except AudioError as error:
             return Dropped(name, error.problem, str(error), utterance.audio, duration)
         except RejectedUtterance as error:
@@ -231,12 +232,6 @@ class _Kept:
         durations = np.array(self.durations)
         rates = np.array(self.sizes) / durations
         return rate_outliers(rates, durations, languages=np.array(self.targets))
-
-
-def _check_audio(cut: Cut) -> None:
-    audio = load_audio(cut)
-    if not audio.any():
-        raise AudioError(AudioProblem.SILENT, f"{cut.id}: every sample is zero.")
 
 
 def _in_order(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:

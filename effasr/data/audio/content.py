@@ -1,0 +1,67 @@
+"""Whether a recording can have speech in it: a level above silence, and channels that add up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from effasr.data.audio.audio_file import AudioError, AudioProblem
+from effasr.data.audio.waveform import AudioSegment, load_audio
+from effasr.data.features.frame_geometry import SAMPLE_RATE
+
+if TYPE_CHECKING:
+    from lhotse.cut import Cut
+
+_FRAME, _PARTS = SAMPLE_RATE // 50, 8  # 20 ms
+# Speech recorded at 16 bits is unusable below: dither is at -90 dB of full scale.
+_SILENCE_DB = -75.0
+_LEAST_FRAMES = 4  # a syllable
+# Noise that is the same in both channels stays where speech cancels out.
+_CANCELLED_DB = -15.0
+
+
+def check_content(cut: Cut) -> None:
+    """Decode a cut, and check that it is neither silent nor cancelled by its other channel."""
+    audio = load_audio(cut)
+    part = AudioSegment.of(cut)
+    if part is not None and len(part.channels) > 1:
+        _check_channels(cut.id, part, audio)
+    if not audio.any():
+        raise AudioError(AudioProblem.SILENT, f"{cut.id}: every sample is zero.")
+    if np.count_nonzero(frame_levels(audio) > _SILENCE_DB) < _LEAST_FRAMES:
+        raise AudioError(
+            AudioProblem.SILENT,
+            f"{cut.id}: silent: less than {_LEAST_FRAMES * 20} ms are above {_SILENCE_DB:g} dB of "
+            "full scale, without offset and clicks.",
+        )
+
+
+def frame_levels(audio: np.ndarray) -> np.ndarray:
+    """Return the level of each 20 ms in dB of full scale, without constant offset and clicks."""
+    count = len(audio) // _FRAME
+    parts = audio[: count * _FRAME].reshape(count, _PARTS, _FRAME // _PARTS)
+    powers = parts.var(axis=2)
+    # A click is in one part of a frame; a voice is in all.
+    return 10 * np.log10(np.median(powers, axis=1) + 1e-20)
+
+
+def _check_channels(name: str, part: AudioSegment, mean: np.ndarray) -> None:
+    """Check that the mean of the channels, which is trained on, is not far weaker than each."""
+    powers = [_power(load_audio(replace(part, channels=(channel,)))) for channel in part.channels]
+    loudest = int(np.argmax(powers))
+    others = [power for number, power in enumerate(powers) if number != loudest]
+    # Of one channel that is silent the mean is 6 dB lower, of uncorrelated ones 3 dB.
+    if max(others) < 0.1 * powers[loudest] or powers[loudest] == 0:
+        return
+    if _power(mean) < 10 ** (_CANCELLED_DB / 10) * powers[loudest]:
+        raise AudioError(
+            AudioProblem.ANTIPHASE,
+            f"{name}: the channels are in antiphase, so their mean is nearly silent: name one of "
+            f"them, such as `channel` {part.channels[loudest]} in the manifest.",
+        )
+
+
+def _power(audio: np.ndarray) -> float:
+    return float(np.var(audio, dtype=np.float64)) if len(audio) else 0.0
