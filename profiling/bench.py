@@ -10,6 +10,7 @@ from collections.abc import Sequence
 SUBCOMMANDS = {
     "ops": ("ops", "main", "every operation against its peers, forward and with the backward"),
     "training": ("training", "main", "steps, packed against padded, and of transformers"),
+    "encoder": ("encoder", "main", "an encoder's step, and that of transformers"),
     "inference": ("inference", "main", "transcription by depth, of transformers, and of streams"),
     "conversations": ("conversations", "main", "answers of a language model"),
     "whisper": ("whisper", "main", "Whisper on a CPU: fine-tuning and transcription"),

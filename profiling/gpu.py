@@ -515,7 +515,7 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 def describe(path: Path, *, dry: bool) -> int:
     """Write device, versions and sources as JSON."""
     import torch
-    from bench.provenance import fingerprint, provenance
+    from benchmarks.harness import fingerprint, provenance
 
     if not dry and not torch.cuda.is_available():
         say("gpu: needs an NVIDIA GPU, and torch sees none.")
@@ -539,9 +539,7 @@ def describe(path: Path, *, dry: bool) -> int:
 def matmul_peak(path: Path, *, dry: bool) -> int:
     """Measure what products of large matrices reach, which steps are compared with."""
     import torch
-    from bench import rows
-    from bench.provenance import provenance
-    from bench.timing import measure
+    from benchmarks.harness import append, measure, provenance
 
     device = torch.device("cpu" if dry else "cuda")
     for size in (64,) if dry else (4096, 8192):
@@ -549,7 +547,7 @@ def matmul_peak(path: Path, *, dry: bool) -> int:
         timing = measure(lambda a=a: a @ a, device, repeats=50, seconds=5.0)
         row = {"size": size, "p50_ms": round(timing.p50, 4)}
         row |= {"tflop_per_s": round(2e-9 * size**3 / timing.p50, 3), **provenance(device)}
-        rows.append(path, list(row), row)
+        append(path, list(row), row)
     return 0
 
 

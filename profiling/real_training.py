@@ -39,8 +39,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import yaml
-from bench import processes, rows
-from bench.provenance import provenance
+from benchmarks import harness
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[1]
@@ -138,13 +137,13 @@ class Training:
         path.write_text(yaml.safe_dump(recipe | {"data": recipe["data"] | data}))
         return path
 
-    def call(self, command: Sequence[str], seconds: float, watch: Any = None) -> processes.Ended:
+    def call(self, command: Sequence[str], seconds: float, watch: Any = None) -> harness.Ended:
         """Run a command; its output is added to the step's log."""
         path = self.output / "logs" / f"{self.name}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8", buffering=1) as log:
             log.write(f"$ {' '.join(command)}\n")
-            return processes.run(
+            return harness.run(
                 command,
                 seconds=seconds,
                 environment=self.environment,
@@ -369,7 +368,7 @@ def run_steps(training: Training, only: Sequence[str] | None, seconds: float) ->
     """Run the steps; returns the exit code."""
     needed = {need for name in only or () for need in STEPS[name].needs}
     chosen = [x for x in STEPS if only is None or x in {"corpus", *only, *needed}]
-    where = provenance(torch.device("cpu" if training.dry else "cuda"))
+    where = harness.provenance(torch.device("cpu" if training.dry else "cuda"))
     deadline = time.monotonic() + seconds
     least = [STEPS[name].least_s[training.dry] for name in chosen]
     statuses = []
@@ -392,7 +391,7 @@ def run_steps(training: Training, only: Sequence[str] | None, seconds: float) ->
             status, details = "failed", f"{type(error).__name__}: {' '.join(str(error).split())}"
         spent = time.monotonic() - began
         row = {"step": name, "status": status, "seconds": round(spent, 2), "details": details}
-        rows.append(training.output / "real_training.csv", COLUMNS, row | where)
+        harness.append(training.output / "real_training.csv", COLUMNS, row | where)
         sys.stdout.write(f"{name:16} {status:9} {spent:6.1f} s  {details}\n")
         sys.stdout.flush()
         statuses.append(status)
@@ -474,7 +473,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="real_training_") as work:
         corpus = None if options.corpus is None else options.corpus.resolve()
         training = Training(output.resolve(), Path(work), dry=options.dry_run, corpus=corpus)
-        with processes.sigterm_as_exit():
+        with harness.sigterm_as_exit():
             return run_steps(training, options.only, 60 * options.minutes)
 
 

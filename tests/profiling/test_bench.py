@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import bench
 import numpy as np
 import pytest
 import torch
@@ -20,11 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effasr.transcription.online import OnlineRecognizer
-from tests.docs.scripts import load
 
 PROFILING = Path(__file__).parents[2] / "profiling"
 RESULTS = PROFILING / "results"
-bench = load(PROFILING / "bench.py")
 CPU = torch.device("cpu")
 TINY = inference.SIZES["tiny"]
 
@@ -182,6 +181,14 @@ assert not absent & set(sys.modules)
     run = [sys.executable, "-c", f"import sys; sys.path.insert(0, {folder!r})\n{code}"]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_encoder_has_rows(tmp_path: Path) -> None:
+    rows = rows_of("encoder --tiny", tmp_path / "encoder.csv")
+    assert {("effasr", "eager")} <= {(row["system"], row["mode"]) for row in rows}
+    for row in rows:
+        speed = 2000 / float(row["step_ms"])
+        assert float(row["audio_s_per_s"]) == pytest.approx(speed, rel=0.01)
 
 
 # --- data -----------------------------------------------------------------------------------------

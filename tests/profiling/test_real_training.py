@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import real_training
 import torch
-from bench import rows
+from benchmarks import harness
 from real_training import Failed, LeftOut, Step, Training
 from tones import write_corpus
 
@@ -24,7 +24,7 @@ from effasr.training.strategies.parallelism import has_weight_copies
 
 
 def steps_of(folder: Path) -> dict[str, tuple[str, str]]:
-    table = rows.read(folder / "real_training.csv")
+    table = harness.read(folder / "real_training.csv")
     return {row["step"]: (row["status"], row["details"]) for row in table}
 
 

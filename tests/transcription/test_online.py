@@ -348,7 +348,7 @@ def _bytes_of_tensors() -> int:
 def test_64_streams_take_no_more_memory_with_time(
     streaming_model: Make, tokenizer: Tokenizer, noise: Callable[..., np.ndarray], head: str
 ) -> None:
-    """`bench_inference.py --streams 64 --longest 3600 --tick 1` runs them for an hour."""
+    """`bench.py inference --streams 64 --longest 3600 --tick 1` runs them for an hour."""
     count, audio = 64, noise(3)
     recognizer = OnlineRecognizer(
         streaming_model(head), tokenizer, context=CONTEXTS[2], streams=count, max_symbols=1,

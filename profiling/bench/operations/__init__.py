@@ -1,1 +1,0 @@
-"""Benchmarks of each operation against other implementations."""

@@ -1,1 +1,0 @@
-"""Systems whose training is timed, on batches of the same corpus."""

@@ -1,1 +1,0 @@
-"""Benchmarks of the transducer's loss against other implementations, and shared parts."""
