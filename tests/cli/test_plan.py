@@ -267,12 +267,7 @@ def test_a_strategy_that_plans_no_utterance_has_no_figures(effasr, tmp_path):
     [
         ([], "no utterance can be planned (0 dropped)"),
         (['{"duration": 50, "num_tokens": 1}'], "no utterance can be planned (1 dropped; the f"),
-        (["{"], "m.jsonl:1: not valid JSON"),
         (['{"duration": 1, "num_tokens": 1}', "oops"], "m.jsonl:2: not valid JSON"),
-        (['{"duration": -3, "num_tokens": 1}'], "m.jsonl:1: `duration` must be greater than 0"),
-        (['{"duration": NaN, "num_tokens": 1}'], "m.jsonl:1: `duration` must be a number of sec"),
-        (['{"num_tokens": 1}'], "m.jsonl:1: `duration` is missing"),
-        (['{"duration": 1}'], "m.jsonl:1: `text` and `num_tokens` are missing"),
     ],
 )
 def test_a_bad_manifest(effasr, tmp_path, lines, message):
