@@ -118,8 +118,8 @@ def _next(options: argparse.Namespace, initial: Initial) -> list[list[str]]:
     language = [] if options.language == "en" else ["--language", options.language]
     if initial.vocabulary is not None:
         sizes = set(initial.vocabulary.sizes.values())
-        one = sizes.pop() if len(sizes) == 1 else None
-        size = ["--vocab-size", "auto" if one is None else str(one)]
+        common = sizes.pop() if len(sizes) == 1 else None
+        size = ["--vocab-size", "auto" if common is None else str(common)]
         commands.append(
             [
                 *("effasr", "tokenizer", *map(str, options.train)),

@@ -172,8 +172,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         common = _setting(listing, selection, study, request.model)
         figures = {result.strategy: {**common, **result.to_json()} for result in results}
-        shown = figures if strategy == "all" else figures[strategy]
-        print_line(json.dumps(shown, indent=2))
+        output = figures if strategy == "all" else figures[strategy]
+        print_line(json.dumps(output, indent=2))
     else:
         parts = [
             text.summary(listing, selection, study, request.model),

@@ -110,12 +110,12 @@ def _describe(survey: Survey, framing: Framing, impossible: int, *, has_ctc: boo
 
     letters = guidance.describe_letters(survey.characters, len(survey.speakers))
     print_folded(letters)
-    found = survey.counted(framing, excluded=impossible)
-    if not has_ctc or found is None:
+    ratios = survey.counted(framing, excluded=impossible)
+    if not has_ctc or ratios is None:
         return
-    print_folded(guidance.describe_alignment(found, framing))
+    print_folded(guidance.describe_alignment(ratios, framing))
     warning = guidance.warn_about_alignment(
-        found,
+        ratios,
         framing,
         with_subsampling=lambda other: survey.counted(Framing(subsampling=other)),
         survey=lambda: survey,

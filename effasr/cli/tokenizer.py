@@ -86,9 +86,9 @@ def run(options: argparse.Namespace) -> int:
                 continue
             for cut in iterate(manifest, language=options.language):
                 show(next(count))
-                wanted = prompt_of(cut)
-                spoken.add(wanted.source)
-                texts.setdefault(wanted.target, []).append(cut.supervisions[0].text or "")
+                prompt = prompt_of(cut)
+                spoken.add(prompt.source)
+                texts.setdefault(prompt.target, []).append(cut.supervisions[0].text or "")
                 survey.add_cut(cut)
     if not texts:
         raise ValueError(f"{', '.join(map(str, options.manifests))}: no utterances to train on.")
@@ -132,16 +132,16 @@ def _report(survey: Survey, tokenizer: Tokenizer, subsampling: int | None, *, ch
 
     framing = FASTCONFORMER if subsampling is None else Framing(subsampling=subsampling)
     print_folded(describe_counts(survey))
-    found = survey.sampled(tokenizer, framing)
-    if found is None:
+    ratios = survey.sampled(tokenizer, framing)
+    if ratios is None:
         return
-    print_folded(describe_alignment(found, framing))
+    print_folded(describe_alignment(ratios, framing))
     if chosen and framing != FASTCONFORMER:
         print_folded(
             f"this vocabulary is for training with model.encoder.subsampling={framing.subsampling}"
         )
     warning = warn_about_alignment(
-        found,
+        ratios,
         framing,
         with_subsampling=lambda other: survey.sampled(tokenizer, Framing(subsampling=other)),
         survey=None if chosen else lambda: survey,

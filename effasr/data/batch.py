@@ -120,9 +120,9 @@ class Batch:
         device = torch.device(device)
         if device.type == "cpu" or self.targets.device.type != "cpu":
             return self._mapped(lambda part: part.to(device=device, non_blocking=True))
-        found: list[Tensor] = []
-        self._mapped(lambda part: _with_tensors(part, lambda x: found.append(x) or x))
-        moved = {id(x): y for x, y in zip(found, _transferred(found, device), strict=True)}
+        tensors: list[Tensor] = []
+        self._mapped(lambda part: _with_tensors(part, lambda x: tensors.append(x) or x))
+        moved = {id(x): y for x, y in zip(tensors, _transferred(tensors, device), strict=True)}
         return self._mapped(lambda part: _with_tensors(part, lambda x: moved[id(x)]))
 
     def pin_memory(self) -> Self:

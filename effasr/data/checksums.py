@@ -50,8 +50,8 @@ def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def verify_content(content: Mapping[str, Any], name: str) -> None:
     """Compare a JSON object with its checksum, if it has one: older files have none."""
-    others = {key: value for key, value in content.items() if key != _FIELD}
-    if _FIELD in content and content[_FIELD] != _crc32(others):
+    values = {key: value for key, value in content.items() if key != _FIELD}
+    if _FIELD in content and content[_FIELD] != _crc32(values):
         raise ValueError(f"{name} does not match its checksum: a value of it was changed.")
 
 

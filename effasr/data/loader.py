@@ -203,10 +203,10 @@ class Loader:
                 # Rotated, so that the batch norms of every rank see speech now and then.
                 first = (part.step + part.epoch) % len(members)
                 members = members[first:] + members[:first]
-            own = members[part.rank :: self._world_size]
+            local = members[part.rank :: self._world_size]
             # A rank without a micro-batch in a round would keep the others waiting.
-            own += [(EMPTY, False)] * (self._rounds - len(own))
-            for round_, (indices, is_text) in enumerate(own):
+            local += [(EMPTY, False)] * (self._rounds - len(local))
+            for round_, (indices, is_text) in enumerate(local):
                 yield replace(
                     part,
                     num_steps=plan.num_steps,

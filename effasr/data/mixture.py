@@ -116,9 +116,9 @@ def shares(mix: MixConfig, amounts: Sequence[float]) -> tuple[float, ...]:
         )
     if not sum(amounts) > 0:
         raise ValueError("`amounts` must hold something of at least one source, but all are 0.")
-    found: dict[str, float] = dict.fromkeys(names, 0.0)
-    _divide(mix.sources, "", mix.temperature, 1.0, dict(zip(names, amounts, strict=True)), found)
-    return tuple(found.values())
+    divided: dict[str, float] = dict.fromkeys(names, 0.0)
+    _divide(mix.sources, "", mix.temperature, 1.0, dict(zip(names, amounts, strict=True)), divided)
+    return tuple(divided.values())
 
 
 def _children(level: Mapping[str, SourceConfig | Paths]) -> dict[str, SourceConfig]:
@@ -140,7 +140,7 @@ def _divide(
     temperature: float,
     share: float,
     amounts: Mapping[str, float],
-    found: dict[str, float],
+    divided: dict[str, float],
 ) -> None:
     """Divide the share of a level among its sources, and theirs among their own."""
     present = {
@@ -164,9 +164,9 @@ def _divide(
             part = fixed.get(name) or (1 - fixed_sum) * free[name] / free_sum
         if source.sources:
             below = temperature if source.temperature is None else source.temperature
-            _divide(source.sources, f"{prefix}{name}/", below, share * part, amounts, found)
+            _divide(source.sources, f"{prefix}{name}/", below, share * part, amounts, divided)
         else:
-            found[f"{prefix}{name}"] = share * part
+            divided[f"{prefix}{name}"] = share * part
 
 
 def _amount(source: SourceConfig, name: str, amounts: Mapping[str, float]) -> float:

@@ -48,13 +48,13 @@ class Mixture:
         utterances, by_source = _sums(sources, amounts, len(names))
         whole = int(by_source.sum())
         if mix.epoch == "full":
-            asked = tuple(amount / whole for amount in by_source.tolist())
+            requested = tuple(amount / whole for amount in by_source.tolist())
         else:
-            asked = shares(mix, by_source.tolist())
+            requested = shares(mix, by_source.tolist())
             if unit == "hours":
                 if mix.epoch_hours is not None:
                     whole = round(mix.epoch_hours * _PER_UNIT["hours"])
-                quotas = tuple(round(share * whole) for share in asked)
+                quotas = tuple(round(share * whole) for share in requested)
             elif draws_tokens:
                 if mix.epoch_hours is not None:
                     raise ValueError(
@@ -62,8 +62,8 @@ class Mixture:
                         "of conversations and of text pairs alone, but is "
                         f"{mix.epoch_hours}: leave it out."
                     )
-                quotas = tuple(round(share * whole) for share in asked)
-        return cls(names, asked, utterances, by_source, unit, quotas)
+                quotas = tuple(round(share * whole) for share in requested)
+        return cls(names, requested, utterances, by_source, unit, quotas)
 
     def check(self, sources: Iterable[int]) -> None:
         """Refuse a mixture with nothing of one of these sources."""

@@ -60,9 +60,9 @@ def next_item(loaded: Iterator[T]) -> T:
     except (RuntimeError, EOFError, ConnectionError) as error:
         if isinstance(error, RuntimeError) and _DEATH not in str(error):
             raise
-        what = _line(error) or "its pipe broke"
+        reason = _line(error) or "its pipe broke"
         raise RuntimeError(
-            f"a loading process died ({what}): if memory or shared memory (/dev/shm; docker's "
+            f"a loading process died ({reason}): if memory or shared memory (/dev/shm; docker's "
             "--shm-size) ran out, lower `workers` or `prefetch`."
         ) from error
 

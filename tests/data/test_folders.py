@@ -102,12 +102,7 @@ def test_transcripts_of_librispeech_in_a_linked_folder(tmp_path, write_tone):
 @pytest.mark.parametrize(
     ("name", "content", "text", "prompt"),
     [
-        (
-            "metadata.csv",
-            'file_name,text,lang\na.wav,"a, b",de\n',
-            "one, two",
-            Prompt("de", "de"),
-        ),
+        ("metadata.csv", 'file_name,text,lang\na.wav,"a, b",de\n', "a, b", Prompt("de", "de")),
         ("metadata.csv", "\ufefffile_name,transcription\na.wav,one\n", "one", Prompt()),
         ("metadata.csv", "file_name,sentence\na.wav,one\n", "one", Prompt()),
         ("metadata.csv", "file_name,text,lang,task,pnc\na.wav,one,,,\n", "one", Prompt()),

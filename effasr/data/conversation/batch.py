@@ -38,13 +38,13 @@ class ConversationBatch(Batch):
         return PackedSequence(self.audio.values, self.clip_samples)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        own = (
+        clip_parts = (
             self.clip_samples.cu_seqlens,
             self.clip_frames.cu_seqlens,
             self.stacks,
             self.speech_rows,
         )
-        return (*Batch.tensors(self), *own)
+        return (*Batch.tensors(self), *clip_parts)
 
     def rewritable(self) -> Self:
         copied = replace(
@@ -59,8 +59,8 @@ class ConversationBatch(Batch):
     def _mapped(self, function: Callable[[Any], Any]) -> Self:
         names = ("clip_samples", "clip_frames", "stacks", "speech_rows")
         mapped = Batch._mapped(self, function)
-        own = {name: function(getattr(self, name)) for name in names}
-        return cast("Self", replace(mapped, **own))
+        clip_parts = {name: function(getattr(self, name)) for name in names}
+        return cast("Self", replace(mapped, **clip_parts))
 
     def part(self, begin: int, end: int) -> ConversationBatch:
         """Return conversations ``begin`` to ``end - 1`` on the host, without a static shape."""

@@ -67,10 +67,10 @@ def collate_conversations(
             "frame_budget": (sum(frames), shape.frame_budget),
             "token_budget": (len(tokens), shape.token_budget),
         }
-        for name, (given, limit) in filled.items():
-            if given > limit:
+        for name, (count, limit) in filled.items():
+            if count > limit:
                 raise ValueError(
-                    f"collate: the batch must fit in `{name}` = {limit}, but fills {given}: give "
+                    f"collate: the batch must fit in `{name}` = {limit}, but fills {count}: give "
                     "it fewer conversations."
                 )
         sequences, clips = shape.max_sequences, max_clips
@@ -132,13 +132,13 @@ def _rows(
         counts = [-(-count // stack) for count in frames[used : used + len(example.clips)]]
         used += len(example.clips)
         try:
-            own, wanted, places = input_rows(example.rows, counts)
+            inputs, labels, positions = input_rows(example.rows, counts)
         except ValueError as error:
             raise ValueError(f"{example.id}: {error}") from error
-        tokens.append(own)
-        targets.append(wanted)
-        starts += [rows + place for place in places]
-        lengths.append(len(own))
-        rows += len(own)
+        tokens.append(inputs)
+        targets.append(labels)
+        starts += [rows + position for position in positions]
+        lengths.append(len(inputs))
+        rows += len(inputs)
     empty = np.zeros(0, dtype=np.int64)
     return np.concatenate([empty, *tokens]), np.concatenate([empty, *targets]), starts, lengths

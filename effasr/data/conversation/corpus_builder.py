@@ -187,7 +187,7 @@ class _Builder:
         lengths = UtteranceLengths(to_numpy(self.frames), to_numpy(self.rows))
         budget = config.token_budget or self._suggested_budget(lengths)
         is_kept = lengths.tokens <= budget
-        kept = np.flatnonzero(is_kept)
+        selected = np.flatnonzero(is_kept)
         ids, coded, clips = self.ids.build(), self.coded.build(), self.clips.build()
         for index in np.flatnonzero(~is_kept).tolist():
             details = (
@@ -196,15 +196,15 @@ class _Builder:
             )
             name, seconds = decode(ids[index]), self.samples[index] / SAMPLE_RATE
             self.dropped.append(Dropped(name, Reason.TOKEN_BUDGET, details, "", seconds))
-        check_share(self.dropped, len(self.dropped) + len(kept), config.filters.max_dropped)
+        check_share(self.dropped, len(self.dropped) + len(selected), config.filters.max_dropped)
         clip_ends, samples = to_numpy(self.clip_ends), to_numpy(self.samples)
         sources, clip_counts = to_numpy(self.sources), np.diff(clip_ends)
-        if len(kept) < len(lengths):
-            lengths = UtteranceLengths(lengths.frames[kept], lengths.tokens[kept])
-            ids, coded = ids.take(kept), coded.take(kept)
-            samples, sources = samples[kept], sources[kept]
+        if len(selected) < len(lengths):
+            lengths = UtteranceLengths(lengths.frames[selected], lengths.tokens[selected])
+            ids, coded = ids.take(selected), coded.take(selected)
+            samples, sources = samples[selected], sources[selected]
             clips = clips.take(np.flatnonzero(np.repeat(is_kept, clip_counts)))
-            clip_counts = clip_counts[kept]
+            clip_counts = clip_counts[selected]
             clip_ends = np.concatenate([[0], np.cumsum(clip_counts)]).astype(np.int64)
         shape, max_clips = static_shape(
             lengths,

@@ -72,24 +72,24 @@ def _rows(messages: Sequence[Message], tokenizer: ChatTokenizer, *, asks: bool) 
     for number, message in enumerate(messages):
         if message.role != "assistant":
             continue
-        asked = _render(messages[:number], tokenizer, asks=True)
+        question = _render(messages[:number], tokenizer, asks=True)
         answered = _render(messages[: number + 1], tokenizer, asks=False)
-        if not (whole.startswith(answered) and answered.startswith(asked)):
+        if not (whole.startswith(answered) and answered.startswith(question)):
             raise _ChangedTurns(number + 1)
-        written = answered[len(asked) :].rstrip()
-        rows += _encode(whole[cursor : len(asked)], tokenizer) + _targets(written, tokenizer)
-        cursor = len(asked) + len(written)
+        written = answered[len(question) :].rstrip()
+        rows += _encode(whole[cursor : len(question)], tokenizer) + _targets(written, tokenizer)
+        cursor = len(question) + len(written)
     return rows + _encode(whole[cursor:], tokenizer) if asks else rows
 
 
 def _answer_rows(messages: Sequence[Message], tokenizer: ChatTokenizer) -> np.ndarray:
     """Return the rows of a conversation of which the model must write the last turn alone."""
-    asked = _render(messages[:-1], tokenizer, asks=True)
+    question = _render(messages[:-1], tokenizer, asks=True)
     answered = _render(messages, tokenizer, asks=False)
-    if not answered.startswith(asked):
+    if not answered.startswith(question):
         raise _ChangedTurns(len(messages))
     prompt = prompt_rows(messages[:-1], tokenizer).tolist()
-    return _checked(prompt + _targets(answered[len(asked) :].rstrip(), tokenizer), messages)
+    return _checked(prompt + _targets(answered[len(question) :].rstrip(), tokenizer), messages)
 
 
 def _targets(written: str, tokenizer: ChatTokenizer) -> list[int]:
@@ -121,9 +121,9 @@ def _turns(messages: Sequence[Message]) -> list[dict[str, str]]:
 
 def _encode(text: str, tokenizer: ChatTokenizer) -> list[int]:
     """Tokenize the text between clips."""
-    first, *others = text.split(_MARK)
+    first, *following = text.split(_MARK)
     ids = tokenizer.encode(first, "") if first else []
-    for piece in others:
+    for piece in following:
         ids.append(CLIP)
         ids += tokenizer.encode(piece, "") if piece else []
     return ids

@@ -71,13 +71,13 @@ class TooManyDropped(ValueError):
 
 def check_share(dropped: Sequence[Dropped], utterances: int, limit: float) -> None:
     """Check that no single reason leaves out too much."""
-    counts = Counter(str(one.reason) for one in dropped)
+    counts = Counter(str(drop.reason) for drop in dropped)
     for reason, count in counts.most_common(1):
         # Divided as the remedy below is: 0.29 * 100 is less than 29.
         if count / utterances <= limit:
             return
-        first = [one for one in dropped if str(one.reason) == reason][:_SHOWN]
-        examples = "; ".join(f"{one.id}: {one.details}" for one in first)
+        first = [drop for drop in dropped if str(drop.reason) == reason][:_SHOWN]
+        examples = "; ".join(f"{drop.id}: {drop.details}" for drop in first)
         raise TooManyDropped(
             f"{reason} leaves out {count} of {utterances} utterances "
             f"({100 * count / utterances:.1f} %), over the {100 * limit:g} % that "

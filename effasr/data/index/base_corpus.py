@@ -88,8 +88,8 @@ def nothing_left(
     paths: Sequence[str | Path], problem: str, dropped: Sequence[Dropped]
 ) -> ValueError:
     first = f"; the first: {dropped[0].details}" if dropped else ""
-    shown = ", ".join(map(str, paths)) or "no manifest"
-    message = f"{shown}: {problem} ({len(dropped)} dropped{first})."
+    names = ", ".join(map(str, paths)) or "no manifest"
+    message = f"{names}: {problem} ({len(dropped)} dropped{first})."
     return TooManyDropped(message, dropped) if dropped else ValueError(message)
 
 

@@ -43,11 +43,11 @@ def write_columns(
     with atomic_file(path) as file:
         file.seek(_HEADER)
         for name, values in columns.items():
-            place = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT
-            file.seek(place)
+            offset = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT
+            file.seek(offset)
             header["columns"][name] = [
                 values.dtype.str,
-                place,
+                offset,
                 len(values),
                 _write(file, values, progress),
             ]
@@ -66,8 +66,8 @@ def map_columns(path: Path, key: str) -> dict[str, np.ndarray]:
     """
     with path.open("rb", buffering=0) as file:
         header = _header(file, path, key)
-        for name, (kind, place, count, checksum) in header["columns"].items():
-            if _checksum(file, place, count * np.dtype(kind).itemsize) != checksum:
+        for name, (kind, offset, count, checksum) in header["columns"].items():
+            if _checksum(file, offset, count * np.dtype(kind).itemsize) != checksum:
                 raise Damaged(f"{path}: column {name!r} does not match its checksum")
         with suppress(OSError):
             # The map keeps a copy of the descriptor and with it the lock.
@@ -77,8 +77,8 @@ def map_columns(path: Path, key: str) -> dict[str, np.ndarray]:
     if hasattr(mmap, "MADV_RANDOM"):
         mapped.madvise(mmap.MADV_RANDOM)
     return {
-        name: np.frombuffer(mapped, kind, count, place) if count else np.zeros(0, kind)
-        for name, (kind, place, count, _) in header["columns"].items()
+        name: np.frombuffer(mapped, kind, count, offset) if count else np.zeros(0, kind)
+        for name, (kind, offset, count, _) in header["columns"].items()
     }
 
 
@@ -115,8 +115,8 @@ def _header(file: IO[bytes], path: Path, key: str) -> dict[str, Any]:
         size = os.fstat(file.fileno()).st_size
         if header["size"] != size:
             raise Damaged(f"{path}: has {size} bytes instead of {header['size']}")
-        for kind, place, count, _ in header["columns"].values():
-            if place < _HEADER or (count and place + count * np.dtype(kind).itemsize > size):
+        for kind, offset, count, _ in header["columns"].values():
+            if offset < _HEADER or (count and offset + count * np.dtype(kind).itemsize > size):
                 raise Damaged(f"{path}: a column lies outside the file")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         if isinstance(error, Damaged):
@@ -125,10 +125,10 @@ def _header(file: IO[bytes], path: Path, key: str) -> dict[str, Any]:
     return header
 
 
-def _checksum(file: IO[bytes], place: int, size: int) -> int:
+def _checksum(file: IO[bytes], offset: int, size: int) -> int:
     # Read instead of mapped: mapped pages would count as memory of every process.
     buffer, checksum = memoryview(bytearray(min(_BLOCK, size))), 0
-    file.seek(place)
+    file.seek(offset)
     while size:
         read = file.readinto(buffer[: min(len(buffer), size)])  # type: ignore[attr-defined]
         if not read:

@@ -118,12 +118,12 @@ class Corpus(BaseCorpus):
         config: DataConfig,
         prompt_id: int,
     ) -> Corpus:
-        kept, lengths, speeds = selection.rows, selection.lengths, config.speed_perturbation
-        rows, prompt_ids = table.rows[kept], table.prompt_ids[kept]
+        selected, lengths, speeds = selection.rows, selection.lengths, config.speed_perturbation
+        rows, prompt_ids = table.rows[selected], table.prompt_ids[selected]
         columns = [lengths.frames, lengths.tokens]
         extra = [] if selection.mixture is None else [selection.sources]
         if speeds != (1.0,):
-            extra += [np.array(speeds), table.speeds[kept]]
+            extra += [np.array(speeds), table.speeds[selected]]
         monotonic = np.array([prompt.monotonic for prompt in table.prompts])
         return cls(
             lengths=lengths,
@@ -142,10 +142,10 @@ class Corpus(BaseCorpus):
             _tokens=table.tokens,
             _speakers=table.speakers,
             _rows=rows,
-            _speeds=table.speeds[kept],
+            _speeds=table.speeds[selected],
             _all_speeds=speeds,
-            _prompt_lengths=table.prompt_lengths[kept],
-            _monotonic=monotonic[prompt_ids] & (table.token_lengths[kept] > 0),
+            _prompt_lengths=table.prompt_lengths[selected],
+            _monotonic=monotonic[prompt_ids] & (table.token_lengths[selected] > 0),
             _prompts=tuple(table.prompts),
             _prompt_ids=prompt_ids,
         )

@@ -106,8 +106,8 @@ class CorpusCache:
                 table = self._find(path, key)
                 if table is None:
                     # Left by a killed process; without locks another may be writing it.
-                    for left in folder.glob(f"{path.name}.*.partial") if is_locked else ():
-                        left.unlink(missing_ok=True)
+                    for leftover in folder.glob(f"{path.name}.*.partial") if is_locked else ():
+                        leftover.unlink(missing_ok=True)
                     table = self._build(path, key, arguments, files, report_progress)
                 return table
         except OSError as error:
@@ -157,15 +157,15 @@ class CorpusCache:
         table = build_table(*arguments, jobs=self._jobs, progress=progress)
         report_progress("checking that the manifests have not changed")
         if _key(arguments, *files) != key:
-            shown = ", ".join(map(str, arguments[0]))
-            raise ValueError(f"{shown}: must not change while it is read, but did: start again.")
+            names = ", ".join(map(str, arguments[0]))
+            raise ValueError(f"{names}: must not change while it is read, but did: start again.")
         written = _Progress(
             "writing the corpus: {:,} bytes, {:,.0f} a second", self._note, report_progress
         )
         size = write_columns(path, key, _columns(table), written)
         # The age of a file is not reliable: a clock that was set back makes this one the oldest.
-        others = [file for file in _by_age(path) if file != path]
-        for old in others[_KEPT - 1 :]:
+        older = [file for file in _by_age(path) if file != path]
+        for old in older[_KEPT - 1 :]:
             if remove_unused(old):
                 old.with_suffix(".lock").unlink(missing_ok=True)
                 self._note(f"removed {old}: the same manifests have {_KEPT} other files")
@@ -227,14 +227,14 @@ def _flattened(value: Any, prefix: str = "") -> dict[str, np.ndarray]:
 
 
 def _unflattened(
-    cls: type[T], columns: dict[str, np.ndarray], prefix: str = "", **others: Any
+    cls: type[T], columns: dict[str, np.ndarray], prefix: str = "", **values: Any
 ) -> T:
     for name, kind in get_type_hints(cls).items():
         if kind is np.ndarray:
-            others[name] = columns[f"{prefix}{name}"]
+            values[name] = columns[f"{prefix}{name}"]
         elif is_dataclass(kind):
-            others[name] = _unflattened(kind, columns, f"{prefix}{name}.")  # type: ignore[arg-type]
-    return cls(**others)
+            values[name] = _unflattened(kind, columns, f"{prefix}{name}.")  # type: ignore[arg-type]
+    return cls(**values)
 
 
 def _meta(columns: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Selector:
         self._dropped: list[tuple[float, Dropped]] = list(dropped)
         if (budget := config.token_budget) is not None:
             # An utterance that was dropped before comes before the next one of the columns.
-            self._drop_long_texts(budget, "", place=lambda index: index + 0.5)
+            self._drop_long_texts(budget, "", position=lambda index: index + 0.5)
 
     @property
     def kept(self) -> np.ndarray:
@@ -141,23 +141,25 @@ class Selector:
         is_out: np.ndarray,
         reason: Reason,
         details: Callable[[int], str],
-        place: Callable[[int], float] = lambda index: math.inf,
+        position: Callable[[int], float] = lambda index: math.inf,
     ) -> None:
         """Drop the kept utterances for which ``is_out``, bool (n,), is true."""
         for index in np.flatnonzero(self.is_kept & is_out).tolist():
             name, audio = self.columns.identify(index)
             seconds = float(self.columns.seconds[index])
             drop = Dropped(name, reason, details(index), audio, seconds)
-            self._dropped.append((place(index), drop))
+            self._dropped.append((position(index), drop))
         self.is_kept &= ~is_out
 
-    def _drop_long_texts(self, budget: int, remedy: str, **place: Callable[[int], float]) -> None:
+    def _drop_long_texts(
+        self, budget: int, remedy: str, **position: Callable[[int], float]
+    ) -> None:
         tokens = self.lengths.tokens
         self._drop(
             tokens > budget,
             Reason.TOKEN_BUDGET,
             lambda index: f"{tokens[index]} tokens, over {budget}{remedy}",
-            **place,
+            **position,
         )
 
     def _drop_outliers(self) -> None:

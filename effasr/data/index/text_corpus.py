@@ -206,13 +206,15 @@ class TextCorpus(BaseCorpus):
 
         Each source is an endless sequence: an epoch continues where the one before ended.
         """
-        shape, asked = self.shape, self.shares.asked
+        shape, requested = self.shape, self.shares.asked
         # Shares are of the tokens to read; sources may differ in the tokens to write for each.
-        written = np.bincount(self.sources, self.lengths.tokens, len(asked))
+        written = np.bincount(self.sources, self.lengths.tokens, len(requested))
         ratios = (written / np.maximum(self.shares.amounts, 1)).tolist()
-        written_per_read = sum(share * ratio for share, ratio in zip(asked, ratios, strict=True))
+        written_per_read = sum(
+            share * ratio for share, ratio in zip(requested, ratios, strict=True)
+        )
         rows = _FILL * min(shape.frame_budget, shape.token_budget / written_per_read)
-        quotas = [round(share * rows * steps * micro_batches) for share in asked]
+        quotas = [round(share * rows * steps * micro_batches) for share in requested]
         seed += _SEED
         return plan_epoch(
             self.lengths,

@@ -144,8 +144,8 @@ def _check_values(cut: Cut) -> None:
             raise ValueError("`recording.sources` must be a list")
         for source in cut.recording.sources:
             if not isinstance(source.channels, list):
-                shown = repr(source.channels)[:60]
-                raise ValueError(f"`channels` of a source must be a list, but is {shown}")
+                value_text = repr(source.channels)[:60]
+                raise ValueError(f"`channels` of a source must be a list, but is {value_text}")
     for name, value in numbers.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < _MAX_NUMBER or (name != "start" and value == 0):
@@ -159,8 +159,8 @@ def _check_values(cut: Cut) -> None:
         raise ValueError(f"`channel` must be numbers from 0, but is {repr(cut.channel)[:60]}")
     for supervision in cut.supervisions:
         if not isinstance(supervision.speaker, str | int | None):
-            shown = repr(supervision.speaker)[:60]
-            raise ValueError(f"`speaker` of a supervision must be text, but is {shown}")
+            value_text = repr(supervision.speaker)[:60]
+            raise ValueError(f"`speaker` of a supervision must be text, but is {value_text}")
 
 
 def _supervise(cut: Cut) -> None:

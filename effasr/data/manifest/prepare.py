@@ -116,15 +116,15 @@ def prepare(
         kept = _Kept(file)
         dropped: list[tuple[int, Dropped]] = []
         outcomes = _in_order(check_one, utterances, jobs or os.cpu_count() or 1)
-        for place, outcome in enumerate(outcomes):
+        for position, outcome in enumerate(outcomes):
             if isinstance(outcome, Dropped):
-                dropped.append((place, outcome))
+                dropped.append((position, outcome))
             else:
-                kept.add(place, outcome)
+                kept.add(position, outcome)
                 if note is not None:
                     note(outcome.cut, outcome.tokens)
             if progress is not None:
-                progress(place + 1)
+                progress(position + 1)
         if not len(kept) and not dropped:
             raise ValueError(f"{source}: holds no utterances.")
         return _write(folder, str(source), kept, dropped, has_tokens=tokenizer is not None)
@@ -186,13 +186,13 @@ class _Check:
                 f"{utterance.audio}: the path must be UTF-8, as manifests are: rename the file."
             )
             return Dropped(name, AudioProblem.UNREADABLE, problem, utterance.audio, duration)
-        asked = prompt_of(cut)
+        prompt = prompt_of(cut)
         return _Fit(
             cut,
             None if tokens is None else tokens.text,
             line,
-            asked.source if asked.monotonic else f"{asked.source}>{asked.target}",
-            asked.target,
+            prompt.source if prompt.monotonic else f"{prompt.source}>{prompt.target}",
+            prompt.target,
             duration,
             len(text_of(cut)) if tokens is None else len(tokens.text),
             0 if tokens is None else tokens.unknown,
@@ -204,7 +204,7 @@ class _Kept:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self.places = array("q")
+        self.positions = array("q")
         self.durations = array("d")
         self.sizes = array("q")
         self.unknown = array("q")
@@ -213,11 +213,11 @@ class _Kept:
         self._numbers: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.positions)
 
-    def add(self, place: int, fit: _Fit) -> None:
+    def add(self, position: int, fit: _Fit) -> None:
         self._file.write(fit.line + b"\n")
-        self.places.append(place)
+        self.positions.append(position)
         self.durations.append(fit.duration)
         self.sizes.append(fit.size)
         self.unknown.append(fit.unknown)
@@ -260,7 +260,7 @@ def _write(
             duration, size = kept.durations[index], kept.sizes[index]
             if outliers[index]:
                 drop = _outlier(line, size / duration, duration, has_tokens=has_tokens)
-                dropped.append((kept.places[index], drop))
+                dropped.append((kept.positions[index], drop))
                 continue
             packed.write(line)
             report.kept.add(duration)

@@ -90,8 +90,8 @@ class ManifestRow:
         # A Python int may exceed the range of floats.
         finite = isinstance(value, int | float) and abs(value) <= sys.float_info.max
         if isinstance(value, bool) or not finite:
-            shown = repr(value)[:60]
-            raise self.error(f"`{name}` must be a number of seconds, but is {shown}.", name)
+            value_text = repr(value)[:60]
+            raise self.error(f"`{name}` must be a number of seconds, but is {value_text}.", name)
         if value < 0 or (value == 0 and not zero):
             rule = "at least 0" if zero else "greater than 0"
             raise self.error(f"`{name}` must be {rule}, but is {value}.", name)

@@ -17,7 +17,9 @@ COLUMNS = 100
 def describe_counts(survey: Survey) -> str:
     hours = f"{survey.hours:,.2f} h"
     if len(survey.languages) > 1:
-        shares = (f"{language} {one.hours:,.2f}" for language, one in survey.languages.items())
+        shares = (
+            f"{language} {counts.hours:,.2f}" for language, counts in survey.languages.items()
+        )
         listed = ", ".join(shares)
         hours += f" ({listed if len(listed) < 40 else f'{len(survey.languages)} languages'})"
     letters = describe_letters(survey.characters, len(survey.speakers))
@@ -30,10 +32,10 @@ def describe_letters(characters: int, speakers: int) -> str:
     return ", ".join(parts)
 
 
-def describe_alignment(found: FramesPerToken, framing: Framing) -> str:
+def describe_alignment(ratios: FramesPerToken, framing: Framing) -> str:
     return (
-        f"frames per token ({framing.subsampling}x): median {found.median:.1f}, under 2 in "
-        f"{percent(found.under_two)} %, too few for CTC in {percent(found.impossible)} % of "
+        f"frames per token ({framing.subsampling}x): median {ratios.median:.1f}, under 2 in "
+        f"{percent(ratios.under_two)} %, too few for CTC in {percent(ratios.impossible)} % of "
         "utterances"
     )
 
@@ -45,7 +47,7 @@ def percent(share: float) -> str:
 
 
 def warn_about_alignment(
-    found: FramesPerToken,
+    ratios: FramesPerToken,
     framing: Framing,
     *,
     with_subsampling: Callable[[int], FramesPerToken | None],
@@ -57,7 +59,7 @@ def warn_about_alignment(
     ``survey`` reads texts for choosing a larger vocabulary, and is called only for a warning; None
     if the vocabulary is that of a trained model.
     """
-    if not found.is_hard:
+    if not ratios.is_hard:
         return []
     remedies = list(_remedies(framing, with_subsampling, None if survey is None else survey()))
     cause = (

@@ -54,8 +54,8 @@ class LanguageSurvey:
         if len(self.texts) < SAMPLE:
             self.texts.append(text)
             self.seconds.append(seconds)
-        elif (place := generator.randrange(self._offered)) < SAMPLE:
-            self.texts[place], self.seconds[place] = text, seconds
+        elif (slot := generator.randrange(self._offered)) < SAMPLE:
+            self.texts[slot], self.seconds[slot] = text, seconds
 
     @property
     def has_speech(self) -> bool:
@@ -75,16 +75,16 @@ class Survey:
 
     def add(
         self,
-        asked: Prompt,
+        prompt: Prompt,
         text: str,
         seconds: float,
         speaker: str | None = None,
         tokens: Sequence[int] | None = None,
     ) -> None:
         """Count an utterance; ``tokens`` are the ids of its text."""
-        follows = seconds if asked.monotonic and text else None
-        found = self.add_text(asked.target, text, follows)
-        found.hours += seconds / 3600
+        follows = seconds if prompt.monotonic and text else None
+        counts = self.add_text(prompt.target, text, follows)
+        counts.hours += seconds / 3600
         self.utterances += 1
         self.hours += seconds / 3600
         self.longest = max(self.longest, seconds)
@@ -97,12 +97,12 @@ class Survey:
 
     def add_text(self, language: str, text: str, seconds: float | None = None) -> LanguageSurvey:
         """Count a text; ``seconds`` is the duration of the speech that it follows, if any."""
-        found = self.languages.setdefault(language, LanguageSurvey())
-        found.utterances += 1
-        found.length += len(text)
-        found.characters.update(text)
-        found.offer(text, seconds, self._generator)
-        return found
+        counts = self.languages.setdefault(language, LanguageSurvey())
+        counts.utterances += 1
+        counts.length += len(text)
+        counts.characters.update(text)
+        counts.offer(text, seconds, self._generator)
+        return counts
 
     def add_cut(self, cut: Cut, tokens: Sequence[int] | None = None) -> None:
         speaker = cut.supervisions[0].speaker
@@ -111,8 +111,10 @@ class Survey:
     @property
     def characters(self) -> int:
         """Number of distinct characters of all texts, without spaces."""
-        every = set(chain.from_iterable(one.characters for one in self.languages.values()))
-        return sum(not character.isspace() for character in every)
+        characters = set(
+            chain.from_iterable(counts.characters for counts in self.languages.values())
+        )
+        return sum(not character.isspace() for character in characters)
 
     def counted(self, framing: Framing, *, excluded: int = 0) -> FramesPerToken | None:
         """Return frames per token of all utterances added with tokens, or None if there are none.
@@ -133,24 +135,24 @@ class Survey:
         seconds, ids = self.sample_tokens(tokenizer)
         if not ids:
             return None
-        tokens = np.array([len(one) for one in ids])
-        needed = np.array([frames_for_ctc(one) for one in ids])
+        tokens = np.array([len(tokens) for tokens in ids])
+        needed = np.array([frames_for_ctc(tokens) for tokens in ids])
         return FramesPerToken.of(frames_in(seconds, framing), tokens, needed)
 
     def sample_seconds(self) -> np.ndarray:
         """Return durations of the sampled texts that follow the speech: float64 (n,), seconds."""
-        spoken = (found.seconds for found in self.languages.values() if found.has_speech)
+        spoken = (counts.seconds for counts in self.languages.values() if counts.has_speech)
         return np.array(list(chain.from_iterable(spoken)))
 
     def sample_tokens(self, tokenizer: Tokenizer) -> tuple[np.ndarray, list[list[int]]]:
         """Return durations (float64 (n,), seconds) and token ids of texts that follow speech."""
         seconds, ids = [], []
-        for language, found in self.languages.items():
+        for language, counts in self.languages.items():
             # A tokenizer that names no languages has one vocabulary for all.
             is_known = not tokenizer.languages or language in tokenizer.languages
-            if not found.has_speech or not is_known:
+            if not counts.has_speech or not is_known:
                 continue
-            for text, duration in zip(found.texts, found.seconds, strict=True):
+            for text, duration in zip(counts.texts, counts.seconds, strict=True):
                 if tokens := tokenizer.encode(text, language):
                     seconds.append(duration)
                     ids.append(tokens)
@@ -170,21 +172,21 @@ def survey(
     Audio files are opened only where a manifest gives no duration, and only their headers. With
     ``untranscribed``, utterances may lack a text; these are not counted.
     """
-    found, read = Survey(), 0
+    counts, read = Survey(), 0
     for path in paths:
         for utterance in _utterances(path, language, most, untranscribed):
             read += 1
             progress(read)
             if utterance[1] or not untranscribed:
-                found.add(*utterance)
-    return found
+                counts.add(*utterance)
+    return counts
 
 
 def _utterances(
     path: str | Path, language: str, most: int | None, untranscribed: bool
 ) -> Iterator[tuple[Prompt, str, float, str | None]]:
-    every = named(path, language=language, untranscribed=untranscribed)
-    for name, utterance in islice(every, most):
+    utterances = named(path, language=language, untranscribed=untranscribed)
+    for name, utterance in islice(utterances, most):
         if isinstance(utterance, FileUtterance) and utterance.duration is not None:
             yield utterance.prompt, utterance.text, utterance.duration, utterance.speaker
         else:

@@ -66,8 +66,8 @@ class _Measured:
         return FramesPerToken.of(frames_in(self.seconds, framing), self.tokens, self.needed)
 
     def suffices(self, framing: Framing) -> bool:
-        found = self.frames_per_token(framing)
-        return found is None or not found.is_hard
+        ratios = self.frames_per_token(framing)
+        return ratios is None or not ratios.is_hard
 
 
 def choose_vocabulary(
@@ -82,12 +82,12 @@ def choose_vocabulary(
     long as the corpus has enough examples of each piece. If no size suffices at a subsampling of 8,
     the choice is for a subsampling of 4. Vocabularies are trained on the sample of the survey.
     """
-    if not any(found.length for found in survey.languages.values()):
+    if not any(counts.length for counts in survey.languages.values()):
         raise ValueError("`survey` must have texts to choose a vocabulary for, but has none.")
     ladders = {
-        language: _Ladder(language, found, model_type)
-        for language, found in survey.languages.items()
-        if found.length
+        language: _Ladder(language, counts, model_type)
+        for language, counts in survey.languages.items()
+        if counts.length
     }
     options = SUBSAMPLINGS if subsampling is None else (subsampling,)
     choice = _choose(ladders, options[0])
@@ -101,27 +101,27 @@ def choose_vocabulary(
 class _Ladder:
     """Vocabularies of a language from the usual size upwards, each trained on first use."""
 
-    def __init__(self, language: str, found: LanguageSurvey, model_type: ModelType) -> None:
+    def __init__(self, language: str, counts: LanguageSurvey, model_type: ModelType) -> None:
         self._language = language
-        self._found = found
+        self._counts = counts
         self._model_type: ModelType = model_type
-        self._sizes = _sizes(found)
+        self._sizes = _sizes(counts)
         self._rungs: list[_Measured] = []
 
     def best(self, framing: Framing) -> _Measured:
         """Return the first with enough frames per token, or else the one with the most."""
-        for place in range(len(self._sizes)):
-            if place == len(self._rungs) and not self._climb(place):
+        for rung in range(len(self._sizes)):
+            if rung == len(self._rungs) and not self._climb(rung):
                 break
-            if self._rungs[place].suffices(framing):
-                return self._rungs[place]
+            if self._rungs[rung].suffices(framing):
+                return self._rungs[rung]
         return self._rungs[-1]
 
-    def _climb(self, place: int) -> bool:
+    def _climb(self, rung: int) -> bool:
         """Train the next vocabulary; return False if the corpus has too few examples for it."""
-        measured = _measure(self._language, self._found, self._sizes[place], self._model_type)
-        if place:
-            share = self._found.utterances / max(len(self._found.texts), 1)
+        measured = _measure(self._language, self._counts, self._sizes[rung], self._model_type)
+        if rung:
+            share = self._counts.utterances / max(len(self._counts.texts), 1)
             if measured.tokens.sum() * share < _LEAST_EXAMPLES * measured.size:
                 return False
             if measured.size <= self._rungs[-1].size:
@@ -134,38 +134,38 @@ def _choose(ladders: Mapping[str, _Ladder], subsampling: int) -> VocabularyChoic
     framing = Framing(subsampling=subsampling)
     best = {language: ladder.best(framing) for language, ladder in ladders.items()}
     seconds, tokens, needed = (
-        np.concatenate([getattr(one, name) for one in best.values()])
+        np.concatenate([getattr(measured, name) for measured in best.values()])
         for name in ("seconds", "tokens", "needed")
     )
-    found = None
+    ratios = None
     if len(tokens):
-        found = FramesPerToken.of(frames_in(seconds, framing), tokens, needed)
+        ratios = FramesPerToken.of(frames_in(seconds, framing), tokens, needed)
     return VocabularyChoice(
-        sizes={language: one.size for language, one in best.items()},
+        sizes={language: measured.size for language, measured in best.items()},
         subsampling=subsampling,
-        frames_per_token=found,
+        frames_per_token=ratios,
         tokens_per_second=float(tokens.sum() / seconds.sum()) if len(tokens) else 0.0,
     )
 
 
-def _sizes(found: LanguageSurvey) -> Sequence[int]:
+def _sizes(counts: LanguageSurvey) -> Sequence[int]:
     """Return the usual size and the larger ones."""
-    hours = found.hours if found.has_speech else found.length / _CHARACTERS_PER_HOUR
+    hours = counts.hours if counts.has_speech else counts.length / _CHARACTERS_PER_HOUR
     usual = next((size for under, size in _BY_HOURS if hours < under), _MOST_USUAL)
     return [size for size in SIZES if size >= usual]
 
 
-def _measure(language: str, found: LanguageSurvey, size: int, model_type: ModelType) -> _Measured:
+def _measure(language: str, counts: LanguageSurvey, size: int, model_type: ModelType) -> _Measured:
     """Train a vocabulary on the sample, and count frames and tokens with it."""
     # Every character of the corpus is a piece, those outside the sample as well.
-    texts = [*found.texts, *sorted(found.characters.difference(*found.texts))]
+    texts = [*counts.texts, *sorted(counts.characters.difference(*counts.texts))]
     try:
         model = train_model(language, texts, size, model_type)
     except VocabularyTooSmall as error:
         # A script with thousands of characters determines the size.
         model = train_model(language, texts, error.needed, model_type)
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    ids = list(_encoded(processor, found)) if found.has_speech else []
+    ids = list(_encoded(processor, counts)) if counts.has_speech else []
     return _Measured(
         processor.vocab_size(),
         np.array([seconds for seconds, _ in ids], dtype=np.float64),
@@ -175,8 +175,8 @@ def _measure(language: str, found: LanguageSurvey, size: int, model_type: ModelT
 
 
 def _encoded(
-    processor: sentencepiece.SentencePieceProcessor, found: LanguageSurvey
+    processor: sentencepiece.SentencePieceProcessor, counts: LanguageSurvey
 ) -> Iterator[tuple[float, list[int]]]:
-    for seconds, tokens in zip(found.seconds, processor.encode(found.texts), strict=True):
+    for seconds, tokens in zip(counts.seconds, processor.encode(counts.texts), strict=True):
         if tokens:
             yield seconds, tokens
