@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.runtime.checks import check_labels
 from effasr_kernels.runtime.native import refusal
 from effasr_kernels.shared import lattice
-from effasr_kernels.shared.lattice_losses import differentiable, groups
+from effasr_kernels.shared.lattice_losses import groups
 from effasr_kernels.shared.ragged import widen
 from effasr_kernels.transducer_loss import TransducerArguments, workspace
+from effasr_kernels.transducer_loss.reference import differentiable_losses
 
 _GROUP_BYTES = 32 * 2**20
 """Memory of a group for each thread. More is not faster, as allocating new memory takes time."""
@@ -38,18 +38,11 @@ def unsupported_reason(a: TransducerArguments) -> str | None:
 
 
 def run(a: TransducerArguments) -> Tensor:
-    labels = a.targets[: a.layout_targets.total]
-    exception = f" other than the blank {a.blank_id}"
-    check_labels("transducer_loss", labels, a.weight.shape[0], exception, a.blank_id)
     losses = _Losses(
-        *(a.layout_frames, a.layout_targets, labels.long()),
+        *(a.layout_frames, a.layout_targets, a.targets[: a.layout_targets.total].long()),
         *(a.blank_id, a.activation, a.fastemit, a.encoded.dtype),
     )
-    packed = {"encoded": a.encoded, "predicted": a.predicted}
-    # An overwritten input must be the argument itself; its chunks are widened instead.
-    inputs = {name: x if name in a.overwritten else widen(x) for name, x in packed.items()}
-    inputs |= {"weight": widen(a.weight), "bias": widen(a.bias)}
-    return differentiable("transducer_loss", losses, inputs, a.overwritten)
+    return differentiable_losses(a, losses)
 
 
 @dataclass(frozen=True, slots=True)

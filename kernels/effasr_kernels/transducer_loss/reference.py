@@ -7,23 +7,27 @@ from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.checks import check_labels
-from effasr_kernels.shared.lattice_losses import differentiable
+from effasr_kernels.shared.lattice_losses import Losses, differentiable
 from effasr_kernels.shared.ragged import widen
 from effasr_kernels.transducer_loss import TransducerArguments, duration_lattice, lattice
 
 
 def run(a: TransducerArguments) -> Tensor:
-    durations = a.durations or ()
-    labels = a.targets[: a.layout_targets.total]
-    exception = f" other than the blank {a.blank_id}"
-    classes = a.weight.shape[0] - len(durations)
-    check_labels("transducer_loss", labels, classes, exception, a.blank_id)
     losses = _Losses(
         *(a.layout_frames, a.layout_targets, a.targets.long(), a.blank_id, a.activation),
-        *(a.fastemit, durations, a.sigma, a.encoded.dtype),
+        *(a.fastemit, a.durations or (), a.sigma, a.encoded.dtype),
     )
+    return differentiable_losses(a, losses)
+
+
+def differentiable_losses(a: TransducerArguments, losses: Losses) -> Tensor:
+    """Check the labels, and compute the losses of widened arguments."""
+    labels = a.targets[: a.layout_targets.total]
+    exception = f" other than the blank {a.blank_id}"
+    classes = a.weight.shape[0] - len(a.durations or ())
+    check_labels("transducer_loss", labels, classes, exception, a.blank_id)
     packed = {"encoded": a.encoded, "predicted": a.predicted}
-    # An overwritten input must be the argument itself; it is widened for each sequence.
+    # An overwritten input must be the argument itself; its rows are widened part by part.
     inputs = {name: x if name in a.overwritten else widen(x) for name, x in packed.items()}
     inputs |= {"weight": widen(a.weight), "bias": widen(a.bias)}
     return differentiable("transducer_loss", losses, inputs, a.overwritten)
