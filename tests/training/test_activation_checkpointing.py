@@ -2,44 +2,16 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
-from effasr.optim.adamw import OptimizerConfig
 from effasr.training import metrics as meters
 from effasr.training.calibration import store
 from effasr.training.calibration.calibrate import read_population
-from effasr.training.config import LoopConfig
 from effasr.training.resolve import find_tokenizer
 from effasr.training.run_dir.run_directory import read_lines
-from effasr.training.step import train_step
 from effasr.training.trainer import run
-from tests.training.shortage import shortage
 
 CPU = torch.device("cpu")
-
-
-def loop(recomputed: bool | int, **settings) -> LoopConfig:
-    return LoopConfig(max_steps=20, activation_checkpointing=recomputed, **settings)
-
-
-@pytest.mark.parametrize("where", ["nowhere", "forward", "backward"])
-def test_weights_and_statistics_are_bitwise_the_same(make_train_state, batches, where) -> None:
-    """Also where memory runs out, and micro-batches are computed in pieces."""
-    states = []
-    for recomputed in (False, True):
-        model, train_state = make_train_state(
-            training=loop(recomputed), optimizer=OptimizerConfig(lr=0.01)
-        )
-        for step in range(3):
-            calls = [1] if step == 1 and where != "nowhere" else []
-            with shortage(model, *calls, where=where):
-                report = train_step(train_state, batches[2 * step : 2 * step + 2], step)
-            figures = report.read()
-            assert (figures["finite"], figures["splits"]) == (1, len(calls))
-        states.append(model.state_dict())
-    for name, tensor in states[0].items():
-        assert torch.equal(states[1][name], tensor), name
 
 
 def test_a_run_logs_what_it_computes_again(make_config, tmp_path, monkeypatch) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from effasr import config as configuration
-from effasr.model.transducer import TransducerConfig
 from effasr.training import cuda_graph
 from effasr.training.config import LoopConfig, TrainConfig
 from effasr.training.cuda_graph import MicroBatchGraph
@@ -37,35 +36,6 @@ def graphed(model, train_state):
     device = torch.device("cpu")
     graph = MicroBatchGraph(run, device, model.parameters(), model.buffers(), record)
     return replace(train_state, graph=graph)
-
-
-def train(make_train_state, batches, *, recorded: bool) -> tuple[dict[str, Tensor], list[float]]:
-    model, train_state = make_train_state()
-    if recorded:
-        train_state = graphed(model, train_state)
-    losses = []
-    for step in range(3):
-        report = train_step(train_state, batches[2 * step : 2 * step + 2], step)
-        losses += report.read().values()
-        losses += [x for _, seen in report.micro_batches for x in seen.tolist()]
-    return {name: x.clone() for name, x in model.state_dict().items()}, losses
-
-
-@pytest.mark.parametrize("predictor", [None, "lstm", "stateless"])
-def test_replayed_steps_are_those_that_would_have_run(
-    make_train_state, model_config, batches, predictor
-) -> None:
-    if predictor is not None:
-        # Each batch has its own division of the nodes, within one budget.
-        head = TransducerConfig(predictor=predictor, width=8, joint=8, dropout=0.1)
-        make_train_state = partial(make_train_state, model=replace(model_config, transducer=head))
-        batches = [replace(batch, node_budget=600) for batch in batches]
-        assert len({batch.frames.lengths for batch in batches}) > 1
-    weights, losses = train(make_train_state, batches, recorded=True)
-    expected, expected_losses = train(make_train_state, batches, recorded=False)
-    assert losses == expected_losses
-    for name, x in expected.items():
-        assert torch.equal(weights[name], x), name
 
 
 def test_the_recording_has_inputs_of_its_own(make_train_state, batches) -> None:

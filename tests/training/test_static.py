@@ -14,7 +14,6 @@ from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.transducer import TransducerConfig
-from effasr.training.config import LoopConfig
 from effasr.training.step import train_step
 from effasr_kernels import PackedSequence
 
@@ -87,27 +86,6 @@ def test_the_model_compiles_once_and_without_a_break(model_config, head) -> None
             results.append([*sums, *gradients])
         for x, y in zip(*results, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.usefixtures("eager_compiler")
-@pytest.mark.extended
-@pytest.mark.parametrize("case", ["recomputed", "lora"])
-def test_the_compiled_step_is_that_of_the_model(
-    make_train_state, make_lora_config, batches, case
-) -> None:
-    """With dropout, and statistics that count a batch once."""
-    settings, states = {}, []
-    if case == "lora":
-        config = make_lora_config()
-        settings = {"lora": config.lora, "init_from": config.init_from, "data": config.data}
-    loop = {"max_steps": 20, "activation_checkpointing": case == "recomputed"}
-    for compiled in (False, True):
-        training = LoopConfig(compile=compiled, **loop)
-        model, train_state = make_train_state(training=training, **settings)
-        train_step(train_state, batches[:2], 0)
-        states.append({name: x.clone() for name, x in model.state_dict().items()})
-    for name, tensor in states[0].items():
-        torch.testing.assert_close(states[1][name], tensor, msg=name)
 
 
 class Sizes(TorchDispatchMode):
