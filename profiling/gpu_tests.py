@@ -210,10 +210,11 @@ def groups_of(test: str) -> tuple[str, ...]:
         return (CONVERSATIONS,)
     if folder not in ("gpu", "ops") or topic.startswith("training"):
         return (MODEL,)
-    if topic == "contract" or topic.startswith("operation"):
+    if topic in ("contract", "features") or topic.startswith("operation"):
         # One table of tests for all: the operation is a part of the name.
         words = set(re.split(r"[\[\]-]", name))
-        return tuple(x for x in OPERATIONS if x in words) or OPERATIONS
+        is_named = lambda x: x in words or name.startswith(f"test_{x}")
+        return tuple(filter(is_named, OPERATIONS)) or OPERATIONS
     named_after = tuple(x for x in OPERATIONS if topic.split("_")[0] == x.split("_")[0])
     # What they share, such as launches, is proven for those that use it.
     return named_after or _users(topic) or OPERATIONS

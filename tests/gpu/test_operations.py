@@ -22,6 +22,7 @@ from tests.support.operation_cases import FACTORIES
 from tests.support.philox import PhiloxDropout
 
 _RAGGED = ("empty_among_others", "all_empty", "long_among_short")
+_NAMES = {lengths: name for name, lengths in AWKWARD_LENGTHS.items()}
 _FLOAT32 = (torch.float32,)
 
 
@@ -42,6 +43,11 @@ class Row:
     dtypes: tuple[torch.dtype, ...] = tuple(DTYPES)
     extended: bool = False
     patches: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        lengths = _NAMES.get(self.lengths, str(self.lengths))
+        return ", ".join([lengths, *(f"{key}={value}" for key, value in self.options.items())])
 
 
 def _awkward(extended: bool = False, **options: Any) -> list[Row]:
@@ -389,10 +395,7 @@ VALUES: dict[str, list[Row]] = {
 def _parameters(rows: dict[str, list[Row]]) -> Iterator[Any]:
     for name, row in ((name, row) for name, rows_of in rows.items() for row in rows_of):
         for dtype in (x for x in row.dtypes if x in DTYPES):
-            options = ", ".join(f"{key}={value}" for key, value in row.options.items())
-            text = (
-                f"{name}-{row.lengths}, {options}"[:120] + f"-{str(dtype).removeprefix('torch.')}"
-            )
+            text = f"{name}-{row.name}"[:120] + f"-{str(dtype).removeprefix('torch.')}"
             is_extended = row.extended or (len(row.dtypes) > 1 and dtype != DTYPES[-1])
             marks = [pytest.mark.extended] if is_extended else []
             yield pytest.param(name, row, dtype, id=text, marks=marks)

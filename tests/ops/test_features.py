@@ -121,7 +121,7 @@ def test_a_large_mean_costs_no_accuracy() -> None:
         (normalize_features, lambda: normalize_arguments(LENGTHS), "x", 7),
     ],
 )
-def test_nan_in_a_sequence_reaches_no_other(
+def test_nan_in_a_sequence_reaches_no_other_row(
     call: Callable[..., Tensor], arguments: Callable[[], Arguments], name: str, rows: int
 ) -> None:
     """The first sequence has three slots of windows, and two of features."""
