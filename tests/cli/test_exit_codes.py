@@ -90,13 +90,13 @@ def test_interrupted(effasr, workplace, tmp_path, monkeypatch) -> None:
     """As by ctrl-C in the middle of a file."""
     from effasr.data.manifest import prepare
 
-    check = prepare._check_audio
+    check = prepare.check_content
 
     def interrupt(cut) -> None:
         signal.raise_signal(signal.SIGINT)
         check(cut)
 
-    monkeypatch.setattr(prepare, "_check_audio", interrupt)
+    monkeypatch.setattr(prepare, "check_content", interrupt)
     ended = effasr("prepare", workplace.folder / "dev.jsonl", tmp_path / "out")
     assert ended.code == 130
     assert "Traceback" not in ended.err

@@ -36,7 +36,9 @@ def test_every_utterance_is_the_one_that_was_written(shar):
 
 def test_each_channel_of_a_call_is_a_file_of_its_own(tmp_path, nemo):
     levels = np.float32([0.25, -0.5])
-    soundfile.write(tmp_path / "call.wav", np.tile(levels, (8000, 1)), 16_000)
+    soundfile.write(
+        tmp_path / "call.wav", levels * (1 + 0.2 * np.sin(np.arange(8000)[:, None] / 9)), 16_000
+    )
     call = Recording.from_file(tmp_path / "call.wav")
     spoken = read(nemo(2))
     cuts = [
