@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from effasr.transcription.results import Result
 
 ERASE = "\r\x1b[K"
@@ -21,6 +23,8 @@ _MEGABYTE = 10**6
 _TICK_S = 1.0
 _PATIENCE_S = 2.0
 """Shorter work shows nothing; a rate or a time left is shown from here on."""
+_LEAST_WIDTH_FOR_BAR = 100
+"""Columns of a terminal; the bar is left out of a narrower one."""
 
 
 @contextmanager
@@ -50,6 +54,67 @@ def progress_counter(unit: str) -> Iterator[Callable[..., None]]:
         yield show
     finally:
         erase_line()
+
+
+class TranscriptionProgress:
+    """A bar on standard error with recordings, audio time and speed; only on a terminal."""
+
+    def __init__(self, total: int) -> None:
+        self._bar = _recordings_bar(total) if sys.stderr.isatty() else None
+        self._seconds = 0.0
+        self._started = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._started = time.monotonic()
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def add_audio(self, seconds: float) -> None:
+        self._seconds += seconds
+        if self._bar is not None:
+            minutes, second = divmod(int(self._seconds), 60)
+            audio = f"{minutes // 60}:{minutes % 60:02}:{second:02}"
+            rtfx = self._seconds / max(1e-9, time.monotonic() - self._started)
+            self._bar.update(self._bar.task_ids[0], audio=audio, rtfx=f"{rtfx:.1f}")
+
+    def done(self) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._bar.task_ids[0])
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Hide the bar while something else is written to the terminal."""
+        if self._bar is not None:
+            self._bar.stop()
+        yield
+        if self._bar is not None:
+            self._bar.start()
+
+
+def _recordings_bar(total: int) -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
+
+    console = Console(stderr=True)
+    bar = Progress(
+        *([] if console.width < _LEAST_WIDTH_FOR_BAR else [BarColumn(bar_width=24)]),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TextColumn("recordings, {task.fields[audio]} of audio, RTFx {task.fields[rtfx]}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        # Standard output is for results, so rich must not redirect it.
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    bar.add_task("", total=total, audio="0:00:00", rtfx="-")
+    return bar
 
 
 @contextmanager

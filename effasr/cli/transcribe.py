@@ -28,6 +28,7 @@ from effasr.cli.options import (
     run_checkpoints,
     seconds,
 )
+from effasr.cli.progress import TranscriptionProgress
 from effasr.decoding.config import CORRECTOR, SECOND_PASS
 
 if TYPE_CHECKING:
@@ -136,7 +137,6 @@ def run(options: argparse.Namespace) -> int:
     from effasr.data.prompt import Prompt
     from effasr.distributed.process_group import choose_device
     from effasr.transcription.outputs.writers import ResultWriter
-    from effasr.transcription.progress import TranscriptionProgress
     from effasr.transcription.results import Failure, Transcription
     from effasr.transcription.transcribe import transcribe
 
@@ -165,17 +165,17 @@ def run(options: argparse.Namespace) -> int:
             sources,
             prompt=_asked(default, options),
             config=decoding,
-            on_audio=progress.heard,
+            on_audio=progress.add_audio,
         )
         for result in results:
-            with progress.aside() if shared else nullcontext():
+            with progress.hidden() if shared else nullcontext():
                 problem = writer.write(result)
             if isinstance(result, Transcription):
                 missing.add(result.segments)
             problem = result if isinstance(result, Failure) else problem
             if problem is not None:
                 failed += 1
-                with progress.aside():
+                with progress.hidden():
                     _note(problem.reason)
             progress.done()
     missing.report(options)

@@ -37,13 +37,7 @@ from effasr.transcription.inputs.chunking import Chunk, cut_at_pauses
 from effasr.transcription.inputs.prefetch import prefetch
 from effasr.transcription.inputs.vad import is_speech, loudness, without_gaps
 from effasr.transcription.online import OnlineStream, online_recognizer
-from effasr.transcription.recordings import (
-    FIRST_CHUNKS,
-    Piece,
-    Recording,
-    Request,
-    take_finished,
-)
+from effasr.transcription.recordings import FIRST_CHUNKS, Piece, Recording, Request, take_finished
 from effasr.transcription.results import Alternative, Result, WordConfidence, word_confidences
 from effasr.transcription.second_pass.corrector import load_corrector
 from effasr.transcription.second_pass.rescore import load_second_pass

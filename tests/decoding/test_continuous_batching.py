@@ -29,11 +29,7 @@ def _eager(step):
     return replay, output
 
 
-KINDS = {
-    "contiguous": {},
-    "paged": {"paged": True},
-    "recorded": {"paged": True, "capture": _eager},
-}
+KINDS = {"contiguous": {}, "paged": {"paged": True}, "recorded": {"paged": True, "capture": _eager}}
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -65,8 +61,7 @@ def _submit(engine: Engine, every: list[Said], first: int = 0) -> None:
     names = range(first, first + len(every))
     encoded = pack([one.speech() for one in every])
     engine.submit(
-        encoded,
-        [Utterance(n, one.prompt, one.limit) for n, one in zip(names, every, strict=True)],
+        encoded, [Utterance(n, one.prompt, one.limit) for n, one in zip(names, every, strict=True)]
     )
 
 

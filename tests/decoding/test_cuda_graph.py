@@ -56,7 +56,7 @@ class _Graph:
 
 
 @pytest.fixture
-def recordings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def recordings(monkeypatch) -> list[dict[str, Any]]:
     """What `torch.cuda.graph` is asked for, where there is no GPU."""
     asked: list[dict[str, Any]] = []
 
@@ -75,15 +75,13 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return asked
 
 
-def test_other_threads_do_not_break_a_recording(recordings: list[dict[str, Any]]) -> None:
+def test_other_threads_do_not_break_a_recording(recordings) -> None:
     """In the mode ``global``, a thread that pins memory meanwhile would end it with an error."""
     StepGraph(lambda: torch.zeros(1))
     assert recordings == [{"capture_error_mode": "thread_local"}]
 
 
-def test_nor_do_they_break_that_of_a_micro_batch(
-    recordings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nor_do_they_break_that_of_a_micro_batch(recordings, monkeypatch) -> None:
     """And its launches share counters."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(counters, "_zeros", lambda count, _: torch.zeros(count))

@@ -1,6 +1,5 @@
 """Searches with a decoder whose experts are named: each utterance keeps its own throughout."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,12 +10,7 @@ from effasr.data.prompt import Prompt
 from effasr.decoding.continuous_batching.engine import Engine, Utterance, attention_greedy
 from effasr.model.asr import ASRModel
 from effasr.nn.experts import ExpertsConfig
-from tests.decoding.cases import (
-    assert_independent_of_batch,
-    batch_of,
-    decode_all,
-    make_examples,
-)
+from tests.decoding.cases import assert_independent_of_batch, batch_of, decode_all, make_examples
 
 NAMED = ExpertsConfig(count=2, route="language", names=("en", "de"))
 SEARCHES: list[dict] = [
@@ -66,7 +60,7 @@ def examples(tokenizer, noise) -> list[Example]:
 
 @pytest.mark.parametrize("options", SEARCHES, ids=IDS)
 def test_an_utterance_is_decoded_by_its_expert(
-    options: dict, experts: ASRModel, dense: Sequence[ASRModel], examples, tokenizer
+    options, experts, dense, examples, tokenizer
 ) -> None:
     plain = [replace(one, expert=None) for one in examples]
     found = assert_independent_of_batch(examples, experts, tokenizer, **options)
@@ -80,7 +74,7 @@ def test_an_utterance_is_decoded_by_its_expert(
 
 @pytest.mark.parametrize("options", SEARCHES[1:], ids=IDS[1:])
 def test_scores_of_a_search_are_those_of_the_whole_text(
-    options: dict, experts: ASRModel, examples, tokenizer
+    options, experts, examples, tokenizer
 ) -> None:
     found = decode_all(examples, experts, tokenizer, nbest=2, score_parts=True, **options)
     share = options.get("ctc_weight", 0.0)
@@ -93,9 +87,7 @@ def test_scores_of_a_search_are_those_of_the_whole_text(
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_an_expert_stays_with_its_utterance_in_a_slot(
-    paged: bool, experts: ASRModel, examples, tokenizer
-) -> None:
+def test_an_expert_stays_with_its_utterance_in_a_slot(paged, experts, examples, tokenizer) -> None:
     """Three slots for seven utterances, which enter as others end."""
     with torch.no_grad():
         encoded = experts.encode(batch_of(examples, tokenizer))

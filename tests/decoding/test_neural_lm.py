@@ -99,7 +99,7 @@ def folder(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_scores_are_the_models_own(kind: str) -> None:
+def test_scores_are_the_models_own(kind) -> None:
     model = causal(kind)
     lm = NeuralLM(model, V, EOS)
     contexts = torch.tensor([[[-1, -1, -1], [-1, 4, 5]], [[7, 4, 5], [-1, 4, 5]]])
@@ -127,7 +127,7 @@ def _rewrite(folder: Path, **fields) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_what_is_no_model_is_refused_before_memory_is_taken(folder: Path) -> None:
+def test_what_is_no_model_is_refused_before_memory_is_taken(folder) -> None:
     kept = (folder / "config.json").read_text()
     for fields, message in (
         (
@@ -154,7 +154,7 @@ def test_what_is_no_model_is_refused_before_memory_is_taken(folder: Path) -> Non
         load_neural_lm(folder, V, EOS)
 
 
-def test_weights_are_read_from_safetensors_alone(folder: Path) -> None:
+def test_weights_are_read_from_safetensors_alone(folder) -> None:
     torch.save(causal("gpt2").state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"model\.safetensors: there is no such file"):
@@ -171,7 +171,7 @@ def read_by(model) -> list[torch.Size]:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma", "mistral"])
-def test_a_beam_costs_the_last_token_of_each_hypothesis(kind: str) -> None:
+def test_a_beam_costs_the_last_token_of_each_hypothesis(kind) -> None:
     """Whichever of them are kept, repeated or given up, and whichever utterances are done."""
     model, reference = causal(kind), causal(kind)
     lm = NeuralLM(model, V, EOS)
@@ -186,7 +186,7 @@ def test_a_beam_costs_the_last_token_of_each_hypothesis(kind: str) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 1, 30])
-def test_what_has_no_room_is_read_again(room: int, monkeypatch) -> None:
+def test_what_has_no_room_is_read_again(room, monkeypatch) -> None:
     model, reference = causal("llama"), causal("llama")
     # Two layers of keys and values of one head of 8, in float32.
     monkeypatch.setattr(neural, "_STATE_BYTES", room * 2 * 2 * 8 * 4)
@@ -203,7 +203,7 @@ def test_what_has_no_room_is_read_again(room: int, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mamba", "gpt1"])
-def test_a_model_that_cannot_go_on_reads_each_text_again(kind: str, caplog) -> None:
+def test_a_model_that_cannot_go_on_reads_each_text_again(kind, caplog) -> None:
     with caplog.at_level(logging.WARNING, "effasr"):
         lm = NeuralLM(causal(kind), V, EOS)
     assert "does not go on from the keys and values of a text" in caplog.text
@@ -265,7 +265,7 @@ def test_long_texts_are_cut_to_what_the_model_reads() -> None:
 
 
 @pytest.mark.parametrize("method", ["attention", "ctc"])
-def test_it_takes_part_in_the_beam(method: str, model, tokenizer, noise, tmp_path) -> None:
+def test_it_takes_part_in_the_beam(method, model, tokenizer, noise, tmp_path) -> None:
     transformers.utils.logging.disable_progress_bar()
     causal("gpt2", model.vocab_size).save_pretrained(tmp_path / "lm")
     prompt = tokenizer.prompt(Prompt())
@@ -290,7 +290,7 @@ def test_it_takes_part_in_the_beam(method: str, model, tokenizer, noise, tmp_pat
     assert [one.tokens for one in again] == texts[2.0]
 
 
-def test_refusals(folder: Path, tmp_path) -> None:
+def test_refusals(folder, tmp_path) -> None:
     load_neural_lm(folder, V, EOS)
     with pytest.raises(ValueError, match="must have the speech model's vocabulary of 40 tokens"):
         load_neural_lm(folder, 40, EOS)

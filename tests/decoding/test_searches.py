@@ -7,12 +7,7 @@ import torch
 
 from effasr.decoding.decoded import Decoded
 from effasr.model.asr import ASRModel
-from tests.decoding.cases import (
-    assert_independent_of_batch,
-    batch_of,
-    decode_all,
-    transducer_model,
-)
+from tests.decoding.cases import assert_independent_of_batch, batch_of, decode_all, transducer_model
 
 SEARCHES: dict[str, tuple[str, dict]] = {
     "attention": ("model", {}),

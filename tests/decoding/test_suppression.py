@@ -114,6 +114,6 @@ def test_logits_and_what_there_is_to_suppress() -> None:
         ({"begin_suppress": tuple(range(16))}, "`begin_suppress` must be at most 15 tokens"),
     ],
 )
-def test_tokens_are_checked(options: dict, message: str) -> None:
+def test_tokens_are_checked(options, message) -> None:
     with pytest.raises(ValueError, match=message):
         Decoder(DecoderConfig(width=8, layers=1, heads=2, feed_forward=8, **options), 12)

@@ -10,9 +10,7 @@ from torch import Tensor
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.transducer import Transducer, TransducerConfig
 from effasr_kernels import pack
-from tests.decoding.cases import (
-    best_tdt_beam as tdt_beam,
-)
+from tests.decoding.cases import best_tdt_beam as tdt_beam
 from tests.decoding.cases import make_frames, make_head
 
 LABELS, FEW = 6, 3
@@ -64,7 +62,7 @@ def step_by_step(head: Transducer, frames: Tensor, max_symbols: int) -> tuple[li
 @pytest.mark.parametrize("predictor", ["lstm", "stateless"])
 @pytest.mark.parametrize("max_symbols", [1, 2, 10])
 @torch.no_grad()
-def test_greedy_is_step_by_step(predictor: str, max_symbols: int) -> None:
+def test_greedy_is_step_by_step(predictor, max_symbols) -> None:
     occurred = set[str]()
     config = tdt_config(predictor, DURATIONS)
     for seed in range(6):
@@ -153,9 +151,7 @@ def likelihoods(head: Transducer, frames: Tensor, texts: list[list[int]]) -> Ten
 @pytest.mark.parametrize("predictor", ["lstm", "stateless"])
 @pytest.mark.representative(durations=(0, 1, 3))
 @torch.no_grad()
-def test_a_wide_beam_finds_the_likeliest_of_all_texts(
-    predictor: str, durations: tuple[int, ...]
-) -> None:
+def test_a_wide_beam_finds_the_likeliest_of_all_texts(predictor, durations) -> None:
     texts = [list(x) for n in range(3) for x in itertools.product(range(FEW), repeat=n)]
     seen = set()
     for seed in range(5):

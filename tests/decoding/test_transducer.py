@@ -7,9 +7,7 @@ from torch import Tensor
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.transducer import Transducer, TransducerConfig
 from effasr_kernels import pack
-from tests.decoding.cases import (
-    best_transducer_beam as transducer_beam,
-)
+from tests.decoding.cases import best_transducer_beam as transducer_beam
 from tests.decoding.cases import make_frames, make_head
 
 LABELS, JOINT = 6, 7
@@ -42,7 +40,7 @@ def frame_by_frame(head: Transducer, frames: Tensor, max_symbols: int) -> list[i
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_symbols", [1, 2, 10])
 @torch.no_grad()
-def test_greedy_is_frame_by_frame(kind: str, max_symbols: int) -> None:
+def test_greedy_is_frame_by_frame(kind, max_symbols) -> None:
     several = 0
     for seed in range(4):
         head = head_of(kind, seed, blank=1.0)
@@ -57,7 +55,7 @@ def test_greedy_is_frame_by_frame(kind: str, max_symbols: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.representative(kind="context 3")
 @torch.no_grad()
-def test_a_beam_of_one_is_greedy(kind: str) -> None:
+def test_a_beam_of_one_is_greedy(kind) -> None:
     compared = set()
     for seed in range(4):
         head = head_of(kind, seed, blank=2.0)
@@ -78,7 +76,7 @@ def every_text(longest: int) -> list[list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.representative(kind="lstm")
 @torch.no_grad()
-def test_a_wide_beam_finds_the_likeliest_of_all_texts(kind: str) -> None:
+def test_a_wide_beam_finds_the_likeliest_of_all_texts(kind) -> None:
     """Whose likelihood is the sum over all paths, as the loss has it."""
     texts = every_text(2)
     better = 0
@@ -121,7 +119,7 @@ def test_a_beam_keeps_to_the_limits() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_a_state_read_label_by_label_is_that_of_the_transcript(kind: str) -> None:
+def test_a_state_read_label_by_label_is_that_of_the_transcript(kind) -> None:
     head = head_of(kind)
     said = torch.randint(LABELS, (2, 5))
     labels = pack(list(said))

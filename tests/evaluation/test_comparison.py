@@ -1,6 +1,5 @@
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,7 +65,7 @@ def test_words_stand_above_each_other() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_alignments_count_what_the_error_rate_counts(seed: int) -> None:
+def test_alignments_count_what_the_error_rate_counts(seed) -> None:
     rng = np.random.default_rng(seed)
     one, other = (" ".join(rng.choice(list("abcd"), rng.integers(0, 9))) for _ in range(2))
     errors, kinds = count_errors(one, other), align(one, other).kinds
@@ -81,7 +80,7 @@ def test_trn_lines() -> None:
     assert trn_line("", "u-1") == "(u-1)\n"
 
 
-def test_files_of_an_evaluation(tmp_path: Path) -> None:
+def test_files_of_an_evaluation(tmp_path) -> None:
     save(evaluated([("one two", "one too"), ("three", "three")]), tmp_path)
     assert (tmp_path / "ref.trn").read_text() == "one two (u0)\nthree (u1)\n"
     assert (tmp_path / "hyp.trn").read_text() == "one too (u0)\nthree (u1)\n"
@@ -93,7 +92,7 @@ def test_files_of_an_evaluation(tmp_path: Path) -> None:
     assert 0 <= low < 1 / 3 < high <= 0.5
 
 
-def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_side_by_side(tmp_path, capsys) -> None:
     texts = [f"a b c {i}" for i in range(30)]
     good = evaluated([(text, text) for text in texts])
     failures = (Failure("u0", "damaged"),)
@@ -115,7 +114,7 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "dev" not in capsys.readouterr().out
 
 
-def test_a_folder_of_results_is_a_system_too(tmp_path: Path) -> None:
+def test_a_folder_of_results_is_a_system_too(tmp_path) -> None:
     save(evaluated([("One", "one")]), tmp_path / "system" / "dev")
     (one,) = read_run(tmp_path / "system" / "dev")
     assert (one.system, one.set_name) == ("system", "dev")
@@ -124,9 +123,7 @@ def test_a_folder_of_results_is_a_system_too(tmp_path: Path) -> None:
     assert "100.00" not in compare([anew])
 
 
-def test_a_folder_with_another_name_than_its_set_names_the_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_with_another_name_than_its_set_names_the_system(tmp_path, monkeypatch) -> None:
     done = evaluated([("one", "one")])
     save(done, tmp_path / "a" / "evaluation" / "dev")
     save(done, tmp_path / "beam4", of_set="dev")
@@ -148,7 +145,7 @@ def test_a_folder_with_another_name_than_its_set_names_the_system(
     assert [(one.system, one.set_name) for one in read_run(".")] == [("system", "dev")]
 
 
-def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_compared(tmp_path, capsys) -> None:
     assert main(["compare", str(tmp_path)]) == 2
     assert "holds no evaluation: `effasr evaluate --run" in capsys.readouterr().err
     save(evaluated([("one", "one")]), tmp_path / "dev")

@@ -305,7 +305,7 @@ def test_one_language_needs_no_sum_and_no_word_no_rate() -> None:
         ("cuts.jsonl.gz", "cuts"),
     ],
 )
-def test_a_set_is_called_after_its_manifest(manifest: str, name: str) -> None:
+def test_a_set_is_called_after_its_manifest(manifest, name) -> None:
     assert set_name(manifest) == name
 
 

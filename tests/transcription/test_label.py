@@ -328,7 +328,7 @@ def test_a_journal_that_leads_elsewhere_is_not_written_to(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("torn", ["", '{"id": "b", ', "x" * 200_000])
-def test_a_torn_line_is_removed(tmp_path, torn: str) -> None:
+def test_a_torn_line_is_removed(tmp_path, torn) -> None:
     LabelFolder(tmp_path, {"method": "ctc"})
     whole = '{"id": "a", "problem": "damaged", "audio": "a"}\n'
     (tmp_path / "journal.jsonl").write_text(whole + torn)

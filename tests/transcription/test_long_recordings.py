@@ -40,9 +40,7 @@ def test_two_hours_grow_the_process_by_little(model, tokenizer, noise, tmp_path)
     arguments = ("model", "warm-up.wav", "long.wav")
     paths = [str(tmp_path / name) for name in arguments]
     subprocess.run(
-        [sys.executable, str(script), *paths],
-        check=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [sys.executable, str(script), *paths], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     row = json.loads((tmp_path / "model" / "grown.json").read_text())
     assert row["duration"] == row["end"] == 7200

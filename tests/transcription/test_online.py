@@ -3,7 +3,7 @@
 import dataclasses
 import gc
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from effasr.data.collate import Example, collate
-from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel
@@ -21,7 +20,7 @@ from effasr.transcription.online import OnlineRecognizer, OnlineStream, context_
 from effasr.transcription.recognizer import Recognizer
 from effasr.transcription.word_timestamps import word_timestamps
 from effasr_kernels import Context, PackedSequence
-from tests.support.streaming_model import CONTEXTS, HEADS, RATE, Make, pieces
+from tests.support.streaming_model import CONTEXTS, HEADS, RATE, pieces
 
 
 def _offline(model: ASRModel, audio: np.ndarray, context: Context) -> tuple[Tensor, list[int]]:
@@ -58,12 +57,7 @@ def _recorded(recognizer: OnlineRecognizer) -> dict[int, list[Tensor]]:
 @pytest.mark.representative(size=0)
 @pytest.mark.representative(head="tdt", context=CONTEXTS[0])
 def test_a_stream_is_the_whole_recording(
-    streaming_model: Make,
-    tokenizer: Tokenizer,
-    noise: Callable[..., np.ndarray],
-    head: str,
-    context: Context,
-    size: int,
+    streaming_model, tokenizer, noise, head, context, size
 ) -> None:
     model = streaming_model(head)
     for seconds in (3.7, 0.31):
@@ -93,12 +87,7 @@ def test_a_stream_is_the_whole_recording(
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("window", "hop"), [(512, 160), (300, 200)])
 def test_other_windows_and_the_last_rows(
-    streaming_model: Make,
-    tokenizer: Tokenizer,
-    noise: Callable[..., np.ndarray],
-    window: int,
-    hop: int,
-    causal: bool,
+    streaming_model, tokenizer, noise, window, hop, causal
 ) -> None:
     """Lengths that end in every place of a row, of a frame and of a chunk."""
     model = streaming_model("ctc", causal=causal, window=window, hop=hop)
@@ -122,9 +111,7 @@ def test_other_windows_and_the_last_rows(
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_many_streams_do_not_touch_each_other(
-    streaming_model: Make, tokenizer: Tokenizer, noise: Callable[..., np.ndarray], head: str
-) -> None:
+def test_many_streams_do_not_touch_each_other(streaming_model, tokenizer, noise, head) -> None:
     """They begin, pause and end at different times, in slots that others have used."""
     model, context = streaming_model(head), CONTEXTS[0]
     recordings = [noise(0.4 + 0.7 * seed, seed) for seed in range(5)]
@@ -152,9 +139,7 @@ def test_many_streams_do_not_touch_each_other(
         assert texts[name] == tokenizer.decode(_offline(model, audio, context)[1]).strip()
 
 
-def test_pauses_end_segments(
-    streaming_model: Make, tokenizer: Tokenizer, noise: Callable[..., np.ndarray]
-) -> None:
+def test_pauses_end_segments(streaming_model, tokenizer, noise) -> None:
     model = streaming_model("ctc")
     audio = noise(5)
     _, tokens = _offline(model, audio, CONTEXTS[0])
@@ -175,9 +160,7 @@ def test_pauses_end_segments(
     ).replace(" ", "")
 
 
-def test_a_long_segment_ends_before_a_word(
-    streaming_model: Make, tokenizer: Tokenizer, noise: Callable[..., np.ndarray]
-) -> None:
+def test_a_long_segment_ends_before_a_word(streaming_model, tokenizer, noise) -> None:
     """This model never makes a pause."""
     model, audio = streaming_model("ctc"), noise(12)
     _, tokens = _offline(model, audio, CONTEXTS[0])
@@ -205,7 +188,7 @@ def test_a_long_segment_ends_before_a_word(
 
 @pytest.mark.parametrize("head", ["ctc", "tdt"])
 def test_words_are_timed_by_the_frames_of_their_tokens(
-    streaming_model: Make, tokenizer: Tokenizer, noise: Callable[..., np.ndarray], head: str
+    streaming_model, tokenizer, noise, head
 ) -> None:
     model, audio = streaming_model(head), noise(4)
     # Pauses, which the words respect.
@@ -245,11 +228,7 @@ def test_words_are_timed_by_the_frames_of_their_tokens(
 
 @pytest.mark.parametrize(("head", "seconds"), [("ctc", 20), ("rnnt", 4)])
 def test_words_late_in_a_stream_have_their_own_times(
-    streaming_model: Make,
-    tokenizer: Tokenizer,
-    noise: Callable[..., np.ndarray],
-    head: str,
-    seconds: int,
+    streaming_model, tokenizer, noise, head, seconds
 ) -> None:
     """The transducer says ten labels in many frames, between which segments end."""
     recognizer = OnlineRecognizer(
@@ -278,7 +257,7 @@ def test_words_late_in_a_stream_have_their_own_times(
             assert segment.start - 0.5 <= word.start <= word.end <= segment.end + 0.7
 
 
-def test_hostile_streams_end_cleanly(streaming_model: Make, tokenizer: Tokenizer) -> None:
+def test_hostile_streams_end_cleanly(streaming_model, tokenizer) -> None:
     model = streaming_model("rnnt")
     recognizer = OnlineRecognizer(model, tokenizer)
     stream = recognizer.open()
@@ -313,9 +292,7 @@ def test_hostile_streams_end_cleanly(streaming_model: Make, tokenizer: Tokenizer
 
 
 @pytest.mark.extended
-def test_silence_for_minutes_takes_no_more_memory(
-    streaming_model: Make, tokenizer: Tokenizer
-) -> None:
+def test_silence_for_minutes_takes_no_more_memory(streaming_model, tokenizer) -> None:
     recognizer = OnlineRecognizer(streaming_model("ctc"), tokenizer, context=CONTEXTS[2])
     stream, held = recognizer.open(), []
     tracemalloc.start()
@@ -345,9 +322,7 @@ def _bytes_of_tensors() -> int:
 
 @pytest.mark.parametrize("head", ["ctc", "stateless"])
 @pytest.mark.representative(head="stateless")
-def test_64_streams_take_no_more_memory_with_time(
-    streaming_model: Make, tokenizer: Tokenizer, noise: Callable[..., np.ndarray], head: str
-) -> None:
+def test_64_streams_take_no_more_memory_with_time(streaming_model, tokenizer, noise, head) -> None:
     """`bench.py inference --streams 64 --longest 3600 --tick 1` runs them for an hour."""
     count, audio = 64, noise(3)
     recognizer = OnlineRecognizer(
@@ -378,7 +353,7 @@ def test_64_streams_take_no_more_memory_with_time(
     assert all(stream.done for stream in streams)
 
 
-def test_the_latency_chooses_the_context(streaming_model: Make, tokenizer: Tokenizer) -> None:
+def test_the_latency_chooses_the_context(streaming_model, tokenizer) -> None:
     model = streaming_model("ctc")
     assert context_for(model, None) == CONTEXTS[0]
     assert context_for(model, 0.08) == CONTEXTS[1]
@@ -395,9 +370,7 @@ def test_the_latency_chooses_the_context(streaming_model: Make, tokenizer: Token
         recognizer.stream()
 
 
-def test_a_model_that_looks_ahead_is_refused(
-    streaming_model: Make, model: ASRModel, tokenizer: Tokenizer
-) -> None:
+def test_a_model_that_looks_ahead_is_refused(streaming_model, model, tokenizer) -> None:
     assert is_streamable(streaming_model("tdt"))
     assert not is_streamable(model)
     with pytest.raises(ValueError, match=r"`encoder\.causal_convolution` must be true to decode"):

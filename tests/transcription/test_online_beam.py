@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from effasr.data.collate import Example, collate
-from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.confidence.tokens import StreamConfidences, token_confidences
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_beam import CTCBeamStreams, ctc_beam
@@ -22,7 +21,7 @@ from effasr.transcription.online import OnlineRecognizer, OnlineStream, online_r
 from effasr.transcription.recognizer import Recognizer
 from effasr.transcription.results import Segment, word_confidences
 from effasr_kernels import PackedSequence
-from tests.support.streaming_model import CONTEXTS, RATE, Make, pieces
+from tests.support.streaming_model import CONTEXTS, RATE, pieces
 
 BEAM, NBEST = 4, 3
 Noise = Callable[..., np.ndarray]
@@ -70,7 +69,7 @@ def heard(
 
 @pytest.mark.parametrize("head", ["ctc", "stateless", "tdt"])
 def test_a_stream_has_the_list_of_the_whole_recording(
-    streaming_model: Make, tokenizer: Tokenizer, noise: Noise, head: str
+    streaming_model, tokenizer, noise, head
 ) -> None:
     model, audio = calm(streaming_model(head)), noise(2.3)
     encoded = encoded_by(model, audio)
@@ -99,9 +98,7 @@ def test_a_stream_has_the_list_of_the_whole_recording(
 
 
 @pytest.mark.parametrize("head", ["ctc", "stateless", "tdt"])
-def test_segments_do_not_depend_on_packets(
-    streaming_model: Make, tokenizer: Tokenizer, noise: Noise, head: str
-) -> None:
+def test_segments_do_not_depend_on_packets(streaming_model, tokenizer, noise, head) -> None:
     """Segments end by pauses and by their length; each has its list, words and confidences."""
     model, audio = calm(streaming_model(head)), noise(5)
     audio[RATE : 2 * RATE] = 0
@@ -132,7 +129,7 @@ def test_segments_do_not_depend_on_packets(
 
 @pytest.mark.parametrize("head", ["ctc", "tdt"])
 def test_greedy_streams_have_the_confidences_of_recordings(
-    streaming_model: Make, tokenizer: Tokenizer, noise: Noise, head: str
+    streaming_model, tokenizer, noise, head
 ) -> None:
     model, audio = calm(streaming_model(head)), noise(2)
     encoded = encoded_by(model, audio)
@@ -162,7 +159,7 @@ def test_greedy_streams_have_the_confidences_of_recordings(
 @pytest.mark.parametrize("head", ["stateless", "rnnt"])
 @torch.inference_mode()
 def test_confidences_of_a_later_segment_know_the_labels_before(
-    streaming_model: Make, noise: Noise, head: str
+    streaming_model, noise, head
 ) -> None:
     """Both segments together have those of one transcript in which blanks divide them."""
     model = streaming_model(head)
@@ -184,9 +181,7 @@ def test_confidences_of_a_later_segment_know_the_labels_before(
 
 
 @pytest.mark.parametrize("head", ["ctc", "rnnt", "tdt"])
-def test_hostile_streams_with_a_beam_end_cleanly(
-    streaming_model: Make, tokenizer: Tokenizer, head: str
-) -> None:
+def test_hostile_streams_with_a_beam_end_cleanly(streaming_model, tokenizer, head) -> None:
     """Models that say labels in each frame, packets of one sample, and next to no audio."""
     recognizer = OnlineRecognizer(
         streaming_model(head), tokenizer, beam=2, nbest=2, word_confidence=True, words=True
@@ -202,9 +197,7 @@ def test_hostile_streams_with_a_beam_end_cleanly(
 
 
 @pytest.mark.parametrize("head", ["ctc", "tdt"])
-def test_silence_takes_no_more_memory_with_a_beam(
-    streaming_model: Make, tokenizer: Tokenizer, head: str
-) -> None:
+def test_silence_takes_no_more_memory_with_a_beam(streaming_model, tokenizer, head) -> None:
     recognizer = OnlineRecognizer(
         calm(streaming_model(head)), tokenizer, context=CONTEXTS[2], beam=2, word_confidence=True
     )
@@ -226,7 +219,7 @@ def test_silence_takes_no_more_memory_with_a_beam(
     assert max(labels for _, labels in held[6:]) < 200
 
 
-def test_the_configuration_chooses_the_search(streaming_model: Make, tokenizer: Tokenizer) -> None:
+def test_the_configuration_chooses_the_search(streaming_model, tokenizer) -> None:
     model = streaming_model("ctc")
     config = DecodingConfig(beam=3, nbest=2, word_confidence=True)
     recognizer = Recognizer(model, tokenizer, config).stream().recognizer

@@ -30,7 +30,7 @@ CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
 
 
 @pytest.fixture(params=CONFIGS)
-def decoder(request: pytest.FixtureRequest) -> Decoder:
+def decoder(request) -> Decoder:
     torch.manual_seed(0)
     options: dict[str, Any] = {
         "width": 24,
@@ -68,7 +68,7 @@ def _check(
 
 
 @torch.no_grad()
-def test_sequences_that_come_and_go(decoder: Decoder, encoded: PackedSequence) -> None:
+def test_sequences_that_come_and_go(decoder, encoded) -> None:
     packed = PanelDecoder(decoder)
     states = [decoder.new_state(6, 24, max(FRAMES)) for _ in range(2)]
 
@@ -89,7 +89,7 @@ def test_sequences_that_come_and_go(decoder: Decoder, encoded: PackedSequence) -
 
 
 @torch.no_grad()
-def test_hypotheses(decoder: Decoder, encoded: PackedSequence) -> None:
+def test_hypotheses(decoder, encoded) -> None:
     packed = PanelDecoder(decoder)
     states = [decoder.start(encoded, 20, [(3, 4)] * 4) for _ in range(2)]
     _check(decoder, packed, *states, steps=1)
@@ -106,7 +106,7 @@ def test_hypotheses(decoder: Decoder, encoded: PackedSequence) -> None:
 
 
 @torch.no_grad()
-def test_steps_of_both_kinds_continue_each_other(decoder: Decoder, encoded: PackedSequence) -> None:
+def test_steps_of_both_kinds_continue_each_other(decoder, encoded) -> None:
     packed = PanelDecoder(decoder)
     usual, found = (decoder.start(encoded, 20) for _ in range(2))
     for number in range(12):
@@ -117,9 +117,7 @@ def test_steps_of_both_kinds_continue_each_other(decoder: Decoder, encoded: Pack
 
 
 @torch.no_grad()
-def test_watched_and_paged_steps_are_the_decoders_own(
-    decoder: Decoder, encoded: PackedSequence
-) -> None:
+def test_watched_and_paged_steps_are_the_decoders_own(decoder, encoded) -> None:
     packed, tokens = PanelDecoder(decoder), torch.tensor([1, 2, 3, 4])
     usual, found = (decoder.start(encoded, 20) for _ in range(2))
     for state in (usual, found):
@@ -134,7 +132,7 @@ def test_watched_and_paged_steps_are_the_decoders_own(
     assert torch.equal(packed.step(tokens, paged[0]), decoder.step(tokens, paged[1]))
 
 
-def test_what_cannot_be_packed(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_packed(decoder, monkeypatch) -> None:
     assert has_panel_kernels(decoder)
     assert not has_panel_kernels(Decoder(decoder.config, VOCABULARY).double())
     adapt(decoder, LoRAConfig(rank=2, targets=("layers.*.mlp.linear1",)))

@@ -39,7 +39,7 @@ def seconds(chunks: list[tuple[Chunk, np.ndarray]]) -> np.ndarray:
 
 @pytest.mark.parametrize("size", [400, 1600, 8000])
 @pytest.mark.parametrize("level", [0.0, 1e-3])
-def test_chunks_are_what_is_said_between_pauses(size: int, level: float) -> None:
+def test_chunks_are_what_is_said_between_pauses(size, level) -> None:
     audio = speech(-3, 2, -1, 3, -6, 4, -2, level=level)
     chunks = list(cut_stream(blocks_of(audio, size), RATE))
     for chunk, samples in chunks:
@@ -97,7 +97,7 @@ def test_neither_silence_nor_even_noise_nor_a_click_is_speech() -> None:
 
 @pytest.mark.parametrize("channels", [1, 2])
 @pytest.mark.parametrize(("encoding", "kind"), [("s16le", "<i2"), ("f32le", "<f4")])
-def test_raw_samples(channels: int, encoding, kind: str) -> None:
+def test_raw_samples(channels, encoding, kind) -> None:
     draw = np.random.default_rng(0).uniform(-1, 1, (1000, channels))
     data = (draw * 32767 if kind == "<i2" else draw).astype(kind)
     form = RawFormat(RATE, channels, encoding)
@@ -134,7 +134,7 @@ def test_samples_may_arrive_in_pieces() -> None:
         (np.float32([0, -1e30]).tobytes(), RawFormat(encoding="f32le"), "must be finite"),
     ],
 )
-def test_damaged_streams(data: bytes, form: RawFormat, message: str) -> None:
+def test_damaged_streams(data, form, message) -> None:
     with pytest.raises(AudioError, match=message):
         list(raw_blocks(io.BytesIO(data), form, RATE))
 

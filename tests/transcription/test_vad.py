@@ -43,7 +43,7 @@ def test_loudness_is_in_decibels_of_full_scale() -> None:
 
 
 @pytest.mark.parametrize("db", [-200.0, -60.0, -45.0])
-def test_gaps_of_silence_and_of_noise(db: float) -> None:
+def test_gaps_of_silence_and_of_noise(db) -> None:
     audio = np.concatenate([
         background(40, db), voice(5), background(1.5, db, 2), voice(4, 1),
         background(50, db, 3), voice(3, 2), background(7, db, 4),
@@ -89,7 +89,7 @@ def test_speech_is_found_by_its_own_dynamics() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_no_stretch_overlaps_and_no_speech_is_lost(seed: int) -> None:
+def test_no_stretch_overlaps_and_no_speech_is_lost(seed) -> None:
     draw = np.random.default_rng(seed)
     hops = int(draw.integers(1, 900))
     hop = round(HOP_SECONDS * RATE)

@@ -50,7 +50,7 @@ Times = list[tuple[str, float, float]]
 
 
 @pytest.fixture(scope="module")
-def spoken(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Waveform, Times]]:
+def spoken(tmp_path_factory) -> list[tuple[Waveform, Times]]:
     path = tmp_path_factory.mktemp("spoken") / "speech.npz"
     subprocess.run([sys.executable, "-c", SPEAK, str(path), str(COUNT)], check=True)
     with np.load(path) as file:
@@ -119,7 +119,7 @@ def learn(
 @pytest.mark.slow
 @pytest.mark.parametrize("subsampling", [8, 4])
 @pytest.mark.extended
-def test_words_are_found_where_they_are_said(spoken, tmp_path, subsampling: int) -> None:
+def test_words_are_found_where_they_are_said(spoken, tmp_path, subsampling) -> None:
     model, tokenizer = learn(spoken[HELD_OUT:], tmp_path, subsampling)
     held_out = spoken[:HELD_OUT]
     config = DecodingConfig(words=True)

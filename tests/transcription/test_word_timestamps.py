@@ -27,7 +27,7 @@ def best_by_trial(scores: np.ndarray, text: Sequence[int]) -> float:
 
 @pytest.mark.parametrize("text", [[5], [5, 6], [5, 5], [5, 6, 5], [4, 4, 4]])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_path_is_the_likeliest(text: list[int], seed: int) -> None:
+def test_the_path_is_the_likeliest(text, seed) -> None:
     rng = np.random.default_rng(seed)
     scores = np.log(rng.dirichlet(np.ones(len(text) + 1), size=6))
     spans = viterbi(scores, text)
@@ -75,7 +75,7 @@ def test_tokens_become_words() -> None:
 
 
 @pytest.mark.parametrize("scale", [1, 2])
-def test_pauses_tell_when_words_begin_and_end(scale: int) -> None:
+def test_pauses_tell_when_words_begin_and_end(scale) -> None:
     """Also where frames are half as long: tokens come as late, in seconds."""
     frame, ends = 0.08 / scale, scale - 1
     spans = [(scale * first, scale * last + ends) for first, last in ((5, 6), (15, 16), (20, 21))]
@@ -94,7 +94,7 @@ def test_pauses_tell_when_words_begin_and_end(scale: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_words_are_in_order_and_have_a_duration(seed: int) -> None:
+def test_words_are_in_order_and_have_a_duration(seed) -> None:
     draw = np.random.default_rng(seed)
     cuts = np.sort(draw.choice(60, size=12, replace=False))
     spans = [(int(a), int(b)) for a, b in zip(cuts[::2], cuts[1::2], strict=True)]

@@ -17,6 +17,7 @@ from effasr.cli.options import (
     log,
     print_line,
 )
+from effasr.cli.progress import TranscriptionProgress
 
 if TYPE_CHECKING:
     from effasr.transcription.inputs.sources import Source
@@ -63,7 +64,6 @@ def run(options: argparse.Namespace) -> int:
     from effasr.data.prompt import Prompt
     from effasr.distributed.process_group import choose_device
     from effasr.transcription.label import FAILED, MANIFEST_FILE, LabelFolder, checked
-    from effasr.transcription.progress import TranscriptionProgress
     from effasr.transcription.transcribe import transcribe
 
     if not 0 <= options.min_confidence <= 1:
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
             map(checked, left),
             prompt=default,
             config=config,
-            on_audio=progress.heard,
+            on_audio=progress.add_audio,
         )
         for source, result in zip(left, results, strict=True):
             labels.add(source, result, default)

@@ -16,13 +16,7 @@ from effasr.evaluation.bootstrap import interval, probability_of_improvement
 from effasr.evaluation.evaluate import transcribe_cuts
 from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.tables import percent, to_text
-from effasr.evaluation.tuning.weights import (
-    GRIDS,
-    NBestLists,
-    Weights,
-    best_weights,
-    tunable,
-)
+from effasr.evaluation.tuning.weights import GRIDS, NBestLists, Weights, best_weights, tunable
 from effasr.evaluation.wer import ErrorCounts, total
 from effasr.model.asr import ASRModel
 from effasr.transcription.recognizer import Recognizer
