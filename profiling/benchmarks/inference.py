@@ -207,6 +207,7 @@ def _serve_streams(options: argparse.Namespace, name: str, device: torch.device)
     """Time each shape with each chunk and each number of streams."""
     # The recognizer needs packages that read audio, which the rest does without.
     from benchmarks import streams
+    from effasr.decoding.config import DecodingConfig
     from effasr.transcription.online import OnlineRecognizer
 
     size, rate = SIZES[name], FeatureConfig().sample_rate
@@ -217,8 +218,9 @@ def _serve_streams(options: argparse.Namespace, name: str, device: torch.device)
         for chunk in options.chunks:
             model = build(shape, size, device, torch.float32, chunk)
             for count in options.streams:
+                search = DecodingConfig(beam=options.beam)
                 recognizer = OnlineRecognizer(
-                    model, cast(Tokenizer, Numbers()), streams=count, beam=options.beam
+                    model, cast(Tokenizer, Numbers()), search, streams=count
                 )
                 warm_up = [streams.Repeated(noise, rate)] * count
                 streams.serve(recognizer, warm_up, count)

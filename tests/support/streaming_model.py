@@ -1,18 +1,21 @@
 """Small models with limited contexts, whose random weights give many tokens."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
 import torch
 
+from effasr.data.collate import Example, collate
 from effasr.data.features.config import FeatureConfig
 from effasr.data.tokenizer import Tokenizer
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
-from effasr_kernels import Context
+from effasr.transcription.online import OnlineRecognizer, OnlineStream
+from effasr.transcription.results import Segment
+from effasr_kernels import Context, PackedSequence
 from tests.support.small_model import shake
 
 RATE = 16_000
@@ -64,3 +67,28 @@ def pieces(audio: np.ndarray, size: int) -> Iterator[np.ndarray]:
         count = size or int(draw.integers(0, 9000))
         yield audio[start : start + count]
         start += count
+
+
+@torch.no_grad()
+def encoded_by(
+    model: ASRModel, audio: np.ndarray, context: Context = CONTEXTS[0]
+) -> PackedSequence:
+    example = Example(id="one", audio=audio, prompt=[1], text=[], monotonic=True)
+    batch = collate([example], eos_id=3, pad_id=2, framing=model.config.features.framing)
+    model.encoder.evaluate_with(context)
+    return model.encode(batch)
+
+
+def recognized(
+    recognizer: OnlineRecognizer, packets: Iterable[np.ndarray]
+) -> tuple[OnlineStream, list[Segment]]:
+    """A new stream, decoded after each packet and ended, and its segments."""
+    stream, found = recognizer.open(), list[Segment]()
+    for samples in packets:
+        stream.feed(samples)
+        recognizer.decode()
+        found += stream.take()
+    stream.finish()
+    recognizer.decode()
+    assert stream.done
+    return stream, found + stream.take()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from effasr.data.collate import Example, collate
+from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel
@@ -19,17 +19,16 @@ from effasr.transcription.inputs.vad import is_speech, loudness
 from effasr.transcription.online import OnlineRecognizer, OnlineStream, context_for, is_streamable
 from effasr.transcription.recognizer import Recognizer
 from effasr.transcription.word_timestamps import word_timestamps
-from effasr_kernels import Context, PackedSequence
-from tests.support.streaming_model import CONTEXTS, HEADS, RATE, pieces
+from effasr_kernels import Context
+from tests.support.streaming_model import CONTEXTS, HEADS, RATE, encoded_by, pieces, recognized
+
+WORDS = DecodingConfig(words=True)
 
 
 def _offline(model: ASRModel, audio: np.ndarray, context: Context) -> tuple[Tensor, list[int]]:
     """Encoder output, (T, width), and tokens of a whole recording."""
-    example = Example(id="one", audio=audio, prompt=[1], text=[], monotonic=True)
-    batch = collate([example], eos_id=3, pad_id=2, framing=model.config.features.framing)
-    model.encoder.evaluate_with(context)
+    encoded = encoded_by(model, audio, context)
     with torch.no_grad():
-        encoded: PackedSequence = model.encode(batch)
         if model.transducer is not None:
             (tokens,) = transducer_greedy(model.transducer, encoded, 10)
         else:
@@ -98,12 +97,7 @@ def test_other_windows_and_the_last_rows(
     chunk = hop * 8 * CONTEXTS[0].chunk
     around = (-3 * hop, 0, 1, hop - 1, hop, window // 2 - 1, window // 2 + 1, window, hop * 8)
     for samples in [chunk * n + more for n in (0, 1, 2) for more in around]:
-        stream = recognizer.open()
-        stream.feed(audio[:samples])
-        recognizer.decode()
-        stream.finish()
-        recognizer.decode()
-        assert stream.done
+        recognized(recognizer, [audio[:samples]])
         found = torch.cat([torch.zeros(0, 32), *encoded[0]])
         encoded[0].clear()
         expected, _ = _offline(model, audio[:samples], CONTEXTS[0])
@@ -144,11 +138,7 @@ def test_pauses_end_segments(streaming_model, tokenizer, noise) -> None:
     audio = noise(5)
     _, tokens = _offline(model, audio, CONTEXTS[0])
     recognizer = OnlineRecognizer(model, tokenizer, endpoint_seconds=0.24)
-    stream = recognizer.open()
-    stream.feed(audio)
-    stream.finish()
-    recognizer.decode()
-    segments = stream.take()
+    stream, segments = recognized(recognizer, [audio])
     assert len(segments) > 1
     assert stream.take() == []
     for one, after in pairwise(segments):
@@ -193,23 +183,18 @@ def test_words_are_timed_by_the_frames_of_their_tokens(
     model, audio = streaming_model(head), noise(4)
     # Pauses, which the words respect.
     audio[: RATE // 2] = audio[2 * RATE : 3 * RATE] = 0
-    recognizer = OnlineRecognizer(model, tokenizer, endpoint_seconds=None, words=True)
+    recognizer = OnlineRecognizer(model, tokenizer, WORDS, endpoint_seconds=None)
     emitted: list[tuple[int, int]] = []
     search = recognizer._search.step
 
     def step(encoded: Tensor, frames: Sequence[int]) -> list:
         found = search(encoded, frames)
-        emitted.extend((one.token, stream.frames + one.frame) for one in found[0])
+        frames_before = recognizer._open[0].frames
+        emitted.extend((one.token, frames_before + one.frame) for one in found[0])
         return found
 
     recognizer._search.step = step  # type: ignore[method-assign]
-    stream = recognizer.open()
-    for piece in pieces(audio, 0):
-        stream.feed(piece)
-        recognizer.decode()
-    stream.finish()
-    recognizer.decode()
-    (segment,) = stream.take()
+    _, (segment,) = recognized(recognizer, pieces(audio, 0))
     assert segment.words is not None
     expected = word_timestamps(
         [token for token, _ in emitted],
@@ -232,7 +217,7 @@ def test_words_late_in_a_stream_have_their_own_times(
 ) -> None:
     """The transducer says ten labels in many frames, between which segments end."""
     recognizer = OnlineRecognizer(
-        streaming_model(head), tokenizer, longest_seconds=seconds / 20, words=True
+        streaming_model(head), tokenizer, WORDS, longest_seconds=seconds / 20
     )
     stream, audio = recognizer.open(), noise(seconds)
     segments = []
@@ -283,12 +268,7 @@ def test_hostile_streams_end_cleanly(streaming_model, tokenizer) -> None:
         stream.feed(np.zeros(4, np.float32))
     # A stream without samples, and one that stops within the first row.
     for samples in (0, 50):
-        stream = recognizer.open()
-        stream.feed(np.zeros(samples))
-        stream.finish()
-        recognizer.decode()
-        assert stream.done
-        assert stream.take() == []
+        assert recognized(recognizer, [np.zeros(samples)])[1] == []
 
 
 @pytest.mark.extended
@@ -326,8 +306,8 @@ def test_64_streams_take_no_more_memory_with_time(streaming_model, tokenizer, no
     """`bench.py inference --streams 64 --longest 3600 --tick 1` runs them for an hour."""
     count, audio = 64, noise(3)
     recognizer = OnlineRecognizer(
-        streaming_model(head), tokenizer, context=CONTEXTS[2], streams=count, max_symbols=1,
-        longest_seconds=1.0, words=True,
+        streaming_model(head), tokenizer, DecodingConfig(words=True, max_symbols=1),
+        context=CONTEXTS[2], streams=count, longest_seconds=1.0,
     )  # fmt: skip
     streams = [recognizer.open() for _ in range(count)]
     chunk, tensors, samples, words = round(recognizer.latency_seconds * RATE), [], [], 0
@@ -379,7 +359,7 @@ def test_a_model_that_looks_ahead_is_refused(streaming_model, model, tokenizer) 
     with pytest.raises(ValueError, match=r"`features\.normalize` must be false to decode a stream"):
         OnlineRecognizer(normalized, tokenizer)
     with pytest.raises(ValueError, match="`method` must be an output of the model, but is 'ctc'"):
-        OnlineRecognizer(streaming_model("tdt"), tokenizer, method="ctc")
+        OnlineRecognizer(streaming_model("tdt"), tokenizer, DecodingConfig(method="ctc"))
     whole = ASRModel(
         dataclasses.replace(
             streaming_model("ctc").config,

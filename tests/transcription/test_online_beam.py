@@ -1,6 +1,6 @@
 """Streams with a beam, alternatives and confidences are as whole recordings, and end cleanly."""
 
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from effasr.data.collate import Example, collate
 from effasr.decoding.confidence.tokens import StreamConfidences, token_confidences
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_beam import CTCBeamStreams, ctc_beam
@@ -17,14 +16,14 @@ from effasr.decoding.streams import BeamStreams
 from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import TransducerBeamStreams, transducer_beam
 from effasr.model.asr import ASRModel
-from effasr.transcription.online import OnlineRecognizer, OnlineStream, online_recognizer
+from effasr.transcription.online import OnlineRecognizer, online_recognizer
 from effasr.transcription.recognizer import Recognizer
-from effasr.transcription.results import Segment, word_confidences
+from effasr.transcription.results import word_confidences
 from effasr_kernels import PackedSequence
-from tests.support.streaming_model import CONTEXTS, RATE, pieces
+from tests.support.streaming_model import CONTEXTS, RATE, encoded_by, pieces, recognized
 
 BEAM, NBEST = 4, 3
-Noise = Callable[..., np.ndarray]
+LISTED = DecodingConfig(beam=BEAM, nbest=NBEST, word_confidence=True)
 
 
 def calm(model: ASRModel) -> ASRModel:
@@ -37,34 +36,12 @@ def calm(model: ASRModel) -> ASRModel:
 
 
 @torch.no_grad()
-def encoded_by(model: ASRModel, audio: np.ndarray) -> PackedSequence:
-    example = Example(id="one", audio=audio, prompt=[1], text=[], monotonic=True)
-    batch = collate([example], eos_id=3, pad_id=2, framing=model.config.features.framing)
-    model.encoder.evaluate_with(CONTEXTS[0])
-    return model.encode(batch)
-
-
-@torch.no_grad()
 def offline(model: ASRModel, encoded: PackedSequence) -> list[Hypothesis]:
     if model.transducer is None:
         return ctc_beam(model, encoded, BEAM, nbest=NBEST)[0]
     limits = [DecodingConfig().max_tokens(frames) for frames in encoded.layout.lengths]
     search = transducer_beam if model.transducer.config.durations is None else tdt_beam
     return search(model.transducer, encoded, BEAM, limits, NBEST)[0]
-
-
-def heard(
-    recognizer: OnlineRecognizer, packets: Sequence[np.ndarray]
-) -> tuple[OnlineStream, list[Segment]]:
-    stream, found = recognizer.open(), list[Segment]()
-    for samples in packets:
-        stream.feed(samples)
-        recognizer.decode()
-        found += stream.take()
-    stream.finish()
-    recognizer.decode()
-    assert stream.done
-    return stream, found + stream.take()
 
 
 @pytest.mark.parametrize("head", ["ctc", "stateless", "tdt"])
@@ -78,10 +55,9 @@ def test_a_stream_has_the_list_of_the_whole_recording(
     assert 2 < len(expected[0].tokens) < 20
     for size in (0, 9000):
         recognizer = OnlineRecognizer(
-            model, tokenizer, context=CONTEXTS[0], beam=BEAM, nbest=NBEST, endpoint_seconds=None,
-            word_confidence=True,
+            model, tokenizer, LISTED, context=CONTEXTS[0], endpoint_seconds=None
         )  # fmt: skip
-        _, (segment,) = heard(recognizer, list(pieces(audio, size)))
+        _, (segment,) = recognized(recognizer, pieces(audio, size))
         texts = [tokenizer.decode(list(one.tokens)).strip() for one in expected]
         assert segment.text == texts[0]
         assert [one.text for one in segment.alternatives] == texts
@@ -105,10 +81,10 @@ def test_segments_do_not_depend_on_packets(streaming_model, tokenizer, noise, he
     found = []
     for size in (0, 20_000):
         recognizer = OnlineRecognizer(
-            model, tokenizer, context=CONTEXTS[0], beam=BEAM, nbest=NBEST, endpoint_seconds=0.4,
-            longest_seconds=0.8, words=True, word_confidence=True,
+            model, tokenizer, replace(LISTED, words=True), context=CONTEXTS[0],
+            endpoint_seconds=0.4, longest_seconds=0.8,
         )  # fmt: skip
-        _, segments = heard(recognizer, list(pieces(audio, size)))
+        _, segments = recognized(recognizer, pieces(audio, size))
         found.append([segment.as_row() for segment in segments])
         for segment in segments:
             assert segment.text == segment.alternatives[0].text
@@ -134,7 +110,11 @@ def test_greedy_streams_have_the_confidences_of_recordings(
     model, audio = calm(streaming_model(head)), noise(2)
     encoded = encoded_by(model, audio)
     recognizer = OnlineRecognizer(
-        model, tokenizer, context=CONTEXTS[0], endpoint_seconds=None, word_confidence=True
+        model,
+        tokenizer,
+        DecodingConfig(word_confidence=True),
+        context=CONTEXTS[0],
+        endpoint_seconds=None,
     )
     stream = recognizer.open()
     stream.feed(audio)
@@ -183,13 +163,12 @@ def test_confidences_of_a_later_segment_know_the_labels_before(
 @pytest.mark.parametrize("head", ["ctc", "rnnt", "tdt"])
 def test_hostile_streams_with_a_beam_end_cleanly(streaming_model, tokenizer, head) -> None:
     """Models that say labels in each frame, packets of one sample, and next to no audio."""
-    recognizer = OnlineRecognizer(
-        streaming_model(head), tokenizer, beam=2, nbest=2, word_confidence=True, words=True
-    )
+    config = DecodingConfig(beam=2, nbest=2, word_confidence=True, words=True)
+    recognizer = OnlineRecognizer(streaming_model(head), tokenizer, config)
     single = [np.full(1, 0.1, np.float32)] * 300
     loud = [np.sign(np.sin(np.arange(RATE, dtype=np.float32)))]
     for packets in ([], [np.zeros(50)], single, loud, [np.zeros(0, np.float32)]):
-        stream, segments = heard(recognizer, packets)
+        stream, segments = recognized(recognizer, packets)
         assert stream.tokens == []
         for segment in segments:
             assert np.isfinite([one.score for one in segment.alternatives]).all()
@@ -198,9 +177,9 @@ def test_hostile_streams_with_a_beam_end_cleanly(streaming_model, tokenizer, hea
 
 @pytest.mark.parametrize("head", ["ctc", "tdt"])
 def test_silence_takes_no_more_memory_with_a_beam(streaming_model, tokenizer, head) -> None:
-    recognizer = OnlineRecognizer(
-        calm(streaming_model(head)), tokenizer, context=CONTEXTS[2], beam=2, word_confidence=True
-    )
+    config = DecodingConfig(beam=2, word_confidence=True)
+    model = calm(streaming_model(head))
+    recognizer = OnlineRecognizer(model, tokenizer, config, context=CONTEXTS[2])
     stream, held = recognizer.open(), []
     for second in range(24):
         stream.feed(np.zeros(RATE, np.float32))
@@ -230,25 +209,14 @@ def test_the_configuration_chooses_the_search(streaming_model, tokenizer) -> Non
     other = online_recognizer(rnnt, tokenizer, DecodingConfig(beam=2), latency_seconds=0.08)
     assert isinstance(other._search, TransducerBeamStreams)
     assert other.context == CONTEXTS[1]
-    lm = object()
+    lm = Path("words.arpa")
     for made, options, message in (
-        (model, {"beam": 0}, "`beam` must be at least 1, but is 0"),
         (model, {"nbest": 1}, "`beam` must be at least 2 with `nbest` for a stream, but is 1"),
-        (model, {"beam": 2, "nbest": 3}, "`nbest` must be from 1 to `beam` = 2, but is 3"),
-        (model, {"lm": lm}, "`beam` must be at least 2 with `lm`, but is 1"),
-        (model, {"lm": lm, "beam": 2, "lm_weight": 0}, "`lm_weight` must be above 0, but is 0"),
-        (rnnt, {"lm": lm, "beam": 2}, "`method` must be ctc with `lm`, but is transducer"),
-        (model, {"calibration": lm}, "`calibration` must be left out without `word_confidence`"),
+        (model, {"lm": lm}, "`beam` must be at least 2 for CTC with the language model words.arpa"),
+        (rnnt, {"lm": lm, "beam": 2}, "`lm` must be left out for the method transducer"),
+        (model, {"confidence": True}, "`confidence` must be left out for a stream"),
+        (model, {"corrector": lm, "beam": 2, "nbest": 2}, "`corrector` must be left out for a st"),
+        (model, {"length_penalty": 1.0}, "`length_penalty` must be left out for the method ctc"),
     ):
         with pytest.raises(ValueError, match=message):
-            OnlineRecognizer(made, tokenizer, **options)
-    for config, message in (
-        (DecodingConfig(confidence=True), "`confidence` must be left out for a stream"),
-        (
-            DecodingConfig(corrector=Path("c"), beam=2, nbest=2),
-            "`corrector` must be left out for a stream",
-        ),
-        (DecodingConfig(length_penalty=1.0), "`length_penalty` must be left out for the method"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            online_recognizer(model, tokenizer, config)
+            OnlineRecognizer(made, tokenizer, DecodingConfig(**options))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -14,12 +12,11 @@ from torch import Tensor
 from effasr.data.audio.waveform import is_plausible
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.checks import check_config
-from effasr.decoding.confidence.calibration import Calibration, load_calibration
-from effasr.decoding.config import LM_WEIGHT, DecodingConfig
+from effasr.decoding.confidence.calibration import load_calibration
+from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_beam import CTCBeamStreams, Fusion
 from effasr.decoding.ctc_greedy import CTCStreams
 from effasr.decoding.lm.loading import load_lm
-from effasr.decoding.lm.ngram import TokenLM
 from effasr.decoding.streams import BeamStreams
 from effasr.decoding.tdt_beam import TDTBeamStreams
 from effasr.decoding.transducer_beam import TransducerBeamStreams
@@ -33,8 +30,6 @@ from effasr.transcription.online.segments import HeldSamples, SegmentOptions, St
 from effasr.transcription.online.streamable import check_model, context_for, stream_contexts
 from effasr.transcription.results import Segment
 from effasr_kernels import Context, PackedLayout, PackedSequence
-
-Method = Literal["auto", "transducer", "ctc"]
 
 
 class OnlineRecognizer:
@@ -60,20 +55,12 @@ class OnlineRecognizer:
         self,
         model: ASRModel,
         tokenizer: Tokenizer,
+        config: DecodingConfig | None = None,
         *,
         context: Context | None = None,
         streams: int = 1,
-        method: Method = "auto",
-        max_symbols: int = 10,
-        beam: int = 1,
-        nbest: int | None = None,
-        lm: TokenLM | None = None,
-        lm_weight: float = LM_WEIGHT,
         endpoint_seconds: float | None = 1.2,
         longest_seconds: float | None = 30.0,
-        words: bool = False,
-        word_confidence: bool = False,
-        calibration: Calibration | None = None,
         spaces: bool = True,
     ):
         """Prepare the states of a number of streams.
@@ -82,42 +69,25 @@ class OnlineRecognizer:
             model: A FastConformer with causal convolutions and features without normalisation, and
                 a transducer or a CTC head; its weights must not change from now on.
             tokenizer: Tokenizer of the model.
+            config: The search, and what segments hold. What it says of batches and of cutting
+                recordings has no effect. A language model reads each segment as a text of its own.
             context: Context of the encoder, one that it is trained with; by default the first that
                 waits for no later frames.
             streams: Most streams that are open at a time; a batch always has this size.
-            method: Search; by default the transducer's, if there is one, else that of CTC.
-            max_symbols: Most labels of a frame in the greedy search of a transducer.
-            beam: Hypotheses of each stream; 1 for greedy search.
-            nbest: Hypotheses of each segment to report with their scores, from 1 to ``beam``, which
-                is at least 2 then; None for none.
-            lm: Language model for shallow fusion with a CTC beam, which reads each segment as a
-                text of its own; None for none.
-            lm_weight: Factor of its log-probability, above 0.
             endpoint_seconds: Time without a token that ends a segment; None to end none by it.
             longest_seconds: A segment ends before the first word that begins so long after its
                 first token, and wherever it is twice as long; None for segments of any length.
-            words: Whether segments have the times of their words, of the frames at which the search
-                emits their tokens, and of the pauses in the audio.
-            word_confidence: Whether segments have the confidences of their words: see
-                `effasr.decoding.confidence.tokens`.
-            calibration: Makes probabilities of these; None for the raw values.
             spaces: Whether spaces separate words; else each character is one.
 
         Raises:
             ValueError: The model looks ahead or has neither output, or an option is out of range
                 or has no effect.
         """
+        config = DecodingConfig() if config is None else config
         contexts = stream_contexts(model)[:1] if context is None else [context]
-        self.method = check_model(model, method, contexts)
+        self.method = check_model(model, config.method, contexts)
         self.context = contexts[0]
-        check(max_symbols >= 1, "max_symbols", "be at least 1", max_symbols)
-        _check_beam(self.method, beam, nbest, lm, lm_weight)
-        check(
-            calibration is None or word_confidence,
-            "calibration",
-            "be left out without `word_confidence`",
-            calibration,
-        )
+        _check_options(model, replace(config, method=self.method))
         if endpoint_seconds is not None:
             check(endpoint_seconds > 0, "endpoint_seconds", "be above 0", endpoint_seconds)
         if longest_seconds is not None:
@@ -134,15 +104,17 @@ class OnlineRecognizer:
             frame_seconds=self.frame_seconds,
             endpoint_seconds=endpoint_seconds,
             longest_seconds=longest_seconds,
-            nbest=nbest,
-            words=words,
-            word_confidence=word_confidence,
-            calibration=calibration,
+            nbest=config.nbest,
+            words=config.words,
+            word_confidence=config.word_confidence,
+            calibration=load_calibration(config.calibration, self.method),
             spaces=spaces,
         )
         self._framing = features.framing
         # Samples that a window reaches beyond the beginning of its hop.
         self._window = features.window // 2 + 1
+        lm = load_lm(config, model, tokenizer)
+        fusion = None if lm is None else Fusion(lm, config.effective_lm_weight)
         with evaluating(model):
             self._encoder = StreamingEncoder(
                 model.encoder,  # type: ignore[arg-type]
@@ -150,15 +122,7 @@ class OnlineRecognizer:
                 streams,
                 self.context,
             )
-            self._search = _stream_search(
-                model,
-                self.method,
-                streams,
-                max_symbols=max_symbols,
-                beam=beam,
-                nbest=nbest or 1,
-                fusion=None if lm is None else Fusion(lm, lm_weight),
-            )
+            self._search = _stream_search(model, self.method, streams, config, fusion)
         self._open: list[OnlineStream | None] = [None] * streams
 
     @property
@@ -333,49 +297,33 @@ class OnlineStream:
         self.done = True
 
 
-def _check_beam(
-    method: str, beam: int, nbest: int | None, lm: TokenLM | None, lm_weight: float
-) -> None:
-    check(beam >= 1, "beam", "be at least 1", beam)
-    if nbest is not None:
+def _check_options(model: ASRModel, config: DecodingConfig) -> None:
+    for name, remedy in (
+        ("second_lm", "it reads the earlier segments of a recording, which is decoded as a whole"),
+        ("corrector", "it corrects recordings as a whole"),
+        ("confidence", "a stream has confidences of its words: use `word_confidence`"),
+        ("score_parts", "scores are divided for tuning, on recordings"),
+    ):
+        value = getattr(config, name)
+        check(not value, name, "be left out for a stream", value, remedy)
+    if config.nbest is not None:
         rule = "be at least 2 with `nbest` for a stream"
-        remedy = "greedy search has no alternatives"
-        check(beam > 1, "beam", rule, beam, remedy)
-        check(1 <= nbest <= beam, "nbest", f"be from 1 to `beam` = {beam}", nbest)
-    if lm is not None:
-        rule, remedy = (
-            "be ctc with `lm`",
-            "only CTC can be joined with a language model in a stream",
-        )
-        check(method == "ctc", "method", rule, method, remedy)
-        check(beam > 1, "beam", "be at least 2 with `lm`", beam)
-        check(0 < lm_weight < math.inf, "lm_weight", "be above 0", lm_weight)
+        check(config.beam > 1, "beam", rule, config.beam, "greedy search has no alternatives")
+    # The times of words are those of the search, which needs no CTC head for them.
+    check_config(model, replace(config, words=False))
 
 
 def _stream_search(
-    model: ASRModel,
-    method: str,
-    streams: int,
-    *,
-    max_symbols: int,
-    beam: int,
-    nbest: int,
-    fusion: Fusion | None,
+    model: ASRModel, method: str, streams: int, config: DecodingConfig, fusion: Fusion | None
 ) -> CTCStreams | TransducerStreams | BeamStreams:
-    if beam > 1:
-        return _beam_search(model, method, streams, beam, nbest, fusion)
+    beam, nbest = config.beam, config.nbest or 1
     if method == "ctc":
+        if beam > 1:
+            return CTCBeamStreams(model, streams, beam, nbest, fusion)
         return CTCStreams(model, streams)
     assert model.transducer is not None
-    return TransducerStreams(model.transducer, streams, max_symbols)
-
-
-def _beam_search(
-    model: ASRModel, method: str, streams: int, beam: int, nbest: int, fusion: Fusion | None
-) -> BeamStreams:
-    if method == "ctc":
-        return CTCBeamStreams(model, streams, beam, nbest, fusion)
-    assert model.transducer is not None
+    if beam == 1:
+        return TransducerStreams(model.transducer, streams, config.max_symbols)
     # As many tokens as in recordings: the default is of frames of 80 ms.
     per_frame = DecodingConfig().tokens_per_frame * model.config.features.rows_per_frame / 8
     limit = DecodingConfig(tokens_per_frame=per_frame).max_tokens
@@ -411,34 +359,6 @@ def online_recognizer(
     latency_seconds: float | None = None,
     spaces: bool = True,
 ) -> OnlineRecognizer:
-    """Return a recognizer of one stream, with the search of a configuration.
-
-    What it says of batches and of cutting recordings has no effect.
-    """
+    """Return a recognizer of one stream, with the longest chunk that a latency allows."""
     context = context_for(model, latency_seconds)
-    method = check_model(model, config.method, [context])
-    for name, remedy in (
-        ("second_lm", "it reads the earlier segments of a recording, which is decoded as a whole"),
-        ("corrector", "it corrects recordings as a whole"),
-        ("confidence", "a stream has confidences of its words: use `word_confidence`"),
-        ("score_parts", "scores are divided for tuning, on recordings"),
-    ):
-        value = getattr(config, name)
-        check(not value, name, "be left out for a stream", value, remedy)
-    # The times of words are those of the search, which needs no CTC head for them.
-    check_config(model, replace(config, method=method, words=False))
-    return OnlineRecognizer(
-        model,
-        tokenizer,
-        context=context,
-        method=method,
-        max_symbols=config.max_symbols,
-        beam=config.beam,
-        nbest=config.nbest,
-        lm=load_lm(config, model, tokenizer),
-        lm_weight=config.effective_lm_weight,
-        words=config.words,
-        word_confidence=config.word_confidence,
-        calibration=load_calibration(config.calibration, method),
-        spaces=spaces,
-    )
+    return OnlineRecognizer(model, tokenizer, config, context=context, spaces=spaces)
