@@ -19,6 +19,7 @@ import gpu_processes
 import gpu_targets
 import gpu_tests
 import pytest
+import yaml
 from gpu import PARTS, Call, Part
 from gpu_tests import (
     ADAPTERS,
@@ -467,90 +468,24 @@ def test_the_files_of_gpu_tests_are_found() -> None:
 
 # Targets
 
-WIDE = {"shape": "B=1024 T=1000 U=200 J=640 V=1024", "peak_bytes": "1700000000"}
+MADE_UP = yaml.safe_load(Path(__file__).with_name("gpu_targets.yaml").read_text())
 
 
-def op(name: str, kind: str, backend: str, p50: float, **fields: str) -> dict[str, str]:
-    row = {"op": name, "kind": kind, "backend": backend, "p50_ms": str(p50), "shape": "D=64"}
-    return row | {"mode": "forward+backward", "peak_bytes": "100"} | fields
+def filled(table: str, row: dict[str, object]) -> dict[str, str]:
+    defaults = MADE_UP["defaults"].get(table, {})
+    return {name: str(value) for name, value in (defaults | row).items()}
 
 
-def training(system: str, speed: float, **fields: str) -> dict[str, str]:
-    row = {"system": system, "audio_s_per_s": str(speed), "tflops_useful": "200", "step_s": "1"}
-    row |= {"model": "canary_180m_flash", "frame_budget": "8448", "mode": "eager"}
-    return row | {"padding_frames": "0.001", "padding_tokens": "0.01"} | fields
-
-
-ROWS = {
-    "ops": [
-        op("attention", "", "triton", 2.0),
-        op("attention", "", "peer: torch varlen_attn", 1.9),
-        op("attention", "relative", "triton", 2.8),
-        op("attention", "relative", "triton", 1.0, shape="D=128"),
-        op("attention", "relative", "peer: NeMo (sdpa with bias)", 28.0),
-        # Wider heads are measured too, but have no target.
-        op("attention", "", "triton", 2.0, shape="T=9 D=256"),
-        op("attention", "", "peer: torch varlen_attn", 1.0, shape="T=9 D=256"),
-        op("linear_cross_entropy", "smoothing 0.1", "triton", 2.0, peak_bytes="30"),
-        op("linear_cross_entropy", "smoothing 0.1", "peer: torch eager", 8.0),
-        op("linear_cross_entropy", "smoothing 0.1", "peer: Liger", 3.0),
-        op("depthwise_conv", "", "triton", 1.0),
-        op("depthwise_conv", "", "triton", 9.0, mode="forward"),
-        op("depthwise_conv", "", "peer: torch conv1d padded", 1.6),
-        op("transducer_loss", "large 4x", "triton", 50.0, **WIDE),
-        op("transducer_loss", "large 4x", "peer: torchaudio float16", 60.0, **WIDE),
-    ],
-    "training": [
-        training("packed_static", 300.0),
-        training("packed_static", 400.0, tflops_useful="395", mode="graph"),
-        training("packed_static", 90.0, tflops_useful="316", model="canary_1b_flash"),
-        training("random", 100.0),
-        training("transformers", 160.0),
-    ],
-    "encoder": [
-        {"system": "effasr", "utterances": "103", "audio_s_per_s": "60000", "peak_tflops": "989"}
-    ],
-    "inference": [
-        {"system": "effasr", "shape": "24/24", "rtfx": "100"},
-        {"system": "effasr", "shape": "32/4", "rtfx": "310"},
-        {"system": "transformers", "shape": "32/4", "rtfx": "1"},
-    ],
-    "matmul_peak": [{"tflop_per_s": "700"}, {"tflop_per_s": "790"}],
-    "memory": [{"step": str(n), "peak_memory_bytes": str(min(n, 4))} for n in range(1, 9)],
-}
-EXPECTED = {
-    "padding of frames, packed, static": ("0.1 %", "met"),
-    "padding of tokens, packed, static": ("1 %", "missed"),
-    "canary_1b_flash, useful share of the peak": ("40 %", "missed"),
-    "canary_180m_flash, useful share of the peak": ("50 %", "met"),
-    "training against Hugging Face Canary": ("2.5 x", "missed"),
-    "training, packed against random batches": ("4 x", "met"),
-    "training against 2D buckets": ("-", "not measured"),
-    "FastConformer L by TFLOP/s, against NeMo's": ("2.02 x", "met"),
-    "attention, torch varlen_attn": ("0.95 x", "missed"),
-    "attention, flash-attn 2": ("-", "not measured"),
-    "attention, flash-attn 3": ("-", "not measured"),
-    "relative attention, NeMo's way": ("10 x", "met"),
-    "relative attention, times plain attention": ("1.4 x", "met"),
-    "linear cross-entropy, fastest peer": ("1.5 x", "met"),
-    "linear cross-entropy, share of eager's memory": ("0.3", "missed"),
-    "transducer, B 1024, 40 s, V 1024: memory": ("1.7 GB", "met"),
-    "transducer, same, fastest peer": ("1.2 x", "met"),
-    "depthwise convolution, cuDNN, padded": ("1.6 x", "missed"),
-    "growth of the peak after step 5": ("0 bytes", "met"),
-    "inference RTFx, 32/4 against 24/24": ("3.1 x", "met"),
-}
+ROWS = {table: [filled(table, row) for row in rows] for table, rows in MADE_UP["rows"].items()}
 
 
 def test_each_target_against_rows() -> None:
-    lines = {
-        what: (value, verdict) for what, _, value, verdict in gpu_targets.table(ROWS, dry=False)
-    }
-    assert lines == EXPECTED
+    lines = gpu_targets.table(ROWS, dry=False)
+    assert {what: list(figures) for what, _, *figures in lines} == MADE_UP["expected"]
     nothing = {name: [] for name in gpu_targets.FILES}
     assert {line[-1] for line in gpu_targets.table(nothing, dry=False)} == {"not measured"}
     assert {line[-1] for line in gpu_targets.table(ROWS, dry=True)} <= {"dry run", "not measured"}
-    grown = ROWS | {"memory": [{"step": str(n), "peak_memory_bytes": str(n)} for n in range(1, 9)]}
+    grown = ROWS | {"memory": [{"peak_memory_bytes": str(n)} for n in range(1, 9)]}
     (line,) = [x for x in gpu_targets.table(grown, dry=False) if x[0].startswith("growth")]
     assert line[2:] == ("3 bytes", "missed")
 
