@@ -126,10 +126,12 @@ class Padding:
 
     def __init__(self, layout: PackedLayout):
         self.layout = layout
-        self.kept = [n for n, length in enumerate(layout.lengths) if length]
-        lengths = [layout.lengths[n] for n in self.kept]
+        self.nonempty = [n for n, length in enumerate(layout.lengths) if length]
+        lengths = [layout.lengths[n] for n in self.nonempty]
         self.lengths = torch.tensor(lengths, device=layout.device)
-        starts = torch.tensor([layout.cu_seqlens_host[n] for n in self.kept], device=layout.device)
+        starts = torch.tensor(
+            [layout.cu_seqlens_host[n] for n in self.nonempty], device=layout.device
+        )
         column = torch.arange(max(lengths), device=layout.device)
         self.mask = column < self.lengths[:, None]  # (B, longest)
         self._index = (starts[:, None] + column).clamp(max=layout.rows - 1)

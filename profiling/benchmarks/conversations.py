@@ -108,19 +108,19 @@ Answer = Callable[[], list[list[int]]]
 """Returns the tokens of every answer."""
 
 
-def ours(model: ASRModel, asked: Conversations, slots: int, *, paged: bool) -> Answer:
+def ours(model: ASRModel, questions: Conversations, slots: int, *, paged: bool) -> Answer:
     """Greedy search with continuous batching."""
 
     def answer() -> list[list[int]]:
         engine = ConversationEngine(model, (), slots=slots, paged=paged)
-        engine.submit(asked.batch, asked.limits, range(len(asked.limits)))
+        engine.submit(questions.batch, questions.limits, range(len(questions.limits)))
         results = dict(engine.results())
         return [list(results[name].tokens) for name in range(len(results))]
 
     return answer
 
 
-def peer(model: ASRModel, asked: Conversations, slots: int) -> Answer:
+def peer(model: ASRModel, questions: Conversations, slots: int) -> Answer:
     """Transformers' model with the same weights, in padded batches of neighbours in length."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -130,14 +130,14 @@ def peer(model: ASRModel, asked: Conversations, slots: int) -> Answer:
     theirs: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     theirs.to(language_model.output_weight.device, language_model.output_weight.dtype)
     state = language_model.state_dict()
-    names = {name: state[own] for own, name in language_model.causal_names()}
+    names = {peer_name: state[name] for name, peer_name in language_model.causal_names()}
     theirs.load_state_dict(names, strict=False)
     theirs.tie_weights()
     theirs.eval()
     theirs.generation_config.eos_token_id = None
     theirs.generation_config.pad_token_id = 0
-    lengths = asked.batch.token_lengths
-    rows = asked.batch.tokens.values[: sum(lengths)].split(list(lengths))
+    lengths = questions.batch.token_lengths
+    rows = questions.batch.tokens.values[: sum(lengths)].split(list(lengths))
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     batches = []
     for begin in range(0, len(order), slots):
@@ -148,17 +148,17 @@ def peer(model: ASRModel, asked: Conversations, slots: int) -> Answer:
         for row, n in enumerate(chosen):
             ids[row, longest - lengths[n] :] = rows[n]
             mask[row, longest - lengths[n] :] = 1
-        batches.append((chosen, ids, mask, max(asked.limits[n] for n in chosen)))
+        batches.append((chosen, ids, mask, max(questions.limits[n] for n in chosen)))
 
     @torch.no_grad()
     def answer() -> list[list[int]]:
-        answers: list[list[int]] = [[] for _ in asked.limits]
+        answers: list[list[int]] = [[] for _ in questions.limits]
         for chosen, ids, mask, most in batches:
             written = theirs.generate(
                 input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False
             )
             for n, tokens in zip(chosen, written[:, ids.shape[1] :].tolist(), strict=True):
-                answers[n] = tokens[: asked.limits[n]]
+                answers[n] = tokens[: questions.limits[n]]
         return answers
 
     return answer
@@ -182,13 +182,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = options.size or ("full" if on_gpu else "small")
     dtype = torch.bfloat16 if on_gpu else torch.float32
     model, slots = build(size, device, dtype), options.slots
-    asked = draw(options.conversations, options.answers, SIZES[size]["vocab_size"], device)
+    questions = draw(options.conversations, options.answers, SIZES[size]["vocab_size"], device)
     systems = {
-        ("effasr", cache): ours(model, asked, slots, paged=cache == "paged")
+        ("effasr", cache): ours(model, questions, slots, paged=cache == "paged")
         for cache in options.caches or (["paged"] if on_gpu else ["contiguous"])
     }
     if options.peer:
-        systems["transformers", "contiguous"] = peer(model, asked, slots)
+        systems["transformers", "contiguous"] = peer(model, questions, slots)
     # Also the warm-up.
     answers = {key: answer() for key, answer in systems.items()}
     expected = next(iter(answers.values()))
@@ -203,15 +203,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     held = torch.cuda.memory_allocated(device) if on_gpu else 0
     calls = [lambda number, answer=answer: answer() for answer in systems.values()]
     turns = list(harness.in_turns(calls, options.repeats, device))
-    tokens = sum(asked.limits)
+    tokens = sum(questions.limits)
     table = harness.Table(COLUMNS, options.output, device)
     for index, ((system, cache), share) in enumerate(shares.items()):
         mine = [turn for turn in turns if turn.system == index]
         p20, p50, p80 = harness.percentiles([turn.seconds for turn in mine])
         row = {
             **{"system": system, "size": size, "answers": options.answers, "cache": cache},
-            **{"slots": slots, "conversations": len(asked.limits), "tokens": tokens},
-            "rows": sum(asked.batch.token_lengths),
+            **{"slots": slots, "conversations": len(questions.limits), "tokens": tokens},
+            "rows": sum(questions.batch.token_lengths),
             "tokens_per_s": round(tokens / p50, 1),
             **{"p20_s": round(p20, 4), "p50_s": round(p50, 4), "p80_s": round(p80, 4)},
             "agreement": round(share, 5),

@@ -204,8 +204,8 @@ def loading(arguments: Sequence[str] | None = None) -> int:
     add("--consume", type=float, help="seconds of audio a second")
     options = parser.parse_args(arguments)
     config = DataConfig(frame_budget=options.frame_budget, language=options.language)
-    shown = [name for name in COLUMNS if name not in ("utterances", "audio_s", "date")]
-    harness.show("  ".join(f"{name:>13}" for name in shown))
+    visible = [name for name in COLUMNS if name not in ("utterances", "audio_s", "date")]
+    harness.show("  ".join(f"{name:>13}" for name in visible))
     table = harness.Table(COLUMNS, options.output, harness.default_device())
     for storage in ["manifest"] if options.manifest else options.storage:
         with tempfile.TemporaryDirectory() as folder:
@@ -218,7 +218,7 @@ def loading(arguments: Sequence[str] | None = None) -> int:
                     loader = Loader(corpus, replace(changed, workers=workers), pin_memory=False)
                     row = {"storage": storage, "augment": name, "workers": workers}
                     row |= _measured(loader, workers, corpus, size, options)
-                    table.add(row, "  ".join(f"{row[column]!s:>13}" for column in shown))
+                    table.add(row, "  ".join(f"{row[column]!s:>13}" for column in visible))
     return 0
 
 
@@ -350,7 +350,7 @@ class Started(NamedTuple):
     seconds: float
     cpu_seconds: float  # with those of processes that read for it
     before: int  # private, at the beginning
-    own: int  # private, with the corpus
+    private: int  # with the corpus
     peak: int  # with shared memory
     mapped: int  # of files, which processes share
     fingerprint: str
@@ -408,8 +408,8 @@ def _look(corpus: Corpus, results: Any) -> None:
         corpus.audio(index)
         corpus._tokens[corpus._rows[index]].tolist()
     times = time.perf_counter() - begin, time.process_time() - cpu_begin
-    own, now = _private(), _memory()
-    results.put(Started(*times, before, own, now["VmHWM"], now["RssFile"], ""))
+    private, now = _private(), _memory()
+    results.put(Started(*times, before, private, now["VmHWM"], now["RssFile"], ""))
 
 
 def _memory() -> dict[str, int]:
@@ -455,7 +455,7 @@ def corpus(arguments: Sequence[str] | None = None) -> int:
 
     Seconds are of the slowest process, from the call to the corpus and the plan's lengths; memory
     is that of the largest: what is its own, and what it maps and shares with the others. The
-    baseline of Python with its packages is shown as well. The page cache is warm.
+    baseline of Python with its packages is visible as well. The page cache is warm.
     """
     parser = harness.parser("corpus", corpus.__doc__)
     add = parser.add_argument
@@ -482,12 +482,12 @@ def corpus(arguments: Sequence[str] | None = None) -> int:
                 if kind == "plain" and options.skip_plain:
                     continue
                 started = _run(ranks, folder, options.jobs, keep, kind.startswith("worker"))
-                fingerprints |= {one.fingerprint for one in started} - {""}
+                fingerprints |= {result.fingerprint for result in started} - {""}
                 worst = Started(*(max(values) for values in zip(*started, strict=True)))
-                worst = worst._replace(cpu_seconds=sum(one.cpu_seconds for one in started))
+                worst = worst._replace(cpu_seconds=sum(result.cpu_seconds for result in started))
                 cells = [kind, f"{count:,}", str(ranks)]
                 cells += [f"{worst.seconds:.1f}", f"{worst.cpu_seconds:.1f}"]
-                sizes = (worst.before, worst.own, worst.mapped, worst.peak)
+                sizes = (worst.before, worst.private, worst.mapped, worst.peak)
                 cells += [f"{size / 1e9:.2f}" for size in sizes]
                 row = {"start": kind, "utterances": count, "processes": ranks}
                 table.add(row | worst._asdict(), f"| {' | '.join(cells)} |")

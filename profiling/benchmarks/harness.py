@@ -112,8 +112,8 @@ class Table:
     def __init__(self, columns: Sequence[str], output: Path | None, device: torch.device) -> None:
         self.rows: list[dict[str, Any]] = []
         self._columns, self._output = columns, output
-        known = provenance(device) if VERSIONS[0] in columns else {}
-        self._common = dict.fromkeys(columns, "") | known
+        versions = provenance(device) if VERSIONS[0] in columns else {}
+        self._common = dict.fromkeys(columns, "") | versions
 
     def add(self, row: Row, line: str) -> None:
         full = self._common | row

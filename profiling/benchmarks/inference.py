@@ -174,7 +174,7 @@ def row_of(
     p20, p50, p80 = harness.percentiles([seconds for seconds, _ in passes])
     row: dict[str, Any] = {"p20_s": p20, "p50_s": p50, "p80_s": p80}
     if has_parts:
-        seconds, parts = sorted(passes, key=lambda one: one[0])[len(passes) // 2]
+        seconds, parts = sorted(passes, key=lambda timed: timed[0])[len(passes) // 2]
         row |= {column: parts.get(name, 0.0) for name, column in _PARTS.items()}
         row["host_s"] = seconds - sum(row[column] for column in _PARTS.values())
     row = {name: round(value, 5) for name, value in row.items()}
@@ -278,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             fields["agreement"] = round(fields["agreement"], 5)
         harness.now(device)
         clock.take()
-        calls = [lambda number, one=one: one.transcribe() for one in systems.values()]
+        calls = [lambda number, system=system: system.transcribe() for system in systems.values()]
         passes: list[list[tuple[float, dict[str, float]]]] = [[] for _ in calls]
         for turn in harness.in_turns(calls, options.repeats, device):
             passes[turn.system].append((turn.seconds, clock.take()))

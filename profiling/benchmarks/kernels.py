@@ -128,11 +128,11 @@ def lost(work: Counter[str]) -> int:
 
 def _ratios(work: Counter[str]) -> list[str]:
     ratio = lambda a, b: f"{work[a] / work[b]:.2f}" if work[b] else ""
-    shown = lambda name: f"{work[name]:,}" if work[name] else ""
+    count_of = lambda name: f"{work[name]:,}" if work[name] else ""
     products = f"{work['products'] / work['issued']:,.0f}" if work["products"] else ""
     return [
-        *(f"{work['issued']:,}", shown("sectors"), ratio("sectors", "needed")),
-        *(shown("wavefronts"), ratio("wavefronts", "fewest"), products),
+        *(f"{work['issued']:,}", count_of("sectors"), ratio("sectors", "needed")),
+        *(count_of("wavefronts"), ratio("wavefronts", "fewest"), products),
     ]
 
 
@@ -352,11 +352,11 @@ def warm_up(launch: Launch) -> None:
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
     """Yield the cases that `bench.py ops` has for the same options."""
-    given = ["--op", *options.op]
+    words = ["--op", *options.op]
     for name in ("kind", "frames", "head_width"):
         if values := getattr(options, name):
-            given += [f"--{name.replace('_', '-')}", *map(str, values)]
-    yield from (case for _, case in ops.cases(ops.parse(given)))
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    yield from (case for _, case in ops.cases(ops.parse(words)))
 
 
 def _calls(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -113,8 +113,8 @@ def _ctc(workload: Workload) -> Case:
     def padded() -> Any:
         padding = Padding(frames)
         # Lengths on the host: torch would otherwise wait for them.
-        counts = padding.lengths.cpu(), torch.tensor([tokens.lengths[n] for n in padding.kept])
-        kept = torch.tensor(padding.kept, device=hidden.device)
+        counts = padding.lengths.cpu(), torch.tensor([tokens.lengths[n] for n in padding.nonempty])
+        nonempty = torch.tensor(padding.nonempty, device=hidden.device)
         labels = targets[: tokens.total]
 
         def call(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -122,9 +122,9 @@ def _ctc(workload: Workload) -> Case:
             return F.ctc_loss(scores, labels, *counts, blank, reduction="none")
 
         def whole(losses: Tensor) -> Tensor:
-            return losses.new_zeros(frames.num_sequences).index_copy_(0, kept, losses)
+            return losses.new_zeros(frames.num_sequences).index_copy_(0, nonempty, losses)
 
-        return call, {"hidden": padding.form(0, 1, 2), "result 0": (lambda x: x[kept], whole)}
+        return call, {"hidden": padding.form(0, 1, 2), "result 0": (lambda x: x[nonempty], whole)}
 
     arguments = {"hidden": hidden, "weight": weight, "targets": targets, "blank_id": blank}
     arguments |= {"layout_frames": frames, "layout_targets": tokens}
@@ -221,7 +221,7 @@ def _stem(workload: Workload) -> Case:
 
     def conv2d() -> Any:
         wide = Padding(layout.scaled(8))
-        counts = lengths[torch.tensor(wide.kept, device=lengths.device)]
+        counts = lengths[torch.tensor(wide.nonempty, device=lengths.device)]
         features = _within(wide.pad(x)[:, None], counts)
 
         def call(*filters: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ def _strided(workload: Workload) -> Case:
 
     def conv2d() -> Any:
         wide, rows = Padding(layout.scaled(2)), Padding(layout)
-        counts = lengths[torch.tensor(wide.kept, device=lengths.device)]
+        counts = lengths[torch.tensor(wide.nonempty, device=lengths.device)]
         call = lambda x, *filters: _within(_conv2d(_within(x, counts), *filters), counts, 2)
         order = (0, 3, 1, 2)
         return call, {"x": wide.form(*order), "weight": _SQUARE, "result 0": rows.form(*order)}

@@ -353,8 +353,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the rows as they come, rank at the end."""
     options = parse(arguments)
     if unknown := set(options.op) - set(OPERATIONS):
-        known = ", ".join(OPERATIONS)
-        complain(f"bench ops: --op must be of {known}, but is {', '.join(sorted(unknown))}.")
+        names = ", ".join(OPERATIONS)
+        complain(f"bench ops: --op must be of {names}, but is {', '.join(sorted(unknown))}.")
         return 2
     if options.base is not None:
         return compare(options)

@@ -4,7 +4,7 @@ The clock is simulated: decoding advances it by the time it takes, and where the
 decode it jumps to the next chunk. So an hour of audio takes as long as it is decoded, and a
 recognizer that is too slow for its streams falls behind as it would with real ones.
 
-The delay of a frame has two parts. The algorithmic one, from its end to the last sample of its
+The delay of a frame has two parts. The algorithmic entry, from its end to the last sample of its
 chunk, depends on the model alone. The rest is the time from the arrival of that sample until
 `decode` returns, with what is recognised: waiting for other streams, and computing.
 """
@@ -142,44 +142,44 @@ def serve(
         begin(draw.uniform(0, recognizer.latency_seconds))
     first_minute = None
     while live:
-        for one in live:
-            one.feed(now, rate)
+        for entry in live:
+            entry.feed(now, rate)
         started = time.perf_counter()
         count = recognizer.decode()
         passed = time.perf_counter() - started
         served.busy_s += passed
         next_tick, now = now + tick_s, now + passed
-        for one in list(live):
-            _note_delays(served, recognizer, one, now)
-            served.texts[one.name] += "".join(f" {part.text}" for part in one.stream.take())
-            if one.stream.done:
-                served.audio_s += len(one.audio) / rate
-                live.remove(one)
+        for entry in list(live):
+            _note_delays(served, recognizer, entry, now)
+            served.texts[entry.name] += "".join(f" {part.text}" for part in entry.stream.take())
+            if entry.stream.done:
+                served.audio_s += len(entry.audio) / rate
+                live.remove(entry)
                 if waiting:
                     begin(now)
         if first_minute is None and now >= 60:
             first_minute = _rss_mb()
         now = max(now, next_tick)
         if not count and live:
-            now = max(now, min(one.ready(rate) for one in live))
+            now = max(now, min(entry.ready(rate) for entry in live))
     served.texts = [text.strip() for text in served.texts]
     end = _rss_mb()
     served.rss_mb = end if first_minute is None else first_minute, end
     return served
 
 
-def _note_delays(served: Served, recognizer: OnlineRecognizer, one: _Live, now: float) -> None:
+def _note_delays(served: Served, recognizer: OnlineRecognizer, entry: _Live, now: float) -> None:
     """Note the delays of the chunks of a stream that are decoded by now."""
     rate, chunk = recognizer.sample_rate, recognizer.context.chunk
     size = round(recognizer.frame_seconds * rate)
-    while one.decoded < one.stream.frames:
-        frames = range(one.decoded, min(one.decoded + chunk, one.stream.frames))
+    while entry.decoded < entry.stream.frames:
+        frames = range(entry.decoded, min(entry.decoded + chunk, entry.stream.frames))
         # The last window of a chunk reaches beyond it.
-        beyond = one.stream.samples_needed - size * (one.stream.frames + chunk)
-        needed = min(size * (one.decoded + chunk) + beyond, len(one.audio))
-        served.delays_s.append(now - one.begin - needed / rate)
+        beyond = entry.stream.samples_needed - size * (entry.stream.frames + chunk)
+        needed = min(size * (entry.decoded + chunk) + beyond, len(entry.audio))
+        served.delays_s.append(now - entry.begin - needed / rate)
         served.algorithmic_s.update(max(0, needed - size * (frame + 1)) / rate for frame in frames)
-        one.decoded = frames.stop
+        entry.decoded = frames.stop
 
 
 def _rss_mb() -> float:

@@ -88,56 +88,39 @@ CATEGORY_COLUMNS = (
 WHISPER_CLASSES = 51_865
 _PREFIX = "bench training: "
 _LEAST_S = 60.0
-_WHISPER: dict[str, Any] = {"width": 384, "layers": 4, "heads": 6, "feed_forward": 1536}
-_WHISPER |= {"bias": True, "key_bias": False}
 
-# Models that a CPU trains in seconds a step, and their vocabularies.
+
+def _conformer(
+    width: int, layers: int, feed_forward: int, mel_bins: int = 80, **decoder: Any
+) -> ModelConfig:
+    sizes: dict[str, Any] = {"width": width, "heads": 4, "feed_forward": feed_forward}
+    return ModelConfig(
+        features=FeatureConfig(mel_bins=mel_bins),
+        encoder=FastConformerConfig(layers=layers, subsampling_channels=16, **sizes),
+        decoder=DecoderConfig(layers=2, **sizes, **decoder),
+    )
+
+
+def _whisper() -> ModelConfig:
+    """Return Whisper tiny, whose utterances are not filled up with silence."""
+    window: dict[str, Any] = {"subsampling": 2, "n_fft": 400, "minimum_s": 0.0}
+    sizes: dict[str, Any] = {"width": 384, "layers": 4, "heads": 6, "feed_forward": 1536}
+    sizes |= {"bias": True, "key_bias": False}
+    output: dict[str, Any] = {"embedding_norm": False, "output_bias": False}
+    output |= {"max_positions": 448, "positions": "learned", "activation": "gelu"}
+    return ModelConfig(
+        features=FeatureConfig(kind="whisper", preemphasis=0.0, normalize=False, **window),
+        encoder=WhisperEncoderConfig(max_frames=1500, **sizes),
+        decoder=DecoderConfig(**output, **sizes),
+    )
+
+
+# Models that a CPU trains in seconds a step, and their vocabularies. The demo has the widths and
+# layers of recipes/demo.yaml, with our own norms and losses.
 CPU_MODELS: dict[str, tuple[ModelConfig, int]] = {
-    "small": (
-        ModelConfig(
-            encoder=FastConformerConfig(
-                width=96, layers=4, heads=4, feed_forward=384, subsampling_channels=16
-            ),
-            decoder=DecoderConfig(width=96, layers=2, heads=4, feed_forward=384),
-        ),
-        1024,
-    ),
-    # Widths and layers of recipes/demo.yaml, with our own norms and losses.
-    "demo": (
-        ModelConfig(
-            features=FeatureConfig(mel_bins=64),
-            encoder=FastConformerConfig(
-                width=128, layers=3, heads=4, feed_forward=256, subsampling_channels=16
-            ),
-            decoder=DecoderConfig(
-                width=128, layers=2, heads=4, feed_forward=256, max_positions=256
-            ),
-        ),
-        256,
-    ),
-    # Utterances are not filled up with silence.
-    "whisper_tiny": (
-        ModelConfig(
-            features=FeatureConfig(
-                kind="whisper",
-                subsampling=2,
-                minimum_s=0.0,
-                n_fft=400,
-                preemphasis=0.0,
-                normalize=False,
-            ),
-            encoder=WhisperEncoderConfig(max_frames=1500, **_WHISPER),
-            decoder=DecoderConfig(
-                max_positions=448,
-                positions="learned",
-                activation="gelu",
-                embedding_norm=False,
-                output_bias=False,
-                **_WHISPER,
-            ),
-        ),
-        WHISPER_CLASSES,
-    ),
+    "small": (_conformer(96, 4, 384), 1024),
+    "demo": (_conformer(128, 3, 256, mel_bins=64, max_positions=256), 256),
+    "whisper_tiny": (_whisper(), WHISPER_CLASSES),
 }
 
 
@@ -157,8 +140,8 @@ class Setup:
         device = harness.default_device()
         on_gpu = device.type == "cuda"
         name = model or ("canary_180m_flash" if on_gpu else "small")
-        known = CPU_MODELS | {x: (PRESETS[x], PRESET_VOCABULARIES[x]) for x in PRESETS}
-        model_config, classes = known[name]
+        presets = CPU_MODELS | {x: (PRESETS[x], PRESET_VOCABULARIES[x]) for x in PRESETS}
+        model_config, classes = presets[name]
         budget = options.frame_budget or (12_000 if on_gpu else 400)
         framing = model_config.features.framing
         # Half a second short, since frames are rounded up.
@@ -331,7 +314,7 @@ def measured(prepared: Sequence[Prepared], steps: int) -> Iterator[tuple[Prepare
         assert len(prepared) == 1  # whose peak memory is measured
     seconds: list[list[float]] = [[] for _ in prepared]
     peaks: list[int | None] = []
-    for turn in harness.in_turns([one.step for one in prepared], warm + steps, device):
+    for turn in harness.in_turns([system.step for system in prepared], warm + steps, device):
         peaks.append(turn.peak_bytes)
         if turn.number >= warm:
             seconds[turn.system].append(turn.seconds)
@@ -416,8 +399,8 @@ class Verdict:
 def jobs(models: Sequence[str | None], systems: Sequence[str], modes: Sequence[str]) -> list[Job]:
     """Return the modes of static batches for each model, then the other systems, eager."""
     static = [Job(model, STATIC, mode) for model in models for mode in modes if STATIC in systems]
-    others = [Job(model, system) for model in models for system in systems if system != STATIC]
-    return [*static, *(others if "eager" in modes else ())]
+    eager = [Job(model, system) for model in models for system in systems if system != STATIC]
+    return [*static, *(eager if "eager" in modes else ())]
 
 
 def run_apart(

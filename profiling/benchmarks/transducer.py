@@ -633,8 +633,8 @@ def _pruned(batch: Batch, name: str) -> Contender:
         ranges = module.get_rnnt_prune_ranges(
             px_grad=px_grad, py_grad=py_grad, boundary=boundary, s_range=_PRUNED_STATES
         )
-        kept = module.do_rnnt_pruning(am=f, lm=g, ranges=ranges)
-        logits = F.linear((kept[0] + kept[1]).relu(), weight, bias).float()
+        pruned = module.do_rnnt_pruning(am=f, lm=g, ranges=ranges)
+        logits = F.linear((pruned[0] + pruned[1]).relu(), weight, bias).float()
         return _SIMPLE_SCALE * coarse + module.rnnt_loss_pruned(
             logits=logits, ranges=ranges, **shared
         )

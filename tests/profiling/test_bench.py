@@ -250,7 +250,7 @@ def test_tables_of_plans_and_starts(tmp_path: Path, capsys: pytest.CaptureFixtur
     rows = rows_of("corpus --utterances 500 --jobs 1", tmp_path / "corpus.csv")
     assert [row["start"].split(",")[0] for row in rows] == ["plain", "cold", "warm", "worker"]
     assert len({row["fingerprint"] for row in rows[:3]}) == 1
-    assert all(int(row["peak"]) > int(row["own"]) > 0 for row in rows)
+    assert all(int(row["peak"]) > int(row["private"]) > 0 for row in rows)
 
 
 # --- inference ------------------------------------------------------------------------------------
