@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from effasr_kernels.transducer_loss import TransducerArguments, set_workspace
-from effasr_kernels.transducer_loss.duration_lattice import occupancies
+from effasr_kernels.transducer_loss.lattice import occupancies
 from effasr_kernels.transducer_loss.triton import backend, duration_lattice
 from effasr_kernels.transducer_loss.triton.plan import Cost, Lattices
 from effasr_kernels.transducer_loss.triton.work import Work

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from effasr_kernels import pack
 from effasr_kernels.testing.conformance import Case
-from effasr_kernels.transducer_loss import duration_lattice, lattice
+from effasr_kernels.transducer_loss import lattice
 from tests.support import operation_cases
 from tests.support.loss_calls import gradients, transducer_arguments
 
@@ -245,10 +245,10 @@ def test_paths_with_durations_pass_every_frame_and_every_label() -> None:
     log_probs = torch.randn(frames, labels + 1, 30).mul(3).log_softmax(-1)
     log_duration = torch.randn(frames, labels + 1, 5).mul(3).log_softmax(-1)
     scores = log_probs[..., 0], log_probs[:, :-1, 1], log_duration, durations
-    total, took_blank, took_label, took_duration = duration_lattice.occupancies(*scores)
+    total, took_blank, took_label, took_duration = lattice.occupancies(*scores)
     torch.testing.assert_close(took_blank + took_label, took_duration.sum(-1))
     passed = (took_duration * torch.tensor(durations)).sum()
     torch.testing.assert_close(passed, torch.tensor(300.0).double(), rtol=0, atol=1e-9)
     expected = F.pad(torch.ones(labels), (0, 1)).double()
     torch.testing.assert_close(took_label.sum(0), expected, rtol=0, atol=1e-9)
-    torch.testing.assert_close(duration_lattice.log_likelihood(*scores), total)
+    torch.testing.assert_close(lattice.log_likelihood(*scores), total)

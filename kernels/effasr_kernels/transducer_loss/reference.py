@@ -9,7 +9,7 @@ from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.checks import check_labels
 from effasr_kernels.shared.lattice_losses import Losses, differentiable
 from effasr_kernels.shared.ragged import widen
-from effasr_kernels.transducer_loss import TransducerArguments, duration_lattice, lattice
+from effasr_kernels.transducer_loss import TransducerArguments, lattice
 
 
 def run(a: TransducerArguments) -> Tensor:
@@ -102,11 +102,13 @@ def _logit_gradient(
     if settings.durations:
         of_durations -= of_durations.logsumexp(-1, keepdim=True)
     columns = labels.expand(z.shape[0], -1)[..., None]
-    log_label = of_classes[:, :-1].gather(2, columns)[..., 0]
-    log_blank = z[..., settings.blank_id]
-    total, *took = _sum_paths(log_blank, log_label, of_durations, settings, with_gradient)
+    log_label = of_classes[:, :-1].gather(2, columns)[..., 0] - settings.sigma
+    log_blank = z[..., settings.blank_id] - settings.sigma
+    log_duration = of_durations if settings.durations else None
+    scores = log_blank, log_label, log_duration, settings.durations
     if not with_gradient:
-        return -total, z, h
+        return -lattice.log_likelihood(*scores), z, h
+    total, *took = lattice.occupancies(*scores)
     took_blank, took_label, *took_durations = (part.to(z.dtype) for part in took)
     took_label *= 1 + settings.fastemit
     dz = z.exp_()
@@ -117,24 +119,6 @@ def _logit_gradient(
         of_durations *= took_duration.sum(-1, keepdim=True)
         of_durations -= took_duration
     return -total, dz, h
-
-
-def _sum_paths(
-    log_blank: Tensor,
-    log_label: Tensor,
-    log_durations: Tensor,
-    settings: _Losses,
-    with_gradient: bool,
-) -> tuple[Tensor, ...]:
-    """Return the log-likelihood and, if a gradient is needed, the occupancy of each step."""
-    if not settings.durations:
-        if with_gradient:
-            return lattice.occupancies(log_blank, log_label)
-        return (lattice.log_likelihood(log_blank, log_label),)
-    blank, label = log_blank - settings.sigma, log_label - settings.sigma
-    if with_gradient:
-        return duration_lattice.occupancies(blank, label, log_durations, settings.durations)
-    return (duration_lattice.log_likelihood(blank, label, log_durations, settings.durations),)
 
 
 def _accumulate(
