@@ -144,14 +144,15 @@ class Section:
     # Options that code converts, with the framework's defaults.
     options: Mapping[str, Any] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)  # Written, and read as by `only`
-    fixed: Mapping[str, Rule] = field(default_factory=dict)  # Not written
+    fixed: Mapping[str, Rule] = field(default_factory=dict)  # Read only
+    written: Mapping[str, Any] = field(default_factory=dict)  # Not read
     # Training options without counterpart here, with the value that turns them off.
     training: Mapping[str, Any] = field(default_factory=dict)
     # Options that affect neither the function nor the objective, separated by spaces; if given,
     # all others are errors.
     ignored: str | None = None
-    # Classes that ``_target_`` may name, without their modules; empty for any.
-    classes: tuple[str, ...] = ()
+    # What ``_target_`` is written as; read, its modules may be others.
+    target: str | None = None
 
     def read(
         self, where: str, mapping: Any, unused: list[str] | None = None
@@ -177,21 +178,21 @@ class Section:
             fields[ours] = value
         return fields, {key: mapping.get(key, default) for key, default in self.options.items()}
 
-    def write(self, config: object) -> dict[str, Any]:
-        """The options of these fields of one of our configurations, and the constants."""
-        options = {option: getattr(config, ours) for ours, (option, *_) in self.fields.items()}
-        return {**options, **self.constants}
+    def write(self, config: object = None, **options: Any) -> dict[str, Any]:
+        """All options: of our configuration's fields, and those that code converts."""
+        fields = {option: getattr(config, ours) for ours, (option, *_) in self.fields.items()}
+        target = {} if self.target is None else {"_target_": self.target}
+        return {**target, **fields, **self.constants, **self.written, **options}
 
     def _check_names(self, where: str, mapping: Mapping[str, Any]) -> None:
-        target = mapping.get("_target_")
-        if self.classes and str(target).rsplit(".", 1)[-1] not in self.classes:
-            raise ValueError(
-                f"`{where}._target_` must be {' or '.join(self.classes)}, but is {_shown(target)}."
-            )
+        target, name = mapping.get("_target_"), str(self.target).rsplit(".", 1)[-1]
+        if self.target and str(target).rsplit(".", 1)[-1] != name:
+            raise ValueError(f"`{where}._target_` must be {name}, but is {_shown(target)}.")
         if self.ignored is None:
             return
         known = {option for option, *_ in self.fields.values()} | {"_target_"}
-        known |= {*self.options, *self.fixed, *self.training, *self.ignored.split()}
+        known |= {*self.options, *self.constants, *self.fixed, *self.written, *self.training}
+        known |= set(self.ignored.split())
         for key, value in mapping.items():
             if key not in known and value is not None:
                 raise ValueError(

@@ -45,40 +45,26 @@ def check_streamable(config: object, context: Context | None) -> Context:
             f"`encoder.kind` must be fastconformer to decode a stream, but is {kind}: that encoder "
             "attends to whole utterances."
         )
-    check(
-        config.causal_convolution,
-        "encoder.causal_convolution",
-        "be true to decode a stream",
-        config.causal_convolution,
-        "each layer would wait for later frames; train with causal_convolution=true",
-    )
+    causal, experts = config.causal_convolution, config.experts
+    remedy = "each layer would wait for later frames; train with causal_convolution=true"
+    check(causal, "encoder.causal_convolution", "be true to decode a stream", causal, remedy)
     if context is None:
         raise ValueError(
             "`encoder.context` must be given to decode a stream, but the encoder attends to whole "
             "utterances: train with a context, such as {left: 56, right: 0, chunk: 7}."
         )
-    check(
-        context.left is not None,
-        "context.left",
-        "be limited to decode a stream in constant memory",
-        context.left,
-        "give a number of frames",
-    )
-    check(
-        context.right == 0,
-        "context.right",
-        "be 0 to decode a stream",
-        context.right,
-        "each layer would wait for later frames: use a larger chunk",
-    )
-    experts = config.experts
+    left, right, chunk = context.left, context.right, context.chunk
+    rule, remedy = "be limited to decode a stream in constant memory", "give a number of frames"
+    check(left is not None, "context.left", rule, left, remedy)
+    remedy = "each layer would wait for later frames: use a larger chunk"
+    check(right == 0, "context.right", "be 0 to decode a stream", right, remedy)
     if experts is not None:
         learned, remedy = experts.is_learned, "a stream does not name its experts"
         check(learned, "experts.route", "be learned to decode a stream", experts.route, remedy)
     # The cache of a stream has so many frames from its beginning on.
-    for name, frames in (("left", context.left), ("chunk", context.chunk)):
-        rule = f"be at most {MOST_FRAMES} to decode a stream"
-        check((frames or 0) <= MOST_FRAMES, f"context.{name}", rule, frames, "choose another model")
+    rule = f"be at most {MOST_FRAMES} to decode a stream"
+    for name, frames in (("left", left or 0), ("chunk", chunk)):
+        check(frames <= MOST_FRAMES, f"context.{name}", rule, frames, "choose another model")
     return context
 
 

@@ -62,14 +62,15 @@ def decoder_sinusoids(positions: Tensor, width: int) -> Tensor:
     """
     # positions: (R,), any number type -> float32 (R, width)
     step = math.log(10_000.0) * (width - 2) / width / (width // 2 - 1)
-    channels = torch.arange(width // 2, device=positions.device, dtype=torch.float32)
-    angles = positions[:, None].float() * torch.exp(-step * channels)
-    return torch.cat([angles.sin(), angles.cos()], dim=1) / math.sqrt(width)
+    return _sines_then_cosines(positions, width, step) / math.sqrt(width)
 
 
 def whisper_sinusoids(positions: Tensor, width: int) -> Tensor:
     """Frame positions of Whisper's encoder: all sines, then all cosines."""
-    step = math.log(10_000.0) / (width // 2 - 1)
+    return _sines_then_cosines(positions, width, math.log(10_000.0) / (width // 2 - 1))
+
+
+def _sines_then_cosines(positions: Tensor, width: int, step: float) -> Tensor:
     channels = torch.arange(width // 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None].float() * torch.exp(-step * channels)
     return torch.cat([angles.sin(), angles.cos()], dim=1)

@@ -146,8 +146,10 @@ class Residual:
     ) -> Any:
         if not is_fused(x):
             return torch.add(x, F.dropout(output, self.dropout), alpha=scale)
-        weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
+        weight: Any = None
+        bias: Any = None
         if norm is not None:
+            weight, bias = norm.weight, norm.bias
             options["eps"] = norm.eps
         return dropout_add_layer_norm(
             output,

@@ -129,8 +129,7 @@ def _read_canary(content: Content) -> tuple[ModelConfig, int]:
             "are not supported."
         )
     decoder = DecoderConfig(**fields, tie_embeddings=tied)
-    encoder = mapping.get("encoder_config") or _CANARY_ENCODER
-    config = _read_model(content, encoder, decoder=decoder)
+    config = _read_model(content, _CANARY_ENCODER, decoder=decoder)
     return config, mapping.get("vocab_size", 16384)
 
 
@@ -168,10 +167,10 @@ def _read_transducer(content: Content) -> tuple[ModelConfig, int]:
 
 
 def _read_model(
-    content: Content, encoder: Mapping[str, Any] | None = None, **output: Any
+    content: Content, default: Mapping[str, Any] | None = None, **output: Any
 ) -> ModelConfig:
-    """The features and the encoder with one output."""
-    encoder = content.config.get("encoder_config") or {} if encoder is None else encoder
+    """The features and the encoder, which a file may leave out, with one output."""
+    encoder = content.config.get("encoder_config") or default or {}
     if encoder.get("layerdrop"):
         _log.warning("`layerdrop` = %s is not used in training here.", encoder["layerdrop"])
     bins = encoder.get("num_mel_bins", 80)

@@ -129,8 +129,8 @@ def _read_transducer(config: Mapping[str, Any], unused: list[str]) -> Transducer
             f"`decoder.prednet.rnn_hidden_size` must be pred_hidden = {fields['width']}, but is "
             f"{prednet['rnn_hidden_size']}."
         )
-    activation = str(jointnet["activation"]).lower()
-    one_of("relu", "tanh")("joint.jointnet.activation", activation)
+    is_activation = one_of("relu", "tanh")
+    activation = is_activation("joint.jointnet.activation", str(jointnet["activation"]).lower())
     durations, options = _read_loss(config, unused)
     _check_same(
         "joint.num_extra_outputs",
@@ -304,10 +304,6 @@ _TARGETS = {
     HYBRID: "hybrid_rnnt_ctc_bpe_models",
     MULTITASK: "aed_multitask_models",
 }
-_ASR = "nemo.collections.asr."
-_POSITIONS = 5000
-"""Initial length of NeMo's position table, which grows."""
-
 # Fields that are exported; all other fields of a decoder must have their defaults.
 _DECODER_FIELDS = (
     *("width", "layers", "heads", "head_dim", "feed_forward", "max_positions", "bias"),
@@ -380,10 +376,7 @@ def model_yaml(config: ModelConfig, tokens: NemoTokens, classes: int) -> dict[st
         "preprocessor": _write_preprocessor(config.features),
     }
     if config.spec_augment != SpecAugmentConfig():
-        yaml["spec_augment"] = {
-            "_target_": f"{_ASR}modules.SpectrogramAugmentation",
-            **dataclasses.asdict(config.spec_augment),
-        }
+        yaml["spec_augment"] = tables.AUGMENT.write(config.spec_augment)
     yaml["encoder"] = _write_encoder(encoder, config.features.mel_bins)
     if name == MULTITASK:
         assert config.decoder is not None
@@ -396,7 +389,7 @@ def model_yaml(config: ModelConfig, tokens: NemoTokens, classes: int) -> dict[st
     return {
         **yaml,
         "optim": optim,
-        "target": f"{_ASR}models.{_TARGETS[name]}.{name}",
+        "target": f"nemo.collections.asr.models.{_TARGETS[name]}.{name}",
     }
 
 
@@ -414,20 +407,13 @@ def _write_data(rate: int, *, lhotse: bool) -> dict[str, Any]:
 
 
 def _write_preprocessor(features: FeatureConfig) -> dict[str, Any]:
-    return {
-        "_target_": f"{_ASR}modules.AudioToMelSpectrogramPreprocessor",
-        **tables.PREPROCESSOR.write(features),
-        "normalize": "per_feature" if features.normalize else "NA",
-        "window_size": _seconds(features.window, features.sample_rate),
-        "window_stride": _seconds(features.hop, features.sample_rate),
-        "window": "hann",
-        "n_fft": features.n_fft,
-        "log": True,
-        "frame_splicing": 1,
-        "dither": 1e-5,
-        "pad_to": 0,
-        "pad_value": 0.0,
-    }
+    return tables.PREPROCESSOR.write(
+        features,
+        normalize="per_feature" if features.normalize else "NA",
+        window_size=_seconds(features.window, features.sample_rate),
+        window_stride=_seconds(features.hop, features.sample_rate),
+        n_fft=features.n_fft,
+    )
 
 
 def _seconds(samples: int, rate: int) -> float:
@@ -437,39 +423,21 @@ def _seconds(samples: int, rate: int) -> float:
 
 
 def _write_encoder(encoder: FastConformerConfig, bands: int) -> dict[str, Any]:
-    return {
-        "_target_": f"{_ASR}modules.ConformerEncoder",
-        **tables.ENCODER.write(encoder),
-        "feat_in": bands,
-        "feat_out": -1,
-        "use_bias": encoder.bias or encoder.convolution_bias,
-        "subsampling": "dw_striding",
-        "reduction": None,
-        "reduction_position": None,
-        "reduction_factor": 1,
-        "ff_expansion_factor": encoder.feed_forward // encoder.width,
-        "self_attention_model": "rel_pos",
+    return tables.ENCODER.write(
+        encoder,
+        feat_in=bands,
+        use_bias=encoder.bias or encoder.convolution_bias,
+        ff_expansion_factor=encoder.feed_forward // encoder.width,
         **(write_contexts(encoder.context) or {}),
-        "untie_biases": True,
-        "pos_emb_max_len": _POSITIONS,
-        "conv_norm_type": encoder.conv_norm,
-        "conv_context_size": "causal" if encoder.causal_convolution else None,
-        "stochastic_depth_drop_prob": 0.0,
-        "stochastic_depth_mode": "linear",
-        "stochastic_depth_start_layer": 1,
-    }
+        conv_context_size="causal" if encoder.causal_convolution else None,
+    )
 
 
 def _write_labels(
     config: ModelConfig, name: str, width: int, pieces: Sequence[str]
 ) -> dict[str, Any]:
     """The sections after the encoder of a CTC model or a transducer."""
-    head = {
-        "_target_": f"{_ASR}modules.ConvASRDecoder",
-        "feat_in": width,
-        "num_classes": len(pieces),
-        "vocabulary": list(pieces),
-    }
+    head = tables.CTC.write(feat_in=width, num_classes=len(pieces), vocabulary=list(pieces))
     if name == CTC:
         return {"labels": list(pieces), "decoder": head, "decoding": {"strategy": "greedy"}}
     assert config.transducer is not None
@@ -494,22 +462,13 @@ def _write_transducer(
         "pred_hidden": options.width,
         "joint_hidden": options.joint,
     }
-    joint: dict[str, Any] = {
-        "_target_": f"{_ASR}modules.RNNTJoint",
-        "log_softmax": None,
-        "preserve_memory": False,
-        "fuse_loss_wer": True,
-        "fused_batch_size": 4,
-        "jointnet": {
-            "joint_hidden": options.joint,
-            "activation": options.activation,
-            "dropout": 0.0,
-            "encoder_hidden": width,
-            "pred_hidden": options.width,
-        },
-        "num_classes": len(pieces),
-        "vocabulary": list(pieces),
-    }
+    jointnet = tables.JOINTNET.write(
+        options,
+        activation=options.activation,
+        encoder_hidden=width,
+        pred_hidden=options.width,
+    )
+    joint = tables.JOINT.write(jointnet=jointnet, num_classes=len(pieces), vocabulary=list(pieces))
     decoding: dict[str, Any] = {
         "strategy": "greedy_batch",
         "greedy": {"max_symbols": 10},
@@ -530,17 +489,9 @@ def _write_transducer(
         "compute_eval_loss": False,
         "model_defaults": defaults,
         "labels": list(pieces),
-        "decoder": {
-            "_target_": f"{_ASR}modules.RNNTDecoder",
-            "normalization_mode": None,
-            "random_state_sampling": False,
-            "blank_as_pad": True,
-            "prednet": {
-                **tables.PREDNET.write(options),
-                "t_max": None,
-            },
-            "vocab_size": len(pieces),
-        },
+        "decoder": tables.PREDICTOR.write(
+            prednet=tables.PREDNET.write(options), vocab_size=len(pieces)
+        ),
         "joint": joint,
         "decoding": decoding,
         "loss": loss,
@@ -550,15 +501,9 @@ def _write_transducer(
 def _write_multitask(
     decoder: DecoderConfig, width: int, tokens: NemoTokens, classes: int
 ) -> dict[str, Any]:
-    layers = {
-        **tables.DECODER_LAYERS.write(decoder),
-        "num_token_types": 0,
-        "learn_positional_encodings": False,
-        "hidden_act": "relu",
-        "pre_ln": True,
-        "ffn_dropout": decoder.residual_dropout,
-        "vocab_size": classes,
-    }
+    layers = tables.DECODER_LAYERS.write(
+        decoder, ffn_dropout=decoder.residual_dropout, vocab_size=classes
+    )
     prompt = {"canary": 5, "canary2": 9}
     assert tokens.prompt_format is not None  # checked by nemo_tokens
     losses = "nemo.collections.common.losses.smoothed_cross_entropy."
@@ -571,24 +516,8 @@ def _write_multitask(
             "lm_enc_hidden": decoder.width,
             "lm_dec_hidden": decoder.width,
         },
-        "transf_decoder": {
-            "_target_": f"{_ASR}modules.transformer.get_nemo_transformer",
-            "model_name": None,
-            "pretrained": False,
-            "encoder": None,
-            "pre_ln_final_layer_norm": True,
-            "config_dict": layers,
-        },
-        "head": {
-            "_target_": f"{_ASR}parts.submodules.token_classifier.TokenClassifier",
-            "num_layers": 1,
-            "activation": "relu",
-            "log_softmax": True,
-            "hidden_size": decoder.width,
-            "num_classes": classes,
-            "dropout": 0.0,
-            "use_transformer_init": True,
-        },
+        "transf_decoder": tables.DECODER.write(config_dict=layers),
+        "head": tables.HEAD.write(hidden_size=decoder.width, num_classes=classes),
         "decoding": {
             "strategy": "beam",
             "return_best_hypothesis": True,

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from effasr.interop.tables import Renames, Section, integer, number, one_of, only, switch
 
+_MODULES = "nemo.collections.asr.modules."
+
 PREPROCESSOR = Section(
     fields={
         "sample_rate": ("sample_rate", 16_000, integer),
@@ -31,23 +33,20 @@ PREPROCESSOR = Section(
         "n_fft": None,
         "normalize": "per_feature",
     },
+    constants={"window": "hann", "log": True, "frame_splicing": 1},
     fixed={
-        "window": only("hann"),
         "lowfreq": only(0, 0.0, None),
-        "log": only(True),
         "log_zero_guard_type": only("add"),
         "log_zero_guard_value": (2.0**-24, lambda x: _close(x, 2.0**-24), "2 ** -24"),
-        "frame_splicing": only(1),
         "exact_pad": only(False, None),
         "mag_power": only(2.0),
         "mel_norm": only("slaney"),
     },
     training={"nb_augmentation_prob": 0},
     # Features have no rows beyond the utterance in effasr, so the padding value does not matter.
-    ignored=(
-        "dither pad_to pad_value rng nb_max_freq highfreq use_torchaudio stft_exact_pad stft_conv"
-    ),
-    classes=("AudioToMelSpectrogramPreprocessor",),
+    written={"dither": 1e-5, "pad_to": 0, "pad_value": 0.0},
+    ignored="rng nb_max_freq highfreq use_torchaudio stft_exact_pad stft_conv",
+    target=f"{_MODULES}AudioToMelSpectrogramPreprocessor",
 )
 ENCODER = Section(
     fields={
@@ -77,9 +76,9 @@ ENCODER = Section(
         "reduction": None,
         "reduction_factor": 1,
     },
+    constants={"self_attention_model": "rel_pos"},
     fixed={
         "subsampling": only("dw_striding", default="striding"),
-        "self_attention_model": only("rel_pos"),
         "att_chunk_context_size": (None, lambda size: size is None, "null"),
         "conv_context_style": only("regular"),
     },
@@ -88,25 +87,36 @@ ENCODER = Section(
         "conv_dual_mode": False,
         "att_context_probs": None,
     },
+    written={
+        "subsampling": "dw_striding",
+        "feat_out": -1,
+        "reduction": None,
+        "reduction_position": None,
+        "reduction_factor": 1,
+        "untie_biases": True,
+        "pos_emb_max_len": 5000,  # The initial length of NeMo's position table, which grows.
+        "stochastic_depth_drop_prob": 0.0,
+        "stochastic_depth_mode": "linear",
+        "stochastic_depth_start_layer": 1,
+    },
     ignored=(
-        "subsampling_conv_chunking_factor reduction_position pos_emb_max_len "
-        "stochastic_depth_mode stochastic_depth_start_layer "
-        "global_tokens global_tokens_spacing global_attn_separate use_pytorch_sdpa "
-        "use_pytorch_sdpa_backends sync_max_audio_length"
+        "subsampling_conv_chunking_factor global_tokens global_tokens_spacing "
+        "global_attn_separate use_pytorch_sdpa use_pytorch_sdpa_backends sync_max_audio_length"
     ),
-    classes=("ConformerEncoder",),
+    target=f"{_MODULES}ConformerEncoder",
 )
 CTC = Section(
     fixed={"add_blank": only(True)},
     ignored="feat_in num_classes vocabulary init_mode",
-    classes=("ConvASRDecoder",),
+    target=f"{_MODULES}ConvASRDecoder",
 )
 PREDICTOR = Section(
     options={"prednet": None},
-    fixed={"normalization_mode": only(None), "blank_as_pad": only(True)},
+    constants={"normalization_mode": None, "blank_as_pad": True},
     training={"random_state_sampling": False},
+    written={"random_state_sampling": False},
     ignored="vocab_size",
-    classes=("RNNTDecoder",),
+    target=f"{_MODULES}RNNTDecoder",
 )
 PREDNET = Section(
     fields={
@@ -115,34 +125,39 @@ PREDNET = Section(
         "dropout": ("dropout", 0.0, number),
     },
     options={"rnn_hidden_size": -1},
-    ignored="forget_gate_bias t_max weights_init_scale hidden_hidden_bias_scale",
+    written={"t_max": None},
+    ignored="forget_gate_bias weights_init_scale hidden_hidden_bias_scale",
 )
 JOINT = Section(
     options={"jointnet": None, "num_extra_outputs": 0},
     training={"masking_prob": -1.0},
-    ignored=(
-        "num_classes vocabulary log_softmax preserve_memory fuse_loss_wer "
-        "fused_batch_size experimental_fuse_loss_wer"
-    ),
-    classes=("RNNTJoint",),
+    written={
+        "log_softmax": None,
+        "preserve_memory": False,
+        "fuse_loss_wer": True,
+        "fused_batch_size": 4,
+    },
+    ignored="num_classes vocabulary experimental_fuse_loss_wer",
+    target=f"{_MODULES}RNNTJoint",
 )
 JOINTNET = Section(
     fields={"joint": ("joint_hidden", None, integer)},
     options={"activation": "relu"},
     training={"dropout": 0.0},
+    written={"dropout": 0.0},
     ignored="encoder_hidden pred_hidden",
 )
 DECODER = Section(
     options={"config_dict": None},
+    constants={"model_name": None, "pre_ln_final_layer_norm": True},
     fixed={
-        "model_name": only(None),
         "pretrained": only(False, None),
         "encoder": only(None, False, default=True),
-        "pre_ln_final_layer_norm": only(True),
         "library": only("nemo", None),
     },
+    written={"pretrained": False, "encoder": None},
     ignored="",
-    classes=("get_nemo_transformer",),
+    target=f"{_MODULES}transformer.get_nemo_transformer",
 )
 DECODER_LAYERS = Section(
     fields={
@@ -156,19 +171,23 @@ DECODER_LAYERS = Section(
         "attention_dropout": ("attn_score_dropout", 0.0, number),
     },
     options={"ffn_dropout": 0.0},
-    fixed={
-        "learn_positional_encodings": only(False),
-        "hidden_act": only("relu"),
-        "pre_ln": only(True, default=False),
-    },
+    constants={"learn_positional_encodings": False, "hidden_act": "relu"},
+    fixed={"pre_ln": only(True, default=False)},
     # The decoder never receives token types.
-    ignored="num_token_types vocab_size pre_ln_final_layer_norm",
+    written={"pre_ln": True, "num_token_types": 0},
+    ignored="vocab_size pre_ln_final_layer_norm",
 )
 HEAD = Section(
-    fixed={"num_layers": only(1)},
+    constants={"num_layers": 1},
     training={"dropout": 0.0},
-    ignored="hidden_size num_classes activation log_softmax use_transformer_init",
-    classes=("TokenClassifier",),
+    written={
+        "activation": "relu",
+        "log_softmax": True,
+        "dropout": 0.0,
+        "use_transformer_init": True,
+    },
+    ignored="hidden_size num_classes",
+    target="nemo.collections.asr.parts.submodules.token_classifier.TokenClassifier",
 )
 AUGMENT = Section(
     fields={
@@ -179,7 +198,7 @@ AUGMENT = Section(
     },
     training={"rect_masks": 0, "mask_value": 0.0},
     ignored="rect_time rect_freq rng use_numba_spec_augment use_vectorized_spec_augment",
-    classes=("SpectrogramAugmentation",),
+    target=f"{_MODULES}SpectrogramAugmentation",
 )
 RNNT_LOSSES = ("default", "warprnnt", "warprnnt_numba", "pytorch", "graph_rnnt")
 TDT_LOSSES = ("tdt", "tdt_pytorch")

@@ -7,7 +7,9 @@ caches and states are inputs and outputs. Speed does not matter here.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -29,23 +31,34 @@ from effasr.nn.transformer_layer import TransformerLayer
 from effasr_kernels import Context, Rotary
 
 
-class PaddedEncoder(nn.Module):
-    """Encoder, and everything that the other parts compute once from its output."""
+class _Heads(nn.Module):
+    """What CTC and a transducer make of the encoder output."""
 
     def __init__(self, model: ASRModel):
         super().__init__()
-        self.encoder, self.projection = model.encoder, model.projection
         self.mel_bins = model.config.features.mel_bins
-        self.decoder, self.ctc_head = model.decoder, model.ctc_head
-        head = model.transducer
+        self.ctc_head, head = model.ctc_head, model.transducer
         self.transducer_projection = None if head is None else head.encoder_projection
-        self.outputs = ["encoded", "encoded_lengths"]
-        if model.decoder is not None:
-            self.outputs += ["cross_keys", "cross_values"]
-        if model.ctc_head is not None:
-            self.outputs.append("ctc_log_probs")
-        if model.transducer is not None:
-            self.outputs.append("encoder_projected")
+        self.heads = ["ctc_log_probs"] * model.config.ctc
+        self.heads += ["encoder_projected"] * (head is not None)
+
+    def of(self, encoded: Tensor) -> list[Tensor]:
+        outputs = []
+        if self.ctc_head is not None:
+            outputs.append(self.ctc_head(encoded).log_softmax(-1))
+        if self.transducer_projection is not None:
+            outputs.append(self.transducer_projection(encoded))
+        return outputs
+
+
+class PaddedEncoder(_Heads):
+    """Encoder, and everything that the other parts compute once from its output."""
+
+    def __init__(self, model: ASRModel):
+        super().__init__(model)
+        self.encoder, self.projection, self.decoder = model.encoder, model.projection, model.decoder
+        cross = [] if model.decoder is None else ["cross_keys", "cross_values"]
+        self.outputs = ["encoded", "encoded_lengths", *cross, *self.heads]
 
     def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
         # features: float32 (B, T, mel_bins), from `effasr.data.features.log_mel.LogMel` for each
@@ -62,11 +75,7 @@ class PaddedEncoder(nn.Module):
             layers = [cast(DecoderLayer, layer) for layer in self.decoder.layers]
             pairs = [_heads_kv(layer.encoder_attn, projected) for layer in layers]
             outputs += [torch.stack([pair[which] for pair in pairs]) for which in (0, 1)]
-        if self.ctc_head is not None:
-            outputs.append(self.ctc_head(x).log_softmax(-1))
-        if self.transducer_projection is not None:
-            outputs.append(self.transducer_projection(x))
-        return tuple(outputs)
+        return (*outputs, *self.of(x))
 
 
 class PaddedDecoderStep(nn.Module):
@@ -113,20 +122,25 @@ def _fastconformer(
     encoder: FastConformerEncoder, x: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Map (B, T, mel_bins) to (B, T / subsampling, width)."""
-    config = encoder.config
     x, lengths = _subsampled(encoder.subsampling, x, lengths)
+    x = _layer_input(encoder, x, torch.arange(x.shape[1], device=x.device))
+    real = _mask(lengths, x.shape[1])
+    for layer in encoder.layers:
+        x = _conformer(layer, x, partial(_self_attention, real), partial(_convolution, real))
+    return x, lengths
+
+
+def _layer_input(encoder: FastConformerEncoder, x: Tensor, positions: Tensor) -> Tensor:
+    """The input of the first layer for subsampled frames (B, T, width) at positions (B or 1, T)."""
+    config = encoder.config
     if encoder.subsampling_norm is not None:
         x = encoder.subsampling_norm(x)
     if config.scale_input:
         x = x * math.sqrt(config.width)
-    frames = x.shape[1]
     if config.input_positions:
-        places = sinusoids(torch.arange(frames, device=x.device), config.width)
+        places = sinusoids(positions.flatten(), config.width).view(*positions.shape, -1)
         x = x + config.input_positions * places
-    real = _mask(lengths, frames)
-    for layer in encoder.layers:
-        x = _conformer(cast(ConformerLayer, layer), x, real)
-    return x, lengths
+    return x
 
 
 def _whisper(encoder: WhisperEncoder, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,7 +155,7 @@ def _whisper(encoder: WhisperEncoder, x: Tensor, lengths: Tensor) -> tuple[Tenso
     real = _mask(lengths, x.shape[1])
     for module in encoder.layers:
         layer = cast(TransformerLayer, module)
-        x = x + _self_attention(layer.self_attn, layer.norm_self_att(x), real)
+        x = x + _self_attention(real, layer.self_attn, layer.norm_self_att(x))
         x = x + layer.feed_forward(layer.norm_feed_forward(x))
     return encoder.norm(x), lengths
 
@@ -165,20 +179,23 @@ def _subsampled(module: ConvSubsampling, x: Tensor, lengths: Tensor) -> tuple[Te
     return module.linear(x.transpose(1, 2).flatten(2)), lengths
 
 
-def _conformer(layer: ConformerLayer, x: Tensor, real: Tensor) -> Tensor:
+def _conformer(
+    module: nn.Module, x: Tensor, attend: Callable[..., Tensor], convolve: Callable[..., Tensor]
+) -> Tensor:
+    layer = cast(ConformerLayer, module)
     x = x + 0.5 * layer.feed_forward1(layer.norm_feed_forward1(x))
-    x = x + _self_attention(layer.self_attn, layer.norm_self_att(x), real)
-    x = x + _convolution(layer.conv, layer.norm_conv(x), real)
+    x = x + attend(layer.self_attn, layer.norm_self_att(x))
+    x = x + convolve(layer.conv, layer.norm_conv(x))
     x = x + 0.5 * layer.feed_forward2(layer.norm_feed_forward2(x))
     return layer.norm_out(x)
 
 
-def _self_attention(module: SelfAttention, x: Tensor, real: Tensor) -> Tensor:
+def _self_attention(real: Tensor, module: SelfAttention, x: Tensor) -> Tensor:
     q, k, v = _heads_qkv(module, x)
     mask = real[:, None, None]
     if not isinstance(module, RelativeSelfAttention):
         if module.rotary is not None:
-            q, k = rotated(q, module.rotary), rotated(k, module.rotary)
+            q, k = _rotated(q, module.rotary), _rotated(k, module.rotary)
         return _joined(module, _attend(q, k, v, mask))
     frames, scale = x.shape[1], module.head_dim**-0.5
     # Sorted from the largest distance to the smallest, so that they follow a query's keys in order.
@@ -194,16 +211,16 @@ def _self_attention(module: SelfAttention, x: Tensor, real: Tensor) -> Tensor:
     return _joined(module, scores.softmax(-1) @ v)
 
 
-def _convolution(module: ConformerConvolution, x: Tensor, real: Tensor) -> Tensor:
+def _convolution(real: Tensor, module: ConformerConvolution, x: Tensor) -> Tensor:
     x = F.glu(module.pointwise1(x), -1) * real[..., None]
     taps = module.depthwise.weight
     x = F.conv1d(
         x.mT, taps[:, None], module.depthwise.bias, padding=taps.shape[1] // 2, groups=taps.shape[0]
     ).mT
-    return module.pointwise2(F.silu(normalized(module, x)))
+    return module.pointwise2(F.silu(_normalized(module, x)))
 
 
-def normalized(module: ConformerConvolution, x: Tensor) -> Tensor:
+def _normalized(module: ConformerConvolution, x: Tensor) -> Tensor:
     """Apply the norm of a convolution module to (B, T, width)."""
     norm = module.norm
     if not isinstance(norm, BatchNorm):
@@ -219,7 +236,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tens
     return scores.softmax(-1) @ v
 
 
-def rotated(x: Tensor, rotary: Rotary, first: int = 0) -> Tensor:
+def _rotated(x: Tensor, rotary: Rotary, first: int = 0) -> Tensor:
     """Apply rotary embedding to (B, heads, T, D), whose places count from ``first``.
 
     They are those of every utterance, as padding is at the end.
@@ -263,23 +280,15 @@ CACHES = ("cache_mel", "cache_keys", "cache_values", "cache_conv", "cache_frames
 _LAYERED = ("cache_keys", "cache_values", "cache_conv")
 
 
-class StreamingStep(nn.Module):
+class StreamingStep(_Heads):
     """The encoder over the next chunk of each stream, and what CTC or a transducer makes of it."""
 
     def __init__(self, model: ASRModel, context: Context):
-        super().__init__()
+        super().__init__(model)
         self.context = check_streamable(model.config.encoder, context)
         self.encoder = cast(FastConformerEncoder, model.encoder)
-        self.mel_bins = model.config.features.mel_bins
-        self.ctc_head = model.ctc_head
-        head = model.transducer
-        self.transducer_projection = None if head is None else head.encoder_projection
-        self.outputs = ["encoded"]
-        if model.ctc_head is not None:
-            self.outputs.append("ctc_log_probs")
-        if head is not None:
-            self.outputs.append("encoder_projected")
-        self.outputs += [name.replace("cache", "next") for name in CACHES]
+        after = [name.replace("cache", "next") for name in CACHES]
+        self.outputs = ["encoded", *self.heads, *after]
 
     @property
     def kept(self) -> int:
@@ -334,34 +343,34 @@ class StreamingStep(nn.Module):
         seen = (position >= -cache_frames[:, None]) & (position < frames[:, None])
         # A softmax over nothing would be NaN.
         seen = seen | ~active[:, None]
-        keys, values, convolved = [], [], []
-        for number, module in enumerate(self.encoder.layers):
-            layer = cast(ConformerLayer, module)
-            x = x + 0.5 * layer.feed_forward1(layer.norm_feed_forward1(x))
-            y, *keys_values = self._attended(
-                layer.self_attn,
-                layer.norm_self_att(x),
-                cache_keys[number],
-                cache_values[number],
-                seen,
+        caches: tuple[list[Tensor], ...] = ([], [], [])  # Keys, values, inputs of convolutions
+
+        def after(kind: int, before: Tensor, new: Tensor) -> Tensor:
+            """The rows of a layer's cache and new ones, of which the next step sees the last."""
+            cache = before[len(caches[kind])]
+            both = torch.cat([cache, new], 1)
+            caches[kind].append(_last_rows(cache, both, active))
+            return both
+
+        def attend(module: SelfAttention, x: Tensor) -> Tensor:
+            q, k, v = (
+                part.unflatten(-1, (module.heads, -1)) for part in module.qkv_proj(x).chunk(3, -1)
             )
-            keys.append(_last_rows(cache_keys[number], keys_values[0], active))
-            values.append(_last_rows(cache_values[number], keys_values[1], active))
-            x = x + y
-            y, both = _streamed_convolution(layer.conv, layer.norm_conv(x), cache_conv[number])
-            convolved.append(_last_rows(cache_conv[number], both, active))
-            x = x + y
-            x = x + 0.5 * layer.feed_forward2(layer.norm_feed_forward2(x))
-            x = layer.norm_out(x)
-        outputs = [x]
-        if self.ctc_head is not None:
-            outputs.append(self.ctc_head(x).log_softmax(-1))
-        if self.transducer_projection is not None:
-            outputs.append(self.transducer_projection(x))
+            keys, values = after(0, cache_keys, k), after(1, cache_values, v)
+            return self._attended(module, q, keys, values, seen)
+
+        def convolve(module: ConformerConvolution, x: Tensor) -> Tensor:
+            both = after(2, cache_conv, module.pointwise1(x))
+            taps, bias = module.depthwise.weight, module.depthwise.bias
+            y = F.conv1d(F.glu(both, -1).mT, taps[:, None], bias, groups=taps.shape[0]).mT
+            return module.pointwise2(F.silu(_normalized(module, y)))
+
+        for layer in self.encoder.layers:
+            x = _conformer(layer, x, attend, convolve)
         mel = _last_rows(cache_mel, torch.cat([cache_mel, features], 1), active)
         missing = torch.where(active, config.subsampling * chunk - lengths, cache_missing)
-        outputs += [mel, *(torch.stack(part) for part in (keys, values, convolved))]
-        return (*outputs, cache_frames + frames, missing)
+        stacked = [torch.stack(cache) for cache in caches]
+        return (x, *self.of(x), mel, *stacked, cache_frames + frames, missing)
 
     def _subsampled(
         self, features: Tensor, lengths: Tensor, mel: Tensor, before: Tensor, missing: Tensor
@@ -391,36 +400,25 @@ class StreamingStep(nn.Module):
                 x = pointwise(x.movedim(1, -1)).movedim(-1, 1)
             x = _zero_outside(F.relu(x), begin, end)
         x = x[:, :, cached : cached + chunk].transpose(1, 2).flatten(2)
-        x = module.linear(x)
-        if encoder.subsampling_norm is not None:
-            x = encoder.subsampling_norm(x)
-        if config.scale_input:
-            x = x * math.sqrt(config.width)
-        if config.input_positions:
-            position = (before[:, None] + torch.arange(chunk, device=x.device)).flatten()
-            x = x + config.input_positions * sinusoids(position, config.width).view_as(x)
-        return x
+        positions = before[:, None] + torch.arange(chunk, device=x.device)
+        return _layer_input(encoder, module.linear(x), positions)
 
     def _attended(
-        self, module: SelfAttention, x: Tensor, keys: Tensor, values: Tensor, seen: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Attend: (B, c, width), and keys and values with the new ones, (B, left + c, H, D)."""
+        self, module: SelfAttention, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor
+    ) -> Tensor:
+        """Attend: (B, c, H, D) and (B, left + c, H, D) to (B, c, width)."""
         left = cast(int, self.context.left)
-        q, k, v = (
-            part.unflatten(-1, (module.heads, -1)) for part in module.qkv_proj(x).chunk(3, -1)
-        )
-        keys, values = torch.cat([keys, k], 1), torch.cat([values, v], 1)
         q, k = q.transpose(1, 2), keys.transpose(1, 2)
         if isinstance(module, RelativeSelfAttention):
             scores = (q + module.bias_u[:, None]) @ k.mT + self._by_distance(module, q)
         elif module.rotary is not None:
             # Only differences of places matter, so that they count from the oldest key.
-            scores = rotated(q, module.rotary, left) @ rotated(k, module.rotary).mT
+            scores = _rotated(q, module.rotary, left) @ _rotated(k, module.rotary).mT
         else:
             scores = q @ k.mT
         scores = (scores * module.head_dim**-0.5).masked_fill(~seen[:, None, None], -torch.inf)
         y = scores.softmax(-1) @ values.transpose(1, 2)
-        return module.o_proj(y.transpose(1, 2).flatten(2)), keys, values
+        return _joined(module, y)
 
     def _by_distance(self, module: RelativeSelfAttention, q: Tensor) -> Tensor:
         """Scores of the distances of (B, H, c, D) to left + c keys."""
@@ -434,16 +432,6 @@ class StreamingStep(nn.Module):
         query = torch.arange(chunk, device=q.device)[:, None]
         entry = query + chunk - 1 + left - torch.arange(left + chunk, device=q.device)
         return scores.gather(-1, entry.expand(q.shape[0], module.heads, -1, -1))
-
-
-def _streamed_convolution(
-    module: ConformerConvolution, x: Tensor, before: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Convolve (B, c, width); also its input with the rows before, (B, taps - 1 + c, 2 width)."""
-    both = torch.cat([before, module.pointwise1(x)], 1)
-    taps, bias = module.depthwise.weight, module.depthwise.bias
-    y = F.conv1d(F.glu(both, -1).mT, taps[:, None], bias, groups=taps.shape[0]).mT
-    return module.pointwise2(F.silu(normalized(module, y))), both
 
 
 def _last_rows(cache: Tensor, both: Tensor, active: Tensor) -> Tensor:
