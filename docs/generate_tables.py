@@ -20,8 +20,8 @@ sys.path[:0] = [str(ROOT / "profiling")]
 
 from benchmarks import harness as results  # noqa: E402 (found on the path above)
 
-from effasr.planning.picture import Panel, draw  # noqa: E402
-from effasr.planning.text import percent as whole_percent  # noqa: E402
+from effasr.planning.report import Panel, draw  # noqa: E402
+from effasr.planning.report import percent as whole_percent  # noqa: E402
 
 PAGES = (
     *("README.md", "docs/audio-without-text.md", "docs/benchmarks.md", "docs/kernels.md"),

@@ -145,8 +145,7 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from effasr.planning import text
-    from effasr.planning.picture import padding_picture
+    from effasr.planning import report
     from effasr.planning.study import LADDER, PlanRequest, compare
 
     for name, suffix in (("picture", ".svg"), ("dropped", ".jsonl")):
@@ -176,17 +175,17 @@ def run(options: argparse.Namespace) -> int:
         print_line(json.dumps(output, indent=2))
     else:
         parts = [
-            text.summary(listing, selection, study, request.model),
-            *filter(None, [text.mixture(selection, study)]),
-            text.table(results),
-            text.dropped(selection, None if options.dropped is None else str(options.dropped)),
-            text.advice(selection, results, study),
+            report.summary(listing, selection, study, request.model),
+            *filter(None, [report.mixture(selection, study)]),
+            report.table(results),
+            report.dropped(selection, None if options.dropped is None else str(options.dropped)),
+            report.advice(selection, results, study),
         ]
         print_folded("\n\n".join(parts))
     if options.picture is not None:
         title = f"Padding of {', '.join(path.stem for path in request.manifests)}"
-        padding_picture(
-            options.picture, results, title=title, subtitle=text.setting(selection, study)
+        report.padding_picture(
+            options.picture, results, title=title, subtitle=report.setting(selection, study)
         )
     return 0
 

@@ -7,8 +7,7 @@ from typing import Literal
 
 from effasr.data.audio.augmentation.config import AudioAugmentationConfig
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
-from effasr.data.filters.config import FilterConfig
-from effasr.data.filters.limits import Limits, TextUse
+from effasr.data.filters.config import FilterConfig, Limits, TextUse
 from effasr.data.mixture import MixConfig, leaves
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.options import Strategy, StrategyOptions

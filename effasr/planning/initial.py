@@ -16,8 +16,7 @@ from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.statistics import guidance
-from effasr.data.statistics.frames_per_token import FramesPerToken, frames_in
-from effasr.data.statistics.survey import Survey, survey
+from effasr.data.statistics.survey import FramesPerToken, Survey, frames_in, survey
 from effasr.data.statistics.vocabulary import SUBSAMPLINGS, VocabularyChoice, choose_vocabulary
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.distributed.process_group import choose_device

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
-from effasr.data.statistics.frames_per_token import FramesPerToken
 from effasr.data.statistics.guidance import COLUMNS
+from effasr.data.statistics.survey import FramesPerToken
 from effasr.untrusted.display import fold
 from effasr.untrusted.documents import dump_scalar
 

@@ -25,8 +25,7 @@ from effasr.data.sampling.strategies import planner
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.model.cost import cost_model
 from effasr.model.presets import PRESET_VOCABULARIES
-from effasr.planning.listing import PROMPT_TOKENS, Listing, read_listing
-from effasr.planning.selection import select
+from effasr.planning.listing import PROMPT_TOKENS, Listing, read_listing, select
 from effasr.training.config import TrainConfig
 from effasr.training.resolve import find_tokenizer, resolve_config
 

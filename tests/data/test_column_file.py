@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from effasr.data.index.column_file import Damaged, map_columns, remove_unused, write_columns
+from effasr.data.index.corpus_cache import Damaged, map_columns, remove_unused, write_columns
 
 COLUMNS = {
     "bytes": np.arange(5000, dtype=np.uint8),

@@ -3,8 +3,7 @@
 import pytest
 
 from effasr.data.config import DataConfig
-from effasr.data.filters.config import FilterConfig
-from effasr.data.filters.limits import Limits
+from effasr.data.filters.config import FilterConfig, Limits
 from effasr.data.mixture import MixConfig
 from effasr.data.prompt import Prompt
 

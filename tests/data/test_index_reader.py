@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from effasr.data.filters.limits import Limits
+from effasr.data.filters.config import Limits
 from effasr.data.index import index_reader
 from effasr.data.index.index_reader import build_table
 from effasr.data.manifest.prepare import prepare

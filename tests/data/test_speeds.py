@@ -14,8 +14,7 @@ from effasr.data.index.corpus import Corpus
 from effasr.data.index.corpus_cache import CorpusCache
 from effasr.data.manifest.reader import read
 from effasr.data.mixture import MixConfig
-from effasr.planning.listing import read_listing
-from effasr.planning.selection import select
+from effasr.planning.listing import read_listing, select
 
 SPEEDS = (0.9, 1.0, 1.1)
 

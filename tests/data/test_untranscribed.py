@@ -14,8 +14,7 @@ from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader
 from effasr.data.manifest.reader import iterate, read
 from effasr.data.statistics.survey import survey
-from effasr.planning.listing import read_listing
-from effasr.planning.selection import select
+from effasr.planning.listing import read_listing, select
 from effasr.training.fault_tolerance.oom_recovery import split
 
 SHAPE = StaticShape(frame_budget=40, token_budget=30, max_sequences=5)

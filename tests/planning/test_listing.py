@@ -14,8 +14,7 @@ from effasr.data.filters.rules import Limits
 from effasr.data.index.corpus import Corpus
 from effasr.data.sampling.cost import CANARY_180M_FLASH
 from effasr.data.tokenizer import train_tokenizer
-from effasr.planning.listing import read_listing
-from effasr.planning.selection import select
+from effasr.planning.listing import read_listing, select
 from effasr.planning.study import PlanRequest
 
 LIMITS = Limits(ctc=False)

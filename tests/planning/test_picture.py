@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from effasr.planning.picture import Panel, draw
+from effasr.planning.report import Panel, draw
 
 SVG = "{http://www.w3.org/2000/svg}"
 

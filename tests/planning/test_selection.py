@@ -14,8 +14,7 @@ from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.config import FilterConfig
 from effasr.data.filters.rules import Limits
 from effasr.data.prompt import Prompt
-from effasr.planning.listing import Listing
-from effasr.planning.selection import select
+from effasr.planning.listing import Listing, select
 
 
 def data(**settings):

@@ -62,7 +62,7 @@ from effasr.data.audio.waveform import load_audio, read_audio, read_header
 from effasr.data.checksums import checksum
 from effasr.data.conversation.messages import conversations, is_conversations
 from effasr.data.features.config import FeatureConfig
-from effasr.data.filters.limits import Limits
+from effasr.data.filters.config import Limits
 from effasr.data.manifest.cuts import prompt_of
 from effasr.data.manifest.pairs import is_text_only, pairs
 from effasr.data.manifest.reader import read

@@ -12,8 +12,8 @@ from effasr.data.audio.audio_file import AudioError
 from effasr.data.audio.waveform import AudioSegment, load_audio
 from effasr.data.batch import StaticShape
 from effasr.data.conversation.batch import ConversationBatch
+from effasr.data.conversation.budgets import populations
 from effasr.data.conversation.collate import ConversationExample, collate_conversations
-from effasr.data.conversation.epochs import populations
 from effasr.data.features.frame_geometry import SAMPLE_RATE
 from effasr.data.filters.rules import Dropped
 from effasr.data.index.base_corpus import BaseCorpus

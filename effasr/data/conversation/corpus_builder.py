@@ -13,11 +13,15 @@ import numpy as np
 from effasr.data.audio.audio_file import AudioError
 from effasr.data.audio.waveform import samples_in
 from effasr.data.config import DataConfig
+from effasr.data.conversation.budgets import (
+    epoch_mixture,
+    of_whole_steps,
+    static_shape,
+    token_budget,
+)
 from effasr.data.conversation.corpus import ConversationCorpus
-from effasr.data.conversation.epochs import epoch_mixture, of_whole_steps, token_budget
 from effasr.data.conversation.messages import Conversation, conversations, num_clips
 from effasr.data.conversation.rows import num_rows, num_targets
-from effasr.data.conversation.shape import static_shape
 from effasr.data.conversation.tokenize import training_rows
 from effasr.data.features.frame_geometry import FASTCONFORMER, SAMPLE_RATE, Framing
 from effasr.data.filters.config import FilterConfig, check_share

@@ -18,7 +18,7 @@ import numpy as np
 from effasr.data.audio.speed_perturbation import duration_at, name_at
 from effasr.data.audio.waveform import samples_in
 from effasr.data.features.frame_geometry import Framing
-from effasr.data.filters.limits import Limits
+from effasr.data.filters.config import Limits
 from effasr.data.manifest.cuts import prompt_of
 from effasr.data.tokenizer import Tokenizer, UnknownLanguageError
 

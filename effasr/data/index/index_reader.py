@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from effasr.data import worker_processes
-from effasr.data.filters.limits import Limits
+from effasr.data.filters.config import Limits
 from effasr.data.index.utterance_table import IndexBuilder, UtteranceTable
 from effasr.data.manifest.reader import ManifestPart, UniqueNames, named, parts
 from effasr.data.manifest.utterance import ReadOptions

@@ -15,8 +15,7 @@ from effasr.data.audio.waveform import AudioSegment
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import TextExample, collate_text, with_experts
 from effasr.data.config import DataConfig
-from effasr.data.filters.config import FilterConfig
-from effasr.data.filters.limits import Limits
+from effasr.data.filters.config import FilterConfig, Limits
 from effasr.data.filters.rules import (
     TOKEN_RULES,
     Dropped,

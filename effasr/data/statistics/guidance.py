@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from effasr.data.features.frame_geometry import Framing
-from effasr.data.statistics.frames_per_token import LEAST_MEDIAN, FramesPerToken
-from effasr.data.statistics.survey import Survey
+from effasr.data.statistics.survey import LEAST_MEDIAN, FramesPerToken, Survey
 from effasr.data.statistics.vocabulary import VocabularyChoice, choose_vocabulary
 from effasr.untrusted import display
 

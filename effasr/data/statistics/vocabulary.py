@@ -16,8 +16,7 @@ import sentencepiece
 
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.rules import frames_for_ctc
-from effasr.data.statistics.frames_per_token import FramesPerToken, frames_in
-from effasr.data.statistics.survey import LanguageSurvey, Survey
+from effasr.data.statistics.survey import FramesPerToken, LanguageSurvey, Survey, frames_in
 from effasr.data.tokenizer.training import ModelType, VocabularyTooSmall, train_model
 
 SIZES = (128, 256, 500, 1024, 2048, 4096)

@@ -10,10 +10,14 @@ import numpy as np
 
 from effasr.data.batch import StaticShape
 from effasr.data.conversation.batch import ConversationBatch
+from effasr.data.conversation.budgets import (
+    epoch_lengths,
+    epoch_mixture,
+    split_into_clips,
+    static_shape,
+)
 from effasr.data.conversation.collate import ConversationExample, collate_conversations
-from effasr.data.conversation.epochs import epoch_lengths, epoch_mixture
 from effasr.data.conversation.rows import CLIP
-from effasr.data.conversation.shape import split_into_clips, static_shape
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.mixture import MixConfig
 from effasr.data.sampling.packing import suggest_token_budget

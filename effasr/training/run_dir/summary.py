@@ -21,8 +21,7 @@ from effasr.data.loader import Loader
 from effasr.data.manifest.pairs import is_text_only
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.statistics import guidance
-from effasr.data.statistics.frames_per_token import FramesPerToken
-from effasr.data.statistics.survey import SAMPLE, survey
+from effasr.data.statistics.survey import SAMPLE, FramesPerToken, survey
 from effasr.data.tokenizer import SentencePieceTokenizer, Tokenizer
 from effasr.model.config import ModelConfig
 

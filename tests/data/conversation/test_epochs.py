@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from effasr.data.batch import StaticShape
-from effasr.data.conversation.epochs import (
+from effasr.data.conversation.budgets import (
     epoch_mixture,
     of_whole_steps,
     populations,

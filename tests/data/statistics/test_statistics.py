@@ -9,8 +9,7 @@ import pytest
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.prompt import Prompt
 from effasr.data.statistics import guidance
-from effasr.data.statistics.frames_per_token import FramesPerToken
-from effasr.data.statistics.survey import SAMPLE, Survey, survey
+from effasr.data.statistics.survey import SAMPLE, FramesPerToken, Survey, survey
 from effasr.data.statistics.vocabulary import choose_vocabulary
 from effasr.data.tokenizer import NeMoTokenizer, train_tokenizer
 

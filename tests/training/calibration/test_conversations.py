@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effasr import config as configuration
+from effasr.data.conversation.budgets import split_into_clips
 from effasr.data.conversation.corpus import ConversationCorpus
-from effasr.data.conversation.shape import split_into_clips
 from effasr.distributed.process_group import DistributedContext
 from effasr.training.calibration import calibrate as module
 from effasr.training.calibration import trial, workload
