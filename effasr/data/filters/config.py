@@ -1,4 +1,4 @@
-"""Configuration of filters, and the check of how many utterances they drop."""
+"""Limits and filters of utterances, and the check of how many they drop."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
-
-if TYPE_CHECKING:
-    from effasr.data.filters.rules import Dropped
-
 
 TextUse = Literal["required", "optional", "ignored"]
 """Use of transcripts: see `effasr.data.config.DataConfig.text`."""
@@ -121,6 +117,17 @@ class FilterConfig:
                     "`characters` must be what stands between the brackets of a regular "
                     f'expression, such as "a-z \'", but is {self.characters!r}: {error}.'
                 ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """An utterance that was left out."""
+
+    id: str
+    reason: str  # a `rules.Reason` or an `effasr.data.audio.waveform.AudioProblem`
+    details: str
+    audio: str
+    duration: float | None = None  # seconds; None where it is unknown
 
 
 class TooManyDropped(ValueError):

@@ -18,7 +18,7 @@ import numpy as np
 from effasr.data.audio.speed_perturbation import duration_at, name_at
 from effasr.data.audio.waveform import samples_in
 from effasr.data.features.frame_geometry import Framing
-from effasr.data.filters.config import Limits
+from effasr.data.filters.config import Dropped, Limits
 from effasr.data.manifest.cuts import prompt_of
 from effasr.data.tokenizer import Tokenizer, UnknownLanguageError
 
@@ -45,17 +45,6 @@ class Reason(enum.StrEnum):
     MESSAGE = "malformed_message"
     ROLES = "wrong_roles"
     CHAT_TEMPLATE = "chat_template"
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """An utterance that was left out."""
-
-    id: str
-    reason: str  # a `Reason` or an `effasr.data.audio.waveform.AudioProblem`
-    details: str
-    audio: str
-    duration: float | None = None  # seconds; None where it is unknown
 
 
 class RejectedUtterance(ValueError):
