@@ -93,33 +93,29 @@ def recorded(name: str, lengths: list[tuple[int, int]]) -> list[tuple[str, tuple
 def check_the_guard_notices(name: str) -> None:
     """An `.item()`, a `.tolist()`, a `nonzero` and a copy, each within the transducer's forward."""
     forward = Transducer.forward
-    wrongs: tuple[Callable[[Tensor], Any], ...] = (
+    reads: tuple[Callable[[Tensor], Any], ...] = (
         lambda x: x[-1].item(),
         lambda x: x.tolist(),
         lambda x: x.nonzero(),
         lambda x: x.cpu(),
         lambda x: torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x),
     )
-    for number, wrong in enumerate(wrongs):
 
-        def asking(self: Transducer, encoded: Any, *rest: Any, ask: Any = wrong) -> Tensor:
-            ask(encoded.layout.cu_seqlens)
-            return forward(self, encoded, *rest)
+    def reading(read: Callable[[Tensor], Any]) -> Callable[..., Tensor]:
+        return lambda self, encoded, *rest: (
+            read(encoded.layout.cu_seqlens),
+            forward(self, encoded, *rest),
+        )[1]
 
-        with patch.object(Transducer, "forward", asking):
+    # Without a capacity, the host divides the nodes by the lengths.
+    unbounded = lambda self, encoded, text, _: forward(self, encoded, text)
+    for number, wrong in enumerate((*map(reading, reads), unbounded)):
+        with patch.object(Transducer, "forward", wrong):
             try:
                 recorded(name, [(30, 8)])
             except Exception:
                 continue
         raise SystemExit(f"The guard does not notice wrong number {number}.")
-    # Without a capacity, the host divides the nodes by the lengths.
-    without = lambda self, encoded, text, _: forward(self, encoded, text)
-    with patch.object(Transducer, "forward", without):
-        try:
-            recorded(name, [(30, 8)])
-        except Exception:
-            return
-    raise SystemExit("The guard does not notice lengths that are read.")
 
 
 if __name__ == "__main__":
