@@ -340,8 +340,9 @@ class Call:
         for name, file in kept.items():
             command += f" --{name} {shlex.quote(str(self.output / file))}"
         if self.dry:
-            files = TABLE["references_of"] | {x: f"tests/ops/test_{x}.py" for x in OPERATIONS}
-            paths = [files[name] for name in lacking if (ROOT / files.get(name, "-")).exists()]
+            files = {x: f"tests/ops/test_{x}.py" for x in OPERATIONS} | TABLE["references_of"]
+            known = [files[name] for name in lacking if (ROOT / files.get(name, "-")).exists()]
+            paths = list(dict.fromkeys(known))
             paths += ["tests/ops/test_contract.py"] * bool(set(lacking) & set(OPERATIONS))
             command += f" -m 'not gpu' -k '{TABLE['references']}'"
         else:
