@@ -106,16 +106,10 @@ def _load(settings: Settings, system: str) -> dict[str, Any]:
     return {"version": _loaded[0].version, "base_bytes": _loaded[0].base_bytes}
 
 
-def _check() -> dict[str, Any]:
-    return _loaded[0].check()
-
-
-def _run(number: int) -> dict[str, Any]:
-    return _loaded[0].run(number)
-
-
-def _memory() -> dict[str, Any]:
-    return {"peak_bytes": _high_water_mark()}
+def _call(request: str, *arguments: int) -> dict[str, Any]:
+    if request == "memory":
+        return {"peak_bytes": _high_water_mark()}
+    return getattr(_loaded[0], request)(*arguments)
 
 
 class SystemFailed(Exception):
@@ -138,8 +132,8 @@ class Measured:
     def load(self) -> None:
         self.about |= self._result(self._load)
 
-    def ask(self, call: Callable[..., dict[str, Any]], *arguments: int) -> dict[str, Any]:
-        return self._result(self.process.submit(call, *arguments))
+    def ask(self, request: str, *arguments: int) -> dict[str, Any]:
+        return self._result(self.process.submit(_call, request, *arguments))
 
     def _result(self, future: Future[dict[str, Any]]) -> dict[str, Any]:
         try:
@@ -176,49 +170,53 @@ class Benchmark:
             for system in systems:
                 self._systems[system] = Measured(self._settings, system)
                 stack.enter_context(self._systems[system].process)
-            self._each(lambda one: one.load())
-            self._each(lambda one: one.checked.update(one.ask(_check)))
+            self._each(lambda measured: measured.load())
+            self._each(lambda measured: measured.checked.update(measured.ask("check")))
             self._compare()
             for number in range(warm + steps):
-                self._each(lambda one, number=number: self._turn(one, number, number >= warm))
+                self._each(
+                    lambda measured, number=number: self._turn(measured, number, number >= warm)
+                )
                 if number + 1 == warm:
                     self._compare()
-            self._each(lambda one: one.about.update(one.ask(_memory)))
-        return [self._row(system, one) for system, one in self._systems.items()]
+            self._each(lambda measured: measured.about.update(measured.ask("memory")))
+        return [self._row(system, measured) for system, measured in self._systems.items()]
 
     def _each(self, action: Callable[[Measured], None]) -> None:
-        for system, one in list(self._systems.items()):
+        for system, measured in list(self._systems.items()):
             try:
-                action(one)
+                action(measured)
             except SystemFailed as error:
                 self.leave_out(system, str(error))
 
-    def _turn(self, one: Measured, number: int, timed: bool) -> None:
+    def _turn(self, measured: Measured, number: int, timed: bool) -> None:
         if self._settings.threads > 1:
             time.sleep(_PAUSE_S)
-        done = one.ask(_run, number)
+        done = measured.ask("run", number)
         if "loss" in done:
-            one.losses.append(done["loss"])
+            measured.losses.append(done["loss"])
         if timed:
-            one.runs.append(done)
+            measured.runs.append(done)
 
     def _compare(self) -> None:
         """Compare with transformers, and leave out what should agree and does not."""
         reference = self._systems.get(REFERENCE)
-        for system, one in list(self._systems.items()):
+        for system, measured in list(self._systems.items()):
             if reference is not None and system != REFERENCE:
-                one.about |= compare(system, one, reference)
-                if reason := disagreement(system, one.about, self._least):
+                measured.about |= compare(system, measured, reference)
+                if reason := disagreement(system, measured.about, self._least):
                     self.leave_out(system, reason)
 
-    def _row(self, system: str, one: Measured) -> dict[str, Any]:
-        settings, first = self._settings, one.runs[0]
-        p20, p50, p80 = harness.percentiles([run["seconds"] for run in one.runs])
+    def _row(self, system: str, measured: Measured) -> dict[str, Any]:
+        settings, first = self._settings, measured.runs[0]
+        p20, p50, p80 = harness.percentiles([run["seconds"] for run in measured.runs])
         minimum_s = settings.minimum_s(system)
         note = "weights rounded to 8 bits" if system.endswith("int8") else ""
         if not minimum_s:
             note = "hears no silence: losses and tokens differ from transformers' by definition"
-        known = one.about | {name: x for name, x in one.checked.items() if name in COLUMNS}
+        known = measured.about | {
+            name: x for name, x in measured.checked.items() if name in COLUMNS
+        }
         return {
             **{"task": settings.task, "system": system, "model": settings.model},
             **{"minimum_s": minimum_s, "batch": settings.batch, "threads": settings.threads},
@@ -232,16 +230,16 @@ class Benchmark:
         }
 
 
-def compare(system: str, one: Measured, reference: Measured) -> dict[str, float]:
+def compare(system: str, measured: Measured, reference: Measured) -> dict[str, float]:
     """Return ``loss_difference``, as a part of the loss, or ``agreement``, the share of tokens.
 
     The first is the largest of the check and, where both make the same steps, of the steps so far.
     """
-    if "tokens" in one.checked:
-        return {"agreement": agreement(one.checked["tokens"], reference.checked["tokens"])}
-    pairs = [(one.checked["loss"], reference.checked["loss"])]
+    if "tokens" in measured.checked:
+        return {"agreement": agreement(measured.checked["tokens"], reference.checked["tokens"])}
+    pairs = [(measured.checked["loss"], reference.checked["loss"])]
     if system in SAME:
-        pairs += zip(one.losses, reference.losses, strict=True)
+        pairs += zip(measured.losses, reference.losses, strict=True)
     differences = [abs(ours / theirs - 1) for ours, theirs in pairs]
     # max() may pass over NaN.
     largest = math.nan if any(map(math.isnan, differences)) else max(differences)

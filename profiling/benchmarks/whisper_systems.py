@@ -230,17 +230,21 @@ def _effasr_model(settings: Settings, system: str) -> ASRModel:
 
 
 class System:
-    """One system with one task, alone in its process: it is checked once, then run."""
+    """One system with one task, alone in its process.
+
+    `check` returns what is compared before timing, a loss or the tokens; `run` does one step or one
+    pass, and returns ``seconds``, and ``audio_s`` of the usual one.
+    """
 
     def __init__(self, settings: Settings, system: str, package: str = "") -> None:
         self.settings, self.system = settings, system
         self.version = "effasr"  # of which the revision is in the row
         if package:
-            from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
+            from transformers import WhisperFeatureExtractor as extractor
 
-            del WhisperForConditionalGeneration  # imported for the memory that it takes
+            if package == REFERENCE:
+                from transformers import WhisperForConditionalGeneration  # noqa: F401
             self.version = f"{package} {importlib.import_module(package).__version__}"
-            extractor = WhisperFeatureExtractor
         self.base_bytes = status_bytes("VmRSS")
         if package:
             # It pads utterances to the model's window.
@@ -249,14 +253,6 @@ class System:
     def padded(self, audio: Sequence[Any]) -> dict[str, torch.Tensor]:
         made = self._extractor(audio, sampling_rate=16_000, return_tensors="pt")
         return {"input_features": made.input_features}
-
-    def check(self) -> dict[str, Any]:
-        """Return what is compared before timing: a loss, or the tokens."""
-        raise NotImplementedError
-
-    def run(self, number: int) -> dict[str, Any]:
-        """Do one step or one pass; returns ``seconds``, and ``audio_s`` of the usual one."""
-        raise NotImplementedError
 
 
 # --- fine-tuning ----------------------------------------------------------------------------------
@@ -416,9 +412,6 @@ class Passes(System):
             tokens = self._decode(features["input_features"], self._limits[batch[0]])
             texts |= dict(zip(batch, tokens, strict=True))
         return texts
-
-    def _decode(self, features: torch.Tensor, limit: int) -> list[list[int]]:
-        raise NotImplementedError
 
 
 class TransformersPasses(Passes):
