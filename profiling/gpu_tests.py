@@ -215,8 +215,6 @@ def groups_of(test: str) -> tuple[str, ...]:
         words = set(re.split(r"[\[\]-]", name))
         is_named = lambda x: x in words or name.startswith(f"test_{x}")
         return tuple(filter(is_named, OPERATIONS)) or OPERATIONS
-    if topic == "features":
-        return ("audio_windows", "mask_features", "normalize_features")
     named_after = tuple(x for x in OPERATIONS if topic.split("_")[0] == x.split("_")[0])
     # What they share, such as launches, is proven for those that use it.
     return named_after or _users(topic) or OPERATIONS
