@@ -22,7 +22,6 @@ PROCESS_TESTS := tests/distributed tests/faults \
   tests/data/test_corpus_cache_processes.py tests/data/test_loader.py \
   tests/training/calibration/test_settle.py \
   tests/training/language_model/test_training.py::test_two_processes_train_adapters_as_one \
-  tests/training/test_text_only.py::test_two_ranks_have_the_loss_curve_of_one \
   tests/training/test_weight_copies.py::test_ranks_exchange_the_gradients_of_autocast \
   $(addprefix tests/training/test_, $(addsuffix .py, \
   adascale async_checkpoints elastic exactness faults gossip_training lora oom_recovery_ranks \
