@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +145,7 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from effasr.data.atomic_files import write_atomically
     from effasr.planning import report
     from effasr.planning.study import LADDER, PlanRequest, compare
 
@@ -167,7 +168,7 @@ def run(options: argparse.Namespace) -> int:
     with working(f"planning {len(selection):,} utterances", "strategies") as planned:
         results = compare(selection, strategies, request.cost, study, planned)
     if options.dropped is not None:
-        _list_dropped(options.dropped, selection)
+        write_atomically(options.dropped, b"".join(d.json_line() for d in selection.dropped))
     if options.json:
         common = _setting(listing, selection, study, request.model)
         figures = {result.strategy: {**common, **result.to_json()} for result in results}
@@ -230,15 +231,6 @@ def _setting(
         "dropped": {**selection.reasons, "total": len(selection.dropped)},
         **({} if mixture is None else {"sources": mixture.mapping()}),
     }
-
-
-def _list_dropped(path: Path, selection: Selection) -> None:
-    from effasr.data.atomic_files import atomic_file
-    from effasr.untrusted.display import utf8
-
-    with atomic_file(path) as file:
-        for drop in selection.dropped:
-            file.write(utf8(json.dumps(asdict(drop), ensure_ascii=False) + "\n"))
 
 
 def _check_strategy(options: argparse.Namespace, strategy: str) -> None:

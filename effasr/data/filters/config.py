@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
+from effasr.untrusted.display import utf8
 
 TextUse = Literal["required", "optional", "ignored"]
 """Use of transcripts: see `effasr.data.config.DataConfig.text`."""
@@ -128,6 +130,10 @@ class Dropped:
     details: str
     audio: str
     duration: float | None = None  # seconds; None where it is unknown
+
+    def json_line(self) -> bytes:
+        """Return a line of dropped.jsonl."""
+        return utf8(json.dumps(asdict(self), ensure_ascii=False) + "\n")
 
 
 class TooManyDropped(ValueError):

@@ -55,7 +55,7 @@ def build_table(
             indexed = _in_turn(path, indexer)
         for part in indexed:
             builder.extend(part)
-            count += len(part.rows) + len(part.dropped)
+            count += len(part) + len(part.dropped)
             progress(count)
     return builder.table()
 

@@ -74,24 +74,25 @@ def number_languages(prompts: Iterable[Prompt]) -> np.ndarray:
     return np.array(languages, dtype=np.int32)
 
 
+_TYPECODES = {
+    **dict.fromkeys(("speakers", "rows", "token_lengths", "prompt_lengths", "prompt_ids"), "i"),
+    **{"frames": "i", "durations": "d", "sources": "H", "speeds": "B", "opened": "b"},
+    "dropped_before": "i",
+}
+
+
 class IndexBuilder:
+    """Builds an `UtteranceTable`; ``columns`` are its flat columns by name."""
+
     def __init__(self) -> None:
-        self.audio = AudioColumnsBuilder()
-        self.tokens = RaggedBuilder("i")
-        self.speakers = array("i")
-        self.rows = array("i")
-        self.speeds = array("B")
-        self.token_lengths = array("i")
-        self.prompt_lengths = array("i")
-        self.prompt_ids = array("i")
-        self.frames = array("i")
-        self.durations = array("d")
-        self.sources = array("H")
-        self.opened = array("b")
-        self.dropped_before = array("i")
+        self.audio, self.tokens = AudioColumnsBuilder(), RaggedBuilder("i")
+        self.columns = {name: array(code) for name, code in _TYPECODES.items()}
         self.dropped: list[Dropped] = []
         self.prompts: dict[Prompt, int] = {}
         self.speaker_ids: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.columns["rows"])
 
     def add(
         self, name: str, utterance: Utterance, limits: Limits, tokenizer: Tokenizer, source: int
@@ -112,52 +113,55 @@ class IndexBuilder:
         assert tokens is not None
         self.audio.append(cut)
         self.tokens.append(tokens.prompt + tokens.text)
-        speaker = cut.supervisions[0].speaker
-        self.speakers.append(
-            self.speaker_ids.setdefault(speaker, len(self.speaker_ids)) if speaker else -1
-        )
-        prompt = self.prompts.setdefault(prompt_of(cut), len(self.prompts))
+        self._append(speakers=self._speaker_id(cut.supervisions[0].speaker))
+        prompt_id = self.prompts.setdefault(prompt_of(cut), len(self.prompts))
         for number in usable:
             speed = limits.speed_perturbation[number]
-            self.rows.append(len(self.audio) - 1)
-            self.speeds.append(number)
-            self.token_lengths.append(len(tokens.prompt) + len(tokens.text))
-            self.prompt_lengths.append(len(tokens.prompt))
-            self.prompt_ids.append(prompt)
-            self.frames.append(frames_of(cut, limits.framing, speed))
-            self.durations.append(duration_at(cut.duration, speed))
-            self.sources.append(source)
-            self.opened.append(not isinstance(utterance, CutUtterance))
+            self._append(
+                rows=len(self.audio) - 1,
+                speeds=number,
+                token_lengths=len(tokens.prompt) + len(tokens.text),
+                prompt_lengths=len(tokens.prompt),
+                prompt_ids=prompt_id,
+                frames=frames_of(cut, limits.framing, speed),
+                durations=duration_at(cut.duration, speed),
+                sources=source,
+                opened=not isinstance(utterance, CutUtterance),
+            )
+
+    def _append(self, **values: float) -> None:
+        for name, value in values.items():
+            self.columns[name].append(value)
+
+    def _speaker_id(self, name: str | None) -> int:
+        return self.speaker_ids.setdefault(name, len(self.speaker_ids)) if name else -1
 
     def _drop(self, drop: Dropped) -> None:
         self.dropped.append(drop)
-        self.dropped_before.append(len(self.rows))
+        self._append(dropped_before=len(self))
 
     def extend(self, other: IndexBuilder) -> None:
-        lines, utterances = len(self.audio), len(self.rows)
-        ids = [self.prompts.setdefault(prompt, len(self.prompts)) for prompt in other.prompts]
-        speakers = [
-            self.speaker_ids.setdefault(name, len(self.speaker_ids)) for name in other.speaker_ids
+        lines, utterances = len(self.audio), len(self)
+        prompt_ids = [
+            self.prompts.setdefault(prompt, len(self.prompts)) for prompt in other.prompts
         ]
-        self.speakers.extend(speakers[number] if number >= 0 else -1 for number in other.speakers)
-        self.rows.extend(row + lines for row in other.rows)
-        self.prompt_ids.extend(ids[number] for number in other.prompt_ids)
-        self.dropped_before.extend(number + utterances for number in other.dropped_before)
+        speakers = [self._speaker_id(name) for name in other.speaker_ids]
+        renumbered = {
+            "speakers": lambda number: speakers[number] if number >= 0 else -1,
+            "rows": lambda row: row + lines,
+            "prompt_ids": lambda number: prompt_ids[number],
+            "dropped_before": lambda number: number + utterances,
+        }
+        for name, values in other.columns.items():
+            change = renumbered.get(name)
+            self.columns[name].extend(values if change is None else map(change, values))
         self.dropped += other.dropped
         self.audio.extend(other.audio)
         self.tokens.extend(other.tokens)
-        for name, values in vars(other).items():
-            shifted = name in ("speakers", "rows", "prompt_ids", "dropped_before")
-            if isinstance(values, array) and not shifted:
-                getattr(self, name).extend(values)
 
     def table(self) -> UtteranceTable:
         """Return the table, which shares the memory of this builder; nothing can be added to it."""
-        columns = {
-            name: to_numpy(values)
-            for name, values in vars(self).items()
-            if isinstance(values, array)
-        }
+        columns = {name: to_numpy(values) for name, values in self.columns.items()}
         return UtteranceTable(
             **columns | {"opened": columns["opened"].view(np.bool_)},
             audio=self.audio.build(),

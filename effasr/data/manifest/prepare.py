@@ -269,7 +269,7 @@ def _write(
             report.unknown_tokens += kept.unknown[index]
     with atomic_file(folder / DROPPED_FILE) as file:
         for _, drop in sorted(dropped, key=itemgetter(0)):
-            file.write(utf8(json.dumps(asdict(drop), ensure_ascii=False) + "\n"))
+            file.write(drop.json_line())
             report.dropped.add(drop.duration)
             report.by_reason.setdefault(drop.reason, Share()).add(drop.duration)
     for share in (
