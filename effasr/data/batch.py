@@ -12,8 +12,7 @@ from torch import Tensor
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr_kernels import PackedLayout, PackedSequence
 
-IGNORED = -100
-"""Target of a token row that no loss counts: a prompt, or the tail of a static shape."""
+IGNORED = -100  # target of a token row that no loss counts: a prompt, or the tail of a static shape
 
 _LARGEST_JOINED = 2**20
 """Bytes of a tensor up to which copying it on the host costs less than a transfer of its own."""
@@ -76,10 +75,8 @@ class Batch:
     monotonic: Tensor
     ids: tuple[str, ...]  # names of the utterances, in order
     audio_seconds: float  # their total duration in seconds
-    num_targets: int
-    """Rows of ``targets`` that a loss counts."""
-    num_monotonic_targets: int
-    """Targets of transcriptions."""
+    num_targets: int  # rows of ``targets`` that a loss counts
+    num_monotonic_targets: int  # targets of transcriptions
     frame_lengths: tuple[int, ...]
     """Encoder frames of each utterance; ``frames`` also counts silence put after it."""
     token_lengths: tuple[int, ...]
@@ -90,8 +87,7 @@ class Batch:
     label_room: Tensor | None = None
     """int64 (N,), tokens that the label of each utterance may have, 0 for one with a text; None
     where a teacher has nothing to label, or has done so."""
-    node_budget: int | None = None
-    """See `StaticShape.node_budget`."""
+    node_budget: int | None = None  # see `StaticShape.node_budget`
 
     expert: Tensor | None = None
     """int64 (N,), the expert of each utterance, for a model whose experts names choose: the number

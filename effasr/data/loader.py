@@ -36,8 +36,7 @@ from effasr.data.worker_processes import SharedMemoryError
 
 log = logging.getLogger(__name__)
 
-_PLANS = 2
-"""Epochs whose plans are kept: that which a late learner is in, and the next."""
+_PLANS = 2  # epochs whose plans are kept: that which a late learner is in, and the next
 
 
 class Loader:

@@ -24,8 +24,7 @@ log = logging.getLogger(__name__)
 LOCK = "lock"
 """Name of a run's lock file. It stays after a process was killed: the lock counts, not the file."""
 
-BUILD_PATIENCE_S = 600.0
-"""How long a builder may go without a progress report."""
+BUILD_PATIENCE_S = 600.0  # how long a builder may go without a progress report
 _BUILD_POLL_S = 0.2
 
 _RUN_PATIENCE_S = 120.0

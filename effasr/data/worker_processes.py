@@ -20,8 +20,7 @@ T = TypeVar("T")
 
 _SIGNAL_PATIENCE_S = 1.0
 
-_PR_SET_PDEATHSIG = 1
-"""From Linux's <sys/prctl.h>."""
+_PR_SET_PDEATHSIG = 1  # from Linux's <sys/prctl.h>
 
 _DEATH = "DataLoader worker (pid"
 """How torch reports a dead worker; it reports an error of a living one otherwise."""

@@ -28,11 +28,9 @@ from effasr.training.calibration.workload import Population
 from effasr.training.config import TrainConfig
 from effasr.training.resolve import resolve_config
 
-_SPECIAL_TOKENS = 16
-"""Assumed number of special tokens of a tokenizer; it hardly affects the time."""
+_SPECIAL_TOKENS = 16  # assumed number of special tokens of a tokenizer; it hardly affects the time
 
-TIMED = 2
-"""Number of timed micro-batches, after one that is not timed."""
+TIMED = 2  # number of timed micro-batches, after one that is not timed
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -55,11 +55,9 @@ TOKENS_PER_SECOND = 3.6
 """Estimate where only durations are known: LibriSpeech and Earnings-22 with 5,000 pieces."""
 
 _DURATION_COLUMNS = ("duration_seconds", "duration")
-_MAX_TOKENS = 2**30
-"""Counts are clipped to this: no budget is as large."""
+_MAX_TOKENS = 2**30  # counts are clipped to this: no budget is as large
 
-_Position = tuple[int, int]
-"""Number of the list, and line."""
+_Position = tuple[int, int]  # number of the list, and line
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,15 +21,13 @@ from effasr.untrusted.documents import dump_scalar
 SPEEDS = (0.9, 1.0, 1.1)
 """Speed perturbation factors, as in the recipes of Kaldi, icefall and ESPnet."""
 
-LITTLE = 100.0
-"""Hours below which starting from a trained model is much better."""
+LITTLE = 100.0  # hours below which starting from a trained model is much better
 
 _MICRO_BATCH_SECONDS = {"cpu": 40.0, "cuda": 960.0}
 """Largest audio duration of a micro-batch, in seconds, by device: more is no faster."""
 
 _LEAST_STEPS_OF_EPOCH = 8
-_FINE_TUNING_PASSES = 10
-"""Passes over the corpus in fine-tuning: a trained model needs no more."""
+_FINE_TUNING_PASSES = 10  # passes over the corpus in fine-tuning: a trained model needs no more
 
 _MOST_STEPS = 300_000
 """Largest number of steps of a run: larger corpora use more ranks instead of more steps."""

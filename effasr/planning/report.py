@@ -18,8 +18,7 @@ from effasr.evaluation.tables import to_text
 from effasr.planning.listing import BYTES_PER_TOKEN, TOKENS_PER_SECOND, Listing
 from effasr.planning.study import StrategyResult, StudyOptions, summarise_mixture
 
-_GOOD = 0.01
-"""Padding and imbalance of ranks below this need no advice."""
+_GOOD = 0.01  # padding and imbalance of ranks below this need no advice
 _MANY_DROPPED = 0.02
 _MANY_DEFERRED = 0.1
 
@@ -217,8 +216,7 @@ _GAP = 18
 _TOP = 92
 _ROW = 30
 _HEIGHT = 18
-_BASE = 14
-"""Distance of a label's baseline from the top of its bar."""
+_BASE = 14  # distance of a label's baseline from the top of its bar
 
 
 @dataclass(frozen=True, slots=True)

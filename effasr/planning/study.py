@@ -35,8 +35,7 @@ LADDER = ("random", "bucketed", "sync_bucketed", "sync_bucketed_2d", "packed")
 _BY_SIZE = ("random", "bucketed", "sync_bucketed")
 """Strategies that accept a number of utterances instead of a duration."""
 
-_MODEL = "canary_180m_flash"
-"""Model assumed without a recipe."""
+_MODEL = "canary_180m_flash"  # model assumed without a recipe
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from effasr.data.sampling.packing import suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.sampling.population import Population, even_population, mean_epoch
 
-_SHORTEST = 8
-"""Rows of a very short conversation, for the number of sequences of a batch."""
+_SHORTEST = 8  # rows of a very short conversation, for the number of sequences of a batch
 
 
 def static_shape(
@@ -63,8 +62,7 @@ def split_into_clips(frames: int, longest: int, stack: int) -> Sequence[int]:
     return clips
 
 
-_FILL = 0.9975
-"""Share of the budgets that an epoch is to fill; the planner reaches it."""
+_FILL = 0.9975  # share of the budgets that an epoch is to fill; the planner reaches it
 
 
 def epoch_mixture(mix: MixConfig, lengths: UtteranceLengths, sources: np.ndarray) -> Mixture:

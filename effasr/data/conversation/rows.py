@@ -12,8 +12,7 @@ import numpy as np
 
 from effasr.data.batch import IGNORED
 
-CLIP = int(np.iinfo(np.int32).min)
-"""Stands for a clip."""
+CLIP = int(np.iinfo(np.int32).min)  # stands for a clip
 
 
 def num_rows(rows: np.ndarray, clip_rows: Sequence[int]) -> int:

@@ -16,8 +16,7 @@ TextUse = Literal["required", "optional", "ignored"]
 """Use of transcripts: see `effasr.data.config.DataConfig.text`."""
 
 _SLOWEST, _FASTEST = 0.5, 2.0
-_MOST_SPEEDS = 8
-"""Upper limit of the setting."""
+_MOST_SPEEDS = 8  # upper limit of the setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,7 @@ from lhotse.cut.set import deserialize_cut
 
 from effasr.data.audio.waveform import AudioSegment, TarMember
 
-_BLOCK = 2**16
-"""Arrays that are copied at a time."""
+_BLOCK = 2**16  # arrays that are copied at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)

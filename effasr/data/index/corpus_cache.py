@@ -48,8 +48,7 @@ from effasr.data.tokenizer import Tokenizer
 _FORMAT = "effasr columns 1"
 _HEADER = 16_384
 _ALIGNMENT = 4_096
-_BLOCK = 2**24
-"""Bytes that are written or checked at a time."""
+_BLOCK = 2**24  # bytes that are written or checked at a time
 
 
 class Damaged(ValueError):
@@ -163,20 +162,16 @@ def _checksum(file: IO[bytes], offset: int, size: int) -> int:
 
 log = logging.getLogger(__name__)
 
-_LEAST_BYTES = 4 * 2**20
-"""Smaller manifests are not cached: reading them takes seconds."""
+_LEAST_BYTES = 4 * 2**20  # smaller manifests are not cached: reading them takes seconds
 
-_GZIP = 8
-"""Assumed compression ratio of gzipped manifests."""
+_GZIP = 8  # assumed compression ratio of gzipped manifests
 
-_KEPT = 3
-"""Files kept for the same manifests, with other limits or another tokenizer."""
+_KEPT = 3  # files kept for the same manifests, with other limits or another tokenizer
 
 _MOST_JOBS = 32
 _NOTE_EVERY_S = 10.0
 _READ = "reading manifests: {:,} utterances, {:,.0f} a second"
-_PROBES = 256
-"""Audio files whose size and modification time are compared, to detect replaced audio."""
+_PROBES = 256  # audio files whose size and modification time are compared, to detect replaced audio
 
 T = TypeVar("T")
 

@@ -24,11 +24,9 @@ Reader = Callable[
 ]
 """Reads manifests with the first five arguments of `build_table`."""
 
-PART = 2_000
-"""Manifest lines that a process reads at a time."""
+PART = 2_000  # manifest lines that a process reads at a time
 
-_AHEAD = 4
-"""Parts for each process that are read ahead."""
+_AHEAD = 4  # parts for each process that are read ahead
 
 
 def build_table(

@@ -37,8 +37,7 @@ from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.population import population
 from effasr.data.tokenizer import Tokenizer, UnknownLanguageError
 
-_SEED = 0x7E47
-"""Added to the seed of the run, so that the orders of text and speech are unrelated."""
+_SEED = 0x7E47  # added to the seed of the run, so that the orders of text and speech are unrelated
 
 _FILL = 0.98
 """Share of the budgets that micro-batches are planned to fill, which the planner reaches."""

@@ -18,8 +18,7 @@ from effasr.data.manifest.row import ManifestRow, absolute
 from effasr.data.manifest.utterance import CutUtterance, LineFormat, ReadOptions, custom_fields
 from effasr.data.prompt import Prompt
 
-CUTS_FILE = "cuts.jsonl.gz"
-"""File that identifies a prepared folder."""
+CUTS_FILE = "cuts.jsonl.gz"  # file that identifies a prepared folder
 
 _MAX_NUMBER = 2**53
 """Samples, and more than seconds, that a recording may have: floats are exact up to here."""

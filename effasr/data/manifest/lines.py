@@ -16,8 +16,7 @@ from typing import IO, Any, cast
 from effasr.untrusted.documents import MOST_DEPTH, is_deep
 from effasr.untrusted.files import open_regular
 
-LINE_BYTES = 32 << 20
-"""Most bytes of a line."""
+LINE_BYTES = 32 << 20  # most bytes of a line
 
 _UNPACKED_RATIO, _UNPACKED_BYTES = 300, 256 << 20
 """Most bytes that a byte of a gzipped file stands for, beyond the second: manifests shrink to a

@@ -10,8 +10,7 @@ from effasr.data.manifest.lines import first_fields, numbered_lines
 from effasr.data.manifest.row import ManifestRow
 from effasr.data.prompt import Prompt
 
-SOURCE_TEXT = "source_text"
-"""The field that makes a line a text-only one."""
+SOURCE_TEXT = "source_text"  # the field that makes a line a text-only one
 
 SOURCE_NAME = "source"
 """The field that names what a pair comes from, such as the model whose hypotheses it has."""

@@ -138,8 +138,7 @@ class ManifestRow:
         raise self.error(f"`pnc` {rule}, but is {value!r}.", "pnc")
 
 
-_NOT_PLAIN = re.compile(r"//|/\.?(/|$)")
-"""Path parts that a `Path` would normalise."""
+_NOT_PLAIN = re.compile(r"//|/\.?(/|$)")  # path parts that a `Path` would normalise
 
 
 def absolute(path: str, folder: Path) -> str:

@@ -9,8 +9,7 @@ from effasr.data.statistics.survey import LEAST_MEDIAN, FramesPerToken, Survey
 from effasr.data.statistics.vocabulary import VocabularyChoice, choose_vocabulary
 from effasr.untrusted import display
 
-COLUMNS = 100
-"""Width of a printed line."""
+COLUMNS = 100  # width of a printed line
 
 
 def describe_counts(survey: Survey) -> str:

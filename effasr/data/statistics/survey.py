@@ -25,11 +25,9 @@ LEAST_MEDIAN = 2.5
 """Least median of frames per token with which CTC learns well. With fewer there is hardly a frame
 for the blank between two tokens, and small models keep emitting only blanks."""
 
-MOST_UNDER_TWO = 0.2
-"""Largest acceptable share of utterances with fewer than two frames per token."""
+MOST_UNDER_TWO = 0.2  # largest acceptable share of utterances with fewer than two frames per token
 
-MOST_IMPOSSIBLE = 0.02
-"""Largest acceptable share of utterances that CTC cannot align at all."""
+MOST_IMPOSSIBLE = 0.02  # largest acceptable share of utterances that CTC cannot align at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +82,7 @@ def frames_in(seconds: np.ndarray, framing: Framing) -> np.ndarray:
     return framing.frames(np.floor(seconds * SAMPLE_RATE + 0.5).astype(np.int64))
 
 
-SAMPLE = 10_000
-"""Number of texts kept per language: enough for choosing a vocabulary."""
+SAMPLE = 10_000  # number of texts kept per language: enough for choosing a vocabulary
 
 
 @dataclass(slots=True)

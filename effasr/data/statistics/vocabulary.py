@@ -19,14 +19,12 @@ from effasr.data.filters.rules import frames_for_ctc
 from effasr.data.statistics.survey import FramesPerToken, LanguageSurvey, Survey, frames_in
 from effasr.data.tokenizer.training import ModelType, VocabularyTooSmall, train_model
 
-SIZES = (128, 256, 500, 1024, 2048, 4096)
-"""Candidate vocabulary sizes."""
+SIZES = (128, 256, 500, 1024, 2048, 4096)  # candidate vocabulary sizes
 
 SUBSAMPLINGS = (8, 4)
 """Factors of a FastConformer, the cheaper first: halving the frames more than halves the work."""
 
-_BY_HOURS = ((5.0, 128), (300.0, 500))
-"""Usual sizes below the given hours; `_MOST_USUAL` above."""
+_BY_HOURS = ((5.0, 128), (300.0, 500))  # usual sizes below the given hours; `_MOST_USUAL` above
 _MOST_USUAL = 1024
 
 _LEAST_EXAMPLES = 40
