@@ -10,6 +10,7 @@ import soundfile
 import torch
 
 from effasr import config as configuration
+from effasr.checkpoint import load_model, resolve
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
 from effasr.data.config import DataConfig
@@ -330,3 +331,8 @@ def eager_compiler(monkeypatch) -> Iterator[None]:
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
         yield
     torch._dynamo.reset()
+
+
+def published(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a model directory, or of the best or newest checkpoint of a run."""
+    return load_model(resolve(folder)).model.state_dict()

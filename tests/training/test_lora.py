@@ -23,14 +23,10 @@ from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.trainer import run
 from tests.support.run_ranks import train_on_ranks
-from tests.training.conftest import LORA
+from tests.training.conftest import LORA, published
 from tests.training.shortage import shortage
 
 FAST = OptimizerConfig(lr=0.02)
-
-
-def weights(folder) -> dict[str, torch.Tensor]:
-    return load_model(resolve(folder)).model.state_dict()
 
 
 def is_adapted(name: str) -> bool:
@@ -41,7 +37,7 @@ def test_a_run_changes_what_it_is_to_and_publishes_merged_weights(
     make_lora_config, base, tmp_path, capsys
 ) -> None:
     assert run(make_lora_config()) == 0
-    before, after = weights(base / "base"), weights(tmp_path / "run")
+    before, after = published(base / "base"), published(tmp_path / "run")
     assert before.keys() == after.keys()
     for name, value in before.items():
         trained = (is_adapted(name) and name.endswith("weight")) or "norm" in name or "ctc" in name
@@ -164,7 +160,7 @@ def test_runs_of_two_processes_publish_merged_weights(
     whole = loop | {"stop_at": None}
     for training in (loop, whole) if strategy == "fsdp2" else (whole,):
         train_on_ranks(make_lora_config(data=data, training=training))
-    before, after = weights(base / "base"), weights(tmp_path / "run")
+    before, after = published(base / "base"), published(tmp_path / "run")
     assert before.keys() == after.keys()
     changed = {name for name, value in before.items() if not torch.equal(after[name], value)}
     assert "encoder.layers.0.self_attn.qkv_proj.weight" in changed

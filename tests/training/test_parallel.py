@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from effasr.checkpoint import load_model, resolve
 from effasr.distributed.grad_sync import DDPGradientSync, FlatGradientSync
 from effasr.distributed.local_sgd import LocalSGDConfig
 from effasr.distributed.process_group import DistributedContext
@@ -23,6 +22,7 @@ from effasr.training.strategies.parallelism import average_over_ranks
 from effasr.training.trainer import run
 from tests.support.quiet_run import VOCABULARY, make, quiet_config, train, uneven_batch, weights
 from tests.support.run_ranks import check_ranks, train_on_ranks
+from tests.training.conftest import published
 from tests.training.test_cuda_graph import record
 
 STEPS = 5
@@ -170,10 +170,6 @@ def broken(context: DistributedContext) -> None:
 def test_two_ranks_train_as_each_strategy_says() -> None:
     """All scenarios in the same two processes, which take long to begin."""
     check_ranks(equal, recorded, half_precision, local, broken)
-
-
-def published(folder) -> dict[str, torch.Tensor]:
-    return load_model(resolve(folder)).model.state_dict()
 
 
 @pytest.mark.slow

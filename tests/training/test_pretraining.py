@@ -21,11 +21,7 @@ from effasr.training.run_dir.run_directory import RunDirectory, read_lines
 from effasr.training.run_dir.run_log import RunLog
 from effasr.training.trainer import run
 from effasr.training.untranscribed.pretraining import CodeUse, LossResult, entropy
-from tests.training.conftest import BEST_RQ
-
-
-def weights(folder) -> dict[str, torch.Tensor]:
-    return checkpoint.load_model(folder).model.state_dict()
+from tests.training.conftest import BEST_RQ, published
 
 
 def test_damaged_audio_of_a_validation_set_is_left_out_and_counted(
@@ -96,7 +92,7 @@ def test_another_model_takes_the_encoder(
     assert not isinstance(tokenizer, NoTokenizer)
     model = build.build_model(resolved, tokenizer.vocab_size, None, torch.device("cpu"))
     assert model.vocab_size == tokenizer.vocab_size
-    pretrained = weights(checkpoint.resolve(source))
+    pretrained = published(source)
     own = model.state_dict()
     taken = [name for name in pretrained if name.startswith("encoder.")]
     assert taken
@@ -116,9 +112,9 @@ def test_pretraining_goes_on_and_heads_that_are_initialised_are_trained(
     source, cpu = str(tmp_path / "first"), torch.device("cpu")
     resolved = resolve_config(make_pretraining(init_from=source, model=ModelConfig()), None)
     assert resolved.model.best_rq == BEST_RQ
-    published = weights(checkpoint.resolve(source))
+    weights = published(source)
     model = build.build_model(resolved, 1, None, cpu)
-    assert all(published[name].equal(value) for name, value in model.state_dict().items())
+    assert all(weights[name].equal(value) for name, value in model.state_dict().items())
     options = {"init_from": source, "model": model_config}
     with pytest.raises(ValueError, match=r"`model\.ctc_head` must not be in `training\.freeze`"):
         build.build_model(make_config(training={"freeze": ("ctc_head",)}, **options), 30, None, cpu)

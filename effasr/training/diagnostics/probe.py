@@ -23,6 +23,16 @@ _MAX_SYMBOLS = 10
 """Largest number of labels per frame in the transducer's greedy search."""
 
 
+def _ratio(total: str, *counts: str) -> property:
+    """A mean over what some fields count; None where they count nothing."""
+
+    def mean(sums: ProbeSums) -> float | None:
+        count = sum(getattr(sums, name) for name in counts)
+        return getattr(sums, total) / count if count else None
+
+    return property(mean)
+
+
 @dataclass(frozen=True, slots=True)
 class ProbeSums:
     """Sums over utterances; ``+`` adds the sums of parts of a set. Means are in nats a target."""
@@ -53,34 +63,14 @@ class ProbeSums:
         names = [field.name for field in fields(ProbeSums)]
         return ProbeSums(*(getattr(self, name) + getattr(other, name) for name in names))
 
-    @property
-    def cross_entropy(self) -> float | None:
-        return _mean(self.own, self.targets)
-
-    @property
-    def own_audio(self) -> float | None:
-        return _mean(self.paired_own, self.paired_targets)
-
-    @property
-    def other_audio(self) -> float | None:
-        return _mean(self.paired_other, self.paired_targets)
-
-    @property
-    def ctc(self) -> float | None:
-        return _mean(self.ctc_loss, self.ctc_targets)
-
-    @property
-    def transducer(self) -> float | None:
-        return _mean(self.transducer_loss, self.transducer_targets)
-
-    @property
-    def ctc_blank_share(self) -> float | None:
-        return _mean(self.ctc_blanks, self.ctc_frames)
-
-    @property
-    def transducer_blank_share(self) -> float | None:
-        # Each frame ends with one blank.
-        return _mean(self.transducer_frames, self.transducer_frames + self.labels)
+    cross_entropy = _ratio("own", "targets")
+    own_audio = _ratio("paired_own", "paired_targets")
+    other_audio = _ratio("paired_other", "paired_targets")
+    ctc = _ratio("ctc_loss", "ctc_targets")
+    transducer = _ratio("transducer_loss", "transducer_targets")
+    ctc_blank_share = _ratio("ctc_blanks", "ctc_frames")
+    # Each frame ends with one blank.
+    transducer_blank_share = _ratio("transducer_frames", "transducer_frames", "labels")
 
     def summary(self) -> dict[str, float]:
         """Return the fields of validation.jsonl that are not None."""
@@ -95,10 +85,6 @@ class ProbeSums:
             "transducer_blank_share": self.transducer_blank_share,
         }
         return {name: value for name, value in row.items() if value is not None}
-
-
-def _mean(value: float, count: float) -> float | None:
-    return value / count if count else None
 
 
 class Probe:

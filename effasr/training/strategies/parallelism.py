@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -188,5 +188,4 @@ class SynchronousStrategy:
 
     def metrics(self, progress: RunProgress, watchdog: Watchdog, data: StepBatch | None) -> dict:
         """Return fields of metrics.jsonl about the speed of ranks; only rank 0 calls this."""
-        fields: dict[str, Any] = watchdog.slowest()
-        return fields
+        return dict(watchdog.slowest())
