@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from effasr.data.atomic_files import write_atomically
 from effasr.interop.onnx.plain_model import StreamingStep, predictor_step
 from effasr.model.asr import ASRModel
 from effasr.model.decoder import DecoderConfig
@@ -47,10 +49,8 @@ def describe(
         rows["durations"] = None if durations is None else list(durations)
         rows["predictor"] = _predictor(model.transducer)
         rows["joint"] = _joint(model.transducer)
-    path = directory / DESCRIPTION
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    text = json.dumps(rows, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(directory / DESCRIPTION, text.encode())
 
 
 def _encoder(outputs: Sequence[str]) -> dict[str, Any]:
@@ -68,15 +68,12 @@ def _step(step: StreamingStep) -> dict[str, Any]:
     config, context = step.encoder.config, step.context
     causal = config.causal_subsampling
     caches = {
-        name: {
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "shape": [
-                "batch" if axis == step.batch_axis(name) else size
-                for axis, size in enumerate(value.shape)
-            ],
-            "initial": 0,
-            "next": name.replace("cache", "next"),
-        }
+        name: _state(
+            value.dtype,
+            [None if axis == step.batch_axis(name) else n for axis, n in enumerate(value.shape)],
+            0,
+            name.replace("cache", "next"),
+        )
         for name, value in step.begin(1).items()
     }
     return {
@@ -98,6 +95,15 @@ def _step(step: StreamingStep) -> dict[str, Any]:
         "context": {"left": context.left, "right": context.right, "chunk": context.chunk},
         "frames_of_a_stream": _CAUSAL_FRAMES if causal else _FRAMES,
     }
+
+
+def _state(
+    dtype: torch.dtype, sizes: Sequence[int | None], initial: int, following: str
+) -> dict[str, Any]:
+    """A tensor that a step hands to the next one; a size of None is the batch."""
+    shape = ["batch" if size is None else size for size in sizes]
+    name = str(dtype).removeprefix("torch.")
+    return {"dtype": name, "shape": shape, "initial": initial, "next": following}
 
 
 def _decoder_step(decoder: DecoderConfig) -> dict[str, Any]:
@@ -130,16 +136,10 @@ def _predictor(head: Transducer) -> dict[str, Any]:
     carried = {}
     for number, state in enumerate(states, 1):
         name, following = f"input_states_{number}", f"output_states_{number}"
-        dtype = str(state.dtype).removeprefix("torch.")
-        shape = ["batch" if size is None else size for size in state.shape]
-        inputs[name] = f"{dtype} ({', '.join(map(str, shape))}): {state.description}"
+        carried[name] = _state(state.dtype, state.shape, state.initial, following)
+        shape = ", ".join(map(str, carried[name]["shape"]))
+        inputs[name] = f"{carried[name]['dtype']} ({shape}): {state.description}"
         outputs[following] = f"{name} of the next label"
-        carried[name] = {
-            "dtype": dtype,
-            "shape": shape,
-            "initial": state.initial,
-            "next": following,
-        }
     rows = {
         "file": "predictor.onnx",
         "type": config.predictor,

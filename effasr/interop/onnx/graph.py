@@ -7,7 +7,8 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +108,13 @@ def _compare(name: str, expected: np.ndarray, actual: Any) -> None:
         )
 
 
-class _quiet:
-    """Silences the exporter, which logs its steps as warnings."""
-
-    def __enter__(self) -> None:
-        self._logger = logging.getLogger("torch.onnx")
-        self._level = self._logger.level
-        self._logger.setLevel(logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        self._logger.setLevel(self._level)
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the exporter, which logs its steps as warnings."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
