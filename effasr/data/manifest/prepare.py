@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -110,12 +111,12 @@ def prepare(
     if limits is None:
         ctc = not isinstance(tokenizer, WhisperTokenizer)
         limits = Limits(ctc=ctc, framing=framing)
-    check_one = _Check(tokenizer, limits, decode)
     utterances = named(source, language=language)
     with _made(folder), TemporaryFile(dir=folder) as file:
         kept = _Kept(file)
         dropped: list[tuple[int, Dropped]] = []
-        outcomes = _in_order(check_one, utterances, jobs or os.cpu_count() or 1)
+        checked = partial(_check, tokenizer, limits, decode)
+        outcomes = _in_order(checked, utterances, jobs or os.cpu_count() or 1)
         for position, outcome in enumerate(outcomes):
             if isinstance(outcome, Dropped):
                 dropped.append((position, outcome))
@@ -145,7 +146,7 @@ def _made(folder: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fit:
+class _Usable:
     """A kept utterance: its cut, also as JSON, and what the counts and the outliers need."""
 
     cut: Cut
@@ -158,45 +159,40 @@ class _Fit:
     unknown: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Check:
-    """All checks of one utterance; run in a thread, as decoding leaves the interpreter free."""
-
-    tokenizer: Tokenizer | None
-    limits: Limits
-    decode: bool
-
-    def __call__(self, named_utterance: tuple[str, Utterance]) -> _Fit | Dropped:
-        name, utterance = named_utterance
-        duration = None
-        try:
-            cut = utterance.cut(name)
-            duration = cut.duration
-            tokens = check(cut, self.limits, self.tokenizer)
-            if self.decode:
-                check_content(cut)
-        except AudioError as error:
-            return Dropped(name, error.problem, str(error), utterance.audio, duration)
-        except RejectedUtterance as error:
-            return Dropped(name, error.reason, str(error), utterance.audio, duration)
-        try:
-            line = json.dumps(cut.to_dict(), ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            problem = (
-                f"{utterance.audio}: the path must be UTF-8, as manifests are: rename the file."
-            )
-            return Dropped(name, AudioProblem.UNREADABLE, problem, utterance.audio, duration)
-        prompt = prompt_of(cut)
-        return _Fit(
-            cut,
-            None if tokens is None else tokens.text,
-            line,
-            prompt.source if prompt.monotonic else f"{prompt.source}>{prompt.target}",
-            prompt.target,
-            duration,
-            len(text_of(cut)) if tokens is None else len(tokens.text),
-            0 if tokens is None else tokens.unknown,
-        )
+def _check(
+    tokenizer: Tokenizer | None,
+    limits: Limits,
+    decode: bool,
+    named_utterance: tuple[str, Utterance],
+) -> _Usable | Dropped:
+    """Check an utterance; run in a thread, as decoding leaves the interpreter free."""
+    name, utterance = named_utterance
+    duration = None
+    try:
+        cut = utterance.cut(name)
+        duration = cut.duration
+        tokens = check(cut, limits, tokenizer)
+        if decode:
+            check_content(cut)
+    except (AudioError, RejectedUtterance) as error:
+        reason = error.problem if isinstance(error, AudioError) else error.reason
+        return Dropped(name, reason, str(error), utterance.audio, duration)
+    try:
+        line = json.dumps(cut.to_dict(), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        problem = f"{utterance.audio}: the path must be UTF-8, as manifests are: rename the file."
+        return Dropped(name, AudioProblem.UNREADABLE, problem, utterance.audio, duration)
+    prompt = prompt_of(cut)
+    return _Usable(
+        cut,
+        None if tokens is None else tokens.text,
+        line,
+        prompt.source if prompt.monotonic else f"{prompt.source}>{prompt.target}",
+        prompt.target,
+        duration,
+        len(text_of(cut)) if tokens is None else len(tokens.text),
+        0 if tokens is None else tokens.unknown,
+    )
 
 
 class _Kept:
@@ -215,14 +211,14 @@ class _Kept:
     def __len__(self) -> int:
         return len(self.positions)
 
-    def add(self, position: int, fit: _Fit) -> None:
-        self._file.write(fit.line + b"\n")
+    def add(self, position: int, utterance: _Usable) -> None:
+        self._file.write(utterance.line + b"\n")
         self.positions.append(position)
-        self.durations.append(fit.duration)
-        self.sizes.append(fit.size)
-        self.unknown.append(fit.unknown)
-        self.languages.append(sys.intern(fit.language))
-        self.targets.append(self._numbers.setdefault(fit.target, len(self._numbers)))
+        self.durations.append(utterance.duration)
+        self.sizes.append(utterance.size)
+        self.unknown.append(utterance.unknown)
+        self.languages.append(sys.intern(utterance.language))
+        self.targets.append(self._numbers.setdefault(utterance.target, len(self._numbers)))
 
     def lines(self) -> Iterator[bytes]:
         self._file.seek(0)

@@ -38,7 +38,7 @@ def _read(folder: Path, options: ReadOptions) -> Iterator[Utterance]:
         for number, line in numbered_lines(path):
             row = ManifestRow.parse(line, path, number)
             _locate_audio(row, tar, members)
-            yield replace(cuts.FORMAT.parse(row, options), audio=str(tar))  # type: ignore[type-var]
+            yield replace(cuts.FORMAT.parse(row, options), audio=str(tar))
 
 
 FORMAT = FolderFormat(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lhotse import AudioSource, MonoCut, MultiCut, Recording, SupervisionSegment
 from lhotse.cut import Cut
@@ -18,61 +18,6 @@ from effasr.data.audio.waveform import (
 )
 from effasr.data.manifest.row import ManifestRow
 from effasr.data.prompt import Prompt
-
-
-class Utterance(Protocol):
-    """What every format yields."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def named(self) -> bool:
-        """Whether the source gave the name; otherwise it was derived from the file name."""
-        ...
-
-    @property
-    def origin(self) -> str:
-        """File and line, for messages."""
-        ...
-
-    @property
-    def audio(self) -> str:
-        """The audio file, or a description of where the audio is."""
-        ...
-
-    def cut(self, name: str) -> Cut:
-        """Return the utterance as a lhotse cut; raises AudioError if it has no audio."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
-    """How a manifest is read."""
-
-    language: str = "en"  # of utterances that name none
-    untranscribed: bool = False  # whether an utterance may lack a text; it gets an empty one
-
-
-@dataclass(frozen=True, slots=True)
-class LineFormat:
-    """A format of JSON lines; a file has the format that accepts its first line."""
-
-    detect: Callable[[Mapping[str, Any]], bool]
-    parse: Callable[[ManifestRow, ReadOptions], Utterance]
-
-
-@dataclass(frozen=True, slots=True)
-class FolderFormat:
-    """A format of folders.
-
-    ``files`` returns the files whose content decides what is read, and archives of audio; None for
-    a folder whose very listing decides.
-    """
-
-    detect: Callable[[Path], bool]
-    read: Callable[[Path, ReadOptions], Iterator[Utterance]]
-    files: Callable[[Path], tuple[list[Path], list[Path]] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +107,39 @@ class CutUtterance:
 
     def cut(self, name: str) -> Cut:
         return self.value if self.value.id == name else self.value.with_id(name)
+
+
+Utterance = FileUtterance | CutUtterance
+"""What every format yields; ``cut`` raises AudioError if there is no audio."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How a manifest is read."""
+
+    language: str = "en"  # of utterances that name none
+    untranscribed: bool = False  # whether an utterance may lack a text; it gets an empty one
+
+
+@dataclass(frozen=True, slots=True)
+class LineFormat:
+    """A format of JSON lines; a file has the format that accepts its first line."""
+
+    detect: Callable[[Mapping[str, Any]], bool]
+    parse: Callable[[ManifestRow, ReadOptions], Utterance]
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFormat:
+    """A format of folders.
+
+    ``files`` returns the files whose content decides what is read, and archives of audio; None for
+    a folder whose very listing decides.
+    """
+
+    detect: Callable[[Path], bool]
+    read: Callable[[Path, ReadOptions], Iterator[Utterance]]
+    files: Callable[[Path], tuple[list[Path], list[Path]] | None]
 
 
 def custom_fields(prompt: Prompt) -> dict[str, str | bool]:
