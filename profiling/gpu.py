@@ -121,7 +121,6 @@ class Result:
 
 
 def missing(needs: Sequence[str]) -> str:
-    """Return the packages that are missing or too old."""
     lacking = []
     for need in needs:
         name, _, least = need.partition(">=")
@@ -139,7 +138,6 @@ def missing(needs: Sequence[str]) -> str:
 
 
 def find_tool(name: str) -> str | None:
-    """Return a program of the CUDA toolkit, or of the system."""
     homes = [os.environ[x] for x in ("CUDA_HOME", "CUDA_PATH") if x in os.environ]
     places = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes), "/usr/local/cuda/bin"]
     return shutil.which(name, path=os.pathsep.join(places))
@@ -364,7 +362,6 @@ class Call:
         return replace(result, seconds=round(time.monotonic() - began, 1), is_done=False)
 
     def _answers(self) -> bool:
-        """Whether a fresh process can use the GPU."""
         path = self.output / "environment_again.json"
         command = f"gpu.py --describe {shlex.quote(str(path))}"
         return self._command("environment again", 60, command).status == "ok"
@@ -417,7 +414,6 @@ class Call:
         return "\n".join(lines)
 
     def save(self) -> Path | None:
-        """Write the summary and the archive; return the place of the latter."""
         try:
             text = self.summary()
         except (KeyError, ValueError) as error:
@@ -460,7 +456,6 @@ def say(line: str) -> None:
 
 
 def write(path: Path, data: bytes) -> Path:
-    """Replace a file atomically."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -514,7 +509,6 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def describe(path: Path, *, dry: bool) -> int:
-    """Write device, versions and sources as JSON."""
     import torch
     from benchmarks.harness import fingerprint, provenance
 

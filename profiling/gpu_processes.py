@@ -54,7 +54,6 @@ class Watcher:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def close(self) -> None:
-        """Kill now what is left."""
         self._process.communicate()
 
 

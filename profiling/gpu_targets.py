@@ -194,7 +194,6 @@ TARGETS = (
 
 
 def table(rows: Rows, *, dry: bool) -> list[tuple[str, str, str, str]]:
-    """Return for each target its name, bound, measured value and verdict."""
     lines = []
     for target in TARGETS:
         value = target.measure(rows)

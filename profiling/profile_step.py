@@ -26,7 +26,6 @@ NAME = "run"
 
 
 def recipe_overrides(options: argparse.Namespace) -> list[str]:
-    """Return the options that differ from the recipe in the profiled run."""
     last = options.first + options.steps
     return [
         *options.override,
@@ -46,7 +45,6 @@ def recipe_overrides(options: argparse.Namespace) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, then report; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

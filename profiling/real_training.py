@@ -68,7 +68,6 @@ def lines_of(run: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl, without what was measured."""
     return [{name: line[name] for name in line.keys() - MEASURED} for line in lines_of(run)]
 
 
@@ -94,7 +93,6 @@ def _state(run: Path, step: int) -> dict[str, Tensor]:
 
 
 def described(run: Path, steps: int) -> tuple[list[dict[str, Any]], str]:
-    """Return the lines of metrics.jsonl, and what they say in words."""
     lines = lines_of(run)
     if [line["step"] for line in lines] != list(range(1, steps + 1)):
         raise Failed(f"metrics.jsonl must have steps 1 to {steps}, but has {len(lines)} lines")
@@ -138,7 +136,6 @@ class Training:
         return path
 
     def call(self, command: Sequence[str], seconds: float, watch: Any = None) -> harness.Ended:
-        """Run a command; its output is added to the step's log."""
         path = self.output / "logs" / f"{self.name}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8", buffering=1) as log:
@@ -226,7 +223,6 @@ class Training:
         )
 
     def quiet(self) -> str:
-        """Train the baseline of the following steps."""
         return described(self.train("quiet", *self._quiet()), self.size["quiet_steps"])[1]
 
     def _quiet(self) -> list[str]:
@@ -269,7 +265,6 @@ class Training:
         return self.variant("graph", "training.cuda_graph=true")
 
     def calibrate(self) -> str:
-        """Find the largest budget for a memory that is given; a replay measures it."""
         command = [sys.executable, "-m", "effasr.cli", "calibrate", str(self.recipe()), "--json"]
         settings = ["calibration.objective=memory", self.size["calibration"], "data.validation=[]"]
         ended = self.call([*command, *settings], self.limit_s)
@@ -287,7 +282,6 @@ class Training:
         )
 
     def calibrated_run(self) -> str:
-        """Train at the calibrated budget, within the memory that was given."""
         made, steps = self.calibration, self.size["calibrated_steps"]
         if made is None:
             raise LeftOut("the step `calibrate` has failed")
@@ -365,7 +359,6 @@ STEPS = {
 
 
 def run_steps(training: Training, only: Sequence[str] | None, seconds: float) -> int:
-    """Run the steps; returns the exit code."""
     needed = {need for name in only or () for need in STEPS[name].needs}
     chosen = [x for x in STEPS if only is None or x in {"corpus", *only, *needed}]
     where = harness.provenance(torch.device("cpu" if training.dry else "cuda"))

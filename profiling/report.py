@@ -39,7 +39,6 @@ def make(
     step_range: str | None = None,
     skip: int = 0,
 ) -> dict[str, Any]:
-    """Analyse one run, or two to compare, and write the files."""
     found = [
         summary.analyze(gather(list(paths)), step_range=step_range, skip=skip) for paths in groups
     ]
@@ -81,7 +80,6 @@ def _write(path: Path, content: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Read the command line, write the report, print the verdict; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

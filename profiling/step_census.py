@@ -43,12 +43,10 @@ _MODELS = ("canary_180m_flash", "canary_1b_flash")
 
 
 def census(model: str, frame_budget: int, layout: Layout = "packed") -> dict[str, Any]:
-    """Record a step and return its figures; see `census.report.summarize`."""
     return summarize(record(model, frame_budget, layout), model)
 
 
 def update_baseline(path: Path) -> None:
-    """Write the figures of every model of the baseline."""
     found = {model: census(model, _BUDGET) for model in _MODELS}
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -56,7 +54,6 @@ def update_baseline(path: Path) -> None:
 
 
 def check(baseline: dict[str, Any], models: Sequence[str]) -> list[str]:
-    """Return a line for each figure that exceeds the baseline by more than 5 %."""
     found = []
     for model in models:
         found += growth(baseline[model], census(model, _BUDGET), _MOST_GROWTH)
@@ -64,7 +61,6 @@ def check(baseline: dict[str, Any], models: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Read the command line and print; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

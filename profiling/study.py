@@ -137,7 +137,6 @@ def checkout_folder(grid: Mapping[str, Any], work: Path) -> Path:
 
 
 def check_out(revision: str, folder: Path) -> None:
-    """Clone this repository at a revision, and build its kernels for CPUs."""
     if folder.is_dir():
         return
     partial = folder.with_name(f"{folder.name}_partial")
@@ -193,7 +192,6 @@ def run(plan: Plan, table: Path | None) -> None:
 
 
 def _call(command: str, folder: Path, sources: Path) -> str:
-    """Run a command, with a log in its folder; return its output."""
     folder.mkdir(parents=True, exist_ok=True)
     words = shlex.split(command)
     say(f"$ {command}")

@@ -48,8 +48,6 @@ class Launches:
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """One label a row of work."""
-
     paths: list[str]
     path: np.ndarray
     phase: np.ndarray
@@ -86,7 +84,6 @@ def find_launches(table: Table) -> Launches:
 
 
 def attribute(table: Table, launches: Launches, steps: dict[int, step_ranges.Steps]) -> Attribution:
-    """Give each row of work its range and its phase."""
     work, ranges = table.work, table.ranges
     place_of_name = np.empty(len(table.names), np.int64)
     place_of_name[np.argsort(np.array(table.names, object), kind="stable")] = np.arange(
@@ -151,7 +148,6 @@ class _Labels:
         self.is_backward = np.array([_BACKWARD.match(text) is not None for text in self.texts])
 
     def of_operators(self, names: np.ndarray) -> np.ndarray:
-        """Return the numbers of the labels of operators, by the numbers of their names."""
         numbers, place = np.unique(names, return_inverse=True)
         made = [self._number(f"(operator) {self._names[number]}") for number in numbers]
         return np.array(made, np.int64)[place] if made else place

@@ -68,7 +68,6 @@ def lanes(
     attribution: Attribution,
     part: np.ndarray,
 ) -> list[Lane]:
-    """Return the budget of every device of every process that works."""
     work = table.work
     keys = sorted(
         set(zip(work["process"].tolist(), work["device"].tolist(), strict=True)),
@@ -139,8 +138,6 @@ def _lane(
 
 
 class _Host:
-    """Return sets of host states: waiting for data, blocked, inside of any range."""
-
     def __init__(self, table: Table, process: int, steps: Steps) -> None:
         ranges = table.ranges[(table.ranges["process"] == process) & ~table.ranges["is_op"]]
         if steps.is_found:
@@ -227,7 +224,6 @@ CATEGORIES = (*PATTERNS, OTHER)
 
 
 def categorize(name: str) -> str:
-    """Return the category of a kernel, copy or operator of this name."""
     node = _NODE.match(name)
     if node:
         name = f"aten::{node[1]}"

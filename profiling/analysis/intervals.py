@@ -14,7 +14,6 @@ EMPTY = np.zeros((0, 2), np.int64)
 
 
 def union(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the moments that lie in any of the intervals, which may overlap, (n,) and (n,)."""
     kept = ends > begins
     begins, ends = np.asarray(begins)[kept], np.asarray(ends)[kept]
     if not len(begins):
@@ -27,30 +26,25 @@ def union(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 def join(*sets: np.ndarray) -> np.ndarray:
-    """Return the moments that lie in any of the sets."""
     everything = np.concatenate(sets)
     return union(everything[:, 0], everything[:, 1])
 
 
 def subtract(whole: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """Return the moments of ``whole`` that are not in ``part``."""
     return _where(whole, part, lambda in_whole, in_part: in_whole & ~in_part)
 
 
 def intersect(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the moments that are in both sets."""
     return _where(one, other, lambda in_one, in_other: in_one & in_other)
 
 
 def clip(moments: np.ndarray, begin: int, end: int) -> np.ndarray:
-    """Return the moments of a set in [begin, end), a set."""
     first = np.searchsorted(moments[:, 1], begin, side="right")
     last = np.searchsorted(moments[:, 0], end, side="left")
     return np.clip(moments[first:last], begin, end)
 
 
 def measure(moments: np.ndarray) -> int:
-    """Return the length of a set, ns."""
     return int((moments[:, 1] - moments[:, 0]).sum())
 
 
@@ -61,7 +55,6 @@ def covered(moments: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.nda
 
 
 def within(moments: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Return whether each time lies in the set, bool (n,)."""
     if not len(moments):
         return np.zeros(len(times), bool)
     index = np.searchsorted(moments[:, 0], times, side="right") - 1
@@ -90,7 +83,6 @@ def increments(
 def split(
     begins: np.ndarray, ends: np.ndarray, windows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut intervals at the edges of windows."""
     first = np.searchsorted(windows[:, 1], begins, side="right")
     last = np.searchsorted(windows[:, 0], ends, side="left")
     counts = np.maximum(last - first, 0)
@@ -104,7 +96,6 @@ def split(
 
 
 def _elapsed(moments: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Return the length of the set before each time."""
     if not len(moments):
         return np.zeros(times.shape, np.int64)
     lengths = moments[:, 1] - moments[:, 0]

@@ -60,7 +60,6 @@ MARK = "written by profiling/report.py"
 
 
 def read(path: Path) -> Table:
-    """Read one trace."""
     text = _text(path)
     reader = _Reader(path)
     try:
@@ -157,7 +156,6 @@ def _damaged(path: Path, error: Exception) -> ValueError:
 
 
 def nanoseconds(time: str | int) -> int:
-    """Return a time in microseconds, as it is written, in ns."""
     if isinstance(time, int):
         return time * 1000
     if time[-4:-3] == "." and time[-3:].isdecimal():
@@ -188,7 +186,6 @@ class _Reader:
         self.is_truncated = False
 
     def add(self, event: dict[str, Any]) -> None:
-        """Take one event."""
         phase, category = event.get("ph"), event.get("cat")
         if phase == "X":
             if category in _KINDS:
@@ -204,7 +201,6 @@ class _Reader:
             self.flows[phase == "f"][event["id"]] = key
 
     def table(self, head: dict[str, Any]) -> Table:
-        """Everything that the trace holds of interest, once all events were added."""
         if head.get("producer") == MARK:
             raise ValueError(
                 f"`{self.path}` must be the trace of a profiler, but is one that a report wrote: "

@@ -48,7 +48,6 @@ _LOST = re.compile(r"dropped|lost|overflow|not all (NVTX|CUDA) events", re.IGNOR
 
 
 def read(path: Path) -> Table:
-    """Read one export."""
     with _errors_of(path), closing(_open(path)) as connection:
         reader = _Reader(connection, path)
         if not reader.columns.keys() & {_RUNTIME, _KERNEL, _RANGES, _GRAPH, "StringIds"}:
@@ -104,7 +103,6 @@ class _Reader:
         self.renamed: dict[int, int] = {}
 
     def table(self) -> Table:
-        """Everything that the export holds of interest."""
         self._note_absent()
         launches = self._launches()
         work = np.concatenate([self._kernels(), self._copies(), self._fills(), self._graphs()])
@@ -144,11 +142,9 @@ class _Reader:
         return self.connection.execute(f'SELECT {asked} FROM "{table}"{condition}').fetchall()
 
     def process(self, identifier: int) -> int:
-        """Return the number of the process of a globalTid or globalPid."""
         return self.processes.setdefault(identifier & _PROCESS_MASK, len(self.processes))
 
     def name(self, string: int) -> int:
-        """Return the number of the name of a StringIds row."""
         number = self.renamed.get(string)
         if number is None:
             text = self.strings.get(string, "(no name)")

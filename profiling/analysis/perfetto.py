@@ -28,7 +28,6 @@ _BUDGET_TRACK, _HOST_TRACK = 1, 2
 
 
 def write(path: Path, table: Table, lanes: list[Lane], attribution: Attribution) -> None:
-    """Write the trace, first under another name."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
         _write(file, table, lanes, attribution)

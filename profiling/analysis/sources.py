@@ -23,20 +23,16 @@ _NOT_TRACES = {"checkpoints", "evaluation"}
 
 @dataclass(slots=True)
 class Subject:
-    """The input of one report."""
-
     name: str
     captures: list[Path] = field(default_factory=list)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
 
     def table(self) -> Table:
-        """Read all captures."""
         return merge(read(path) for path in self.captures)
 
 
 def gather(paths: list[Path]) -> Subject:
-    """Look at what was named."""
     subject = Subject(_name(paths[0]))
     for path in paths:
         if path.is_dir():
@@ -51,7 +47,6 @@ def gather(paths: list[Path]) -> Subject:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a path is a run directory."""
     return (path / METRICS).is_file()
 
 
@@ -91,7 +86,6 @@ def _is_capture(path: Path) -> bool:
 
 
 def read(path: Path) -> Table:
-    """Read a capture of whichever profiler."""
     if path.suffix in _REPORTS:
         raise ValueError(
             f"`{path}` must be an export, but is a report of nsys: make one with `nsys export "
@@ -131,7 +125,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def column(metrics: list[dict[str, Any]], key: str) -> list[float]:
-    """Return the finite numbers under a key, of the lines that have one."""
     values = [line.get(key) for line in metrics]
     return [
         float(value)
@@ -148,7 +141,6 @@ _BINS = 20
 
 
 def summarize_log(metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of a run's log; empty where there is no line."""
     if not metrics:
         return {}
     steps = column(metrics, "step_s")
@@ -181,7 +173,6 @@ def summarize_log(metrics: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def padding(metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean and histogram of the padding of frames and tokens, over the logged lines."""
     found = {}
     for key, label in _PADDING.items():
         values = np.array(column(metrics, key))
@@ -208,7 +199,6 @@ def _round_up(width: float) -> float:
 
 
 def waterfall(metrics: list[dict[str, Any]], padding: dict[str, Any]) -> dict[str, Any]:
-    """Return the losses from the GPU's peak down to useful FLOPs, as shares of the peak."""
     useful = _median(metrics, _USEFUL)
     if useful is None:
         return {

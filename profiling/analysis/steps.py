@@ -27,8 +27,6 @@ _INTERRUPTION = 10
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The steps of one process."""
-
     windows: np.ndarray
     numbers: np.ndarray
     host: np.ndarray
@@ -45,7 +43,6 @@ def find(
     name: str | None = None,
     skip: int = 0,
 ) -> Steps:
-    """Find the steps of a process."""
     containers, thread = _containers(table, process, name)
     own = table.work["process"] == process
     asked, done = launched[own], table.work["end"][own]
@@ -131,7 +128,6 @@ def _with_data(table: Table, process: int, thread: int, begin: int, length: int)
 def _pauses(
     table: Table, process: int, thread: int, begins: np.ndarray, ends: np.ndarray
 ) -> np.ndarray:
-    """Return the set of intervals between steps."""
     ranges = table.ranges
     named = np.array([_NO_STEP.match(text) is not None for text in table.names], bool)
     rows = np.flatnonzero(
@@ -156,8 +152,6 @@ def _pauses(
 
 
 class _Finish:
-    """Finish time of the work launched in an interval."""
-
     def __init__(self, asked: np.ndarray, done: np.ndarray) -> None:
         order = np.argsort(asked, kind="stable")
         self.asked, self.done = asked[order], done[order]
@@ -170,7 +164,6 @@ class _Finish:
 
 
 def _whole(table: Table, process: int, asked: np.ndarray, done: np.ndarray) -> Steps:
-    """Return the whole capture as one window."""
     launches = table.launches[table.launches["process"] == process]
     begins = [asked, launches["start"]]
     ends = [done, launches["end"]]

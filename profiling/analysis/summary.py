@@ -19,8 +19,6 @@ from analysis.table import Kind, Note, Table
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """Results of the analysis of a subject."""
-
     report: dict[str, Any]
     table: Table
     lanes: list[Lane]
@@ -28,7 +26,6 @@ class Analysis:
 
 
 def analyze(subject: Subject, *, step_range: str | None = None, skip: int = 0) -> Analysis:
-    """Analyse captures and logs of one run."""
     table = subject.table()
     if step_range is not None and step_range not in table.names:
         raise ValueError(
@@ -63,7 +60,6 @@ def analyze(subject: Subject, *, step_range: str | None = None, skip: int = 0) -
 
 
 def _of_log(subject: Subject, table: Table) -> dict[str, Any]:
-    """Return a report with what is known without the work of the capture."""
     padding = sources.padding(subject.metrics)
     return {
         "name": subject.name,
@@ -107,7 +103,6 @@ def _shown(lanes: list[Lane]) -> Lane:
 
 
 def _budget(table: Table, lanes: list[Lane]) -> dict[str, Any]:
-    """Return the budget of all ranks together, and of each."""
     walls = np.concatenate([lane.wall for lane in lanes])
     total, count = int(walls.sum()), len(walls)
     sums = {name: sum(int(lane.parts[name].sum()) for lane in lanes) for name in PARTS}
@@ -384,7 +379,6 @@ def summarize(table: Table, lanes: list[Lane]) -> dict[str, Any]:
 
 
 def _common(lanes: list[Lane]) -> list[np.ndarray]:
-    """Return for each lane the rows of the steps that all lanes have, by step number."""
     shared = set(lanes[0].steps.numbers.tolist())
     for lane in lanes[1:]:
         shared &= set(lane.steps.numbers.tolist())
@@ -395,7 +389,6 @@ def _common(lanes: list[Lane]) -> list[np.ndarray]:
 
 
 def lane_labels(table: Table, lanes: list[Lane]) -> list[str]:
-    """Return a name for each lane; with the device where a process has several."""
     processes = [lane.process for lane in lanes]
     return [
         table.processes[lane.process].label

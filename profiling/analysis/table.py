@@ -11,8 +11,6 @@ import numpy as np
 
 
 class Kind(IntEnum):
-    """Kind of a row of work."""
-
     KERNEL = 0
     COPY = 1
     FILL = 2
@@ -71,8 +69,6 @@ NONE = -1
 
 @dataclass(slots=True)
 class Process:
-    """One process that was profiled."""
-
     source: str
     pid: int
     rank: int | None = None
@@ -80,7 +76,6 @@ class Process:
 
     @property
     def label(self) -> str:
-        """Name of the process in the report."""
         return f"process {self.pid}" if self.rank is None else f"rank {self.rank}"
 
 
@@ -94,8 +89,6 @@ class Note:
 
 @dataclass(slots=True)
 class Table:
-    """Records of the profilers."""
-
     names: list[str] = field(default_factory=list)
     processes: list[Process] = field(default_factory=list)
     work: np.ndarray = field(default_factory=lambda: np.zeros(0, WORK))
@@ -107,19 +100,15 @@ class Table:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether any work ran on a GPU."""
         return bool((self.work["kind"] != Kind.OPERATOR).any())
 
 
 class Names:
-    """Numbers names in the order in which they come."""
-
     def __init__(self) -> None:
         self.list: list[str] = []
         self._numbers: dict[str, int] = {}
 
     def number(self, name: str) -> int:
-        """Return the number of a name."""
         number = self._numbers.get(name)
         if number is None:
             number = self._numbers[name] = len(self.list)
@@ -175,12 +164,10 @@ _BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$|Accum
 
 
 def is_backward_name(name: str) -> bool:
-    """Return whether an operator of this name is part of the backward."""
     return _BACKWARD.search(name) is not None
 
 
 def link_by_sequence(ranges: np.ndarray) -> None:
-    """Fill in the forward operator of every backward one that has a sequence number."""
     numbered = ranges["sequence"] != NONE
     forward = np.flatnonzero(numbered & ~ranges["is_backward"])
     backward = np.flatnonzero(numbered & ranges["is_backward"] & (ranges["forward_thread"] == NONE))
@@ -217,7 +204,6 @@ def link_by_sequence(ranges: np.ndarray) -> None:
 def link_by_flow(
     ranges: np.ndarray, begins: dict[int, tuple[int, int]], ends: dict[int, tuple[int, int]]
 ) -> None:
-    """Fill in forward operators from flow events, which the trace draws as arrows."""
     found = {
         (thread, time): begins[flow] for flow, (thread, time) in ends.items() if flow in begins
     }
@@ -253,8 +239,6 @@ def parents(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 class Nest:
-    """Ranges by thread, to ask for the innermost one."""
-
     def __init__(self, ranges: np.ndarray, rows: np.ndarray, order_of_names: np.ndarray) -> None:
         self.parent = np.full(len(ranges), -1, np.int64)
         self._ends = ranges["end"]

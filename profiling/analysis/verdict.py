@@ -90,7 +90,6 @@ _CPU_HINTS = {
 
 
 def actions(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return possible remedies, the most promising first."""
     budget = summary.get("budget")
     found: list[dict[str, Any]] = []
     if not budget:
@@ -142,7 +141,6 @@ def _add(found: list[dict[str, Any]], title: str, how: str, share: float, basis:
 
 
 def sentence(summary: dict[str, Any]) -> dict[str, Any]:
-    """Return the verdict: what limits the run, and by how much."""
     budget = summary.get("budget")
     if not budget:
         return _from_log(summary["log"])
@@ -203,7 +201,6 @@ def _scope(budget: dict[str, Any]) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Return a time in ms, with three digits that count."""
     if value == 0:
         return "0 ms"
     if abs(value) >= 100:
@@ -214,7 +211,6 @@ def milliseconds(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share as a percentage."""
     return f"{100 * share:.1f} %"
 
 
@@ -240,7 +236,6 @@ def assess(
     rules: dict[str, float],
     log: dict[str, Any],
 ) -> list[Note]:
-    """Everything to know before using the figures, most serious first."""
     notes = [
         *table.notes,
         *_steps(table, lanes),
@@ -386,7 +381,6 @@ _LOGGED = ("step_s", "data_wait_s", "rank_imbalance", "audio_seconds")
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Return the differences of two reports; times per step and rank."""
     result: dict[str, Any] = {"before": before["name"], "after": after["name"]}
     if before["budget"] and after["budget"]:
         one, other = before["budget"], after["budget"]

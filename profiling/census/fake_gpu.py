@@ -53,7 +53,6 @@ _LIBRARIES: list[Library] = []
 
 @cache
 def register() -> torch.device:
-    """Register the device with torch, once per process, and return it."""
     _setup_privateuseone_for_python_backend(NAME)
     getattr(torch, NAME).get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     others, rules = Library("_", "IMPL"), Library("aten", "IMPL")
@@ -177,7 +176,6 @@ def fake_batch(batch: Batch) -> Batch:
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate the tensors of a model on the meta device on the given device."""
     for module in model.modules():
         for name, x in list(module.named_parameters(recurse=False)):
             found: Any = torch.empty(x.shape, dtype=x.dtype, device=device)

@@ -75,12 +75,10 @@ _ELEMENTS_OF_BLOCK = 65_536
 
 
 def name_of(func: Any) -> str:
-    """Return the name of an operator without namespace and overload."""
     return func._schema.name.split("::")[1]
 
 
 def tensors_of(*values: Any) -> list[Tensor]:
-    """Return the tensors in arguments or results."""
     return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
@@ -90,12 +88,10 @@ def device_of(x: Tensor) -> str:
 
 
 def is_on(x: Tensor, device: str) -> bool:
-    """Return whether a tensor is on a device of this type."""
     return device_of(x) == device
 
 
 def launches(func: Any, args: Sequence[Any]) -> int:
-    """Return the number of kernels and copies that an operator launches."""
     name = name_of(func)
     if func.is_view or name in _ALLOCATIONS or func.namespace == "prim":
         return 0
@@ -127,7 +123,6 @@ def multi_tensor_launches(elements: Iterable[int], lists: int) -> int:
 
 
 def bytes_moved(func: Any, args: Any, kwargs: Any, out: Any, device: str) -> int:
-    """Return the bytes that an operator reads and writes on a device."""
     name = name_of(func)
     inputs = [x for x in tensors_of(args, kwargs) if is_on(x, device)]
     outputs = [x for x in tensors_of(out) if is_on(x, device)]
@@ -146,7 +141,6 @@ def _writes_out(func: Any) -> bool:
 
 
 def _changed(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Yield the tensors that the operator changes."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -159,7 +153,6 @@ def _changed(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def unique(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors without duplicates."""
     return list({id(x): x for x in tensors}.values())
 
 
@@ -170,13 +163,11 @@ def size(x: Tensor) -> int:
 
 
 def flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the floating-point operations of a matrix product or convolution; else 0."""
     count = flop_registry.get(func._overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=out))
 
 
 def category(func: Any, args: Any, out: Any) -> str:
-    """Return the kind of an operator: ``gemm``, ``convolution``, ``norm``, ``cast`` and so on."""
     name = name_of(func)
     if name in _PRODUCTS:
         return "gemm"

@@ -27,8 +27,6 @@ _LARGEST_SEQUENCE_NUMBER = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One operator or one kernel launch."""
-
     name: str
     category: str
     is_kernel: bool
@@ -43,8 +41,6 @@ class Entry:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the operators and kernels that run in its context."""
-
     def __init__(self, model: nn.Module, device: str, frames: int) -> None:
         """Record tensors of a device type; ``frames`` is the number of encoder frames (rows)."""
         super().__init__()
@@ -62,7 +58,6 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record until the end of the context."""
         before = hooks.register_module_forward_pre_hook(self._enter)
         after = hooks.register_module_forward_hook(self._leave, always_call=True)
         select = Dispatcher.select
@@ -83,7 +78,6 @@ class Recorder(TorchDispatchMode):
             after.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator on fake tensors, and record it."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         tensors = operators.tensors_of(args, kwargs, out)
@@ -121,12 +115,10 @@ class Recorder(TorchDispatchMode):
             self._add(name, "reduction", by_frame, launches=0, bytes_=moved, is_kernel=True)
 
     def add_flops(self, operation: str, flops: int, tensors: list[Tensor]) -> None:
-        """Record the floating-point operations of an operation without a launch."""
         self._add(operation, operation, tensors, launches=0, bytes_=0, flops=flops)
 
     @contextmanager
     def within_operation(self, name: str) -> Iterator[None]:
-        """Attribute everything recorded in the context to an operation."""
         before = self._operation, self._call
         self._operation, self._call = name, next(self._numbers_of_calls)
         try:

@@ -34,7 +34,6 @@ _LAYER = re.compile(r"(encoder|decoder|text_encoder)\.layers\.(\d+)")
 
 
 def summarize(recorded: Recorded, model: str) -> dict[str, Any]:
-    """Return the figures in the form of the JSON file."""
     entries, config = recorded.entries, recorded.config
     micro_batch = [x for x in entries if x.pass_ != "update"]
     update = [x for x in entries if x.pass_ == "update"]
@@ -114,7 +113,6 @@ def _is_between(entry: Entry) -> bool:
 
 
 def _kind(entry: Entry) -> str:
-    """Return the category, with batch norms separate."""
     if entry.place.endswith(".conv.norm") and entry.category not in _MIXING:
         return "batch_norm"
     return entry.category
@@ -159,7 +157,6 @@ def _unrecordable_reason(recorded: Recorded) -> str | None:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """Return the figures as a table for a terminal."""
     batch, roofline = summary["batch"], summary["roofline"]
     lines = [
         f"{summary['model']}, {summary['frame_budget']} frames a micro-batch: "
@@ -199,7 +196,6 @@ COMPARED = (
 
 
 def growth(before: dict[str, Any], now: dict[str, Any], most: float) -> list[str]:
-    """Return a line for each figure that has grown by more than the fraction ``most``."""
     found = []
     for name in COMPARED:
         old, new = before[name], now[name]

@@ -57,14 +57,11 @@ _SORTED_TOGETHER = 50
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a micro-batch."""
-
     frames: int
     tokens: int
 
 
 def configured(frame_budget: int) -> TrainConfig:
-    """Return the configuration of a run."""
     given = [f"data.frame_budget={frame_budget}", "training.precision=bfloat16", "init_from=null"]
     # Recomputed layers would count twice in both layouts.
     config = configuration.load(
@@ -85,7 +82,6 @@ def configured(frame_budget: int) -> TrainConfig:
 
 
 def network(config: TrainConfig) -> ASRModel:
-    """Return the model with its adapters, on the meta device."""
     with torch.device("meta"):
         model = ASRModel(config.model, QWEN3_1_7B["vocab_size"]).train()
         assert config.lora is not None
@@ -109,7 +105,6 @@ def conversation_batch(config: TrainConfig, frame_budget: int, layout: Layout) -
 
 
 def conversation_lengths(stack: int) -> UtteranceLengths:
-    """Return frames and rows of conversations about the recordings of LibriSpeech."""
     seconds = np.array(read_durations(LISTED))
     frames = np.maximum(1, np.rint(seconds * FRAMES_PER_SECOND)).astype(np.int32)
     answers = np.rint(seconds * _TOKENS_PER_SECOND).astype(np.int32)

@@ -27,8 +27,6 @@ _TOKENS_PER_SECOND, _PROMPT = 3.6, 5
 
 @dataclass(frozen=True)
 class Recorded:
-    """A recorded step."""
-
     config: TrainConfig
     batch: Batch
     entries: list[Entry]

@@ -18,14 +18,12 @@ _BINARIES: dict[tuple, tuple[Binary, int]] = {}
 
 @contextmanager
 def emulated(architecture: int, seed: int = 0, *, counted: bool = False) -> Iterator[None]:
-    """Run launches in PTX, on tensors of the CPU."""
     run_one = partial(execute, architecture=architecture, seed=seed, counted=counted)
     with diverted(run_one, divmod(architecture, 10)):
         yield
 
 
 def binaries() -> list[Binary]:
-    """Return the kernels that have run."""
     return [binary for binary, _ in _BINARIES.values()]
 
 

@@ -56,8 +56,6 @@ class _Launch(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """A kernel in the form that the machine takes."""
-
     program: Program
     code: array
     operands: array
@@ -92,7 +90,6 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def operations() -> Operations:
-    """Return the supported instructions."""
     name, kinds = ctypes.c_char_p(), ctypes.c_char_p()
     ask = library().ptx_operation
     lanes = {}
@@ -106,7 +103,6 @@ def operations() -> Operations:
 
 
 def load(ptx: str) -> Binary:
-    """Read a kernel."""
     program = parse(ptx, operations())
     flat = lambda rows: array("i", [_signed(x) for row in rows for x in row])
     constants = (

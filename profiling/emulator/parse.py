@@ -40,8 +40,6 @@ class Operations:
 
 @dataclass(slots=True)
 class Program:
-    """A kernel, ready to run."""
-
     name: str = ""
     parameters: list[tuple[int, int]] = field(default_factory=list)
     parameter_bytes: int = 0
@@ -55,7 +53,6 @@ class Program:
 
 
 def parse(text: str, operations: Operations) -> Program:
-    """Read the one kernel of a module."""
     return _Parser(operations).parse(text)
 
 
@@ -339,7 +336,6 @@ def _operands(text: str) -> list:
 
 
 def encode(value: float | int, size: int, floating: bool) -> bytes:
-    """Return a parameter's bytes."""
     if floating:
         return struct.pack("<d" if size == 8 else "<f", value)
     return (int(value) & (2 ** (8 * size) - 1)).to_bytes(size, "little")

@@ -20,8 +20,6 @@ _CONTROLS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell of a table."""
-
     html: str
     value: float | None = None
 
@@ -32,12 +30,10 @@ def without_controls(value: str) -> str:
 
 
 def text(value: object) -> Cell:
-    """Return a cell with text."""
     return Cell(escape(str(value)))
 
 
 def figure(value: float | None, html: str) -> Cell:
-    """Return a cell with a figure; a dash where there is none."""
     return Cell("&ndash;", 0.0) if value is None else Cell(html, value)
 
 
@@ -47,22 +43,18 @@ def unbroken(sentence: str) -> str:
 
 
 def times(ratio: float | None) -> str:
-    """Return how many times as fast a run could become."""
     return "no bound" if ratio is None else f"{ratio:.2f} \u00d7"
 
 
 def key(color: str) -> str:
-    """Return a square in the colour of a legend."""
     return f'<span class="key" style="background:var({color})"></span>'
 
 
 def keyed(color: str, name: str) -> str:
-    """Return a name with the colour of its legend, on one line."""
     return f'<span class="keyed">{key(color)}{escape(name)}</span>'
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Return names and their colours."""
     items = "".join(f"<li>{key(color)}{escape(name)}</li>" for name, color in entries)
     return f'<ul class="legend">{items}</ul>'
 
@@ -113,7 +105,6 @@ def _cells(row: Sequence[Cell]) -> str:
 
 
 def section(title: str, identifier: str, *content: str, lead: str = "") -> str:
-    """Return a part of the page."""
     intro = f"<p>{escape(lead)}</p>" if lead else ""
     inner = "".join(content)
     return f'<section id="{identifier}"><h2>{escape(title)}</h2>{intro}{inner}</section>'
@@ -148,7 +139,6 @@ def stacked(
     show: Callable[[float], str] = milliseconds,
     names: dict[str, str] | None = None,
 ) -> str:
-    """Return horizontal bars of several parts each, on one scale."""
     named = any(name for name, _ in rows)
     left, right = (190 if named else 0), 90
     longest = max((sum(v for _, v in parts) for _, parts in rows), default=0) or 1
@@ -176,7 +166,6 @@ def stacked(
 
 
 def timeline(picture: dict[str, Any], color_of: Callable[[str, str], str]) -> str:
-    """Draw a step with a row for each track."""
     left, height, gap = 130, 24, 10
     length = picture["length_ms"] or 1
     scale = (WIDTH - left - 10) / length
@@ -210,7 +199,6 @@ def timeline(picture: dict[str, Any], color_of: Callable[[str, str], str]) -> st
 
 
 def histogram(data: dict[str, Any], color: str) -> str:
-    """Return a histogram of the logged shares of padding."""
     edges, counts = data["edges"], data["counts"]
     width, height, left = 520, 190, 8
     scale = (width - 2 * left) / (edges[-1] - edges[0])
@@ -240,7 +228,6 @@ def histogram(data: dict[str, Any], color: str) -> str:
 
 
 def waterfall(bars: Sequence[dict[str, Any]]) -> str:
-    """Return bars of the shares of the peak, each below the one that contains it."""
     left, height, gap = 260, 26, 10
     out = [_open(len(bars) * (height + gap) + 4, "From the peak of the GPU to useful FLOPs")]
     scale = WIDTH - left - 90

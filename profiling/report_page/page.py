@@ -27,7 +27,6 @@ _NOTABLE = 0.005
 
 
 def render(report: dict[str, Any]) -> str:
-    """Return the whole page."""
     if "comparison" in report:
         title = f"{report['comparison']['after']} against {report['comparison']['before']}"
         body = _comparison(report)
@@ -109,7 +108,6 @@ _MOST_STEPS = 40
 
 
 def contents(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """Identifier and title of the sections that there are."""
     found = []
     if report["budget"]:
         found.append(("budget", "Step budget"))
@@ -124,7 +122,6 @@ def contents(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def all_of(report: dict[str, Any]) -> str:
-    """Return the sections that have content."""
     parts = [budget(report)] if report["budget"] else []
     parts.append(actions(report))
     if report["budget"]:
@@ -135,7 +132,6 @@ def all_of(report: dict[str, Any]) -> str:
 
 
 def budget(report: dict[str, Any]) -> str:
-    """Return the parts of a step, and that they add up."""
     data = report["budget"]
     meanings = MEANINGS if data["has_gpu"] else MEANINGS | ON_CPU
     parts = data["parts"]
@@ -196,7 +192,6 @@ def _per_step(data: dict[str, Any]) -> str:
 
 
 def actions(report: dict[str, Any]) -> str:
-    """Return possible remedies with their largest gains."""
     if not report["actions"]:
         return section("What to do", "actions", lead="No part but compute takes 0.5 % of a step.")
     rows = [
@@ -218,7 +213,6 @@ def actions(report: dict[str, Any]) -> str:
 
 
 def timeline(report: dict[str, Any]) -> str:
-    """Draw a step."""
     picture = report["timeline"]
     phases: dict[str, str] = {}
     for row in picture["rows"]:
@@ -265,7 +259,6 @@ def timeline(report: dict[str, Any]) -> str:
 
 
 def ranks(report: dict[str, Any]) -> str:
-    """Who the others wait for."""
     data = report["ranks"]
     values = [value for rank in data["ranks"] for value in rank["own_ms"]]
     low, high = min(values, default=0.0), max(values, default=1.0)
@@ -300,7 +293,6 @@ def _heat(value: float, low: float, high: float) -> str:
 
 
 def padding(report: dict[str, Any]) -> str:
-    """Return the section with the losses from the peak to useful FLOPs, and the padding."""
     fall = report["waterfall"]
     if "bars" in fall:
         content = markup.waterfall(fall["bars"])
@@ -327,7 +319,6 @@ def padding(report: dict[str, Any]) -> str:
 
 
 def quality(report: dict[str, Any]) -> str:
-    """Return how far the figures can be trusted."""
     items = "".join(
         f'<li class="{note["level"]}"><b>{note["level"]}</b>{escape(note["text"])}</li>'
         for note in report["quality"]
@@ -336,7 +327,6 @@ def quality(report: dict[str, Any]) -> str:
 
 
 def method(report: dict[str, Any]) -> str:
-    """Return the definitions and the sources of the figures."""
     patterns = table(
         ["category", "names that match, without regard to case"],
         [[text(name), Cell(f"<code>{escape(pattern)}</code>")] for name, pattern in
@@ -363,7 +353,6 @@ _MOST_PHASES, _MOST_RANGES = 12, 60
 
 
 def by_phase(report: dict[str, Any]) -> str:
-    """Work of each phase, by category, and by the range that made it."""
     data = report["phases"]
     names = data["categories"]
     order = sorted(names, key=list(style.CATEGORIES).index)
@@ -424,7 +413,6 @@ def _ranges(ranges: list[dict[str, Any]]) -> str:
 
 
 def kernels(report: dict[str, Any]) -> str:
-    """Return the kernels with most work."""
     data = report["kernels"]
     rows = [
         [
@@ -479,7 +467,6 @@ _NOTABLE_CHANGE = 0.01
 
 
 def _comparison(report: dict[str, Any]) -> str:
-    """Return the content of the page."""
     data, reports = report["comparison"], report["reports"]
     header = (
         f"<header><h1>Two runs: {escape(data['before'])} and {escape(data['after'])}</h1>"

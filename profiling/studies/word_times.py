@@ -34,8 +34,6 @@ TOLERANCE_MS = 80  # an encoder frame
 
 
 class Spoken(NamedTuple):
-    """A recording whose words are known."""
-
     waveform: Waveform
     words: tuple[SpokenWords, ...]
 
@@ -62,7 +60,6 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def speak(recordings: Iterable[Recording]) -> list[Spoken]:
-    """Synthesise recordings as the demo corpus has them, and note when each word is said."""
     espeak = Espeak()
     made = []
     for item in recordings:
@@ -105,7 +102,6 @@ def compare(spoken: Sequence[Spoken], results: Sequence[Transcription]) -> list[
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the errors, and write them to a file if requested."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
