@@ -44,10 +44,19 @@ def analyze(subject: Subject, *, step_range: str | None = None, skip: int = 0) -
     report = _of_log(subject, table)
     rules: dict[str, float] = {}
     if lanes:
-        place = {name: number for number, name in enumerate(CATEGORIES)}
-        of_name = np.array([place[name] for name in categories], np.int64)
-        rules = _add_work(report, table, lanes, attribution, of_name[table.work["name"]], part,
-                          categories)  # fmt: skip
+        of_name = np.array([CATEGORIES.index(name) for name in categories], np.int64)
+        category, count = of_name[table.work["name"]], sum(len(lane.wall) for lane in lanes)
+        pieces = cut(table, lanes, part)
+        report |= {
+            "budget": _budget(table, lanes),
+            "categories": by_category(category, part, pieces, count),
+            "phases": by_phase(pieces, attribution, category, count),
+            "ranges": by_range(pieces, attribution, count),
+            "kernels": kernels(table, pieces, categories, count),
+            "ranks": summarize(table, lanes),
+            "timeline": picture(table, _shown(lanes), attribution, category),
+        }
+        rules = by_rule(pieces, attribution)
     notes = subject.notes + verdict.assess(table, launches, lanes, rules, report["log"])
     if not subject.captures:
         notes.append(Note("note", "no capture was given: there is nothing on kernels"))
@@ -72,28 +81,6 @@ def _of_log(subject: Subject, table: Table) -> dict[str, Any]:
         "categories": [],
         "ranks": {},
     }
-
-
-def _add_work(
-    report: dict[str, Any],
-    table: Table,
-    lanes: list[Lane],
-    attribution: Attribution,
-    category: np.ndarray,
-    part: np.ndarray,
-    categories: list[str],
-) -> dict[str, float]:
-    """Fill in everything that comes from the capture; returns the shares of the rules."""
-    pieces = [cut(table, lane, part) for lane in lanes]
-    count = sum(len(lane.steps.windows) for lane in lanes)
-    report["budget"] = _budget(table, lanes)
-    report["categories"] = by_category(category, CATEGORIES, part, pieces, count)
-    report["phases"] = by_phase(table, pieces, attribution, category, CATEGORIES, count)
-    report["ranges"] = by_range(pieces, attribution, count)
-    report["kernels"] = kernels(table, pieces, categories, count)
-    report["ranks"] = summarize(table, lanes)
-    report["timeline"] = picture(table, _shown(lanes), attribution, category)
-    return by_rule(pieces, attribution)
 
 
 def _shown(lanes: list[Lane]) -> Lane:
@@ -164,27 +151,28 @@ class Pieces:
     """Work cut at the edges of steps: each piece lies in one step."""
 
     row: np.ndarray
-    step: np.ndarray
     work: np.ndarray
     wall: np.ndarray
 
 
-def cut(table: Table, lane: Lane, part: np.ndarray) -> Pieces:
-    """Return the work of a lane inside its steps.
+def cut(table: Table, lanes: Sequence[Lane], part: np.ndarray) -> Pieces:
+    """Return the work of lanes inside their steps.
 
     Where work overlaps, compute counts first, then communication, then copies: as in the budget.
     """
-    rows = lane.rows
-    starts, ends = table.work["start"][rows], table.work["end"][rows]
-    item, step, begin, end = intervals.split(starts, ends, lane.steps.windows)
-    wall = np.zeros(len(item), np.int64)
-    turns = _turns(table, rows)[item]
-    shown = part[rows][item]
-    for number, name in enumerate(PARTS[:3]):
-        own = np.flatnonzero(shown == number)
-        # In the order of begin, each moment counts for the first; what is hidden counts nowhere.
-        wall[own] = intervals.increments(begin[own], end[own], turns[own], lane.moments[name])
-    return Pieces(rows[item], step, end - begin, wall)
+    pieces = []
+    for lane in lanes:
+        starts, ends = table.work["start"][lane.rows], table.work["end"][lane.rows]
+        item, _, begin, end = intervals.split(starts, ends, lane.steps.windows)
+        wall = np.zeros(len(item), np.int64)
+        turns, kind = _turns(table, lane.rows)[item], part[lane.rows][item]
+        for number, name in enumerate(PARTS[:3]):
+            rows = np.flatnonzero(kind == number)
+            # In the order of begin, each moment counts for the first; hidden time counts nowhere.
+            times = begin[rows], end[rows], turns[rows]
+            wall[rows] = intervals.increments(*times, lane.moments[name])
+        pieces.append((lane.rows[item], end - begin, wall))
+    return Pieces(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
 
 
 def _turns(table: Table, rows: np.ndarray) -> np.ndarray:
@@ -196,146 +184,103 @@ def _turns(table: Table, rows: np.ndarray) -> np.ndarray:
     return ranks[place] if len(used) else place
 
 
-def by_category(
-    category: np.ndarray, names: Sequence[str], part: np.ndarray, pieces: list[Pieces], steps: int
+def _sums(labels: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
+    """Return the sums of values by label; exact, unlike `np.bincount` with weights."""
+    sums = np.zeros(count, np.int64)
+    np.add.at(sums, labels, values)
+    return sums
+
+
+def _rows(
+    names: Sequence[str], total: np.ndarray, steps: int, **columns: np.ndarray
 ) -> list[dict[str, Any]]:
-    """Work and wall time by category, most work first, per step and rank, ms."""
-    labels, texts = category, names
-    row = np.concatenate([piece.row for piece in pieces])
-    work = np.concatenate([piece.work for piece in pieces])
-    wall = np.concatenate([piece.wall for piece in pieces])
-    sums = np.zeros((3, len(texts)), np.int64)
-    np.add.at(sums[0], labels[row], work)
-    np.add.at(sums[1], labels[row], wall)
-    np.add.at(sums[2], labels[row], np.where(part[row] == 0, wall, 0))
-    total = max(int(sums[0].sum()), 1)
-    found = [
-        {
-            "name": texts[number],
-            "work_ms": int(sums[0, number]) / 1e6 / steps,
-            "wall_ms": int(sums[1, number]) / 1e6 / steps,
-            "compute_ms": int(sums[2, number]) / 1e6 / steps,
-            "share": int(sums[0, number]) / total,
-        }
-        for number in np.flatnonzero(sums[0]).tolist()
+    """Return a row for each name that has work, most work first: columns in ns, per step in ms."""
+    whole = max(int(total.sum()), 1)
+    rows = [
+        {"name": names[n]}
+        | {f"{column}_ms": int(values[n]) / 1e6 / steps for column, values in columns.items()}
+        | {"share": int(total[n]) / whole}
+        for n in np.flatnonzero(total).tolist()
     ]
-    return sorted(found, key=lambda entry: (-entry["work_ms"], entry["name"]))
+    return sorted(rows, key=lambda row: (-row["share"], row["name"]))
+
+
+def by_category(category: np.ndarray, part: np.ndarray, pieces: Pieces, steps: int) -> list[dict]:
+    labels = category[pieces.row]
+    sums = lambda values: _sums(labels, values, len(CATEGORIES))
+    work, wall = sums(pieces.work), sums(pieces.wall)
+    compute = sums(np.where(part[pieces.row] == 0, pieces.wall, 0))
+    return _rows(CATEGORIES, work, steps, work=work, wall=wall, compute=compute)
 
 
 def by_phase(
-    table: Table,
-    pieces: list[Pieces],
-    attribution: Attribution,
-    category: np.ndarray,
-    categories: tuple[str, ...],
-    steps: int,
+    pieces: Pieces, attribution: Attribution, category: np.ndarray, steps: int
 ) -> dict[str, Any]:
     """Work of each phase by category, per step and rank, ms."""
-    row = np.concatenate([piece.row for piece in pieces])
-    work = np.concatenate([piece.work for piece in pieces])
-    sums = np.zeros((len(attribution.paths), len(categories)), np.int64)
-    np.add.at(sums, (attribution.phase[row], category[row]), work)
-    phases = [int(n) for n in np.flatnonzero(sums.sum(1))]
+    sums = np.zeros((len(attribution.paths), len(CATEGORIES)), np.int64)
+    np.add.at(sums, (attribution.phase[pieces.row], category[pieces.row]), pieces.work)
+    phases = np.flatnonzero(sums.sum(1)).tolist()
     phases.sort(key=lambda n: (-int(sums[n].sum()), attribution.paths[n]))
     used = np.flatnonzero(sums.sum(0))
     return {
         "phases": [attribution.paths[number] for number in phases],
-        "categories": [categories[number] for number in used],
+        "categories": [CATEGORIES[number] for number in used],
         "work_ms": [[int(sums[n, c]) / 1e6 / steps for c in used] for n in phases],
     }
 
 
-def by_range(pieces: list[Pieces], attribution: Attribution, steps: int) -> list[dict[str, Any]]:
-    """Work by the range that made it, of the forward and of the backward."""
-    row = np.concatenate([piece.row for piece in pieces])
-    work = np.concatenate([piece.work for piece in pieces])
-    wall = np.concatenate([piece.wall for piece in pieces])
-    sums = np.zeros((3, len(attribution.paths)), np.int64)
-    back = attribution.is_backward[row].astype(np.int64)
-    np.add.at(sums, (back, attribution.path[row]), work)
-    np.add.at(sums[2], attribution.path[row], wall)
-    total = max(int(sums[:2].sum()), 1)
-    found = [
-        {
-            "name": attribution.paths[n],
-            "forward_ms": int(sums[0, n]) / 1e6 / steps,
-            "backward_ms": int(sums[1, n]) / 1e6 / steps,
-            "wall_ms": int(sums[2, n]) / 1e6 / steps,
-            "share": int(sums[:2, n].sum()) / total,
-        }
-        for n in np.flatnonzero(sums[:2].sum(0)).tolist()
-    ]
-    return sorted(found, key=lambda entry: (-entry["share"], entry["name"]))
+def by_range(pieces: Pieces, attribution: Attribution, steps: int) -> list[dict[str, Any]]:
+    labels, is_backward = attribution.path[pieces.row], attribution.is_backward[pieces.row]
+    sums = lambda values: _sums(labels, values, len(attribution.paths))
+    forward, backward = (sums(pieces.work * rows) for rows in (~is_backward, is_backward))
+    columns = {"forward": forward, "backward": backward, "wall": sums(pieces.wall)}
+    return _rows(attribution.paths, forward + backward, steps, **columns)
 
 
-def by_rule(pieces: list[Pieces], attribution: Attribution) -> dict[str, float]:
+def by_rule(pieces: Pieces, attribution: Attribution) -> dict[str, float]:
     """Return the share of the work that each rule attributed."""
-    row = np.concatenate([piece.row for piece in pieces])
-    work = np.concatenate([piece.work for piece in pieces])
-    sums = np.zeros(len(RULES), np.int64)
-    np.add.at(sums, attribution.rule[row], work)
-    total = max(int(sums.sum()), 1)
-    return {rule: int(sums[number]) / total for number, rule in enumerate(RULES)}
+    sums = _sums(attribution.rule[pieces.row], pieces.work, len(RULES)).tolist()
+    return {rule: work / max(sum(sums), 1) for rule, work in zip(RULES, sums, strict=True)}
 
 
 def kernels(
-    table: Table, pieces: list[Pieces], categories: list[str], steps: int, most: int = 40
+    table: Table, pieces: Pieces, categories: list[str], steps: int, most: int = 40
 ) -> dict[str, Any]:
     """Return the kernels with most work, what the others have together, and the work of each."""
-    row = np.concatenate([piece.row for piece in pieces])
-    work = np.concatenate([piece.work for piece in pieces])
-    wall = np.concatenate([piece.wall for piece in pieces])
     # Of one name when shortened, and of one category: one kernel, in several shapes.
-    used = np.unique(table.work["name"][row]).tolist()
-    kinds = {name: (shorten(table.names[name]), categories[name]) for name in used}
-    known = sorted(set(kinds.values()))
+    names, place = np.unique(table.work["name"][pieces.row], return_inverse=True)
+    kinds = [(shorten(table.names[name]), categories[name]) for name in names.tolist()]
+    known = sorted(set(kinds))
     number = {kind: index for index, kind in enumerate(known)}
-    label_of = np.zeros(len(table.names), np.int64)
-    for name, kind in kinds.items():
-        label_of[name] = number[kind]
-    label = label_of[table.work["name"][row]]
-    total = max(int(work.sum()), 1)
-    order = np.argsort(label, kind="stable")
-    edges = np.flatnonzero(np.diff(label[order])) + 1
-    found = []
-    for group in np.split(order, edges) if len(order) else []:
-        text, category = known[int(label[group[0]])]
-        calls = _calls(table, row[group], work[group])
-        found.append(
-            {
-                "name": text,
-                "category": category,
-                "calls": len(calls) / steps,
-                "work_ms": int(work[group].sum()) / 1e6 / steps,
-                "wall_ms": int(wall[group].sum()) / 1e6 / steps,
-                "median_us": float(np.median(calls)) / 1e3,
-                "share": int(work[group].sum()) / total,
-            }
-        )
-    found.sort(key=lambda entry: (-entry["work_ms"], entry["name"]))
-    rest = found[most:]
+    labels = np.array([number[kind] for kind in kinds], np.int64)[place]
+    total = max(int(pieces.work.sum()), 1)
+    rows = []
+    for index, (name, category) in enumerate(known):
+        chosen = labels == index
+        calls = _calls(table, pieces.row[chosen], pieces.work[chosen])
+        work = int(pieces.work[chosen].sum())
+        row = {"name": name, "category": category, "calls": len(calls) / steps}
+        row |= {"work_ms": work / 1e6 / steps}
+        row |= {"wall_ms": int(pieces.wall[chosen].sum()) / 1e6 / steps}
+        rows.append(row | {"median_us": float(np.median(calls)) / 1e3, "share": work / total})
+    rows.sort(key=lambda row: (-row["work_ms"], row["name"]))
+    rest = rows[most:]
     totals: dict[str, float] = {}
-    for entry in found:
-        totals[entry["name"]] = totals.get(entry["name"], 0.0) + entry["work_ms"]
+    for row in rows:
+        totals[row["name"]] = totals.get(row["name"], 0.0) + row["work_ms"]
+    columns = ("calls", "work_ms", "wall_ms", "share")
     return {
-        "top": found[:most],
-        "others": {
-            "kinds": len(rest),
-            "calls": sum(entry["calls"] for entry in rest),
-            "work_ms": sum(entry["work_ms"] for entry in rest),
-            "wall_ms": sum(entry["wall_ms"] for entry in rest),
-            "share": sum(entry["share"] for entry in rest),
-        },
+        "top": rows[:most],
+        "others": {"kinds": len(rest)} | {key: sum(row[key] for row in rest) for key in columns},
         "work_ms": totals,
     }
 
 
 def _calls(table: Table, rows: np.ndarray, work: np.ndarray) -> np.ndarray:
     """Return the time of each call, also if a step's end or other operators divide it."""
+    keys = rows
     if len(rows) and table.work["kind"][rows[0]] == Kind.OPERATOR:
         keys = table.work["process"][rows].astype(np.int64) << 40 | table.work["correlation"][rows]
-    else:
-        keys = rows
     _, place = np.unique(keys, return_inverse=True)
     return np.bincount(place, work)
 
