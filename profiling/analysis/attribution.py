@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis import steps as step_ranges
-from analysis.table import NONE, Kind, Nest, Table
+from analysis.table import NONE, Kind, Names, Nest, Table, busiest_thread
 
 RULES = ("none", "launch", "forward", "time", "external id", "operator")
 _NO_RULE, _LAUNCH, _FORWARD, _TIME, _EXTERNAL, _OPERATOR = range(6)
@@ -128,17 +128,16 @@ def attribute(table: Table, launches: Launches, steps: dict[int, step_ranges.Ste
 class _Labels:
     """Texts for ranges; row -1 is `UNATTRIBUTED`."""
 
-    step = 1
+    step, backward = 1, 2
 
     def __init__(
         self, table: Table, parent: np.ndarray, steps: dict[int, step_ranges.Steps]
     ) -> None:
-        self.texts: list[str] = [UNATTRIBUTED, STEP, "backward"]
-        self.backward = 2
-        self._numbers = {text: number for number, text in enumerate(self.texts)}
+        self._labels = Names(UNATTRIBUTED, STEP, "backward")
+        self.texts = self._labels.list
         ranges, names = table.ranges, _without_counters(table)
         self._names = names
-        containers = {int(row) for found in steps.values() for row in found.containers}
+        containers = {int(row) for each in steps.values() for row in each.containers}
         # One more at the end, for row -1.
         self.path = np.zeros(len(ranges) + 1, np.int64)
         self.phase = np.zeros(len(ranges) + 1, np.int64)
@@ -148,30 +147,20 @@ class _Labels:
         self.is_backward = np.array([_BACKWARD.match(text) is not None for text in self.texts])
 
     def of_operators(self, names: np.ndarray) -> np.ndarray:
+        """Return the numbers of the labels of operators, by the numbers of their names."""
         numbers, place = np.unique(names, return_inverse=True)
-        made = [self._number(f"(operator) {self._names[number]}") for number in numbers]
-        return np.array(made, np.int64)[place] if made else place
+        labels = [self._labels.number(f"(operator) {self._names[number]}") for number in numbers]
+        return np.array(labels, np.int64)[place]
 
     def _label(self, row: int, name: str, around: int, containers: set[int]) -> None:
-        if row in containers or (step_ranges.STEP.match(name) and self._is_top(around)):
+        is_top = around < 0 or self.path[around] == self.step
+        if row in containers or (step_ranges.STEP.match(name) and is_top):
             self.path[row] = self.phase[row] = self.step
-            return
-        if self._is_top(around):
-            self.path[row] = self.phase[row] = self._number(name)
-            return
-        outer = self.texts[self.path[around]]
-        self.path[row] = self._number(f"{outer} / {name}")
-        self.phase[row] = self.phase[around]
-
-    def _is_top(self, around: int) -> bool:
-        return around < 0 or self.path[around] == self.step
-
-    def _number(self, text: str) -> int:
-        number = self._numbers.get(text)
-        if number is None:
-            number = self._numbers[text] = len(self.texts)
-            self.texts.append(text)
-        return number
+        elif is_top:
+            self.path[row] = self.phase[row] = self._labels.number(name)
+        else:
+            self.path[row] = self._labels.number(f"{self.texts[self.path[around]]} / {name}")
+            self.phase[row] = self.phase[around]
 
 
 def _without_counters(table: Table) -> list[str]:
@@ -197,13 +186,7 @@ def _main_thread(table: Table, process: int, steps: dict[int, step_ranges.Steps]
     """Return the thread of the steps or, without them, the one with the longest ranges."""
     if process in steps and steps[process].is_found:
         return steps[process].thread
-    ranges = table.ranges[(table.ranges["process"] == process) & ~table.ranges["is_op"]]
-    if not len(ranges):
-        return NONE
-    threads, place = np.unique(ranges["thread"], return_inverse=True)
-    spent = np.zeros(len(threads), np.int64)
-    np.add.at(spent, place, ranges["end"] - ranges["start"])
-    return int(threads[int(np.argmax(spent))])
+    return busiest_thread(table.ranges[table.annotations(process)])
 
 
 def _backward(

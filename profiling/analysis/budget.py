@@ -29,7 +29,7 @@ from analysis.table import NONE, Kind, Table
 
 PARTS = ("compute", "communication", "copies", "data_wait", "host_gap", "idle")
 IDLE = ("queued", "synchronizing", "outside")
-_SYNCHRONIZE = re.compile(r"Synchronize", re.IGNORECASE)
+_SYNCHRONIZE = re.compile(r".*Synchronize", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,18 +139,13 @@ def _lane(
 
 class _Host:
     def __init__(self, table: Table, process: int, steps: Steps) -> None:
-        ranges = table.ranges[(table.ranges["process"] == process) & ~table.ranges["is_op"]]
-        if steps.is_found:
-            ranges = ranges[ranges["thread"] == steps.thread]
-        is_data = np.array([DATA.match(text) is not None for text in table.names], bool)
+        thread = steps.thread if steps.is_found else None
         spans = lambda rows: intervals.union(rows["start"], rows["end"])
-        self.data = spans(ranges[is_data[ranges["name"]]]) if len(ranges) else intervals.EMPTY
+        self.data = spans(table.ranges[table.annotations(process, thread, DATA)])
         calls = table.launches[table.launches["process"] == process]
-        blocks = np.array([_SYNCHRONIZE.search(text) is not None for text in table.names], bool)
-        blocked = calls[blocks[calls["name"]]] if len(calls) else calls
-        if steps.is_found:
-            blocked = blocked[blocked["thread"] == steps.thread]
-        self.blocked = spans(blocked)
+        calls = calls[table.matches(_SYNCHRONIZE)[calls["name"]]]
+        self.blocked = spans(calls[calls["thread"] == thread] if steps.is_found else calls)
+        ranges = table.ranges[table.annotations(process, thread)]
         # A capture without ranges of steps is one: the host is inside while it goes on.
         self.inside = intervals.join(steps.host, spans(ranges))
 

@@ -28,14 +28,13 @@ from analysis.table import (
     WORK,
     Kind,
     Names,
+    Nest,
     Note,
     Process,
     Table,
     is_backward_name,
     link_by_flow,
     link_by_sequence,
-    parents,
-    sort_key,
 )
 
 _KINDS = {
@@ -326,48 +325,27 @@ def _facts(head: dict[str, Any]) -> dict[str, str]:
 def operator_work(ranges: np.ndarray) -> np.ndarray:
     """Return the time in which each operator itself runs, without those that it calls."""
     rows = np.flatnonzero(ranges["is_op"])
-    pieces = []
+    nest, pieces = Nest(ranges, rows), [np.zeros((3, 0), np.int64)]
     for thread in np.unique(ranges["thread"][rows]):
-        own = rows[ranges["thread"][rows] == thread]
-        own = own[sort_key(ranges[own])]
-        pieces.append(_pieces(ranges, own))
-    if not pieces:
-        return np.zeros(0, WORK)
-    index, begin, end = (np.concatenate(column) for column in zip(*pieces, strict=True))
+        chosen = ranges[rows[ranges["thread"][rows] == thread]]
+        # At every edge the innermost operator is the last that began and has not ended.
+        edges = np.unique(np.concatenate([chosen["start"], chosen["end"]]))
+        begins, stops = edges[:-1], edges[1:]
+        where = np.zeros_like(begins), np.full_like(begins, thread)
+        stretches = np.stack([nest.find(*where, begins, stops), begins, stops])
+        inner, begins, stops = stretches = stretches[:, stretches[0] >= 0]
+        # Stretches of one operator that follow on one another are one.
+        first = np.append(True, (inner[1:] != inner[:-1]) | (begins[1:] != stops[:-1]))[
+            : len(inner)
+        ]
+        last = np.append(first[1:], True)[: len(inner)]
+        pieces.append(np.stack([inner[first], begins[first], stops[last]]))
+    index, begin, end = np.concatenate(pieces, axis=1)
     result = np.zeros(len(index), WORK)
-    result["start"], result["end"] = begin, end
-    result["device"] = NONE
-    result["graph_node"] = NONE
+    result["start"], result["end"], result["correlation"] = begin, end, index
+    result["device"] = result["graph_node"] = NONE
     result["kind"] = Kind.OPERATOR
-    result["correlation"] = index
     for name in ("process", "thread", "name"):
         result[name] = ranges[name][index]
     result["stream"], result["called"] = result["thread"], ranges["start"][index]
     return result
-
-
-def _pieces(ranges: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return which operator of a thread runs when: (row, begin, end), each int64 (n,).
-
-    At every edge the innermost operator is the last that began and has not ended.
-    """
-    starts, ends = ranges["start"][rows], ranges["end"][rows]
-    edges = np.unique(np.concatenate([starts, ends]))
-    if len(edges) < 2:
-        nothing = np.zeros(0, np.int64)
-        return nothing, nothing, nothing
-    begins, stops = edges[:-1], edges[1:]
-    parent = parents(starts, ends)
-    inner = np.searchsorted(starts, begins, side="right") - 1
-    while True:
-        over = (inner >= 0) & (ends[np.maximum(inner, 0)] < stops)
-        if not over.any():
-            break
-        inner[over] = parent[inner[over]]
-    kept = inner >= 0
-    inner, begins, stops = inner[kept], begins[kept], stops[kept]
-    # Stretches of one operator that follow on one another are one.
-    first = np.ones(len(inner), bool)
-    first[1:] = (inner[1:] != inner[:-1]) | (begins[1:] != stops[:-1])
-    last = np.append(first[1:], True) if len(first) else first
-    return rows[inner[first]], begins[first], stops[last]

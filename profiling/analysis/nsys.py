@@ -7,9 +7,10 @@ one that is absent is filled with what it would have held.
 
 from __future__ import annotations
 
+import functools
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -86,13 +87,12 @@ def _open(path: Path) -> sqlite3.Connection:
 class _Reader:
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self.connection, self.path = connection, path
-        tables = [
-            name
-            for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-        ]
+        tables = connection.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'table'"
+        ).fetchall()
         self.columns = {
             name: {row[1] for row in connection.execute(f'PRAGMA table_info("{name}")')}
-            for name in tables
+            for (name,) in tables
         }
         self.names = Names()
         self.strings: dict[int, str] = {}
@@ -100,30 +100,26 @@ class _Reader:
             self.strings = dict(connection.execute("SELECT id, value FROM StringIds"))
         self.notes: list[Note] = []
         self.processes: dict[int, int] = {}
-        self.renamed: dict[int, int] = {}
+        self.name = functools.cache(
+            lambda string: self.names.number(self.strings.get(string, "(no name)"))
+        )
 
     def table(self) -> Table:
         self._note_absent()
         launches = self._launches()
-        work = np.concatenate([self._kernels(), self._copies(), self._fills(), self._graphs()])
+        work = self._all_work()
         overhead = self._overhead()
         ends = [rows["end"].max() for rows in (launches, work) if len(rows)]
         ranges = self._ranges(int(max(ends)) if ends else None)
         self._note_diagnostics()
-        listed = list(self.processes)
         # A file named after a rank may hold its helpers too: the rank is who has the work.
         busiest = int(np.bincount(work["process"]).argmax()) if len(work) else 0
         rank = rank_of(self.path)
         session = self.rows("TARGET_INFO_SESSION_START_TIME", {"utcEpochNs": "0"})
         epoch = session[0][0] if session else 0
         processes = [
-            Process(
-                self.path.name,
-                number >> 24 & 0xFFFFFF,
-                rank if index == busiest else None,
-                epoch,
-            )
-            for index, number in enumerate(listed)
+            Process(self.path.name, number >> 24 & 0xFFFFFF, rank if n == busiest else None, epoch)
+            for n, number in enumerate(self.processes)
         ]
         return Table(
             self.names.list, processes, work, launches, ranges, overhead, self.notes, self._facts()
@@ -144,13 +140,6 @@ class _Reader:
     def process(self, identifier: int) -> int:
         return self.processes.setdefault(identifier & _PROCESS_MASK, len(self.processes))
 
-    def name(self, string: int) -> int:
-        number = self.renamed.get(string)
-        if number is None:
-            text = self.strings.get(string, "(no name)")
-            number = self.renamed[string] = self.names.number(text)
-        return number
-
     def _launches(self) -> np.ndarray:
         columns = {"start": "0", "end": "0", "globalTid": "0", "nameId": "-1", "correlationId": "0"}
         process, name = self.process, self.name
@@ -162,75 +151,50 @@ class _Reader:
             LAUNCH,
         )
 
-    def _device_rows(self, table: str, more: dict[str, str]) -> list[tuple]:
-        columns = {
-            "start": "0",
-            "end": "0",
-            "globalPid": "0",
-            "deviceId": "0",
-            "streamId": "0",
-            "correlationId": str(NONE),
-            "graphNodeId": str(NONE),
-        }
-        return self.rows(table, columns | more)
-
-    def _kernels(self) -> np.ndarray:
-        process, name = self.process, self.name
-        names = {"demangledName": "NULL", "shortName": "-1"}
-        kind = int(Kind.KERNEL)
+    def _work(
+        self, table: str, kind: Kind, name: Callable[..., int], more: dict[str, str]
+    ) -> np.ndarray:
+        """Return work of a device; its name follows from the values of the columns ``more``."""
+        columns = dict.fromkeys(("start", "end", "globalPid", "deviceId", "streamId"), "0")
+        columns |= {"correlationId": str(NONE), "graphNodeId": str(NONE), "bytes": "0"}
+        process, name = self.process, functools.cache(name)
         return np.array(
             [
                 (
-                    *(start, end, process(pid), device, stream),
-                    *(name(short if long is None else long), kind),
-                    *(correlation, node, 0, NONE, 0),
+                    *(start, end, process(pid), device, stream, name(*values), int(kind)),
+                    *(correlation, node, size, NONE, 0),
                 )
-                for start, end, pid, device, stream, correlation, node, long, short in (
-                    self._device_rows(_KERNEL, names)
+                for start, end, pid, device, stream, correlation, node, size, *values in (
+                    self.rows(table, columns | more)
                 )
             ],
             WORK,
         )
 
-    def _copies(self) -> np.ndarray:
-        rows = self._device_rows(
-            _COPY, {"bytes": "0", "copyKind": "-1", "srcKind": "-1", "dstKind": "-1"}
-        )
-        labels = {
-            kinds: self.names.number(_copy_name(*kinds)) for kinds in {row[8:11] for row in rows}
-        }
-        return self._copied(rows, Kind.COPY, lambda row: labels[row[8:11]])
-
-    def _fills(self) -> np.ndarray:
-        rows = self._device_rows(_FILL, {"bytes": "0"})
-        label = self.names.number("Memset") if rows else 0
-        return self._copied(rows, Kind.FILL, lambda row: label)
-
-    def _graphs(self) -> np.ndarray:
-        rows = self._device_rows(_GRAPH, {"bytes": "0", "graphId": "0"})
-        if rows:
+    def _all_work(self) -> np.ndarray:
+        number, copy_kinds = self.names.number, ("copyKind", "srcKind", "dstKind")
+        kernel = lambda long, short: self.name(short if long is None else long)
+        work = [
+            self._work(_KERNEL, Kind.KERNEL, kernel, {"demangledName": "NULL", "shortName": "-1"}),
+            self._work(
+                *(_COPY, Kind.COPY, lambda *kinds: number(_copy_name(*kinds))),
+                dict.fromkeys(copy_kinds, "-1"),
+            ),
+            self._work(_FILL, Kind.FILL, lambda: number("Memset"), {}),
+            self._work(
+                *(_GRAPH, Kind.GRAPH, lambda graph: number(f"CUDA graph {graph} (whole)")),
+                {"graphId": "0"},
+            ),
+        ]
+        if graphs := len(work[-1]):
             self.notes.append(
                 Note(
                     "warning",
-                    f"{len(rows)} CUDA graphs were recorded whole, without their kernels: capture "
+                    f"{graphs} CUDA graphs were recorded whole, without their kernels: capture "
                     "with --cuda-graph-trace=node to see them",
                 )
             )
-        return self._copied(
-            rows, Kind.GRAPH, lambda row: self.names.number(f"CUDA graph {row[8]} (whole)")
-        )
-
-    def _copied(self, rows: list[tuple], kind: Kind, name) -> np.ndarray:
-        return np.array(
-            [
-                (
-                    *(*row[:2], self.process(row[2]), *row[3:5], name(row), int(kind)),
-                    *(row[5], row[6], row[7], NONE, 0),
-                )
-                for row in rows
-            ],
-            WORK,
-        )
+        return np.concatenate(work)
 
     def _overhead(self) -> np.ndarray:
         columns = {"start": "0", "end": "0", "globalTid": "0"}
@@ -240,15 +204,8 @@ class _Reader:
         ).reshape(-1, 3)
 
     def _ranges(self, last: int | None) -> np.ndarray:
-        columns = {
-            "start": "0",
-            "end": "NULL",
-            "globalTid": "0",
-            "text": "NULL",
-            "textId": "NULL",
-            "int64Value": "NULL",
-            "uint64Value": "NULL",
-        }
+        columns = {"start": "0", "end": "NULL", "globalTid": "0"}
+        columns |= dict.fromkeys(("text", "textId", "int64Value", "uint64Value"), "NULL")
         rows = self.rows(_RANGES, columns, f"eventType IN ({_PUSH_POP}, {_START_END})")
         if any(row[1] is None for row in rows):
             times = [t for row in rows for t in row[:2] if t is not None]
@@ -257,18 +214,15 @@ class _Reader:
             self.notes.append(
                 Note("note", f"{count} ranges were still open at the end of the capture")
             )
-        made: dict[str, tuple] = {}
+        range_name = functools.cache(self._range_name)
         ranges = np.empty(len(rows), RANGE)
         for index, (start, end, thread, text, string, signed, unsigned) in enumerate(rows):
             if string is not None:
                 text = self.strings.get(string, text)
-            text = text or "(no name)"
-            known = made.get(text)
-            if known is None:
-                known = made[text] = self._range_name(text)
             payload = signed if signed is not None else unsigned
             ranges[index] = (
-                *(start, last if end is None else end, self.process(thread), thread, *known),
+                *(start, last if end is None else end, self.process(thread), thread),
+                *range_name(text or "(no name)"),
                 *(NONE if payload is None else min(payload, 2**62), NONE, 0),
             )
         link_by_sequence(ranges)
@@ -287,16 +241,15 @@ class _Reader:
         return self.names.number(name), is_op, is_backward, sequence
 
     def _note_absent(self) -> None:
-        absent = [name for name in (_KERNEL, _RUNTIME, _RANGES) if name not in self.columns]
-        meaning = {
+        meanings = {
             _KERNEL: "no kernel ran, or CUDA was not traced",
             _RUNTIME: "kernels cannot be traced back to ranges",
             _RANGES: "no ranges: kernels have no phase, steps are not known",
         }
-        for name in absent:
-            self.notes.append(
-                Note("warning", f"{self.path.name} has no table {name}: {meaning[name]}")
-            )
+        for table, meaning in meanings.items():
+            if table not in self.columns:
+                text = f"{self.path.name} has no table {table}: {meaning}"
+                self.notes.append(Note("warning", text))
         if "TARGET_INFO_SYSTEM_ENV" in self.columns:
             self.notes.append(
                 Note(

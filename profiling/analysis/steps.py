@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis import intervals
-from analysis.table import NONE, Note, Table
+from analysis.table import NONE, Note, Table, busiest_thread, outermost
 
 STEP = re.compile(
     r"^(ProfilerStep#\d+|(train(ing)?[ _]?)?(step|iteration|iter|train_batch)(?![a-z]))", re.I
 )
 DATA = re.compile(r"^(data|data[ _]?(wait|load\w*)|fetch|next_batch|enumerate\(DataLoader\))", re.I)
 _NO_STEP = re.compile(r"^(validat|evaluat|checkpoint|save)", re.I)
+PROFILER_STEP = re.compile("ProfilerStep#")
 _INTERRUPTION = 10
 """A pause as long as so many steps is not part of one."""
 
@@ -88,53 +89,27 @@ def _windows(
 def _containers(table: Table, process: int, name: str | None) -> tuple[np.ndarray, int]:
     """Return the outermost step ranges, in order, on the thread that has most of them."""
     ranges = table.ranges
-    if name is None:
-        marks = np.array([STEP.match(text) is not None for text in table.names], bool)
-    else:
-        marks = np.array([text == name for text in table.names], bool)
-    rows = np.flatnonzero((ranges["process"] == process) & ~ranges["is_op"])
-    rows = rows[marks[ranges["name"][rows]]] if len(rows) else rows
-    if not len(rows):
-        return rows, NONE
+    pattern = STEP if name is None else re.compile(rf"{re.escape(name)}\Z")
+    rows = table.annotations(process, pattern=pattern)
     # The profiler's own marks count from its first step; those of the program know better.
-    own = np.array([not text.startswith("ProfilerStep#") for text in table.names], bool)
-    own = own[ranges["name"][rows]]
-    rows = rows[own] if own.any() else rows
-    threads = np.unique(ranges["thread"][rows])
-    spent = [
-        int((ranges["end"] - ranges["start"])[rows[ranges["thread"][rows] == thread]].sum())
-        for thread in threads
-    ]
-    thread = int(threads[int(np.argmax(spent))])
-    rows = rows[ranges["thread"][rows] == thread]
-    rows = rows[np.lexsort((-ranges["end"][rows], ranges["start"][rows]))]
-    reached = np.maximum.accumulate(ranges["end"][rows])
-    outermost = np.ones(len(rows), bool)
-    outermost[1:] = ranges["start"][rows][1:] >= reached[:-1]
-    return rows[outermost], thread
+    is_own = ~table.matches(PROFILER_STEP)[ranges["name"][rows]]
+    rows = rows[is_own] if is_own.any() else rows
+    thread = busiest_thread(ranges[rows])
+    return outermost(ranges, rows[ranges["thread"][rows] == thread]), thread
 
 
 def _with_data(table: Table, process: int, thread: int, begin: int, length: int) -> int:
     """Return the begin of the first step, or of the adjacent range that fetched its batch."""
-    ranges = table.ranges
-    named = np.array([DATA.match(text) is not None for text in table.names], bool)
-    chosen = (ranges["process"] == process) & (ranges["thread"] == thread) & ~ranges["is_op"]
-    chosen &= (ranges["end"] <= begin) & (ranges["end"] >= begin - length)
-    found = np.flatnonzero(chosen)
-    found = found[named[ranges["name"][found]]]
-    return int(ranges["start"][found].max()) if len(found) else begin
+    rows = table.ranges[table.annotations(process, thread, DATA)]
+    rows = rows[(rows["end"] <= begin) & (rows["end"] >= begin - length)]
+    return int(rows["start"].max()) if len(rows) else begin
 
 
 def _pauses(
     table: Table, process: int, thread: int, begins: np.ndarray, ends: np.ndarray
 ) -> np.ndarray:
-    ranges = table.ranges
-    named = np.array([_NO_STEP.match(text) is not None for text in table.names], bool)
-    rows = np.flatnonzero(
-        (ranges["process"] == process) & (ranges["thread"] == thread) & ~ranges["is_op"]
-    )
-    rows = rows[named[ranges["name"][rows]]]
-    pauses = [intervals.union(ranges["start"][rows], ranges["end"][rows])]
+    ranges = table.ranges[table.annotations(process, thread, _NO_STEP)]
+    pauses = [intervals.union(ranges["start"], ranges["end"])]
     limit = _INTERRUPTION * int(np.median(ends - begins))
     long = np.flatnonzero(begins[1:] - ends[:-1] > limit)
     if len(long):

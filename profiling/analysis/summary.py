@@ -14,7 +14,8 @@ from analysis.attribution import RULES, Attribution
 from analysis.budget import CATEGORIES, IDLE, PARTS, PATTERNS, Lane, categorize, classes, shorten
 from analysis.budget import lanes as find_lanes
 from analysis.sources import Subject
-from analysis.table import Kind, Note, Table
+from analysis.steps import PROFILER_STEP
+from analysis.table import Kind, Note, Table, outermost
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,19 +396,12 @@ def _of_host(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[str]] | None:
     """Return the outermost ranges below the step on its thread."""
     ranges, steps = table.ranges, lane.steps
-    chosen = (ranges["process"] == lane.process) & ~ranges["is_op"]
-    chosen &= (ranges["end"] > begin) & (ranges["start"] < end)
-    if steps.is_found:
-        chosen &= ranges["thread"] == steps.thread
-    marks = np.array([text.startswith("ProfilerStep#") for text in table.names], bool)
-    rows = np.setdiff1d(np.flatnonzero(chosen), steps.containers)
-    rows = rows[~marks[ranges["name"][rows]]]
+    rows = table.annotations(lane.process, steps.thread if steps.is_found else None)
+    rows = rows[(ranges["end"][rows] > begin) & (ranges["start"][rows] < end)]
+    rows = np.setdiff1d(rows, steps.containers)
+    rows = outermost(ranges, rows[~table.matches(PROFILER_STEP)[ranges["name"][rows]]])
     if not len(rows):
         return None
-    rows = rows[np.lexsort((-ranges["end"][rows], ranges["start"][rows]))]
-    reached = np.maximum.accumulate(ranges["end"][rows])
-    top = np.append(True, ranges["start"][rows][1:] >= reached[:-1])
-    rows = rows[top]
     used, place = np.unique(ranges["name"][rows], return_inverse=True)
     texts = [table.names[name] for name in used]
     return ranges["start"][rows], ranges["end"][rows], place, texts

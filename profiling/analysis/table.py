@@ -20,48 +20,25 @@ class Kind(IntEnum):
     """A stretch of an operator on the CPU, where a trace has no GPU."""
 
 
-WORK = np.dtype(
-    [
-        ("start", "i8"),
-        ("end", "i8"),
-        ("process", "i4"),
-        ("device", "i4"),
-        ("stream", "i8"),
-        ("name", "i4"),
-        ("kind", "i1"),
-        ("correlation", "i8"),
-        ("graph_node", "i8"),
-        ("bytes", "i8"),
-        # Of an operator or an external id: where it was called, when there is no launch.
-        ("thread", "i8"),
-        ("called", "i8"),
-    ]
+_SPAN = {"start": "i8", "end": "i8", "process": "i4"}
+
+
+def _columns(**types: str) -> np.dtype:
+    return np.dtype([*(_SPAN | types).items()])
+
+
+WORK = _columns(
+    **{"device": "i4", "stream": "i8", "name": "i4", "kind": "i1", "correlation": "i8"},
+    **{"graph_node": "i8", "bytes": "i8"},
+    # Of an operator or an external id: where it was called, when there is no launch.
+    **{"thread": "i8", "called": "i8"},
 )
-LAUNCH = np.dtype(
-    [
-        ("start", "i8"),
-        ("end", "i8"),
-        ("process", "i4"),
-        ("thread", "i8"),
-        ("name", "i4"),
-        ("correlation", "i8"),
-    ]
-)
-RANGE = np.dtype(
-    [
-        ("start", "i8"),
-        ("end", "i8"),
-        ("process", "i4"),
-        ("thread", "i8"),
-        ("name", "i4"),
-        ("is_op", "?"),
-        ("is_backward", "?"),
-        ("sequence", "i8"),
-        ("payload", "i8"),
-        # The forward operator of a backward one: its thread and when it began.
-        ("forward_thread", "i8"),
-        ("forward_time", "i8"),
-    ]
+LAUNCH = _columns(thread="i8", name="i4", correlation="i8")
+RANGE = _columns(
+    **{"thread": "i8", "name": "i4", "is_op": "?", "is_backward": "?"},
+    **{"sequence": "i8", "payload": "i8"},
+    # The forward operator of a backward one: its thread and when it began.
+    **{"forward_thread": "i8", "forward_time": "i8"},
 )
 NONE = -1
 """Not known, in every column but those of times: a time is known where its thread is."""
@@ -102,11 +79,26 @@ class Table:
     def has_gpu(self) -> bool:
         return bool((self.work["kind"] != Kind.OPERATOR).any())
 
+    def matches(self, pattern: re.Pattern[str]) -> np.ndarray:
+        """Return whether each name begins with a pattern, bool (names,)."""
+        return np.array([pattern.match(name) is not None for name in self.names], bool)
+
+    def annotations(
+        self, process: int, thread: int | None = None, pattern: re.Pattern[str] | None = None
+    ) -> np.ndarray:
+        """Return the rows of a process' ranges that are no operators."""
+        ranges = self.ranges
+        chosen = (ranges["process"] == process) & ~ranges["is_op"]
+        if thread is not None:
+            chosen &= ranges["thread"] == thread
+        rows = np.flatnonzero(chosen)
+        return rows if pattern is None else rows[self.matches(pattern)[ranges["name"][rows]]]
+
 
 class Names:
-    def __init__(self) -> None:
-        self.list: list[str] = []
-        self._numbers: dict[str, int] = {}
+    def __init__(self, *names: str) -> None:
+        self.list = list(names)
+        self._numbers = {name: number for number, name in enumerate(names)}
 
     def number(self, name: str) -> int:
         number = self._numbers.get(name)
@@ -120,36 +112,25 @@ def merge(tables: Iterable[Table]) -> Table:
     """Put the tables of several files into one; names are shared, processes are not."""
     names, merged = Names(), Table()
     facts: dict[str, list[str]] = {}
-    parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+    parts = [(merged.work, merged.launches, merged.ranges, merged.overhead)]
     for table in tables:
         renamed = np.array([names.number(name) for name in table.names] or [0], np.int64)
         offset = len(merged.processes)
-        columns = []
-        for rows in (table.work, table.launches, table.ranges):
-            rows = rows.copy()
+        columns = table.work.copy(), table.launches.copy(), table.ranges.copy()
+        for rows in columns:
             rows["name"] = renamed[rows["name"]]
             rows["process"] += offset
-            columns.append(rows)
-        overhead = table.overhead.copy()
-        overhead[:, 0] += offset
-        parts.append((*columns, overhead))
+        parts.append((*columns, np.add(table.overhead, [offset, 0, 0])))
         merged.processes += table.processes
         merged.notes += table.notes
         for name, fact in table.facts.items():
             if fact not in facts.setdefault(name, []):
                 facts[name].append(fact)
     merged.names = names.list
-    merged.facts = {name: ", ".join(found) for name, found in facts.items()}
-    if parts:
-        work, launches, ranges, overhead = (
-            np.concatenate(column) for column in zip(*parts, strict=True)
-        )
-        merged.work, merged.launches, merged.ranges, merged.overhead = (
-            work,
-            launches,
-            ranges,
-            overhead,
-        )
+    merged.facts = {name: ", ".join(texts) for name, texts in facts.items()}
+    merged.work, merged.launches, merged.ranges, merged.overhead = (
+        np.concatenate(column) for column in zip(*parts, strict=True)
+    )
     return merged
 
 
@@ -173,29 +154,13 @@ def link_by_sequence(ranges: np.ndarray) -> None:
     backward = np.flatnonzero(numbered & ranges["is_backward"] & (ranges["forward_thread"] == NONE))
     if not len(forward) or not len(backward):
         return
-    # Sorted by number and time: the last with this number, before the backward one begins.
-    order = np.lexsort(
-        (
-            ranges["start"][forward],
-            ranges["sequence"][forward],
-            ranges["process"][forward],
-        )
-    )
-    forward = forward[order]
-    keys = list(
-        zip(
-            ranges["process"][forward].tolist(),
-            ranges["sequence"][forward].tolist(),
-            strict=True,
-        )
-    )
-    last: dict[tuple[int, int], list[int]] = {}
-    for key, index in zip(keys, forward.tolist(), strict=True):
-        last.setdefault(key, []).append(index)
     starts = ranges["start"]
+    keys = ranges[["process", "sequence"]]
+    earlier: dict[tuple[int, int], list[int]] = {}
+    for index in forward[np.argsort(starts[forward], kind="stable")].tolist():
+        earlier.setdefault(keys[index].item(), []).append(index)
     for index in backward.tolist():
-        key = (int(ranges["process"][index]), int(ranges["sequence"][index]))
-        before = [i for i in last.get(key, ()) if starts[i] < starts[index]]
+        before = [i for i in earlier.get(keys[index].item(), ()) if starts[i] < starts[index]]
         if before:
             ranges["forward_thread"][index] = ranges["thread"][before[-1]]
             ranges["forward_time"][index] = starts[before[-1]]
@@ -204,24 +169,14 @@ def link_by_sequence(ranges: np.ndarray) -> None:
 def link_by_flow(
     ranges: np.ndarray, begins: dict[int, tuple[int, int]], ends: dict[int, tuple[int, int]]
 ) -> None:
-    found = {
-        (thread, time): begins[flow] for flow, (thread, time) in ends.items() if flow in begins
-    }
-    if not found:
-        return
-    for index in np.flatnonzero(ranges["is_backward"]).tolist():
+    forwards = {end: begins[flow] for flow, end in ends.items() if flow in begins}
+    for index in np.flatnonzero(ranges["is_backward"]).tolist() if forwards else ():
         key = (int(ranges["thread"][index]), int(ranges["start"][index]))
-        if key in found:
-            ranges["forward_thread"][index], ranges["forward_time"][index] = found[key]
+        if key in forwards:
+            ranges["forward_thread"][index], ranges["forward_time"][index] = forwards[key]
 
 
 # The innermost range around a moment of a thread.
-
-
-def sort_key(ranges: np.ndarray, order_of_names: np.ndarray | None = None) -> np.ndarray:
-    """Order by begin, outer ranges first."""
-    names = ranges["name"] if order_of_names is None else order_of_names[ranges["name"]]
-    return np.lexsort((names, -ranges["end"], ranges["start"]))
 
 
 def parents(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -238,19 +193,39 @@ def parents(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return np.array(parent, np.int64)
 
 
+def outermost(ranges: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return those of the rows that begin in no other one, by begin."""
+    rows = rows[np.lexsort((-ranges["end"][rows], ranges["start"][rows]))]
+    reached = np.maximum.accumulate(ranges["end"][rows])
+    return rows[np.append(True, ranges["start"][rows][1:] >= reached[:-1])[: len(rows)]]
+
+
+def busiest_thread(ranges: np.ndarray) -> int:
+    """Return the thread with the longest ranges, or `NONE`."""
+    threads, place = np.unique(ranges["thread"], return_inverse=True)
+    spent = np.zeros(len(threads), np.int64)
+    np.add.at(spent, place, ranges["end"] - ranges["start"])
+    return int(threads[np.argmax(spent)]) if len(threads) else NONE
+
+
 class Nest:
-    def __init__(self, ranges: np.ndarray, rows: np.ndarray, order_of_names: np.ndarray) -> None:
+    def __init__(
+        self, ranges: np.ndarray, rows: np.ndarray, order_of_names: np.ndarray | None = None
+    ) -> None:
         self.parent = np.full(len(ranges), -1, np.int64)
         self._ends = ranges["end"]
         self._threads: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
-        rows = rows[sort_key(ranges[rows], order_of_names)]
+        names = ranges["name"][rows]
+        names = names if order_of_names is None else order_of_names[names]
+        # By begin, outer ranges first.
+        rows = rows[np.lexsort((names, -ranges["end"][rows], ranges["start"][rows]))]
         process, thread = ranges["process"][rows], ranges["thread"][rows]
         for key in sorted(set(zip(process.tolist(), thread.tolist(), strict=True))):
-            own = rows[(process == key[0]) & (thread == key[1])]
-            starts = ranges["start"][own]
-            inner = parents(starts, ranges["end"][own])
-            self.parent[own] = np.where(inner >= 0, own[inner], -1)
-            self._threads[key] = own, starts
+            chosen = rows[(process == key[0]) & (thread == key[1])]
+            starts = ranges["start"][chosen]
+            inner = parents(starts, ranges["end"][chosen])
+            self.parent[chosen] = np.where(inner >= 0, chosen[inner], -1)
+            self._threads[key] = chosen, starts
 
     def find(
         self, process: np.ndarray, thread: np.ndarray, begin: np.ndarray, end: np.ndarray
@@ -260,18 +235,15 @@ class Nest:
         A range holds [begin, end] where it begins not later and ends not earlier, as in NVIDIA's
         nvtx_kern_sum.
         """
-        found = np.full(len(begin), -1, np.int64)
-        for (own_process, own_thread), (rows, starts) in self._threads.items():
-            asked = np.flatnonzero((process == own_process) & (thread == own_thread))
-            if not len(asked):
+        result = np.full(len(begin), -1, np.int64)
+        for key, (rows, starts) in self._threads.items():
+            requested = np.flatnonzero((process == key[0]) & (thread == key[1]))
+            if not len(requested):
                 continue
-            place = np.searchsorted(starts, begin[asked], side="right") - 1
+            place = np.searchsorted(starts, begin[requested], side="right") - 1
             inner = np.where(place >= 0, rows[place], -1)
-            stop = end[asked]
-            while True:
-                over = (inner >= 0) & (self._ends[inner] < stop)
-                if not over.any():
-                    break
+            stop = end[requested]
+            while (over := (inner >= 0) & (self._ends[inner] < stop)).any():
                 inner[over] = self.parent[inner[over]]
-            found[asked] = inner
-        return found
+            result[requested] = inner
+        return result

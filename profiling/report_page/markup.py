@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -59,33 +59,36 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-def table(
-    heads: Sequence[str],
-    rows: Iterable[Sequence[Cell]],
+def duration(field: str) -> Callable[[Any], Cell]:
+    return lambda entry: figure(entry[field], milliseconds(entry[field]))
+
+
+def share(field: str) -> Callable[[Any], Cell]:
+    return lambda entry: figure(entry[field], percent(entry[field]))
+
+
+def records(
+    columns: Mapping[str, Callable[[Any], Cell]],
+    entries: Iterable[Any],
     *,
     caption: str = "",
-    last: Sequence[Cell] | None = None,
+    last: Any = None,
     sortable: bool = False,
-    classes: str = "",
 ) -> str:
-    """Return a table whose first column names the rows."""
-    rows = list(rows)
-    is_figure = [
-        any(len(row) > column and row[column].value is not None for row in rows)
-        for column in range(len(heads))
-    ]
+    """Return a table with a row for each entry, and one for ``last``; the first column names it."""
+    rows = [[cell(entry) for cell in columns.values()] for entry in entries]
     head = "".join(
-        f'<th scope="col"{_class(right)}>{escape(name)}</th>'
-        for name, right in zip(heads, is_figure, strict=True)
+        f'<th scope="col"{_class(any(row[n].value is not None for row in rows))}>'
+        f"{escape(name.rstrip())}</th>"
+        for n, name in enumerate(columns)
     )
     body = "".join(f"<tr>{_cells(row)}</tr>" for row in rows)
     if last is not None:
-        body += f'<tr class="sum">{_cells(last)}</tr>'
-    names = " ".join(filter(None, ["sortable" if sortable else "", classes]))
+        body += f'<tr class="sum">{_cells([cell(last) for cell in columns.values()])}</tr>'
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
     return (
-        f'<div class="scroll"><table class="{names}">{title}<thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f'<div class="scroll"><table class="{"sortable" if sortable else ""}">{title}<thead>'
+        f"<tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
@@ -104,10 +107,12 @@ def _cells(row: Sequence[Cell]) -> str:
     return "".join(made)
 
 
-def section(title: str, identifier: str, *content: str, lead: str = "") -> str:
-    intro = f"<p>{escape(lead)}</p>" if lead else ""
-    inner = "".join(content)
-    return f'<section id="{identifier}"><h2>{escape(title)}</h2>{intro}{inner}</section>'
+def paragraph(sentence: str) -> str:
+    return f"<p>{escape(sentence)}</p>"
+
+
+def section(title: str, identifier: str, content: str) -> str:
+    return f'<section id="{identifier}"><h2>{escape(title)}</h2>{content}</section>'
 
 
 # Pictures as inline SVG; every mark says in a title what it is, and a table says the same.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from html import escape
 from typing import Any
 
@@ -11,12 +12,14 @@ from analysis.verdict import NAMES, milliseconds, percent
 from report_page import markup, style
 from report_page.markup import (
     Cell,
+    duration,
     figure,
     key,
     keyed,
     legend,
-    section,
-    table,
+    paragraph,
+    records,
+    share,
     text,
     times,
     unbroken,
@@ -44,7 +47,7 @@ def render(report: dict[str, Any]) -> str:
 def _header(report: dict[str, Any]) -> str:
     facts = " · ".join(f"{escape(name)}: {escape(fact)}" for name, fact in report["facts"].items())
     links = "".join(
-        f'<a href="#{identifier}">{escape(title)}</a>' for identifier, title in contents(report)
+        f'<a href="#{identifier}">{escape(title)}</a>' for identifier, title, _ in contents(report)
     )
     return (
         f"<header><h1>Where the time goes: {escape(report['name'])}</h1>"
@@ -107,75 +110,68 @@ _MOST_STEPS = 40
 """Shown one by one; report.json has all."""
 
 
-def contents(report: dict[str, Any]) -> list[tuple[str, str]]:
-    found = []
-    if report["budget"]:
-        found.append(("budget", "Step budget"))
-    found.append(("actions", "What to do"))
-    if report["budget"]:
-        kernels = "Kernels" if report["budget"]["has_gpu"] else "Operators"
-        found += [("timeline", "One step"), ("work", "Work"), ("kernels", kernels)]
-    if report["ranks"]:
-        found.append(("ranks", "Ranks"))
-    return [*found, ("padding", "FLOPs and padding"), ("quality", "Capture quality"),
-            ("method", "How to read this")]  # fmt: skip
+def contents(report: dict[str, Any]) -> list[tuple[str, str, Callable[[dict[str, Any]], str]]]:
+    """Return identifier, title and content of the sections that there are."""
+    data = report["budget"]
+    work = "Kernels" if data and data["has_gpu"] else "Operators"
+    sections = [
+        (data, "budget", "Step budget", budget),
+        (True, "actions", "What to do", actions),
+        (data, "timeline", "One step", timeline),
+        (data, "work", "Work", by_phase),
+        (data, "kernels", work, kernels),
+        (report["ranks"], "ranks", "Ranks", ranks),
+        (True, "padding", "FLOPs and padding", padding),
+        (True, "quality", "Capture quality", quality),
+        (True, "method", "How to read this", method),
+    ]
+    return [section for is_there, *section in sections if is_there]
 
 
 def all_of(report: dict[str, Any]) -> str:
-    parts = [budget(report)] if report["budget"] else []
-    parts.append(actions(report))
-    if report["budget"]:
-        parts += [timeline(report), by_phase(report), kernels(report)]
-    if report["ranks"]:
-        parts.append(ranks(report))
-    return "".join([*parts, padding(report), quality(report), method(report)])
+    return "".join(
+        markup.section(title, identifier, content(report))
+        for identifier, title, content in contents(report)
+    )
 
 
 def budget(report: dict[str, Any]) -> str:
     data = report["budget"]
+    parts, mean = data["parts"], data["step_ms"]["mean"]
     meanings = MEANINGS if data["has_gpu"] else MEANINGS | ON_CPU
-    parts = data["parts"]
     bar = markup.stacked(
         [("", [(part["name"], part["ms"]) for part in parts])],
         *(style.PARTS, "Parts of a step"),
         names=NAMES,
     )
-    rows = []
+    entries = []
     for part in parts:
-        name = key(style.PARTS[part["name"]]) + escape(NAMES[part["name"]])
-        rows.append([Cell(name), *_part_amounts(part), text(meanings[part["name"]])])
-        if part["name"] == "idle" and part["ns"]:
-            rows += [
-                [
-                    Cell(f"&emsp;of it: {name['name']}"),
-                    *_part_amounts(name),
-                    text(IDLE[name["name"]]),
-                ]
-                for name in data["idle"]
-                if name["ns"]
-            ]
-    mean = data["step_ms"]["mean"]
-    last = [text("the step"), figure(mean, milliseconds(mean)), figure(1, "100.0 %"),
-            text("exactly: the parts are the step, divided")]  # fmt: skip
-    hidden = data["hidden_communication"]
-    more = ""
+        name = part["name"]
+        title = key(style.PARTS[name]) + escape(NAMES[name])
+        entries.append(part | {"title": title, "when": meanings[name]})
+        reasons = data["idle"] if name == "idle" and part["ns"] else []
+        entries += [
+            reason | {"title": f"&emsp;of it: {reason['name']}", "when": IDLE[reason["name"]]}
+            for reason in reasons
+            if reason["ns"]
+        ]
+    columns = {
+        "part": lambda entry: Cell(entry["title"]),
+        "per step": duration("ms"),
+        "share": share("share"),
+        "when": lambda entry: text(entry["when"]),
+    }
+    exact = "exactly: the parts are the step, divided"
+    last = {"title": "the step", "ms": mean, "share": 1, "when": exact}
+    hidden, more = data["hidden_communication"], ""
     if hidden["ns"]:
         more = (
             f'<p class="lead">Another {milliseconds(hidden["ms"])} of communication a step are '
             "hidden under compute and cost nothing.</p>"
         )
     lead = "Every moment of a step counts once: for the first of these parts that holds."
-    content = [bar, table(["part", "per step", "share", "when"], rows, last=last), more]
-    if len(data["per_step"]) > 1:
-        content.append(_per_step(data))
-    return section("Step budget", "budget", *content, lead=lead)
-
-
-def _part_amounts(part: dict[str, Any]) -> list[Cell]:
-    return [
-        figure(part["ms"], milliseconds(part["ms"])),
-        figure(part["share"], percent(part["share"])),
-    ]
+    made = paragraph(lead) + bar + records(columns, entries, last=last) + more
+    return made + (_per_step(data) if len(data["per_step"]) > 1 else "")
 
 
 def _per_step(data: dict[str, Any]) -> str:
@@ -193,60 +189,48 @@ def _per_step(data: dict[str, Any]) -> str:
 
 def actions(report: dict[str, Any]) -> str:
     if not report["actions"]:
-        return section("What to do", "actions", lead="No part but compute takes 0.5 % of a step.")
-    rows = [
-        [
-            Cell(f"{number}. {escape(action['title'])}"),
-            figure(action["speedup_at_most"] or 1e9, times(action["speedup_at_most"])),
-            figure(action["share"], percent(action["share"])),
-            text(action["basis"]),
-            text(action["how"]),
-        ]
-        for number, action in enumerate(report["actions"], 1)
-    ]
+        return paragraph("No part but compute takes 0.5 % of a step.")
     lead = (
         "How many times as fast the run would be if the part took no time at all: a bound, not a "
         "forecast."
     )
-    heads = ["action", "at most", "share of the step", "which part", "how"]
-    return section("What to do", "actions", table(heads, rows), lead=lead)
+    columns = {
+        "action": lambda entry: Cell(f"{entry['number']}. {escape(entry['title'])}"),
+        "at most": lambda entry: figure(
+            entry["speedup_at_most"] or 1e9, times(entry["speedup_at_most"])
+        ),
+        "share of the step": share("share"),
+        "which part": lambda entry: text(entry["basis"]),
+        "how": lambda entry: text(entry["how"]),
+    }
+    numbered = [entry | {"number": n} for n, entry in enumerate(report["actions"], 1)]
+    return paragraph(lead) + records(columns, numbered)
 
 
 def timeline(report: dict[str, Any]) -> str:
     picture = report["timeline"]
-    phases: dict[str, str] = {}
+    # Names of the segments of the rows, in the order in which they come.
+    used: dict[str, dict[str, None]] = {"budget": {}, "host": {}, "device": {}}
     for row in picture["rows"]:
-        if row["name"] == "host":
-            for _, _, name in row["segments"]:
-                phases.setdefault(
-                    name, style.CYCLE[len(phases)] if len(phases) < len(style.CYCLE) else "--grey"
-                )
+        kind = row["name"] if row["name"] in used else "device"
+        used[kind] |= dict.fromkeys(name for *_, name in row["segments"])
+    phases = dict(zip(used["host"], style.CYCLE, strict=False))
 
     def color_of(row: str, name: str) -> str:
-        if row == "budget":
-            return style.PARTS[name]
-        return phases[name] if row == "host" else style.CATEGORIES.get(name, "--grey")
+        colors = {"budget": style.PARTS, "host": phases}.get(row, style.CATEGORIES)
+        return colors.get(name, "--grey")
 
-    def used(chosen) -> list[str]:
-        names = [
-            name for row in picture["rows"] if chosen(row["name"]) for *_, name in row["segments"]
-        ]
-        return list(dict.fromkeys(names))
-
-    on_device = [
-        n for n in style.CATEGORIES if n in used(lambda row: row not in ("budget", "host"))
-    ]
-    legends = [
-        ("Budget", [(NAMES[name], style.PARTS[name]) for name in PARTS if name in used(
-            lambda row: row == "budget")]),
-        ("Host", [*list(phases.items())[: len(style.CYCLE)],
-                  *([("others", "--grey")] if len(phases) > len(style.CYCLE) else [])]),
-        ("Device" if report["budget"]["has_gpu"] else "Operators",
-         [(name, style.CATEGORIES[name]) for name in on_device]),
-    ]  # fmt: skip
+    others = [("others", "--grey")] if len(used["host"]) > len(phases) else []
+    legends = {
+        "Budget": [(NAMES[name], style.PARTS[name]) for name in PARTS if name in used["budget"]],
+        "Host": [*phases.items(), *others],
+        "Device" if report["budget"]["has_gpu"] else "Operators": [
+            (name, color) for name, color in style.CATEGORIES.items() if name in used["device"]
+        ],
+    }
     keys = "".join(
         f'<p class="lead" style="margin:6px 0 0">{title}</p>{legend(entries)}'
-        for title, entries in legends
+        for title, entries in legends.items()
         if entries
     )
     more = picture["streams_left_out"]
@@ -254,8 +238,7 @@ def timeline(report: dict[str, Any]) -> str:
         f"Step {picture['step']} of {picture['process']}, the one of median length. trace.json "
         "shows every kernel in ui.perfetto.dev, with the range that made it."
     ) + (f" {more} less busy streams are left out." if more else "")
-    drawn = markup.timeline(picture, color_of)
-    return section("One step", "timeline", drawn, keys, lead=lead)
+    return paragraph(lead) + markup.timeline(picture, color_of) + keys
 
 
 def ranks(report: dict[str, Any]) -> str:
@@ -284,7 +267,7 @@ def ranks(report: dict[str, Any]) -> str:
         "ranks spend the difference in the exchange of gradients"
         + (f": {milliseconds(waiting)} a step on average." if waiting is not None else ".")
     )
-    return section("Ranks", "ranks", grid, lead=lead)
+    return paragraph(lead) + grid
 
 
 def _heat(value: float, low: float, high: float) -> str:
@@ -315,7 +298,7 @@ def padding(report: dict[str, Any]) -> str:
     )
     if pictures:
         pictures = f'<div class="columns">{pictures}</div>'
-    return section("FLOPs and padding", "padding", content, pictures)
+    return content + pictures
 
 
 def quality(report: dict[str, Any]) -> str:
@@ -323,19 +306,22 @@ def quality(report: dict[str, Any]) -> str:
         f'<li class="{note["level"]}"><b>{note["level"]}</b>{escape(note["text"])}</li>'
         for note in report["quality"]
     )
-    return section("Capture quality", "quality", f'<ul class="notes">{items}</ul>')
+    return f'<ul class="notes">{items}</ul>'
 
 
 def method(report: dict[str, Any]) -> str:
-    patterns = table(
-        ["category", "names that match, without regard to case"],
-        [[text(name), Cell(f"<code>{escape(pattern)}</code>")] for name, pattern in
-         report["patterns"].items()],
+    columns = {
+        "category": lambda entry: text(entry[0]),
+        "names that match, without regard to case": lambda entry: Cell(
+            f"<code>{escape(entry[1])}</code>"
+        ),
+    }
+    patterns = records(
+        *(columns, report["patterns"].items()),
         caption="The first category whose pattern is found in the name of a kernel is its own.",
-    )  # fmt: skip
+    )
     made = escape(", ".join(report["sources"]) or "metrics.jsonl alone")
-    return section(
-        *("How to read this", "method"),
+    return (
         f'<p class="lead">Made from {made}. Wall time is always the length of a union of '
         "intervals: kernels that overlap are not added up. <b>Work</b> is the sum of durations, "
         "which may exceed the step where streams overlap; <b>wall</b> is what something adds to "
@@ -343,13 +329,18 @@ def method(report: dict[str, Any]) -> str:
         "the next begins there. A kernel counts for one range only: the innermost around its "
         "launch, or for a kernel of the backward the range of the forward operator that it belongs "
         "to. trace.json holds the first steps, up to 50,000 kernels of each rank.</p>"
-        f"<details><summary>Categories of kernels</summary>{patterns}</details>",
+        f"<details><summary>Categories of kernels</summary>{patterns}</details>"
     )
 
 
 # Sections on what the device works on: phases, categories, ranges, kernels.
 
 _MOST_PHASES, _MOST_RANGES = 12, 60
+_AMOUNTS = {
+    "work": duration("work_ms"),
+    "wall": duration("wall_ms"),
+    "share of work": share("share"),
+}
 
 
 def by_phase(report: dict[str, Any]) -> str:
@@ -363,89 +354,62 @@ def by_phase(report: dict[str, Any]) -> str:
     left_out = len(bars) - _MOST_PHASES
     picture = markup.stacked(bars[:_MOST_PHASES], style.CATEGORIES, "Work of each phase")
     keys = legend((name, style.CATEGORIES[name]) for name in order)
-    rows = [
-        [
-            Cell(keyed(style.CATEGORIES.get(entry["name"], "--grey"), entry["name"])),
-            *_amounts(entry),
-        ]
-        for entry in report["categories"]
-    ]
     lead = "Summed durations per step and rank, by phase of the step and kind of kernel."
     if left_out > 0:
         lead += f" {left_out} phases with less work are left out of the picture."
-    heads = ["category", "work", "wall", "share of work"]
-    return section(
-        *("Work", "work", picture, keys, table(heads, rows, sortable=True)),
-        _ranges(report["ranges"]),
-        lead=lead,
-    )
+    columns = {"category": lambda entry: Cell(_category(entry["name"])), **_AMOUNTS}
+    content = picture + keys + records(columns, report["categories"], sortable=True)
+    return paragraph(lead) + content + _ranges(report["ranges"])
+
+
+def _category(name: str) -> str:
+    return keyed(style.CATEGORIES.get(name, "--grey"), name)
 
 
 def _ranges(ranges: list[dict[str, Any]]) -> str:
-    rows = [
-        [
-            text(entry["name"]),
-            figure(entry["forward_ms"], milliseconds(entry["forward_ms"])),
-            figure(entry["backward_ms"], milliseconds(entry["backward_ms"])),
-            figure(entry["share"], percent(entry["share"])),
-            Cell(_bar(entry["share"])),
-        ]
-        for entry in ranges[:_MOST_RANGES]
-    ]
-    rest = len(ranges) - _MOST_RANGES
     caption = "Each kernel counts once, for the range that made it; one of the backward for the "
     caption += "range of its forward where that is known."
-    if rest > 0:
-        caption += f" {rest} ranges with less work are in report.json."
-    total = sum(entry["share"] for entry in ranges)
-    last = [
-        text("all ranges"),
-        *(
-            figure(value, milliseconds(value))
-            for value in (sum(e[k] for e in ranges) for k in ("forward_ms", "backward_ms"))
-        ),
-        figure(total, percent(total)),
-        text(""),
-    ]
-    heads = ["range", "forward", "backward", "share of work", ""]
-    made = table(heads, rows, caption=caption, last=last, sortable=True)
+    if len(ranges) > _MOST_RANGES:
+        caption += f" {len(ranges) - _MOST_RANGES} ranges with less work are in report.json."
+    columns = {
+        "range": lambda entry: text(entry["name"]),
+        "forward": duration("forward_ms"),
+        "backward": duration("backward_ms"),
+        "share of work": share("share"),
+        "": lambda entry: Cell(_bar(entry["share"]) if "wall_ms" in entry else ""),
+    }
+    fields = ("forward_ms", "backward_ms", "share")
+    last = {field: sum(entry[field] for entry in ranges) for field in fields}
+    made = records(
+        *(columns, ranges[:_MOST_RANGES]),
+        caption=caption,
+        last={"name": "all ranges", **last},
+        sortable=True,
+    )
     return f"<h3>By the range that made it</h3>{made}"
 
 
 def kernels(report: dict[str, Any]) -> str:
     data = report["kernels"]
-    rows = [
-        [
-            Cell(f"<code>{escape(entry['name'])}</code>"),
-            Cell(keyed(style.CATEGORIES.get(entry["category"], "--grey"), entry["category"])),
-            figure(entry["calls"], f"{entry['calls']:,.4g}"),
-            figure(entry["median_us"], milliseconds(entry["median_us"] / 1e3)),
-            *_amounts(entry),
-        ]
-        for entry in data["top"]
-    ]
-    others = data["others"]
-    last = None
-    if others["kinds"]:
-        last = [
-            *(text(f"{others['kinds']} others"), text("")),
-            *(figure(others["calls"], f"{others['calls']:,.4g}"), text("")),
-            *_amounts(others),
-        ]
-    what = "Kernel" if report["budget"]["has_gpu"] else "Operator"
-    heads = [what.lower(), "category", "calls", "median", "work", "wall", "share of work"]
-    return section(
-        *(f"{what}s", "kernels", table(heads, rows, last=last, sortable=True)),
-        lead="Per step and rank, most work first.",
-    )
-
-
-def _amounts(entry: dict[str, Any]) -> list[Cell]:
-    return [
-        figure(entry["work_ms"], milliseconds(entry["work_ms"])),
-        figure(entry["wall_ms"], milliseconds(entry["wall_ms"])),
-        figure(entry["share"], percent(entry["share"])),
-    ]
+    is_sum = lambda entry: "kinds" in entry
+    columns = {
+        "kernel" if report["budget"]["has_gpu"] else "operator": lambda entry: (
+            text(f"{entry['kinds']} others")
+            if is_sum(entry)
+            else Cell(f"<code>{escape(entry['name'])}</code>")
+        ),
+        "category": lambda entry: Cell("" if is_sum(entry) else _category(entry["category"])),
+        "calls": lambda entry: figure(entry["calls"], f"{entry['calls']:,.4g}"),
+        "median": lambda entry: (
+            text("")
+            if is_sum(entry)
+            else figure(entry["median_us"], milliseconds(entry["median_us"] / 1e3))
+        ),
+        **_AMOUNTS,
+    }
+    last = data["others"] if data["others"]["kinds"] else None
+    made = records(columns, data["top"], last=last, sortable=True)
+    return paragraph("Per step and rank, most work first.") + made
 
 
 def _bar(share: float) -> str:
@@ -454,7 +418,8 @@ def _bar(share: float) -> str:
 
 # The page of two runs: what changed, then each of them.
 
-_LOG = {
+Show = Callable[[float], str]
+_LOG: dict[str, tuple[str, Show]] = {
     "step_s": ("step, by the log", lambda value: milliseconds(value * 1e3)),
     "data_wait_s": ("waiting for data, by the log", lambda value: milliseconds(value * 1e3)),
     "rank_imbalance": ("imbalance of the ranks", lambda value: f"{100 * value:.2f} %"),
@@ -489,47 +454,48 @@ def _with_own_names(html: str, name: str) -> str:
 
 
 def _changes(data: dict[str, Any], reports: list[dict[str, Any]]) -> str:
-    content = []
+    def changes(first: str, rows: list[dict[str, Any]], show: Show | None, **options: Any) -> str:
+        """A table of rows; without ``show`` they are of the log, each with its own unit."""
+        shown = lambda row, field: (show or _LOG[row["name"]][1])(row[field])
+        named = lambda row: row.get("title", row["name"] if show else _LOG[row["name"]][0])
+        value = lambda field: lambda row: figure(row[field], shown(row, field))
+        columns = {
+            first: lambda row: text(named(row)),
+            data["before"]: value("before"),
+            # A run may be compared with itself.
+            data["after"] + " " * (data["after"] == data["before"]): value("after"),
+            "difference": lambda row: figure(row["delta"], _difference(row, shown(row, "delta"))),
+            "ratio": lambda row: figure(
+                row["ratio"], "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+            ),
+        }
+        return records(columns, rows, **options)
+
+    content = ""
     if "parts" in data:
         bars = [
             (single["name"], [(part["name"], part["ms"]) for part in single["budget"]["parts"]])
             for single in reports
         ]
-        content.append(markup.stacked(bars, style.PARTS, "Parts of a step", names=NAMES))
-        content.append(legend((NAMES[name], color) for name, color in style.PARTS.items()))
-        rows = [_row(NAMES[row["name"]], row, milliseconds) for row in data["parts"]]
-        last = _row("the step", data["step_ms"], milliseconds)
-        heads = ["part", *_heads(data)]
-        content.append(table(heads, rows, last=last, caption="Per step and rank."))
-        for title, name in (
-            ("By category", "categories"),
-            ("Kernels that changed most", "kernels"),
-        ):
-            rows = [_row(row["name"], row, milliseconds) for row in data[name]]
-            made = table(["name", *_heads(data)], rows, sortable=True)
-            content.append(f"<h3>{title}</h3>{made}")
+        content += markup.stacked(bars, style.PARTS, "Parts of a step", names=NAMES)
+        content += legend((NAMES[name], color) for name, color in style.PARTS.items())
+        rows = [row | {"title": NAMES[row["name"]]} for row in data["parts"]]
+        last = data["step_ms"] | {"title": "the step"}
+        options = {"last": last, "caption": "Per step and rank."}
+        content += changes("part", rows, milliseconds, **options)
+        titles = {"categories": "By category", "kernels": "Kernels that changed most"}
+        for name, title in titles.items():
+            content += f"<h3>{title}</h3>"
+            content += changes("name", data[name], milliseconds, sortable=True)
     if data["log"]:
-        rows = [_row(_LOG[row["name"]][0], row, _LOG[row["name"]][1]) for row in data["log"]]
-        made = table(["figure", *_heads(data)], rows)
-        content.append(f"<h3>By the runs' own logs</h3>{made}")
-    return section("What changed", "changes", *content)
+        content += f"<h3>By the runs' own logs</h3>{changes('figure', data['log'], None)}"
+    return markup.section("What changed", "changes", content)
 
 
-def _heads(data: dict[str, Any]) -> list[str]:
-    return [data["before"], data["after"], "difference", "ratio"]
-
-
-def _row(name: str, row: dict[str, Any], show) -> list[Cell]:
+def _difference(row: dict[str, Any], shown: str) -> str:
     delta, ratio = row["delta"], row["ratio"]
-    sign = "+" if delta > 0 else ""
     mark = "worse" if delta > 0 else "better"
     is_change = ratio is None or abs(ratio - 1) > _NOTABLE_CHANGE
     if not delta or not is_change or row["name"] == "audio_seconds":
         mark = ""
-    return [
-        text(name),
-        figure(row["before"], show(row["before"])),
-        figure(row["after"], show(row["after"])),
-        figure(delta, f'<span class="{mark}">{sign}{show(delta)}</span>'),
-        figure(ratio, "" if ratio is None else f"{ratio:.2f}"),
-    ]
+    return f'<span class="{mark}">{"+" if delta > 0 else ""}{shown}</span>'

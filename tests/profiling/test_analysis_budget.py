@@ -245,8 +245,8 @@ def test_exclusive_sums_are_the_total(table: Table) -> None:
     labels = attribution.attribute(table, launches, found)
     part = classes(table, [categorize(name) for name in table.names])
     for lane in lanes(table, launches, found, labels, part):
-        pieces = cut(table, lane, part)
-        rows = by_range([pieces], labels, 1)
+        pieces = cut(table, [lane], part)
+        rows = by_range(pieces, labels, 1)
         total = sum(row["forward_ms"] + row["backward_ms"] for row in rows)
         assert total == pytest.approx(pieces.work.sum() / 1e6)
         busy = sum(int(lane.parts[name].sum()) for name in ("compute", "communication", "copies"))
