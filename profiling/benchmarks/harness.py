@@ -6,6 +6,7 @@ import argparse
 import csv
 import datetime
 import hashlib
+import inspect
 import io
 import os
 import platform
@@ -134,12 +135,14 @@ def complain(line: str) -> None:
     sys.stderr.flush()
 
 
-def parser(name: str, text: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a subcommand, with the option of all of them that write rows."""
+def parser(name: str, text: str | None, *, has_rows: bool = True) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        f"bench.py {name}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        f"bench.py {name}",
+        description=inspect.cleandoc(text or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--output", type=Path, help="CSV file to append rows to")
+    if has_rows:
+        made.add_argument("--output", type=Path, help="CSV file to append rows to")
     return made
 
 

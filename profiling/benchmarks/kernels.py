@@ -415,7 +415,7 @@ def launch(arguments: Sequence[str] | None = None) -> int:
     computes each case forward and backward, twice: the second time nothing is compiled. On a CPU
     the first only counts what would be compiled.
     """
-    parser = harness.parser("launch", launch.__doc__)
+    parser = harness.parser("launch", launch.__doc__, has_rows=False)
     add = parser.add_argument
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--compile", action="store_true")

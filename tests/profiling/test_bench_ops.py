@@ -559,21 +559,19 @@ def test_warp_rnnt_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_apex_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    def joint(
-        f: Tensor, g: Tensor, frames: Tensor, states: Tensor, *, batch_offset: Tensor,
-        packed_batch: int,
-    ) -> Tensor:  # fmt: skip
-        assert batch_offset.tolist() == (frames * states).cumsum(0).tolist()
-        assert packed_batch == batch_offset[-1]
+    def joint(f: Tensor, g: Tensor, frames: Tensor, states: Tensor, **sizes: Any) -> Tensor:
+        ends = (frames * states).cumsum(0).tolist()
+        assert sizes.pop("batch_offset").tolist() == ends
+        assert sizes == {"packed_batch": ends[-1]}
         hidden = (f[:, :, None] + g[:, None]).relu()
-        sizes = zip(frames.tolist(), states.tolist(), strict=True)
-        return torch.cat([hidden[n, :t, :u].flatten(0, 1) for n, (t, u) in enumerate(sizes)])
+        lengths = zip(frames.tolist(), states.tolist(), strict=True)
+        return torch.cat([hidden[n, :t, :u].flatten(0, 1) for n, (t, u) in enumerate(lengths)])
 
     def loss(
-        x: Tensor, label: Tensor, frames: Tensor, labels: Tensor, blank: int, *,
-        batch_offset: Tensor, max_f_len: int,
-    ) -> Tensor:  # fmt: skip
-        assert max_f_len == int(frames.max())
+        x: Tensor, label: Tensor, frames: Tensor, labels: Tensor, blank: int, **sizes: Any
+    ) -> Tensor:
+        assert sizes["max_f_len"] == int(frames.max())
+        assert sizes["batch_offset"][-1] == len(x)
         packed = torch.cat([label[n, :u] for n, u in enumerate(labels.tolist())])
         return _packed_double(x.float(), packed, frames, labels, blank)
 
