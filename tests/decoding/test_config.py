@@ -15,6 +15,7 @@ from effasr.transcription.recognizer import Recognizer
 from tests.decoding.cases import batch_of
 
 NAN, INFINITE, LM = float("nan"), float("inf"), Path("lm.arpa")
+LISTED = {"beam": 2, "nbest": 2}
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,20 @@ NAN, INFINITE, LM = float("nan"), float("inf"), Path("lm.arpa")
         ({"lm_unit": "word"}, "`lm_unit` must be token where there is no `lm`"),
         ({"lm_weight": 0.5}, "`lm_weight` must be left out where there is no `lm`"),
         ({"lm": LM, "lm_weight": 0.0}, "`lm_weight` must be above 0, but is 0.0"),
+        ({"gap_seconds": 0.01}, "`gap_seconds` must be at least 0.1, but is 0.01"),
+        ({"calibration": LM}, "`calibration` must be left out without `word_confidence`"),
+        ({"second_lm": LM}, "`nbest` must be at least 2 with `second_lm`"),
+        ({"second_lm_weight": 0.5}, "`second_lm_weight` must be left out"),
+        (LISTED | {"second_lm": LM, "words": True}, "`words` must be false with `second_lm`"),
+        (LISTED | {"second_lm": LM, "second_lm_weight": -1.0}, "`second_lm_weight` must be at l"),
+        ({"corrector": LM}, "`nbest` must be at least 2 with `corrector`"),
+        ({"corrector_margin": 0.5}, "`corrector_margin` must be left out"),
+        ({"corrector_source": "ctc"}, "`corrector_source` must be left out where there is no"),
+        (LISTED | {"corrector": LM, "confidence": True}, "`confidence` must be false with `corr"),
+        (
+            LISTED | {"corrector": LM, "corrector_margin": NAN},
+            "`corrector_margin` must be at",
+        ),
     ],
 )
 def test_options_that_cannot_be(options, message) -> None:

@@ -1,3 +1,3 @@
-from tests.support.recognition import model, noise, tdt_model, tokenizer
+from tests.support.recognition import model, noise, saved, tdt_model, tokenizer
 
-__all__ = ["model", "noise", "tdt_model", "tokenizer"]
+__all__ = ["model", "noise", "saved", "tdt_model", "tokenizer"]

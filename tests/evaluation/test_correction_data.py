@@ -5,11 +5,11 @@ import json
 import numpy as np
 import soundfile
 
-from effasr import checkpoint
 from effasr.cli.main import main
 from effasr.data.manifest.pairs import is_text_only, pairs
 from effasr.transcription.results import Alternative, Segment, Transcription
 from effasr.transcription.second_pass.corrector import joined_texts
+from tests.support.recognition import write_set
 
 
 def test_texts_of_a_list_are_different_and_in_its_order() -> None:
@@ -24,19 +24,12 @@ def test_texts_of_a_list_are_different_and_in_its_order() -> None:
     assert joined_texts(Transcription("u", 1.0, "", (segment("", ""),)).alternatives) == ""
 
 
-def test_the_command_writes_a_manifest_of_text_pairs(
-    tmp_path, model, tokenizer, noise, capsys
-) -> None:
-    checkpoint.save_model(tmp_path / "model", model, tokenizer)
-    rows, references = [], ["One, two.", "three four", "five"]
-    for number, text in enumerate(references):
-        wave = tmp_path / f"u{number}.wav"
-        soundfile.write(wave, noise(0.8 + 0.5 * number, seed=number), 16_000)
-        rows.append({"audio_filepath": str(wave), "text": text, "id": f"u{number}"})
-    manifest, out = tmp_path / "m.jsonl", tmp_path / "new" / "pairs.jsonl"
-    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_the_command_writes_a_manifest_of_text_pairs(tmp_path, saved, noise, capsys) -> None:
+    references = ["One, two.", "three four", "five"]
+    sounds = [noise(0.8 + 0.5 * number, seed=number) for number in range(3)]
+    manifest, out = write_set(tmp_path, sounds, references), tmp_path / "new" / "pairs.jsonl"
     common = ["--device", "cpu", "--method", "ctc", "--beam", "4"]
-    command = ["make-correction-data", str(tmp_path / "model"), str(manifest), str(out), *common]
+    command = ["make-correction-data", str(saved), str(manifest), str(out), *common]
     assert main([*command, "--nbest", "3", "--source", "ours"]) == 0
     assert "3 pairs in" in capsys.readouterr().out
     assert is_text_only(out)
@@ -45,8 +38,8 @@ def test_the_command_writes_a_manifest_of_text_pairs(
     assert {one.source_name for one in found.values()} == {"ours"}
     assert {one.prompt.task for one in found.values()} == {"transcribe"}
 
-    asked = ["transcribe", "--run", str(tmp_path / "model"), *common, "--nbest", "3", "--json"]
-    assert main([*asked, *(row["audio_filepath"] for row in rows)]) == 0
+    asked = ["transcribe", "--run", str(saved), *common, "--nbest", "3", "--json"]
+    assert main([*asked, *(str(tmp_path / f"u{n}.wav") for n in range(3))]) == 0
     for line, name in zip(capsys.readouterr().out.splitlines(), found, strict=True):
         (segment,) = json.loads(line)["segments"]
         texts = [one["text"] for one in segment["alternatives"]]

@@ -8,7 +8,6 @@ import soundfile
 from lhotse import MonoCut, Recording, SupervisionSegment
 
 from effasr.data.manifest.reader import read
-from effasr.decoding.config import DecodingConfig
 from effasr.evaluation.evaluate import evaluate, shard
 from effasr.evaluation.result import (
     Evaluation,
@@ -234,15 +233,6 @@ def test_files(evaluation, tmp_path) -> None:
     assert list(rows[1]) == ["id", "reference", "hypothesis", "duration"]
     assert rows[1]["reference"] == "Three, four!"
     assert rows[1]["duration"] == 0.9
-
-
-def test_the_mode_of_the_model_is_left_as_it_was(model, tokenizer, cuts) -> None:
-    model.train()
-    try:
-        evaluate(model, tokenizer, cuts[:1], config=DecodingConfig(method="ctc"))
-        assert all(module.training for module in model.modules())
-    finally:
-        model.eval()
 
 
 def test_a_normaliser_that_is_unknown_is_refused_before_any_work(model, tokenizer) -> None:

@@ -1,15 +1,12 @@
 """Choice of weights on n-best lists: planted weights, chance, and the command."""
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import soundfile
 
-from effasr import checkpoint
 from effasr.cli.main import build_parser, main
 from effasr.cli.options import decoding_config
 from effasr.decoding.config import DecodingConfig
@@ -17,6 +14,7 @@ from effasr.decoding.hypothesis import ScoreParts
 from effasr.evaluation.tuning.decoding_file import write_decoding
 from effasr.evaluation.tuning.weights import GRIDS, NBestLists, Weights, best_weights, tunable
 from effasr.transcription.results import Alternative, Correction, Segment, Transcription
+from tests.support.recognition import write_set
 
 SECOND = DecodingConfig(beam=4, nbest=4, second_lm=Path("lm"))
 JOINT = DecodingConfig(beam=4, nbest=4, ctc_weight=0.3)
@@ -178,16 +176,10 @@ def test_options_of_a_file_are_those_of_the_command_line(tmp_path) -> None:
         parsed(*again)
 
 
-def test_the_command_tunes_on_a_set(tmp_path, model, tokenizer, noise, capsys) -> None:
-    checkpoint.save_model(tmp_path / "model", model, tokenizer)
-    rows = []
-    for number in range(3):
-        wave = tmp_path / f"u{number}.wav"
-        soundfile.write(wave, noise(0.8 + 0.3 * number, seed=number), 16_000)
-        rows.append({"audio_filepath": str(wave), "text": "one two three", "id": f"u{number}"})
-    manifest = tmp_path / "dev.jsonl"
-    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["tune", str(tmp_path / "model"), str(manifest), "--device", "cpu"]
+def test_the_command_tunes_on_a_set(tmp_path, saved, noise, capsys) -> None:
+    sounds = [noise(0.8 + 0.3 * number, seed=number) for number in range(3)]
+    manifest = write_set(tmp_path, sounds, ["one two three"] * 3)
+    command = ["tune", str(saved), str(manifest), "--device", "cpu"]
     out = tmp_path / "tuned.yaml"
     assert main(command) == 2
     assert "`--output` must be given" in capsys.readouterr().err
@@ -201,7 +193,7 @@ def test_the_command_tunes_on_a_set(tmp_path, model, tokenizer, noise, capsys) -
     )
     assert len(given.split("|")) == len(tuned.split("|")) == 7
     assert "of 4 alternatives (oracle)" in printed
-    assert out.read_text().startswith("# effasr tune on dev: 3 utterances, WER of the choice among")
-    evaluate = ["evaluate", "--run", str(tmp_path / "model"), "--manifest", str(manifest)]
+    assert out.read_text().startswith("# effasr tune on set: 3 utterances, WER of the choice among")
+    evaluate = ["evaluate", "--run", str(saved), "--manifest", str(manifest)]
     assert main([*evaluate, "--device", "cpu", "--decoding", str(out), "--nbest", "4"]) == 0
     capsys.readouterr()

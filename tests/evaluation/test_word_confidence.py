@@ -5,14 +5,13 @@ import math
 
 import numpy as np
 import pytest
-import soundfile
 
-from effasr import checkpoint
 from effasr.cli.main import main
 from effasr.decoding.confidence.calibration import Calibration, logit
 from effasr.evaluation.normalizer import basic
 from effasr.evaluation.word_confidence import confidence_report, fit_calibration, judge
 from effasr.transcription.results import WordConfidence
+from tests.support.recognition import write_set
 
 
 def words(*pairs: tuple[str, float]) -> list[WordConfidence]:
@@ -79,11 +78,10 @@ def test_a_fit_of_separable_words_is_finite() -> None:
     assert fit_calibration([(0.5, True)] * 3, "ctc") is None
 
 
-def test_commands_report_and_apply_confidences(tmp_path, model, tokenizer, noise, capsys) -> None:
-    checkpoint.save_model(tmp_path / "model", model, tokenizer)
-    wave = tmp_path / "u.wav"
-    soundfile.write(wave, noise(2.6, seed=6), 16_000)
-    options = ["--run", str(tmp_path / "model"), "--device", "cpu", "--method", "ctc"]
+def test_commands_report_and_apply_confidences(tmp_path, saved, noise, capsys) -> None:
+    sounds, wave = [noise(2.6, seed=6)], tmp_path / "u0.wav"
+    write_set(tmp_path, sounds, [""])
+    options = ["--run", str(saved), "--device", "cpu", "--method", "ctc"]
     heard = ["transcribe", *options, str(wave), "--json", "--confidence"]
     assert main(heard) == 0
     (segment,) = json.loads(capsys.readouterr().out)["segments"]
@@ -94,9 +92,8 @@ def test_commands_report_and_apply_confidences(tmp_path, model, tokenizer, noise
     assert len(said) > 1, "the test needs several words"
 
     # The first word is right, and the others are wrong.
-    row = {"audio_filepath": str(wave), "text": said[0] + " zz" * (len(said) - 1), "id": "u"}
-    (tmp_path / "set.jsonl").write_text(json.dumps(row) + "\n")
-    scored = ["evaluate", *options, "--manifest", str(tmp_path / "set.jsonl"), "--confidence"]
+    manifest = write_set(tmp_path, sounds, [said[0] + " zz" * (len(said) - 1)])
+    scored = ["evaluate", *options, "--manifest", str(manifest), "--confidence"]
     scored += ["--normalizer", "none", "--output", str(tmp_path / "out")]
     assert main(scored) == 0
     assert "confidence of" in capsys.readouterr().out

@@ -1,10 +1,14 @@
+import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 
+from effasr import checkpoint
 from effasr.data.features.config import FeatureConfig
 from effasr.data.tokenizer import Tokenizer, train_tokenizer
 from effasr.model.asr import ASRModel
@@ -56,6 +60,26 @@ def model(tokenizer) -> ASRModel:
                 parameter.zero_()
         model.decoder.output_bias[tokenizer.eos_id] = 6.5
     return model
+
+
+@pytest.fixture(scope="session")
+def saved(model, tokenizer, tmp_path_factory) -> Path:
+    """The directory of `model`."""
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    checkpoint.save_model(folder, model, tokenizer)
+    return folder
+
+
+def write_set(folder: Path, sounds: Sequence[np.ndarray], texts: Sequence[str]) -> Path:
+    """Write u0.wav and so on beside a manifest with their texts, and return the manifest."""
+    rows = []
+    for number, (samples, text) in enumerate(zip(sounds, texts, strict=True)):
+        path = folder / f"u{number}.wav"
+        soundfile.write(path, samples, RATE)
+        rows.append({"audio_filepath": str(path), "text": text, "id": f"u{number}"})
+    manifest = folder / "set.jsonl"
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return manifest
 
 
 _GAINS = {"encoder_attn": 4.0, "embed_tokens": 4.0, "untied": 4.0, "ctc_head": 4.0}

@@ -6,13 +6,12 @@ from itertools import product
 
 import numpy as np
 import pytest
-import soundfile
 
-from effasr import checkpoint
 from effasr.cli.main import main
 from effasr.decoding.config import DecodingConfig
 from effasr.transcription.results import Alternative, Transcription, joined
 from effasr.transcription.transcribe import Waveform, transcribe
+from tests.support.recognition import write_set
 
 RATE = 16_000
 
@@ -56,22 +55,11 @@ def test_long_recordings_have_lists_of_their_own(method, beam, model, tokenizer,
         assert all(one["score"] < 0 for one in row)
 
 
-@pytest.fixture
-def saved(tmp_path, model, tokenizer, noise):
-    checkpoint.save_model(tmp_path / "model", model, tokenizer)
-    rows = []
-    for number in range(3):
-        path = tmp_path / f"u{number}.wav"
-        soundfile.write(path, noise(0.8 + 0.4 * number, seed=number), RATE)
-        text = "one two three"
-        rows.append({"audio_filepath": str(path), "text": text, "id": f"u{number}"})
-    (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
-
-
-def test_commands_write_alternatives(saved, capsys) -> None:
-    options = ["--run", str(saved / "model"), "--device", "cpu", "--method", "ctc", "--beam", "4"]
-    command = ["transcribe", *options, str(saved / "u1.wav"), "--nbest", "3"]
+def test_commands_write_alternatives(saved, noise, tmp_path, capsys) -> None:
+    sounds = [noise(0.8 + 0.4 * number, seed=number) for number in range(3)]
+    manifest = write_set(tmp_path, sounds, ["one two three"] * 3)
+    options = ["--run", str(saved), "--device", "cpu", "--method", "ctc", "--beam", "4"]
+    command = ["transcribe", *options, str(tmp_path / "u1.wav"), "--nbest", "3"]
     assert main([*command, "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     (segment,) = json.loads(line)["segments"]
@@ -80,8 +68,8 @@ def test_commands_write_alternatives(saved, capsys) -> None:
     assert main(command) == 2
     assert "`--nbest` must have `--json`" in capsys.readouterr().err
 
-    out = saved / "out"
-    command = ["evaluate", *options, "--manifest", str(saved / "set.jsonl"), "--output", str(out)]
+    out = tmp_path / "out"
+    command = ["evaluate", *options, "--manifest", str(manifest), "--output", str(out)]
     assert main([*command, "--nbest", "4"]) == 0
     printed = capsys.readouterr().out
     result = json.loads((out / "wer.json").read_text())

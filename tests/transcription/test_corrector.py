@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 import pytest
-import soundfile
 import torch
 
 from effasr import checkpoint
@@ -23,6 +22,7 @@ from effasr.transcription.second_pass.corrector import Corrector, joined_texts, 
 from effasr.transcription.second_pass.text_to_text import TextToText, Written, source_of
 from effasr.transcription.word_timestamps import Word
 from effasr_kernels import PackedLayout, PackedSequence
+from tests.support.recognition import write_set
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +164,8 @@ def test_gains_are_differences_of_log_probabilities(corrector, tokenizer) -> Non
     (same,) = writer.write([(texts[0], prompt)], [found[0].text])
     assert same.gain == 0.0
     assert writer.write([]) == []
+    with pytest.raises(ValueError, match=r"`model\.text_encoder` must be given to read texts"):
+        TextToText(ASRModel(replace(corrector.config, text_encoder=None), 40), tokenizer)
 
 
 def _packed(values: torch.Tensor) -> PackedSequence:
@@ -211,26 +213,10 @@ def test_a_source_chooses_its_experts(corrector, tokenizer) -> None:
     assert len(found.utterances) == 1
 
 
-def test_configurations_that_make_no_sense_are_refused(tmp_path, model, tokenizer) -> None:
-    with pytest.raises(ValueError, match="`nbest` must be at least 2 with `corrector`"):
-        DecodingConfig(corrector=tmp_path)
-    with pytest.raises(ValueError, match="`corrector_margin` must be left out"):
-        DecodingConfig(corrector_margin=0.5)
-    with pytest.raises(ValueError, match="`corrector_source` must be left out where there is no"):
-        DecodingConfig(corrector_source="ctc")
-    with pytest.raises(ValueError, match="`confidence` must be false with `corrector`"):
-        DecodingConfig(corrector=tmp_path, beam=2, nbest=2, confidence=True)
-    with pytest.raises(ValueError, match="`corrector_margin` must be at least 0"):
-        DecodingConfig(corrector=tmp_path, beam=2, nbest=2, corrector_margin=math.nan)
-    with pytest.raises(ValueError, match=r"`model\.text_encoder` must be given to read texts"):
-        TextToText(model, tokenizer)
-
-
 def test_commands_correct(
-    tmp_path, model, corrector, tokenizer, noise, capsys, monkeypatch
+    tmp_path, saved, corrector, tokenizer, noise, capsys, monkeypatch
 ) -> None:
     """Random weights do not correct: what the loaded corrector writes is given."""
-    checkpoint.save_model(tmp_path / "model", model, tokenizer)
     checkpoint.save_model(tmp_path / "corrector", corrector, tokenizer)
     read = []
 
@@ -240,9 +226,8 @@ def test_commands_correct(
         return [Written("one two", False, 2.0) for _ in asked]
 
     monkeypatch.setattr(TextToText, "write", write)
-    wave = tmp_path / "u.wav"
-    soundfile.write(wave, noise(2.6, seed=6), 16_000)
-    options = ["--run", str(tmp_path / "model"), "--device", "cpu", "--method", "ctc"]
+    manifest, wave = write_set(tmp_path, [noise(2.6, seed=6)], ["one two"]), tmp_path / "u0.wav"
+    options = ["--run", str(saved), "--device", "cpu", "--method", "ctc"]
     options += ["--beam", "4", "--corrector", str(tmp_path / "corrector")]
     asked = ["transcribe", *options, str(wave), "--words", "--json"]
     assert main([*asked, "--corrector-margin", "2"]) == 0
@@ -258,20 +243,18 @@ def test_commands_correct(
     assert found["alternatives"] == kept["alternatives"]
     assert found["words"][0]["start"] == kept["words"][0]["start"]
 
-    row = {"audio_filepath": str(wave), "text": "one two", "id": "u"}
-    (tmp_path / "set.jsonl").write_text(json.dumps(row) + "\n")
-    command = ["evaluate", *options, "--manifest", str(tmp_path / "set.jsonl")]
+    command = ["evaluate", *options, "--manifest", str(manifest)]
     command += ["--corrector-margin", "1"]
     assert main([*command, "--output", str(tmp_path / "out")]) == 0
     assert json.loads((tmp_path / "out/wer.json").read_text())["wer"] == 0.0
-    tune = ["tune", str(tmp_path / "model"), str(tmp_path / "set.jsonl"), *options[2:]]
+    tune = ["tune", str(saved), str(manifest), *options[2:]]
     assert main([*tune, "--output", str(tmp_path / "tuned.yaml")]) == 0
     assert "corrector_margin" in capsys.readouterr().out
     assert f"corrector: {tmp_path / 'corrector'}" in (tmp_path / "tuned.yaml").read_text()
     assert main([*asked, "--corrector-source", "ctc"]) == 2
     assert "`corrector_source` must be left out for a corrector" in capsys.readouterr().err
 
-    assert main([*asked, "--corrector", str(tmp_path / "model")]) == 2
+    assert main([*asked, "--corrector", str(saved)]) == 2
     assert "`corrector` must be a run of a model with a text encoder" in capsys.readouterr().err
     assert main(["transcribe", *options, "--stream"]) == 2
     assert "`--corrector` must be left out with `--stream`" in capsys.readouterr().err

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from effasr.checkpoint import save_model
 from effasr.cli.main import main
 from effasr.transcription.json_files import one_line
 from tests.transcription.hostile_files import BAD, GOOD, Case, make
@@ -28,13 +27,6 @@ class Outcome:
     code: int
     out: list[str]
     err: list[str]
-
-
-@pytest.fixture(scope="module")
-def run(model, tokenizer, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(folder / "model", model, tokenizer)
-    return folder / "model"
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +78,9 @@ def test_there_are_many(cases) -> None:
     assert len(cases) > 150
 
 
-def test_transcribe_reports_each_and_goes_on(effasr, run, cases) -> None:
+def test_transcribe_reports_each_and_goes_on(effasr, saved, cases) -> None:
     paths = [case.path for case in cases.values()]
-    told = effasr("transcribe", "--run", run, "--", *paths)
+    told = effasr("transcribe", "--run", saved, "--", *paths)
     assert told.code == 1
     texts = [line.split("\t")[0] for line in told.out]
     *errors, summary = told.err
@@ -111,14 +103,14 @@ def _is_about(line: str, path: str) -> bool:
     return line.startswith((f"effasr transcribe: {path}: ", f"effasr transcribe: {path} "))
 
 
-def test_results_in_json_and_in_files(effasr, run, cases, tmp_path) -> None:
+def test_results_in_json_and_in_files(effasr, saved, cases, tmp_path) -> None:
     paths = [case.path for case in cases.values() if "names" in case.path]
-    told = effasr("transcribe", "--run", run, "--json", "--", *paths)
+    told = effasr("transcribe", "--run", saved, "--json", "--", *paths)
     rows = [json.loads(line) for line in told.out]
     assert [row["id"] for row in rows] == paths
     assert [row["id"] for row in rows if "error" in row] == [p for p in paths if "raw" in p]
     out = tmp_path / "out"
-    told = effasr("transcribe", "--run", run, "--output", out, "--", *paths)
+    told = effasr("transcribe", "--run", saved, "--output", out, "--", *paths)
     assert told.out == []
     names = {path.stem for path in out.iterdir()}
     assert names == {Path(path).stem for path in paths if not path.endswith(("x.raw", "xxx.wav"))}
@@ -126,34 +118,34 @@ def test_results_in_json_and_in_files(effasr, run, cases, tmp_path) -> None:
     assert (tmp_path / "out" / "a\nb.txt").is_file()
 
 
-def test_names_from_standard_input(effasr, run, cases) -> None:
+def test_names_from_standard_input(effasr, saved, cases) -> None:
     paths = [cases[name].path for name in ("name: no UTF-8", "missing", "name: dash", "a loop")]
     given = "\n".join(paths).encode("utf-8", "surrogateescape")
-    told = effasr("transcribe", "--run", run, "--json", "-", given=given)
+    told = effasr("transcribe", "--run", saved, "--json", "-", given=given)
     assert [json.loads(line)["id"] for line in told.out] == paths
     feeds = cases["name: line feed"].path.encode() + b"\0"
-    told = effasr("transcribe", "--run", run, "-", given=feeds)
+    told = effasr("transcribe", "--run", saved, "-", given=feeds)
     assert (told.code, len(told.out)) == (0, 1)
 
 
-def test_a_file_that_is_named_twice_is_one(effasr, run, cases) -> None:
+def test_a_file_that_is_named_twice_is_one(effasr, saved, cases) -> None:
     path = Path(cases["silence"].path)
     twice = [path, path, path.parent / "." / "folder.wav" / ".." / path.name]
-    told = effasr("transcribe", "--run", run, *twice)
+    told = effasr("transcribe", "--run", saved, *twice)
     assert (told.code, len(told.out)) == (0, 1)
 
 
-def test_a_folder_that_links_to_itself_is_entered_once(effasr, run, cases, tmp_path) -> None:
+def test_a_folder_that_links_to_itself_is_entered_once(effasr, saved, cases, tmp_path) -> None:
     (tmp_path / "in" / "deep").mkdir(parents=True)
     (tmp_path / "in" / "deep" / "up").symlink_to(tmp_path / "in")
     (tmp_path / "in" / "deep" / "x.wav").write_bytes(Path(cases["silence"].path).read_bytes())
     for argument in (tmp_path / "in", f"{tmp_path}/in/**/*.wav"):
-        told = effasr("transcribe", "--run", run, argument)
+        told = effasr("transcribe", "--run", saved, argument)
         assert told.code == 0
         assert [line.split("\t")[0] for line in told.out] == [f"{tmp_path}/in/deep/x.wav"]
 
 
-def test_evaluate_counts_each_and_goes_on(effasr, run, cases, tmp_path) -> None:
+def test_evaluate_counts_each_and_goes_on(effasr, saved, cases, tmp_path) -> None:
     # A manifest is text, and so are the names in it.
     cases = {name: case for name, case in cases.items() if name != "name: no UTF-8"}
     rows = [
@@ -169,7 +161,7 @@ def test_evaluate_counts_each_and_goes_on(effasr, run, cases, tmp_path) -> None:
     manifest = tmp_path / "manifest.jsonl"
     manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "out"
-    told = effasr("evaluate", "--run", run, "--manifest", manifest, "--output", out)
+    told = effasr("evaluate", "--run", saved, "--manifest", manifest, "--output", out)
     assert told.code == 1
     result = json.loads((out / "wer.json").read_text())
     failed = {row["id"]: row["error"] for row in result["failures"]}

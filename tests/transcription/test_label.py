@@ -12,7 +12,6 @@ import pytest
 import soundfile
 import torch
 
-from effasr import checkpoint
 from effasr.cli.main import main
 from effasr.data.collate import Example, collate
 from effasr.data.manifest.reader import read
@@ -35,12 +34,6 @@ def recordings(tmp_path, noise):
     for number, seconds in enumerate((1.0, 2.0, 1.5, 0.8)):
         soundfile.write(folder / f"r{number}.wav", noise(seconds, seed=number), RATE)
     return folder
-
-
-@pytest.fixture
-def saved(tmp_path, model, tokenizer):
-    checkpoint.save_model(tmp_path / "model", model, tokenizer)
-    return tmp_path / "model"
 
 
 def lines(path):
@@ -268,7 +261,9 @@ def test_a_decoding_file_with_a_second_pass_is_named(tmp_path, saved, recordings
 
 def test_a_failure_is_kept_in_the_journal(tmp_path) -> None:
     labels = LabelFolder(tmp_path / "labels", {"method": "ctc"})
-    labels.add(Source("a", "a", "a.wav"), Failure("a", "broken"), Prompt())
+    missing = Source("a", "a", str(tmp_path / "missing.wav"), channels=(0,))
+    labels.add(missing, Failure("a", "broken"), Prompt())
+    assert [row["problem"] for row in lines(tmp_path / "labels/journal.jsonl")] == ["broken"]
     again = LabelFolder(tmp_path / "labels", {"method": "ctc"})
     assert again.done == {"a"}
     assert again.missing([Source("a", "a"), Source("b", "b")]) == [Source("b", "b")]
@@ -281,16 +276,6 @@ def test_a_path_that_is_not_utf8_is_refused_before_the_work(tmp_path) -> None:
     name = os.fsdecode(b"caf\xe9.wav")
     with pytest.raises(ValueError, match=r"caf\\udce9\.wav: .*rename the file"):
         labels.missing([Source(name, "caf", name)])
-
-
-def test_a_failure_of_some_channels_of_a_missing_file_is_kept(tmp_path) -> None:
-    labels = LabelFolder(tmp_path / "labels", {"method": "ctc"})
-    missing = Source("a", "a", str(tmp_path / "missing.wav"), channels=(0,))
-    labels.add(missing, Failure("a", "there is no such file"), Prompt())
-    assert labels.done == {"a"}
-    assert [row["problem"] for row in lines(tmp_path / "labels/journal.jsonl")] == [
-        "there is no such file"
-    ]
 
 
 @pytest.mark.parametrize(

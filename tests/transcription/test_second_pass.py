@@ -5,16 +5,14 @@ import json
 import math
 
 import pytest
-import soundfile
 import torch
 
-from effasr import checkpoint
 from effasr.cli.main import main
-from effasr.decoding.config import DecodingConfig
 from effasr.decoding.second_pass.causal_scorer import CausalScorer
 from effasr.transcription.results import Alternative, Failure, Segment, Transcription
 from effasr.transcription.second_pass.rescore import SecondPass
 from tests.support.chat_folder import write_chat_model
+from tests.support.recognition import write_set
 
 
 class Scripted:
@@ -84,25 +82,11 @@ def test_the_order_of_a_list_does_not_matter() -> None:
     assert len(seen) == 1
 
 
-def test_configurations_that_make_no_sense_are_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="`nbest` must be at least 2 with `second_lm`"):
-        DecodingConfig(second_lm=tmp_path)
-    with pytest.raises(ValueError, match="`second_lm_weight` must be left out"):
-        DecodingConfig(second_lm_weight=0.5)
-    with pytest.raises(ValueError, match="`words` must be false with `second_lm`"):
-        DecodingConfig(second_lm=tmp_path, beam=2, nbest=2, words=True)
-    with pytest.raises(ValueError, match="`second_lm_weight` must be at least 0"):
-        DecodingConfig(second_lm=tmp_path, beam=2, nbest=2, second_lm_weight=-1.0)
-
-
-def test_commands_choose_by_the_second_model(tmp_path, model, tokenizer, noise, capsys) -> None:
+def test_commands_choose_by_the_second_model(tmp_path, saved, noise, capsys) -> None:
     torch.manual_seed(1)
     folder = write_chat_model(tmp_path / "lm")
-    checkpoint.save_model(tmp_path / "model", model, tokenizer)
-    wave = tmp_path / "u.wav"
-    soundfile.write(wave, noise(2.6, seed=6), 16_000)
-    options = ["--run", str(tmp_path / "model"), "--device", "cpu", "--method", "ctc"]
-    options += ["--beam", "4"]
+    manifest, wave = write_set(tmp_path, [noise(2.6, seed=6)], ["one two"]), tmp_path / "u0.wav"
+    options = ["--run", str(saved), "--device", "cpu", "--method", "ctc", "--beam", "4"]
     asked = ["transcribe", *options, str(wave), "--json", "--second-lm", str(folder)]
     assert main([*asked, "--second-lm-weight", "5"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["segments"]
@@ -115,9 +99,7 @@ def test_commands_choose_by_the_second_model(tmp_path, model, tokenizer, noise, 
     assert [one["lm_score"] for one in listed] == pytest.approx(scores, abs=1e-4)
 
     assert main(["transcribe", *options, str(wave), "--second-lm", str(folder)]) == 0
-    row = {"audio_filepath": str(wave), "text": "one two", "id": "u"}
-    (tmp_path / "set.jsonl").write_text(json.dumps(row) + "\n")
-    command = ["evaluate", *options, "--manifest", str(tmp_path / "set.jsonl")]
+    command = ["evaluate", *options, "--manifest", str(manifest)]
     command += ["--second-lm", str(folder), "--second-lm-weight", "5"]
     assert main([*command, "--output", str(tmp_path / "out")]) == 0
     hypothesis = json.loads((tmp_path / "out/hypotheses.jsonl").read_text())
@@ -128,11 +110,9 @@ def test_commands_choose_by_the_second_model(tmp_path, model, tokenizer, noise, 
     assert "`words` must be false with `second_lm`" in capsys.readouterr().err
 
 
-def test_word_ngrams_choose_as_well(tmp_path, model, tokenizer, noise, capsys) -> None:
-    checkpoint.save_model(tmp_path / "model", model, tokenizer)
-    wave = tmp_path / "u.wav"
-    soundfile.write(wave, noise(2.6, seed=6), 16_000)
-    command = ["transcribe", "--run", str(tmp_path / "model"), "--device", "cpu", str(wave)]
+def test_word_ngrams_choose_as_well(tmp_path, saved, noise, capsys) -> None:
+    write_set(tmp_path, [noise(2.6, seed=6)], [""])
+    command = ["transcribe", "--run", str(saved), "--device", "cpu", str(tmp_path / "u0.wav")]
     command += ["--method", "ctc", "--beam", "4", "--json"]
     assert main([*command, "--nbest", "4"]) == 0
     (plain,) = json.loads(capsys.readouterr().out)["segments"]

@@ -185,13 +185,6 @@ def test_a_language_which_the_tokenizer_lacks_is_the_callers_error(model, tokeni
         transcribe(model, tokenizer, [], prompt=Prompt("fr", "fr"))
 
 
-def test_ctc_does_not_pretend_to_translate(model, tokenizer, waveforms) -> None:
-    translate = Prompt("de", "en", task="translate")
-    assert len(list(transcribe(model, tokenizer, waveforms[:1], prompt=translate))) == 1
-    with pytest.raises(ValueError, match="must be transcribe for CTC"):
-        transcribe(model, tokenizer, [], prompt=translate, config=DecodingConfig(method="ctc"))
-
-
 def test_no_chunk_is_longer_than_the_encoder_can_take(model, tokenizer, noise) -> None:
     encoder = replace(model.config.encoder, max_frames=25)
     limited = ASRModel(replace(model.config, encoder=encoder), tokenizer.vocab_size).eval()
@@ -245,19 +238,13 @@ def small_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["attention", "ctc"])
-def test_a_batch_too_big_for_the_memory_is_halved(
+def test_a_batch_too_big_for_the_memory_is_halved_and_a_chunk_reported(
     method, model, tokenizer, waveforms, small_memory
 ) -> None:
     expected = _texts(model, tokenizer, waveforms, method=method)
     batches = small_memory(2)
     assert _texts(model, tokenizer, waveforms, method=method) == expected
     assert batches == [2, 2, 2, 2]
-
-
-@pytest.mark.parametrize("method", ["attention", "ctc"])
-def test_a_chunk_too_big_for_the_memory_is_reported(
-    method, model, tokenizer, waveforms, small_memory
-) -> None:
     small_memory(0)
     config = DecodingConfig(method=method)
     (result,) = transcribe(model, tokenizer, waveforms[:1], config=config)
