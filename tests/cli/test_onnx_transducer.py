@@ -121,8 +121,8 @@ class Graphs:
             at[active] += lasts
             here[active[lasts > 0]] = 0
             steps |= set(zip(is_label.tolist(), lasts.tolist(), strict=True))
-            for one, label in zip(active[is_label], symbols[is_label], strict=True):
-                said[one].append(int(label))
+            for utterance, label in zip(active[is_label], symbols[is_label], strict=True):
+                said[utterance].append(int(label))
             if is_label.any():
                 self.read(memory, active[is_label], symbols[is_label])
         return said, steps
@@ -158,7 +158,7 @@ def make_model(kind, tokenizer, encoder=None):
     seed, bias = DRAWN[kind]
     torch.manual_seed(seed)
     model = ASRModel(config, tokenizer.vocab_size).eval()
-    head = head_of(model)
+    head = model.transducer
     with torch.no_grad():
         model.encoder.layers[0].self_attn.qkv_proj.weight.mul_(4.0)  # attention that looks
         head.encoder_projection.weight.mul_(2.0)
@@ -167,13 +167,9 @@ def make_model(kind, tokenizer, encoder=None):
         head.output.bias[tokenizer.vocab_size] = bias
     if encoder is not None:
         model.encoder.load_state_dict(encoder.encoder.state_dict())
-        projection = head_of(encoder).encoder_projection
+        projection = encoder.transducer.encoder_projection
         head.encoder_projection.load_state_dict(projection.state_dict())
     return model
-
-
-def head_of(model):
-    return model.transducer
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +198,7 @@ def case(request, encoder, tokenizer, exported, tmp_path_factory):
     model = make_model(request.param, tokenizer, encoder)
     folder = tmp_path_factory.mktemp("onnx")
     shutil.copy(exported / "encoder.onnx", folder)
-    write_transducer(head_of(model), folder)
+    write_transducer(model.transducer, folder)
     texts = {"max_symbols": DecodingConfig().max_symbols}
     describe(model, folder, PaddedEncoder(model).outputs, texts)
     return model, folder
@@ -226,9 +222,9 @@ def test_the_search_of_a_stranger_finds_the_same(case, recordings, tokenizer):
 
     said, steps = graphs.search(encoded)
     decoded = decode(model, tokenizer, batch, [[0]] * len(recordings), DecodingConfig())
-    assert said == [list(one.tokens) for one in decoded]
+    assert said == [list(hypothesis.tokens) for hypothesis in decoded]
     assert len({tuple(labels) for labels in said}) > 5, "the test needs different texts"
-    durations = head_of(model).config.durations or (0, 1)
+    durations = model.transducer.config.durations or (0, 1)
     assert steps > {(True, frames) for frames in durations}, "the test needs every duration"
     assert any(not is_label for is_label, _ in steps), "the test needs blanks"
 
@@ -244,7 +240,7 @@ def test_the_features_are_those_of_the_definition(exported, encoder, recordings)
 
 def test_the_description_says_what_is_needed(case):
     model, folder = case
-    config, says = head_of(model).config, Graphs(folder).says
+    config, says = model.transducer.config, Graphs(folder).says
     assert says["blank_id"] == model.vocab_size
     assert says["subsampling_factor"] == 8
     assert says["durations"] == (None if config.durations is None else list(config.durations))
@@ -258,7 +254,7 @@ def test_the_description_says_what_is_needed(case):
 def test_the_graphs_are_checked(case):
     """Weights that are not those of the graphs are told, whichever they are."""
     model, folder = case
-    head, frames = head_of(model), torch.randn(2, 4, 16)
+    head, frames = model.transducer, torch.randn(2, 4, 16)
     check_transducer(head, folder, frames)
     for part, file in (("predictor", "predictor"), ("output", "joint")):
         weight = next(iter(head.get_submodule(part).parameters()))

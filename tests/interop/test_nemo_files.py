@@ -7,13 +7,12 @@ import logging
 import os
 import pickle
 import tarfile
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from effasr.data.features.config import FeatureConfig
 from effasr.interop.nemo.archive import read_archive, write_archive
 from effasr.interop.nemo.checkpoint import export_nemo, import_nemo
 from effasr.model.asr import ASRModel
@@ -147,7 +146,7 @@ def test_what_is_trained_otherwise_is_named(changed, caplog):
         "loss.tdt_kwargs.omega": 0.2,
     }
     with caplog.at_level(logging.WARNING):
-        found = import_nemo(changed("hybrid", options))
+        imported = import_nemo(changed("hybrid", options))
     first, second = (record.message for record in caplog.records)
     for name in (
         "encoder.stochastic_depth_drop_prob = 0.1",
@@ -158,8 +157,8 @@ def test_what_is_trained_otherwise_is_named(changed, caplog):
     ):
         assert name in first
     assert "`decoding.greedy.max_symbols` = 5" in second
-    assert found.config.spec_augment.time_masks == 0
-    assert found.config.spec_augment.freq_masks == 2
+    assert imported.config.spec_augment.time_masks == 0
+    assert imported.config.spec_augment.freq_masks == 2
 
 
 def test_defaults_of_nemo_are_filled_in(changed):
@@ -212,8 +211,8 @@ def test_no_member_gets_out_of_the_tar(tmp_path, prefix):
     evil = tarfile.TarInfo(f"{prefix}model_config.yaml")
     inside = tmp_path / "inside"
     inside.mkdir()
-    found = import_nemo(write(inside / "x.nemo", [(evil, b"a: 1"), *content]))
-    assert found.config.transducer is not None
+    imported = import_nemo(write(inside / "x.nemo", [(evil, b"a: 1"), *content]))
+    assert imported.config.transducer is not None
     moved = [(tarfile.TarInfo(prefix + Path(m.name).name), data) for m, data in content]
     with pytest.raises(ValueError, match=r"has no model_config.yaml and no model_weights.ckpt"):
         import_nemo(write(inside / "y.nemo", moved))
@@ -221,10 +220,10 @@ def test_no_member_gets_out_of_the_tar(tmp_path, prefix):
     assert sorted(os.listdir(inside)) == ["x.nemo", "y.nemo"]
 
 
-def test_a_link_is_no_member(tmp_path):
+def test_a_link_in_the_tar_is_not_followed(tmp_path):
     secret = tmp_path / "model_config.yaml"
     secret.write_text("target: EncDecRNNTBPEModel")
-    content = [one for one in members(FOLDER / "rnnt.nemo") if "config" not in one[0].name]
+    content = [(m, d) for m, d in members(FOLDER / "rnnt.nemo") if "config" not in m.name]
     link = tarfile.TarInfo("./model_config.yaml")
     link.type, link.linkname = tarfile.SYMTYPE, str(secret)
     with pytest.raises(ValueError, match=r"has no model_config.yaml"):
@@ -286,6 +285,7 @@ def tokenizer():
 
 SMALL = FastConformerConfig(width=16, layers=1, heads=2, feed_forward=32, subsampling_channels=4)
 DECODER = {"width": 16, "layers": 1, "heads": 2, "feed_forward": 16}
+CANARY = ModelConfig(encoder=SMALL, decoder=DecoderConfig(**DECODER))
 
 
 @pytest.mark.parametrize(
@@ -303,15 +303,11 @@ DECODER = {"width": 16, "layers": 1, "heads": 2, "feed_forward": 16}
     ],
 )
 def test_what_nemo_has_not_is_refused(tokenizer, tmp_path, options, message):
-    parts: dict[str, Any] = {"decoder": DecoderConfig(**DECODER)}
-    if "encoder" in options:
-        values = {"width": 16, "layers": 1, "heads": 2, "feed_forward": 32}
-        parts["encoder"] = FastConformerConfig(**{**values, **options["encoder"]})
-    if "decoder" in options:
-        parts["decoder"] = DecoderConfig(**{**DECODER, **options["decoder"]})
-    if "transducer" in options:
-        parts |= {"decoder": None, "transducer": TransducerConfig(**options["transducer"])}
-    config = ModelConfig(**{"encoder": SMALL, "features": FeatureConfig(mel_bins=8), **parts})
+    ((part, values),) = options.items()
+    if part == "transducer":
+        config = ModelConfig(encoder=SMALL, decoder=None, transducer=TransducerConfig(**values))
+    else:
+        config = replace(CANARY, **{part: replace(getattr(CANARY, part), **values)})
     with torch.device("meta"):
         model = ASRModel(config, tokenizer.vocab_size)
     with pytest.raises(ValueError, match=message):
@@ -319,11 +315,9 @@ def test_what_nemo_has_not_is_refused(tokenizer, tmp_path, options, message):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_tokenizer_without_prompts_is_no_canarys(tmp_path):
+def test_a_canary_needs_a_tokenizer_with_prompts(tmp_path):
     tokenizer = import_nemo(FOLDER / "rnnt.nemo").tokenizer
-    config = ModelConfig(encoder=SMALL, decoder=DecoderConfig(**DECODER))
-    with torch.device("meta"):
-        model = ASRModel(config, tokenizer.vocab_size)
+    model = ASRModel(CANARY, tokenizer.vocab_size)
     with pytest.raises(ValueError, match="must have the tokens of a Canary's prompts"):
         export_nemo(model, tokenizer, tmp_path / "x.nemo")
 
@@ -348,8 +342,7 @@ def test_what_is_left_out_is_named(tokenizer, tmp_path, caplog):
 
 
 def test_the_same_model_gives_the_same_file(tokenizer, tmp_path):
-    config = ModelConfig(encoder=SMALL, decoder=DecoderConfig(**DECODER))
-    model = ASRModel(config, tokenizer.vocab_size)
+    model = ASRModel(CANARY, tokenizer.vocab_size)
     for name in ("a.nemo", "b.nemo"):
         export_nemo(model, tokenizer, tmp_path / name)
     assert (tmp_path / "a.nemo").read_bytes() == (tmp_path / "b.nemo").read_bytes()

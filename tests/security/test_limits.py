@@ -287,34 +287,32 @@ class _Program:
 
 
 def _rewrite(folder, change):
-    found = pickle.loads((folder / ".metadata").read_bytes())
-    change(found)
-    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def test_metadata_of_a_checkpoint_run_no_program(tmp_path):
-    folder = tmp_path / "training"
-    tensor_files.write({"a": torch.arange(3.0)}, folder)
-    assert torch.equal(tensor_files.read_whole(folder)["a"], torch.arange(3.0))
+@pytest.fixture
+def stored(tmp_path):
+    tensor_files.write({"a": torch.arange(3.0)}, tmp_path / "training")
+    assert torch.equal(tensor_files.read_whole(tmp_path / "training")["a"], torch.arange(3.0))
+    return tmp_path / "training"
 
-    def add(found):
-        found.planner_data = _Program(tmp_path / "pwned")
 
-    _rewrite(folder, add)
+def test_metadata_of_a_checkpoint_run_no_program(stored, tmp_path):
+    program = _Program(tmp_path / "pwned")
+    _rewrite(stored, lambda metadata: setattr(metadata, "planner_data", program))
     with pytest.raises(ValueError, match=r"\.metadata is damaged: it names posix\.system"):
-        tensor_files.describe(folder)
+        tensor_files.describe(stored)
     assert not (tmp_path / "pwned").exists()
 
 
-def test_tensors_of_a_checkpoint_run_no_program(tmp_path):
-    folder = tmp_path / "training"
-    tensor_files.write({"a": torch.arange(3.0)}, folder)
+def test_tensors_of_a_checkpoint_run_no_program(stored, tmp_path):
     payload = pickle.dumps(_Program(tmp_path / "pwned"), protocol=2)
-    (folder / "__0_0.distcp").write_bytes(payload + bytes(2000))
-    with pytest.raises(
-        ValueError, match="holds damaged tensors: Weights only load failed"
-    ) as error:
-        tensor_files.read_whole(folder)
+    (stored / "__0_0.distcp").write_bytes(payload + bytes(2000))
+    message = "holds damaged tensors: Weights only load failed"
+    with pytest.raises(ValueError, match=message) as error:
+        tensor_files.read_whole(stored)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "pwned").exists()
 
@@ -347,13 +345,11 @@ def _large(metadata):
         (_large, "claims 4398046511104 bytes in files of"),
     ],
 )
-def test_tensors_of_a_checkpoint_lie_in_its_files(tmp_path, change, message):
-    folder = tmp_path / "training"
-    tensor_files.write({"a": torch.arange(3.0)}, folder)
-    os.mkfifo(folder / "fifo")
-    _rewrite(folder, change)
+def test_tensors_of_a_checkpoint_lie_in_its_files(stored, change, message):
+    os.mkfifo(stored / "fifo")
+    _rewrite(stored, change)
     with pytest.raises((ValueError, OSError), match=message):
-        tensor_files.read_whole(folder)
+        tensor_files.read_whole(stored)
 
 
 def test_weights_hold_what_they_claim(tmp_path):
@@ -412,27 +408,31 @@ WORDS = {"a": 0, "!": 1, "<unk>": 2, "<pad>": 3}
 @pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])
 def test_a_text_that_takes_exponential_time_is_refused(tmp_path, pattern, place):
     tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="<unk>"))
     regex = tokenizers.Regex(pattern)
     if place == "normalizer":
-        made.normalizer = tokenizers.normalizers.Replace(regex, "a")
+        value = tokenizers.normalizers.Replace(regex, "a")
     else:
-        made.pre_tokenizer = tokenizers.pre_tokenizers.Split(regex, "isolated")
-    made.save(str(tmp_path / "tokenizer.json"))
-    found = load_tokenizer(tmp_path)
-    assert found.encode("a", "en") == [0]
+        value = tokenizers.pre_tokenizers.Split(regex, "isolated")
+    tokenizer = word_level(tokenizers, tmp_path, WORDS, **{place: value})
+    assert tokenizer.encode("a", "en") == [0]
     with pytest.raises(ValueError, match="retry-limit-in-match over") as failure:
-        found.encode("a" * 5000 + "!", "en")
+        tokenizer.encode("a" * 5000 + "!", "en")
     assert "\n" not in str(failure.value)
 
 
 def test_a_decoder_that_takes_exponential_time_is_refused(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     words = {"!" * 5000 + "a": 0, "a": 1, "<unk>": 2, "<pad>": 3}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    made.decoder = tokenizers.decoders.Replace(tokenizers.Regex(r"(!+)+$"), "a")
-    made.save(str(tmp_path / "tokenizer.json"))
-    found = load_tokenizer(tmp_path)
-    assert found.decode([1]) == "a"
+    decoder = tokenizers.decoders.Replace(tokenizers.Regex(r"(!+)+$"), "a")
+    tokenizer = word_level(tokenizers, tmp_path, words, decoder=decoder)
+    assert tokenizer.decode([1]) == "a"
     with pytest.raises(ValueError, match="retry-limit-in-match over"):
-        found.decode([0])
+        tokenizer.decode([0])
+
+
+def word_level(tokenizers, folder, words, **parts):
+    saved = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    for name, value in parts.items():
+        setattr(saved, name, value)
+    saved.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(folder)
