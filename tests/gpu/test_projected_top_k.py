@@ -92,21 +92,25 @@ def test_of_equal_logits_the_lower_class_comes_first(device: torch.device) -> No
         assert torch.equal(found[1].cpu(), expected[1])
 
 
-def test_classes_may_be_impossible(device: torch.device) -> None:
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_classes_may_be_impossible(device: torch.device, backend: str) -> None:
     bias = torch.full((40,), -torch.inf, device=device)
     bias[37] = 0
     given = torch.ones(1, 2, device=device), torch.ones(40, 2, device=device)
-    log_probs, indices = projected_top_k(*given, bias=bias, k=3, backend="triton")
+    log_probs, indices = projected_top_k(*given, bias=bias, k=3, backend=backend)
     assert indices.tolist() == [[37, 0, 1]]
     assert log_probs.tolist() == [[0.0, -torch.inf, -torch.inf]]
 
 
-def test_a_row_with_a_nan_is_nan_and_alone(dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_a_row_with_a_nan_is_nan_and_alone(
+    dtype: torch.dtype, device: torch.device, backend: str
+) -> None:
     hidden = torch.randn(3, 8, device=device).to(dtype)
     weight = torch.randn(50, 8, device=device).to(dtype)
-    expected = projected_top_k(hidden, weight, k=2, backend="triton")
+    expected = projected_top_k(hidden, weight, k=2, backend=backend)
     hidden[1] = torch.nan
-    log_probs, indices = projected_top_k(hidden, weight, k=2, backend="triton")
+    log_probs, indices = projected_top_k(hidden, weight, k=2, backend=backend)
     assert log_probs[1].isnan().all()
     assert bool(((indices >= 0) & (indices < 50)).all())
     for found, wanted in zip((log_probs, indices), expected, strict=True):
@@ -142,9 +146,10 @@ def test_tensors_need_not_be_contiguous(dtype: torch.dtype, device: torch.device
     assert all(map(torch.equal, strided, whole))
 
 
-def test_takes_no_rows(device: torch.device) -> None:
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_takes_no_rows(device: torch.device, backend: str) -> None:
     given = torch.zeros(0, 3, device=device), torch.zeros(5, 3, device=device)
-    log_probs, indices = projected_top_k(*given, k=2, backend="triton")
+    log_probs, indices = projected_top_k(*given, k=2, backend=backend)
     assert (log_probs.shape, indices.shape) == ((0, 2), (0, 2))
 
 

@@ -1,19 +1,24 @@
-"""`transducer_loss` in Triton against its definition."""
+"""`transducer_loss` in Triton, with durations and without, against its definition."""
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from effasr_kernels import PackedLayout
+from effasr_kernels import PackedLayout, transducer_loss
 from effasr_kernels.testing.conformance import check_kernel
 from effasr_kernels.transducer_loss import TransducerArguments, set_workspace
 from effasr_kernels.transducer_loss.lattice import occupancies
-from effasr_kernels.transducer_loss.triton import backend, lattice
+from effasr_kernels.transducer_loss.triton import backend, duration_lattice, lattice
 from effasr_kernels.transducer_loss.triton.plan import Cost, Lattices, Scores, Trace, first_nodes
+from effasr_kernels.transducer_loss.triton.work import Work
 from tests.gpu.live_memory import Live
 from tests.support import operation_cases
 from tests.support.loss_calls import LEAVES, assert_agrees, gradients, transducer_arguments
 from tests.support.operation_cases import labels_for
+
+UPSTREAM, TDT = torch.tensor([1.0, -2.0, 0.5]), (0, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -26,36 +31,60 @@ def test_agrees_however_nodes_are_divided(
     check_kernel(operation_cases.transducer_loss((5, 0, 8), longest=longest), torch.float32, device)
 
 
-def test_divides_nodes_as_it_is_told(device: torch.device) -> None:
-    """A small workspace changes results by the order of sums alone."""
-    arguments = transducer_arguments((9, 4, 6), ([1, 3, 5], [], [4, 1]), device)
-    upstream = torch.tensor([1.0, -2.0, 0.5])
-    expected = gradients(arguments, upstream)
-    set_workspace(2**12)
-    for name, x in gradients(arguments, upstream).items():
-        torch.testing.assert_close(x, expected[name], rtol=1e-5, atol=1e-6, msg=name)
-        if name == "loss":
-            assert torch.equal(x, expected[name])
+@pytest.mark.parametrize(("durations", "longest"), [(None, None), (TDT, None), (TDT, 9)])
+def test_divides_nodes_as_it_is_told(
+    durations: tuple[int, ...] | None, longest: int | None, device: torch.device
+) -> None:
+    """A small workspace changes results by the order of sums alone; inputs may be overwritten."""
+    transcripts = [1, 3, 5], [], [4, 1]
+    arguments = transducer_arguments((8, 3, 6), transcripts, device, durations, longest=longest)
+    expected = gradients(arguments, UPSTREAM)
+    for size in (2**12, 2**16):
+        set_workspace(size)
+        found = gradients(arguments, UPSTREAM, overwrite_inputs=size == 2**12)
+        assert torch.equal(found["loss"], expected["loss"])
+        for name in LEAVES:
+            torch.testing.assert_close(
+                found[name], expected[name], rtol=1e-5, atol=1e-6, msg=f"{name}, {size}"
+            )
 
 
 def test_without_frames_only_the_empty_transcript_is_possible(device: torch.device) -> None:
-    arguments = transducer_arguments((0, 0, 3, 2, 1), ([], [1, 0], [], [3], []), device)
-    actual = assert_agrees(arguments)
-    assert actual["loss"][:2].tolist() == [0, torch.inf]
-    assert assert_agrees(transducer_arguments((0, 0), ([], [1]), device))["loss"].tolist() == [
-        0,
-        torch.inf,
-    ]
+    for frames, transcripts in (
+        ((0, 0, 3, 2, 1), ([], [1, 0], [], [3], [])),
+        ((0, 0), ([], [1])),
+    ):
+        actual = assert_agrees(transducer_arguments(frames, transcripts, device))
+        assert actual["loss"][:2].tolist() == [0, torch.inf]
 
 
+def _change_sweeps(monkeypatch: pytest.MonkeyPatch, **options: int) -> None:
+    """Of lattices with durations."""
+    before = duration_lattice.DurationSweeps.__init__
+
+    def changed(self: Any, *call: Any) -> None:
+        before(self, *call)
+        assert self._options["STAGES"] > 1
+        self._options |= options
+
+    monkeypatch.setattr(duration_lattice.DurationSweeps, "__init__", changed)
+
+
+@pytest.mark.parametrize(
+    ("durations", "frames", "labels"),
+    [(None, (9, 3, 20), (15, 16, 40)), ((0, 1, 2, 4), (5, 3, 9), (7, 8, 19))],
+)
 def test_a_strip_hands_on_what_leaves_it(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+    durations: tuple[int, ...] | None,
+    frames: tuple[int, ...],
+    labels: tuple[int, ...],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in transcripts of more than a thousand labels."""
+    """As in transcripts of more than a thousand labels, or of more than 511."""
     monkeypatch.setattr(lattice, "_WIDEST", 16)
-    transcripts = [labels_for(n, 6, 2).tolist() for n in (15, 16, 40)]
-    arguments = transducer_arguments((9, 3, 20), transcripts, device)
-    assert_agrees(arguments, torch.tensor([1.0, -2.0, 0.5]))
+    _change_sweeps(monkeypatch, BLOCK=8, num_warps=1)
+    assert_agrees(transducer_arguments(frames, labels, device, durations), UPSTREAM)
 
 
 def test_long_sequences_keep_their_digits(device: torch.device) -> None:
@@ -120,11 +149,14 @@ def test_loads_ahead_of_stores_to_their_buffer_change_no_bit(
         assert torch.equal(x, y)
 
 
-def test_an_infinite_loss_has_no_gradient_whatever_comes_from_above(device: torch.device) -> None:
-    arguments = transducer_arguments((3, 1, 3), ([1], [1, 3], [3]), device)
-    # The row of the second: neither of its labels has any probability.
-    arguments["bias"][1] = -torch.inf
-    arguments["targets"][0] = 4
+@pytest.mark.parametrize("durations", [None, (1, 2)])
+def test_an_infinite_loss_has_no_gradient_whatever_comes_from_above(
+    durations: tuple[int, ...] | None, device: torch.device
+) -> None:
+    arguments = transducer_arguments((3, 1, 3), ([4], [1, 3], [3]), device, durations)
+    if durations is None:
+        # The row of the second: one of its labels has no probability.
+        arguments["bias"][1] = -torch.inf
     for upstream in (torch.inf, torch.nan, -2.0):
         actual = gradients(arguments, torch.tensor([1.0, upstream, 1.0]))
         assert actual["loss"].isfinite().tolist() == [True, False, True]
@@ -174,17 +206,22 @@ def test_saves_what_it_says(durations: tuple[int, ...] | None, device: torch.dev
         assert (saved[0].numel() > 0) == (longest is not None)
 
 
-@pytest.mark.parametrize("keeps_logits", [False, True])
-def test_memory_does_not_grow_with_the_batch(keeps_logits: bool, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("size", "durations"),
+    [(2**17, None), (2**18, None), (2**16, TDT)],
+    ids=["not_kept", "kept", "durations"],
+)
+def test_memory_does_not_grow_with_the_batch(
+    size: int, durations: tuple[int, ...] | None, device: torch.device
+) -> None:
     """But for inputs, and their gradients."""
     classes, width, frames, labels = 60, 8, 16, 3
-    size = 2**18 if keeps_logits else 2**17
     peaks = []
     for sequences in (16, 24):
         set_workspace(size)
         transcripts = [labels] * sequences
         arguments = transducer_arguments(
-            (frames,) * sequences, transcripts, device, classes=classes, width=width
+            (frames,) * sequences, transcripts, device, durations, classes=classes, width=width
         )
         given = arguments["encoded"].nbytes + arguments["predicted"].nbytes
         fixed = 3 * arguments["weight"].nbytes
@@ -240,3 +277,176 @@ def test_groups_and_chunks_cover_every_frame_once() -> None:
 def test_refuses_a_workspace_of_nothing() -> None:
     with pytest.raises(ValueError, match="`size` must be positive, but is 0"):
         set_workspace(0)
+
+
+def test_agrees_with_durations_in_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    arguments = transducer_arguments((5, 2), ([1, 3], [6]), device, (0, 1, 2, 4), dtype=dtype)
+    assert_agrees(arguments)
+
+
+@pytest.mark.parametrize(
+    ("frames", "transcripts", "durations", "possible"),
+    [
+        ((2, 3, 4), ([], [], [1]), (0, 3), [False, True, False]),
+        ((1, 1, 1), ([1], [], [1, 1]), (1, 2), [False, True, False]),
+        ((0, 0, 2), ([], [1], [1]), (0, 1, 2), [True, False, True]),
+        ((1, 4), ([], []), (2,), [False, True]),
+        ((1, 2), ([3, 4, 5], [1, 3, 5, 6]), (0, 1, 4), [True, True]),
+    ],
+    ids=["threes", "no_time", "no_frames", "by_twos", "all_at_once"],
+)
+@pytest.mark.representative(durations=[(0, 3), (0, 1, 2)])
+def test_what_no_path_fits_costs_infinity(
+    frames: tuple[int, ...],
+    transcripts: tuple[list[int], ...],
+    durations: tuple[int, ...],
+    possible: list[bool],
+    device: torch.device,
+) -> None:
+    arguments = transducer_arguments(frames, transcripts, device, durations)
+    actual = assert_agrees(arguments)
+    assert actual["loss"].isfinite().tolist() == possible
+    rows = iter(actual["encoded"].split(list(frames)))
+    for gradient, is_possible in zip(rows, possible, strict=True):
+        assert is_possible or bool((gradient == 0).all())
+
+
+@pytest.mark.parametrize(("frames", "labels"), [(120, 24), (4, 512), (4, 1030)])
+@pytest.mark.representative(labels=[24, 512])
+def test_duration_lattice_against_float64(frames: int, labels: int, device: torch.device) -> None:
+    """Shares of steps to rounding, on lattices where float32 masses would be off by 1e-3.
+
+    Of 512 states, each strip hands what leaves it to the next.
+    """
+    durations = (0, 1, 2, 3, 4)
+    tokens = torch.randn(frames, labels + 1, 50).mul(3).log_softmax(-1)
+    lasting = torch.randn(frames, labels + 1, len(durations)).log_softmax(-1)
+    log_blank, log_label = tokens[..., 0], tokens[..., 1]
+    total, took_blank, took_label, took = occupancies(
+        log_blank, log_label[:, :-1], lasting, durations
+    )
+    arguments = transducer_arguments((frames,), ([1] * labels,), device, durations)
+    layouts = arguments["layout_frames"], arguments["layout_targets"]
+    work = Work(TransducerArguments(**arguments))
+    (group,) = Lattices(*layouts).groups(Cost(1), 2**29, Cost(1), 2**29)
+    scores = work.scores(group)
+    for plane, x in zip(scores[1:], (log_blank, log_label, lasting), strict=True):
+        plane.copy_(x.reshape(plane.shape))
+    sweeps = duration_lattice.DurationSweeps(work.offsets, work.bound, 0.0, work.durations)
+    assert sweeps._options["BLOCK"] == min(512, max(32, 1 << labels.bit_length()))
+    loss, trace = torch.empty(1, device=device), sweeps.room(scores)
+    sweeps.losses(group, scores, trace, loss)
+    torch.testing.assert_close(loss.cpu().double(), -total[None], rtol=1e-6, atol=0)
+    sweeps.occupancies(group, scores, trace, loss, torch.ones_like(loss), scores)
+    blank, label, d_duration = (x.cpu().double() for x in scores[1:])
+    torch.testing.assert_close(blank.view_as(took_blank), took_blank, rtol=0, atol=2e-6)
+    torch.testing.assert_close(label.view_as(took_label), took_label, rtol=0, atol=2e-6)
+    whole = (took_blank + took_label)[..., None]
+    expected = lasting.double().exp() * whole - took
+    torch.testing.assert_close(d_duration.view_as(took), expected, rtol=0, atol=2e-6)
+
+
+def test_loads_ahead_of_stores_change_no_bit_with_durations(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Occupancies overwrite scores while those of the next nodes are fetched."""
+    arguments = transducer_arguments((30, 7), ([1, 3] * 9, [3]), device, TDT)
+    ahead = gradients(arguments, UPSTREAM[:2])
+    _change_sweeps(monkeypatch, STAGES=1)
+    found = gradients(arguments, UPSTREAM[:2])
+    assert found.keys() == ahead.keys()
+    for name, x in found.items():
+        assert torch.equal(x, ahead[name]), name
+
+
+def test_durations_beyond_its_registers_are_for_the_reference(device: torch.device) -> None:
+    arguments = transducer_arguments((3,), ([1],), device, (0, 1, 9))
+    reason = backend.unsupported_reason(TransducerArguments(**arguments))
+    assert "durations of up to 8 frames" in str(reason)
+    assert (
+        backend.unsupported_reason(TransducerArguments(**(arguments | {"durations": (0, 1, 8)})))
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("frames", "labels", "durations", "options"),
+    [
+        ((7, 0, 5), (3, 0, 0), (0, 1, 2, 3, 4), {}),
+        ((6, 3), (2, 4), (1, 2, 4), {"activation": "tanh", "longest": 5}),
+        ((4, 1), (2, 1), (0, 1), {"fastemit": 0.3, "blank_id": 0}),
+        ((9,), (2,), (0, 3, 8), {"blank_id": 6, "sigma": 0.0}),
+    ],
+    ids=["usual", "never_0", "one_at_most", "longest"],
+)
+@pytest.mark.representative(durations=[(0, 1, 2, 3, 4), (1, 2, 4)])
+def test_agrees_with_durations(
+    frames: tuple[int, ...],
+    labels: tuple[int, ...],
+    durations: tuple[int, ...],
+    options: dict,
+    device: torch.device,
+) -> None:
+    arguments = transducer_arguments(frames, labels, device, durations, **options)
+    assert_agrees(arguments, UPSTREAM[: len(frames)])
+
+
+@pytest.mark.parametrize(
+    ("size", "longest"),
+    [(2**29, None), (2**14, None), (2**14, 9), (2**16, 9)],
+    ids=["whole", "few", "kept", "many"],
+)
+@pytest.mark.representative(size=2**29)
+@pytest.mark.representative(size=2**14, longest=9)
+def test_overwriting_inputs_gives_the_same_bits(
+    size: int, longest: int | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """However nodes are divided, with sequences of no frames, and a tail."""
+    set_workspace(size)
+    frames, labels = (5, 0, 8, 0, 3), (2, 1, 4, 0, 0)
+    arguments = transducer_arguments(frames, labels, device, dtype=dtype, spare=3, longest=longest)
+    # The tail may hold anything.
+    for name in LEAVES[:2]:
+        arguments[name][-3:] = torch.nan
+    upstream = torch.tensor([1.0, -3.0, 2.0, 1.0, 0.5])
+    expected = gradients(arguments, upstream)
+    overwritten = gradients(arguments, upstream, overwrite_inputs=True)
+    for name, x in overwritten.items():
+        assert torch.equal(x, expected[name]), name
+
+
+@pytest.mark.parametrize("keeps_logits", [False, True])
+def test_overwriting_spares_the_gradients_of_the_inputs(
+    keeps_logits: bool, device: torch.device
+) -> None:
+    """All that is made from the call of the loss to the end of its backward."""
+    sequences, frames, labels = 24, 16, 3
+    set_workspace(2**18 if keeps_logits else 2**15)
+    sizes = (frames,) * sequences, (labels,) * sequences
+    arguments = transducer_arguments(*sizes, device)
+    given = [x for x in arguments.values() if isinstance(x, Tensor)]
+    inputs = arguments["encoded"].nbytes + arguments["predicted"].nbytes
+    peaks = []
+    for overwrite_inputs in (False, True):
+        leaves = {name: arguments[name].detach().requires_grad_() for name in LEAVES}
+        made = {name: leaves[name] * 1 for name in LEAVES[:2]}
+        with Live(*given, *leaves.values(), *made.values()) as live:
+            loss = transducer_loss(**(arguments | leaves | made), overwrite_inputs=overwrite_inputs)
+            torch.autograd.grad(loss.sum(), [*made.values(), leaves["weight"], leaves["bias"]])
+        peaks.append(live.peak)
+    assert inputs > 2**15
+    assert abs(peaks[0] - peaks[1] - inputs) < 2**8, (peaks, inputs)
+
+
+def test_after_overwriting_a_second_backward_is_refused(device: torch.device) -> None:
+    arguments = transducer_arguments((3, 2), (1, 2), device)
+    leaves = {name: arguments[name].detach().requires_grad_() for name in LEAVES}
+    made = {name: leaves[name] * 1 for name in LEAVES[:2]}
+    kept = made["encoded"].square().sum()
+    loss = transducer_loss(**(arguments | leaves | made), overwrite_inputs=True).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="no second backward"):
+        loss.backward()
+    # A kernel counts versions as an operation of torch does.
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()

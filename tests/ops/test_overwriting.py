@@ -8,33 +8,28 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from effasr_kernels import PackedLayout, transducer_loss
+from effasr_kernels import transducer_loss
 from effasr_kernels.transducer_loss import OPERATION, TransducerArguments
+from tests.support.loss_calls import LEAVES, gradients, transducer_arguments
 
-FRAMES, LABELS, WIDTH, CLASSES = (4, 0, 3, 5), (2, 1, 0, 3), 3, 9
-SPARE = 2
-ROWS = sum(FRAMES) + SPARE, sum(LABELS) + len(LABELS) + SPARE
+FRAMES, LABELS, SPARE = (4, 0, 3, 5), (2, 1, 0, 3), 2
+# Without frames, but with a label: a loss of +inf, which has no gradient.
 UPSTREAM = torch.tensor([1.0, 2.0, -0.5, 0.25], dtype=torch.float64)
+
+
+def _arguments(dtype: torch.dtype = torch.float64, **options: Any) -> dict[str, Any]:
+    torch.manual_seed(1)
+    return transducer_arguments(FRAMES, LABELS, dtype=dtype, width=3, spare=SPARE, **options)
 
 
 def _leaves(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """What becomes encoded, predicted, weight and bias, the first two with a tail."""
-    generator = torch.Generator().manual_seed(1)
-    shapes = (ROWS[0], WIDTH), (ROWS[1], WIDTH), (CLASSES, WIDTH), (CLASSES,)
-    return [
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-        for shape in shapes
-    ]
+    arguments = _arguments(dtype)
+    return [arguments[name].requires_grad_() for name in LEAVES]
 
 
-def _loss(encoded: Tensor, predicted: Tensor, weight: Tensor, bias: Tensor, **options: Any) -> Any:
-    layouts = (
-        PackedLayout.from_lengths(FRAMES, rows=ROWS[0]),
-        PackedLayout.from_lengths(LABELS, rows=sum(LABELS) + SPARE),
-    )
-    targets = torch.tensor([1, 2, 3, 5, 1, 1, 0, 0])
-    arguments = encoded, predicted, targets, *layouts, weight, bias
-    return transducer_loss(*arguments, blank_id=4, **options)
+def _loss(*leaves: Tensor, **options: Any) -> Tensor:
+    return transducer_loss(**(_arguments() | dict(zip(LEAVES, leaves, strict=True))), **options)
 
 
 def _made(leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -42,15 +37,7 @@ def _made(leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
     return leaves[0] * 2, leaves[1] * 0.5
 
 
-def _gradients(leaves: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
-    encoded, predicted = _made(leaves)
-    loss = _loss(encoded, predicted, *leaves[2:], **options)
-    upstream = UPSTREAM.to(loss)
-    # Without frames, but with a label: a loss of +inf, which has no gradient.
-    return torch.autograd.grad(loss, leaves, upstream)
-
-
-def _counted(call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def _counted(call: Callable[[], Any]) -> Any:
     with FlopCounterMode(display=False) as counter:
         found = call()
     assert counter.get_total_flops() > 0
@@ -60,36 +47,21 @@ def _counted(call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("durations", [None, (0, 1, 3)], ids=["rnnt", "tdt"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("watched", [False, True], ids=["eager", "dispatcher"])
-def test_gives_the_same_gradients(
+def test_gives_the_same_gradients_where_the_inputs_were(
     dtype: torch.dtype, watched: bool, durations: tuple[int, ...] | None
 ) -> None:
-    leaves = _leaves(dtype)
-    options: dict[str, Any] = {"durations": durations, "backend": "reference"}
-    expected = _gradients(leaves, **options)
-    options["overwrite_inputs"] = True
-    call = lambda: _gradients(leaves, **options)
+    arguments = _arguments(dtype, durations=durations)
+    expected = gradients(arguments, UPSTREAM, "reference")
+    call = lambda: gradients(arguments, UPSTREAM, "reference", overwrite_inputs=True)
     found = _counted(call) if watched else call()
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y)
-
-
-@pytest.mark.parametrize("watched", [False, True], ids=["eager", "dispatcher"])
-def test_the_gradients_lie_where_the_inputs_were(watched: bool) -> None:
-    leaves = _leaves()
-    expected = _gradients(leaves)
-    encoded, predicted = _made(leaves)
-
-    def call() -> tuple[Tensor, ...]:
-        loss = _loss(encoded, predicted, *leaves[2:], overwrite_inputs=True)
-        return torch.autograd.grad(loss, [encoded, predicted], UPSTREAM)
-
-    found = _counted(call) if watched else call()
-    for gradient, x, expect, factor in zip(
-        found, (encoded, predicted), expected[:2], (2, 0.5), strict=True
-    ):
+    for name, x in found.items():
+        torch.testing.assert_close(x, expected[name])
+    for name in LEAVES[:2]:
+        assert bool((found[name][-SPARE:] == 0).all())
+    made = _made(_leaves())
+    loss = _loss(*made, *_leaves()[2:], overwrite_inputs=True)
+    for gradient, x in zip(torch.autograd.grad(loss, made, UPSTREAM), made, strict=True):
         assert gradient.data_ptr() == x.data_ptr()
-        torch.testing.assert_close(x.detach() * factor, expect)
-        assert bool((x[-SPARE:] == 0).all())
 
 
 def test_only_what_requires_a_gradient_is_overwritten() -> None:
@@ -144,14 +116,14 @@ def test_refuses_memory_that_is_not_its_own() -> None:
     encoded, predicted = _made(leaves)
     both = torch.cat([encoded, predicted])
     wide = torch.stack([encoded, encoded], -1)
-    first, second = both[: ROWS[0]], both[ROWS[0] :]
+    first, second = both.split([len(encoded), len(predicted)])
     for pair, message in (
         ((leaves[0], predicted), "`encoded` must be what an operation made, not a leaf"),
         ((leaves[0].view_as(encoded), predicted), "`encoded` .* is a leaf or a view of one"),
         ((encoded, leaves[1]), "`predicted` must be what an operation made"),
         ((wide[..., 0], predicted), r"`encoded` must be contiguous .* with strides \(6, 2\)"),
         ((encoded, predicted[:1].expand(predicted.shape)), "`predicted` must be contiguous"),
-        ((both[: ROWS[0]], both[1 : 1 + ROWS[1]]), "`encoded` must have memory of its own"),
+        ((first, both[1 : 1 + len(predicted)]), "`encoded` must have memory of its own"),
     ):
         with pytest.raises(ValueError, match="^transducer_loss: " + message):
             _loss(*pair, *leaves[2:], overwrite_inputs=True)
@@ -161,16 +133,8 @@ def test_refuses_memory_that_is_not_its_own() -> None:
 
 def test_the_schema_says_what_is_written() -> None:
     """`torch.library` compares the arguments before and after with what the schema declares."""
-    leaves = [x.detach() for x in _leaves()]
-    layouts = (
-        PackedLayout.from_lengths(FRAMES, rows=ROWS[0]),
-        PackedLayout.from_lengths(LABELS, rows=sum(LABELS) + SPARE),
-    )
-    given = leaves[0], leaves[1], torch.tensor([1, 2, 3, 5, 1, 1, 0, 0]), *layouts, *leaves[2:]
-    options = {"activation": "tanh", "fastemit": 0.0, "durations": None, "sigma": 0.0}
     for overwritten in ((), ("predicted",), ("encoded", "predicted")):
-        arguments = TransducerArguments(*given, blank_id=4, overwritten=overwritten, **options)
-        flat = OPERATION.flatten(arguments)
+        flat = OPERATION.flatten(TransducerArguments(**_arguments(), overwritten=overwritten))
         wanted = [isinstance(x, Tensor) and x.is_floating_point() for x in flat]
         over = torch.ops.effasr.transducer_loss_backward_over
         copies = [x.clone() if isinstance(x, Tensor) else x for x in flat]
@@ -182,8 +146,8 @@ def test_the_schema_says_what_is_written() -> None:
 
 def test_compiled_code_refuses_it() -> None:
     torch._dynamo.reset()
-    leaves = _leaves()
-    call = lambda: _loss(*_made(leaves), *leaves[2:], overwrite_inputs=True)
+    arguments = _arguments()
+    call = lambda: transducer_loss(**arguments, overwrite_inputs=True)
     with pytest.raises(Exception, match="`overwrite_inputs` must be False in compiled code"):
         torch.compile(call, fullgraph=True, backend="eager")()
 

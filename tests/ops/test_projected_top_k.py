@@ -64,25 +64,6 @@ def test_sums_are_wide(dtype: torch.dtype) -> None:
     assert_no_worse(log_probs, expected, baseline)
 
 
-def test_classes_may_be_impossible() -> None:
-    bias = torch.full((6,), -torch.inf)
-    bias[4] = 0
-    log_probs, indices = projected_top_k(torch.ones(1, 2), torch.ones(6, 2), bias=bias, k=3)
-    assert indices.tolist() == [[4, 0, 1]]
-    assert log_probs.tolist() == [[0.0, -torch.inf, -torch.inf]]
-
-
-def test_a_row_with_a_nan_is_nan_and_alone() -> None:
-    hidden, weight = torch.randn(3, 4), torch.randn(9, 4)
-    expected = projected_top_k(hidden, weight, k=2)
-    hidden[1] = torch.nan
-    log_probs, indices = projected_top_k(hidden, weight, k=2)
-    assert log_probs[1].isnan().all()
-    assert bool(((indices >= 0) & (indices < 9)).all())
-    for found, wanted in zip((log_probs, indices), expected, strict=True):
-        assert torch.equal(found[[0, 2]], wanted[[0, 2]])
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("k", [1, 5])
 def test_a_row_depends_on_itself_alone_to_the_bit(k: int, threads: int) -> None:
@@ -98,9 +79,3 @@ def test_a_row_depends_on_itself_alone_to_the_bit(k: int, threads: int) -> None:
                 assert torch.equal(x, y[chosen])
     finally:
         torch.set_num_threads(before)
-
-
-def test_takes_no_rows() -> None:
-    log_probs, indices = projected_top_k(torch.zeros(0, 3), torch.zeros(5, 3), k=2)
-    assert (log_probs.shape, log_probs.dtype) == ((0, 2), torch.float32)
-    assert (indices.shape, indices.dtype) == ((0, 2), torch.int64)

@@ -433,7 +433,7 @@ def test_a_file_that_poisons_again_and_again_is_given_up(tmp_path) -> None:
     ("test", "groups"),
     [
         ("tests/gpu/test_attention_relative.py::test_a[float32]", ("attention",)),
-        ("tests/gpu/test_transducer_durations.py::test_a", ("transducer_loss",)),
+        ("tests/gpu/test_transducer_loss.py::test_a", ("transducer_loss",)),
         ("tests/ops/test_ctc_loss.py", ("ctc_loss",)),
         ("tests/gpu/test_launch.py::test_a", OPERATIONS),
         ("tests/gpu/test_operations.py::test_values[rms_norm-(5,), width=1]", ("rms_norm",)),
