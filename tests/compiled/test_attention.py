@@ -152,7 +152,8 @@ def test_compiles_with_tile_tables(compiled_ok: CompiledOk, width: int, features
     ("features", "width"),
     [
         *(("all_with_rotary", 64), ("all_with_relative", 64), ("guided", 64), ("guided", 80)),
-        *(("context_with_rotary", 64), ("context_with_relative", 64)),
+        ("context_with_relative", 64),
+        pytest.param("context_with_rotary", 64, marks=pytest.mark.extended),
     ],
 )
 def test_loads_are_wide_and_fetched_ahead(

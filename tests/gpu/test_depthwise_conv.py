@@ -25,7 +25,7 @@ def _error_of_mean(y: Tensor, longest: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "tail", "shift"),
+    ("sizes", "tail", "shift"),
     [
         ((9, 1), 2, 0.0),
         # More tiles than are loaded at a time, most of them without a row.
@@ -37,14 +37,14 @@ def _error_of_mean(y: Tensor, longest: int) -> Tensor:
     ids=["few", "many", "shifted", "nothing", "tail", "empty", "empty_and_tail"],
 )
 def test_statistics(
-    lengths: tuple[int, ...], tail: int, shift: float, dtype: torch.dtype, device: torch.device
+    sizes: tuple[int, ...], tail: int, shift: float, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Those of what was returned, as it was rounded."""
-    total = sum(lengths)
+    total = sum(sizes)
     x = torch.randn(total + tail, 6).to(dtype)
     x[total:] = torch.nan
     bias = torch.randn(3).add(shift).to(dtype)
-    layout = PackedLayout.from_lengths(lengths, device, rows=total + tail)
+    layout = PackedLayout.from_lengths(sizes, device, rows=total + tail)
     y, mean, variance = depthwise_conv(
         *(x.to(device), torch.randn(3, 5).to(device, dtype), layout),
         bias=bias.to(device),
@@ -61,7 +61,7 @@ def test_statistics(
     spread, rtol = y.var(0, correction=0), 1e-4 if shift else 1e-5
     torch.testing.assert_close(variance.double().cpu(), spread, rtol=rtol, atol=0)
     error = (mean.double().cpu() - y.mean(0)).abs()
-    assert bool((error <= _error_of_mean(y, max(lengths))).all())
+    assert bool((error <= _error_of_mean(y, max(sizes))).all())
 
 
 def test_statistics_repeat_to_the_bit_and_change_nothing_else(

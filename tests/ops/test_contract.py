@@ -74,7 +74,13 @@ def test_contract(
     check(_case(name, lengths, options))
 
 
-@pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(*case.values, id=case.id, marks=[pytest.mark.extended] * (n % 3 > 0))
+        for n, case in enumerate(CASES)
+    ],
+)
 def test_compiles(name: str, options: dict[str, Any]) -> None:
     check_compiler(_case(name, (5, 0, 2), options))
 

@@ -75,6 +75,7 @@ def _check(check: Check, *given: Any, dtype: torch.dtype = torch.float32, **opti
 @pytest.mark.usefixtures("each_instruction_set")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lengths", [*AWKWARD_LENGTHS.values(), LENGTHS], ids=str)
+@pytest.mark.representative(lengths=[(0, 0), (1, 37, 2, 1), LENGTHS])
 def test_contract(lengths: tuple[int, ...], kind: str) -> None:
     _check(check_kernel, kind, lengths)
 
