@@ -34,14 +34,14 @@ def pair_matrix(first: int, second: int, learners: int) -> np.ndarray:
 
 
 class _Landing:
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device):
         self._device = device
         self.landed = False
 
     def query(self) -> bool:
         return self.landed
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         while not self.landed:
             self._device.advance()
 
@@ -49,17 +49,17 @@ class _Landing:
 class Device:
     """Does what it is asked to in order, but later: reads and writes buffers only then."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._work: list[Callable[[], None]] = []
 
-    def ask(self, work: Callable[[], None]) -> None:
+    def ask(self, work: Callable[[], None]):
         self._work.append(work)
 
-    def advance(self) -> None:
+    def advance(self):
         if self._work:
             self._work.pop(0)()
 
-    def finish(self) -> None:
+    def finish(self):
         while self._work:
             self.advance()
 
@@ -67,7 +67,7 @@ class Device:
 class Learner:
     """A learner on such a device, whose host calls its mixer as training would."""
 
-    def __init__(self, weights: torch.Tensor) -> None:
+    def __init__(self, weights: torch.Tensor):
         self.weights = weights
         self.mixer = Mixer(weights.numel())
         self.device = Device()
@@ -75,11 +75,11 @@ class Learner:
         self.publish()
         self.mixer.snapshot()
 
-    def update(self, by: float) -> None:
+    def update(self, by: float):
         self.device.ask(lambda: self.weights.add_(by))
         self.updates += 1
 
-    def publish(self) -> None:
+    def publish(self):
         self.mixer.publish(self._copy_to, self.updates)
 
     def _copy_to(self, buffer: torch.Tensor) -> _Landing:
@@ -87,19 +87,19 @@ class Learner:
         # Nobody may look at it before it is there.
         buffer.fill_(float("nan"))
 
-        def copy() -> None:
+        def copy():
             buffer.copy_(self.weights)
             landing.landed = True
 
         self.device.ask(copy)
         return landing
 
-    def take(self) -> None:
+    def take(self):
         delta = self.mixer.take(self.updates)
         if delta is not None:
             self.device.ask(lambda: self.weights.add_(delta))
 
-    def settle(self) -> None:
+    def settle(self):
         self.device.finish()
         self.mixer.settle()
         self.take()
@@ -113,7 +113,7 @@ class MemoryNetwork:
         delay_s: The longest that a message takes; how long is random.
     """
 
-    def __init__(self, delay_s: float = 0.0) -> None:
+    def __init__(self, delay_s: float = 0.0):
         self._delay_s = delay_s
         self._boxes: dict[tuple[int, int], queue.Queue] = {}
         self._lock = threading.Lock()
@@ -131,7 +131,7 @@ class MemoryNetwork:
     def at(self, learner: int) -> MemoryTransport:
         return MemoryTransport(self, learner)
 
-    def check(self, learner: int, peer: int, until: float) -> None:
+    def check(self, learner: int, peer: int, until: float):
         while {learner, peer} & self.cut and time.monotonic() < until:
             time.sleep(0.002)
         if time.monotonic() >= until:
@@ -139,17 +139,17 @@ class MemoryNetwork:
         if {learner, peer} & self.dead:
             raise PeerLost("Connection closed by peer. Perhaps it crashed.")
 
-    def travel(self) -> None:
+    def travel(self):
         if self._delay_s:
             time.sleep(random.uniform(0, self._delay_s))
 
 
 class MemoryTransport:
-    def __init__(self, network: MemoryNetwork, learner: int) -> None:
+    def __init__(self, network: MemoryNetwork, learner: int):
         self._network = network
         self._learner = learner
 
-    def send(self, tensor: torch.Tensor, peer: int, timeout_s: float) -> None:
+    def send(self, tensor: torch.Tensor, peer: int, timeout_s: float):
         until = time.monotonic() + timeout_s
         self._network.travel()
         self._check(peer, until)
@@ -159,7 +159,7 @@ class MemoryTransport:
             self._check(peer, until)
             time.sleep(0.0005)
 
-    def receive(self, tensor: torch.Tensor, peer: int, timeout_s: float) -> None:
+    def receive(self, tensor: torch.Tensor, peer: int, timeout_s: float):
         until = time.monotonic() + timeout_s
         box = self._network._box(peer, self._learner)
         while True:
@@ -174,10 +174,10 @@ class MemoryTransport:
         tensor.copy_(message)
         box.task_done()
 
-    def close(self) -> None:
+    def close(self):
         self._network.dead.add(self._learner)
 
-    def _check(self, peer: int, until: float) -> None:
+    def _check(self, peer: int, until: float):
         self._network.check(self._learner, peer, until)
 
 

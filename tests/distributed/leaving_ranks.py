@@ -28,7 +28,7 @@ def main(times: str, device: str) -> int:
     seen: list[list[int]] = []
     destroy = dist.destroy_process_group
 
-    def destroyed() -> None:
+    def destroyed():
         seen.append(references(groups))
         destroy()
 

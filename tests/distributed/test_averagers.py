@@ -36,7 +36,7 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
-def hierarchical(context: DistributedContext) -> None:
+def hierarchical(context: DistributedContext):
     """Pairs every second step after the warm-up, all four every fourth."""
     model, optimizer, statistics = learner(context)
     what = LocalSGD(model, optimizer, statistics, context, {2: 2, 4: None}, warmup_steps=1)
@@ -56,7 +56,7 @@ def hierarchical(context: DistributedContext) -> None:
     assert seen == [apart, apart, pairs, apart, [1.5] * 4], seen
 
 
-def delayed(context: DistributedContext) -> None:
+def delayed(context: DistributedContext):
     """Each rank adds its update to the mean of the weights before it."""
     model, optimizer, statistics = learner(context)
     what = DelayedAveraging(model, optimizer, statistics, context, warmup_steps=1)
@@ -83,14 +83,14 @@ def delayed(context: DistributedContext) -> None:
     assert len(set(moments)) == 1
 
 
-def refused(context: DistributedContext) -> None:
+def refused(context: DistributedContext):
     """Groups that do not divide the ranks."""
     model, optimizer, statistics = learner(context)
     with pytest.raises(ValueError, match="groups that divide the 4 ranks, but one is of 3"):
         LocalSGD(model, optimizer, statistics, context, {2: 3, 4: None}, warmup_steps=0)
 
 
-def apart(context: DistributedContext) -> None:
+def apart(context: DistributedContext):
     """A learner exchanges gradients with nobody outside, in as many steps as it likes."""
     first = context.rank - context.rank % 2
     own = context.subgroup(range(first, first + 2))
@@ -104,7 +104,7 @@ def apart(context: DistributedContext) -> None:
         assert model.module.weight.grad.item() == first + 0.5
 
 
-def test_ranks_average_when_and_with_whom_they_should() -> None:
+def test_ranks_average_when_and_with_whom_they_should():
     """All scenarios in the same four processes, which take long to begin."""
     check_ranks(hierarchical, delayed, refused, apart, size=4)
 
@@ -120,12 +120,12 @@ def test_ranks_average_when_and_with_whom_they_should() -> None:
         ({2: 1, 8: None}, "groups of at least 2 ranks that grow with the period"),
     ],
 )
-def test_levels_must_lead_to_all_ranks(periods, message) -> None:
+def test_levels_must_lead_to_all_ranks(periods, message):
     with pytest.raises(ValueError, match=message):
         HierarchicalConfig(periods=periods)
 
 
-def test_a_negative_warmup_is_refused() -> None:
+def test_a_negative_warmup_is_refused():
     for config in (HierarchicalConfig, DelayedConfig):
         with pytest.raises(ValueError, match="`warmup_steps` must be at least 0, but is -1"):
             config(warmup_steps=-1)

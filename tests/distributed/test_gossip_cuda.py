@@ -39,7 +39,7 @@ def test_no_update_is_lost_while_gpus_are_behind_their_hosts():
     weights = [[torch.full((size,), float(n), device="cuda")] for n in range(3)]
     errors = []
 
-    def train(n: int) -> None:
+    def train(n: int):
         try:
             gossip = Gossip(
                 weights[n], learner=n, learners=3, transport=network.at(n), config=GossipConfig()

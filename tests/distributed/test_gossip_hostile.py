@@ -33,7 +33,7 @@ Attack = Callable[[tuple[str, int], threading.Event], None]
 
 
 @pytest.fixture(autouse=True)
-def loopback(monkeypatch) -> None:
+def loopback(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
@@ -44,7 +44,7 @@ def endpoint_of(store: HashStore, learner: int = 1) -> tuple[str, int]:
     return address, port
 
 
-def talk(active: SocketTransport, passive: SocketTransport, times: int = 20) -> None:
+def talk(active: SocketTransport, passive: SocketTransport, times: int = 20):
     """Exchange in both directions, as learners do."""
     sent = torch.arange(10_000.0)
     with ThreadPoolExecutor(1) as pool:
@@ -59,7 +59,7 @@ def talk(active: SocketTransport, passive: SocketTransport, times: int = 20) -> 
             sending.result()
 
 
-def garbage(endpoint: tuple[str, int], stop: threading.Event) -> None:
+def garbage(endpoint: tuple[str, int], stop: threading.Event):
     while not stop.is_set():
         with suppress(OSError), socket.create_connection(endpoint, 1.0) as client:
             client.sendall(os.urandom(secrets.choice((1, 87, 88, 89, 5000))))
@@ -67,18 +67,18 @@ def garbage(endpoint: tuple[str, int], stop: threading.Event) -> None:
             client.recv(1000)
 
 
-def slow_drip(endpoint: tuple[str, int], stop: threading.Event) -> None:
+def slow_drip(endpoint: tuple[str, int], stop: threading.Event):
     with suppress(OSError), socket.create_connection(endpoint, 1.0) as client:
         while not stop.wait(0.05):
             client.sendall(b"e")
 
 
-def silence(endpoint: tuple[str, int], stop: threading.Event) -> None:
+def silence(endpoint: tuple[str, int], stop: threading.Event):
     with suppress(OSError), socket.create_connection(endpoint, 1.0):
         stop.wait()
 
 
-def huge_length(endpoint: tuple[str, int], stop: threading.Event) -> None:
+def huge_length(endpoint: tuple[str, int], stop: threading.Event):
     """As an exchange of 2 ** 62 numbers, without a handshake."""
     with suppress(OSError), socket.create_connection(endpoint, 1.0) as client:
         client.sendall(torch.tensor([1, 2**62]).numpy().tobytes())
@@ -86,7 +86,7 @@ def huge_length(endpoint: tuple[str, int], stop: threading.Event) -> None:
             client.sendall(bytes(1 << 16))
 
 
-def echo(endpoint: tuple[str, int], stop: threading.Event) -> None:
+def echo(endpoint: tuple[str, int], stop: threading.Event):
     """Send back what the learner sends."""
     with suppress(OSError), socket.create_connection(endpoint, 1.0) as client:
         client.settimeout(0.5)
@@ -108,7 +108,7 @@ def under(attack: Attack, endpoint: tuple[str, int], clients: int) -> Iterator[N
 
 
 @pytest.mark.parametrize("attack", [garbage, slow_drip, silence, huge_length, echo])
-def test_two_learners_connect_and_exchange_under_attack(attack, monkeypatch, caplog) -> None:
+def test_two_learners_connect_and_exchange_under_attack(attack, monkeypatch, caplog):
     monkeypatch.setattr(listener, "HANDSHAKE_S", 1.0)
     store = HashStore()
     with ThreadPoolExecutor(1) as pool:
@@ -125,7 +125,7 @@ def test_two_learners_connect_and_exchange_under_attack(attack, monkeypatch, cap
     )
 
 
-def test_a_huge_length_of_an_authenticated_peer_takes_no_memory() -> None:
+def test_a_huge_length_of_an_authenticated_peer_takes_no_memory():
     """A relay that changes the header, or a neighbour with another model."""
     store = HashStore()
     with ThreadPoolExecutor(1) as pool:
@@ -151,7 +151,7 @@ def test_a_huge_length_of_an_authenticated_peer_takes_no_memory() -> None:
             gossip.abandon()
 
 
-def test_a_thousand_connections_keep_no_learner_out(monkeypatch) -> None:
+def test_a_thousand_connections_keep_no_learner_out(monkeypatch):
     monkeypatch.setattr(listener, "_PENDING", 16)
     store, clients = HashStore(), []
     with ThreadPoolExecutor(1) as pool:
@@ -172,7 +172,7 @@ def test_a_thousand_connections_keep_no_learner_out(monkeypatch) -> None:
     assert listening.result().strangers == 1000
 
 
-def test_one_that_says_nothing_or_little_is_dropped_in_time(monkeypatch) -> None:
+def test_one_that_says_nothing_or_little_is_dropped_in_time(monkeypatch):
     monkeypatch.setattr(listener, "HANDSHAKE_S", 0.3)
     with Listener(["127.0.0.1"], 1) as own, ThreadPoolExecutor(1) as pool:
         accepting = pool.submit(own.accept, {0}, time.monotonic() + 4.0)
@@ -189,7 +189,7 @@ def test_one_that_says_nothing_or_little_is_dropped_in_time(monkeypatch) -> None
         assert own.strangers == 1
 
 
-def test_what_was_recorded_cannot_be_replayed() -> None:
+def test_what_was_recorded_cannot_be_replayed():
     """A relay records the handshake of learner 0; the listener waits for learner 2 as well."""
     recorded: list[bytes] = []
     with Listener(["127.0.0.1"], 1) as own, ThreadPoolExecutor(2) as pool:
@@ -197,7 +197,7 @@ def test_what_was_recorded_cannot_be_replayed() -> None:
         endpoint = tuple(own.endpoints[0])
         with socket.create_server(("127.0.0.1", 0)) as relay:
 
-            def record() -> None:
+            def record():
                 client, _ = relay.accept()
                 with client, socket.create_connection(endpoint) as server:
                     client.sendall(server.recv(100))
@@ -222,7 +222,7 @@ def test_what_was_recorded_cannot_be_replayed() -> None:
     assert own.strangers == 1
 
 
-def test_a_proof_is_valid_for_one_role_one_connection_and_one_learner() -> None:
+def test_a_proof_is_valid_for_one_role_one_connection_and_one_learner():
     key = secrets.token_bytes(KEY_BYTES)
     challenge = Challenge(key, 1)
     hello, answer = hello_to(challenge.nonce, key), None
@@ -258,7 +258,7 @@ def hello_to(nonce: bytes, key: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("answer", ["reflection", "garbage", "drip", "silence", "end"])
-def test_a_false_server_is_not_taken_for_a_learner(answer) -> None:
+def test_a_false_server_is_not_taken_for_a_learner(answer):
     ours, theirs = socket.socketpair()
     key = secrets.token_bytes(KEY_BYTES)
     with ours, theirs, ThreadPoolExecutor(1) as pool:
@@ -283,7 +283,7 @@ def test_a_false_server_is_not_taken_for_a_learner(answer) -> None:
         assert time.monotonic() - began < 10.0
 
 
-def test_only_the_chosen_interface_listens(monkeypatch) -> None:
+def test_only_the_chosen_interface_listens(monkeypatch):
     with Listener(own_addresses(), 1) as own:
         assert {address for address, _ in own.endpoints} <= {"127.0.0.1", "::1"}
         bound = [listening.getsockname()[0] for listening in own._sockets]
@@ -297,6 +297,6 @@ def test_only_the_chosen_interface_listens(monkeypatch) -> None:
     assert set(own_addresses()) >= {"127.0.0.1"}
 
 
-def test_no_address_to_listen_at_is_an_error_that_names_the_remedy() -> None:
+def test_no_address_to_listen_at_is_an_error_that_names_the_remedy():
     with pytest.raises(OSError, match=r"192\.0\.2\.1: .*GLOO_SOCKET_IFNAME names"):
         Listener(["192.0.2.1"], 1)

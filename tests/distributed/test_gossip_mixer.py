@@ -19,7 +19,7 @@ ACTIONS = ("update", "publish", "take", "advance", "send", "answer", "finish")
 class Events:
     """Three learners, and what is on its way between them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.learners = [Learner(torch.arange(5.0) * (10 + n)) for n in range(3)]
         self.start = [learner.weights.clone() for learner in self.learners]
         self.received = [torch.zeros(5) for _ in self.learners]
@@ -27,7 +27,7 @@ class Events:
         self.sent: dict[int, torch.Tensor] = {}
         self.answered: dict[int, torch.Tensor] = {}
 
-    def do(self, action: str, n: int) -> None:
+    def do(self, action: str, n: int):
         learner = self.learners[n]
         if action == "update":
             learner.update(n + 1)
@@ -54,20 +54,20 @@ class Events:
         elif action == "finish" and n in self.answered:
             learner.mixer.average(self.answered.pop(n))
 
-    def check_view(self, n: int, view: torch.Tensor) -> None:
+    def check_view(self, n: int, view: torch.Tensor):
         """What others see: the updates up to a version, and every delta received."""
         updates = (n + 1) * self.learners[n].mixer._view_version
         expected = self.start[n] + updates + self.received[n]
         torch.testing.assert_close(view, expected, rtol=0, atol=2e-3)
 
-    def drain(self) -> None:
+    def drain(self):
         for n in ACTIVE:
             self.do("answer", n)
             self.do("finish", n)
         for learner in self.learners:
             learner.settle()
 
-    def check(self) -> None:
+    def check(self):
         """Nothing that was learned is lost or counted twice."""
         now = sum(learner.weights for learner in self.learners)
         torch.testing.assert_close(now, self.total, rtol=0, atol=2e-3)

@@ -21,7 +21,7 @@ from tests.support.run_ranks import check_ranks, run_ranks
 class Party:
     """The first so many processes: a group for their exchanges, another for what is collective."""
 
-    def __init__(self, context: DistributedContext, number: int, size: int) -> None:
+    def __init__(self, context: DistributedContext, number: int, size: int):
         self.rank, self.size = context.rank, size
         assert context.store is not None
         self.store = PrefixStore(f"party/{number}", context.store)
@@ -53,7 +53,7 @@ def take(gossip: Gossip, tensors: list[torch.Tensor]) -> bool:
     return delta is not None
 
 
-def mixes(party: Party, **config) -> None:
+def mixes(party: Party, **config):
     """At a learning rate of zero the mean stays, and all arrive at it."""
     torch.manual_seed(party.rank)
     tensors = [torch.randn(300, 700), torch.randn(5)]
@@ -79,7 +79,7 @@ def mixes(party: Party, **config) -> None:
     assert gossip.counters().bytes > 0
 
 
-def updates(party: Party) -> None:
+def updates(party: Party):
     """Learners that make 40, 70, 100 ... constant updates, twice; none is lost."""
     tensors = [torch.full((1000,), float(party.rank)), torch.zeros(3, 3)]
     expected = party.sum(tensors)
@@ -101,7 +101,7 @@ def updates(party: Party) -> None:
     assert counters.exchanges == counters.applied > 10
 
 
-def lockstep(party: Party) -> None:
+def lockstep(party: Party):
     """Two learners that exchange after each step, in step, are one: the weights of ddp."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
@@ -134,7 +134,7 @@ def lockstep(party: Party) -> None:
     assert gossip.counters().staleness_max == 0
 
 
-def late(party: Party) -> None:
+def late(party: Party):
     """A learner that begins or drains late, but not as late as the limit, is waited for."""
     tensors = [torch.full((3,), float(party.rank))]
     gossip = party.gossip(tensors, timeout_s=6.0)
@@ -148,7 +148,7 @@ def late(party: Party) -> None:
     assert gossip.counters().lost == ()
 
 
-def learners_that_live(context: DistributedContext) -> None:
+def learners_that_live(context: DistributedContext):
     scenarios = [
         (4, mixes),
         (4, lambda party: mixes(party, topology="random")),
@@ -163,7 +163,7 @@ def learners_that_live(context: DistributedContext) -> None:
             scenario(party)
 
 
-def one_of_four_is_killed(context: DistributedContext) -> None:
+def one_of_four_is_killed(context: DistributedContext):
     """In the midst of it; the others train on, and drain."""
     victim = 1
     party = Party(context, 0, 4)

@@ -49,7 +49,7 @@ def error_of(call: Future, within_s: float = 5.0) -> str:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
 @pytest.mark.parametrize("numel", [0, 1, 2, MUCH])
-def test_what_is_sent_arrives(dtype, numel) -> None:
+def test_what_is_sent_arrives(dtype, numel):
     active, passive = connect(0, 1)
     sent = torch.arange(numel).to(dtype)
     got = torch.zeros(numel, dtype=dtype)
@@ -64,7 +64,7 @@ def test_what_is_sent_arrives(dtype, numel) -> None:
     assert torch.equal(sent, got)
 
 
-def test_many_neighbours_at_once() -> None:
+def test_many_neighbours_at_once():
     party = connect(0, 1, 2, 3, 4)
     got = {(a, p): torch.zeros(1000) for a in (0, 2, 4) for p in (1, 3)}
     with threads() as pool:
@@ -78,7 +78,7 @@ def test_many_neighbours_at_once() -> None:
     assert all((tensor == 10.0 * a + p).all() for (a, p), tensor in got.items())
 
 
-def test_a_neighbour_that_ends_in_the_midst_of_a_message_is_lost_at_once() -> None:
+def test_a_neighbour_that_ends_in_the_midst_of_a_message_is_lost_at_once():
     active, passive = connect(0, 1)
     with threads() as pool:
         receiving = pool.submit(passive.receive, torch.zeros(MUCH), 0, 60.0)
@@ -92,7 +92,7 @@ def test_a_neighbour_that_ends_in_the_midst_of_a_message_is_lost_at_once() -> No
         passive.send(torch.zeros(MUCH), 0, 20.0)
 
 
-def test_closing_ends_every_call_that_waits() -> None:
+def test_closing_ends_every_call_that_waits():
     first, passive, second = connect(0, 1, 2)
     with threads() as pool:
         sending = pool.submit(passive.send, torch.zeros(MUCH), 0, 60.0)
@@ -114,11 +114,11 @@ def test_closing_ends_every_call_that_waits() -> None:
             other.receive(torch.zeros(MUCH), 1, 20.0)
 
 
-def test_one_that_is_silent_is_lost_in_time_and_one_that_is_slow_is_not() -> None:
+def test_one_that_is_silent_is_lost_in_time_and_one_that_is_slow_is_not():
     active, passive = connect(0, 1)
     got = torch.zeros(6)
 
-    def slowly() -> None:
+    def slowly():
         for number in range(6):
             time.sleep(0.2)
             active.send(torch.tensor([float(number)]), 1, 20.0)
@@ -135,13 +135,13 @@ def test_one_that_is_silent_is_lost_in_time_and_one_that_is_slow_is_not() -> Non
 
 
 @pytest.mark.parametrize("learner", [0, 1])
-def test_one_that_does_not_come_is_lost_at_the_first_message(learner) -> None:
+def test_one_that_does_not_come_is_lost_at_the_first_message(learner):
     transport = SocketTransport(HashStore(), learner, [1 - learner], 0.2)
     with pytest.raises(PeerLost, match="it did not connect"):
         transport.send(torch.zeros(1), 1 - learner, 1.0)
 
 
-def test_strangers_are_not_let_in_and_silent_ones_block_nobody_for_long(monkeypatch) -> None:
+def test_strangers_are_not_let_in_and_silent_ones_block_nobody_for_long(monkeypatch):
     monkeypatch.setattr(listener, "HANDSHAKE_S", 0.2)
     store = HashStore()
     with threads() as pool, ExitStack() as stack:
@@ -162,7 +162,7 @@ def test_strangers_are_not_let_in_and_silent_ones_block_nobody_for_long(monkeypa
     assert got.tolist() == [1, 1, 1]
 
 
-def test_the_next_address_is_tried_and_all_are_named_where_none_leads_there(monkeypatch) -> None:
+def test_the_next_address_is_tried_and_all_are_named_where_none_leads_there(monkeypatch):
     monkeypatch.setattr(sockets, "_CONNECT_S", 0.3)
     monkeypatch.setattr(sockets, "_WELCOME_S", 0.3)
     with socket.create_server(("127.0.0.2", 0)) as foreign:
@@ -179,7 +179,7 @@ def test_the_next_address_is_tried_and_all_are_named_where_none_leads_there(monk
     connect(0, 1)
 
 
-def test_a_forked_child_keeps_no_connection_open() -> None:
+def test_a_forked_child_keeps_no_connection_open():
     active, passive = connect(0, 1)
     child = os.fork()
     if not child:
@@ -193,14 +193,14 @@ def test_a_forked_child_keeps_no_connection_open() -> None:
         os.waitpid(child, 0)
 
 
-def test_connections_end_with_their_transport() -> None:
+def test_connections_end_with_their_transport():
     active, passive = connect(0, 1)
     del active
     with pytest.raises(PeerLost, match="closed by the other side"):
         passive.receive(torch.zeros(1), 0, 5.0)
 
 
-def test_addresses_are_those_of_the_interfaces_that_are_named(monkeypatch) -> None:
+def test_addresses_are_those_of_the_interfaces_that_are_named(monkeypatch):
     found = own_addresses()
     assert found
     assert "127.0.0.1" in found
@@ -213,5 +213,5 @@ def test_addresses_are_those_of_the_interfaces_that_are_named(monkeypatch) -> No
         own_addresses()
 
 
-def test_no_thread_of_these_tests_is_left() -> None:
+def test_no_thread_of_these_tests_is_left():
     assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]

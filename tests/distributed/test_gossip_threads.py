@@ -19,7 +19,7 @@ from tests.distributed.gossip_reference import MemoryNetwork
 class Fleet:
     """Learners that share a network; learner n has weights of n at first."""
 
-    def __init__(self, learners: int, *, delay_s: float = 0.0, numel: int = 4, **config) -> None:
+    def __init__(self, learners: int, *, delay_s: float = 0.0, numel: int = 4, **config):
         self.network = MemoryNetwork(delay_s)
         self.weights = [[torch.full((numel,), float(n))] for n in range(learners)]
         self.lost: list[list[int]] = [[] for _ in range(learners)]
@@ -35,21 +35,21 @@ class Fleet:
             for n in range(learners)
         ]
 
-    def step(self, n: int, by: float = 0.0) -> None:
+    def step(self, n: int, by: float = 0.0):
         self.take(n)
         self.weights[n][0] += by
         self.gossips[n].publish()
 
-    def take(self, n: int) -> None:
+    def take(self, n: int):
         delta = self.gossips[n].take()
         if delta is not None:
             add_flat(self.weights[n], delta)
 
-    def run(self, train, who=None) -> None:
+    def run(self, train, who=None):
         """Each learner calls ``train(n)`` in a thread of its own; an error is raised here."""
         errors = []
 
-        def guarded(n: int) -> None:
+        def guarded(n: int):
             try:
                 train(n)
             except Exception as error:
@@ -68,7 +68,7 @@ class Fleet:
     def train(self, steps, by: float = 0.0, pause=lambda n: 0.0):
         """What `run` takes: ``steps(n)`` updates by ``by``, then a drain and what is left."""
 
-        def body(n: int) -> None:
+        def body(n: int):
             self.gossips[n].start()
             for _ in range(steps(n)):
                 self.step(n, by)
@@ -87,7 +87,7 @@ class Fleet:
         return (rows - rows.mean(0)).square().sum(1).mean().item()
 
 
-def until(condition, limit_s: float = 10.0) -> None:
+def until(condition, limit_s: float = 10.0):
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, "it never came true"
@@ -161,7 +161,7 @@ def test_a_slow_learner_does_not_hold_up_the_others():
     fleet = Fleet(4)
     finished = [threading.Event() for _ in range(4)]
 
-    def body(n: int) -> None:
+    def body(n: int):
         fleet.gossips[n].start()
         if n == 1:
             fleet.step(n, 1.0)
@@ -213,7 +213,7 @@ def test_survivors_go_on_without_one_that_dies(dead, topology, caplog):
     fleet = Fleet(5, topology=topology)
     alive = [n for n in range(5) if n != dead]
 
-    def body(n: int) -> None:
+    def body(n: int):
         fleet.gossips[n].start()
         for step in range(60):
             fleet.step(n)
@@ -263,7 +263,7 @@ def test_one_that_falls_silent_is_left_out_in_time(silent):
 
     satisfied = set()
 
-    def body(n: int) -> None:
+    def body(n: int):
         exchanges = None
         # All go on until each neighbour has noticed, and has had ten exchanges since.
         while not satisfied.issuperset(beside):
@@ -286,7 +286,7 @@ def test_one_that_computes_for_long_is_not_silent():
     # No stall of a loaded machine is as long.
     fleet = Fleet(2, timeout_s=0.6)
 
-    def body(n: int) -> None:
+    def body(n: int):
         fleet.gossips[n].start()
         for _ in range(100):
             if n == 1:
@@ -308,7 +308,7 @@ def test_one_that_is_not_chosen_for_long_still_hears_of_the_busy(monkeypatch):
     for active in (0, 2):
         monkeypatch.setattr(fleet.gossips[active]._side, "_choose", lambda living, count: 1)
 
-    def body(n: int) -> None:
+    def body(n: int):
         fleet.gossips[n].start()
         # Longer than a passive one is patient.
         until = time.monotonic() + 3.0
@@ -354,7 +354,7 @@ def test_an_error_of_the_callback_reaches_the_one_that_trains():
     network = MemoryNetwork()
     network.dead.add(1)
 
-    def on_lost(peer: int) -> None:
+    def on_lost(peer: int):
         raise OSError(f"no disk to note {peer} on")
 
     gossip = Gossip(

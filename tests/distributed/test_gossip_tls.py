@@ -32,7 +32,7 @@ def authority(folder: Path) -> TLSConfig:
     """Make an authority, and the certificate of a node."""
     folder.mkdir()
 
-    def openssl(*arguments: str) -> None:
+    def openssl(*arguments: str):
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
@@ -55,7 +55,7 @@ def foreign(tmp_path_factory) -> TLSConfig:
 
 
 @pytest.fixture(autouse=True)
-def loopback(monkeypatch) -> None:
+def loopback(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
@@ -67,7 +67,7 @@ def pair(first: TLSConfig | None, second: TLSConfig | None, timeout_s: float = 2
         return active, listening.result()
 
 
-def test_what_is_sent_arrives_encrypted_in_both_directions(ours) -> None:
+def test_what_is_sent_arrives_encrypted_in_both_directions(ours):
     active, passive = pair(ours, ours)
     for connection in (active._connections[1], passive._connections[0]):
         assert connection.version() == "TLSv1.3"
@@ -91,7 +91,7 @@ def test_what_is_sent_arrives_encrypted_in_both_directions(ours) -> None:
         active.receive(got, 1, 5.0)
 
 
-def test_the_averaging_of_weights_uses_the_certificates_of_its_settings(ours) -> None:
+def test_the_averaging_of_weights_uses_the_certificates_of_its_settings(ours):
     store, config = HashStore(), GossipConfig(tls=ours, timeout_s=20.0)
 
     def connect(rank: int) -> WeightAveraging:
@@ -110,7 +110,7 @@ def test_the_averaging_of_weights_uses_the_certificates_of_its_settings(ours) ->
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_only_with_tls_weights_cannot_be_read_on_the_way(ours, encrypted) -> None:
+def test_only_with_tls_weights_cannot_be_read_on_the_way(ours, encrypted):
     """A relay between the two reads everything."""
     seen, store = bytearray(), HashStore()
     tls = ours if encrypted else None
@@ -122,7 +122,7 @@ def test_only_with_tls_weights_cannot_be_read_on_the_way(ours, encrypted) -> Non
         endpoint = tuple(where["endpoints"][0])
         store.set("listening/1", json.dumps(where | {"endpoints": [relay.getsockname()]}))
 
-        def copy(source: socket.socket, target: socket.socket) -> None:
+        def copy(source: socket.socket, target: socket.socket):
             while data := source.recv(1 << 16):
                 seen.extend(data)
                 target.sendall(data)
@@ -147,7 +147,7 @@ def test_only_with_tls_weights_cannot_be_read_on_the_way(ours, encrypted) -> Non
     assert bytes.fromhex(where["key"]) not in seen
 
 
-def test_foreign_certificates_and_plain_connections_are_refused(ours, foreign, monkeypatch) -> None:
+def test_foreign_certificates_and_plain_connections_are_refused(ours, foreign, monkeypatch):
     monkeypatch.setattr(sockets, "_WELCOME_S", 1.0)
     crossed = replace(ours, certificate=foreign.certificate, key=foreign.key)
     for other, reason in ((foreign, "CERTIFICATE_VERIFY_FAILED"), (crossed, ""), (None, "")):
@@ -159,7 +159,7 @@ def test_foreign_certificates_and_plain_connections_are_refused(ours, foreign, m
         assert passive.strangers >= 1
 
 
-def test_files_that_are_not_what_they_should_be_are_named(ours, foreign, tmp_path) -> None:
+def test_files_that_are_not_what_they_should_be_are_named(ours, foreign, tmp_path):
     empty = tmp_path / "empty.pem"
     empty.touch()
     locked = tmp_path / "locked.key"
@@ -176,7 +176,7 @@ def test_files_that_are_not_what_they_should_be_are_named(ours, foreign, tmp_pat
             client_context(replace(ours, **changed))
 
 
-def test_a_recipe_names_the_files() -> None:
+def test_a_recipe_names_the_files():
     mapping = {"tls": {"ca": "ca.pem", "certificate": "node.pem", "key": "node.key"}}
     config = configuration.from_mapping(GossipConfig, mapping)
     assert config.tls == TLSConfig(ca="ca.pem", certificate="node.pem", key="node.key")

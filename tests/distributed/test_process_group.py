@@ -25,13 +25,13 @@ from effasr.training.step import train_step
 from tests.support.run_ranks import check_ranks, run_module, run_ranks
 
 
-def talk(context: DistributedContext) -> None:
+def talk(context: DistributedContext):
     assert context.all_reduce(torch.tensor([1.0, context.rank])).tolist() == [2.0, 1.0]
     assert context.all_gather({"rank": context.rank}) == [{"rank": 0}, {"rank": 1}]
     assert context.broadcast("from 0" if context.is_main else None) == "from 0"
 
 
-def statistics(context: DistributedContext) -> None:
+def statistics(context: DistributedContext):
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
     model[0].running_mean.fill_(float(context.rank))
     model[0].running_var.fill_(2.0 + 2 * context.rank)
@@ -40,7 +40,7 @@ def statistics(context: DistributedContext) -> None:
     assert model[0].running_var.tolist() == [3.0, 3.0]
 
 
-def gradients(context: DistributedContext) -> None:
+def gradients(context: DistributedContext):
     """Two micro-batches on each of two ranks give the gradient of all four."""
     torch.manual_seed(context.rank)
     model = replicate(nn.Linear(3, 1), context)
@@ -59,7 +59,7 @@ def gradients(context: DistributedContext) -> None:
     assert len(set(context.all_gather(model.module.weight.sum().item()))) == 1
 
 
-def uneven(context: DistributedContext) -> None:
+def uneven(context: DistributedContext):
     """Three micro-batches on two ranks, one of which gets an empty one, train as on one rank."""
     shape = StaticShape(60, 30, 4)
     generator = np.random.default_rng(0)
@@ -91,29 +91,29 @@ def uneven(context: DistributedContext) -> None:
     assert len(set(context.all_gather(sums[0]))) == 1
 
 
-def dies(context: DistributedContext) -> None:
+def dies(context: DistributedContext):
     if context.rank == 1:
         os._exit(7)
     context.all_reduce(torch.zeros(1))
 
 
-def hangs(context: DistributedContext) -> None:
+def hangs(context: DistributedContext):
     if context.rank == 1:
         time.sleep(5)
         os._exit(7)
     context.all_reduce(torch.zeros(1))
 
 
-def test_two_ranks_talk_and_share_statistics_and_gradients() -> None:
+def test_two_ranks_talk_and_share_statistics_and_gradients():
     check_ranks(talk, statistics, gradients)
 
 
-def test_three_micro_batches_on_two_ranks_train_as_on_one() -> None:
+def test_three_micro_batches_on_two_ranks_train_as_on_one():
     check_ranks(uneven)
 
 
 @pytest.mark.parametrize(("scenario", "timeout_s"), [(dies, 600.0), (hangs, 1.5)])
-def test_nobody_waits_forever_for_a_rank(scenario, timeout_s) -> None:
+def test_nobody_waits_forever_for_a_rank(scenario, timeout_s):
     """The survivor fails by itself, long before the limit."""
     start = time.perf_counter()
     survivor, lost = run_ranks(scenario, limit_s=30.0, timeout_s=timeout_s)
@@ -123,7 +123,7 @@ def test_nobody_waits_forever_for_a_rank(scenario, timeout_s) -> None:
     assert lost.returncode == 7
 
 
-def test_a_rank_that_was_left_out_hides_no_failure_of_the_others() -> None:
+def test_a_rank_that_was_left_out_hides_no_failure_of_the_others():
     store = HashStore()
     assert record_failure(store, 0, "no space left") is None
     assert record_failure(store, 1, "connection closed") == "rank 0: no space left"
@@ -132,7 +132,7 @@ def test_a_rank_that_was_left_out_hides_no_failure_of_the_others() -> None:
     assert record_failure(store, 3, "connection closed", 1) == "rank 2: no memory left"
 
 
-def test_a_process_alone_talks_to_nobody() -> None:
+def test_a_process_alone_talks_to_nobody():
     with distributed_context("cpu", environment={}) as context:
         assert context == DistributedContext(0, 1, torch.device("cpu"))
         assert context.is_main
@@ -142,7 +142,7 @@ def test_a_process_alone_talks_to_nobody() -> None:
         assert not torch.distributed.is_initialized()
 
 
-def test_a_device_that_is_not_there_is_refused() -> None:
+def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="`device` must be auto, cpu or cuda, but is 'tpu'"):
         distributed_context("tpu", environment={}).__enter__()
     if not torch.cuda.is_available():
@@ -152,7 +152,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rounds", "device"), [("3", "cpu"), ("1", "cuda")])
-def test_a_model_that_outlives_its_process_group_blocks_no_process(rounds, device) -> None:
+def test_a_model_that_outlives_its_process_group_blocks_no_process(rounds, device):
     """With a group's destructor, this deadlocks in one of 150 rounds: so each group is kept."""
     for done in run_module("tests.distributed.leaving_ranks", rounds, device):
         assert done.returncode == 0, done.stderr[-3000:]

@@ -28,13 +28,13 @@ def meet(server: TCPStore, ranks: list[int], size: int, timeout_s: float = 10.0)
         return list(threads.map(one, ranks))
 
 
-def test_all_have_the_same_name_and_nobody_had_it_before(server) -> None:
+def test_all_have_the_same_name_and_nobody_had_it_before(server):
     first, second = meet(server, [0, 1, 2], 3), meet(server, [2, 0, 1], 3)
     assert len(set(first)) == len(set(second)) == 1
     assert first[0] != second[0]
 
 
-def test_those_who_died_before_all_had_come_are_not_taken_for_those_who_come(server) -> None:
+def test_those_who_died_before_all_had_come_are_not_taken_for_those_who_come(server):
     """Of the first three, rank 2 never came, and of the second three rank 0."""
     for ranks in ([0, 1], [1, 2]):
         assert all(isinstance(error, RuntimeError) for error in meet(server, ranks, 3, 0.3))
@@ -43,7 +43,7 @@ def test_those_who_died_before_all_had_come_are_not_taken_for_those_who_come(ser
     assert len(set(meet(server, [0, 1], 2))) == 1
 
 
-def test_who_is_missing_is_said(server) -> None:
+def test_who_is_missing_is_said(server):
     (error,) = meet(server, [0], 3, 0.2)
     assert str(error) == "rank 0: not all 3 ranks joined within 0.2 s; missing: [1, 2]."
     (error,) = meet(server, [2], 3, 0.2)

@@ -16,7 +16,7 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def test_each_claim_is_reserved_and_begun_by_one(store) -> None:
+def test_each_claim_is_reserved_and_begun_by_one(store):
     def work(learner: int) -> list[int]:
         claims = WorkQueue(store, learner, first=10)
         mine = []
@@ -31,7 +31,7 @@ def test_each_claim_is_reserved_and_begun_by_one(store) -> None:
     assert sorted(done) == list(range(10, 210))
 
 
-def test_those_who_have_time_begin_what_others_have_only_reserved(store) -> None:
+def test_those_who_have_time_begin_what_others_have_only_reserved(store):
     """Two claims lie with a slow learner, one begun, and each other takes what there is."""
     slow = WorkQueue(store, 0, first=0)
     slow_ones = [slow.reserve() for _ in range(5)]
@@ -55,7 +55,7 @@ def test_those_who_have_time_begin_what_others_have_only_reserved(store) -> None
     assert list(slow.unfinished(0, 5)) == []
 
 
-def test_what_a_lost_learner_has_begun_is_seized_once(store) -> None:
+def test_what_a_lost_learner_has_begun_is_seized_once(store):
     lost, *others = (WorkQueue(store, learner, first=0) for learner in range(4))
     assert lost.begin(lost.reserve())
     assert lost.begin(lost.reserve())
@@ -66,7 +66,7 @@ def test_what_a_lost_learner_has_begun_is_seized_once(store) -> None:
     assert list(others[1].unfinished(0, 2)) == [1]
 
 
-def test_the_store_forgets_what_is_over(store) -> None:
+def test_the_store_forgets_what_is_over(store):
     claims = WorkQueue(store, 0, first=0)
     for _ in range(3):
         claim = claims.reserve()
@@ -93,7 +93,7 @@ def all_meet(members: list[Membership], limit_s: float = 10.0) -> list[list[int]
         return list(pool.map(meet, members))
 
 
-def test_learners_meet_without_those_who_are_lost(store) -> None:
+def test_learners_meet_without_those_who_are_lost(store):
     """One says that it fails, one falls silent and its connection breaks, one is only slow."""
     told = [[] for _ in range(4)]
     members = [
@@ -123,7 +123,7 @@ def test_learners_meet_without_those_who_are_lost(store) -> None:
         one.__exit__(None, None, None)
 
 
-def test_one_that_is_silent_for_too_long_is_lost_and_nobody_else(store) -> None:
+def test_one_that_is_silent_for_too_long_is_lost_and_nobody_else(store):
     lost = threading.Event()
     quick = Membership(store, 0, 3, timeout_s=2.0, on_lost=lambda _: lost.set())
     silent = Membership(store, 1, 3, timeout_s=2.0, on_lost=lambda _: None)

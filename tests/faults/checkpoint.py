@@ -44,14 +44,14 @@ def filled_model(cached: Path, value: float) -> tuple[ASRModel, Any]:
     return model, tokenizer
 
 
-def _save(folder: Path, step: int, *, is_best: bool = False) -> None:
+def _save(folder: Path, step: int, *, is_best: bool = False):
     model, tokenizer = filled_model(folder.with_name("cached"), float(step))
     checkpoints = RunCheckpoints(folder, keep=1)
     staged = checkpoints.stage({"moment": torch.full((5000,), float(step))})
     checkpoints.save(step, model, tokenizer, {"step": step}, staged, is_best=is_best)
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path):
     """Make three checkpoints; the last is damaged."""
     _save(folder, 1, is_best=True)
     _save(folder, 2)
@@ -61,12 +61,12 @@ def prepare(folder: Path) -> None:
     (damaged / "model.safetensors").write_bytes(b"damaged")
 
 
-def act(folder: Path) -> None:
+def act(folder: Path):
     """Write step 3."""
     _save(folder, 3, is_best=True)
 
 
-def check(folder: Path, fault: str, error: str) -> None:
+def check(folder: Path, fault: str, error: str):
     """Check that the newest is step 2 or 3, whole, and that the next start goes on."""
     gone = folder.with_name("state.gone")
     if gone.exists():
@@ -92,7 +92,7 @@ def check(folder: Path, fault: str, error: str) -> None:
     assert (folder / "latest").read_text() == (folder / "best").read_text() == "step_00000004\n"
 
 
-def _check_whole(path: Path, step: int) -> None:
+def _check_whole(path: Path, step: int):
     model = load_model(path).model
     assert {one.unique().item() for one in model.parameters()} == {float(step)}
     moment = tensor_files.read_whole(path / TENSORS)["moment"]

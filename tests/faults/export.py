@@ -22,7 +22,7 @@ def _export(folder: Path, value: float) -> str:
     return lines[-1].removeprefix("effasr export: ") if code else ""
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path):
     """Make three models, and export the first; its folder gets a file of somebody else."""
     for value in (1.0, 2.0, 3.0):
         model = filled_model(folder.with_name("cached"), value)
@@ -36,7 +36,7 @@ def act(folder: Path) -> str:
     return _export(folder, 2.0)
 
 
-def check(folder: Path, fault: str, error: str) -> None:
+def check(folder: Path, fault: str, error: str):
     """Check that it is the one or the other, and that it can be exported again."""
     gone = folder.with_name("state.gone")
     if gone.exists():

@@ -174,7 +174,7 @@ def _check(scenario: Any, folder: Path, fault: str, error: str) -> str:
     return ""
 
 
-def _check_error(fault: str, error: str, folder: Path) -> None:
+def _check_error(fault: str, error: str, folder: Path):
     """Check that an error is one line with a path and the reason."""
     assert not error.startswith("TRACEBACK"), error
     if error and error != "killed":
@@ -192,7 +192,7 @@ def _shown(error: BaseException) -> str:
     return explain(error)
 
 
-def main(module: str, fault: str, stride: str, root: str) -> None:
+def main(module: str, fault: str, stride: str, root: str):
     """Write a line of JSON for each call."""
     scenario, folder = importlib.import_module(module), Path(root) / "state"
     library = ctypes.CDLL(os.environ.pop("LD_PRELOAD"))

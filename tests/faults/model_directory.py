@@ -8,21 +8,21 @@ from effasr.checkpoint import load_model, save_model
 from tests.faults.checkpoint import filled_model
 
 
-def _save(folder: Path, value: float) -> None:
+def _save(folder: Path, value: float):
     save_model(folder / "model", *filled_model(folder.with_name("cached"), value))
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path):
     """Write the older one."""
     _save(folder, 1.0)
 
 
-def act(folder: Path) -> None:
+def act(folder: Path):
     """Write the newer one."""
     _save(folder, 2.0)
 
 
-def check(folder: Path, fault: str, error: str) -> None:
+def check(folder: Path, fault: str, error: str):
     """Check that it is the one or the other, and that it can be written again."""
     gone = folder.with_name("state.gone")
     if gone.exists():

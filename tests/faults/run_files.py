@@ -17,7 +17,7 @@ def _evaluation(text: str) -> Evaluation:
     return Evaluation("basic", (ScoredUtterance("a", "en", text, "b", 1.0, errors),), seconds=1.0)
 
 
-def _write(folder: Path, begin: int, end: int) -> None:
+def _write(folder: Path, begin: int, end: int):
     with closing(RunDirectory(folder)) as run:
         run.lock(f"start {begin}")
         run.open(f"begin: {begin}\n", begin, tensorboard=False)
@@ -30,17 +30,17 @@ def _write(folder: Path, begin: int, end: int) -> None:
         run.blend(end, [{"source": f"from {begin}"}])
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path):
     """Make four steps, of which two have no checkpoint."""
     _write(folder, 0, 4)
 
 
-def act(folder: Path) -> None:
+def act(folder: Path):
     """Make steps 3 to 6."""
     _write(folder, 2, 6)
 
 
-def check(folder: Path, fault: str, error: str) -> None:
+def check(folder: Path, fault: str, error: str):
     """Check that each file is that of before or of after, and that the run can go on."""
     gone = folder.with_name("state.gone")
     folder = gone if gone.exists() else folder
@@ -59,7 +59,7 @@ def check(folder: Path, fault: str, error: str) -> None:
     assert not (folder / "lock").exists()
 
 
-def _check_files(folder: Path, begins: list[int]) -> None:
+def _check_files(folder: Path, begins: list[int]):
     configs = [with_checksum_line(f"begin: {begin}\n") for begin in begins]
     assert (folder / "config.yaml").read_text() in configs
     (dropped,) = read_lines(folder / "dropped.jsonl")

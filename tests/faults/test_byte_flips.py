@@ -121,7 +121,7 @@ def _digest(file: Path) -> str:
     return sha256(file) if file.exists() else ""
 
 
-def test_every_file_of_a_run_is_in_the_table(run: Path) -> None:
+def test_every_file_of_a_run_is_in_the_table(run: Path):
     files = {str(file.relative_to(run)) for file in run.rglob("*") if file.is_file()}
     of_validation = {name for name in files if name.startswith("evaluation/train/")}
     of_best = {name for name in files if name.startswith(f"{BEST}/training")}
@@ -130,7 +130,7 @@ def test_every_file_of_a_run_is_in_the_table(run: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*NOTICED, *WRITTEN_ANEW])
-def test_a_changed_byte_is_noticed_or_without_effect(run: Path, name: str, caplog) -> None:
+def test_a_changed_byte_is_noticed_or_without_effect(run: Path, name: str, caplog):
     caplog.set_level(logging.WARNING, "effasr")
     contents = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
     path, random, noticed = run / name, Random(name), 0

@@ -48,7 +48,7 @@ def clock(tmp_path_factory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_a_run_is_the_same_whatever_the_time_of_day(clock: str, tmp_path: Path) -> None:
+def test_a_run_is_the_same_whatever_the_time_of_day(clock: str, tmp_path: Path):
     recipe, begun = small_run(tmp_path), time.monotonic()
     assert main(["train", str(recipe), "name=straight"]) == 0
     done = shell(f"{sys.executable} -c '{_STOP_AND_GO_ON}' train {recipe}", LD_PRELOAD=clock)

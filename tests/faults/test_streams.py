@@ -40,7 +40,7 @@ def shell(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.representative(command=["recipes >&- 2>&- <&-", "recipes > /dev/full"])
 def test_a_closed_or_full_stream_changes_no_exit_code(
     command: str, code: int, out: str, error: str
-) -> None:
+):
     done = shell(f"{EFFASR} {command}")
     assert (done.returncode, done.stderr.strip()) == (code, error)
     assert out in done.stdout
@@ -50,7 +50,7 @@ def test_a_closed_or_full_stream_changes_no_exit_code(
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [">&- 2>&- <&-", "2>&1 | true", "2> /dev/full"])
 @pytest.mark.extended
-def test_training_does_not_end_with_its_streams(streams: str, tmp_path) -> None:
+def test_training_does_not_end_with_its_streams(streams: str, tmp_path):
     recipe = small_run(tmp_path)
     done = shell(f"{EFFASR} train {recipe} {streams}")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -71,7 +71,7 @@ sys.exit(main(["train", sys.argv[1]]))
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_an_environment_of_ascii_and_nothing_else_is_enough(tmp_path) -> None:
+def test_an_environment_of_ascii_and_nothing_else_is_enough(tmp_path):
     """Nor is a home, a user or the temporary folder that is named needed."""
     folder = tmp_path / "Übung Ω"
     folder.mkdir()
@@ -103,7 +103,7 @@ def small_run(folder: Path, text: str = "low high", workers: int = 0) -> Path:
     return recipe
 
 
-def check_run(folder: Path) -> None:
+def check_run(folder: Path):
     newest = (folder / "run" / "checkpoints" / "latest").read_text()
     assert newest == f"step_{whole_run.STEPS:08d}\n"
     for file in ("metrics.jsonl", "config.yaml"):

@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 STEPS = 6
 
 
-def make_data(folder: Path, words: str = "low high") -> None:
+def make_data(folder: Path, words: str = "low high"):
     """Write a manifest of noise with two words to each recording, and a tokenizer."""
     draw, rows = np.random.default_rng(0), []
     folder.mkdir()
@@ -64,7 +64,7 @@ training: {{max_steps: {STEPS}, log_every: 1, checkpoint_every: 2, validate_ever
 """
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path):
     """Make two steps, and elsewhere all."""
     make_data(folder.with_name("data"))
     folder.with_name("recipe.yaml").write_text(RECIPE)
@@ -79,7 +79,7 @@ def act(folder: Path) -> str:
     return _train(folder)
 
 
-def check(folder: Path, fault: str, error: str) -> None:
+def check(folder: Path, fault: str, error: str):
     """Check that the same command makes the rest, and the same weights."""
     problem = _train(folder)
     assert problem == "", problem

@@ -25,7 +25,7 @@ def parameter_and_optimizer(**settings):
     return parameter, build_adamw(groups, OptimizerConfig(lr=0.1, **settings), CPU)
 
 
-def test_an_update_is_that_of_the_published_formula() -> None:
+def test_an_update_is_that_of_the_published_formula():
     parameter, optimizer = parameter_and_optimizer()
     first, second, expected = 0.0, 0.0, torch.tensor([1.0, -2.0], dtype=torch.float64)
     for made in (1, 2, 3):
@@ -40,7 +40,7 @@ def test_an_update_is_that_of_the_published_formula() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_step_that_is_not_finite_changes_nothing(fused) -> None:
+def test_a_step_that_is_not_finite_changes_nothing(fused):
     """Neither the weights nor the moments nor the number of updates, on both ways."""
 
     def train(finite: list[bool]) -> torch.Tensor:
@@ -55,7 +55,7 @@ def test_a_step_that_is_not_finite_changes_nothing(fused) -> None:
     assert not torch.equal(train([True, True]), train([True]))
 
 
-def test_apex_is_told_apart_from_its_namesake(monkeypatch, tmp_path) -> None:
+def test_apex_is_told_apart_from_its_namesake(monkeypatch, tmp_path):
     assert "needs a GPU" in str(apex_unsupported_reason(CPU))
     assert apex_unsupported_reason(CUDA) == "apex is not installed"
     package = tmp_path / "apex"
@@ -72,7 +72,7 @@ def test_apex_is_told_apart_from_its_namesake(monkeypatch, tmp_path) -> None:
     assert "apex" not in sys.modules
 
 
-def test_apex_is_used_where_it_is_there(monkeypatch, tmp_path) -> None:
+def test_apex_is_used_where_it_is_there(monkeypatch, tmp_path):
     folder = tmp_path / "apex" / "optimizers"
     folder.mkdir(parents=True)
     (tmp_path / "apex" / "__init__.py").touch()
@@ -97,17 +97,17 @@ def test_apex_is_used_where_it_is_there(monkeypatch, tmp_path) -> None:
 class LikeApex(torch.optim.Optimizer):
     """AdamW as apex has it: ``zero_grad`` takes no argument, and a group counts its updates."""
 
-    def __init__(self, groups) -> None:
+    def __init__(self, groups):
         defaults = {"lr": 0.1, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
         super().__init__(groups, defaults)
 
-    def zero_grad(self) -> None:
+    def zero_grad(self):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
@@ -122,7 +122,7 @@ class LikeApex(torch.optim.Optimizer):
                 )  # fmt: skip
 
 
-def test_gradients_are_cleared_with_any_optimizer() -> None:
+def test_gradients_are_cleared_with_any_optimizer():
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = LikeApex([parameter])
     parameter.grad = torch.ones(2)
@@ -136,14 +136,14 @@ def test_gradients_are_cleared_with_any_optimizer() -> None:
 
 @pytest.mark.parametrize("to_apex", [True, False])
 @pytest.mark.parametrize("initialized", [True, False])
-def test_a_run_moves_between_torch_and_apex(to_apex: bool, initialized: bool) -> None:
+def test_a_run_moves_between_torch_and_apex(to_apex: bool, initialized: bool):
     """Bias correction depends on the number of updates, which each keeps elsewhere."""
 
     def start(apex: bool) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
         parameter, optimizer = parameter_and_optimizer()
         return parameter, LikeApex(optimizer.param_groups) if apex else optimizer
 
-    def train(parameter, optimizer, steps: range) -> None:
+    def train(parameter, optimizer, steps: range):
         for step in steps:
             parameter.grad = torch.tensor([0.5, 3.0 * step])
             set_learning_rate(optimizer, 0.1)
@@ -163,22 +163,22 @@ def test_a_run_moves_between_torch_and_apex(to_apex: bool, initialized: bool) ->
     torch.testing.assert_close(second, expected)
 
 
-def test_apex_is_refused_with_the_reason() -> None:
+def test_apex_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="apex needs a GPU"):
         parameter_and_optimizer(implementation="apex")
 
 
-def test_bad_values_are_refused_by_name() -> None:
+def test_bad_values_are_refused_by_name():
     with pytest.raises(ValueError, match="`lr` must be positive, but is 0"):
         OptimizerConfig(lr=0.0)
     with pytest.raises(ValueError, match="`betas` must lie in"):
         OptimizerConfig(betas=(0.9, 1.0))
 
 
-def test_a_restored_optimizer_goes_on_with_its_moments_and_the_new_settings() -> None:
+def test_a_restored_optimizer_goes_on_with_its_moments_and_the_new_settings():
     """As one whose settings were changed on the way, not with those of the time of saving."""
 
-    def update(parameter, optimizer) -> None:
+    def update(parameter, optimizer):
         parameter.grad = torch.tensor([0.5, 3.0])
         apply_update(optimizer, torch.tensor(True))
 

@@ -27,7 +27,7 @@ def take(measure: AdaScale, gradients: torch.Tensor, targets: torch.Tensor, **se
     return measure.reading.read()
 
 
-def test_with_equal_samples_the_gain_is_the_papers() -> None:
+def test_with_equal_samples_the_gain_is_the_papers():
     """Section 4 of the paper, of S samples that are a reference batch each."""
     gradients = torch.randn(4, 10, generator=torch.Generator().manual_seed(0)) + 0.8
     mean = gradients.mean(0)
@@ -40,7 +40,7 @@ def test_with_equal_samples_the_gain_is_the_papers() -> None:
     assert factor == pytest.approx(expected.item() ** 0.5, rel=1e-5)
 
 
-def test_the_estimates_are_unbiased_for_samples_of_unlike_size() -> None:
+def test_the_estimates_are_unbiased_for_samples_of_unlike_size():
     """Noise has the variance 1 / targets; the sum of the samples then has 1 / all targets."""
     generator = torch.Generator().manual_seed(0)
     targets = torch.tensor([1.0, 5.0, 20.0, 2.0])
@@ -55,7 +55,7 @@ def test_the_estimates_are_unbiased_for_samples_of_unlike_size() -> None:
     assert square == pytest.approx(0.24, rel=0.1)
 
 
-def test_the_gain_lies_between_one_and_the_scale() -> None:
+def test_the_gain_lies_between_one_and_the_scale():
     alike = torch.ones(4, 3)
     opposed = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]) * alike
     equal = torch.full((4,), 3.0)
@@ -64,7 +64,7 @@ def test_the_gain_lies_between_one_and_the_scale() -> None:
     assert take(adascale(), torch.zeros(4, 3), equal)[0] == 1.0
 
 
-def test_averages_are_plain_at_first_and_then_decay() -> None:
+def test_averages_are_plain_at_first_and_then_decay():
     generator = torch.Generator().manual_seed(1)
     measure, equal = adascale(smoothing=0.5), torch.full((4,), 3.0)
     variances, expected = [], None
@@ -79,7 +79,7 @@ def test_averages_are_plain_at_first_and_then_decay() -> None:
     assert all(got == pytest.approx(want) for got, want in variances)
 
 
-def test_a_step_not_made_or_not_seen_leaves_the_averages() -> None:
+def test_a_step_not_made_or_not_seen_leaves_the_averages():
     measure, equal = adascale(), torch.full((4,), 3.0)
     gradients = torch.randn(4, 3, generator=torch.Generator().manual_seed(2))
     gain, progress, _ = take(measure, gradients, equal)
@@ -92,7 +92,7 @@ def test_a_step_not_made_or_not_seen_leaves_the_averages() -> None:
     assert take(adascale(), gradients[:1], equal[:1])[0] == 1.0
 
 
-def test_hooks_see_the_gradient_of_each_sample_and_not_their_sum() -> None:
+def test_hooks_see_the_gradient_of_each_sample_and_not_their_sum():
     model = nn.Linear(3, 1)
     measure = adascale(model.parameters(), factor=2.0)
     inputs = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(3))
@@ -112,7 +112,7 @@ def test_hooks_see_the_gradient_of_each_sample_and_not_their_sum() -> None:
     assert measure.sums.tolist() == [0.0, 0.0]
 
 
-def test_it_goes_on_exactly_from_a_saved_state() -> None:
+def test_it_goes_on_exactly_from_a_saved_state():
     generator, equal = torch.Generator().manual_seed(4), torch.full((4,), 3.0)
     steps = [torch.randn(4, 3, generator=generator) for _ in range(6)]
     straight, first, second = adascale(), adascale(), adascale()
@@ -130,7 +130,7 @@ def test_it_goes_on_exactly_from_a_saved_state() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_factor_on_the_device_multiplies_the_learning_rate(fused) -> None:
+def test_a_factor_on_the_device_multiplies_the_learning_rate(fused):
     moved = []
     for lr, factor in ((0.02, torch.tensor(1.5)), (0.03, None)):
         parameter = nn.Parameter(torch.ones(3))
@@ -157,6 +157,6 @@ def test_a_factor_on_the_device_multiplies_the_learning_rate(fused) -> None:
         ),
     ],
 )
-def test_bad_settings_are_refused(make, message) -> None:
+def test_bad_settings_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

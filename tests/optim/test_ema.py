@@ -5,7 +5,7 @@ from torch import nn
 from effasr.optim.ema import WeightAverage
 
 
-def test_the_average_is_its_closed_form() -> None:
+def test_the_average_is_its_closed_form():
     model = nn.Linear(1, 1, bias=False)
     values = [3.0, 1.0, 4.0, 1.0, 5.0]
     with torch.no_grad():
@@ -20,14 +20,14 @@ def test_the_average_is_its_closed_form() -> None:
     assert average.average["weight"].item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_weights_come_back_after_an_exchange_even_an_interrupted_one() -> None:
+def test_the_weights_come_back_after_an_exchange_even_an_interrupted_one():
     model = nn.Linear(2, 2)
     average = WeightAverage(model, 0.9)
     with torch.no_grad():
         model.weight.add_(1.0)
     trained, kept = model.weight.detach().clone(), average.average["weight"].clone()
 
-    def evaluate() -> None:
+    def evaluate():
         with average.in_place():
             assert torch.equal(model.weight, kept)
             raise KeyError
@@ -38,7 +38,7 @@ def test_the_weights_come_back_after_an_exchange_even_an_interrupted_one() -> No
     assert torch.equal(average.average["weight"], kept)
 
 
-def test_decay_must_be_a_fraction() -> None:
+def test_decay_must_be_a_fraction():
     with pytest.raises(ValueError, match="`decay` must lie between 0 and 1, but is 1"):
         WeightAverage(nn.Linear(2, 2), 1.0)
     with pytest.raises(ValueError, match="`scale` must be positive, but is 0"):
@@ -58,7 +58,7 @@ def descend(batch: int, decay: float, scale: float) -> tuple[torch.Tensor, torch
     return model.weight.detach(), average.average["weight"]
 
 
-def test_the_average_agrees_across_batch_sizes_on_a_quadratic() -> None:
+def test_the_average_agrees_across_batch_sizes_on_a_quadratic():
     """With the decay to the power of the batch; with the same decay, it is left behind."""
     trained, reference = descend(1, 0.95, 1.0)
     for batch in (2, 4, 8):

@@ -6,7 +6,7 @@ from effasr.optim.adamw import parameter_groups
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(5, 4)
         self.norm = nn.LayerNorm(4)
@@ -22,13 +22,13 @@ def names(model: nn.Module, group: dict) -> list[str]:
     return [by_id[id(parameter)] for parameter in group["params"]]
 
 
-def test_the_biases_of_an_lstm_are_biases() -> None:
+def test_the_biases_of_an_lstm_are_biases():
     model = LSTM(4, 2)
     _, spared = parameter_groups(model, 0.1, ("biases",))
     assert names(model, spared) == [f"bias_{x}_l{n}" for n in range(2) for x in ("ih", "hh")]
 
 
-def test_norms_and_biases_are_spared_and_every_parameter_is_listed_once() -> None:
+def test_norms_and_biases_are_spared_and_every_parameter_is_listed_once():
     model = Tied()
     decayed, spared = parameter_groups(model, 0.1, ("biases", "norms"))
     assert names(model, decayed) == ["embedding.weight", "linear.weight"]
@@ -36,7 +36,7 @@ def test_norms_and_biases_are_spared_and_every_parameter_is_listed_once() -> Non
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
 
 
-def test_embeddings_can_be_spared_and_nothing_need_be() -> None:
+def test_embeddings_can_be_spared_and_nothing_need_be():
     model = Tied()
     decayed, _ = parameter_groups(model, 0.1, ("biases", "norms", "embeddings"))
     assert names(model, decayed) == ["linear.weight"]

@@ -23,7 +23,7 @@ def make(**settings):
     return [weight, bias], build_lamb(groups, config, CPU)
 
 
-def update(parameters, optimizer, made: int, *, finite: bool = True) -> None:
+def update(parameters, optimizer, made: int, *, finite: bool = True):
     for parameter in parameters:
         gradient = torch.tensor([0.5, 3.0 * made])
         parameter.grad = gradient if finite else gradient * torch.nan
@@ -44,7 +44,7 @@ def by_hand(start: list[float], decay: float, updates: int) -> torch.Tensor:
 
 
 @needs_library
-def test_an_update_is_that_of_the_published_formula() -> None:
+def test_an_update_is_that_of_the_published_formula():
     (weight, bias), optimizer = make()
     for made in (1, 2, 3):
         update((weight, bias), optimizer, made)
@@ -55,7 +55,7 @@ def test_an_update_is_that_of_the_published_formula() -> None:
 
 
 @needs_library
-def test_a_step_that_is_not_finite_changes_nothing() -> None:
+def test_a_step_that_is_not_finite_changes_nothing():
     """Neither the weights nor the moments nor the number of updates."""
     weights = []
     for order in ([(1, True), (2, True)], [(1, False), (1, True), (5, False), (2, True)]):
@@ -67,7 +67,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
 
 
 @needs_library
-def test_a_restored_optimizer_goes_on_with_its_moments_and_the_new_settings() -> None:
+def test_a_restored_optimizer_goes_on_with_its_moments_and_the_new_settings():
     changed, first = make()
     update(changed, first, 1)
     resumed, second = make(betas=(0.5, 0.6))
@@ -82,7 +82,7 @@ def test_a_restored_optimizer_goes_on_with_its_moments_and_the_new_settings() ->
     assert all(torch.equal(x, y) for x, y in zip(changed, resumed, strict=True))
 
 
-def test_it_is_refused_where_no_library_has_it(monkeypatch) -> None:
+def test_it_is_refused_where_no_library_has_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     message = r"`name` must not be 'lamb' here: .* apex needs a GPU.*effasr\[lamb\]"
     with pytest.raises(ValueError, match=message):
@@ -91,12 +91,12 @@ def test_it_is_refused_where_no_library_has_it(monkeypatch) -> None:
         make(implementation="apex")
 
 
-def test_without_weight_decay_it_would_be_another_optimizer() -> None:
+def test_without_weight_decay_it_would_be_another_optimizer():
     with pytest.raises(ValueError, match="`weight_decay` must be positive with name lamb"):
         OptimizerConfig(name="lamb", weight_decay=0.0)
 
 
-def test_apex_computes_the_same_function_where_it_is_there(monkeypatch, tmp_path) -> None:
+def test_apex_computes_the_same_function_where_it_is_there(monkeypatch, tmp_path):
     folder = tmp_path / "apex" / "optimizers"
     folder.mkdir(parents=True)
     (tmp_path / "apex" / "__init__.py").touch()

@@ -11,19 +11,19 @@ def ratios(config: ScheduleConfig, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["inverse_sqrt", "cosine", "flat_cosine"])
-def test_warmup_is_linear_and_ends_at_the_peak(name) -> None:
+def test_warmup_is_linear_and_ends_at_the_peak(name):
     got = ratios(ScheduleConfig(name=name, warmup_steps=4), 100)
     assert got[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert max(got) == 1.0
 
 
-def test_inverse_sqrt_is_its_closed_form_down_to_the_floor() -> None:
+def test_inverse_sqrt_is_its_closed_form_down_to_the_floor():
     config = ScheduleConfig(name="inverse_sqrt", warmup_steps=4, min_ratio=0.25)
     assert learning_rate_ratio(config, 15, 100) == pytest.approx(0.5)
     assert learning_rate_ratio(config, 10_000, 100) == 0.25
 
 
-def test_cosine_is_its_closed_form_and_ends_at_the_floor() -> None:
+def test_cosine_is_its_closed_form_and_ends_at_the_floor():
     config = ScheduleConfig(name="cosine", warmup_steps=10, min_ratio=0.1)
     assert learning_rate_ratio(config, 54, 100) == pytest.approx(0.55)
     expected = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.25))
@@ -32,7 +32,7 @@ def test_cosine_is_its_closed_form_and_ends_at_the_floor() -> None:
     assert learning_rate_ratio(config, 150, 100) == pytest.approx(0.1)
 
 
-def test_flat_cosine_is_flat_and_then_a_cosine() -> None:
+def test_flat_cosine_is_flat_and_then_a_cosine():
     config = ScheduleConfig(name="flat_cosine", warmup_steps=2, flat_fraction=0.3, min_ratio=0.02)
     got = ratios(config, 100)
     assert got[1:30] == [1.0] * 29
@@ -42,13 +42,13 @@ def test_flat_cosine_is_flat_and_then_a_cosine() -> None:
 
 
 @pytest.mark.parametrize("name", ["inverse_sqrt", "cosine", "flat_cosine"])
-def test_degenerate_lengths_stay_in_range(name) -> None:
+def test_degenerate_lengths_stay_in_range(name):
     for warmup, steps in ((0, 1), (5, 5), (10, 3), (0, 2)):
         config = ScheduleConfig(name=name, warmup_steps=warmup)
         assert all(0 <= ratio <= 1 for ratio in ratios(config, steps))
 
 
-def test_bad_values_are_refused_by_name() -> None:
+def test_bad_values_are_refused_by_name():
     with pytest.raises(ValueError, match=r"`warmup_steps` must be at least 0, but is -1"):
         ScheduleConfig(warmup_steps=-1)
     with pytest.raises(ValueError, match=r"`min_ratio` must lie between 0 and 1"):

@@ -90,7 +90,7 @@ def recorded(name: str, lengths: list[tuple[int, int]]) -> list[tuple[str, tuple
     return [(x.kernel.fn.__name__, x.grid) for x in launches]
 
 
-def check_the_guard_notices(name: str) -> None:
+def check_the_guard_notices(name: str):
     """An `.item()`, a `.tolist()`, a `nonzero` and a copy, each within the transducer's forward."""
     forward = Transducer.forward
     reads: tuple[Callable[[Tensor], Any], ...] = (

@@ -9,7 +9,7 @@ from effasr.data.index import corpus
 from effasr.training import step
 
 
-def slow_rank() -> None:
+def slow_rank():
     """Rank 1 needs 200 ms more for every micro-batch."""
     run_micro_batch = step.run_micro_batch
 
@@ -21,7 +21,7 @@ def slow_rank() -> None:
         step.run_micro_batch = slow
 
 
-def stuck_read() -> None:
+def stuck_read():
     """An utterance lies on a file system that does not answer: a pipe into which nobody writes."""
     load_at = corpus.load_at
 

@@ -52,10 +52,10 @@ def shortage(model: ASRModel, *calls: int, where: str, error=torch_error) -> Ite
 def fail_in_backward(model: ASRModel, error):
     """Fail where the gradient comes to the encoder's first layer."""
 
-    def arrived(gradient: torch.Tensor) -> None:
+    def arrived(gradient: torch.Tensor):
         raise error()
 
-    def note(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    def note(module: torch.nn.Module, inputs: Any, output: torch.Tensor):
         output.register_hook(arrived)
 
     return model.encoder.layers[0].register_forward_hook(note)

@@ -14,7 +14,7 @@ from effasr.training.trainer import run
 CPU = torch.device("cpu")
 
 
-def test_a_run_logs_what_it_computes_again(make_config, tmp_path, monkeypatch) -> None:
+def test_a_run_logs_what_it_computes_again(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(meters, "peak_flops", lambda device: 1e12)
     shares = []
     for name, recomputed in (("plain", False), ("all", True)):
@@ -27,7 +27,7 @@ def test_a_run_logs_what_it_computes_again(make_config, tmp_path, monkeypatch) -
     assert all(1.01 < share < 4 / 3 for share in shares[1])
 
 
-def test_a_calibration_is_for_as_many_layers(make_config) -> None:
+def test_a_calibration_is_for_as_many_layers(make_config):
     config = make_config()
     population = read_population(config, find_tokenizer(config, None))
     names = set()

@@ -38,7 +38,7 @@ def direct(model, train_state, batches: list[Batch]) -> tuple[float, float]:
     return spread.item(), max((whole.square().sum() - spread).item(), 0.0)
 
 
-def gain(context: DistributedContext) -> None:
+def gain(context: DistributedContext):
     """Two micro-batches on each of two ranks, with clipping, against a direct computation."""
     config = quiet_config(
         OptimizerConfig(lr=1e-3, adascale=AdaScaleConfig(scale=SCALE, smoothing=0.5)), clip=CLIP
@@ -84,14 +84,12 @@ def gain(context: DistributedContext) -> None:
     assert states[0] == states[1]
 
 
-def test_the_gain_of_two_ranks_is_that_of_a_direct_computation() -> None:
+def test_the_gain_of_two_ranks_is_that_of_a_direct_computation():
     check_ranks(gain)
 
 
 @pytest.mark.extended
-def test_a_killed_run_goes_on_exactly_and_ends_by_progress(
-    make_config, tmp_path, monkeypatch
-) -> None:
+def test_a_killed_run_goes_on_exactly_and_ends_by_progress(make_config, tmp_path, monkeypatch):
     assert run(make_config(name="straight", optimizer=ADASCALE)) == 0
     steps = trainer.train_step
 
@@ -124,14 +122,14 @@ def test_a_killed_run_goes_on_exactly_and_ends_by_progress(
     assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == len(ours_lines)
 
 
-def test_a_run_that_had_none_counts_its_steps(make_config, tmp_path) -> None:
+def test_a_run_that_had_none_counts_its_steps(make_config, tmp_path):
     assert run(make_config(training={"max_steps": 4})) == 0
     assert run(make_config(training={"max_steps": 5}, optimizer=ADASCALE)) == 0
     (last,) = read_lines(tmp_path / "run" / "metrics.jsonl")[4:]
     assert last["progress"] == pytest.approx(4 + last["gain"])
 
 
-def test_what_cannot_be_measured_is_refused(make_config) -> None:
+def test_what_cannot_be_measured_is_refused(make_config):
     with pytest.raises(ValueError, match=r"`data\.micro_batches` must be at least 2 with .* is 1"):
         run(make_config(data={"micro_batches": 1}, optimizer=ADASCALE))
     wide = OptimizerConfig(lr_reference_micro_batches=8, adascale=AdaScaleConfig())

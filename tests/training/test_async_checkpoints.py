@@ -39,7 +39,7 @@ def gate(monkeypatch) -> threading.Event:
     event = threading.Event()
     write = run_checkpoints.write_model
 
-    def waiting(*content) -> None:
+    def waiting(*content):
         assert event.wait(30)
         write(*content)
 
@@ -47,15 +47,13 @@ def gate(monkeypatch) -> threading.Event:
     return event
 
 
-def fill(model: ASRModel, value: float) -> None:
+def fill(model: ASRModel, value: float):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(value)
 
 
-def test_what_is_written_is_what_was_there_when_it_was_asked_for(
-    tmp_path, model, tokenizer, gate
-) -> None:
+def test_what_is_written_is_what_was_there_when_it_was_asked_for(tmp_path, model, tokenizer, gate):
     checkpoints = RunCheckpoints(tmp_path, keep=2, background=True)
     moment = torch.full((3, 2), 1.0)
     fill(model, 1.0)
@@ -75,9 +73,7 @@ def test_what_is_written_is_what_was_there_when_it_was_asked_for(
     assert checkpoints.newest()[1] == {"step": 10}
 
 
-def test_a_second_one_waits_for_the_first_and_says_so(
-    tmp_path, model, tokenizer, gate, caplog
-) -> None:
+def test_a_second_one_waits_for_the_first_and_says_so(tmp_path, model, tokenizer, gate, caplog):
     checkpoints = RunCheckpoints(tmp_path, keep=2, background=True)
     checkpoints.save(10, model, tokenizer, {}, checkpoints.stage({}))
     threading.Timer(0.3, gate.set).start()
@@ -90,14 +86,14 @@ def test_a_second_one_waits_for_the_first_and_says_so(
     assert resolve(tmp_path).name == "step_00000020"
 
 
-def check_for(checkpoints: RunCheckpoints, seconds: float) -> None:
+def check_for(checkpoints: RunCheckpoints, seconds: float):
     deadline = time.perf_counter() + seconds
     while time.perf_counter() < deadline:
         checkpoints.check()
         time.sleep(0.01)
 
 
-def test_an_error_of_the_writer_is_one_of_the_trainer(tmp_path, model, tokenizer) -> None:
+def test_an_error_of_the_writer_is_one_of_the_trainer(tmp_path, model, tokenizer):
     checkpoints = RunCheckpoints(tmp_path, keep=2, background=True)
     checkpoints.save(10, model, tokenizer, {}, checkpoints.stage({}))
     checkpoints.wait()
@@ -109,8 +105,8 @@ def test_an_error_of_the_writer_is_one_of_the_trainer(tmp_path, model, tokenizer
     assert resolve(tmp_path).name == "step_00000010"
 
 
-def test_a_run_whose_disk_is_full_ends_with_the_reason(make_config, tmp_path, monkeypatch) -> None:
-    def full(*_) -> None:
+def test_a_run_whose_disk_is_full_ends_with_the_reason(make_config, tmp_path, monkeypatch):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(run_checkpoints, "write_model", full)
@@ -120,12 +116,10 @@ def test_a_run_whose_disk_is_full_ends_with_the_reason(make_config, tmp_path, mo
         run(make_config())
 
 
-def test_a_run_that_fails_waits_for_the_checkpoint_under_way(
-    make_config, tmp_path, monkeypatch
-) -> None:
+def test_a_run_that_fails_waits_for_the_checkpoint_under_way(make_config, tmp_path, monkeypatch):
     write = run_checkpoints.write_model
 
-    def slow(*content) -> None:
+    def slow(*content):
         time.sleep(0.5)
         write(*content)
 
@@ -142,13 +136,13 @@ def test_a_run_that_fails_waits_for_the_checkpoint_under_way(
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_stop_waits_for_the_checkpoint(make_config, tmp_path, background) -> None:
+def test_a_stop_waits_for_the_checkpoint(make_config, tmp_path, background):
     config = make_config(training={"stop_at": 3, "async_save": background})
     assert run(config) == 0
     assert resolve(tmp_path / "run").name == "step_00000003"
 
 
-def save_until_killed(folder: Path, model: ASRModel, tokenizer, begin: int) -> None:
+def save_until_killed(folder: Path, model: ASRModel, tokenizer, begin: int):
     """In a process of its own."""
     checkpoints = RunCheckpoints(folder, keep=1, background=True)
     for step in range(begin, 10_000):
@@ -157,7 +151,7 @@ def save_until_killed(folder: Path, model: ASRModel, tokenizer, begin: int) -> N
         checkpoints.save(step, model, tokenizer, {"step": step}, staged, is_best=step % 3 == 0)
 
 
-def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path, model, tokenizer) -> None:
+def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path, model, tokenizer):
     draw = random.Random(0)
     last = 0
     for _ in range(10):
@@ -180,7 +174,7 @@ def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path, model, tokeniz
     assert last > 3
 
 
-def test_jobs_are_done_one_after_the_other() -> None:
+def test_jobs_are_done_one_after_the_other():
     background, done = Background(), []
     for number in range(3):
         background.start(str(number), lambda number=number: done.append(number))

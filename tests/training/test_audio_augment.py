@@ -41,7 +41,7 @@ def make_augmented(make_config, tmp_path):
 
 
 @pytest.mark.extended
-def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_augmented, tmp_path) -> None:
+def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_augmented, tmp_path):
     """Also where the noise has moved; what changes the audio must stay."""
     stopped, recipe = make_augmented("stopped"), tmp_path / "recipe.yaml"
     recipe.write_text(configuration.dump(stopped))

@@ -6,7 +6,7 @@ from effasr.training.fault_tolerance.oom_recovery import split, utterances
 from tests.training.conftest import make_batch
 
 
-def test_the_parts_hold_what_the_whole_held(batches) -> None:
+def test_the_parts_hold_what_the_whole_held(batches):
     whole = batches[0]
     parts = split(whole)
     assert parts[0].ids + parts[1].ids == whole.ids
@@ -24,7 +24,7 @@ def test_the_parts_hold_what_the_whole_held(batches) -> None:
     assert frames == list(whole.frames.lengths[:3])
 
 
-def test_the_parts_have_no_tail_and_no_memory_of_the_whole(batches) -> None:
+def test_the_parts_have_no_tail_and_no_memory_of_the_whole(batches):
     whole = batches[0]
     first, _ = split(whole)
     assert not first.frames.has_tail
@@ -33,7 +33,7 @@ def test_the_parts_have_no_tail_and_no_memory_of_the_whole(batches) -> None:
     assert first.monotonic.shape == (len(first.ids),)
 
 
-def test_the_cut_is_in_the_middle_of_the_work() -> None:
+def test_the_cut_is_in_the_middle_of_the_work():
     whole = make_batch(3)
     sizes = [n + 5 for n in whole.frames.lengths[:3]]
     first, second = split(whole)
@@ -42,7 +42,7 @@ def test_the_cut_is_in_the_middle_of_the_work() -> None:
     assert len(second.ids) == 3 - len(first.ids)
 
 
-def test_a_single_utterance_cannot_be_split(batches) -> None:
+def test_a_single_utterance_cannot_be_split(batches):
     alone = utterances(batches[0], 1, 2)
     assert alone.ids == ("0-1",)
     assert (alone.num_targets, alone.num_monotonic_targets) == (4, 0)

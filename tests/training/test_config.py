@@ -39,7 +39,7 @@ ALL = ModelConfig(ctc=True, transducer=TransducerConfig())
         (ALL, 0.3, 0.5),
     ],
 )
-def test_the_weights_follow_the_model(model, weight, share) -> None:
+def test_the_weights_follow_the_model(model, weight, share):
     resolved = resolve_losses(LossConfig(), model)
     assert (resolved.ctc_weight, resolved.transducer_weight) == (weight, share)
     given = LossConfig(ctc_weight=weight, transducer_weight=share)
@@ -59,19 +59,19 @@ def test_the_weights_follow_the_model(model, weight, share) -> None:
         ({"guided_weight": 0.5}, HYBRID, "guided_weight 0.5: set them to 1 and 0"),
     ],
 )
-def test_losses_that_the_model_has_not_are_refused(loss, model, message) -> None:
+def test_losses_that_the_model_has_not_are_refused(loss, model, message):
     with pytest.raises(ValueError, match=message):
         resolve_losses(LossConfig(**loss), model)
 
 
-def test_the_defaults_are_a_configuration_that_survives_yaml(tmp_path) -> None:
+def test_the_defaults_are_a_configuration_that_survives_yaml(tmp_path):
     config = resolve_config(TrainConfig(), None)
     path = tmp_path / "config.yaml"
     path.write_text(configuration.dump(config))
     assert configuration.load(TrainConfig, path) == config
 
 
-def test_a_profile_of_null_switches_profiling_off() -> None:
+def test_a_profile_of_null_switches_profiling_off():
     config = configuration.load(TrainConfig, "demo", ["training.profile=null"])
     assert config.training.profile == ProfileConfig()
     assert config.training.profile.tool == "none"
@@ -102,7 +102,7 @@ def of_features(**fields) -> TrainConfig:
          "`training.activation_checkpointing` must be false with training.cuda_graph"),
     ],
 )  # fmt: skip
-def test_error_messages(make, message) -> None:
+def test_error_messages(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -110,7 +110,7 @@ def test_error_messages(make, message) -> None:
 @pytest.mark.parametrize("start", ["model", "run"])
 def test_a_model_to_begin_with_brings_its_architecture_and_tokenizer(
     tmp_path, tones, model_config, start
-) -> None:
+):
     tokenizer = load_tokenizer(tones / "tokenizer")
     model = ASRModel(model_config, tokenizer.vocab_size)
     save_model(tmp_path / "model", model, tokenizer)
@@ -125,9 +125,7 @@ def test_a_model_to_begin_with_brings_its_architecture_and_tokenizer(
         assert torch.equal(loaded.get_parameter(name), parameter)
 
 
-def test_a_recipe_may_change_fields_of_the_model_to_begin_with(
-    tmp_path, tones, model_config
-) -> None:
+def test_a_recipe_may_change_fields_of_the_model_to_begin_with(tmp_path, tones, model_config):
     tokenizer = load_tokenizer(tones / "tokenizer")
     save_model(tmp_path / "model", ASRModel(model_config, tokenizer.vocab_size), tokenizer)
     recipe = tmp_path / "recipe.yaml"
@@ -146,7 +144,7 @@ def test_a_recipe_may_change_fields_of_the_model_to_begin_with(
     assert config.model.encoder == FastConformerConfig(residual_dropout=0.25)
 
 
-def test_precision_follows_the_device() -> None:
+def test_precision_follows_the_device():
     cpu = torch.device("cpu")
     for precision, expected in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
         with build.make_autocast(precision, cpu)():

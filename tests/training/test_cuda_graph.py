@@ -24,7 +24,7 @@ def record(run: Callable[[], Outputs]) -> tuple[Callable[[], Any], Outputs]:
     """As a CUDA graph: nothing runs now, and each replay writes to the same outputs."""
     outputs: Outputs = (torch.full((5,), torch.nan), torch.full((4,), torch.nan))
 
-    def replay() -> None:
+    def replay():
         for old, new in zip(outputs, run(), strict=True):
             old.copy_(new)
 
@@ -38,14 +38,14 @@ def graphed(model, train_state):
     return replace(train_state, graph=graph)
 
 
-def test_the_recording_has_inputs_of_its_own(make_train_state, batches) -> None:
+def test_the_recording_has_inputs_of_its_own(make_train_state, batches):
     model, train_state = make_train_state()
     before = [x.clone() for x in batches[0].tensors()]
     train_step(graphed(model, train_state), batches[:2], 0)
     assert all(map(torch.equal, before, batches[0].tensors()))
 
 
-def test_error_messages(make_train_state, batches) -> None:
+def test_error_messages(make_train_state, batches):
     model, train_state = make_train_state()
     train_state = graphed(model, train_state)
     train_step(train_state, batches[:1], 0)
@@ -79,7 +79,7 @@ GPU = torch.device("cuda")
         ),
     ],
 )
-def test_the_default_records_wherever_it_can(overrides, settings) -> None:
+def test_the_default_records_wherever_it_can(overrides, settings):
     config = configuration.load(TrainConfig, "small", overrides)
     assert config.training.cuda_graph == "auto"
     assert [x.setting for x in cuda_graph.obstacles(config, GPU)] == settings
@@ -90,7 +90,7 @@ def test_the_default_records_wherever_it_can(overrides, settings) -> None:
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_choice_is_not_changed(asked) -> None:
+def test_a_choice_is_not_changed(asked):
     overrides = ["training.activation_checkpointing=true", f"training.cuda_graph={asked}"]
     config = configuration.load(TrainConfig, "small", overrides)
     assert cuda_graph.uses_graph(config, GPU) == asked
@@ -105,14 +105,14 @@ def test_a_choice_is_not_changed(asked) -> None:
 @pytest.mark.representative(compiled=False)
 def test_the_default_builds_a_recording_of_the_plain_or_the_compiled_model(
     make_train_state, batches, monkeypatch, compiled
-) -> None:
+):
     """On a device that counts as a GPU, with a recording that a CPU can replay."""
     monkeypatch.setattr(cuda_graph, "obstacles_of_model", lambda model, device: [])
     monkeypatch.setattr(cuda_graph, "check_recordable", lambda model, context: None)
     monkeypatch.setattr(cuda_graph, "_capture", record)
     compile_module, calls = torch.nn.Module.compile, []
 
-    def watched(self, **options) -> None:
+    def watched(self, **options):
         calls.append(options)
         compile_module(self, **options)
 

@@ -42,7 +42,7 @@ def validation(epoch=5, counts=None, loops=0, train=None, **sums) -> Validation:
 
 
 @pytest.mark.parametrize("frames_per_token", [1.5, 4.0, 12.0])
-def test_the_baseline_is_the_loss_of_a_head_that_ignores_the_audio(frames_per_token) -> None:
+def test_the_baseline_is_the_loss_of_a_head_that_ignores_the_audio(frames_per_token):
     draw, shares = np.random.default_rng(0), 1 / np.arange(1, 51)
     texts = [
         draw.choice(50, p=shares / shares.sum(), size=draw.integers(5, 30)) for _ in range(200)
@@ -94,7 +94,7 @@ def test_the_baseline_is_the_loss_of_a_head_that_ignores_the_audio(frames_per_to
          [False] * 5, [], ""),
     ],
 )  # fmt: skip
-def test_a_ctc_plateau(baseline, less, calls, findings, words, absent) -> None:
+def test_a_ctc_plateau(baseline, less, calls, findings, words, absent):
     detector = CTCPlateau(CONFIG, baseline, can_subsample_less=less)
     results = [detector.observe(*call) for call in calls]
     assert [result is not None for result in results] == findings
@@ -103,7 +103,7 @@ def test_a_ctc_plateau(baseline, less, calls, findings, words, absent) -> None:
         assert absent not in text
 
 
-def test_the_loss_is_a_running_average() -> None:
+def test_the_loss_is_a_running_average():
     detector = CTCPlateau(CONFIG, SHORT, can_subsample_less=True)
     for loss, step in ((6.0, 50), (4.1, 100), (4.0, 150)):
         detector.observe(loss, 50, step, 0)
@@ -211,7 +211,7 @@ INSERTED, DELETED = imbalance(insertions=30, deletions=10), imbalance(insertions
         (Blanks(CONFIG), [validation()], None),
     ],
 )  # fmt: skip
-def test_findings(detector, validations, words) -> None:
+def test_findings(detector, validations, words):
     for result in validations:
         finding = detector.check(result)
     assert (finding is not None) == (words is not None)
@@ -232,7 +232,7 @@ def test_findings(detector, validations, words) -> None:
         *((text, False) for text in ("of the of the of the way", "今日はいい天気")),
     ],
 )
-def test_loops(text, loops) -> None:
+def test_loops(text, loops):
     assert is_loop(text) == loops
 
 
@@ -241,7 +241,7 @@ def scored(name, reference, hypothesis, duration=1.0) -> ScoredUtterance:
     return ScoredUtterance(name, "en", reference, hypothesis, duration, counted)
 
 
-def test_a_loop_that_was_spoken_is_none() -> None:
+def test_a_loop_that_was_spoken_is_none():
     loop = "no no no no no"
     assert count_loops([scored("a", loop, loop), scored("b", "yes", loop)]) == 1
 
@@ -255,7 +255,7 @@ def line(step, ctc, epoch=9):
     return {"step": step, "epoch": epoch} | losses
 
 
-def test_a_condition_is_reported_once_when_it_begins_and_once_when_it_ends() -> None:
+def test_a_condition_is_reported_once_when_it_begins_and_once_when_it_ends():
     monitor = diagnostics()
     found = [monitor.observe(line(100 * n, ctc)) for n, ctc in enumerate([4, 4, 4, 1, 1, 4, 4], 1)]
     assert [[change.finding is not None for change in changes] for changes in found] == [
@@ -272,7 +272,7 @@ def test_a_condition_is_reported_once_when_it_begins_and_once_when_it_ends() -> 
     assert monitor.state_dict()["parts"] == before
 
 
-def test_blanks_are_no_news_at_the_plateau() -> None:
+def test_blanks_are_no_news_at_the_plateau():
     probe = ProbeSums(tokens=30.0, frames=100.0, ctc_frames=100.0, ctc_blanks=100.0)
     evaluations = {"dev": Evaluation("none", (scored("a", "a b", "a b"),))}
     names = []
@@ -283,7 +283,7 @@ def test_blanks_are_no_news_at_the_plateau() -> None:
     assert names == [[], ["blanks_only"]]
 
 
-def test_a_restored_monitor_goes_on_as_if_nothing_had_happened() -> None:
+def test_a_restored_monitor_goes_on_as_if_nothing_had_happened():
     """At every point of a run with several conditions, also across the middle of streaks."""
     draw = np.random.default_rng(1)
     events = []
@@ -311,7 +311,7 @@ def test_a_restored_monitor_goes_on_as_if_nothing_had_happened() -> None:
         assert before + play(second, events[cut:]) == straight
 
 
-def test_examples_are_the_same_ones_spread_over_sets_and_durations() -> None:
+def test_examples_are_the_same_ones_spread_over_sets_and_durations():
     sets = {
         name: Evaluation(
             "none",
@@ -333,7 +333,7 @@ def test_examples_are_the_same_ones_spread_over_sets_and_durations() -> None:
     assert len(examples.choose(few, 2)["en"]) == 1
 
 
-def test_examples_fit_in_100_columns() -> None:
+def test_examples_fit_in_100_columns():
     lines = list(examples.lines(scored("utterance", "今日は" * 30, "of the " * 500)))
     assert max(map(cell_len, lines)) <= 100
     assert len(lines) < 10
@@ -345,6 +345,6 @@ def test_examples_fit_in_100_columns() -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("ctc_epochs", 0), ("validations", 1), ("examples", -1)]
 )
-def test_error_messages(field, value) -> None:
+def test_error_messages(field, value):
     with pytest.raises(ValueError, match=f"`{field}` must be at least .* but is {value}"):
         DiagnosticsConfig(**{field: value})

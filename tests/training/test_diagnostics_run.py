@@ -30,7 +30,7 @@ def noise(tones, tmp_path_factory):
     return folder
 
 
-def test_a_run_on_audio_without_speech_warns(make_config, noise, tmp_path, capsys) -> None:
+def test_a_run_on_audio_without_speech_warns(make_config, noise, tmp_path, capsys):
     config = make_config(
         data={"train": str(noise / "train.jsonl"), "validation": str(noise / "test.jsonl")},
         training={
@@ -75,7 +75,7 @@ def test_a_run_on_audio_without_speech_warns(make_config, noise, tmp_path, capsy
 
 
 @pytest.mark.extended
-def test_diagnostics_change_nothing(make_config, tones, tmp_path) -> None:
+def test_diagnostics_change_nothing(make_config, tones, tmp_path):
     loop = {"validate_every": 3, "max_steps": 12, "log_every": 2}
     for name, settings in (("with", EAGER), ("without", None)):
         training = loop | {"diagnostics": settings}

@@ -13,7 +13,7 @@ STEPS = 24
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_on_more_ranks_and_on_fewer(make_config, tmp_path) -> None:
+def test_a_killed_run_goes_on_on_more_ranks_and_on_fewer(make_config, tmp_path):
     """No step is lost or made twice, whoever makes it."""
     settings = {
         # The gradient of a key's bias is rounding noise, which Adam would magnify.

@@ -81,9 +81,7 @@ def train(
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("eager_compiler")
 @pytest.mark.representative(case=OFTEN)
-def test_the_run_is_the_same(
-    case, make_train_state, make_lora_config, model_config, batches
-) -> None:
+def test_the_run_is_the_same(case, make_train_state, make_lora_config, model_config, batches):
     settings, loop, change, short = CASES[case]
     # A compiled model rounds otherwise, which more steps would magnify.
     is_exact = not case.startswith("compiled")

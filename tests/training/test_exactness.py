@@ -33,7 +33,7 @@ def tensors(folder: Path, steps: int) -> dict[str, torch.Tensor]:
     path = folder / "checkpoints" / f"step_{steps:08d}"
     found = {f"model.{name}": t for name, t in load_model(path).model.state_dict().items()}
 
-    def walk(value: object, name: str) -> None:
+    def walk(value: object, name: str):
         if isinstance(value, torch.Tensor):
             found[name] = value
         elif isinstance(value, dict):
@@ -45,7 +45,7 @@ def tensors(folder: Path, steps: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_same_end(first: Path, second: Path, steps: int = STEPS) -> None:
+def assert_same_end(first: Path, second: Path, steps: int = STEPS):
     ours, theirs = tensors(first, steps), tensors(second, steps)
     assert ours.keys() == theirs.keys()
     assert len(ours) > 50
@@ -62,13 +62,13 @@ def assert_same_end(first: Path, second: Path, steps: int = STEPS) -> None:
     assert not blends[0].exists() or blends[0].read_text() == blends[1].read_text()
 
 
-def kill_after(config: TrainConfig, step: int, *, size: int) -> None:
+def kill_after(config: TrainConfig, step: int, *, size: int):
     """Start the ranks of a run, and kill them all as soon as the log shows a step."""
     with started("effasr.train", recipe_of(config), size=size) as ranks:
         wait_for(Path(config.output) / config.name, step, ranks)
 
 
-def test_a_killed_run_ends_as_if_nothing_had_happened(make_config, tmp_path) -> None:
+def test_a_killed_run_ends_as_if_nothing_had_happened(make_config, tmp_path):
     assert run(make_config(name="straight", training=LONG)) == 0
     config = make_config(name="killed", training=LONG)
     kill_after(config, 7, size=1)
@@ -96,7 +96,7 @@ EAGER = DiagnosticsConfig(ctc_epochs=1, ctc_steps=0, validations=2)
 @pytest.mark.representative(maker="make_text_alone")
 def test_an_interrupted_run_ends_as_one_that_was_left_alone(
     maker, training, request, tones, tmp_path
-) -> None:
+):
     """Validations that a stop puts off come first when the run goes on, after the last step too."""
     make = request.getfixturevalue(maker)
     data = {"validation": str(tones / "test.jsonl")} if "validates" in training else {}
@@ -111,7 +111,7 @@ def test_an_interrupted_run_ends_as_one_that_was_left_alone(
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_a_killed_run_of_two_ranks_ends_as_if_nothing_had_happened(make_config, tmp_path) -> None:
+def test_a_killed_run_of_two_ranks_ends_as_if_nothing_had_happened(make_config, tmp_path):
     """With data workers, which must not outlive their rank."""
     configs = [
         make_config(name=name, training=LONG, data={"workers": 1}) for name in ("killed", "left")
@@ -125,7 +125,7 @@ def test_a_killed_run_of_two_ranks_ends_as_if_nothing_had_happened(make_config, 
 @pytest.mark.slow
 @pytest.mark.parametrize("maker", ["make_config", "make_with_text"])
 @pytest.mark.representative(maker="make_config")
-def test_two_ranks_have_the_loss_curve_of_one(maker, request, tmp_path) -> None:
+def test_two_ranks_have_the_loss_curve_of_one(maker, request, tmp_path):
     """With dropout and augmentation on, whose draws no number of ranks may change.
 
     With text, the last micro-batch of one rank is speech, and that of the other text.
@@ -146,7 +146,7 @@ def test_two_ranks_have_the_loss_curve_of_one(maker, request, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_one_rank_that_is_asked_to_stop_stops_them_all(make_config, tmp_path) -> None:
+def test_one_rank_that_is_asked_to_stop_stops_them_all(make_config, tmp_path):
     """Even where the signal goes to its data workers as well, as batch systems send it."""
     config = make_config(training={**LONG, "max_steps": 1000}, data={"workers": 1})
     with started("effasr.train", recipe_of(config), new_session=True) as ranks:

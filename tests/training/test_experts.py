@@ -37,7 +37,7 @@ def _batch(step: int) -> Batch:
 @pytest.mark.parametrize("experts", [NAMED, ExpertsConfig(count=2)], ids=["named", "learned"])
 def test_the_loss_falls_and_experts_are_chosen_as_named(
     experts: ExpertsConfig, model_config, make_train_state: Callable
-) -> None:
+):
     config = replace(model_config, encoder=replace(model_config.encoder, experts=experts))
     optimizer, schedule = OptimizerConfig(lr=1e-2), ScheduleConfig(warmup_steps=0)
     model, state = make_train_state(model=config, optimizer=optimizer, schedule=schedule)
@@ -55,7 +55,7 @@ def test_the_loss_falls_and_experts_are_chosen_as_named(
         assert line == {"encoder_expert_shares": [0.5, 0.5]}
 
 
-def test_a_text_pair_trains_the_expert_of_its_source_alone(model_config) -> None:
+def test_a_text_pair_trains_the_expert_of_its_source_alone(model_config):
     text = TextEncoderConfig(layers=1, heads=2, feed_forward=32, experts=NAMED)
     torch.manual_seed(0)
     config = replace(model_config.decoder, experts=NAMED)

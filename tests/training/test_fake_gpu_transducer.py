@@ -10,7 +10,7 @@ WORKER = Path(__file__).with_name("fake_gpu_transducer_worker.py")
 
 
 @pytest.mark.extended
-def test_the_host_reads_nothing_and_every_batch_launches_the_same() -> None:
+def test_the_host_reads_nothing_and_every_batch_launches_the_same():
     # In a process of its own: torch can be told of one more device only once, and for good.
     done = preloaded.finished(WORKER, limit_s=600)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -23,7 +23,7 @@ TIMEOUT_S = 15.0
 LONG = {"max_steps": 100_000, "checkpoint_every": 5, "timeout_s": TIMEOUT_S, "threads": 1}
 
 
-def wait_for(folder: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:
+def wait_for(folder: Path, step: int, processes: list[subprocess.Popen[str]]):
     def reached() -> bool:
         lines = read_lines(folder / "metrics.jsonl")
         return bool(lines) and lines[-1]["step"] >= step
@@ -31,14 +31,12 @@ def wait_for(folder: Path, step: int, processes: list[subprocess.Popen[str]]) ->
     _wait(reached, f"no step {step}", processes)
 
 
-def wait_for_checkpoint(folder: Path, processes: list[subprocess.Popen[str]]) -> None:
+def wait_for_checkpoint(folder: Path, processes: list[subprocess.Popen[str]]):
     """Wait until the first checkpoint is complete; training goes on while it is written."""
     _wait((folder / "checkpoints" / "latest").exists, "no checkpoint", processes)
 
 
-def _wait(
-    condition: Callable[[], bool], missing: str, processes: list[subprocess.Popen[str]]
-) -> None:
+def _wait(condition: Callable[[], bool], missing: str, processes: list[subprocess.Popen[str]]):
     deadline = time.perf_counter() + 240
     while not condition():
         for process in processes:
@@ -56,7 +54,7 @@ def recipe(config, folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.representative(number=signal.SIGSTOP)
-def test_a_rank_that_dies_or_stops_is_named_with_what_it_did(make_config, tmp_path, number) -> None:
+def test_a_rank_that_dies_or_stops_is_named_with_what_it_did(make_config, tmp_path, number):
     with started("effasr.train", recipe(make_config(training=LONG), tmp_path)) as processes:
         # Ranks say once a second what they do.
         wait_for(tmp_path / "run", 1, processes)
@@ -80,7 +78,7 @@ def test_a_rank_that_dies_or_stops_is_named_with_what_it_did(make_config, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_read_that_never_returns_is_named(make_config, tones, tmp_path, monkeypatch) -> None:
+def test_a_read_that_never_returns_is_named(make_config, tones, tmp_path, monkeypatch):
     """In a process that loads, for which the one that trains waits."""
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.setenv("EFFASR_TEST_PIPE", str(tmp_path / "pipe"))
@@ -109,7 +107,7 @@ def test_a_read_that_never_returns_is_named(make_config, tones, tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_the_slow_rank_is_in_the_metrics(make_config, tmp_path) -> None:
+def test_the_slow_rank_is_in_the_metrics(make_config, tmp_path):
     loop = LONG | {"max_steps": 24, "log_every": 8, "timeout_s": 60.0}
     path = recipe(make_config(training=loop), tmp_path)
     with started("tests.training.faulty", "slow_rank", path) as processes:
@@ -123,7 +121,7 @@ def test_the_slow_rank_is_in_the_metrics(make_config, tmp_path) -> None:
     )
 
 
-def test_a_rank_alone_waits_for_nobody(make_config, tmp_path) -> None:
+def test_a_rank_alone_waits_for_nobody(make_config, tmp_path):
     from effasr.training.trainer import run
 
     assert run(make_config(training={"max_steps": 1})) == 0
@@ -131,10 +129,10 @@ def test_a_rank_alone_waits_for_nobody(make_config, tmp_path) -> None:
     assert (line["slowest_rank"], line["rank_wait_s"]) == (0, 0.0)
 
 
-def test_the_time_until_ranks_meet_is_a_ranks_own(batches, monkeypatch) -> None:
+def test_the_time_until_ranks_meet_is_a_ranks_own(batches, monkeypatch):
     now = 0.0
 
-    def wait(seconds: float) -> None:
+    def wait(seconds: float):
         nonlocal now
         now += seconds
 

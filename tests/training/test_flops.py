@@ -41,12 +41,12 @@ SHAPE = StaticShape(20, 9, 4)
         ([], SHAPE, False, 100 * 20 + 50 * 9),
     ],
 )
-def test_useful_and_computed_work(examples, shape, padded, computed) -> None:
+def test_useful_and_computed_work(examples, shape, padded, computed):
     batch = collate(examples, shape, eos_id=0, pad_id=0, padded=padded)
     assert work_of([batch] * 2, COST) == (6 * USEFUL if examples else 0, 6 * computed)
 
 
-def test_what_is_computed_again_counts_once_with_its_padding() -> None:
+def test_what_is_computed_again_counts_once_with_its_padding():
     batches = [collate(EXAMPLES, SHAPE, eos_id=0, pad_id=0)] * 2
     context = DistributedContext(0, 1, torch.device("cpu"))
     again = CostModel(frame=10, frame_pair=0, token=0, token_pair=0, token_frame=0)
@@ -76,12 +76,12 @@ def test_what_is_computed_again_counts_once_with_its_padding() -> None:
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
     ],
 )
-def test_peaks_by_name(name: str, tflops: float | None) -> None:
+def test_peaks_by_name(name: str, tflops: float | None):
     assert peak_of(name) == (None if tflops is None else tflops * 1e12)
     assert peak_flops(torch.device("cpu")) is None
 
 
-def test_a_line_of_metrics_has_the_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_of_metrics_has_the_share_of_the_peak(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(meters, "peak_flops", lambda device: 100e12)
     meter = TrainingMetrics(torch.device("cpu"), ranks=2)
     flops = {"useful_flops": 160e12, "computed_flops": 240e12, "hardware_flops": 320e12}

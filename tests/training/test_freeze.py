@@ -24,7 +24,7 @@ def weights(folder, step: int) -> dict[str, torch.Tensor]:
     return load_model(folder / "checkpoints" / f"step_{step:08d}").model.state_dict()
 
 
-def test_what_is_frozen_stays_to_the_bit_and_has_no_moments(make_config, tmp_path) -> None:
+def test_what_is_frozen_stays_to_the_bit_and_has_no_moments(make_config, tmp_path):
     training = {"freeze": ENCODER, "checkpoint_every": 1, "keep": 20}
     assert run(make_config(training=training)) == 0
     first, last = (weights(tmp_path / "run", step) for step in (1, 12))
@@ -40,7 +40,7 @@ def test_what_is_frozen_stays_to_the_bit_and_has_no_moments(make_config, tmp_pat
     }
 
 
-def test_frozen_batch_norms_use_their_running_statistics(make_train_state, batches) -> None:
+def test_frozen_batch_norms_use_their_running_statistics(make_train_state, batches):
     """So that the loss of an utterance depends on no other, though the rest is in training."""
     model, train_state = make_train_state(training=loop("encoder", "decoder"))
     before = [statistic.clone() for statistic in train_state.statistics]
@@ -58,7 +58,7 @@ def test_frozen_batch_norms_use_their_running_statistics(make_train_state, batch
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_nothing_is_kept_of_a_frozen_encoder(make_train_state, batches, recomputed) -> None:
+def test_nothing_is_kept_of_a_frozen_encoder(make_train_state, batches, recomputed):
     """What autograd saves is counted, with the hooks by which it says so."""
     kept = {}
     for frozen in ((), ENCODER):
@@ -79,9 +79,7 @@ def test_nothing_is_kept_of_a_frozen_encoder(make_train_state, batches, recomput
     assert kept[ENCODER] == 0
 
 
-def test_activations_below_what_is_trained_are_freed_in_the_forward(
-    make_train_state, batches
-) -> None:
+def test_activations_below_what_is_trained_are_freed_in_the_forward(make_train_state, batches):
     model, _ = make_train_state(training=loop("encoder.subsampling"))
     outputs = []
     hook = model.encoder.subsampling.pointwise2.register_forward_hook(
@@ -94,7 +92,7 @@ def test_activations_below_what_is_trained_are_freed_in_the_forward(
     assert outputs[0]() is None
 
 
-def test_error_messages(make_config) -> None:
+def test_error_messages(make_config):
     message = r"`training\.freeze` .*'encodr' .* did you mean 'encoder'"
     with pytest.raises(ValueError, match=message):
         run(make_config(training={"freeze": ("encodr",)}))

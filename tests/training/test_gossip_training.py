@@ -47,7 +47,7 @@ def noted(folder: Path, rank: int) -> list[dict]:
     return read_lines(folder / "notes" / f"{rank}.jsonl")
 
 
-def check_trained_once(config: TrainConfig, folder: Path, steps: int, ranks: int) -> None:
+def check_trained_once(config: TrainConfig, folder: Path, steps: int, ranks: int):
     """Each utterance of each step of the plan was trained on once, by whichever learner."""
     tokenizer = find_tokenizer(config, None)
     corpus = load_corpus(config, tokenizer, None)
@@ -68,9 +68,7 @@ def check_trained_once(config: TrainConfig, folder: Path, steps: int, ranks: int
     assert found == expected
 
 
-def test_a_slow_learner_does_less_and_a_stopped_run_goes_on_with_ddp(
-    make_config, tones, tmp_path
-) -> None:
+def test_a_slow_learner_does_less_and_a_stopped_run_goes_on_with_ddp(make_config, tones, tmp_path):
     """Two learners, of which the slow one gets the request to stop; then one process.
 
     Foreign programs connect to the slow one, which does not write the metrics.
@@ -134,7 +132,7 @@ def lose_one(make_config, tones, tmp_path, ranks: int, lost: int) -> list[str]:
 
 
 @pytest.mark.extended
-def test_the_other_goes_on_without_a_learner_that_was_killed(make_config, tones, tmp_path) -> None:
+def test_the_other_goes_on_without_a_learner_that_was_killed(make_config, tones, tmp_path):
     said = lose_one(make_config, tones, tmp_path, ranks=2, lost=1)
     assert "learner 1 is lost, near step" in said[0]
     assert "done: " in said[0]
@@ -142,9 +140,7 @@ def test_the_other_goes_on_without_a_learner_that_was_killed(make_config, tones,
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_another_rank_writes_the_files_when_that_which_did_was_killed(
-    make_config, tones, tmp_path
-) -> None:
+def test_another_rank_writes_the_files_when_that_which_did_was_killed(make_config, tones, tmp_path):
     said = lose_one(make_config, tones, tmp_path, ranks=3, lost=0)
     assert "rank 0 is lost: from step 5 on, another rank writes the files of the run" in said[1]
     assert "done: " in said[1]
@@ -155,7 +151,7 @@ def test_another_rank_writes_the_files_when_that_which_did_was_killed(
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_ends_the_run_of_all(make_config, tmp_path) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run_of_all(make_config, tmp_path):
     loop = {"strategy": "adpsgd", "threads": 1, "max_steps": 500, "checkpoint_every": 500}
     config = make_config(data={"micro_batches": 2}, training=loop)
     said = train(config, tmp_path, [{}, {"nan_at": 2}], [1, 1])
@@ -166,7 +162,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_of_all(make_config, tmp_path) ->
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_learners_of_two_processes(make_config, tones, tmp_path) -> None:
+def test_learners_of_two_processes(make_config, tones, tmp_path):
     loop = {
         "max_steps": 6, "checkpoint_every": 3, "log_every": 2, "threads": 1,
         "strategy": "h_adpsgd", "gossip": GossipConfig(learner_size=2),
@@ -195,12 +191,12 @@ def test_learners_of_two_processes(make_config, tones, tmp_path) -> None:
         ),
     ],
 )
-def test_what_learners_cannot_do_is_refused(make_config, settings, message) -> None:
+def test_what_learners_cannot_do_is_refused(make_config, settings, message):
     with pytest.raises(ValueError, match=message):
         run(make_config(**settings))
 
 
-def test_processes_form_learners(make_config, monkeypatch, caplog) -> None:
+def test_processes_form_learners(make_config, monkeypatch, caplog):
     def form(size: int, learner_size: int | None):
         gossip = GossipConfig(learner_size=learner_size)
         config = make_config(training={"strategy": "h_adpsgd", "gossip": gossip})

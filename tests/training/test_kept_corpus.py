@@ -15,7 +15,7 @@ from effasr.training.corpus import load_corpus
 @pytest.mark.parametrize("given", ["auto", "named", None])
 def test_the_folder(
     tones: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
-) -> None:
+):
     monkeypatch.setattr(corpus_cache, "_LEAST_BYTES", 0)
     tokenizer = load_tokenizer(tones / "tokenizer")
     cache = str(tmp_path / given) if given == "named" else given

@@ -18,7 +18,7 @@ LAMB = OptimizerConfig(name="lamb", lr=0.01)
 
 @needs_library
 @pytest.mark.extended
-def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_config, tmp_path) -> None:
+def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_config, tmp_path):
     assert run(make_config(name="straight", optimizer=LAMB)) == 0
     assert run(make_config(optimizer=LAMB, training={"stop_at": 5})) == 0
     assert run(make_config(optimizer=LAMB)) == 0
@@ -28,7 +28,7 @@ def test_an_interrupted_run_ends_as_one_that_was_left_alone(make_config, tmp_pat
 
 
 @needs_library
-def test_a_run_stays_with_its_optimizer(make_config) -> None:
+def test_a_run_stays_with_its_optimizer(make_config):
     assert run(make_config(optimizer=LAMB, training={"max_steps": 1})) == 0
     with pytest.raises(ValueError, match=r"`optimizer\.name` must stay 'lamb'.* is 'adamw'"):
         run(make_config(training={"max_steps": 2}))

@@ -35,7 +35,7 @@ def is_adapted(name: str) -> bool:
 
 def test_a_run_changes_what_it_is_to_and_publishes_merged_weights(
     make_lora_config, base, tmp_path, capsys
-) -> None:
+):
     assert run(make_lora_config()) == 0
     before, after = published(base / "base"), published(tmp_path / "run")
     assert before.keys() == after.keys()
@@ -71,9 +71,7 @@ def test_a_run_changes_what_it_is_to_and_publishes_merged_weights(
     torch.testing.assert_close(mean, (first[name] + second[name]) / 2)
 
 
-def test_validation_sees_what_the_checkpoint_gives(
-    make_lora_config, tones, tmp_path, monkeypatch
-) -> None:
+def test_validation_sees_what_the_checkpoint_gives(make_lora_config, tones, tmp_path, monkeypatch):
     """Recognition while training is with merged weights, and leaves the adapters as they were."""
     seen = []
 
@@ -95,7 +93,7 @@ def test_validation_sees_what_the_checkpoint_gives(
     assert found.errors.wer == line["wer"]
 
 
-def test_a_file_that_lacks_half_an_adapter_is_refused(make_lora_config, tmp_path) -> None:
+def test_a_file_that_lacks_half_an_adapter_is_refused(make_lora_config, tmp_path):
     assert run(make_lora_config(training={"max_steps": 1})) == 0
     path = resolve(tmp_path / "run")
     state = safetensors.torch.load_file(path / "model.safetensors")
@@ -118,7 +116,7 @@ def test_a_file_that_lacks_half_an_adapter_is_refused(make_lora_config, tmp_path
 )
 def test_it_trains_with_everything_else(
     make_lora_config, make_train_state, batches, base, settings
-) -> None:
+):
     if settings.get("optimizer", FAST).name == "lamb":
         pytest.importorskip("pytorch_optimizer")
     data = make_lora_config().data
@@ -137,9 +135,7 @@ def test_it_trains_with_everything_else(
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_want_of_memory_is_made_good(
-    make_lora_config, make_train_state, batches, base, where
-) -> None:
+def test_want_of_memory_is_made_good(make_lora_config, make_train_state, batches, base, where):
     config = make_lora_config(replace(LORA, dropout=0.0), optimizer=OptimizerConfig(lr=1e-3))
     settings = {"lora": config.lora, "init_from": config.init_from, "data": config.data}
     model, train_state = make_train_state(**settings)
@@ -153,7 +149,7 @@ def test_want_of_memory_is_made_good(
 @pytest.mark.extended
 def test_runs_of_two_processes_publish_merged_weights(
     make_lora_config, base, tones, tmp_path, strategy
-) -> None:
+):
     data = {"validation": [str(tones / "test.jsonl")]}
     gossip = GossipConfig(learner_size=1)
     loop = {"strategy": strategy, "gossip": gossip, "threads": 1, "max_steps": 6, "stop_at": 4}
@@ -169,7 +165,7 @@ def test_runs_of_two_processes_publish_merged_weights(
     assert [line["step"] for line in lines] == [6]
 
 
-def test_error_messages(make_lora_config, make_config, tones) -> None:
+def test_error_messages(make_lora_config, make_config, tones):
     text = TextEncoderConfig(layers=1, heads=2, feed_forward=16)
     model = replace(make_config().model, text_encoder=text)
     for config, message in (

@@ -20,7 +20,7 @@ def report(
     return StepReport(step, 0.1 * step, HostCopy(counts.tensor(CPU)), HostCopy(values), [])
 
 
-def test_a_line_holds_means_per_step_since_the_one_before() -> None:
+def test_a_line_holds_means_per_step_since_the_one_before():
     meter = TrainingMetrics(CPU)
     for step, loss in enumerate([1.0, 3.0]):
         meter.add(report(step, loss))
@@ -43,7 +43,7 @@ def test_a_line_holds_means_per_step_since_the_one_before() -> None:
     assert meter.line(3, 0)["loss"] == 7.0
 
 
-def test_the_newest_report_is_left_for_the_device_to_finish() -> None:
+def test_the_newest_report_is_left_for_the_device_to_finish():
     meter = TrainingMetrics(CPU)
     meter.add(report(0, finite=False))
     assert meter.collect() == []
@@ -55,7 +55,7 @@ def test_the_newest_report_is_left_for_the_device_to_finish() -> None:
     assert meter.collect(keep_pending=0) == []
 
 
-def test_steps_without_an_update_do_not_spoil_the_means() -> None:
+def test_steps_without_an_update_do_not_spoil_the_means():
     meter = TrainingMetrics(CPU)
     meter.add(report(0, float("nan"), finite=False))
     meter.add(report(1, 3.0))
@@ -68,7 +68,7 @@ def test_steps_without_an_update_do_not_spoil_the_means() -> None:
     assert (line["loss"], line["grad_norm"], line["skipped"]) == (None, None, 2)
 
 
-def test_a_line_is_the_same_after_resuming_between_two_lines() -> None:
+def test_a_line_is_the_same_after_resuming_between_two_lines():
     meters = [TrainingMetrics(CPU), TrainingMetrics(CPU)]
     for meter in meters:
         meter.add(report(0, 1.0))
@@ -85,7 +85,7 @@ def test_a_line_is_the_same_after_resuming_between_two_lines() -> None:
     assert first | {"peak_memory_bytes": 0} == second | {"peak_memory_bytes": 0}
 
 
-def test_counts_survive_the_trip_over_the_device() -> None:
+def test_counts_survive_the_trip_over_the_device():
     counts = StepCounts(2**40 + 1, 7, 0.1, 3, 4, 5, 6, 1, 2e15, 1e15, (1.0, 2.0, 6.0))
     assert StepCounts.from_values(HostCopy(counts.tensor(CPU)).read()) == counts
     assert counts.rank_imbalance == pytest.approx(1.0)

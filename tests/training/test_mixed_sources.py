@@ -25,7 +25,7 @@ def loader(config: TrainConfig, **options) -> Loader:
     return Loader(corpus, config.data, seed=SEED, pin_memory=False, **options)
 
 
-def test_sources_have_their_shares(make_mixed, tmp_path, capsys) -> None:
+def test_sources_have_their_shares(make_mixed, tmp_path, capsys):
     assert run(make_mixed()) == 0
     blend = json.loads((tmp_path / "run" / "blend.json").read_text())
     assert blend["step"] == 12
@@ -44,7 +44,7 @@ def _written(config: TrainConfig) -> Path:
     return path
 
 
-def test_another_number_of_ranks_draws_the_same(make_mixed) -> None:
+def test_another_number_of_ranks_draws_the_same(make_mixed):
     alone = loader(make_mixed())
     pair = [loader(make_mixed(), rank=rank, world_size=2) for rank in range(2)]
     for ours, first, second in zip(
@@ -57,7 +57,7 @@ def test_another_number_of_ranks_draws_the_same(make_mixed) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "bucketed", "buckets": 2}])
-def test_plans_have_what_the_sources_draw(make_mixed, options) -> None:
+def test_plans_have_what_the_sources_draw(make_mixed, options):
     loaded = loader(make_mixed(data=options))
     draw = loaded._corpus.populations(SEED)
     for epoch in range(5):
@@ -65,14 +65,14 @@ def test_plans_have_what_the_sources_draw(make_mixed, options) -> None:
         assert sorted([*plan.indices, *plan.deferred]) == sorted(draw(epoch))
 
 
-def test_a_full_epoch_draws_each_once(make_mixed) -> None:
+def test_a_full_epoch_draws_each_once(make_mixed):
     loaded = loader(make_mixed(epoch="full"))
     plans = [loaded.plan(epoch) for epoch in range(4)]
     drawn = np.concatenate([plans[3].deferred, *(plan.indices for plan in plans)])
     assert np.bincount(drawn).tolist() == [4] * 40
 
 
-def test_manifests_may_move_but_shares_must_stay(make_mixed, tmp_path, sources) -> None:
+def test_manifests_may_move_but_shares_must_stay(make_mixed, tmp_path, sources):
     config = make_mixed(training={"max_steps": 2})
     assert run(config) == 0
     (sources / "tiny.jsonl").rename(sources / "renamed.jsonl")
@@ -85,7 +85,7 @@ def test_manifests_may_move_but_shares_must_stay(make_mixed, tmp_path, sources) 
         run(configuration.load(TrainConfig, _written(config), hotter))
 
 
-def test_a_source_of_which_nothing_is_left_is_named(make_mixed, sources) -> None:
+def test_a_source_of_which_nothing_is_left_is_named(make_mixed, sources):
     lines = (sources / "tiny.jsonl").read_text().splitlines()
     empty = [json.dumps(json.loads(line) | {"text": ""}) for line in lines]
     (sources / "tiny.jsonl").write_text("\n".join(empty) + "\n")
@@ -93,7 +93,7 @@ def test_a_source_of_which_nothing_is_left_is_named(make_mixed, sources) -> None
         loader(make_mixed())
 
 
-def test_the_budgets_of_tokens_and_nodes_are_those_of_the_blend(make_mixed, sources, tones) -> None:
+def test_the_budgets_of_tokens_and_nodes_are_those_of_the_blend(make_mixed, sources, tones):
     """A source with much text has more of it in an epoch than in the corpus."""
     config = make_mixed().data
     tokenizer = find_tokenizer(make_mixed(), None)

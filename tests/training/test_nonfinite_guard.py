@@ -25,9 +25,7 @@ def lines(directory: RunDirectory) -> list[dict]:
     return read_lines(directory.path / "skipped.jsonl")
 
 
-def test_stop_names_the_one_utterance_to_blame(
-    make_train_state, batches, broken_batch, directory
-) -> None:
+def test_stop_names_the_one_utterance_to_blame(make_train_state, batches, broken_batch, directory):
     """Although batch norm made the losses of the whole micro-batch NaN."""
     model, train_state = make_train_state()
     report = train_step(train_state, [batches[0], broken_batch], 4)
@@ -46,9 +44,7 @@ def reports(batches, steps, loss: float) -> list[StepReport]:
     return [StepReport(step, 0.1, nothing, nothing, [(batches[0], losses)]) for step in steps]
 
 
-def test_where_only_the_gradient_is_not_finite_all_are_named(
-    make_train_state, batches, directory
-) -> None:
+def test_where_only_the_gradient_is_not_finite_all_are_named(make_train_state, batches, directory):
     guard = NonFiniteGuard(make_train_state()[0], nullcontext, "skip", WORLD, directory.skipped)
     guard.handle(reports(batches, [4, 6], loss=1.0), 2)
     names = ["0-0", "0-1", "0-2"]
@@ -60,7 +56,7 @@ def test_where_only_the_gradient_is_not_finite_all_are_named(
 
 def test_losses_that_only_training_makes_nan_are_named_as_they_were(
     make_train_state, batches, directory
-) -> None:
+):
     guard = NonFiniteGuard(make_train_state()[0], nullcontext, "skip", WORLD, directory.skipped)
     (report,) = reports(batches, [0], loss=1.0)
     losses = torch.tensor([1.0, torch.inf, torch.nan, 0.0])
@@ -68,7 +64,7 @@ def test_losses_that_only_training_makes_nan_are_named_as_they_were(
     assert lines(directory) == [{"step": 1, "reason": "loss", "utterances": ["0-1", "0-2"]}]
 
 
-def test_skip_gives_up_only_after_very_many_in_a_row(make_train_state, batches, directory) -> None:
+def test_skip_gives_up_only_after_very_many_in_a_row(make_train_state, batches, directory):
     guard = NonFiniteGuard(make_train_state()[0], nullcontext, "skip", WORLD, directory.skipped)
     guard.handle(reports(batches, range(400), loss=1.0), 99)
     with pytest.raises(TrainingFailed, match=r"step 1000: 100 steps in a row"):

@@ -28,13 +28,13 @@ def weighed(config: LossConfig, sums: Losses, counts=COUNTS) -> dict[str, torch.
     return Objective(config, CPU).weigh(sums, counts)
 
 
-def check(parts: dict[str, torch.Tensor], expected: list[float]) -> None:
+def check(parts: dict[str, torch.Tensor], expected: list[float]):
     assert list(parts) == list(LOSSES)
     assert [x.item() for x in parts.values()] == pytest.approx(expected)
     assert [x.requires_grad for x in parts.values()] == [True, False, False, False, False]
 
 
-def test_each_loss_is_divided_by_its_own_global_count() -> None:
+def test_each_loss_is_divided_by_its_own_global_count():
     sums = losses(10.0, 6.0, 3.0)
     config = LossConfig(ctc_weight=0.25, transducer_weight=0.0, guided_weight=2.0)
     parts = weighed(config, sums)
@@ -44,7 +44,7 @@ def test_each_loss_is_divided_by_its_own_global_count() -> None:
     assert [g.item() for g in gradients] == pytest.approx([0.75 / 5, 0.25 / 2, 2 / 2])
 
 
-def test_losses_of_routers_are_added_for_each_target() -> None:
+def test_losses_of_routers_are_added_for_each_target():
     router = torch.tensor(1.5, requires_grad=True)
     config = LossConfig(ctc_weight=0.25, transducer_weight=0.0)
     parts = weighed(config, losses(10.0, 6.0, 3.0, router=router))
@@ -53,12 +53,12 @@ def test_losses_of_routers_are_added_for_each_target() -> None:
     assert router.grad == pytest.approx(1 / 5)
 
 
-def test_a_step_without_transcriptions_has_no_ctc_and_no_nan() -> None:
+def test_a_step_without_transcriptions_has_no_ctc_and_no_nan():
     config = LossConfig(ctc_weight=0.3, transducer_weight=0.0)
     check(weighed(config, losses(4.0), torch.tensor([2.0, 0.0])), [0.7 * 2, 2.0, 0.0, 0.0, 0.0])
 
 
-def test_the_transducer_shares_with_cross_entropy_what_ctc_leaves() -> None:
+def test_the_transducer_shares_with_cross_entropy_what_ctc_leaves():
     sums = losses(10.0, 6.0, 0.0, 8.0)
     for share, expected in ((0.0, 2.0), (0.5, 3.0), (1.0, 4.0)):
         parts = weighed(LossConfig(ctc_weight=0.3, transducer_weight=share), sums)
@@ -73,7 +73,7 @@ def total(objective: Objective) -> float:
     return objective.weigh(losses(1.0, 10.0, 100.0), torch.ones(2))["loss"].item()
 
 
-def test_the_penalty_waits_for_ctc_and_then_stays() -> None:
+def test_the_penalty_waits_for_ctc_and_then_stays():
     objective = Objective(GATED, CPU)
     objective.observe(torch.tensor(3.0), YES)
     for value in (torch.nan, 0.0):
@@ -93,7 +93,7 @@ def test_the_penalty_waits_for_ctc_and_then_stays() -> None:
     assert objective.guided_on
 
 
-def test_the_gate_continues_from_its_state() -> None:
+def test_the_gate_continues_from_its_state():
     first, second, resumed = (Objective(GATED, CPU) for _ in range(3))
     for objective in (first, second):
         objective.observe(torch.tensor(1.01), YES)
@@ -122,6 +122,6 @@ def test_the_gate_continues_from_its_state() -> None:
         ({"transducer_weight": 0.0}, "must be numbers here: see `resolve_losses`"),
     ],
 )
-def test_error_messages(settings, message) -> None:
+def test_error_messages(settings, message):
     with pytest.raises(ValueError, match=message):
         Objective(LossConfig(**settings), CPU)

@@ -48,7 +48,7 @@ def gradients_seen(train_state: TrainState) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
     step = train_state.optimizer.step
 
-    def watched() -> None:
+    def watched():
         seen.extend(p.grad.clone() for p in train_state.model.parameters())
         step()
 
@@ -63,7 +63,7 @@ def splits(report: StepReport) -> float:
 @pytest.mark.parametrize(("call", "where"), PLACES)
 @pytest.mark.representative(call=[0, 1], where="backward")
 @pytest.mark.representative(call=2, where="forward")
-def test_the_step_is_that_which_would_have_been(quiet, batches, call, where) -> None:
+def test_the_step_is_that_which_would_have_been(quiet, batches, call, where):
     (model, train_state), (straight, expected) = quiet(), quiet()
     seen, wanted = gradients_seen(train_state), gradients_seen(expected)
     for step in range(2):
@@ -85,7 +85,7 @@ def test_the_step_is_that_which_would_have_been(quiet, batches, call, where) -> 
     ]
 
 
-def test_halves_are_split_again_until_they_fit(quiet, batches) -> None:
+def test_halves_are_split_again_until_they_fit(quiet, batches):
     (model, train_state), (_, expected) = quiet(), quiet()
     seen, wanted = gradients_seen(train_state), gradients_seen(expected)
     of_two = max((0, 1), key=lambda half: len(split(batches[1])[half].ids))
@@ -102,7 +102,7 @@ def test_halves_are_split_again_until_they_fit(quiet, batches) -> None:
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
-def test_a_second_micro_batch_may_fail_as_well(quiet, batches) -> None:
+def test_a_second_micro_batch_may_fail_as_well(quiet, batches):
     (model, train_state), (_, expected) = quiet(), quiet()
     seen, wanted = gradients_seen(train_state), gradients_seen(expected)
     # Calls: 0 fails; its halves 1 and 2; 3 fails; then those halves again, 4 and 5, and its own.
@@ -120,7 +120,7 @@ def _halves(batches) -> list[int]:
     return [len(batch.ids) for batch in batches]
 
 
-def test_nothing_is_left_of_the_attempt_that_failed(make_train_state, batches) -> None:
+def test_nothing_is_left_of_the_attempt_that_failed(make_train_state, batches):
     """Dropout on: what is redone is a function of the step, and of the pieces, alone."""
     results = []
     for extra in (0, 1):
@@ -132,7 +132,7 @@ def test_nothing_is_left_of_the_attempt_that_failed(make_train_state, batches) -
     assert torch.equal(*results)
 
 
-def test_statistics_of_batch_norms_are_those_of_one_update(batch_norm, batches) -> None:
+def test_statistics_of_batch_norms_are_those_of_one_update(batch_norm, batches):
     """The mean of the pieces' is that of the whole; their variances leave out how means differ."""
     (model, train_state), (_, expected) = batch_norm(), batch_norm()
     with shortage(model, 1, where="backward"):
@@ -145,7 +145,7 @@ def test_statistics_of_batch_norms_are_those_of_one_update(batch_norm, batches) 
     torch.testing.assert_close(variance, whole_variance, rtol=0.05, atol=1e-3)
 
 
-def test_a_loss_that_is_not_finite_is_still_left_out(quiet, batches, broken_batch) -> None:
+def test_a_loss_that_is_not_finite_is_still_left_out(quiet, batches, broken_batch):
     model, train_state = quiet()
     before = [p.detach().clone() for p in model.parameters()]
     with shortage(model, 1, where="forward"):
@@ -157,7 +157,7 @@ def test_a_loss_that_is_not_finite_is_still_left_out(quiet, batches, broken_batc
     assert guard._describe(report)["utterances"] == ["9-2"]
 
 
-def test_an_utterance_that_does_not_fit_alone_is_named(quiet, batches) -> None:
+def test_an_utterance_that_does_not_fit_alone_is_named(quiet, batches):
     model, train_state = quiet()
     with (
         shortage(model, *range(20), where="forward", error=lambda: RuntimeError(CPU_ERROR)),
@@ -172,7 +172,7 @@ def test_an_utterance_that_does_not_fit_alone_is_named(quiet, batches) -> None:
     assert "data.max_duration" in message
 
 
-def test_a_recorded_micro_batch_is_not_split(quiet, batches) -> None:
+def test_a_recorded_micro_batch_is_not_split(quiet, batches):
     _, train_state = quiet()
 
     def replay(batch, counts):
@@ -182,7 +182,7 @@ def test_a_recorded_micro_batch_is_not_split(quiet, batches) -> None:
         train_step(replace(train_state, graph=replay), batches[:1], 0)
 
 
-def test_other_errors_are_not_taken_for_this_one(quiet, batches) -> None:
+def test_other_errors_are_not_taken_for_this_one(quiet, batches):
     model, train_state = quiet()
     with (
         shortage(model, 0, where="backward", error=lambda: RuntimeError("shape mismatch")),
@@ -191,7 +191,7 @@ def test_other_errors_are_not_taken_for_this_one(quiet, batches) -> None:
         train_step(train_state, batches[:1], 0)
 
 
-def test_what_counts_as_want_of_memory() -> None:
+def test_what_counts_as_want_of_memory():
     assert is_out_of_memory(torch_error())
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(RuntimeError(CPU_ERROR))
@@ -205,7 +205,7 @@ def test_what_counts_as_want_of_memory() -> None:
     assert is_out_of_memory(real.value)
 
 
-def test_batches_of_one_shape_go_on_after_it(quiet) -> None:
+def test_batches_of_one_shape_go_on_after_it(quiet):
     """Nothing of the pieces' shapes is left behind."""
     model, train_state = quiet()
     for step in range(3):
@@ -215,7 +215,7 @@ def test_batches_of_one_shape_go_on_after_it(quiet) -> None:
     assert report.read()["finite"]
 
 
-def test_pieces_are_not_compiled(quiet, batches, monkeypatch) -> None:
+def test_pieces_are_not_compiled(quiet, batches, monkeypatch):
     """They have shapes of their own, and a compiler would take minutes for each."""
     model, train_state = quiet()
     rows = []
@@ -231,7 +231,7 @@ def test_pieces_are_not_compiled(quiet, batches, monkeypatch) -> None:
     assert rows == [60, 60, 60]
 
 
-def test_a_run_tells_once_and_counts(make_config, tmp_path, monkeypatch, caplog) -> None:
+def test_a_run_tells_once_and_counts(make_config, tmp_path, monkeypatch, caplog):
     calls = iter(range(1000))
     forward = ASRModel.forward
 

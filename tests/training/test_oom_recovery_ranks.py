@@ -73,7 +73,7 @@ def train(
     return values, model
 
 
-def recover(context: DistributedContext) -> None:
+def recover(context: DistributedContext):
     """In the first step, whose buckets are not yet those of the later ones, and in another."""
     cases = [(False, *case) for case in itertools.product(range(3), ("forward", "backward"))]
     plain, straight = train(context, {}, "forward", one_bucket=False)
@@ -89,7 +89,7 @@ def recover(context: DistributedContext) -> None:
         assert all(torch.equal(x, y) for x, y in zip(*both, strict=True)), case
 
 
-def alone(context: DistributedContext) -> None:
+def alone(context: DistributedContext):
     """An utterance that does not fit at all ends every rank, and names itself."""
     model, train_state = quiet(context, one_bucket=True)
     calls = range(20) if context.rank == 1 else []
@@ -102,11 +102,11 @@ def alone(context: DistributedContext) -> None:
 
 
 @pytest.mark.slow
-def test_the_gradient_is_that_without_a_failure_wherever_it_fails() -> None:
+def test_the_gradient_is_that_without_a_failure_wherever_it_fails():
     check_ranks(recover)
 
 
-def test_what_does_not_fit_at_all_ends_every_rank() -> None:
+def test_what_does_not_fit_at_all_ends_every_rank():
     first, second = run_ranks(alone, timeout_s=30.0)
     assert first.returncode
     assert second.returncode

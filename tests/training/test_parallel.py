@@ -28,7 +28,7 @@ from tests.training.test_cuda_graph import record
 STEPS = 5
 
 
-def equal(context: DistributedContext) -> None:
+def equal(context: DistributedContext):
     """One process, ddp and fsdp2 train alike; so do their averages of the weights."""
     optimizer = OptimizerConfig(lr=1e-2, eps=1e-4)
     alone, share = DistributedContext(0, 1, context.device), slice(context.rank, None, 2)
@@ -54,7 +54,7 @@ def equal(context: DistributedContext) -> None:
     assert parts < 0.6 * total
 
 
-def recorded(context: DistributedContext) -> None:
+def recorded(context: DistributedContext):
     """Ranks that replay a graph each, and add up gradients afterwards, train as with ddp."""
     # A recording that a CPU can replay.
     cuda_graph.check_recordable = lambda model, context: None
@@ -86,7 +86,7 @@ def recorded(context: DistributedContext) -> None:
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
-def half_precision(context: DistributedContext) -> None:
+def half_precision(context: DistributedContext):
     """In bfloat16, fsdp2 gathers parameters in it; the losses are those of autocast."""
     losses = []
     for strategy in ("ddp", "fsdp2"):
@@ -97,7 +97,7 @@ def half_precision(context: DistributedContext) -> None:
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=0.02, atol=0.0)
 
 
-def local(context: DistributedContext) -> None:
+def local(context: DistributedContext):
     """Ranks go apart after the warm-up, and meet at the mean at the end of each period."""
     settings = LocalSGDConfig(period=3, warmup_steps=2)
     optimizer = OptimizerConfig(lr=1e-2)
@@ -110,7 +110,7 @@ def local(context: DistributedContext) -> None:
         averager = train_state.averager
         after = averager.after
 
-        def seen(step: int, before=before, after=after) -> None:
+        def seen(step: int, before=before, after=after):
             before += [p.detach().clone() for p in model.parameters()]
             after(step)
 
@@ -150,7 +150,7 @@ def everything_of(model: ASRModel, train_state: TrainState) -> list[Tensor]:
     return [*weights(model, train_state), *averages, *moments]
 
 
-def broken(context: DistributedContext) -> None:
+def broken(context: DistributedContext):
     """A gradient that is not finite on one rank alone: no rank makes the update."""
     settings = LocalSGDConfig(period=100, warmup_steps=0)
     config = quiet_config(OptimizerConfig(), strategy="local_sgd", local_sgd=settings)
@@ -167,7 +167,7 @@ def broken(context: DistributedContext) -> None:
     assert train_step(train_state, [uneven_batch(2 + context.rank)], 1).read()["finite"]
 
 
-def test_two_ranks_train_as_each_strategy_says() -> None:
+def test_two_ranks_train_as_each_strategy_says():
     """All scenarios in the same two processes, which take long to begin."""
     check_ranks(equal, recorded, half_precision, local, broken)
 
@@ -176,7 +176,7 @@ def test_two_ranks_train_as_each_strategy_says() -> None:
 @pytest.mark.extended
 def test_a_run_goes_on_with_another_strategy_on_another_number_of_ranks(
     make_config, tones, tmp_path
-) -> None:
+):
     """On one, on two with fsdp2, and on one again."""
     # The gradient of a key's bias is rounding noise, which Adam would magnify.
     settings = {
@@ -209,7 +209,7 @@ def test_a_run_goes_on_with_another_strategy_on_another_number_of_ranks(
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_local_sgd_goes_on_exactly(make_config, tmp_path) -> None:
+def test_local_sgd_goes_on_exactly(make_config, tmp_path):
     settings = LocalSGDConfig(period=3, warmup_steps=1)
     loop = {"strategy": "local_sgd", "local_sgd": settings, "threads": 1, "max_steps": 8}
     config = make_config(training=loop)
@@ -255,12 +255,12 @@ def test_local_sgd_goes_on_exactly(make_config, tmp_path) -> None:
         ),
     ],
 )
-def test_what_a_strategy_cannot_do_is_refused(make_config, settings, message) -> None:
+def test_what_a_strategy_cannot_do_is_refused(make_config, settings, message):
     with pytest.raises(ValueError, match=message):
         run(make_config(**settings))
 
 
-def test_bad_settings_are_refused() -> None:
+def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match="`period` must be at least 1, but is 0"):
         LocalSGDConfig(period=0)
     with pytest.raises(ValueError, match="`warmup_steps` must be at least 0, but is -1"):

@@ -39,7 +39,7 @@ def alone_of(context: DistributedContext) -> DistributedContext:
     return DistributedContext(0, 1, context.device)
 
 
-def assert_as_one(config: TrainConfig, context: DistributedContext) -> None:
+def assert_as_one(config: TrainConfig, context: DistributedContext):
     expected = trained(config, alone_of(context), slice(None))
     for strategy in ("ddp", "fsdp2"):
         loop = replace(config.training, strategy=strategy)
@@ -50,7 +50,7 @@ def assert_as_one(config: TrainConfig, context: DistributedContext) -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def adapters_and_a_frozen_layer(context: DistributedContext) -> None:
+def adapters_and_a_frozen_layer(context: DistributedContext):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(context.broadcast(folder)) / "base"
         plain = quiet_config(OPTIMIZER, ema_decay=0.9, clip=0.5)
@@ -81,7 +81,7 @@ def adapters_and_a_frozen_layer(context: DistributedContext) -> None:
         context.all_gather(None)
 
 
-def frozen_encoder(context: DistributedContext) -> None:
+def frozen_encoder(context: DistributedContext):
     plain = quiet_config(OPTIMIZER, ema_decay=0.9, clip=0.5)
     for frozen in (("encoder.layers.0",), ("encoder", "decoder.embed_tokens")):
         assert_as_one(replace(plain, training=replace(plain.training, freeze=frozen)), context)
@@ -89,11 +89,11 @@ def frozen_encoder(context: DistributedContext) -> None:
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_two_ranks_train_as_one() -> None:
+def test_two_ranks_train_as_one():
     check_ranks(adapters_and_a_frozen_layer)
 
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_two_ranks_with_frozen_parts_train_as_one() -> None:
+def test_two_ranks_with_frozen_parts_train_as_one():
     check_ranks(frozen_encoder)

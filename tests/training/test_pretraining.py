@@ -26,7 +26,7 @@ from tests.training.conftest import BEST_RQ, published
 
 def test_damaged_audio_of_a_validation_set_is_left_out_and_counted(
     make_pretraining, tones, tmp_path
-) -> None:
+):
     """Its header is sound, so nothing shows before the validation."""
     rows = [json.loads(line) for line in (tones / "test.jsonl").read_text().splitlines()]
     first, *whole = [row | {"audio_filepath": f"{tones}/{row['audio_filepath']}"} for row in rows]
@@ -44,7 +44,7 @@ def test_damaged_audio_of_a_validation_set_is_left_out_and_counted(
     assert damaged["cross_entropy"] is None
 
 
-def test_the_loss_falls_and_starts_at_that_of_guessing(make_pretraining, tones, tmp_path) -> None:
+def test_the_loss_falls_and_starts_at_that_of_guessing(make_pretraining, tones, tmp_path):
     training = {"max_steps": 60, "log_every": 10, "validate_every": 30, "ema_decay": None}
     data = {"validation": str(tones / "test.jsonl")}
     config = make_pretraining(training=training, data=data)
@@ -73,9 +73,7 @@ def test_the_loss_falls_and_starts_at_that_of_guessing(make_pretraining, tones, 
 
 
 @pytest.mark.parametrize("ctc", [True, False])
-def test_another_model_takes_the_encoder(
-    make_pretraining, make_config, tones, tmp_path, ctc
-) -> None:
+def test_another_model_takes_the_encoder(make_pretraining, make_config, tones, tmp_path, ctc):
     assert run(make_pretraining(name="first", training={"max_steps": 2})) == 0
     source = tmp_path / "first"
     own = {"width": 16, "layers": 1, "heads": 2, "feed_forward": 16}
@@ -107,7 +105,7 @@ def test_another_model_takes_the_encoder(
 
 def test_pretraining_goes_on_and_heads_that_are_initialised_are_trained(
     make_pretraining, make_config, tmp_path, model_config
-) -> None:
+):
     assert run(make_pretraining(name="first", training={"max_steps": 1})) == 0
     source, cpu = str(tmp_path / "first"), torch.device("cpu")
     resolved = resolve_config(make_pretraining(init_from=source, model=ModelConfig()), None)
@@ -122,7 +120,7 @@ def test_pretraining_goes_on_and_heads_that_are_initialised_are_trained(
     assert build.build_model(frozen, 30, None, cpu).ctc_head is not None
 
 
-def test_error_messages(make_pretraining, make_config, tones) -> None:
+def test_error_messages(make_pretraining, make_config, tones):
     tokenizer = {"tokenizer": str(tones / "tokenizer")}
     for config, message in (
         (make_pretraining(data={"text": "required"}), r"`data\.text` must be ignored"),
@@ -135,7 +133,7 @@ def test_error_messages(make_pretraining, make_config, tones) -> None:
             resolve_config(config, None)
 
 
-def test_the_use_of_codes_is_their_entropy_since_the_last_line(make_pretraining) -> None:
+def test_the_use_of_codes_is_their_entropy_since_the_last_line(make_pretraining):
     counts = torch.tensor([[5, 5, 0, 0], [4, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
     expected = torch.tensor([math.log(2), 0.0, math.log(4), 0.0], dtype=torch.float64)
     torch.testing.assert_close(entropy(counts), expected)
@@ -150,7 +148,7 @@ def test_the_use_of_codes_is_their_entropy_since_the_last_line(make_pretraining)
     assert use.line()["code_perplexity_1"] > 8
 
 
-def test_a_validation_loss_that_is_not_finite_is_null(make_pretraining, tmp_path) -> None:
+def test_a_validation_loss_that_is_not_finite_is_null(make_pretraining, tmp_path):
     log = RunLog(RunDirectory(tmp_path / "run"), "start")
     log.open(make_pretraining(), True, 0, 1, ())
     for total in (math.nan, math.inf, 6.0):

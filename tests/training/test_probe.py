@@ -110,7 +110,7 @@ def expected(model, tokenizer, cuts, groups) -> ProbeSums:
         (2, 500, [[0, 3]]),
     ],
 )
-def test_sums_are_those_of_each_utterance(cuts, tokenizer, count, budget, groups) -> None:
+def test_sums_are_those_of_each_utterance(cuts, tokenizer, count, budget, groups):
     model = make_model(tokenizer)
     probe = Probe(cuts, model, tokenizer, count=count, frame_budget=budget)
     model.train()
@@ -130,7 +130,7 @@ def test_sums_are_those_of_each_utterance(cuts, tokenizer, count, budget, groups
     assert probe() == found
 
 
-def test_without_a_decoder_or_a_head_nothing_is_claimed_of_it(cuts, tokenizer) -> None:
+def test_without_a_decoder_or_a_head_nothing_is_claimed_of_it(cuts, tokenizer):
     heads = {"decoder": "cross_entropy", "ctc": "ctc", "transducer": "transducer"}
     for kept, field in heads.items():
         options = {"decoder": None, "ctc": False, "transducer": None}
@@ -142,7 +142,7 @@ def test_without_a_decoder_or_a_head_nothing_is_claimed_of_it(cuts, tokenizer) -
         assert (found.transducer_blank_share is None) == (kept != "transducer")
 
 
-def test_what_cannot_be_used_is_left_out(cuts, tokenizer) -> None:
+def test_what_cannot_be_used_is_left_out(cuts, tokenizer):
     model = make_model(
         tokenizer, decoder=DecoderConfig(width=16, layers=1, heads=2, feed_forward=16,
                                          max_positions=8)
@@ -156,7 +156,7 @@ def test_what_cannot_be_used_is_left_out(cuts, tokenizer) -> None:
     assert Probe([], model, tokenizer, count=32, frame_budget=500)() == ProbeSums()
 
 
-def test_a_request_without_an_expert_is_left_out(cuts, tokenizer) -> None:
+def test_a_request_without_an_expert_is_left_out(cuts, tokenizer):
     def measure(*languages: str) -> ProbeSums:
         experts = ExpertsConfig(count=len(languages), route="language", names=languages)
         encoder = replace(make_model(tokenizer).config.encoder, experts=experts)

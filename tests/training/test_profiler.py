@@ -22,7 +22,7 @@ def names_in(path: Path) -> list[str]:
         return [event.get("name", "") for event in json.load(file)["traceEvents"]]
 
 
-def record(capture: StepProfiler, numbers: Sequence[int]) -> None:
+def record(capture: StepProfiler, numbers: Sequence[int]):
     for number in numbers:
         with capture.step(number), ranges.range("step", number):
             torch.ones(2) @ torch.ones(2)
@@ -43,7 +43,7 @@ def record(capture: StepProfiler, numbers: Sequence[int]) -> None:
 )
 def test_kineto_records_the_configured_steps_alone(
     tmp_path: Path, first: int, steps: int, numbers: Sequence[int], recorded: int
-) -> None:
+):
     config = ProfileConfig(tool="kineto", first_step=first, steps=steps)
     capture = StepProfiler(config, CPU, tmp_path)
     record(capture, numbers)
@@ -55,13 +55,13 @@ def test_kineto_records_the_configured_steps_alone(
     assert [path.name for path in tmp_path.iterdir()] == ["rank0.json.gz"]
 
 
-def test_nothing_is_recorded_unless_asked_or_past_the_wanted_steps(tmp_path: Path) -> None:
+def test_nothing_is_recorded_unless_asked_or_past_the_wanted_steps(tmp_path: Path):
     record(StepProfiler(ProfileConfig(), CPU, tmp_path), range(30))
     record(StepProfiler(ProfileConfig(tool="kineto"), CPU, tmp_path), range(25, 40))
     assert not list(tmp_path.iterdir())
 
 
-def test_a_trainer_leaves_its_phases_and_layers_in_the_profile(make_config, tmp_path) -> None:
+def test_a_trainer_leaves_its_phases_and_layers_in_the_profile(make_config, tmp_path):
     profile = ProfileConfig(tool="kineto", first_step=1, steps=2)
     assert run(make_config(training={"max_steps": 4, "profile": profile})) == 0
     names = names_in(tmp_path / "run" / "profile" / "rank0.json.gz")
@@ -73,7 +73,7 @@ def test_a_trainer_leaves_its_phases_and_layers_in_the_profile(make_config, tmp_
 
 def test_nsys_is_told_where_its_capture_range_begins_and_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     calls, seen = [], []
     runtime = SimpleNamespace(
         cudaProfilerStart=lambda: calls.append("start"),
@@ -95,7 +95,7 @@ def test_nsys_is_told_where_its_capture_range_begins_and_ends(
 
 def test_memory_is_written_at_the_end_and_when_it_runs_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     memory = torch.cuda.memory
     history: list[object] = []
     monkeypatch.setattr(
@@ -122,13 +122,13 @@ def test_memory_is_written_at_the_end_and_when_it_runs_out(
         ({"ranges": "roctx"}, "`ranges` must be torch or nvtx"),
     ],
 )
-def test_error_messages(tmp_path: Path, fields: dict, message: str) -> None:
+def test_error_messages(tmp_path: Path, fields: dict, message: str):
     with pytest.raises(ValueError, match=message):
         StepProfiler(ProfileConfig(**fields), CPU, tmp_path)
 
 
 @pytest.mark.extended
-def test_kineto_writes_nothing_of_its_own(tmp_path) -> None:
+def test_kineto_writes_nothing_of_its_own(tmp_path):
     """It would log the start and the stop to standard error, in a process that has not used it."""
     program = f"""
 from pathlib import Path

@@ -15,7 +15,7 @@ LINE = {
 }
 
 
-def test_the_figures_are_those_of_the_line() -> None:
+def test_the_figures_are_those_of_the_line():
     text = describe(LINE, ranks=2)
     assert text == "loss 1.2346  RTFx 200 per rank  padding 0.4 %  data wait 2 %"
     hybrid = describe(LINE | {"transducer": 2.34567}, ranks=2)
@@ -24,7 +24,7 @@ def test_the_figures_are_those_of_the_line() -> None:
     assert describe(LINE | {"loss": None}, ranks=1).startswith("loss -  RTFx 400")
 
 
-def test_without_a_terminal_there_is_one_plain_line_per_entry() -> None:
+def test_without_a_terminal_there_is_one_plain_line_per_entry():
     out = io.StringIO()
     console = Console(file=out, force_terminal=False, width=40)
     with ProgressDisplay(total=170, done=0, ranks=1, console=console) as display:
@@ -38,7 +38,7 @@ def test_without_a_terminal_there_is_one_plain_line_per_entry() -> None:
 
 
 @pytest.mark.parametrize("step", [50, 170])
-def test_on_a_terminal_there_is_a_bar(step) -> None:
+def test_on_a_terminal_there_is_a_bar(step):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=200)
     with ProgressDisplay(total=170, done=40, ranks=1, console=console) as display:
@@ -47,7 +47,7 @@ def test_on_a_terminal_there_is_a_bar(step) -> None:
     assert "RTFx" in out.getvalue()
 
 
-def test_the_line_of_progress_fits_80_columns() -> None:
+def test_the_line_of_progress_fits_80_columns():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=80)
     with ProgressDisplay(total=2_200, done=0, ranks=1, console=console) as display:
@@ -55,7 +55,7 @@ def test_the_line_of_progress_fits_80_columns() -> None:
     assert "padding 0.4 %  data wait 10 % ETA" in out.getvalue()
 
 
-def test_other_ranks_say_nothing(capsys) -> None:
+def test_other_ranks_say_nothing(capsys):
     with SilentDisplay() as display:
         display.metrics(LINE)
         display.show("hello")

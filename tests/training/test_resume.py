@@ -18,7 +18,7 @@ SAVED = {
 }
 
 
-def test_the_same_configuration_goes_on_without_a_word() -> None:
+def test_the_same_configuration_goes_on_without_a_word():
     assert check_same_run(SAVED, {**SAVED}) == []
 
 
@@ -38,17 +38,17 @@ def test_the_same_configuration_goes_on_without_a_word() -> None:
         ({"data": {"manifest": "m", "workers": 2, "new": 1}}, "`data.new` must stay None"),
     ],
 )
-def test_another_model_or_another_order_of_data_is_refused(change, message) -> None:
+def test_another_model_or_another_order_of_data_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         check_same_run(SAVED, SAVED | change)
 
 
-def test_other_changes_are_obeyed_and_reported() -> None:
+def test_other_changes_are_obeyed_and_reported():
     now = SAVED | {"optimizer": {"lr": 0.2}, "data": {"manifest": "m", "workers": 8}}
     assert check_same_run(SAVED, now) == ["data.workers: 2 -> 8", "optimizer.lr: 0.1 -> 0.2"]
 
 
-def test_bad_audio_may_be_left_out_from_here_on_but_parameters_not_be_renumbered() -> None:
+def test_bad_audio_may_be_left_out_from_here_on_but_parameters_not_be_renumbered():
     saved = {"data": {"on_bad_audio": "raise"}, "optimizer": {"exempt": ["biases"]}}
     change = {"data": {"on_bad_audio": "skip"}}
     assert check_same_run(saved, saved | change) == ["data.on_bad_audio: 'raise' -> 'skip'"]
@@ -56,7 +56,7 @@ def test_bad_audio_may_be_left_out_from_here_on_but_parameters_not_be_renumbered
         check_same_run(saved, saved | {"optimizer": {"exempt": ["norms"]}})
 
 
-def test_a_checkpoint_from_before_a_field_existed_goes_on(make_config, tmp_path) -> None:
+def test_a_checkpoint_from_before_a_field_existed_goes_on(make_config, tmp_path):
     assert run(make_config(training={"max_steps": 2})) == 0
     path = tmp_path / "run" / "checkpoints" / "step_00000002"
     state = torch.load(path / "training.pt", weights_only=True)
@@ -74,7 +74,7 @@ def test_a_checkpoint_from_before_a_field_existed_goes_on(make_config, tmp_path)
         run(make_config(training={"max_steps": 4}, data={"epoch_end": "exact"}))
 
 
-def test_the_training_state_has_the_layout_of_earlier_checkpoints(make_config, tmp_path) -> None:
+def test_the_training_state_has_the_layout_of_earlier_checkpoints(make_config, tmp_path):
     """Components by name; how far the run has come, and what it is, are at the top."""
     assert run(make_config(training={"max_steps": 1})) == 0
     path = tmp_path / "run" / "checkpoints" / "step_00000001" / "training.pt"

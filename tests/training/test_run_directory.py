@@ -11,7 +11,7 @@ def steps(path) -> list[int]:
     return [line["step"] for line in read_lines(path)]
 
 
-def test_resuming_removes_what_the_lost_stretch_wrote(tmp_path) -> None:
+def test_resuming_removes_what_the_lost_stretch_wrote(tmp_path):
     run = RunDirectory(tmp_path / "run")
     run.open("a: 1\n", 0, tensorboard=False)
     for step in (1, 2, 3, 4):
@@ -31,7 +31,7 @@ def test_resuming_removes_what_the_lost_stretch_wrote(tmp_path) -> None:
     assert (run.path / "config.yaml").read_text() == with_checksum_line("a: 2\n")
 
 
-def test_a_name_with_another_line_separator_does_not_end_a_line(tmp_path) -> None:
+def test_a_name_with_another_line_separator_does_not_end_a_line(tmp_path):
     run = RunDirectory(tmp_path)
     run.open("", 0, tensorboard=False)
     for step in (1, 2):
@@ -40,7 +40,7 @@ def test_a_name_with_another_line_separator_does_not_end_a_line(tmp_path) -> Non
     assert steps(tmp_path / "skipped.jsonl") == [1, 2]
 
 
-def test_file_names_that_are_not_utf8_are_written_as_escapes(tmp_path) -> None:
+def test_file_names_that_are_not_utf8_are_written_as_escapes(tmp_path):
     name = os.fsdecode(b"caf\xe9.wav")
     run = RunDirectory(tmp_path)
     run.open("", 0, tensorboard=False)
@@ -53,7 +53,7 @@ def test_file_names_that_are_not_utf8_are_written_as_escapes(tmp_path) -> None:
     assert [line["audio"] for line in read_lines(tmp_path / "unreadable.jsonl")] == [name]
 
 
-def test_every_line_is_json_of_its_own_and_nan_is_an_error(tmp_path) -> None:
+def test_every_line_is_json_of_its_own_and_nan_is_an_error(tmp_path):
     run = RunDirectory(tmp_path)
     run.open("", 0, tensorboard=False)
     run.dropped([{"id": "ä", "reason": "too long"}, {"id": "b", "reason": "silent"}])
@@ -63,7 +63,7 @@ def test_every_line_is_json_of_its_own_and_nan_is_an_error(tmp_path) -> None:
         run.metrics({"step": 1, "loss": float("nan")})
 
 
-def test_an_older_run_is_set_aside_under_a_free_name(tmp_path) -> None:
+def test_an_older_run_is_set_aside_under_a_free_name(tmp_path):
     run = RunDirectory(tmp_path / "run")
     assert run.set_aside() is None
     for number in (1, 2):
@@ -72,7 +72,7 @@ def test_an_older_run_is_set_aside_under_a_free_name(tmp_path) -> None:
     assert not run.path.exists()
 
 
-def test_a_restart_by_torchrun_keeps_the_run_that_restarted(tmp_path, monkeypatch) -> None:
+def test_a_restart_by_torchrun_keeps_the_run_that_restarted(tmp_path, monkeypatch):
     run = RunDirectory(tmp_path / "run")
 
     def starts(job: str, restarts: int) -> bool:
@@ -106,7 +106,7 @@ def test_a_restart_by_torchrun_keeps_the_run_that_restarted(tmp_path, monkeypatc
     assert not run.path.exists()
 
 
-def test_curves_are_written_for_tensorboard(tmp_path) -> None:
+def test_curves_are_written_for_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

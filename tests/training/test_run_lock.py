@@ -70,7 +70,7 @@ def holder(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str
         process.communicate()
 
 
-def test_the_second_is_told_who_trains_and_what_to_do(tmp_path) -> None:
+def test_the_second_is_told_who_trains_and_what_to_do(tmp_path):
     folder = tmp_path / "run"
     with holder(folder, "one") as (process, _):
         with pytest.raises(ValueError, match="must be free") as caught:
@@ -88,7 +88,7 @@ def test_the_second_is_told_who_trains_and_what_to_do(tmp_path) -> None:
     RunLock(folder, "two").release()
 
 
-def test_a_killed_process_leaves_no_lock_not_even_in_a_forked_child(tmp_path) -> None:
+def test_a_killed_process_leaves_no_lock_not_even_in_a_forked_child(tmp_path):
     with holder(tmp_path, "one", "fork") as (process, child):
         with pytest.raises(ValueError, match="must be free"):
             # The child's `release` is none.
@@ -100,7 +100,7 @@ def test_a_killed_process_leaves_no_lock_not_even_in_a_forked_child(tmp_path) ->
         RunLock(tmp_path, "two").release()
 
 
-def test_what_is_set_aside_takes_no_lock_along_and_the_new_folder_has_one(tmp_path) -> None:
+def test_what_is_set_aside_takes_no_lock_along_and_the_new_folder_has_one(tmp_path):
     with closing(RunDirectory(tmp_path / "run")) as directory:
         directory.lock("one")
         # A folder with a lock alone is not worth keeping.
@@ -113,7 +113,7 @@ def test_what_is_set_aside_takes_no_lock_along_and_the_new_folder_has_one(tmp_pa
         RunLock(tmp_path / "run.old-1", "two").release()
 
 
-def test_whoever_takes_the_place_of_a_silent_process_has_the_lock_from_then_on(tmp_path) -> None:
+def test_whoever_takes_the_place_of_a_silent_process_has_the_lock_from_then_on(tmp_path):
     """As where learners go on without rank 0, which hangs and may come back."""
     with holder(tmp_path, "one") as (process, _):
         process.send_signal(signal.SIGSTOP)
@@ -128,15 +128,13 @@ def test_whoever_takes_the_place_of_a_silent_process_has_the_lock_from_then_on(t
         mine.release()
 
 
-def test_torchrun_waits_for_a_process_that_it_has_replaced_and_for_no_other(
-    tmp_path, monkeypatch
-) -> None:
+def test_torchrun_waits_for_a_process_that_it_has_replaced_and_for_no_other(tmp_path, monkeypatch):
     """A file server may drop the lock of a lost host only after a while."""
     waited = []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     with holder(tmp_path, "one") as (process, _):
 
-        def end(seconds: float) -> None:
+        def end(seconds: float):
             waited.append(seconds)
             if len(waited) == 3:
                 process.communicate("")
@@ -155,11 +153,11 @@ def test_torchrun_waits_for_a_process_that_it_has_replaced_and_for_no_other(
     assert len(waited) == 3
 
 
-def test_a_file_of_one_that_ends_meanwhile_is_not_taken_for_the_lock(tmp_path, monkeypatch) -> None:
+def test_a_file_of_one_that_ends_meanwhile_is_not_taken_for_the_lock(tmp_path, monkeypatch):
     """It is opened before the other removes it, and locked after."""
     first, flock = RunLock(tmp_path / "run", "one"), fcntl.flock
 
-    def late(descriptor: int, kind: int) -> None:
+    def late(descriptor: int, kind: int):
         monkeypatch.setattr(fcntl, "flock", flock)
         first.release()
         flock(descriptor, kind)
@@ -172,7 +170,7 @@ def test_a_file_of_one_that_ends_meanwhile_is_not_taken_for_the_lock(tmp_path, m
     second.release()
 
 
-def test_locks_of_a_file_server_belong_to_processes_and_work_as_well(tmp_path, monkeypatch) -> None:
+def test_locks_of_a_file_server_belong_to_processes_and_work_as_well(tmp_path, monkeypatch):
     """NFS makes POSIX locks of flock's: closing any descriptor of the file would release them."""
     monkeypatch.setattr(locks.fcntl, "flock", fcntl.lockf)
     folder = tmp_path / "run"
@@ -194,8 +192,8 @@ def test_locks_of_a_file_server_belong_to_processes_and_work_as_well(tmp_path, m
     RunLock(folder, "three").release()
 
 
-def test_without_locks_a_warning_says_so_once(tmp_path, monkeypatch, caplog) -> None:
-    def refuse(descriptor: int, kind: int) -> None:
+def test_without_locks_a_warning_says_so_once(tmp_path, monkeypatch, caplog):
+    def refuse(descriptor: int, kind: int):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(locks.fcntl, "flock", refuse)
@@ -211,20 +209,20 @@ def test_without_locks_a_warning_says_so_once(tmp_path, monkeypatch, caplog) -> 
 @pytest.mark.representative(is_saving=True)
 def test_of_two_trainings_without_locks_the_first_ends_and_names_the_second(
     make_config, tmp_path, monkeypatch, is_saving
-) -> None:
+):
     """Else the folder would have files of both: here it has those of the second.
 
     It begins after the first has written a checkpoint, or while it writes one.
     """
 
-    def refuse(descriptor: int, kind: int) -> None:
+    def refuse(descriptor: int, kind: int):
         raise OSError(errno.ENOLCK, "No locks available")
 
     loop, second = {"max_steps": 8, "checkpoint_every": 2}, []
     assert run(make_config(training=loop, output=str(tmp_path / "alone"))) == 0
     write, begun, has_ended = run_checkpoints.write_model, threading.Event(), threading.Event()
 
-    def write_slowly(*arguments) -> None:
+    def write_slowly(*arguments):
         is_first = not begun.is_set()
         begun.set()
         if is_saving and is_first:
@@ -236,7 +234,7 @@ def test_of_two_trainings_without_locks_the_first_ends_and_names_the_second(
     monkeypatch.setattr(locks, "fcntl", without)
     advance = ProgressDisplay.advance
 
-    def meanwhile(self, step: int) -> None:
+    def meanwhile(self, step: int):
         advance(self, step)
         if step == 3 and not second:
             assert begun.wait(60)
@@ -264,7 +262,7 @@ def contents(folder: Path) -> dict[str, int]:
     return {str(path): path.lstat().st_mtime_ns for path in sorted(folder.rglob("*"))}
 
 
-def test_a_second_start_is_refused_before_it_writes_or_renames(make_config, tmp_path) -> None:
+def test_a_second_start_is_refused_before_it_writes_or_renames(make_config, tmp_path):
     config = make_config(training={"max_steps": 2, "checkpoint_every": 2})
     assert run(config) == 0
     assert not (tmp_path / "run" / LOCK).exists()
@@ -280,7 +278,7 @@ def test_a_second_start_is_refused_before_it_writes_or_renames(make_config, tmp_
     assert not (tmp_path / "run.old-1" / LOCK).exists()
 
 
-def test_a_start_that_fails_leaves_no_lock_and_no_folder(make_config, tmp_path) -> None:
+def test_a_start_that_fails_leaves_no_lock_and_no_folder(make_config, tmp_path):
     for _ in range(2):
         with pytest.raises(ValueError, match=r"`data\.tokenizer` must be"):
             run(make_config(output=str(tmp_path / "not" / "there"), data={"tokenizer": ""}))
@@ -294,9 +292,7 @@ def test_a_start_that_fails_leaves_no_lock_and_no_folder(make_config, tmp_path) 
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_of_two_ranks_one_locks_and_a_second_start_of_both_is_told_once(
-    make_config, tmp_path
-) -> None:
+def test_of_two_ranks_one_locks_and_a_second_start_of_both_is_told_once(make_config, tmp_path):
     """Killed with its data workers loading, it can be started again at once."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(configuration.dump(make_config(training=ONE, data={"workers": 1})))

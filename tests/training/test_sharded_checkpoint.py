@@ -11,7 +11,7 @@ from tests.support.run_ranks import train_on_ranks
 
 
 @pytest.mark.slow
-def test_a_sharded_run_goes_on_to_the_last_bit(make_config, tmp_path) -> None:
+def test_a_sharded_run_goes_on_to_the_last_bit(make_config, tmp_path):
     loop = {"strategy": "fsdp2", "threads": 1, "max_steps": 8}
     newest = tmp_path / "run" / "checkpoints" / "step_00000008"
     ends = []

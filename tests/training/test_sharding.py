@@ -67,7 +67,7 @@ def alike(
     make_batch: Callable[[int], Batch],
     config: TrainConfig,
     sharded: TrainConfig | None = None,
-) -> None:
+):
     """Sharded over two ranks, training is as on one."""
     expected = train(config, DistributedContext(0, 1, context.device), make_batch)
     loop = replace((sharded or config).training, strategy="fsdp2")
@@ -76,7 +76,7 @@ def alike(
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
-def strategies(context: DistributedContext) -> None:
+def strategies(context: DistributedContext):
     """Batches of any size, some of which have no row on one of the ranks."""
     for make_batch in (exact, padded):
         alike(context, make_batch, quiet_config(OPTIMIZER))
@@ -87,14 +87,14 @@ def with_text(config: TrainConfig) -> TrainConfig:
     return replace(config, model=replace(config.model, text_encoder=text))
 
 
-def text(context: DistributedContext) -> None:
+def text(context: DistributedContext):
     """A rank has text where the other has speech."""
     kinds = [[mixed(4 * step + n).source is None for n in range(4)] for step in range(STEPS)]
     assert any(a != b for step in kinds for a, b in zip(step[::2], step[1::2], strict=True))
     alike(context, mixed, with_text(quiet_config(OPTIMIZER)))
 
 
-def recomputed(context: DistributedContext) -> None:
+def recomputed(context: DistributedContext):
     """With layers computed again, each strategy trains as without, and each rank to the bit."""
     config = with_text(quiet_config(OPTIMIZER))
     again = replace(config, training=replace(config.training, activation_checkpointing=True))
@@ -107,7 +107,7 @@ def recomputed(context: DistributedContext) -> None:
         assert all(torch.equal(x, y) for x, y in zip(*both, strict=True))
 
 
-def compiled(context: DistributedContext) -> None:
+def compiled(context: DistributedContext):
     """Layers that are compiled one by one, from one graph for all of a kind."""
     # The default backend writes and compiles C++, which takes minutes.
     torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
@@ -118,7 +118,7 @@ def compiled(context: DistributedContext) -> None:
     assert counters["stats"]["unique_graphs"] == 2, counters["stats"]
 
 
-def experts(context: DistributedContext) -> None:
+def experts(context: DistributedContext):
     """Routers and the weights of experts, also where a rank has no row."""
     config = quiet_config(OPTIMIZER)
     routed = ExpertsConfig(count=3, top_k=2, balance=0.1)
@@ -146,7 +146,7 @@ FROZEN = (
 )
 
 
-def language_model(context: DistributedContext) -> None:
+def language_model(context: DistributedContext):
     """With parts frozen before, behind and among the others, and with adapters."""
     config = spoken_config()
     alike(context, talk, frozen_in(config, FROZEN[2]))
@@ -158,7 +158,7 @@ def language_model(context: DistributedContext) -> None:
     alike(context, talk, replace(config, lora=lora))
 
 
-def partly_frozen_language_model(context: DistributedContext) -> None:
+def partly_frozen_language_model(context: DistributedContext):
     """Whole, and with other parts frozen."""
     for frozen in (*FROZEN[:2], FROZEN[3]):
         alike(context, talk, frozen_in(spoken_config(), frozen))
@@ -176,7 +176,7 @@ def spoken_config() -> TrainConfig:
     return replace(config, model=replace(model, encoder=replace(model.encoder, layers=2)))
 
 
-def partly_frozen_text(context: DistributedContext) -> None:
+def partly_frozen_text(context: DistributedContext):
     """A rank has text where the other has speech, and one of the encoders is frozen."""
     config = with_text(quiet_config(OPTIMIZER))
     for frozen in (("encoder",), ("text_encoder", "encoder.layers.0"), ("text_encoder.layers",)):
@@ -184,38 +184,38 @@ def partly_frozen_text(context: DistributedContext) -> None:
 
 
 @pytest.mark.slow
-def test_sharded_training_is_that_of_one_process() -> None:
+def test_sharded_training_is_that_of_one_process():
     check_ranks(strategies)
 
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_sharded_training_of_texts_and_experts_is_that_of_one_process() -> None:
+def test_sharded_training_of_texts_and_experts_is_that_of_one_process():
     """Both in the same two processes, which take long to begin."""
     check_ranks(text, experts)
 
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_sharded_training_of_layers_computed_again_or_frozen_is_that_of_one_process() -> None:
+def test_sharded_training_of_layers_computed_again_or_frozen_is_that_of_one_process():
     check_ranks(recomputed, partly_frozen_text)
 
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_sharded_training_of_compiled_layers_is_that_of_one_process() -> None:
+def test_sharded_training_of_compiled_layers_is_that_of_one_process():
     check_ranks(compiled)
 
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_a_sharded_language_model_trains_as_that_of_one_process() -> None:
+def test_a_sharded_language_model_trains_as_that_of_one_process():
     pytest.importorskip("transformers")
     check_ranks(language_model)
 
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_a_sharded_language_model_with_frozen_parts_trains_as_that_of_one_process() -> None:
+def test_a_sharded_language_model_with_frozen_parts_trains_as_that_of_one_process():
     pytest.importorskip("transformers")
     check_ranks(partly_frozen_language_model)

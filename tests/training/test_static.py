@@ -64,7 +64,7 @@ def make_model(config: ModelConfig, head: str = "attention") -> ASRModel:
 @pytest.mark.usefixtures("eager_compiler", "without_onednn")
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.representative(head="attention")
-def test_the_model_compiles_once_and_without_a_break(model_config, head) -> None:
+def test_the_model_compiles_once_and_without_a_break(model_config, head):
     model = make_model(model_config, head)
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
     options = {"label_smoothing": 0.1, "guided_sigma": 0.3} if head == "attention" else {}
@@ -91,7 +91,7 @@ def test_the_model_compiles_once_and_without_a_break(model_config, head) -> None
 class Sizes(TorchDispatchMode):
     """Writes down the bytes of each result of the dispatcher's operations, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.found: list[tuple[str, int]] = []
 
@@ -103,7 +103,7 @@ class Sizes(TorchDispatchMode):
         return result
 
 
-def test_every_step_asks_for_the_same_memory(make_train_state) -> None:
+def test_every_step_asks_for_the_same_memory(make_train_state):
     _, train_state = make_train_state()
     traces = []
     for step in range(4):
@@ -119,7 +119,7 @@ def test_every_step_asks_for_the_same_memory(make_train_state) -> None:
 
 
 @pytest.mark.parametrize("head", ["lstm", "stateless"])
-def test_a_predictor_asks_for_the_same_memory_at_every_step(model_config, head) -> None:
+def test_a_predictor_asks_for_the_same_memory_at_every_step(model_config, head):
     predictor, traces = make_model(model_config, head).transducer.predictor, []
     for seed in range(3):
         text = make_batch(seed).text
@@ -130,7 +130,7 @@ def test_a_predictor_asks_for_the_same_memory_at_every_step(model_config, head) 
     assert traces[2] == traces[1]
 
 
-def test_the_table_of_positions_does_not_follow_the_longest_utterance(model_config) -> None:
+def test_the_table_of_positions_does_not_follow_the_longest_utterance(model_config):
     encoder = make_model(model_config).encoder
     sizes = {encoder._embeddings(make_batch(seed).frames, torch.float32).shape for seed in range(4)}
     assert len(sizes) == 1

@@ -16,7 +16,7 @@ def weights(model) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def test_the_gradient_is_that_of_the_mean_over_all_micro_batches(make_train_state, batches) -> None:
+def test_the_gradient_is_that_of_the_mean_over_all_micro_batches(make_train_state, batches):
     """Against one plain backward of the summed losses, with the same seeds for dropout."""
     loss_config = LossConfig(ctc_weight=0.4, guided_weight=0.5)
     model, train_state = make_train_state(loss=loss_config)
@@ -46,7 +46,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_micro_batches(make_train_stat
     assert [figures[x] for x in ("finite", "guided_on", "splits")] == [1.0, 1.0, 0.0]
 
 
-def test_the_report_counts_what_was_computed(make_train_state, batches) -> None:
+def test_the_report_counts_what_was_computed(make_train_state, batches):
     _, train_state = make_train_state()
     report = train_step(train_state, batches[:2], 0)
     counts = StepCounts.from_values(report.counts.read())
@@ -59,7 +59,7 @@ def test_the_report_counts_what_was_computed(make_train_state, batches) -> None:
     assert [batch.ids for batch, _ in report.micro_batches] == [b.ids for b in batches[:2]]
 
 
-def test_dropout_depends_on_the_step_alone(make_train_state, batches) -> None:
+def test_dropout_depends_on_the_step_alone(make_train_state, batches):
     """Neither the state of the generator nor the steps before matter: resuming needs no history."""
     results = []
     for noise in (1, 2):
@@ -74,7 +74,7 @@ def test_dropout_depends_on_the_step_alone(make_train_state, batches) -> None:
     assert not torch.equal(weights(model), results[0])
 
 
-def test_seeds_differ_by_run_step_and_micro_batch() -> None:
+def test_seeds_differ_by_run_step_and_micro_batch():
     seeds = {
         micro_batch_seed(seed, step, index) % 2**32
         for seed in range(3)
@@ -84,7 +84,7 @@ def test_seeds_differ_by_run_step_and_micro_batch() -> None:
     assert len(seeds) == 3 * 20 * 8
 
 
-def test_seeds_cost_no_stack_of_calls(make_train_state, batches, monkeypatch) -> None:
+def test_seeds_cost_no_stack_of_calls(make_train_state, batches, monkeypatch):
     """As `torch.manual_seed` does, which formats one for each kind of device not in use."""
 
     def refuse(*arguments) -> list[str]:
@@ -95,7 +95,7 @@ def test_seeds_cost_no_stack_of_calls(make_train_state, batches, monkeypatch) ->
     assert train_step(train_state, batches[:2], 0).read()["finite"]
 
 
-def test_a_loss_that_is_not_finite_changes_nothing(make_train_state, batches, broken_batch) -> None:
+def test_a_loss_that_is_not_finite_changes_nothing(make_train_state, batches, broken_batch):
     model, train_state = make_train_state(training=LoopConfig(max_steps=20, ema_decay=0.9))
     train_step(train_state, batches[:2], 0)
     before = weights(model)
@@ -119,9 +119,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(make_train_state, batches, br
 @pytest.mark.parametrize(
     ("shape", "padded"), [(StaticShape(60, 30, 4), False), (None, False), (None, True)]
 )
-def test_a_micro_batch_without_utterances_adds_nothing(
-    make_train_state, batches, shape, padded
-) -> None:
+def test_a_micro_batch_without_utterances_adds_nothing(make_train_state, batches, shape, padded):
     """It fills up a step that is short of utterances, or none of its audio could be read."""
     empty = collate([], shape, eos_id=1, pad_id=0, padded=padded)
     (model, train_state), (reference, alone) = make_train_state(), make_train_state()
@@ -135,12 +133,12 @@ def test_a_micro_batch_without_utterances_adds_nothing(
         assert [figures[name] for name in LOSSES] == [0.0] * 5
 
 
-def test_the_learning_rate_and_the_clip_are_obeyed(make_train_state, batches) -> None:
+def test_the_learning_rate_and_the_clip_are_obeyed(make_train_state, batches):
     model, train_state = make_train_state(training=LoopConfig(max_steps=20, clip=1e-3))
     norms = []
     step = train_state.optimizer.step
 
-    def watched() -> None:
+    def watched():
         norms.append(torch.stack([p.grad.norm() for p in model.parameters()]).norm().item())
         step()
 

@@ -8,7 +8,7 @@ from effasr.training.fault_tolerance.stop import listening
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_becomes_a_request(number) -> None:
+def test_a_signal_becomes_a_request(number):
     before = signal.getsignal(number)
     with listening() as request:
         assert not request
@@ -18,7 +18,7 @@ def test_a_signal_becomes_a_request(number) -> None:
     assert signal.getsignal(number) is before
 
 
-def test_the_second_interrupt_aborts_at_once() -> None:
+def test_the_second_interrupt_aborts_at_once():
     with listening() as request:
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
@@ -26,7 +26,7 @@ def test_the_second_interrupt_aborts_at_once() -> None:
         assert request
 
 
-def test_an_interrupt_after_sigterm_is_still_the_first() -> None:
+def test_an_interrupt_after_sigterm_is_still_the_first():
     with listening() as request:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
@@ -34,7 +34,7 @@ def test_an_interrupt_after_sigterm_is_still_the_first() -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 0)])
-def test_a_data_worker_ends_on_sigterm_and_ignores_the_interrupt(number, code) -> None:
+def test_a_data_worker_ends_on_sigterm_and_ignores_the_interrupt(number, code):
     with listening() as request:
         child = os.fork()
         if child == 0:
@@ -45,10 +45,10 @@ def test_a_data_worker_ends_on_sigterm_and_ignores_the_interrupt(number, code) -
         assert not request
 
 
-def test_outside_the_main_thread_signals_are_left_alone() -> None:
+def test_outside_the_main_thread_signals_are_left_alone():
     seen = []
 
-    def listen() -> None:
+    def listen():
         with listening() as request:
             seen.append((bool(request), signal.getsignal(signal.SIGTERM)))
 

@@ -29,7 +29,7 @@ def options(strategy: str) -> dict:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_trains_and_validates(make_config, tmp_path, tones, strategy) -> None:
+def test_every_strategy_trains_and_validates(make_config, tmp_path, tones, strategy):
     data = options(strategy) | {"validation": str(tones / "test.jsonl")}
     assert run(make_config(data=data, training={"max_steps": 3})) == 0
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
@@ -41,7 +41,7 @@ def test_every_strategy_trains_and_validates(make_config, tmp_path, tones, strat
 
 
 @pytest.mark.parametrize("strategy", BASELINES)
-def test_padded_training_reports_its_padding(make_config, tmp_path, capsys, strategy) -> None:
+def test_padded_training_reports_its_padding(make_config, tmp_path, capsys, strategy):
     config = make_config(data=options(strategy) | {"padded": True}, training={"max_steps": 3})
     # Plans are those of the loader, whose padding the metrics must show.
     assert run(config) == 0
@@ -73,7 +73,7 @@ def quiet(model_config) -> ASRModel:
     return ASRModel(config, 12).eval()
 
 
-def test_padded_losses_are_those_of_real_targets_after_padding_by_hand(model_config) -> None:
+def test_padded_losses_are_those_of_real_targets_after_padding_by_hand(model_config):
     """Audio is padded by hand, one utterance at a time, and nothing but the text is given."""
     model, generator = quiet(model_config), np.random.default_rng(0)
     examples = [
@@ -103,7 +103,7 @@ def test_padded_losses_are_those_of_real_targets_after_padding_by_hand(model_con
 
 @pytest.mark.parametrize("strategy", ["random", "sync_bucketed_2d"])
 @pytest.mark.representative(strategy="random")
-def test_a_stopped_run_of_a_baseline_goes_on_where_it_was(make_config, tmp_path, strategy) -> None:
+def test_a_stopped_run_of_a_baseline_goes_on_where_it_was(make_config, tmp_path, strategy):
     data = options(strategy) | {"padded": True}
     assert run(make_config(name="straight", data=data)) == 0
     for stop_at in (6, None):
@@ -115,7 +115,7 @@ def test_a_stopped_run_of_a_baseline_goes_on_where_it_was(make_config, tmp_path,
         run(make_config(data=data | {"padded": False}))
 
 
-def test_another_table_of_buckets_does_not_go_on(make_config, tmp_path) -> None:
+def test_another_table_of_buckets_does_not_go_on(make_config, tmp_path):
     """The path is as before, but not what it holds."""
     table = tmp_path / "buckets.json"
     table.write_text('{"bucket_duration_bins": [[9.9, 99]], "bucket_batch_size": [3]}')
@@ -127,7 +127,7 @@ def test_another_table_of_buckets_does_not_go_on(make_config, tmp_path) -> None:
         run(make_config(data=data, training={"max_steps": 5}))
 
 
-def test_only_packed_goes_on_on_another_number_of_ranks() -> None:
+def test_only_packed_goes_on_on_another_number_of_ranks():
     saved = {"ranks": 2, "position": (3, 7), "plan": "abc"}
     check_same_ranks(saved, "packed", 3)
     check_same_ranks(saved, "random", 2)

@@ -48,7 +48,7 @@ def texts_of(text: PackedSequence) -> list[list[int]]:
     return [one.tolist() for one in text.unpack()]
 
 
-def test_greedy_labels_in_rows_of_a_static_shape() -> None:
+def test_greedy_labels_in_rows_of_a_static_shape():
     frames = PackedLayout.from_lengths([6, 0, 5, 4], rows=20, num_sequences=6)
     best = torch.tensor([9, 3, 3, 9, 3, 4, 5, 5, 9, 9, 6, 7, 8, 7, 8, *[2] * 5])
     says = emitted(best, frames, blank_id=9)
@@ -71,7 +71,7 @@ def test_greedy_labels_in_rows_of_a_static_shape() -> None:
     assert not none.any()
 
 
-def test_the_teacher_writes_what_the_average_says(state) -> None:
+def test_the_teacher_writes_what_the_average_says(state):
     model, made = state
     waves = audio(4)
     texts, rooms = [[4, 5], None, None, [6]], [0, 20, 20, 0]
@@ -96,7 +96,7 @@ def test_the_teacher_writes_what_the_average_says(state) -> None:
     assert made.teacher.line()["teacher_used"] is None
 
 
-def test_labels_train_as_transcripts_do(state) -> None:
+def test_labels_train_as_transcripts_do(state):
     model, made = state
     waves = audio(3)
     batch = batch_of(waves, [[4, 5], None, None], [0, 20, 20])
@@ -114,7 +114,7 @@ def test_labels_train_as_transcripts_do(state) -> None:
     torch.testing.assert_close(one.cross_entropy, alone.cross_entropy)
 
 
-def test_a_step_divides_by_the_labels_too(state) -> None:
+def test_a_step_divides_by_the_labels_too(state):
     _, made = state
     batch = batch_of(audio(3), [[4, 5], None, None], [0, 20, 20])
     (labelled,), added = made.teacher.label([batch], 0)
@@ -126,7 +126,7 @@ def test_a_step_divides_by_the_labels_too(state) -> None:
     assert labelled.num_targets == batch.num_targets
 
 
-def test_labels_that_are_long_or_unsure_are_not_used(state) -> None:
+def test_labels_that_are_long_or_unsure_are_not_used(state):
     _, made = state
     batch = batch_of(audio(3), [[4, 5], None, None], [0, 1, 20])
     (labelled,), added = made.teacher.label([batch], 0)
@@ -145,7 +145,7 @@ def test_labels_that_are_long_or_unsure_are_not_used(state) -> None:
     assert made.teacher.label([batch], 3)[1].item() == added.item()
 
 
-def test_the_teacher_has_the_weights_of_the_average_without_a_copy(state) -> None:
+def test_the_teacher_has_the_weights_of_the_average_without_a_copy(state):
     model, made = state
     teacher, average = averaged(model, made.average), made.average.average
     for name, parameter in teacher.named_parameters():
@@ -161,7 +161,7 @@ def test_the_teacher_has_the_weights_of_the_average_without_a_copy(state) -> Non
     assert not teacher.ctc_head.weight.equal(before)
 
 
-def test_four_times_the_batch_keeps_the_same_average(make_with_teacher) -> None:
+def test_four_times_the_batch_keeps_the_same_average(make_with_teacher):
     """With the rule, a step of a fourfold batch moves the average as four steps do."""
 
     def average_of(**settings) -> WeightAverage:
@@ -187,7 +187,7 @@ def test_four_times_the_batch_keeps_the_same_average(make_with_teacher) -> None:
     assert shifted[2] < 0.4 * shifted[0]
 
 
-def test_error_messages(make_with_teacher, make_config, model_config) -> None:
+def test_error_messages(make_with_teacher, make_config, model_config):
     without_ctc = {"model": replace(model_config, ctc=False), "loss": LossConfig()}
     for config, message in (
         (make_with_teacher(training={"teacher": None}), r"`training\.teacher` must be given"),

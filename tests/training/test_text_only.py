@@ -34,7 +34,7 @@ from effasr.training.trainer import run
 from tests.training.conftest import TEXT_ENCODER, built
 
 
-def test_a_toy_translation_is_learnt(pairs, model_config) -> None:
+def test_a_toy_translation_is_learnt(pairs, model_config):
     """Every word stands for another, and only the source tells which are to come."""
     model = replace(
         model_config,
@@ -71,7 +71,7 @@ def test_a_toy_translation_is_learnt(pairs, model_config) -> None:
     assert swapped > 2 * right
 
 
-def test_speech_and_text_train_together(make_with_text, tmp_path, capsys) -> None:
+def test_speech_and_text_train_together(make_with_text, tmp_path, capsys):
     assert run(make_with_text(training={"max_steps": 8})) == 0
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert all(np.isfinite(line["loss"]) and line["ctc"] > 0 for line in lines)
@@ -90,7 +90,7 @@ def test_speech_and_text_train_together(make_with_text, tmp_path, capsys) -> Non
 
 @pytest.mark.parametrize("sizes", [(1,), (1, 2, 4)])
 @pytest.mark.representative(sizes=(1,))
-def test_a_step_is_the_same_on_any_number_of_ranks(make_with_text, sizes) -> None:
+def test_a_step_is_the_same_on_any_number_of_ranks(make_with_text, sizes):
     config = make_with_text()
     corpus = load_corpus(config, find_tokenizer(config, None), None)
     seen, shapes = [], set()
@@ -124,7 +124,7 @@ def test_a_step_is_the_same_on_any_number_of_ranks(make_with_text, sizes) -> Non
     assert len(shapes) == 2
 
 
-def test_a_batch_without_memory_is_computed_in_parts(make_with_text) -> None:
+def test_a_batch_without_memory_is_computed_in_parts(make_with_text):
     config = make_with_text()
     corpus = load_corpus(config, find_tokenizer(config, None), None)
     assert corpus.text is not None
@@ -136,7 +136,7 @@ def test_a_batch_without_memory_is_computed_in_parts(make_with_text) -> None:
     assert whole.num_frames == parts[0].num_frames + parts[1].num_frames
 
 
-def test_a_run_of_text_alone_validates(make_text_alone, tmp_path) -> None:
+def test_a_run_of_text_alone_validates(make_text_alone, tmp_path):
     training = {"max_steps": 8, "validate_every": 8, "freeze": ("encoder",)}
     assert run(make_text_alone(training=training)) == 0
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
@@ -148,9 +148,7 @@ def test_a_run_of_text_alone_validates(make_text_alone, tmp_path) -> None:
     assert (loaded.prompt.source, loaded.prompt.target) == ("de", "en")
 
 
-def test_a_run_with_an_expert_for_each_source(
-    make_text_alone, pairs, model_config, tmp_path
-) -> None:
+def test_a_run_with_an_expert_for_each_source(make_text_alone, pairs, model_config, tmp_path):
     rows = [json.loads(line) for line in (pairs / "pairs.jsonl").read_text().splitlines()]
     named = [row | {"source": ("ctc", "rnnt", "ctc")[n % 3]} for n, row in enumerate(rows)]
     manifest = tmp_path / "named.jsonl"
@@ -177,7 +175,7 @@ def test_a_run_with_an_expert_for_each_source(
         run(unnamed)
 
 
-def test_an_epoch_of_text_alone_has_each_pair_once(make_text_alone, pairs) -> None:
+def test_an_epoch_of_text_alone_has_each_pair_once(make_text_alone, pairs):
     config = make_text_alone(data={"micro_batches": 2, "epoch_end": "exact"})
     corpus = load_corpus(config, load_tokenizer(pairs / "tokenizer"), None)
     assert (corpus.shape.frame_budget, len(corpus)) == (100, 120)
@@ -191,7 +189,7 @@ def test_an_epoch_of_text_alone_has_each_pair_once(make_text_alone, pairs) -> No
     assert names == [corpus.name(index) for part in plan.step(0) for index in part.tolist()]
 
 
-def test_validation_on_text_counts_what_the_model_writes(make_text_alone, pairs) -> None:
+def test_validation_on_text_counts_what_the_model_writes(make_text_alone, pairs):
     tokenizer = load_tokenizer(pairs / "tokenizer")
     config = resolve_config(make_text_alone(), None)
     trained = build.build_model(config, tokenizer.vocab_size, None, torch.device("cpu"))
@@ -226,7 +224,7 @@ def test_validation_on_text_counts_what_the_model_writes(make_text_alone, pairs)
          "`data.speed_perturbation` must be left out where `data.text_share` is 1"),
     ],
 )  # fmt: skip
-def test_error_messages(make_with_text, tones, pairs, data, model, message) -> None:
+def test_error_messages(make_with_text, tones, pairs, data, model, message):
     paths = {"SPEECH": f"{tones}/train.jsonl", "TEXT": f"{pairs}/pairs.jsonl"}
     if "train" in data:
         data = data | {"train": paths[data["train"]]}
@@ -238,7 +236,7 @@ def test_error_messages(make_with_text, tones, pairs, data, model, message) -> N
 
 def test_a_graph_needs_one_shape_and_manifests_need_no_shares(
     make_with_text, tones, pairs, tmp_path
-) -> None:
+):
     with pytest.raises(ValueError, match=r"`training.cuda_graph` must be false where `data.text_"):
         resolve_config(make_with_text(training={"cuda_graph": True}), None)
     paths = (f"{tones}/train.jsonl", f"{pairs}/pairs.jsonl")
@@ -246,7 +244,7 @@ def test_a_graph_needs_one_shape_and_manifests_need_no_shares(
     assert not (tmp_path / "run" / "blend.json").exists()
 
 
-def test_work_on_text_is_counted_by_the_text_encoder(make_with_text) -> None:
+def test_work_on_text_is_counted_by_the_text_encoder(make_with_text):
     config = make_with_text()
     corpus = load_corpus(config, find_tokenizer(config, None), None)
     assert corpus.text is not None
@@ -261,9 +259,7 @@ def test_work_on_text_is_counted_by_the_text_encoder(make_with_text) -> None:
         work_of([batch], cost)
 
 
-def test_a_model_without_text_encoder_gets_one(
-    make_with_text, make_config, pairs, tmp_path
-) -> None:
+def test_a_model_without_text_encoder_gets_one(make_with_text, make_config, pairs, tmp_path):
     """Its weights are drawn, and all the others are those to begin with."""
     data = {"tokenizer": f"{pairs}/tokenizer"}
     assert run(make_config(name="base", data=data, training={"max_steps": 2})) == 0

@@ -35,11 +35,11 @@ def checkpoint_steps(folder: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*"))
 
 
-def at_step(monkeypatch, number: int, action) -> None:
+def at_step(monkeypatch, number: int, action):
     """Do something when a step has been made, as the outside world would."""
     advance = ProgressDisplay.advance
 
-    def watched(self, step: int) -> None:
+    def watched(self, step: int):
         advance(self, step)
         if step == number:
             action()
@@ -62,7 +62,7 @@ def poison(monkeypatch, number: int) -> list[str]:
     return names
 
 
-def test_a_run_writes_what_it_promises(make_config, tmp_path, capsys) -> None:
+def test_a_run_writes_what_it_promises(make_config, tmp_path, capsys):
     config = make_config(training={"keep": 2, "log_every": 3, "tensorboard": True})
     assert run(config) == 0
     folder = tmp_path / "run"
@@ -91,9 +91,7 @@ def test_a_run_writes_what_it_promises(make_config, tmp_path, capsys) -> None:
          "no utterance can be .* All are listed in .*dropped"),
     ],
 )  # fmt: skip
-def test_utterances_that_cannot_be_used_are_listed(
-    make_config, tmp_path, data, count, message
-) -> None:
+def test_utterances_that_cannot_be_used_are_listed(make_config, tmp_path, data, count, message):
     """Also where a filter takes too much, and stops the run."""
     config = make_config(data=data, training={"max_steps": 1})
     if message is None:
@@ -106,7 +104,7 @@ def test_utterances_that_cannot_be_used_are_listed(
     assert count > 14 or {line["reason"] for line in dropped} == {"too_short"}
 
 
-def test_audio_that_proves_unreadable_is_left_out_and_listed(make_config, tones, tmp_path) -> None:
+def test_audio_that_proves_unreadable_is_left_out_and_listed(make_config, tones, tmp_path):
     """Its header is sound, so nothing shows before it is due."""
     line = json.loads((tones / "train.jsonl").read_text().splitlines()[0])
     audio = np.zeros(int(line["duration"] * 16_000), dtype=np.float32)
@@ -125,7 +123,7 @@ def test_audio_that_proves_unreadable_is_left_out_and_listed(make_config, tones,
         run(make_config(data={"train": str(manifest)}, name="strict"))
 
 
-def test_a_finished_run_has_nothing_left_to_do(make_config, tmp_path, monkeypatch) -> None:
+def test_a_finished_run_has_nothing_left_to_do(make_config, tmp_path, monkeypatch):
     assert run(make_config(training={"max_steps": 2})) == 0
     monkeypatch.setattr(trainer, "train_step", None)
     assert run(make_config(training={"max_steps": 2})) == 0
@@ -136,9 +134,7 @@ def test_a_finished_run_has_nothing_left_to_do(make_config, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.representative(number=signal.SIGTERM)
-def test_a_request_to_stop_saves_and_exits_with_zero(
-    make_config, tmp_path, monkeypatch, number
-) -> None:
+def test_a_request_to_stop_saves_and_exits_with_zero(make_config, tmp_path, monkeypatch, number):
     with monkeypatch.context() as patch:
         at_step(patch, 5, lambda: os.kill(os.getpid(), number))
         assert run(make_config()) == 0
@@ -149,8 +145,8 @@ def test_a_request_to_stop_saves_and_exits_with_zero(
     assert_same_end(tmp_path / "run", tmp_path / "straight", 12)
 
 
-def test_the_second_interrupt_ends_the_run_at_once(make_config, tmp_path, monkeypatch) -> None:
-    def interrupt_twice() -> None:
+def test_the_second_interrupt_ends_the_run_at_once(make_config, tmp_path, monkeypatch):
+    def interrupt_twice():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -161,9 +157,7 @@ def test_the_second_interrupt_ends_the_run_at_once(make_config, tmp_path, monkey
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_nan_stops_the_run_and_names_the_utterance(
-    make_config, tmp_path, monkeypatch, capsys
-) -> None:
+def test_nan_stops_the_run_and_names_the_utterance(make_config, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         names = poison(patch, 8)
         assert run(make_config(training={"log_every": 50, "checkpoint_every": 4})) == 1
@@ -179,7 +173,7 @@ def test_nan_stops_the_run_and_names_the_utterance(
     assert read_lines(folder / "skipped.jsonl") == []
 
 
-def test_nan_can_be_skipped(make_config, tmp_path, monkeypatch) -> None:
+def test_nan_can_be_skipped(make_config, tmp_path, monkeypatch):
     names = poison(monkeypatch, 3)
     assert run(make_config(training={"on_nan": "skip"})) == 0
     folder = tmp_path / "run"
@@ -191,7 +185,7 @@ def test_nan_can_be_skipped(make_config, tmp_path, monkeypatch) -> None:
     assert all(tensor.isfinite().all() for tensor in state.values())
 
 
-def test_a_run_goes_on_only_as_the_run_it_was(make_config, tmp_path, tones, caplog) -> None:
+def test_a_run_goes_on_only_as_the_run_it_was(make_config, tmp_path, tones, caplog):
     assert run(make_config(training={"max_steps": 2})) == 0
     train_tokenizer({"en": ["a b c d e f g h"]}, tmp_path / "other", vocab_size=24)
     shutil.copytree(tones / "tokenizer", tmp_path / "moved")
@@ -218,7 +212,7 @@ def test_a_run_goes_on_only_as_the_run_it_was(make_config, tmp_path, tones, capl
 
 def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(
     make_config, tmp_path, caplog
-) -> None:
+):
     assert run(make_config(training={"max_steps": 8})) == 0
     damaged = tmp_path / "run" / "checkpoints" / "step_00000008" / "training.pt"
     damaged.write_bytes(damaged.read_bytes()[:1000])
@@ -231,7 +225,7 @@ def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(
 
 def test_validation_is_that_of_evaluate_and_chooses_the_best(
     make_config, tmp_path, tones, monkeypatch
-) -> None:
+):
     test = str(tones / "test.jsonl")
     rates = iter([0.5, 0.2, 0.9])
     monkeypatch.setattr(trainer, "total", lambda _: SimpleNamespace(wer=next(rates)))
@@ -259,14 +253,14 @@ def test_validation_is_that_of_evaluate_and_chooses_the_best(
 
 def test_the_best_is_marked_even_if_the_run_was_killed_before(
     make_config, tmp_path, tones, monkeypatch
-) -> None:
+):
     rates = iter([0.5, 0.9, 0.8])
     monkeypatch.setattr(trainer, "total", lambda _: SimpleNamespace(wer=next(rates)))
     data = {"validation": str(tones / "test.jsonl")}
     # A checkpoint in the background could be killed before or after the next validation.
     training = {"validate_every": 4, "keep": 1, "async_save": False}
 
-    def killed(*_) -> None:
+    def killed(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -279,11 +273,11 @@ def test_the_best_is_marked_even_if_the_run_was_killed_before(
 
 
 @pytest.mark.extended
-def test_memory_does_not_grow_over_the_steps_of_a_run(make_config, tones, monkeypatch) -> None:
+def test_memory_does_not_grow_over_the_steps_of_a_run(make_config, tones, monkeypatch):
     """With validations and checkpoints; batches that are never freed exceed the limit."""
     resident: list[int] = []
 
-    def measure() -> None:
+    def measure():
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         resident.append(pages * resource.getpagesize())

@@ -24,7 +24,7 @@ def hybrid(request, model_config: ModelConfig) -> ModelConfig:
     return replace(model_config, decoder=None, ctc=True, transducer=HEADS[request.param])
 
 
-def test_steps_are_finite_and_bring_the_loss_down(make_train_state, hybrid, batches) -> None:
+def test_steps_are_finite_and_bring_the_loss_down(make_train_state, hybrid, batches):
     _, train_state = make_train_state(model=hybrid)
     first, *later = [train_step(train_state, batches[:2], step).read() for step in range(30)]
     weighted = 0.3 * first["ctc"] + 0.7 * first["transducer"]
@@ -37,7 +37,7 @@ def test_steps_are_finite_and_bring_the_loss_down(make_train_state, hybrid, batc
 @pytest.mark.representative(hybrid="lstm")
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     make_config, tmp_path, hybrid, tones, capsys
-) -> None:
+):
     data = {"validation": str(tones / "test.jsonl")}
     settings = {"model": hybrid, "loss": LossConfig(), "data": data}
     assert run(make_config(name="straight", **settings)) == 0

@@ -86,23 +86,23 @@ def results(
     return [torch.tensor(values), counts, *weights(model, state)]
 
 
-def assert_alike(first: list[Tensor], second: list[Tensor]) -> None:
+def assert_alike(first: list[Tensor], second: list[Tensor]):
     for one, other in zip(first, second, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def assert_as_one(context: DistributedContext, config: TrainConfig, alone: TrainConfig) -> None:
+def assert_as_one(context: DistributedContext, config: TrainConfig, alone: TrainConfig):
     one = results(alone, DistributedContext(0, 1, context.device), slice(None))
     assert_alike(one, results(config, context, slice(context.rank, None, 2)))
 
 
-def over_ranks(context: DistributedContext) -> None:
+def over_ranks(context: DistributedContext):
     """Two ranks make the steps of one: the same codes, masks, labels and counts."""
     for config in (pretraining(), teaching(), pretraining(strategy="fsdp2")):
         assert_as_one(context, config, teaching() if config.training.teacher else pretraining())
 
 
-def compiled(context: DistributedContext) -> None:
+def compiled(context: DistributedContext):
     """So they do with layers that are compiled, and shards of all weights."""
     # The default backend writes and compiles C++, which takes minutes.
     torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
@@ -111,7 +111,7 @@ def compiled(context: DistributedContext) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("work", [over_ranks, compiled])
-def test_two_ranks_make_the_steps_of_one(work) -> None:
+def test_two_ranks_make_the_steps_of_one(work):
     check_ranks(work, size=2, limit_s=240)
 
 
@@ -120,7 +120,7 @@ ALONE = DistributedContext(0, 1, torch.device("cpu"))
 
 @pytest.mark.usefixtures("eager_compiler")
 @pytest.mark.extended
-def test_a_compiled_step_is_that_step() -> None:
+def test_a_compiled_step_is_that_step():
     first, second = (
         results(pretraining(compile=is_compiled), ALONE, slice(None))
         for is_compiled in (False, True)
@@ -128,7 +128,7 @@ def test_a_compiled_step_is_that_step() -> None:
     assert_alike(first, second)
 
 
-def test_a_recorded_step_is_that_step() -> None:
+def test_a_recorded_step_is_that_step():
     for config in (pretraining(), teaching()):
         first, second = (
             results(config, ALONE, slice(None), recorded=recorded) for recorded in (False, True)

@@ -50,9 +50,7 @@ def start(tones, model_config, tmp_path):
     return model, tmp_path / "model"
 
 
-def test_known_pieces_keep_their_weights_and_others_are_initialised(
-    start, other, make_config
-) -> None:
+def test_known_pieces_keep_their_weights_and_others_are_initialised(start, other, make_config):
     model, folder = start
     config = resolve_config(
         make_config(init_from=str(folder), data={"tokenizer": str(other)}, model=model.config), None
@@ -80,7 +78,7 @@ def test_known_pieces_keep_their_weights_and_others_are_initialised(
         assert torch.equal(value[new.vocab_size :], theirs[name][old.vocab_size :])
 
 
-def test_the_same_tokenizer_changes_nothing(start, other, tones, make_config) -> None:
+def test_the_same_tokenizer_changes_nothing(start, other, tones, make_config):
     model, folder = start
     settings = {"init_from": str(folder), "model": model.config}
     for tokenizer in ("", str(tones / "tokenizer")):
@@ -94,7 +92,7 @@ def test_the_same_tokenizer_changes_nothing(start, other, tones, make_config) ->
     assert shared_pieces(of_two, of_two) == {n: n for n in range(len(pieces))}
 
 
-def test_a_run_goes_on_with_the_new_tokenizer(make_config, other, tmp_path, caplog) -> None:
+def test_a_run_goes_on_with_the_new_tokenizer(make_config, other, tmp_path, caplog):
     assert run(make_config(name="first", training={"max_steps": 2})) == 0
     first = {"init_from": str(tmp_path / "first"), "data": {"tokenizer": str(other)}}
     assert run(make_config(**first, training={"max_steps": 4, "stop_at": 2})) == 0
@@ -107,7 +105,7 @@ def test_a_run_goes_on_with_the_new_tokenizer(make_config, other, tmp_path, capl
     assert loaded.model.vocab_size == loaded.tokenizer.vocab_size
 
 
-def test_what_would_never_be_trained_is_refused(start, other, make_config) -> None:
+def test_what_would_never_be_trained_is_refused(start, other, make_config):
     model, folder = start
     settings = {"init_from": str(folder), "data": {"tokenizer": str(other)}, "model": model.config}
     config = make_config(**settings, lora=LoRAConfig(also_train=("*norm*",)))

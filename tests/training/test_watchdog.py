@@ -35,7 +35,7 @@ def make(monkeypatch):
     return make
 
 
-def train_alone(watchdog: Watchdog) -> None:
+def train_alone(watchdog: Watchdog):
     with watchdog:
         # The others say meanwhile what they do.
         time.sleep(0.3)
@@ -49,7 +49,7 @@ def lose(watchdog: Watchdog) -> str:
     return str(lost.value)
 
 
-def test_who_is_silent_is_named(make, batches) -> None:
+def test_who_is_silent_is_named(make, batches):
     (first, mine), (second, other) = make(0), make(1)
     mine.begin("waiting for the others", 8, batches[:1])
     other.begin("loading", 8)
@@ -66,7 +66,7 @@ def test_who_is_silent_is_named(make, batches) -> None:
 @pytest.mark.parametrize("hour", [3600.0, -3600.0])
 def test_how_long_a_rank_is_silent_does_not_depend_on_the_time_of_day(
     make, monkeypatch, hour: float
-) -> None:
+):
     (first, mine), (second, other) = make(0), make(1)
     mine.begin("computing", 8)
     other.begin("loading", 8)
@@ -79,7 +79,7 @@ def test_how_long_a_rank_is_silent_does_not_depend_on_the_time_of_day(
     assert 0 <= int(ago) < 60
 
 
-def test_who_answers_but_is_late_is_named_with_what_it_reads(make) -> None:
+def test_who_answers_but_is_late_is_named_with_what_it_reads(make):
     (first, mine), (second, other) = make(0), make(1, reading=("u7 (/far/u7.wav)",))
     mine.begin("computing", 8)
     other.begin("loading", 7)
@@ -89,7 +89,7 @@ def test_who_answers_but_is_late_is_named_with_what_it_reads(make) -> None:
     assert "utterances u7 (/far/u7.wav), for " in said
 
 
-def test_where_all_are_well_it_is_the_network(make) -> None:
+def test_where_all_are_well_it_is_the_network(make):
     (first, mine), (second, other) = make(0), make(1)
     mine.begin("computing", 8)
     other.begin("computing", 8)
@@ -97,7 +97,7 @@ def test_where_all_are_well_it_is_the_network(make) -> None:
         assert "All ranks answer, so the network between them may be at fault." in lose(first)
 
 
-def test_other_errors_are_left_alone(make) -> None:
+def test_other_errors_are_left_alone(make):
     for error in (TrainingFailed("not finite"), ValueError("Connection"), KeyboardInterrupt()):
         watchdog, _ = make(0)
         with pytest.raises(type(error)) as kept, watchdog:
@@ -105,7 +105,7 @@ def test_other_errors_are_left_alone(make) -> None:
         assert kept.value is error
 
 
-def test_the_slowest_rank_since_the_last_line(make, caplog) -> None:
+def test_the_slowest_rank_since_the_last_line(make, caplog):
     ranks = [make(rank, 3) for rank in range(3)]
     first = ranks[0][0]
     with ranks[0][0], ranks[1][0], ranks[2][0]:
@@ -138,7 +138,7 @@ with Watchdog(context, phases, 60.0, 4.0, lambda: ()):
 """
 
 
-def test_a_process_that_was_suspended_is_not_stuck() -> None:
+def test_a_process_that_was_suspended_is_not_stuck():
     command = [sys.executable, "-c", _LOADS_FOR_LONG]
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **streams) as process:

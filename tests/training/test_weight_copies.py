@@ -17,7 +17,7 @@ from tests.support.run_ranks import check_ranks
 CPU = torch.device("cpu")
 
 
-def distributed(context: DistributedContext) -> None:
+def distributed(context: DistributedContext):
     """Two ranks, which exchange gradients during the last backward of a step."""
     results = []
     for copies in (False, True):
@@ -36,14 +36,14 @@ def distributed(context: DistributedContext) -> None:
         assert torch.equal(one, other)
 
 
-def test_ranks_exchange_the_gradients_of_autocast() -> None:
+def test_ranks_exchange_the_gradients_of_autocast():
     check_ranks(distributed)
 
 
 class _Casts(TorchDispatchMode):
     """Counts casts of given weights to bfloat16, one by one, and casts of many tensors at once."""
 
-    def __init__(self, weights: list[Tensor]) -> None:
+    def __init__(self, weights: list[Tensor]):
         super().__init__()
         self.count = self.together = 0
         self._addresses = {x.data_ptr() for x in weights}
@@ -62,7 +62,7 @@ def half(*, copies: bool, **settings) -> LoopConfig:
     return LoopConfig(max_steps=20, precision="bfloat16", bfloat16_weights=copies, **settings)
 
 
-def test_weights_are_cast_once_a_step(make_train_state, batches) -> None:
+def test_weights_are_cast_once_a_step(make_train_state, batches):
     counts = {}
     for copies in (False, True):
         model, state = make_train_state(training=half(copies=copies))
@@ -78,7 +78,7 @@ def test_weights_are_cast_once_a_step(make_train_state, batches) -> None:
     assert counts[True][1] == 1 + 2 * 3
 
 
-def test_frozen_weights_are_cast_again_where_they_change(make_train_state, batches) -> None:
+def test_frozen_weights_are_cast_again_where_they_change(make_train_state, batches):
     model, state = make_train_state(training=half(copies=True, freeze=("encoder",)))
     train_step(state, batches[:1], 0)
     layer = model.encoder.layers[0].feed_forward1.linear1
@@ -93,7 +93,7 @@ def test_frozen_weights_are_cast_again_where_they_change(make_train_state, batch
     assert torch.equal(used, layer.weight.to(torch.bfloat16))
 
 
-def test_copies_are_refused_where_they_are_of_no_use(make_train_state) -> None:
+def test_copies_are_refused_where_they_are_of_no_use(make_train_state):
     # The default is autocast on a CPU.
     _, state = make_train_state(training=LoopConfig(precision="bfloat16"))
     assert state.weights is None

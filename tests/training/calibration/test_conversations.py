@@ -73,7 +73,7 @@ def population_of(config):
 
 @pytest.mark.parametrize("given", [{}, {"token_budget": 250}, {"max_sequences": 9}])
 @pytest.mark.parametrize("budget", [60, 200])
-def test_the_shape_is_that_of_training(make, budget, given) -> None:
+def test_the_shape_is_that_of_training(make, budget, given):
     config = make(budget, **given)
     corpus = load_corpus(config, find_tokenizer(config, None), None)
     assert isinstance(corpus, ConversationCorpus)
@@ -85,7 +85,7 @@ def test_the_shape_is_that_of_training(make, budget, given) -> None:
 
 
 @pytest.mark.parametrize("share", [0.2, 0.7])
-def test_planned_batches_have_the_shares_of_the_mixture(make, share) -> None:
+def test_planned_batches_have_the_shares_of_the_mixture(make, share):
     population = population_of(make(share=share))
     shape = population.shape(400)
     planned = [pair for lengths in population.planned(shape) for pair in lengths]
@@ -96,7 +96,7 @@ def test_planned_batches_have_the_shares_of_the_mixture(make, share) -> None:
         assert used / (budget * len(population.planned(shape))) > 0.9
 
 
-def test_the_extreme_batch_has_the_most_scores(make) -> None:
+def test_the_extreme_batch_has_the_most_scores(make):
     config = make()
     population = population_of(config)
     work = population.workload(300, batches=3)
@@ -110,7 +110,7 @@ def test_the_extreme_batch_has_the_most_scores(make) -> None:
         assert used <= budget
 
 
-def test_cells_are_those_of_clips_and_of_the_language_model(make) -> None:
+def test_cells_are_those_of_clips_and_of_the_language_model(make):
     model = make().model
     encoder, rows = model.encoder.heads * model.encoder.layers, [70, 9]
     language_model = json.loads(model.language_model.architecture)
@@ -125,7 +125,7 @@ def test_cells_are_those_of_clips_and_of_the_language_model(make) -> None:
 
 
 @given(st.integers(0, 3000), st.integers(1, 400), st.integers(1, 8))
-def test_speech_is_divided_into_few_clips(frames, longest, stack) -> None:
+def test_speech_is_divided_into_few_clips(frames, longest, stack):
     clips = split_into_clips(frames, longest, stack)
     assert sum(clips) == frames
     assert all(1 <= clip <= max(longest, stack) for clip in clips)
@@ -133,7 +133,7 @@ def test_speech_is_divided_into_few_clips(frames, longest, stack) -> None:
     assert len(clips) <= 2 * -(-frames // longest)
 
 
-def test_batches_of_a_trial_have_one_shape_and_these_lengths(make) -> None:
+def test_batches_of_a_trial_have_one_shape_and_these_lengths(make):
     population = population_of(make())
     work = population.workload(300, batches=2)
     assert work.clips is not None
@@ -151,7 +151,7 @@ def test_batches_of_a_trial_have_one_shape_and_these_lengths(make) -> None:
     assert batches[-1].num_targets == sum(batches[-1].token_lengths)
 
 
-def test_a_trial_trains_on_conversations(make, monkeypatch) -> None:
+def test_a_trial_trains_on_conversations(make, monkeypatch):
     """In this process, whose memory is not limited; the weights of the folder are not read."""
     config = make()
     work = population_of(config).workload(120, batches=1)
@@ -193,7 +193,7 @@ def trials(monkeypatch):
     return seen
 
 
-def test_training_finds_both_budgets(make, trials, tmp_path, cache) -> None:
+def test_training_finds_both_budgets(make, trials, tmp_path, cache):
     config = make()
     assert run(config) == 0
     written = configuration.load(TrainConfig, tmp_path / "talks" / "config.yaml").data
@@ -211,7 +211,7 @@ def test_training_finds_both_budgets(make, trials, tmp_path, cache) -> None:
     assert len(trials) > count
 
 
-def test_a_lack_of_memory_lowers_both_budgets(make, trials) -> None:
+def test_a_lack_of_memory_lowers_both_budgets(make, trials):
     config = make()
     tokenizer = find_tokenizer(config, None)
     # A corpus whose size sets no limit.
@@ -236,7 +236,7 @@ def test_a_lack_of_memory_lowers_both_budgets(make, trials) -> None:
     assert more_rows > rows
 
 
-def test_conversations_without_speech_are_refused(make, folders) -> None:
+def test_conversations_without_speech_are_refused(make, folders):
     config = make()
     config = replace(config, data=replace(config.data, mix=None, train=folders["text"]))
     config = replace(config, data=replace(config.data, token_budget=200))

@@ -16,14 +16,14 @@ COEFFICIENTS = st.floats(0, 1e3)
 
 
 @given(st.floats(1e6, 1e10), COEFFICIENTS, COEFFICIENTS, COEFFICIENTS)
-def test_four_trials_tell_four_coefficients_apart(fixed, frame, token, cell) -> None:
+def test_four_trials_tell_four_coefficients_apart(fixed, frame, token, cell):
     truth = MemoryModel(fixed, frame * 1e3, token * 1e3, cell)
     found = MemoryModel.fit(LOADS, [truth.predict(load) for load in LOADS])
     for load in [*LOADS, Load(64_000, 20_000, 2_000_000)]:
         assert found.predict(load) == pytest.approx(truth.predict(load), rel=1e-4, abs=100)
 
 
-def test_no_coefficient_is_negative_and_noise_is_averaged() -> None:
+def test_no_coefficient_is_negative_and_noise_is_averaged():
     truth = MemoryModel(1e9, 5e5, 1e5, 0.0)
     noise = np.random.default_rng(0).normal(1, 0.01, len(LOADS) * 5)
     loads = LOADS * 5
@@ -34,14 +34,14 @@ def test_no_coefficient_is_negative_and_noise_is_averaged() -> None:
         assert found.predict(load) == pytest.approx(truth.predict(load), rel=0.02)
 
 
-def test_one_trial_is_enough_for_a_number() -> None:
+def test_one_trial_is_enough_for_a_number():
     found = MemoryModel.fit(LOADS[:1], [7_000_000])
     assert found.predict(LOADS[0]) == pytest.approx(7_000_000, rel=1e-6)
     with pytest.raises(ValueError, match="`loads` must hold at least one trial"):
         MemoryModel.fit([], [])
 
 
-def test_the_largest_batch_that_fits() -> None:
+def test_the_largest_batch_that_fits():
     model = MemoryModel(1e6, 1e3, 1e2, 0.5)
     one = Load(100, 30, 5000)
     size = model.batch_size(one, 5e6)
@@ -51,14 +51,14 @@ def test_the_largest_batch_that_fits() -> None:
     assert model.batch_size(one, 1e5) == 0
 
 
-def test_time_has_a_fixed_part_and_one_per_frame() -> None:
+def test_time_has_a_fixed_part_and_one_per_frame():
     truth = SpeedModel(0.05, 2e-5)
     frames = [500, 2000, 8000]
     found = SpeedModel.fit(frames, [truth.predict(x) for x in frames])
     assert (found.fixed, found.per_frame) == pytest.approx((0.05, 2e-5))
 
 
-def test_neither_part_is_negative() -> None:
+def test_neither_part_is_negative():
     assert SpeedModel.fit([1000, 2000], [1.0, 4.0]).fixed == 0
     falling = SpeedModel.fit([1000, 2000], [1.0, 0.9])
     assert falling.per_frame == 0

@@ -27,7 +27,7 @@ _PLANNED: dict[tuple[int, StaticShape], tuple[UtteranceLengths, list[Lengths]]] 
 
 
 @pytest.fixture(autouse=True)
-def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def planned_once(monkeypatch: pytest.MonkeyPatch):
     """Searches on the same corpus ask for the same plans, most of what a search takes."""
     plan = Population.planned
 
@@ -50,7 +50,7 @@ def endless(population):
 
 @pytest.mark.parametrize("memory", [MEMORY, STREAMING])
 @pytest.mark.parametrize("target", [4e9, 16e9])
-def test_the_largest_that_fits(endless, machine, memory, target) -> None:
+def test_the_largest_that_fits(endless, machine, memory, target):
     measure = machine(memory, SPEED, target)
     found = search(endless, measure, target, objective="memory", margin=0.05).run()
     assert found.limited_by == "memory"
@@ -61,7 +61,7 @@ def test_the_largest_that_fits(endless, machine, memory, target) -> None:
     assert found.frame_budget % 16 == 0
 
 
-def test_the_smallest_that_is_nearly_the_fastest(endless, machine) -> None:
+def test_the_smallest_that_is_nearly_the_fastest(endless, machine):
     """Speed: F / (0.02 + 1e-5 F): 98 % of the best is far below what fits."""
     measure = machine(STREAMING, SPEED, 80e9)
     found = search(endless, measure, 80e9, tolerance=0.02).run()
@@ -81,7 +81,7 @@ def test_the_smallest_that_is_nearly_the_fastest(endless, machine) -> None:
     ("width", "multiprocessors", "expected"),
     [(1024, 132, 4224), (512, 132, 8448), (2048, 132, 4224), (256, 108, 13_824), (16, 7, 896)],
 )
-def test_the_frames_of_whole_waves(width: int, multiprocessors: int, expected: int) -> None:
+def test_the_frames_of_whole_waves(width: int, multiprocessors: int, expected: int):
     wave = whole_waves(width, multiprocessors)
     assert wave == expected
     columns = -(-width // 256)
@@ -91,12 +91,12 @@ def test_the_frames_of_whole_waves(width: int, multiprocessors: int, expected: i
 
 
 @pytest.mark.parametrize("sizes", [(0, 132), (512, 0)])
-def test_waves_of_nothing_are_refused(sizes: tuple[int, int]) -> None:
+def test_waves_of_nothing_are_refused(sizes: tuple[int, int]):
     with pytest.raises(ValueError, match="must be at least 1, but is 0"):
         whole_waves(*sizes)
 
 
-def test_whole_waves_are_preferred_among_fast_budgets(endless, machine) -> None:
+def test_whole_waves_are_preferred_among_fast_budgets(endless, machine):
     """Width 16 is one column of tiles: on 132 multiprocessors a wave is 16,896 frames."""
     measure = machine(STREAMING, SPEED, 80e9)
     usual = search(endless, measure, 80e9, tolerance=0.02).run()
@@ -111,7 +111,7 @@ def test_whole_waves_are_preferred_among_fast_budgets(endless, machine) -> None:
     assert found.replay.measured.peak_bytes <= 80e9
 
 
-def test_where_no_whole_wave_fits_the_budget_is_as_without(endless, machine) -> None:
+def test_where_no_whole_wave_fits_the_budget_is_as_without(endless, machine):
     measure = machine(STREAMING, SPEED, 4e9)
     usual = search(endless, measure, 4e9).run()
     on_gpu = search(endless, measure, 4e9)
@@ -120,13 +120,13 @@ def test_where_no_whole_wave_fits_the_budget_is_as_without(endless, machine) -> 
     assert on_gpu.run().frame_budget == usual.frame_budget
 
 
-def test_a_small_memory_decides_before_speed_does(endless, machine) -> None:
+def test_a_small_memory_decides_before_speed_does(endless, machine):
     found = search(endless, machine(STREAMING, SPEED, 2.6e9), 2.6e9).run()
     assert found.limited_by == "memory"
     assert found.replay.measured.peak_bytes <= 2.6e9
 
 
-def test_a_small_corpus_decides_before_both(population, machine) -> None:
+def test_a_small_corpus_decides_before_both(population, machine):
     few = Population.of(lengths(600))
     found = search(few, machine(STREAMING, SPEED, 80e9), 80e9, tolerance=0.001).run()
     assert found.limited_by == "corpus"
@@ -134,7 +134,7 @@ def test_a_small_corpus_decides_before_both(population, machine) -> None:
     assert tenth - 16 < found.frame_budget <= tenth
 
 
-def test_trials_that_do_not_fit_are_results(endless, machine) -> None:
+def test_trials_that_do_not_fit_are_results(endless, machine):
     """Already the second of the first trials is too large."""
     measure = machine(STREAMING, SPEED, 2.35e9)
     notes: list[str] = []
@@ -145,7 +145,7 @@ def test_trials_that_do_not_fit_are_results(endless, machine) -> None:
     assert notes == [describe(trial) for trial in found.trials]
 
 
-def test_a_machine_that_is_worse_than_predicted_gets_less(endless, machine) -> None:
+def test_a_machine_that_is_worse_than_predicted_gets_less(endless, machine):
     """Memory grows faster than linearly: the replay at the first choice does not fit."""
     plain = machine(STREAMING, SPEED, 1e15)
 
@@ -163,19 +163,19 @@ def test_a_machine_that_is_worse_than_predicted_gets_less(endless, machine) -> N
     assert found.replay.measured.peak_bytes <= 16e9
 
 
-def test_restless_timings_come_to_an_end(endless, machine) -> None:
+def test_restless_timings_come_to_an_end(endless, machine):
     measure = machine(STREAMING, SpeedModel(0.0, 1e-5), 16e9, noise=1.0)
     found = search(endless, measure, 16e9).run()
     assert len(found.trials) <= 12
     assert found.replay.measured.peak_bytes <= 16e9
 
 
-def test_where_not_even_one_utterance_fits(endless, machine) -> None:
+def test_where_not_even_one_utterance_fits(endless, machine):
     with pytest.raises(OutOfMemory, match=r"of 200 frames, as many as the longest .* has, and"):
         search(endless, machine(STREAMING, SPEED, 1e9), 1e9).run()
 
 
-def test_the_bucket_table_fits_and_is_full(population) -> None:
+def test_the_bucket_table_fits_and_is_full(population):
     shape = population.shape(4000)
     bins = BucketTable.derive(population.lengths, shape, 6)
     table = bucket_sizes(bins, MEMORY, MODEL, 8e9)
@@ -197,6 +197,6 @@ def test_the_bucket_table_fits_and_is_full(population) -> None:
         ({"margin": 1.0}, r"`margin` must lie in \[0, 1\)"),
     ],
 )
-def test_settings_are_checked(setting, message) -> None:
+def test_settings_are_checked(setting, message):
     with pytest.raises(ValueError, match=message):
         CalibrationConfig(**setting)

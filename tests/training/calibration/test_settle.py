@@ -57,9 +57,7 @@ def trials(monkeypatch):
     return seen
 
 
-def test_training_finds_the_budget_and_writes_it_down(
-    make_config, trials, tmp_path, cache, caplog
-) -> None:
+def test_training_finds_the_budget_and_writes_it_down(make_config, trials, tmp_path, cache, caplog):
     caplog.set_level(logging.WARNING)
     config = make_config(data=AUTO, training={"max_steps": 2})
     assert run(config) == 0
@@ -85,7 +83,7 @@ def test_training_finds_the_budget_and_writes_it_down(
     assert len(trials) == count
 
 
-def test_a_number_is_left_alone(make_config, trials) -> None:
+def test_a_number_is_left_alone(make_config, trials):
     config = make_config()
     assert settle(config, None, ALONE) is config  # type: ignore[arg-type]
     assert trials == []
@@ -106,7 +104,7 @@ CHANGES: dict[str, dict] = {
 @pytest.mark.representative(names=("model", "target"))
 def test_what_it_depends_on_makes_it_stale(
     names: tuple[str, ...], make_config, trials, model_config
-) -> None:
+):
     """A change is stale beside those before it, too, and all results are kept."""
     changes = [CHANGES[name] for name in names if name != "model"]
     changes.append(CHANGES["model"] | {"model": replace(model_config, ctc=False)})
@@ -125,7 +123,7 @@ def test_what_it_depends_on_makes_it_stale(
         assert trials_of(change) == 0, change
 
 
-def test_the_trials_are_of_the_run(make_config, trials) -> None:
+def test_the_trials_are_of_the_run(make_config, trials):
     config = resolve_config(make_config(data={**AUTO, "micro_batches": 4}), None)
     settle(config, find_tokenizer(config, None), ALONE)
     (request, *_) = trials
@@ -136,7 +134,7 @@ def test_the_trials_are_of_the_run(make_config, trials) -> None:
     assert request.vocab_size > 4
 
 
-def test_what_cannot_be_read_is_made_anew(make_config, trials, cache, caplog) -> None:
+def test_what_cannot_be_read_is_made_anew(make_config, trials, cache, caplog):
     config = resolve_config(make_config(data=AUTO), None)
     tokenizer = find_tokenizer(config, None)
     first = settle(config, tokenizer, ALONE)
@@ -151,7 +149,7 @@ def test_what_cannot_be_read_is_made_anew(make_config, trials, cache, caplog) ->
 
 def test_what_cannot_be_kept_is_used_all_the_same(
     make_config, trials, tmp_path, monkeypatch, caplog
-) -> None:
+):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     config = resolve_config(make_config(data=AUTO), None)
@@ -160,7 +158,7 @@ def test_what_cannot_be_kept_is_used_all_the_same(
     assert "XDG_CACHE_HOME names another folder" in caplog.text
 
 
-def test_the_bucket_table_is_one_that_data_can_read(make_config, trials, cache) -> None:
+def test_the_bucket_table_is_one_that_data_can_read(make_config, trials, cache):
     config = resolve_config(make_config(data=AUTO), None)
     tokenizer = find_tokenizer(config, None)
     settle(config, tokenizer, ALONE)
@@ -174,7 +172,7 @@ def test_the_bucket_table_is_one_that_data_can_read(make_config, trials, cache) 
     assert store.find("nothing") is None
 
 
-def test_the_host_is_shared_by_its_processes() -> None:
+def test_the_host_is_shared_by_its_processes():
     whole = target_bytes(CalibrationConfig(target_share=0.5), ALONE.device, {})
     half = target_bytes(
         CalibrationConfig(target_share=0.5), ALONE.device, {"LOCAL_WORLD_SIZE": "2"}
@@ -184,7 +182,7 @@ def test_the_host_is_shared_by_its_processes() -> None:
     assert 2**28 < total_bytes(ALONE.device) < 2**50
 
 
-def wait(context: DistributedContext) -> None:
+def wait(context: DistributedContext):
     def work(alive: Callable[[], None]) -> str:
         for _ in range(13):
             time.sleep(0.4)
@@ -194,7 +192,7 @@ def wait(context: DistributedContext) -> None:
     assert on_rank_zero(work, context, 0.5) == "found on 0"
 
 
-def fail(context: DistributedContext) -> None:
+def fail(context: DistributedContext):
     def work(alive: Callable[[], None]) -> str:
         alive()
         raise OutOfMemory("nothing fits")
@@ -202,11 +200,11 @@ def fail(context: DistributedContext) -> None:
     on_rank_zero(work, context, 0.0)
 
 
-def test_the_other_ranks_wait_longer_than_a_collective_call_may() -> None:
+def test_the_other_ranks_wait_longer_than_a_collective_call_may():
     check_ranks(wait, timeout_s=4.0)
 
 
-def test_an_error_on_rank_zero_reaches_the_others() -> None:
+def test_an_error_on_rank_zero_reaches_the_others():
     first, second = run_ranks(fail, timeout_s=20.0)
     assert "OutOfMemory: nothing fits" in first.stderr
     assert "PeerFailed: rank 0: nothing fits" in second.stderr

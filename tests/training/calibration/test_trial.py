@@ -30,7 +30,7 @@ def request_of(population):
     return make
 
 
-def test_a_request_survives_the_pipe(request_of) -> None:
+def test_a_request_survives_the_pipe(request_of):
     request = request_of(400)
     found = Request.from_json(request.to_json())
     # Keys that are numbers are text in JSON; the configuration is the same.
@@ -39,7 +39,7 @@ def test_a_request_survives_the_pipe(request_of) -> None:
     assert replace(found, config=request.config) == request
 
 
-def test_a_trial_measures_memory_and_speed(request_of) -> None:
+def test_a_trial_measures_memory_and_speed(request_of):
     calls: list[float] = []
     started = time.monotonic()
     measured = measure(request_of(400), alive=lambda: calls.append(0.0), every_s=0.2)
@@ -55,7 +55,7 @@ def test_a_trial_measures_memory_and_speed(request_of) -> None:
 
 
 @pytest.mark.extended
-def test_want_of_memory_is_a_result(request_of) -> None:
+def test_want_of_memory_is_a_result(request_of):
     """The limit is the kernel's: what is taken beyond it does not exist."""
     measured = measure(request_of(3000, limit=450 << 20))
     assert not measured.fits
@@ -65,7 +65,7 @@ def test_want_of_memory_is_a_result(request_of) -> None:
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_the_model_of_memory_predicts_what_is_measured(request_of, population, tmp_path) -> None:
+def test_the_model_of_memory_predicts_what_is_measured(request_of, population, tmp_path):
     """From the first trials to a budget that is larger than all of them."""
     endless = replace(population, total_frames=10**9)
     settings = CalibrationConfig(objective="memory", margin=0.03)
@@ -86,16 +86,16 @@ def test_the_model_of_memory_predicts_what_is_measured(request_of, population, t
     assert 0.9 * target < found.replay.measured.peak_bytes <= target
 
 
-def ends(monkeypatch, code: str) -> None:
+def ends(monkeypatch, code: str):
     monkeypatch.setattr(trial, "_COMMAND", [sys.executable, "-c", code])
 
 
-def test_a_process_that_the_system_kills_is_a_result(request_of, monkeypatch) -> None:
+def test_a_process_that_the_system_kills_is_a_result(request_of, monkeypatch):
     ends(monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     assert measure(request_of(400)) == Measurement(fits=False, reason="the system killed it")
 
 
-def test_a_library_that_aborts_for_want_of_memory_is_a_result(request_of, monkeypatch) -> None:
+def test_a_library_that_aborts_for_want_of_memory_is_a_result(request_of, monkeypatch):
     ends(
         monkeypatch,
         "import os, sys; sys.stderr.write('std::bad_alloc'); sys.stderr.flush(); os.abort()",
@@ -103,19 +103,19 @@ def test_a_library_that_aborts_for_want_of_memory_is_a_result(request_of, monkey
     assert measure(request_of(400)) == Measurement(fits=False, reason="it aborted")
 
 
-def test_any_other_end_is_an_error(request_of, monkeypatch) -> None:
+def test_any_other_end_is_an_error(request_of, monkeypatch):
     ends(monkeypatch, "raise ValueError('no such layer')")
     with pytest.raises(TrialFailed, match="ended with 1: ValueError: no such layer"):
         measure(request_of(400))
 
 
-def test_a_trial_that_hangs_is_stopped(request_of, monkeypatch) -> None:
+def test_a_trial_that_hangs_is_stopped(request_of, monkeypatch):
     ends(monkeypatch, "import time; time.sleep(60)")
     with pytest.raises(TrialFailed, match="of 400 frames took more than 1 s, and was stopped"):
         measure(request_of(400), timeout_s=1.0, every_s=0.2)
 
 
-def test_a_trial_does_not_take_itself_for_a_rank(monkeypatch) -> None:
+def test_a_trial_does_not_take_itself_for_a_rank(monkeypatch):
     own = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "PATH": "p"}
     environment = trial._environment(own)
     assert environment.keys() == {"PATH", "PYTHONPATH"}
