@@ -92,11 +92,11 @@ def test_a_backend_that_refuses_or_breaks_is_named_with_its_reason(modules, monk
     monkeypatch.syspath_prepend(tmp_path)
     reference = modules[Backend.REFERENCE]
     modules.clear()
-    modules |= {Backend.TRITON: "refusing", Backend.CPP: "breaking"}
+    modules |= {Backend.TRITON: "refusing", Backend.VARLEN: "breaking"}
     modules[Backend.REFERENCE] = reference
     row = _row(doctor.report(), "ctc_loss on cpu")
     assert row.value == "reference"
-    assert row.note == "triton: wants an even day; cpp: fails with RuntimeError: illegal address"
+    assert row.note == "triton: wants an even day; varlen: fails with RuntimeError: illegal address"
 
 
 def test_what_could_serve_on_request_is_said_as_well(modules, monkeypatch, tmp_path):
@@ -107,11 +107,11 @@ def test_what_could_serve_on_request_is_said_as_well(modules, monkeypatch, tmp_p
     monkeypatch.syspath_prepend(tmp_path)
     reference = modules[Backend.REFERENCE]
     modules.clear()
-    modules |= {Backend.TRITON: "ready", Backend.CPP: "ready", Backend.VARLEN: "no_such_module"}
-    modules[Backend.REFERENCE] = reference
+    modules |= {Backend.VARLEN: "ready", Backend.FLASH_ATTN_2: "ready"}
+    modules |= {Backend.FLASH_ATTN_3: "no_such_module", Backend.REFERENCE: reference}
     row = _row(doctor.report(), "ctc_loss on cpu")
-    assert row.value == "triton"
-    assert row.note.startswith("cpp: on request; varlen: cannot be imported")
+    assert row.value == "varlen"
+    assert "flash_attn_2: on request; flash_attn_3: cannot be imported" in row.note
 
 
 def test_attention_says_why_the_packages_do_not_serve(found):

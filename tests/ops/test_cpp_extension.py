@@ -175,7 +175,7 @@ def test_without_a_library_the_reference_serves_and_says_how_to_build(
 
 
 def test_other_devices_and_float64_are_refused() -> None:
-    assert native.refusal(None, torch.zeros(1, device="meta")) == "supports only CPUs"
+    assert native.refusal(torch.zeros(1, device="meta")) == "supports only CPUs"
     assert native.refusal(torch.zeros(1).double()) == "float64 is for the reference"
 
 

@@ -6,14 +6,14 @@ import triton
 import triton.language as tl
 
 from effasr_kernels.append_to_pages import AppendArguments
-from effasr_kernels.runtime.launch import launch, refusal
+from effasr_kernels.runtime.launch import launch
 from effasr_kernels.shared.paged import refuse_pages
 
 _BLOCK = 1024
 
 
 def unsupported_reason(a: AppendArguments) -> str | None:
-    return refusal(a.k) or refuse_pages(a.k_pages, a.v_pages)
+    return refuse_pages(a.k_pages, a.v_pages)
 
 
 def run(a: AppendArguments) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from effasr_kernels.batch_norm import BatchNormArguments
 from effasr_kernels.runtime.counters import program_counters
 from effasr_kernels.runtime.dispatch import Gradients, Tensors
-from effasr_kernels.runtime.launch import ceil_div, launch, refusal, unit_stride
+from effasr_kernels.runtime.launch import ceil_div, launch, unit_stride
 from effasr_kernels.shared.last_program import is_last_program
 from effasr_kernels.shared.partial_sums import sum_of_columns
 
@@ -26,10 +26,6 @@ channel; with more elements their registers would leave too few threads to hide 
 _SPAN, _SPAN_C = 256, 64
 """Rows and channels of a partial sum: programs enough for every multiprocessor, and few sums for
 the last program of a block of channels, which adds them when the others have ended."""
-
-
-def unsupported_reason(a: BatchNormArguments) -> str | None:
-    return refusal(a.x)
 
 
 def forward(a: BatchNormArguments) -> tuple[tuple[Tensor], tuple[()]]:

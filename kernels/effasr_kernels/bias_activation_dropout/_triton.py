@@ -17,7 +17,7 @@ from torch import Tensor
 
 from effasr_kernels.bias_activation_dropout import ActivationArguments
 from effasr_kernels.runtime.dispatch import Gradients, Tensors
-from effasr_kernels.runtime.launch import ceil_div, launch, refusal, unit_stride
+from effasr_kernels.runtime.launch import ceil_div, launch, unit_stride
 from effasr_kernels.shared.dropout import seed_tensor
 from effasr_kernels.shared.partial_sums import summed
 from effasr_kernels.shared.philox import keep_elements
@@ -26,10 +26,6 @@ _ROWS = 4
 _MOST_COLUMNS = 512
 _PROGRAMS = 1_056
 """Programs of the backward, eight for each of the 132 multiprocessors of an H200."""
-
-
-def unsupported_reason(a: ActivationArguments) -> str | None:
-    return refusal(a.x)
 
 
 def forward(a: ActivationArguments) -> tuple[tuple[Tensor], tuple[()]]:

@@ -20,16 +20,11 @@ from torch.nn.utils.rnn import pad_sequence
 from effasr_kernels.ctc_loss import CtcArguments
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.checks import check_labels
-from effasr_kernels.runtime.native import refusal
 from effasr_kernels.shared import lattice
 from effasr_kernels.shared.lattice_losses import differentiable
 from effasr_kernels.shared.ragged import widen
 
 _GROUP_BYTES = 64 * 2**20
-
-
-def unsupported_reason(a: CtcArguments) -> str | None:
-    return refusal(a.hidden)
 
 
 def run(a: CtcArguments) -> Tensor:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.decode_attention import DecodeArguments
-from effasr_kernels.runtime.launch import ceil_div, launch, multiprocessors, refusal
+from effasr_kernels.runtime.launch import ceil_div, launch, multiprocessors
 from effasr_kernels.shared.paged import refuse_pages
 
 _WIDEST = 256
@@ -58,7 +58,7 @@ def default_splits(columns: int, size: int, key_heads: int, processors: int) -> 
 def unsupported_reason(a: DecodeArguments) -> str | None:
     if a.q.shape[2] > _WIDEST:
         return f"supports head widths up to {_WIDEST}, not {a.q.shape[2]}"
-    return refusal(a.q) or refuse_pages(a.k_pages, a.v_pages)
+    return refuse_pages(a.k_pages, a.v_pages)
 
 
 def run(a: DecodeArguments) -> Tensor:

@@ -15,14 +15,10 @@ from torch import Tensor
 
 from effasr_kernels.gated_activation import GatedArguments
 from effasr_kernels.runtime.dispatch import Gradients, Tensors
-from effasr_kernels.runtime.launch import ceil_div, launch, refusal
+from effasr_kernels.runtime.launch import ceil_div, launch
 
 _ROWS = 4
 _MOST_COLUMNS = 512
-
-
-def unsupported_reason(a: GatedArguments) -> str | None:
-    return refusal(a.gate)
 
 
 def forward(a: GatedArguments) -> tuple[tuple[Tensor], tuple[()]]:

@@ -19,19 +19,8 @@ from torch import Tensor
 from effasr_kernels.grouped_linear import GroupedLinearArguments
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.dispatch import Gradients, Tensors
-from effasr_kernels.runtime.launch import (
-    capability,
-    ceil_div,
-    launch,
-    multiprocessors,
-    refusal,
-    unit_stride,
-)
+from effasr_kernels.runtime.launch import capability, ceil_div, launch, multiprocessors, unit_stride
 from effasr_kernels.runtime.tiles import count_tiles, find_sequence, find_tile
-
-
-def unsupported_reason(a: GroupedLinearArguments) -> str | None:
-    return refusal(a.x)
 
 
 def forward(a: GroupedLinearArguments) -> tuple[tuple[Tensor], tuple[()]]:

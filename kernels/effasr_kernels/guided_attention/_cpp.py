@@ -14,10 +14,6 @@ from effasr_kernels.shared.cpu import attention as cpu_attention
 from effasr_kernels.shared.ragged import widen
 
 
-def unsupported_reason(a: GuidedArguments) -> str | None:
-    return cpu_attention.refusal(a.q)
-
-
 def forward(a: GuidedArguments) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
     # Saves the softmax statistics and, for float16 and bfloat16, the output before rounding.
     out, softmax, penalty = _call(a).forward()

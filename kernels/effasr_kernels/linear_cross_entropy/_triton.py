@@ -9,14 +9,10 @@ from torch import Tensor
 
 from effasr_kernels.linear_cross_entropy import CrossEntropyArguments
 from effasr_kernels.runtime.dispatch import Gradients, Tensors
-from effasr_kernels.runtime.launch import ceil_div, launch, refusal
+from effasr_kernels.runtime.launch import ceil_div, launch
 from effasr_kernels.shared import projection
 
 _BLOCK_V = 1024
-
-
-def unsupported_reason(a: CrossEntropyArguments) -> str | None:
-    return refusal(a.hidden)
 
 
 def forward(a: CrossEntropyArguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -120,7 +116,7 @@ def _with_gradients(a: CrossEntropyArguments) -> tuple[tuple[Tensor, ...], tuple
 
 
 def _scaled(
-    a: CrossEntropyArguments, upstream: Tensor, saved: tuple[Tensor, ...]
+    a: CrossEntropyArguments, upstream: Tensor, saved: Tensors
 ) -> dict[str, Tensor | None]:
     """Return the saved gradients, scaled by the one upstream gradient and rounded once."""
     scale = upstream.new_empty(())

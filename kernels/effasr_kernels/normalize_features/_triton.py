@@ -12,17 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.normalize_features import NormalizeArguments
-from effasr_kernels.runtime.launch import ceil_div, launch, refusal
+from effasr_kernels.runtime.launch import ceil_div, launch
 
 _BLOCK_R, _BLOCK_C = 128, 16
 """Rows and channels of a tile: 16 elements for each thread of 4 warps, in whole sectors."""
 
 _TAIL_PROGRAMS = 64
 """Programs that set the tail to zero, which may be longer than every sequence."""
-
-
-def unsupported_reason(a: NormalizeArguments) -> str | None:
-    return refusal(a.x)
 
 
 def run(a: NormalizeArguments) -> Tensor:

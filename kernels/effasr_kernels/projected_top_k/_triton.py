@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.projected_top_k import TopKArguments
-from effasr_kernels.runtime.launch import ceil_div, launch, multiprocessors, refusal
+from effasr_kernels.runtime.launch import ceil_div, launch, multiprocessors
 
 _BLOCK = 1024
 _PROGRAMS = 2
@@ -53,10 +53,6 @@ def divide(rows: int, classes: int, choice: Config, processors: int) -> tuple[in
     parts = max(1, _PROGRAMS * processors // max(1, ceil_div(rows, choice.block_r)))
     per_split = -(-tiles // min(parts, tiles))
     return per_split, ceil_div(tiles, per_split)
-
-
-def unsupported_reason(a: TopKArguments) -> str | None:
-    return refusal(a.hidden)
 
 
 def run(a: TopKArguments) -> tuple[Tensor, Tensor]:

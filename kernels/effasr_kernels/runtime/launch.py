@@ -132,9 +132,8 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def refusal(*tensors: Tensor | None) -> str | None:
-    """The reason why Triton does not support these tensors, or None; for ``unsupported_reason``."""
-    x = next(tensor for tensor in tensors if tensor is not None)
+def refusal(x: Tensor) -> str | None:
+    """The reason why Triton does not support a tensor, or None."""
     if x.dtype == torch.float64:
         return "float64 is for the reference"
     if _Recorder.take is not None:

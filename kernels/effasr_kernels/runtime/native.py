@@ -35,9 +35,8 @@ def unsupported_reason() -> str | None:
     return library if isinstance(library, str) else None
 
 
-def refusal(*tensors: Tensor | None) -> str | None:
-    """The reason why the CPU library does not support these tensors, or None."""
-    x = next(tensor for tensor in tensors if tensor is not None)
+def refusal(x: Tensor) -> str | None:
+    """The reason why the CPU library does not support a tensor, or None."""
     if x.device.type != "cpu":
         return "supports only CPUs"
     if x.dtype == torch.float64:

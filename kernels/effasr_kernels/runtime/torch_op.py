@@ -22,11 +22,17 @@ from torch.utils.flop_counter import register_flop_formula
 
 from effasr_kernels.runtime import deferred_sums, inplace_grad
 from effasr_kernels.runtime.arguments import ArgumentSchema
-from effasr_kernels.runtime.dispatch import Backend, Dispatcher
+from effasr_kernels.runtime.dispatch import Backend, Dispatcher, load
 from effasr_kernels.runtime.example import Example
 
 NAMESPACE = "effasr"
 """Namespace of the operations in `torch.ops`."""
+
+# What no operation of a backend supports, by the operation's first tensor
+_REFUSALS = {
+    Backend.TRITON: "effasr_kernels.runtime.launch:refusal",
+    Backend.CPP: "effasr_kernels.runtime.native:refusal",
+}
 
 OPERATIONS: dict[str, TorchOp] = {}
 """Every operation by name; importing a definition adds it."""
@@ -85,6 +91,13 @@ class TorchOp(Dispatcher):
             return self._compute(implementation, arguments)
         with torch.autocast(kind, enabled=False):
             return self._compute(implementation, arguments)
+
+    def _find(self, backend: Backend, arguments: Any) -> Any:
+        implementation = super()._find(backend, arguments)
+        if isinstance(implementation, str) or backend not in _REFUSALS:
+            return implementation
+        tensor = getattr(arguments, self.schema.tensor_names[0])
+        return load(_REFUSALS[backend])(tensor) or implementation
 
     def flatten(self, arguments: Any, backend: Backend | str | None = None) -> list[Any]:
         return [*self.schema.flatten(arguments), "" if backend is None else str(backend)]

@@ -13,7 +13,7 @@ _BLOCK = 256
 
 
 def unsupported_reason(a: UpdateArguments) -> str | None:
-    return refusal(a.mean) or refusal(a.running_mean)
+    return refusal(a.mean)
 
 
 def run(a: UpdateArguments, *others: UpdateArguments) -> None:

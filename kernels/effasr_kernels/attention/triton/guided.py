@@ -10,7 +10,6 @@ from effasr_kernels.attention import AttentionArguments
 from effasr_kernels.attention.triton import backend
 from effasr_kernels.attention.triton.config import WIDEST
 from effasr_kernels.runtime.dispatch import Gradients, Tensors
-from effasr_kernels.runtime.launch import refusal
 
 # The arguments of `guided_attention`; attention does not import that package.
 GuidedArguments = Any
@@ -19,7 +18,7 @@ GuidedArguments = Any
 def unsupported_reason(a: GuidedArguments) -> str | None:
     if a.q.shape[-1] > WIDEST:
         return f"supports head widths up to {WIDEST}, not {a.q.shape[-1]}"
-    return refusal(a.q)
+    return None
 
 
 def forward(a: GuidedArguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

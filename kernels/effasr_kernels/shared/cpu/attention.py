@@ -55,10 +55,6 @@ class _Gradients(ctypes.Structure):
     ]
 
 
-def refusal(q: Tensor) -> str | None:
-    return native.refusal(q)
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """A call of the kernels; all floating tensors are float32."""

@@ -46,7 +46,6 @@ import torch
 from torch import Tensor
 
 from effasr_kernels.runtime.dispatch import Gradients, Tensors
-from effasr_kernels.runtime.launch import refusal
 from effasr_kernels.transducer_loss import TransducerArguments, workspace
 from effasr_kernels.transducer_loss.triton.duration_lattice import LONGEST, DurationSweeps
 from effasr_kernels.transducer_loss.triton.lattice import LabelSweeps
@@ -58,7 +57,7 @@ from effasr_kernels.transducer_loss.triton.work import Work
 def unsupported_reason(a: TransducerArguments) -> str | None:
     if a.durations is not None and a.durations[-1] > LONGEST:
         return f"supports durations of up to {LONGEST} frames, not {a.durations[-1]}"
-    return refusal(a.encoded)
+    return None
 
 
 def _kind(a: TransducerArguments) -> type[LabelSweeps] | type[DurationSweeps]:
