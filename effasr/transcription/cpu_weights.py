@@ -16,6 +16,7 @@ from effasr.nn.feed_forward import FeedForward
 from effasr.nn.linear import JoinedLinear, Linear, whole_bias
 from effasr.nn.lora import LoRALinear
 from effasr.nn.subsampling import ConvSubsampling
+from effasr_kernels.runtime import native
 from effasr_kernels.shared.cpu import decoder as cpu_decoder
 from effasr_kernels.shared.cpu.decoder import Cache, DecoderWeights, Norm, PanelMatrix
 
@@ -185,7 +186,7 @@ class PanelDecoder:
 
 def has_panel_kernels(decoder: Decoder) -> bool:
     """Return whether the kernels exist and all weights are plain float32 ones on a CPU."""
-    if cpu_decoder.unsupported_reason() is not None or decoder.config.experts is not None:
+    if native.unsupported_reason() is not None or decoder.config.experts is not None:
         return False
     is_plain = all(
         type(p) in (Tensor, nn.Parameter) and p.device.type == "cpu" and p.dtype == torch.float32

@@ -129,8 +129,7 @@ def test_every_operation_has_examples_that_name_it() -> None:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_backend_takes_the_arguments_object(name: str) -> None:
     for module in map(load, OPERATIONS[name].backends.values()):
-        computes = {"run"} if not hasattr(module, "backward") else {"forward", "saved_like"}
-        assert all(hasattr(module, x) for x in computes)
+        assert hasattr(module, "forward" if hasattr(module, "backward") else "run")
         assert not (hasattr(module, "run") and hasattr(module, "backward"))
 
 
@@ -207,7 +206,7 @@ def test_a_kernel_saves_what_it_says(name: str) -> None:
     kernel = load(call.op.backends[Backend.TRITON])
     with launching.recording():
         _, saved = kernel.forward(arguments)
-    like = kernel.saved_like(arguments)
+    like = getattr(kernel, "saved_like", lambda _: ())(arguments)
     assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in like]
 
 

@@ -45,10 +45,6 @@ def forward(a: BatchNormArguments) -> tuple[tuple[Tensor], tuple[()]]:
     return (y,), ()
 
 
-def saved_like(a: BatchNormArguments) -> tuple[()]:
-    return ()
-
-
 def backward(a: BatchNormArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     x, layout = unit_stride(a.x), a.layout
     channels, sequences = x.shape[1], layout.num_sequences

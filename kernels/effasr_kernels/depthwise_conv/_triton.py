@@ -73,10 +73,6 @@ def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[()]]
     return (y, mean, variance), ()
 
 
-def saved_like(a: ConvArguments) -> tuple[()]:
-    return ()
-
-
 def backward(a: ConvArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     x, layout = unit_stride(a.x), a.layout
     channels, width = a.weight.shape

@@ -27,10 +27,6 @@ def forward(a: GatedArguments) -> tuple[tuple[Tensor], tuple[()]]:
     return (y,), ()
 
 
-def saved_like(a: GatedArguments) -> tuple[()]:
-    return ()
-
-
 def backward(a: GatedArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     dgate, dup = a.gate.new_empty(a.gate.shape), a.gate.new_empty(a.gate.shape)
     _launch(activate_gated_backward, a, dgate, dup, dy=grads[0])

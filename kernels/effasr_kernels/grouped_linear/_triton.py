@@ -28,10 +28,6 @@ def forward(a: GroupedLinearArguments) -> tuple[tuple[Tensor], tuple[()]]:
     return (_product(a.x, a.weight.contiguous(), bias, a.layout),), ()
 
 
-def saved_like(a: GroupedLinearArguments) -> tuple[()]:
-    return ()
-
-
 def backward(
     a: GroupedLinearArguments, grads: Tensors, results: Tensors, saved: Tensors
 ) -> Gradients:

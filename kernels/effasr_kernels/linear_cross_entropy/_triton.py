@@ -115,9 +115,7 @@ def _with_gradients(a: CrossEntropyArguments) -> tuple[tuple[Tensor, ...], tuple
     return (losses,), tuple(x for x in gradients if x is not None)
 
 
-def _scaled(
-    a: CrossEntropyArguments, upstream: Tensor, saved: Tensors
-) -> dict[str, Tensor | None]:
+def _scaled(a: CrossEntropyArguments, upstream: Tensor, saved: Tensors) -> dict[str, Tensor | None]:
     """Return the saved gradients, scaled by the one upstream gradient and rounded once."""
     scale = upstream.new_empty(())
     launch(

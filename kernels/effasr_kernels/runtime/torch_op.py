@@ -215,9 +215,8 @@ class DifferentiableOp(TorchOp):
 
     def _fake(self, *flat: Any) -> list[Tensor]:
         arguments, implementation = self._restore(flat)
-        has_backward = hasattr(implementation, "backward")
-        saved = implementation.saved_like(arguments) if has_backward else ()
-        return [*_as_tuple(self._outputs(arguments)), *saved]
+        saved_like = getattr(implementation, "saved_like", lambda _: ())
+        return [*_as_tuple(self._outputs(arguments)), *saved_like(arguments)]
 
     def _restore(self, flat: Sequence[Any]) -> tuple[Any, Any]:
         """Return the arguments of a call through torch.library, and its implementation."""

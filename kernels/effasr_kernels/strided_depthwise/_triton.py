@@ -64,10 +64,6 @@ def forward(a: StridedArguments) -> tuple[tuple[Tensor], tuple[()]]:
     return (y,), ()
 
 
-def saved_like(a: StridedArguments) -> tuple[()]:
-    return ()
-
-
 def backward(a: StridedArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     x, layout, (_, bins, channels) = a.x, a.layout, a.x.shape
     sequences, width = layout.num_sequences, bins // 2

@@ -81,10 +81,6 @@ def forward(a: StemArguments) -> tuple[tuple[Tensor], tuple[()]]:
     return (y,), ()
 
 
-def saved_like(a: StemArguments) -> tuple[()]:
-    return ()
-
-
 def backward(a: StemArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     x, bins = a.x, a.x.shape[1]
     channels, sequences = a.weight.shape[0], a.layout.num_sequences

@@ -88,10 +88,6 @@ class _Largest(ctypes.Structure):
     ]
 
 
-def unsupported_reason() -> str | None:
-    return native.unsupported_reason()
-
-
 @dataclass(frozen=True, slots=True)
 class PanelMatrix:
     """Weights of a linear layer in panels of outputs, as the kernels read them."""
