@@ -2,7 +2,6 @@ import gc
 import os
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,25 +35,25 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
+def one_thread():
     """Small tensors gain nothing from threads, and parallel test processes lose by them."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def interruptible() -> None:
+def interruptible():
     """A shell that runs tests in the background has them ignore SIGINT, which some tests send."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
-def without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_onednn(monkeypatch):
     """Eager linear layers round as those of compiled graphs do."""
     monkeypatch.setattr(cpu_linear, "_is_built", lambda: False)
 
 
 @pytest.fixture(scope="session")
-def cpp_extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cpp_extension(tmp_path_factory):
     """Where packages lie with the CPU kernels of csrc/, once for all processes of a run of tests.
 
     An installation builds them a minute before the tests begin: those are taken if no source is

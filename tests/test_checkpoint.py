@@ -41,7 +41,7 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.fixture
-def model(tokenizer) -> ASRModel:
+def model(tokenizer):
     torch.manual_seed(0)
     return ASRModel(CONFIG, tokenizer.vocab_size)
 
@@ -53,7 +53,7 @@ def assert_same_weights(first: torch.nn.Module, second: torch.nn.Module) -> None
         assert torch.equal(ours[name], theirs[name]), name
 
 
-def test_a_model_directory_gives_back_model_and_tokenizer(tmp_path, model, tokenizer) -> None:
+def test_a_model_directory_gives_back_model_and_tokenizer(tmp_path, model, tokenizer):
     save_model(tmp_path / "model", model, tokenizer)
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
         "model.safetensors",
@@ -71,7 +71,7 @@ def test_a_model_directory_gives_back_model_and_tokenizer(tmp_path, model, token
     assert sizes[0] == sizes[1]
 
 
-def test_a_model_directory_is_replaced_but_nothing_else_is(tmp_path, model, tokenizer) -> None:
+def test_a_model_directory_is_replaced_but_nothing_else_is(tmp_path, model, tokenizer):
     save_model(tmp_path / "model", model, tokenizer)
     with torch.no_grad():
         model.ctc_head.bias.fill_(5.0)
@@ -83,7 +83,7 @@ def test_a_model_directory_is_replaced_but_nothing_else_is(tmp_path, model, toke
     assert (tmp_path / "precious.txt").exists()
 
 
-def test_a_link_to_a_model_directory_stays_one(tmp_path, model, tokenizer) -> None:
+def test_a_link_to_a_model_directory_stays_one(tmp_path, model, tokenizer):
     (tmp_path / "elsewhere").mkdir()
     link = tmp_path / "model"
     link.symlink_to(tmp_path / "elsewhere")
@@ -94,7 +94,7 @@ def test_a_link_to_a_model_directory_stays_one(tmp_path, model, tokenizer) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "model"]
 
 
-def test_error_messages(tmp_path, model, tokenizer) -> None:
+def test_error_messages(tmp_path, model, tokenizer):
     folder = tmp_path / "model"
     save_model(folder, model, tokenizer)
     weights, description = (folder / name for name in ("model.safetensors", "model.yaml"))
@@ -138,7 +138,7 @@ def folders(checkpoints: RunCheckpoints) -> list[str]:
     return sorted(path.name for path in checkpoints.folder.iterdir() if path.is_dir())
 
 
-def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path, make, model, tokenizer) -> None:
+def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path, make, model, tokenizer):
     checkpoints = make(2, tmp_path / "run" / "checkpoints")
     assert checkpoints.newest() is None
     for step in (10, 20, 30, 40):
@@ -185,9 +185,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
-    make, model, tokenizer, damage, caplog
-) -> None:
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(make, model, tokenizer, damage, caplog):
     checkpoints = make(3)
     for step in (10, 20):
         checkpoints.save(step, model, tokenizer, state(step), {"moment": torch.ones(100, 3)})
@@ -200,7 +198,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
         checkpoints.newest()
 
 
-def test_a_run_that_went_back_keeps_what_it_writes_then(make) -> None:
+def test_a_run_that_went_back_keeps_what_it_writes_then(make):
     checkpoints = make(1)
     checkpoints.write(10)
     checkpoints.mark_best(10)
@@ -212,7 +210,7 @@ def test_a_run_that_went_back_keeps_what_it_writes_then(make) -> None:
     assert checkpoints.newest()[1]["step"] == 15
 
 
-def test_a_checkpoint_that_is_not_marked_yet_counts(tmp_path, make) -> None:
+def test_a_checkpoint_that_is_not_marked_yet_counts(tmp_path, make):
     checkpoints = make(2)
     checkpoints.write(10)
     checkpoints.write(20)
@@ -224,9 +222,7 @@ def test_a_checkpoint_that_is_not_marked_yet_counts(tmp_path, make) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_folder_published_while_it_is_removed_is_whole_or_absent(
-    tmp_path, monkeypatch, at
-) -> None:
+def test_a_folder_published_while_it_is_removed_is_whole_or_absent(tmp_path, monkeypatch, at):
     """On a file system without locks, the process that writes it may be alive."""
     path, rmtree, calls = tmp_path / "step_00000002", shutil.rmtree, []
     (begin_folder(path) / "weights").touch()
@@ -246,7 +242,7 @@ def test_a_folder_published_while_it_is_removed_is_whole_or_absent(
     assert not path.exists() or (path / "weights").exists()
 
 
-def test_a_checkpoint_whose_replacement_was_cut_off_is_put_back(make, monkeypatch) -> None:
+def test_a_checkpoint_whose_replacement_was_cut_off_is_put_back(make, monkeypatch):
     checkpoints = make(1)
     checkpoints.write(10)
     rename = Path.rename
@@ -267,7 +263,7 @@ def test_a_checkpoint_whose_replacement_was_cut_off_is_put_back(make, monkeypatc
     assert folders(checkpoints) == ["step_00000020"]
 
 
-def test_a_full_disk_is_an_error_that_leaves_nothing_behind(make, model, tokenizer) -> None:
+def test_a_full_disk_is_an_error_that_leaves_nothing_behind(make, model, tokenizer):
     checkpoints = make(3)
     checkpoints.write(10)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -281,7 +277,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_behind(make, model, tokeniz
     assert checkpoints.newest()[1]["step"] == 10
 
 
-def test_a_run_is_resolved_without_its_pointers(tmp_path, make, model) -> None:
+def test_a_run_is_resolved_without_its_pointers(tmp_path, make, model):
     """A power cut between the first checkpoint and the file that points at it."""
     checkpoints = make(3, tmp_path / "checkpoints")
     path = checkpoints.write(10)
@@ -293,7 +289,7 @@ def test_a_run_is_resolved_without_its_pointers(tmp_path, make, model) -> None:
         resolve(tmp_path)
 
 
-def test_the_manifest_lists_every_file(make, model) -> None:
+def test_the_manifest_lists_every_file(make, model):
     path = make(1).write(7)
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["step"] == 7
@@ -302,7 +298,7 @@ def test_the_manifest_lists_every_file(make, model) -> None:
     assert sizes == {name: (path / name).stat().st_size for name in sizes}
 
 
-def test_no_checkpoint_is_removed_while_the_best_is_not_known(tmp_path, make, caplog) -> None:
+def test_no_checkpoint_is_removed_while_the_best_is_not_known(tmp_path, make, caplog):
     checkpoints = make(1)
     checkpoints.write(10, is_best=True)
     (tmp_path / "best").write_text("step_00000090\n")
@@ -317,7 +313,7 @@ def test_no_checkpoint_is_removed_while_the_best_is_not_known(tmp_path, make, ca
     assert folders(checkpoints) == ["step_00000010", "step_00000030"]
 
 
-def test_a_best_that_was_damaged_is_no_longer_pointed_at(tmp_path, make) -> None:
+def test_a_best_that_was_damaged_is_no_longer_pointed_at(tmp_path, make):
     checkpoints = make(3)
     checkpoints.write(10)
     checkpoints.write(20, is_best=True)

@@ -92,11 +92,11 @@ def recipe(tmp_path):
         ("periods: {2: 8}", ["periods.16=null"], Root(periods={2: 8, 16: None})),
     ],
 )  # fmt: skip
-def test_a_recipe_lists_only_what_differs(recipe, text, overrides, expected) -> None:
+def test_a_recipe_lists_only_what_differs(recipe, text, overrides, expected):
     assert config.load(Root, recipe(text), overrides) == expected
 
 
-def test_to_mapping_is_the_inverse(recipe) -> None:
+def test_to_mapping_is_the_inverse(recipe):
     root = Root(decoder=None, sources=("a",), weights={"en": 0.5})
     assert config.load(Root, recipe(config.dump(root))) == root
     # JSON has numbers as keys only as text.
@@ -132,20 +132,20 @@ def test_to_mapping_is_the_inverse(recipe) -> None:
         ("a: [", [], "not valid YAML"),
     ],
 )
-def test_each_mistake_has_one_clear_line(recipe, text, overrides, message) -> None:
+def test_each_mistake_has_one_clear_line(recipe, text, overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
         config.load(Root, recipe(text), overrides)
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_recipe_names_the_nearest() -> None:
+def test_a_missing_recipe_names_the_nearest():
     with pytest.raises(ConfigError, match="does not"):
         config.load(Root, "missing.yaml")
     with pytest.raises(ConfigError, match="must be a YAML file or a recipe's name"):
         config.load(Root, "nosuch")
 
 
-def test_what_an_earlier_version_did_not_know_has_its_default() -> None:
+def test_what_an_earlier_version_did_not_know_has_its_default():
     known = {"name": "a", "encoder": {"layers": 5}, "decoder": None, "gone": 1}
     completed = config.complete(Root, known)
     assert completed.pop("gone") == 1
@@ -165,7 +165,7 @@ def test_what_an_earlier_version_did_not_know_has_its_default() -> None:
         ("shape: null", [], None),
     ],
 )
-def test_a_kind_tells_dataclasses_apart(recipe, text, overrides, expected) -> None:
+def test_a_kind_tells_dataclasses_apart(recipe, text, overrides, expected):
     drawing = config.load(Drawing, recipe(text), overrides)
     assert drawing == Drawing(shape=expected)
     mapping = config.to_mapping(drawing)
@@ -173,7 +173,7 @@ def test_a_kind_tells_dataclasses_apart(recipe, text, overrides, expected) -> No
     assert config.complete(Drawing, mapping) == mapping
 
 
-def test_an_earlier_file_has_the_first_kind() -> None:
+def test_an_earlier_file_has_the_first_kind():
     completed = config.complete(Drawing, {"shape": {"side": 4}})
     assert completed == {"shape": {"kind": "square", "side": 4}}
     assert config.complete(Drawing, {"shape": {"kind": "circle"}})["shape"]["radius"] == 1
@@ -187,7 +187,7 @@ def test_an_earlier_file_has_the_first_kind() -> None:
         ("shape: 3", "`shape` must be a mapping .* or a mapping .* or null, but is 3"),
     ],
 )
-def test_kinds_are_checked(recipe, text, message) -> None:
+def test_kinds_are_checked(recipe, text, message):
     with pytest.raises(ConfigError, match=message):
         config.load(Drawing, recipe(text))
 
@@ -201,7 +201,7 @@ def test_kinds_are_checked(recipe, text, message) -> None:
         ("shape: {kind: square}", Square()),
     ],
 )
-def test_what_is_left_out_is_inherited(recipe, text, expected) -> None:
+def test_what_is_left_out_is_inherited(recipe, text, expected):
     assert config.load(Heir, recipe(text)).shape == expected
 
 
@@ -224,6 +224,6 @@ def test_an_edited_configuration_of_a_run_is_refused_unless_its_checksum_is_remo
     assert config.load(Run, written).encoder.layers == 6
 
 
-def test_a_section_that_must_be_given_cannot_be_null(recipe) -> None:
+def test_a_section_that_must_be_given_cannot_be_null(recipe):
     with pytest.raises(ConfigError, match=r"`encoder` must be a mapping \(Encoder\), but is None"):
         config.load(Run, recipe("encoder: null"))

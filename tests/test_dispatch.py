@@ -1,5 +1,4 @@
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -39,7 +38,7 @@ def _backend(monkeypatch: pytest.MonkeyPatch, name: str, reason: str | None) -> 
 
 
 @pytest.fixture
-def op(monkeypatch: pytest.MonkeyPatch) -> Dispatcher:
+def op(monkeypatch):
     """C++ cannot be imported, Triton refuses, the reference serves."""
     return Dispatcher(
         "sum",
@@ -52,27 +51,27 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Dispatcher:
 
 
 @pytest.fixture
-def gpu() -> Iterator[Tensor]:
+def gpu():
     """A tensor that says it is on a GPU, on a machine that need not have one."""
     with FakeTensorMode():
         yield torch.empty(1, device="cuda")
 
 
 @pytest.fixture
-def _allowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _allowed(monkeypatch):
     monkeypatch.setattr("effasr_kernels.runtime.dispatch._ReferenceOnGPU.warned", set())
     before = allow_reference_on_gpu()
     yield
     allow_reference_on_gpu(before)
 
 
-def test_takes_the_first_that_can_serve(op: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_takes_the_first_that_can_serve(op, monkeypatch):
     assert _run(op, CPU) == "reference"
     ready = Dispatcher("sum", op.backends | {Backend.TRITON: _backend(monkeypatch, "ready", None)})
     assert _run(ready, CPU) == "ready"
 
 
-def test_the_order_may_depend_on_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_may_depend_on_the_call(monkeypatch):
     names = (Backend.TRITON, Backend.VARLEN, Backend.REFERENCE)
     modules = {name: _backend(monkeypatch, f"ordered_{name}", None) for name in names}
     asked = []
@@ -92,24 +91,24 @@ def test_the_order_may_depend_on_the_call(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("backend", ["triton", Backend.TRITON])
-def test_a_requested_backend_is_never_replaced(op: Dispatcher, backend: Backend | str) -> None:
+def test_a_requested_backend_is_never_replaced(op, backend):
     message = r"^sum: no backend can run this call \(triton: head width 7 is odd\)\.$"
     with pytest.raises(BackendUnavailable, match=message):
         _run(op, CPU, backend=backend)
 
 
-def test_says_what_cannot_be_imported(op: Dispatcher) -> None:
+def test_says_what_cannot_be_imported(op):
     with pytest.raises(BackendUnavailable, match=r"cpp: cannot be imported: No module named"):
         _run(op, CPU, backend="cpp")
 
 
-def test_names_the_backends_that_exist(op: Dispatcher) -> None:
+def test_names_the_backends_that_exist(op):
     message = "sum: `backend` must be one of triton, varlen, .*, reference, but is 'trito'"
     with pytest.raises(ValueError, match=message):
         _run(op, CPU, backend="trito")
 
 
-def test_the_reference_is_not_taken_by_itself_on_a_gpu(op: Dispatcher, gpu: Tensor) -> None:
+def test_the_reference_is_not_taken_by_itself_on_a_gpu(op, gpu):
     message = r"triton: head width 7 is odd; reference: slow on a GPU, so only on request"
     with pytest.raises(BackendUnavailable, match=message):
         _run(op, gpu)
@@ -127,7 +126,7 @@ class _Nested:
 
 
 @pytest.mark.parametrize("hidden", ["tensor", "dataclass", "nested dataclass"])
-def test_finds_the_gpu_wherever_a_tensor_is(op: Dispatcher, gpu: Tensor, hidden: str) -> None:
+def test_finds_the_gpu_wherever_a_tensor_is(op, gpu, hidden):
     holder = _Holder(gpu)
     values = {"tensor": gpu, "dataclass": holder, "nested dataclass": _Nested(holder)}
     with pytest.raises(BackendUnavailable, match="slow on a GPU"):
@@ -135,9 +134,7 @@ def test_finds_the_gpu_wherever_a_tensor_is(op: Dispatcher, gpu: Tensor, hidden:
 
 
 @pytest.mark.usefixtures("_allowed")
-def test_the_reference_serves_a_gpu_once_allowed_and_says_so_once(
-    op: Dispatcher, gpu: Tensor
-) -> None:
+def test_the_reference_serves_a_gpu_once_allowed_and_says_so_once(op, gpu):
     message = r"^sum: runs its slow reference on a GPU, as allowed \(cpp: .*odd\)\.$"
     with pytest.warns(ReferenceOnGPUWarning, match=message):
         assert _run(op, gpu) == "reference"
@@ -149,25 +146,25 @@ def test_the_reference_serves_a_gpu_once_allowed_and_says_so_once(
 
 
 @pytest.mark.usefixtures("_allowed")
-def test_allowing_the_reference_replaces_no_requested_backend(op: Dispatcher, gpu: Tensor) -> None:
+def test_allowing_the_reference_replaces_no_requested_backend(op, gpu):
     with pytest.raises(BackendUnavailable, match="odd"):
         _run(op, gpu, backend="triton")
 
 
-def test_allowing_the_reference_tells_what_was_allowed_before() -> None:
+def test_allowing_the_reference_tells_what_was_allowed_before():
     assert allow_reference_on_gpu() is False
     assert allow_reference_on_gpu(False) is True
     assert allow_reference_on_gpu(False) is False
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_every_operation_has_a_reference(name: str) -> None:
+def test_every_operation_has_a_reference(name):
     op = OPERATIONS[name]
     assert op.name == name
     assert list(op.backends)[-1] is Backend.REFERENCE
 
 
-def test_an_operation_refuses_what_it_does_not_have() -> None:
+def test_an_operation_refuses_what_it_does_not_have():
     hidden, weight, targets = (
         torch.zeros(3, 4),
         torch.zeros(5, 4),
@@ -178,7 +175,7 @@ def test_an_operation_refuses_what_it_does_not_have() -> None:
         linear_cross_entropy(hidden, weight, targets, backend=missing)
 
 
-def test_an_operation_is_not_served_by_its_reference_on_a_gpu() -> None:
+def test_an_operation_is_not_served_by_its_reference_on_a_gpu():
     """The real thing, through its checks: every tensor of the call is on the GPU."""
     with FakeTensorMode():
         # No kernel computes in float64.

@@ -14,13 +14,13 @@ def _off_again():
     ranges.disable()
 
 
-def test_off_it_is_one_shared_context_and_imports_nothing() -> None:
+def test_off_it_is_one_shared_context_and_imports_nothing():
     assert ranges.range("forward") is ranges.range("backward")
     code = "import sys; import effasr.ranges; assert not {'nvtx', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_on_every_range_is_shown_under_its_name_with_its_number(monkeypatch) -> None:
+def test_on_every_range_is_shown_under_its_name_with_its_number(monkeypatch):
     nvtx = pytest.importorskip("nvtx")
     shown = []
     annotate = nvtx.annotate
@@ -47,7 +47,7 @@ def test_on_every_range_is_shown_under_its_name_with_its_number(monkeypatch) -> 
         ("0.2.14", None, None),
     ],
 )
-def test_versions_that_lose_ranges_are_refused(monkeypatch, installed, tool, message) -> None:
+def test_versions_that_lose_ranges_are_refused(monkeypatch, installed, tool, message):
     pytest.importorskip("nvtx")
     monkeypatch.setattr(ranges, "version", lambda name: installed)
     if message is None:
@@ -58,7 +58,7 @@ def test_versions_that_lose_ranges_are_refused(monkeypatch, installed, tool, mes
     assert ranges.range("step") is ranges.range("other")
 
 
-def test_annotations_of_torch_profiler() -> None:
+def test_annotations_of_torch_profiler():
     ranges.enable("kineto")
     activities = [torch.profiler.ProfilerActivity.CPU]
     with (
@@ -72,7 +72,7 @@ def test_annotations_of_torch_profiler() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is for torch without CUDA")
-def test_torch_without_nvtx_is_an_error_at_once() -> None:
+def test_torch_without_nvtx_is_an_error_at_once():
     with pytest.raises(RuntimeError, match="NVTX"):
         ranges.enable("torch")
 
@@ -92,7 +92,7 @@ RANGES_A_STEP = 40
 STEP_S = 0.1
 
 
-def test_ranges_cost_nothing_that_matters() -> None:
+def test_ranges_cost_nothing_that_matters():
     assert RANGES_A_STEP * seconds_each() < 0.0005 * STEP_S
     pytest.importorskip("nvtx")
     ranges.enable("nvtx")

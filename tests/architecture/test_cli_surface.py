@@ -108,7 +108,7 @@ def shown(action: argparse.Action) -> str:
     return names if action.nargs == 0 else f"{names} {value}{'!' if action.required else ''}"
 
 
-def test_the_command_line_is_what_was_agreed() -> None:
+def test_the_command_line_is_what_was_agreed():
     parser = build_parser()
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     surface = {
@@ -122,7 +122,7 @@ def test_the_command_line_is_what_was_agreed() -> None:
     ]
 
 
-def test_the_help_of_a_command_ends_with_an_example() -> None:
+def test_the_help_of_a_command_ends_with_an_example():
     parser = build_parser()
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     for name, command in commands.choices.items():
@@ -133,7 +133,7 @@ def test_the_help_of_a_command_ends_with_an_example() -> None:
         assert parser.parse_args(words[1:]).command == name
 
 
-def test_everything_is_explained() -> None:
+def test_everything_is_explained():
     parser = build_parser()
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     for command in commands.choices.values():
@@ -144,7 +144,7 @@ def test_everything_is_explained() -> None:
         assert " ".join(command.description.split()) in " ".join(parser.description.split())
 
 
-def test_the_help_of_an_option_begins_with_what_it_is() -> None:
+def test_the_help_of_an_option_begins_with_what_it_is():
     """Not with a preposition, as in `of each utterance`, which names no thing."""
     parser = build_parser()
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
@@ -155,7 +155,7 @@ def test_the_help_of_an_option_begins_with_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_a_help_fits_the_terminal(monkeypatch, columns) -> None:
+def test_a_help_fits_the_terminal(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     parser = build_parser()
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))

@@ -51,7 +51,7 @@ def check(folder: Path, package: str) -> None:
         pytest.fail("modules import each other: " + " <- ".join(error.args[1]))
 
 
-def test_training_imports_few_modules_in_short_chains() -> None:
+def test_training_imports_few_modules_in_short_chains():
     """Those of every run; searches, gossip and calibration are imported as they are needed."""
     paths = modules_of(ROOT, "effasr") | modules_of(ROOT / "kernels", "effasr_kernels")
     known = set(paths)
@@ -73,7 +73,7 @@ def test_training_imports_few_modules_in_short_chains() -> None:
 
 
 @pytest.mark.parametrize("package", ["effasr", "kernels/effasr_kernels"])
-def test_no_module_imports_itself_by_way_of_others(package: str) -> None:
+def test_no_module_imports_itself_by_way_of_others(package):
     check((ROOT / package).parent, Path(package).name)
 
 
@@ -86,7 +86,7 @@ def test_no_module_imports_itself_by_way_of_others(package: str) -> None:
         "def f():\n    from pkg.a import g",
     ],
 )
-def test_a_circle_is_found_wherever_the_import_is(tmp_path: Path, imported: str) -> None:
+def test_a_circle_is_found_wherever_the_import_is(tmp_path, imported):
     folder = tmp_path / "pkg"
     folder.mkdir()
     (folder / "__init__.py").write_text("")

@@ -10,5 +10,5 @@ MODULES = sorted(path for path in (ROOT / "effasr").iterdir() if path.name[0] no
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.name)
-def test_no_module_shadows_the_standard_library(module: Path) -> None:
+def test_no_module_shadows_the_standard_library(module):
     assert module.stem not in sys.stdlib_module_names

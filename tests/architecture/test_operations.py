@@ -25,7 +25,7 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_one_operation_does_not_import_another(name: str) -> None:
+def test_one_operation_does_not_import_another(name):
     files = list((KERNELS / name).rglob("*.py"))
     assert files
     others = set(OPERATIONS) - {name}
@@ -36,11 +36,11 @@ def test_one_operation_does_not_import_another(name: str) -> None:
             assert parts[:1] != ["effasr_kernels"] or parts[1] not in others, f"{path}: {module}"
 
 
-def test_every_folder_with_a_reference_is_an_operation() -> None:
+def test_every_folder_with_a_reference_is_an_operation():
     assert {path.parent.name for path in KERNELS.glob("*/reference.py")} == set(OPERATIONS)
 
 
-def test_an_installation_has_everything_but_the_support_of_tests() -> None:
+def test_an_installation_has_everything_but_the_support_of_tests():
     configuration = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     found = configuration["tool"]["setuptools"]["packages"]["find"]
     rules = {"include": found["include"], "exclude": found["exclude"]}
@@ -54,7 +54,7 @@ def test_an_installation_has_everything_but_the_support_of_tests() -> None:
     assert set(packages) == folders - {"effasr_kernels.testing"}
 
 
-def test_operations_need_torch_and_triton_alone() -> None:
+def test_operations_need_torch_and_triton_alone():
     allowed = {*sys.stdlib_module_names, "effasr_kernels", "torch", "triton"}
     for path in KERNELS.rglob("*.py"):
         if KERNELS / "testing" not in path.parents:
@@ -62,7 +62,7 @@ def test_operations_need_torch_and_triton_alone() -> None:
             assert found <= allowed, f"{path} imports {sorted(found - allowed)}"
 
 
-def test_nothing_that_is_installed_imports_the_support_of_tests() -> None:
+def test_nothing_that_is_installed_imports_the_support_of_tests():
     for folder in (ROOT / "effasr", KERNELS):
         for path in folder.rglob("*.py"):
             if KERNELS / "testing" not in path.parents:

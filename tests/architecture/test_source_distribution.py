@@ -9,7 +9,6 @@ import tarfile
 import tomllib
 import venv
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def source_distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source_distribution(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkout")
     for name in (*FILES, "constraints.txt"):
         shutil.copy(ROOT / name, folder)
@@ -37,7 +36,7 @@ def source_distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return archive
 
 
-def test_a_source_distribution_is_complete(source_distribution: Path) -> None:
+def test_a_source_distribution_is_complete(source_distribution):
     with tarfile.open(source_distribution) as file:
         names = {name.split("/", 1)[1] for name in file.getnames() if "/" in name}
     sources = [
@@ -54,9 +53,7 @@ def test_a_source_distribution_is_complete(source_distribution: Path) -> None:
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
 
 
-def test_it_installs_and_runs_in_an_empty_environment(
-    source_distribution: Path, tmp_path: Path
-) -> None:
+def test_it_installs_and_runs_in_an_empty_environment(source_distribution, tmp_path):
     """From the source distribution to a wheel to an environment without this checkout."""
     with tarfile.open(source_distribution) as file:
         file.extractall(tmp_path, filter="data")
@@ -94,5 +91,5 @@ def test_it_installs_and_runs_in_an_empty_environment(
     assert all((packages / name / "py.typed").is_file() for name in ("effasr", "effasr_kernels"))
 
 
-def test_the_changelog_has_this_version() -> None:
+def test_the_changelog_has_this_version():
     assert f"\n## {RELEASE} - " in (ROOT / "CHANGELOG.md").read_text()

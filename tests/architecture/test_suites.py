@@ -32,7 +32,7 @@ def test_none():
 MARKERS = "[pytest]\nmarkers =\n    extended\n    representative"
 
 
-def test_representatives_run_on_each_push(pytester: pytest.Pytester) -> None:
+def test_representatives_run_on_each_push(pytester):
     pytester.makeini(MARKERS)
     pytester.makepyfile(test_cases=CASES)
     options = "-p", "tests.support.suites", "-p", "no:cacheprovider", "--collect-only", "-q"
@@ -45,9 +45,7 @@ def test_representatives_run_on_each_push(pytester: pytest.Pytester) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["width=3", "widht=1", "width=True"])
-def test_a_representative_that_no_case_has_is_an_error(
-    pytester: pytest.Pytester, wrong: str
-) -> None:
+def test_a_representative_that_no_case_has_is_an_error(pytester, wrong):
     pytester.makeini(MARKERS)
     pytester.makepyfile(test_cases=CASES.replace('width=1, kind="c"', wrong))
     options = "-p", "tests.support.suites", "-p", "no:cacheprovider", "-q"
@@ -79,7 +77,7 @@ def starting_ranks(path: Path) -> set[str]:
     return found or {name}
 
 
-def test_test_processes_runs_all_tests_that_start_ranks() -> None:
+def test_test_processes_runs_all_tests_that_start_ranks():
     command = ["make", "--silent", "--no-print-directory", "--eval=show:; @echo $(PROCESS_TESTS)"]
     done = subprocess.run([*command, "show"], cwd=ROOT, capture_output=True, text=True, check=True)
     listed = done.stdout.split()
@@ -101,7 +99,7 @@ def start(*arguments: str, **options: bool) -> Preloaded:
     return Preloaded("tests.architecture.preloaded_program", *arguments, env=variables, **options)
 
 
-def test_a_preloaded_process_is_as_one_of_its_own() -> None:
+def test_a_preloaded_process_is_as_one_of_its_own():
     process = start("ends", "with spaces")
     out, error = process.communicate(timeout=120)
     name, parent, leader, arguments, variable, folder, loaded, *later = out.splitlines()
@@ -117,7 +115,7 @@ def test_a_preloaded_process_is_as_one_of_its_own() -> None:
     assert later == ["another thread", "an exit function"]
 
 
-def test_a_preloaded_process_gets_signals() -> None:
+def test_a_preloaded_process_gets_signals():
     with start("waits", new_session=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

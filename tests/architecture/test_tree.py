@@ -32,23 +32,23 @@ def files(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("root", ["effasr", "kernels", "profiling"])
-def test_a_file_is_small_enough_to_read(root: str) -> None:
+def test_a_file_is_small_enough_to_read(root):
     paths = list((ROOT / root).rglob("*.py"))
     lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
     assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
 
 
-def test_the_top_of_effasr_is_small() -> None:
+def test_the_top_of_effasr_is_small():
     assert len(files(ROOT / "effasr")) <= MAX_TOP_LEVEL_FILES
 
 
-def test_the_layers_are_those_of_import_linter() -> None:
+def test_the_layers_are_those_of_import_linter():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     (contract,) = (one for one in settings["contracts"] if one["type"] == "layers")
     assert [line.split(" | ") for line in contract["layers"]] == LAYERS
 
 
-def test_every_package_of_effasr_has_a_layer() -> None:
+def test_every_package_of_effasr_has_a_layer():
     found = {
         f"effasr.{path.stem}"
         for path in (ROOT / "effasr").iterdir()
@@ -58,13 +58,13 @@ def test_every_package_of_effasr_has_a_layer() -> None:
     assert found - {"effasr.__init__"} == layers - {"effasr_kernels"}
 
 
-def test_contributing_shows_the_layers_in_their_order() -> None:
+def test_contributing_shows_the_layers_in_their_order():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     shown = [line.strip().split("  ")[0] for line in text.splitlines() if line.startswith("    e")]
     assert [line.split(" | ") for line in shown] == LAYERS
 
 
-def test_contributing_names_the_promise_of_every_suite() -> None:
+def test_contributing_names_the_promise_of_every_suite():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     table = text.partition("| Promise | ")[2].partition("\n\n")[0]
     paths = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")]

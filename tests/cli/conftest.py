@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,7 @@ class Workplace:
 
 
 @pytest.fixture
-def effasr(capsys) -> Callable[..., Outcome]:
+def effasr(capsys):
     """Run a command in this process."""
 
     def run(*arguments: Any) -> Outcome:
@@ -90,7 +89,7 @@ def effasr(capsys) -> Callable[..., Outcome]:
 
 
 @pytest.fixture(scope="session")
-def workplace(tmp_path_factory) -> Workplace:
+def workplace(tmp_path_factory):
     """prepare, tokenizer and train have been run: train/, dev/, tokenizer/, runs/first/.
 
     Tests read it, and write elsewhere: runs take another ``name`` or ``output``.
@@ -126,7 +125,7 @@ def tone(frequency: float, generator: np.random.Generator) -> np.ndarray:
 
 
 @pytest.fixture
-def model(workplace, tmp_path) -> Path:
+def model(workplace, tmp_path):
     """A model directory that belongs to no run."""
     folder = tmp_path / "model"
     shutil.copytree(resolve(workplace.run), folder)
@@ -137,7 +136,7 @@ def model(workplace, tmp_path) -> Path:
 
 
 @pytest.fixture
-def manifest(workplace, tmp_path) -> Callable[..., Path]:
+def manifest(workplace, tmp_path):
     """Writes a manifest; each line is a good one of the corpus with some fields changed."""
 
     def write(*changes: dict[str, Any] | str) -> Path:
@@ -162,7 +161,7 @@ def train(effasr, workplace, tmp_path):
 
 
 @pytest.fixture
-def tune(effasr, workplace, tmp_path) -> Callable[..., Path]:
+def tune(effasr, workplace, tmp_path):
     """Fine-tune an imported model for a step; then transcribe and evaluate with it."""
 
     def run(model: Path, recipe: str, language: str, *overrides: str) -> Path:
@@ -184,7 +183,7 @@ def tune(effasr, workplace, tmp_path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def recordings(tmp_path) -> Path:
+def recordings(tmp_path):
     """Recordings that are not as they should be."""
     (tmp_path / "garbage.wav").write_bytes(b"\x00\x01garbage" * 100)
     (tmp_path / "garbage.flac").write_bytes(b"fLaC" + b"\x93" * 500)

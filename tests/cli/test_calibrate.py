@@ -16,7 +16,7 @@ MEMORY = MemoryModel(1e8, 1e5, 1e4, 10.0)
 
 
 @pytest.fixture(autouse=True)
-def trials(tmp_path, monkeypatch) -> list:
+def trials(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     seen = []
 
@@ -34,7 +34,7 @@ def trials(tmp_path, monkeypatch) -> list:
     return seen
 
 
-def test_what_it_shows_is_what_training_takes(effasr, workplace, tmp_path, train, trials) -> None:
+def test_what_it_shows_is_what_training_takes(effasr, workplace, tmp_path, train, trials):
     done = effasr("calibrate", workplace.recipe, "--target-bytes", "200000000")
     assert done.code == 0
     assert done.out.startswith("frame budget ")
@@ -50,7 +50,7 @@ def test_what_it_shows_is_what_training_takes(effasr, workplace, tmp_path, train
     assert budget.split()[2] == str(written.data.frame_budget)
 
 
-def test_json_is_the_file(effasr, workplace, tmp_path) -> None:
+def test_json_is_the_file(effasr, workplace, tmp_path):
     done = effasr("calibrate", workplace.recipe, "--objective", "memory", "--json")
     content = json.loads(done.out)
     assert content["frame_budget"] >= 1
@@ -60,7 +60,7 @@ def test_json_is_the_file(effasr, workplace, tmp_path) -> None:
     assert all(len(row) == 3 for row in content["bucket_batch_sizes"])
 
 
-def test_it_tries_anew_each_time(effasr, workplace, trials) -> None:
+def test_it_tries_anew_each_time(effasr, workplace, trials):
     counts = []
     for _ in range(2):
         assert effasr("calibrate", workplace.recipe).code == 0
@@ -78,7 +78,7 @@ def test_it_tries_anew_each_time(effasr, workplace, trials) -> None:
         (("data.frames=3",), 2, "`data.frames` is an unknown field"),
     ],
 )
-def test_errors_are_one_line(effasr, workplace, arguments, code, line) -> None:
+def test_errors_are_one_line(effasr, workplace, arguments, code, line):
     failed = effasr("calibrate", workplace.recipe, *arguments)
     assert failed.code == code
     assert line in failed.err.splitlines()[-1]

@@ -47,14 +47,14 @@ BAD_AUDIO = {
         ("training.device=tpu", "`training.device` must be one of 'auto', 'cpu', 'cuda'"),
     ],
 )
-def test_a_wrong_field(train, tmp_path, override, message) -> None:
+def test_a_wrong_field(train, tmp_path, override, message):
     failed = train(override)
     assert failed.code == 2
     assert message in failed.error
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_budget_for_nothing_leaves_the_list_alone(train, tmp_path) -> None:
+def test_a_budget_for_nothing_leaves_the_list_alone(train, tmp_path):
     failed = train("data.frame_budget=2")
     assert failed.code == 2
     assert "no utterance can be trained on (24 dropped; the first: " in failed.error
@@ -75,7 +75,7 @@ def test_a_budget_for_nothing_leaves_the_list_alone(train, tmp_path) -> None:
         (b"data: 3", "`data` must be a mapping (DataConfig), but is 3"),
     ],
 )
-def test_a_wrong_recipe(effasr, tmp_path, recipe, message) -> None:
+def test_a_wrong_recipe(effasr, tmp_path, recipe, message):
     if isinstance(recipe, bytes):
         (tmp_path / "recipe.yaml").write_bytes(recipe)
         recipe = tmp_path / "recipe.yaml"
@@ -96,7 +96,7 @@ def test_a_wrong_recipe(effasr, tmp_path, recipe, message) -> None:
         (('{"path": "a.wav"}',), ":1: neither a NeMo line (no `audio_filepath`) nor a lhotse cut"),
     ],
 )  # fmt: skip
-def test_a_wrong_manifest(effasr, workplace, train, manifest, tmp_path, lines, message) -> None:
+def test_a_wrong_manifest(effasr, workplace, train, manifest, tmp_path, lines, message):
     path = manifest(*lines)
     commands = {
         "prepare": (path, tmp_path / "out"),
@@ -113,7 +113,7 @@ def test_a_wrong_manifest(effasr, workplace, train, manifest, tmp_path, lines, m
 
 
 @pytest.mark.parametrize("name", BAD_AUDIO)
-def test_prepare_drops_bad_audio(effasr, manifest, recordings, name) -> None:
+def test_prepare_drops_bad_audio(effasr, manifest, recordings, name):
     reason, details = BAD_AUDIO[name]
     path = manifest({}, {"audio_filepath": str(recordings / name), "duration": None})
     assert effasr("prepare", path, recordings / "out").code == 0
@@ -123,7 +123,7 @@ def test_prepare_drops_bad_audio(effasr, manifest, recordings, name) -> None:
 
 
 @pytest.mark.parametrize("name", BAD_AUDIO)
-def test_training_on_bad_audio_alone(train, manifest, recordings, name) -> None:
+def test_training_on_bad_audio_alone(train, manifest, recordings, name):
     path = manifest({"audio_filepath": str(recordings / name), "duration": None})
     failed = train(f"data.train={path}")
     assert failed.code == 2
@@ -134,7 +134,7 @@ def test_training_on_bad_audio_alone(train, manifest, recordings, name) -> None:
     assert "Traceback" not in failed.err
 
 
-def test_prepare_with_nothing_left(effasr, workplace, manifest, tmp_path) -> None:
+def test_prepare_with_nothing_left(effasr, workplace, manifest, tmp_path):
     path = manifest(CHINESE, {"lang": "fr", "id": "french"})
     tokenizer = workplace.folder / "tokenizer"
     failed = effasr("prepare", path, tmp_path / "out", "--tokenizer", tokenizer)
@@ -154,16 +154,14 @@ def test_prepare_with_nothing_left(effasr, workplace, manifest, tmp_path) -> Non
         ({"text": "low " * 50}, "CTC needs"),
     ],
 )
-def test_training_on_texts_that_do_not_fit(train, manifest, change, message) -> None:
+def test_training_on_texts_that_do_not_fit(train, manifest, change, message):
     failed = train(f"data.train={manifest(change)}")
     assert failed.code == 2
     assert f"(1 dropped; the first: {message}" in failed.error
 
 
 @pytest.mark.parametrize("limit", ["model.decoder.max_positions=7", "model.encoder.max_frames=9"])
-def test_what_is_too_long_for_the_model_is_dropped_and_not_met_in_training(
-    train, tmp_path, limit
-) -> None:
+def test_what_is_too_long_for_the_model_is_dropped_and_not_met_in_training(train, tmp_path, limit):
     done = train(limit, "data.validation=[]", "data.filters.max_dropped=1.0")
     assert done.code == 0, done.err
     lines = read_lines(tmp_path / "runs" / "first" / "dropped.jsonl")
@@ -172,14 +170,14 @@ def test_what_is_too_long_for_the_model_is_dropped_and_not_met_in_training(
     assert limit.partition("=")[0].rpartition(".")[2] in lines[0]["details"]
 
 
-def test_a_run_goes_on_only_with_its_own_model(effasr, workplace) -> None:
+def test_a_run_goes_on_only_with_its_own_model(effasr, workplace):
     failed = effasr("train", workplace.recipe, "model.encoder.width=32")
     assert failed.code == 2
     assert "`model.encoder.width` must stay 16, as in the checkpoint of this run" in failed.error
     assert "training.restart=true" in failed.error
 
 
-def test_weights_of_another_subsampling_are_refused_by_name(train, model) -> None:
+def test_weights_of_another_subsampling_are_refused_by_name(train, model):
     failed = train(f"init_from={model}", "data.tokenizer=''", "model.encoder.subsampling=4")
     assert failed.code == 2
     assert "of another architecture, in " in failed.error
@@ -189,7 +187,7 @@ def test_weights_of_another_subsampling_are_refused_by_name(train, model) -> Non
     assert "`subsampling` must be 4 or 8, but is 6" in failed.error
 
 
-def test_a_model_to_begin_with_brings_its_architecture(train, model) -> None:
+def test_a_model_to_begin_with_brings_its_architecture(train, model):
     failed = train(f"init_from={model}", "data.tokenizer=''", "model.encoder.width=32")
     assert failed.code == 2
     assert "is of another architecture, in " in failed.error
@@ -197,6 +195,6 @@ def test_a_model_to_begin_with_brings_its_architecture(train, model) -> None:
     assert len(failed.error) < 600
 
 
-def test_the_error_of_a_file_is_one_line() -> None:
+def test_the_error_of_a_file_is_one_line():
     error = FileNotFoundError(2, "No such file or directory", "a\nb.wav")
     assert explain(error) == "a\\nb.wav: No such file or directory."

@@ -28,7 +28,7 @@ COMMANDS = ["prepare", "tokenizer", "demo-data", "evaluate", "export", "train"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_output_that_is_a_file(effasr, workplace, tmp_path, command) -> None:
+def test_an_output_that_is_a_file(effasr, workplace, tmp_path, command):
     (tmp_path / "file").write_text("precious")
     failed = effasr(command, *outputs(workplace, tmp_path / "file")[command])
     assert failed.code == 2
@@ -38,7 +38,7 @@ def test_an_output_that_is_a_file(effasr, workplace, tmp_path, command) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("obstacle", ["below a file", "name too long", "not writable"])
-def test_an_output_that_cannot_be_written(effasr, workplace, tmp_path, command, obstacle) -> None:
+def test_an_output_that_cannot_be_written(effasr, workplace, tmp_path, command, obstacle):
     (tmp_path / "file").write_text("")
     out = {
         "below a file": tmp_path / "file" / "out",
@@ -68,7 +68,7 @@ def test_an_output_that_cannot_be_written(effasr, workplace, tmp_path, command, 
         (ValueError("`x` must be y."), 2, "`x` must be y."),
     ],
 )
-def test_exit_codes(effasr, monkeypatch, error, code, line) -> None:
+def test_exit_codes(effasr, monkeypatch, error, code, line):
     def fail(options):
         raise error
 
@@ -80,13 +80,13 @@ def test_exit_codes(effasr, monkeypatch, error, code, line) -> None:
     assert "Traceback" in effasr("doctor").err
 
 
-def test_a_mistake_in_the_program_keeps_its_traceback(effasr, monkeypatch) -> None:
+def test_a_mistake_in_the_program_keeps_its_traceback(effasr, monkeypatch):
     monkeypatch.setattr(doctor, "run", lambda options: options.nothing)
     with pytest.raises(AttributeError):
         effasr("doctor")
 
 
-def test_interrupted(effasr, workplace, tmp_path, monkeypatch) -> None:
+def test_interrupted(effasr, workplace, tmp_path, monkeypatch):
     """As by ctrl-C in the middle of a file."""
     from effasr.data.manifest import prepare
 
@@ -103,7 +103,7 @@ def test_interrupted(effasr, workplace, tmp_path, monkeypatch) -> None:
     assert not (tmp_path / "out" / "cuts.jsonl.gz").exists()
 
 
-def test_warnings_bear_the_name_of_the_command(monkeypatch, capsys) -> None:
+def test_warnings_bear_the_name_of_the_command(monkeypatch, capsys):
     """Where nobody has set up logging before, as pytest has."""
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])

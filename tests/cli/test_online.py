@@ -66,7 +66,7 @@ def sharp(monkeypatch):
         (("--latency", "0.1s", "--words"), Context(4, 0, 1)),
     ],
 )
-def test_the_latency_is_kept(effasr, run, piped, sharp, monkeypatch, latency, context) -> None:
+def test_the_latency_is_kept(effasr, run, piped, sharp, monkeypatch, latency, context):
     used = []
     monkeypatch.setattr(
         online_module, "OnlineRecognizer", lambda *a, **k: used.append(Made(*a, **k)) or used[-1]
@@ -91,13 +91,13 @@ Made = OnlineRecognizer
 
 
 @pytest.fixture
-def noise_piped(piped) -> np.ndarray:
+def noise_piped(piped):
     audio = (0.1 * np.random.default_rng(0).standard_normal(3 * RATE)).astype(np.float32)
     piped(audio.astype("<f4").tobytes())
     return audio
 
 
-def test_a_beam_lists_alternatives_and_confidences(effasr, run, noise_piped, sharp) -> None:
+def test_a_beam_lists_alternatives_and_confidences(effasr, run, noise_piped, sharp):
     options = ("--json", "--confidence", "--beam", "4", "--nbest", "3", "--method", "ctc")
     done = effasr("transcribe", "--run", run, "--stream", "--encoding", "f32le", *options)
     assert (done.code, done.err) == (0, "")
@@ -121,7 +121,7 @@ def test_a_beam_lists_alternatives_and_confidences(effasr, run, noise_piped, sha
         (("--lm", "words.arpa"), "`beam` must be at least 2 for CTC with the language model"),
     ],
 )
-def test_what_has_no_effect_in_a_stream_is_refused(effasr, run, piped, options, message) -> None:
+def test_what_has_no_effect_in_a_stream_is_refused(effasr, run, piped, options, message):
     piped(bytes(2 * RATE))
     done = effasr("transcribe", "--run", run, "--stream", *options)
     assert done.code == 2
@@ -135,7 +135,7 @@ def test_what_has_no_effect_in_a_stream_is_refused(effasr, run, piped, options, 
         ("soon", "must be seconds above 0, such as 480ms or 0.48, but is 'soon'"),
     ],
 )
-def test_an_impossible_latency_is_named(effasr, run, piped, latency, message) -> None:
+def test_an_impossible_latency_is_named(effasr, run, piped, latency, message):
     piped(bytes(2))
     done = effasr("transcribe", "--run", run, "--stream", "--latency", latency)
     assert done.code == 2
@@ -144,7 +144,7 @@ def test_an_impossible_latency_is_named(effasr, run, piped, latency, message) ->
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_the_export_is_of_the_context_of_a_latency(effasr, run, tmp_path) -> None:
+def test_the_export_is_of_the_context_of_a_latency(effasr, run, tmp_path):
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
     done = effasr("export", run, tmp_path / "out", "--format", "onnx", "--latency", "160ms")
@@ -157,6 +157,6 @@ def test_the_export_is_of_the_context_of_a_latency(effasr, run, tmp_path) -> Non
     assert "`--latency` must be left out for `--format huggingface`" in failed.err
 
 
-def test_evaluation_takes_the_first_context(run) -> None:
+def test_evaluation_takes_the_first_context(run):
     model = load_model(resolve(run)).model
     assert model.encoder.context == Context(8, 0, 4)

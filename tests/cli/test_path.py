@@ -30,7 +30,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
         assert torch.equal(value, second[name]), name
 
 
-def test_prepare_keeps_and_lists(effasr, workplace, manifest, tmp_path) -> None:
+def test_prepare_keeps_and_lists(effasr, workplace, manifest, tmp_path):
     bad = manifest({}, {"audio_filepath": "gone.wav", "id": "lost"}, {"text": " ", "id": "mute"})
     done = effasr("prepare", bad, tmp_path / "out")
     assert done.code == 0
@@ -41,7 +41,7 @@ def test_prepare_keeps_and_lists(effasr, workplace, manifest, tmp_path) -> None:
     assert dropped == {"lost": "missing_audio", "mute": "empty_text"}
 
 
-def test_a_run_holds_what_is_promised(workplace) -> None:
+def test_a_run_holds_what_is_promised(workplace):
     run = workplace.run
     lines = read_lines(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
@@ -55,12 +55,12 @@ def test_a_run_holds_what_is_promised(workplace) -> None:
     assert json.loads((run / "evaluation/dev/wer.json").read_text()).keys() >= WER
 
 
-def test_config_yaml_repeats_the_run(effasr, workplace) -> None:
+def test_config_yaml_repeats_the_run(effasr, workplace):
     assert effasr("train", workplace.run / "config.yaml", "name=again").code == 0
     assert_same_weights(workplace.run, workplace.run.with_name("again"))
 
 
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(effasr, workplace, tmp_path) -> None:
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(effasr, workplace, tmp_path):
     command = ("train", workplace.recipe, f"output={tmp_path}")
     stopped = effasr(*command, "training.stop_at=3")
     assert stopped.code == 0
@@ -74,7 +74,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(effasr, workplace, tmp_
     assert "all 4 steps have been made" in finished.err
 
 
-def test_overrides_may_have_the_dashes_of_other_trainers(effasr, workplace) -> None:
+def test_overrides_may_have_the_dashes_of_other_trainers(effasr, workplace):
     plain = effasr("train", workplace.recipe, "optimizer.lr=1e-3", "seed=3", "--show")
     dashed = effasr("train", workplace.recipe, "--optimizer.lr=1e-3", "--seed=3", "--show")
     assert dashed.code == 0
@@ -83,7 +83,7 @@ def test_overrides_may_have_the_dashes_of_other_trainers(effasr, workplace) -> N
     assert "seed: 3\n" in plain.out
 
 
-def test_evaluate_writes_into_the_run(effasr, workplace, tmp_path) -> None:
+def test_evaluate_writes_into_the_run(effasr, workplace, tmp_path):
     done = effasr("evaluate", "--run", workplace.run, "--manifest", workplace.folder / "dev")
     assert done.code == 0
     assert done.err == ""
@@ -99,7 +99,7 @@ def test_evaluate_writes_into_the_run(effasr, workplace, tmp_path) -> None:
     assert result["wer"] == validation["wer"]
 
 
-def test_a_set_is_named_after_its_manifest(effasr, workplace, monkeypatch) -> None:
+def test_a_set_is_named_after_its_manifest(effasr, workplace, monkeypatch):
     monkeypatch.chdir(workplace.folder / "dev")
     assert effasr("evaluate", "--run", workplace.run, "--manifest", ".").code == 0
     monkeypatch.chdir(workplace.folder)
@@ -109,7 +109,7 @@ def test_a_set_is_named_after_its_manifest(effasr, workplace, monkeypatch) -> No
     assert written == {"dev", "cuts"}
 
 
-def test_evaluate_does_not_write_into_a_model_directory(effasr, workplace, model, tmp_path) -> None:
+def test_evaluate_does_not_write_into_a_model_directory(effasr, workplace, model, tmp_path):
     before = sorted(model.rglob("*"))
     command = ("evaluate", "--run", model, "--manifest", workplace.folder / "dev")
     done = effasr(*command)
@@ -125,9 +125,7 @@ def test_evaluate_does_not_write_into_a_model_directory(effasr, workplace, model
     assert sorted(checkpoint.rglob("*")) == before
 
 
-def test_lines_without_a_language_are_in_that_of_the_model(
-    effasr, workplace, model, manifest
-) -> None:
+def test_lines_without_a_language_are_in_that_of_the_model(effasr, workplace, model, manifest):
     """A model for German is not asked for English."""
     unmarked = manifest({"lang": None})
     text = (model / "model.yaml").read_text()
@@ -138,7 +136,7 @@ def test_lines_without_a_language_are_in_that_of_the_model(
     assert effasr("evaluate", "--run", model, "--manifest", unmarked, "--language", "en").code == 0
 
 
-def test_transcribe_takes_any_rate_channels_and_length(effasr, workplace, tmp_path) -> None:
+def test_transcribe_takes_any_rate_channels_and_length(effasr, workplace, tmp_path):
     seconds = np.arange(45 * 8_000) / 8_000
     audio = 0.1 * np.sin(2 * np.pi * 700 * seconds)
     soundfile.write(tmp_path / "long.flac", np.stack([audio, audio], axis=1), 8_000)
@@ -156,9 +154,7 @@ def test_transcribe_takes_any_rate_channels_and_length(effasr, workplace, tmp_pa
 
 
 @pytest.mark.parametrize("method", ["attention", "ctc"])
-def test_the_prompt_is_the_models_unless_told_otherwise(
-    effasr, workplace, monkeypatch, method
-) -> None:
+def test_the_prompt_is_the_models_unless_told_otherwise(effasr, workplace, monkeypatch, method):
     asked = Counter()
     from effasr.data.tokenizer import SentencePieceTokenizer
 
@@ -176,7 +172,7 @@ def test_the_prompt_is_the_models_unless_told_otherwise(
     assert set(asked) == {True}
 
 
-def test_export_loads_in_transformers(effasr, workplace, tmp_path) -> None:
+def test_export_loads_in_transformers(effasr, workplace, tmp_path):
     transformers = pytest.importorskip("transformers")
     done = effasr("export", workplace.run, tmp_path / "hf")
     assert done.code == 0
@@ -193,14 +189,14 @@ def test_export_loads_in_transformers(effasr, workplace, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model", "run"])
-def test_export_spares_models_of_ours(effasr, workplace, model, name) -> None:
+def test_export_spares_models_of_ours(effasr, workplace, model, name):
     """Both kinds call their weights model.safetensors."""
     out = {"model": model, "run": workplace.run}[name]
     assert "would be overwritten" in effasr("export", model, out).error
     assert weights(model)
 
 
-def test_doctor_knows_the_backends(effasr) -> None:
+def test_doctor_knows_the_backends(effasr):
     done = effasr("doctor")
     assert done.code == 0
     assert done.err == ""

@@ -28,17 +28,17 @@ class Terminal(io.StringIO):
         (10, 90_010, 10.0, "10/90,010 files, 1.0/s, 25:00 h left"),
     ],
 )
-def test_rate_and_time_left(done, total, seconds, text) -> None:
+def test_rate_and_time_left(done, total, seconds, text):
 
     assert progress.describe(done, total, "files", seconds) == text
 
 
-def test_the_speed_of_decoding_is_shown_as_rtfx() -> None:
+def test_the_speed_of_decoding_is_shown_as_rtfx():
     text = "5/10 utterances, 0.5/s, RTFx 6.0, 10 s left"
     assert progress.describe(5, 10, "utterances", 10.0, 60.0) == text
 
 
-def test_parts_of_long_work_are_counted(monkeypatch) -> None:
+def test_parts_of_long_work_are_counted(monkeypatch):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "_PATIENCE_S", 0.01)
@@ -50,7 +50,7 @@ def test_parts_of_long_work_are_counted(monkeypatch) -> None:
     assert stream.getvalue().startswith("\rplanning, 0 s, 2/5 strategies, ")
 
 
-def test_a_message_is_folded_and_a_command_stays_whole(monkeypatch, capsys) -> None:
+def test_a_message_is_folded_and_a_command_stays_whole(monkeypatch, capsys):
     monkeypatch.setattr(options, "display_width", lambda: 30)
     command, words = "  effasr train small name=mine data.train=data", "word " * 12
     options.print_folded(f"frame budget   {words}\n{command}\n{words}\n")
@@ -64,7 +64,7 @@ def test_a_message_is_folded_and_a_command_stays_whole(monkeypatch, capsys) -> N
     assert capsys.readouterr().out == f"{words}\n"
 
 
-def test_work_of_unknown_extent_is_shown_after_a_while(monkeypatch) -> None:
+def test_work_of_unknown_extent_is_shown_after_a_while(monkeypatch):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "_PATIENCE_S", 0.01)
@@ -77,7 +77,7 @@ def test_work_of_unknown_extent_is_shown_after_a_while(monkeypatch) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel counts no bytes")
-def test_megabytes_of_files_are_counted(monkeypatch, tmp_path) -> None:
+def test_megabytes_of_files_are_counted(monkeypatch, tmp_path):
     stream, folder = Terminal(), tmp_path / "model"
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "_PATIENCE_S", 0.01)
@@ -105,7 +105,7 @@ def test_megabytes_of_files_are_counted(monkeypatch, tmp_path) -> None:
         assert is_shown(f"\rreading {folder}, 0 s\x1b")
 
 
-def test_nothing_is_shown_without_a_terminal(monkeypatch) -> None:
+def test_nothing_is_shown_without_a_terminal(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "_PATIENCE_S", 0.0)
@@ -115,14 +115,14 @@ def test_nothing_is_shown_without_a_terminal(monkeypatch) -> None:
     assert stream.getvalue() == ""
 
 
-def test_errors_pass_through(monkeypatch) -> None:
+def test_errors_pass_through(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     with pytest.raises(ValueError, match="wrong"), progress.working("reading"):
         raise ValueError("wrong")
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
-def test_steps_and_time_left_of_a_training_are_whole(width) -> None:
+def test_steps_and_time_left_of_a_training_are_whole(width):
     stream = io.StringIO()
     console = Console(file=stream, width=width, force_terminal=True, color_system=None)
     with ProgressDisplay(2200, 1100, 1, console) as display:

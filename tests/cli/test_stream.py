@@ -53,7 +53,7 @@ def piped(monkeypatch):
     return give
 
 
-def test_a_line_for_each_stretch_of_speech(effasr, workplace, piped, monkeypatch) -> None:
+def test_a_line_for_each_stretch_of_speech(effasr, workplace, piped, monkeypatch):
     heard(monkeypatch)
     command = ("transcribe", "--run", workplace.run, "--stream")
     piped(pcm(said()))
@@ -114,7 +114,7 @@ class Listening:
 )
 def test_who_reads_along_has_each_cue_before_the_next_is_said(
     effasr, workplace, monkeypatch, style, before, cue
-) -> None:
+):
     heard(monkeypatch)
     output = Flushed()
     recorder = Listening(output)
@@ -134,7 +134,7 @@ def test_who_reads_along_has_each_cue_before_the_next_is_said(
     assert re.fullmatch(re.escape(before) + "".join(shown), texts[3]), texts[3]
 
 
-def test_ctm_of_a_stream(effasr, workplace, piped, monkeypatch) -> None:
+def test_ctm_of_a_stream(effasr, workplace, piped, monkeypatch):
     heard(monkeypatch)
     piped(pcm(said()))
     done = effasr("transcribe", "--run", workplace.run, "--stream", "--format", "ctm")
@@ -147,13 +147,13 @@ def test_ctm_of_a_stream(effasr, workplace, piped, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("style", ["text", "json", "srt", "vtt", "ctm"])
-def test_where_nobody_speaks_there_is_an_empty_file(effasr, workplace, piped, style) -> None:
+def test_where_nobody_speaks_there_is_an_empty_file(effasr, workplace, piped, style):
     piped(bytes(2 * RATE))
     done = effasr("transcribe", "--run", workplace.run, "--stream", "--format", style)
     assert (done.code, done.out) == (0, "WEBVTT\n\n" if style == "vtt" else "")
 
 
-def test_the_model_itself_is_asked(effasr, workplace, piped) -> None:
+def test_the_model_itself_is_asked(effasr, workplace, piped):
     piped(pcm(said()))
     done = effasr("transcribe", "--run", workplace.run, "--stream", "--words", "--method", "ctc")
     assert (done.code, done.err) == (0, "")
@@ -173,14 +173,14 @@ def test_the_model_itself_is_asked(effasr, workplace, piped) -> None:
         (("x.wav", "--gap", "0.01"), "`gap_seconds` must be at least 0.1, but is 0.01"),
     ],
 )
-def test_refusals(effasr, workplace, piped, arguments, message) -> None:
+def test_refusals(effasr, workplace, piped, arguments, message):
     piped(pcm(said()))
     failed = effasr("transcribe", "--run", workplace.run, *arguments)
     assert (failed.code, failed.out) == (2, "")
     assert message in failed.error
 
 
-def test_a_file_in_place_of_raw_samples(effasr, workplace, piped) -> None:
+def test_a_file_in_place_of_raw_samples(effasr, workplace, piped):
     wav = io.BytesIO()
     soundfile.write(wav, said(), RATE, format="WAV")
     piped(wav.getvalue())
@@ -189,7 +189,7 @@ def test_a_file_in_place_of_raw_samples(effasr, workplace, piped) -> None:
     assert "must be raw samples, but begins with the header of a file" in failed.error
 
 
-def test_what_has_no_times_is_counted(effasr, workplace) -> None:
+def test_what_has_no_times_is_counted(effasr, workplace):
     command = ("transcribe", "--run", workplace.run, workplace.wav)
     for arguments in (("--words",), ("--words", "--method", "ctc"), ()):
         done = effasr(*command, "--json", *arguments)
@@ -198,7 +198,7 @@ def test_what_has_no_times_is_counted(effasr, workplace) -> None:
         assert (f"{missing} of 1 segments have no word timestamps" in done.err) == (missing > 0)
 
 
-def test_ctm_without_times_says_so(effasr, workplace, monkeypatch) -> None:
+def test_ctm_without_times_says_so(effasr, workplace, monkeypatch):
     heard(monkeypatch)
     done = effasr("transcribe", "--run", workplace.run, workplace.wav, "--format", "ctm")
     assert len(done.out.splitlines()) == 2

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def one_thread_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_thread_a_rank(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -47,7 +47,7 @@ def launch(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     ],
     ids=["file", "module", "alone"],
 )
-def test_all_ways_to_train_from_another_folder(workplace, tmp_path, command) -> None:
+def test_all_ways_to_train_from_another_folder(workplace, tmp_path, command):
     done = start([*command, workplace.recipe, "output=here", "training.max_steps=1"], tmp_path)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "here" / "first"
@@ -72,7 +72,7 @@ def test_all_ways_to_train_from_another_folder(workplace, tmp_path, command) -> 
     ids=["before the ranks meet", "after they have met"],
 )
 @pytest.mark.extended
-def test_what_all_ranks_find_wrong_is_said_once(workplace, tmp_path, overrides, message) -> None:
+def test_what_all_ranks_find_wrong_is_said_once(workplace, tmp_path, overrides, message):
     settings = "output=here", *overrides.split()
     failed = torchrun(TRAIN, workplace.recipe, *settings, folder=tmp_path)
     assert failed.returncode == 1
@@ -85,7 +85,7 @@ def test_what_all_ranks_find_wrong_is_said_once(workplace, tmp_path, overrides, 
 
 
 @pytest.mark.extended
-def test_what_one_rank_finds_wrong_is_not_lost_among_what_follows(workplace, tmp_path) -> None:
+def test_what_one_rank_finds_wrong_is_not_lost_among_what_follows(workplace, tmp_path):
     """The other rank sees a closed connection, and that is no news."""
     (tmp_path / "gone.py").write_text(
         "import os, sys\n"
@@ -106,7 +106,7 @@ def test_what_one_rank_finds_wrong_is_not_lost_among_what_follows(workplace, tmp
 
 
 @pytest.mark.extended
-def test_the_launcher_adds_nothing_to_the_reason_of_a_failure(workplace, tmp_path) -> None:
+def test_the_launcher_adds_nothing_to_the_reason_of_a_failure(workplace, tmp_path):
     failed = launch(TRAIN, workplace.recipe, "model.encoder.layrs=3", folder=tmp_path)
     assert failed.returncode == 2
     assert failed.stderr == (
@@ -114,7 +114,7 @@ def test_the_launcher_adds_nothing_to_the_reason_of_a_failure(workplace, tmp_pat
     )
 
 
-def test_the_launcher_names_the_end_of_a_process_that_could_not(tmp_path) -> None:
+def test_the_launcher_names_the_end_of_a_process_that_could_not(tmp_path):
     (tmp_path / "ends.py").write_text(
         "import os, signal, sys, time\n"
         "if os.environ['RANK'] == '1':\n"
@@ -138,20 +138,14 @@ def test_the_launcher_names_the_end_of_a_process_that_could_not(tmp_path) -> Non
         ("--rdzv-backend", "none", "The rendezvous backend 'none' is not registered."),
     ],
 )
-def test_the_launcher_refuses_options_in_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    option: str,
-    value: str,
-    message: str,
-) -> None:
+def test_the_launcher_refuses_options_in_one_line(monkeypatch, capsys, option, value, message):
     assert main([option, value, TRAIN]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"effasr.launch: {message}")
 
 
 @pytest.mark.extended
-def test_the_launcher_trains_as_torchrun_does(workplace, tmp_path) -> None:
+def test_the_launcher_trains_as_torchrun_does(workplace, tmp_path):
     # One rank: tests above have two. An interpreter of its own, as a user starts it.
     command = [sys.executable, "-m", "effasr.launch", "--standalone", "--nproc-per-node", "1"]
     command += [TRAIN, workplace.recipe, "output=here", "training.max_steps=1"]

@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import termios
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from effasr.transcription.inputs.sources import of_manifest
 
 
 @pytest.fixture
-def folder(workplace, tmp_path) -> Path:
+def folder(workplace, tmp_path):
     """in/a.wav, in/deep/b.wav, in/deep/notes.txt, in/deep/.hidden.wav."""
     (tmp_path / "in" / "deep").mkdir(parents=True)
     for name in ("a.wav", "deep/b.WAV", "deep/.hidden.wav"):
@@ -34,7 +33,7 @@ def names(outcome) -> list[str]:
     return [line.split("\t")[0] for line in outcome.out.splitlines()]
 
 
-def test_folders_and_patterns(effasr, workplace, folder, monkeypatch) -> None:
+def test_folders_and_patterns(effasr, workplace, folder, monkeypatch):
     command = ("transcribe", "--run", workplace.run)
     a, b = str(folder / "a.wav"), str(folder / "deep" / "b.WAV")
     for arguments, expected in (
@@ -55,7 +54,7 @@ def test_folders_and_patterns(effasr, workplace, folder, monkeypatch) -> None:
     assert failed.err.startswith("effasr transcribe: *.mp3: no file matches.\n")
 
 
-def test_results_are_in_folders_as_the_recordings(effasr, workplace, folder, tmp_path) -> None:
+def test_results_are_in_folders_as_the_recordings(effasr, workplace, folder, tmp_path):
     out = tmp_path / "out"
     command = ("transcribe", "--run", workplace.run, "--output", out, "--format", "srt")
     done = effasr(*command, folder)
@@ -68,7 +67,7 @@ def test_results_are_in_folders_as_the_recordings(effasr, workplace, folder, tmp
     assert "must have a file of its own for each recording, but that of " in failed.error
 
 
-def test_linked_folders_are_entered_once(effasr, workplace, folder, tmp_path) -> None:
+def test_linked_folders_are_entered_once(effasr, workplace, folder, tmp_path):
     (tmp_path / "more").mkdir()
     shutil.copy(workplace.wav, tmp_path / "more" / "c.wav")
     for name, target in (("0", folder / "deep"), ("more", tmp_path / "more"), ("loop", folder)):
@@ -77,7 +76,7 @@ def test_linked_folders_are_entered_once(effasr, workplace, folder, tmp_path) ->
     assert names(done) == [str(folder / name) for name in ("a.wav", "deep/b.WAV", "more/c.wav")]
 
 
-def test_going_on_where_it_was_left(effasr, workplace, folder, tmp_path) -> None:
+def test_going_on_where_it_was_left(effasr, workplace, folder, tmp_path):
     out = tmp_path / "out"
     command = ("transcribe", "--run", workplace.run, "--output", out, folder)
     assert effasr(*command[:-1], folder / "a.wav").code == 0
@@ -104,13 +103,13 @@ def test_going_on_where_it_was_left(effasr, workplace, folder, tmp_path) -> None
         (("--manifest", "gone.jsonl"), "gone.jsonl: there is no such file or folder."),
     ],
 )
-def test_refusals(effasr, workplace, arguments, message) -> None:
+def test_refusals(effasr, workplace, arguments, message):
     failed = effasr("transcribe", "--run", workplace.run, *arguments)
     assert failed.code == 2
     assert message in failed.error
 
 
-def test_a_manifest(effasr, workplace, manifest, tmp_path) -> None:
+def test_a_manifest(effasr, workplace, manifest, tmp_path):
     path = manifest(
         {"id": "whole", "lang": None},
         {"id": "part/1", "offset": 0.1, "duration": 0.05},
@@ -137,7 +136,7 @@ def test_a_manifest(effasr, workplace, manifest, tmp_path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_cut_of_one_channel_of_two_is_that_channel(effasr, workplace, tmp_path) -> None:
+def test_a_cut_of_one_channel_of_two_is_that_channel(effasr, workplace, tmp_path):
     audio, rate = soundfile.read(workplace.wav)
     soundfile.write(tmp_path / "call.wav", np.stack([0 * audio, audio], 1), rate)
     source = AudioSource("file", [1, 2], str(tmp_path / "call.wav"))
@@ -178,7 +177,7 @@ def _at_a_terminal(arguments: list[str], *, out_too: bool) -> tuple[bytes, bytes
 
 @pytest.mark.parametrize("out_too", [False, True])
 @pytest.mark.representative(out_too=True)
-def test_a_terminal_shows_how_far_it_is(workplace, tmp_path, out_too) -> None:
+def test_a_terminal_shows_how_far_it_is(workplace, tmp_path, out_too):
     files = [str(workplace.wav), str(tmp_path / "gone.wav")]
     out, shown = _at_a_terminal(
         ["transcribe", "--run", str(workplace.run), *files], out_too=out_too

@@ -26,7 +26,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_help_without_arguments(effasr) -> None:
+def test_help_without_arguments(effasr):
     done = effasr()
     assert done.code == 0
     assert done.out == effasr("--help").out
@@ -35,20 +35,20 @@ def test_help_without_arguments(effasr) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command(effasr, command) -> None:
+def test_help_of_a_command(effasr, command):
     done = effasr(command, "--help")
     assert done.code == 0
     assert done.out.startswith(f"usage: effasr {command} ")
 
 
-def test_help_of_train_lists_the_recipes(effasr) -> None:
+def test_help_of_train_lists_the_recipes(effasr):
     text = effasr("train", "--help").out
     for recipe in config.recipes():
         assert f"\n  {recipe} " in text
     assert "A Canary-type model of 1.26 M parameters that two CPU cores" in text
 
 
-def test_version(effasr) -> None:
+def test_version(effasr):
     assert effasr("--version").out == f"effasr {importlib.metadata.version('effasr')}\n"
 
 
@@ -64,13 +64,13 @@ def test_version(effasr) -> None:
         (("demo-data", "a", "--utterances", "7"), "effasr demo-data: argument --utterances: must"),
     ],
 )
-def test_wrong_arguments_are_one_line(effasr, arguments, line) -> None:
+def test_wrong_arguments_are_one_line(effasr, arguments, line):
     failed = effasr(*arguments)
     assert failed.code == 2
     assert failed.error.startswith(line)
 
 
-def test_help_comes_at_once() -> None:
+def test_help_comes_at_once():
     """Neither it nor the report of an error imports PyTorch or numpy, which take seconds."""
     code = (
         "import sys; from effasr.cli.main import _fail, main; main([]); "
@@ -81,7 +81,7 @@ def test_help_comes_at_once() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_an_error_in_a_recipe_does_not_wait_for_the_trainer(effasr, monkeypatch) -> None:
+def test_an_error_in_a_recipe_does_not_wait_for_the_trainer(effasr, monkeypatch):
     # An import of it would be another error.
     monkeypatch.setitem(sys.modules, "effasr.training.trainer", None)
     done = effasr("train", "small", "model.encoder.layrs=3")
@@ -89,7 +89,7 @@ def test_an_error_in_a_recipe_does_not_wait_for_the_trainer(effasr, monkeypatch)
     assert "did you mean `layers`?" in done.error
 
 
-def test_the_longest_duration_to_prepare_is_an_option(workplace, tmp_path, effasr) -> None:
+def test_the_longest_duration_to_prepare_is_an_option(workplace, tmp_path, effasr):
     source, out = workplace.folder / "train.jsonl", tmp_path / "out"
     assert "too_long" not in effasr("prepare", source, out).out
     done = effasr("prepare", source, out, "--max-duration", "0.8")
@@ -100,9 +100,7 @@ def test_the_longest_duration_to_prepare_is_an_option(workplace, tmp_path, effas
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_for_a_terminal_alone(
-    workplace, tmp_path, monkeypatch, effasr, terminal
-) -> None:
+def test_progress_is_for_a_terminal_alone(workplace, tmp_path, monkeypatch, effasr, terminal):
     stream = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "_PATIENCE_S", 0.0)
@@ -130,7 +128,7 @@ def test_progress_is_for_a_terminal_alone(
         assert written.endswith("\r\x1b[K")
 
 
-def test_messages_are_folded_to_the_terminal(workplace, monkeypatch, effasr) -> None:
+def test_messages_are_folded_to_the_terminal(workplace, monkeypatch, effasr):
     plan = ("plan", "--manifest", workplace.folder / "train", "--world-size", "1")
     # A pipe has one line a message.
     assert max(map(len, effasr(*plan).out.splitlines())) > 80
@@ -141,7 +139,7 @@ def test_messages_are_folded_to_the_terminal(workplace, monkeypatch, effasr) -> 
     assert max(map(len, stream.getvalue().splitlines())) <= 80
 
 
-def test_progress_is_wiped_before_an_error(workplace, manifest, monkeypatch, effasr) -> None:
+def test_progress_is_wiped_before_an_error(workplace, manifest, monkeypatch, effasr):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     path = manifest({}, "{oops")
@@ -149,7 +147,7 @@ def test_progress_is_wiped_before_an_error(workplace, manifest, monkeypatch, eff
     assert "\r\x1b[Keffasr prepare: " in stream.getvalue()
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(tmp_path) -> None:
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
     """As in `effasr train ... --show | head -1`."""
     command = [sys.executable, "-m", "effasr.cli", "train", "small", "--show"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -1,7 +1,6 @@
 """The API pages are those of the docstrings, and their examples run on a CPU."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +16,12 @@ def generate():
     return load(ROOT / "docs/generate_api.py")
 
 
-def test_the_pages_are_those_of_the_docstrings(generate) -> None:
+def test_the_pages_are_those_of_the_docstrings(generate):
     assert generate.main(["--check"]) == 0
     assert {path.stem for path in (ROOT / "docs/api").glob("*.md")} == {"README", *OPERATIONS}
 
 
-def test_an_outdated_page_is_found_and_written_anew(generate, tmp_path, monkeypatch) -> None:
+def test_an_outdated_page_is_found_and_written_anew(generate, tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "ROOT", tmp_path)
     monkeypatch.setattr(generate, "API", tmp_path / "api")
     assert generate.main([]) == 0
@@ -36,7 +35,7 @@ def test_an_outdated_page_is_found_and_written_anew(generate, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_example_of_an_operation_runs(name) -> None:
+def test_the_example_of_an_operation_runs(name):
     text = (EXAMPLES / f"{name}.py").read_text()
     assert re.search(rf"from effasr_kernels import .*\b{name}\b", text)
     assert re.search(r"^(assert|torch.testing)", text, re.M)
@@ -44,7 +43,7 @@ def test_the_example_of_an_operation_runs(name) -> None:
     exec(compile(text, str(EXAMPLES / f"{name}.py"), "exec"), {})
 
 
-def test_a_docstring_becomes_markdown(generate) -> None:
+def test_a_docstring_becomes_markdown(generate):
     text = generate.markdown(
         "Add ``x``.\n\n.. math::\n    y &= x \\\\\n    z &= y\n\nfor all\nrows.\n\n"
         "Args:\n    x: (T, C), the\n        first.\n    y: See https://example.org/a.\n\n"
@@ -58,7 +57,7 @@ def test_a_docstring_becomes_markdown(generate) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs/api").glob("*.md")), ids=lambda p: p.name)
-def test_no_mark_of_a_docstring_is_left(path: Path) -> None:
+def test_no_mark_of_a_docstring_is_left(path):
     text = path.read_text()
     assert ".. math" not in text
     assert "````" not in text

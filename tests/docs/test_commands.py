@@ -171,7 +171,7 @@ CHECKS = {
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_a_command_exists_with_its_options(words, tmp_path, monkeypatch) -> None:
+def test_a_command_exists_with_its_options(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program, *arguments = words
     if program in ELSEWHERE:
@@ -184,12 +184,12 @@ def test_a_command_exists_with_its_options(words, tmp_path, monkeypatch) -> None
     assert script.stat().st_mode & 0o111, program
 
 
-def test_the_commands_of_every_page_are_found() -> None:
+def test_the_commands_of_every_page_are_found():
     assert len(COMMANDS) > 100
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_block_of_commands_is_marked(page) -> None:
+def test_every_block_of_commands_is_marked(page):
     """Those that are not run are marked with what they need."""
     programs = "|".join(CHECKS)
     for language, needs, text in re.findall(
@@ -216,7 +216,7 @@ def test_every_block_of_commands_is_marked(page) -> None:
         ["effasr", "transcribes"],
     ],
 )
-def test_wrong_commands_are_found(words, tmp_path, monkeypatch) -> None:
+def test_wrong_commands_are_found(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((AssertionError, ValueError, SystemExit)):
         CHECKS[words[0]](words[1:])
@@ -226,12 +226,12 @@ YAML = [(page.name, text) for page in PAGES for _, text in blocks(page, "yaml")]
 
 
 @pytest.mark.parametrize("text", [text for _, text in YAML], ids=[name for name, _ in YAML])
-def test_a_part_of_a_recipe_is_valid(text, tmp_path) -> None:
+def test_a_part_of_a_recipe_is_valid(text, tmp_path):
     (tmp_path / "part.yaml").write_text(text)
     config.load(TrainConfig, tmp_path / "part.yaml")
 
 
-def test_the_line_of_a_manifest_is_read() -> None:
+def test_the_line_of_a_manifest_is_read():
     ((_, text),) = blocks(ROOT / "README.md", "json")
     row = ManifestRow.parse(text, ROOT / "train.jsonl", 1)
     utterance = nemo.parse(row, ReadOptions())
@@ -239,7 +239,7 @@ def test_the_line_of_a_manifest_is_read() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_programs_in_python_run(page) -> None:
+def test_programs_in_python_run(page):
     """In their order: a later one may go on with what an earlier one has made."""
     names: dict[str, Any] = {}
     for _, text in blocks(page, "python"):

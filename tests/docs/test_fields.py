@@ -15,7 +15,7 @@ def generate():
     return load(ROOT / "docs/generate_fields.py")
 
 
-def test_the_page_is_that_of_the_docstrings(generate, tmp_path, monkeypatch) -> None:
+def test_the_page_is_that_of_the_docstrings(generate, tmp_path, monkeypatch):
     assert generate.main(["--check"]) == 0
     monkeypatch.setattr(generate, "PAGE", tmp_path / "fields.md")
     assert generate.main(["--check"]) == 1
@@ -23,7 +23,7 @@ def test_the_page_is_that_of_the_docstrings(generate, tmp_path, monkeypatch) -> 
     assert (tmp_path / "fields.md").read_text() == (ROOT / "docs/fields.md").read_text()
 
 
-def test_every_field_of_a_recipe_is_explained(generate) -> None:
+def test_every_field_of_a_recipe_is_explained(generate):
     """Where a recipe that names all fields has them, also in parts that are null by default."""
     found = generate.sections(TrainConfig)
     paths = {path for own in found.values() for path in own}
@@ -42,7 +42,7 @@ def _check(config: object, path: str, paths: set[str]) -> None:
             _check(value, f"{path}.{field.name}".lstrip("."), paths)
 
 
-def test_values_and_defaults_are_those_of_yaml(generate) -> None:
+def test_values_and_defaults_are_those_of_yaml(generate):
     @dataclass
     class Section:
         """A section.

@@ -36,16 +36,16 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def test_there_are_the_pages_that_were_agreed() -> None:
+def test_there_are_the_pages_that_were_agreed():
     assert {f"{name}.md" for name in OF_THE_NOTE} <= {page.name for page in DOCS}
 
 
 @pytest.mark.parametrize("page", DOCS, ids=named)
-def test_a_page_begins_with_what_its_reader_can_do_after_it(page) -> None:
+def test_a_page_begins_with_what_its_reader_can_do_after_it(page):
     title, blank, first, *_ = page.read_text().splitlines()
     assert title.startswith("# ")
     assert not blank
@@ -53,7 +53,7 @@ def test_a_page_begins_with_what_its_reader_can_do_after_it(page) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_links_lead_somewhere(page) -> None:
+def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in link:
             continue
@@ -64,16 +64,16 @@ def test_links_lead_somewhere(page) -> None:
 
 
 @pytest.mark.parametrize("page", DOCS, ids=named)
-def test_the_readme_leads_to_every_page(page) -> None:
+def test_the_readme_leads_to_every_page(page):
     assert f"(docs/{page.name})" in (ROOT / "README.md").read_text()
 
 
-def test_the_tables_are_those_of_the_measured_rows() -> None:
+def test_the_tables_are_those_of_the_measured_rows():
     generate = load(ROOT / "docs/generate_tables.py")
     assert generate.main(["--check"]) == 0
 
 
-def test_a_changed_table_is_found() -> None:
+def test_a_changed_table_is_found():
     generate = load(ROOT / "docs/generate_tables.py")
     text = (ROOT / "README.md").read_text()
     row = next(line for line in text.splitlines() if line.startswith("| 400 "))
@@ -86,7 +86,7 @@ def test_a_changed_table_is_found() -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_the_picture_of_doctor_has_its_last_operations(columns) -> None:
+def test_the_picture_of_doctor_has_its_last_operations(columns):
     """Those above are off the screen."""
     picture = (ROOT / f"docs/images/doctor_{columns}.svg").read_text()
     lines = html.unescape(" ".join(re.findall(r"<text[^>]*>(.*?)</text>", picture)))

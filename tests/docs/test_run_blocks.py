@@ -73,7 +73,7 @@ def marked(*wanted: str) -> list:
 
 
 @pytest.mark.parametrize(("needs", "text"), marked("run"))
-def test_the_quick_start_runs(needs, text, tmp_path, monkeypatch, capsys) -> None:
+def test_the_quick_start_runs(needs, text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, count in (("train", 40), ("dev", 4)):
         write_corpus(tmp_path, name, count)
@@ -91,7 +91,7 @@ def test_the_quick_start_runs(needs, text, tmp_path, monkeypatch, capsys) -> Non
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
+def trained(tmp_path_factory):
     """What the commands of most pages find where they are called."""
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("trained")
@@ -149,7 +149,7 @@ def write_tone(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory) -> Path:
+def chat(tmp_path_factory):
     """What the commands for a speech language model find where they are called."""
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("chat")
@@ -194,7 +194,7 @@ def call(words: list[str]) -> int:
 
 
 @pytest.mark.parametrize(("needs", "text"), marked("run trained", "run chat"))
-def test_commands_run(needs, text, request, tmp_path, monkeypatch, capsys) -> None:
+def test_commands_run(needs, text, request, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "folder"
     shutil.copytree(request.getfixturevalue(needs.split()[1]), folder, symlinks=True)
     monkeypatch.chdir(folder)

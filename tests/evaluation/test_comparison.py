@@ -25,7 +25,7 @@ def evaluated(pairs: list[tuple[str, str]], **fields: object) -> Evaluation:
     return Evaluation(**{"normalizer": "none", "utterances": utterances, "seconds": 1.0} | fields)
 
 
-def test_the_interval_is_that_of_a_binomial_where_there_is_one() -> None:
+def test_the_interval_is_that_of_a_binomial_where_there_is_one():
     """One word an utterance, 20 % of them wrong."""
     low, high = interval([counts(int(i % 5 == 0), 1) for i in range(2000)])
     sigma = math.sqrt(0.2 * 0.8 / 2000)
@@ -34,13 +34,13 @@ def test_the_interval_is_that_of_a_binomial_where_there_is_one() -> None:
     assert interval([counts(int(i % 5 == 0), 1) for i in range(2000)]) == (low, high)
 
 
-def test_intervals_of_little() -> None:
+def test_intervals_of_little():
     assert interval([counts(1, 4)]) == (0.25, 0.25)
     assert all(map(math.isnan, interval([])))
     assert all(map(math.isnan, interval([counts(2, 0)])))
 
 
-def test_an_improvement_everywhere_is_certain_and_none_is_a_coin_toss() -> None:
+def test_an_improvement_everywhere_is_certain_and_none_is_a_coin_toss():
     before = [counts(1 + i % 3, 10) for i in range(50)]
     after = [counts(i % 3, 10) for i in range(50)]
     assert probability_of_improvement(before, after) == 1.0
@@ -52,7 +52,7 @@ def test_an_improvement_everywhere_is_certain_and_none_is_a_coin_toss() -> None:
         probability_of_improvement(before, after[1:])
 
 
-def test_words_stand_above_each_other() -> None:
+def test_words_stand_above_each_other():
     aligned = align("the cat sat on mat", "the bat sat on the mat now")
     assert aligned.lines() == [
         "REF:  the CAT sat on *** mat ***",
@@ -65,7 +65,7 @@ def test_words_stand_above_each_other() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_alignments_count_what_the_error_rate_counts(seed) -> None:
+def test_alignments_count_what_the_error_rate_counts(seed):
     rng = np.random.default_rng(seed)
     one, other = (" ".join(rng.choice(list("abcd"), rng.integers(0, 9))) for _ in range(2))
     errors, kinds = count_errors(one, other), align(one, other).kinds
@@ -75,12 +75,12 @@ def test_alignments_count_what_the_error_rate_counts(seed) -> None:
     assert len(kinds) - kinds.count("I") == errors.words
 
 
-def test_trn_lines() -> None:
+def test_trn_lines():
     assert trn_line("one  two", "u-1") == "one two (u-1)\n"
     assert trn_line("", "u-1") == "(u-1)\n"
 
 
-def test_files_of_an_evaluation(tmp_path) -> None:
+def test_files_of_an_evaluation(tmp_path):
     save(evaluated([("one two", "one too"), ("three", "three")]), tmp_path)
     assert (tmp_path / "ref.trn").read_text() == "one two (u0)\nthree (u1)\n"
     assert (tmp_path / "hyp.trn").read_text() == "one too (u0)\nthree (u1)\n"
@@ -92,7 +92,7 @@ def test_files_of_an_evaluation(tmp_path) -> None:
     assert 0 <= low < 1 / 3 < high <= 0.5
 
 
-def test_runs_side_by_side(tmp_path, capsys) -> None:
+def test_runs_side_by_side(tmp_path, capsys):
     texts = [f"a b c {i}" for i in range(30)]
     good = evaluated([(text, text) for text in texts])
     failures = (Failure("u0", "damaged"),)
@@ -114,7 +114,7 @@ def test_runs_side_by_side(tmp_path, capsys) -> None:
     assert "dev" not in capsys.readouterr().out
 
 
-def test_a_folder_of_results_is_a_system_too(tmp_path) -> None:
+def test_a_folder_of_results_is_a_system_too(tmp_path):
     save(evaluated([("One", "one")]), tmp_path / "system" / "dev")
     (one,) = read_run(tmp_path / "system" / "dev")
     assert (one.system, one.set_name) == ("system", "dev")
@@ -123,7 +123,7 @@ def test_a_folder_of_results_is_a_system_too(tmp_path) -> None:
     assert "100.00" not in compare([anew])
 
 
-def test_a_folder_with_another_name_than_its_set_names_the_system(tmp_path, monkeypatch) -> None:
+def test_a_folder_with_another_name_than_its_set_names_the_system(tmp_path, monkeypatch):
     done = evaluated([("one", "one")])
     save(done, tmp_path / "a" / "evaluation" / "dev")
     save(done, tmp_path / "beam4", of_set="dev")
@@ -145,7 +145,7 @@ def test_a_folder_with_another_name_than_its_set_names_the_system(tmp_path, monk
     assert [(one.system, one.set_name) for one in read_run(".")] == [("system", "dev")]
 
 
-def test_what_cannot_be_compared(tmp_path, capsys) -> None:
+def test_what_cannot_be_compared(tmp_path, capsys):
     assert main(["compare", str(tmp_path)]) == 2
     assert "holds no evaluation: `effasr evaluate --run" in capsys.readouterr().err
     save(evaluated([("one", "one")]), tmp_path / "dev")

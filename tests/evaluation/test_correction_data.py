@@ -12,7 +12,7 @@ from effasr.transcription.second_pass.corrector import joined_texts
 from tests.support.recognition import write_set
 
 
-def test_texts_of_a_list_are_different_and_in_its_order() -> None:
+def test_texts_of_a_list_are_different_and_in_its_order():
     def segment(*texts: str) -> Segment:
         listed = tuple(Alternative(text, -n, -n) for n, text in enumerate(texts))
         return Segment(0.0, 1.0, texts[0], alternatives=listed)
@@ -24,7 +24,7 @@ def test_texts_of_a_list_are_different_and_in_its_order() -> None:
     assert joined_texts(Transcription("u", 1.0, "", (segment("", ""),)).alternatives) == ""
 
 
-def test_the_command_writes_a_manifest_of_text_pairs(tmp_path, saved, noise, capsys) -> None:
+def test_the_command_writes_a_manifest_of_text_pairs(tmp_path, saved, noise, capsys):
     references = ["One, two.", "three four", "five"]
     sounds = [noise(0.8 + 0.5 * number, seed=number) for number in range(3)]
     manifest, out = write_set(tmp_path, sounds, references), tmp_path / "new" / "pairs.jsonl"

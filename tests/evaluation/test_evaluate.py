@@ -29,7 +29,7 @@ TARGETS = ("en", "en", "en", "en", "de", "de", "en")
 
 
 @pytest.fixture(scope="module")
-def cuts(noise, tmp_path_factory) -> list[MonoCut]:
+def cuts(noise, tmp_path_factory):
     folder = tmp_path_factory.mktemp("audio")
     made = []
     for n, (text, source, target) in enumerate(zip(TEXTS, SOURCES, TARGETS, strict=True)):
@@ -65,11 +65,11 @@ def _cut(path, text: str | None, source: str = "en", target: str = "en") -> Mono
 
 
 @pytest.fixture(scope="module")
-def evaluation(model, tokenizer, cuts) -> Evaluation:
+def evaluation(model, tokenizer, cuts):
     return evaluate(model, tokenizer, cuts)
 
 
-def test_hypotheses_are_those_of_transcribe(evaluation, model, tokenizer, cuts) -> None:
+def test_hypotheses_are_those_of_transcribe(evaluation, model, tokenizer, cuts):
     paths = [cut.recording.sources[0].source for cut in cuts[:4]]
     texts = [result.text for result in transcribe(model, tokenizer, paths)]
     assert [u.hypothesis for u in evaluation.utterances[:4]] == texts
@@ -78,7 +78,7 @@ def test_hypotheses_are_those_of_transcribe(evaluation, model, tokenizer, cuts) 
     assert evaluation.audio_seconds == pytest.approx(sum(cut.duration for cut in cuts))
 
 
-def test_prompts_are_those_of_the_cuts(evaluation, model, tokenizer, cuts) -> None:
+def test_prompts_are_those_of_the_cuts(evaluation, model, tokenizer, cuts):
     """The same audio in another language is decoded otherwise."""
     changed = cuts[4].with_id("changed")
     changed.custom = {**cuts[4].custom, "target_lang": "en", "task": "translate"}
@@ -87,7 +87,7 @@ def test_prompts_are_those_of_the_cuts(evaluation, model, tokenizer, cuts) -> No
     assert other.hypothesis != evaluation.utterances[4].hypothesis
 
 
-def test_the_rate_is_that_of_the_pairs(evaluation) -> None:
+def test_the_rate_is_that_of_the_pairs(evaluation):
     pairs = [(u.reference.lower(), u.hypothesis.lower()) for u in evaluation.utterances]
     pairs = [(r.replace(",", "").replace("!", ""), h) for r, h in pairs]
     spoken = [(r, h) for r, h in pairs if r]
@@ -99,7 +99,7 @@ def test_the_rate_is_that_of_the_pairs(evaluation) -> None:
     assert evaluation.errors.words == words == 11
 
 
-def test_a_manifest_gives_what_its_cuts_give(evaluation, model, tokenizer, cuts, tmp_path) -> None:
+def test_a_manifest_gives_what_its_cuts_give(evaluation, model, tokenizer, cuts, tmp_path):
     rows = [
         {
             "audio_filepath": cut.recording.sources[0].source,
@@ -121,7 +121,7 @@ def test_a_manifest_gives_what_its_cuts_give(evaluation, model, tokenizer, cuts,
     assert result.groups == evaluation.groups
 
 
-def test_groups_add_up_to_the_whole(evaluation) -> None:
+def test_groups_add_up_to_the_whole(evaluation):
     groups = evaluation.groups
     assert list(groups) == ["de", "de->en", "en"]
     assert [groups[g].utterances for g in groups] == [2, 1, 4]
@@ -129,16 +129,14 @@ def test_groups_add_up_to_the_whole(evaluation) -> None:
     assert groups["de"].words == 3
 
 
-def test_only_the_counts_depend_on_the_normaliser(evaluation, model, tokenizer, cuts) -> None:
+def test_only_the_counts_depend_on_the_normaliser(evaluation, model, tokenizer, cuts):
     raw = evaluate(model, tokenizer, cuts[1:2], normalizer="none")
     assert raw.normalizer == "none"
     assert raw.utterances[0].hypothesis == evaluation.utterances[1].hypothesis
     assert raw.utterances[0].errors == count_errors("Three, four!", raw.utterances[0].hypothesis)
 
 
-def test_what_cannot_be_scored_is_set_aside_and_named(
-    evaluation, model, tokenizer, cuts, tmp_path
-) -> None:
+def test_what_cannot_be_scored_is_set_aside_and_named(evaluation, model, tokenizer, cuts, tmp_path):
     lost = tmp_path / "lost.wav"
     soundfile.write(lost, np.zeros(RATE), RATE)
     missing = _cut(lost, "one")
@@ -172,7 +170,7 @@ def test_what_cannot_be_scored_is_set_aside_and_named(
     assert "lost: " in wer_table(result)
 
 
-def test_parts_merge_to_the_whole(evaluation, model, tokenizer, cuts) -> None:
+def test_parts_merge_to_the_whole(evaluation, model, tokenizer, cuts):
     parts = [evaluate(model, tokenizer, shard(cuts, rank, 3)) for rank in range(3)]
     merged = merge(parts)
     assert merged.errors == evaluation.errors
@@ -186,7 +184,7 @@ def test_parts_merge_to_the_whole(evaluation, model, tokenizer, cuts) -> None:
         merge([])
 
 
-def test_parts_take_about_the_same_time(cuts) -> None:
+def test_parts_take_about_the_same_time(cuts):
     parts = [shard(cuts, rank, 2) for rank in range(2)]
     assert sorted(cut.id for part in parts for cut in part) == sorted(cut.id for cut in cuts)
     lengths = [sum(cut.duration for cut in part) for part in parts]
@@ -194,14 +192,14 @@ def test_parts_take_about_the_same_time(cuts) -> None:
     assert shard(cuts[:1], 1, 2) == []
 
 
-def test_a_part_without_cuts_is_no_accident(model, tokenizer) -> None:
+def test_a_part_without_cuts_is_no_accident(model, tokenizer):
     empty = evaluate(model, tokenizer, [])
     assert math.isnan(empty.wer)
     assert empty.errors.utterances == 0
     assert empty.summary()["wer"] is None
 
 
-def test_files(evaluation, tmp_path) -> None:
+def test_files(evaluation, tmp_path):
     failed = Evaluation("basic", evaluation.utterances, (Failure("x", "damaged"),), 2.0)
     save(failed, tmp_path / "evaluation" / "dev")
     folder = tmp_path / "evaluation" / "dev"
@@ -235,7 +233,7 @@ def test_files(evaluation, tmp_path) -> None:
     assert rows[1]["duration"] == 0.9
 
 
-def test_a_normaliser_that_is_unknown_is_refused_before_any_work(model, tokenizer) -> None:
+def test_a_normaliser_that_is_unknown_is_refused_before_any_work(model, tokenizer):
     def cuts():
         raise AssertionError("must not be read")
         yield
@@ -249,7 +247,7 @@ def _scored(name: str, reference: str, hypothesis: str, group: str = "en") -> Sc
     return ScoredUtterance(name, group, reference, hypothesis, 1.0, errors)
 
 
-def test_tables() -> None:
+def test_tables():
     utterances = (
         _scored("a", "one two three four", "one two three five"),
         _scored("b[red]", "one two", "six"),
@@ -279,7 +277,7 @@ def test_tables() -> None:
     assert report(result, 2) == worst_table(result, 2) + "\n" + wer_table(result)
 
 
-def test_one_language_needs_no_sum_and_no_word_no_rate() -> None:
+def test_one_language_needs_no_sum_and_no_word_no_rate():
     text = wer_table(Evaluation("none", (_scored("a", "", ""),), (), 1.0))
     assert " all " not in text
     assert " - " in text
@@ -295,11 +293,11 @@ def test_one_language_needs_no_sum_and_no_word_no_rate() -> None:
         ("cuts.jsonl.gz", "cuts"),
     ],
 )
-def test_a_set_is_called_after_its_manifest(manifest, name) -> None:
+def test_a_set_is_called_after_its_manifest(manifest, name):
     assert set_name(manifest) == name
 
 
-def test_sets_of_one_name_are_numbered_whatever_the_others_are_called() -> None:
+def test_sets_of_one_name_are_numbered_whatever_the_others_are_called():
     taken: list[str] = []
     for path in ("a/dev.jsonl", "dev-3", "b/dev.jsonl.gz", "c/dev"):
         taken.append(free_set_name(path, taken))

@@ -27,23 +27,23 @@ from effasr.evaluation.normalizer import get_normalizer
         ("...", ""),
     ],
 )
-def test_basic(text, expected) -> None:
+def test_basic(text, expected):
     basic = get_normalizer("basic")
     assert basic(text) == expected
     assert basic(expected) == expected
 
 
-def test_none_changes_nothing() -> None:
+def test_none_changes_nothing():
     assert get_normalizer("none")(" A,  b! ") == " A,  b! "
 
 
-def test_whisper_english() -> None:
+def test_whisper_english():
     pytest.importorskip("whisper_normalizer")
     normalize = get_normalizer("whisper_english")
     assert normalize("He's got twenty-five dollars, Mr. Smith") == ("he has got $25 mister smith")
 
 
-def test_a_missing_package_is_named_with_its_remedy(monkeypatch) -> None:
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
     actual = builtins.__import__
 
     def without(name, *args, **kwargs):
@@ -56,14 +56,14 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch) -> None:
         get_normalizer("whisper_english")
 
 
-def test_an_unknown_name_is_refused_with_the_choices() -> None:
+def test_an_unknown_name_is_refused_with_the_choices():
     with pytest.raises(
         ValueError, match="basic, whisper_english, open_asr_leaderboard_v1, but is 'chime'"
     ):
         get_normalizer("chime")
 
 
-def test_the_leaderboards_first_is_that_of_transformers() -> None:
+def test_the_leaderboards_first_is_that_of_transformers():
     """transformers has it, but brings no table of spellings: the same as Whisper's is given."""
     whisper = pytest.importorskip("whisper_normalizer.english")
     theirs = pytest.importorskip("transformers.models.whisper.english_normalizer")

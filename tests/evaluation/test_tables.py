@@ -20,7 +20,7 @@ def make_table(columns: int) -> Table:
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_a_wide_table_is_continued_below(monkeypatch, width) -> None:
+def test_a_wide_table_is_continued_below(monkeypatch, width):
     monkeypatch.setattr(tables, "display_width", lambda: width)
     text = tables.to_text(make_table(12))
     assert max(map(len, text.splitlines())) <= width
@@ -33,24 +33,24 @@ def test_a_wide_table_is_continued_below(monkeypatch, width) -> None:
     assert all(part.splitlines()[-1].startswith("| sync_bucketed_2d |") for part in parts)
 
 
-def test_a_table_that_fits_is_the_same_on_a_terminal(monkeypatch) -> None:
+def test_a_table_that_fits_is_the_same_on_a_terminal(monkeypatch):
     plain = tables.to_text(make_table(3))
     monkeypatch.setattr(tables, "display_width", lambda: 80)
     assert tables.to_text(make_table(3)) == plain
 
 
-def test_elsewhere_a_row_is_a_line(monkeypatch) -> None:
+def test_elsewhere_a_row_is_a_line(monkeypatch):
     monkeypatch.setattr(tables, "display_width", lambda: None)
     assert len(tables.to_text(make_table(40)).splitlines()) == 4
 
 
-def test_a_column_wider_than_the_terminal_stays_whole(monkeypatch) -> None:
+def test_a_column_wider_than_the_terminal_stays_whole(monkeypatch):
     monkeypatch.setattr(tables, "display_width", lambda: 10)
     assert "sync_bucketed_2d |       s0 |" in tables.to_text(make_table(2))
 
 
 @pytest.mark.parametrize("limit", [30, 80])
-def test_an_alignment_is_continued_below(limit) -> None:
+def test_an_alignment_is_continued_below(limit):
     reference = " ".join(f"word{n}" for n in range(30))
     aligned = align(reference, reference.replace("word7", "other").replace("word20 ", ""))
     lines = aligned.lines("  ", limit)

@@ -61,7 +61,7 @@ def _rank(config, weights, own, ctc, lm, words) -> float:
         (JOINT, {"ctc_weight": 0.8, "length_penalty": 0.4}),
     ],
 )
-def test_planted_weights_are_found(config, planted, segments) -> None:
+def test_planted_weights_are_found(config, planted, segments):
     start = Weights.from_config(config, "attention")
     truth = replace(start, **planted)
     lists = draw_lists(config, start, truth, segments=segments)
@@ -71,7 +71,7 @@ def test_planted_weights_are_found(config, planted, segments) -> None:
     assert found == truth
 
 
-def test_a_gain_by_chance_changes_nothing() -> None:
+def test_a_gain_by_chance_changes_nothing():
     """With references by chance, the best weights of many gain on every set."""
     start = Weights.from_config(SECOND, "attention")
     names = ("second_lm_weight", "ctc_weight", "second_word_bonus")
@@ -85,14 +85,14 @@ def test_a_gain_by_chance_changes_nothing() -> None:
     assert changed <= 3
 
 
-def test_a_weight_without_effect_stays() -> None:
+def test_a_weight_without_effect_stays():
     start = Weights.from_config(JOINT, "attention")
     lists = draw_lists(JOINT, start, replace(start, ctc_weight=0.8))
     found = best_weights(lists, start, {name: GRIDS[name] for name in ("ctc_weight", "lm_weight")})
     assert found == replace(start, ctc_weight=0.8)
 
 
-def test_one_alternative_leaves_nothing_to_choose() -> None:
+def test_one_alternative_leaves_nothing_to_choose():
     start = Weights.from_config(SECOND, "attention")
     lists = draw_lists(SECOND, start, size=1)
     grids = {name: GRIDS[name] for name in ("second_lm_weight", "second_word_bonus")}
@@ -100,7 +100,7 @@ def test_one_alternative_leaves_nothing_to_choose() -> None:
     assert best_weights(draw_lists(SECOND, start, count=0), start, grids) == start
 
 
-def test_what_the_weights_do_not_explain_is_kept() -> None:
+def test_what_the_weights_do_not_explain_is_kept():
     """Ranks of the search may have more in them, such as coverage."""
     start = Weights.from_config(JOINT, "attention")
     pair = [("a", -5.0, 1.0), ("b", -4.0, 0.0)]
@@ -114,7 +114,7 @@ def test_what_the_weights_do_not_explain_is_kept() -> None:
     assert lists.choices(start).tolist() == [0]
 
 
-def test_only_weights_with_an_effect_are_tuned(model, tdt_model) -> None:
+def test_only_weights_with_an_effect_are_tuned(model, tdt_model):
     assert tunable(model, JOINT, "attention") == ("ctc_weight", "length_penalty")
     names = ("ctc_weight", "second_lm_weight", "second_word_bonus")
     assert tunable(model, SECOND, "attention") == names
@@ -123,7 +123,7 @@ def test_only_weights_with_an_effect_are_tuned(model, tdt_model) -> None:
         tunable(tdt_model, DecodingConfig(beam=4), "transducer")
 
 
-def test_the_margin_of_a_corrector_is_found() -> None:
+def test_the_margin_of_a_corrector_is_found():
     """The corrector is right where it is sure, and wrong where it is not."""
     config = DecodingConfig(beam=2, nbest=2, corrector=Path("runs/corrector"))
     draw, utterances = np.random.default_rng(0), []
@@ -152,7 +152,7 @@ def parsed(*words: str) -> DecodingConfig:
     return decoding_config(build_parser().parse_args(["evaluate", "--run", "r", *words]))
 
 
-def test_options_of_a_file_are_those_of_the_command_line(tmp_path) -> None:
+def test_options_of_a_file_are_those_of_the_command_line(tmp_path):
     lm = tmp_path / "a.arpa"
     options = ["--manifest", "m", "--beam", "6", "--method", "attention", "--ctc-weight", "0.4"]
     options += ["--lm", str(lm), "--lm-weight", "0.2", "--second-lm", str(tmp_path / "b")]
@@ -176,7 +176,7 @@ def test_options_of_a_file_are_those_of_the_command_line(tmp_path) -> None:
         parsed(*again)
 
 
-def test_the_command_tunes_on_a_set(tmp_path, saved, noise, capsys) -> None:
+def test_the_command_tunes_on_a_set(tmp_path, saved, noise, capsys):
     sounds = [noise(0.8 + 0.3 * number, seed=number) for number in range(3)]
     manifest = write_set(tmp_path, sounds, ["one two three"] * 3)
     command = ["tune", str(saved), str(manifest), "--device", "cpu"]

@@ -22,7 +22,7 @@ from effasr.evaluation.wer import ErrorCounts, count_errors, total
         ("a  b\tc\n", " a b c", 0, 0, 0),
     ],
 )
-def test_by_hand(reference, hypothesis, insertions, deletions, substitutions) -> None:
+def test_by_hand(reference, hypothesis, insertions, deletions, substitutions):
     counts = count_errors(reference, hypothesis)
     assert counts.insertions == insertions
     assert counts.deletions == deletions
@@ -31,25 +31,25 @@ def test_by_hand(reference, hypothesis, insertions, deletions, substitutions) ->
     assert counts.utterances == 1
 
 
-def test_character_errors_count_the_space_between_words() -> None:
+def test_character_errors_count_the_space_between_words():
     counts = count_errors("ab cd", "abcd")
     assert (counts.characters, counts.character_errors) == (5, 1)
     assert counts.cer == pytest.approx(0.2)
     assert counts.wer == pytest.approx(1.0)
 
 
-def test_rates_of_a_set_weigh_every_word_alike() -> None:
+def test_rates_of_a_set_weigh_every_word_alike():
     counts = total([count_errors("a", "b"), count_errors("c d e f g h i j k", "c d e f g h i j k")])
     assert counts.wer == pytest.approx(0.1)
     assert (counts.utterances, counts.words, counts.substitutions) == (2, 10, 1)
 
 
-def test_inserted_words_on_an_empty_reference_count_in_the_set() -> None:
+def test_inserted_words_on_an_empty_reference_count_in_the_set():
     counts = total([count_errors("", "noise"), count_errors("a b c d", "a b c d")])
     assert counts.wer == pytest.approx(0.25)
 
 
-def test_without_a_reference_word_there_is_no_rate() -> None:
+def test_without_a_reference_word_there_is_no_rate():
     assert math.isnan(count_errors("", "noise").wer)
     assert math.isnan(total([]).cer)
     assert total([]) == ErrorCounts()
@@ -66,7 +66,7 @@ def _random_sentences(seed: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_agrees_with_both_scorers(seed) -> None:
+def test_agrees_with_both_scorers(seed):
     """The sum of errors is unique; how it splits is up to the aligner, within one identity."""
     reference, hypothesis = _random_sentences(seed)
     counts = count_errors(reference, hypothesis)

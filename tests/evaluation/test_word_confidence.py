@@ -18,7 +18,7 @@ def words(*pairs: tuple[str, float]) -> list[WordConfidence]:
     return [WordConfidence(*pair) for pair in pairs]
 
 
-def test_words_are_right_where_the_alignment_has_them_equal() -> None:
+def test_words_are_right_where_the_alignment_has_them_equal():
     said = words(("One,", 0.9), ("too", 0.2), ("well-known", 0.5), ("-", 0.1), ("three", 0.8))
     assert judge("one two well known four three", said, basic) == (
         (0.9, True), (0.2, False), (0.5, True), (0.5, True), (0.8, True),
@@ -29,7 +29,7 @@ def test_words_are_right_where_the_alignment_has_them_equal() -> None:
     assert judge("ab", words(("a", 0.5), ("b", 0.5)), lambda text: text.replace(" ", "")) is None
 
 
-def test_calibration_error_and_area_are_those_of_their_definitions() -> None:
+def test_calibration_error_and_area_are_those_of_their_definitions():
     draw = np.random.default_rng(0)
     sure = draw.random(400).round(2)
     right = draw.random(400) < sure**2
@@ -50,7 +50,7 @@ def test_calibration_error_and_area_are_those_of_their_definitions() -> None:
     assert confidence_report([(0.5, True)]).auc is None
 
 
-def test_a_fit_finds_the_map_that_made_the_words() -> None:
+def test_a_fit_finds_the_map_that_made_the_words():
     draw = np.random.default_rng(1)
     true = Calibration(0.4, 1.5, "ctc")
     sure = draw.random(20_000)
@@ -67,7 +67,7 @@ def test_a_fit_finds_the_map_that_made_the_words() -> None:
     assert mapped.auc == pytest.approx(raw.auc)
 
 
-def test_a_fit_of_separable_words_is_finite() -> None:
+def test_a_fit_of_separable_words_is_finite():
     found = fit_calibration([(0.9, True)] * 5 + [(0.1, False)] * 5, "ctc")
     assert found is not None
     assert found(0.9) == pytest.approx(6 / 7, abs=1e-3)
@@ -78,7 +78,7 @@ def test_a_fit_of_separable_words_is_finite() -> None:
     assert fit_calibration([(0.5, True)] * 3, "ctc") is None
 
 
-def test_commands_report_and_apply_confidences(tmp_path, saved, noise, capsys) -> None:
+def test_commands_report_and_apply_confidences(tmp_path, saved, noise, capsys):
     sounds, wave = [noise(2.6, seed=6)], tmp_path / "u0.wav"
     write_set(tmp_path, sounds, [""])
     options = ["--run", str(saved), "--device", "cpu", "--method", "ctc"]

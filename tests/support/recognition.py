@@ -1,6 +1,6 @@
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 
 from effasr import checkpoint
 from effasr.data.features.config import FeatureConfig
-from effasr.data.tokenizer import Tokenizer, train_tokenizer
+from effasr.data.tokenizer import train_tokenizer
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
@@ -21,7 +21,7 @@ RATE = 16_000
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory) -> Tokenizer:
+def tokenizer(tmp_path_factory):
     numbers = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     texts = [" ".join(numbers[i:] + numbers[:i]) for i in range(9)]
     others = {"de": ["eins zwei drei vier fünf"] * 5, "ja": ["いちにさんしご"] * 5}
@@ -30,7 +30,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def model(tokenizer) -> ASRModel:
+def model(tokenizer):
     """Random weights which give texts of various lengths: some end, some are stopped."""
     config = ModelConfig(
         features=FeatureConfig(mel_bins=16),
@@ -63,7 +63,7 @@ def model(tokenizer) -> ASRModel:
 
 
 @pytest.fixture(scope="session")
-def saved(model, tokenizer, tmp_path_factory) -> Path:
+def saved(model, tokenizer, tmp_path_factory):
     """The directory of `model`."""
     folder = tmp_path_factory.mktemp("saved") / "model"
     checkpoint.save_model(folder, model, tokenizer)
@@ -87,7 +87,7 @@ _GAINS = {"encoder_attn": 4.0, "embed_tokens": 4.0, "untied": 4.0, "ctc_head": 4
 
 
 @pytest.fixture(scope="session")
-def noise() -> Callable[..., np.ndarray]:
+def noise():
     """``noise(seconds, seed)``: its loudness and colour vary, so that encoder frames differ."""
 
     def make(seconds: float, seed: int = 0) -> np.ndarray:
@@ -101,7 +101,7 @@ def noise() -> Callable[..., np.ndarray]:
 
 
 @pytest.fixture(scope="session")
-def tdt_model(tokenizer: Tokenizer) -> ASRModel:
+def tdt_model(tokenizer):
     """A transducer with durations, of random weights that give texts of various lengths."""
     config = ModelConfig(
         features=FeatureConfig(mel_bins=16),

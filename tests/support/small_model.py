@@ -1,4 +1,4 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ BATCH = {"eos_id": 3, "pad_id": 2}
 
 
 @pytest.fixture
-def examples() -> list[Example]:
+def examples():
     """Four utterances: long, tiny, a translation, and one whose text cannot fit in its frames."""
     random = np.random.default_rng(0)
 
@@ -36,13 +36,13 @@ def examples() -> list[Example]:
 
 
 @pytest.fixture(scope="session")
-def subsampling() -> int:
+def subsampling():
     """Mel rows of an encoder frame of `tiny_config` and `make_batch`."""
     return 8
 
 
 @pytest.fixture
-def make_batch(subsampling: int) -> Callable[..., Batch]:
+def make_batch(subsampling):
     """Collate, exactly or in a static shape with a tail and empty sequences."""
 
     def make(examples: Sequence[Example], *, static: bool = False) -> Batch:
@@ -59,7 +59,7 @@ def make_batch(subsampling: int) -> Callable[..., Batch]:
 
 
 @pytest.fixture
-def tiny_config(subsampling: int) -> ModelConfig:
+def tiny_config(subsampling):
     """A decoder and a CTC head; batch normalisation and relative positions."""
     return ModelConfig(
         features=FeatureConfig(mel_bins=16),
@@ -79,7 +79,7 @@ def tiny_config(subsampling: int) -> ModelConfig:
 
 
 @pytest.fixture
-def tiny_model(tiny_config: ModelConfig) -> ASRModel:
+def tiny_model(tiny_config):
     """In evaluation mode, with no bias at zero and no norm at rest."""
     torch.manual_seed(0)
     model = ASRModel(tiny_config, VOCABULARY).eval()

@@ -8,7 +8,6 @@ import torch
 
 from effasr.data.collate import Example, collate
 from effasr.data.features.config import FeatureConfig
-from effasr.data.tokenizer import Tokenizer
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
@@ -32,7 +31,7 @@ Make = Callable[..., ASRModel]
 
 
 @pytest.fixture(scope="session")
-def streaming_model(tokenizer: Tokenizer) -> Make:
+def streaming_model(tokenizer):
     """``streaming_model(head, **features)``, of random weights that give many tokens."""
 
     def make(head: str, *, causal: bool = False, **features: object) -> ASRModel:
