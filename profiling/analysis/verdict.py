@@ -6,6 +6,7 @@ make the run 1 / (1 - r) times as fast. No change can gain more from that part.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -90,54 +91,40 @@ _CPU_HINTS = {
 
 
 def actions(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    budget = summary.get("budget")
-    found: list[dict[str, Any]] = []
+    """Return possible remedies, the most promising first."""
+    budget, ranks = summary.get("budget"), summary["ranks"]
     if not budget:
         share = summary["log"].get("data_wait_share", 0.0)
-        _add(found, *_HINTS["data_wait"], share, "data_wait_s of metrics.jsonl")
-        return found
+        return _worthwhile([(*_HINTS["data_wait"], share, "data_wait_s of metrics.jsonl")])
     shares = {part["name"]: part["share"] for part in budget["parts"]}
     hints = _HINTS if budget["has_gpu"] else _HINTS | _CPU_HINTS
-    for name in ("data_wait", "host_gap", "communication", "copies"):
-        _add(found, *hints[name], shares[name], NAMES[name])
-    for part in budget["idle"]:
-        _add(found, *hints[part["name"]], part["share"], f"idle: {part['name']}")
-    wall = budget["step_ms"]["mean"]
-    for category in summary["categories"]:
-        if category["name"] in hints and wall:
-            _add(
-                found,
-                *hints[category["name"]],
-                category["compute_ms"] / wall,
-                f"compute: {category['name']}",
-            )
-    waiting = summary["ranks"].get("waiting_ms", 0.0)
-    if wall and waiting:
-        slowest = summary["ranks"]["slowest"]
-        _add(
-            found,
-            "Give all ranks the same work",
-            f"{slowest} is slowest; look at the padding and the lengths it gets",
-            waiting / wall,
-            "waiting for the slowest rank, a part of communication",
-        )
+    named = ("data_wait", "host_gap", "communication", "copies")
+    remedies = [(*hints[name], shares[name], NAMES[name]) for name in named]
+    remedies += [(*hints[x["name"]], x["share"], f"idle: {x['name']}") for x in budget["idle"]]
+    if wall := budget["step_ms"]["mean"]:
+        remedies += [
+            (*hints[name], category["compute_ms"] / wall, f"compute: {name}")
+            for category in summary["categories"]
+            if (name := category["name"]) in hints
+        ]
+        if ranks:
+            how = f"{ranks['slowest']} is slowest; look at the padding and the lengths it gets"
+            basis = "waiting for the slowest rank, a part of communication"
+            share = ranks.get("waiting_ms", 0.0) / wall
+            remedies.append(("Give all ranks the same work", how, share, basis))
     frames = summary["padding"].get("padding_frames", {}).get("mean", 0.0)
-    _add(
-        found,
-        "Pad less",
-        "data.strategy=packed, a larger data.frame_budget",
-        shares["compute"] * frames,
-        "compute on padded frames",
-    )
-    return sorted(found, key=lambda action: -action["share"])
+    how, basis = "data.strategy=packed, a larger data.frame_budget", "compute on padded frames"
+    remedies.append(("Pad less", how, shares["compute"] * frames, basis))
+    return sorted(_worthwhile(remedies), key=lambda action: -action["share"])
 
 
-def _add(found: list[dict[str, Any]], title: str, how: str, share: float, basis: str) -> None:
-    if share >= _LEAST:
-        bound = 1 / (1 - share) if share < 1 else None
-        found.append(
-            {"title": title, "how": how, "share": share, "speedup_at_most": bound, "basis": basis}
-        )
+def _worthwhile(remedies: list[tuple[str, str, float, str]]) -> list[dict[str, Any]]:
+    return [
+        {"title": title, "how": how, "share": share}
+        | {"speedup_at_most": 1 / (1 - share) if share < 1 else None, "basis": basis}
+        for title, how, share, basis in remedies
+        if share >= _LEAST
+    ]
 
 
 def sentence(summary: dict[str, Any]) -> dict[str, Any]:
@@ -227,6 +214,15 @@ def _gain(share: float) -> str:
 _FEW_STEPS = 3
 _SPREAD = 1.5
 _UNATTRIBUTED = 0.05
+_LEVELS = ("warning", "note", "ok")
+_RULES = {
+    "launch": "by the range around the launch",
+    "forward": "to the forward range of a backward operator",
+    "time": "by the range open on the main thread at the time",
+    "external id": "by the operator that the trace names",
+    "operator": "to an operator only, no range being open",
+    "none": "to nothing",
+}
 
 
 def assess(
@@ -237,194 +233,143 @@ def assess(
     log: dict[str, Any],
 ) -> list[Note]:
     notes = [
-        *table.notes,
+        *((note.level, note.text) for note in table.notes),
         *_steps(table, lanes),
-        *_launches(table, launches, lanes),
-        *_rules(table, rules),
+        *(_launches(table, launches, lanes) if table.has_gpu else ()),
+        *_rules(rules),
         *_graphs(table),
         *_overhead(table, lanes),
         *_against_log(lanes, log),
     ]
-    order = {"warning": 0, "note": 1, "ok": 2}
-    unique = {(note.level, note.text): note for note in notes}
-    return sorted(unique.values(), key=lambda note: order[note.level])
+    # Most serious first.
+    unique = sorted(dict.fromkeys(notes), key=lambda note: _LEVELS.index(note[0]))
+    return [Note(*note) for note in unique]
 
 
-def _steps(table: Table, lanes: list[Lane]) -> list[Note]:
-    notes = []
-    for source in dict.fromkeys(
-        table.processes[lane.process].source for lane in lanes if not lane.steps.is_found
-    ):
-        notes.append(
-            Note(
-                "warning",
-                f"{source} has no ranges that mark steps: the whole capture counts as one step "
-                "(--step-range NAME says which ranges do)",
-            )
+def _steps(table: Table, lanes: list[Lane]) -> Iterator[tuple[str, str]]:
+    sources = (table.processes[lane.process].source for lane in lanes if not lane.steps.is_found)
+    for source in dict.fromkeys(sources):
+        yield (
+            "warning",
+            f"{source} has no ranges that mark steps: the whole capture counts as one step "
+            "(--step-range NAME says which ranges do)",
         )
-    counts = {len(lane.steps.windows) for lane in lanes if lane.steps.is_found}
-    if counts:
+    if counts := {len(lane.steps.windows) for lane in lanes if lane.steps.is_found}:
         least, most = min(counts), max(counts)
         text = f"{least} steps" if least == most else f"{least} to {most} steps"
-        level = "note" if least < _FEW_STEPS else "ok"
-        more = f": fewer than {_FEW_STEPS} say little about the spread" if level == "note" else ""
-        notes.append(Note(level, f"{text} of {_count(len(lanes), 'rank')}{more}"))
+        text += f" of {len(lanes)} rank{'s' * (len(lanes) != 1)}"
+        if least < _FEW_STEPS:
+            yield "note", f"{text}: fewer than {_FEW_STEPS} say little about the spread"
+        else:
+            yield "ok", text
     walls = np.concatenate([lane.wall for lane in lanes]) if lanes else np.zeros(0)
     if len(walls) > 1 and walls.max() > _SPREAD * np.median(walls):
-        notes.append(
-            Note(
-                "note",
-                f"the longest step takes {walls.max() / np.median(walls):.1f} times the median: "
-                "--skip N leaves the first N out, if they warm up",
-            )
-        )
-    return notes
+        text = f"the longest step takes {walls.max() / np.median(walls):.1f} times the median: "
+        yield "note", text + "--skip N leaves the first N out, if they warm up"
 
 
-def _launches(table: Table, launches: Launches, lanes: list[Lane]) -> list[Note]:
-    if not table.has_gpu:
-        return []
+def _launches(table: Table, launches: Launches, lanes: list[Lane]) -> Iterator[tuple[str, str]]:
     rows = np.concatenate([lane.rows for lane in lanes]) if lanes else np.zeros(0, np.int64)
     lost = rows[~launches.is_known[rows]]
     work = table.work["end"] - table.work["start"]
     total = int(work[rows].sum())
     if not len(lost) or not total:
-        return [Note("ok", "every kernel and copy has its launch")]
+        yield "ok", "every kernel and copy has its launch"
+        return
     share = int(work[lost].sum()) / total
-    return [
-        Note(
-            "warning" if share > _UNATTRIBUTED else "note",
-            f"{len(lost)} of {len(rows)} kernels and copies, {percent(share)} of their time, have "
-            "no record of their launch: it lies outside the capture",
-        )
-    ]
+    yield (
+        _warning(share, otherwise="note"),
+        f"{len(lost)} of {len(rows)} kernels and copies, {percent(share)} of their time, have "
+        "no record of their launch: it lies outside the capture",
+    )
 
 
-def _rules(table: Table, rules: dict[str, float]) -> list[Note]:
-    if not table.has_gpu and not len(table.work):
-        return []
-    said = {
-        "launch": "by the range around the launch",
-        "forward": "to the forward range of a backward operator",
-        "time": "by the range open on the main thread at the time",
-        "external id": "by the operator that the trace names",
-        "operator": "to an operator only, no range being open",
-        "none": "to nothing",
-    }
-    shares = [f"{percent(rules[rule])} {text}" for rule, text in said.items() if rules.get(rule)]
-    lost = rules.get("none", 0.0)
-    level = "warning" if lost > _UNATTRIBUTED else "ok"
-    return [Note(level, f"work attributed: {', '.join(shares)}")] if shares else []
+def _warning(share: float, otherwise: str = "ok") -> str:
+    return "warning" if share > _UNATTRIBUTED else otherwise
 
 
-def _graphs(table: Table) -> list[Note]:
-    gpu = table.work["kind"] == Kind.KERNEL
-    in_graph = gpu & (table.work["graph_node"] > 0)
-    if not in_graph.any():
-        return []
-    work = table.work["end"] - table.work["start"]
-    share = int(work[in_graph].sum()) / max(int(work[gpu].sum()), 1)
-    return [
-        Note(
+def _rules(rules: dict[str, float]) -> Iterator[tuple[str, str]]:
+    shares = [f"{percent(rules[rule])} {text}" for rule, text in _RULES.items() if rules.get(rule)]
+    if shares:
+        yield _warning(rules.get("none", 0.0)), f"work attributed: {', '.join(shares)}"
+
+
+def _graphs(table: Table) -> Iterator[tuple[str, str]]:
+    is_kernel = table.work["kind"] == Kind.KERNEL
+    in_graph = is_kernel & (table.work["graph_node"] > 0)
+    if in_graph.any():
+        work = table.work["end"] - table.work["start"]
+        share = int(work[in_graph].sum()) / max(int(work[is_kernel].sum()), 1)
+        yield (
             "note",
             f"{percent(share)} of the kernels' time is in CUDA graphs, where ranges are not "
             "replayed: their kernels count for the range that launched the graph",
         )
-    ]
 
 
-def _overhead(table: Table, lanes: list[Lane]) -> list[Note]:
+def _overhead(table: Table, lanes: list[Lane]) -> Iterator[tuple[str, str]]:
     spent = wall = 0
-    for process in {lane.process for lane in lanes}:
-        windows = next(lane.steps.windows for lane in lanes if lane.process == process)
-        own = table.overhead[table.overhead[:, 0] == process]
-        moments = intervals.union(own[:, 1], own[:, 2])
+    for process, windows in {lane.process: lane.steps.windows for lane in reversed(lanes)}.items():
+        rows = table.overhead[table.overhead[:, 0] == process]
+        moments = intervals.union(rows[:, 1], rows[:, 2])
         spent += intervals.measure(intervals.intersect(moments, windows))
         wall += intervals.measure(windows)
-    if not spent or not wall:
-        return []
-    share = spent / wall
-    return [
-        Note(
-            "warning" if share > _UNATTRIBUTED else "ok",
-            f"the profiler itself was at work during {percent(share)} of the steps",
-        )
-    ]
+    if spent and wall:
+        text = f"the profiler itself was at work during {percent(spent / wall)} of the steps"
+        yield _warning(spent / wall), text
 
 
-def _against_log(lanes: list[Lane], log: dict[str, Any]) -> list[Note]:
-    if "step_s" not in log or not any(lane.steps.is_found for lane in lanes):
-        return []
-    profiled = float(np.median(np.concatenate([lane.wall for lane in lanes]))) / 1e9
-    usual = log["step_s"]["median"]
-    if usual <= 0:
-        return []
-    ratio = profiled / usual
-    level = "warning" if ratio > 1.1 else "ok"
-    return [
-        Note(
-            level,
+def _against_log(lanes: list[Lane], log: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    usual = log.get("step_s", {}).get("median", 0)
+    if usual > 0 and any(lane.steps.is_found for lane in lanes):
+        profiled = float(np.median(np.concatenate([lane.wall for lane in lanes]))) / 1e9
+        ratio = profiled / usual
+        yield (
+            "warning" if ratio > 1.1 else "ok",
             f"a profiled step takes {ratio:.2f} times the run's median step ({profiled * 1e3:.1f} "
             f"against {usual * 1e3:.1f} ms)",
         )
-    ]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 # Two runs side by side: what changed, and how much of the difference each part explains.
 
 _MOST = 12
-_LOGGED = ("step_s", "data_wait_s", "rank_imbalance", "audio_seconds")
+_LOGGED = {
+    "log": ("step_s", "data_wait_s", "rank_imbalance", "audio_seconds"),
+    "padding": ("padding_frames", "padding_tokens"),
+}
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    reports = before, after
     result: dict[str, Any] = {"before": before["name"], "after": after["name"]}
     if before["budget"] and after["budget"]:
-        one, other = before["budget"], after["budget"]
-        result["step_ms"] = _row("step", one["step_ms"]["mean"], other["step_ms"]["mean"])
-        result["parts"] = _rows(one["parts"], other["parts"], "ms")
-        result["categories"] = _rows(before["categories"], after["categories"], "work_ms")
+        named = lambda entries, field: {entry["name"]: entry[field] for entry in entries}
+        steps = ({"step": report["budget"]["step_ms"]["mean"]} for report in reports)
+        (result["step_ms"],) = _differences(*steps)
+        parts = (named(report["budget"]["parts"], "ms") for report in reports)
+        result["parts"] = _differences(*parts)
+        categories = (named(report["categories"], "work_ms") for report in reports)
+        result["categories"] = _differences(*categories)
         # Of all kernels: one that is not among those with most work is not absent.
-        times = [report["kernels"]["work_ms"] for report in (before, after)]
-        changed = _differences(*times)
-        changed.sort(key=lambda row: -abs(row["delta"]))
-        result["kernels"] = changed[:_MOST]
-    result["log"] = [
-        _row(key, before["log"][key]["mean"], after["log"][key]["mean"])
-        for key in _LOGGED
-        if key in before["log"] and key in after["log"]
-    ]
-    result["log"] += [
-        _row(key, before["padding"][key]["mean"], after["padding"][key]["mean"])
-        for key in ("padding_frames", "padding_tokens")
-        if key in before["padding"] and key in after["padding"]
-    ]
+        changed = _differences(*(report["kernels"]["work_ms"] for report in reports))
+        result["kernels"] = sorted(changed, key=lambda row: -abs(row["delta"]))[:_MOST]
+    result["log"] = []
+    for kind, keys in _LOGGED.items():
+        shared = [key for key in keys if all(key in report[kind] for report in reports)]
+        means = ({key: report[kind][key]["mean"] for key in shared} for report in reports)
+        result["log"] += _differences(*means)
     result["text"] = _sentence(result)
     return result
 
 
-def _rows(one: list[dict[str, Any]], other: list[dict[str, Any]], key: str) -> list[dict]:
-    before = {entry["name"]: entry[key] for entry in one}
-    after = {entry["name"]: entry[key] for entry in other}
-    return _differences(before, after)
-
-
-def _differences(before: dict[str, float], after: dict[str, float]) -> list[dict]:
-    names = list(dict.fromkeys([*before, *after]))
-    return [_row(name, before.get(name, 0.0), after.get(name, 0.0)) for name in names]
-
-
-def _row(name: str, before: float, after: float) -> dict[str, Any]:
-    return {
-        "name": name,
-        "before": before,
-        "after": after,
-        "delta": after - before,
-        "ratio": after / before if before else None,
-    }
+def _differences(before: dict[str, float], after: dict[str, float]) -> list[dict[str, Any]]:
+    rows = []
+    for name in dict.fromkeys([*before, *after]):
+        old, new = before.get(name, 0.0), after.get(name, 0.0)
+        row = {"name": name, "before": old, "after": new, "delta": new - old}
+        rows.append(row | {"ratio": new / old if old else None})
+    return rows
 
 
 def _sentence(result: dict[str, Any]) -> str:
