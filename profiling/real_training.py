@@ -33,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -233,7 +234,7 @@ class Training:
             f"training.checkpoint_every={steps}",
         ]
 
-    def variant(self, name: str, *overrides: str, kind: str = "") -> str:
+    def variant(self, name: str, overrides: Sequence[str] = (), kind: str = "") -> str:
         """Train the quiet run in another way, and compare its losses.
 
         With a kind a process group of one is made, and the model must be wrapped as of this kind.
@@ -262,7 +263,7 @@ class Training:
     def cuda_graph(self) -> str:
         if self.dry:
             raise LeftOut("`training.cuda_graph` needs a GPU, and this is a dry run on the CPU")
-        return self.variant("graph", "training.cuda_graph=true")
+        return self.variant("graph", ["training.cuda_graph=true"])
 
     def calibrate(self) -> str:
         command = [sys.executable, "-m", "effasr.cli", "calibrate", str(self.recipe()), "--json"]
@@ -311,51 +312,20 @@ MARK = "wrapped: "
 class Step(NamedTuple):
     about: str
     do: Callable[[Training], str]
-    least_s: tuple[float, float]  # that must be left to start it on a GPU, and in a dry run
-    needs: tuple[str, ...] = ()
+    least_s: Sequence[float]  # that must be left to start it on a GPU, and in a dry run
+    needs: Sequence[str] = ()
 
 
-# Steps that others depend on come first, those that compile for minutes last.
-STEPS = {
-    "corpus": Step("tones, or the corpus that is named", Training.make_corpus, (10, 2)),
-    "train": Step(
-        *("the loop: pinned loader, asynchronous checkpoints, validation", Training.straight),
-        (40, 15),
-    ),
-    "kill_and_resume": Step(
-        *("SIGKILL in the middle; ends as `train`, to the bit", Training.kill_and_resume),
-        *((60, 25), ("train",)),
-    ),
-    "quiet": Step(
-        "without dropout: what the following are compared with", Training.quiet, (30, 10)
-    ),
-    "cuda_graph": Step("training.cuda_graph=true", Training.cuda_graph, (30, 1), ("quiet",)),
-    "nccl": Step(
-        "DistributedDataParallel over NCCL with one process",
-        lambda run: run.variant("ddp", "training.strategy=ddp", kind="DistributedDataParallel"),
-        *((30, 15), ("quiet",)),
-    ),
-    "fsdp2": Step(
-        "FSDP2 over NCCL with one process, and its sharded checkpoint",
-        # By default one process has copies of its weights, which shards cannot have.
-        lambda run: run.variant(
-            "fsdp2",
-            *("training.strategy=fsdp2", "training.bfloat16_weights=false"),
-            kind="FSDPModule",
-        ),
-        *((30, 15), ("quiet",)),
-    ),
-    "calibrate": Step("`effasr calibrate` for a memory", Training.calibrate, (90, 30)),
-    "calibrated_run": Step(
-        *("training at that budget: peak against prediction", Training.calibrated_run),
-        *((60, 15), ("calibrate",)),
-    ),
-    "compile": Step(
-        "training.compile=true",
-        lambda run: run.variant("compile", "training.compile=true"),
-        *((90, 40), ("quiet",)),
-    ),
-}
+def _steps() -> dict[str, Step]:
+    steps = {}
+    for name, row in SETTINGS["steps"].items():
+        do = getattr(Training, row["do"])
+        do = partial(do, **row["with"]) if "with" in row else do
+        steps[name] = Step(row["about"], do, row["least_s"], row.get("needs", ()))
+    return steps
+
+
+STEPS = _steps()
 
 
 def run_steps(training: Training, only: Sequence[str] | None, seconds: float) -> int:

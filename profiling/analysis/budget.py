@@ -69,44 +69,29 @@ def lanes(
     part: np.ndarray,
 ) -> list[Lane]:
     work = table.work
-    keys = sorted(
-        set(zip(work["process"].tolist(), work["device"].tolist(), strict=True)),
-        key=lambda key: (_order(table, key[0]), *key),
-    )
-    found = []
-    for process, device in keys:
-        rows = np.flatnonzero((work["process"] == process) & (work["device"] == device))
-        found.append(
-            _lane(table, launches, steps[process], attribution, part, rows, process, device)
-        )
-    return [lane for lane in found if len(lane.steps.windows)]
-
-
-def _order(table: Table, process: int) -> tuple[bool, int]:
-    rank = table.processes[process].rank
-    return rank is None, rank or 0
+    # Without a GPU, what runs to make a batch is part of waiting for it.
+    is_data = np.array([DATA.match(text) is not None for text in attribution.paths])
+    is_counted = (work["device"] != NONE) | ~is_data[attribution.phase]
+    ranks = [(process.rank is None, process.rank or 0) for process in table.processes]
+    keys = set(zip(work["process"].tolist(), work["device"].tolist(), strict=True))
+    made = []
+    for process, device in sorted(keys, key=lambda key: (ranks[key[0]], *key)):
+        if len(steps[process].windows):
+            rows = np.flatnonzero((work["process"] == process) & (work["device"] == device))
+            parts = np.where(is_counted, part, NONE)[rows]
+            made.append(_lane(table, launches, steps[process], rows, parts))
+    return made
 
 
 def _lane(
-    table: Table,
-    launches: Launches,
-    steps: Steps,
-    attribution: Attribution,
-    part: np.ndarray,
-    rows: np.ndarray,
-    process: int,
-    device: int,
+    table: Table, launches: Launches, steps: Steps, rows: np.ndarray, parts: np.ndarray
 ) -> Lane:
     work, windows = table.work[rows], steps.windows
+    process, device = int(work["process"][0]), int(work["device"][0])
     host = _Host(table, process, steps)
-    counted = np.ones(len(rows), bool)
-    if device == NONE:
-        # Without a GPU, what runs to make a batch is part of waiting for it.
-        is_data = np.array([DATA.match(text) is not None for text in attribution.paths])
-        counted = ~is_data[attribution.phase[rows]]
     running = [
         intervals.intersect(intervals.union(work["start"][chosen], work["end"][chosen]), windows)
-        for chosen in (counted & (part[rows] == number) for number in range(3))
+        for chosen in (parts == number for number in range(3))
     ]
     busy = running[0]
     moments = {"compute": busy}
@@ -114,7 +99,7 @@ def _lane(
         moments[name] = intervals.subtract(own, busy)
         busy = intervals.join(busy, own)
     nothing = intervals.subtract(windows, busy)
-    queued = _queued(nothing, work[counted], launches, rows[counted])
+    queued = _queued(nothing, table.work, launches, rows[parts != NONE])
     rest = intervals.subtract(nothing, queued)
     moments["data_wait"] = intervals.intersect(rest, host.data)
     rest = intervals.subtract(rest, host.data)
@@ -154,15 +139,15 @@ def _queued(
     nothing: np.ndarray, work: np.ndarray, launches: Launches, rows: np.ndarray
 ) -> np.ndarray:
     """Return the moments of ``nothing`` after the launch of the work that comes next, a set."""
-    if not len(nothing) or not len(work):
+    if not len(nothing) or not len(rows):
         return intervals.EMPTY
-    order = np.lexsort((launches.end[rows], work["start"]))
-    starts = work["start"][order]
-    launched = np.where(launches.is_known[rows], launches.end[rows], work["start"])[order]
+    rows = rows[np.lexsort((launches.end[rows], work["start"][rows]))]
+    starts = work["start"][rows]
+    launched = np.where(launches.is_known[rows], launches.end[rows], starts)
     following = np.searchsorted(starts, nothing[:, 0])
-    is_last = following == len(starts)
     launch = launched[np.minimum(following, len(starts) - 1)]
-    begin = np.where(is_last, nothing[:, 1], np.clip(launch, nothing[:, 0], nothing[:, 1]))
+    begin = np.clip(launch, nothing[:, 0], nothing[:, 1])
+    begin = np.where(following == len(starts), nothing[:, 1], begin)
     return intervals.union(begin, nothing[:, 1])
 
 

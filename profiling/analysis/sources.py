@@ -125,12 +125,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def column(metrics: list[dict[str, Any]], key: str) -> list[float]:
-    values = [line.get(key) for line in metrics]
-    return [
-        float(value)
-        for value in values
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    ]
+    is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
+    values = (line.get(key) for line in metrics)
+    return [float(value) for value in values if is_number(value) and math.isfinite(value)]
 
 
 # Reads metrics.jsonl of a run: padding, waiting time, FLOPs utilisation.
@@ -138,36 +135,26 @@ def column(metrics: list[dict[str, Any]], key: str) -> list[float]:
 _PADDING = {"padding_frames": "audio frames", "padding_tokens": "tokens"}
 _USEFUL, _PADDED, _HARDWARE = "mfu", "mfu_with_padding", "hfu"
 _BINS = 20
+_SUMMARIZED = (
+    *("step_s", "data_wait_s", "rank_imbalance", "audio_seconds", "tokens", "useful_tflops"),
+)
 
 
 def summarize_log(metrics: list[dict[str, Any]]) -> dict[str, Any]:
     if not metrics:
         return {}
-    steps = column(metrics, "step_s")
-    waits = column(metrics, "data_wait_s")
     found: dict[str, Any] = {"lines": len(metrics), "last_step": metrics[-1].get("step")}
-    for key, values in (
-        ("step_s", steps),
-        ("data_wait_s", waits),
-        *(
-            (key, column(metrics, key))
-            for key in ("rank_imbalance", "audio_seconds", "tokens", "useful_tflops")
-        ),
-    ):
+    columns = {key: column(metrics, key) for key in _SUMMARIZED}
+    for key, values in columns.items():
         if values:
-            found[key] = {
-                "median": float(np.median(values)),
-                "mean": float(np.mean(values)),
-                "max": float(np.max(values)),
-            }
+            figures = {"median": np.median, "mean": np.mean, "max": np.max}
+            found[key] = {name: float(figure(values)) for name, figure in figures.items()}
+    steps, waits, audio = (columns[x] for x in ("step_s", "data_wait_s", "audio_seconds"))
     if steps and len(waits) == len(steps) and sum(steps):
         found["data_wait_share"] = sum(waits) / sum(steps)
-    if steps and "audio_seconds" in found:
-        audio = column(metrics, "audio_seconds")
-        if len(audio) == len(steps):
-            found["audio_hours_per_hour"] = sum(audio) / sum(steps)
-    memory = column(metrics, "peak_memory_bytes")
-    if memory:
+    if steps and len(audio) == len(steps):
+        found["audio_hours_per_hour"] = sum(audio) / sum(steps)
+    if memory := column(metrics, "peak_memory_bytes"):
         found["peak_memory_bytes"] = max(memory)
     return found
 

@@ -17,40 +17,17 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 _ALLOCATIONS = {
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "empty_permuted",
-    "new_empty",
-    "new_empty_strided",
-    "_unsafe_view",
-    "detach_",
-    "lift_fresh",
-    "_reshape_alias",
-    "resize_",
-    "set_",
-    "squeeze_",
-    "unsqueeze_",
-    "t_",
-    "transpose_",
-    "as_strided_",
-    "_local_scalar_dense",
+    *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"),
+    *("_unsafe_view", "detach_", "lift_fresh", "_reshape_alias", "resize_", "set_", "squeeze_"),
+    *("unsqueeze_", "t_", "transpose_", "as_strided_", "_local_scalar_dense"),
 }
 """Operators without a kernel, besides views. The last is a copy that the host waits for."""
 
-_SEVERAL = {
-    "native_layer_norm_backward": 2,
-    "constant_pad_nd": 2,
-    "slice_backward": 2,
-    "select_backward": 2,
-    "masked_fill": 2,
-    "index_fill": 2,
-    "index_put": 2,
-    "index_add": 2,
-    "cumsum": 2,
-    "sort": 4,
-    "embedding_dense_backward": 8,
-}
+_TWO = (
+    *("native_layer_norm_backward", "constant_pad_nd", "slice_backward", "select_backward"),
+    *("masked_fill", "index_fill", "index_put", "index_add", "cumsum"),
+)
+_SEVERAL = dict.fromkeys(_TWO, 2) | {"sort": 4, "embedding_dense_backward": 8}
 """Kernels of operators with more than one, as counted in PyTorch's CUDA sources. Operators that
 call a CUB sort depend on sizes; their numbers are typical values."""
 
@@ -63,9 +40,13 @@ _OVERWRITES = {
 }
 """Operators that change their first argument without reading it."""
 
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm"}
-_NORMS = {"native_layer_norm", "native_layer_norm_backward"}
-_DROPOUTS = {"native_dropout", "native_dropout_backward"}
+_CATEGORIES = {
+    "gemm": {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm"},
+    "norm": {"native_layer_norm", "native_layer_norm_backward"},
+    "dropout": {"native_dropout", "native_dropout_backward"},
+    "copy": {"clone", "cat", "stack"},
+    "reduction": {"sum", "mean", "_foreach_norm", "amax", "linalg_vector_norm"},
+}
 
 # From PyTorch's MultiTensorApply.cuh: tensors of a launch by the number of lists, blocks, elements.
 # Builds for CUDA 13 have 32 KiB for the arguments of a kernel, those for CUDA 12 only 4 KiB.
@@ -85,10 +66,6 @@ def tensors_of(*values: Any) -> list[Tensor]:
 def device_of(x: Tensor) -> str:
     """Return the device type of a tensor; querying a fake one directly is a slow operator call."""
     return x.fake_device.type if isinstance(x, FakeTensor) else x.device.type
-
-
-def is_on(x: Tensor, device: str) -> bool:
-    return device_of(x) == device
 
 
 def launches(func: Any, args: Sequence[Any]) -> int:
@@ -124,11 +101,13 @@ def multi_tensor_launches(elements: Iterable[int], lists: int) -> int:
 
 def bytes_moved(func: Any, args: Any, kwargs: Any, out: Any, device: str) -> int:
     name = name_of(func)
-    inputs = [x for x in tensors_of(args, kwargs) if is_on(x, device)]
-    outputs = [x for x in tensors_of(out) if is_on(x, device)]
+    inputs = [x for x in tensors_of(args, kwargs) if device_of(x) == device]
+    outputs = [x for x in tensors_of(out) if device_of(x) == device]
     given = {id(x) for x in inputs}
     changed = list(_changed(func, args, kwargs))
-    written = [x for x in outputs if id(x) not in given] + [x for x in changed if is_on(x, device)]
+    written = [x for x in outputs if id(x) not in given] + [
+        x for x in changed if device_of(x) == device
+    ]
     skipped = {id(x) for x in changed} if name in _OVERWRITES or _writes_out(func) else set()
     read = [x for x in inputs if id(x) not in skipped]
     if name in _READS_ROWS and read:
@@ -169,14 +148,8 @@ def flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 def category(func: Any, args: Any, out: Any) -> str:
     name = name_of(func)
-    if name in _PRODUCTS:
-        return "gemm"
     if "convolution" in name:
         return "convolution"
-    if name in _NORMS:
-        return "norm"
-    if name in _DROPOUTS:
-        return "dropout"
     if name.startswith("_fused_"):
         return "optimizer"
     if name == "_foreach_copy_":
@@ -186,12 +159,9 @@ def category(func: Any, args: Any, out: Any) -> str:
         if len({device_of(x) for x in ends}) > 1:
             return "transfer"
         return "cast" if len({x.dtype for x in ends}) > 1 else "copy"
-    if name in ("clone", "cat", "stack"):
-        return "copy"
     if func._schema.name.startswith("aten::_fft"):
         return "fft"
-    is_reduction = name in ("sum", "mean", "_foreach_norm", "amax", "linalg_vector_norm")
-    return "reduction" if is_reduction else "elementwise"
+    return next((kind for kind, names in _CATEGORIES.items() if name in names), "elementwise")
 
 
 def math_dtype(tensors: Iterable[Tensor]) -> torch.dtype:

@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         tensors = operators.tensors_of(args, kwargs, out)
-        on_device = [x for x in tensors if operators.is_on(x, self._device)]
+        on_device = [x for x in tensors if operators.device_of(x) == self._device]
         made = operators.tensors_of(out)
         # PyTorch launches nothing for an empty result.
         is_empty = bool(made) and not any(x.numel() for x in made)

@@ -120,11 +120,17 @@ def section(title: str, identifier: str, content: str) -> str:
 WIDTH = 1080
 
 
-def _open(height: float, label: str) -> str:
+def _open(height: float, label: str, width: int = WIDTH) -> str:
     return (
-        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">'
+        f'<svg viewBox="0 0 {width} {height:.0f}" role="img" aria-label="{escape(label)}">'
         f"<title>{escape(label)}</title>"
     )
+
+
+def _text(x: float, y: float, text: str, *, soft: bool = True, anchor: str = "") -> str:
+    kind = ' class="soft"' * soft
+    attributes = f'x="{x:.1f}" y="{y:.1f}"' + (f' text-anchor="{anchor}"' if anchor else "")
+    return f"<text{kind} {attributes}>{escape(text)}</text>"
 
 
 def _rectangle(
@@ -141,7 +147,6 @@ def stacked(
     rows: Sequence[tuple[str, Sequence[tuple[str, float]]]],
     colors: dict[str, str],
     label: str,
-    show: Callable[[float], str] = milliseconds,
     names: dict[str, str] | None = None,
 ) -> str:
     named = any(name for name, _ in rows)
@@ -152,21 +157,17 @@ def stacked(
     out = [_open(len(rows) * (height + 8) + 4, label)]
     for number, (name, parts) in enumerate(rows):
         y, x = number * (height + 8) + 4, float(left)
+        middle, total = y + height / 2 + 4.5, sum(value for _, value in parts)
         if named:
-            out.append(
-                f'<text x="0" y="{y + height / 2 + 4.5:.1f}">{escape(_cut(name, 25))}</text>'
-            )
-        total = sum(value for _, value in parts)
+            out.append(_text(0, middle, _cut(name, 25), soft=False))
         for part, value in parts:
-            if value <= 0:
-                continue
-            wide = value * scale
-            shown = (names or {}).get(part, part)
-            title = f"{shown}: {show(value)}, {percent(value / total)}"
-            out.append(_rectangle(x, y, wide - 1.5, height, colors.get(part, "--grey"), title))
-            x += wide
-        out.append(f'<text class="soft" x="{x + 8:.1f}" y="{y + height / 2 + 4.5:.1f}">'
-                   f"{escape(show(total))}</text>")  # fmt: skip
+            if value > 0:
+                wide = value * scale
+                title = f"{(names or {}).get(part, part)}: {milliseconds(value)}, "
+                title += percent(value / total)
+                out.append(_rectangle(x, y, wide - 1.5, height, colors.get(part, "--grey"), title))
+                x += wide
+        out.append(_text(x + 8, middle, milliseconds(total)))
     return "".join(out) + "</svg>"
 
 
@@ -182,24 +183,16 @@ def timeline(picture: dict[str, Any], color_of: Callable[[str, str], str]) -> st
     for tick in _ticks(length):
         x = left + tick * scale
         out.append(f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{bottom}"/>')
-        out.append(
-            f'<text class="soft" x="{x + 3:.1f}" y="{bottom + 14}">{milliseconds(tick)}</text>'
-        )
+        out.append(_text(x + 3, bottom + 14, milliseconds(tick)))
     for number, row in enumerate(rows):
         y = number * (height + gap) + 4
-        out.append(
-            f'<text x="0" y="{y + height / 2 + 4.5:.1f}">{escape(_cut(row["name"], 18))}</text>'
-        )
+        out.append(_text(0, y + height / 2 + 4.5, _cut(row["name"], 18), soft=False))
         out.append(f'<rect class="track" x="{left}" y="{y}" width="{WIDTH - left - 10}" '
                    f'height="{height}"/>')  # fmt: skip
         for begin, end, name in row["segments"]:
             title = f"{name}: {milliseconds(end - begin)} from {milliseconds(begin)}"
-            out.append(
-                _rectangle(
-                    *(left + begin * scale, y, (end - begin) * scale, height),
-                    *(color_of(row["name"], name), title, 0),
-                )
-            )
+            place = left + begin * scale, y, (end - begin) * scale, height
+            out.append(_rectangle(*place, color_of(row["name"], name), title, 0))
     return "".join(out) + "</svg>"
 
 
@@ -209,8 +202,7 @@ def histogram(data: dict[str, Any], color: str) -> str:
     scale = (width - 2 * left) / (edges[-1] - edges[0])
     tallest = max(max(counts), 1)
     label = f"Padding of {data['label']}: {percent(data['mean'])} on average"
-    out = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">'
-           f"<title>{escape(label)}</title>"]  # fmt: skip
+    out = [_open(height, label, width)]
     base = height - 26
     for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
         tall = (base - 16) * count / tallest
@@ -221,14 +213,13 @@ def histogram(data: dict[str, Any], color: str) -> str:
     out.append(f'<line x1="{left}" y1="{base}" x2="{width - left}" y2="{base}"/>')
     for edge, anchor in ((edges[0], "start"), (edges[-1], "end")):
         x = left + (edge - edges[0]) * scale
-        out.append(f'<text class="soft" x="{x:.1f}" y="{base + 18}" text-anchor="{anchor}">'
-                   f"{percent(edge)}</text>")  # fmt: skip
+        out.append(_text(x, base + 18, percent(edge), anchor=anchor))
     x = left + (min(data["mean"], edges[-1]) - edges[0]) * scale
     anchor = "start" if x < width / 2 else "end"
     shift = 4 if anchor == "start" else -4
     out.append(f'<line x1="{x:.1f}" y1="4" x2="{x:.1f}" y2="{base}" style="stroke:var(--ink)"/>')
-    out.append(f'<text x="{x + shift:.1f}" y="14" text-anchor="{anchor}">'
-               f"mean {percent(data['mean'])}</text>")  # fmt: skip
+    mean = f"mean {percent(data['mean'])}"
+    out.append(_text(x + shift, 14, mean, soft=False, anchor=anchor))
     return "".join(out) + "</svg>"
 
 
@@ -241,11 +232,10 @@ def waterfall(bars: Sequence[dict[str, Any]]) -> str:
     for number, (bar, color) in enumerate(zip(bars, colors, strict=True)):
         y = number * (height + gap) + 4
         wide = min(bar["share"], 1.0) * scale
-        out.append(f'<text x="0" y="{y + 18}">{escape(bar["name"])}</text>')
+        out.append(_text(0, y + 18, bar["name"], soft=False))
         title = f"{bar['name']}: {percent(bar['share'])} of the peak"
         out.append(_rectangle(left, y, wide, height, color, title))
-        out.append(f'<text class="soft" x="{left + wide + 8:.1f}" y="{y + 18}">'
-                   f"{percent(bar['share'])}</text>")  # fmt: skip
+        out.append(_text(left + wide + 8, y + 18, percent(bar["share"])))
     return "".join(out) + "</svg>"
 
 
