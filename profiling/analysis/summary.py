@@ -99,12 +99,11 @@ def _budget(table: Table, lanes: list[Lane]) -> dict[str, Any]:
     # Exact by construction; a report whose parts do not add up would be worse than none.
     if sum(sums.values()) != total or sum(idle.values()) != sums["idle"]:
         raise RuntimeError(f"the parts {sums} and {idle} do not add up to {total} ns")
-    entry = lambda name, value: {
-        "name": name,
-        "ns": value,
-        "ms": value / 1e6 / count,
-        "share": value / total,
+    part = lambda name, value: {
+        **{"name": name, "ns": value, "ms": value / 1e6 / count, "share": value / total},
     }
+    labels = lane_labels(table, lanes)
+    figures = {"median": np.median, "min": np.min, "max": np.max}
     return {
         "has_gpu": table.has_gpu,
         "is_stepwise": all(lane.steps.is_found for lane in lanes),
@@ -112,15 +111,11 @@ def _budget(table: Table, lanes: list[Lane]) -> dict[str, Any]:
         "steps": max(len(lane.steps.windows) for lane in lanes),
         "windows": count,
         "wall_ns": total,
-        "step_ms": {
-            "mean": total / 1e6 / count,
-            "median": float(np.median(walls)) / 1e6,
-            "min": int(walls.min()) / 1e6,
-            "max": int(walls.max()) / 1e6,
-        },
-        "parts": [entry(name, value) for name, value in sums.items()],
-        "idle": [entry(name, value) for name, value in idle.items()],
-        "hidden_communication": entry("hidden_communication", hidden),
+        "step_ms": {"mean": total / 1e6 / count}
+        | {name: float(figure(walls)) / 1e6 for name, figure in figures.items()},
+        "parts": [part(name, value) for name, value in sums.items()],
+        "idle": [part(name, value) for name, value in idle.items()],
+        "hidden_communication": part("hidden_communication", hidden),
         "per_rank": [
             {
                 "name": label,
@@ -128,7 +123,7 @@ def _budget(table: Table, lanes: list[Lane]) -> dict[str, Any]:
                 "step_ms": float(lane.wall.mean()) / 1e6,
                 "parts_ms": {name: float(lane.parts[name].mean()) / 1e6 for name in PARTS},
             }
-            for label, lane in zip(lane_labels(table, lanes), lanes, strict=True)
+            for label, lane in zip(labels, lanes, strict=True)
         ],
         "per_step": [
             {
@@ -296,20 +291,21 @@ def summarize(table: Table, lanes: list[Lane]) -> dict[str, Any]:
     """Own time of every rank in every step, ms, and who is slowest; empty for one rank."""
     if len(lanes) < 2:
         return {}
-    common = _common(lanes)
+    shared = set.intersection(*(set(lane.steps.numbers.tolist()) for lane in lanes))
+    is_shared = [np.isin(lane.steps.numbers, list(shared)) for lane in lanes]
     own = [
         (lane.wall - lane.parts["communication"])[rows] / 1e6
-        for lane, rows in zip(lanes, common, strict=True)
+        for lane, rows in zip(lanes, is_shared, strict=True)
     ]
     labels = lane_labels(table, lanes)
     means = np.array([values.mean() if len(values) else 0.0 for values in own])
     slowest = int(np.argmax(means))
     result: dict[str, Any] = {
-        "steps": [int(number) for number in lanes[0].steps.numbers[common[0]]],
+        "steps": lanes[0].steps.numbers[is_shared[0]].tolist(),
         "ranks": [
             {
                 "name": label,
-                "own_ms": [float(value) for value in values],
+                "own_ms": values.tolist(),
                 "mean_own_ms": float(mean),
                 "communication_ms": float(lane.parts["communication"].mean()) / 1e6,
             }
@@ -318,20 +314,10 @@ def summarize(table: Table, lanes: list[Lane]) -> dict[str, Any]:
         "slowest": labels[slowest],
         "slowest_by": float(means[slowest] / means.mean() - 1) if means.mean() else 0.0,
     }
-    if len(common[0]):
+    if shared:
         grid = np.stack(own)
         result["waiting_ms"] = float((grid.max(0) - grid).mean())
     return result
-
-
-def _common(lanes: list[Lane]) -> list[np.ndarray]:
-    shared = set(lanes[0].steps.numbers.tolist())
-    for lane in lanes[1:]:
-        shared &= set(lane.steps.numbers.tolist())
-    return [
-        np.flatnonzero(np.isin(lane.steps.numbers, np.array(sorted(shared), np.int64)))
-        for lane in lanes
-    ]
 
 
 def lane_labels(table: Table, lanes: list[Lane]) -> list[str]:

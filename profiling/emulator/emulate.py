@@ -37,15 +37,8 @@ def execute(launch: Launch, architecture: int, seed: int = 0, *, counted: bool =
         _BINARIES[key] = load(ptx), shared_bytes
     binary, shared_bytes = _BINARIES[key]
     parameters, tensors = _arguments(launch, binary)
-    return run(
-        binary,
-        launch.grid,
-        parameters,
-        tensors,
-        shared_bytes=shared_bytes,
-        seed=seed,
-        counted=counted,
-    )
+    settings = {"shared_bytes": shared_bytes, "seed": seed, "counted": counted}
+    return run(binary, launch.grid, parameters, tensors, **settings)
 
 
 def _arguments(launch: Launch, binary: Binary) -> tuple[bytes, list[tuple[str, int, int]]]:

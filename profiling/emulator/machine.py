@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from emulator.parse import Operations, Program, parse
+from emulator.parse import Operations, Parser, Program
 
 _SOURCES = Path(__file__).parent / "native"
 _MOST_STEPS = 20_000_000
@@ -31,26 +31,18 @@ class _Tensor(ctypes.Structure):
     _fields_ = (("address", ctypes.c_uint64), ("bytes", ctypes.c_uint64), ("name", ctypes.c_char_p))
 
 
+_POINTER, _INT, _UINT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32
+
+
 class _Launch(ctypes.Structure):
     _fields_ = (
-        ("code", ctypes.c_void_p),
-        ("length", ctypes.c_int32),
-        ("operands", ctypes.c_void_p),
-        ("words", ctypes.c_int32),
-        ("constants", ctypes.c_void_p),
-        ("num_constants", ctypes.c_int32),
-        ("specials", ctypes.c_void_p),
-        ("num_specials", ctypes.c_int32),
-        ("parameters", ctypes.c_char_p),
-        ("parameter_bytes", ctypes.c_int32),
-        ("threads", ctypes.c_uint32),
-        ("shared_bytes", ctypes.c_uint32),
-        ("grid", ctypes.c_uint32 * 3),
-        ("tensors", ctypes.c_void_p),
-        ("num_tensors", ctypes.c_int32),
-        ("seed", ctypes.c_uint64),
-        ("most_steps", ctypes.c_uint64),
-        ("counts", ctypes.c_void_p),
+        *(("code", _POINTER), ("length", _INT), ("operands", _POINTER), ("words", _INT)),
+        *(("constants", _POINTER), ("num_constants", _INT)),
+        *(("specials", _POINTER), ("num_specials", _INT)),
+        *(("parameters", ctypes.c_char_p), ("parameter_bytes", _INT)),
+        *(("threads", _UINT), ("shared_bytes", _UINT), ("grid", _UINT * 3)),
+        *(("tensors", _POINTER), ("num_tensors", _INT)),
+        *(("seed", ctypes.c_uint64), ("most_steps", ctypes.c_uint64), ("counts", _POINTER)),
     )
 
 
@@ -103,7 +95,7 @@ def operations() -> Operations:
 
 
 def load(ptx: str) -> Binary:
-    program = parse(ptx, operations())
+    program = Parser(operations()).parse(ptx)
     flat = lambda rows: array("i", [_signed(x) for row in rows for x in row])
     constants = (
         (place, wide, value & 0xFFFFFFFF, value >> 32) for place, wide, value in program.constants
@@ -133,24 +125,12 @@ def run(
     pointer = lambda values: values.buffer_info()[0]
     places = (_Tensor * len(tensors))(*((at, size, name.encode()) for name, at, size in tensors))
     launch = _Launch(
-        code=pointer(binary.code),
-        length=len(program.code),
-        operands=pointer(binary.operands),
-        words=program.words,
-        constants=pointer(binary.constants),
-        num_constants=len(program.constants),
-        specials=pointer(binary.specials),
-        num_specials=len(program.specials),
-        parameters=parameters,
-        parameter_bytes=len(parameters),
-        threads=program.threads,
-        shared_bytes=shared_bytes,
-        grid=(ctypes.c_uint32 * 3)(*grid, *[1] * (3 - len(grid))),
-        tensors=ctypes.addressof(places),
-        num_tensors=len(tensors),
-        seed=seed,
-        most_steps=_MOST_STEPS,
-        counts=pointer(binary.counts) if counted else None,
+        *(pointer(binary.code), len(program.code), pointer(binary.operands), program.words),
+        *(pointer(binary.constants), len(program.constants)),
+        *(pointer(binary.specials), len(program.specials), parameters, len(parameters)),
+        *(program.threads, shared_bytes, (_UINT * 3)(*grid, *[1] * (3 - len(grid)))),
+        *(ctypes.addressof(places), len(tensors), seed, _MOST_STEPS),
+        pointer(binary.counts) if counted else None,
     )
     error = ctypes.create_string_buffer(1000)
     line, steps = ctypes.c_int(), ctypes.c_uint64()

@@ -50,11 +50,7 @@ class Program:
     lines: list[str] = field(default_factory=list)
 
 
-def parse(text: str, operations: Operations) -> Program:
-    return _Parser(operations).parse(text)
-
-
-class _Parser:
+class Parser:
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
         self._program = Program()
@@ -65,6 +61,7 @@ class _Parser:
         self._jumps: dict[int, str] = {}
 
     def parse(self, text: str) -> Program:
+        """Read the one kernel of a module."""
         program = self._program
         head, body = self._split(text)
         self._head(head)
@@ -312,9 +309,7 @@ class _Parser:
     def _number(self, operand: str) -> int:
         if operand in self._symbols:
             return self._symbols[operand]
-        if operand.startswith("0f"):
-            return int(operand[2:], 16)
-        if operand.startswith("0d"):
+        if operand.startswith(("0f", "0d")):
             return int(operand[2:], 16)
         try:
             return int(operand.rstrip("U"), 0)
