@@ -13,11 +13,7 @@ MAIN, AUTOGRAD = 100, 177
 
 @dataclass
 class Trace:
-    """Events of one process.
-
-    Args:
-        head: What stands beside the events.
-    """
+    """Events of one process; ``head`` stands beside them."""
 
     head: dict[str, Any] = field(default_factory=lambda: {"schemaVersion": 1})
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -27,18 +23,8 @@ class Trace:
         self, category: str, name: str, start: int, end: int, tid: Any = MAIN, **more: Any
     ) -> None:
         """Add an event with a duration; ``more`` are its arguments."""
-        self.events.append(
-            {
-                "ph": "X",
-                "cat": category,
-                "name": name,
-                "pid": 100,
-                "tid": tid,
-                "ts": start / 1000,
-                "dur": (end - start) / 1000,
-                "args": more,
-            }
-        )
+        event = {"ph": "X", "cat": category, "name": name, "pid": 100, "tid": tid, "args": more}
+        self.events.append(event | {"ts": start / 1000, "dur": (end - start) / 1000})
 
     def note(self, name: str, start: int, end: int, tid: int = MAIN) -> None:
         """Add a range of the user."""

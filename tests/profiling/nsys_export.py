@@ -46,62 +46,35 @@ def thread_id(pid: int, tid: int) -> int:
 
 @dataclass
 class Export:
-    """Rows by table; tables without rows are left out, as nsys leaves them out.
+    """Rows by table; tables without rows are left out, as nsys leaves them out."""
 
-    Args:
-        pid: Of the process whose rows are added.
-    """
-
-    pid: int = 100
+    pid: int = 100  # of the process whose rows are added
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     strings: dict[str, int] = field(default_factory=dict)
     correlation: int = 0
 
     def add(self, table: str, **values: Any) -> None:
-        """Add a row."""
         self.rows.setdefault(table, []).append(values)
 
     def string(self, text: str) -> int:
-        """The id of a text."""
         return self.strings.setdefault(text, len(self.strings) + 1)
 
     def range(
-        self,
-        name: str,
-        start: int,
-        end: int | None,
-        *,
-        tid: int = 100,
-        registered: bool = False,
-        payload: int | None = None,
-        kind: int = 59,
-    ) -> None:
+        self, name: str, start: int, end: int | None, *, tid: int = 100, registered: bool = False,
+        payload: int | None = None, kind: int = 59,
+    ) -> None:  # fmt: skip
         """Add an NVTX range: push/pop (59) or start/end (60)."""
         text = {"textId": self.string(name)} if registered else {"text": name}
-        self.add(
-            NVTX,
-            **text,
-            start=start,
-            end=end,
-            eventType=kind,
-            globalTid=thread_id(self.pid, tid),
-            domainId=0,
-            int64Value=payload,
-        )
+        thread = {"globalTid": thread_id(self.pid, tid), "domainId": 0, "int64Value": payload}
+        self.add(NVTX, **text, start=start, end=end, eventType=kind, **thread)
 
     def call(
         self, start: int, end: int, *, tid: int = 100, name: str = "cudaLaunchKernel_v7000"
     ) -> int:
         """Add a runtime call; returns its correlation id."""
         self.correlation += 1
-        self.add(
-            RUNTIME,
-            start=start,
-            end=end,
-            globalTid=thread_id(self.pid, tid),
-            correlationId=self.correlation,
-            nameId=self.string(name),
-        )
+        thread = {"globalTid": thread_id(self.pid, tid), "correlationId": self.correlation}
+        self.add(RUNTIME, start=start, end=end, **thread, nameId=self.string(name))
         return self.correlation
 
     def work(
@@ -111,16 +84,8 @@ class Export:
         """Add a kernel, copy, fill or graph."""
         if table == KERNEL:
             more |= {"demangledName": self.string(name), "shortName": self.string(name)}
-        self.add(
-            table,
-            start=start,
-            end=end,
-            deviceId=device,
-            streamId=stream,
-            correlationId=correlation,
-            globalPid=thread_id(self.pid, 0),
-            **more,
-        )
+        more |= {"correlationId": correlation, "globalPid": thread_id(self.pid, 0)}
+        self.add(table, start=start, end=end, deviceId=device, streamId=stream, **more)
 
     def kernel(
         self, launch: int, start: int, end: int, name: str = "void gemm<float>(float*)", *,
@@ -133,13 +98,7 @@ class Export:
     def write(
         self, path: Path, *, more_columns: Iterable[str] = (), without: Iterable[str] = ()
     ) -> Path:
-        """Write the file.
-
-        Args:
-            path: Of the file.
-            more_columns: Put before all others of every table, as newer versions might.
-            without: Columns that older versions do not have.
-        """
+        """Write the file, with columns before all others, as newer versions may have them."""
         self.add("META_DATA_EXPORT", name="EXPORT_PRODUCT_VERSION", value="2025.3.1.90")
         rows = self.rows | {
             "StringIds": [{"id": number, "value": text} for text, number in self.strings.items()]

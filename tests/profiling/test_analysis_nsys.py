@@ -41,79 +41,83 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "export.sqlite"
 
 
-def test_a_kernel_belongs_to_the_innermost_range_of_its_launch(path: Path) -> None:
-    export = Export()
-    export.range("step", 0, 1000)
-    export.range("forward", 10, 500, registered=True)
-    export.range("encoder", 20, 300)
-    export.range("encoder", 30, 200)
+def export(ranges: list[tuple], kernels: list[tuple]) -> Export:
+    """Ranges (name, start, end) and kernels (launch, start, end), with options at the end."""
+    made = Export()
+    for name, start, end, *options in ranges:
+        made.range(name, start, end, **dict(*options))
+    for launch, start, end, *options in kernels:
+        made.kernel(launch, start, end, **dict(*options))
+    return made
+
+
+ENGINE = "autograd::engine::evaluate_function: MmBackward0, seq = 7, op_id = 9"
+OTHER_THREAD = {"tid": AUTOGRAD}
+LABELS = {
     # Long after the range has ended on the host.
-    export.kernel(40, 700, 800)
-    export.kernel(250, 800, 850)
-    export.kernel(400, 850, 900)
-    export.kernel(600, 900, 950)
-    assert labelled(nsys.read(export.write(path))) == [
-        ("forward / encoder / encoder", "forward", "launch", False),
-        ("forward / encoder", "forward", "launch", False),
-        ("forward", "forward", "launch", False),
-        ("(step)", "(step)", "launch", False),
-    ]
+    "innermost": (
+        [
+            *(("step", 0, 1000), ("forward", 10, 500, {"registered": True})),
+            *(("encoder", 20, 300), ("encoder", 30, 200)),
+        ],
+        [(40, 700, 800), (250, 800, 850), (400, 850, 900), (600, 900, 950)],
+        [
+            ("forward / encoder / encoder", "forward", "launch", False),
+            ("forward / encoder", "forward", "launch", False),
+            ("forward", "forward", "launch", False),
+            ("(step)", "(step)", "launch", False),
+        ],
+    ),
+    "a launch that outlives a range": (
+        [("outer", 0, 100), ("inner", 10, 41)],
+        [(40, 60, 70)],
+        [("outer", "outer", "launch", False)],
+    ),
+    "backward without ranges of its thread": (
+        [("step", 0, 1000), ("backward", 500, 900)],
+        [(600, 650, 700, OTHER_THREAD), (950, 960, 970, OTHER_THREAD)],
+        [("backward", "backward", "time", True), ("(step)", "(step)", "time", False)],
+    ),
+    # A view has no node of its own, and bears the number of the next operator that makes one. The
+    # engine's range ends later than that of the node; between them, the node is backward too.
+    "backward by sequence number": (
+        [
+            *(("step", 0, 1000), ("forward", 10, 400), ("encoder", 20, 200)),
+            *(("aten::t, seq = 7, op_id = 1", 15, 18), ("aten::mm, seq = 7, op_id = 2", 30, 60)),
+            *(("backward", 500, 900), (ENGINE, 600, 700, OTHER_THREAD)),
+            ("MmBackward0, seq = 7, op_id = 10", 610, 690, OTHER_THREAD),
+            ("aten::mm, op_id = 11", 620, 680, OTHER_THREAD),
+        ],
+        [(40, 50, 60), (630, 640, 690, OTHER_THREAD)],
+        [
+            ("forward / encoder", "forward", "launch", False),
+            ("forward / encoder", "backward", "forward", True),
+        ],
+    ),
+    "operators alone": (
+        [("aten::mm, op_id = 3", 0, 100)],
+        [(10, 20, 30)],
+        [("(operator) aten::mm", UNATTRIBUTED, "operator", False)],
+    ),
+}
 
 
-def test_a_launch_that_outlives_a_range_is_not_in_it(path: Path) -> None:
-    export = Export()
-    export.range("outer", 0, 100)
-    export.range("inner", 10, 41)
-    export.kernel(40, 60, 70)
-    assert labelled(nsys.read(export.write(path)))[0][0] == "outer"
+@pytest.mark.parametrize(("ranges", "kernels", "expected"), LABELS.values(), ids=LABELS)
+def test_a_kernel_belongs_to_a_range(ranges, kernels, expected, path: Path) -> None:
+    table = nsys.read(export(ranges, kernels).write(path))
+    assert labelled(table) == expected
+    assert not any(", seq = " in name for name in table.names)
 
 
 def test_ranges_that_cross_are_searched_outwards(path: Path) -> None:
-    export = Export()
-    export.range("a", 0, 100, kind=60)
-    export.range("b", 20, 50, kind=60)
-    export.range("c", 40, 80, kind=60)
-    for launch in (45, 60, 90):
-        export.kernel(launch, launch + 100, launch + 110)
-    assert [row[0].split(" / ")[-1] for row in labelled(nsys.read(export.write(path)))] == [
-        *("c", "c", "a"),
+    crossing = [
+        ("a", 0, 100, {"kind": 60}),
+        ("b", 20, 50, {"kind": 60}),
+        ("c", 40, 80, {"kind": 60}),
     ]
-
-
-def test_backward_without_ranges_of_its_thread_goes_by_time(path: Path) -> None:
-    export = Export()
-    export.range("step", 0, 1000)
-    export.range("backward", 500, 900)
-    export.kernel(600, 650, 700, tid=AUTOGRAD)
-    export.kernel(950, 960, 970, tid=AUTOGRAD)
-    assert labelled(nsys.read(export.write(path))) == [
-        ("backward", "backward", "time", True),
-        ("(step)", "(step)", "time", False),
-    ]
-
-
-def test_backward_goes_to_its_forward_by_sequence_number(path: Path) -> None:
-    export = Export()
-    export.range("step", 0, 1000)
-    export.range("forward", 10, 400)
-    export.range("encoder", 20, 200)
-    # A view has no node of its own, and bears the number of the next operator that makes one.
-    export.range("aten::t, seq = 7, op_id = 1", 15, 18)
-    export.range("aten::mm, seq = 7, op_id = 2", 30, 60)
-    export.kernel(40, 50, 60)
-    export.range("backward", 500, 900)
-    # The engine's range ends later than that of the node; between them, the node is backward too.
-    engine = "autograd::engine::evaluate_function: MmBackward0, seq = 7, op_id = 9"
-    export.range(engine, 600, 700, tid=AUTOGRAD)
-    export.range("MmBackward0, seq = 7, op_id = 10", 610, 690, tid=AUTOGRAD)
-    export.range("aten::mm, op_id = 11", 620, 680, tid=AUTOGRAD)
-    export.kernel(630, 640, 690, tid=AUTOGRAD)
-    table = nsys.read(export.write(path))
-    assert labelled(table) == [
-        ("forward / encoder", "forward", "launch", False),
-        ("forward / encoder", "backward", "forward", True),
-    ]
-    assert "MmBackward0" in table.names
+    made = export(crossing, [(launch, launch + 100, launch + 110) for launch in (45, 60, 90)])
+    innermost = [row[0].split(" / ")[-1] for row in labelled(nsys.read(made.write(path)))]
+    assert innermost == ["c", "c", "a"]
 
 
 def test_missing_launches_are_reported_and_kept(path: Path) -> None:
@@ -169,10 +173,7 @@ def test_a_graph_recorded_whole_is_work_of_its_own(path: Path) -> None:
 
 
 def test_open_ranges_last_to_the_end_of_the_capture(path: Path) -> None:
-    export = Export()
-    export.range("open", 0, None)
-    export.kernel(50, 60, 900)
-    table = nsys.read(export.write(path))
+    table = nsys.read(export([("open", 0, None)], [(50, 60, 900)]).write(path))
     assert labelled(table)[0][0] == "open"
     assert table.ranges["end"].tolist() == [900]
     assert any("still open" in note.text for note in table.notes)
@@ -195,22 +196,13 @@ def test_copies_and_fills_have_names_that_say_what_memory(path: Path) -> None:
 def test_a_mark_that_numbers_each_iteration_is_one_label(path: Path) -> None:
     export = Export()
     for number in range(6):
-        export.range("step", 100 * number, 100 * number + 90)
-        export.range(f"compute {number}", 100 * number + 1, 100 * number + 50)
-        export.range(f"layer.{number % 2}", 100 * number + 2, 100 * number + 40)
-        export.kernel(100 * number + 10, 100 * number + 20, 100 * number + 30)
-    assert {row[0] for row in labelled(nsys.read(export.write(path)))} == {
-        *("compute # / layer.0", "compute # / layer.1"),
-    }
-
-
-def test_only_operators_still_name_the_work(path: Path) -> None:
-    export = Export()
-    export.range("aten::mm, op_id = 3", 0, 100)
-    export.kernel(10, 20, 30)
-    assert labelled(nsys.read(export.write(path))) == [
-        ("(operator) aten::mm", UNATTRIBUTED, "operator", False)
-    ]
+        begin = 100 * number
+        export.range("step", begin, begin + 90)
+        export.range(f"compute {number}", begin + 1, begin + 50)
+        export.range(f"layer.{number % 2}", begin + 2, begin + 40)
+        export.kernel(begin + 10, begin + 20, begin + 30)
+    labels = {row[0] for row in labelled(nsys.read(export.write(path)))}
+    assert labels == {"compute # / layer.0", "compute # / layer.1"}
 
 
 @pytest.mark.parametrize(
@@ -222,10 +214,8 @@ def test_only_operators_still_name_the_work(path: Path) -> None:
     ids=["newer", "older"],
 )
 def test_columns_come_and_go_with_versions(path: Path, options: dict) -> None:
-    export = Export()
-    export.range("step", 0, 1000, payload=3)
-    export.kernel(10, 20, 30)
-    assert labelled(nsys.read(export.write(path, **options)))[0][0] == "(step)"
+    made = export([("step", 0, 1000, {"payload": 3})], [(10, 20, 30)])
+    assert labelled(nsys.read(made.write(path, **options)))[0][0] == "(step)"
 
 
 def test_absent_tables_are_said_and_no_reason_to_fail(path: Path) -> None:
@@ -240,9 +230,8 @@ def test_absent_tables_are_said_and_no_reason_to_fail(path: Path) -> None:
 
 
 def test_ranges_alone_give_a_report_without_work(path: Path) -> None:
-    export = Export()
-    export.range("step", 0, 1000)
-    report = summary.analyze(sources.gather([export.write(path)])).report
+    path = export([("step", 0, 1000)], []).write(path)
+    report = summary.analyze(sources.gather([path])).report
     assert report["budget"] is None
     assert "nothing to judge" in report["verdict"]["text"]
 
