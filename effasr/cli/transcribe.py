@@ -148,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
     task = "transcribe" if target == source else "translate"
     default = Prompt(source, target, task, loaded.prompt.punctuation)
     if options.stream:
-        return _stream(options, loaded, _asked(default, options), decoding)
+        return _stream(options, loaded, _with_options(default, options), decoding)
     sources = _sources(options, default)
     writer = ResultWriter(_style(options), options.output, sources)
     if options.continued:
@@ -163,7 +163,7 @@ def run(options: argparse.Namespace) -> int:
             loaded.model,
             loaded.tokenizer,
             sources,
-            prompt=_asked(default, options),
+            prompt=_with_options(default, options),
             config=decoding,
             on_audio=progress.add_audio,
         )
@@ -321,24 +321,26 @@ def _sources(options: argparse.Namespace, default: Prompt) -> list[Source]:
     names = [
         name
         for argument in options.files
-        for name in (_listed() if argument == "-" else [argument])
+        for name in (_names_on_stdin() if argument == "-" else [argument])
     ]
     sources = find(names)
     if options.manifest is not None:
         # Lines without a language get the default source language: the same prompt as for a file,
         # if source and target are equal.
         listed = of_manifest(options.manifest, language=default.source)
-        sources += [replace(one, prompt=_asked(one.prompt or default, options)) for one in listed]
+        sources += [
+            replace(one, prompt=_with_options(one.prompt or default, options)) for one in listed
+        ]
     return sources
 
 
-def _listed() -> list[str]:
+def _names_on_stdin() -> list[str]:
     """Return names on standard input, separated by line feeds or zero bytes."""
     text = os.fsdecode(sys.stdin.buffer.read())
     return [name for name in text.split("\0" if "\0" in text else "\n") if name.strip()]
 
 
-def _asked(prompt: Prompt, options: argparse.Namespace) -> Prompt:
+def _with_options(prompt: Prompt, options: argparse.Namespace) -> Prompt:
     """Return a prompt with the changes that the options ask for."""
     if options.target_language is not None:
         target = options.target_language

@@ -86,7 +86,7 @@ def attention_beam(
     # For prompts longer than the shortest, later steps read the rest.
     shortest = min(map(len, prompts))
     state = model.start_decoding(encoded, longest, [prompt[: shortest - 1] for prompt in prompts])
-    search = _Search.begin(
+    search = _AttentionBeam.begin(
         model,
         encoded,
         prompts,
@@ -185,7 +185,7 @@ class _Scoring:
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
+class _AttentionBeam:
     """N utterances with K hypotheses each; one with a score of -inf is an empty place."""
 
     names: Tensor  # int64 (N,), the number of each utterance in the batch
@@ -215,7 +215,7 @@ class _Search:
         *,
         ctc: bool,
         coverage: bool,
-    ) -> _Search:
+    ) -> _AttentionBeam:
         device, shape = encoded.values.device, (len(prompts), beam)
         starts = [len(prompt) for prompt in prompts]
         frames = encoded.layout.lengths[: len(prompts)]
@@ -241,20 +241,20 @@ class _Search:
             coverage=Coverage.begin(frames, beam, device) if coverage else None,
         )
 
-    def keep(self, index: Tensor) -> _Search:
+    def keep(self, index: Tensor) -> _AttentionBeam:
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         scorers = {name: parts.pop(name) for name in ("ctc", "coverage")}
         parts = {name: tensor[index] for name, tensor in parts.items()}
         scorers = {name: one and one.keep(index) for name, one in scorers.items()}
-        return _Search(**parts, **scorers)
+        return _AttentionBeam(**parts, **scorers)
 
 
 def _advance(
     logits: Tensor,  # (N K, V), after ``position`` tokens
-    search: _Search,  # its hypotheses have not ended
+    search: _AttentionBeam,  # its hypotheses have not ended
     scoring: _Scoring,
     position: int,  # tokens that were read, the prompt's included
-) -> tuple[_Search, Tensor]:
+) -> tuple[_AttentionBeam, Tensor]:
     """Extend every hypothesis by tokens and by the end, and keep the K best.
 
     Also returns the row that each hypothesis comes from, int64 (N K,).
@@ -347,7 +347,9 @@ def repeats_ngram(labels: Tensor, symbols: Tensor, size: int) -> Tensor:
     return (begins[..., None] & ends).any(-2)
 
 
-def _recorded(search: _Search, scoring: _Scoring, best: NBest) -> tuple[_Search, list[int]]:
+def _recorded(
+    search: _AttentionBeam, scoring: _Scoring, best: NBest
+) -> tuple[_AttentionBeam, list[int]]:
     """Record complete hypotheses; also return which utterances go on."""
     covered = 0.0 if search.coverage is None else search.coverage.shares()
     complete = scoring.rank(search.scores, search.counts[:, None], covered)

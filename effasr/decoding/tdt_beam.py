@@ -14,7 +14,7 @@ from effasr.decoding.transducer_hypotheses import (
     NO_SCORE,
     Hypotheses,
     TransducerStreamsBase,
-    Utterances,
+    UtteranceFrames,
     likelier_frames,
     mapped,
     merge_equal,
@@ -49,7 +49,7 @@ def tdt_beam(
     """
     frames = head.encoder_projection(encoded.values)
     best = new_lists(encoded, len(limits), nbest)
-    utterances = Utterances.from_encoded(encoded, limits)
+    utterances = UtteranceFrames.from_encoded(encoded, limits)
     first = Hypotheses.begin(head, len(utterances), beam, with_frames=with_frames)
     ahead, passed = _with_empty_frames(head, first), 0
     while len(utterances):
@@ -74,7 +74,7 @@ def _with_empty_frames(head: Transducer, first: Hypotheses) -> tuple[Hypotheses,
 def _advance(
     head: Transducer,
     frames: Tensor,  # (T, J), projected
-    utterances: Utterances,
+    utterances: UtteranceFrames,
     ahead: Sequence[Hypotheses],  # at this frame, the next one, ... up to the longest duration
     passed: int | Tensor,  # number of earlier frames; int64 (N,) where it differs
 ) -> tuple[Hypotheses, ...]:

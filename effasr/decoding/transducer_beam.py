@@ -14,7 +14,7 @@ from effasr.decoding.transducer_hypotheses import (
     NO_SCORE,
     Hypotheses,
     TransducerStreamsBase,
-    Utterances,
+    UtteranceFrames,
     likelier_frames,
     merge_equal,
     new_lists,
@@ -46,9 +46,9 @@ def transducer_beam(
     """
     frames = head.encoder_projection(encoded.values)
     best = new_lists(encoded, len(limits), nbest)
-    utterances = Utterances.from_encoded(encoded, limits)
+    utterances = UtteranceFrames.from_encoded(encoded, limits)
     hypotheses = Hypotheses.begin(head, len(utterances), beam, with_frames=with_frames)
-    search = _Search(
+    search = _BeamState(
         utterances,
         hypotheses.scores.new_full((len(utterances), nbest), NO_SCORE),
         utterances.begins[:, None].expand(-1, beam),
@@ -59,32 +59,32 @@ def transducer_beam(
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
-    utterances: Utterances
+class _BeamState:
+    utterances: UtteranceFrames
     best: Tensor  # (N, nbest), scores of the likeliest complete hypotheses, the best first
     at: Tensor  # int64 (N, K), the row of the next frame of each hypothesis
     hypotheses: Hypotheses
 
-    def keep(self, index: Tensor) -> _Search:
-        return _Search(
+    def keep(self, index: Tensor) -> _BeamState:
+        return _BeamState(
             self.utterances.keep(index),
             self.best[index],
             self.at[index],
             self.hypotheses.keep(index),
         )
 
-    def in_range(self) -> _Search:
+    def in_range(self) -> _BeamState:
         """Let empty places, which count for nothing, read a frame that exists."""
         return replace(self, at=torch.minimum(self.at, (self.utterances.ends - 1)[:, None]))
 
 
-def _finish(head: Transducer, frames: Tensor, search: _Search, best: NBest) -> None:
+def _finish(head: Transducer, frames: Tensor, search: _BeamState, best: NBest) -> None:
     search = _recorded(search, best)
     while len(search.utterances):
         search = _recorded(_advance(head, frames, search), best)
 
 
-def _advance(head: Transducer, frames: Tensor, search: _Search) -> _Search:
+def _advance(head: Transducer, frames: Tensor, search: _BeamState) -> _BeamState:
     """Extend every hypothesis by the blank and by each label, and keep the K best."""
     before = search.hypotheses
     logits = head.logits(frames[search.at], before.predicted)
@@ -110,7 +110,7 @@ def _advance(head: Transducer, frames: Tensor, search: _Search) -> _Search:
     )
 
 
-def _recorded(search: _Search, best: NBest) -> _Search:
+def _recorded(search: _BeamState, best: NBest) -> _BeamState:
     """Record complete hypotheses, and drop utterances that no other hypothesis can improve."""
     hypotheses = search.hypotheses
     complete = search.at == search.utterances.ends[:, None]
@@ -163,13 +163,15 @@ class TransducerBeamStreams(TransducerStreamsBase):
         self._at[self._index(slots)] = at
         (self._beams,) = padded_equally((put(self._beams, self._index(slots), hypotheses),))
 
-    def _search(self, slots: Sequence[int]) -> tuple[Tensor, _Search]:
+    def _search(self, slots: Sequence[int]) -> tuple[Tensor, _BeamState]:
         """Return the unread frames of slots, and the search that reads them."""
         rows, utterances = self._frames.utterances(slots)
         index = self._index(slots)
         part = self._beams.keep(index)
         best = part.scores.new_full((len(slots), self.nbest), NO_SCORE)
-        return rows, _Search(utterances, best, self._at[index] + utterances.begins[:, None], part)
+        return rows, _BeamState(
+            utterances, best, self._at[index] + utterances.begins[:, None], part
+        )
 
     def _likeliest(self, slots: Sequence[int]) -> list[OpenTranscript]:
         index = self._index(slots)
@@ -201,7 +203,7 @@ class TransducerBeamStreams(TransducerStreamsBase):
         self._beams = put(self._beams, self._index([slot]), consistent)
 
 
-def _unfinished(search: _Search) -> Tensor:
+def _unfinished(search: _BeamState) -> Tensor:
     """Return the utterances of which no hypothesis has read all frames, int64 (M,)."""
     at_end = search.at >= search.utterances.ends[:, None]
     at_end &= search.hypotheses.scores > NO_SCORE

@@ -21,7 +21,7 @@ NO_SCORE = -torch.inf  # of an empty place of the beam
 
 
 @dataclass(frozen=True, slots=True)
-class Utterances:
+class UtteranceFrames:
     """N utterances with at least one frame, int64 (N,) each."""
 
     names: Tensor  # number of each utterance in the batch
@@ -30,7 +30,7 @@ class Utterances:
     limits: Tensor  # of labels
 
     @classmethod
-    def from_encoded(cls, encoded: PackedSequence, limits: Sequence[int]) -> Utterances:
+    def from_encoded(cls, encoded: PackedSequence, limits: Sequence[int]) -> UtteranceFrames:
         bounds, lengths = encoded.layout.cu_seqlens.long(), encoded.layout.lengths
         present = [name for name in range(len(limits)) if lengths[name]]
         names = torch.tensor(present, dtype=torch.int64, device=bounds.device)
@@ -40,8 +40,8 @@ class Utterances:
     def __len__(self) -> int:
         return len(self.names)
 
-    def keep(self, index: Tensor) -> Utterances:
-        return Utterances(
+    def keep(self, index: Tensor) -> UtteranceFrames:
+        return UtteranceFrames(
             self.names[index], self.begins[index], self.ends[index], self.limits[index]
         )
 
@@ -124,7 +124,7 @@ class Hypotheses:
             state=tuple(updated(old, new) for old, new in zip(self.state, state, strict=True)),
         )
 
-    def record(self, utterances: Utterances, least: Tensor | float, best: NBest) -> None:
+    def record(self, utterances: UtteranceFrames, least: Tensor | float, best: NBest) -> None:
         """Record the hypotheses with scores above ``least``, (N, 1) or one number."""
         row, column = (self.scores > least).nonzero(as_tuple=True)
         if len(row):
@@ -172,7 +172,7 @@ class UnreadFrames:
         """Count the frames of the open transcript from one on."""
         self._since[slot] = since
 
-    def utterances(self, slots: Sequence[int]) -> tuple[Tensor, Utterances]:
+    def utterances(self, slots: Sequence[int]) -> tuple[Tensor, UtteranceFrames]:
         """Return the frames of slots, (T, J), and the bounds of each among them.
 
         The utterances begin with the first frame of their streams, so that frames are numbered as
@@ -185,7 +185,7 @@ class UnreadFrames:
             ends.append(row)
         limits = [self._limit(self.end(slot) - self._since[slot]) for slot in slots]
         numbers = torch.tensor([list(range(len(slots))), begins, ends, limits])
-        return torch.cat([self._rows[slot] for slot in slots]), Utterances(
+        return torch.cat([self._rows[slot] for slot in slots]), UtteranceFrames(
             *numbers.to(self._device)
         )
 

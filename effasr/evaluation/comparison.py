@@ -65,7 +65,7 @@ def compare(scored: Sequence[Scored]) -> str:
         "against first",
     ):
         table.add_column(column, justify="left" if column in ("set", "system") else "right")
-    scored = _told_apart(scored)
+    scored = _numbered_where_equal(scored)
     for name in dict.fromkeys(one.set_name for one in scored):
         systems = [one for one in scored if one.set_name == name]
         for one in systems:
@@ -84,7 +84,7 @@ def compare(scored: Sequence[Scored]) -> str:
     return to_text(table) + "\n"
 
 
-def _told_apart(scored: Sequence[Scored]) -> list[Scored]:
+def _numbered_where_equal(scored: Sequence[Scored]) -> list[Scored]:
     """Return the results with numbers after names that several systems of a set have."""
     count = Counter((one.set_name, one.system) for one in scored)
     seen: Counter[tuple[str, str]] = Counter()

@@ -98,9 +98,9 @@ def _parts(table: Table, limit: int) -> Iterator[Table]:
     first, *others = ((column, [column.header, *column.cells]) for column in table.columns)
     widths = {id(column): max(map(_width, cells)) + 3 for column, cells in (first, *others)}
     while others:
-        room, taken = limit - 1 - widths[id(first[0])], 0
-        while taken < len(others) and (not taken or room >= widths[id(others[taken][0])]):
-            room -= widths[id(others[taken][0])]
+        columns_left, taken = limit - 1 - widths[id(first[0])], 0
+        while taken < len(others) and (not taken or columns_left >= widths[id(others[taken][0])]):
+            columns_left -= widths[id(others[taken][0])]
             taken += 1
         part = Table(box=table.box)
         for column, _ in (first, *others[:taken]):

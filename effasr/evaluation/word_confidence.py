@@ -10,7 +10,7 @@ from typing import Any
 import jiwer
 import numpy as np
 
-from effasr.decoding.confidence.calibration import Calibration, logit
+from effasr.decoding.confidence.calibration import ConfidenceCalibration, logit
 from effasr.transcription.results import WordConfidence
 
 Judged = tuple[float, bool]  # confidence of a word of a hypothesis, and whether the word is right
@@ -88,7 +88,7 @@ def _area(sure: np.ndarray, right: np.ndarray) -> float:
     return float(wins / (good * (len(sure) - good)))
 
 
-def fit_calibration(judged: Sequence[Judged], method: str) -> Calibration | None:
+def fit_calibration(judged: Sequence[Judged], method: str) -> ConfidenceCalibration | None:
     """Fit the map from confidences to probabilities by logistic regression.
 
     Platt, 1999: targets are moved from 0 and 1 by the counts, so that the fit is finite.
@@ -113,7 +113,7 @@ def fit_calibration(judged: Sequence[Judged], method: str) -> Calibration | None
         if following >= loss:
             break
         weights, loss = weights - size * step, following
-    return Calibration(float(weights[0]), float(weights[1]), method)
+    return ConfidenceCalibration(float(weights[0]), float(weights[1]), method)
 
 
 def _loss(x: np.ndarray, target: np.ndarray, weights: np.ndarray) -> float:

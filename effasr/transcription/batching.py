@@ -18,11 +18,11 @@ def plan_batches(
     check(frame_budget >= 1, "frame_budget", "be at least 1", frame_budget)
     check(max_sequences >= 1, "max_sequences", "be at least 1", max_sequences)
     batches: list[list[int]] = []
-    room = 0
+    frames_left = 0
     for index in sorted(range(len(frames)), key=lambda i: -frames[i]):
-        if not batches or frames[index] > room or len(batches[-1]) == max_sequences:
+        if not batches or frames[index] > frames_left or len(batches[-1]) == max_sequences:
             batches.append([])
-            room = frame_budget
+            frames_left = frame_budget
         batches[-1].append(index)
-        room -= frames[index]
+        frames_left -= frames[index]
     return batches

@@ -37,7 +37,13 @@ from effasr.transcription.inputs.chunking import Chunk, cut_at_pauses
 from effasr.transcription.inputs.prefetch import prefetch
 from effasr.transcription.inputs.vad import is_speech, loudness, without_gaps
 from effasr.transcription.online import OnlineStream, online_recognizer
-from effasr.transcription.recordings import FIRST_CHUNKS, Piece, Recording, Request, take_finished
+from effasr.transcription.recordings import (
+    FIRST_CHUNKS,
+    OpenRecording,
+    Piece,
+    Request,
+    take_finished,
+)
 from effasr.transcription.results import Alternative, Result, WordConfidence, word_confidences
 from effasr.transcription.second_pass.corrector import load_corrector
 from effasr.transcription.second_pass.rescore import load_second_pass
@@ -136,7 +142,7 @@ class Recognizer:
         enough = _WINDOW_BATCHES * self.config.frame_budget
         window: list[Piece] = []
         frames = 0
-        unfinished: deque[Recording] = deque()
+        unfinished: deque[OpenRecording] = deque()
         for recording in prefetch(self._begin, requests, workers=self.config.workers):
             unfinished.append(recording)
             for piece in recording.arriving():
@@ -151,14 +157,14 @@ class Recognizer:
         self._decode_batch(decoder, [], on_audio)
         yield from take_finished(unfinished)
 
-    def _begin(self, request: Request) -> Recording:
+    def _begin(self, request: Request) -> OpenRecording:
         """Open a recording and read its first chunks, which are all that most have."""
-        recording = Recording(request, self.sample_rate)
+        recording = OpenRecording(request, self.sample_rate)
         recording.coming = self._pieces(recording)
         recording.first = list(islice(recording.coming, FIRST_CHUNKS))
         return recording
 
-    def _pieces(self, recording: Recording) -> Iterator[Piece]:
+    def _pieces(self, recording: OpenRecording) -> Iterator[Piece]:
         # An error in one file must not end the transcription of the others.
         try:
             recording.prompt = self.prompt(recording.request.prompt)
@@ -187,7 +193,7 @@ class Recognizer:
         )
 
     def _speech(
-        self, recording: Recording, chunks: Iterable[tuple[Chunk, np.ndarray]]
+        self, recording: OpenRecording, chunks: Iterable[tuple[Chunk, np.ndarray]]
     ) -> Iterator[tuple[Chunk, np.ndarray]]:
         """Yield the chunks to decode and record the recording's duration."""
 

@@ -44,7 +44,7 @@ class Request:
 class Piece:
     """A chunk of a recording, with its text once it is decoded."""
 
-    recording: Recording
+    recording: OpenRecording
     chunk: Chunk
     audio: np.ndarray
     frames: int
@@ -58,7 +58,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Recording:
+class OpenRecording:
     """A request, and the part of its audio that has been read."""
 
     request: Request
@@ -112,6 +112,6 @@ class Recording:
         return Transcription(self.request.id, self.duration, text, segments, space, prompt)
 
 
-def take_finished(recordings: deque[Recording]) -> Iterator[Result]:
+def take_finished(recordings: deque[OpenRecording]) -> Iterator[Result]:
     while recordings and recordings[0].finished:
         yield recordings.popleft().result()

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from effasr.data.prompt import Prompt
-from effasr.decoding.confidence.calibration import Calibration
+from effasr.decoding.confidence.calibration import ConfidenceCalibration
 from effasr.decoding.decoded import Score
 from effasr.decoding.hypothesis import ScoreParts
 from effasr.transcription.word_timestamps import Word, word_groups
@@ -86,7 +86,7 @@ def word_confidences(
     decode: Callable[[list[int]], str],
     *,
     spaces: bool = True,
-    calibration: Calibration | None = None,
+    calibration: ConfidenceCalibration | None = None,
 ) -> tuple[WordConfidence, ...]:
     words = []
     places = [(n, n + 1) for n in range(len(tokens))]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from effasr.cli.main import main
-from effasr.decoding.confidence.calibration import Calibration, logit
+from effasr.decoding.confidence.calibration import ConfidenceCalibration, logit
 from effasr.evaluation.normalizer import basic
 from effasr.evaluation.word_confidence import confidence_report, fit_calibration, judge
 from effasr.transcription.results import WordConfidence
@@ -52,7 +52,7 @@ def test_calibration_error_and_area_are_those_of_their_definitions():
 
 def test_a_fit_finds_the_map_that_made_the_words():
     draw = np.random.default_rng(1)
-    true = Calibration(0.4, 1.5, "ctc")
+    true = ConfidenceCalibration(0.4, 1.5, "ctc")
     sure = draw.random(20_000)
     right = draw.random(20_000) < np.array([true(value) for value in sure])
     judged = list(zip(sure.tolist(), right.tolist(), strict=True))
@@ -74,7 +74,7 @@ def test_a_fit_of_separable_words_is_finite():
     assert found(0.1) == pytest.approx(1 / 7, abs=1e-3)
     assert math.isfinite(logit(0.0))
     assert math.isfinite(logit(1.0))
-    assert Calibration(1e3, 0.0, "ctc")(0.0) == 0.0
+    assert ConfidenceCalibration(1e3, 0.0, "ctc")(0.0) == 0.0
     assert fit_calibration([(0.5, True)] * 3, "ctc") is None
 
 
@@ -103,7 +103,7 @@ def test_commands_report_and_apply_confidences(tmp_path, saved, noise, capsys):
     assert found["calibrated"] is False
 
     file = tmp_path / "out/calibration.json"
-    map_of = Calibration.load(file)
+    map_of = ConfidenceCalibration.load(file)
     assert main([*heard, "--calibration", str(file)]) == 0
     (segment,) = json.loads(capsys.readouterr().out)["segments"]
     mapped = [one["confidence"] for one in segment["word_confidences"]]

@@ -20,7 +20,7 @@ from effasr.checkpoint import WEIGHTS, load_model, resolve
 from effasr.cli.main import main
 from effasr.data.checksums import sha256
 from effasr.data.prompt import Prompt
-from effasr.decoding.confidence.calibration import Calibration
+from effasr.decoding.confidence.calibration import ConfidenceCalibration
 from effasr.evaluation.comparison import read_run
 from effasr.evaluation.model_card import read_data, read_tested
 from effasr.evaluation.result import CALIBRATION, Evaluation, ScoredUtterance, save
@@ -69,7 +69,7 @@ def _compare(run: Path) -> Any:
 
 
 def _calibrate(run: Path) -> Any:
-    return Calibration.load(run / "evaluation" / "test" / CALIBRATION)
+    return ConfidenceCalibration.load(run / "evaluation" / "test" / CALIBRATION)
 
 
 Reader = Callable[[Path], Any]

@@ -20,7 +20,7 @@ def logit(confidence: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
+class ConfidenceCalibration:
     """An affine map of log-odds: ``slope`` is an inverse temperature."""
 
     slope: float
@@ -50,10 +50,10 @@ class Calibration:
         return cls(float(row["slope"]), float(row["intercept"]), row["method"])
 
 
-def load_calibration(path: Path | None, method: str) -> Calibration | None:
+def load_calibration(path: Path | None, method: str) -> ConfidenceCalibration | None:
     if path is None:
         return None
-    calibration = Calibration.load(path)
+    calibration = ConfidenceCalibration.load(path)
     if calibration.method != method:
         raise ValueError(
             f"`calibration` {path} must be of the method {method}, but is of "

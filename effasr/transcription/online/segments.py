@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from effasr.data.tokenizer import Tokenizer
-from effasr.decoding.confidence.calibration import Calibration
+from effasr.decoding.confidence.calibration import ConfidenceCalibration
 from effasr.decoding.confidence.tokens import StreamConfidences
 from effasr.decoding.hypothesis import Hypothesis
 from effasr.decoding.streams import BeamStreams, Emitted, OpenTranscript
@@ -70,7 +70,7 @@ class SegmentOptions:
     nbest: int | None
     words: bool
     word_confidence: bool
-    calibration: Calibration | None
+    calibration: ConfidenceCalibration | None
     spaces: bool
 
 
