@@ -28,8 +28,7 @@ from analysis.table import NONE, Kind, Names, Nest, Table, busiest_thread
 RULES = ("none", "launch", "forward", "time", "external id", "operator")
 _NO_RULE, _LAUNCH, _FORWARD, _TIME, _EXTERNAL, _OPERATOR = range(6)
 UNATTRIBUTED = "(unattributed)"
-STEP = "(step)"
-"""Directly in the step, in no range of it."""
+STEP = "(step)"  # directly in the step, in no range of it
 _NUMBER = re.compile(r"\d+")
 _MANY = 5
 _BACKWARD = re.compile(r"^backward", re.IGNORECASE)

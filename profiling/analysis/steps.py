@@ -22,8 +22,7 @@ STEP = re.compile(
 DATA = re.compile(r"^(data|data[ _]?(wait|load\w*)|fetch|next_batch|enumerate\(DataLoader\))", re.I)
 _NO_STEP = re.compile(r"^(validat|evaluat|checkpoint|save)", re.I)
 PROFILER_STEP = re.compile("ProfilerStep#")
-_INTERRUPTION = 10
-"""A pause as long as so many steps is not part of one."""
+_INTERRUPTION = 10  # a pause as long as so many steps is not part of one
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,8 @@ class Kind(IntEnum):
     KERNEL = 0
     COPY = 1
     FILL = 2
-    GRAPH = 3
-    """A whole CUDA graph, of which the profiler recorded no kernels."""
-    OPERATOR = 4
-    """A stretch of an operator on the CPU, where a trace has no GPU."""
+    GRAPH = 3  # a whole CUDA graph, of which the profiler recorded no kernels
+    OPERATOR = 4  # a stretch of an operator on the CPU, where a trace has no GPU
 
 
 _SPAN = {"start": "i8", "end": "i8", "process": "i4"}
@@ -40,8 +38,7 @@ RANGE = _columns(
     # The forward operator of a backward one: its thread and when it began.
     **{"forward_thread": "i8", "forward_time": "i8"},
 )
-NONE = -1
-"""Not known, in every column but those of times: a time is known where its thread is."""
+NONE = -1  # not known, in every column but those of times: a time is known where its thread is
 
 
 @dataclass(slots=True)

@@ -24,8 +24,7 @@ NAMES = {
     "host_gap": "host gaps",
     "idle": "other idle time",
 }
-_COMPUTE_BOUND = 0.10
-"""Below this share of everything that is not compute, compute is the limit."""
+_COMPUTE_BOUND = 0.10  # below this share of everything that is not compute, compute is the limit
 _LEAST = 0.005
 _LIMITS = {
     "communication": "Communication that nothing hides takes {lost}; {device} computes for "

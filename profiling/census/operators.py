@@ -34,11 +34,10 @@ call a CUB sort depend on sizes; their numbers are typical values."""
 _READS_ROWS = {"embedding", "index", "index_select", "gather"}
 """Operators that read only the returned elements of their first tensor."""
 
-_OVERWRITES = {
+_OVERWRITES = {  # operators that change their first argument without reading it
     *("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"),
     *("_foreach_copy_", "_foreach_zero_"),
 }
-"""Operators that change their first argument without reading it."""
 
 _CATEGORIES = {
     "gemm": {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm"},

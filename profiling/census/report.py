@@ -21,11 +21,10 @@ _BYTES_PER_SECOND = 4.8e12
 _FLOPS_WITHOUT_TENSOR_CORES = 67e12
 """Memory bandwidth and float32 peak from NVIDIA's H200 data sheet."""
 
-_MIXING = {
+_MIXING = {  # operations that mix frames or compute a loss; the other operations come between them
     *("attention", "guided_attention", "depthwise_conv", "strided_depthwise", "subsampling_stem"),
     *("linear_cross_entropy", "ctc_loss", "transducer_loss"),
 }
-"""Operations that mix frames or compute a loss; the other operations come between them."""
 
 _GRAPH_INPUTS_AND_OUTPUTS = 3
 """Number of copies around a replay besides the batch: counts in, loss and its parts out."""

@@ -27,10 +27,9 @@ from effasr.nn.lora import adapt
 from effasr.training.calibration.workload import Lengths, Population
 from effasr.training.config import TrainConfig
 
-NAME = "speech_llm_lora"
-"""The recipe."""
+NAME = "speech_llm_lora"  # the recipe
 
-QWEN3_1_7B = {
+QWEN3_1_7B = {  # the sizes in its ``config.json``: https://huggingface.co/Qwen/Qwen3-1.7B
     "model_type": "qwen3",
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -42,7 +41,6 @@ QWEN3_1_7B = {
     "max_position_embeddings": 40_960,
     "tie_word_embeddings": True,
 }
-"""The sizes in its ``config.json``: https://huggingface.co/Qwen/Qwen3-1.7B."""
 
 Layout = Literal["packed", "random", "sorted"]
 """How conversations share rows: packed; or padded to the longest of a batch, whose conversations

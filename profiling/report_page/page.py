@@ -25,8 +25,7 @@ from report_page.markup import (
     unbroken,
 )
 
-_NOTABLE = 0.005
-"""Ranks whose times differ by less are the same."""
+_NOTABLE = 0.005  # ranks whose times differ by less are the same
 
 
 def render(report: dict[str, Any]) -> str:
@@ -106,8 +105,7 @@ IDLE = {
     "synchronizing": "the host is blocked in a synchronizing call",
     "outside": "the host is in no range",
 }
-_MOST_STEPS = 40
-"""Shown one by one; report.json has all."""
+_MOST_STEPS = 40  # shown one by one; report.json has all
 
 
 def contents(report: dict[str, Any]) -> list[tuple[str, str, Callable[[dict[str, Any]], str]]]:
@@ -427,8 +425,7 @@ _LOG: dict[str, tuple[str, Show]] = {
     "padding_frames": ("padding of frames", lambda value: f"{100 * value:.2f} %"),
     "padding_tokens": ("padding of tokens", lambda value: f"{100 * value:.2f} %"),
 }
-_NOTABLE_CHANGE = 0.01
-"""A smaller change is shown in neither colour."""
+_NOTABLE_CHANGE = 0.01  # a smaller change is shown in neither colour
 
 
 def _comparison(report: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Looks of the page, in light and in dark, and the little that its script does."""
 
-PARTS = {
+PARTS = {  # colour of each part of the budget
     "compute": "--blue",
     "communication": "--violet",
     "copies": "--aqua",
@@ -8,9 +8,8 @@ PARTS = {
     "host_gap": "--yellow",
     "idle": "--grey",
 }
-"""Colour of each part of the budget."""
 
-CATEGORIES = {
+CATEGORIES = {  # colour of each category of kernels
     "matmul": "--blue",
     "attention": "--violet",
     "convolution": "--aqua",
@@ -23,7 +22,6 @@ CATEGORIES = {
     "copy": "--brown",
     "other": "--grey",
 }
-"""Colour of each category of kernels."""
 
 CYCLE = ["--blue", "--aqua", "--yellow", "--violet", "--orange", "--green", "--magenta", "--red"]
 """Colours of ranges, in the order in which they come."""
