@@ -123,6 +123,31 @@ def test_lengths(lengths: tuple[int, ...], dtype: torch.dtype, device: torch.dev
     problem(dtype, device, lengths).check()
 
 
+@pytest.mark.parametrize(
+    ("of_q", "of_k", "options"),
+    [
+        ((2, 150, 65), None, {}),
+        ((5, 70, 0, 2, 1), (40, 3, 4, 0, 1), {}),
+        ((1, 3), (75, 0), {}),
+        ((33, 6), None, {"spare": 0}),
+        *(((3, 9), None, {"width": width}) for width in (36, 256)),
+        *(
+            pytest.param((3, 9), None, {"width": width}, marks=pytest.mark.extended)
+            for width in (1, 16, 64, 100, 128)
+        ),
+    ],
+    ids=str,
+)
+def test_tiles_and_widths(
+    of_q: tuple[int, ...],
+    of_k: tuple[int, ...] | None,
+    options: dict[str, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    problem(dtype, device, of_q, of_k, heads=1, **options).check()
+
+
 def test_scores_are_finite_to_whole_vectors(dtype: torch.dtype, device: torch.device) -> None:
     """Attention multiplies those past the last key by zeros."""
     given = problem(dtype, device, (67, 5, 8))
@@ -169,34 +194,6 @@ def test_the_backward_gets_the_sums_of_its_rows(dtype: torch.dtype, device: torc
     assert scores.masked_fill(~given.defined(8), 0).isfinite().all()
 
 
-def test_more_than_one_tile(dtype: torch.dtype, device: torch.device) -> None:
-    problem(dtype, device, (2, 150, 65), heads=1).check()
-
-
-@pytest.mark.parametrize(
-    ("lengths_q", "lengths_k"),
-    [((5, 70, 0, 2, 1), (40, 3, 4, 0, 1)), ((1, 3), (75, 0))],
-    ids=["either", "few_queries"],
-)
-def test_from_one_layout_to_another(
-    lengths_q: tuple[int, ...],
-    lengths_k: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    problem(dtype, device, lengths_q, lengths_k, heads=1).check()
-
-
-@pytest.mark.parametrize("width", [1, 16, 36, 64, 100, 128, 256])
-@pytest.mark.representative(width=[36, 256])
-def test_head_widths(width: int, dtype: torch.dtype, device: torch.device) -> None:
-    problem(dtype, device, (3, 9), heads=1, width=width).check()
-
-
-def test_a_table_as_short_as_can_be(dtype: torch.dtype, device: torch.device) -> None:
-    problem(dtype, device, (33, 6), heads=1, spare=0).check()
-
-
 def test_distances_that_none_has_get_no_gradient(device: torch.device) -> None:
     given = problem(torch.float32, device, (3, 5), (4, 2), spare=60)
     table = given.solve()["table"]
@@ -216,41 +213,6 @@ def test_no_rows(device: torch.device) -> None:
     q, *shared = relative_backward(scores, nothing, nothing, position, layout, layout, _SCALE)
     assert q.shape == nothing.shape
     assert not any(x.any() for x in shared)
-
-
-def test_columns_apart(device: torch.device) -> None:
-    given = problem(torch.float32, device, (4, 3))
-    spread = lambda x: torch.stack([x, x], -1)[..., 0]
-    position = given.position.content_bias, given.position.position_bias, given.position.table
-    apart = Problem(
-        spread(given.q),
-        spread(given.k),
-        RelativeBias(*map(spread, position)),
-        given.layout_q,
-        given.layout_k,
-        given.ds,
-    )
-    actual = apart.solve()
-    for name, expected in given.solve().items():
-        assert torch.equal(actual[name], expected), name
-
-
-def test_a_repeat_is_bitwise_equal(dtype: torch.dtype, device: torch.device) -> None:
-    given = problem(dtype, device, (70, 5), heads=1)
-    first, second = given.solve(), given.solve()
-    for name, expected in first.items():
-        assert torch.equal(second[name], expected), name
-
-
-def test_nan_stays_in_its_sequence(device: torch.device) -> None:
-    given = problem(torch.float32, device, (5, 7, 3))
-    plain = given.solve()
-    given.q[5:12] = torch.nan
-    given.ds[5:12] = torch.nan
-    poisoned = given.solve()
-    for name in ("scores", "q"):
-        for rows in (slice(0, 5), slice(12, None)):
-            assert torch.equal(poisoned[name][rows], plain[name][rows]), name
 
 
 def test_buffer_past_two_billion_elements(device: torch.device) -> None:

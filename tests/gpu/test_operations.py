@@ -341,6 +341,11 @@ VALUES: dict[str, list[Row]] = {
         # More groups than a search reads at a time.
         Row((6,), {"sizes": (3, *[0] * 130, 2, 1), "inputs": 8}, 2, _FLOAT32, extended=True),
     ],
+    "guided_attention": _each(
+        (17, 3, 2, 0),
+        _values("seed", 1, 2**62 - 1, lengths_k=(40, 33, 0, 5), width=16, dropout=0.375),
+        patches={"guided_attention.reference:Dropout": PhiloxDropout},
+    ),
     "rms_norm": [
         # A row of one number is 1 or -1 whatever its size: its gradient is what rounding leaves.
         *_each((5,), _values("width", 2, 128, 5_120, 6, 37, 2_048, wide=True), 3),
