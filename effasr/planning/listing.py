@@ -30,7 +30,6 @@ from effasr.data.filters.rules import (
     Limits,
     Reason,
     Rule,
-    apply_rules,
     check_copies,
     text_of,
 )
@@ -507,10 +506,10 @@ class _LengthFilter:
 
     def apply(self, rules: Sequence[Rule]) -> None:
         for rule in rules:
-            # Only of what is kept: rates of utterances that are too short might overflow.
-            for _, is_broken in apply_rules([rule], self.lengths[self.kept], self._limits):
-                explain = partial(self._explain, rule)
-                self.drop(self.kept[is_broken], rule.reason, explain)
+            if (limit := rule.active_limit(self._limits)) is not None:
+                # Only of what is kept: rates of utterances that are too short might overflow.
+                is_broken = rule.is_broken(self.lengths[self.kept], limit)
+                self.drop(self.kept[is_broken], rule.reason, partial(self._explain, rule))
 
     def drop(self, rows: np.ndarray, reason: Reason, details: Callable[[int], str]) -> None:
         """Drop these utterances, as far as they are kept."""

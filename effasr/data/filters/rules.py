@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,7 +55,7 @@ class RejectedUtterance(ValueError):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Lengths:
     """Lengths of an utterance: numbers, or columns of many utterances."""
 
@@ -90,6 +90,11 @@ class Rule(NamedTuple):
     limit: str  # field of `Limits`; None or False turns the rule off
     is_broken: Callable[[Lengths, Any], Any]
     details: str
+
+    def active_limit(self, limits: Limits) -> Any:
+        """Return the limit; None where the rule is turned off."""
+        limit = getattr(limits, self.limit)
+        return None if limit is False else limit
 
     def explain(self, lengths: Lengths, limits: Limits) -> str:
         return self.details.format(x=lengths, limit=getattr(limits, self.limit))
@@ -157,20 +162,12 @@ TOKEN_RULES = (
 )
 
 
-def apply_rules(
-    rules: Sequence[Rule], lengths: Lengths, limits: Limits
-) -> Iterator[tuple[Rule, Any]]:
-    """Yield each rule that a limit turns on, and whether it is broken."""
-    for rule in rules:
-        limit = getattr(limits, rule.limit)
-        if limit is not None and limit is not False:
-            yield rule, rule.is_broken(lengths, limit)
-
-
 def require(rules: Sequence[Rule], lengths: Lengths, limits: Limits) -> None:
     """Raise `RejectedUtterance` for the first rule that an utterance breaks."""
-    for rule, is_broken in apply_rules(rules, lengths, limits):
-        if is_broken:
+    for rule in rules:
+        limit = getattr(limits, rule.limit)
+        # Not a method of the rule: this runs some ten times for each utterance of a manifest.
+        if limit is not None and limit is not False and rule.is_broken(lengths, limit):
             raise RejectedUtterance(rule.reason, rule.explain(lengths, limits))
 
 
@@ -218,18 +215,20 @@ def check(
     Returns the tokens (``tokens``, if given): None without a tokenizer, `UNTRANSCRIBED` for an
     utterance that is used without a text.
     """
-    text, seconds = text_of(cut), duration_at(cut.duration, speed)
-    require(DURATION_RULES, Lengths(seconds), limits)
-    lengths = Lengths(seconds, frames_of(cut, limits.framing, speed), len(text))
+    text = text_of(cut)
+    lengths = Lengths(duration_at(cut.duration, speed))
+    require(DURATION_RULES, lengths, limits)
+    lengths.frames = frames_of(cut, limits.framing, speed)
     if limits.text == "ignored" or (limits.text == "optional" and not text):
         _check_content(cut, "", limits)
         if limits.text == "optional" and not prompt_of(cut).monotonic:
             raise RejectedUtterance(Reason.EMPTY_TEXT, EMPTY_TRANSLATION)
-        require(FRAME_RULES, Lengths(seconds, lengths.frames), limits)
+        require(FRAME_RULES, lengths, limits)
         return UNTRANSCRIBED
     if not text:
         raise RejectedUtterance(Reason.EMPTY_TEXT, EMPTY_TEXT)
     _check_content(cut, text, limits)
+    lengths.characters = len(text)
     require(FRAME_RULES, lengths, limits)
     if tokenizer is None:
         return None
@@ -238,15 +237,8 @@ def check(
     except UnknownLanguageError as error:
         raise RejectedUtterance(Reason.UNKNOWN_LANGUAGE, str(error)) from error
     require_spelling(tokens, tokenizer, text)
-    lengths = Lengths(
-        seconds,
-        lengths.frames,
-        len(text),
-        len(tokens.text),
-        len(tokens.prompt),
-        frames_for_ctc(tokens.text),
-        tokens.monotonic,
-    )
+    lengths.text, lengths.prompt = len(tokens.text), len(tokens.prompt)
+    lengths.ctc_frames, lengths.monotonic = frames_for_ctc(tokens.text), tokens.monotonic
     require(TOKEN_RULES, lengths, limits)
     return tokens
 

@@ -113,32 +113,29 @@ class IndexBuilder:
         assert tokens is not None
         self.audio.append(cut)
         self.tokens.append(tokens.prompt + tokens.text)
-        self._append(speakers=self._speaker_id(cut.supervisions[0].speaker))
+        self.columns["speakers"].append(self._speaker_id(cut.supervisions[0].speaker))
         prompt_id = self.prompts.setdefault(prompt_of(cut), len(self.prompts))
-        for number in usable:
-            speed = limits.speed_perturbation[number]
-            self._append(
-                rows=len(self.audio) - 1,
-                speeds=number,
-                token_lengths=len(tokens.prompt) + len(tokens.text),
-                prompt_lengths=len(tokens.prompt),
-                prompt_ids=prompt_id,
-                frames=frames_of(cut, limits.framing, speed),
-                durations=duration_at(cut.duration, speed),
-                sources=source,
-                opened=not isinstance(utterance, CutUtterance),
-            )
-
-    def _append(self, **values: float) -> None:
-        for name, value in values.items():
-            self.columns[name].append(value)
+        count, speeds = len(usable), [limits.speed_perturbation[number] for number in usable]
+        utterances = {
+            "rows": [len(self.audio) - 1] * count,
+            "speeds": usable,
+            "token_lengths": [len(tokens.prompt) + len(tokens.text)] * count,
+            "prompt_lengths": [len(tokens.prompt)] * count,
+            "prompt_ids": [prompt_id] * count,
+            "frames": [frames_of(cut, limits.framing, speed) for speed in speeds],
+            "durations": [duration_at(cut.duration, speed) for speed in speeds],
+            "sources": [source] * count,
+            "opened": [not isinstance(utterance, CutUtterance)] * count,
+        }
+        for column, values in utterances.items():
+            self.columns[column].extend(values)
 
     def _speaker_id(self, name: str | None) -> int:
         return self.speaker_ids.setdefault(name, len(self.speaker_ids)) if name else -1
 
     def _drop(self, drop: Dropped) -> None:
         self.dropped.append(drop)
-        self._append(dropped_before=len(self))
+        self.columns["dropped_before"].append(len(self))
 
     def extend(self, other: IndexBuilder) -> None:
         lines, utterances = len(self.audio), len(self)
