@@ -23,6 +23,7 @@ CUTS_FILE = "cuts.jsonl.gz"  # file that identifies a prepared folder
 _MAX_NUMBER = 2**53
 """Samples, and more than seconds, that a recording may have: floats are exact up to here."""
 _MAX_CHANNEL = 1024
+_NO_FILE = Path()
 
 _SOURCE_TYPES = ("file", "memory", "shar")
 _SUSPECT = re.compile(r"command|url|sph|opus|\\u", re.IGNORECASE)
@@ -72,7 +73,7 @@ def make_absolute(cut: Cut, folder: Path) -> None:
 def prompt_of(cut: Cut) -> Prompt:
     custom = getattr(cut, "custom", None)
     values = prompt_values(custom, cut.supervisions[0].language)
-    return ManifestRow(values, Path(), 0, cut.id).prompt(Prompt().source)
+    return ManifestRow(values, _NO_FILE, 0, cut.id).prompt(Prompt().source)
 
 
 def prompt_values(custom: Mapping[str, Any] | None, spoken: str | None) -> dict[str, Any]:

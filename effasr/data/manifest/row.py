@@ -43,7 +43,7 @@ class RowError(ValueError):
         return self._message
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ManifestRow:
     """The fields of one line; a field that breaks a rule raises `RowError`."""
 
