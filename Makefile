@@ -20,7 +20,7 @@ RUNS ?= 20
 PROCESS_TESTS := tests/distributed tests/faults \
   tests/cli/test_torchrun.py tests/data/test_locks.py \
   tests/data/test_corpus_cache_processes.py tests/data/test_loader.py \
-  tests/training/calibration/test_settle.py \
+  tests/training/calibration/test_auto_budget.py \
   tests/training/language_model/test_training.py::test_two_processes_train_adapters_as_one \
   tests/training/test_weight_copies.py::test_ranks_exchange_the_gradients_of_autocast \
   $(addprefix tests/training/test_, $(addsuffix .py, \

@@ -49,11 +49,9 @@ class LocalUpdates(Averager):
         self._tensors = [*(p.detach() for p in _trained(model)), *statistics]
 
     def is_local(self, step: int) -> bool:
-        """See `Averager.is_local`."""
         return step >= self._warmup_steps
 
     def synchronize(self, others: Iterable[Tensor] = ()) -> None:
-        """See `Averager.synchronize`."""
         average_training_state(self._model, self._optimizer, others, self._context)
 
 
@@ -110,6 +108,5 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def check_warmup(steps: int) -> None:
-    """Raise a ValueError for a negative ``warmup_steps``."""
     if steps < 0:
         raise ValueError(f"`warmup_steps` must be at least 0, but is {steps}.")

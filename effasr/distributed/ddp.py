@@ -70,7 +70,6 @@ class RecoverableAllReduceHook:
 
     @property
     def begun(self) -> bool:
-        """Whether the last forward of the step has run, so that buckets may be sent."""
         return self._begun
 
     def complete(self, gradients: Sequence[Tensor | None]) -> None:
@@ -138,7 +137,6 @@ class _Touch(nn.Module):
         self._reached = tuple(parameters)
 
     def forward(self) -> Tensor:
-        """See `_touch`."""
         return _touch(self._reached)
 
 

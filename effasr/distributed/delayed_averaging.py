@@ -43,7 +43,6 @@ class DelayedAveraging(LocalUpdates):
         context: DistributedContext,
         warmup_steps: int,
     ) -> None:
-        """See `LocalUpdates`."""
         super().__init__(model, optimizer, statistics, context, warmup_steps)
         # A separate group, because others are used during the all-reduce.
         self._group = context.new_group()
@@ -51,7 +50,6 @@ class DelayedAveraging(LocalUpdates):
 
     @torch.no_grad()
     def before(self, step: int) -> None:
-        """Start the all-reduce of the weights."""
         # Weights are equal until the first local step.
         if step <= self._warmup_steps:
             return

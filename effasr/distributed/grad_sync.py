@@ -121,24 +121,19 @@ class DDPGradientSync(GradientSync):
 
     @property
     def module(self) -> nn.Module:
-        """See `GradientSync.module`."""
         return self._ddp.module
 
     def begin(self, on_first_bucket: Callable[[], object]) -> None:
-        """See `GradientSync.begin`."""
         self._hook.begin(on_first_bucket)
 
     def no_sync(self) -> AbstractContextManager:
-        """See `GradientSync.no_sync`."""
         return self._ddp.no_sync()
 
     def discard(self) -> None:
-        """See `GradientSync.discard`."""
         if not self._hook.begun:
             super().discard()
 
     def replace(self, gradients: Sequence[Tensor | None], *, exchanging: bool) -> None:
-        """See `GradientSync.replace`."""
         if exchanging:
             self._hook.complete(gradients)
         else:
@@ -155,7 +150,6 @@ class FSDPGradientSync(GradientSync):
     )
 
     def no_sync(self) -> AbstractContextManager:
-        """See `GradientSync.no_sync`."""
         assert isinstance(self._model, FSDPModule)
         return fsdp_no_sync(self._model)
 
@@ -168,13 +162,11 @@ class FlatGradientSync(GradientSync):
         self._all_reduce = FlatGradAllReduce(model, context)
 
     def all_reduce(self) -> None:
-        """See `GradientSync.all_reduce`."""
         with ranges.range("exchange"):
             self._all_reduce()
 
 
 def gradient_sync(model: nn.Module) -> GradientSync:
-    """Return the gradient synchronization for a model's wrapper."""
     if isinstance(model, DistributedDataParallel):
         return DDPGradientSync(model)
     return FSDPGradientSync(model) if isinstance(model, FSDPModule) else GradientSync(model)

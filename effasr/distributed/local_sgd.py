@@ -86,7 +86,6 @@ class LocalSGD(LocalUpdates):
         }
 
     def after(self, step: int) -> None:
-        """Average weights and statistics if the step ends a period."""
         done = step + 1 - self._warmup_steps
         for period, ranks in self._groups.items():
             if done > 0 and done % period == 0:

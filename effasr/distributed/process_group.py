@@ -234,7 +234,6 @@ def choose_device(name: str) -> torch.device:
 
 
 def _rank_device(name: str, environment: Mapping[str, str]) -> torch.device:
-    """Return the device of this process among those of its node."""
     device = choose_device(name)
     if device.type == "cpu":
         return device

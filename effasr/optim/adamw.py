@@ -135,7 +135,6 @@ class OptimizerConfig:
 def build_adamw(
     groups: Sequence[dict[str, Any]], config: OptimizerConfig, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Build the optimizer from the groups of `parameter_groups`."""
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     reason = apex_unsupported_reason(device, sharded=has_sharded(groups))
     if config.implementation == "apex" and reason is not None:
@@ -213,7 +212,6 @@ def _with_step(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, lr: float, factor: Tensor | None = None
 ) -> None:
-    """Set the learning rate of the next update."""
     rate: float | Tensor = lr
     if factor is not None:
         on_device = getattr(optimizer, "_step_supports_amp_scaling", False)

@@ -94,7 +94,6 @@ class AdaScale:
                 parameter.register_hook(self._see)
 
     def begin(self) -> None:
-        """Start a step."""
         self._sums.zero_()
 
     @contextmanager
@@ -158,7 +157,6 @@ class AdaScale:
         return {"averages": self._state.tolist(), "progress": self._progress}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
         self._state = self._state.new_tensor(state["averages"])
         self._progress = state["progress"]
         values = self._state.new_tensor([1.0, state["averages"][3], 1.0])

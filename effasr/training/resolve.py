@@ -44,9 +44,9 @@ def resolve(config: TrainConfig, saved: Saved | None, context: DistributedContex
         check_resumable(saved, config, context.size)
     tokenizer = find_tokenizer(config, saved)
     if config.data.frame_budget == "auto":
-        from effasr.training.calibration.calibrate import settle
+        from effasr.training.calibration.calibrate import resolve_auto_frame_budget
 
-        config = settle(config, tokenizer, context)
+        config = resolve_auto_frame_budget(config, tokenizer, context)
     corpus = load_corpus(config, tokenizer, saved)
     text_alone = config.data.text_alone
     text_cost = text_cost_model(config.model, tokenizer.vocab_size) if text_alone else None

@@ -1,37 +1,19 @@
 """`effasr calibrate`, with a known machine in the place of trials."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 
 from effasr import config as configuration
-from effasr.training.calibration import calibrate
-from effasr.training.calibration.models import MemoryModel
-from effasr.training.calibration.search import load_of
-from effasr.training.calibration.trial import Measurement
+from effasr.training.calibration.search import MemoryModel
 from effasr.training.config import TrainConfig
-
-MEMORY = MemoryModel(1e8, 1e5, 1e4, 10.0)
+from tests.support.known_machine import known_machine
 
 
 @pytest.fixture(autouse=True)
 def trials(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    seen = []
-
-    def measure(request, *, alive: Callable[[], None]) -> Measurement:
-        del alive
-        seen.append(request)
-        config = configuration.from_mapping(TrainConfig, request.config)
-        peak = MEMORY.predict(load_of(request.workload, config.model))
-        if peak > request.limit_bytes:
-            return Measurement(fits=False, reason="out of memory")
-        frames = request.workload.shape.frame_budget
-        return Measurement(True, peak, peak, 1e-3 + 1e-4 * frames, 0.08 * frames)
-
-    monkeypatch.setattr(calibrate, "measure", measure)
-    return seen
+    return known_machine(monkeypatch, MemoryModel(1e8, 1e5, 1e4, 10.0))
 
 
 def test_what_it_shows_is_what_training_takes(effasr, workplace, tmp_path, train, trials):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import random
 import threading
@@ -33,16 +32,16 @@ def pair_matrix(first: int, second: int, learners: int) -> np.ndarray:
     return matrix
 
 
-class _Landing:
+class DelayedCopyEvent:
     def __init__(self, device: Device):
         self._device = device
-        self.landed = False
+        self.completed = False
 
     def query(self) -> bool:
-        return self.landed
+        return self.completed
 
     def synchronize(self):
-        while not self.landed:
+        while not self.completed:
             self._device.advance()
 
 
@@ -82,17 +81,17 @@ class Learner:
     def publish(self):
         self.mixer.publish(self._copy_to, self.updates)
 
-    def _copy_to(self, buffer: torch.Tensor) -> _Landing:
-        landing = _Landing(self.device)
+    def _copy_to(self, buffer: torch.Tensor) -> DelayedCopyEvent:
+        event = DelayedCopyEvent(self.device)
         # Nobody may look at it before it is there.
         buffer.fill_(float("nan"))
 
         def copy():
             buffer.copy_(self.weights)
-            landing.landed = True
+            event.completed = True
 
         self.device.ask(copy)
-        return landing
+        return event
 
     def take(self):
         delta = self.mixer.take(self.updates)
@@ -179,14 +178,3 @@ class MemoryTransport:
 
     def _check(self, peer: int, until: float):
         self._network.check(self._learner, peer, until)
-
-
-def contraction(topology: str, learners: int) -> float:
-    """The bound that `effasr.distributed.async_sgd.gossip.topology` states."""
-    if learners == 2:
-        return 0.0
-    if topology == "random":
-        return 1 - 1 / (learners + learners % 2)
-    if learners % 2:
-        return 1 - (1 - math.cos(math.pi / learners)) / (learners - 1)
-    return 1 - (1 - math.cos(2 * math.pi / learners)) / learners

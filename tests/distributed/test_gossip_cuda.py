@@ -19,15 +19,15 @@ def test_a_copy_holds_the_weights_as_they_were_when_it_was_asked_for():
     tensors = [torch.zeros(1000, 1000, device="cuda"), torch.zeros(7, device="cuda")]
     weights = FlatWeights(tensors)
     rows = [torch.empty(weights.count, pin_memory=True) for _ in range(6)]
-    landings = []
+    events = []
     for version, row in enumerate(rows):
         torch.cuda._sleep(20_000_000)
         for tensor in tensors:
             tensor.fill_(version)
-        landings.append(weights.copy_to(row))
-    assert not landings[-1].query(), "the host waited for the GPU"
-    for version, (row, landing) in enumerate(zip(rows, landings, strict=True)):
-        landing.synchronize()
+        events.append(weights.copy_to(row))
+    assert not events[-1].query(), "the host waited for the GPU"
+    for version, (row, event) in enumerate(zip(rows, events, strict=True)):
+        event.synchronize()
         assert torch.equal(row, torch.full_like(row, version))
     add_flat(tensors, rows[1])
     assert tensors[1].tolist() == [6.0] * 7

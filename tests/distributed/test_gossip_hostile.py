@@ -22,8 +22,8 @@ from effasr.distributed.async_sgd.gossip.listener import (
     HELLO_BYTES,
     KEY_BYTES,
     Challenge,
+    HandshakeError,
     Listener,
-    Stranger,
     introduce,
     own_addresses,
 )
@@ -119,9 +119,10 @@ def test_two_learners_connect_and_exchange_under_attack(attack, monkeypatch, cap
             passive = listening.result()
             assert time.monotonic() - began < 15.0
             talk(active, passive)
-    assert passive.strangers >= 8
-    assert f"learner 1 dropped {passive.strangers} connections that are not of this run" in (
-        caplog.text
+    assert passive.rejected_connections >= 8
+    assert (
+        f"learner 1 dropped {passive.rejected_connections} connections that are not of this run"
+        in (caplog.text)
     )
 
 
@@ -169,7 +170,7 @@ def test_a_thousand_connections_keep_no_learner_out(monkeypatch):
         finally:
             for client in clients:
                 client.close()
-    assert listening.result().strangers == 1000
+    assert listening.result().rejected_connections == 1000
 
 
 def test_one_that_says_nothing_or_little_is_dropped_in_time(monkeypatch):
@@ -186,7 +187,7 @@ def test_one_that_says_nothing_or_little_is_dropped_in_time(monkeypatch):
             # Not 0.3 s after the last byte: after the first moment.
             assert time.monotonic() - began < 3.0
         assert accepting.result() == {}
-        assert own.strangers == 1
+        assert own.rejected_connections == 1
 
 
 def test_what_was_recorded_cannot_be_replayed():
@@ -219,7 +220,7 @@ def test_what_was_recorded_cannot_be_replayed():
         found = accepting.result()
     assert list(found) == [0]
     found[0].close()
-    assert own.strangers == 1
+    assert own.rejected_connections == 1
 
 
 def test_a_proof_is_valid_for_one_role_one_connection_and_one_learner():
@@ -228,18 +229,18 @@ def test_a_proof_is_valid_for_one_role_one_connection_and_one_learner():
     hello, answer = hello_to(challenge.nonce, key), None
     peer, answer = challenge.verify(hello)
     assert peer == 0
-    with pytest.raises(Stranger, match="does not have the key"):
+    with pytest.raises(HandshakeError, match="does not have the key"):
         Challenge(key, 1).verify(hello)
-    with pytest.raises(Stranger, match="looks for another learner"):
+    with pytest.raises(HandshakeError, match="looks for another learner"):
         Challenge(key, 3).verify(hello)
-    with pytest.raises(Stranger, match="does not have the key"):
+    with pytest.raises(HandshakeError, match="does not have the key"):
         challenge.verify(hello[:-32] + answer)
     for place in range(8, HELLO_BYTES):
         changed = bytearray(hello)
         changed[place] ^= 1
-        with pytest.raises(Stranger):
+        with pytest.raises(HandshakeError):
             challenge.verify(bytes(changed))
-    with pytest.raises(Stranger, match="does not have the key"):
+    with pytest.raises(HandshakeError, match="does not have the key"):
         challenge.verify(hello_to(challenge.nonce, secrets.token_bytes(KEY_BYTES)))
 
 
@@ -252,7 +253,7 @@ def hello_to(nonce: bytes, key: bytes) -> bytes:
         theirs.sendall(nonce)
         hello = theirs.recv(1000)
         theirs.shutdown(socket.SHUT_RDWR)
-        with pytest.raises(Stranger, match="closed the connection"):
+        with pytest.raises(HandshakeError, match="closed the connection"):
             call.result()
     return hello
 
@@ -278,7 +279,7 @@ def test_a_false_server_is_not_taken_for_a_learner(answer):
                 theirs.shutdown(socket.SHUT_RDWR)
             else:
                 theirs.sendall(hello[-32:] if answer == "reflection" else os.urandom(32))
-        with pytest.raises((Stranger, TimeoutError)):
+        with pytest.raises((HandshakeError, TimeoutError)):
             call.result()
         assert time.monotonic() - began < 10.0
 

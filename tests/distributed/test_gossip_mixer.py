@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effasr.distributed.async_sgd.gossip import mixer as mixer_module
-from effasr.distributed.async_sgd.gossip.mixer import FlatWeights, Landed, Mixer
+from effasr.distributed.async_sgd.gossip.mixer import CompletedCopy, FlatWeights, Mixer
 from effasr.distributed.averager import add_flat
 from tests.distributed.gossip_reference import Learner, pair_matrix
 
@@ -135,7 +135,7 @@ def test_both_sides_change_by_the_same_but_for_the_sign():
 
 def test_staleness_counts_updates_since_the_copy():
     learner = Learner(torch.zeros(3))
-    publish = lambda: learner.mixer.publish(lambda buffer: Landed(), learner.updates)
+    publish = lambda: learner.mixer.publish(lambda buffer: CompletedCopy(), learner.updates)
     learner.device.finish()
     learner.mixer.answer(torch.ones(3))  # of version 0
     learner.updates = 2

@@ -1,6 +1,5 @@
 """Learners in threads of one process, over a network in memory that may be slow, cut or deaf."""
 
-import functools
 import logging
 import math
 import random
@@ -127,33 +126,6 @@ def test_no_update_is_lost_in_a_stress_of_random_pauses(topology, period):
     assert [c.updates for c in counters] == list(map(steps, range(5)))
     if period == 3:
         assert all(counters[n].exchanges <= steps(n) // 3 for n in (0, 2, 4))
-
-
-def test_in_lockstep_two_learners_are_one_with_the_mean_gradient():
-    """No staleness, uniform mixing: the update of synchronous SGD."""
-    torch.manual_seed(0)
-    data, target = torch.randn(2, 10, 4), torch.randn(2, 10)
-    fleet = Fleet(2)
-    start = torch.randn(4)
-    for weights in fleet.weights:
-        weights[0].copy_(start)
-    gradient = lambda w, n: data[n].T @ (data[n] @ w - target[n]) / 10
-    for gossip in fleet.gossips:
-        gossip.start()
-    alone = start.double()
-    for step in range(1, 21):
-        own = [gradient(fleet.weights[n][0], n) for n in (0, 1)]
-        alone -= 0.1 * sum(gradient(alone.float(), n).double() for n in (0, 1)) / 2
-        # The passive one first, so that the other finds what it has just learned.
-        for n in (1, 0):
-            fleet.weights[n][0] -= 0.1 * own[n]
-            fleet.gossips[n].publish()
-        for n in (0, 1):
-            arrived = lambda n, step: fleet.take(n) or fleet.gossips[n].counters().applied == step
-            until(functools.partial(arrived, n, step))
-            torch.testing.assert_close(fleet.weights[n][0].double(), alone, rtol=0, atol=1e-5)
-    assert fleet.gossips[0].counters().staleness_max == 0
-    fleet.run(lambda n: fleet.gossips[n].drain())
 
 
 def test_a_slow_learner_does_not_hold_up_the_others():
@@ -323,18 +295,15 @@ def test_one_that_is_not_chosen_for_long_still_hears_of_the_busy(monkeypatch):
     assert fleet.lost == [[], [], [], []]
 
 
+def pair_of(network, n, weights, **options):
+    return Gossip(
+        [weights], learner=n, learners=2, transport=network.at(n), config=GossipConfig(), **options
+    )
+
+
 def test_an_error_of_a_thread_reaches_the_one_that_trains():
     network = MemoryNetwork()
-    gossips = [
-        Gossip(
-            [torch.zeros(3 + n)],
-            learner=n,
-            learners=2,
-            transport=network.at(n),
-            config=GossipConfig(),
-        )
-        for n in (0, 1)
-    ]
+    gossips = [pair_of(network, n, torch.zeros(3 + n)) for n in (0, 1)]
     for gossip in gossips:
         gossip.start()
     gossips[0].publish()
@@ -357,14 +326,7 @@ def test_an_error_of_the_callback_reaches_the_one_that_trains():
     def on_lost(peer: int):
         raise OSError(f"no disk to note {peer} on")
 
-    gossip = Gossip(
-        [torch.zeros(3)],
-        learner=0,
-        learners=2,
-        transport=network.at(0),
-        config=GossipConfig(),
-        on_lost=on_lost,
-    )
+    gossip = pair_of(network, 0, torch.zeros(3), on_lost=on_lost)
     gossip.start()
     gossip.publish()
     until(lambda: gossip._peers._error is not None)

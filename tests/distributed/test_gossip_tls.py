@@ -156,7 +156,7 @@ def test_foreign_certificates_and_plain_connections_are_refused(ours, foreign, m
             active.send(torch.zeros(1), 1, 1.0)
         with pytest.raises(PeerLost, match="did not connect"):
             passive.receive(torch.zeros(1), 0, 1.0)
-        assert passive.strangers >= 1
+        assert passive.rejected_connections >= 1
 
 
 def test_files_that_are_not_what_they_should_be_are_named(ours, foreign, tmp_path):

@@ -1,27 +1,15 @@
 import os
 import time
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed import HashStore
 
-from effasr.data.batch import StaticShape
-from effasr.data.collate import Example, collate
 from effasr.distributed.averager import average_each
 from effasr.distributed.batch_norm import running_statistics
-from effasr.distributed.ddp import replicate
 from effasr.distributed.failures import record_failure
-from effasr.distributed.grad_sync import gradient_sync
 from effasr.distributed.process_group import DistributedContext, distributed_context
-from effasr.model.config import ModelConfig
-from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import FastConformerConfig
-from effasr.training import build
-from effasr.training.config import TrainConfig
-from effasr.training.resolve import resolve_config
-from effasr.training.step import train_step
 from tests.support.run_ranks import check_ranks, run_module, run_ranks
 
 
@@ -40,57 +28,6 @@ def statistics(context: DistributedContext):
     assert model[0].running_var.tolist() == [3.0, 3.0]
 
 
-def gradients(context: DistributedContext):
-    """Two micro-batches on each of two ranks give the gradient of all four."""
-    torch.manual_seed(context.rank)
-    model = replicate(nn.Linear(3, 1), context)
-    sync = gradient_sync(model)
-    torch.manual_seed(7)
-    micro_batches = torch.randn(4, 5, 3)
-    first, second = micro_batches[context.rank :: 2]
-    sync.begin(lambda: None)
-    with sync.no_sync():
-        (model(first).square().sum() * context.size).backward()
-    (model(second).square().sum() * context.size).backward()
-    alone = nn.Linear(3, 1)
-    alone.load_state_dict(model.module.state_dict())
-    alone(micro_batches).square().sum().backward()
-    torch.testing.assert_close(model.module.weight.grad, alone.weight.grad)
-    assert len(set(context.all_gather(model.module.weight.sum().item()))) == 1
-
-
-def uneven(context: DistributedContext):
-    """Three micro-batches on two ranks, one of which gets an empty one, train as on one rank."""
-    shape = StaticShape(60, 30, 4)
-    generator = np.random.default_rng(0)
-    audio = lambda count: generator.normal(size=count).astype(np.float32)
-    given = [
-        [Example(f"{m}-{n}", audio(9_000 - 2_000 * n), [2, 3], [4 + m, 5]) for n in range(2)]
-        for m in range(3)
-    ]
-    batches = [collate(examples, shape, eos_id=1, pad_id=0) for examples in (*given, [])]
-    layer = {"width": 16, "layers": 1, "heads": 2, "feed_forward": 16, "residual_dropout": 0.1}
-    model_config = ModelConfig(
-        encoder=FastConformerConfig(**layer, subsampling_channels=4),
-        decoder=DecoderConfig(**layer),
-        ctc=True,
-    )
-    config = resolve_config(TrainConfig(model=model_config), None)
-    models = []
-    own, alone = batches[context.rank :: context.size], DistributedContext(0, 1, context.device)
-    for ranks, share in ((context, own), (alone, batches[:3])):
-        model = build.build_model(config, 12, None, context.device)
-        state = build.build_train_state(config, model, ranks)
-        for step in range(2):
-            report = train_step(state, share, step)
-            assert report.read()["finite"], "the step was not finite"
-        models.append(model)
-    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(ours, theirs)
-    sums = [sum(p.double().sum().item() for p in model.parameters()) for model in models]
-    assert len(set(context.all_gather(sums[0]))) == 1
-
-
 def dies(context: DistributedContext):
     if context.rank == 1:
         os._exit(7)
@@ -104,12 +41,8 @@ def hangs(context: DistributedContext):
     context.all_reduce(torch.zeros(1))
 
 
-def test_two_ranks_talk_and_share_statistics_and_gradients():
-    check_ranks(talk, statistics, gradients)
-
-
-def test_three_micro_batches_on_two_ranks_train_as_on_one():
-    check_ranks(uneven)
+def test_two_ranks_talk_and_share_statistics():
+    check_ranks(talk, statistics)
 
 
 @pytest.mark.parametrize(("scenario", "timeout_s"), [(dies, 600.0), (hangs, 1.5)])

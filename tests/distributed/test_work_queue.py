@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from effasr.distributed.async_sgd.membership import BEAT_S, LeftOut, Membership, WorkQueue
+from effasr.distributed.async_sgd.membership import BEAT_S, EvictedError, Membership, WorkQueue
 
 
 @pytest.fixture
@@ -115,9 +115,9 @@ def test_learners_meet_without_those_who_are_lost(store):
     assert sorted(told[0]) == sorted(told[3]) == [1, 2]
     assert members[0].left == [3]
     assert members[3].lost == {1, 2}
-    with pytest.raises(LeftOut, match="learner 2 was silent for too long"):
+    with pytest.raises(EvictedError, match="learner 2 was silent for too long"):
         members[2].check()
-    with pytest.raises(LeftOut):
+    with pytest.raises(EvictedError):
         members[2].try_synchronize()
     for one in (members[0], members[3]):
         one.__exit__(None, None, None)

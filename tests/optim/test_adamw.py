@@ -1,4 +1,5 @@
 import copy
+import importlib.util
 import sys
 
 import pytest
@@ -10,19 +11,25 @@ from effasr.optim.adamw import (
     apex_unsupported_reason,
     apply_update,
     build_adamw,
+    build_lamb,
     clear_gradients,
     initialize_state,
     restore,
     set_learning_rate,
 )
 
+needs_library = pytest.mark.skipif(
+    importlib.util.find_spec("pytorch_optimizer") is None,
+    reason="pytorch_optimizer is not installed",
+)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def parameter_and_optimizer(**settings):
+def parameter_and_optimizer(name="adamw", **settings):
     parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
     groups = [{"params": [parameter], "weight_decay": 0.1}]
-    return parameter, build_adamw(groups, OptimizerConfig(lr=0.1, **settings), CPU)
+    build = build_lamb if name == "lamb" else build_adamw
+    return parameter, build(groups, OptimizerConfig(name=name, lr=0.1, **settings), CPU)
 
 
 def test_an_update_is_that_of_the_published_formula():
@@ -39,13 +46,16 @@ def test_an_update_is_that_of_the_published_formula():
     torch.testing.assert_close(parameter.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_step_that_is_not_finite_changes_nothing(fused):
-    """Neither the weights nor the moments nor the number of updates, on both ways."""
+@pytest.mark.parametrize("kind", ["fused", "plain", pytest.param("lamb", marks=needs_library)])
+def test_a_step_that_is_not_finite_changes_nothing(kind):
+    """Neither the weights nor the moments nor the number of updates."""
 
     def train(finite: list[bool]) -> torch.Tensor:
-        parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
-        optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=fused)
+        if kind == "lamb":
+            parameter, optimizer = parameter_and_optimizer("lamb")
+        else:
+            parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+            optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=kind == "fused")
         for good in finite:
             parameter.grad = torch.full((2,), 0.3 if good else torch.nan)
             apply_update(optimizer, torch.tensor(good))
@@ -72,23 +82,33 @@ def test_apex_is_told_apart_from_its_namesake(monkeypatch, tmp_path):
     assert "apex" not in sys.modules
 
 
-def test_apex_is_used_where_it_is_there(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("build", "file", "settings"),
+    [
+        (build_adamw, "fused_adam", {"adam_w_mode": True}),
+        # Its own trust ratio leaves out what does not decay.
+        (build_lamb, "fused_lamb", {"bias_correction": False, "max_grad_norm": float("inf")}),
+    ],
+)
+def test_apex_is_used_where_it_is_there(monkeypatch, tmp_path, build, file, settings):
     folder = tmp_path / "apex" / "optimizers"
     folder.mkdir(parents=True)
     (tmp_path / "apex" / "__init__.py").touch()
-    (folder / "fused_adam.py").touch()
+    (folder / f"{file}.py").touch()
     (folder / "__init__.py").write_text(
         "class FusedAdam:\n"
         "    def __init__(self, groups, **settings):\n"
         "        self.param_groups, self.settings = groups, settings\n"
+        "class FusedLAMB(FusedAdam):\n"
+        "    pass\n"
     )
     (tmp_path / "amp_C.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    optimizer = build_adamw([{"params": []}], OptimizerConfig(lr=0.5), CUDA)
-    assert type(optimizer).__name__ == "FusedAdam"
-    assert optimizer.settings == {
-        "lr": 0.5, "betas": (0.9, 0.98), "eps": 1e-8, "adam_w_mode": True
-    }  # fmt: skip
+    name = file.removeprefix("fused_").replace("adam", "adamw")
+    config = OptimizerConfig(name=name, lr=0.5)
+    optimizer = build([{"params": [], "weight_decay": 0.1}], config, CUDA)
+    assert type(optimizer).__name__.lower() == file.replace("_", "")
+    assert optimizer.settings == {"lr": 0.5, "betas": (0.9, 0.98), "eps": 1e-8} | settings
     for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
         # Not by monkeypatch, which would put it back.
         del sys.modules[name]
@@ -163,28 +183,34 @@ def test_a_run_moves_between_torch_and_apex(to_apex: bool, initialized: bool):
     torch.testing.assert_close(second, expected)
 
 
-def test_apex_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match="apex needs a GPU"):
-        parameter_and_optimizer(implementation="apex")
+def test_error_messages(monkeypatch):
+    for settings, message in (
+        ({"implementation": "apex"}, "apex needs a GPU"),
+        ({"lr": 0.0}, "`lr` must be positive, but is 0"),
+        ({"betas": (0.9, 1.0)}, "`betas` must lie in"),
+        ({"name": "lamb", "weight_decay": 0.0}, "`weight_decay` must be positive with name lamb"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build_adamw([], OptimizerConfig(**settings), CPU)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    message = r"`name` must not be 'lamb' here: .* apex needs a GPU.*effasr\[lamb\]"
+    with pytest.raises(ValueError, match=message):
+        parameter_and_optimizer("lamb")
+    with pytest.raises(ValueError, match="`implementation` must not be 'apex' here"):
+        parameter_and_optimizer("lamb", implementation="apex")
 
 
-def test_bad_values_are_refused_by_name():
-    with pytest.raises(ValueError, match="`lr` must be positive, but is 0"):
-        OptimizerConfig(lr=0.0)
-    with pytest.raises(ValueError, match="`betas` must lie in"):
-        OptimizerConfig(betas=(0.9, 1.0))
-
-
-def test_a_restored_optimizer_goes_on_with_its_moments_and_the_new_settings():
+@pytest.mark.parametrize("name", ["adamw", pytest.param("lamb", marks=needs_library)])
+def test_a_restored_optimizer_goes_on_with_its_moments_and_the_new_settings(name):
     """As one whose settings were changed on the way, not with those of the time of saving."""
 
     def update(parameter, optimizer):
         parameter.grad = torch.tensor([0.5, 3.0])
         apply_update(optimizer, torch.tensor(True))
 
-    changed, first = parameter_and_optimizer()
+    changed, first = parameter_and_optimizer(name)
     update(changed, first)
-    resumed, second = parameter_and_optimizer(betas=(0.5, 0.6))
+    resumed, second = parameter_and_optimizer(name, betas=(0.5, 0.6))
     with torch.no_grad():
         resumed.copy_(changed)
     state = copy.deepcopy(first.state_dict())
@@ -195,3 +221,36 @@ def test_a_restored_optimizer_goes_on_with_its_moments_and_the_new_settings():
     update(changed, first)
     update(resumed, second)
     assert torch.equal(changed, resumed)
+
+
+def lamb_by_hand(start: list[float], decay: float, updates: int) -> torch.Tensor:
+    """Algorithm 2 of the paper, without bounds and without correction of the bias."""
+    x = torch.tensor(start, dtype=torch.float64)
+    first = second = torch.zeros(2, dtype=torch.float64)
+    for made in range(1, updates + 1):
+        gradient = torch.tensor([0.5, 3.0 * made], dtype=torch.float64)
+        first = 0.9 * first + 0.1 * gradient
+        second = 0.98 * second + 0.02 * gradient**2
+        step = first / (second.sqrt() + 1e-6) + decay * x
+        x = x - 0.1 * step * (x.norm() / step.norm() if decay else 1.0)
+    return x
+
+
+@needs_library
+def test_an_update_of_lamb_is_that_of_the_published_formula():
+    # Long, so that a bound on the norm of weights would show.
+    starts, decays = ([30.0, -40.0], [1.0, 2.0]), (0.1, 0.0)
+    parameters = [torch.nn.Parameter(torch.tensor(start)) for start in starts]
+    groups = [
+        {"params": [x], "weight_decay": decay} for x, decay in zip(parameters, decays, strict=True)
+    ]
+    optimizer = build_lamb(groups, OptimizerConfig(name="lamb", lr=0.1, eps=1e-6), CPU)
+    for made in (1, 2, 3):
+        for parameter in parameters:
+            parameter.grad = torch.tensor([0.5, 3.0 * made])
+        apply_update(optimizer, torch.tensor(True))
+    for parameter, start, decay in zip(parameters, starts, decays, strict=True):
+        expected = lamb_by_hand(start, decay, 3)
+        torch.testing.assert_close(parameter.double(), expected, rtol=1e-5, atol=1e-5)
+    # As long as the weights, where they decay.
+    assert (parameters[0] - torch.tensor(starts[0])).norm() > 10

@@ -3,6 +3,8 @@ from itertools import pairwise
 
 import pytest
 
+from effasr.optim.adamw import OptimizerConfig
+from effasr.optim.batch_scaling import peak_learning_rate
 from effasr.optim.schedules import ScheduleConfig, learning_rate_ratio
 
 
@@ -48,8 +50,30 @@ def test_degenerate_lengths_stay_in_range(name):
         assert all(0 <= ratio <= 1 for ratio in ratios(config, steps))
 
 
-def test_bad_values_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"`warmup_steps` must be at least 0, but is -1"):
-        ScheduleConfig(warmup_steps=-1)
-    with pytest.raises(ValueError, match=r"`min_ratio` must lie between 0 and 1"):
-        ScheduleConfig(min_ratio=2.0)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"warmup_steps": -1}, "`warmup_steps` must be at least 0, but is -1"),
+        ({"min_ratio": 2.0}, "`min_ratio` must lie between 0 and 1"),
+    ],
+)
+def test_error_messages(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ScheduleConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("rule", "micro_batches", "expected"),
+    [("none", 32, 1e-3), ("linear", 32, 4e-3), ("sqrt", 32, 2e-3), ("sqrt", 2, 5e-4)],
+)
+def test_the_peak_follows_the_rule(rule, micro_batches, expected):
+    config = OptimizerConfig(lr=1e-3, lr_scaling=rule, lr_reference_micro_batches=8)
+    assert peak_learning_rate(config, micro_batches) == pytest.approx(expected)
+
+
+def test_a_rule_needs_a_reference():
+    assert peak_learning_rate(OptimizerConfig(lr=0.5), 64) == 0.5
+    with pytest.raises(ValueError, match="`lr_reference_micro_batches` must be given for lr_scal"):
+        OptimizerConfig(lr_scaling="linear")
+    with pytest.raises(ValueError, match="`lr_reference_micro_batches` must be at least 1"):
+        OptimizerConfig(lr_reference_micro_batches=0)

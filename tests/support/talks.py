@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import soundfile
 
-from tests.support.chat_folder import TEXTS
+from effasr.config import from_mapping
+from effasr.training.config import TrainConfig
+from tests.support.chat_folder import TEXTS, write_chat_model
 
 WORDS = " ".join(TEXTS).split()
 
@@ -57,3 +59,36 @@ def model_mapping(language_model: str | Path) -> dict[str, Any]:
         "decoder": None,
         "language_model": {"path": str(language_model), "stack": 2},
     }
+
+
+def write_folders(folder: Path, **sizes) -> dict[str, str]:
+    """Paths of manifests of spoken and written conversations, and of a language model."""
+    speech, text = write_talks(folder / "data", **sizes)
+    return {"speech": str(speech), "text": str(text), "llm": str(write_chat_model(folder / "llm"))}
+
+
+def talks_config(folders: dict[str, str], output: Path, **sections) -> TrainConfig:
+    """A run of two steps on both manifests; sections are merged with those here."""
+    mapping = {
+        "name": "talks",
+        "output": str(output),
+        "model": model_mapping(folders["llm"]),
+        "data": {
+            "mix": {"sources": {"speech": folders["speech"], "text": folders["text"]}},
+            "frame_budget": 60,
+            "micro_batches": 2,
+            "workers": 0,
+            "cache": None,
+        },
+        "loss": {"label_smoothing": 0.0},
+        "optimizer": {"lr": 3e-3},
+        "schedule": {"warmup_steps": 1},
+        "training": {
+            "max_steps": 2, "log_every": 1, "checkpoint_every": 2, "device": "cpu", "threads": 1,
+            "tensorboard": False,
+        },
+    }  # fmt: skip
+    for section, values in sections.items():
+        is_merged = isinstance(values, dict)
+        mapping[section] = mapping.get(section, {}) | values if is_merged else values
+    return from_mapping(TrainConfig, mapping)

@@ -50,6 +50,16 @@ def model_config() -> ModelConfig:
     )  # fmt: skip
 
 
+def without_randomness(config: ModelConfig, **encoder) -> ModelConfig:
+    none = {"residual_dropout": 0.0, "attention_dropout": 0.0}
+    return replace(
+        config,
+        spec_augment=SpecAugmentConfig(),
+        encoder=replace(config.encoder, **none, **encoder),
+        decoder=replace(config.decoder, **none),
+    )
+
+
 @pytest.fixture
 def make_train_state(model_config) -> Callable[..., tuple[ASRModel, TrainState]]:
     def make(**settings) -> tuple[ASRModel, TrainState]:

@@ -5,7 +5,9 @@ import torch
 
 from effasr import config as configuration
 from effasr.checkpoint import save_model
+from effasr.data.config import DataConfig
 from effasr.data.features.config import FeatureConfig
+from effasr.data.index import corpus_cache
 from effasr.data.tokenizer import NoTokenizer, load_tokenizer
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
@@ -153,3 +155,22 @@ def test_precision_follows_the_device():
     with torch.no_grad():
         gpu = build.make_autocast("auto", torch.device("cuda"))
         assert gpu.args == ("cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize("given", ["auto", "named", None])
+def test_where_a_run_keeps_what_it_reads_from_manifests(tones, tmp_path, monkeypatch, given):
+    monkeypatch.setattr(corpus_cache, "_LEAST_BYTES", 0)
+    tokenizer = load_tokenizer(tones / "tokenizer")
+    cache = str(tmp_path / given) if given == "named" else given
+    data = DataConfig(train=str(tones / "train.jsonl"), cache=cache)
+    config = TrainConfig(data=data, output=str(tmp_path / "runs"))
+    folder = {"auto": tmp_path / "runs/.corpus", "named": tmp_path / "named"}.get(given or "")
+    first = load_corpus(config, tokenizer, None)
+    assert [file.suffix for file in sorted(tmp_path.rglob("*.*")) if file.is_file()] == (
+        [] if folder is None else [".corpus", ".lock"]
+    )
+    assert folder is None or len(list(folder.glob("*.corpus"))) == 1
+    # What a run reads to find its budgets is read once.
+    wide = replace(config, data=replace(data, frame_budget=1_000_000))
+    assert load_corpus(wide, tokenizer, None).fingerprint == first.fingerprint
+    assert folder is None or len(list(folder.glob("*.corpus"))) == 1

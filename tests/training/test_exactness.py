@@ -1,5 +1,6 @@
 """Runs that were killed, and runs on several ranks, against one that was left alone."""
 
+import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 
 from effasr.checkpoint import load_model
 from effasr.distributed import tensor_files
+from effasr.optim.adamw import OptimizerConfig
 from effasr.training.config import DiagnosticsConfig, TeacherConfig, TrainConfig
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
@@ -19,6 +21,10 @@ MEASURED = {
     "data_wait_s", "step_s", "useful_tflops", "peak_memory_bytes", "slowest_rank", "rank_wait_s",
     "seconds", "rtfx",
 }  # fmt: skip
+needs_pytorch_optimizer = pytest.mark.skipif(
+    importlib.util.find_spec("pytorch_optimizer") is None,
+    reason="pytorch_optimizer is not installed",
+)
 STEPS = 20
 LONG = {"max_steps": STEPS, "checkpoint_every": 5, "keep": 10}
 
@@ -77,25 +83,27 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(make_config, tmp_path):
     assert_same_end(tmp_path / "killed", tmp_path / "straight")
 
 
+LAMB = OptimizerConfig(name="lamb", lr=0.01)
 EAGER = DiagnosticsConfig(ctc_epochs=1, ctc_steps=0, validations=2)
 
 
 @pytest.mark.parametrize(
-    ("maker", "training"),
+    ("maker", "training", "settings"),
     [
-        ("make_with_text", {}),
-        ("make_text_alone", {"freeze": ("encoder",)}),
-        ("make_with_teacher", {"teacher": TeacherConfig(after_step=1)}),
-        ("make_pretraining", {"validates": True}),
-        ("make_lora_config", {}),
-        ("make_config", {"freeze": ("encoder.layers.*.conv", "decoder.embed_tokens")}),
-        ("make_mixed", {}),
-        ("make_config", {"validates": True, "diagnostics": EAGER}),
+        ("make_with_text", {}, {}),
+        ("make_text_alone", {"freeze": ("encoder",)}, {}),
+        ("make_with_teacher", {"teacher": TeacherConfig(after_step=1)}, {}),
+        ("make_pretraining", {"validates": True}, {}),
+        ("make_lora_config", {}, {}),
+        ("make_config", {"freeze": ("encoder.layers.*.conv", "decoder.embed_tokens")}, {}),
+        ("make_mixed", {}, {}),
+        ("make_config", {"validates": True, "diagnostics": EAGER}, {}),
+        pytest.param("make_config", {}, {"optimizer": LAMB}, marks=needs_pytorch_optimizer),
     ],
 )
 @pytest.mark.representative(maker="make_text_alone")
 def test_an_interrupted_run_ends_as_one_that_was_left_alone(
-    maker, training, request, tones, tmp_path
+    maker, training, settings, request, tones, tmp_path
 ):
     """Validations that a stop puts off come first when the run goes on, after the last step too."""
     make = request.getfixturevalue(maker)
@@ -103,9 +111,10 @@ def test_an_interrupted_run_ends_as_one_that_was_left_alone(
     # Lines of two steps, so that runs stop in the middle of one.
     loop = {"max_steps": 8, "checkpoint_every": 3, "validate_every": 3, "log_every": 2} | training
     loop.pop("validates", None)
-    assert run(make(name="straight", data=data, training=loop)) == 0
+    assert run(make(name="straight", data=data, training=loop, **settings)) == 0
     for stop_at in (3, 5, 8, None):
-        assert run(make(name="stopped", data=data, training=loop | {"stop_at": stop_at})) == 0
+        training = loop | {"stop_at": stop_at}
+        assert run(make(name="stopped", data=data, training=training, **settings)) == 0
     assert_same_end(tmp_path / "stopped", tmp_path / "straight", 8)
 
 

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from effasr import config as configuration
+from effasr.optim.adamw import OptimizerConfig
 from effasr.training.fault_tolerance import phase_tracker
 from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
 from effasr.training.fault_tolerance.watchdog import EX_TEMPFAIL
 from effasr.training.run_dir.run_directory import read_lines
-from tests.support.run_ranks import started
+from effasr.training.trainer import run
+from tests.support.run_ranks import recipe_of, run_module, started
 
 TIMEOUT_S = 15.0
 """A step, the first above all, may take seconds on a loaded machine, and is no stuck one."""
@@ -45,17 +46,11 @@ def _wait(condition: Callable[[], bool], missing: str, processes: list[subproces
         time.sleep(0.01)
 
 
-def recipe(config, folder: Path) -> str:
-    path = folder / "recipe.yaml"
-    path.write_text(configuration.dump(config))
-    return str(path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.representative(number=signal.SIGSTOP)
 def test_a_rank_that_dies_or_stops_is_named_with_what_it_did(make_config, tmp_path, number):
-    with started("effasr.train", recipe(make_config(training=LONG), tmp_path)) as processes:
+    with started("effasr.train", recipe_of(make_config(training=LONG))) as processes:
         # Ranks say once a second what they do.
         wait_for(tmp_path / "run", 1, processes)
         time.sleep(2.0)
@@ -84,7 +79,7 @@ def test_a_read_that_never_returns_is_named(make_config, tones, tmp_path, monkey
     monkeypatch.setenv("EFFASR_TEST_PIPE", str(tmp_path / "pipe"))
     # Longer than the first batch takes on a busy machine.
     loop = LONG | {"timeout_s": 60.0, "data_timeout_s": 10.0}
-    path = recipe(make_config(data={"workers": 1}, training=loop), tmp_path)
+    path = recipe_of(make_config(data={"workers": 1}, training=loop))
     began = time.perf_counter()
     with started("tests.training.faulty", "stuck_read", path) as processes:
         results = [process.communicate(timeout=240) for process in processes]
@@ -109,7 +104,7 @@ def test_a_read_that_never_returns_is_named(make_config, tones, tmp_path, monkey
 @pytest.mark.slow
 def test_the_slow_rank_is_in_the_metrics(make_config, tmp_path):
     loop = LONG | {"max_steps": 24, "log_every": 8, "timeout_s": 60.0}
-    path = recipe(make_config(training=loop), tmp_path)
+    path = recipe_of(make_config(training=loop))
     with started("tests.training.faulty", "slow_rank", path) as processes:
         results = [process.communicate(timeout=240) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], results
@@ -122,8 +117,6 @@ def test_the_slow_rank_is_in_the_metrics(make_config, tmp_path):
 
 
 def test_a_rank_alone_waits_for_nobody(make_config, tmp_path):
-    from effasr.training.trainer import run
-
     assert run(make_config(training={"max_steps": 1})) == 0
     (line,) = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert (line["slowest_rank"], line["rank_wait_s"]) == (0, 0.0)
@@ -155,3 +148,32 @@ def test_the_time_until_ranks_meet_is_a_ranks_own(batches, monkeypatch):
         phases.wait_for_ranks()
     assert phases.steps == 2
     assert phases.seconds == pytest.approx(2 * (0.02 + 0.03))
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_on_more_ranks_and_on_fewer(make_config, tmp_path):
+    """No step is lost or made twice, whoever makes it."""
+    settings = {
+        # The gradient of a key's bias is rounding noise, which Adam would magnify.
+        "optimizer": OptimizerConfig(eps=1e-4),
+        "data": {"micro_batches": 3},
+    }
+    loop = {"max_steps": 24, "checkpoint_every": 5, "timeout_s": 30.0, "threads": 1}
+    assert run(make_config(name="straight", training=loop, **settings)) == 0
+    path = recipe_of(make_config(training=loop | {"stop_at": 18}, **settings))
+    with started("effasr.train", path) as processes:
+        wait_for(tmp_path / "run", 7, processes)
+        # The checkpoint of step 5 is written while training goes on.
+        wait_for_checkpoint(tmp_path / "run", processes)
+        for process in processes:
+            process.kill()
+    done = run_module("effasr.train", path, size=3)
+    assert [one.returncode for one in done] == [0] * 3, done
+    assert "3 x cpu" in done[0].stderr
+    assert "continuing from step" in done[0].stderr
+    assert run(make_config(training=loop, **settings)) == 0
+    ours, theirs = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("run", "straight"))
+    assert [line["step"] for line in ours] == list(range(1, 24 + 1))
+    for name in ("loss", "tokens", "audio_seconds", "epoch"):
+        expected = [line[name] for line in theirs]
+        assert [line[name] for line in ours] == pytest.approx(expected, rel=1e-4), name

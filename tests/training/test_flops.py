@@ -9,7 +9,9 @@ from effasr.distributed.process_group import DistributedContext
 from effasr.training import metrics as meters
 from effasr.training.flops import peak_flops, peak_of, work_of
 from effasr.training.metrics import TrainingMetrics
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step_stats import StepCosts, StepCounts
+from effasr.training.trainer import run
 
 COST = CostModel(frame=100, frame_pair=3, token=50, token_pair=2, token_frame=7)
 
@@ -93,3 +95,16 @@ def test_a_line_of_metrics_has_the_share_of_the_peak(monkeypatch: pytest.MonkeyP
     assert line["mfu_with_padding"] == pytest.approx(0.6)
     assert line["hfu"] == pytest.approx(0.8)
     assert line["useful_tflops"] == pytest.approx(40)
+
+
+def test_a_run_logs_what_it_computes_again(make_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(meters, "peak_flops", lambda device: 1e12)
+    shares = []
+    for name, recomputed in (("plain", False), ("all", True)):
+        training = {"max_steps": 2, "activation_checkpointing": recomputed}
+        assert run(make_config(name=name, training=training)) == 0
+        lines = read_lines(tmp_path / name / "metrics.jsonl")
+        shares.append([line["hfu"] / line["mfu_with_padding"] for line in lines])
+    assert shares[0] == [1, 1]
+    # A whole forward more would be a third.
+    assert all(1.01 < share < 4 / 3 for share in shares[1])

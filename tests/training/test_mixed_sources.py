@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from effasr import config as configuration
@@ -44,18 +43,6 @@ def _written(config: TrainConfig) -> Path:
     return path
 
 
-def test_another_number_of_ranks_draws_the_same(make_mixed):
-    alone = loader(make_mixed())
-    pair = [loader(make_mixed(), rank=rank, world_size=2) for rank in range(2)]
-    for ours, first, second in zip(
-        alone.steps(1, 1), *(rank.steps(1, 1) for rank in pair), strict=False
-    ):
-        together = np.concatenate([first.indices, second.indices])
-        assert sorted(together) == sorted(ours.indices)
-        if ours.epoch == 3:
-            return
-
-
 @pytest.mark.parametrize("options", [{}, {"strategy": "bucketed", "buckets": 2}])
 def test_plans_have_what_the_sources_draw(make_mixed, options):
     loaded = loader(make_mixed(data=options))
@@ -63,13 +50,6 @@ def test_plans_have_what_the_sources_draw(make_mixed, options):
     for epoch in range(5):
         plan = loaded.plan(epoch)
         assert sorted([*plan.indices, *plan.deferred]) == sorted(draw(epoch))
-
-
-def test_a_full_epoch_draws_each_once(make_mixed):
-    loaded = loader(make_mixed(epoch="full"))
-    plans = [loaded.plan(epoch) for epoch in range(4)]
-    drawn = np.concatenate([plans[3].deferred, *(plan.indices for plan in plans)])
-    assert np.bincount(drawn).tolist() == [4] * 40
 
 
 def test_manifests_may_move_but_shares_must_stay(make_mixed, tmp_path, sources):

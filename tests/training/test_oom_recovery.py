@@ -5,13 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from effasr.data.collate import collate
 from effasr.model.asr import ASRModel
 from effasr.training.fault_tolerance.nonfinite_guard import NonFiniteGuard
-from effasr.training.fault_tolerance.oom_recovery import OutOfMemory, is_out_of_memory, split
+from effasr.training.fault_tolerance.oom_recovery import (
+    OutOfMemory,
+    is_out_of_memory,
+    split,
+    utterances,
+)
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import StepReport, TrainState, train_step
 from effasr.training.trainer import run
-from tests.training.conftest import make_batch
+from tests.training.conftest import make_batch, without_randomness
 from tests.training.shortage import CPU_ERROR, shortage, torch_error
 
 PLACES = [(call, where) for call in range(3) for where in ("forward", "backward")]
@@ -20,27 +26,14 @@ PLACES = [(call, where) for call in range(3) for where in ("forward", "backward"
 @pytest.fixture
 def quiet(make_train_state, model_config):
     """Trainees without anything random, and without batch norms."""
-    config = replace(
-        model_config,
-        encoder=replace(
-            model_config.encoder, conv_norm="layer_norm", residual_dropout=0.0,
-            attention_dropout=0.0,
-        ),
-        decoder=replace(model_config.decoder, residual_dropout=0.0),
-    )  # fmt: skip
-
-    def make(**settings) -> tuple[ASRModel, TrainState]:
-        return make_train_state(model=config, **settings)
-
-    return make
+    config = without_randomness(model_config, conv_norm="layer_norm")
+    return lambda **settings: make_train_state(model=config, **settings)
 
 
 @pytest.fixture
 def batch_norm(make_train_state, model_config):
     """The same with batch norms."""
-    encoder = replace(model_config.encoder, residual_dropout=0.0, attention_dropout=0.0)
-    decoder = replace(model_config.decoder, residual_dropout=0.0)
-    return lambda: make_train_state(model=replace(model_config, encoder=encoder, decoder=decoder))
+    return lambda: make_train_state(model=without_randomness(model_config))
 
 
 def gradients_seen(train_state: TrainState) -> list[torch.Tensor]:
@@ -85,39 +78,27 @@ def test_the_step_is_that_which_would_have_been(quiet, batches, call, where):
     ]
 
 
-def test_halves_are_split_again_until_they_fit(quiet, batches):
-    (model, train_state), (_, expected) = quiet(), quiet()
-    seen, wanted = gradients_seen(train_state), gradients_seen(expected)
+def test_more_than_one_failure(quiet, batches):
     of_two = max((0, 1), key=lambda half: len(split(batches[1])[half].ids))
-    # The first and the second as they are, the first again, and the halves of the second.
-    with shortage(model, 1, 3 if of_two == 0 else 4, where="backward") as calls:
-        report = train_step(train_state, batches[:2], 0)
-    train_step(expected, batches[:2], 0)
-    assert sorted(len(batch.ids) for batch in calls[3:]) == [1, 1, 1, 2]
-    assert [name for b, _ in report.micro_batches for name in b.ids] == [
-        name for b in batches[:2] for name in b.ids
-    ]
-    assert splits(report) == 2
-    for x, y in zip(seen, wanted, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
-
-
-def test_a_second_micro_batch_may_fail_as_well(quiet, batches):
-    (model, train_state), (_, expected) = quiet(), quiet()
-    seen, wanted = gradients_seen(train_state), gradients_seen(expected)
-    # Calls: 0 fails; its halves 1 and 2; 3 fails; then those halves again, 4 and 5, and its own.
-    with shortage(model, 0, 3, where="backward") as calls:
-        report = train_step(train_state, batches[:2], 0)
-    assert [len(batch.ids) for batch in calls] == [3, *_halves(calls[1:3]), 3, *_halves(calls[4:])]
-    assert len(calls) == 8
-    train_step(expected, batches[:2], 0)
-    assert splits(report) == 2
-    for x, y in zip(seen, wanted, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
-
-
-def _halves(batches) -> list[int]:
-    return [len(batch.ids) for batch in batches]
+    for failing, sizes in (
+        # The first and the second as they are, the first again, and the halves of the second, one
+        # of which is split again.
+        ((1, 3 if of_two == 0 else 4), [3, 3, 3, 1, 1, 1, 2]),
+        # The first, its halves, the second, the halves of both.
+        ((0, 3), [3, 1, 2, 3, 1, 1, 2, 2]),
+    ):
+        (model, train_state), (_, expected) = quiet(), quiet()
+        seen, wanted = gradients_seen(train_state), gradients_seen(expected)
+        with shortage(model, *failing, where="backward") as calls:
+            report = train_step(train_state, batches[:2], 0)
+        train_step(expected, batches[:2], 0)
+        assert sorted(len(batch.ids) for batch in calls) == sorted(sizes)
+        assert [name for b, _ in report.micro_batches for name in b.ids] == [
+            name for b in batches[:2] for name in b.ids
+        ]
+        assert splits(report) == 2
+        for x, y in zip(seen, wanted, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
 def test_nothing_is_left_of_the_attempt_that_failed(make_train_state, batches):
@@ -249,3 +230,49 @@ def test_a_run_tells_once_and_counts(make_config, tmp_path, monkeypatch, caplog)
     # It goes on counting after a resume.
     assert run(make_config(training={"max_steps": 7})) == 0
     assert read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["oom_splits"] == 2
+
+
+def test_the_parts_hold_what_the_whole_held(batches):
+    whole = batches[0]
+    parts = split(whole)
+    assert parts[0].ids + parts[1].ids == whole.ids
+    for name in ("audio", "tokens", "text"):
+        packed = getattr(whole, name)
+        together = [piece for part in parts for piece in getattr(part, name).unpack()]
+        for piece, expected in zip(together, packed.unpack(), strict=False):
+            assert torch.equal(piece, expected), name
+    assert sum(part.audio_seconds for part in parts) == pytest.approx(whole.audio_seconds)
+    for name in ("num_targets", "num_monotonic_targets", "num_frames", "num_tokens"):
+        assert sum(getattr(part, name) for part in parts) == getattr(whole, name)
+    targets = torch.cat([part.targets for part in parts])
+    assert torch.equal(targets, whole.targets[: whole.tokens.layout.total])
+    frames = [length for part in parts for length in part.frames.lengths]
+    assert frames == list(whole.frames.lengths[:3])
+
+
+def test_the_parts_have_no_tail_and_no_memory_of_the_whole(batches):
+    whole = batches[0]
+    first, _ = split(whole)
+    assert not first.frames.has_tail
+    assert first.audio.values.shape[0] == first.audio.layout.total
+    assert first.audio.values.untyped_storage().nbytes() < whole.audio.values.nbytes
+    assert first.monotonic.shape == (len(first.ids),)
+
+
+def test_the_cut_is_in_the_middle_of_the_work():
+    whole = make_batch(3)
+    sizes = [n + 5 for n in whole.frames.lengths[:3]]
+    first, second = split(whole)
+    best = min(abs(2 * sum(sizes[:place]) - sum(sizes)) for place in (1, 2))
+    assert abs(sum(sizes[: len(first.ids)]) - sum(sizes[len(first.ids) :])) == best
+    assert len(second.ids) == 3 - len(first.ids)
+
+
+def test_a_single_utterance_cannot_be_split(batches):
+    alone = utterances(batches[0], 1, 2)
+    assert alone.ids == ("0-1",)
+    assert (alone.num_targets, alone.num_monotonic_targets) == (4, 0)
+    with pytest.raises(ValueError, match=r"`batch` must have two utterances or more .* has 1"):
+        split(alone)
+    with pytest.raises(ValueError, match="has 0"):
+        split(collate([], eos_id=1, pad_id=0))

@@ -14,16 +14,12 @@ from effasr.distributed.ddp import replicate
 from effasr.distributed.grad_sync import DDPGradientSync
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel
-from effasr.model.config import ModelConfig
-from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import FastConformerConfig
-from effasr.training import build
-from effasr.training.config import LoopConfig, TrainConfig
+from effasr.optim.adamw import OptimizerConfig
 from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
-from effasr.training.resolve import resolve_config
 from effasr.training.step import TrainState, train_step
+from tests.support.quiet_run import make, quiet_config
 from tests.support.run_ranks import check_ranks, run_ranks
-from tests.training.conftest import VOCABULARY, make_batch
+from tests.training.conftest import make_batch
 from tests.training.shortage import shortage
 
 STEPS, MICRO_BATCHES = 3, 3
@@ -31,18 +27,8 @@ STEPS, MICRO_BATCHES = 3, 3
 
 def quiet(context: DistributedContext, *, one_bucket: bool) -> tuple[ASRModel, TrainState]:
     """Nothing random, no batch norm; by default a bucket of gradients for every few parameters."""
-    model_config = ModelConfig(
-        encoder=FastConformerConfig(
-            width=16, layers=2, heads=2, feed_forward=16, subsampling_channels=4,
-            conv_norm="layer_norm",
-        ),
-        decoder=DecoderConfig(width=16, layers=1, heads=2, feed_forward=16),
-        ctc=True,
-    )  # fmt: skip
-    config = TrainConfig(model=model_config, training=LoopConfig(max_steps=20))
-    config = resolve_config(config, None)
-    model = build.build_model(config, VOCABULARY, None, context.device)
-    train_state = build.build_train_state(config, model, DistributedContext(0, 1, context.device))
+    alone = DistributedContext(0, 1, context.device)
+    model, train_state = make(quiet_config(OptimizerConfig()), alone)
     wrapped = replicate(model, context)
     if not one_bucket:
         wrapped = DistributedDataParallel(

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from effasr.distributed.grad_sync import DDPGradientSync, FlatGradientSync
 from effasr.distributed.local_sgd import LocalSGDConfig
 from effasr.distributed.process_group import DistributedContext
+from effasr.distributed.tensor_files import read_whole
 from effasr.model.asr import ASRModel
 from effasr.optim.adamw import OptimizerConfig, initialize_state
 from effasr.optim.adascale import AdaScaleConfig
@@ -208,53 +209,48 @@ def test_a_run_goes_on_with_another_strategy_on_another_number_of_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.extended
-def test_local_sgd_goes_on_exactly(make_config, tmp_path):
-    settings = LocalSGDConfig(period=3, warmup_steps=1)
-    loop = {"strategy": "local_sgd", "local_sgd": settings, "threads": 1, "max_steps": 8}
-    config = make_config(training=loop)
-    train_on_ranks(config)
-    checkpoints = tmp_path / "run" / "checkpoints"
-    expected = published(checkpoints / "step_00000008")
-    # As if the run had been killed after the checkpoint before.
-    shutil.rmtree(checkpoints / "step_00000008")
-    train_on_ranks(config)
-    got = published(checkpoints / "step_00000008")
-    for name, value in expected.items():
-        assert torch.equal(got[name], value), name
+@pytest.mark.parametrize("strategy", ["fsdp2", "local_sgd"])
+@pytest.mark.representative(strategy="fsdp2")
+def test_two_ranks_go_on_to_the_last_bit(make_config, tmp_path, strategy):
+    local_sgd = LocalSGDConfig(period=3, warmup_steps=1)
+    loop = {"strategy": strategy, "local_sgd": local_sgd, "threads": 1, "max_steps": 8}
+    newest = tmp_path / "run" / "checkpoints" / "step_00000008"
+    ends = []
+    for _ in range(2):
+        train_on_ranks(make_config(training=loop))
+        ends.append(published(newest) | read_whole(newest / "training"))
+        parts = [file.stat().st_size for file in (newest / "training").glob("*.distcp")]
+        # As if the run had been killed after the checkpoint before.
+        shutil.rmtree(newest)
+    assert ends[0].keys() == ends[1].keys()
+    assert any(name.startswith("trained/") for name in ends[0])
+    assert [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])] == []
+    if strategy == "fsdp2":
+        # Each rank writes its part.
+        assert len(parts) == 2
+        assert max(parts) < 0.7 * sum(parts)
+
+
+FSDP2 = {"strategy": "fsdp2"}
+ADASCALE = OptimizerConfig(adascale=AdaScaleConfig(scale=2.0))
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"training": {"strategy": "fsdp2", "cuda_graph": True}},
-            r"`training\.cuda_graph` must be false with training\.strategy fsdp2",
-        ),
-        (
-            {"training": {"strategy": "fsdp2"}, "data": {"frame_budget": "auto"}},
-            r"`data\.frame_budget` must be a number with training\.strategy fsdp2",
-        ),
-        (
-            {"training": {"strategy": "fsdp2"}, "optimizer": OptimizerConfig(name="lamb")},
-            r"`optimizer\.name` must not be lamb with training\.strategy fsdp2",
-        ),
-        (
-            {
-                "training": {"strategy": "fsdp2"},
-                "optimizer": OptimizerConfig(adascale=AdaScaleConfig(scale=2.0)),
-            },
-            r"`optimizer\.adascale` needs training\.strategy ddp",
-        ),
-        (
-            {
-                "training": {"strategy": "local_sgd"},
-                "optimizer": OptimizerConfig(adascale=AdaScaleConfig(scale=2.0)),
-            },
-            r"`optimizer\.adascale` needs training\.strategy ddp",
+        ({"training": FSDP2 | {"cuda_graph": True}},
+         r"`training\.cuda_graph` must be false with training\.strategy fsdp2"),
+        ({"training": FSDP2, "data": {"frame_budget": "auto"}},
+         r"`data\.frame_budget` must be a number with training\.strategy fsdp2"),
+        ({"training": FSDP2, "optimizer": OptimizerConfig(name="lamb")},
+         r"`optimizer\.name` must not be lamb with training\.strategy fsdp2"),
+        *(
+            ({"training": {"strategy": strategy}, "optimizer": ADASCALE},
+             r"`optimizer\.adascale` needs training\.strategy ddp")
+            for strategy in ("fsdp2", "local_sgd")
         ),
     ],
-)
+)  # fmt: skip
 def test_what_a_strategy_cannot_do_is_refused(make_config, settings, message):
     with pytest.raises(ValueError, match=message):
         run(make_config(**settings))

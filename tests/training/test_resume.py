@@ -52,8 +52,9 @@ def test_bad_audio_may_be_left_out_from_here_on_but_parameters_not_be_renumbered
     saved = {"data": {"on_bad_audio": "raise"}, "optimizer": {"exempt": ["biases"]}}
     change = {"data": {"on_bad_audio": "skip"}}
     assert check_same_run(saved, saved | change) == ["data.on_bad_audio: 'raise' -> 'skip'"]
-    with pytest.raises(ValueError, match=r"`optimizer\.exempt` must stay"):
-        check_same_run(saved, saved | {"optimizer": {"exempt": ["norms"]}})
+    for change in ({"exempt": ["norms"]}, {"exempt": ["biases"], "name": "lamb"}):
+        with pytest.raises(ValueError, match=rf"`optimizer\.{[*change][-1]}` must stay"):
+            check_same_run(saved, saved | {"optimizer": change})
 
 
 def test_a_checkpoint_from_before_a_field_existed_goes_on(make_config, tmp_path):

@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
-from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.training.step import train_step
 from effasr_kernels import PackedSequence
+from tests.training.conftest import without_randomness
 
 SHAPE = StaticShape(60, 50, 6, longest_frames=30, longest_tokens=20)
 
@@ -42,23 +42,13 @@ HEADS = {
 }
 
 
-def quiet(config: ModelConfig, head: str) -> ModelConfig:
-    """Without randomness, which a compiler may draw otherwise."""
-    none = {"residual_dropout": 0.0, "attention_dropout": 0.0}
-    config = replace(
-        config,
-        spec_augment=SpecAugmentConfig(),
-        encoder=replace(config.encoder, **none),
-        decoder=replace(config.decoder, **none),
-    )
-    if HEADS[head] is None:
-        return config
-    return replace(config, decoder=None, transducer=HEADS[head])
-
-
 def make_model(config: ModelConfig, head: str = "attention") -> ASRModel:
+    """Without randomness, which a compiler may draw otherwise."""
     torch.manual_seed(0)
-    return ASRModel(quiet(config, head), 12).train()
+    config = without_randomness(config)
+    if HEADS[head] is not None:
+        config = replace(config, decoder=None, transducer=HEADS[head])
+    return ASRModel(config, 12).train()
 
 
 @pytest.mark.usefixtures("eager_compiler", "without_onednn")

@@ -9,7 +9,6 @@ import torch
 from effasr import config as configuration
 from effasr.data.batch import IGNORED
 from effasr.data.collate import Example, collate
-from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.data.loader import Loader
 from effasr.data.sampling.options import STRATEGIES
 from effasr.model.asr import ASRModel
@@ -19,6 +18,7 @@ from effasr.training.corpus import load_corpus
 from effasr.training.resolve import find_tokenizer, resolve_config
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
+from tests.training.conftest import without_randomness
 from tests.training.test_exactness import assert_same_end
 
 BASELINES = STRATEGIES[1:]
@@ -59,23 +59,12 @@ def test_padded_training_reports_its_padding(make_config, tmp_path, capsys, stra
             assert line[f"padding_{name}"] == pytest.approx(expected)
 
 
-def quiet(model_config) -> ASRModel:
-    """Without randomness."""
-    torch.manual_seed(0)
-    none = {"residual_dropout": 0.0, "attention_dropout": 0.0}
-    config = replace(
-        model_config,
-        spec_augment=SpecAugmentConfig(),
-        encoder=replace(model_config.encoder, **none),
-        decoder=replace(model_config.decoder, residual_dropout=0.0),
-    )
-    # Batch norm would mix utterances.
-    return ASRModel(config, 12).eval()
-
-
 def test_padded_losses_are_those_of_real_targets_after_padding_by_hand(model_config):
     """Audio is padded by hand, one utterance at a time, and nothing but the text is given."""
-    model, generator = quiet(model_config), np.random.default_rng(0)
+    torch.manual_seed(0)
+    # Batch norm would mix utterances in training.
+    model = ASRModel(without_randomness(model_config), 12).eval()
+    generator = np.random.default_rng(0)
     examples = [
         Example(
             str(n),

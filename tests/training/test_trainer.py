@@ -145,18 +145,6 @@ def test_a_request_to_stop_saves_and_exits_with_zero(make_config, tmp_path, monk
     assert_same_end(tmp_path / "run", tmp_path / "straight", 12)
 
 
-def test_the_second_interrupt_ends_the_run_at_once(make_config, tmp_path, monkeypatch):
-    def interrupt_twice():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    at_step(monkeypatch, 2, interrupt_twice)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        run(make_config())
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 def test_nan_stops_the_run_and_names_the_utterance(make_config, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         names = poison(patch, 8)

@@ -1,6 +1,7 @@
 """A transducer is trained, stopped, resumed and validated like any model."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from effasr.training.loss import LossConfig
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.trainer import run
+from tests.support import preloaded
 from tests.training.test_exactness import assert_same_end
 
 HEADS = {
@@ -53,3 +55,14 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     assert "WER" in capsys.readouterr().out
     audio = str(tones / "test-0.wav")
     assert main(["transcribe", "--run", str(tmp_path / "straight"), audio]) == 0
+
+
+WORKER = Path(__file__).with_name("fake_gpu_transducer_worker.py")
+
+
+@pytest.mark.extended
+def test_the_host_reads_nothing_and_every_batch_launches_the_same():
+    # In a process of its own: torch can be told of one more device only once, and for good.
+    done = preloaded.finished(WORKER, limit_s=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["rnnt", "tdt", "demo"]

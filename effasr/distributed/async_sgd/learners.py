@@ -31,12 +31,8 @@ log = logging.getLogger(__name__)
 
 
 class WorkData(Protocol):
-    """Data of a work item."""
-
     @property
-    def number(self) -> int:
-        """The work item."""
-        ...
+    def number(self) -> int: ...
 
 
 T = TypeVar("T", bound=WorkData)
@@ -50,15 +46,11 @@ _WAIT_S = 0.5
 
 
 class WorkLoader(Protocol, Generic[T_co]):
-    """Loads the data of work items."""
-
     def take(self, items: Iterator[int]) -> Generator[T_co, None, None]:
         """Yield the data of each item; ``items`` is read ahead."""
         ...
 
-    def load(self, item: int) -> T_co:
-        """Return the data of an item, loaded in this process."""
-        ...
+    def load(self, item: int) -> T_co: ...
 
     def position(self, step: int) -> tuple[int, int]:
         """Return the epoch of a step of the run, and its index there."""
@@ -94,7 +86,6 @@ class Learners:
 
     @property
     def store(self) -> Store:
-        """The store of the run."""
         assert self._all.store is not None
         return self._all.store
 
@@ -218,7 +209,6 @@ class Learners:
         return kind, value
 
     def _decide(self, ahead: int) -> tuple[int, int]:
-        """Decide about the next action, given the item that this learner has loaded."""
         queue, membership = self._queue, self.membership
         assert queue is not None
         assert membership is not None
@@ -269,7 +259,6 @@ class Learners:
         return min(self._sync_step, int(store.get("limit")))
 
     def _begin(self) -> None:
-        """Start training towards the next synchronization."""
         self._begun_at = self._begun = self._done = self.step
         self._sync_step = self._next_sync_step(self.step)
         self._arrived = False

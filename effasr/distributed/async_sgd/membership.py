@@ -21,7 +21,7 @@ _SUSPECTED_S = 4 * BEAT_S
 """Seconds without a heartbeat after which a learner with a broken connection is lost."""
 
 
-class LeftOut(RuntimeError):
+class EvictedError(RuntimeError):
     """The other learners considered this one lost and continue without it."""
 
     exit_code = os.EX_TEMPFAIL
@@ -79,7 +79,6 @@ class Membership:
 
     @property
     def left(self) -> list[int]:
-        """Other learners that are not known to be lost."""
         return [other for other in self._others if other not in self._lost]
 
     def suspect(self, learner: int) -> None:
@@ -87,10 +86,10 @@ class Membership:
         self._store.set(f"suspected/{learner}", "")
 
     def check(self) -> None:
-        """Raise `LeftOut` if the others have synchronized without this learner."""
+        """Raise `EvictedError` if the others have synchronized without this learner."""
         key = f"present/{self._synchronizations}"
         if self._store.check([key]) and self._learner not in json.loads(self._store.get(key)):
-            raise LeftOut(
+            raise EvictedError(
                 f"learner {self._learner} was silent for too long, and the others continue without "
                 "it: if it was only slow, raise training.gossip.timeout_s."
             )
@@ -198,7 +197,6 @@ class WorkQueue:
         return self._store.compare_set(key, owner, self._name).decode() == self._name
 
     def finish(self, item: int) -> None:
-        """Mark an item as finished."""
         self._store.set(f"done/{item}", self._name)
         self._finished.append(item)
 

@@ -38,7 +38,7 @@ def consensus_distance(tensors: Sequence[Tensor], group: ProcessGroup | None = N
 
 # Averages the weights of a learner with those of its neighbours while it trains.
 
-_STRANGERS = "gossip_strangers"
+_REJECTED_CONNECTIONS = "gossip_strangers"
 """Key of the store: connections that all learners have dropped."""
 
 
@@ -87,11 +87,9 @@ class WeightAveraging(Averager):
             self._running = True
 
     def before(self, step: int) -> None:
-        """Add the differences that have arrived from other learners."""
         self._add_received()
 
     def after(self, step: int) -> None:
-        """Publish the weights to the other learners."""
         if self._gossip is not None:
             self._gossip.publish()
 
@@ -115,7 +113,6 @@ class WeightAveraging(Averager):
             self._gossip.abandon()
 
     def synchronize(self, others: Iterable[Tensor] = ()) -> None:
-        """See `Averager.synchronize`."""
         context = self._learners.context
         if context.size == 1:
             self.distance = 0.0
@@ -145,7 +142,7 @@ class WeightAveraging(Averager):
         return {
             "gossip_exchanges": exchanges,
             "staleness": stale / count if count else None,
-            "gossip_strangers": self._learners.store.add(_STRANGERS, 0),
+            "gossip_strangers": self._learners.store.add(_REJECTED_CONNECTIONS, 0),
             "learners_lost": sorted(membership.lost) if membership else [],
         }
 
@@ -170,7 +167,7 @@ class WeightAveraging(Averager):
             config.tls,
         )
         # The learner that writes the metrics may not be one that listens.
-        learners.store.add(_STRANGERS, transport.strangers)
+        learners.store.add(_REJECTED_CONNECTIONS, transport.rejected_connections)
         self._gossip = Gossip(
             self._tensors,
             learner=index,
@@ -182,7 +179,6 @@ class WeightAveraging(Averager):
         )
 
     def _suspect(self, index: int) -> None:
-        """Report a lost connection; called by the threads that exchange."""
         if self._running:
             self._learners.suspect(self._left[index])
 

@@ -16,12 +16,11 @@ from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.tokenizer import Tokenizer
 from effasr.distributed.process_group import DistributedContext
 from effasr.training.calibration import store
-from effasr.training.calibration.conversations import Conversations
-from effasr.training.calibration.search import Found, Search, bucket_sizes
+from effasr.training.calibration.search import Search, SearchResult, bucket_sizes
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.store import Calibration
 from effasr.training.calibration.trial import Measurement, Request, measure
-from effasr.training.calibration.workload import Population, Workload
+from effasr.training.calibration.workload import Conversations, Population, Workload
 from effasr.training.config import TrainConfig
 from effasr.training.corpus import load_corpus
 from effasr.training.memory import total_bytes
@@ -30,19 +29,16 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_AMPLE = 1_000_000
+_UNLIMITED_FRAMES = 1_000_000
 """A frame budget that holds every utterance of a corpus with all of its tokens."""
 
 
-def settle(config: TrainConfig, tokenizer: Tokenizer, context: DistributedContext) -> TrainConfig:
+def resolve_auto_frame_budget(
+    config: TrainConfig, tokenizer: Tokenizer, context: DistributedContext
+) -> TrainConfig:
     """Replace ``data.frame_budget: auto`` by the result of an earlier calibration, or of a new one.
 
     Rank 0 calibrates, and the others wait for it. All ranks call this.
-
-    Raises:
-        OutOfMemory: No budget fits.
-        ValueError: The corpus cannot be used.
-        TrialFailed: A trial failed for another reason than a lack of memory.
     """
     if config.data.frame_budget != "auto":
         return config
@@ -51,9 +47,9 @@ def settle(config: TrainConfig, tokenizer: Tokenizer, context: DistributedContex
     def find(alive: Callable[[], None]) -> tuple[Calibration, bool]:
         target = target_bytes(config.calibration, context.device, os.environ)
         described = store.describe(config, tokenizer.vocab_size, population, context.device, target)
-        known = store.find(store.fingerprint(described))
-        if known is not None:
-            return known, False
+        earlier = store.find(store.fingerprint(described))
+        if earlier is not None:
+            return earlier, False
         log.warning(
             "data.frame_budget is auto, and there is no calibration for this machine, model and "
             "corpus yet: trying budgets"
@@ -77,7 +73,6 @@ def settle(config: TrainConfig, tokenizer: Tokenizer, context: DistributedContex
 
 
 def with_budgets(config: TrainConfig, found: Calibration) -> TrainConfig:
-    """Return the configuration with the budgets of a calibration."""
     data = replace(
         config.data,
         frame_budget=found.frame_budget,
@@ -97,21 +92,7 @@ def calibrate(
     note: Callable[[str], None] = lambda text: None,
     alive: Callable[[], None] = lambda: None,
 ) -> Calibration:
-    """Find the budgets for a run, and save them.
-
-    Args:
-        config: Configuration, resolved but for the budget.
-        vocab_size: Vocabulary of the tokenizer.
-        population: Lengths of the corpus.
-        device: Device of training.
-        target: Bytes that training may take.
-        note: Called with a description of each trial.
-        alive: Called regularly.
-
-    Raises:
-        OutOfMemory: No budget fits.
-        TrialFailed: A trial failed for another reason than a lack of memory.
-    """
+    """Find the budgets for a run, and save them; ``target``: bytes that training may take."""
     started = time.monotonic()
     described = store.describe(config, vocab_size, population, device, target)
     mapping = configuration.to_mapping(_without_weights(config))
@@ -130,12 +111,11 @@ def calibrate(
         population, config.model, config.calibration, target, config.data.micro_batches, trial,
         note, multiprocessors,
     )  # fmt: skip
-    found = search.run()
-    return _kept(found, search, described, config, time.monotonic() - started)
+    return _record(search.run(), search, described, config, time.monotonic() - started)
 
 
 def _without_weights(config: TrainConfig) -> TrainConfig:
-    """Return the configuration of trials, which read no weights: memory and time have no need."""
+    """Trials use random weights; memory and time do not depend on them."""
     settings = config.model.language_model
     if settings is not None:
         settings = replace(settings, weights="random")
@@ -143,33 +123,33 @@ def _without_weights(config: TrainConfig) -> TrainConfig:
     return replace(config, init_from=None)
 
 
-def _kept(
-    found: Found, search: Search, described: dict, config: TrainConfig, seconds: float
+def _record(
+    result: SearchResult, search: Search, described: dict, config: TrainConfig, seconds: float
 ) -> Calibration:
-    shape = search.population.shape(found.frame_budget)
+    shape = search.population.shape(result.frame_budget)
     table = None
     if search.population.conversations is None:
         bins = BucketTable.derive(search.population.lengths, shape, config.data.buckets)
-        table = bucket_sizes(bins, found.memory, config.model, search.limit)
-    replay = found.replay
+        table = bucket_sizes(bins, result.memory, config.model, search.limit)
+    replay = result.replay
     assert replay.predicted_bytes is not None
     assert replay.error is not None
     calibration = Calibration(
         fingerprint=store.fingerprint(described),
         made_for=described,
-        frame_budget=found.frame_budget,
+        frame_budget=result.frame_budget,
         token_budget=shape.token_budget,
         max_sequences=shape.max_sequences,
-        limited_by=found.limited_by,
-        largest_frame_budget=found.largest,
+        limited_by=result.limited_by,
+        largest_frame_budget=result.largest,
         target_bytes=search.target,
         margin=config.calibration.margin,
         predicted_bytes=replay.predicted_bytes,
         measured_bytes=replay.measured.peak_bytes,
         prediction_error=replay.error,
         audio_seconds_per_second=replay.measured.speed,
-        memory_model=asdict(found.memory),
-        speed_model=asdict(found.speed),
+        memory_model=asdict(result.memory),
+        speed_model=asdict(result.speed),
         bucket_batch_sizes=[
             [round(frames * shape.framing.seconds, 2), tokens, size]
             for (frames, tokens), size in zip(table.bins, table.batch_sizes, strict=True)
@@ -183,7 +163,7 @@ def _kept(
                 "predicted_bytes": trial.predicted_bytes,
                 **asdict(trial.measured),
             }
-            for trial in found.trials
+            for trial in result.trials
         ],
         seconds=seconds,
     )
@@ -192,12 +172,8 @@ def _kept(
 
 
 def read_population(config: TrainConfig, tokenizer: Tokenizer) -> Population:
-    """Return the lengths of the corpus, in budgets that drop nothing.
-
-    Raises:
-        ValueError: There is no utterance to train on, or no conversation with speech.
-    """
-    data = replace(config.data, frame_budget=_AMPLE)
+    """Return the lengths of the corpus, in budgets that drop nothing."""
+    data = replace(config.data, frame_budget=_UNLIMITED_FRAMES)
     corpus = load_corpus(replace(config, data=data), tokenizer, None)
     # Imported here so that a model can be trained without the packages that read data.
     from effasr.data.conversation.corpus import ConversationCorpus

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field
+from itertools import product
 from typing import Literal
+
+import numpy as np
 
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.model.config import ModelConfig
-from effasr.training.calibration.models import Load, MemoryModel, SpeedModel, whole_waves
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.trial import Measurement
 from effasr.training.calibration.workload import Population, Workload, cells
@@ -35,9 +37,117 @@ _NEAR = 1.05
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """A measurement."""
+class Load:
+    frames: int  # Encoder rows, padding included
+    tokens: int  # Decoder rows, padding included
+    cells: int  # Scores of all attentions and lattices; see `workload.cells`
 
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """``peak = fixed + per_frame * frames + per_token * tokens + per_cell * cells``, in bytes.
+
+    No coefficient is negative. ``per_cell`` is 0 where no operation materialises its scores, as
+    with fused kernels; ``fixed`` is the memory of weights, moments, libraries and the process.
+    """
+
+    fixed: float
+    per_frame: float
+    per_token: float
+    per_cell: float
+
+    @classmethod
+    def fit(cls, loads: Sequence[Load], peaks: Sequence[int]) -> MemoryModel:
+        """Fit the model to the peaks (bytes) of trials by non-negative least squares."""
+        if not loads:
+            raise ValueError("`loads` must hold at least one trial, but is empty.")
+        matrix = np.array([(1, *astuple(load)) for load in loads], dtype=np.float64)
+        scale = np.maximum(matrix.max(axis=0), 1.0)
+        values = np.array(peaks, dtype=np.float64)
+        best: tuple[float, np.ndarray] | None = None
+        # Four coefficients have sixteen subsets: the exact solution is that of one of them.
+        for used in product((True, False), repeat=4):
+            columns = np.flatnonzero(used)
+            found = np.zeros(4)
+            if columns.size:
+                scaled = matrix[:, columns] / scale[columns]
+                found[columns] = np.linalg.lstsq(scaled, values, rcond=1e-9)[0]
+            if (found < 0).any():
+                continue
+            residual = float(np.square(matrix / scale @ found - values).sum())
+            # On a tie prefer fewer coefficients: the others are not determined by the trials.
+            if best is None or residual <= best[0] * (1 + 1e-9):
+                best = residual, found / scale
+        assert best is not None
+        return cls(*best[1].tolist())
+
+    def predict(self, load: Load) -> int:
+        return round(
+            self.fixed
+            + self.per_frame * load.frames
+            + self.per_token * load.tokens
+            + self.per_cell * load.cells
+        )
+
+    def batch_size(self, one: Load, limit: float) -> int:
+        """Return how many utterances of this load each stay within ``limit`` bytes; at least 0."""
+        each = self.predict(one) - self.predict(Load(0, 0, 0))
+        return max(0, int((limit - self.fixed) // max(each, 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedModel:
+    """``seconds = fixed + per_frame * frames``, neither of them negative."""
+
+    fixed: float
+    per_frame: float
+
+    @classmethod
+    def fit(cls, frames: Sequence[int], seconds: Sequence[float]) -> SpeedModel:
+        """Fit the model to the seconds of micro-batches by least squares of relative errors."""
+        if not frames:
+            raise ValueError("`frames` must hold at least one trial, but is empty.")
+        x, y = np.array(frames, dtype=np.float64), np.array(seconds)
+        alone = float((x / y).sum() / np.square(x / y).sum())
+        if len(set(frames)) < 2:
+            return cls(0.0, alone)
+        matrix = np.stack([1 / y, x / y], axis=1)
+        fixed, per_frame = np.linalg.lstsq(matrix, np.ones(len(x)), rcond=None)[0].tolist()
+        if fixed < 0:
+            return cls(0.0, alone)
+        if per_frame < 0:
+            return cls(float((1 / y).sum() / np.square(1 / y).sum()), 0.0)
+        return cls(fixed, per_frame)
+
+    def predict(self, frames: int) -> float:
+        return self.fixed + self.per_frame * frames
+
+
+# Frame budgets whose matrix products fill every multiprocessor of a GPU.
+#
+# A product computes its result in tiles, one on a multiprocessor at a time. Where the number of
+# tiles is no multiple of the number of multiprocessors, some wait for the last tiles: 6,000 frames
+# of 1,024 channels are 188 tiles, which take 132 multiprocessors as long as 264.
+
+_TILE_ROWS, _TILE_COLUMNS = 128, 256
+"""The usual tile of a 16-bit product of cuBLAS on Hopper."""
+
+
+def frames_per_full_wave(width: int, multiprocessors: int) -> int:
+    """Return the least number of frames whose products fill all multiprocessors evenly.
+
+    Its multiples do, too, and so do products to a multiple of the width, such as those of feed
+    forward layers.
+    """
+    for name, value in (("width", width), ("multiprocessors", multiprocessors)):
+        if value < 1:
+            raise ValueError(f"`{name}` must be at least 1, but is {value}.")
+    columns = math.ceil(width / _TILE_COLUMNS)
+    return _TILE_ROWS * (multiprocessors // math.gcd(multiprocessors, columns))
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
     load: Load  # Quantities that determine its memory
     purpose: str  # Purpose of the trial
     measured: Measurement  # The result
@@ -52,9 +162,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The result of a search."""
-
+class SearchResult:
     frame_budget: int  # Budget to train with
     largest: int  # Largest budget that is predicted to fit
     limited_by: LimitedBy  # Constraint that keeps ``frame_budget`` from being larger
@@ -64,7 +172,6 @@ class Found:
 
     @property
     def replay(self) -> Trial:
-        """The trial of the chosen budget."""
         *_, last = (
             trial
             for trial in self.trials
@@ -75,8 +182,6 @@ class Found:
 
 @dataclass(slots=True)
 class Search:
-    """Searches for a frame budget."""
-
     population: Population  # Lengths of the corpus
     model: ModelConfig  # Architecture
     settings: CalibrationConfig  # Objective and margins
@@ -93,16 +198,15 @@ class Search:
         """Largest predicted peak that is allowed, in bytes."""
         return self.target * (1 - self.settings.margin)
 
-    def run(self) -> Found:
-        """Search."""
+    def run(self) -> SearchResult:
         self._first_trials()
         while True:
             memory, speed = self._memory(), self._speed()
             largest = self._largest(memory)
-            wanted, reason = self._choose(speed, largest)
-            replay = self._replayed(wanted)
+            budget, reason = self._choose(speed, largest)
+            replay = self._replayed(budget)
             if replay is None and len(self.trials) < _MOST_TRIALS:
-                self._try(wanted, "replay", predicted=True)
+                self._try(budget, "replay", predicted=True)
                 continue
             # Timings may vary too much to converge; the replayed budget fits all the same.
             replay = self._best_replay() if replay is None else replay
@@ -111,7 +215,9 @@ class Search:
                     f"{_MOST_TRIALS} trials found no budget that stays below {gib(self.target)}: "
                     "give data.frame_budget a number, or training more memory."
                 )
-            return Found(replay.load.frames, largest, reason, memory, speed, tuple(self.trials))
+            return SearchResult(
+                replay.load.frames, largest, reason, memory, speed, tuple(self.trials)
+            )
 
     def memory_model(self) -> MemoryModel:
         """Return the memory model of the first trials, without a search for a budget."""
@@ -119,7 +225,6 @@ class Search:
         return self._memory()
 
     def _first_trials(self) -> None:
-        """Run the trials that determine the coefficients."""
         longest = self.population.longest
         frames = self._rounded(min(max(_FIRST, 2 * longest), self._cap))
         while not self._try(frames, "small").measured.fits:
@@ -202,7 +307,6 @@ class Search:
         return memory.predict(Load(frames, shape.token_budget, scores))
 
     def _choose(self, speed: SpeedModel, largest: int) -> tuple[int, LimitedBy]:
-        """Return the budget that the settings ask for, and what limits it."""
         reason: LimitedBy = "corpus" if largest >= self._rounded(self._cap) else "memory"
         if self.settings.objective == "memory":
             return largest, reason
@@ -233,10 +337,10 @@ class Search:
 
     @property
     def _wave(self) -> int | None:
-        """Frames of a whole wave; see `effasr.training.calibration.waves`."""
+        """Frames of a whole wave; see `frames_per_full_wave`."""
         if self.multiprocessors is None:
             return None
-        return whole_waves(self.model.encoder.width, self.multiprocessors)
+        return frames_per_full_wave(self.model.encoder.width, self.multiprocessors)
 
     def _is_whole_waves(self, frames: int) -> bool:
         return self._wave is not None and frames % self._wave == 0
@@ -245,13 +349,13 @@ class Search:
         planned = self.population.planned(self.population.shape(budget))
         return sum(f for lengths in planned for f, _ in lengths) / (budget * len(planned))
 
-    def _replayed(self, wanted: int) -> Trial | None:
+    def _replayed(self, budget: int) -> Trial | None:
         """Return a replay that fits, of a similar budget; of whole waves, of the same budget."""
         for trial in reversed(self._replays()):
             frames = trial.load.frames
-            if self._is_whole_waves(wanted) and frames != wanted:
+            if self._is_whole_waves(budget) and frames != budget:
                 continue
-            if max(frames, wanted) <= _NEAR * min(frames, wanted):
+            if max(frames, budget) <= _NEAR * min(frames, budget):
                 return trial
         return None
 
@@ -272,7 +376,6 @@ class Search:
 
 
 def load_of(work: Workload, model: ModelConfig) -> Load:
-    """Return what the peak memory of a trial depends on."""
     largest = max(cells(lengths, model, work.clips) for lengths in [*work.timed, work.extreme])
     return Load(work.shape.frame_budget, work.shape.token_budget, largest)
 
@@ -289,7 +392,6 @@ def bucket_sizes(
 
 
 def describe(trial: Trial) -> str:
-    """Describe a trial in one line."""
     text = f"{trial.load.frames} frames, {trial.load.tokens} tokens ({trial.purpose}): "
     if not trial.measured.fits:
         return f"{text}does not fit"

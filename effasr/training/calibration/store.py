@@ -34,8 +34,6 @@ _PER_FRAMES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The content of calibration.json."""
-
     fingerprint: str  # Fingerprint of ``made_for``
     made_for: dict[str, Any]  # Configuration and device that the calibration depends on
     frame_budget: int  # Encoder frames of a micro-batch
@@ -58,7 +56,6 @@ class Calibration:
     seconds: float  # Duration of the calibration
 
     def to_json(self) -> str:
-        """Return the content of the file."""
         return json.dumps({"format": _FORMAT} | asdict(self), indent=1) + "\n"
 
 
@@ -73,7 +70,6 @@ def folder() -> Path:
 
 
 def path_of(fingerprint: str) -> Path:
-    """Return the file of a calibration."""
     return folder() / f"{fingerprint}.json"
 
 
@@ -145,7 +141,6 @@ def describe(
 
 
 def fingerprint(described: Mapping[str, Any]) -> str:
-    """Return a short hash of a description."""
     text = json.dumps(described, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

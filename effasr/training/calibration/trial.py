@@ -27,8 +27,7 @@ from effasr.data.batch import StaticShape
 from effasr.data.features.frame_geometry import Framing
 from effasr.distributed.process_group import DistributedContext
 from effasr.training import build
-from effasr.training.calibration.conversations import Clips
-from effasr.training.calibration.workload import Workload, batch_of
+from effasr.training.calibration.workload import Clips, Workload, batch_of
 from effasr.training.config import TrainConfig
 from effasr.training.fault_tolerance.oom_recovery import Failure, OutOfMemory, attempt
 from effasr.training.step import TrainState, train_step
@@ -37,20 +36,9 @@ from effasr_kernels import allow_reference_on_gpu
 _PR_SET_PDEATHSIG = 1
 """From Linux's <sys/prctl.h>."""
 
-_FIELDS_OF_SHAPE = (
-    "frame_budget",
-    "token_budget",
-    "max_sequences",
-    "longest_frames",
-    "longest_tokens",
-    "node_budget",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Configuration and batches of a trial."""
-
     config: Mapping[str, Any]  # Resolved configuration, as a mapping
     vocab_size: int  # Vocabulary of the tokenizer
     device: str  # Device, such as ``cuda:0``
@@ -60,16 +48,13 @@ class Request:
     workload: Workload  # The batches
 
     def to_json(self) -> str:
-        """Return one line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Request:
-        """Return the inverse of `to_json`."""
         content = json.loads(text)
         work = content.pop("workload")
-        sizes = {name: work["shape"][name] for name in _FIELDS_OF_SHAPE}
-        shape = StaticShape(**sizes, framing=Framing(**work["shape"]["framing"]))
+        shape = StaticShape(**work["shape"] | {"framing": Framing(**work["shape"]["framing"])})
         timed = [[(f, u) for f, u in lengths] for lengths in work["timed"]]
         extreme = [(f, u) for f, u in work["extreme"]]
         clips = work["clips"] and Clips(**work["clips"])
@@ -78,8 +63,6 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The result of a trial."""
-
     fits: bool  # Whether there was enough memory
     peak_bytes: int = 0  # Peak memory, as ``limit_bytes`` counts it; 0 if it did not fit
     tensor_bytes: int = 0  # Peak memory of tensors on a GPU; elsewhere as ``peak_bytes``
@@ -95,7 +78,6 @@ class Measurement:
 
 
 def main() -> int:
-    """Run the request on standard input."""
     _end_with_parent(int(sys.argv[1]))
     request = Request.from_json(sys.stdin.read())
     # Libraries may write to standard output, which is reserved for the result.
@@ -109,7 +91,6 @@ def main() -> int:
 
 
 def run(request: Request) -> Measurement:
-    """Train for a few steps on the batches of the request."""
     device = torch.device(request.device)
     config = configuration.from_mapping(TrainConfig, request.config)
     if config.training.threads is not None:
@@ -154,7 +135,6 @@ def _timed_step(train_state: TrainState, batches: list, step: int, device: torch
 
 
 def _limit(device: torch.device, limit: int) -> None:
-    """Limit the memory to the target."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         others = total - free
@@ -260,7 +240,6 @@ def _finish(
     alive: Callable[[], None],
     every_s: float,
 ) -> tuple[str, str]:
-    """Return the output of the process."""
     text: str | None = request.to_json()
     while True:
         try:

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate, with_experts
+from effasr.data.conversation.batch import ConversationBatch
+from effasr.data.conversation.budgets import (
+    epoch_lengths,
+    epoch_mixture,
+    split_into_clips,
+    static_shape,
+)
+from effasr.data.conversation.collate import ConversationExample, collate_conversations
+from effasr.data.conversation.rows import CLIP
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
+from effasr.data.mixture import MixConfig
 from effasr.data.sampling.packing import plan_epoch, suggest_node_budget, suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.model.config import ModelConfig
 from effasr.model.cost import language_model_sizes
-from effasr.training.calibration.conversations import Clips, Conversations, conversations_of
+
+if TYPE_CHECKING:
+    from effasr.data.conversation.corpus import ConversationCorpus
 
 Lengths = list[tuple[int, int]]
 """Encoder frames and decoder tokens of the utterances of a micro-batch."""
@@ -32,9 +45,122 @@ _LARGEST_POPULATION = 200_000
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """Batches of a trial."""
+class Clips:
+    longest: int  # Encoder frames of the longest
+    most: int  # Most clips of a batch
+    stack: int  # k, encoder frames of a row of speech
 
+    def split(self, frames: int) -> Sequence[int]:
+        return split_into_clips(frames, self.longest, self.stack)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Conversations:
+    """What a population of conversations has besides lengths."""
+
+    sources: np.ndarray  # uint16 (n,), the source of each conversation
+    clip_counts: np.ndarray  # int64 (n,), the clips of each conversation
+    shortest_clip: int  # Encoder frames of the shortest clip
+    longest_clip: int  # Encoder frames of the longest clip
+    model: ModelConfig  # Architecture
+    # Rows that each source contributes to an epoch; None where an epoch has every conversation once
+    quotas: tuple[int, ...] | None
+    drawn: UtteranceLengths  # Lengths of the conversations of an epoch
+    # Frames and rows of an epoch, on average; None for the sums of ``drawn``
+    sums: tuple[int, int] | None
+
+    @classmethod
+    def of(
+        cls, corpus: ConversationCorpus, mix: MixConfig | None, model: ModelConfig
+    ) -> Conversations:
+        """Return those of a corpus that dropped nothing for its budgets."""
+        lengths, sources = corpus.lengths, corpus.sources
+        if not corpus.longest_clip:
+            raise ValueError(
+                "`data.frame_budget` must be a number for conversations without speech, whose "
+                "batches have no frames, but is 'auto': leave it out, and give data.token_budget."
+            )
+        mixture = None if mix is None else epoch_mixture(mix, lengths, sources)
+        drawn, sums = epoch_lengths(lengths, sources, mixture)
+        return cls(
+            sources,
+            corpus.clip_counts,
+            corpus.shortest_clip,
+            corpus.longest_clip,
+            model,
+            None if mixture is None else mixture.quotas,
+            drawn,
+            sums,
+        )
+
+    def select(self, chosen: np.ndarray) -> Conversations:
+        return replace(self, sources=self.sources[chosen], clip_counts=self.clip_counts[chosen])
+
+    def token_budget(self, frame_budget: int) -> int:
+        """Return the rows of the language model that epochs fill along with the frame budget."""
+        return suggest_token_budget(self.drawn, frame_budget, self.sums)
+
+    def shape(
+        self,
+        lengths: UtteranceLengths,
+        frame_budget: int,
+        token_budget: int,
+        max_sequences: int | None,
+        framing: Framing,
+    ) -> tuple[StaticShape, Clips]:
+        assert self.model.language_model is not None
+        shape, most = static_shape(
+            lengths,
+            frame_budget,
+            token_budget,
+            framing=framing,
+            shortest_clip=self.shortest_clip,
+            most_clips=int(self.clip_counts.max()),
+            max_sequences=max_sequences,
+        )
+        return shape, Clips(self.longest_clip, most, self.model.language_model.stack)
+
+    def probabilities(self, lengths: UtteranceLengths) -> np.ndarray | None:
+        """Return how often each conversation is drawn: float64 (n,), of sum 1; None for equally.
+
+        A source is drawn until it has its share of the rows, and its conversations equally often.
+        """
+        if self.quotas is None:
+            return None
+        rows = np.bincount(self.sources, weights=lengths.tokens, minlength=len(self.quotas))
+        weights = (np.array(self.quotas) / np.maximum(rows, 1))[self.sources]
+        return weights / weights.sum()
+
+
+def conversations_of(
+    lengths: Sequence[tuple[int, int]], shape: StaticShape, clips: Clips, vocab_size: int, seed: int
+) -> ConversationBatch:
+    """Return a batch of these lengths: noise, and texts that the model must write."""
+    generator = np.random.default_rng(seed)
+    examples = []
+    for number, (frames, rows) in enumerate(lengths):
+        sizes = clips.split(frames)
+        audio = [
+            0.1 * generator.standard_normal(shape.framing.samples_of(size), dtype=np.float32)
+            for size in sizes
+        ]
+        speech = sum(-(-size // clips.stack) for size in sizes)
+        # The last token is only predicted, and has no row.
+        text = ~((np.arange(rows + 1 - speech) + number) % vocab_size)
+        coded = np.concatenate([np.full(len(sizes), CLIP), text]).astype(np.int32)
+        examples.append(ConversationExample(f"trial-{number}", coded, tuple(audio)))
+    return collate_conversations(
+        examples,
+        shape,
+        stack=clips.stack,
+        pad_id=0,
+        max_clips=clips.most,
+        framing=shape.framing,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
     shape: StaticShape  # Shape of every batch
     timed: list[Lengths]  # Usual batches, whose steps are timed
     extreme: Lengths  # The batch that takes the most memory
@@ -44,8 +170,6 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Population:
-    """The lengths of a corpus."""
-
     lengths: UtteranceLengths  # Lengths of all utterances that can be planned, or of a sample
     total_frames: int  # Frames of all of them; of conversations in shares, of an epoch
     # Configured token budget; None to derive it from the frame budget
@@ -79,7 +203,7 @@ class Population:
                 extremes.append(int(conversations.clip_counts.argmax()))
             chosen = np.unique([*range(0, len(lengths), stride), *extremes])
             lengths = UtteranceLengths(lengths.frames[chosen], lengths.tokens[chosen])
-            conversations = conversations and conversations.taken(chosen)
+            conversations = conversations and conversations.select(chosen)
         return cls(lengths, total, token_budget, max_sequences, framing, transducer, conversations)
 
     @property
@@ -125,7 +249,6 @@ class Population:
     def workload(
         self, frame_budget: int, *, batches: int, kind: Kind = "longest", tokens: float = 1.0
     ) -> Workload:
-        """Return the batches of a trial."""
         shape, clips = self._shape(frame_budget, tokens)
         kept = self._fitting(shape.frame_budget, shape.token_budget).lengths
         extreme = self._extreme(kept, shape, clips, kind)
@@ -173,21 +296,14 @@ class Population:
         if kept.all():
             return self
         lengths = UtteranceLengths(self.lengths.frames[kept], self.lengths.tokens[kept])
-        conversations = self.conversations and self.conversations.taken(kept)
+        conversations = self.conversations and self.conversations.select(kept)
         return replace(self, lengths=lengths, conversations=conversations)
 
 
 def together(
     lengths: UtteranceLengths, shape: StaticShape, kind: Kind, by: np.ndarray | None = None
 ) -> Lengths:
-    """Return as many utterances of one end of the corpus as fit, repeated if too few.
-
-    Args:
-        lengths: Lengths of the corpus.
-        shape: Budgets of the batch.
-        kind: The end of the corpus.
-        by: int (n,), the size of each utterance; by default its frames and tokens together.
-    """
+    """Return as many utterances of one end of the corpus as fit, repeated if too few."""
     sizes = lengths.frames.astype(np.int64) + lengths.tokens if by is None else by
     order = np.argsort(sizes, kind="stable")
     if kind == "longest":
@@ -236,10 +352,6 @@ def batch_of(
     seed: int,
     clips: Clips | None = None,
 ) -> Batch:
-    """Return a batch of these lengths: noise, and tokens without immediate repetitions.
-
-    With ``clips``, of conversations.
-    """
     if clips is not None:
         return conversations_of(lengths, shape, clips, vocab_size, seed)
     generator = np.random.default_rng(seed)

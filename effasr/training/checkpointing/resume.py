@@ -39,8 +39,6 @@ with the fingerprint of `effasr.data.index.corpus.Corpus`, and not by path."""
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint to continue from: its folder, and the training state in it."""
-
     path: Path
     state: dict[str, Any]
 

@@ -111,7 +111,6 @@ class Background:
         self._waited = self._told = 0.0
 
     def start(self, what: str, job: Callable[[], object]) -> None:
-        """Start a job after the previous one has ended."""
         self.wait()
         self._what = what
         self._thread = threading.Thread(target=self._run, args=(job,), daemon=True, name=what)
@@ -123,7 +122,6 @@ class Background:
             self.wait()
 
     def wait(self, reason: str = "") -> None:
-        """Wait for the job."""
         if self._thread is None:
             return
         began = time.perf_counter()
@@ -208,7 +206,6 @@ class RunCheckpoints:
         self._group = context.new_group(backend="gloo")
 
     def path(self, step: int) -> Path:
-        """Return the folder of the checkpoint of a step."""
         return self.folder / f"step_{step:08d}"
 
     def stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -257,7 +254,6 @@ class RunCheckpoints:
         self._background.check()
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete."""
         self._background.wait()
 
     def linger(self) -> None:
@@ -265,7 +261,6 @@ class RunCheckpoints:
         self._background.linger(_LINGER_S)
 
     def __enter__(self) -> Self:
-        """Return the checkpoints."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -309,7 +304,6 @@ class RunCheckpoints:
         return None
 
     def read(self, path: Path) -> dict[str, Any]:
-        """Return the training state of a checkpoint."""
         try:
             return load_tensors(path / _STATE)
         except Exception as error:  # torch and zipfile raise many kinds.

@@ -16,21 +16,15 @@ from effasr.optim.adamw import restore as restore_optimizer
 
 
 class Stateful(Protocol):
-    """A component with state."""
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state: small tensors and plain values, nested."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(slots=True)
 class RunProgress:
-    """Progress of a run."""
-
     step: int = 0  # Updates made
     epoch: int = 0  # Epoch of the last step, from 0
     position: tuple[int, int] = (0, 0)  # Epoch of the next step, and its index there
@@ -45,7 +39,6 @@ class RunProgress:
         self.best = metric if self.is_best else self.best
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Stateful`."""
         state = {name: getattr(self, name) for name in self.__slots__}
         return state | {"position": list(self.position)}
 

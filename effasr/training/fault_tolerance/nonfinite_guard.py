@@ -37,7 +37,6 @@ class NonFiniteGuard:
         self._note = note
 
     def handle(self, reports: Sequence[StepReport], consecutive: int) -> None:
-        """Handle the steps whose update was skipped."""
         for report in reports:
             line = self._describe(report)
             if self._context.is_main:

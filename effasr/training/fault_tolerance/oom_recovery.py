@@ -137,7 +137,6 @@ class Piece:
     begin: int = 0  # Index of the first utterance in the micro-batch
 
     def halves(self, reason: str) -> tuple[Piece, Piece]:
-        """Split the piece in two."""
         if len(self.batch.ids) < 2:
             raise OutOfMemory(_describe_unsplittable(self.batch, reason))
         first, second = split(self.batch)
@@ -150,8 +149,6 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The losses of a piece."""
-
     piece: Piece  # The piece
     parts: Tensor  # The loss parts of the piece, (5,)
     losses: Tensor  # Loss of each utterance, (N,)
@@ -213,7 +210,6 @@ class OOMRecovery:
     def run(
         self, piece: Piece, run: Callable[[], tuple[Tensor, Tensor]], *, exchanging: bool
     ) -> None:
-        """Compute a micro-batch."""
         seed_generators(piece.seed, self._device)
         result = attempt(run)
         if not isinstance(result, Failure):

@@ -60,7 +60,6 @@ class PhaseTracker:
 
     @property
     def utterances(self) -> Sequence[str]:
-        """Ids of the utterances of the current micro-batches."""
         return [name for batch in self._batches for name in batch.ids]
 
 

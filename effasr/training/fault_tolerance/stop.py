@@ -18,7 +18,6 @@ class StopRequest:
     received: signal.Signals | None = None
 
     def __bool__(self) -> bool:
-        """Return whether there was a request."""
         return self.received is not None
 
 

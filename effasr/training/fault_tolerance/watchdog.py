@@ -52,8 +52,6 @@ class RankLost(RuntimeError):
 
 
 class Watchdog:
-    """Watches the training of this rank, and the phases of the others."""
-
     def __init__(
         self,
         context: DistributedContext,
@@ -167,7 +165,6 @@ class Watchdog:
             self._store.set(f"phase/{self._context.rank}", beat)
 
     def _own(self) -> dict[str, Any]:
-        """Return the phase of this rank."""
         now = self._phases
         utterances = list(now.utterances) or (list(self._reading()) if now.phase == LOADING else [])
         return {
@@ -277,7 +274,6 @@ def _is_loss(error: BaseException | None) -> bool:
 
 
 def _describe(report: dict[str, Any]) -> str:
-    """Format a report."""
     more = f" and {report['more']} more" if report["more"] else ""
     utterances = (
         f", utterances {', '.join(report['utterances'])}{more}" if report["utterances"] else ""

@@ -36,20 +36,16 @@ class ProgressDisplay:
         self._task = self._bar.add_task("", total=total, completed=done, state="")
 
     def __enter__(self) -> Self:
-        """Show the bar."""
         self._bar.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Leave the bar as it is."""
         self._bar.stop()
 
     def advance(self, step: int) -> None:
-        """Move the bar to ``step`` steps."""
         self._bar.update(self._task, completed=step)
 
     def metrics(self, line: Mapping[str, Any]) -> None:
-        """Show a line of metrics.jsonl."""
         state = describe(line, self._ranks)
         self._bar.update(self._task, completed=line["step"], state=state)
         if not self._console.is_terminal:

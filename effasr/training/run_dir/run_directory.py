@@ -64,15 +64,12 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
     def lock(self, run: str, *, takeover: bool = False) -> None:
-        """Lock the directory until `close`: see `locks.RunLock`."""
         self._lock = RunLock(self.path, run, takeover=takeover)
 
     def check_lock(self) -> None:
-        """Check that no other training has begun here: see `locks.RunLock.check`."""
         if self._lock is not None:
             self._lock.check()
 
@@ -141,7 +138,6 @@ class RunDirectory:
             self._tensorboard = SummaryWriter(folder, purge_step=step + 1)
 
     def close(self) -> None:
-        """Flush the files, and release the lock."""
         try:
             if self._tensorboard is not None:
                 self._tensorboard.close()
@@ -150,12 +146,10 @@ class RunDirectory:
                 self._lock.release()
 
     def metrics(self, line: Mapping[str, Any]) -> None:
-        """Add a line to metrics.jsonl."""
         self._append(METRICS, line)
         self._draw("train", line)
 
     def validation(self, line: Mapping[str, Any]) -> None:
-        """Add a line to validation.jsonl."""
         self._append(VALIDATION, line)
         self._draw("validation", line)
 
@@ -166,16 +160,13 @@ class RunDirectory:
             self._tensorboard.add_text("warnings", text, line["step"])
 
     def skipped(self, line: Mapping[str, Any]) -> None:
-        """Add a line to skipped.jsonl."""
         self._append(SKIPPED, line)
 
     def unreadable(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Add lines to unreadable.jsonl."""
         for line in lines:
             self._append(UNREADABLE, line)
 
     def dropped(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Write dropped.jsonl."""
         text = "".join(_encode(line) for line in lines)
         _replace(self.path / DROPPED, text)
 

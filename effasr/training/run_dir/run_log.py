@@ -42,7 +42,6 @@ class RunLog:
         self._has_warned = False
 
     def lock(self, *, takeover: bool = False) -> None:
-        """See `RunDirectory.lock`."""
         self.directory.lock(self._start, takeover=takeover)
 
     def open(
@@ -59,7 +58,6 @@ class RunLog:
         self.display = ProgressDisplay(config.training.max_steps, step, ranks)
 
     def show(self, text: str) -> None:
-        """Show a line."""
         self.display.show(text)
 
     @contextmanager
@@ -78,7 +76,6 @@ class RunLog:
         self.directory.dropped(map(asdict, dropped))
 
     def metrics(self, line: dict[str, Any]) -> None:
-        """Write a line of metrics.jsonl and show it."""
         self.step = line["step"]
         if self._is_main:
             self.directory.metrics(line)
@@ -92,7 +89,6 @@ class RunLog:
         result: SetResult,
         shown: Sequence[ScoredUtterance] = (),
     ) -> None:
-        """Write and show the results of a set, and some of its hypotheses."""
         evaluation = result.evaluation
         errors = evaluation.errors
         self.show(
@@ -128,7 +124,6 @@ class RunLog:
             self.directory.validation(line)
 
     def changes(self, step: int, epoch: int, changes: Iterable[Change]) -> None:
-        """Write and show conditions that have begun or ended."""
         for change in changes:
             text = f"step {step}: {change}"
             for number, line in enumerate(examples.fold(text, examples.WIDTH - 4)):
@@ -137,7 +132,6 @@ class RunLog:
                 self.directory.warning({"step": step, "epoch": epoch} | change.row(), text)
 
     def mixture(self, step: int, blends: Sequence[MixtureSummary]) -> None:
-        """Write blend.json, if there is a mixture."""
         if blends and self._is_main:
             self.directory.blend(step, [row for blend in blends for row in blend.mapping()])
 
@@ -169,7 +163,6 @@ class RunLog:
             self.directory.unreadable(line for lines in gathered for line in lines)
 
     def warn_of_splits(self, step: int) -> None:
-        """Warn once that the run is slow because memory ran out."""
         if not self._has_warned:
             self._has_warned = True
             log.warning(

@@ -29,7 +29,6 @@ from effasr.model.config import ModelConfig
 def describe_batches(
     plan: EpochPlan, shape: StaticShape | None, lengths: UtteranceLengths, config: DataConfig
 ) -> str:
-    """Return one line about the micro-batches of an epoch."""
     begin = f"{plan.micro_batches} micro-batches a step, "
     paddings = (
         f"frames ({100 * plan.padding_frames:.1f} % padding)",
@@ -53,7 +52,6 @@ def describe_batches(
 
 
 def describe_model(model: nn.Module) -> str:
-    """Return the number of parameters, and of the trained ones if not all are."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     of_these = f" ({trained / 1e6:.2f} M trained)" if trained < parameters else ""

@@ -8,8 +8,7 @@ from effasr.data.sampling.plan import UtteranceLengths
 from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
-from effasr.training.calibration.models import MemoryModel, SpeedModel
-from effasr.training.calibration.search import load_of
+from effasr.training.calibration.search import MemoryModel, SpeedModel, load_of
 from effasr.training.calibration.trial import Measurement
 from effasr.training.calibration.workload import Population, Workload
 

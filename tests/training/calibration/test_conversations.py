@@ -15,18 +15,16 @@ from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.distributed.process_group import DistributedContext
 from effasr.training.calibration import calibrate as module
 from effasr.training.calibration import trial, workload
-from effasr.training.calibration.calibrate import read_population, settle
-from effasr.training.calibration.conversations import Clips
-from effasr.training.calibration.models import MemoryModel
-from effasr.training.calibration.search import load_of
-from effasr.training.calibration.trial import Measurement, Request
-from effasr.training.calibration.workload import batch_of, cells
+from effasr.training.calibration.calibrate import read_population, resolve_auto_frame_budget
+from effasr.training.calibration.search import MemoryModel
+from effasr.training.calibration.trial import Request
+from effasr.training.calibration.workload import Clips, batch_of, cells
 from effasr.training.config import TrainConfig
 from effasr.training.corpus import load_corpus
 from effasr.training.resolve import find_tokenizer, resolve_config
 from effasr.training.trainer import run
-from tests.support.chat_folder import write_chat_model
-from tests.support.talks import model_mapping, write_talks
+from tests.support.known_machine import known_machine
+from tests.support.talks import talks_config, write_folders
 
 pytest.importorskip("transformers")
 
@@ -35,9 +33,7 @@ ALONE = DistributedContext(0, 1, torch.device("cpu"))
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("talks")
-    speech, text = write_talks(folder / "data", speech=20, texts=15)
-    return {"speech": str(speech), "text": str(text), "llm": str(write_chat_model(folder / "llm"))}
+    return write_folders(tmp_path_factory.mktemp("talks"), speech=20, texts=15)
 
 
 @pytest.fixture
@@ -47,22 +43,8 @@ def make(folders, tmp_path):
             "speech": {"manifests": folders["speech"], "weight": 1 - share},
             "text": {"manifests": folders["text"], "weight": share},
         }
-        mapping = {
-            "name": "talks",
-            "output": str(tmp_path),
-            "model": model_mapping(folders["llm"]),
-            "data": {
-                "mix": {"sources": sources},
-                "frame_budget": budget,
-                "micro_batches": 1,
-                "workers": 0,
-                "cache": None,
-                **data,
-            },
-            "loss": {"label_smoothing": 0.0},
-            "training": {"max_steps": 2, "device": "cpu", "threads": 1, "tensorboard": False},
-        }
-        return resolve_config(configuration.from_mapping(TrainConfig, mapping), None)
+        data = {"mix": {"sources": sources}, "frame_budget": budget, "micro_batches": 1} | data
+        return resolve_config(talks_config(folders, tmp_path, data=data), None)
 
     return configure
 
@@ -174,23 +156,9 @@ def test_a_trial_trains_on_conversations(make, monkeypatch):
 
 @pytest.fixture
 def trials(monkeypatch):
-    """A machine of known memory in the place of processes: what it was asked for."""
-    seen = []
-    memory = MemoryModel(1e8, 1e5, 1e5, 10.0)
-
-    def measure(request, *, alive):
-        seen.append(request)
-        config = configuration.from_mapping(TrainConfig, request.config)
-        peak = memory.predict(load_of(request.workload, config.model))
-        if peak > request.limit_bytes:
-            return Measurement(fits=False, reason="out of memory")
-        frames = request.workload.shape.frame_budget
-        return Measurement(True, peak, peak, 1e-3 + 1e-4 * frames, 0.08 * frames)
-
-    monkeypatch.setattr(module, "measure", measure)
     # Plans for a small corpus in small budgets are most of what a search takes.
     monkeypatch.setattr(workload, "_STEPS", 2)
-    return seen
+    return known_machine(monkeypatch, MemoryModel(1e8, 1e5, 1e5, 10.0))
 
 
 def test_training_finds_both_budgets(make, trials, tmp_path, cache):
@@ -205,9 +173,12 @@ def test_training_finds_both_budgets(make, trials, tmp_path, cache):
     count = len(trials)
     # Another run finds them; other shares need other rows for the same frames.
     tokenizer = find_tokenizer(config, None)
-    assert settle(config, tokenizer, ALONE).data.token_budget == written.token_budget
+    assert (
+        resolve_auto_frame_budget(config, tokenizer, ALONE).data.token_budget
+        == written.token_budget
+    )
     assert len(trials) == count
-    settle(make(share=0.9), tokenizer, ALONE)
+    resolve_auto_frame_budget(make(share=0.9), tokenizer, ALONE)
     assert len(trials) > count
 
 

@@ -2,13 +2,21 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from effasr.data.batch import StaticShape
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.plan import UtteranceLengths
-from effasr.training.calibration.models import Load, MemoryModel, SpeedModel, whole_waves
-from effasr.training.calibration.search import Search, bucket_sizes, describe
+from effasr.training.calibration.search import (
+    Load,
+    MemoryModel,
+    Search,
+    SpeedModel,
+    bucket_sizes,
+    describe,
+    frames_per_full_wave,
+)
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.workload import Lengths, Population, cells
 from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
@@ -82,7 +90,7 @@ def test_the_smallest_that_is_nearly_the_fastest(endless, machine):
     [(1024, 132, 4224), (512, 132, 8448), (2048, 132, 4224), (256, 108, 13_824), (16, 7, 896)],
 )
 def test_the_frames_of_whole_waves(width: int, multiprocessors: int, expected: int):
-    wave = whole_waves(width, multiprocessors)
+    wave = frames_per_full_wave(width, multiprocessors)
     assert wave == expected
     columns = -(-width // 256)
     # Tiles of 128 x 256, and no smaller number of row tiles fills all multiprocessors.
@@ -93,7 +101,7 @@ def test_the_frames_of_whole_waves(width: int, multiprocessors: int, expected: i
 @pytest.mark.parametrize("sizes", [(0, 132), (512, 0)])
 def test_waves_of_nothing_are_refused(sizes: tuple[int, int]):
     with pytest.raises(ValueError, match="must be at least 1, but is 0"):
-        whole_waves(*sizes)
+        frames_per_full_wave(*sizes)
 
 
 def test_whole_waves_are_preferred_among_fast_budgets(endless, machine):
@@ -200,3 +208,39 @@ def test_the_bucket_table_fits_and_is_full(population):
 def test_settings_are_checked(setting, message):
     with pytest.raises(ValueError, match=message):
         CalibrationConfig(**setting)
+
+
+LOADS = [
+    Load(1000, 300, 40_000),
+    Load(4000, 1200, 160_000),
+    Load(4000, 2400, 160_000),
+    Load(4000, 1200, 20_000),
+]
+
+
+def test_no_coefficient_is_negative_and_noise_is_averaged():
+    truth = MemoryModel(1e9, 5e5, 1e5, 0.0)
+    noise = np.random.default_rng(0).normal(1, 0.01, len(LOADS) * 5)
+    loads = LOADS * 5
+    peaks = [round(truth.predict(x) * y) for x, y in zip(loads, noise, strict=True)]
+    found = MemoryModel.fit(loads, peaks)
+    assert min(found.fixed, found.per_frame, found.per_token, found.per_cell) >= 0
+    for load in LOADS:
+        assert found.predict(load) == pytest.approx(truth.predict(load), rel=0.02)
+
+
+def test_one_trial_is_enough_for_a_number():
+    found = MemoryModel.fit(LOADS[:1], [7_000_000])
+    assert found.predict(LOADS[0]) == pytest.approx(7_000_000, rel=1e-6)
+    with pytest.raises(ValueError, match="`loads` must hold at least one trial"):
+        MemoryModel.fit([], [])
+
+
+def test_neither_part_is_negative():
+    assert SpeedModel.fit([1000, 2000], [1.0, 4.0]).fixed == 0
+    falling = SpeedModel.fit([1000, 2000], [1.0, 0.9])
+    assert falling.per_frame == 0
+    assert 0.9 < falling.fixed < 1.0
+    assert SpeedModel.fit([1000, 1000], [1.0, 1.0]).predict(500) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="at least one trial"):
+        SpeedModel.fit([], [])

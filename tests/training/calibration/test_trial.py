@@ -86,33 +86,26 @@ def test_the_model_of_memory_predicts_what_is_measured(request_of, population, t
     assert 0.9 * target < found.replay.measured.peak_bytes <= target
 
 
-def ends(monkeypatch, code: str):
+@pytest.mark.parametrize(
+    ("code", "result"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "the system killed it"),
+        ("import os, sys; sys.stderr.write('std::bad_alloc'); sys.stderr.flush(); os.abort()",
+         "it aborted"),
+        ("raise ValueError('no such layer')",
+         TrialFailed("ended with 1: ValueError: no such layer")),
+        ("import time; time.sleep(60)",
+         TrialFailed("of 400 frames took more than 1 s, and was stopped")),
+    ],
+)  # fmt: skip
+def test_how_a_process_may_end(request_of, monkeypatch, code, result):
     monkeypatch.setattr(trial, "_COMMAND", [sys.executable, "-c", code])
-
-
-def test_a_process_that_the_system_kills_is_a_result(request_of, monkeypatch):
-    ends(monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    assert measure(request_of(400)) == Measurement(fits=False, reason="the system killed it")
-
-
-def test_a_library_that_aborts_for_want_of_memory_is_a_result(request_of, monkeypatch):
-    ends(
-        monkeypatch,
-        "import os, sys; sys.stderr.write('std::bad_alloc'); sys.stderr.flush(); os.abort()",
-    )
-    assert measure(request_of(400)) == Measurement(fits=False, reason="it aborted")
-
-
-def test_any_other_end_is_an_error(request_of, monkeypatch):
-    ends(monkeypatch, "raise ValueError('no such layer')")
-    with pytest.raises(TrialFailed, match="ended with 1: ValueError: no such layer"):
-        measure(request_of(400))
-
-
-def test_a_trial_that_hangs_is_stopped(request_of, monkeypatch):
-    ends(monkeypatch, "import time; time.sleep(60)")
-    with pytest.raises(TrialFailed, match="of 400 frames took more than 1 s, and was stopped"):
-        measure(request_of(400), timeout_s=1.0, every_s=0.2)
+    options = {"timeout_s": 1.0, "every_s": 0.2} if "sleep" in code else {}
+    if isinstance(result, str):
+        assert measure(request_of(400)) == Measurement(fits=False, reason=result)
+        return
+    with pytest.raises(TrialFailed, match=str(result)):
+        measure(request_of(400), **options)
 
 
 def test_a_trial_does_not_take_itself_for_a_rank(monkeypatch):

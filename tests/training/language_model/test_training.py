@@ -10,51 +10,24 @@ import yaml
 from safetensors.torch import load_file
 
 from effasr import checkpoint
-from effasr.config import from_mapping
 from effasr.data.tokenizer import load_tokenizer
 from effasr.model.asr import ASRModel
-from effasr.training.config import TrainConfig
 from effasr.training.trainer import run
 from tests.support.chat_folder import THINKING, write_chat_model, write_tokenizer
 from tests.support.run_ranks import train_on_ranks
-from tests.support.talks import model_mapping, write_talks
+from tests.support.talks import talks_config, write_folders
 
 pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("talks")
-    speech, text = write_talks(folder / "data")
-    return {"speech": str(speech), "text": str(text), "llm": str(write_chat_model(folder / "llm"))}
+    return write_folders(tmp_path_factory.mktemp("talks"))
 
 
-LOOP = {"log_every": 1, "checkpoint_every": 2, "device": "cpu", "threads": 1, "tensorboard": False}
-
-
-def config(folders, output, steps=4, **sections):
-    mapping = {
-        "name": "talks",
-        "output": str(output),
-        "model": model_mapping(folders["llm"]),
-        "data": {
-            "mix": {"sources": {"speech": folders["speech"], "text": folders["text"]}},
-            "frame_budget": 60,
-            "micro_batches": 2,
-            "workers": 0,
-            "cache": None,
-        },
-        "loss": {"label_smoothing": 0.0},
-        "optimizer": {"lr": 3e-3},
-        "schedule": {"warmup_steps": 1},
-        "training": LOOP | {"max_steps": steps},
-    }
-    for section, values in sections.items():
-        if isinstance(values, dict) and isinstance(mapping.get(section), dict):
-            mapping[section] = mapping[section] | values
-        else:
-            mapping[section] = values
-    return from_mapping(TrainConfig, mapping)
+def config(folders, output, steps=4, training=None, **sections):
+    training = {"max_steps": steps} | (training or {})
+    return talks_config(folders, output, training=training, **sections)
 
 
 def metrics(output):

@@ -36,12 +36,10 @@ class Peers:
 
     @property
     def living(self) -> tuple[int, ...]:
-        """Remaining neighbours, in ascending order."""
         return self._living
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Lost neighbours, in the order of their loss."""
         return self._lost
 
     def lose(self, peer: int, reason: str) -> None:
@@ -69,7 +67,6 @@ class Peers:
             self._ended = True
 
     def fail(self, peer: int | None, error: Exception) -> None:
-        """Store the first error of a thread for `check`."""
         with self._lock:
             if self._error is None:
                 partner = "" if peer is None else f" with learner {peer}"
@@ -81,7 +78,6 @@ class Peers:
                 self._error = failure
 
     def check(self) -> None:
-        """Raise the stored error, if any."""
         if self._error is not None:
             raise self._error
 
@@ -96,12 +92,10 @@ EXCHANGE, ALIVE, STOP = 1, 2, 3
 
 
 def header(kind: int, count: int) -> Tensor:
-    """Return a header to send."""
     return torch.tensor([kind, count])
 
 
 def blank() -> Tensor:
-    """Return a header to receive into."""
     return torch.zeros(2, dtype=torch.int64)
 
 
@@ -148,7 +142,6 @@ class Active:
         self.bytes = 0  # Bytes of weights, sent and received
 
     def start(self) -> None:
-        """Start the thread that waits for publications."""
         self._published = self._stopping = False
         self._thread = threading.Thread(target=self._run, name="gossip", daemon=True)
         self._thread.start()
@@ -166,7 +159,6 @@ class Active:
             self._changed.notify_all()
 
     def is_running(self) -> bool:
-        """Return whether the thread has work left."""
         return self._thread is not None and self._thread.is_alive()
 
     def _run(self) -> None:
@@ -198,7 +190,6 @@ class Active:
             return EXCHANGE if published else ALIVE
 
     def _exchange(self, peer: int, got: Tensor) -> None:
-        """Average with a neighbour, or mark it as lost."""
         sent = self._mixer.snapshot()
         try:
             message = header(EXCHANGE, sent.numel())
@@ -249,7 +240,6 @@ class Passive:
         self.bytes = 0  # Bytes of weights, sent and received
 
     def start(self) -> None:
-        """Start the threads of the remaining neighbours."""
         self._threads = {
             peer: threading.Thread(
                 target=self._run, args=(peer,), name=f"gossip with {peer}", daemon=True
@@ -266,7 +256,6 @@ class Passive:
         """Do nothing: each neighbour reports when it has finished."""
 
     def is_running(self) -> bool:
-        """Return whether a remaining neighbour may still begin an exchange."""
         return any(thread.is_alive() for thread in self._threads.values())
 
     def _run(self, peer: int) -> None:
@@ -276,7 +265,6 @@ class Passive:
             self._peers.fail(peer, error)
 
     def _serve(self, peer: int) -> None:
-        """Answer a neighbour until it stops or is lost."""
         message = blank()
         try:
             while True:

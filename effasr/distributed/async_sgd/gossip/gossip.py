@@ -22,8 +22,6 @@ _LOOK_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class GossipCounters:
-    """Counters since the creation of a learner."""
-
     updates: int  # Number of calls of `Gossip.publish`
     exchanges: int  # Number of exchanges, begun by either side
     applied: int  # Number of exchanges whose difference was added to the weights
@@ -83,7 +81,6 @@ class Gossip:
         self._running = False
 
     def start(self) -> None:
-        """Publish the weights and begin exchanges."""
         if self._running:
             raise RuntimeError("`start` must not be called between `start` and `drain`.")
         self._peers.check()
@@ -109,11 +106,9 @@ class Gossip:
     def take(self) -> Tensor | None:
         """Return the contribution of others, to be added to the weights before `publish`.
 
-        Returns:
-            float32 (count,) on the host, pinned if the weights are on a GPU, to be read before the
-            next `publish`. None if nothing is available without waiting, or if `take` returned a
-            contribution since the weights were last copied. Later calls return the rest, at the
-            latest the call after `drain`.
+        float32 (count,) on the host, pinned if the weights are on a GPU, to be read before the next
+        `publish`. None if nothing is available without waiting, or if `take` returned a
+        contribution since the weights were last copied: the rest comes at the latest after `drain`.
         """
         self._check(running=False)
         return self._mixer.take(self._updates)
@@ -149,7 +144,6 @@ class Gossip:
             self._running = False
 
     def counters(self) -> GossipCounters:
-        """Return the counters so far."""
         mixer = self._mixer
         return GossipCounters(
             updates=self._updates,
@@ -163,7 +157,6 @@ class Gossip:
         )
 
     def _check(self, running: bool = True) -> None:
-        """Raise the error of a background thread, if any."""
         self._peers.check()
         if running and not self._running:
             raise RuntimeError("`start` must be called before `publish` and `drain`.")

@@ -43,13 +43,11 @@ HELLO_BYTES = _HELLO.size
 """Size of the message of the side that connects."""
 
 
-class Stranger(Exception):
+class HandshakeError(Exception):
     """The other side did not authenticate as a member of this run; the message has the reason."""
 
 
 class Challenge:
-    """The listening side of one handshake."""
-
     def __init__(self, key: bytes, learner: int) -> None:
         self._key, self._learner = key, learner
         self.nonce = secrets.token_bytes(_NONCE_BYTES)  # The first message
@@ -58,19 +56,18 @@ class Challenge:
         """Return the number of the learner that connected, and the reply to it."""
         version, connecting, listening, nonce, proof = _HELLO.unpack(hello)
         if version != _VERSION:
-            raise Stranger("it speaks another protocol")
+            raise HandshakeError("it speaks another protocol")
         if listening != self._learner:
-            raise Stranger("it looks for another learner")
+            raise HandshakeError("it looks for another learner")
         about = self._key, connecting, listening, self.nonce, nonce
         if not hmac.compare_digest(proof, _proof(_CONNECTS, *about)):
-            raise Stranger("it does not have the key of this run")
+            raise HandshakeError("it does not have the key of this run")
         return connecting, _proof(_LISTENS, *about)
 
 
 def introduce(
     connection: socket.socket, key: bytes, *, connecting: int, listening: int, until: float
 ) -> None:
-    """Perform the handshake of the connecting side."""
     theirs, own = _receive(connection, _NONCE_BYTES, until), secrets.token_bytes(_NONCE_BYTES)
     about = key, connecting, listening, theirs, own
     hello = _HELLO.pack(_VERSION, connecting, listening, own, _proof(_CONNECTS, *about))
@@ -78,7 +75,7 @@ def introduce(
     connection.sendall(hello)
     answer = _receive(connection, _PROOF_BYTES, until)
     if not hmac.compare_digest(answer, _proof(_LISTENS, *about)):
-        raise Stranger("another program answers")
+        raise HandshakeError("another program answers")
 
 
 def _proof(
@@ -95,7 +92,7 @@ def _receive(connection: socket.socket, size: int, until: float) -> bytes:
         connection.settimeout(_left(until))
         more = connection.recv(size - len(received))
         if not more:
-            raise Stranger("it closed the connection")
+            raise HandshakeError("it closed the connection")
         received += more
     return bytes(received)
 
@@ -203,7 +200,7 @@ class Listener:
         self, addresses: Sequence[str], learner: int, context: ssl.SSLContext | None = None
     ) -> None:
         self.key = secrets.token_bytes(KEY_BYTES)  # Key that neighbours must prove to have
-        self.strangers = 0  # Number of dropped connections
+        self.rejected_connections = 0  # Number of dropped connections
         self._learner, self._context = learner, context
         self._reason = ""
         self._sockets: list[socket.socket] = []
@@ -255,11 +252,11 @@ class Listener:
                     self._drop(arrival, selector, pending, "it was silent")
             for arrival in list(pending.values()):
                 self._drop(arrival, selector, pending, "it was silent")
-        if self.strangers:
+        if self.rejected_connections:
             log.warning(
                 "learner %d dropped %d connections that are not of this run (the last: %s)",
                 self._learner,
-                self.strangers,
+                self.rejected_connections,
                 self._reason,
             )
         return found
@@ -270,7 +267,6 @@ class Listener:
         selector: selectors.BaseSelector,
         pending: dict[socket.socket, _Arrival],
     ) -> None:
-        """Accept a connection and begin its handshake."""
         try:
             connection, address = own.accept()
         except OSError as error:
@@ -307,14 +303,13 @@ class Listener:
         peers: Collection[int],
         found: dict[int, socket.socket],
     ) -> None:
-        """Continue a handshake with the data that have arrived."""
         try:
             peer = arrival.advance()
             if peer is None:
                 return
             if peer not in peers:
-                raise Stranger(f"learner {peer} is not a neighbour")
-        except (OSError, Stranger) as error:
+                raise HandshakeError(f"learner {peer} is not a neighbour")
+        except (OSError, HandshakeError) as error:
             self._drop(arrival, selector, pending, str(error))
             return
         selector.unregister(arrival.connection)
@@ -338,7 +333,7 @@ class Listener:
         self._count(arrival, reason)
 
     def _count(self, arrival: _Arrival, reason: str) -> None:
-        self.strangers += 1
+        self.rejected_connections += 1
         self._reason = f"from {arrival.address}: {reason}"
         log.debug("learner %d dropped a connection %s", self._learner, self._reason)
 
@@ -355,7 +350,6 @@ class _Arrival:
         self._received = bytearray()
 
     def challenge_other(self) -> None:
-        """Send the first message."""
         self._send(self._challenge.nonce)
         self._challenged = True
 
@@ -370,7 +364,7 @@ class _Arrival:
             while missing := HELLO_BYTES - len(self._received):
                 more = self.connection.recv(missing)
                 if not more:
-                    raise Stranger("it closed the connection")
+                    raise HandshakeError("it closed the connection")
                 self._received += more
         except _WAIT:
             return None
@@ -381,7 +375,7 @@ class _Arrival:
     def _send(self, message: bytes) -> None:
         # This cannot block: the send buffer of a new connection has room for the message.
         if self.connection.send(message) < len(message):
-            raise Stranger("it does not read what it is sent")
+            raise HandshakeError("it does not read what it is sent")
 
 
 def _listen(address: str) -> socket.socket:

@@ -12,23 +12,18 @@ import torch
 from torch import Tensor
 
 
-class Landing(Protocol):
+class CopyEvent(Protocol):
     """Completion of a copy, with the interface of a `torch.cuda.Event`."""
 
-    def query(self) -> bool:
-        """Return whether the copy is complete."""
-        ...
+    def query(self) -> bool: ...
 
-    def synchronize(self) -> None:
-        """Wait until the copy is complete."""
-        ...
+    def synchronize(self) -> None: ...
 
 
-class Landed:
+class CompletedCopy:
     """A copy that was complete when the call returned."""
 
     def query(self) -> bool:
-        """Return True."""
         return True
 
     def synchronize(self) -> None:
@@ -66,12 +61,12 @@ class FlatWeights:
             self._copied = torch.cuda.Event()
 
     @torch.no_grad()
-    def copy_to(self, host: Tensor) -> Landing:
+    def copy_to(self, host: Tensor) -> CopyEvent:
         """Copy the weights to ``host``: float32 (count,), pinned if the tensors are on a GPU."""
         rows = [tensor.detach().reshape(-1) for tensor in self._tensors]
         if self.device.type != "cuda":
             torch.cat(rows, out=host)
-            return Landed()
+            return CompletedCopy()
         current = torch.cuda.current_stream(self.device)
         # The previous copy may still read the buffer that is overwritten here; an unrecorded event
         # counts as done.
@@ -118,7 +113,7 @@ class _Published:
     """A copy of the weights. ``passed``: it lacks a delta that was taken since."""
 
     buffer: Tensor
-    landing: Landing
+    event: CopyEvent
     version: int
     passed: bool = False
 
@@ -155,7 +150,7 @@ class Mixer:
         self._arrivals = _Arrivals()
         # Signals that the device has read the last taken delta and that a copy contains it, namely
         # the copy after it. None until that copy exists.
-        self._read: Landing | None = Landed()
+        self._read: CopyEvent | None = CompletedCopy()
         self.count = count
         self.applied = 0  # Number of deltas taken
         # Sum over the taken deltas of the number of own updates between the copy of the weights
@@ -166,30 +161,29 @@ class Mixer:
         # one learner
         self.non_finite = 0
 
-    def publish(self, copy_to: Callable[[Tensor], Landing], version: int) -> bool:
+    def publish(self, copy_to: Callable[[Tensor], CopyEvent], version: int) -> bool:
         """Copy the weights for others; return False if the previous copy is still in progress."""
         with self._handing:
             # A copy that is replaced each time before it completes would never be used.
-            if self._copies and not self._copies[-1].landing.query():
+            if self._copies and not self._copies[-1].event.query():
                 return False
             self._forget(self._copies[:-1])
             if not self._free:
                 self._forget(self._copies)
             buffer = self._free.pop()
-        landing = copy_to(buffer)
+        event = copy_to(buffer)
         with self._handing:
-            self._copies.append(_Published(buffer, landing, version))
+            self._copies.append(_Published(buffer, event, version))
             if self._read is None:
                 # The device makes the copy after all previously queued work.
-                self._read = landing
+                self._read = event
         return True
 
     def take(self, version: int) -> Tensor | None:
         """Return the sum of the deltas that arrived, to be added to the weights before `publish`.
 
-        Returns:
-            float32 (count,), valid until the next call. None if no delta is available without
-            waiting, or if one was taken since the last `publish`.
+        float32 (count,), valid until the next call. None if no delta is available without waiting,
+        or if one was taken since the last `publish`.
         """
         if not self._mixing.acquire(blocking=False):
             return None
@@ -215,14 +209,14 @@ class Mixer:
     def settle(self) -> None:
         """Let the next `take` return all deltas; needs idle threads and an idle device."""
         self._forget(self._copies)
-        self._read = Landed()
+        self._read = CompletedCopy()
 
     def snapshot(self) -> Tensor:
         """Return the view, float32 (count,), valid until `average` or the next call."""
         with self._handing:
             latest = self._copies[-1] if self._copies else None
         if latest is not None:
-            latest.landing.synchronize()
+            latest.event.synchronize()
         with self._mixing:
             self._renew()
         return self._view
@@ -239,9 +233,8 @@ class Mixer:
             self._average(got)
 
     def _renew(self) -> None:
-        """Update the view to the latest publication."""
         with self._handing:
-            complete = [copy for copy in self._copies if copy.landing.query()]
+            complete = [copy for copy in self._copies if copy.event.query()]
             if not complete:
                 return
             latest = complete.pop()
@@ -258,7 +251,6 @@ class Mixer:
             self._free.append(old)
 
     def _forget(self, copies: Sequence[_Published]) -> None:
-        """Release the buffers of copies."""
         for copy in list(copies):
             self._copies.remove(copy)
             self._free.append(copy.buffer)

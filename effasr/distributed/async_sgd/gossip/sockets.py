@@ -18,8 +18,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from effasr.distributed.async_sgd.gossip.listener import (
     INTERFACES_VARIABLE,
+    HandshakeError,
     Listener,
-    Stranger,
     introduce,
     own_addresses,
 )
@@ -41,13 +41,9 @@ class Transport(Protocol):
         """Send ``tensor``; return when it may be overwritten."""
         ...
 
-    def receive(self, tensor: Tensor, peer: int, timeout_s: float) -> None:
-        """Fill ``tensor``; raises as `send`."""
-        ...
+    def receive(self, tensor: Tensor, peer: int, timeout_s: float) -> None: ...
 
-    def close(self) -> None:
-        """End all connections and all waiting calls."""
-        ...
+    def close(self) -> None: ...
 
 
 # TCP connections between learners, one for each pair of neighbours.
@@ -73,7 +69,7 @@ class SocketTransport:
 
     Odd-numbered learners listen, and write their addresses and a key into the store; even-numbered
     ones connect. Both prove that they have the key
-    (`effasr.distributed.async_sgd.gossip.handshake`), so neither a foreign program nor the same
+    (`effasr.distributed.async_sgd.gossip.listener`), so neither a foreign program nor the same
     address on another node is mistaken for the neighbour. Anyone who can read the store of the run
     can read the key. Data are encrypted only with TLS.
     """
@@ -87,7 +83,7 @@ class SocketTransport:
         tls: TLSConfig | None = None,
     ) -> None:
         # Number of dropped connections to this learner that did not come from a neighbour
-        self.strangers = 0
+        self.rejected_connections = 0
         self._connections: dict[int, socket.socket] = {}
         self._missing: dict[int, str] = {}
         self._closed = False
@@ -112,7 +108,6 @@ class SocketTransport:
             raise self._lost(error, timeout_s) from error
 
     def receive(self, tensor: Tensor, peer: int, timeout_s: float) -> None:
-        """Receive as in `Transport`; ``tensor`` is contiguous and on the host."""
         connection, data, begin = self._to(peer), _bytes(tensor), 0
         connection.settimeout(timeout_s)
         try:
@@ -125,7 +120,6 @@ class SocketTransport:
             raise self._lost(error, timeout_s) from error
 
     def close(self) -> None:
-        """Close as in `Transport`."""
         self._closed = True
         for connection in self._connections.values():
             # `close` is not called here: another thread may be about to use the descriptor, whose
@@ -159,7 +153,6 @@ class SocketTransport:
     def _connect(
         self, store: Store, learner: int, peer: int, until: float, context: ssl.SSLContext | None
     ) -> None:
-        """Find an address at which a neighbour answers."""
         key = f"listening/{peer}"
         while not store.check([key]):
             if time.monotonic() > until:
@@ -181,7 +174,7 @@ class SocketTransport:
                     give_up = time.monotonic() + _WELCOME_S
                     secret = bytes.fromhex(where["key"])
                     introduce(connection, secret, connecting=learner, listening=peer, until=give_up)
-                except (OSError, Stranger) as error:
+                except (OSError, HandshakeError) as error:
                     connection.close()
                     tried[address] = f"port {port}: {error}"
                     continue
@@ -201,18 +194,16 @@ class SocketTransport:
         until: float,
         context: ssl.SSLContext | None,
     ) -> None:
-        """Wait until all neighbours have connected, or the time is up."""
         with Listener(own_addresses(), learner, context) as listener:
             where = {"endpoints": listener.endpoints, "key": listener.key.hex()}
             store.set(f"listening/{learner}", json.dumps(where))
             for peer, connection in listener.accept(peers, until).items():
                 self._keep(peer, connection)
-            self.strangers = listener.strangers
+            self.rejected_connections = listener.rejected_connections
         self._missing = dict.fromkeys(peers - self._connections.keys(), "it did not connect")
 
 
 def _opened(address: str, port: int, context: ssl.SSLContext | None) -> socket.socket:
-    """Connect to an address, with TLS if a context is given."""
     connection = socket.create_connection((address, port), _CONNECT_S)
     if context is None:
         return connection
@@ -224,7 +215,6 @@ def _opened(address: str, port: int, context: ssl.SSLContext | None) -> socket.s
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor as bytes."""
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"
     return tensor.detach().flatten().view(torch.uint8).numpy().data

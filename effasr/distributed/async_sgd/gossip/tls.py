@@ -31,12 +31,10 @@ class TLSConfig:
 
 
 def server_context(config: TLSConfig) -> ssl.SSLContext:
-    """Return the TLS context of the listening side; raises as `client_context`."""
     return _context(config, ssl.PROTOCOL_TLS_SERVER)
 
 
 def client_context(config: TLSConfig) -> ssl.SSLContext:
-    """Return the TLS context of the connecting side."""
     return _context(config, ssl.PROTOCOL_TLS_CLIENT)
 
 

@@ -12,18 +12,15 @@ import torch
 from effasr import config as configuration
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.distributed.process_group import DistributedContext
-from effasr.training.calibration import calibrate as module
 from effasr.training.calibration import store
 from effasr.training.calibration.calibrate import (
     on_rank_zero,
     read_population,
-    settle,
+    resolve_auto_frame_budget,
     target_bytes,
 )
-from effasr.training.calibration.models import MemoryModel, SpeedModel
-from effasr.training.calibration.search import load_of
+from effasr.training.calibration.search import MemoryModel
 from effasr.training.calibration.settings import CalibrationConfig
-from effasr.training.calibration.trial import Measurement
 from effasr.training.config import TrainConfig
 from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
 from effasr.training.loss import LossConfig
@@ -31,6 +28,7 @@ from effasr.training.memory import total_bytes
 from effasr.training.resolve import find_tokenizer, resolve_config
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
+from tests.support.known_machine import known_machine
 from tests.support.run_ranks import check_ranks, run_ranks
 
 ALONE = DistributedContext(0, 1, torch.device("cpu"))
@@ -39,22 +37,7 @@ AUTO = {"frame_budget": "auto", "micro_batches": 1}
 
 @pytest.fixture
 def trials(monkeypatch):
-    """A machine in the place of processes: what it was asked for."""
-    seen = []
-    memory, speed = MemoryModel(1e8, 1e5, 1e4, 10.0), SpeedModel(1e-3, 1e-4)
-
-    def measure(request, *, alive):
-        seen.append(request)
-        alive()
-        config = configuration.from_mapping(TrainConfig, request.config)
-        peak = memory.predict(load_of(request.workload, config.model))
-        if peak > request.limit_bytes:
-            return Measurement(fits=False, reason="out of memory")
-        frames = request.workload.shape.frame_budget
-        return Measurement(True, peak, peak, speed.predict(frames), 0.08 * frames)
-
-    monkeypatch.setattr(module, "measure", measure)
-    return seen
+    return known_machine(monkeypatch, MemoryModel(1e8, 1e5, 1e4, 10.0))
 
 
 def test_training_finds_the_budget_and_writes_it_down(make_config, trials, tmp_path, cache, caplog):
@@ -85,7 +68,7 @@ def test_training_finds_the_budget_and_writes_it_down(make_config, trials, tmp_p
 
 def test_a_number_is_left_alone(make_config, trials):
     config = make_config()
-    assert settle(config, None, ALONE) is config  # type: ignore[arg-type]
+    assert resolve_auto_frame_budget(config, None, ALONE) is config  # type: ignore[arg-type]
     assert trials == []
 
 
@@ -93,6 +76,8 @@ CHANGES: dict[str, dict] = {
     "precision": {"training": {"precision": "bfloat16"}},
     "no average": {"training": {"ema_decay": None}},
     "bfloat16 weights": {"training": {"bfloat16_weights": True, "precision": "bfloat16"}},
+    "recomputed": {"training": {"activation_checkpointing": True}},
+    "two recomputed": {"training": {"activation_checkpointing": 2}},
     "micro-batches": {"data": {"micro_batches": 2}},
     "target": {"calibration": CalibrationConfig(target_bytes=10**9)},
     "loss": {"loss": LossConfig(ctc_weight=0.3, guided_weight=0.0)},
@@ -113,7 +98,7 @@ def test_what_it_depends_on_makes_it_stale(
         before = len(trials)
         given = change | {"data": AUTO | change.get("data", {})}
         config = resolve_config(make_config(**given), None)
-        settle(config, find_tokenizer(config, None), ALONE)
+        resolve_auto_frame_budget(config, find_tokenizer(config, None), ALONE)
         return len(trials) - before
 
     assert trials_of({}) > 0
@@ -125,7 +110,7 @@ def test_what_it_depends_on_makes_it_stale(
 
 def test_the_trials_are_of_the_run(make_config, trials):
     config = resolve_config(make_config(data={**AUTO, "micro_batches": 4}), None)
-    settle(config, find_tokenizer(config, None), ALONE)
+    resolve_auto_frame_budget(config, find_tokenizer(config, None), ALONE)
     (request, *_) = trials
     assert request.micro_batches == 2
     assert request.limit_bytes == int(0.9 * total_bytes(ALONE.device))
@@ -137,11 +122,11 @@ def test_the_trials_are_of_the_run(make_config, trials):
 def test_what_cannot_be_read_is_made_anew(make_config, trials, cache, caplog):
     config = resolve_config(make_config(data=AUTO), None)
     tokenizer = find_tokenizer(config, None)
-    first = settle(config, tokenizer, ALONE)
+    first = resolve_auto_frame_budget(config, tokenizer, ALONE)
     (file,) = (path for path in cache.iterdir() if not path.name.endswith(".buckets.json"))
     file.write_text(file.read_text()[:100])
     count = len(trials)
-    assert settle(config, tokenizer, ALONE) == first
+    assert resolve_auto_frame_budget(config, tokenizer, ALONE) == first
     assert len(trials) == 2 * count
     assert "cannot be read" in caplog.text
     assert json.loads(file.read_text())["frame_budget"] == first.data.frame_budget
@@ -153,7 +138,7 @@ def test_what_cannot_be_kept_is_used_all_the_same(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     config = resolve_config(make_config(data=AUTO), None)
-    settled = settle(config, find_tokenizer(config, None), ALONE)
+    settled = resolve_auto_frame_budget(config, find_tokenizer(config, None), ALONE)
     assert isinstance(settled.data.frame_budget, int)
     assert "XDG_CACHE_HOME names another folder" in caplog.text
 
@@ -161,7 +146,7 @@ def test_what_cannot_be_kept_is_used_all_the_same(
 def test_the_bucket_table_is_one_that_data_can_read(make_config, trials, cache):
     config = resolve_config(make_config(data=AUTO), None)
     tokenizer = find_tokenizer(config, None)
-    settle(config, tokenizer, ALONE)
+    resolve_auto_frame_budget(config, tokenizer, ALONE)
     (path,) = cache.glob("*.buckets.json")
     kept = store.find(path.name.removesuffix(".buckets.json"))
     assert kept is not None
