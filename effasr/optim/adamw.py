@@ -61,7 +61,7 @@ class OptimizerConfig:
 
     Attributes:
         name: ``adamw``, or ``lamb`` for large batches, which scales an update to the norm of the
-            weights: see `effasr.optim.lamb`. LAMB synchronizes with the device once a step.
+            weights: see `build_lamb`. LAMB synchronizes with the device once a step.
         lr: Peak learning rate; the schedule multiplies it.
         lr_scaling: Rule for k times the reference batch: ``none`` keeps ``lr``; ``linear``
             multiplies it by k; ``sqrt``, the rule for Adam, by the square root of k.

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from effasr.optim.adamw import OptimizerConfig
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
@@ -54,3 +56,26 @@ def learning_rate_ratio(config: ScheduleConfig, step: int, max_steps: int) -> fl
     progress = min((made - begin) / max(max_steps - begin, 1), 1.0)
     falling = 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_ratio + (1 - config.min_ratio) * falling
+
+
+# The learning rate of a larger batch than the one a recipe was made for.
+
+
+def relative_batch(micro_batches: int, reference: int | None) -> float:
+    """Return the ratio of a step's batch to the reference; 1 without one."""
+    return 1.0 if reference is None else micro_batches / reference
+
+
+def peak_learning_rate(config: OptimizerConfig, micro_batches: int) -> float:
+    """Return the peak learning rate for a step of ``micro_batches`` of all ranks.
+
+    With k times the reference batch it is ``lr`` (``none``), k ``lr`` (``linear``: Goyal et al.
+    2017, for SGD), or sqrt(k) ``lr`` (``sqrt``: Krizhevsky 2014, and for Adam Malladi et al. 2022,
+    who change betas and epsilon as well, which stay here).
+    """
+    ratio = relative_batch(micro_batches, config.lr_reference_micro_batches)
+    if config.lr_scaling == "linear":
+        return config.lr * ratio
+    if config.lr_scaling == "sqrt":
+        return config.lr * math.sqrt(ratio)
+    return config.lr

@@ -25,9 +25,8 @@ from effasr.nn.experts import ExpertFeedForward, ExpertUse
 from effasr.nn.stack import apply_activation_checkpointing, compile_layers
 from effasr.optim.adamw import build_adamw, build_lamb, parameter_groups
 from effasr.optim.adascale import AdaScale
-from effasr.optim.batch_scaling import peak_learning_rate, relative_batch
 from effasr.optim.ema import WeightAverage
-from effasr.optim.schedules import learning_rate_ratio
+from effasr.optim.schedules import learning_rate_ratio, peak_learning_rate, relative_batch
 from effasr.training import cuda_graph
 from effasr.training.checkpointing.resume import Saved
 from effasr.training.config import ASYNCHRONOUS, TrainConfig, adascale_scale

@@ -11,13 +11,11 @@ from effasr import config as configuration
 from effasr.data.config import DataConfig
 from effasr.decoding.config import DecodingConfig
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
-from effasr.distributed.delayed_averaging import DelayedConfig
-from effasr.distributed.local_sgd import HierarchicalConfig, LocalSGDConfig
+from effasr.distributed.averager import DelayedConfig, HierarchicalConfig, LocalSGDConfig
 from effasr.model.config import ModelConfig
 from effasr.nn.lora import LoRAConfig
 from effasr.optim.adamw import OptimizerConfig
-from effasr.optim.batch_scaling import relative_batch
-from effasr.optim.schedules import ScheduleConfig
+from effasr.optim.schedules import ScheduleConfig, relative_batch
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.loss import LossConfig
 from effasr.training.profiler import ProfileConfig

@@ -5,10 +5,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from effasr.distributed.averager import (
+    DelayedAveraging,
+    DelayedConfig,
+    HierarchicalConfig,
+    LocalSGD,
+)
 from effasr.distributed.ddp import replicate
-from effasr.distributed.delayed_averaging import DelayedAveraging, DelayedConfig
 from effasr.distributed.grad_sync import gradient_sync
-from effasr.distributed.local_sgd import HierarchicalConfig, LocalSGD
 from effasr.distributed.process_group import DistributedContext
 from tests.support.run_ranks import check_ranks
 

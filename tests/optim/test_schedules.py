@@ -4,8 +4,7 @@ from itertools import pairwise
 import pytest
 
 from effasr.optim.adamw import OptimizerConfig
-from effasr.optim.batch_scaling import peak_learning_rate
-from effasr.optim.schedules import ScheduleConfig, learning_rate_ratio
+from effasr.optim.schedules import ScheduleConfig, learning_rate_ratio, peak_learning_rate
 
 
 def ratios(config: ScheduleConfig, steps: int) -> list[float]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from effasr.distributed.averager import LocalSGDConfig
 from effasr.distributed.grad_sync import DDPGradientSync, FlatGradientSync
-from effasr.distributed.local_sgd import LocalSGDConfig
 from effasr.distributed.process_group import DistributedContext
 from effasr.distributed.tensor_files import read_whole
 from effasr.model.asr import ASRModel

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from effasr.checkpoint import save_model
-from effasr.distributed.delayed_averaging import DelayedConfig
-from effasr.distributed.local_sgd import LocalSGDConfig
+from effasr.distributed.averager import DelayedConfig, LocalSGDConfig
 from effasr.distributed.process_group import DistributedContext
 from effasr.nn.lora import LoRAConfig
 from effasr.optim.adamw import OptimizerConfig

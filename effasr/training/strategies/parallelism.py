@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from effasr.distributed.averager import Averager, average_each
+from effasr.distributed.averager import Averager, DelayedAveraging, LocalSGD, average_each
 from effasr.distributed.ddp import replicate
-from effasr.distributed.delayed_averaging import DelayedAveraging
 from effasr.distributed.fsdp import gather, shard
-from effasr.distributed.local_sgd import LocalSGD
 from effasr.distributed.process_group import DistributedContext
 from effasr.training.checkpointing.state import RunProgress
 from effasr.training.config import TrainConfig
