@@ -106,11 +106,7 @@ class Learner:
 
 
 class MemoryNetwork:
-    """Learners in threads of one process. A message waits for its receiver.
-
-    Args:
-        delay_s: The longest that a message takes; how long is random.
-    """
+    """Learners in threads of one process. A message waits for its receiver."""
 
     def __init__(self, delay_s: float = 0.0):
         self._delay_s = delay_s

@@ -18,7 +18,6 @@ from tests.support.run_ranks import check_ranks
 
 
 def learner(context: DistributedContext) -> tuple[nn.Module, torch.optim.Optimizer, list[Tensor]]:
-    """A weight, a moment and a running mean, which differ between ranks."""
     model = nn.Linear(3, 1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -35,7 +34,6 @@ def values(context: DistributedContext, tensor: Tensor) -> list[float]:
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
-    """How long a collective of the group waits for a rank."""
     assert group is not None
     return group._get_backend(torch.device("cpu")).options._timeout
 
@@ -88,7 +86,6 @@ def delayed(context: DistributedContext):
 
 
 def refused(context: DistributedContext):
-    """Groups that do not divide the ranks."""
     model, optimizer, statistics = learner(context)
     with pytest.raises(ValueError, match="groups that divide the 4 ranks, but one is of 3"):
         LocalSGD(model, optimizer, statistics, context, {2: 3, 4: None}, warmup_steps=0)
@@ -109,7 +106,6 @@ def apart(context: DistributedContext):
 
 
 def test_ranks_average_when_and_with_whom_they_should():
-    """All scenarios in the same four processes, which take long to begin."""
     check_ranks(hierarchical, delayed, refused, apart, size=4)
 
 

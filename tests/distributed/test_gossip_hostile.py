@@ -45,7 +45,6 @@ def endpoint_of(store: HashStore, learner: int = 1) -> tuple[str, int]:
 
 
 def talk(active: SocketTransport, passive: SocketTransport, times: int = 20):
-    """Exchange in both directions, as learners do."""
     sent = torch.arange(10_000.0)
     with ThreadPoolExecutor(1) as pool:
         for _ in range(times):
@@ -87,7 +86,6 @@ def huge_length(endpoint: tuple[str, int], stop: threading.Event):
 
 
 def echo(endpoint: tuple[str, int], stop: threading.Event):
-    """Send back what the learner sends."""
     with suppress(OSError), socket.create_connection(endpoint, 1.0) as client:
         client.settimeout(0.5)
         while not stop.is_set():
@@ -245,7 +243,6 @@ def test_a_proof_is_valid_for_one_role_one_connection_and_one_learner():
 
 
 def hello_to(nonce: bytes, key: bytes) -> bytes:
-    """Return what the side that connects sends."""
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor(1) as pool:
         until = time.monotonic() + 5.0

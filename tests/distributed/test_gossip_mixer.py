@@ -68,7 +68,6 @@ class Events:
             learner.settle()
 
     def check(self):
-        """Nothing that was learned is lost or counted twice."""
         now = sum(learner.weights for learner in self.learners)
         torch.testing.assert_close(now, self.total, rtol=0, atol=2e-3)
         assert all(learner.mixer.non_finite == 0 for learner in self.learners)
@@ -165,7 +164,6 @@ def test_what_is_not_finite_stays_where_it_is(monkeypatch, value, bad):
 
 
 def test_who_computes_never_waits_for_an_exchange(monkeypatch):
-    """While an exchange is in the middle of its pass, publish and take return."""
     learner = Learner(torch.zeros(4))
     learner.device.finish()
     learner.mixer.answer(torch.ones(4))

@@ -164,7 +164,6 @@ def learners_that_live(context: DistributedContext):
 
 
 def one_of_four_is_killed(context: DistributedContext):
-    """In the midst of it; the others train on, and drain."""
     victim = 1
     party = Party(context, 0, 4)
     tensors = [torch.zeros(1_000_000)]

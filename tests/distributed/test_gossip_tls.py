@@ -29,7 +29,6 @@ pytestmark = pytest.mark.skipif(
 
 
 def authority(folder: Path) -> TLSConfig:
-    """Make an authority, and the certificate of a node."""
     folder.mkdir()
 
     def openssl(*arguments: str):

@@ -47,7 +47,6 @@ def test_two_ranks_talk_and_share_statistics():
 
 @pytest.mark.parametrize(("scenario", "timeout_s"), [(dies, 600.0), (hangs, 1.5)])
 def test_nobody_waits_forever_for_a_rank(scenario, timeout_s):
-    """The survivor fails by itself, long before the limit."""
     start = time.perf_counter()
     survivor, lost = run_ranks(scenario, limit_s=30.0, timeout_s=timeout_s)
     assert time.perf_counter() - start < 25

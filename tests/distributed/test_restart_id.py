@@ -13,8 +13,6 @@ def server() -> TCPStore:
 
 
 def meet(server: TCPStore, ranks: list[int], size: int, timeout_s: float = 10.0) -> list:
-    """What each rank comes to, or its error."""
-
     def one(rank: int):
         # A connection alone may take longer than ranks shall be waited for.
         store = TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=60))

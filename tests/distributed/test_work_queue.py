@@ -79,8 +79,6 @@ def test_the_store_forgets_what_is_over(store):
 
 
 def all_meet(members: list[Membership], limit_s: float = 10.0) -> list[list[int]]:
-    """What each is told, once all are there."""
-
     def meet(one: Membership) -> list[int]:
         until = time.monotonic() + limit_s
         while time.monotonic() < until:

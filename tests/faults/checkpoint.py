@@ -36,7 +36,6 @@ def _parts(cached: str) -> tuple[ASRModel, Any]:
 
 
 def filled_model(cached: Path, value: float) -> tuple[ASRModel, Any]:
-    """Return a small model with one value in all its parameters, and its tokenizer."""
     model, tokenizer = _parts(str(cached))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -62,7 +61,6 @@ def prepare(folder: Path):
 
 
 def act(folder: Path):
-    """Write step 3."""
     _save(folder, 3, is_best=True)
 
 

@@ -14,7 +14,6 @@ from tests.faults.checkpoint import filled_model
 
 
 def _export(folder: Path, value: float) -> str:
-    """Return the error."""
     model, shown = folder.with_name("models") / f"{value:g}", io.StringIO()
     with redirect_stdout(io.StringIO()), redirect_stderr(shown):
         code = main(["export", str(model), str(folder / "model"), "--author", f"value {value:g}"])
@@ -32,12 +31,10 @@ def prepare(folder: Path):
 
 
 def act(folder: Path) -> str:
-    """Export the second."""
     return _export(folder, 2.0)
 
 
 def check(folder: Path, fault: str, error: str):
-    """Check that it is the one or the other, and that it can be exported again."""
     gone = folder.with_name("state.gone")
     if gone.exists():
         if (folder / "model").exists():

@@ -45,14 +45,8 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a fault did.
-
-    Attributes:
-        fault: One of `FAULTS`.
-        call: Number of the call, from 1.
-        error: What `act` raised, as the command line shows it; "killed", or "" where it returned.
-        problem: Why the state is wrong; "" where it is not.
-    """
+    # `error`: what `act` raised, as the command line shows it; "killed", or "" where it returned.
+    # `problem`: why the state is wrong; "" where it is not.
 
     fault: str
     call: int
@@ -61,7 +55,6 @@ class Outcome:
 
 
 def build(folder: Path, name: str = "inject") -> Path:
-    """Compile a library of this folder, to be loaded by LD_PRELOAD."""
     library = folder / f"lib{name}.so"
     if not library.exists():
         own = folder / f"{os.getpid()}.so"
@@ -132,7 +125,6 @@ def _changes(line: str) -> bool:
 
 
 def _in_child(run: Callable[[], Any]) -> Any:
-    """Return what a function returns in a child, or "killed"."""
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
@@ -165,7 +157,6 @@ def _act(scenario: Any, folder: Path, library: ctypes.CDLL, fault: str, call: in
 
 
 def _check(scenario: Any, folder: Path, fault: str, error: str) -> str:
-    """Return why the state is wrong, or an empty text."""
     try:
         _check_error(fault, error, folder)
         scenario.check(folder, fault, error)
@@ -193,7 +184,6 @@ def _shown(error: BaseException) -> str:
 
 
 def main(module: str, fault: str, stride: str, root: str):
-    """Write a line of JSON for each call."""
     scenario, folder = importlib.import_module(module), Path(root) / "state"
     library = ctypes.CDLL(os.environ.pop("LD_PRELOAD"))
     library.inject_arm.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long]

@@ -13,17 +13,14 @@ def _save(folder: Path, value: float):
 
 
 def prepare(folder: Path):
-    """Write the older one."""
     _save(folder, 1.0)
 
 
 def act(folder: Path):
-    """Write the newer one."""
     _save(folder, 2.0)
 
 
 def check(folder: Path, fault: str, error: str):
-    """Check that it is the one or the other, and that it can be written again."""
     gone = folder.with_name("state.gone")
     if gone.exists():
         if (folder / "model").exists():

@@ -36,7 +36,6 @@ def prepare(folder: Path):
 
 
 def act(folder: Path):
-    """Make steps 3 to 6."""
     _write(folder, 2, 6)
 
 
@@ -73,7 +72,6 @@ def _check_files(folder: Path, begins: list[int]):
 
 
 def _read(evaluation: Path) -> str:
-    """Return why an evaluation cannot be read, or an empty text."""
     try:
         (scored,) = read_run(evaluation)
     except ValueError as error:

@@ -59,7 +59,6 @@ def _use(run: Path) -> Any:
 
 
 def _repeat(run: Path) -> Any:
-    """What a run is repeated with."""
     return asdict(config.load(TrainConfig, run / "config.yaml"))
 
 

@@ -23,7 +23,6 @@ STEPS = 6
 
 
 def make_data(folder: Path, words: str = "low high"):
-    """Write a manifest of noise with two words to each recording, and a tokenizer."""
     draw, rows = np.random.default_rng(0), []
     folder.mkdir()
     for number in range(8):
@@ -36,7 +35,6 @@ def make_data(folder: Path, words: str = "low high"):
 
 
 def _train(folder: Path, *more: str) -> str:
-    """Return what goes to standard error where training fails."""
     data = folder.with_name("data")
     arguments = [
         str(folder.with_name("recipe.yaml")), f"output={folder}", f"data.train={data}/train.jsonl",
@@ -65,7 +63,6 @@ training: {{max_steps: {STEPS}, log_every: 1, checkpoint_every: 2, validate_ever
 
 
 def prepare(folder: Path):
-    """Make two steps, and elsewhere all."""
     make_data(folder.with_name("data"))
     folder.with_name("recipe.yaml").write_text(RECIPE)
     problem = _train(folder.with_name("whole"))
@@ -75,12 +72,10 @@ def prepare(folder: Path):
 
 
 def act(folder: Path) -> str:
-    """Make the other steps."""
     return _train(folder)
 
 
 def check(folder: Path, fault: str, error: str):
-    """Check that the same command makes the rest, and the same weights."""
     problem = _train(folder)
     assert problem == "", problem
     for name in ("latest", "best"):

@@ -48,8 +48,6 @@ def test_an_update_is_that_of_the_published_formula():
 
 @pytest.mark.parametrize("kind", ["fused", "plain", pytest.param("lamb", marks=needs_library)])
 def test_a_step_that_is_not_finite_changes_nothing(kind):
-    """Neither the weights nor the moments nor the number of updates."""
-
     def train(finite: list[bool]) -> torch.Tensor:
         if kind == "lamb":
             parameter, optimizer = parameter_and_optimizer("lamb")

@@ -36,14 +36,8 @@ def started(
     """Run a module in several processes, which do not outlive the block.
 
     As torchrun's, the store is the parent's: it outlives the ranks, so that one can tell the
-    others why it failed, and a port that was probed and freed may be taken since.
-
-    Args:
-        module: Run as ``python -m``.
-        arguments: Of all processes.
-        size: How many.
-        own: A last argument for each process.
-        new_session: Whether each has a group of its own, with its children.
+    others why it failed, and a port that was probed and freed may be taken since. ``own``: a last
+    argument for each process.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes: list[subprocess.Popen[str]] = []
@@ -73,7 +67,6 @@ def run_module(
     limit_s: float = 240.0,
     own: Sequence[str] | None = None,
 ) -> list[Finished]:
-    """Run a module in several processes to its end; see `started`."""
     with started(module, *arguments, size=size, own=own) as processes:
         results = []
         for process in processes:
@@ -83,14 +76,12 @@ def run_module(
 
 
 def recipe_of(config: Any) -> str:
-    """A file of a run's configuration, in its folder of runs."""
     path = Path(config.output) / f"{config.name}.yaml"
     path.write_text(configuration.dump(config))
     return str(path)
 
 
 def train_on_ranks(config: Any, *, size: int = 2) -> None:
-    """Make a run with several processes, all of which have to succeed."""
     for done in run_module("effasr.train", recipe_of(config), size=size):
         assert done.returncode == 0, done.stderr[-3000:]
         assert "Warning" not in done.stderr
@@ -99,14 +90,7 @@ def train_on_ranks(config: Any, *, size: int = 2) -> None:
 def run_ranks(
     *functions: Callable[..., Any], size: int = 2, limit_s: float = 240.0, timeout_s: float = 60.0
 ) -> list[Finished]:
-    """Call functions, one after the other, in several processes that have joined each other.
-
-    Args:
-        functions: Of a module; each is given the `DistributedContext`.
-        size: How many processes.
-        limit_s: For all functions.
-        timeout_s: For a collective call.
-    """
+    """Call functions, one after the other, in several processes that have joined each other."""
     names = [f"{function.__module__}:{function.__name__}" for function in functions]
     arguments = "tests.support.run_ranks", str(timeout_s), *names
     return run_module(*arguments, size=size, limit_s=limit_s)

@@ -70,7 +70,6 @@ def make_train_state(model_config) -> Callable[..., tuple[ASRModel, TrainState]]
 
 
 def built(config: TrainConfig, vocab_size: int = VOCABULARY) -> tuple[ASRModel, TrainState]:
-    """The model of a configuration and its state, on one rank."""
     config = resolve_config(config, None)
     context = DistributedContext(0, 1, torch.device("cpu"))
     model = build.build_model(config, vocab_size, None, context.device)
@@ -225,8 +224,6 @@ def make_with_text(make_config, pairs, tones, model_config) -> Callable[..., Tra
 
 @pytest.fixture
 def make_text_alone(make_config, pairs, model_config) -> Callable[..., TrainConfig]:
-    """Runs of text pairs and nothing else."""
-
     def make(*, data: dict | None = None, **settings) -> TrainConfig:
         defaults = {
             "train": f"{pairs}/pairs.jsonl",
@@ -316,8 +313,6 @@ def mix(folder: Path, **fields) -> MixConfig:
 
 @pytest.fixture
 def make_mixed(make_config, sources) -> Callable[..., TrainConfig]:
-    """Runs on three sources, each with a share of the hours."""
-
     def make(*, epoch: str = "infinite", data: dict | None = None, **settings) -> TrainConfig:
         data = {"train": (), "mix": mix(sources, epoch=epoch)} | (data or {})
         return make_config(data=data, **settings)

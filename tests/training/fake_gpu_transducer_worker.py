@@ -76,7 +76,6 @@ def planned(config: TrainConfig, lengths: list[tuple[int, int]]) -> Batch:
 
 
 def recorded(name: str, lengths: list[tuple[int, int]]) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and grids of the launches of a micro-batch."""
     launches: list[Launch] = []
     with fake_gpu() as device:
         config, model = prepared(name, device)

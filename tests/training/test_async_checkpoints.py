@@ -35,7 +35,6 @@ def model(model_config, tokenizer) -> ASRModel:
 
 @pytest.fixture
 def gate(monkeypatch) -> threading.Event:
-    """The disk writes nothing before this is set."""
     event = threading.Event()
     write = run_checkpoints.write_model
 
@@ -143,7 +142,6 @@ def test_a_stop_waits_for_the_checkpoint(make_config, tmp_path, background):
 
 
 def save_until_killed(folder: Path, model: ASRModel, tokenizer, begin: int):
-    """In a process of its own."""
     checkpoints = RunCheckpoints(folder, keep=1, background=True)
     for step in range(begin, 10_000):
         fill(model, float(step))

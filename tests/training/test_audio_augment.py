@@ -18,7 +18,6 @@ from tests.training.test_exactness import assert_same_end
 
 @pytest.fixture
 def make_augmented(make_config, tmp_path):
-    """A run at two speeds, in noise, in rooms and over the telephone."""
     noise = tmp_path / "noise"
     noise.mkdir()
     rng = np.random.default_rng(0)

@@ -59,7 +59,6 @@ OFTEN = [
 def train(
     make_train_state, batches, loop: dict[str, Any], short: str, steps: int, **settings
 ) -> list[Tensor]:
-    """Train for some steps of two micro-batches; return weights, averages and reports."""
     is_graph = bool(loop.pop("graph", False) or settings.pop("graph", False))
     model, state = make_train_state(training=LoopConfig(max_steps=20, **loop), **settings)
     assert (state.weights is not None) == loop.get("bfloat16_weights", False)

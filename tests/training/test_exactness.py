@@ -69,7 +69,6 @@ def assert_same_end(first: Path, second: Path, steps: int = STEPS):
 
 
 def kill_after(config: TrainConfig, step: int, *, size: int):
-    """Start the ranks of a run, and kill them all as soon as the log shows a step."""
     with started("effasr.train", recipe_of(config), size=size) as ranks:
         wait_for(Path(config.output) / config.name, step, ranks)
 

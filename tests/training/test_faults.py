@@ -33,7 +33,6 @@ def wait_for(folder: Path, step: int, processes: list[subprocess.Popen[str]]):
 
 
 def wait_for_checkpoint(folder: Path, processes: list[subprocess.Popen[str]]):
-    """Wait until the first checkpoint is complete; training goes on while it is written."""
     _wait((folder / "checkpoints" / "latest").exists, "no checkpoint", processes)
 
 

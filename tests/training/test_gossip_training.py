@@ -26,11 +26,7 @@ SHARED = GossipConfig(learner_size=1)
 
 
 def train(config: TrainConfig, folder: Path, fates: list[dict], codes: list[int]) -> list[str]:
-    """As torchrun would start them, but that the end of one does not end the others.
-
-    Returns:
-        What each said.
-    """
+    """As torchrun would start them, but that the end of one does not end the others."""
     recipe, notes = folder / "recipe.yaml", folder / "notes"
     recipe.write_text(configuration.dump(config))
     notes.mkdir()
@@ -48,7 +44,6 @@ def noted(folder: Path, rank: int) -> list[dict]:
 
 
 def check_trained_once(config: TrainConfig, folder: Path, steps: int, ranks: int):
-    """Each utterance of each step of the plan was trained on once, by whichever learner."""
     tokenizer = find_tokenizer(config, None)
     corpus = load_corpus(config, tokenizer, None)
     cost = cost_model(config.model, tokenizer.vocab_size)

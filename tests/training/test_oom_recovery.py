@@ -25,19 +25,16 @@ PLACES = [(call, where) for call in range(3) for where in ("forward", "backward"
 
 @pytest.fixture
 def quiet(make_train_state, model_config):
-    """Trainees without anything random, and without batch norms."""
     config = without_randomness(model_config, conv_norm="layer_norm")
     return lambda **settings: make_train_state(model=config, **settings)
 
 
 @pytest.fixture
 def batch_norm(make_train_state, model_config):
-    """The same with batch norms."""
     return lambda: make_train_state(model=without_randomness(model_config))
 
 
 def gradients_seen(train_state: TrainState) -> list[torch.Tensor]:
-    """The gradients when the optimizer comes to them."""
     seen: list[torch.Tensor] = []
     step = train_state.optimizer.step
 

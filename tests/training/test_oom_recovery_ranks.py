@@ -48,7 +48,6 @@ def own(context: DistributedContext, step: int) -> list[Batch]:
 def train(
     context: DistributedContext, failures: dict[int, int], where: str, **options
 ) -> tuple[list, nn.Module]:
-    """Train for a few steps; in some, a micro-batch of rank 1 fails."""
     model, train_state = quiet(context, **options)
     values = []
     for step in range(STEPS):

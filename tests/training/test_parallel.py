@@ -139,7 +139,6 @@ def local(context: DistributedContext):
 
 
 def everything_of(model: ASRModel, train_state: TrainState) -> list[Tensor]:
-    """Weights, their average, and the moments."""
     assert train_state.average is not None
     moments = [
         value.clone()
@@ -169,7 +168,6 @@ def broken(context: DistributedContext):
 
 
 def test_two_ranks_train_as_each_strategy_says():
-    """All scenarios in the same two processes, which take long to begin."""
     check_ranks(equal, recorded, half_precision, local, broken)
 
 

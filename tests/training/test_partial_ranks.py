@@ -25,7 +25,6 @@ STEPS = 4
 
 
 def trained(config: TrainConfig, ranks: DistributedContext, own: slice) -> dict[str, Tensor]:
-    """Weights after some steps, and the losses."""
     model, train_state = make(config, ranks)
     losses = train(model, train_state, range(STEPS), own)
     average_over_ranks(train_state, ranks)

@@ -76,7 +76,6 @@ def test_a_restart_by_torchrun_keeps_the_run_that_restarted(tmp_path, monkeypatc
     run = RunDirectory(tmp_path / "run")
 
     def starts(job: str, restarts: int) -> bool:
-        """Return whether the run before was set aside; this one makes a step."""
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
         aside = run.restart()

@@ -317,7 +317,6 @@ def test_of_two_ranks_one_locks_and_a_second_start_of_both_is_told_once(make_con
 
 
 def locks_of(process: int) -> int:
-    """How many descriptors of a process are locks of a run."""
     count = 0
     for path in Path(f"/proc/{process}/fd").iterdir():
         # Others come and go.

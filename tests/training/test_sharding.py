@@ -50,7 +50,6 @@ def mixed(number: int) -> Batch:
 def train(
     config: TrainConfig, context: DistributedContext, make_batch: Callable[[int], Batch]
 ) -> list[Tensor]:
-    """Four micro-batches a step, shared by the ranks: losses, norms and the weights."""
     model, train_state = make(config, context)
     found = []
     for step in range(STEPS):
@@ -88,7 +87,6 @@ def with_text(config: TrainConfig) -> TrainConfig:
 
 
 def text(context: DistributedContext):
-    """A rank has text where the other has speech."""
     kinds = [[mixed(4 * step + n).source is None for n in range(4)] for step in range(STEPS)]
     assert any(a != b for step in kinds for a, b in zip(step[::2], step[1::2], strict=True))
     alike(context, mixed, with_text(quiet_config(OPTIMIZER)))
@@ -191,7 +189,6 @@ def test_sharded_training_is_that_of_one_process():
 @pytest.mark.slow
 @pytest.mark.extended
 def test_sharded_training_of_texts_and_experts_is_that_of_one_process():
-    """Both in the same two processes, which take long to begin."""
     check_ranks(text, experts)
 
 

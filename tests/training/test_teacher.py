@@ -21,7 +21,6 @@ SHAPE = StaticShape(90, 60, 8)
 
 @pytest.fixture
 def state(make_with_teacher):
-    """A model, its state, and a teacher whose weights are not those of the model."""
     model, made = built(make_with_teacher())
     with torch.no_grad():
         for value in made.average.average.values():

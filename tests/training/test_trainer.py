@@ -36,7 +36,6 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 
 def at_step(monkeypatch, number: int, action):
-    """Do something when a step has been made, as the outside world would."""
     advance = ProgressDisplay.advance
 
     def watched(self, step: int):
@@ -48,7 +47,6 @@ def at_step(monkeypatch, number: int, action):
 
 
 def poison(monkeypatch, number: int) -> list[str]:
-    """Make the first utterance of a step NaN."""
     names = []
     train_step = trainer.train_step
 
@@ -92,7 +90,6 @@ def test_a_run_writes_what_it_promises(make_config, tmp_path, capsys):
     ],
 )  # fmt: skip
 def test_utterances_that_cannot_be_used_are_listed(make_config, tmp_path, data, count, message):
-    """Also where a filter takes too much, and stops the run."""
     config = make_config(data=data, training={"max_steps": 1})
     if message is None:
         assert run(config) == 0

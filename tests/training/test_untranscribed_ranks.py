@@ -72,7 +72,6 @@ def train(state: TrainState, own: slice, *, pretrain: bool) -> list[float]:
 def results(
     config: TrainConfig, ranks: DistributedContext, own: slice, *, recorded: bool = False
 ) -> list[Tensor]:
-    """Figures of the steps, what was labelled or which codes were used, and the weights."""
     model, state = make(config, ranks)
     pretrain = config.model.best_rq is not None
     # Those of the model that computes, which is another one when sharded.
@@ -103,7 +102,6 @@ def over_ranks(context: DistributedContext):
 
 
 def compiled(context: DistributedContext):
-    """So they do with layers that are compiled, and shards of all weights."""
     # The default backend writes and compiles C++, which takes minutes.
     torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
     assert_as_one(context, pretraining(strategy="fsdp2", compile=True), pretraining())

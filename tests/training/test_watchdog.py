@@ -20,7 +20,6 @@ LOST = "[/pytorch/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:1. Adv
 
 @pytest.fixture
 def make(monkeypatch):
-    """Watchdogs of ranks of a run, each with its phases."""
     monkeypatch.setattr("effasr.training.fault_tolerance.watchdog._BEAT_S", 0.1)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 

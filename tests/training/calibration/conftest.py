@@ -36,15 +36,12 @@ def population() -> Population:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
-    """Calibrations of tests are no one else's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "effasr" / "calibration"
 
 
 @pytest.fixture
 def machine() -> Callable[..., Callable[[Workload], Measurement]]:
-    """A machine whose memory and speed are known exactly."""
-
     def make(
         memory: MemoryModel, speed: SpeedModel, holds: float, noise: float = 0.0
     ) -> Callable[[Workload], Measurement]:

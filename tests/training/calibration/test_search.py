@@ -51,7 +51,6 @@ def planned_once(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def endless(population):
-    """A corpus whose size sets no limit."""
     total = 10_000 * population.total_frames
     return dataclasses.replace(population, total_frames=total)
 
