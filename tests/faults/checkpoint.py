@@ -6,6 +6,7 @@ Step 1 was the best before, step 2 is the newest. Step 9 is damaged: the run wen
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,22 @@ def check(folder: Path, fault: str, error: str):
     names = sorted(one.name for one in folder.iterdir())
     assert names == ["best", "latest", "step_00000004"], names
     assert (folder / "latest").read_text() == (folder / "best").read_text() == "step_00000004\n"
+
+
+def check_replaced(folder: Path, error: str, write: Callable, read: Callable) -> Path:
+    """Check that ``model`` is the one before or the one after, and that it can be written again."""
+    gone = folder.with_name("state.gone")
+    if gone.exists():
+        if (folder / "model").exists():
+            assert read(folder) == 2.0
+        folder = gone
+    value = read(folder)
+    assert value in (1.0, 2.0)
+    assert error or gone.exists() or value == 2.0
+    assert not write(folder, 3.0)
+    assert read(folder) == 3.0
+    assert [path.name for path in folder.iterdir()] == ["model"]
+    return folder / "model"
 
 
 def _check_whole(path: Path, step: int):

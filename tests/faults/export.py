@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from effasr.checkpoint import save_model
 from effasr.cli.main import main
-from tests.faults.checkpoint import filled_model
+from tests.faults.checkpoint import check_replaced, filled_model
 
 
 def _export(folder: Path, value: float) -> str:
@@ -35,22 +35,10 @@ def act(folder: Path) -> str:
 
 
 def check(folder: Path, fault: str, error: str):
-    gone = folder.with_name("state.gone")
-    if gone.exists():
-        if (folder / "model").exists():
-            assert _value(folder) == 2.0
-        folder = gone
-    found = _value(folder)
-    assert found in (1.0, 2.0)
-    assert error or gone.exists() or found == 2.0
-    assert (folder / "model" / "notes.txt").read_text() == "kept"
-    assert _export(folder, 3.0) == ""
-    assert _value(folder) == 3.0
-    assert [path.name for path in folder.iterdir()] == ["model"]
+    model = check_replaced(folder, error, _export, _value)
+    assert (model / "notes.txt").read_text() == "kept"
     names = {"README.md", "config.json", "model.safetensors", "notes.txt"}
-    assert {path.name for path in (folder / "model").iterdir()} == names | {
-        "preprocessor_config.json"
-    }
+    assert {path.name for path in model.iterdir()} == names | {"preprocessor_config.json"}
 
 
 def _value(folder: Path) -> float:

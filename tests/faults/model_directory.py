@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from effasr.checkpoint import load_model, save_model
-from tests.faults.checkpoint import filled_model
+from tests.faults.checkpoint import check_replaced, filled_model
 
 
 def _save(folder: Path, value: float):
@@ -21,16 +21,7 @@ def act(folder: Path):
 
 
 def check(folder: Path, fault: str, error: str):
-    gone = folder.with_name("state.gone")
-    if gone.exists():
-        if (folder / "model").exists():
-            assert _value(folder) == 2.0
-        folder = gone
-    assert _value(folder) in (1.0, 2.0)
-    assert error or gone.exists() or _value(folder) == 2.0
-    _save(folder, 3.0)
-    assert _value(folder) == 3.0
-    assert [path.name for path in folder.iterdir()] == ["model"]
+    check_replaced(folder, error, _save, _value)
 
 
 def _value(folder: Path) -> float:

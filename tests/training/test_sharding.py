@@ -1,25 +1,39 @@
-"""fsdp2 over two processes, with batches that ranks do not have in common."""
+"""Two processes, with batches that they do not have in common, and with parts that are frozen."""
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from effasr.checkpoint import save_model
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import TextExample, collate, collate_text
 from effasr.data.conversation.batch import ConversationBatch
+from effasr.distributed.averager import DelayedConfig, LocalSGDConfig
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.nn.experts import ExpertsConfig
 from effasr.nn.lora import LoRAConfig
 from effasr.optim.adamw import OptimizerConfig
+from effasr.training.build import build_model
 from effasr.training.config import TrainConfig
 from effasr.training.step import train_step
-from tests.support.quiet_run import examples_of, make, quiet_config, uneven_batch, weights
+from effasr.training.strategies.parallelism import average_over_ranks
+from tests.support.quiet_run import (
+    VOCABULARY,
+    examples_of,
+    make,
+    quiet_config,
+    uneven_batch,
+    weights,
+)
 from tests.support.run_ranks import check_ranks
 from tests.support.speech_llm import conversations, make_conversation_batch, speech_llm_config
 
@@ -65,14 +79,19 @@ def alike(
     context: DistributedContext,
     make_batch: Callable[[int], Batch],
     config: TrainConfig,
-    sharded: TrainConfig | None = None,
+    changed: TrainConfig | None = None,
+    strategies: tuple[str, ...] = ("fsdp2",),
 ):
-    """Sharded over two ranks, training is as on one."""
+    """On two ranks, and sharded over them, training is as on one."""
     expected = train(config, DistributedContext(0, 1, context.device), make_batch)
-    loop = replace((sharded or config).training, strategy="fsdp2")
-    found = train(replace(sharded or config, training=loop), context, make_batch)
-    for x, y in zip(expected, found, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    for strategy in strategies:
+        found = train(with_loop(changed or config, strategy=strategy), context, make_batch)
+        for x, y in zip(expected, found, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+def with_loop(config: TrainConfig, **settings) -> TrainConfig:
+    return replace(config, training=replace(config.training, **settings))
 
 
 def strategies(context: DistributedContext):
@@ -95,13 +114,10 @@ def text(context: DistributedContext):
 def recomputed(context: DistributedContext):
     """With layers computed again, each strategy trains as without, and each rank to the bit."""
     config = with_text(quiet_config(OPTIMIZER))
-    again = replace(config, training=replace(config.training, activation_checkpointing=True))
+    again = with_loop(config, activation_checkpointing=True)
     alike(context, mixed, config, again)
     for strategy in ("ddp", "local_sgd"):
-        both = [
-            train(replace(c, training=replace(c.training, strategy=strategy)), context, mixed)
-            for c in (config, again)
-        ]
+        both = [train(with_loop(c, strategy=strategy), context, mixed) for c in (config, again)]
         assert all(torch.equal(x, y) for x, y in zip(*both, strict=True))
 
 
@@ -110,8 +126,8 @@ def compiled(context: DistributedContext):
     # The default backend writes and compiles C++, which takes minutes.
     torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
     config = quiet_config(OPTIMIZER)
-    settings = replace(config.training, compile=True, activation_checkpointing=True)
-    alike(context, uneven_batch, config, replace(config, training=settings))
+    changed = with_loop(config, compile=True, activation_checkpointing=True)
+    alike(context, uneven_batch, config, changed)
     # Of the encoder and of the decoder.
     assert counters["stats"]["unique_graphs"] == 2, counters["stats"]
 
@@ -147,7 +163,7 @@ FROZEN = (
 def language_model(context: DistributedContext):
     """With parts frozen before, behind and among the others, and with adapters."""
     config = spoken_config()
-    alike(context, talk, frozen_in(config, FROZEN[2]))
+    alike(context, talk, with_loop(config, freeze=FROZEN[2]))
     lora = LoRAConfig(
         rank=2,
         targets=("language_model.model.*_proj", "encoder.layers.1.*"),
@@ -159,11 +175,7 @@ def language_model(context: DistributedContext):
 def partly_frozen_language_model(context: DistributedContext):
     """Whole, and with other parts frozen."""
     for frozen in (*FROZEN[:2], FROZEN[3]):
-        alike(context, talk, frozen_in(spoken_config(), frozen))
-
-
-def frozen_in(config: TrainConfig, frozen: tuple[str, ...]) -> TrainConfig:
-    return replace(config, training=replace(config.training, freeze=frozen))
+        alike(context, talk, with_loop(spoken_config(), freeze=frozen))
 
 
 def spoken_config() -> TrainConfig:
@@ -178,41 +190,63 @@ def partly_frozen_text(context: DistributedContext):
     """A rank has text where the other has speech, and one of the encoders is frozen."""
     config = with_text(quiet_config(OPTIMIZER))
     for frozen in (("encoder",), ("text_encoder", "encoder.layers.0"), ("text_encoder.layers",)):
-        alike(context, mixed, frozen_in(config, frozen))
+        alike(context, mixed, with_loop(config, freeze=frozen))
+
+
+def adapters_and_a_frozen_layer(context: DistributedContext):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(context.broadcast(folder)) / "base"
+        plain = quiet_config(OPTIMIZER, ema_decay=0.9, clip=0.5)
+        if context.is_main:
+            tokenizer = Mock(save=lambda path: path.mkdir())
+            save_model(path, build_model(plain, VOCABULARY, None, context.device), tokenizer)
+        context.all_gather(None)
+        lora = LoRAConfig(rank=3, alpha=6.0, also_train=("*norm*", "ctc_head"))
+        adapted = replace(plain, init_from=str(path), lora=lora)
+        alike(context, uneven_batch, adapted, strategies=("ddp", "fsdp2"))
+        local_sgd = LocalSGDConfig(period=2, warmup_steps=1)
+        for config, loop in (
+            (adapted, {"strategy": "local_sgd", "local_sgd": local_sgd}),
+            (with_loop(plain, freeze=("encoder.layers.0",)),
+             {"strategy": "delayed", "delayed": DelayedConfig(warmup_steps=1)}),
+        ):  # fmt: skip
+            begun, _ = make(config, DistributedContext(0, 1, context.device))
+            model, train_state = make(with_loop(config, **loop), context)
+            for step in range(STEPS):
+                train_step(train_state, [uneven_batch(2 * step + context.rank)], step)
+            average_over_ranks(train_state, context)
+            for name, parameter in begun.named_parameters():
+                if not parameter.requires_grad:
+                    assert torch.equal(model.get_parameter(name), parameter), name
+            both = context.all_gather(dict(model.state_dict()))
+            assert all(torch.equal(value, both[1][name]) for name, value in both[0].items())
+        context.all_gather(None)
+
+
+def frozen_encoder(context: DistributedContext):
+    plain = quiet_config(OPTIMIZER, ema_decay=0.9, clip=0.5)
+    for frozen in (("encoder.layers.0",), ("encoder", "decoder.embed_tokens")):
+        config = with_loop(plain, freeze=frozen)
+        alike(context, uneven_batch, config, strategies=("ddp", "fsdp2"))
 
 
 @pytest.mark.slow
-def test_sharded_training_is_that_of_one_process():
-    check_ranks(strategies)
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-def test_sharded_training_of_texts_and_experts_is_that_of_one_process():
-    check_ranks(text, experts)
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-def test_sharded_training_of_layers_computed_again_or_frozen_is_that_of_one_process():
-    check_ranks(recomputed, partly_frozen_text)
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-def test_sharded_training_of_compiled_layers_is_that_of_one_process():
-    check_ranks(compiled)
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-def test_a_sharded_language_model_trains_as_that_of_one_process():
-    pytest.importorskip("transformers")
-    check_ranks(language_model)
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-def test_a_sharded_language_model_with_frozen_parts_trains_as_that_of_one_process():
-    pytest.importorskip("transformers")
-    check_ranks(partly_frozen_language_model)
+@pytest.mark.parametrize(
+    "functions",
+    [
+        (strategies,),
+        (text, experts),
+        (recomputed, partly_frozen_text),
+        (compiled,),
+        (adapters_and_a_frozen_layer,),
+        (frozen_encoder,),
+        (language_model,),
+        (partly_frozen_language_model,),
+    ],
+    ids=lambda functions: functions[0].__name__,
+)
+@pytest.mark.representative(functions=(strategies,))
+def test_training_on_two_ranks_is_that_of_one_process(functions):
+    if "language_model" in functions[0].__name__:
+        pytest.importorskip("transformers")
+    check_ranks(*functions)
