@@ -111,7 +111,7 @@ def test_learners_meet_without_those_who_are_lost(store):
     assert all_meet([members[0], members[3]], limit_s=20.0) == [[0, 3]] * 2
     assert time.monotonic() - begun > BEAT_S
     assert sorted(told[0]) == sorted(told[3]) == [1, 2]
-    assert members[0].left == [3]
+    assert members[0].remaining == [3]
     assert members[3].lost == {1, 2}
     with pytest.raises(EvictedError, match="learner 2 was silent for too long"):
         members[2].check()

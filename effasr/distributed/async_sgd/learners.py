@@ -1,8 +1,7 @@
 """Learners: groups of ranks that train without waiting for the other groups.
 
 Within a learner, ranks exchange gradients as with ddp. Learners share a queue of work items
-(`effasr.distributed.async_sgd.work_queue`): each takes the next item when it is ready, so that a
-slow learner delays nobody and an epoch still has each utterance once. Learners synchronize for a
+(`WorkQueue`): each takes the next item when it is ready, so that a slow learner delays nobody and an epoch still has each utterance once. Learners synchronize for a
 validation, a checkpoint, the end of the run or a request to stop: no learner begins an item beyond
 that step, items that were not begun go to the learner that arrives first, and when all are finished
 the remaining learners (`effasr.distributed.async_sgd.membership`) continue together.
@@ -68,7 +67,8 @@ class Learners:
         self.own = context.subgroup(range(first, first + size), NCCL if on_gpu else None)
         self.count = context.size // size  # Number of learners of the run, lost ones included
         self.number = context.rank // size  # Number of this learner
-        self.left = list(range(self.count))  # Numbers of the learners at the last synchronization
+        # Numbers of the learners at the last synchronization
+        self.remaining = list(range(self.count))
         # Steps that this learner has made, and those of the run before it was resumed
         self.made = 0
         self.step = 0  # Step that the run has reached
@@ -227,7 +227,7 @@ class Learners:
                 self._arrived = not unfinished
                 self._reached = limit
             if self._arrived and (present := membership.try_synchronize()) is not None:
-                self.left = present
+                self.remaining = present
                 return _SYNC, self._reached
             time.sleep(_POLL_S)
         return _WAIT, 0
@@ -252,7 +252,7 @@ class Learners:
             store.set(f"halted/{self.number}", str(self._begun))
             self._halted = True
         if not store.check(["limit"]):
-            keys = [f"halted/{number}" for number in (self.number, *membership.left)]
+            keys = [f"halted/{number}" for number in (self.number, *membership.remaining)]
             if not store.check(keys):
                 return None
             store.compare_set("limit", "", str(max(map(int, store.multi_get(keys)))))
@@ -266,8 +266,8 @@ class Learners:
 
     def _synchronize(self, reached: int) -> None:
         """Agree with the remaining learners on the step that the run has reached."""
-        self.left, size = self.own.broadcast(self.left), self.own.size
-        ranks = [size * learner + rank for learner in self.left for rank in range(size)]
+        self.remaining, size = self.own.broadcast(self.remaining), self.own.size
+        ranks = [size * learner + rank for learner in self.remaining for rank in range(size)]
         if len(ranks) < self.context.size:
             self.context = self._all.subgroup(ranks)
             self._all.survivors.append(self.context)

@@ -78,7 +78,7 @@ class Membership:
         return self._lost
 
     @property
-    def left(self) -> list[int]:
+    def remaining(self) -> list[int]:
         return [other for other in self._others if other not in self._lost]
 
     def suspect(self, learner: int) -> None:
@@ -102,11 +102,11 @@ class Membership:
         key = f"present/{self._synchronizations}"
         if not self._store.check([key]):
             self._store.set(self._arrival(self._learner), "")
-            left = self.left
-            if not all(self._store.check([self._arrival(other)]) for other in left):
+            remaining = self.remaining
+            if not all(self._store.check([self._arrival(other)]) for other in remaining):
                 return None
             # Learners may know of different losses: the first one decides for all.
-            self._store.compare_set(key, "", json.dumps(sorted([self._learner, *left])))
+            self._store.compare_set(key, "", json.dumps(sorted([self._learner, *remaining])))
         self.check()
         present = json.loads(self._store.get(key))
         self._synchronizations += 1
@@ -131,17 +131,17 @@ class Membership:
 
     def _read_heartbeats(self, seen: dict[int, tuple[bytes, float]]) -> None:
         """Compare the others' heartbeats with those ``seen`` before, each with its time."""
-        left, now = self.left, time.monotonic()
-        if not left:
+        remaining, now = self.remaining, time.monotonic()
+        if not remaining:
             return
         for other, beat in zip(
-            left, self._store.multi_get([f"beat/{n}" for n in left]), strict=True
+            remaining, self._store.multi_get([f"beat/{n}" for n in remaining]), strict=True
         ):
             if beat != seen[other][0]:
                 seen[other] = beat, now
-        silent = {other: now - seen[other][1] for other in left}
-        lost = {other for other in left if silent[other] > self._timeout_s}
-        for other in left:
+        silent = {other: now - seen[other][1] for other in remaining}
+        lost = {other for other in remaining if silent[other] > self._timeout_s}
+        for other in remaining:
             for sign, patience in (("suspected", _SUSPECTED_S), ("gone", BEAT_S)):
                 if silent[other] > patience and self._store.check([f"{sign}/{other}"]):
                     lost.add(other)

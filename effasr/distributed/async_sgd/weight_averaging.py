@@ -1,4 +1,4 @@
-"""The distance of learners from their mean."""
+"""Averages the weights of a learner with those of its neighbours while it trains."""
 
 from __future__ import annotations
 
@@ -35,8 +35,6 @@ def consensus_distance(tensors: Sequence[Tensor], group: ProcessGroup | None = N
     dist.all_reduce(total, group=group)
     return total.item() / learners
 
-
-# Averages the weights of a learner with those of its neighbours while it trains.
 
 _REJECTED_CONNECTIONS = "gossip_strangers"
 """Key of the store: connections that all learners have dropped."""
@@ -95,7 +93,7 @@ class WeightAveraging(Averager):
 
     def drain(self) -> None:
         """End the exchanges when learners have synchronized; replace neighbours that are lost."""
-        if len(self._left) > len(self._learners.left):
+        if len(self._remaining) > len(self._learners.remaining):
             # `Gossip.drain` would wait for the learner that is lost.
             self.abandon()
             self._add_received()
@@ -149,20 +147,20 @@ class WeightAveraging(Averager):
     def _connect(self) -> None:
         """Connect the leader of this learner to its neighbours among the remaining learners."""
         learners = self._learners
-        left = self._left = list(learners.left)
+        remaining = self._remaining = list(learners.remaining)
         if not learners.own.is_main:
             return
         if self._gossip is not None:
             self._exchanges_before += self._gossip.counters().exchanges
         self._gossip = self._logged = None
-        if len(left) == 1:
+        if len(remaining) == 1:
             return
-        index, config = left.index(learners.number), self._config
+        index, config = remaining.index(learners.number), self._config
         transport = SocketTransport(
             # Fewer learners are left each time, so the prefix is new.
-            PrefixStore(f"gossip/{len(left)}", learners.store),
+            PrefixStore(f"gossip/{len(remaining)}", learners.store),
             index,
-            neighbours(config.topology, index, len(left)),
+            neighbours(config.topology, index, len(remaining)),
             config.timeout_s,
             config.tls,
         )
@@ -171,7 +169,7 @@ class WeightAveraging(Averager):
         self._gossip = Gossip(
             self._tensors,
             learner=index,
-            learners=len(left),
+            learners=len(remaining),
             transport=transport,
             config=config,
             seed=self._seed,
@@ -180,7 +178,7 @@ class WeightAveraging(Averager):
 
     def _suspect(self, index: int) -> None:
         if self._running:
-            self._learners.suspect(self._left[index])
+            self._learners.suspect(self._remaining[index])
 
     def _add_received(self) -> None:
         own, delta = self._learners.own, None
