@@ -1,10 +1,11 @@
 """Learners: groups of ranks that train without waiting for the other groups.
 
 Within a learner, ranks exchange gradients as with ddp. Learners share a queue of work items
-(`WorkQueue`): each takes the next item when it is ready, so that a slow learner delays nobody and an epoch still has each utterance once. Learners synchronize for a
-validation, a checkpoint, the end of the run or a request to stop: no learner begins an item beyond
-that step, items that were not begun go to the learner that arrives first, and when all are finished
-the remaining learners (`effasr.distributed.async_sgd.membership`) continue together.
+(`WorkQueue`): each takes the next item when it is ready, so that a slow learner delays nobody and
+an epoch still has each utterance once. Learners synchronize for a validation, a checkpoint, the end
+of the run or a request to stop: no learner begins an item beyond that step, items that were not
+begun go to the learner that arrives first, and when all are finished the remaining learners
+(`Membership`) continue together.
 
 With G learners, a step of the plan consists of G updates, each on one G-th of its data.
 """
