@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from effasr.distributed.async_sgd.gossip.mixer import Mixer
@@ -23,13 +22,6 @@ def edges(topology: str, learners: int) -> list[tuple[int, int]]:
         for passive in neighbours(topology, active, learners)
         if is_active(active)
     ]
-
-
-def pair_matrix(first: int, second: int, learners: int) -> np.ndarray:
-    """Doubly stochastic: what an exchange does to the column of learners."""
-    matrix = np.eye(learners)
-    matrix[[first, first, second, second], [first, second, first, second]] = 0.5
-    return matrix
 
 
 class DelayedCopyEvent:

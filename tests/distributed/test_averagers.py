@@ -10,6 +10,7 @@ from effasr.distributed.averager import (
     DelayedConfig,
     HierarchicalConfig,
     LocalSGD,
+    LocalSGDConfig,
 )
 from effasr.distributed.ddp import replicate
 from effasr.distributed.grad_sync import gradient_sync
@@ -125,7 +126,9 @@ def test_levels_must_lead_to_all_ranks(periods, message):
         HierarchicalConfig(periods=periods)
 
 
-def test_a_negative_warmup_is_refused():
-    for config in (HierarchicalConfig, DelayedConfig):
+def test_schedules_are_checked():
+    with pytest.raises(ValueError, match="`period` must be at least 1, but is 0"):
+        LocalSGDConfig(period=0)
+    for config in (LocalSGDConfig, HierarchicalConfig, DelayedConfig):
         with pytest.raises(ValueError, match="`warmup_steps` must be at least 0, but is -1"):
             config(warmup_steps=-1)

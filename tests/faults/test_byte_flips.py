@@ -120,7 +120,7 @@ def _digest(file: Path) -> str:
     return sha256(file) if file.exists() else ""
 
 
-def test_every_file_of_a_run_is_in_the_table(run: Path):
+def test_every_file_of_a_run_is_in_the_table(run):
     files = {str(file.relative_to(run)) for file in run.rglob("*") if file.is_file()}
     of_validation = {name for name in files if name.startswith("evaluation/train/")}
     of_best = {name for name in files if name.startswith(f"{BEST}/training")}
@@ -129,7 +129,7 @@ def test_every_file_of_a_run_is_in_the_table(run: Path):
 
 
 @pytest.mark.parametrize("name", [*NOTICED, *WRITTEN_ANEW])
-def test_a_changed_byte_is_noticed_or_without_effect(run: Path, name: str, caplog):
+def test_a_changed_byte_is_noticed_or_without_effect(run, name, caplog):
     caplog.set_level(logging.WARNING, "effasr")
     contents = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
     path, random, noticed = run / name, Random(name), 0

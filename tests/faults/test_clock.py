@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -48,7 +47,7 @@ def clock(tmp_path_factory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_a_run_is_the_same_whatever_the_time_of_day(clock: str, tmp_path: Path):
+def test_a_run_is_the_same_whatever_the_time_of_day(clock, tmp_path):
     recipe, begun = small_run(tmp_path), time.monotonic()
     assert main(["train", str(recipe), "name=straight"]) == 0
     done = shell(f"{sys.executable} -c '{_STOP_AND_GO_ON}' train {recipe}", LD_PRELOAD=clock)

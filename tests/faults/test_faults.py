@@ -36,7 +36,7 @@ def library(tmp_path_factory) -> Path:
 )
 @pytest.mark.representative(fault="kill", scenario="checkpoint")
 def test_a_fault_leaves_the_state_before_or_after(
-    scenario: str, least_calls: int, stride: int, fault: str, library, tmp_path
+    scenario, least_calls, stride, fault, library, tmp_path
 ):
     stride = 1 if ALL else stride
     module = f"tests.faults.{scenario}"
@@ -55,7 +55,7 @@ def test_a_fault_leaves_the_state_before_or_after(
 @pytest.mark.timeout(300)
 @pytest.mark.extended
 @pytest.mark.parametrize("scenario", ["checkpoint", "model_directory", "export", "run_files"])
-def test_every_call_that_changes_a_file_is_counted(scenario: str, library, tmp_path):
+def test_every_call_that_changes_a_file_is_counted(scenario, library, tmp_path):
     """Otherwise no fault is tried there: strace shows what libraries call in other ways."""
     tried = ["strace", "-o", os.devnull, "true"]
     if shutil.which("strace") is None or subprocess.run(tried, capture_output=True).returncode:
@@ -70,7 +70,7 @@ def test_every_call_that_changes_a_file_is_counted(scenario: str, library, tmp_p
 @pytest.mark.timeout(7200)
 @pytest.mark.skipif(not ALL, reason="takes minutes: EFFASR_FAULTS=all, as in `make faults`")
 @pytest.mark.parametrize("fault", ["kill", "full"])
-def test_a_whole_run_goes_on_after_a_fault(fault: str, library, tmp_path):
+def test_a_whole_run_goes_on_after_a_fault(fault, library, tmp_path):
     outcomes = inject(library, "tests.faults.whole_run", fault, tmp_path, limit_s=7000)
     problems = [one for one in outcomes if one.problem]
     assert not problems, "\n".join(f"call {one.call}: {one.problem}" for one in problems[:5])

@@ -38,9 +38,7 @@ def shell(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 @pytest.mark.representative(command=["recipes >&- 2>&- <&-", "recipes > /dev/full"])
-def test_a_closed_or_full_stream_changes_no_exit_code(
-    command: str, code: int, out: str, error: str
-):
+def test_a_closed_or_full_stream_changes_no_exit_code(command, code, out, error):
     done = shell(f"{EFFASR} {command}")
     assert (done.returncode, done.stderr.strip()) == (code, error)
     assert out in done.stdout
@@ -50,7 +48,7 @@ def test_a_closed_or_full_stream_changes_no_exit_code(
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [">&- 2>&- <&-", "2>&1 | true", "2> /dev/full"])
 @pytest.mark.extended
-def test_training_does_not_end_with_its_streams(streams: str, tmp_path):
+def test_training_does_not_end_with_its_streams(streams, tmp_path):
     recipe = small_run(tmp_path)
     done = shell(f"{EFFASR} train {recipe} {streams}")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -154,7 +154,7 @@ def test_gradients_are_cleared_with_any_optimizer():
 
 @pytest.mark.parametrize("to_apex", [True, False])
 @pytest.mark.parametrize("initialized", [True, False])
-def test_a_run_moves_between_torch_and_apex(to_apex: bool, initialized: bool):
+def test_a_run_moves_between_torch_and_apex(to_apex, initialized):
     """Bias correction depends on the number of updates, which each keeps elsewhere."""
 
     def start(apex: bool) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:

@@ -239,9 +239,7 @@ def make_text_alone(make_config, pairs, model_config) -> Callable[..., TrainConf
     return make
 
 
-@pytest.fixture
-def make_with_teacher(make_config, tones) -> Callable[..., TrainConfig]:
-    """Runs whose training set has a text in every second line."""
+def with_half_of_the_texts(tones: Path) -> Path:
     rows = [json.loads(line) for line in (tones / "train.jsonl").read_text().splitlines()]
     for row in rows[1::4]:
         row["text"] = ""
@@ -249,6 +247,13 @@ def make_with_teacher(make_config, tones) -> Callable[..., TrainConfig]:
         del row["text"]
     path = tones / "half.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def make_with_teacher(make_config, tones) -> Callable[..., TrainConfig]:
+    """Runs whose training set has a text in every second line."""
+    path = with_half_of_the_texts(tones)
 
     def make(*, data: dict | None = None, training: dict | None = None, **settings) -> TrainConfig:
         data = {"text": "optional", "train": str(path)} | (data or {})
@@ -262,11 +267,7 @@ def make_with_teacher(make_config, tones) -> Callable[..., TrainConfig]:
 @pytest.fixture
 def make_pretraining(make_config, model_config, tones) -> Callable[..., TrainConfig]:
     """Runs of BEST-RQ on the training set, half of whose lines lack a text."""
-    rows = [json.loads(line) for line in (tones / "train.jsonl").read_text().splitlines()]
-    for row in rows[::2]:
-        del row["text"]
-    path = tones / "untranscribed.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = with_half_of_the_texts(tones)
     model = replace(model_config, decoder=None, ctc=False, best_rq=BEST_RQ)
 
     def make(*, data: dict | None = None, **settings) -> TrainConfig:

@@ -110,9 +110,7 @@ def test_error_messages(make, message):
 
 
 @pytest.mark.parametrize("start", ["model", "run"])
-def test_a_model_to_begin_with_brings_its_architecture_and_tokenizer(
-    tmp_path, tones, model_config, start
-):
+def test_init_from_brings_architecture_and_tokenizer(tmp_path, tones, model_config, start):
     tokenizer = load_tokenizer(tones / "tokenizer")
     model = ASRModel(model_config, tokenizer.vocab_size)
     save_model(tmp_path / "model", model, tokenizer)

@@ -103,9 +103,7 @@ def test_a_choice_is_not_changed(asked):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.usefixtures("eager_compiler")
 @pytest.mark.representative(compiled=False)
-def test_the_default_builds_a_recording_of_the_plain_or_the_compiled_model(
-    make_train_state, batches, monkeypatch, compiled
-):
+def test_the_default_builds_a_recording(make_train_state, batches, monkeypatch, compiled):
     """On a device that counts as a GPU, with a recording that a CPU can replay."""
     monkeypatch.setattr(cuda_graph, "obstacles_of_model", lambda model, device: [])
     monkeypatch.setattr(cuda_graph, "check_recordable", lambda model, context: None)

@@ -101,9 +101,7 @@ EAGER = DiagnosticsConfig(ctc_epochs=1, ctc_steps=0, validations=2)
     ],
 )
 @pytest.mark.representative(maker="make_text_alone")
-def test_an_interrupted_run_ends_as_one_that_was_left_alone(
-    maker, training, settings, request, tones, tmp_path
-):
+def test_an_interrupted_run_ends_alike(maker, training, settings, request, tones, tmp_path):
     """Validations that a stop puts off come first when the run goes on, after the last step too."""
     make = request.getfixturevalue(maker)
     data = {"validation": str(tones / "test.jsonl")} if "validates" in training else {}

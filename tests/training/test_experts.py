@@ -1,6 +1,5 @@
 """Training with experts on two sources."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -35,9 +34,7 @@ def _batch(step: int) -> Batch:
 
 
 @pytest.mark.parametrize("experts", [NAMED, ExpertsConfig(count=2)], ids=["named", "learned"])
-def test_the_loss_falls_and_experts_are_chosen_as_named(
-    experts: ExpertsConfig, model_config, make_train_state: Callable
-):
+def test_the_loss_falls_and_experts_are_chosen(experts, model_config, make_train_state):
     config = replace(model_config, encoder=replace(model_config.encoder, experts=experts))
     optimizer, schedule = OptimizerConfig(lr=1e-2), ScheduleConfig(warmup_steps=0)
     model, state = make_train_state(model=config, optimizer=optimizer, schedule=schedule)

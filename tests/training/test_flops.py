@@ -78,12 +78,12 @@ def test_what_is_computed_again_counts_once_with_its_padding():
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
     ],
 )
-def test_peaks_by_name(name: str, tflops: float | None):
+def test_peaks_by_name(name, tflops):
     assert peak_of(name) == (None if tflops is None else tflops * 1e12)
     assert peak_flops(torch.device("cpu")) is None
 
 
-def test_a_line_of_metrics_has_the_share_of_the_peak(monkeypatch: pytest.MonkeyPatch):
+def test_a_line_of_metrics_has_the_share_of_the_peak(monkeypatch):
     monkeypatch.setattr(meters, "peak_flops", lambda device: 100e12)
     meter = TrainingMetrics(torch.device("cpu"), ranks=2)
     flops = {"useful_flops": 160e12, "computed_flops": 240e12, "hardware_flops": 320e12}

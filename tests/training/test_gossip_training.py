@@ -173,22 +173,15 @@ def test_learners_of_two_processes(make_config, tones, tmp_path):
     load_model(resolve(tmp_path / "run"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"training": {"strategy": "h_adpsgd"}, "data": {"strategy": "random", "buckets": 3}},
-            r"`data\.strategy` must be packed with training\.strategy h_adpsgd",
-        ),
-        (
-            {"training": {"strategy": "adpsgd", "gossip": GossipConfig(learner_size=2)}},
-            r"`training\.gossip\.learner_size` must be 1 or null with training\.strategy adpsgd",
-        ),
-    ],
-)
-def test_what_learners_cannot_do_is_refused(make_config, settings, message):
-    with pytest.raises(ValueError, match=message):
-        run(make_config(**settings))
+def test_error_messages(make_config):
+    random = {"data": {"strategy": "random", "buckets": 3}}
+    for training, settings, message in (
+        ({"strategy": "h_adpsgd"}, random, r"`data\.strategy` must be packed with .* h_adpsgd"),
+        ({"strategy": "adpsgd", "gossip": GossipConfig(learner_size=2)}, {},
+         r"`training\.gossip\.learner_size` must be 1 or null with training\.strategy adpsgd"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            run(make_config(training=training, **settings))
 
 
 def test_processes_form_learners(make_config, monkeypatch, caplog):

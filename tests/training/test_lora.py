@@ -33,9 +33,7 @@ def is_adapted(name: str) -> bool:
     return name.rpartition(".")[0].endswith(("_proj", "linear1", "linear2"))
 
 
-def test_a_run_changes_what_it_is_to_and_publishes_merged_weights(
-    make_lora_config, base, tmp_path, capsys
-):
+def test_a_run_publishes_merged_weights(make_lora_config, base, tmp_path, capsys):
     assert run(make_lora_config()) == 0
     before, after = published(base / "base"), published(tmp_path / "run")
     assert before.keys() == after.keys()
@@ -114,9 +112,7 @@ def test_a_file_that_lacks_half_an_adapter_is_refused(make_lora_config, tmp_path
     ],
     ids=["checkpointing", "adascale", "lamb"],
 )
-def test_it_trains_with_everything_else(
-    make_lora_config, make_train_state, batches, base, settings
-):
+def test_it_trains_with_all_else(make_lora_config, make_train_state, batches, base, settings):
     if settings.get("optimizer", FAST).name == "lamb":
         pytest.importorskip("pytorch_optimizer")
     data = make_lora_config().data
@@ -147,9 +143,7 @@ def test_want_of_memory_is_made_good(make_lora_config, make_train_state, batches
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "adpsgd"])
 @pytest.mark.extended
-def test_runs_of_two_processes_publish_merged_weights(
-    make_lora_config, base, tones, tmp_path, strategy
-):
+def test_two_processes_publish_merged_weights(make_lora_config, base, tones, tmp_path, strategy):
     data = {"validation": [str(tones / "test.jsonl")]}
     gossip = GossipConfig(learner_size=1)
     loop = {"strategy": strategy, "gossip": gossip, "threads": 1, "max_steps": 6, "stop_at": 4}

@@ -54,9 +54,7 @@ def test_where_only_the_gradient_is_not_finite_all_are_named(make_train_state, b
     ]
 
 
-def test_losses_that_only_training_makes_nan_are_named_as_they_were(
-    make_train_state, batches, directory
-):
+def test_losses_that_only_training_makes_nan(make_train_state, batches, directory):
     guard = NonFiniteGuard(make_train_state()[0], nullcontext, "skip", WORLD, directory.skipped)
     (report,) = reports(batches, [0], loss=1.0)
     losses = torch.tensor([1.0, torch.inf, torch.nan, 0.0])

@@ -24,9 +24,7 @@ from effasr.training.untranscribed.pretraining import CodeUse, LossResult, entro
 from tests.training.conftest import BEST_RQ, published
 
 
-def test_damaged_audio_of_a_validation_set_is_left_out_and_counted(
-    make_pretraining, tones, tmp_path
-):
+def test_damaged_audio_of_a_validation_set_is_counted(make_pretraining, tones, tmp_path):
     """Its header is sound, so nothing shows before the validation."""
     rows = [json.loads(line) for line in (tones / "test.jsonl").read_text().splitlines()]
     first, *whole = [row | {"audio_filepath": f"{tones}/{row['audio_filepath']}"} for row in rows]
@@ -103,7 +101,7 @@ def test_another_model_takes_the_encoder(make_pretraining, make_config, tones, t
     )
 
 
-def test_pretraining_goes_on_and_heads_that_are_initialised_are_trained(
+def test_pretraining_goes_on_and_new_heads_are_trained(
     make_pretraining, make_config, tmp_path, model_config
 ):
     assert run(make_pretraining(name="first", training={"max_steps": 1})) == 0

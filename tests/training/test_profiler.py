@@ -41,9 +41,7 @@ def record(capture: StepProfiler, numbers: Sequence[int]):
         (2, 4, range(4, 9), 2),
     ],
 )
-def test_kineto_records_the_configured_steps_alone(
-    tmp_path: Path, first: int, steps: int, numbers: Sequence[int], recorded: int
-):
+def test_kineto_records_the_configured_steps_alone(tmp_path, first, steps, numbers, recorded):
     config = ProfileConfig(tool="kineto", first_step=first, steps=steps)
     capture = StepProfiler(config, CPU, tmp_path)
     record(capture, numbers)
@@ -55,7 +53,7 @@ def test_kineto_records_the_configured_steps_alone(
     assert [path.name for path in tmp_path.iterdir()] == ["rank0.json.gz"]
 
 
-def test_nothing_is_recorded_unless_asked_or_past_the_wanted_steps(tmp_path: Path):
+def test_nothing_is_recorded_unless_asked_or_past_the_wanted_steps(tmp_path):
     record(StepProfiler(ProfileConfig(), CPU, tmp_path), range(30))
     record(StepProfiler(ProfileConfig(tool="kineto"), CPU, tmp_path), range(25, 40))
     assert not list(tmp_path.iterdir())
@@ -71,9 +69,7 @@ def test_a_trainer_leaves_its_phases_and_layers_in_the_profile(make_config, tmp_
     assert phases <= set(names)
 
 
-def test_nsys_is_told_where_its_capture_range_begins_and_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_nsys_is_told_where_its_capture_range_begins_and_ends(tmp_path, monkeypatch):
     calls, seen = [], []
     runtime = SimpleNamespace(
         cudaProfilerStart=lambda: calls.append("start"),
@@ -93,9 +89,7 @@ def test_nsys_is_told_where_its_capture_range_begins_and_ends(
     assert seen == ["nvtx"]
 
 
-def test_memory_is_written_at_the_end_and_when_it_runs_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_memory_is_written_when_it_runs_out(tmp_path, monkeypatch):
     memory = torch.cuda.memory
     history: list[object] = []
     monkeypatch.setattr(
@@ -122,7 +116,7 @@ def test_memory_is_written_at_the_end_and_when_it_runs_out(
         ({"ranges": "roctx"}, "`ranges` must be torch or nvtx"),
     ],
 )
-def test_error_messages(tmp_path: Path, fields: dict, message: str):
+def test_error_messages(tmp_path, fields, message):
     with pytest.raises(ValueError, match=message):
         StepProfiler(ProfileConfig(**fields), CPU, tmp_path)
 

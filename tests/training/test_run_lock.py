@@ -207,9 +207,7 @@ def test_without_locks_a_warning_says_so_once(tmp_path, monkeypatch, caplog):
 
 @pytest.mark.parametrize("is_saving", [False, True])
 @pytest.mark.representative(is_saving=True)
-def test_of_two_trainings_without_locks_the_first_ends_and_names_the_second(
-    make_config, tmp_path, monkeypatch, is_saving
-):
+def test_of_two_runs_without_locks_the_first_ends(make_config, tmp_path, monkeypatch, is_saving):
     """Else the folder would have files of both: here it has those of the second.
 
     It begins after the first has written a checkpoint, or while it writes one.

@@ -234,9 +234,7 @@ def test_error_messages(make_with_text, tones, pairs, data, model, message):
         load_corpus(config, load_tokenizer(pairs / "tokenizer"), None)
 
 
-def test_a_graph_needs_one_shape_and_manifests_need_no_shares(
-    make_with_text, tones, pairs, tmp_path
-):
+def test_graphs_need_one_shape_and_manifests_no_shares(make_with_text, tones, pairs, tmp_path):
     with pytest.raises(ValueError, match=r"`training.cuda_graph` must be false where `data.text_"):
         resolve_config(make_with_text(training={"cuda_graph": True}), None)
     paths = (f"{tones}/train.jsonl", f"{pairs}/pairs.jsonl")

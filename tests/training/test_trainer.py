@@ -195,9 +195,7 @@ def test_a_run_goes_on_only_as_the_run_it_was(make_config, tmp_path, tones, capl
     assert "restart: false" in (tmp_path / "run" / "config.yaml").read_text()
 
 
-def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(
-    make_config, tmp_path, caplog
-):
+def test_a_damaged_checkpoint_costs_its_steps(make_config, tmp_path, caplog):
     assert run(make_config(training={"max_steps": 8})) == 0
     damaged = tmp_path / "run" / "checkpoints" / "step_00000008" / "training.pt"
     damaged.write_bytes(damaged.read_bytes()[:1000])
@@ -208,9 +206,7 @@ def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(
     assert checkpoint_steps(tmp_path / "run") == [4, 8, 12]
 
 
-def test_validation_is_that_of_evaluate_and_chooses_the_best(
-    make_config, tmp_path, tones, monkeypatch
-):
+def test_validation_is_evaluation_and_marks_the_best(make_config, tmp_path, tones, monkeypatch):
     test = str(tones / "test.jsonl")
     rates = iter([0.5, 0.2, 0.9])
     monkeypatch.setattr(trainer, "total", lambda _: SimpleNamespace(wer=next(rates)))
@@ -236,9 +232,7 @@ def test_validation_is_that_of_evaluate_and_chooses_the_best(
         assert (folder / "evaluation" / "test" / name).is_file()
 
 
-def test_the_best_is_marked_even_if_the_run_was_killed_before(
-    make_config, tmp_path, tones, monkeypatch
-):
+def test_the_best_is_marked_by_the_next_start(make_config, tmp_path, tones, monkeypatch):
     rates = iter([0.5, 0.9, 0.8])
     monkeypatch.setattr(trainer, "total", lambda _: SimpleNamespace(wer=next(rates)))
     data = {"validation": str(tones / "test.jsonl")}

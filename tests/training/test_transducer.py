@@ -37,9 +37,7 @@ def test_steps_are_finite_and_bring_the_loss_down(make_train_state, hybrid, batc
 
 
 @pytest.mark.representative(hybrid="lstm")
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(
-    make_config, tmp_path, hybrid, tones, capsys
-):
+def test_a_stopped_run_ends_alike(make_config, tmp_path, hybrid, tones, capsys):
     data = {"validation": str(tones / "test.jsonl")}
     settings = {"model": hybrid, "loss": LossConfig(), "data": data}
     assert run(make_config(name="straight", **settings)) == 0

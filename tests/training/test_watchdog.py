@@ -63,9 +63,7 @@ def test_who_is_silent_is_named(make, batches):
 
 
 @pytest.mark.parametrize("hour", [3600.0, -3600.0])
-def test_how_long_a_rank_is_silent_does_not_depend_on_the_time_of_day(
-    make, monkeypatch, hour: float
-):
+def test_silence_does_not_depend_on_the_time_of_day(make, monkeypatch, hour):
     (first, mine), (second, other) = make(0), make(1)
     mine.begin("computing", 8)
     other.begin("loading", 8)

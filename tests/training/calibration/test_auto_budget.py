@@ -87,9 +87,7 @@ CHANGES: dict[str, dict] = {
 
 @pytest.mark.parametrize("names", [("model", "target"), tuple(CHANGES)], ids=["two", "all"])
 @pytest.mark.representative(names=("model", "target"))
-def test_what_it_depends_on_makes_it_stale(
-    names: tuple[str, ...], make_config, trials, model_config
-):
+def test_what_it_depends_on_makes_it_stale(names, make_config, trials, model_config):
     """A change is stale beside those before it, too, and all results are kept."""
     changes = [CHANGES[name] for name in names if name != "model"]
     changes.append(CHANGES["model"] | {"model": replace(model_config, ctc=False)})
@@ -132,9 +130,7 @@ def test_what_cannot_be_read_is_made_anew(make_config, trials, cache, caplog):
     assert json.loads(file.read_text())["frame_budget"] == first.data.frame_budget
 
 
-def test_what_cannot_be_kept_is_used_all_the_same(
-    make_config, trials, tmp_path, monkeypatch, caplog
-):
+def test_what_cannot_be_kept_is_used(make_config, trials, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     config = resolve_config(make_config(data=AUTO), None)
