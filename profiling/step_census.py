@@ -47,17 +47,15 @@ def census(model: str, frame_budget: int, layout: Layout = "packed") -> dict[str
 
 
 def update_baseline(path: Path) -> None:
-    found = {model: census(model, _BUDGET) for model in _MODELS}
+    figures = {model: census(model, _BUDGET) for model in _MODELS}
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     partial.replace(path)
 
 
 def check(baseline: dict[str, Any], models: Sequence[str]) -> list[str]:
-    found = []
-    for model in models:
-        found += growth(baseline[model], census(model, _BUDGET), _MOST_GROWTH)
-    return found
+    grown = (growth(baseline[model], census(model, _BUDGET), _MOST_GROWTH) for model in models)
+    return [line for lines in grown for line in lines]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

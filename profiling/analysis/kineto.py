@@ -280,18 +280,16 @@ class _Reader:
         return pid, rank if isinstance(rank, int) else rank_of(self.path)
 
     def _notes(self, work: np.ndarray) -> list[Note]:
-        name, notes = self.path.name, []
+        name = self.path.name
         if not len(work):
-            notes.append(Note("warning", f"{name} holds neither kernels nor operators"))
-        elif work["kind"][0] == Kind.OPERATOR:
-            notes.append(
-                Note("note", f"{name} has no GPU: operators on the CPU are counted as the work")
-            )
-        elif not self.launches:
-            notes.append(
-                Note("warning", f"{name} has no CUDA calls: kernels have no launch to go by")
-            )
-        return notes
+            return [Note("warning", f"{name} holds neither kernels nor operators")]
+        if work["kind"][0] == Kind.OPERATOR:
+            text = f"{name} has no GPU: operators on the CPU are counted as the work"
+            return [Note("note", text)]
+        if not self.launches:
+            text = f"{name} has no CUDA calls: kernels have no launch to go by"
+            return [Note("warning", text)]
+        return []
 
 
 def _span(event: dict[str, Any]) -> tuple[int, int]:

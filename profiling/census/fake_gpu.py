@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from effasr.data.batch import Batch
-from effasr.data.conversation.batch import ConversationBatch
 from effasr.training import step
 from effasr_kernels import PackedLayout, PackedSequence
 from effasr_kernels.runtime import counters, torch_op
@@ -148,37 +147,23 @@ def fake_batch(batch: Batch) -> Batch:
     mode = active_fake_mode()
     assert mode is not None
 
-    def layout(x: PackedLayout) -> PackedLayout:
-        return replace(x, cu_seqlens=mode.from_tensor(x.cu_seqlens))
+    def fake(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return mode.from_tensor(part)
+        if isinstance(part, PackedLayout):
+            return replace(part, cu_seqlens=fake(part.cu_seqlens))
+        if isinstance(part, PackedSequence):
+            return PackedSequence(fake(part.values), fake(part.layout))
+        return part
 
-    def packed(x: PackedSequence) -> PackedSequence:
-        return PackedSequence(mode.from_tensor(x.values), layout(x.layout))
-
-    own: dict[str, Any] = {}
-    if isinstance(batch, ConversationBatch):
-        own = {
-            "clip_samples": layout(batch.clip_samples),
-            "clip_frames": layout(batch.clip_frames),
-            "stacks": mode.from_tensor(batch.stacks),
-            "speech_rows": mode.from_tensor(batch.speech_rows),
-        }
-    return replace(
-        batch,
-        audio=packed(batch.audio),
-        frames=layout(batch.frames),
-        tokens=packed(batch.tokens),
-        targets=mode.from_tensor(batch.targets),
-        text=packed(batch.text),
-        monotonic=mode.from_tensor(batch.monotonic),
-        expert=None if batch.expert is None else mode.from_tensor(batch.expert),
-        **own,
-    )
+    names = [field.name for field in fields(batch) if field.init]
+    return replace(batch, **{name: fake(getattr(batch, name)) for name in names})
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, x in list(module.named_parameters(recurse=False)):
-            found: Any = torch.empty(x.shape, dtype=x.dtype, device=device)
-            setattr(module, name, nn.Parameter(found, requires_grad=x.requires_grad))
+            values = torch.empty(x.shape, dtype=x.dtype, device=device)
+            setattr(module, name, nn.Parameter(values, requires_grad=x.requires_grad))
         for name, x in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.empty(x.shape, dtype=x.dtype, device=device))

@@ -195,10 +195,10 @@ COMPARED = (
 
 
 def growth(before: dict[str, Any], now: dict[str, Any], most: float) -> list[str]:
-    found = []
+    lines = []
     for name in COMPARED:
         old, new = before[name], now[name]
         if new > old * (1 + most):
             share = f" ({100 * (new / old - 1):+.1f} %)" if old else ""
-            found.append(f"{now['model']}: {name} has grown from {old:,} to {new:,}{share}")
-    return found
+            lines.append(f"{now['model']}: {name} has grown from {old:,} to {new:,}{share}")
+    return lines

@@ -141,11 +141,5 @@ def _collated(planned: Lengths, shape: StaticShape, config: TrainConfig) -> Conv
         coded = [*[5] * _PROMPT, CLIP, *[~7] * (answer + 1)]
         audio = np.zeros(framing.samples_of(frames), np.float32)
         examples.append(ConversationExample(f"c{number}", np.array(coded, np.int32), (audio,)))
-    return collate_conversations(
-        examples,
-        shape,
-        stack=settings.stack,
-        pad_id=0,
-        max_clips=shape.max_sequences,
-        framing=framing,
-    )
+    options = {"stack": settings.stack, "pad_id": 0, "max_clips": shape.max_sequences}
+    return collate_conversations(examples, shape, **options, framing=framing)

@@ -15,7 +15,6 @@ import json
 import random
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,13 +65,8 @@ def speak(recordings: Iterable[Recording]) -> list[Spoken]:
         espeak.select(item.voice)
         speech = espeak.speak(item.spoken, rate=item.rate, pitch=item.pitch)
         words = tuple(
-            replace(
-                word,
-                text=word.text.replace(",", ""),
-                start=word.start + item.lead_s,
-                end=word.end + item.lead_s,
-            )
-            for word in espeak.words(item.spoken)
+            SpokenWords(x.text.replace(",", ""), x.start + item.lead_s, x.end + item.lead_s)
+            for x in espeak.words(item.spoken)
         )
         fields = ("gain_db", "snr_db", "noise_slope", "lead_s", "tail_s", "seed")
         acoustics = {name: getattr(item, name) for name in fields}
