@@ -231,11 +231,11 @@ class Call:
             self._record(replace(result, is_done=False))
             return False
         self.where = json.loads(path.read_text(encoding="utf-8"))
-        kept = self.output / "tests_key.json"
-        if not kept.exists() or json.loads(kept.read_text(encoding="utf-8")) != self.key:
+        key_file = self.output / "tests_key.json"
+        if not key_file.exists() or json.loads(key_file.read_text(encoding="utf-8")) != self.key:
             for name in ("tests.jsonl", "tests_poisoned"):
                 (self.output / name).unlink(missing_ok=True)
-            kept.write_text(json.dumps(self.key), encoding="utf-8")
+            key_file.write_text(json.dumps(self.key), encoding="utf-8")
         return True
 
     def _run_parts(self) -> None:
@@ -279,24 +279,24 @@ class Call:
         groups = groups_in(read_outcomes(self.output / "tests.jsonl"))
         objections = {x: groups[x].objection for x in part.uses if groups[x].objection}
         if objections:
-            first, *others = objections
-            more = f"; likewise {', '.join(others)}" if others else ""
+            first, *more_groups = objections
+            more = f"; likewise {', '.join(more_groups)}" if more_groups else ""
             details = f"not measured: {first}: {objections[first]}{more}"
             return Result(part.name, "left out", 0, details, is_done=False)
         began = time.monotonic()
         result = Result(part.name, "ok")
         for command in (part.dry if self.dry else part.command).split("&&"):
-            left = began + seconds - time.monotonic()
+            remaining = began + seconds - time.monotonic()
             folders = {"out": self.output, "whisper": self.whisper}
             command = command.format(**{k: shlex.quote(str(x)) for k, x in folders.items()})
             if part.budget:
                 # Enough before the end for what it measures last to be written.
-                told = max(5.0, left - 10)
+                told = max(5.0, remaining - 10)
                 minutes = part.budget == "--minutes"
                 command += (
                     f" {part.budget} {told / 60:.2f}" if minutes else f" --budget-s {told:.0f}"
                 )
-            result = self._command(part.name, left, command, part.variables)
+            result = self._command(part.name, remaining, command, part.variables)
             if result.status != "ok":
                 break
         return replace(result, seconds=round(time.monotonic() - began, 1))
@@ -331,16 +331,16 @@ class Call:
         used = [x for part in self.parts for x in part.uses]
         groups = dict.fromkeys([*used, *GROUPS] if not self.dry else used)
         end, outcomes = time.monotonic() + seconds, self.output / "tests.jsonl"
-        found = groups_in(read_outcomes(outcomes))
-        lacking = [name for name in groups if found[name].is_lacking]
-        kept = {"outcomes": "tests.jsonl", "done": "tests_done", "poisoned": "tests_poisoned"}
+        groups_so_far = groups_in(read_outcomes(outcomes))
+        lacking = [name for name in groups if groups_so_far[name].is_lacking]
+        files_of = {"outcomes": "tests.jsonl", "done": "tests_done", "poisoned": "tests_poisoned"}
         command = "pytest -p gpu_tests"
-        for name, file in kept.items():
+        for name, file in files_of.items():
             command += f" --{name} {shlex.quote(str(self.output / file))}"
         if self.dry:
             files = {x: f"tests/ops/test_{x}.py" for x in OPERATIONS} | TABLE["references_of"]
-            known = [files[name] for name in lacking if (ROOT / files.get(name, "-")).exists()]
-            paths = list(dict.fromkeys(known))
+            existing = [files[name] for name in lacking if (ROOT / files.get(name, "-")).exists()]
+            paths = list(dict.fromkeys(existing))
             paths += ["tests/ops/test_contract.py"] * bool(set(lacking) & set(OPERATIONS))
             command += f" -m 'not gpu' -k '{TABLE['references']}'"
         else:
@@ -446,8 +446,8 @@ def _parallel() -> str:
 def table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     """Markdown that is aligned, so that it can be read on a screen, too."""
     widths = [max(len(line[n]) for line in [titles, *lines]) for n in range(len(titles))]
-    shown = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in [titles, *lines]]
-    return [shown[0], "|" + "|".join(["---"] * len(titles)) + "|", *shown[1:], ""] if lines else []
+    texts = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in [titles, *lines]]
+    return [texts[0], "|" + "|".join(["---"] * len(titles)) + "|", *texts[1:], ""] if lines else []
 
 
 def say(line: str) -> None:
@@ -479,7 +479,7 @@ def packed(folder: Path, most: int = MOST_BYTES) -> bytes:
         kind = ORDER.index(path.suffix) if path.suffix in ORDER else len(ORDER)
         return kind, path.stat().st_size if path.exists() else 0, str(path)
 
-    buffer, used, left_out = io.BytesIO(), 0, []
+    buffer, used, omitted = io.BytesIO(), 0, []
     paths = [x for x in folder.rglob("*") if not x.name.startswith(".") and x.suffix != ".gz"]
     paths += folder.glob("profile/**/*.json.gz")
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as archive:
@@ -493,12 +493,12 @@ def packed(folder: Path, most: int = MOST_BYTES) -> bytes:
             if key not in _sizes:
                 _sizes[key] = len(zlib.compress(data, 6)) + 1024
             if used + _sizes[key] > most:
-                left_out.append(f"{path.relative_to(folder)}: {len(data)} bytes\n")
+                omitted.append(f"{path.relative_to(folder)}: {len(data)} bytes\n")
                 continue
             used += _sizes[key]
             _add(archive, str(path.relative_to(folder)), data)
-        if left_out:
-            _add(archive, "left_out.txt", "".join(left_out).encode())
+        if omitted:
+            _add(archive, "left_out.txt", "".join(omitted).encode())
     return buffer.getvalue()
 
 
@@ -516,18 +516,18 @@ def describe(path: Path, *, dry: bool) -> int:
         say("gpu: needs an NVIDIA GPU, and torch sees none.")
         return 2
     device = torch.device("cpu" if dry else "cuda")
-    found = provenance(device) | {"fingerprint": fingerprint(), "python": platform.python_version()}
-    found |= {"system": platform.platform(), "cuda": torch.version.cuda or ""}
+    facts = provenance(device) | {"fingerprint": fingerprint(), "python": platform.python_version()}
+    facts |= {"system": platform.platform(), "cuda": torch.version.cuda or ""}
     if not dry:
         torch.ones(1, device=device).add_(1).item()
-        found["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory
-        asked = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
+        facts["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory
+        queries = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
         with suppress(OSError, subprocess.TimeoutExpired):
-            command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv"]
+            command = ["nvidia-smi", f"--query-gpu={queries}", "--format=csv"]
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
-            found["smi"] = done.stdout.strip()
-    write(path, json.dumps(found, indent=1).encode())
-    say(f"{found['device']}, torch {found['torch']}, {found['git']}")
+            facts["smi"] = done.stdout.strip()
+    write(path, json.dumps(facts, indent=1).encode())
+    say(f"{facts['device']}, torch {facts['torch']}, {facts['git']}")
     return 0
 
 
@@ -586,8 +586,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise KeyboardInterrupt(signal.Signals(number).name)
 
     # Under nohup, SIGHUP stays ignored.
-    heard = [x for x in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(x) != signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in heard}
+    signals = [x for x in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(x) != signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in signals}
     try:
         return Call(options, output).run()
     finally:

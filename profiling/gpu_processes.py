@@ -83,9 +83,9 @@ def run(
         )
     grace_s = GRACE_S / 4  # of a call that is being ended itself
     try:
-        while code is None and (left := began + seconds - time.monotonic()) > 0:
+        while code is None and (remaining := began + seconds - time.monotonic()) > 0:
             with suppress(subprocess.TimeoutExpired):
-                code = process.wait(min(left, TICK_S))
+                code = process.wait(min(remaining, TICK_S))
             if code is None:
                 tick()
         grace_s = GRACE_S

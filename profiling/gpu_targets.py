@@ -92,8 +92,8 @@ def _loss_memory(rows: Rows) -> float | None:
 
 
 def _transducer_memory(rows: Rows) -> float | None:
-    found = _ops(rows, "transducer_loss", "large 4x", "triton", "B=1024 ")
-    sizes = [row["peak_bytes"] for key, row in found.items() if key.endswith(" V=1024")]
+    rows_by_shape = _ops(rows, "transducer_loss", "large 4x", "triton", "B=1024 ")
+    sizes = [row["peak_bytes"] for key, row in rows_by_shape.items() if key.endswith(" V=1024")]
     return max((float(size) / 1e9 for size in sizes if size), default=None)
 
 

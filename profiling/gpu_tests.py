@@ -159,8 +159,8 @@ class Group:
     @property
     def text(self) -> str:
         counts = {"passed": self.passed, "skipped": self.skipped, "not reached": self.unfinished}
-        known = [f"{count} {name}" for name, count in counts.items() if count]
-        return ", ".join(([self.objection] if self.failed else []) + known) or "none has run"
+        texts = [f"{count} {name}" for name, count in counts.items() if count]
+        return ", ".join(([self.objection] if self.failed else []) + texts) or "none has run"
 
 
 def read_outcomes(path: Path) -> dict[str, str]:

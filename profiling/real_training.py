@@ -174,7 +174,7 @@ class Training:
 
     def straight(self) -> str:
         """Run the whole loop: pinned loader, asynchronous checkpoints, validation, average."""
-        steps, every = self.loop["max_steps"], self.loop["checkpoint_every"]
+        steps, interval = self.loop["max_steps"], self.loop["checkpoint_every"]
         run = self.train("straight")
         lines, text = described(run, steps)
         if lines[-1]["loss"] >= lines[0]["loss"]:
@@ -182,7 +182,7 @@ class Training:
         validated = [line["step"] for line in lines_of(run, "validation.jsonl")]
         if validated != [steps // 2, steps]:
             raise Failed(f"validations were due at half and at the end, but are at {validated}")
-        due = [step for step in range(every, steps + 1, every)]
+        due = [step for step in range(interval, steps + 1, interval)]
         if missing := [step for step in due if not checkpoint(run, step).is_dir()]:
             raise Failed(f"checkpoints of steps {missing} are missing")
         return f"{text}; checkpoints of {due}, {len(validated)} validations"

@@ -39,10 +39,10 @@ def make(
     step_range: str | None = None,
     skip: int = 0,
 ) -> dict[str, Any]:
-    found = [
+    analyses = [
         summary.analyze(gather(list(paths)), step_range=step_range, skip=skip) for paths in groups
     ]
-    reports = [analysis.report for analysis in found]
+    reports = [analysis.report for analysis in analyses]
     if len(reports) == 2:
         _tell_apart(reports, groups)
         report = {"comparison": compare(*reports), "reports": reports}
@@ -54,7 +54,7 @@ def make(
     output.mkdir(parents=True, exist_ok=True)
     _write(output / "report.json", json.dumps(report, indent=1, allow_nan=False) + "\n")
     _write(output / "report.html", page)
-    for name, analysis in zip(_trace_names(len(found)), found, strict=True):
+    for name, analysis in zip(_trace_names(len(analyses)), analyses, strict=True):
         if analysis.lanes:
             perfetto.write(output / name, analysis.table, analysis.lanes, analysis.attribution)
         else:

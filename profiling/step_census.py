@@ -72,18 +72,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--check", action="store_true", help="compare with the baseline")
-    what.add_argument("--update-baseline", action="store_true", help="write it anew")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--check", action="store_true", help="compare with the baseline")
+    action.add_argument("--update-baseline", action="store_true", help="write it anew")
     options = parser.parse_args(arguments)
     if options.check or options.update_baseline:
         unread = {"--frame-budget": options.frame_budget, "--layout": options.layout}
         unread |= {"--json": options.json or None}
         unread |= {"--model": options.model} if options.update_baseline else {}
-        if given := [name for name, value in unread.items() if value is not None]:
+        if unusable := [name for name, value in unread.items() if value is not None]:
             parser.error(
                 f"the baseline has packed steps of {_BUDGET} frames of {' and '.join(_MODELS)}: "
-                f"leave out {', '.join(given)}"
+                f"leave out {', '.join(unusable)}"
             )
     if options.check:
         models = _MODELS if options.model is None else [options.model]

@@ -58,8 +58,8 @@ FIELDS = {
 def load(name: str) -> dict[str, Any]:
     path = Path(name) if Path(name).suffix else GRIDS / f"{name}.yaml"
     if not path.is_file():
-        known = ", ".join(sorted(grid.stem for grid in GRIDS.glob("*.yaml")))
-        raise ValueError(f"`GRID` must be a file or one of {known}, but is {name}.")
+        grids = ", ".join(sorted(grid.stem for grid in GRIDS.glob("*.yaml")))
+        raise ValueError(f"`GRID` must be a file or one of {grids}, but is {name}.")
     grid = yaml.safe_load(path.read_text(encoding="utf-8"))
     if unknown := set(grid) - FIELDS:
         raise ValueError(
@@ -182,7 +182,7 @@ def run(plan: Plan, table: Path | None) -> None:
         elif each is None:
             rows.append(_row(plan, values, content))
         else:
-            rows += [_row(plan, values | {each: key}, one) for key, one in content.items()]
+            rows += [_row(plan, values | {each: key}, figures) for key, figures in content.items()]
     # All rows of a cell at once: where there is one, there are all.
     columns = plan.grid["columns"]
     for row in rows or [{}]:
@@ -222,12 +222,12 @@ def _row(plan: Plan, values: Mapping[str, str], content: Mapping[str, Any]) -> d
     figures, row = _figures(plan), {}
     for column in plan.grid["columns"]:
         path = plan.grid["from"].get(column, column)
-        found = _at(content, path)
+        value = _at(content, path)
         if column in values:
             row[column] = values[column]
-        elif found is not None:
+        elif value is not None:
             scale = 100 if column in plan.grid["percent"] else 1
-            row[column] = float(f"{scale * found:.6g}") if isinstance(found, float) else found
+            row[column] = float(f"{scale * value:.6g}") if isinstance(value, float) else value
         elif path in figures:
             row[column] = figures[path]
         else:
@@ -331,8 +331,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for text in options.set:
         name, equals, value = text.partition("=")
         if not equals or name not in grid["parameters"]:
-            known = ", ".join(grid["parameters"]) or "none"
-            raise ValueError(f"`--set` must be NAME=VALUE with NAME of {known}, but is {text}.")
+            names = ", ".join(grid["parameters"]) or "none"
+            raise ValueError(f"`--set` must be NAME=VALUE with NAME of {names}, but is {text}.")
         grid["parameters"][name] = value
     if unknown := set(options.only or ()) - set(grid["cells"]):
         raise ValueError(

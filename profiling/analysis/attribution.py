@@ -63,22 +63,22 @@ def find_launches(table: Table) -> Launches:
         # The first of several: a runtime call holds the driver call that it makes.
         order = np.lexsort((-launches["end"], launches["start"], key))
         key = key[order]
-        asked = _keys(work["process"], work["correlation"])
-        place = np.minimum(np.searchsorted(key, asked), len(key) - 1)
-        found = (key[place] == asked) & (work["correlation"] > 0)
-        found &= work["kind"] != Kind.OPERATOR
-        row[found] = order[place[found]]
-    known, start = row >= 0, work["start"]
+        keys = _keys(work["process"], work["correlation"])
+        place = np.minimum(np.searchsorted(key, keys), len(key) - 1)
+        is_match = (key[place] == keys) & (work["correlation"] > 0)
+        is_match &= work["kind"] != Kind.OPERATOR
+        row[is_match] = order[place[is_match]]
+    is_known, start = row >= 0, work["start"]
     placed = work["thread"] != NONE
     take = lambda column, default: (
-        np.where(known, launches[column][row], default) if len(launches) else default
+        np.where(is_known, launches[column][row], default) if len(launches) else default
     )
     return Launches(
         row,
         take("thread", work["thread"]),
         take("start", np.where(placed, work["called"], start)),
         take("end", np.where(placed, work["called"], start)),
-        known,
+        is_known,
     )
 
 
@@ -103,7 +103,7 @@ def attribute(table: Table, launches: Launches, steps: dict[int, step_ranges.Ste
     operator[~has_place] = -1
     backward, linked = _backward(ranges, operators.parent, operator)
 
-    found = np.where(on_thread >= 0, on_thread, on_main)
+    label_range = np.where(on_thread >= 0, on_thread, on_main)
     rule = np.where(on_thread >= 0, _LAUNCH, np.where(on_main >= 0, _TIME, _NO_RULE))
     phase = labels.phase[np.where(on_main >= 0, on_main, on_thread)]
     made = np.flatnonzero(linked >= 0)
@@ -114,11 +114,11 @@ def attribute(table: Table, launches: Launches, steps: dict[int, step_ranges.Ste
         ranges["forward_time"][linked[made]],
     )
     made, forward = made[forward >= 0], forward[forward >= 0]
-    found[made], rule[made] = forward, _FORWARD
+    label_range[made], rule[made] = forward, _FORWARD
     rule[(rule != _NO_RULE) & ~launches.is_known & (work["kind"] != Kind.OPERATOR)] = _EXTERNAL
     is_backward = backward | labels.is_backward[phase]
     phase = np.where(backward & (phase <= labels.step), labels.backward, phase)
-    path = labels.path[found]
+    path = labels.path[label_range]
     bare = np.flatnonzero((rule == _NO_RULE) & (operator >= 0))
     path[bare], rule[bare] = labels.of_operators(ranges["name"][operator[bare]]), _OPERATOR
     return Attribution(labels.texts, path, phase, rule, is_backward)

@@ -95,18 +95,18 @@ def _lane(
     ]
     busy = running[0]
     moments = {"compute": busy}
-    for name, own in zip(PARTS[1:3], running[1:], strict=True):
-        moments[name] = intervals.subtract(own, busy)
-        busy = intervals.join(busy, own)
+    for name, moments_of_part in zip(PARTS[1:3], running[1:], strict=True):
+        moments[name] = intervals.subtract(moments_of_part, busy)
+        busy = intervals.join(busy, moments_of_part)
     nothing = intervals.subtract(windows, busy)
     queued = _queued(nothing, table.work, launches, rows[parts != NONE])
-    rest = intervals.subtract(nothing, queued)
-    moments["data_wait"] = intervals.intersect(rest, host.data)
-    rest = intervals.subtract(rest, host.data)
-    synchronizing = intervals.intersect(rest, host.blocked)
-    rest = intervals.subtract(rest, host.blocked)
-    moments["host_gap"] = intervals.intersect(rest, host.inside)
-    outside = intervals.subtract(rest, host.inside)
+    unexplained = intervals.subtract(nothing, queued)
+    moments["data_wait"] = intervals.intersect(unexplained, host.data)
+    unexplained = intervals.subtract(unexplained, host.data)
+    synchronizing = intervals.intersect(unexplained, host.blocked)
+    unexplained = intervals.subtract(unexplained, host.blocked)
+    moments["host_gap"] = intervals.intersect(unexplained, host.inside)
+    outside = intervals.subtract(unexplained, host.inside)
     reasons = dict(zip(IDLE, (queued, synchronizing, outside), strict=True))
     moments["idle"] = intervals.join(*reasons.values())
     each = lambda moments: intervals.covered(moments, windows[:, 0], windows[:, 1])

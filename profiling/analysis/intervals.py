@@ -14,8 +14,8 @@ EMPTY = np.zeros((0, 2), np.int64)
 
 
 def union(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    kept = ends > begins
-    begins, ends = np.asarray(begins)[kept], np.asarray(ends)[kept]
+    is_positive = ends > begins
+    begins, ends = np.asarray(begins)[is_positive], np.asarray(ends)[is_positive]
     if not len(begins):
         return EMPTY
     order = np.argsort(begins, kind="stable")
@@ -34,8 +34,8 @@ def subtract(whole: np.ndarray, part: np.ndarray) -> np.ndarray:
     return _where(whole, part, lambda in_whole, in_part: in_whole & ~in_part)
 
 
-def intersect(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return _where(one, other, lambda in_one, in_other: in_one & in_other)
+def intersect(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    return _where(first, second, lambda in_one, in_other: in_one & in_other)
 
 
 def clip(moments: np.ndarray, begin: int, end: int) -> np.ndarray:
@@ -91,8 +91,8 @@ def split(
     window = np.repeat(first, counts) + offset
     begin = np.maximum(begins[item], windows[window, 0])
     end = np.minimum(ends[item], windows[window, 1])
-    kept = end > begin
-    return item[kept], window[kept], begin[kept], end[kept]
+    is_positive = end > begin
+    return item[is_positive], window[is_positive], begin[is_positive], end[is_positive]
 
 
 def _elapsed(moments: np.ndarray, times: np.ndarray) -> np.ndarray:
@@ -106,13 +106,13 @@ def _elapsed(moments: np.ndarray, times: np.ndarray) -> np.ndarray:
 
 
 def _where(
-    one: np.ndarray, other: np.ndarray, keep: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    first: np.ndarray, second: np.ndarray, keep: Callable[[np.ndarray, np.ndarray], np.ndarray]
 ) -> np.ndarray:
     """Return the moments for which ``keep`` holds, given whether each stretch is in either set."""
     # Sorted and mostly merged already: a stable sort is far faster than `np.unique`.
-    edges = np.sort(np.concatenate([one.ravel(), other.ravel()]), kind="stable")
+    edges = np.sort(np.concatenate([first.ravel(), second.ravel()]), kind="stable")
     if len(edges) < 2:
         return EMPTY
     begins, ends = edges[:-1], edges[1:]
-    kept = (ends > begins) & keep(within(one, begins), within(other, begins))
-    return union(begins[kept], ends[kept])
+    is_chosen = (ends > begins) & keep(within(first, begins), within(second, begins))
+    return union(begins[is_chosen], ends[is_chosen])

@@ -110,8 +110,8 @@ def _parts(text: str, path: Path) -> tuple[dict[str, Any], Iterator[dict[str, An
     if text.lstrip()[:1] == "[":
         # Chrome's array form, which may be cut off.
         return {}, _events(text, text.index("[") + 1, path, [])
-    found = _EVENTS.search(text)
-    if found is None:
+    match = _EVENTS.search(text)
+    if match is None:
         raise ValueError(
             f"`{path}` must be a trace of torch.profiler, but has no list traceEvents: write one "
             "with `export_chrome_trace`."
@@ -119,9 +119,9 @@ def _parts(text: str, path: Path) -> tuple[dict[str, Any], Iterator[dict[str, An
     ends: list[int] = []
 
     def events() -> Iterator[dict[str, Any]]:
-        yield from _events(text, found.end(), path, ends)
+        yield from _events(text, match.end(), path, ends)
         try:
-            head.update(json.loads(text[: found.end()] + text[ends[0] :]))
+            head.update(json.loads(text[: match.end()] + text[ends[0] :]))
         except json.JSONDecodeError as error:
             raise _damaged(path, error) from error
 

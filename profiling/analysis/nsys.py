@@ -127,15 +127,15 @@ class _Reader:
 
     def rows(self, table: str, columns: dict[str, str], where: str = "") -> list[tuple]:
         """Return a table's rows; ``columns``: names, and the values for absent or NULL ones."""
-        there = self.columns.get(table)
-        if there is None:
+        present = self.columns.get(table)
+        if present is None:
             return []
-        asked = ", ".join(
-            f'coalesce("{name}", {default})' if name in there else default
+        selected = ", ".join(
+            f'coalesce("{name}", {default})' if name in present else default
             for name, default in columns.items()
         )
         condition = f" WHERE {where}" if where else ""
-        return self.connection.execute(f'SELECT {asked} FROM "{table}"{condition}').fetchall()
+        return self.connection.execute(f'SELECT {selected} FROM "{table}"{condition}').fetchall()
 
     def process(self, identifier: int) -> int:
         return self.processes.setdefault(identifier & _PROCESS_MASK, len(self.processes))
@@ -279,10 +279,10 @@ class _Reader:
 
 
 def _copy_name(kind: int, source: int, target: int) -> str:
-    what = f"Memcpy {_COPY_KINDS.get(kind, f'kind {kind}')}"
+    name = f"Memcpy {_COPY_KINDS.get(kind, f'kind {kind}')}"
     if source in _MEMORY_KINDS and target in _MEMORY_KINDS:
-        return f"{what} ({_MEMORY_KINDS[source]} -> {_MEMORY_KINDS[target]})"
-    return what
+        return f"{name} ({_MEMORY_KINDS[source]} -> {_MEMORY_KINDS[target]})"
+    return name
 
 
 def rank_of(path: Path) -> int | None:

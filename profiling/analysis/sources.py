@@ -58,8 +58,8 @@ def _name(path: Path) -> str:
 
 
 def _add_folder(subject: Subject, folder: Path) -> None:
-    found = sorted({path for pattern in _TRACES for path in folder.rglob(pattern)})
-    for path in found:
+    paths = sorted({path for pattern in _TRACES for path in folder.rglob(pattern)})
+    for path in paths:
         parts = set(path.relative_to(folder).parts)
         if parts & _NOT_TRACES or path.name.startswith("unfinished_"):
             continue
@@ -109,7 +109,7 @@ def read(path: Path) -> Table:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics.jsonl; one that was cut short at the end is left out."""
     lines = path.read_text(encoding="utf-8").split("\n")
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
@@ -120,8 +120,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 raise ValueError(f"line {number} of `{path}` must be JSON, but {error}.") from error
             break
         if isinstance(line, dict):
-            found.append(line)
-    return found
+            entries.append(line)
+    return entries
 
 
 def column(metrics: list[dict[str, Any]], key: str) -> list[float]:
@@ -143,24 +143,24 @@ _SUMMARIZED = (
 def summarize_log(metrics: list[dict[str, Any]]) -> dict[str, Any]:
     if not metrics:
         return {}
-    found: dict[str, Any] = {"lines": len(metrics), "last_step": metrics[-1].get("step")}
+    summary: dict[str, Any] = {"lines": len(metrics), "last_step": metrics[-1].get("step")}
     columns = {key: column(metrics, key) for key in _SUMMARIZED}
     for key, values in columns.items():
         if values:
             figures = {"median": np.median, "mean": np.mean, "max": np.max}
-            found[key] = {name: float(figure(values)) for name, figure in figures.items()}
+            summary[key] = {name: float(figure(values)) for name, figure in figures.items()}
     steps, waits, audio = (columns[x] for x in ("step_s", "data_wait_s", "audio_seconds"))
     if steps and len(waits) == len(steps) and sum(steps):
-        found["data_wait_share"] = sum(waits) / sum(steps)
+        summary["data_wait_share"] = sum(waits) / sum(steps)
     if steps and len(audio) == len(steps):
-        found["audio_hours_per_hour"] = sum(audio) / sum(steps)
+        summary["audio_hours_per_hour"] = sum(audio) / sum(steps)
     if memory := column(metrics, "peak_memory_bytes"):
-        found["peak_memory_bytes"] = max(memory)
-    return found
+        summary["peak_memory_bytes"] = max(memory)
+    return summary
 
 
 def padding(metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    found = {}
+    histograms = {}
     for key, label in _PADDING.items():
         values = np.array(column(metrics, key))
         if not len(values):
@@ -170,14 +170,14 @@ def padding(metrics: list[dict[str, Any]]) -> dict[str, Any]:
         width = _round_up(top / _BINS)
         edges = np.arange(0, int(np.ceil(top / width + 1e-9)) + 1) * width
         counts, _ = np.histogram(np.clip(values, 0, edges[-1]), edges)
-        found[key] = {
+        histograms[key] = {
             "label": label,
             "mean": float(values.mean()),
             "max": float(values.max()),
             "edges": [float(edge) for edge in edges],
             "counts": [int(count) for count in counts],
         }
-    return found
+    return histograms
 
 
 def _round_up(width: float) -> float:

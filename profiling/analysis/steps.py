@@ -44,25 +44,25 @@ def find(
     skip: int = 0,
 ) -> Steps:
     containers, thread = _containers(table, process, name)
-    own = table.work["process"] == process
-    asked, done = launched[own], table.work["end"][own]
+    is_own = table.work["process"] == process
+    launch_times, done = launched[is_own], table.work["end"][is_own]
     if not len(containers):
-        return _whole(table, process, asked, done)
+        return _whole(table, process, launch_times, done)
     begins = table.ranges["start"][containers]
     ends = table.ranges["end"][containers]
     pauses = _pauses(table, process, thread, begins, ends)
     begins = begins.copy()
     begins[0] = _with_data(table, process, thread, int(begins[0]), int(np.median(ends - begins)))
-    found = _windows(begins, ends, pauses, _Finish(asked, done))
+    windows = _windows(begins, ends, pauses, _Finish(launch_times, done))
     numbers = _numbers(table, containers)
-    kept = (found[:, 1] > found[:, 0]) & (np.arange(len(found)) >= skip)
-    if skip and not kept.any():
+    is_kept = (windows[:, 1] > windows[:, 0]) & (np.arange(len(windows)) >= skip)
+    if skip and not is_kept.any():
         raise ValueError(
             f"`skip` must leave a step, but is {skip} and {table.processes[process].source} holds "
-            f"{len(found)}: skip fewer, or capture more."
+            f"{len(windows)}: skip fewer, or capture more."
         )
     host = intervals.union(begins, ends)
-    return Steps(found[kept], numbers[kept], host, containers, thread, True)
+    return Steps(windows[is_kept], numbers[is_kept], host, containers, thread, True)
 
 
 def _windows(
@@ -71,17 +71,17 @@ def _windows(
     """Return begin and end of the steps, int64 (n, 2); steps that the next overtakes are empty."""
     windows = []
     previous = finish.of(None, int(begins[0]))
-    left = None
+    exited = None
     for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
         start = begin
-        if left is not None:
-            pause = intervals.clip(pauses, left, begin)
-            start = int(pause[-1, 1]) if len(pause) else left
-            previous = max(previous, finish.of(left, start))
+        if exited is not None:
+            pause = intervals.clip(pauses, exited, begin)
+            start = int(pause[-1, 1]) if len(pause) else exited
+            previous = max(previous, finish.of(exited, start))
         start = max(start, previous)
-        previous = max(end, start, finish.of(begin if left is None else left, end))
+        previous = max(end, start, finish.of(begin if exited is None else exited, end))
         windows.append((start, previous))
-        left = end
+        exited = end
     return np.array(windows, np.int64)
 
 
@@ -137,9 +137,9 @@ class _Finish:
         return int(self.done[first:last].max()) if last > first else np.iinfo(np.int64).min
 
 
-def _whole(table: Table, process: int, asked: np.ndarray, done: np.ndarray) -> Steps:
+def _whole(table: Table, process: int, launch_times: np.ndarray, done: np.ndarray) -> Steps:
     launches = table.launches[table.launches["process"] == process]
-    begins = [asked, launches["start"]]
+    begins = [launch_times, launches["start"]]
     ends = [done, launches["end"]]
     if not sum(map(len, begins)):
         ranges = table.ranges[table.ranges["process"] == process]

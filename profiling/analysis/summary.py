@@ -34,14 +34,14 @@ def analyze(subject: Subject, *, step_range: str | None = None, skip: int = 0) -
         )
     launches = labels.find_launches(table)
     working = sorted(set(table.work["process"].tolist()))
-    found = {
+    steps_of = {
         process: steps.find(table, process, launches.begin, name=step_range, skip=skip)
         for process in working
     }
-    attribution = labels.attribute(table, launches, found)
+    attribution = labels.attribute(table, launches, steps_of)
     categories = [categorize(name) for name in table.names]
     part = classes(table, categories)
-    lanes = find_lanes(table, launches, found, attribution, part)
+    lanes = find_lanes(table, launches, steps_of, attribution, part)
     report = _of_log(subject, table)
     rules: dict[str, float] = {}
     if lanes:
@@ -86,8 +86,8 @@ def _of_log(subject: Subject, table: Table) -> dict[str, Any]:
 
 def _shown(lanes: list[Lane]) -> Lane:
     """Return the lane with most time of its own: the slowest rank."""
-    own = [float((lane.wall - lane.parts["communication"]).mean()) for lane in lanes]
-    return lanes[int(np.argmax(own))]
+    own_ns = [float((lane.wall - lane.parts["communication"]).mean()) for lane in lanes]
+    return lanes[int(np.argmax(own_ns))]
 
 
 def _budget(table: Table, lanes: list[Lane]) -> dict[str, Any]:
@@ -246,12 +246,12 @@ def kernels(
     # Of one name when shortened, and of one category: one kernel, in several shapes.
     names, place = np.unique(table.work["name"][pieces.row], return_inverse=True)
     kinds = [(shorten(table.names[name]), categories[name]) for name in names.tolist()]
-    known = sorted(set(kinds))
-    number = {kind: index for index, kind in enumerate(known)}
+    distinct = sorted(set(kinds))
+    number = {kind: index for index, kind in enumerate(distinct)}
     labels = np.array([number[kind] for kind in kinds], np.int64)[place]
     total = max(int(pieces.work.sum()), 1)
     rows = []
-    for index, (name, category) in enumerate(known):
+    for index, (name, category) in enumerate(distinct):
         chosen = labels == index
         calls = _calls(table, pieces.row[chosen], pieces.work[chosen])
         work = int(pieces.work[chosen].sum())
@@ -260,14 +260,15 @@ def kernels(
         row |= {"wall_ms": int(pieces.wall[chosen].sum()) / 1e6 / steps}
         rows.append(row | {"median_us": float(np.median(calls)) / 1e3, "share": work / total})
     rows.sort(key=lambda row: (-row["work_ms"], row["name"]))
-    rest = rows[most:]
+    remaining = rows[most:]
     totals: dict[str, float] = {}
     for row in rows:
         totals[row["name"]] = totals.get(row["name"], 0.0) + row["work_ms"]
     columns = ("calls", "work_ms", "wall_ms", "share")
     return {
         "top": rows[:most],
-        "others": {"kinds": len(rest)} | {key: sum(row[key] for row in rest) for key in columns},
+        "others": {"kinds": len(remaining)}
+        | {key: sum(row[key] for row in remaining) for key in columns},
         "work_ms": totals,
     }
 
@@ -293,12 +294,12 @@ def summarize(table: Table, lanes: list[Lane]) -> dict[str, Any]:
         return {}
     shared = set.intersection(*(set(lane.steps.numbers.tolist()) for lane in lanes))
     is_shared = [np.isin(lane.steps.numbers, list(shared)) for lane in lanes]
-    own = [
+    own_ns = [
         (lane.wall - lane.parts["communication"])[rows] / 1e6
         for lane, rows in zip(lanes, is_shared, strict=True)
     ]
     labels = lane_labels(table, lanes)
-    means = np.array([values.mean() if len(values) else 0.0 for values in own])
+    means = np.array([values.mean() if len(values) else 0.0 for values in own_ns])
     slowest = int(np.argmax(means))
     result: dict[str, Any] = {
         "steps": lanes[0].steps.numbers[is_shared[0]].tolist(),
@@ -309,13 +310,13 @@ def summarize(table: Table, lanes: list[Lane]) -> dict[str, Any]:
                 "mean_own_ms": float(mean),
                 "communication_ms": float(lane.parts["communication"].mean()) / 1e6,
             }
-            for label, values, mean, lane in zip(labels, own, means, lanes, strict=True)
+            for label, values, mean, lane in zip(labels, own_ns, means, lanes, strict=True)
         ],
         "slowest": labels[slowest],
         "slowest_by": float(means[slowest] / means.mean() - 1) if means.mean() else 0.0,
     }
     if shared:
-        grid = np.stack(own)
+        grid = np.stack(own_ns)
         result["waiting_ms"] = float((grid.max(0) - grid).mean())
     return result
 
@@ -410,11 +411,11 @@ def _row(
     np.add.at(filled, (column, labels[item]), last - first)
     # A column that nothing fills to a third shows nothing.
     enough = filled.sum(1) * 3 >= columns[:, 1] - columns[:, 0]
-    shown = np.where(enough, filled.argmax(1), -1)
-    changes = np.flatnonzero(np.diff(shown)) + 1
+    label_of_column = np.where(enough, filled.argmax(1), -1)
+    changes = np.flatnonzero(np.diff(label_of_column)) + 1
     segments = []
-    for group in np.split(np.arange(len(shown)), changes):
-        if len(group) and shown[group[0]] >= 0:
+    for group in np.split(np.arange(len(label_of_column)), changes):
+        if len(group) and label_of_column[group[0]] >= 0:
             span = columns[group[0], 0] - begin, columns[group[-1], 1] - begin
-            segments.append([span[0] / 1e6, span[1] / 1e6, texts[shown[group[0]]]])
+            segments.append([span[0] / 1e6, span[1] / 1e6, texts[label_of_column[group[0]]]])
     return {"name": name, "segments": segments}

@@ -132,8 +132,8 @@ def sentence(summary: dict[str, Any]) -> dict[str, Any]:
         return _from_log(summary["log"])
     parts = {part["name"]: part for part in budget["parts"]}
     wall = budget["step_ms"]["mean"]
-    others = [part for name, part in parts.items() if name != "compute"]
-    worst = max(others, key=lambda part: part["share"])
+    other_parts = [part for name, part in parts.items() if name != "compute"]
+    worst = max(other_parts, key=lambda part: part["share"])
     compute = parts["compute"]["share"]
     scope = _scope(budget)
     lost = 1 - compute

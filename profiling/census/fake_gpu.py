@@ -54,14 +54,14 @@ _LIBRARIES: list[Library] = []
 def register() -> torch.device:
     _setup_privateuseone_for_python_backend(NAME)
     getattr(torch, NAME).get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
-    others, rules = Library("_", "IMPL"), Library("aten", "IMPL")
-    others.fallback(fallthrough_kernel, _AUTOCAST)
+    fallthrough, rules = Library("_", "IMPL"), Library("aten", "IMPL")
+    fallthrough.fallback(fallthrough_kernel, _AUTOCAST)
     for names, is_narrow in ((_NARROW, True), (_WIDE, False)):
         for name in names:
             rules.impl(name, _autocast_rule(name, is_narrow=is_narrow), _AUTOCAST)
     for name in _KERNELS_OF_CUDA:
         rules.impl(name, _unreachable, "PrivateUse1")
-    _LIBRARIES.extend([others, rules])
+    _LIBRARIES.extend([fallthrough, rules])
     return torch.device(NAME)
 
 
@@ -75,12 +75,12 @@ def _autocast_rule(name: str, *, is_narrow: bool) -> Callable[..., Any]:
     key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _AUTOCAST))
 
     def rule(*args: Any, **kwargs: Any) -> Any:
-        wanted = torch.get_autocast_dtype(NAME) if is_narrow else torch.float32
+        dtype = torch.get_autocast_dtype(NAME) if is_narrow else torch.float32
 
         def cast(x: Any) -> Any:
             if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
                 return x
-            return x.to(wanted)
+            return x.to(dtype)
 
         with torch._C._ExcludeDispatchKeyGuard(key):
             return operator(*tree_map(cast, args), **tree_map(cast, kwargs))

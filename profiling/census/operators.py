@@ -89,12 +89,12 @@ def multi_tensor_launches(elements: Iterable[int], lists: int) -> int:
     for count in elements:
         if not count:
             continue
-        left, tensors = math.ceil(count / _ELEMENTS_OF_BLOCK), tensors + 1
-        while left:
-            taken = min(left, _BLOCKS_OF_LAUNCH - blocks)
-            left, blocks = left - taken, blocks + taken
-            if blocks == _BLOCKS_OF_LAUNCH or (not left and tensors == most):
-                made, blocks, tensors = made + 1, 0, int(left > 0)
+        remaining, tensors = math.ceil(count / _ELEMENTS_OF_BLOCK), tensors + 1
+        while remaining:
+            blocks_taken = min(remaining, _BLOCKS_OF_LAUNCH - blocks)
+            remaining, blocks = remaining - blocks_taken, blocks + blocks_taken
+            if blocks == _BLOCKS_OF_LAUNCH or (not remaining and tensors == most):
+                made, blocks, tensors = made + 1, 0, int(remaining > 0)
     return made + (blocks > 0)
 
 
@@ -102,9 +102,9 @@ def bytes_moved(func: Any, args: Any, kwargs: Any, out: Any, device: str) -> int
     name = name_of(func)
     inputs = [x for x in tensors_of(args, kwargs) if device_of(x) == device]
     outputs = [x for x in tensors_of(out) if device_of(x) == device]
-    given = {id(x) for x in inputs}
+    input_ids = {id(x) for x in inputs}
     changed = list(_changed(func, args, kwargs))
-    written = [x for x in outputs if id(x) not in given] + [
+    written = [x for x in outputs if id(x) not in input_ids] + [
         x for x in changed if device_of(x) == device
     ]
     skipped = {id(x) for x in changed} if name in _OVERWRITES or _writes_out(func) else set()

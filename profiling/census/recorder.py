@@ -161,8 +161,8 @@ class Recorder(TorchDispatchMode):
             number = _LARGEST_SEQUENCE_NUMBER if node is None else node._sequence_nr()
             if number >= _LARGEST_SEQUENCE_NUMBER:
                 return "backward", "gradients"
-            found = bisect.bisect_right(self._numbers, number) - 1
-            return "backward", self._places[found] if found >= 0 else "losses"
+            index = bisect.bisect_right(self._numbers, number) - 1
+            return "backward", self._places[index] if index >= 0 else "losses"
         if "forward" in self._ranges:
             return "forward", self._place
         return "update", self._ranges[-1] if self._ranges else "step"
@@ -205,9 +205,9 @@ class _Observed:
         self._recorder, self._op, self._implementation = recorder, op, implementation
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._implementation, name)
+        attribute = getattr(self._implementation, name)
         factor = {"forward": 1, "run": 1, "backward": 2}.get(name)
-        return found if factor is None else partial(self._call, found, factor)
+        return attribute if factor is None else partial(self._call, attribute, factor)
 
     def _call(self, function: Any, factor: int, arguments: Any, *others: Any) -> Any:
         with self._recorder.within_operation(self._op.name):

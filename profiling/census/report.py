@@ -94,14 +94,14 @@ def roofline_ms(entries: Iterable[Entry]) -> float:
 
 def layer_of(place: str) -> str:
     """Return the layer stack, such as ``encoder.layers``, or the first two names."""
-    found = _LAYER.match(place)
-    return f"{found[1]}.layers" if found else ".".join(place.split(".")[:2])
+    match = _LAYER.match(place)
+    return f"{match[1]}.layers" if match else ".".join(place.split(".")[:2])
 
 
 def _peak(is_half: bool) -> float:
-    found = peak_of(_DEVICE) if is_half else _FLOPS_WITHOUT_TENSOR_CORES
-    assert found is not None
-    return found
+    peak = peak_of(_DEVICE) if is_half else _FLOPS_WITHOUT_TENSOR_CORES
+    assert peak is not None
+    return peak
 
 
 def _is_between(entry: Entry) -> bool:

@@ -60,10 +60,14 @@ class Rows:
 
 
 def configured(frame_budget: int) -> TrainConfig:
-    given = [f"data.frame_budget={frame_budget}", "training.precision=bfloat16", "init_from=null"]
+    overrides = [
+        f"data.frame_budget={frame_budget}",
+        "training.precision=bfloat16",
+        "init_from=null",
+    ]
     # Recomputed layers would count twice in both layouts.
     config = configuration.load(
-        TrainConfig, NAME, [*given, "training.activation_checkpointing=false"]
+        TrainConfig, NAME, [*overrides, "training.activation_checkpointing=false"]
     )
     encoder = PRESETS["canary_1b_flash"]
     settings = config.model.language_model
@@ -112,19 +116,19 @@ def conversation_lengths(stack: int) -> UtteranceLengths:
 def padded_rows(planned: Lengths, lengths: UtteranceLengths, layout: Layout) -> Rows:
     """Return the rows of these conversations with the padding of a corpus in padded batches."""
     count = len(planned)
-    every = np.stack([lengths.frames, lengths.tokens], 1).astype(np.int64)
+    rows = np.stack([lengths.frames, lengths.tokens], 1).astype(np.int64)
     generator = np.random.default_rng(0)
     # Several orders, as the list is short.
-    shuffled = np.concatenate([generator.permutation(every) for _ in range(_SORTED_TOGETHER)])
+    shuffled = np.concatenate([generator.permutation(rows) for _ in range(_SORTED_TOGETHER)])
     if layout == "sorted":
         size = count * _SORTED_TOGETHER
         parts = [shuffled[n : n + size] for n in range(0, len(shuffled), size)]
         shuffled = np.concatenate([part[np.argsort(part[:, 0], kind="stable")] for part in parts])
     batches = shuffled[: len(shuffled) // count * count].reshape(-1, count, 2)
-    used, taken = batches.sum((0, 1)), batches.max(1).sum(0) * count
+    used, padded = batches.sum((0, 1)), batches.max(1).sum(0) * count
     frames, tokens = (
         # Whole groups of 16 rows, and one for a tail.
-        -(-int(np.ceil(sum(x[n] for x in planned) * taken[n] / used[n])) // 16) * 16 + 16
+        -(-int(np.ceil(sum(x[n] for x in planned) * padded[n] / used[n])) // 16) * 16 + 16
         for n in (0, 1)
     )
     return Rows(frames, tokens)

@@ -39,8 +39,8 @@ def record(model: str, frame_budget: int, layout: speech_llm.Layout = "packed") 
     The second step of a run is recorded, so that cached tables and optimizer moments exist.
     """
     if model not in (*PRESETS, speech_llm.NAME):
-        known = ", ".join(sorted([*PRESETS, speech_llm.NAME]))
-        raise ValueError(f"`model` must be one of {known}, but is {model!r}.")
+        models = ", ".join(sorted([*PRESETS, speech_llm.NAME]))
+        raise ValueError(f"`model` must be one of {models}, but is {model!r}.")
     if frame_budget < 1:
         raise ValueError(f"`frame_budget` must be at least 1, but is {frame_budget}.")
     if layout != "packed" and model != speech_llm.NAME:
@@ -75,8 +75,12 @@ def record(model: str, frame_budget: int, layout: speech_llm.Layout = "packed") 
 
 
 def _of_preset(model: str, frame_budget: int) -> tuple[TrainConfig, ASRModel]:
-    given = [f"data.frame_budget={frame_budget}", "training.precision=bfloat16", "init_from=null"]
-    config = configuration.load(TrainConfig, model, given)
+    overrides = [
+        f"data.frame_budget={frame_budget}",
+        "training.precision=bfloat16",
+        "init_from=null",
+    ]
+    config = configuration.load(TrainConfig, model, overrides)
     with torch.device("meta"):
         return config, ASRModel(config.model, PRESET_VOCABULARIES[model]).train()
 

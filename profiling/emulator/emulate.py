@@ -18,8 +18,8 @@ _BINARIES: dict[tuple, tuple[Binary, int]] = {}
 
 @contextmanager
 def emulated(architecture: int, seed: int = 0, *, counted: bool = False) -> Iterator[None]:
-    run_one = partial(execute, architecture=architecture, seed=seed, counted=counted)
-    with diverted(run_one, divmod(architecture, 10)):
+    run_launch = partial(execute, architecture=architecture, seed=seed, counted=counted)
+    with diverted(run_launch, divmod(architecture, 10)):
         yield
 
 
@@ -45,12 +45,12 @@ def _arguments(launch: Launch, binary: Binary) -> tuple[bytes, list[tuple[str, i
     """Return the parameters' bytes, and the memory that tensors among them own."""
     types, _, _ = aot.signature(launch)
     # Behind the arguments come two pointers to memory that no kernel here asks for.
-    given = {name: launch.args[name] for name, kind in types.items() if kind != "constexpr"}
+    arguments = {name: launch.args[name] for name, kind in types.items() if kind != "constexpr"}
     # A tuple of tensors is a pointer for each.
     values = [
         (name, value)
-        for name, one in given.items()
-        for value in (one if isinstance(one, tuple) else (one,))
+        for name, argument in arguments.items()
+        for value in (argument if isinstance(argument, tuple) else (argument,))
     ]
     parameters = bytearray(binary.program.parameter_bytes)
     storages: dict[int, tuple[str, int, int]] = {}

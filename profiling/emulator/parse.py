@@ -90,13 +90,13 @@ class Parser:
     def _after(self, branch: int, leave: int) -> list[list[int]]:
         """Return the successors of each instruction; the end has the number after the last."""
         program = self._program
-        found = []
+        successors = []
         for number, (operation, guard, _, operands, _) in enumerate(program.code):
             target = [program.operands[operands]] if operation == branch else []
             ends = [len(program.code)] if operation == leave else []
             falls = [number + 1] if guard >= 0 or operation not in (branch, leave) else []
-            found.append([*target, *ends, *falls])
-        return found
+            successors.append([*target, *ends, *falls])
+        return successors
 
     def _split(self, text: str) -> tuple[str, str]:
         begin = text.index(".entry")
@@ -137,9 +137,9 @@ class Parser:
             return
         if (matched := _STATEMENT.fullmatch(statement)) is None:
             raise Unknown(f"{self._program.name}: {statement}")
-        negated, guard, name, rest = matched.groups()
+        negated, guard, name, text = matched.groups()
         place = self._register(guard, "p") if guard else -1
-        operation, operands = self._instruction(name, _operands(rest), statement)
+        operation, operands = self._instruction(name, _operands(text), statement)
         begin = len(self._program.operands)
         if operation == self._operations.specials["bra"]:
             self._jumps[begin] = operands[0]
@@ -147,28 +147,28 @@ class Parser:
         self._program.operands += operands
         self._program.code.append((operation, place, int(bool(negated)), begin, line))
 
-    def _instruction(self, name: str, given: list, statement: str) -> tuple[int, list]:
+    def _instruction(self, name: str, operands: list, statement: str) -> tuple[int, list]:
         special = self._operations.specials
         parts = name.split(".")
         match parts:
             case ["bra", *_]:
-                return special["bra"], given
+                return special["bra"], operands
             case ["ret"]:
                 return special["ret"], []
             case ["ld" | "st", *_]:
-                return special[parts[0]], self._access(parts, given)
+                return special[parts[0]], self._access(parts, operands)
             case ["cp", "async", "commit_group"]:
                 return special["cp.async.commit_group"], []
             case ["cp", "async", "wait_group"]:
-                return special["cp.async.wait_group"], [int(given[0])]
+                return special["cp.async.wait_group"], [int(operands[0])]
             case ["cp", "async", "wait_all"]:
                 raise Unknown(f"{self._program.name}: {statement}")
             case ["cp", "async", *_]:
-                source = self._value(given[3], "r") if len(given) > 3 else -1
-                to, origin = self._address(given[0]), self._address(given[1])
-                return special["cp.async"], [*to, *origin, int(given[2], 0), source]
+                source = self._value(operands[3], "r") if len(operands) > 3 else -1
+                to, origin = self._address(operands[0]), self._address(operands[1])
+                return special["cp.async"], [*to, *origin, int(operands[2], 0), source]
             case ["ldmatrix" | "stmatrix", *_]:
-                words, address = given if parts[0] == "ldmatrix" else reversed(given)
+                words, address = operands if parts[0] == "ldmatrix" else reversed(operands)
                 words = words if isinstance(words, list) else [words]
                 places = [self._value(word, "r") for word in words]
                 transposed = int("trans" in parts)
@@ -179,44 +179,48 @@ class Parser:
                     *places,
                 ]
             case ["mma", "sync", "aligned", "m16n8k16", "row", "col", "f32", x, y, "f32"] if x == y:
-                places = [self._value(word, "r") for words in given for word in words]
+                places = [self._value(word, "r") for words in operands for word in words]
                 return special["mma"], [int(x == "bf16"), *places]
             case ["wgmma", "mma_async", "sync", "aligned", shape, "f32", x, y] if x == y:
-                return special["wgmma"], self._async_product(shape, x, given)
-            case ["wgmma", "fence" | "commit_group" as what, "sync", "aligned"]:
-                return special[f"wgmma.{what}"], []
+                return special["wgmma"], self._async_product(shape, x, operands)
+            case ["wgmma", "fence" | "commit_group" as action, "sync", "aligned"]:
+                return special[f"wgmma.{action}"], []
             case ["wgmma", "wait_group", "sync", "aligned"]:
-                return special["wgmma.wait_group"], [int(given[0])]
+                return special["wgmma.wait_group"], [int(operands[0])]
             case ["fence", "proxy", "async", *_]:
                 return special["fence.proxy.async"], []
-            case ["shfl", "sync", how, "b32"]:
-                to, origin, by, limit, _ = given
+            case ["shfl", "sync", mode, "b32"]:
+                to, origin, by, limit, _ = operands
                 numbers = [self._value(x, "r") for x in (to, origin, by, limit)]
-                return special["shfl"], [*numbers[:2], _SHUFFLES[how], *numbers[2:]]
-            case ["redux", "sync", how, "s32" | "b32"]:
-                to, origin = (self._value(x, "r") for x in given[:2])
-                return special["redux"], [to, origin, _REDUCTIONS[how]]
+                return special["shfl"], [*numbers[:2], _SHUFFLES[mode], *numbers[2:]]
+            case ["redux", "sync", mode, "s32" | "b32"]:
+                to, origin = (self._value(x, "r") for x in operands[:2])
+                return special["redux"], [to, origin, _REDUCTIONS[mode]]
             case ["atom", "global", "gpu", semantics, "add", "u32" | "s32"] if (
                 semantics in _ATOMICS
             ):
-                to, address, by = given
+                to, address, by = operands
                 places = [*self._address(address), self._value(to, "r"), self._value(by, "r")]
                 return special["atom"], [*_ATOMICS[semantics], *places]
-            case ["bar", "sync"] if given == ["0"]:
+            case ["bar", "sync"] if operands == ["0"]:
                 return special["bar.sync"], []
             case ["bar", "warp", "sync"]:
                 return special["bar.warp.sync"], []
-        return self._of_lanes(name, given, statement)
+        return self._of_lanes(name, operands, statement)
 
-    def _of_lanes(self, name: str, given: list, statement: str) -> tuple[int, list[int]]:
-        for operand, suffix in zip(given, ("unpacked", "packed"), strict=False):
+    def _of_lanes(self, name: str, operands: list, statement: str) -> tuple[int, list[int]]:
+        for operand, suffix in zip(operands, ("unpacked", "packed"), strict=False):
             if isinstance(operand, list):
                 name += f".{suffix}{len(operand)}"
         flat = [
-            x for operand in given for x in (operand if isinstance(operand, list) else [operand])
+            x for operand in operands for x in (operand if isinstance(operand, list) else [operand])
         ]
-        known = self._operations.lanes.get(name, (0, ""))[1]
-        if known.endswith("r") and name.startswith("cvt") and self._is_wide(flat[-1], False):
+        kinds_of_name = self._operations.lanes.get(name, (0, ""))[1]
+        if (
+            kinds_of_name.endswith("r")
+            and name.startswith("cvt")
+            and self._is_wide(flat[-1], False)
+        ):
             # The source of a conversion may be wider than its type.
             name += ".wide"
         if name not in self._operations.lanes:
@@ -226,11 +230,11 @@ class Parser:
             raise Unknown(f"{self._program.name}: {statement}")
         return number, [self._value(x, kind) for x, kind in zip(flat, kinds, strict=True)]
 
-    def _access(self, parts: list[str], given: list) -> list[int]:
+    def _access(self, parts: list[str], operands: list) -> list[int]:
         if unknown := set(parts[1:-1]) - {*_SPACES, "v2", "v4", "relaxed", "gpu", "cg"}:
             raise Unknown(f"{self._program.name}: {'.'.join(parts)}: {', '.join(unknown)}")
         space = next(_SPACES[part] for part in parts if part in _SPACES)
-        address, values = given if parts[0] == "st" else reversed(given)
+        address, values = operands if parts[0] == "st" else reversed(operands)
         values = values if isinstance(values, list) else [values]
         kind, size = parts[-1][0], _BYTES[parts[-1][1:]]
         registers = []
@@ -239,9 +243,9 @@ class Parser:
             registers += [self._value(value, "R" if wide else "r"), int(wide)]
         return [space, size, len(values), int(kind == "s"), *self._address(address), *registers]
 
-    def _async_product(self, shape: str, dtype: str, given: list) -> list[int]:
+    def _async_product(self, shape: str, dtype: str, operands: list) -> list[int]:
         columns = int(shape.removeprefix("m64n").removesuffix("k16"))
-        to, left, right, adds, *flags = given
+        to, left, right, adds, *flags = operands
         in_registers = isinstance(left, list)
         scales, across = flags[:2], [int(x) for x in flags[2:]]
         if scales != ["1", "1"]:
@@ -319,13 +323,13 @@ class Parser:
 
 def _operands(text: str) -> list:
     """Split at commas; braces become lists."""
-    found: list = []
+    operands: list = []
     for group, single in re.findall(r"\{([^}]*)\}|([^,{}]+)", text):
         if group:
-            found.append([x.strip() for x in group.split(",")])
+            operands.append([x.strip() for x in group.split(",")])
         elif single.strip():
-            found.append(single.strip())
-    return found
+            operands.append(single.strip())
+    return operands
 
 
 def encode(value: float | int, size: int, floating: bool) -> bytes:
@@ -341,9 +345,9 @@ def meetings(after: list[list[int]]) -> list[int]:
     """Return the immediate post-dominator of each instruction: the first one on every path."""
     end = len(after)
     before: list[list[int]] = [[] for _ in range(end + 1)]
-    for number, others in enumerate(after):
-        for other in others:
-            before[other].append(number)
+    for number, targets in enumerate(after):
+        for target in targets:
+            before[target].append(number)
     order = _postorder(before, end)
     rank = {node: number for number, node in enumerate(order)}
     meeting = {end: end}
@@ -351,12 +355,12 @@ def meetings(after: list[list[int]]) -> list[int]:
     while changed:
         changed = False
         for node in reversed(order[:-1]):
-            known = [other for other in after[node] if other in meeting]
-            found = known[0]
-            for other in known[1:]:
-                found = _common(found, other, rank, meeting)
-            changed |= meeting.get(node) != found
-            meeting[node] = found
+            reachable = [target for target in after[node] if target in meeting]
+            common = reachable[0]
+            for target in reachable[1:]:
+                common = _common(common, target, rank, meeting)
+            changed |= meeting.get(node) != common
+            meeting[node] = common
     return [meeting.get(number, end) for number in range(end)]
 
 
@@ -373,12 +377,12 @@ def _postorder(before: list[list[int]], end: int) -> list[int]:
     """Return the instructions from which the end is reachable; the end is last."""
     order, stack, seen = [], [(end, iter(before[end]))], {end}
     while stack:
-        node, rest = stack[-1]
-        other = next((x for x in rest if x not in seen), None)
-        if other is None:
+        node, remaining = stack[-1]
+        target = next((x for x in remaining if x not in seen), None)
+        if target is None:
             order.append(node)
             stack.pop()
         else:
-            seen.add(other)
-            stack.append((other, iter(before[other])))
+            seen.add(target)
+            stack.append((target, iter(before[target])))
     return order

@@ -218,10 +218,10 @@ def timeline(report: dict[str, Any]) -> str:
         colors = {"budget": style.PARTS, "host": phases}.get(row, style.CATEGORIES)
         return colors.get(name, "--grey")
 
-    others = [("others", "--grey")] if len(used["host"]) > len(phases) else []
+    grey = [("others", "--grey")] if len(used["host"]) > len(phases) else []
     legends = {
         "Budget": [(NAMES[name], style.PARTS[name]) for name in PARTS if name in used["budget"]],
-        "Host": [*phases.items(), *others],
+        "Host": [*phases.items(), *grey],
         "Device" if report["budget"]["has_gpu"] else "Operators": [
             (name, color) for name, color in style.CATEGORIES.items() if name in used["device"]
         ],
@@ -243,8 +243,8 @@ def ranks(report: dict[str, Any]) -> str:
     data = report["ranks"]
     values = [value for rank in data["ranks"] for value in rank["own_ms"]]
     low, high = min(values, default=0.0), max(values, default=1.0)
-    shown = data["steps"][:_MOST_STEPS]
-    heads = ["rank", *(f"step {number}" for number in shown), "mean", "communication"]
+    steps = data["steps"][:_MOST_STEPS]
+    heads = ["rank", *(f"step {number}" for number in steps), "mean", "communication"]
     rows = []
     for rank in data["ranks"]:
         name = escape(rank["name"]) + (" ← slowest" if rank["name"] == data["slowest"] else "")
