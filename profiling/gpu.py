@@ -187,12 +187,8 @@ class Call:
         self.running = ""
         self.complaints: set[str] = set()
         self.token = gpu_processes.new_token()
-        ours = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "profiling")]
-        paths = os.pathsep.join(filter(None, [*ours, os.environ.get("PYTHONPATH")]))
-        self.environment = {k: x for k, x in os.environ.items() if k != "TRITON_INTERPRET"}
-        self.environment |= {"PYTHONPATH": paths, gpu_processes.CALL: self.token}
-        if self.dry:
-            self.environment |= {"CUDA_VISIBLE_DEVICES": "-1", "OMP_NUM_THREADS": "1"}
+        call = {gpu_processes.CALL: self.token}
+        self.environment = gpu_processes.environment(dry=self.dry, **call)
 
     @property
     def remaining(self) -> float:

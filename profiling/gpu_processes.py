@@ -18,9 +18,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+ROOT = Path(__file__).parents[1]
 CALL, COMMAND = "EFFASR_GPU_CALL", "EFFASR_GPU_COMMAND"  # variables of the tokens
 GRACE_S = 8.0  # more than benchmarks give to what they start
 TICK_S = 15.0
+
+
+def environment(*, dry: bool, **variables: str) -> dict[str, str]:
+    """Return the variables of commands that import this repository; a dry run sees no GPU."""
+    sources = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "profiling")]
+    paths = os.pathsep.join(filter(None, [*sources, os.environ.get("PYTHONPATH")]))
+    inherited = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    cpu = {"CUDA_VISIBLE_DEVICES": "-1", "OMP_NUM_THREADS": "1"} if dry else {}
+    return {**inherited, "PYTHONPATH": paths, **variables, **cpu}
 
 
 def new_token() -> str:

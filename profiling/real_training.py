@@ -37,6 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gpu_processes
 import torch
 import torch.distributed as dist
 import yaml
@@ -119,12 +120,8 @@ class Training:
         self.loop = self.size["recipe"]["training"]
         self.name, self.limit_s = "", 600.0  # of the step that runs
         self.calibration: dict[str, Any] | None = None
-        ours = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "profiling")]
-        paths = os.pathsep.join(filter(None, [*ours, os.environ.get("PYTHONPATH")]))
-        self.environment = {k: x for k, x in os.environ.items() if k != "TRITON_INTERPRET"}
-        self.environment |= {"PYTHONPATH": paths, "XDG_CACHE_HOME": str(work / "cache")}
-        if dry:
-            self.environment |= {"CUDA_VISIBLE_DEVICES": "-1", "OMP_NUM_THREADS": "1"}
+        cache = {"XDG_CACHE_HOME": str(work / "cache")}
+        self.environment = gpu_processes.environment(dry=dry, **cache)
 
     def recipe(self) -> Path:
         if not (self.corpus / "train.jsonl").is_file():

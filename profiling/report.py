@@ -19,17 +19,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis import perfetto, summary
+import numpy as np
+from analysis import intervals, summary
+from analysis.attribution import RULES, Attribution
+from analysis.budget import PARTS, Lane
+from analysis.kineto import MARK
 from analysis.sources import gather, is_run
-from analysis.verdict import compare
+from analysis.table import Table
+from analysis.verdict import NAMES, compare
 from report_page.markup import without_controls
 from report_page.page import render
 
 _VERSION = 1
+_MOST_KERNELS = 50_000  # of each rank in the trace: the profiler's own file has the others
+_BUDGET_TRACK, _HOST_TRACK, _FIRST_STREAM = 1, 2, 1000
 
 
 def make(
@@ -56,7 +63,7 @@ def make(
     _write(output / "report.html", page)
     for name, analysis in zip(_trace_names(len(analyses)), analyses, strict=True):
         if analysis.lanes:
-            perfetto.write(output / name, analysis.table, analysis.lanes, analysis.attribution)
+            _write_trace(output / name, analysis.table, analysis.lanes, analysis.attribution)
         else:
             # Not that of an earlier report.
             (output / name).unlink(missing_ok=True)
@@ -77,6 +84,78 @@ def _write(path: Path, content: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(content, encoding="utf-8")
     partial.replace(path)
+
+
+# The trace has the budget of each rank over time, its streams with the range and the rule of every
+# kernel, and the ranges of the host. Ranks stand on one clock where their captures have its time.
+
+
+def _write_trace(path: Path, table: Table, lanes: list[Lane], attribution: Attribution) -> None:
+    events = ",\n".join(map(json.dumps, _events(table, lanes, attribution)))
+    head = f'"producer": "{MARK}", "displayTimeUnit": "ms"'
+    _write(path, f'{{{head}, "traceEvents": [\n{events}\n]}}\n')
+
+
+def _events(
+    table: Table, lanes: list[Lane], attribution: Attribution
+) -> Iterator[dict[str, object]]:
+    epochs = [table.processes[lane.process].epoch for lane in lanes]
+    begins = [int(lane.steps.windows[0, 0]) for lane in lanes]
+    origin = min(begin + epoch for begin, epoch in zip(begins, epochs, strict=True))
+    for number, label in enumerate(summary.lane_labels(table, lanes)):
+        # All lanes begin near 0.
+        shift = epochs[number] - origin if all(epochs) else -begins[number]
+        for track, name, times, arguments in _tracks(table, lanes[number], label, attribution):
+            event = {"ph": "X" if times else "M", "pid": number, "tid": track, "name": name}
+            if times:
+                begin, end = times
+                event |= {"ts": round((begin + shift) / 1e3, 3), "dur": (end - begin) / 1e3}
+            yield event | {"args": arguments}
+
+
+def _tracks(table: Table, lane: Lane, label: str, attribution: Attribution) -> Iterator[tuple]:
+    """Yield track, name, begin and end, and arguments of events; names of tracks have no time."""
+    begin, end = _written_span(table, lane)
+    named = lambda track, name: (track, "thread_name", None, {"name": name})
+    yield 0, "process_name", None, {"name": label}
+    yield named(_BUDGET_TRACK, "budget")
+    for part in PARTS:
+        for times in intervals.clip(lane.moments[part], begin, end).tolist():
+            yield _BUDGET_TRACK, NAMES[part], times, {}
+    ranges = table.ranges[table.annotations(lane.process)]
+    ranges = ranges[(ranges["end"] > begin) & (ranges["start"] < end)]
+    for number, thread in enumerate(np.unique(ranges["thread"])):
+        track = _HOST_TRACK + number
+        yield named(track, f"host {track - 1}" if number else "host")
+        chosen = ranges[ranges["thread"] == thread]
+        for first, last, name in chosen[["start", "end", "name"]].tolist():
+            yield track, table.names[name], (first, last), {}
+    rows = lane.rows
+    rows = rows[(table.work["end"][rows] > begin) & (table.work["start"][rows] < end)]
+    kind = "stream" if table.has_gpu else "operators of thread"
+    for number, stream in enumerate(np.unique(table.work["stream"][rows]).tolist()):
+        track = _FIRST_STREAM + number
+        yield named(track, f"{kind} {stream & 0xFFFFFF}")
+        chosen = rows[table.work["stream"][rows] == stream]
+        work = table.work[["start", "end", "name"]][chosen].tolist()
+        for row, (first, last, name) in zip(chosen.tolist(), work, strict=True):
+            yield (
+                *(track, table.names[name], (first, last)),
+                {
+                    "range": attribution.paths[attribution.path[row]],
+                    "phase": attribution.paths[attribution.phase[row]],
+                    "attributed by": RULES[attribution.rule[row]],
+                },
+            )
+
+
+def _written_span(table: Table, lane: Lane) -> tuple[int, int]:
+    """Return the time from the first written step to the last, ns."""
+    windows = lane.steps.windows
+    begins = np.sort(table.work["start"][lane.rows])
+    before = np.searchsorted(begins, windows[:, 1]) - np.searchsorted(begins, windows[0, 0])
+    last = max(int(np.searchsorted(before, _MOST_KERNELS, side="right")) - 1, 0)
+    return int(windows[0, 0]), int(windows[last, 1])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -215,12 +215,8 @@ class Parser:
         flat = [
             x for operand in operands for x in (operand if isinstance(operand, list) else [operand])
         ]
-        kinds_of_name = self._operations.lanes.get(name, (0, ""))[1]
-        if (
-            kinds_of_name.endswith("r")
-            and name.startswith("cvt")
-            and self._is_wide(flat[-1], False)
-        ):
+        signature = self._operations.lanes.get(name, (0, ""))[1]
+        if signature.endswith("r") and name.startswith("cvt") and self._is_wide(flat[-1], False):
             # The source of a conversion may be wider than its type.
             name += ".wide"
         if name not in self._operations.lanes:
