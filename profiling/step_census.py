@@ -77,37 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     action.add_argument("--update-baseline", action="store_true", help="write it anew")
     options = parser.parse_args(arguments)
     if options.check or options.update_baseline:
-        unread = {"--frame-budget": options.frame_budget, "--layout": options.layout}
-        unread |= {"--json": options.json or None}
-        unread |= {"--model": options.model} if options.update_baseline else {}
-        if unusable := [name for name, value in unread.items() if value is not None]:
-            parser.error(
-                f"the baseline has packed steps of {_BUDGET} frames of {' and '.join(_MODELS)}: "
-                f"leave out {', '.join(unusable)}"
-            )
-    if options.check:
-        models = _MODELS if options.model is None else [options.model]
-        if unknown := set(models) - set(_MODELS):
-            parser.error(f"the baseline has no {unknown.pop()}, only {', '.join(_MODELS)}")
-        try:
-            baseline = json.loads(options.baseline.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            parser.error(
-                f"--baseline must be a file that --update-baseline wrote, but is "
-                f"{options.baseline}: {error}"
-            )
-        grown = check(baseline, models)
-        for line in grown:
-            sys.stderr.write(f"step_census: {line}\n")
-        if grown:
-            sys.stderr.write(
-                "step_census: make the step smaller again, or, if this is meant, run "
-                "profiling/step_census.py --update-baseline and commit the file\n"
-            )
-        return 1 if grown else 0
-    if options.update_baseline:
-        update_baseline(options.baseline)
-        return 0
+        return _gate(parser, options)
     try:
         budget = _BUDGET if options.frame_budget is None else options.frame_budget
         summary = census(options.model or _MODELS[0], budget, options.layout or "packed")
@@ -116,6 +86,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     sys.stdout.write((json.dumps(summary, indent=1) if options.json else table(summary)) + "\n")
     return 0
+
+
+def _gate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    unread = {"--frame-budget": options.frame_budget, "--layout": options.layout}
+    unread |= {"--json": options.json or None}
+    unread |= {"--model": options.model} if options.update_baseline else {}
+    if unusable := [name for name, value in unread.items() if value is not None]:
+        parser.error(
+            f"the baseline has packed steps of {_BUDGET} frames of {' and '.join(_MODELS)}: "
+            f"leave out {', '.join(unusable)}"
+        )
+    if options.update_baseline:
+        update_baseline(options.baseline)
+        return 0
+    if options.model not in (None, *_MODELS):
+        parser.error(f"the baseline has no {options.model}, only {', '.join(_MODELS)}")
+    try:
+        baseline = json.loads(options.baseline.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        parser.error(
+            f"--baseline must be a file that --update-baseline wrote, but is "
+            f"{options.baseline}: {error}"
+        )
+    grown = check(baseline, [options.model] if options.model else _MODELS)
+    if grown:
+        grown.append(
+            "make the step smaller again, or, if this is meant, run profiling/step_census.py "
+            "--update-baseline and commit the file"
+        )
+    sys.stderr.write("".join(f"step_census: {line}\n" for line in grown))
+    return 1 if grown else 0
 
 
 if __name__ == "__main__":

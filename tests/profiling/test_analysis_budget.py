@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.profiling.nsys_export import COPY, KERNEL, Export
+from tests.profiling.test_analysis_nsys import export
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
@@ -41,22 +42,22 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_every_part_by_hand(path: Path) -> None:
-    export = Export()
-    export.range("data", 0, 100)
-    export.range("step", 100, 1000)
+    capture = Export()
+    capture.range("data", 0, 100)
+    capture.range("step", 100, 1000)
     # Launched at 150, begins at 200: 50 to launch, and the wait for it after the call's end.
-    export.kernel(150, 200, 300)
+    capture.kernel(150, 200, 300)
     # Two streams at once: 300 to 450 is busy once.
-    export.kernel(210, 300, 400)
-    export.kernel(220, 350, 450, stream=8)
+    capture.kernel(210, 300, 400)
+    capture.kernel(220, 350, 450, stream=8)
     # Half hidden.
-    export.kernel(230, 420, 500, NCCL, stream=9)
-    launch = export.call(240, 245, name="cudaMemcpyAsync_v3020")
-    export.work(COPY, 480, 520, launch, copyKind=1, srcKind=1, dstKind=2, bytes=8, stream=10)
+    capture.kernel(230, 420, 500, NCCL, stream=9)
+    launch = capture.call(240, 245, name="cudaMemcpyAsync_v3020")
+    capture.work(COPY, 480, 520, launch, copyKind=1, srcKind=1, dstKind=2, bytes=8, stream=10)
     # Nothing from 520 on, while the host waits from 530 to 600, then launches at 700.
-    export.call(530, 600, name="cudaStreamSynchronize_v3020")
-    export.kernel(700, 710, 1000)
-    (lane,) = budget(nsys.read(export.write(path)))
+    capture.call(530, 600, name="cudaStreamSynchronize_v3020")
+    capture.kernel(700, 710, 1000)
+    (lane,) = budget(nsys.read(capture.write(path)))
     assert lane.wall.tolist() == [1000]
     assert parts(lane) == {
         "compute": [100 + 150 + 290],
@@ -72,60 +73,54 @@ def test_every_part_by_hand(path: Path) -> None:
     assert lane.hidden.tolist() == [30]
 
 
-def test_a_step_ends_when_its_work_is_done(path: Path) -> None:
-    export = Export()
-    for number in range(3):
-        # The host is ahead: it needs 100 for a step, and the GPU 1000.
-        begin = 100 * number
-        export.range("step", begin, begin + 100, payload=40 + number)
-        export.kernel(begin + 10, 20 + 1000 * number, 1020 + 1000 * number)
-    (lane,) = budget(nsys.read(export.write(path)))
-    assert lane.steps.windows.tolist() == [[0, 1020], [1020, 2020], [2020, 3020]]
-    assert lane.steps.numbers.tolist() == [40, 41, 42]
-    assert lane.parts["compute"].tolist() == [1000, 1000, 1000]
+# Ranges (name, start, end), kernels (launch, start, end), and the windows of the steps.
+WINDOWS = {
+    # The host is ahead: it needs 100 for a step, and the GPU 1000.
+    "end with their work": (
+        [("step", 100 * n, 100 * n + 100, {"payload": 40 + n}) for n in range(3)],
+        [(100 * n + 10, 20 + 1000 * n, 1020 + 1000 * n) for n in range(3)],
+        [[0, 1020], [1020, 2020], [2020, 3020]],
+    ),
+    "without work from before": (
+        [("step", 100, 200)],
+        [(0, 10, 150), (110, 150, 180)],
+        [[150, 200]],
+    ),
+    "without validation and interruptions": (
+        [
+            *(("step", 0, 100), ("data", 130, 150), ("step", 150, 250), ("validation", 260, 900)),
+            *(("step", 920, 1000), ("step", 5000, 5100)),
+        ],
+        [(launch, launch + 10, launch + 50) for launch in (10, 160, 930, 5010)],
+        [[0, 100], [100, 250], [900, 1000], [5000, 5100]],
+    ),
+    "one for nested marks": (
+        [(f"ProfilerStep#{n + 7}", 1000 * n, 1000 * n + 1000) for n in range(2)]
+        + [("step", 1000 * n + 100, 1000 * n + 900) for n in range(2)],
+        [(1000 * n + 110, 1000 * n + 120, 1000 * n + 130) for n in range(2)],
+        [[100, 900], [900, 1900]],
+    ),
+}
 
 
-def test_work_from_before_the_first_step_is_not_part_of_it(path: Path) -> None:
-    export = Export()
-    export.kernel(0, 10, 150)
-    export.range("step", 100, 200)
-    export.kernel(110, 150, 180)
-    (lane,) = budget(nsys.read(export.write(path)))
-    assert lane.steps.windows.tolist() == [[150, 200]]
-
-
-def test_between_two_steps_only_validation_and_interruptions_are_left_out(path: Path) -> None:
-    export = Export()
-    export.range("step", 0, 100)
-    export.range("data", 130, 150)
-    export.range("step", 150, 250)
-    export.range("validation", 260, 900)
-    export.range("step", 920, 1000)
-    export.range("step", 5000, 5100)
-    for launch in (10, 160, 930, 5010):
-        export.kernel(launch, launch + 10, launch + 50)
-    table = nsys.read(export.write(path))
+@pytest.mark.parametrize(("ranges", "kernels", "windows"), WINDOWS.values(), ids=WINDOWS)
+def test_windows_of_steps(ranges, kernels, windows, path: Path) -> None:
+    table = nsys.read(export(ranges, kernels).write(path))
     (lane,) = budget(table)
-    assert lane.steps.windows.tolist() == [[0, 100], [100, 250], [900, 1000], [5000, 5100]]
-    assert any("1 interruptions between steps" in note.text for note in table.notes)
-
-
-def test_nested_marks_of_steps_are_one_step(path: Path) -> None:
-    export = Export()
-    for number in range(2):
-        export.range(f"ProfilerStep#{number + 7}", 1000 * number, 1000 * number + 1000)
-        export.range("step", 1000 * number + 100, 1000 * number + 900)
-        export.kernel(1000 * number + 110, 1000 * number + 120, 1000 * number + 130)
-    (lane,) = budget(nsys.read(export.write(path)))
-    assert lane.steps.windows.tolist() == [[100, 900], [900, 1900]]
+    assert lane.steps.windows.tolist() == windows
+    numbers = [options[0]["payload"] for _, _, _, *options in ranges if options]
+    assert not numbers or lane.steps.numbers.tolist() == numbers
+    assert not numbers or lane.parts["compute"].tolist() == [1000, 1000, 1000]
+    interruptions = [note.text for note in table.notes if "1 interruptions between" in note.text]
+    assert len(interruptions) == (windows[-1] == [5000, 5100])
 
 
 def test_steps_may_be_named_and_skipped(path: Path) -> None:
-    export = Export()
+    capture = Export()
     for number in range(3):
-        export.range("my loop", 100 * number, 100 * number + 100)
-        export.kernel(100 * number + 10, 100 * number + 20, 100 * number + 30)
-    table = nsys.read(export.write(path))
+        capture.range("my loop", 100 * number, 100 * number + 100)
+        capture.kernel(100 * number + 10, 100 * number + 20, 100 * number + 30)
+    table = nsys.read(capture.write(path))
     assert not budget(table)[0].steps.is_found
     assert len(budget(table, name="my loop", skip=1)[0].wall) == 2
     with pytest.raises(ValueError, match="`skip` must leave a step, but is 3"):
@@ -135,11 +130,9 @@ def test_steps_may_be_named_and_skipped(path: Path) -> None:
 
 
 def test_two_devices_of_a_process_have_a_budget_each(path: Path) -> None:
-    export = Export()
-    export.range("step", 0, 100)
-    export.kernel(10, 20, 60, device=0)
-    export.kernel(12, 20, 90, device=1)
-    report = summary.analyze(gather([export.write(path)])).report
+    kernels = [(10, 20, 60, {"device": 0}), (12, 20, 90, {"device": 1})]
+    path = export([("step", 0, 100)], kernels).write(path)
+    report = summary.analyze(gather([path])).report
     assert [rank["name"] for rank in report["budget"]["per_rank"]] == [
         *("process 100 GPU 0", "process 100 GPU 1"),
     ]
@@ -277,9 +270,9 @@ def test_the_order_of_rows_changes_nothing(table: Table, random) -> None:
 
 
 def test_kernels_of_equal_span_share_their_time_in_any_order(path: Path) -> None:
-    export = Export()
-    export.range("step", 0, 100)
+    capture = Export()
+    capture.range("step", 0, 100)
     for name in ("b", "a"):
-        export.work(KERNEL, 20, 60, export.call(10, 12), name=name)
-    top = summary.analyze(gather([export.write(path)])).report["kernels"]["top"]
+        capture.work(KERNEL, 20, 60, capture.call(10, 12), name=name)
+    top = summary.analyze(gather([capture.write(path)])).report["kernels"]["top"]
     assert {entry["name"]: entry["wall_ms"] for entry in top} == {"a": 4e-5, "b": 0.0}
