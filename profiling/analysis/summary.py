@@ -250,9 +250,9 @@ def kernels(
     number = {kind: index for index, kind in enumerate(distinct)}
     labels = np.array([number[kind] for kind in kinds], np.int64)[place]
     total = max(int(pieces.work.sum()), 1)
-    rows = []
-    for index, (name, category) in enumerate(distinct):
-        chosen = labels == index
+    order, rows = np.argsort(labels, kind="stable"), []
+    groups = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
+    for (name, category), chosen in zip(distinct, groups, strict=False):
         calls = _calls(table, pieces.row[chosen], pieces.work[chosen])
         work = int(pieces.work[chosen].sum())
         row = {"name": name, "category": category, "calls": len(calls) / steps}

@@ -152,12 +152,12 @@ def link_by_sequence(ranges: np.ndarray) -> None:
     if not len(forward) or not len(backward):
         return
     starts = ranges["start"]
-    keys = ranges[["process", "sequence"]]
+    keys = ranges[["process", "sequence"]].tolist()
     earlier: dict[tuple[int, int], list[int]] = {}
     for index in forward[np.argsort(starts[forward], kind="stable")].tolist():
-        earlier.setdefault(keys[index].item(), []).append(index)
+        earlier.setdefault(keys[index], []).append(index)
     for index in backward.tolist():
-        before = [i for i in earlier.get(keys[index].item(), ()) if starts[i] < starts[index]]
+        before = [i for i in earlier.get(keys[index], ()) if starts[i] < starts[index]]
         if before:
             ranges["forward_thread"][index] = ranges["thread"][before[-1]]
             ranges["forward_time"][index] = starts[before[-1]]

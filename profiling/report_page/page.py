@@ -123,7 +123,7 @@ def contents(report: dict[str, Any]) -> list[tuple[str, str, Callable[[dict[str,
         (True, "quality", "Capture quality", quality),
         (True, "method", "How to read this", method),
     ]
-    return [section for is_there, *section in sections if is_there]
+    return [tuple(section) for is_there, *section in sections if is_there]
 
 
 def all_of(report: dict[str, Any]) -> str:
