@@ -36,12 +36,12 @@ def execute(launch: Launch, architecture: int, seed: int = 0, *, counted: bool =
         ptx, shared_bytes = aot.compile_to_ptx(launch, architecture)
         _BINARIES[key] = load(ptx), shared_bytes
     binary, shared_bytes = _BINARIES[key]
-    parameters, tensors = _arguments(launch, binary)
+    parameters, tensors = arguments_of(launch, binary)
     settings = {"shared_bytes": shared_bytes, "seed": seed, "counted": counted}
     return run(binary, launch.grid, parameters, tensors, **settings)
 
 
-def _arguments(launch: Launch, binary: Binary) -> tuple[bytes, list[tuple[str, int, int]]]:
+def arguments_of(launch: Launch, binary: Binary) -> tuple[bytes, list[tuple[str, int, int]]]:
     """Return the parameters' bytes, and the memory that tensors among them own."""
     types, _, _ = aot.signature(launch)
     # Behind the arguments come two pointers to memory that no kernel here asks for.

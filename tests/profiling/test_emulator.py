@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from emulator import machine
-from emulator.emulate import emulated, execute
+from emulator.emulate import arguments_of, emulated, execute
 from emulator.machine import Fault
 from emulator.parse import Unknown, encode
 from torch import Tensor
@@ -29,17 +29,9 @@ pytestmark = [
 
 @triton.jit
 def multiply(
-    a,
-    b,
-    c,
-    depth,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACROSS_A: tl.constexpr,
-    ACROSS_B: tl.constexpr,
-):
+    a, b, c, depth, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    ACROSS_A: tl.constexpr, ACROSS_B: tl.constexpr,
+):  # fmt: skip
     """C = A B, with operands stored along either side."""
     row, column = tl.arange(0, M), tl.arange(0, N)
     total = tl.zeros((M, N), tl.float32)
@@ -99,18 +91,15 @@ def test_products_are_right(
 def _edited(call: Launch, architecture: int, edit: Callable[[str], str]) -> None:
     """Run a launch whose PTX was changed."""
     resources = aot.compile_launch(call, architecture)
-    changed = edit(resources.ptx)
-    assert changed != resources.ptx
-    binary = machine.load(changed)
-    parameters = bytearray(binary.program.parameter_bytes)
-    tensors = []
-    for name, (offset, size) in zip(("a", "b", "c"), binary.program.parameters, strict=False):
-        x = call.args[name]
-        tensors.append((name, x.data_ptr(), x.nbytes))
-        parameters[offset : offset + size] = encode(x.data_ptr(), size, False)
-    offset, size = binary.program.parameters[3]
-    parameters[offset : offset + size] = encode(64, size, False)
-    machine.run(binary, (1,), bytes(parameters), tensors, shared_bytes=resources.shared)
+    binary = machine.load(edit(resources.ptx))
+    parameters, tensors = arguments_of(call, binary)
+    machine.run(binary, call.grid, parameters, tensors, shared_bytes=resources.shared)
+
+
+def _replaced(pattern: str, text: str, ptx: str) -> str:
+    changed, count = re.subn(pattern, text, ptx)
+    assert count
+    return changed
 
 
 @pytest.mark.parametrize(
@@ -125,7 +114,7 @@ def _edited(call: Launch, architecture: int, edit: Callable[[str], str]) -> None
 def test_what_must_be_waited_for(instruction: str, architecture: int, problem: str) -> None:
     call, _ = _product(64, 64, torch.bfloat16)
     with pytest.raises(Fault, match=problem):
-        _edited(call, architecture, lambda ptx: re.sub(instruction, "", ptx))
+        _edited(call, architecture, partial(_replaced, instruction, ""))
 
 
 def test_a_missing_fence_between_proxies() -> None:
@@ -137,7 +126,7 @@ def test_a_missing_fence_between_proxies() -> None:
     plain += r"st.shared.v4.b32 [\1], {%r90001,%r90002,%r90003,%r90004};"
 
     def edit(ptx: str) -> str:
-        return re.sub(copies, plain, ptx).replace("fence.proxy.async.shared::cta;", "")
+        return _replaced("fence.proxy.async.shared::cta;", "", _replaced(copies, plain, ptx))
 
     with pytest.raises(Fault, match=r"without fence\.proxy\.async"):
         _edited(call, 90, edit)
@@ -200,15 +189,7 @@ def test_blocks_are_ordered_by_atomics_that_release_and_acquire(
     counter = torch.zeros(1, dtype=torch.int32)
     with recording() as launches:
         launch(hand_on, (4,), values, copy, counter, total, BLOCK=128)
-    resources = aot.compile_launch(launches[0], architecture)
-    changed, count = re.subn(before, after, resources.ptx)
-    assert count == 1
-    binary = machine.load(changed)
-    given = {"values": values, "copy": copy, "counter": counter, "total": total}
-    parameters = b"".join(encode(x.data_ptr(), 8, False) for x in given.values())
-    parameters += bytes(binary.program.parameter_bytes - len(parameters))
-    tensors = [(name, x.data_ptr(), x.nbytes) for name, x in given.items()]
-    run = partial(machine.run, binary, (4,), parameters, tensors, shared_bytes=resources.shared)
+    run = partial(_edited, launches[0], architecture, partial(_replaced, before, after))
     if before == after:
         run()
         assert torch.equal(total, values.view(4, 128).sum(0))
