@@ -97,7 +97,11 @@ SURFACE = {
 }  # fmt: skip
 
 
-def shown(action: argparse.Action) -> str:
+PARSER = build_parser()
+(COMMANDS,) = (a for a in PARSER._actions if isinstance(a, argparse._SubParsersAction))
+
+
+def usage_of(action):
     """An argument as a user would write it; ``!`` if an option must be given."""
     value = action.metavar or action.dest.upper()
     if action.choices and action.option_strings:
@@ -109,49 +113,28 @@ def shown(action: argparse.Action) -> str:
 
 
 def test_the_command_line_is_what_was_agreed():
-    parser = build_parser()
-    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     surface = {
-        name: [shown(action) for action in command._actions if action.dest != "help"]
-        for name, command in commands.choices.items()
+        name: [usage_of(action) for action in command._actions if action.dest != "help"]
+        for name, command in COMMANDS.choices.items()
     }
     assert surface == SURFACE
-    assert [shown(action) for action in parser._actions if action is not commands] == [
-        "-h --help",
-        "--version",
-    ]
+    general = [usage_of(action) for action in PARSER._actions if action is not COMMANDS]
+    assert general == ["-h --help", "--version"]
 
 
-def test_the_help_of_a_command_ends_with_an_example():
-    parser = build_parser()
-    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    for name, command in commands.choices.items():
-        *_, heading, example = command.format_help().splitlines()
-        assert heading == "example:", name
-        words = shlex.split(example.replace('eval "$(', "").replace(')"', ""))
-        assert words[:2] == ["effasr", name]
-        assert parser.parse_args(words[1:]).command == name
-
-
-def test_everything_is_explained():
-    parser = build_parser()
-    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    for command in commands.choices.values():
-        assert command.description
-        assert all(action.help for action in command._actions), command.prog
-        assert command.description is not None
-        assert parser.description is not None
-        assert " ".join(command.description.split()) in " ".join(parser.description.split())
-
-
-def test_the_help_of_an_option_begins_with_what_it_is():
-    """Not with a preposition, as in `of each utterance`, which names no thing."""
-    parser = build_parser()
-    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    for command in commands.choices.values():
-        for action in command._actions:
-            text = str(action.help)
-            assert not re.match("(of|that|to|whose|for|by|default)\\b", text), (command.prog, text)
+@pytest.mark.parametrize("name", SURFACE)
+def test_help_explains_everything_and_ends_with_an_example(name):
+    command = COMMANDS.choices[name]
+    assert " ".join(command.description.split()) in " ".join(PARSER.description.split())
+    for action in command._actions:
+        assert action.help
+        # Not with a preposition, as in `of each utterance`, which names no thing.
+        assert not re.match("(of|that|to|whose|for|by|default)\\b", action.help), action.help
+    *_, heading, example = command.format_help().splitlines()
+    assert heading == "example:"
+    words = shlex.split(example.replace('eval "$(', "").replace(')"', ""))
+    assert words[:2] == ["effasr", name]
+    assert PARSER.parse_args(words[1:]).command == name
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -160,8 +143,7 @@ def test_a_help_fits_the_terminal(monkeypatch, columns):
     parser = build_parser()
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     for command in (parser, *commands.choices.values()):
-        for line in command.format_help().splitlines():
-            assert len(line) <= columns, command.prog
+        assert max(map(len, command.format_help().splitlines())) <= columns, command.prog
         # Paragraphs are of a readable width, too.
         for text in (command.description, command.epilog):
             assert all(len(line) <= 90 for line in str(text).splitlines()), command.prog

@@ -1,10 +1,12 @@
 """A corpus whose words are tones, and a model trained on it for a few steps through the CLI."""
 
+import io
 import json
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import soundfile
 
 from effasr.checkpoint import load_model, resolve
 from effasr.cli.main import main
+from effasr.training.run_dir.run_directory import read_lines
 
 WORDS = {"low": 300.0, "middle": 700.0, "high": 1500.0, "top": 3000.0}
 
@@ -32,6 +35,11 @@ data:
   workers: 0
 training: {{max_steps: 4, log_every: 1, checkpoint_every: 2, validate_every: 4, device: cpu}}
 """
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ class Workplace:
 def effasr(capsys):
     """Run a command in this process."""
 
-    def run(*arguments: Any) -> Outcome:
+    def run(*arguments) -> Outcome:
         capsys.readouterr()
         try:
             code = main([str(argument) for argument in arguments])
@@ -114,9 +122,8 @@ def write_manifest(folder: Path, name: str, count: int) -> None:
         audio = np.concatenate([tone(WORDS[word], generator) for word in words])
         file = f"{name}-{number}.wav"
         soundfile.write(folder / file, audio, 16_000)
-        line = {"audio_filepath": file, "text": " ".join(words), "lang": "en", "pnc": False}
-        lines.append(json.dumps(line) + "\n")
-    (folder / f"{name}.jsonl").write_text("".join(lines))
+        lines.append({"audio_filepath": file, "text": " ".join(words), "lang": "en", "pnc": False})
+    write_rows(folder / f"{name}.jsonl", lines)
 
 
 def tone(frequency: float, generator: np.random.Generator) -> np.ndarray:
@@ -136,12 +143,11 @@ def model(workplace, tmp_path):
 
 
 @pytest.fixture
-def manifest(workplace, tmp_path):
+def manifest(corpus_rows, tmp_path):
     """Writes a manifest; each line is a good one of the corpus with some fields changed."""
 
-    def write(*changes: dict[str, Any] | str) -> Path:
-        good = json.loads((workplace.folder / "train.jsonl").read_text().splitlines()[0])
-        good["audio_filepath"] = str(workplace.folder / good["audio_filepath"])
+    def write(*changes: dict | str) -> Path:
+        good = corpus_rows[0]
         rows = [row if isinstance(row, str) else json.dumps(good | row) for row in changes]
         path = tmp_path / f"manifest-{len(list(tmp_path.glob('manifest-*')))}.jsonl"
         path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
@@ -180,6 +186,25 @@ def tune(effasr, workplace, tmp_path):
         return found
 
     return run
+
+
+@pytest.fixture
+def piped(monkeypatch):
+    """Gives bytes to standard input."""
+    return lambda data: monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+
+
+@pytest.fixture
+def corpus_rows(workplace):
+    """The lines of train.jsonl, with absolute paths of audio."""
+    folder = workplace.folder
+    rows = read_lines(folder / "train.jsonl")
+    return [row | {"audio_filepath": str(folder / row["audio_filepath"])} for row in rows]
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 @pytest.fixture

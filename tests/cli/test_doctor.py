@@ -1,4 +1,6 @@
 import dataclasses
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,11 +50,8 @@ def test_the_cpu_kernels_are_there_or_how_to_build_them(monkeypatch):
 
 def test_the_text_has_a_table_for_each_section(found):
     text = found.text()
-    assert [part.split("|")[1].strip() for part in text.split("\n\n")] == [
-        "system",
-        "packages",
-        "operations",
-    ]
+    titles = [part.split("|")[1].strip() for part in text.split("\n\n")]
+    assert titles == ["system", "packages", "operations"]
     assert all(row.name in text for row in found.rows)
 
 
@@ -71,63 +70,61 @@ def test_another_package_named_apex_is_recognised(monkeypatch, tmp_path):
     assert "package of that name" in _row(doctor.report(), "apex").note
 
 
-@pytest.fixture
-def modules():
-    """The implementations of an operation, to change."""
-    modules = OPERATIONS["ctc_loss"].backends
-    before = dict(modules)
-    yield modules
-    modules.clear()
-    modules.update(before)
+def backend(reason=None, error=None):
+    """A module of an implementation that refuses, fails or serves."""
+
+    def run(arguments):
+        if error is not None:
+            raise error
+
+    return SimpleNamespace(unsupported_reason=lambda arguments: reason, run=run)
 
 
-def test_a_backend_that_refuses_or_breaks_is_named_with_its_reason(modules, monkeypatch, tmp_path):
-    (tmp_path / "refusing.py").write_text(
-        "def unsupported_reason(arguments):\n    return 'wants an even day'\n"
-    )
-    (tmp_path / "breaking.py").write_text(
-        "def unsupported_reason(arguments):\n    return None\n"
-        "def run(arguments):\n    raise RuntimeError('illegal\\naddress')\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    reference = modules[Backend.REFERENCE]
-    modules.clear()
-    modules |= {Backend.TRITON: "refusing", Backend.VARLEN: "breaking"}
-    modules[Backend.REFERENCE] = reference
+@pytest.mark.parametrize(
+    ("backends", "value", "notes"),
+    [
+        (
+            {
+                Backend.TRITON: backend("wants an even day"),
+                Backend.CPP: backend(error=RuntimeError("illegal\naddress")),
+                Backend.REFERENCE: backend(),
+            },
+            "reference",
+            ["triton: wants an even day; cpp: fails with RuntimeError: illegal address"],
+        ),
+        (
+            {Backend.TRITON: backend(), Backend.CPP: backend(), Backend.VARLEN: None},
+            "triton",
+            ["cpp: on request; varlen: cannot be imported"],
+        ),
+        (
+            {Backend.TRITON: None},
+            "none",
+            ["reference: not implemented", "No module named 'no_such_triton'"],
+        ),
+    ],
+)
+def test_backends_are_named_with_what_they_do_not_serve(monkeypatch, backends, value, notes):
+    names = {name: f"no_such_{name}" for name in backends}
+    for name, module in backends.items():
+        if module is not None:
+            monkeypatch.setitem(sys.modules, names[name], module)
+    implementations = OPERATIONS["ctc_loss"].backends
+    # Backwards, so that they are put back in their order.
+    for name in reversed([*implementations]):
+        monkeypatch.delitem(implementations, name)
+    for name in backends:
+        monkeypatch.setitem(implementations, name, names[name])
     row = _row(doctor.report(), "ctc_loss on cpu")
-    assert row.value == "reference"
-    assert row.note == "triton: wants an even day; varlen: fails with RuntimeError: illegal address"
+    assert row.value == value
+    assert all(note in row.note for note in notes)
 
 
-def test_what_could_serve_on_request_is_said_as_well(modules, monkeypatch, tmp_path):
-    (tmp_path / "ready.py").write_text(
-        "def unsupported_reason(arguments):\n    return None\n"
-        "def run(arguments):\n    return None\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    reference = modules[Backend.REFERENCE]
-    modules.clear()
-    modules |= {Backend.VARLEN: "ready", Backend.FLASH_ATTN_2: "ready"}
-    modules |= {Backend.FLASH_ATTN_3: "no_such_module", Backend.REFERENCE: reference}
-    row = _row(doctor.report(), "ctc_loss on cpu")
-    assert row.value == "varlen"
-    assert "flash_attn_2: on request; flash_attn_3: cannot be imported" in row.note
-
-
-def test_attention_says_why_the_packages_do_not_serve(found):
+def test_attention_says_why_packages_do_not_serve(found):
     note = _row(found, "attention, causal on cpu").note
     for backend in ("varlen", "flash_attn_2", "flash_attn_3", "flash_attn_4"):
         assert f"{backend}: " in note
     assert "flash_attn" not in _row(found, "ctc_loss on cpu").note
-
-
-def test_where_nothing_can_run_all_reasons_are_given(modules):
-    modules.clear()
-    modules[Backend.TRITON] = "no_such_module"
-    row = _row(doctor.report(), "ctc_loss on cpu")
-    assert row.value == "none"
-    assert "reference: not implemented" in row.note
-    assert "No module named 'no_such_module'" in row.note
 
 
 def test_on_a_gpu_the_reference_does_not_count_as_a_backend(monkeypatch):
@@ -147,10 +144,8 @@ def test_a_recipe_has_the_reasons_against_a_graph(capsys):
     (row,) = [row for row in rows if row.name == "training.cuda_graph"]
     assert row.section == "recipe demo_transducer on cpu"
     assert row.value == "no"
-    assert [note.split(":")[0] for note in row.notes] == [
-        "training.activation_checkpointing",
-        "training.device",
-    ]
+    fields = [note.split(":")[0] for note in row.notes]
+    assert fields == ["training.activation_checkpointing", "training.device"]
     assert main([*command, "training.device=cpu"]) == 0
     shown = capsys.readouterr().out
     assert "recipe demo_transducer on cpu" in shown
@@ -180,12 +175,8 @@ def test_a_recipe_with_a_language_model_shows_its_budgets():
     assert found["data.token_budget"].value == "by the data"
     assert found["training.cuda_graph"].value == "no"
     assert "the run is on cpu" in found["training.cuda_graph"].note
-    (budget,) = (
-        row
-        for row in recipe_rows("speech_llm_demo", [*common, "data.frame_budget=auto"])
-        if row.name == "data.frame_budget"
-    )
-    assert budget.value == "auto"
+    automatic = recipe_rows("speech_llm_demo", [*common, "data.frame_budget=auto"])
+    assert {row.name: row.value for row in automatic}["data.frame_budget"] == "auto"
     compiled = recipe_rows("speech_llm_demo", [*common, "training.compile=true"])
     assert {row.name: row.value for row in compiled}["training.compile"] == "yes"
 

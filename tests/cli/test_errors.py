@@ -20,15 +20,9 @@ BAD_AUDIO = {
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (
-            "model.encoder.layrs=3",
-            "`model.encoder.layrs` is an unknown field: did you mean `layers`?",
-        ),
-        ("nmae=x", "`nmae` is an unknown field: did you mean `name`?"),
-        ("model.encoder.layers=three", "`model.encoder.layers` must be an integer, but is 'three'"),
+        ("model.encoder.layrs=3", "unknown field: did you mean `layers`?"),
         ("model.ctc=1", "`model.ctc` must be true or false, but is 1"),
         ("optimizer.lr=.nan", "`optimizer.lr` must be a finite number, but is nan"),
-        ("optimizer.lr=fast", "`optimizer.lr` must be a finite number, but is 'fast'"),
         ("training.precision=half", "must be one of 'auto', 'float32', 'bfloat16', but is 'half'"),
         ("model.encoder.heads=3", "model.encoder: `width` must be a multiple of"),
         ("name", "an override must be `path.to.field=value`, but is 'name'"),
@@ -39,10 +33,7 @@ BAD_AUDIO = {
         ("data.validation=gone.jsonl", "gone.jsonl: there is no such file or folder"),
         ("data.tokenizer=gone", "train a tokenizer with `effasr tokenizer MANIFEST OUT`"),
         ("data.tokenizer=''", "`data.tokenizer` must be a folder that `effasr tokenizer` wrote"),
-        (
-            "evaluation.normalizer=nope",
-            "must be one of none, basic, whisper_english, open_asr_leaderboard_v1, but is",
-        ),
+        ("evaluation.normalizer=nope", "must be one of none, basic, whisper_english, open_asr_lea"),
         ("init_from=gone", "gone must be a model directory or a run with a checkpoint"),
         ("training.device=tpu", "`training.device` must be one of 'auto', 'cpu', 'cuda'"),
     ],
@@ -68,10 +59,7 @@ def test_a_budget_for_nothing_leaves_the_list_alone(train, tmp_path):
     [
         ("dema", "did you mean `demo`?"),
         ("x/y/z", "the recipes are canary_180m_flash, "),
-        ("gone.yaml", "`recipe` must be a file that exists, but 'gone.yaml' does not"),
-        (b"a: [1", "not valid YAML"),
         (b"\xff\xfe", "must be UTF-8"),
-        (b"- 1", "a recipe must be a mapping"),
         (b"data: 3", "`data` must be a mapping (DataConfig), but is 3"),
     ],
 )
@@ -112,14 +100,16 @@ def test_a_wrong_manifest(effasr, workplace, train, manifest, tmp_path, lines, m
     assert (message if lines else "no utterance can be trained on (0 dropped)") in failed.error
 
 
-@pytest.mark.parametrize("name", BAD_AUDIO)
-def test_prepare_drops_bad_audio(effasr, manifest, recordings, name):
-    reason, details = BAD_AUDIO[name]
-    path = manifest({}, {"audio_filepath": str(recordings / name), "duration": None})
+def test_prepare_drops_bad_audio(effasr, manifest, recordings):
+    bad = [{"audio_filepath": str(recordings / name), "id": name} for name in BAD_AUDIO]
+    path = manifest({}, *(row | {"duration": None} for row in bad))
     assert effasr("prepare", path, recordings / "out").code == 0
-    (line,) = read_lines(recordings / "out" / "dropped.jsonl")
-    assert line["reason"] == reason
-    assert details in line["details"]
+    remaining = dict(BAD_AUDIO)
+    for line in read_lines(recordings / "out" / "dropped.jsonl"):
+        reason, details = remaining.pop(line["id"])
+        assert line["reason"] == reason
+        assert details in line["details"]
+    assert not remaining
 
 
 @pytest.mark.parametrize("name", BAD_AUDIO)

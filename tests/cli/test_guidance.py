@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import soundfile
 
+from effasr.cli.main import main
 from effasr.data.tokenizer import load_tokenizer
+from tests.cli.conftest import write_rows
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "wizards")
 
@@ -15,21 +17,19 @@ WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while
 def fast(tmp_path_factory):
     """A manifest of noise with texts of 15 characters a second, as of a fast reader."""
     folder, generator = tmp_path_factory.mktemp("fast"), np.random.default_rng(0)
-    lines = []
+    rows = []
     for number in range(60):
         text = " ".join(generator.choice(WORDS, size=int(generator.integers(3, 9))))
         audio = generator.normal(0, 0.1, size=len(text) * 16_000 // 15).astype(np.float32)
         soundfile.write(folder / f"{number}.wav", audio, 16_000)
         row = {"audio_filepath": f"{number}.wav", "text": text, "speaker": f"s{number % 2}"}
-        lines.append(json.dumps(row | {"duration": len(audio) / 16_000}) + "\n")
-    (folder / "train.jsonl").write_text("".join(lines))
+        rows.append(row | {"duration": len(audio) / 16_000})
+    write_rows(folder / "train.jsonl", rows)
     return folder
 
 
 @pytest.fixture(scope="module")
 def small_tokenizer(fast):
-    from effasr.cli.main import main
-
     command = ["tokenizer", f"{fast}/train.jsonl", f"{fast}/small", "--vocab-size", "34"]
     assert main(command) == 0
     return fast / "small"
@@ -64,17 +64,14 @@ def test_languages_can_share_the_pieces(effasr, tmp_path):
         {"source_lang": "de", "target_lang": "de", "source_text": "ein haus", "text": "ein haus"},
         {"source_lang": "de", "target_lang": "en", "source_text": "ein haus", "text": "a house"},
     ]
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(json.dumps(line) + "\n" for line in lines * 9))
+    texts = write_rows(tmp_path / "texts.jsonl", lines * 9)
     given = ("tokenizer", texts, tmp_path / "shared", "--shared")
     done = effasr(*given, "--vocab-size", "20")
     assert done.code == 0, done.err
     shared = load_tokenizer(tmp_path / "shared")
     assert shared.encode("haus", "de") == shared.encode("haus", "en")
-    assert (
-        "`--vocab-size` must be a number with --shared"
-        in effasr(*given, "--vocab-size", "auto").error
-    )
+    refused = effasr(*given, "--vocab-size", "auto")
+    assert "`--vocab-size` must be a number with --shared" in refused.error
 
 
 def test_prepare_reports_with_the_tokens_it_has_counted(effasr, fast, small_tokenizer, tmp_path):
@@ -89,31 +86,18 @@ def test_prepare_reports_with_the_tokens_it_has_counted(effasr, fast, small_toke
     assert f"too few for CTC in {100 * impossible:.0f} %" in at_eight.out
 
 
-def test_train_warns_before_the_first_step(effasr, fast, small_tokenizer, tmp_path):
-    (tmp_path / "r.yaml").write_text(
-        f"""\
-name: hard
-output: {tmp_path}/runs
-model:
-  ctc: true
-  features: {{mel_bins: 16}}
-  encoder: {{width: 16, layers: 1, heads: 2, feed_forward: 16, subsampling_channels: 4}}
-  decoder: {{width: 16, layers: 1, heads: 2, feed_forward: 16, max_positions: 128}}
-data:
-  train: {fast}/train.jsonl
-  tokenizer: {small_tokenizer}
-  frame_budget: 100
-  workers: 0
-  filters: {{max_dropped: 1.0}}
-training: {{max_steps: 1, log_every: 1, device: cpu}}
-"""
-    )
-    hard = effasr("train", tmp_path / "r.yaml")
+def test_train_warns_before_the_first_step(train, fast, small_tokenizer):
+    overrides = (
+        f"data.train={fast}/train.jsonl", "data.validation=[]", f"data.tokenizer={small_tokenizer}",
+        "data.frame_budget=100", "data.filters.max_dropped=1", "model.decoder.max_positions=128",
+        "training.max_steps=1",
+    )  # fmt: skip
+    hard = train(*overrides)
     assert hard.code == 0, hard.err
     before, _, _ = hard.err.partition("step 1/1")
     assert "2 speakers" in before
     assert "frames per token (8x): median" in before
     assert warned(before)
-    without = effasr("train", tmp_path / "r.yaml", "name=decoder", "model.ctc=false")
+    without = train(*overrides, "name=decoder", "model.ctc=false")
     assert without.code == 0, without.err
     assert not warned(without.err)

@@ -1,6 +1,5 @@
 """A recipe written for a corpus is one that training takes as it is."""
 
-import json
 import re
 import shlex
 import shutil
@@ -13,12 +12,9 @@ from effasr.data.features.frame_geometry import Framing
 from effasr.planning.initial import Initial
 from effasr.planning.recipe import PRACTICE, practice_for, recipe_text
 from effasr.training.config import TrainConfig
+from effasr.training.run_dir.run_directory import read_lines
 
 QUICK = ("training.max_steps=2", "training.device=cpu", "data.workers=0")
-
-
-def metrics(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_the_printed_commands_train_from_the_recipe(effasr, workplace, tmp_path):
@@ -42,7 +38,7 @@ def test_the_printed_commands_train_from_the_recipe(effasr, workplace, tmp_path)
     assert effasr(*commands[0][1:]).code == 0
     trained = effasr(*commands[1][1:], f"output={tmp_path}/runs", *QUICK)
     assert trained.code == 0, trained.err
-    assert metrics(tmp_path / "runs/mine")[-1]["step"] == 2
+    assert read_lines(tmp_path / "runs/mine/metrics.jsonl")[-1]["step"] == 2
     # Now that there is a tokenizer, it is the one to use.
     again = effasr(
         "init", workplace.folder / "train", "--output", tmp_path / "again.yaml",
@@ -76,8 +72,7 @@ def test_every_size_trains(row, effasr, workplace, tmp_path):
         "data.frame_budget=100", "data.micro_batches=1", "evaluation.max_utterances=1",
     )  # fmt: skip
     assert trained.code == 0, trained.err
-    lines = metrics(tmp_path / "runs/sized")
-    assert lines[-1]["step"] == 2
+    assert read_lines(tmp_path / "runs/sized/metrics.jsonl")[-1]["step"] == 2
     shutil.rmtree(tmp_path / "runs")
 
 
@@ -140,13 +135,8 @@ def test_fine_tuning_takes_model_and_tokenizer_from_the_run(effasr, workplace, t
     assert settings.model == config.load(TrainConfig, workplace.run / "config.yaml").model
 
 
-def test_a_tokenizer_of_other_languages_is_refused(effasr, workplace, tmp_path):
-    german = tmp_path / "german.jsonl"
-    lines = (workplace.folder / "train.jsonl").read_text().splitlines()
-    rows = [json.loads(line) | {"lang": "de"} for line in lines]
-    for row in rows:
-        row["audio_filepath"] = str(workplace.folder / row["audio_filepath"])
-    german.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_a_tokenizer_of_other_languages_is_refused(effasr, workplace, manifest, tmp_path):
+    german = manifest({"lang": "de"})
     for given in (("--tokenizer", workplace.folder / "tokenizer"), ("--init-from", workplace.run)):
         done = effasr("init", german, *given, "--output", tmp_path / "new.yaml", "--no-timing")
         assert "`TRAIN` must have texts in languages of the tokenizer (en" in done.error

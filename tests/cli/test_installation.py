@@ -9,6 +9,7 @@ from effasr import config
 from effasr.cli.installation import completion
 from effasr.cli.installation.report import Report, Row
 from effasr.cli.main import build_parser
+from effasr.model.presets import PRESETS
 from effasr.training.config import TrainConfig
 
 
@@ -28,8 +29,13 @@ def test_a_copy_is_the_recipe_under_another_name(effasr, tmp_path, recipe):
     file = tmp_path / "new" / "mine.yaml"
     assert f"effasr train {file}" in effasr("recipes", "copy", recipe, file).out
     original, copied = (config.load(TrainConfig, one) for one in (recipe, file))
-    assert copied.name == "mine"
+    assert (original.name, copied.name) == (recipe, "mine")
     assert config.to_mapping(copied) == {**config.to_mapping(original), "name": "mine"}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_recipes_of_published_models_have_their_architecture(name):
+    assert config.load(TrainConfig, name).model == PRESETS[name]
 
 
 @pytest.mark.parametrize("name", ["2026-11-05", "960", "1e5", "no", "null", "a: b", "it's # 1"])

@@ -7,42 +7,26 @@ import pytest
 import yaml
 
 from effasr.checkpoint import load_model, resolve
+from tests.cli.conftest import write_rows
 
 
 @pytest.fixture
-def recipe(workplace, tmp_path, effasr):
+def recipe(workplace, corpus_rows, tmp_path, effasr):
     """Two sources of speech and one of text, and a tokenizer of all."""
-    lines = (workplace.folder / "train.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    for row in rows:
-        row["audio_filepath"] = str(workplace.folder / row["audio_filepath"])
-    for name, some in (("read", rows[:18]), ("wild", rows[18:])):
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in some))
+    read = write_rows(tmp_path / "read.jsonl", corpus_rows[:18])
+    wild = write_rows(tmp_path / "wild.jsonl", corpus_rows[18:])
     languages = {"source_lang": "de", "target_lang": "en"}
-    pairs = [{"source_text": row["text"].upper(), "text": row["text"], **languages} for row in rows]
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    outcome = effasr(
-        "tokenizer", tmp_path / "read.jsonl", path, tmp_path / "tok", "--vocab-size=30"
-    )
+    texts = [row["text"] for row in corpus_rows]
+    pairs = [{"source_text": text.upper(), "text": text, **languages} for text in texts]
+    path = write_rows(tmp_path / "pairs.jsonl", pairs)
+    outcome = effasr("tokenizer", read, path, tmp_path / "tok", "--vocab-size=30")
     assert outcome.code == 0, outcome
     config = yaml.safe_load(Path(workplace.recipe).read_text())
     config["output"] = str(tmp_path / "runs")
     config["model"]["text_encoder"] = {"layers": 1, "heads": 2, "feed_forward": 16}
+    english = {"temperature": 0.5, "sources": {"read": str(read), "wild": [str(wild)]}}
     config["data"] |= {
-        "mix": {
-            "sources": {
-                "en": {
-                    "temperature": 0.5,
-                    "sources": {
-                        "read": str(tmp_path / "read.jsonl"),
-                        "wild": [str(tmp_path / "wild.jsonl")],
-                    },
-                },
-                "de_en": str(tmp_path / "pairs.jsonl"),
-            }
-        },
+        "mix": {"sources": {"en": english, "de_en": str(path)}},
         "tokenizer": str(tmp_path / "tok"),
         "text_share": 0.5,
     }

@@ -12,14 +12,10 @@ from effasr.training.run_dir.run_directory import read_lines
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("model.safetensors", None, "has no model.safetensors"),
         ("model.safetensors", "abc", "model.safetensors is damaged"),
-        ("model.yaml", ("width: 16", "width: 32"), "model.safetensors is of another architecture"),
         ("tokenizer", None, "tokenizer: holds neither"),
         ("tokenizer/en.model", "abc", "is no SentencePiece model"),
         ("model.yaml", None, "must be a model directory or a run with a checkpoint"),
-        ("model.yaml", "", "model.yaml cannot be read"),
-        ("model.yaml", "a: [1", "model.yaml cannot be read"),
     ],
 )
 def test_a_damaged_model_directory(effasr, workplace, model, tmp_path, file, content, message):
@@ -27,8 +23,7 @@ def test_a_damaged_model_directory(effasr, workplace, model, tmp_path, file, con
     if content is None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     else:
-        replaced = isinstance(content, tuple)
-        path.write_text(path.read_text().replace(*content) if replaced else content)
+        path.write_text(content)
     for outcome in (
         effasr("evaluate", "--run", model, "--manifest", workplace.folder / "dev"),
         effasr("transcribe", "--run", model, workplace.wav),

@@ -172,33 +172,9 @@ def test_the_prompt_is_the_models_unless_told_otherwise(effasr, workplace, monke
     assert set(asked) == {True}
 
 
-def test_export_loads_in_transformers(effasr, workplace, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    done = effasr("export", workplace.run, tmp_path / "hf")
-    assert done.code == 0
-    assert "effasr export: the tokenizer is not exported" in done.err
-    transformers.utils.logging.disable_progress_bar()
-    loaded, report = transformers.CanaryForConditionalGeneration.from_pretrained(
-        tmp_path / "hf", output_loading_info=True
-    )
-    assert not any(report.values()), report
-    ours = weights(workplace.run)
-    name = "decoder.embed_tokens.weight"
-    theirs = {key.removeprefix("model."): value for key, value in loaded.state_dict().items()}
-    assert torch.equal(theirs[name], ours[name])
-
-
 @pytest.mark.parametrize("name", ["model", "run"])
 def test_export_spares_models_of_ours(effasr, workplace, model, name):
     """Both kinds call their weights model.safetensors."""
     out = {"model": model, "run": workplace.run}[name]
     assert "would be overwritten" in effasr("export", model, out).error
     assert weights(model)
-
-
-def test_doctor_knows_the_backends(effasr):
-    done = effasr("doctor")
-    assert done.code == 0
-    assert done.err == ""
-    for name in ("torch", "lhotse", "ctc_loss on cpu"):
-        assert name in done.out

@@ -10,44 +10,51 @@ from rich.console import Console
 
 from effasr.cli import options, progress
 from effasr.training.run_dir.progress import ProgressDisplay
+from tests.cli.conftest import Terminal
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+def shows(stream, text):
+    """Wait until it has been written."""
+    deadline = time.monotonic() + 30
+    while text not in stream.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return text in stream.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("done", "total", "seconds", "text"),
-    [
-        (0, 10, 9.0, "0/10 files"),
-        (5, 10, 1.0, "5/10 files"),
-        (5, 10, 10.0, "5/10 files, 0.5/s, 10 s left"),
-        (4000, None, 10.0, "4,000 files, 400/s"),
-        (1000, 100_000, 10.0, "1,000/100,000 files, 100/s, 16:30 min left"),
-        (10, 90_010, 10.0, "10/90,010 files, 1.0/s, 25:00 h left"),
-    ],
-)
-def test_rate_and_time_left(done, total, seconds, text):
-
-    assert progress.describe(done, total, "files", seconds) == text
-
-
-def test_the_speed_of_decoding_is_shown_as_rtfx():
-    text = "5/10 utterances, 0.5/s, RTFx 6.0, 10 s left"
-    assert progress.describe(5, 10, "utterances", 10.0, 60.0) == text
-
-
-def test_parts_of_long_work_are_counted(monkeypatch):
+def terminal_of(monkeypatch):
+    """Standard error on which work is shown at once; a fixture's would be captured."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "_PATIENCE_S", 0.01)
+    return stream
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ((0, 10, 9.0), "0/10 files"),
+        ((5, 10, 1.0), "5/10 files"),
+        ((5, 10, 10.0), "5/10 files, 0.5/s, 10 s left"),
+        ((5, 10, 10.0, 60.0), "5/10 files, 0.5/s, RTFx 6.0, 10 s left"),
+        ((4000, None, 10.0), "4,000 files, 400/s"),
+        ((1000, 100_000, 10.0), "1,000/100,000 files, 100/s, 16:30 min left"),
+        ((10, 90_010, 10.0), "10/90,010 files, 1.0/s, 25:00 h left"),
+    ],
+)
+def test_rate_and_time_left(counts, text):
+    done, total, seconds, *audio = counts
+    assert progress.describe(done, total, "files", seconds, *audio) == text
+
+
+def test_work_is_shown_after_a_while_with_the_parts_that_are_counted(monkeypatch):
+    terminal = terminal_of(monkeypatch)
     with progress.working("planning", "strategies") as show:
         show(2, 5)
-        deadline = time.monotonic() + 30
-        while not stream.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert stream.getvalue().startswith("\rplanning, 0 s, 2/5 strategies, ")
+        assert shows(terminal, "strategies")
+    assert terminal.getvalue().startswith("\rplanning, 0 s, 2/5 strategies, ")
+    with progress.working("reading"):
+        assert shows(terminal, "\rreading, 0 s")
+    assert terminal.getvalue().endswith("\r\x1b[K")
 
 
 def test_a_message_is_folded_and_a_command_stays_whole(monkeypatch, capsys):
@@ -64,45 +71,31 @@ def test_a_message_is_folded_and_a_command_stays_whole(monkeypatch, capsys):
     assert capsys.readouterr().out == f"{words}\n"
 
 
-def test_work_of_unknown_extent_is_shown_after_a_while(monkeypatch):
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress, "_PATIENCE_S", 0.01)
-    with progress.working("reading"):
-        deadline = time.monotonic() + 30
-        while not stream.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert stream.getvalue().startswith("\rreading, 0 s")
-    assert stream.getvalue().endswith("\r\x1b[K")
-
-
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel counts no bytes")
 def test_megabytes_of_files_are_counted(monkeypatch, tmp_path):
-    stream, folder = Terminal(), tmp_path / "model"
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress, "_PATIENCE_S", 0.01)
+    terminal = terminal_of(monkeypatch)
+    folder = tmp_path / "model"
     monkeypatch.setattr(progress, "_TICK_S", 0.01)
-
-    def is_shown(text: str) -> bool:
-        deadline = time.monotonic() + 30
-        while text not in stream.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return text in stream.getvalue()
-
     with progress.writing(folder, 4_000_000):
-        assert is_shown(f"\rwriting {folder}, 0 s\x1b")
+        assert shows(terminal, f"\rwriting {folder}, 0 s\x1b")
         folder.mkdir()
         for number in range(3):
             (folder / str(number)).write_bytes(bytes(1_000_000))
-        assert is_shown(", 3/4 MB, ")
+        assert shows(terminal, ", 3/4 MB, ")
     with progress.reading(folder):
         (folder / "0").read_bytes()
-        assert is_shown(", 1/3 MB, ")
+        assert shows(terminal, ", 1/3 MB, ")
         (folder / "1").read_bytes()
-        assert is_shown(", 2/3 MB, ")
+        assert shows(terminal, ", 2/3 MB, ")
     monkeypatch.setattr(progress, "_IO", tmp_path / "none")
     with progress.reading(folder):
-        assert is_shown(f"\rreading {folder}, 0 s\x1b")
+        assert shows(terminal, f"\rreading {folder}, 0 s\x1b")
+
+
+def test_errors_pass_through(monkeypatch):
+    terminal_of(monkeypatch)
+    with pytest.raises(ValueError, match="wrong"), progress.working("reading"):
+        raise ValueError("wrong")
 
 
 def test_nothing_is_shown_without_a_terminal(monkeypatch):
@@ -113,12 +106,6 @@ def test_nothing_is_shown_without_a_terminal(monkeypatch):
         show(1, 2)
         time.sleep(0.05)
     assert stream.getvalue() == ""
-
-
-def test_errors_pass_through(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with pytest.raises(ValueError, match="wrong"), progress.working("reading"):
-        raise ValueError("wrong")
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])

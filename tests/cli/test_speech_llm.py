@@ -17,8 +17,10 @@ from effasr.data.conversation.messages import AudioPart, Message
 from effasr.data.tokenizer import load_tokenizer
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.transcription.answers import Answer, Responder
 from effasr_kernels import PackedLayout
+from tests.cli.conftest import write_rows
 from tests.support.chat_folder import write_chat_model
 from tests.support.talks import model_mapping, write_talks
 
@@ -30,30 +32,22 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("speech_llm")
     write_talks(root / "data")
     write_chat_model(root / "llm")
-    rows = [json.loads(line) for line in (root / "data/speech.jsonl").read_text().splitlines()]
-    with (root / "data/dev.jsonl").open("w") as file:
-        for row in rows[1:4]:
-            audio = row["messages"][0]["content"][0]["audio"]
-            text = row["messages"][1]["content"]
-            file.write(json.dumps({"id": row["id"], "audio_filepath": audio, "text": text}) + "\n")
+    rows = []
+    for row in read_lines(root / "data/speech.jsonl")[1:4]:
+        audio = row["messages"][0]["content"][0]["audio"]
+        text = row["messages"][1]["content"]
+        rows.append({"id": row["id"], "audio_filepath": audio, "text": text})
+    training = {"max_steps": 3, "validate_every": 3, "device": "cpu", "threads": 1}
     recipe = {
         "name": "talks",
         "output": str(root / "runs"),
         "model": model_mapping(root / "llm"),
         "data": {
             "train": [str(root / "data/speech.jsonl"), str(root / "data/text.jsonl")],
-            "validation": str(root / "data/dev.jsonl"),
-            "frame_budget": 60,
-            "workers": 0,
-            "cache": None,
+            "validation": str(write_rows(root / "data/dev.jsonl", rows)),
+            **{"frame_budget": 60, "workers": 0, "cache": None},
         },
-        "training": {
-            "max_steps": 3,
-            "validate_every": 3,
-            "device": "cpu",
-            "threads": 1,
-            "tensorboard": False,
-        },
+        "training": training | {"tensorboard": False},
     }
     (root / "talks.yaml").write_text(yaml.safe_dump(recipe))
     return root
@@ -66,7 +60,7 @@ def run(folder):
 
 
 def test_validation_transcribes_utterances_by_the_instruction(run):
-    (line,) = map(json.loads, (run / "validation.jsonl").read_text().splitlines())
+    (line,) = read_lines(run / "validation.jsonl")
     assert line["utterances"] == 3
     assert line["wer"] > 0
 
@@ -74,12 +68,10 @@ def test_validation_transcribes_utterances_by_the_instruction(run):
 def test_transcribe_and_evaluate(effasr, folder, run):
     clips = [str(folder / f"data/s{n}.wav") for n in (1, 2)]
     common = ("--run", str(run), "--device", "cpu")
-    found = effasr("transcribe", *common, *clips, "--instruction", "what is said here")
-    assert [line.split("\t")[0] for line in found.out.splitlines()] == clips
-    alone = [
-        effasr("transcribe", *common, one, "--instruction", "what is said here") for one in clips
-    ]
-    assert found.out.splitlines() == [line for one in alone for line in one.out.splitlines()]
+    asked = ("transcribe", *common, "--instruction", "what is said here")
+    together = effasr(*asked, *clips).out
+    assert [line.split("\t")[0] for line in together.splitlines()] == clips
+    assert together == "".join(effasr(*asked, clip).out for clip in clips)
     wide = effasr("transcribe", *common, *clips, "--beam", "3")
     assert len(wide.out.splitlines()) == 2
     manifest = str(folder / "data/dev.jsonl")
@@ -143,25 +135,20 @@ def test_chat_goes_on_after_an_empty_answer(effasr, folder, run, monkeypatch):
     clip = str(folder / "data/s1.wav")
     done = effasr("chat", "--run", str(run), "--device", "cpu", "--audio", clip)
     assert done.out == "\nyes\nyes\n"
-    assert asked == [
-        [("user", 2)],
-        [("user", 2)],
-        [("user", 2), ("assistant", 1), ("user", 1)],
-    ]
+    first = ("user", 2)
+    assert asked == [[first], [first], [first, ("assistant", 1), ("user", 1)]]
 
 
 def test_recordings_that_the_model_cannot_read_are_errors_of_their_row(
     effasr, folder, run, tmp_path
 ):
     soundfile.write(tmp_path / "short.wav", np.zeros(50), 16_000)
-    lines = (folder / "data/speech.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines[1:3]]
+    rows = read_lines(folder / "data/speech.jsonl")[1:3]
     for row in rows:
         part = row["messages"][0]["content"][0]
         part["audio"] = str(folder / "data" / part["audio"])
     rows[0]["messages"][0]["content"][0]["audio"] = str(tmp_path / "short.wav")
-    path = tmp_path / "questions.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / "questions.jsonl", rows)
     common = ("chat", "--run", str(run), "--device", "cpu", "--max-tokens", "5")
     found = effasr(*common, "--manifest", str(path))
     assert found.code == 1

@@ -32,7 +32,8 @@ def pcm(audio: np.ndarray) -> bytes:
     return (audio * 32767).astype("<i2").tobytes()
 
 
-def heard(monkeypatch) -> None:
+@pytest.fixture
+def two_words(monkeypatch):
     """Let every chunk be recognised as two words: the model here has learnt too little."""
 
     def results(self, requests, on_audio=None):
@@ -45,16 +46,7 @@ def heard(monkeypatch) -> None:
     monkeypatch.setattr(Recognizer, "results", results)
 
 
-@pytest.fixture
-def piped(monkeypatch):
-    def give(data: bytes) -> None:
-        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
-
-    return give
-
-
-def test_a_line_for_each_stretch_of_speech(effasr, workplace, piped, monkeypatch):
-    heard(monkeypatch)
+def test_a_line_for_each_stretch_of_speech(effasr, workplace, piped, two_words):
     command = ("transcribe", "--run", workplace.run, "--stream")
     piped(pcm(said()))
     done = effasr(*command, "--json", "-")
@@ -73,28 +65,23 @@ def test_a_line_for_each_stretch_of_speech(effasr, workplace, piped, monkeypatch
 class Flushed(io.StringIO):
     """A standard output that knows what a reader of it has by now."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = ""
+    seen = ""
 
-    def flush(self) -> None:
+    def flush(self):
         self.seen = self.getvalue()
 
 
 class Listening:
-    """A recorder that goes on only when what was said before can be read.
+    """A recorder that goes on only when what was said before can be read."""
 
-    Attributes:
-        seen: What could be read before the first word was said, and after each.
-    """
-
-    def __init__(self, output: Flushed) -> None:
+    def __init__(self, output):
         self._output = output
         data, middle = pcm(said()), 2 * 6 * RATE
         self._parts = [data[: 2 * RATE], data[2 * RATE : middle], data[middle:]]
-        self.seen: list[str] = []
+        # What could be read before the first word was said, and after each.
+        self.seen = []
 
-    def read1(self, wanted: int) -> bytes:
+    def read1(self, size):
         if not self._parts:
             return b""
         deadline = time.monotonic() + 20
@@ -113,9 +100,8 @@ class Listening:
     ],
 )
 def test_who_reads_along_has_each_cue_before_the_next_is_said(
-    effasr, workplace, monkeypatch, style, before, cue
+    effasr, workplace, two_words, monkeypatch, style, before, cue
 ):
-    heard(monkeypatch)
     output = Flushed()
     recorder = Listening(output)
     monkeypatch.setattr(sys, "stdout", output)
@@ -134,8 +120,7 @@ def test_who_reads_along_has_each_cue_before_the_next_is_said(
     assert re.fullmatch(re.escape(before) + "".join(shown), texts[3]), texts[3]
 
 
-def test_ctm_of_a_stream(effasr, workplace, piped, monkeypatch):
-    heard(monkeypatch)
+def test_ctm_of_a_stream(effasr, workplace, piped, two_words):
     piped(pcm(said()))
     done = effasr("transcribe", "--run", workplace.run, "--stream", "--format", "ctm")
     rows = [line.split() for line in done.out.splitlines()]
@@ -151,12 +136,6 @@ def test_where_nobody_speaks_there_is_an_empty_file(effasr, workplace, piped, st
     piped(bytes(2 * RATE))
     done = effasr("transcribe", "--run", workplace.run, "--stream", "--format", style)
     assert (done.code, done.out) == (0, "WEBVTT\n\n" if style == "vtt" else "")
-
-
-def test_the_model_itself_is_asked(effasr, workplace, piped):
-    piped(pcm(said()))
-    done = effasr("transcribe", "--run", workplace.run, "--stream", "--words", "--method", "ctc")
-    assert (done.code, done.err) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -189,6 +168,12 @@ def test_a_file_in_place_of_raw_samples(effasr, workplace, piped):
     assert "must be raw samples, but begins with the header of a file" in failed.error
 
 
+def test_the_model_itself_is_asked(effasr, workplace, piped):
+    piped(pcm(said()))
+    done = effasr("transcribe", "--run", workplace.run, "--stream", "--words", "--method", "ctc")
+    assert (done.code, done.err) == (0, "")
+
+
 def test_what_has_no_times_is_counted(effasr, workplace):
     command = ("transcribe", "--run", workplace.run, workplace.wav)
     for arguments in (("--words",), ("--words", "--method", "ctc"), ()):
@@ -198,8 +183,7 @@ def test_what_has_no_times_is_counted(effasr, workplace):
         assert (f"{missing} of 1 segments have no word timestamps" in done.err) == (missing > 0)
 
 
-def test_ctm_without_times_says_so(effasr, workplace, monkeypatch):
-    heard(monkeypatch)
+def test_ctm_without_times_says_so(effasr, workplace, two_words):
     done = effasr("transcribe", "--run", workplace.run, workplace.wav, "--format", "ctm")
     assert len(done.out.splitlines()) == 2
     note = "1 of 1 segments have no word timestamps; their words divide the time evenly"

@@ -62,7 +62,7 @@ def test_all_ways_to_train_from_another_folder(workplace, tmp_path, command):
     [
         (
             "model.encoder.layrs=3",
-            "`model.encoder.layrs` is an unknown field: did you mean `layers`?",
+            "`model.encoder.layrs` is an unknown field: did you mean `layers",
         ),
         (
             "data.strategy=random data.micro_batches=3",

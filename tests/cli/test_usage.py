@@ -1,6 +1,5 @@
 """What a person at a terminal sees."""
 
-import argparse
 import importlib.metadata
 import io
 import re
@@ -11,34 +10,16 @@ import pytest
 
 from effasr import config
 from effasr.cli import progress
-from effasr.cli.main import build_parser
-
-COMMANDS = sorted(
-    name
-    for action in build_parser()._actions
-    if isinstance(action, argparse._SubParsersAction)
-    for name in action.choices
-)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+from tests.architecture.test_cli_surface import SURFACE
+from tests.cli.conftest import Terminal
 
 
 def test_help_without_arguments(effasr):
     done = effasr()
     assert done.code == 0
     assert done.out == effasr("--help").out
-    for command in COMMANDS:
+    for command in SURFACE:
         assert re.search(rf"\n  {command}\s", done.out)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command(effasr, command):
-    done = effasr(command, "--help")
-    assert done.code == 0
-    assert done.out.startswith(f"usage: effasr {command} ")
 
 
 def test_help_of_train_lists_the_recipes(effasr):

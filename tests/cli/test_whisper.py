@@ -11,6 +11,8 @@ import torch
 
 from effasr.checkpoint import load_model, resolve
 from effasr.data.prompt import Prompt
+from effasr.training.run_dir.run_directory import read_lines
+from tests.cli.conftest import write_rows
 from tests.interop.whisper import EOS, make_whisper, transformers
 
 
@@ -29,14 +31,23 @@ def corpus(tmp_path_factory):
         path = folder / f"{number}.wav"
         soundfile.write(path, 0.1 * random.standard_normal(int(16_000 * seconds)), 16_000)
         lines.append({"audio_filepath": str(path), "duration": seconds, "text": "low high"})
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "manifest.jsonl").write_text(text)
+    write_rows(folder / "manifest.jsonl", lines)
     return folder
 
 
-def test_from_hugging_face_and_back(effasr, checkpoint, corpus, tmp_path, caplog):
+@pytest.fixture
+def settings(effasr, checkpoint, corpus, tmp_path):
+    """Of a fine-tuning of the imported model, in which every step counts."""
+    assert effasr("import", checkpoint, tmp_path / "imported").code == 0
+    return [
+        f"init_from={tmp_path}/imported", f"data.train={corpus / 'manifest.jsonl'}",
+        "data.workers=0", f"output={tmp_path}", "data.frame_budget=210", "training.device=cpu",
+        "schedule.warmup_steps=0",
+    ]  # fmt: skip
+
+
+def test_from_hugging_face_and_back(effasr, checkpoint, corpus, settings, tmp_path, caplog):
     imported, out = tmp_path / "imported", tmp_path / "exported"
-    assert effasr("import", checkpoint, imported).code == 0
     audio = corpus / "0.wav"
     said = effasr("transcribe", "--run", imported, audio, "--json")
     assert said.code == 0, said
@@ -50,21 +61,16 @@ def test_from_hugging_face_and_back(effasr, checkpoint, corpus, tmp_path, caplog
     assert json.loads(said.out)["text"] == loaded.tokenizer.decode(ids)
     assert json.loads(said.out)["text"]
 
-    settings = [
-        f"init_from={imported}", f"data.train={corpus / 'manifest.jsonl'}", "data.workers=0",
-        f"data.validation={corpus / 'manifest.jsonl'}", f"output={tmp_path}", "name=tuned",
-        "data.frame_budget=210", "training.max_steps=3", "training.validate_every=3",
-        "training.checkpoint_every=3", "training.device=cpu", "optimizer.lr=1e-3",
-        "schedule.warmup_steps=0",
+    settings += [
+        f"data.validation={corpus / 'manifest.jsonl'}", "name=tuned", "training.max_steps=3",
+        "training.validate_every=3", "training.checkpoint_every=3", "optimizer.lr=1e-3",
     ]  # fmt: skip
     trained = effasr("train", "finetune_whisper", *settings, "model.features.minimum_s=0")
     assert trained.code == 0, trained
     run = tmp_path / "tuned"
-    dropped = [json.loads(line) for line in (run / "dropped.jsonl").read_text().splitlines()]
+    (dropped,) = read_lines(run / "dropped.jsonl")
     # 2.3 s are more than this model can read.
-    assert [(Path(one["audio"]).name, one["reason"]) for one in dropped] == [
-        ("5.wav", "over_model_length")
-    ]
+    assert (Path(dropped["audio"]).name, dropped["reason"]) == ("5.wav", "over_model_length")
     tuned = load_model(resolve(run))
     before, config = loaded.model.config, tuned.model.config
     assert config.features.minimum_s == 0
@@ -104,16 +110,9 @@ def test_alignment_heads_of_another_model_are_left_out_with_a_warning(
     assert load_model(tmp_path / "imported").model.config.decoder.alignment_heads == ()
 
 
-def test_adapters_and_frozen_parts(effasr, checkpoint, corpus, tmp_path):
-    imported = tmp_path / "imported"
-    assert effasr("import", checkpoint, imported).code == 0
-    settings = [
-        f"init_from={imported}", f"data.train={corpus / 'manifest.jsonl'}", "data.workers=0",
-        "data.validation=[]", f"output={tmp_path}", "data.frame_budget=210",
-        "training.max_steps=2", "training.device=cpu", "optimizer.lr=1e-2",
-        "schedule.warmup_steps=0",
-    ]  # fmt: skip
-    before = load_model(imported).model.state_dict()
+def test_adapters_and_frozen_parts(effasr, settings, tmp_path):
+    settings += ["data.validation=[]", "training.max_steps=2", "optimizer.lr=1e-2"]
+    before = load_model(tmp_path / "imported").model.state_dict()
     for name, more in (
         ("adapted", ["lora.rank=2"]),
         ("frozen", ["training.freeze=[encoder]", "training.activation_checkpointing=1"]),

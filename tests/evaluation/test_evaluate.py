@@ -41,27 +41,11 @@ def cuts(noise, tmp_path_factory):
 
 def _cut(path, text: str | None, source: str = "en", target: str = "en") -> MonoCut:
     recording = Recording.from_file(path)
-    supervision = SupervisionSegment(
-        id=path.stem,
-        recording_id=recording.id,
-        start=0.0,
-        duration=recording.duration,
-        text=text,
-        language=source,
-    )
-    return MonoCut(
-        id=path.stem,
-        start=0.0,
-        duration=recording.duration,
-        channel=0,
-        recording=recording,
-        supervisions=[supervision],
-        custom={
-            "target_lang": target,
-            "task": "transcribe" if source == target else "translate",
-            "pnc": True,
-        },
-    )
+    part = recording.id, 0.0, recording.duration
+    supervision = SupervisionSegment(path.stem, *part, text=text, language=source)
+    task = "transcribe" if source == target else "translate"
+    custom = {"target_lang": target, "task": task, "pnc": True}
+    return MonoCut(path.stem, *part[1:], 0, [supervision], recording=recording, custom=custom)
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +85,10 @@ def test_the_rate_is_that_of_the_pairs(evaluation):
 
 def test_a_manifest_gives_what_its_cuts_give(evaluation, model, tokenizer, cuts, tmp_path):
     rows = [
-        {
-            "audio_filepath": cut.recording.sources[0].source,
-            "duration": cut.duration,
-            "text": text,
-            "lang": source,
-            "target_lang": target,
-            "task": "transcribe" if source == target else "translate",
-        }
-        for cut, text, source, target in zip(cuts, TEXTS, SOURCES, TARGETS, strict=True)
+        {"audio_filepath": cut.recording.sources[0].source, "duration": cut.duration}
+        | {"text": text, "lang": source, "target_lang": cut.custom["target_lang"]}
+        | {"task": cut.custom["task"]}
+        for cut, text, source in zip(cuts, TEXTS, SOURCES, strict=True)
     ]
     manifest = tmp_path / "manifest.jsonl"
     manifest.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -203,22 +182,13 @@ def test_files(evaluation, tmp_path):
     failed = Evaluation("basic", evaluation.utterances, (Failure("x", "damaged"),), 2.0)
     save(failed, tmp_path / "evaluation" / "dev")
     folder = tmp_path / "evaluation" / "dev"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "alignments.txt",
-        "hyp.trn",
-        "hypotheses.jsonl",
-        "ref.trn",
-        "wer.json",
-    ]
+    names = {"alignments.txt", "hyp.trn", "hypotheses.jsonl", "ref.trn", "wer.json"}
+    assert {path.name for path in folder.iterdir()} == names
     rates = json.loads((folder / "wer.json").read_text())
     counts = evaluation.errors
-    assert {name: rates[name] for name in ("wer", "cer", "insertions", "words", "utterances")} == {
-        "wer": pytest.approx(counts.wer),
-        "cer": pytest.approx(counts.cer),
-        "insertions": counts.insertions,
-        "words": counts.words,
-        "utterances": 7,
-    }
+    assert (rates["wer"], rates["cer"]) == pytest.approx((counts.wer, counts.cer))
+    whole = {"insertions": counts.insertions, "words": counts.words, "utterances": 7}
+    assert rates | whole == rates
     assert rates["deletions"] + rates["substitutions"] + rates["insertions"] == counts.errors
     assert rates["rtfx"] == pytest.approx(evaluation.audio_seconds / 2.0, abs=0.01)
     assert rates["normalizer"] == "basic"
@@ -286,12 +256,7 @@ def test_one_language_needs_no_sum_and_no_word_no_rate():
 
 @pytest.mark.parametrize(
     ("manifest", "name"),
-    [
-        ("data/dev", "dev"),
-        ("data/dev/", "dev"),
-        ("a/dev.v2.jsonl", "dev.v2"),
-        ("cuts.jsonl.gz", "cuts"),
-    ],
+    [("data/dev", "dev"), ("d/dev/", "dev"), ("a/dev.v2.jsonl", "dev.v2"), ("c.jsonl.gz", "c")],
 )
 def test_a_set_is_called_after_its_manifest(manifest, name):
     assert set_name(manifest) == name

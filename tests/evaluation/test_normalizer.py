@@ -33,11 +33,8 @@ def test_basic(text, expected):
     assert basic(expected) == expected
 
 
-def test_none_changes_nothing():
+def test_none_and_whisper_english():
     assert get_normalizer("none")(" A,  b! ") == " A,  b! "
-
-
-def test_whisper_english():
     pytest.importorskip("whisper_normalizer")
     normalize = get_normalizer("whisper_english")
     assert normalize("He's got twenty-five dollars, Mr. Smith") == ("he has got $25 mister smith")
@@ -57,9 +54,8 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
 
 
 def test_an_unknown_name_is_refused_with_the_choices():
-    with pytest.raises(
-        ValueError, match="basic, whisper_english, open_asr_leaderboard_v1, but is 'chime'"
-    ):
+    message = "basic, whisper_english, open_asr_leaderboard_v1, but is 'chime'"
+    with pytest.raises(ValueError, match=message):
         get_normalizer("chime")
 
 

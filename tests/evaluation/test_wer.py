@@ -1,5 +1,6 @@
 import math
 import random
+from operator import attrgetter
 
 import jiwer
 import kaldialign
@@ -7,9 +8,11 @@ import pytest
 
 from effasr.evaluation.wer import ErrorCounts, count_errors, total
 
+COUNTS = "insertions", "deletions", "substitutions"
+
 
 @pytest.mark.parametrize(
-    ("reference", "hypothesis", "insertions", "deletions", "substitutions"),
+    ("reference", "hypothesis", *COUNTS),
     [
         ("the cat sat", "the cat sat", 0, 0, 0),
         ("the cat sat", "the cat", 0, 1, 0),
@@ -24,11 +27,8 @@ from effasr.evaluation.wer import ErrorCounts, count_errors, total
 )
 def test_by_hand(reference, hypothesis, insertions, deletions, substitutions):
     counts = count_errors(reference, hypothesis)
-    assert counts.insertions == insertions
-    assert counts.deletions == deletions
-    assert counts.substitutions == substitutions
-    assert counts.words == len(reference.split())
-    assert counts.utterances == 1
+    assert attrgetter(*COUNTS)(counts) == (insertions, deletions, substitutions)
+    assert (counts.words, counts.utterances) == (len(reference.split()), 1)
 
 
 def test_character_errors_count_the_space_between_words():

@@ -4,9 +4,7 @@ Wall time depends on what else a machine does; processor time tells what a suite
 """
 
 import resource
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,18 +12,13 @@ _OPTION = "--cpu-report"
 _PROPERTY = "cpu_seconds"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        _OPTION,
-        metavar="FILE",
-        type=Path,
-        help="write seconds of processor time, phase and test, the longest first",
-    )
+def pytest_addoption(parser):
+    text = "write seconds of processor time, phase and test, the longest first"
+    parser.addoption(_OPTION, metavar="FILE", type=Path, help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    path = config.getoption(_OPTION)
-    if path is not None:
+    if (path := config.getoption(_OPTION)) is not None:
         config.pluginmanager.register(_Recorder(path), "cpu_report")
 
 
@@ -37,19 +30,19 @@ class _Recorder:
         self._rows: list[tuple[float, str, str]] = []
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[Any]:
+    def pytest_runtest_setup(self, item):
         return (yield from self._measured(item, "setup"))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[Any]:
+    def pytest_runtest_call(self, item):
         return (yield from self._measured(item, "call"))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[Any]:
+    def pytest_runtest_teardown(self, item):
         return (yield from self._measured(item, "teardown"))
 
     @staticmethod
-    def _measured(item: pytest.Item, phase: str) -> Iterator[Any]:
+    def _measured(item, phase):
         before = _processor_time()
         try:
             return (yield)

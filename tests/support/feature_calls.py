@@ -23,15 +23,8 @@ def _slots(lengths: Sequence[int], slot: int) -> tuple[PackedLayout, torch.Tenso
 
 
 def mask_arguments(
-    lengths: Sequence[int],
-    slot: int = 4,
-    channels: int = 6,
-    *,
-    bands: int = 2,
-    stretches: int = 3,
-    freq_width: int = 3,
-    time_width: float = 0.5,
-) -> Arguments:
+    lengths, slot=4, channels=6, *, bands=2, stretches=3, freq_width=3, time_width=0.5
+):
     layout, real = _slots(lengths, slot)
     shares = [torch.rand(2, len(lengths), n) if n else None for n in (bands, stretches)]
     x = torch.randn(slot * layout.rows, channels) + 5
@@ -43,9 +36,7 @@ def mask_arguments(
     }
 
 
-def normalize_arguments(
-    lengths: Sequence[int], slot: int = 4, channels: int = 3, **options: Any
-) -> Arguments:
+def normalize_arguments(lengths, slot=4, channels=3, **options):
     """NaN in the rows that are not real."""
     layout, real = _slots(lengths, slot)
     x = torch.full((slot * layout.rows, channels), torch.nan, dtype=torch.float64)
@@ -54,9 +45,7 @@ def normalize_arguments(
     return {"x": x, "lengths": real, "layout": layout, "rows_per_slot": slot, **options}
 
 
-def window_arguments(
-    samples: Sequence[int], slot: int = 4, hop: int = 5, width: int = 12, n_fft: int = 17
-) -> Arguments:
+def window_arguments(samples, slot=4, hop=5, width=12, n_fft=17):
     audio = PackedLayout.from_lengths(samples, rows=sum(samples) + 9)
     slots, _ = _slots(samples, hop * slot)
     values = torch.randn(audio.rows, dtype=torch.float64)

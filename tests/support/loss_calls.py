@@ -18,9 +18,7 @@ WIDTH = 20
 LEAVES = "encoded", "predicted", "weight", "bias"
 
 
-def _targets(
-    transcripts: Sequence[int | Sequence[int]], classes: int, blank_id: int
-) -> list[Tensor]:
+def _targets(transcripts, classes, blank_id):
     """Of a number, that many random labels."""
     return [
         labels_for(y, classes, blank_id) if isinstance(y, int) else torch.tensor(y).long()
@@ -28,13 +26,7 @@ def _targets(
     ]
 
 
-def _call(
-    frames: Sequence[int],
-    labels: list[Tensor],
-    device: torch.device | str,
-    longest: int | None,
-    spare: int,
-) -> Arguments:
+def _call(frames, labels, device, longest, spare):
     """``spare``: rows of a tail."""
     lengths = [len(y) for y in labels]
     return {
@@ -49,15 +41,8 @@ def _call(
 
 
 def ctc_arguments(
-    frames: Sequence[int],
-    transcripts: Sequence[int | Sequence[int]],
-    device: torch.device | str = "cpu",
-    *,
-    dtype: torch.dtype = torch.float32,
-    classes: int = 7,
-    longest: int | None = None,
-    **options: Any,
-) -> Arguments:
+    frames, transcripts, device="cpu", *, dtype=torch.float32, classes=7, longest=None, **options
+):
     options = {"blank_id": 2} | options
     labels = _targets(transcripts, classes, options["blank_id"])
     return {
@@ -117,14 +102,7 @@ def loss_of(arguments: Arguments) -> Loss:
     return transducer_loss if "encoded" in arguments else ctc_loss
 
 
-def gradients(
-    arguments: Arguments,
-    upstream: Tensor,
-    backend: str | None = "triton",
-    *,
-    loss: Loss | None = None,
-    **options: Any,
-) -> dict[str, Tensor]:
+def gradients(arguments, upstream, backend="triton", *, loss=None, **options):
     """The loss, and the gradients by all that is floating point."""
     loss = loss_of(arguments) if loss is None else loss
     leaves = {name: x.detach().requires_grad_() for name, x in _floating(arguments).items()}
@@ -139,9 +117,7 @@ def gradients(
     return {"loss": values.detach()} | results
 
 
-def assert_agrees(
-    arguments: Arguments, upstream: Tensor | None = None, backend: str = "triton"
-) -> dict[str, Tensor]:
+def assert_agrees(arguments, upstream=None, backend="triton"):
     """It errs at most twice as much as the reference does in the same dtype."""
     sequences = arguments["layout_frames"].num_sequences
     upstream = torch.ones(sequences) if upstream is None else upstream

@@ -30,12 +30,7 @@ def _rows(lengths: Lengths, *shape: int) -> list[Tensor]:
     return [draw(n, *shape) for n in lengths]
 
 
-def _case(
-    run: Callable[[Packed, Shared, str | None], Any],
-    packed: dict[str, Any],
-    shared: dict[str, Tensor] | None = None,
-    **options: Any,
-) -> CaseFor:
+def _case(run, packed, shared=None, **options):
     return lambda backend=None: Case(partial(_call, run, backend), packed, shared or {}, **options)
 
 
@@ -71,9 +66,7 @@ def batch_statistics(x: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
     return mean, away.square().sum(0) / count
 
 
-def rms_norm(
-    lengths: Lengths, width: int = 12, *, offset: int = 0, frozen: bool = False, wide: bool = False
-) -> CaseFor:
+def rms_norm(lengths, width=12, *, offset=0, frozen=False, wide=False):
     weight = draw(width)
 
     def run(packed: Packed, shared: Shared, backend: str | None) -> Tensor:
@@ -106,14 +99,8 @@ def gated_activation(lengths: Lengths, width: int = 12, *, activation: str = "si
 
 
 def bias_activation_dropout(
-    lengths: Lengths,
-    channels: int = 12,
-    *,
-    activation: str = "silu",
-    bias: bool = True,
-    wide: bool = False,
-    **options: Any,
-) -> CaseFor:
+    lengths, channels=12, *, activation="silu", bias=True, wide=False, **options
+):
     def run(packed: Packed, shared: Shared, backend: str | None) -> Tensor:
         x, options_ = packed["x"], {"activation": activation, "backend": backend, **options}
         return effasr_kernels.bias_activation_dropout(
@@ -129,15 +116,7 @@ def bias_activation_dropout(
     )
 
 
-def batch_norm(
-    lengths: Lengths,
-    channels: int = 3,
-    *,
-    silu: bool = True,
-    fixed: bool = False,
-    wide: bool = False,
-    shift: float = 0.0,
-) -> CaseFor:
+def batch_norm(lengths, channels=3, *, silu=True, fixed=False, wide=False, shift=0.0):
     given = torch.randn(channels), torch.rand(channels) + 0.5
 
     def run(packed: Packed, shared: Shared, backend: str | None) -> Tensor:
@@ -160,14 +139,7 @@ def batch_norm(
     )
 
 
-def dropout_add_layer_norm(
-    lengths: Lengths,
-    mode: str = "pre-norm",
-    channels: int = 12,
-    *,
-    wide: Sequence[str] = (),
-    **options: Any,
-) -> CaseFor:
+def dropout_add_layer_norm(lengths, mode="pre-norm", channels=12, *, wide=(), **options):
     """``mode``: pre-norm, post-norm, addition or norm; with ", bias" the branch has a bias."""
     mode, _, biased = mode.partition(", ")
     packed = {"residual": _rows(lengths, channels)}
@@ -202,16 +174,7 @@ def dropout_add_layer_norm(
     )
 
 
-def depthwise_conv(
-    lengths: Lengths,
-    channels: int = 3,
-    taps: int = 5,
-    *,
-    causal: bool = False,
-    gated: bool = False,
-    bias: bool = True,
-    **options: Any,
-) -> CaseFor:
+def depthwise_conv(lengths, channels=3, taps=5, *, causal=False, gated=False, bias=True, **options):
     """With ``statistics`` these are computed, and not returned."""
 
     def run(packed: Packed, shared: Shared, backend: str | None) -> Tensor:
@@ -247,9 +210,7 @@ def _with_nan(slots: list[Tensor], lengths: list[Tensor]) -> list[Tensor]:
     return slots
 
 
-def strided_depthwise(
-    slots: Lengths, channels: int = 3, bins: int = 4, *, relu: bool = False, nan: bool = False
-) -> CaseFor:
+def strided_depthwise(slots, channels=3, bins=4, *, relu=False, nan=False):
     def run(packed: Packed, shared: Shared, backend: str | None) -> Tensor:
         x = packed["x"]
         return effasr_kernels.strided_depthwise(
@@ -264,15 +225,7 @@ def strided_depthwise(
     return _case(run, packed, shared, results=("x",), one_more=frozenset({"length"}))
 
 
-def subsampling_stem(
-    slots: Lengths,
-    channels: int = 3,
-    bins: int = 8,
-    *,
-    per_slot: int = 8,
-    differentiable: bool = False,
-    nan: bool = False,
-) -> CaseFor:
+def subsampling_stem(slots, channels=3, bins=8, *, per_slot=8, differentiable=False, nan=False):
     """Features have a gradient if ``differentiable``; the rows that are not real may be NaN."""
 
     def run(packed: Packed, shared: Shared, backend: str | None) -> Tensor:
@@ -292,14 +245,7 @@ def subsampling_stem(
     return _case(run, packed, shared, results=("x",), one_more=frozenset({"length"}))
 
 
-def grouped_linear(
-    lengths: Lengths,
-    inputs: int = 4,
-    outputs: int = 5,
-    *,
-    sizes: Lengths | None = None,
-    bias: bool = True,
-) -> CaseFor:
+def grouped_linear(lengths, inputs=4, outputs=5, *, sizes=None, bias=True):
     """Rows are sorted by their group, of random ``sizes`` or these, and behind all is the tail."""
     groups = 3 if sizes is None else len(sizes)
 
@@ -323,9 +269,7 @@ def grouped_linear(
     return _case(run, packed, shared, results=("x",))
 
 
-def linear_cross_entropy(
-    lengths: Lengths, width: int = 4, classes: int = 6, *, bias: bool = True, **options: Any
-) -> CaseFor:
+def linear_cross_entropy(lengths, width=4, classes=6, *, bias=True, **options):
     def run(packed: Packed, shared: Shared, backend: str | None) -> Tensor:
         hidden, targets = packed["hidden"].values, packed["targets"].values
         options_ = {"bias": shared.get("bias"), "backend": backend, **options}
@@ -468,15 +412,7 @@ def attention(
     return _case(run, packed, shared, results=("q",))
 
 
-def guided_attention(
-    lengths: Lengths,
-    lengths_k: Lengths | None = None,
-    *,
-    heads: int = 2,
-    width: int = 4,
-    sigma: float = 0.3,
-    **options: Any,
-) -> CaseFor:
+def guided_attention(lengths, lengths_k=None, *, heads=2, width=4, sigma=0.3, **options):
     def run(packed: Packed, shared: Shared, backend: str | None) -> tuple[Tensor, Tensor]:
         q, k, v = (packed[name] for name in "qkv")
         return effasr_kernels.guided_attention(

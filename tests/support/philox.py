@@ -19,9 +19,7 @@ def philox(key: int, counters: Sequence[np.ndarray]) -> list[np.ndarray]:
     return c
 
 
-def kept_weights(
-    seed: int, sequence: int, heads: int, rows: int, columns: int, probability: float
-) -> Tensor:
+def kept_weights(seed, sequence, heads, rows, columns, probability):
     """Which weights of a sequence survive: bool (heads, rows, columns)."""
     axes = (np.arange(n, dtype=np.uint64) for n in (heads, rows, columns))
     h, i, j = np.meshgrid(*axes, indexing="ij")

@@ -47,28 +47,16 @@ _MOST_BYTES = 2**18
 
 
 class Preloaded(subprocess.Popen[str]):
-    """A process that runs a module as ``__main__``, with pipes for its output.
+    """A process that runs a module or a ``.py`` file as ``__main__``, with pipes for its output.
 
-    Args:
-        module: Name of the module, or path of a file that ends in ``.py``.
-        arguments: ``sys.argv`` after the program's name.
-        env: All environment variables.
-        cwd: Working directory.
-        new_session: Whether the process leads a session and a process group of its own.
+    With ``new_session`` it leads a session and a process group of its own.
     """
 
-    def __init__(
-        self,
-        module: str,
-        *arguments: str,
-        env: dict[str, str],
-        cwd: Path = ROOT,
-        new_session: bool = False,
-    ) -> None:
+    def __init__(self, module, *arguments: str, env, cwd=ROOT, new_session=False):
         self._new_session = new_session
-        pipe = subprocess.PIPE
         command = [module, *arguments]
-        super().__init__(command, env=env, cwd=cwd, text=True, stdout=pipe, stderr=pipe)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        super().__init__(command, env=env, cwd=cwd, text=True, **pipes)
 
     def _execute_child(self, args: list[str], *rest: Any) -> None:  # type: ignore[override]
         # What Popen does between opening the pipes and reading from them; the names of `rest` are
@@ -95,9 +83,7 @@ class Preloaded(subprocess.Popen[str]):
         self._child_created = True
 
 
-def finished(
-    module: str | Path, *arguments: str, limit_s: float = 240.0, cwd: Path = ROOT
-) -> subprocess.CompletedProcess[str]:
+def finished(module, *arguments, limit_s=240.0, cwd=ROOT):
     """Run a module to its end in a process of its own; see `Preloaded`."""
     process = Preloaded(str(module), *arguments, env=dict(os.environ), cwd=cwd)
     try:

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,19 +26,13 @@ Finished = subprocess.CompletedProcess[str]
 
 
 @contextmanager
-def started(
-    module: str,
-    *arguments: str,
-    size: int = 2,
-    own: Sequence[str] | None = None,
-    new_session: bool = False,
-) -> Iterator[list[subprocess.Popen[str]]]:
+def started(module, *arguments, size=2, own=None, new_session=False):
     """Run a module in several processes, which do not outlive the block.
 
-    As torchrun's, the store is the parent's: it outlives the ranks, so that one can tell the
-    others why it failed, and a port that was probed and freed may be taken since. ``own``: a last
-    argument for each process.
+    ``own``: a last argument for each process. With ``new_session`` each has a group of its own.
     """
+    # As torchrun's, the store is the parent's: it outlives the ranks, so that one can tell the
+    # others why it failed, and a port that was probed and freed may be taken since.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes: list[subprocess.Popen[str]] = []
     for rank in range(size):
@@ -60,13 +54,8 @@ def started(
             process.communicate()
 
 
-def run_module(
-    module: str,
-    *arguments: str,
-    size: int = 2,
-    limit_s: float = 240.0,
-    own: Sequence[str] | None = None,
-) -> list[Finished]:
+def run_module(module, *arguments, size=2, limit_s=240.0, own=None):
+    """Run a module in several processes to its end; see `started`."""
     with started(module, *arguments, size=size, own=own) as processes:
         results = []
         for process in processes:
@@ -82,15 +71,17 @@ def recipe_of(config: Any) -> str:
 
 
 def train_on_ranks(config: Any, *, size: int = 2) -> None:
+    """Make a run with several processes, all of which have to succeed."""
     for done in run_module("effasr.train", recipe_of(config), size=size):
         assert done.returncode == 0, done.stderr[-3000:]
         assert "Warning" not in done.stderr
 
 
-def run_ranks(
-    *functions: Callable[..., Any], size: int = 2, limit_s: float = 240.0, timeout_s: float = 60.0
-) -> list[Finished]:
-    """Call functions, one after the other, in several processes that have joined each other."""
+def run_ranks(*functions, size=2, limit_s=240.0, timeout_s=60.0):
+    """Call functions, one after the other, in several processes that have joined each other.
+
+    Each is given the `DistributedContext`. The limit is for all, the timeout for a collective call.
+    """
     names = [f"{function.__module__}:{function.__name__}" for function in functions]
     arguments = "tests.support.run_ranks", str(timeout_s), *names
     return run_module(*arguments, size=size, limit_s=limit_s)

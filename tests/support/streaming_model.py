@@ -1,6 +1,6 @@
 """Small models with limited contexts, whose random weights give many tokens."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -12,9 +12,8 @@ from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
-from effasr.transcription.online import OnlineRecognizer, OnlineStream
 from effasr.transcription.results import Segment
-from effasr_kernels import Context, PackedSequence
+from effasr_kernels import Context
 from tests.support.small_model import shake
 
 RATE = 16_000
@@ -69,18 +68,14 @@ def pieces(audio: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 
 @torch.no_grad()
-def encoded_by(
-    model: ASRModel, audio: np.ndarray, context: Context = CONTEXTS[0]
-) -> PackedSequence:
+def encoded_by(model, audio, context=CONTEXTS[0]):
     example = Example(id="one", audio=audio, prompt=[1], text=[], monotonic=True)
     batch = collate([example], eos_id=3, pad_id=2, framing=model.config.features.framing)
     model.encoder.evaluate_with(context)
     return model.encode(batch)
 
 
-def recognized(
-    recognizer: OnlineRecognizer, packets: Iterable[np.ndarray]
-) -> tuple[OnlineStream, list[Segment]]:
+def recognized(recognizer, packets):
     """A new stream, decoded after each packet and ended, and its segments."""
     stream, found = recognizer.open(), list[Segment]()
     for samples in packets:
