@@ -86,26 +86,32 @@ def backend(reason=None, error=None):
         (
             {
                 Backend.TRITON: backend("wants an even day"),
-                Backend.CPP: backend(error=RuntimeError("illegal\naddress")),
+                Backend.VARLEN: backend(error=RuntimeError("illegal\naddress")),
                 Backend.REFERENCE: backend(),
             },
             "reference",
-            ["triton: wants an even day; cpp: fails with RuntimeError: illegal address"],
+            ["triton: wants an even day; varlen: fails with RuntimeError: illegal address"],
         ),
         (
-            {Backend.TRITON: backend(), Backend.CPP: backend(), Backend.VARLEN: None},
-            "triton",
-            ["cpp: on request; varlen: cannot be imported"],
+            {
+                Backend.VARLEN: backend(),
+                Backend.FLASH_ATTN_2: backend(),
+                Backend.FLASH_ATTN_3: None,
+                Backend.REFERENCE: backend(),
+            },
+            "varlen",
+            ["flash_attn_2: on request; flash_attn_3: cannot be imported"],
         ),
         (
             {Backend.TRITON: None},
             "none",
-            ["reference: not implemented", "No module named 'no_such_triton'"],
+            ["reference: not implemented", "No module named 'no_such_none_triton'"],
         ),
     ],
 )
 def test_backends_are_named_with_what_they_do_not_serve(monkeypatch, backends, value, notes):
-    names = {name: f"no_such_{name}" for name in backends}
+    # Modules are cached by name.
+    names = {name: f"no_such_{value}_{name}" for name in backends}
     for name, module in backends.items():
         if module is not None:
             monkeypatch.setitem(sys.modules, names[name], module)
