@@ -87,7 +87,7 @@ def operations() -> Operations:
     lanes = {}
     for number in range(ask(1 << 30, None, None)):
         ask(number, ctypes.byref(name), ctypes.byref(kinds))
-        lanes[_text(name)] = number, _text(kinds)
+        lanes |= dict.fromkeys(_text(name).split(), (number, _text(kinds)))
     specials = {}
     while (special := library().ptx_special(len(specials))) is not None:
         specials[special.decode()] = 10000 + len(specials)

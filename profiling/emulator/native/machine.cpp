@@ -309,7 +309,7 @@ class Block {
 
 }  // namespace
 
-// How many lane operations there are, and of each its name and operands.
+// How many lane operations there are, and of each its names and operands.
 extern "C" int ptx_operation(int number, const char** name, const char** kinds) {
 #define OP(name, kinds, ...) {name, kinds},
   static const char* const all[][2] = {
