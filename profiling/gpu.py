@@ -68,6 +68,15 @@ DATA_PACKAGES = ("lhotse", "sentencepiece", "soundfile", "soxr")
 LEFT_OUT = 3  # exit code of a benchmark that can measure nothing here
 HANGING_S = 150  # of a test; a process that compiles beside eleven others is slow
 KEY = ("fingerprint", "device", "torch", "triton")
+PROGRAMS = {
+    "bench": [str(ROOT / "profiling" / "bench.py")],
+    "effasr": ["-m", "effasr.cli"],
+    # A bare machine lacks the plugins that some options are of.
+    "pytest": [
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider"),
+        *("-W", "ignore::pytest.PytestConfigWarning", "-W", "ignore::UserWarning"),
+    ],
+}
 TABLE = yaml.safe_load((ROOT / "profiling" / "gpu.yaml").read_text(encoding="utf-8"))
 
 
@@ -152,18 +161,10 @@ def expanded(command: str) -> list[str]:
             if tool is None:
                 raise LookupError(f"no {word} found")
             words.append(tool)
-        elif word == "bench":
-            words += [sys.executable, str(ROOT / "profiling" / "bench.py")]
-        elif word == "effasr":
-            words += [sys.executable, "-m", "effasr.cli"]
-        elif word == "pytest":
-            # A bare machine lacks the plugins that some options are of.
-            words += [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-            words += ["-W", "ignore::pytest.PytestConfigWarning", "-W", "ignore::UserWarning"]
         elif word.endswith(".py") and "/" not in word:
             words += [sys.executable, str(ROOT / "profiling" / word)]
         else:
-            words.append(word)
+            words += [sys.executable, *PROGRAMS[word]] if word in PROGRAMS else [word]
     return words
 
 
