@@ -29,11 +29,14 @@ KALDI = {"wav.scp": "u u.wav\n", "text": "u one\n"}
         (KALDI | {"segments": "u u 1 0.5\n"}, r"segments:1: `end` must exceed .*0\.5, 1\.0"),
         (KALDI | {"segments": "u u 0 x\n"}, "segments:1: times must be numbers of seconds, .*'x'"),
         ({"wav.scp": "u u.wav\n"}, "there is no `text`"),
-        ({"v.wav": "", "v.txt": ""}, r"u\.wav: there is no u\.txt .*1 of 2 audio files"),
-        ({"metadata.csv": "file_name,words\na.wav,one\n"}, r"metadata\.csv: row 1: `text` is mis"),
-        ({"metadata.csv": "name,text\na.wav,one\n"}, r"metadata\.csv: row 1: `file_name` is mis"),
-        ({"metadata.csv": "file_name,text\na.wav,one,two\n"}, "row 1: must have 2 columns"),
-        ({"metadata.csv": "file_name,text\nu.wav,one\nb.wav\n"}, "row 2: must have 2 columns"),
+        ({"v.wav": "", "v.txt": ""}, r"u\.wav: there is no u\.txt beside it"),
+        ({"metadata.csv": "file_name,words\na.wav,one\n"}, r"metadata\.csv:2: `text` is missing"),
+        ({"metadata.csv": "name,text\na.wav,one\n"}, r"csv: the first line must name the columns"),
+        (
+            {"metadata.csv": "file_name,text\na.wav,one,two\n"},
+            r"csv:2: has 3 columns",
+        ),
+        ({"metadata.csv": "file_name,text\nu.wav,one\nb.wav\n"}, r"csv:3: has 1 columns"),
     ],
 )
 def test_malformed_folders(tmp_path, files, message, write_tone):

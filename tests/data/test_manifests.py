@@ -80,7 +80,7 @@ def test_prompt_fields(line, fields, expected):
         ({"pnc": "maybe"}, "`pnc` must be true, false or one of .*, but is 'maybe'"),
         ({"lang": "de", "target_lang": "en", "task": "asr"}, "use the task 'translate'"),
         ({"task": "translate"}, "use the task 'transcribe'"),
-        ({"id": 5}, "`id` must be a string, but is 5"),
+        ({"id": [5]}, r"`id` must be a string, but is \[5\]"),
         ({"audio_filepath": "b.wav"}, "b.wav: there is no such file.*`effasr prepare` leaves"),
         ({"duration": 3.0}, "`duration` is 3 s, but the file holds 1 s"),
         ({"duration": 0.4}, r"`duration` is 0.4 s, but the file holds 1 s \(a part .* `offset`"),

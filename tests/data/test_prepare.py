@@ -156,11 +156,15 @@ def test_limits_and_progress(nemo, tmp_path):
     )
 
 
-def test_malformed_sources_stop_it(nemo, tmp_path):
+def test_a_malformed_line_is_listed_and_an_empty_source_stops_it(nemo, tmp_path):
     manifest = nemo(2)
     with manifest.open("a") as file:
         file.write("{\n")
-    with pytest.raises(ValueError, match=r"train\.jsonl:3: not valid JSON"):
+    report = prepare(manifest, tmp_path / "listed")
+    assert (report.kept.utterances, report.by_reason["malformed_row"].utterances) == (2, 1)
+    assert "train.jsonl:3: not valid JSON" in (tmp_path / "listed" / "dropped.jsonl").read_text()
+    manifest.write_text("{\n")
+    with pytest.raises(ValueError, match=r"train\.jsonl:1: not valid JSON"):
         prepare(manifest, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()

@@ -117,7 +117,7 @@ def test_audio_is_opened_only_for_lines_without_a_duration(tmp_path, write):
         ({"duration": 10**400, "text": "a"}, "`duration` must be a number of seconds, but is 100"),
         (f'{{"duration": {"1" * 5000}}}', "no JSON that Python reads"),
         ("[" * 100_000, "no JSON that Python reads"),
-        ({"duration": "1", "text": "a"}, "`duration` must be a number of seconds, but is '1'"),
+        ({"duration": "a", "text": "a"}, "`duration` must be a number of seconds, but is 'a'"),
         ({"duration": True, "text": "a"}, "`duration` must be a number of seconds, but is True"),
         ({"duration": 1}, "`text` and `num_tokens` are missing: every line needs one of them"),
         ({"duration": 1, "text": 3}, "`text` must be a string, but is 3"),

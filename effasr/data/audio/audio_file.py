@@ -50,6 +50,7 @@ class AudioProblem(enum.StrEnum):
     SILENT = "silent_audio"
     ANTIPHASE = "antiphase_audio"
     DURATION = "duration_mismatch"
+    ROW = "malformed_row"
 
 
 class AudioError(ValueError):

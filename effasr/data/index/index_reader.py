@@ -14,7 +14,7 @@ from pathlib import Path
 from effasr.data import worker_processes
 from effasr.data.filters.config import Limits
 from effasr.data.index.utterance_table import IndexBuilder, UtteranceTable
-from effasr.data.manifest.reader import ManifestPart, UniqueNames, named, parts
+from effasr.data.manifest.reader import ManifestPart, UniqueNames, checked, named, parts
 from effasr.data.manifest.utterance import ReadOptions
 from effasr.data.tokenizer import Tokenizer
 
@@ -77,7 +77,7 @@ class _Indexer:
         for position, utterance in enumerate(part.utterances(self.options)):
             ids.append(utterance.id)
             name = utterance.id if names is None else names[position]
-            builder.add(name, utterance, self.limits, self.tokenizer, self.source)
+            builder.add(name, checked(name, utterance), self.limits, self.tokenizer, self.source)
         return builder, ids
 
 

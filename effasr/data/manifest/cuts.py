@@ -24,6 +24,8 @@ _MAX_NUMBER = 2**53
 """Samples, and more than seconds, that a recording may have: floats are exact up to here."""
 _MAX_CHANNEL = 1024
 _NO_FILE = Path()
+# Seconds by which a supervision may be shorter or longer than its cut: rounded times.
+_SPAN_TOLERANCE = 0.1 + 1e-6
 
 _SOURCE_TYPES = ("file", "memory", "shar")
 _SUSPECT = re.compile(r"command|url|sph|opus|\\u", re.IGNORECASE)
@@ -39,8 +41,31 @@ def parse(row: ManifestRow, options: ReadOptions) -> CutUtterance:
     cut = read_cut(row, "not a cut that lhotse can read")
     if options.untranscribed:
         _supervise(cut)
+    cut = _spoken(cut, row)
     _complete(cut, row, options.language)
     return CutUtterance(row.origin, cut, audio_of(cut))
+
+
+def _spoken(cut: Cut, row: ManifestRow) -> Cut:
+    """Return the part of a cut that its supervision is about; its text is that part's alone."""
+    if not isinstance(cut, DataCut) or len(cut.supervisions) != 1:
+        return cut
+    start, duration = cut.supervisions[0].start, cut.supervisions[0].duration
+    for name, value in (("start", start), ("duration", duration)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise row.error(f"`{name}` of a supervision must be a number.", "supervisions")
+    before, behind = -start, start + duration - cut.duration
+    if max(before, behind) > _SPAN_TOLERANCE:
+        raise row.error(
+            f"cut {cut.id!r} has only a part of what its supervision says: "
+            f"{max(before, 0) + max(behind, 0):.3f} s of {duration:.3f} s lie outside: use "
+            "`cuts.trim_to_supervisions()`.",
+            "supervisions",
+        )
+    if max(-before, -behind) <= _SPAN_TOLERANCE:
+        return cut
+    part = cut.truncate(offset=max(start, 0.0), duration=min(duration, cut.duration - start))
+    return part.with_id(cut.id)
 
 
 FORMAT = LineFormat(_detect, parse)

@@ -6,27 +6,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from effasr.data.manifest.row import ManifestRow
+from effasr.data.manifest.row import AUDIO, IDS, SPEAKER, TEXT, ManifestRow
 from effasr.data.manifest.utterance import FileUtterance, LineFormat, ReadOptions
 
 
 def _detect(fields: Mapping[str, Any]) -> bool:
-    return "audio_filepath" in fields
+    return "audio_filepath" in fields or (
+        not fields.keys().isdisjoint(AUDIO) and not fields.keys().isdisjoint((*TEXT, "duration"))
+    )
 
 
 def parse(row: ManifestRow, options: ReadOptions) -> FileUtterance:
-    audio = row.audio("audio_filepath")
-    name = row.optional_string("id")
+    audio = row.audio(row.first(AUDIO))
+    name = row.name(IDS)
+    offset, duration = row.span()
     return FileUtterance(
         id=name or Path(audio).stem,
         named=name is not None,
         origin=row.origin,
         audio=audio,
-        text=row.transcript("text", untranscribed=options.untranscribed),
+        text=row.transcript(row.first(TEXT), untranscribed=options.untranscribed),
         prompt=row.prompt(options.language),
-        offset=row.seconds("offset", zero=True),
-        duration=row.seconds("duration"),
-        speaker=row.optional_string("speaker"),
+        offset=offset,
+        duration=duration,
+        channel=row.channel(),
+        speaker=row.name(SPEAKER),
     )
 
 

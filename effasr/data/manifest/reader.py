@@ -14,15 +14,24 @@ from lhotse import CutSet
 from lhotse.cut import Cut
 
 from effasr.data.audio.audio_file import AudioError
-from effasr.data.manifest import cuts, folder, kaldi, nemo, shar
+from effasr.data.manifest import cuts, folder, kaldi, nemo, recordings, shar, table
 from effasr.data.manifest.lines import check_file, numbered_lines
 from effasr.data.manifest.pairs import SOURCE_TEXT
 from effasr.data.manifest.row import ManifestRow
-from effasr.data.manifest.utterance import FolderFormat, LineFormat, ReadOptions, Utterance
+from effasr.data.manifest.utterance import (
+    FolderFormat,
+    LineFormat,
+    ReadOptions,
+    RejectedRow,
+    Utterance,
+)
 
 LINES = (nemo.FORMAT, cuts.FORMAT)
-FOLDERS = (shar.FORMAT, kaldi.FORMAT, folder.FORMAT)
-"""Formats of lines and of folders; the first that accepts a manifest reads it."""
+FOLDERS = (table.FORMAT, shar.FORMAT, kaldi.FORMAT, recordings.FORMAT, folder.FORMAT)
+"""Formats of lines, and of folders and other files; the first that accepts a manifest reads it."""
+
+_DAMAGED_LINES = 100
+"""Lines at the beginning that may be damaged: the first that is not decides the format."""
 
 _Lines = Iterable[tuple[int, str]]
 
@@ -49,6 +58,8 @@ def iterate(
     are then exact. A prepared folder needs none and is the fast way into training.
     """
     for name, utterance in named(path, language=language, untranscribed=untranscribed):
+        if isinstance(utterance, RejectedRow):
+            raise ValueError(utterance.reason)
         try:
             yield utterance.cut(name)
         except AudioError as error:
@@ -67,7 +78,25 @@ def named(
     """
     names = UniqueNames()
     for utterance in _utterances(Path(path), ReadOptions(language, untranscribed)):
-        yield names.claim(utterance), utterance
+        name = names.claim(utterance)
+        yield name, checked(name, utterance)
+
+
+class TakenName(str):
+    """A name in place of one that an earlier line has."""
+
+    __slots__ = ()
+
+
+def checked(name: str, utterance: Utterance) -> Utterance:
+    """Return the utterance, or its rejection where the source gives its name twice."""
+    if not isinstance(name, TakenName):
+        return utterance
+    reason = (
+        f"{utterance.origin}: the id {utterance.id!r} is taken by an earlier line: give every "
+        "utterance its own id."
+    )
+    return RejectedRow(utterance.id, utterance.origin, reason, utterance.audio)
 
 
 class UniqueNames:
@@ -81,17 +110,13 @@ class UniqueNames:
         """Return the name of the next utterance."""
         name = utterance.id
         if name in self._used:
-            if utterance.named:
-                raise ValueError(
-                    f"{utterance.origin}: the id {name!r} is taken by an earlier line: "
-                    "give every utterance its own id."
-                )
             count = self._counts.get(utterance.id, 1) + 1
             while (name := f"{utterance.id}-{count}") in self._used:
                 count += 1
             self._counts[utterance.id] = count
         self._used.add(name)
-        return name
+        is_taken = utterance.named and name != utterance.id
+        return TakenName(name) if is_taken else name
 
     def claim_all(self, utterances: Iterable[Utterance]) -> list[str]:
         return [self.claim(utterance) for utterance in utterances]
@@ -141,12 +166,12 @@ def deciding_files(path: str | Path) -> tuple[list[Path], list[Path]] | None:
 
 
 def file_of_lines(path: Path) -> Path | None:
-    """Return the file, if the manifest is one or a prepared folder."""
+    """Return the file, if the manifest is one of JSON lines or a prepared folder."""
     if path.is_dir():
         file = path / cuts.CUTS_FILE
         return file if file.is_file() else None
     check_file(path)
-    return path
+    return None if table.FORMAT.detect(path) else path
 
 
 def folder_format(path: Path) -> FolderFormat:
@@ -164,19 +189,31 @@ def _parse(
     lines: _Lines, path: Path, line_format: LineFormat, options: ReadOptions
 ) -> Iterator[Utterance]:
     for number, line in lines:
-        yield line_format.parse(ManifestRow.parse(line, path, number), options)
+        try:
+            yield line_format.parse(ManifestRow.parse(line, path, number), options)
+        except ValueError as error:
+            yield RejectedRow(f"{path.name}:{number}", f"{path}:{number}", str(error))
 
 
 def _lines_and_format(path: Path) -> tuple[Iterator[tuple[int, str]], LineFormat]:
     """Return the lines and their format, chosen by the first line."""
     lines = numbered_lines(path)
-    first = next(lines, None)
-    if first is None:
+    first: list[tuple[int, str]] = []
+    row, problem = None, None
+    for number, line in islice(lines, _DAMAGED_LINES):
+        first.append((number, line))
+        try:
+            row = ManifestRow.parse(line, path, number)
+            break
+        except ValueError as error:
+            problem = problem or error
+    if row is None:
+        if problem is not None:
+            raise problem
         return iter(()), cuts.FORMAT
-    row = ManifestRow.parse(first[1], path, first[0])
     for line_format in LINES:
         if line_format.detect(row.values):
-            return chain([first], lines), line_format
+            return chain(first, lines), line_format
     if SOURCE_TEXT in row.values:
         raise row.error(
             f"a text-only line, with `{SOURCE_TEXT}` but without `audio_filepath`: only training "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ _TASKS: dict[str, Task] = {
     "translate": "translate",
     "translation": "translate",
 }
+_NUMBER = re.compile(r"-?\d+(\.\d*)?([eE]-?\d+)?")
 _YES_NO = {
     "yes": True,
     "true": True,
@@ -29,6 +31,26 @@ _YES_NO = {
     "false": False,
     "nopnc": False,
 }
+
+
+AUDIO = (
+    *("audio_filepath", "file_name", "path", "audio", "wav", "audio_path", "audio_file"),
+    *("filename", "file", "wav_path"),
+)
+TEXT = ("text", "sentence", "transcription", "transcript", "normalized_text")
+START = ("offset", "start", "start_time", "begin")
+END = ("end", "end_time", "stop")
+IDS = ("id", "utt_id", "utterance_id")
+SPEAKER = ("speaker", "speaker_id", "client_id")
+LANGUAGES = ("lang", "language", "locale")
+"""Names of fields; the first that a row has is read."""
+
+READ = frozenset(
+    (
+        *(*AUDIO, *TEXT, *START, *END, *IDS, *SPEAKER, *LANGUAGES, "duration", "channel", "pnc"),
+        *("source_lang", "target_lang", "task", "taskname"),
+    )
+)
 
 
 class RowError(ValueError):
@@ -76,6 +98,45 @@ class ManifestRow:
             raise self.error(f"`{name}` must be a string, but is {value!r}.", name)
         return value or None
 
+    def first(self, names: tuple[str, ...]) -> str:
+        """Return the first of these names that the row has a value for, else the first of all."""
+        return next((name for name in names if self.values.get(name) not in (None, "")), names[0])
+
+    def name(self, names: tuple[str, ...]) -> str | None:
+        """Return an id or a name, which may be a whole number."""
+        field = self.first(names)
+        value = self.values.get(field)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return str(value)
+        return self.optional_string(field)
+
+    def channel(self) -> int | None:
+        """Return the channel of the file, from 0; None for all."""
+        value = self.values.get("channel")
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if isinstance(value, str) and value.strip():
+            value = {"A": 0, "B": 1, "L": 0, "R": 1}.get(value.strip().upper(), value)
+            value = int(value) if isinstance(value, str) and value.strip().isdigit() else value
+        if value is None or value == "":
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.error(
+                f"`channel` must be a number from 0, A or B, but is {repr(value)[:60]}.", "channel"
+            )
+        return value
+
+    def span(self) -> tuple[float | None, float | None]:
+        """Return offset and duration in seconds, where the row has them."""
+        start = self.seconds(self.first(START), zero=True)
+        end_field = self.first(END)
+        end = self.seconds(end_field, zero=True)
+        if end is None or self.values.get("duration") not in (None, ""):
+            return start, self.seconds("duration")
+        if end <= (start or 0.0):
+            raise self.error(f"`{end_field}` must be after the start, but is {end:g}.", end_field)
+        return start or 0.0, end - (start or 0.0)
+
     def transcript(self, name: str, *, untranscribed: bool = False) -> str:
         """Return a text, stripped. Null is an empty text, which filters drop."""
         if untranscribed or name in self.values:
@@ -84,9 +145,11 @@ class ManifestRow:
 
     def seconds(self, name: str, *, zero: bool = False) -> float | None:
         """Return a time that may be missing; ``zero`` allows 0."""
-        value = self.values.get(name)
-        if value is None:
+        value: Any = self.values.get(name)
+        if value is None or value == "":
             return None
+        number = _NUMBER.fullmatch(value.strip()) if isinstance(value, str) else None
+        value = value if number is None else float(number[0])
         # A Python int may exceed the range of floats.
         finite = isinstance(value, int | float) and abs(value) <= sys.float_info.max
         if isinstance(value, bool) or not finite:
@@ -99,7 +162,17 @@ class ManifestRow:
 
     def audio(self, name: str) -> str:
         """Return the absolute path of an audio file."""
-        return absolute(self.string(name), self.path.parent)
+        path = self.string(name)
+        if _URL.match(path):
+            raise self.error(f"`{name}` is a URL, {path[:80]!r}: download it, and name the file.")
+        audio = absolute(path, self.path.parent)
+        if "shard_id" in self.values and not os.path.lexists(audio):
+            raise self.error(
+                f"{path!r} is in a tar file, as NeMo's tarred sets have it: unpack the tar files "
+                "beside the manifest.",
+                name,
+            )
+        return audio
 
     def prompt(self, language: str) -> Prompt:
         """Return languages, task and punctuation, by the names that NeMo's manifests use.
@@ -109,7 +182,7 @@ class ManifestRow:
         language spoken. ``task`` or ``taskname`` says transcription or translation; without it
         the languages do. ``pnc`` is true by default.
         """
-        lang = self.optional_string("lang") or self.optional_string("language")
+        lang = self.optional_string(self.first(LANGUAGES))
         spoken = self.optional_string("source_lang")
         source = spoken or lang or language
         target = self.optional_string("target_lang") or (lang if spoken else None) or source
@@ -139,6 +212,7 @@ class ManifestRow:
 
 
 _NOT_PLAIN = re.compile(r"//|/\.?(/|$)")  # path parts that a `Path` would normalise
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
 def absolute(path: str, folder: Path) -> str:

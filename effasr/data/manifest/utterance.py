@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 from lhotse import AudioSource, MonoCut, MultiCut, Recording, SupervisionSegment
 from lhotse.cut import Cut
 
+from effasr.data.audio.audio_file import DURATION_TOLERANCE, LOSSY_TOLERANCE
 from effasr.data.audio.waveform import (
     AudioError,
     AudioHeader,
@@ -32,17 +35,27 @@ class FileUtterance:
     prompt: Prompt
     offset: float | None = None  # seconds; None for a whole file
     duration: float | None = None  # seconds; None up to the end of the file
+    channel: int | None = None  # from 0; None for the mean of all
     speaker: str | None = None
 
     def cut(self, name: str) -> Cut:
         """Return the utterance as a lhotse cut; the file's header is read."""
-        header = read_header(self.audio)
+        audio = existing(self.audio)
+        header = read_header(audio)
         start, duration = self._start_and_duration(header)
         channels = list(range(header.channels))
-        channel = channels if header.channels > 1 else 0
+        channel: int | list[int] = channels if header.channels > 1 else 0
+        if self.channel is not None:
+            channel = self.channel
+            if channel >= header.channels:
+                raise AudioError(
+                    AudioProblem.UNREADABLE,
+                    f"{self.audio}: `channel` is {channel}, but the file has {header.channels}, "
+                    "counted from 0.",
+                )
         recording = Recording(
             id=name,
-            sources=[AudioSource("file", channels, self.audio)],
+            sources=[AudioSource("file", channels, audio)],
             sampling_rate=header.sample_rate,
             num_samples=header.num_samples,
             duration=header.duration,
@@ -59,7 +72,7 @@ class FileUtterance:
             speaker=self.speaker,
         )
         # lhotse's type for one channel takes an int, the one for several takes a list.
-        kind: Any = MultiCut if header.channels > 1 else MonoCut
+        kind: Any = MultiCut if isinstance(channel, list) else MonoCut
         return kind(
             id=name,
             start=start,
@@ -80,7 +93,11 @@ class FileUtterance:
                 f"{self.audio}: `offset` is {start:g} s, but the file ends at "
                 f"{header.duration:g} s.",
             )
-        if self.duration is None or abs(self.duration - remaining) <= header.tolerance:
+        # Segments of aligners end a little behind the file; a whole file may differ either way.
+        least, most = header.tolerance, header.tolerance
+        if self.offset is not None:
+            least, most = DURATION_TOLERANCE, LOSSY_TOLERANCE
+        if self.duration is None or -least <= self.duration - remaining <= most:
             return start, remaining if start else header.duration
         if self.duration > remaining or self.offset is None:
             raise AudioError(
@@ -90,6 +107,20 @@ class FileUtterance:
                 + (" (a part of a file needs `offset`)." if self.offset is None else "."),
             )
         return start, self.duration
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedRow:
+    """A row of a manifest, or a file of a folder, that cannot be used; it has no cut."""
+
+    id: str
+    origin: str
+    reason: str
+    audio: str = ""
+    named: bool = False
+
+    def cut(self, name: str) -> Cut:
+        raise AudioError(AudioProblem.ROW, self.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +140,7 @@ class CutUtterance:
         return self.value if self.value.id == name else self.value.with_id(name)
 
 
-Utterance = FileUtterance | CutUtterance
+Utterance = FileUtterance | CutUtterance | RejectedRow
 """What every format yields; ``cut`` raises AudioError if there is no audio."""
 
 
@@ -140,6 +171,19 @@ class FolderFormat:
     detect: Callable[[Path], bool]
     read: Callable[[Path, ReadOptions], Iterator[Utterance]]
     files: Callable[[Path], tuple[list[Path], list[Path]] | None]
+
+
+def existing(path: str) -> str:
+    """Return a path as the file system has it, where only its spelling differs.
+
+    macOS writes letters with accents as two characters, Windows separates folders by back slashes,
+    and spreadsheets leave spaces.
+    """
+    if os.path.lexists(path):
+        return path
+    forms = [path.strip(), path.replace("\\", "/"), path.strip().replace("\\", "/")]
+    spellings = [*forms, *(unicodedata.normalize(f, x) for x in forms for f in ("NFC", "NFD"))]
+    return next((spelling for spelling in spellings if os.path.lexists(spelling)), path)
 
 
 def custom_fields(prompt: Prompt) -> dict[str, str | bool]:

@@ -1,0 +1,180 @@
+"""Tables of utterances: CSV and TSV, with or without a header, beside the audio or naming it."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from effasr.data.manifest import nemo
+from effasr.data.manifest.lines import numbered_lines
+from effasr.data.manifest.row import AUDIO, READ, TEXT, ManifestRow
+from effasr.data.manifest.utterance import FolderFormat, ReadOptions, RejectedRow, Utterance
+
+log = logging.getLogger(__name__)
+
+SUFFIXES = (".csv", ".tsv")
+_DELIMITERS = ("\t", ";", "|", ",")
+_MAX_ROW_LINES = 50  # of a field in quotes that has line breaks
+_LJ_SPEECH = ("file_name", "raw text", "text")
+# Common Voice's counts and descriptions, which change nothing.
+_IGNORED = frozenset(
+    (
+        *("sentence_id", "sentence_domain", "up_votes", "down_votes", "age", "gender", "accents"),
+        *("accent", "variant", "segment", "raw text"),
+    )
+)
+
+
+def _file(path: Path) -> Path | None:
+    """Return the table of a manifest: the file itself, or the metadata.csv of a folder."""
+    if path.suffix.lower() in SUFFIXES and path.is_file():
+        return path if names_audio(path) else None
+    if not path.is_dir() or (path / "metadata.jsonl").is_file():
+        return None
+    names = ["metadata.csv", "metadata.tsv"]
+    if (path / "clips").is_dir():  # Common Voice
+        names += ["train.tsv", "validated.tsv"]
+    return next((path / name for name in names if (path / name).is_file()), None)
+
+
+def names_audio(path: Path) -> bool:
+    """Return whether a table is one of utterances; `effasr plan` reads tables of mere lengths."""
+    try:
+        _header(next(numbered_lines(path), (0, ""))[1], path)
+    except ValueError:
+        return False
+    return True
+
+
+def _read(path: Path, options: ReadOptions) -> Iterator[Utterance]:
+    file = _file(path)
+    assert file is not None
+    if file != path:
+        log.warning("%s: a folder with a table: %s is read.", path, file.name)
+    folders = [file.parent, file.parent / "clips", file.parent / "wavs"]
+    for row in rows(file):
+        if isinstance(row, RejectedRow):
+            yield row
+            continue
+        try:
+            utterance = nemo.parse(row, options)
+        except ValueError as error:
+            yield RejectedRow(f"{file.name}:{row.line}", row.origin, str(error))
+            continue
+        name = str(row.values.get(row.first(AUDIO)))
+        yield replace(utterance, audio=_locate(name, utterance.audio, folders))
+
+
+FORMAT = FolderFormat(
+    detect=lambda path: _file(path) is not None,
+    read=_read,
+    files=lambda path: ([file], []) if (file := _file(path)) is not None else None,
+)
+
+
+def _locate(name: str, path: str, folders: Sequence[Path]) -> str:
+    """Return where a file is: beside the table, or in the folder that its corpus has for audio."""
+    for folder in folders:
+        for suffix in ("", ".wav", ".flac", ".mp3", ".ogg", ".opus"):
+            candidate = os.path.join(folder, name + suffix)
+            if os.path.isfile(candidate):
+                return os.path.abspath(candidate)
+    return path
+
+
+def rows(path: Path) -> Iterator[ManifestRow | RejectedRow]:
+    """Yield the rows of a table, each under the names of its header."""
+    lines = numbered_lines(path)
+    number, header = next(lines, (0, ""))
+    if not number:
+        return
+    delimiter, names = _header(header, path)
+    first = None
+    if names is None:
+        names, first = list(_LJ_SPEECH), (number, header)
+        if len(_fields(header, delimiter)) == 2:
+            names = ["file_name", "text"]
+    unknown = [name for name in names if name and name not in READ | _IGNORED]
+    if unknown:
+        log.warning("%s: columns that are not read: %s.", path, ", ".join(map(repr, unknown)))
+    pending: list[tuple[int, str]] = [] if first is None else [first]
+    for number, fields in _split(pending, lines, delimiter, len(names)):
+        origin = f"{path}:{number}"
+        if isinstance(fields, str):
+            yield RejectedRow(f"{path.name}:{number}", origin, f"{origin}: {fields}")
+        else:
+            values = {name: value for name, value in zip(names, fields, strict=True) if name}
+            yield ManifestRow(values, path, number, origin)
+
+
+def _header(line: str, path: Path) -> tuple[str, list[str] | None]:
+    """Return the delimiter and the columns; None for LJSpeech's tables, which have no header."""
+    for delimiter in _DELIMITERS:
+        names = [name.strip() for name in _fields(line, delimiter)]
+        if not set(names).isdisjoint(AUDIO) and len(names) > 1:
+            return delimiter, names
+    if line.count("|") in (1, 2):
+        return "|", None
+    raise ValueError(
+        f"{path}: the first line must name the columns, among them one of {', '.join(AUDIO[:6])} "
+        f"and one of {', '.join(TEXT[:4])}, but is {line.strip()[:80]!r}."
+    )
+
+
+def _fields(line: str, delimiter: str) -> list[str]:
+    return next(csv.reader([line.rstrip("\r\n")], delimiter=delimiter), [])
+
+
+def _split(
+    pending: list[tuple[int, str]],
+    lines: Iterator[tuple[int, str]],
+    delimiter: str,
+    width: int,
+) -> Iterator[tuple[int, list[str] | str]]:
+    """Yield the number and the fields of each row, or why it has none.
+
+    Quotes are those of CSV where a row has all its columns so. Else they are letters, as Common
+    Voice writes them: a row never swallows others because its text begins with a quote.
+    """
+    while (row := pending.pop(0) if pending else next(lines, None)) is not None:
+        number, line = row
+        plain = line.rstrip("\r\n").split(delimiter)
+        if line.count('"') % 2 == 0:
+            quoted = _fields(line, delimiter)
+            if len(quoted) == width:
+                yield number, quoted
+                continue
+        if line.count('"') % 2 and not pending and (another := next(lines, None)) is not None:
+            pending.append(another)
+        goes_on = bool(pending) and len(pending[0][1].split(delimiter)) != width
+        if len(plain) == width and not (line.count('"') % 2 and goes_on):
+            yield number, plain
+            continue
+        if line.count('"') % 2:
+            # A field in quotes may have line breaks; if it never ends, the lines are rows again.
+            text, taken = line, []
+            while text.count('"') % 2 and len(taken) < _MAX_ROW_LINES:
+                another = pending.pop(0) if pending else next(lines, None)
+                if another is None:
+                    break
+                taken.append(another)
+                text += another[1]
+            quoted = next(csv.reader(text.splitlines(keepends=True), delimiter=delimiter), [])
+            if text.count('"') % 2 == 0 and len(quoted) == width:
+                yield number, quoted
+                continue
+            pending[:0] = taken
+            if len(plain) == width:
+                yield number, plain
+                continue
+        yield (
+            number,
+            (
+                f"has {len(plain)} columns, but the first line has {width}: put fields with "
+                f"{'tabs' if delimiter == chr(9) else repr(delimiter)} in double quotes."
+            ),
+        )

@@ -1,0 +1,347 @@
+"""Manifests and folders as people have them: every row and every recording is kept or listed."""
+
+import gzip
+import json
+import random
+import shutil
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from effasr.data.audio.waveform import load_audio
+from effasr.data.manifest.prepare import prepare
+from effasr.data.manifest.reader import read
+
+RATE = 16_000
+TEXTS = ["one", "two, three", "four", '"five and six', 'say "seven"', 'eight" nine', "ten", "x y"]
+
+
+def tone(hertz: float, seconds: float = 1.0) -> np.ndarray:
+    return (0.3 * np.sin(2 * np.pi * hertz * np.arange(round(seconds * RATE)) / RATE)).astype("f4")
+
+
+def write(path: Path, *tones: float, seconds: float = 1.0) -> Path:
+    """Write a recording with a tone in each channel."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    soundfile.write(path, np.stack([tone(hertz, seconds) for hertz in tones], 1), RATE)
+    return path
+
+
+def hertz(cut) -> int:
+    """Return the frequency of the loudest tone of a cut."""
+    audio = load_audio(cut)
+    return round(np.abs(np.fft.rfft(audio)).argmax() * RATE / len(audio) / 10) * 10
+
+
+def prepared(source: Path, tmp_path: Path) -> tuple[list, list[dict]]:
+    """Return the kept cuts and the lines of dropped.jsonl."""
+    out = tmp_path / "prepared"
+    shutil.rmtree(out, ignore_errors=True)
+    report = prepare(source, out, jobs=1)
+    dropped = [json.loads(line) for line in (out / "dropped.jsonl").read_text().splitlines()]
+    kept = list(read(out)) if report.kept.utterances else []
+    assert (len(kept), len(dropped)) == (report.kept.utterances, report.dropped.utterances)
+    return kept, dropped
+
+
+def texts(cuts) -> list[str]:
+    return [cut.supervisions[0].text for cut in cuts]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for number in range(len(TEXTS)):
+        write(tmp_path / "set" / f"c{number}.wav", 200 + 100 * number)
+    return tmp_path / "set"
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("delimiter", ["\t", ";", "|"])
+@pytest.mark.parametrize("names", ["file_name text", "path sentence", "audio transcription"])
+def test_tables_keep_all_rows(folder, tmp_path, names, delimiter, mark, ending) -> None:
+    """Whatever the delimiter, and whatever quotes are in the texts."""
+    rows = [names.split(), *([f"c{number}.wav", text] for number, text in enumerate(TEXTS))]
+    content = mark + "".join(delimiter.join(row) + ending for row in rows)
+    (folder / "metadata.csv").write_bytes(content.encode())
+    kept, dropped = prepared(folder, tmp_path)
+    assert (texts(kept), dropped) == (TEXTS, [])
+    assert [hertz(cut) for cut in kept] == [200 + 100 * number for number in range(len(TEXTS))]
+
+
+def test_quotes_of_csv_and_quotes_of_a_text(folder, tmp_path) -> None:
+    (folder / "metadata.csv").write_text(
+        'file_name,text\nc0.wav,"a, b"\nc1.wav,"never closed\nc2.wav,"say ""c"""\n'
+        'c3.wav,"two\nlines"\nc4.wav,d, e\nc5.wav,closed"\n'
+    )
+    kept, dropped = prepared(folder, tmp_path)
+    assert texts(kept) == ["a, b", '"never closed', 'say "c"', "two\nlines", 'closed"']
+    (row,) = dropped
+    assert (row["reason"], row["id"]) == ("malformed_row", "metadata.csv:7")
+    assert "metadata.csv:7: has 3 columns, but the first line has 2" in row["details"]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+@pytest.mark.parametrize("names", ["offset duration", "start end"])
+def test_parts_of_a_recording(tmp_path, suffix, names) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    talk = np.concatenate([tone(300), tone(500), tone(700)])
+    soundfile.write(folder / "talk.wav", talk, RATE)
+    times = [(0.0, 1.0), (1.0, 1.0 if names.startswith("offset") else 2.0)]
+    rows = [("talk.wav", *span, text) for span, text in zip(times, ("a", "b"), strict=True)]
+    columns = ["file_name", *names.split(), "text"]
+    if suffix == "csv":
+        lines = [",".join(map(str, row)) for row in (columns, *rows)]
+    else:
+        lines = [json.dumps(dict(zip(columns, row, strict=True))) for row in rows]
+    (folder / f"metadata.{suffix}").write_text("\n".join(lines))
+    kept, dropped = prepared(folder, tmp_path)
+    assert [(hertz(cut), cut.duration) for cut in kept] == [(300, 1.0), (500, 1.0)]
+    assert dropped == []
+
+
+def test_columns_that_are_not_read_are_named(folder, tmp_path, caplog) -> None:
+    (folder / "metadata.csv").write_text("file_name,text,begin_s,up_votes\nc0.wav,a,1.0,2\n")
+    prepared(folder, tmp_path)
+    assert "metadata.csv: columns that are not read: 'begin_s'." in caplog.text
+
+
+def test_ljspeech(tmp_path) -> None:
+    folder = tmp_path / "set"
+    for number in range(2):
+        write(folder / "wavs" / f"LJ{number}.wav", 300 + 100 * number)
+    (folder / "metadata.csv").write_text("LJ0|Dr. A|Doctor A\nLJ1|b|b\nLJ9|c|c\n")
+    kept, dropped = prepared(folder, tmp_path)
+    assert (texts(kept), [hertz(cut) for cut in kept]) == (["Doctor A", "b"], [300, 400])
+    assert [row["reason"] for row in dropped] == ["missing_audio"]
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_common_voice(tmp_path, is_folder) -> None:
+    folder = tmp_path / "set"
+    rows = ["client_id\tpath\tsentence\tup_votes\tlocale\tsegment"]
+    for number, text in enumerate(TEXTS):
+        write(folder / "clips" / f"v{number}.mp3", 300)
+        rows.append(f"c{number % 2}\tv{number}.mp3\t{text}\t2\tcy\t")
+    (folder / "train.tsv").write_text("\n".join(rows))
+    kept, dropped = prepared(folder if is_folder else folder / "train.tsv", tmp_path)
+    assert (texts(kept), dropped) == (TEXTS, [])
+    assert {cut.supervisions[0].language for cut in kept} == {"cy"}
+    assert {cut.supervisions[0].speaker for cut in kept} == {"c0", "c1"}
+
+
+def test_every_recording_of_a_folder_is_kept_or_listed(tmp_path) -> None:
+    suffixes = ("wav", "aiff", "aif", "au", "caf", "w64", "ogg", "oga", "flac", "mp3")
+    for suffix in suffixes:
+        kind = {"oga": "OGG", "aif": "AIFF"}.get(suffix, suffix.upper())
+        with (write(tmp_path / "set" / "x.wav", 300).parent / f"r_{suffix}.{suffix}").open(
+            "wb"
+        ) as f:
+            soundfile.write(f, tone(400), RATE, format=kind)
+        (tmp_path / "set" / f"r_{suffix}.txt").write_text(suffix)
+    (tmp_path / "set" / "x.wav").rename(tmp_path / "set" / "without.wav")
+    (tmp_path / "set" / "video.m4a").write_bytes(b"\0\0\0\x20ftypM4A " + bytes(99))
+    (tmp_path / "set" / "video.txt").write_text("m4a")
+    kept, dropped = prepared(tmp_path / "set", tmp_path)
+    assert sorted(texts(kept)) == sorted(suffixes)
+    assert {row["id"]: row["reason"] for row in dropped} == {
+        "video": "unreadable_audio",
+        "without": "malformed_row",
+    }
+
+
+@pytest.mark.parametrize("separator", [" ", "\t", "  "])
+@pytest.mark.parametrize("suffix", ["wav", "flac", "mp3"])
+def test_librispeech(tmp_path, suffix, separator) -> None:
+    folder = tmp_path / "set"
+    for number in range(3):
+        write(folder / "84" / f"84-{number}.{suffix}", 300)
+    (folder / "84" / "84.trans.txt").write_text(f"84-0{separator}A B\n84-1{separator}C\n")
+    kept, dropped = prepared(folder, tmp_path)
+    assert texts(kept) == ["A B", "C"]
+    assert [(row["id"], row["reason"]) for row in dropped] == [("84-2", "malformed_row")]
+
+
+SUBTITLES = {
+    "srt": "1\n00:00:00,000 --> 00:00:01,000\nOne <i>two</i>.\n\n2\n00:00:01,000 --> 00:00:02,000\n"
+    "Three\nfour.\n",
+    "vtt": "WEBVTT\n\nNOTE a note\n\n00:00.000 --> 00:01.000 align:start\nOne two.\n\n"
+    "00:01.000 --> 00:02.000\nThree\nfour.\n",
+    "ctm": "talk 1 0.0 0.4 One\ntalk 1 0.5 0.5 two.\ntalk 1 1.7 0.2 Three\ntalk 1 1.9 0.1 four.\n",
+}
+
+
+@pytest.mark.parametrize("kind", SUBTITLES)
+def test_subtitles_beside_a_recording(tmp_path, kind) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    soundfile.write(folder / "talk.wav", np.concatenate([tone(300), tone(500)]), RATE)
+    (folder / f"talk.{kind}").write_text(SUBTITLES[kind])
+    kept, dropped = prepared(folder, tmp_path)
+    assert (texts(kept), dropped) == (["One two.", "Three four."], [])
+    assert [hertz(cut) for cut in kept] == [300, 500]
+
+
+@pytest.mark.parametrize("channels", [(0, 1), ("A", "B"), ([0], [1])])
+def test_channels_of_a_call(tmp_path, channels) -> None:
+    write(tmp_path / "call.wav", 300, 500)
+    lines = [
+        {"audio_filepath": "call.wav", "text": text, "channel": channel, "id": text}
+        for text, channel in zip("ab", channels, strict=True)
+    ]
+    lines.append({"audio_filepath": "call.wav", "text": "c", "channel": 2, "id": "c"})
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    kept, dropped = prepared(tmp_path / "m.jsonl", tmp_path)
+    assert [hertz(cut) for cut in kept] == [300, 500]
+    assert "`channel` is 2, but the file has 2, counted from 0" in dropped[0]["details"]
+
+
+def test_kaldi_channels_and_segments(tmp_path) -> None:
+    folder = tmp_path / "set"
+    write(folder / "call.wav", 300, 500)
+    (folder / "wav.scp").write_text("call-A call.wav\ncall-B call.wav\n")
+    (folder / "reco2file_and_channel").write_text("call-A call A\ncall-B call B\n")
+    (folder / "segments").write_text(
+        "a call-A 0 0.5\nb call-B 0.5 1.35\nzero call-A 0.5 0.5\nfar call-A 0.5 1.9\n"
+    )
+    (folder / "text").write_text("a one\nb two\nzero three\nfar four\nnowhere five\n")
+    kept, dropped = prepared(folder, tmp_path)
+    assert [(hertz(cut), cut.duration) for cut in kept] == [(300, 0.5), (500, 0.5)]
+    assert {row["id"]: row["reason"] for row in dropped} == {
+        "zero": "malformed_row",
+        "far": "duration_mismatch",
+        "nowhere": "malformed_row",
+    }
+
+
+def supervised(begin: float, length: float, **cut: object) -> dict:
+    supervision = {"id": "s", "recording_id": "r", "channel": 0, "text": "a", "language": "en"}
+    source = {"type": "file", "channels": [0], "source": "r.wav"}
+    return {
+        **{"id": "u", "type": "MonoCut", "start": 0.0, "duration": 3.0, "channel": 0},
+        "supervisions": [supervision | {"start": begin, "duration": length}],
+        "recording": {
+            **{"id": "r", "sources": [source], "sampling_rate": RATE, "num_samples": 3 * RATE},
+            **{"duration": 3.0, "channel_ids": [0]},
+        },
+        **cut,
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (supervised(0.0, 3.0), (0, 3.0)),
+        (supervised(0.0, 2.95), (0, 3.0)),
+        (supervised(1.0, 1.0), (500, 1.0)),
+        (supervised(2.0, 1.05), (700, 1.0)),
+        (supervised(-0.5, 2.0, start=1.0, duration=2.0), None),
+        (supervised(0.0, 2.0, duration=1.0), None),
+    ],
+)
+def test_a_text_has_the_span_of_its_supervision(tmp_path, line, expected) -> None:
+    soundfile.write(tmp_path / "r.wav", np.concatenate([tone(300), tone(500), tone(700)]), RATE)
+    (tmp_path / "cuts.jsonl").write_text(json.dumps(line))
+    kept, dropped = prepared(tmp_path / "cuts.jsonl", tmp_path)
+    if expected is None:
+        assert kept == []
+        assert "has only a part of what its supervision says" in dropped[0]["details"]
+    else:
+        loudest, duration = expected
+        assert [cut.duration for cut in kept] == [pytest.approx(duration)]
+        assert not loudest or hertz(kept[0]) == loudest
+
+
+def test_recordings_and_supervisions(tmp_path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    soundfile.write(folder / "r.wav", np.concatenate([tone(300), tone(500), tone(700)]), RATE)
+    cut = supervised(1.0, 1.0)
+    lines = [cut["supervisions"][0], cut["supervisions"][0] | {"id": "t", "recording_id": "q"}]
+    for kind, rows in (("recordings", [cut["recording"]]), ("supervisions", lines)):
+        with gzip.open(folder / f"corpus_{kind}_train.jsonl.gz", "wt") as file:
+            file.write("\n".join(map(json.dumps, rows)))
+    kept, dropped = prepared(folder, tmp_path)
+    assert [(hertz(cut), cut.duration) for cut in kept] == [(500, 1.0)]
+    assert "recording 'q' is not in the recordings" in dropped[0]["details"]
+
+
+NAMES = ["na\u00efve caf\u00e9.wav", "sub/a.wav", "b.wav", "c d.wav"]
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_names_that_differ_in_spelling(tmp_path, form) -> None:
+    for number, name in enumerate(NAMES):
+        write(tmp_path / unicodedata.normalize(form, name), 300 + 100 * number)
+    spelled = [unicodedata.normalize("NFC" if form == "NFD" else "NFD", NAMES[0])]
+    spelled += ["sub\\a.wav", "b.wav ", "c d.wav", "https://example.org/a.wav"]
+    lines = [{"audio_filepath": name, "text": "a"} for name in spelled]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    kept, dropped = prepared(tmp_path / "m.jsonl", tmp_path)
+    assert [hertz(cut) for cut in kept] == [300, 400, 500, 600]
+    assert "`audio_filepath` is a URL" in dropped[0]["details"]
+
+
+BAD = [
+    *({"text": float("nan")}, {"text": 5}, {"duration": 0.0}, {"duration": "long"}),
+    *({"offset": -0.01}, {"audio_filepath": ["a"]}, {"channel": "left"}, {"pnc": "perhaps"}),
+    *({"id": ["u"]}, {"start": 0.5, "end": 0.2}),
+]
+GOOD = [{"id": 7}, {"speaker": 17}, {"duration": "1.0"}, {"channel": None}, {"extra": {}}]
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_bad_row_stops_no_other(tmp_path, first) -> None:
+    """Those at the beginning of a file do not decide its format, either."""
+    write(tmp_path / "a.wav", 300)
+    lines = [json.dumps({"audio_filepath": "a.wav", "text": "a"} | row) for row in (*GOOD, *BAD)]
+    good = lines[: len(GOOD)]
+    lines[len(GOOD) : len(GOOD)] = ["{", "[]", '{"other": 1}']
+    lines = lines[::-1] if first else lines
+    (tmp_path / "m.jsonl").write_text("\n".join(lines))
+    kept, dropped = prepared(tmp_path / "m.jsonl", tmp_path)
+    assert len(kept) == len(GOOD)
+    assert {row["reason"] for row in dropped} == {"malformed_row"}
+    assert len(dropped) == len(BAD) + 3
+    numbers = sorted(int(row["details"].split("m.jsonl:")[1].split(":")[0]) for row in dropped)
+    expected = [n for n, line in enumerate(lines, 1) if line not in good]
+    assert numbers == expected
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "trans"])
+def test_random_damage_loses_no_row(tmp_path, kind) -> None:
+    """Kept and dropped together are the rows that are there."""
+    folder = tmp_path / "set"
+    rng = random.Random(kind)
+    for number in range(6):
+        write(folder / f"r{number}.wav", 300)
+    rows = [(f"r{number}.wav", f"text {number}") for number in range(6)]
+    for _ in range(15):
+        if kind == "jsonl":
+            lines = [json.dumps({"audio_filepath": a, "text": t}) for a, t in rows]
+            path = folder / "m.jsonl"
+        elif kind == "trans":
+            lines = [f"{a[:-4]} {t}" for a, t in rows]
+            path = folder / "r.trans.txt"
+        else:
+            delimiter = "," if kind == "csv" else "\t"
+            lines = [delimiter.join(row) for row in (("file_name", "text"), *rows)]
+            path = folder / f"metadata.{kind}"
+        fixed = 1 if kind in ("csv", "tsv") else 0
+        for _ in range(rng.randint(1, 4)):
+            number = rng.randrange(fixed, len(lines))
+            at = rng.randrange(len(lines[number]))
+            insertion = rng.choice(['"', ",", "\t", "{", "x", "\u200b", ";", ""])
+            lines[number] = lines[number][:at] + insertion + lines[number][at + rng.randint(0, 3) :]
+        path.write_text("\n".join(lines))
+        present = sum(bool(line.strip()) for line in lines[fixed:])
+        try:
+            kept, dropped = prepared(folder if kind == "trans" else path, tmp_path)
+        except ValueError:  # nothing could be read, which is said
+            continue
+        files = [row for row in dropped if row["details"].endswith("is in no *.trans.txt.")]
+        assert len(kept) + len(dropped) - len(files) == present
