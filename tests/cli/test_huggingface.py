@@ -96,9 +96,7 @@ def tuned_and_out(effasr, tune, source, folder, recipe, language, name):
     assert effasr("import", folder / "hf", folder / "back").code == 0
     after = load_model(resolve(run)).model.state_dict()
     again = load_model(folder / "back").model.state_dict()
-    assert again.keys() == after.keys()
-    for part, value in after.items():
-        assert torch.equal(again[part], value), part
+    torch.testing.assert_close(again, after, rtol=0, atol=0)
     before = loader.from_pretrained(source)
     assert model.config.vocab_size == before.config.vocab_size
     return model, before

@@ -24,27 +24,26 @@ def test_a_damaged_model_directory(effasr, workplace, model, tmp_path, file, con
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     else:
         path.write_text(content)
+    assert_refused(effasr, workplace, model, tmp_path / "out", message)
+
+
+def assert_refused(effasr, workplace, model, out, message):
     for outcome in (
         effasr("evaluate", "--run", model, "--manifest", workplace.folder / "dev"),
         effasr("transcribe", "--run", model, workplace.wav),
-        effasr("export", model, tmp_path / "out"),
+        effasr("export", model, out),
     ):
         assert outcome.code == 2
         assert message in outcome.error
         assert outcome.out == ""
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("name", ["gone", "empty"])
 def test_a_run_without_a_checkpoint(effasr, workplace, tmp_path, name):
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
-    for outcome in (
-        effasr("evaluate", "--run", tmp_path / name, "--manifest", workplace.folder / "dev"),
-        effasr("transcribe", "--run", tmp_path / name, workplace.wav),
-        effasr("export", tmp_path / name, tmp_path / "out"),
-    ):
-        assert outcome.code == 2
-        assert "must be a model directory or a run with a checkpoint" in outcome.error
+    message = "must be a model directory or a run with a checkpoint"
+    assert_refused(effasr, workplace, tmp_path / name, tmp_path / "out", message)
 
 
 def test_a_manifest_in_another_language(effasr, workplace, manifest, tmp_path):
@@ -52,9 +51,8 @@ def test_a_manifest_in_another_language(effasr, workplace, manifest, tmp_path):
     command = ("evaluate", "--run", workplace.run, "--manifest", path, "--output", tmp_path / "out")
     failed = effasr(*command)
     assert failed.code == 2
-    assert "none of its 2 utterances can be evaluated; the first, train-0: the language" in (
-        failed.error
-    )
+    message = "none of its 2 utterances can be evaluated; the first, train-0: the language"
+    assert message in failed.error
     assert failed.out == ""
     assert not (tmp_path / "out").exists()
 

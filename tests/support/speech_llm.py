@@ -29,16 +29,9 @@ FAMILIES = {
 def architecture(kind: str, **fields) -> str:
     """The ``config.json`` of a tiny language model."""
     sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
+        **{"vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 80},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     }
     return json.dumps({"model_type": kind, **sizes, **FAMILIES.get(kind, {}), **fields})
 
