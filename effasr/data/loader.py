@@ -64,11 +64,6 @@ class Loader:
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"`rank` must be in 0 .. {world_size - 1}, but is {rank}.")
-        if config.micro_batches < world_size:
-            raise ValueError(
-                f"`micro_batches` must be at least the number of ranks, {world_size}, so that each "
-                f"has something to do, but is {config.micro_batches}: start fewer ranks."
-            )
         self._corpus = corpus
         self._config = config
         self._seed = seed
@@ -259,7 +254,8 @@ def _uneven(micro_batches: int, world_size: int) -> str:
         f"`micro_batches` = {micro_batches} is no multiple of the number of ranks, {world_size}: "
         f"in each step {idle} of {rounds * world_size} places stay empty, "
         f"{100 * idle / (rounds * world_size):.0f} % of the time of all; a run of "
-        f"{(rounds - 1) * world_size} or {rounds * world_size} micro-batches would lose nothing."
+        f"{f'{whole} or ' if (whole := (rounds - 1) * world_size) else ''}{rounds * world_size} "
+        "micro-batches would lose nothing."
     )
 
 

@@ -86,12 +86,18 @@ def end_with_parent(parent: int, worker: int) -> None:
     del worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal_at_death_of_parent(signal.SIGKILL)
         if os.getppid() != parent:
             # It died between the fork and the line above, of which the kernel then says nothing.
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_obey_parent_alone, daemon=True).start()
+
+
+def signal_at_death_of_parent(number: signal.Signals) -> None:
+    """Let the kernel send this process a signal when its parent dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _obey_parent_alone() -> None:

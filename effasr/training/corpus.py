@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effasr import config as configuration
 from effasr.data.tokenizer import ChatTokenizer, Tokenizer
-from effasr.training.checkpointing.resume import Saved
+from effasr.training.checkpointing.resume import Saved, begin_anew
 from effasr.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) 
     if saved is not None and saved.state["corpus"] != corpus.fingerprint:
         raise ValueError(
             f"`{section}` must hold the same utterances, texts and order that the checkpoint "
-            "was trained on, but has changed. Restore it, choose another `name`, or start again "
-            "with training.restart=true."
+            "was trained on, but has changed: restore it, "
+            f"{begin_anew(configuration.to_mapping(config))}."
         )
     return corpus
 

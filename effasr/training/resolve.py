@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from effasr import checkpoint
 from effasr import config as configuration
@@ -15,7 +15,8 @@ from effasr.distributed.process_group import DistributedContext
 from effasr.model.config import ModelConfig
 from effasr.model.cost import cost_model, text_cost_model
 from effasr.training import cuda_graph
-from effasr.training.checkpointing.resume import Saved, check_resumable, check_same_plan
+from effasr.training.batch_division import as_before, divide, requested
+from effasr.training.checkpointing.resume import Saved, begin_anew, check_resumable, check_same_plan
 from effasr.training.config import ASYNCHRONOUS, TrainConfig, adascale_scale, resolve_losses
 from effasr.training.corpus import load_corpus
 from effasr.training.weights import joins_language_model, source_of_model
@@ -35,11 +36,16 @@ class Resolved:
     tokenizer: Tokenizer
     corpus: TrainingCorpus
     loader: Loader
+    # How micro-batches were divided among more ranks: the state for a resumed run, and a line.
+    division: dict[str, Any] | None = None
+    division_line: str = ""
 
 
 def resolve(config: TrainConfig, saved: Saved | None, context: DistributedContext) -> Resolved:
     """Resolve the settings, and read the tokenizer and the corpus; all ranks call this."""
-    config = resolve_config(config, saved)
+    fields = requested(config)
+    config = resolve_config(as_before(config, saved), saved)
+    division, line = None, ""
     if saved is not None:
         check_resumable(saved, config, context.size)
     tokenizer = find_tokenizer(config, saved)
@@ -48,6 +54,12 @@ def resolve(config: TrainConfig, saved: Saved | None, context: DistributedContex
 
         config = resolve_auto_frame_budget(config, tokenizer, context)
     corpus = load_corpus(config, tokenizer, saved)
+    if saved is not None:
+        division = saved.state.get("division")
+    elif config.data.micro_batches < context.size:
+        config, parts, line = divide(config, corpus, context.size)
+        division = {"parts": parts, "requested": fields}
+        corpus = load_corpus(config, tokenizer, saved)
     text_alone = config.data.text_alone
     text_cost = text_cost_model(config.model, tokenizer.vocab_size) if text_alone else None
     loader = Loader(
@@ -61,7 +73,7 @@ def resolve(config: TrainConfig, saved: Saved | None, context: DistributedContex
     )
     if saved is not None:
         check_same_plan(saved.state, loader.fingerprint)
-    return Resolved(config, saved, tokenizer, corpus, loader)
+    return Resolved(config, saved, tokenizer, corpus, loader, division, line)
 
 
 def resolve_config(config: TrainConfig, saved: Saved | None) -> TrainConfig:
@@ -110,7 +122,8 @@ def find_tokenizer(config: TrainConfig, saved: Saved | None) -> Tokenizer:
         if has_moved and load_tokenizer(path).pieces() != of_source.pieces():
             raise ValueError(
                 f"`data.tokenizer` must stay the one of the checkpoint, from {before}, but {path} "
-                "has other pieces: leave it, or begin anew with training.restart=true."
+                "has other pieces: leave it, "
+                f"{begin_anew(configuration.to_mapping(config))}."
             )
         return of_source
     if not path:
@@ -137,8 +150,8 @@ def _resolve_language_model(config: TrainConfig, saved: Saved | None) -> TrainCo
         architecture = (before.get("language_model") or {}).get("architecture")
         if architecture is None:
             raise ValueError(
-                "`model.language_model` must stay null, as in the checkpoint of this run: choose "
-                "another `name`, or start again with training.restart=true."
+                "`model.language_model` must stay null, as in the checkpoint of this run: leave "
+                f"it out, {begin_anew(configuration.to_mapping(config))}."
             )
     else:
         architecture = read_architecture(settings.path)

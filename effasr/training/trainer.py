@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -27,9 +28,9 @@ from effasr.training.checkpointing.state import OptimizerState, RunProgress, Sta
 from effasr.training.config import ASYNCHRONOUS, TrainConfig
 from effasr.training.diagnostics import examples
 from effasr.training.diagnostics.monitor import build_diagnostics
-from effasr.training.fault_tolerance.nonfinite_guard import NonFiniteGuard
+from effasr.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, is_finite
 from effasr.training.fault_tolerance.phase_tracker import WAITING
-from effasr.training.fault_tolerance.stop import StopRequest, listening
+from effasr.training.fault_tolerance.stop import StopInterrupt, StopRequest, listening
 from effasr.training.fault_tolerance.watchdog import Watchdog
 from effasr.training.metrics import MixtureStats, TrainingMetrics
 from effasr.training.profiler import PROFILE_FOLDER, StepProfiler
@@ -50,10 +51,18 @@ log = logging.getLogger(__name__)
 def run(config: TrainConfig) -> int:
     """Train, or continue to train, until the last step or a request to stop.
 
-    Under torchrun, every process calls this. SIGTERM or SIGINT to any of them ends the run with a
-    checkpoint, after the step that begins next. The same command continues from there. A second
-    SIGINT interrupts at once. The exit code is 0 if done or stopped on request, else 1.
+    Under torchrun, every process calls this. A signal of `stop.SIGNALS` to any of them ends the run
+    with a checkpoint, after the step that begins next, or at once in a validation and before the
+    first step. The same command continues from there. A second SIGINT interrupts at once. The exit
+    code is 0 if done or stopped on request, else 1.
     """
+    try:
+        return _run(config)
+    except StopInterrupt:
+        return 0
+
+
+def _run(config: TrainConfig) -> int:
     settings = config.training
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -72,8 +81,12 @@ def run(config: TrainConfig) -> int:
                 directory.checkpoints, settings.keep, background=settings.async_save
             )
             saved = _find_checkpoint(run_log, checkpoints, context, restart=settings.restart)
-            with run_log.listing_dropped(context):
-                resolved = resolve(config, saved, context)
+            try:
+                with run_log.listing_dropped(context), stop.interrupting(context):
+                    resolved = resolve(config, saved, context)
+            except StopInterrupt:
+                log.warning("stopped before a step was made; the same command begins again")
+                raise
             trainer = Trainer(resolved, context, run_log, checkpoints)
             try:
                 with run_log.display, checkpoints:
@@ -137,6 +150,8 @@ class Trainer:
         folder = run_log.directory.path / PROFILE_FOLDER
         self.profiler = StepProfiler(config.training.profile, context, folder)
         self.progress = RunProgress()
+        self._stop = StopRequest()
+        self._shown_nonfinite = -1  # Last step of finite weights in the last message
         if resolved.saved is not None:
             self._restore(resolved.saved)
         self._open_log()
@@ -144,6 +159,7 @@ class Trainer:
     def train(self, stop: StopRequest) -> None:
         """Train until the last step, or until a rank was asked to stop."""
         settings, strategy, progress = self.config.training, self.strategy, self.progress
+        self._stop = stop
         self._describe()
         if self._is_finished:
             self.log.show(
@@ -153,8 +169,7 @@ class Trainer:
             self.log.show(f"continuing from step {progress.step} of {settings.max_steps}")
         steps_of_rank = strategy.steps(self.resolved.loader, self.state, progress)
         with closing(self.profiler), steps_of_rank as steps, self.watchdog:
-            if progress.must_validate:
-                self._run_validation()
+            if progress.must_validate and self._run_validation():
                 self._save()
             while not self._is_finished and not strategy.is_stopping:
                 made = strategy.steps_made(progress)
@@ -162,17 +177,25 @@ class Trainer:
                     is_sync_point = self._advance(steps, stop)
                 if not is_sync_point:
                     continue
+                must_save = self._is_due(settings.checkpoint_every)
                 # A request to stop takes precedence; the validation follows when the run continues.
                 if progress.must_validate and not strategy.is_stopping:
-                    self._run_validation()
-                must_save = self._is_due(settings.checkpoint_every)
+                    if must_save:
+                        # Before what takes long, during which the process may be killed.
+                        self._save()
+                    if not self._run_validation() and must_save:
+                        break
                 if progress.is_best or strategy.is_stopping or must_save:
                     self._save()
         self.checkpoints.wait()
-        if not self._is_finished:
-            self.log.show(f"stopped at step {progress.step}; the same command continues from there")
+        count = self.metrics.skipped
+        skipped = f"; {count} updates were skipped, see skipped.jsonl" if count else ""
+        if not self._is_finished or progress.must_validate:
+            self.log.show(
+                f"stopped at step {progress.step}; the same command continues from there{skipped}"
+            )
         else:
-            self.log.show(f"done: {self.log.directory.path}")
+            self.log.show(f"done: {self.log.directory.path}{skipped}")
 
     def _advance(self, steps: Iterator[StepBatch | None], stop: StopRequest) -> bool:
         """Make a step or synchronize; return whether all ranks are at the same step now."""
@@ -189,13 +212,15 @@ class Trainer:
             self._train(data, stop)
         is_sync_point = strategy.is_sync_point(data)
         progress.is_best = False
-        progress.must_validate = is_sync_point and self._is_due(self.config.training.validate_every)
+        is_due = is_sync_point and self._is_due(self.config.training.validate_every)
+        progress.must_validate = is_due and self.validate is not None
         must_log = self._must_log(is_sync_point)
         self._handle_nonfinite(keep_pending=0 if must_log else 1)
         if data is not None:
             metrics.time(time.perf_counter() - started, waited)
         self.log.display.advance(progress.step)
         if must_log:
+            self._check_weights()
             line = metrics.line(progress.step, progress.epoch)
             changes = [] if self.diagnostics is None else self.diagnostics.observe(line)
             line |= {} if self.diagnostics is None else self.diagnostics.flags()
@@ -267,20 +292,39 @@ class Trainer:
             with full_weights(self.state, self.model):
                 self.guard.handle(reports, self.metrics.consecutive_skips)
 
-    def _run_validation(self) -> None:
-        """Validate and record whether the result is the best so far."""
-        self.progress.must_validate = False
-        if self.validate is None:
-            return
+    def _check_weights(self) -> bool:
+        """Return whether this rank's weights are finite; say so at the first that are not."""
+        progress, before = self.progress, self.progress.finite_step
+        if is_finite(self.state.model):
+            progress.finite_step = progress.step
+            return True
+        if self._shown_nonfinite != before:
+            self._shown_nonfinite = before
+            self.log.show(
+                f"step {progress.step}: the weights are not finite; they were at step {before}. "
+                "Begin anew with a lower optimizer.lr, or from a checkpoint up to that step."
+            )
+        return False
+
+    def _run_validation(self) -> bool:
+        """Validate and record whether the result is the best so far; False if stopped in it."""
+        assert self.validate is not None
         self.state.phases.begin("validating")
         average_over_ranks(self.state, self.strategy.context)
-        with ranges.range("validation"), self._published_weights(), merged(self.model):
-            results = self.validate()
+        are_finite = all(self.strategy.context.all_gather(self._check_weights()))
+        try:
+            with ranges.range("validation"), self._published_weights(), merged(self.model):
+                results = self.validate(self._stop)
+        except StopInterrupt:
+            self.strategy.is_stopping = True
+            return False
+        self.progress.must_validate = False
         if self.config.model.best_rq is not None:
             metric = self._record_losses(results)
         else:
             metric = self._record_transcripts(results)
-        self.progress.record_metric(metric)
+        self.progress.record_metric(metric if are_finite else math.nan)
+        return True
 
     def _record_losses(self, results: Mapping[str, LossResult]) -> float:
         for name, result in results.items():
@@ -296,10 +340,13 @@ class Trainer:
         chosen = {} if settings is None else examples.choose(evaluations, settings.examples)
         for name, result in results.items():
             self.log.validation(step, epoch, name, result, chosen.get(name, ()))
+        probe = reduce(add, (result.probe for result in results.values()))
         if self.diagnostics is not None:
-            probe = reduce(add, (result.probe for result in results.values()))
             changes = self.diagnostics.validated(evaluations, probe, epoch)
             self.log.changes(step, epoch, changes)
+        if not all(map(math.isfinite, probe.summary().values())):
+            self.log.show(f"step {step}: the validation loss is not finite: this is never the best")
+            return math.nan
         return total(evaluation.errors for evaluation in evaluations.values()).wer
 
     @contextmanager
@@ -378,9 +425,10 @@ class Trainer:
         epoch, number = self.progress.position
         plan = self.resolved.loader.fingerprint(epoch) if number else None
         ranks = self.strategy.context.size
-        return identity(self.config, self.resolved.corpus.fingerprint, plan, ranks)
+        same = identity(self.config, self.resolved.corpus.fingerprint, plan, ranks)
+        return same | {"division": self.resolved.division}
 
-    def _make_validator(self) -> Callable[[], Mapping[str, Any]] | None:
+    def _make_validator(self) -> Callable[[StopRequest], Mapping[str, Any]] | None:
         """Return what validates the model with its current weights; called again after a loss."""
         if not self.config.data.validation:
             return None
@@ -402,6 +450,8 @@ class Trainer:
     def _describe(self) -> None:
         """Report the data, the model and the ranks."""
         context, corpus = self.strategy.context, self.resolved.corpus
+        if self.resolved.division_line:
+            self.log.show(self.resolved.division_line)
         self.log.show(
             f"{len(corpus)} utterances, {corpus.seconds / 3600:.2f} h, "
             f"{describe_model(self.model)}, {context.size} x {context.device}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import islice
 from operator import add
 
@@ -21,6 +21,7 @@ from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.training.config import TrainConfig
 from effasr.training.diagnostics.probe import Probe, ProbeSums
+from effasr.training.fault_tolerance.stop import StopRequest
 from effasr.transcription.recognizer import Recognizer
 from effasr.transcription.second_pass.text_to_text import TextToText
 
@@ -83,11 +84,18 @@ class Validator:
                     precision=self._config.decoding.precision,
                 )
 
-    def __call__(self) -> dict[str, SetResult]:
-        """Return the results of each set; all ranks call this."""
-        return {name: self._evaluate(name, members) for name, members in self._sets.items()}
+    def __call__(self, stop: StopRequest) -> dict[str, SetResult]:
+        """Return the results of each set; all ranks call this. A stop is a StopInterrupt."""
+        results = {}
+        for name, members in self._sets.items():
+            parts = stop.gather(self._context, partial(self._evaluate, name, members))
+            evaluations, probes = zip(*parts, strict=True)
+            results[name] = SetResult(merge(evaluations), reduce(add, probes))
+        return results
 
-    def _evaluate(self, name: str, members: list[Cut] | list[TextPair]) -> SetResult:
+    def _evaluate(
+        self, name: str, members: list[Cut] | list[TextPair]
+    ) -> tuple[Evaluation, ProbeSums]:
         function = evaluate_pairs if isinstance(next(iter(members), None), TextPair) else evaluate
         part = function(
             self._model,
@@ -96,9 +104,7 @@ class Validator:
             normalizer=self._config.normalizer,
             config=self._config.decoding,
         )
-        probe = self._probes[name]() if name in self._probes else ProbeSums()
-        evaluations, probes = zip(*self._context.all_gather((part, probe)), strict=True)
-        return SetResult(merge(evaluations), reduce(add, probes))
+        return part, self._probes[name]() if name in self._probes else ProbeSums()
 
 
 def _check_experts(config: ModelConfig, members: Sequence[TextPair]) -> None:

@@ -53,14 +53,16 @@ def test_file_names_that_are_not_utf8_are_written_as_escapes(tmp_path):
     assert [line["audio"] for line in read_lines(tmp_path / "unreadable.jsonl")] == [name]
 
 
-def test_every_line_is_json_of_its_own_and_nan_is_an_error(tmp_path):
+def test_every_line_is_json_of_its_own_and_nan_is_null(tmp_path):
     run = RunDirectory(tmp_path)
     run.open("", 0, tensorboard=False)
     run.dropped([{"id": "ä", "reason": "too long"}, {"id": "b", "reason": "silent"}])
     lines = (tmp_path / "dropped.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["id"] for line in lines] == ["ä", "b"]
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        run.metrics({"step": 1, "loss": float("nan")})
+    run.metrics({"step": 1, "loss": float("nan"), "groups": [{"wer": float("inf")}]})
+    assert read_lines(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "loss": None, "groups": [{"wer": None}]}
+    ]
 
 
 def test_an_older_run_is_set_aside_under_a_free_name(tmp_path):

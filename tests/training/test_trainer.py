@@ -18,8 +18,10 @@ from effasr.data.filters.config import FilterConfig
 from effasr.data.manifest.reader import read
 from effasr.data.tokenizer import train_tokenizer
 from effasr.evaluation.evaluate import evaluate
-from effasr.training import trainer
+from effasr.training import resolve as resolving
+from effasr.training import trainer, validation
 from effasr.training.config import TrainConfig
+from effasr.training.diagnostics.probe import ProbeSums
 from effasr.training.run_dir.progress import ProgressDisplay
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
@@ -140,6 +142,66 @@ def test_a_request_to_stop_saves_and_exits_with_zero(make_config, tmp_path, monk
     assert run(make_config()) == 0
     assert run(make_config(name="straight")) == 0
     assert_same_end(tmp_path / "run", tmp_path / "straight", 12)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_in_a_validation_keeps_the_checkpoint_that_was_due(
+    make_config, tmp_path, tones, monkeypatch, capsys, number
+):
+    dev = {"validation": str(tones / "test.jsonl")}
+    settings = {"max_steps": 4, "checkpoint_every": 2, "validate_every": 2, "async_save": False}
+    assert run(make_config(name="whole", data=dev, training=settings)) == 0
+    saved = []
+
+    def stopped(*args, **options):
+        saved.extend(checkpoint_steps(tmp_path / "run"))
+        os.kill(os.getpid(), number)
+
+    config = make_config(data=dev, training=settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(validation, "evaluate", stopped)
+        assert run(config) == 0
+    assert saved == [2]
+    assert "stopped at step 2" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "validation.jsonl").exists()
+    assert run(config) == 0
+    assert_same_end(tmp_path / "whole", tmp_path / "run", steps=4)
+
+
+def test_a_stop_before_the_first_step_ends_at_once(make_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(resolving, "load_corpus", lambda *_: os.kill(os.getpid(), signal.SIGUSR2))
+    assert run(make_config()) == 0
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("what", ["weights", "loss"])
+def test_a_model_that_is_not_finite_is_never_the_best(
+    make_config, tmp_path, tones, monkeypatch, capsys, what
+):
+    if what == "weights":
+        train_step = trainer.train_step
+
+        def poisoned(train_state, batches, step, **options):
+            if step == 3:
+                next(train_state.model.parameters()).data[:] = torch.nan
+            return train_step(train_state, batches, step, **options)
+
+        monkeypatch.setattr(trainer, "train_step", poisoned)
+    else:
+        monkeypatch.setattr(ProbeSums, "summary", lambda sums: {"cross_entropy": torch.inf})
+    settings = {"max_steps": 4, "validate_every": 4, "log_every": 1, "on_nan": "skip"}
+    dev = {"validation": str(tones / "test.jsonl")}
+    assert run(make_config(data=dev, training=settings)) == 0
+    assert not (tmp_path / "run" / "checkpoints" / "best").exists()
+    (line,) = read_lines(tmp_path / "run" / "validation.jsonl")
+    shown = capsys.readouterr().err
+    if what == "weights":
+        assert "step 4: the weights are not finite; they were at step 3." in shown
+        assert shown.count("1 updates skipped") == 1
+        assert "; 1 updates were skipped, see skipped.jsonl" in shown
+    else:
+        assert line["cross_entropy"] is None
+        assert "the validation loss is not finite" in shown
 
 
 def test_nan_stops_the_run_and_names_the_utterance(make_config, tmp_path, monkeypatch, capsys):

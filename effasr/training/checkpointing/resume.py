@@ -63,12 +63,25 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     for path, old, new in _differences(saved, now):
         change = f"{path}: {old!r} -> {new!r}"
         if _decides(path):
-            raise ValueError(
-                f"`{path}` must stay {old!r}, as in the checkpoint of this run, but is {new!r}. "
-                "Set it back, choose another `name`, or start again with training.restart=true."
-            )
+            raise ValueError(must_stay(path, old, new, now))
         tolerated.append(change)
     return tolerated
+
+
+def must_stay(path: str, old: Any, new: Any, run: Mapping[str, Any]) -> str:
+    return (
+        f"`{path}` must stay {old!r}, as in the checkpoint of this run, but is {new!r}: set it "
+        f"back, {begin_anew(run)}."
+    )
+
+
+def begin_anew(run: Mapping[str, Any]) -> str:
+    """Return what can be done where a run, by its configuration, cannot be resumed."""
+    name, folder = run.get("name", "run"), run.get("output", "runs")
+    return (
+        f"or keep what it has learnt in another run (init_from={folder}/{name} "
+        f"name={name}2), or start again with training.restart=true"
+    )
 
 
 def check_same_ranks(saved: Mapping[str, Any], strategy: str, ranks: int) -> None:

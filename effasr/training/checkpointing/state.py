@@ -32,6 +32,7 @@ class RunProgress:
     best: float = math.inf
     is_best: bool = False  # Whether the last validation reached it and no step was made since
     must_validate: bool = False  # Whether a validation is due
+    finite_step: int = 0  # Last step after which the weights were found to be finite
 
     def record_metric(self, metric: float) -> None:
         """Record the result of a validation; NaN (no reference words) is no improvement."""
@@ -45,7 +46,7 @@ class RunProgress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Stateful`; names of other components are ignored."""
         for name in self.__slots__:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, getattr(self, name)))
         epoch, number = state["position"]
         self.position = epoch, number
 

@@ -206,7 +206,7 @@ class AudioUse(Detector):
         matched, mismatched = validation.probe.own_audio, validation.probe.other_audio
         if matched is None or mismatched is None or validation.epoch < self.config.ctc_epochs:
             return None
-        if mismatched - matched >= self.LEAST_GAIN * matched:
+        if not mismatched - matched < self.LEAST_GAIN * matched:  # Also where one is not finite.
             return None
         first = (
             "CTC must align first: raise loss.ctc_weight, or loss.ctc_weight_before with "

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from effasr.data.batch import Batch
 from effasr.distributed.failures import TrainingFailed
@@ -85,6 +86,15 @@ class NonFiniteGuard:
             apart = self._model(batch.to(self._context.device)).per_utterance
         self._model.train()
         return _not_finite(batch, apart) or suspects
+
+
+@torch.no_grad()
+def is_finite(model: nn.Module) -> bool:
+    """Return whether all weights and buffers of a model are finite; of shards, this rank's."""
+    tensors = (*model.parameters(), *model.buffers())
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    checks = [t.isfinite().all() for t in local if t.is_floating_point()]
+    return not checks or bool(torch.stack(checks).all())
 
 
 def _not_finite(batch: Batch, losses: Tensor) -> list[str]:

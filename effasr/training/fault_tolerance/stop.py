@@ -1,14 +1,29 @@
-"""Requests to stop by signals, which take effect at the end of a step."""
+"""Requests to stop by signals: at the end of a step, or at once in phases that make no steps."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import TypeVar
+
+from effasr.data import worker_processes
+from effasr.distributed.process_group import DistributedContext
+
+T = TypeVar("T")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+_POLL_S = 0.25
+_KEY = "stop"
+
+
+class StopInterrupt(BaseException):
+    """Ends a phase that makes no steps, such as a validation; nothing may catch it as an error."""
 
 
 @dataclass(slots=True)
@@ -16,17 +31,75 @@ class StopRequest:
     """Records the signal by which this process was asked to stop, if any."""
 
     received: signal.Signals | None = None
+    _interrupts: bool = False
 
     def __bool__(self) -> bool:
         return self.received is not None
 
+    def note(self, number: int) -> None:
+        self.received = signal.Signals(number)
+        if self._interrupts:
+            self._interrupts = False
+            raise StopInterrupt
+
+    @contextmanager
+    def interrupting(self, context: DistributedContext) -> Iterator[None]:
+        """Raise StopInterrupt in the block, within a second, when a rank is asked to stop."""
+        if self:
+            _tell(context)
+            raise StopInterrupt
+        done = threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(context, done), daemon=True)
+        if context.store is not None and threading.current_thread() is threading.main_thread():
+            watcher.start()
+        try:
+            self._interrupts = True
+            yield
+        except StopInterrupt:
+            _tell(context)
+            raise
+        except RuntimeError as error:
+            if self:  # Another rank has left first.
+                raise StopInterrupt from error
+            raise
+        finally:
+            self._interrupts = False
+            done.set()
+
+    def _watch(self, context: DistributedContext, done: threading.Event) -> None:
+        """Turn the request of another rank into a signal to this process."""
+        with suppress(RuntimeError):  # The store is gone with its process.
+            store = context.store.clone()  # type: ignore[union-attr]
+            while not done.wait(_POLL_S):
+                if store.check([_KEY]):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
+
+    def gather(self, context: DistributedContext, compute: Callable[[], T]) -> list[T]:
+        """Return what each rank computes; StopInterrupt on all ranks if one was interrupted."""
+        part: tuple[T] | None = None
+        with suppress(StopInterrupt), self.interrupting(context):
+            part = (compute(),)
+        parts = context.all_gather(part)
+        whole = [part[0] for part in parts if part is not None]
+        if len(whole) < len(parts):
+            raise StopInterrupt
+        return whole
+
+
+def _tell(context: DistributedContext) -> None:
+    if context.store is not None:
+        with suppress(RuntimeError):
+            context.store.set(_KEY, "")
+
 
 @contextmanager
 def listening() -> Iterator[StopRequest]:
-    """Turn SIGTERM and the first SIGINT into a request; a second SIGINT interrupts at once.
+    """Turn signals into a request to stop; a second SIGINT interrupts at once.
 
-    Child processes (data workers) keep the default for SIGTERM and ignore SIGINT, which a terminal
-    sends to all of them. Outside the main thread, signals are ignored here.
+    Child processes (data workers) keep the default for SIGTERM and ignore the others, which a
+    terminal or a batch system sends to all of them. Outside the main thread, signals are ignored
+    here. Processes that torchrun started are asked to stop when it is killed.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -41,9 +114,13 @@ def listening() -> Iterator[StopRequest]:
             return
         if number == signal.SIGINT and request.received is signal.SIGINT:
             raise KeyboardInterrupt
-        request.received = signal.Signals(number)
+        request.note(number)
 
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, note) for number in SIGNALS}
+    if previous[signal.SIGHUP] is signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        worker_processes.signal_at_death_of_parent(signal.SIGTERM)
     try:
         yield request
     finally:

@@ -82,7 +82,10 @@ def describe(line: Mapping[str, Any], ranks: int) -> str:
     wait = 100 * line["data_wait_s"] / seconds
     mfu = "" if line.get("mfu") is None else f"  MFU {100 * line['mfu']:.1f} %"
     gain = f"  worth {line['progress']:.1f} steps" if "progress" in line else ""
-    return f"loss {loss}{gain}  {speed}{mfu}  padding {padding:.1f} %  data wait {wait:.0f} %"
+    skipped = f"  {line['skipped']} updates skipped" if line.get("skipped") else ""
+    return (
+        f"loss {loss}{gain}{skipped}  {speed}{mfu}  padding {padding:.1f} %  data wait {wait:.0f} %"
+    )
 
 
 def _clock(seconds: float) -> str:

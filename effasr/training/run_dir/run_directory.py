@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -215,7 +216,16 @@ def _readable(path: Path) -> tuple[list[str], list[int]]:
 
 
 def _encode(line: Mapping[str, Any]) -> str:
-    return json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(_finite(line), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """Replace numbers that JSON does not have by null."""
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _truncate(path: Path, step: int, expected: list[int] | None) -> list[int]:
@@ -229,6 +239,10 @@ def _truncate(path: Path, step: int, expected: list[int] | None) -> list[int]:
         log.warning("%s is damaged: line %d is left out.", path, damaged[0])
     elif expected is not None and _sum(path.read_bytes()[: expected[0]]) != expected:
         log.warning("%s does not match its checksum: a line of it was changed.", path)
+    elif expected is not None:
+        # A validation may have written lines of this step since; it is made again.
+        content = path.read_bytes()[: expected[0]].decode("utf-8", "replace")
+        lines = content.removesuffix("\n").split("\n") if content else []
     # A line without a step is none of this run.
     kept = [text for text in lines if json.loads(text).get("step", step + 1) <= step]
     content = "".join(f"{text}\n" for text in kept)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -118,9 +117,7 @@ class RunLog:
         self.show(f"{text}, {result.failed} failed" if result.failed else text)
         if self._is_main:
             line = {"step": step, "epoch": epoch, "set": name}
-            # JSON has no number for a loss that is not finite.
-            loss = result.loss if math.isfinite(result.loss) else None
-            line |= {"cross_entropy": loss, "frames": result.frames, "failed": result.failed}
+            line |= {"cross_entropy": result.loss, "frames": result.frames, "failed": result.failed}
             self.directory.validation(line)
 
     def changes(self, step: int, epoch: int, changes: Iterable[Change]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -23,6 +24,7 @@ from effasr.model.best_rq import BestRQ
 from effasr.nn.parameters import evaluating
 from effasr.training.config import TrainConfig
 from effasr.training.diagnostics.probe import groups_within
+from effasr.training.fault_tolerance.stop import StopRequest
 
 log = logging.getLogger(__name__)
 
@@ -69,16 +71,21 @@ class LossValidator:
             name = free_set_name(path, self._sets)
             self._sets[name] = shard(fitting, context.rank, context.size)
 
-    def __call__(self) -> dict[str, LossResult]:
-        """Return the loss on each set; all ranks call this."""
-        return {name: self._evaluate(cuts) for name, cuts in self._sets.items()}
+    def __call__(self, stop: StopRequest) -> dict[str, LossResult]:
+        """Return the loss on each set; all ranks call this. A stop is a StopInterrupt."""
+        results = {}
+        for name, cuts in self._sets.items():
+            parts = stop.gather(self._context, partial(self._evaluate, cuts))
+            totals, counts, failures = zip(*parts, strict=True)
+            results[name] = LossResult(sum(totals), sum(counts), sum(failures))
+        return results
 
     def _frames(self, cut: Cut) -> int:
         rate = self._model.config.features.sample_rate
         return self._framing.frames(round(cut.duration * rate))
 
     @torch.no_grad()
-    def _evaluate(self, cuts: Sequence[Cut]) -> LossResult:
+    def _evaluate(self, cuts: Sequence[Cut]) -> tuple[float, int, int]:
         device = next(self._model.parameters()).device
         devices = [device] if device.type == "cuda" else []
         half, total, frames = self._precision == "bfloat16", 0.0, 0
@@ -92,9 +99,7 @@ class LossValidator:
                     losses = self._model.forward(batch.to(device))
                 total += float(losses.cross_entropy)
                 frames += batch.num_targets
-        parts = self._context.all_gather((total, frames, len(failed)))
-        totals, counts, failures = zip(*parts, strict=True)
-        return LossResult(sum(totals), sum(counts), sum(failures))
+        return total, frames, len(failed)
 
     def _examples(self, cuts: Sequence[Cut], failed: list[str]) -> Iterator[Example]:
         for cut in cuts:
