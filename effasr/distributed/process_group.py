@@ -65,11 +65,9 @@ def agree_on_restart_id(store: Store, rank: int, size: int, timeout_s: float) ->
 
 T = TypeVar("T")
 
-NCCL = "cpu:gloo,cuda:nccl"
-"""The backend of processes that have one GPU each."""
+NCCL = "cpu:gloo,cuda:nccl"  # The backend of processes that have one GPU each
 
-DEFAULT_TIMEOUT = timedelta(seconds=600)
-"""How long a collective waits for another rank."""
+DEFAULT_TIMEOUT = timedelta(seconds=600)  # How long a collective waits for another rank
 
 
 @dataclass(frozen=True, slots=True)

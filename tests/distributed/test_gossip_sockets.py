@@ -16,8 +16,7 @@ from effasr.distributed.async_sgd.gossip import sockets
 from effasr.distributed.async_sgd.gossip.listener import own_addresses
 from effasr.distributed.async_sgd.gossip.sockets import PeerLost, SocketTransport
 
-MUCH = 10_000_000
-"""More numbers than the buffers of a connection hold."""
+MUCH = 10_000_000  # More numbers than the buffers of a connection hold
 
 
 @contextmanager

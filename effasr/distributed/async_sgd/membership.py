@@ -14,8 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 1.0
-"""Seconds between two heartbeats."""
+BEAT_S = 1.0  # Seconds between two heartbeats
 
 _SUSPECTED_S = 4 * BEAT_S
 """Seconds without a heartbeat after which a learner with a broken connection is lost."""

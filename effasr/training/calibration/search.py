@@ -25,15 +25,12 @@ _FIRST = 512
 """Frames of the first trial, if the corpus allows; the second has `_GROWTH` times as many."""
 _GROWTH = 4
 _TIMED = 3
-_STEP = 16
-"""Budgets are multiples of this, where the longest utterance allows."""
+_STEP = 16  # Budgets are multiples of this, where the longest utterance allows
 _MOST_TRIALS = 12
 _LEAST_STEPS = 10
 """Least steps of an epoch: with fewer, the unfilled part of its last one weighs too much."""
-_BACK_OFF = 0.85
-"""Factor applied to a budget that did not fit although it was predicted to."""
-_NEAR = 1.05
-"""Budgets within this factor of a measured one are not measured again."""
+_BACK_OFF = 0.85  # Factor applied to a budget that did not fit although it was predicted to
+_NEAR = 1.05  # Budgets within this factor of a measured one are not measured again
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +126,7 @@ class SpeedModel:
 # tiles is no multiple of the number of multiprocessors, some wait for the last tiles: 6,000 frames
 # of 1,024 channels are 188 tiles, which take 132 multiprocessors as long as 264.
 
-_TILE_ROWS, _TILE_COLUMNS = 128, 256
-"""The usual tile of a 16-bit product of cuBLAS on Hopper."""
+_TILE_ROWS, _TILE_COLUMNS = 128, 256  # The usual tile of a 16-bit product of cuBLAS on Hopper
 
 
 def frames_per_full_wave(width: int, multiprocessors: int) -> int:

@@ -33,8 +33,7 @@ from effasr.training.fault_tolerance.oom_recovery import Failure, OutOfMemory, a
 from effasr.training.step import TrainState, train_step
 from effasr_kernels import allow_reference_on_gpu
 
-_PR_SET_PDEATHSIG = 1
-"""From Linux's <sys/prctl.h>."""
+_PR_SET_PDEATHSIG = 1  # From Linux's <sys/prctl.h>
 
 
 @dataclass(frozen=True, slots=True)

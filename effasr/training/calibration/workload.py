@@ -36,8 +36,7 @@ Lengths = list[tuple[int, int]]
 
 Kind = Literal["longest", "shortest"]
 
-_STEPS = 12
-"""Planned steps from which the batches of a trial and the padding are taken."""
+_STEPS = 12  # Planned steps from which the batches of a trial and the padding are taken
 
 _LARGEST_SAMPLE = 20_000
 

@@ -16,8 +16,7 @@ from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel
 from effasr.training.step import StepReport
 
-_PATIENCE = 100
-"""Consecutive skipped updates after which ``skip`` ends the run as well."""
+_PATIENCE = 100  # Consecutive skipped updates after which ``skip`` ends the run as well
 
 
 class NonFiniteGuard:

@@ -30,8 +30,7 @@ from effasr.untrusted.display import escape_controls
 
 log = logging.getLogger(__name__)
 
-EX_TEMPFAIL = 75
-"""Exit code from <sysexits.h>: a restart may succeed."""
+EX_TEMPFAIL = 75  # Exit code from <sysexits.h>: a restart may succeed
 
 _SIGNS = ("gloo", "Connection ", "connection", "Timed out waiting", "NCCL", "Broken pipe")
 """Parts of torch's messages about a lost rank."""
@@ -41,8 +40,7 @@ _RANKS_PER_BEAT = 256
 _SHOWN = 6
 _SLOW, _SLOW_S = 1.5, 0.05
 _JUDGED_STEPS, _JUDGED_S = 20, 5.0
-_SUSPENDED_S = 5.0
-"""A check that is so late tells that the whole process did not run."""
+_SUSPENDED_S = 5.0  # A check that is so late tells that the whole process did not run
 
 
 class RankLost(RuntimeError):

@@ -11,8 +11,7 @@ from rich.table import Column
 
 from effasr.untrusted.display import escape_controls
 
-_LEAST_WIDTH_FOR_BAR = 110
-"""Columns of a terminal; the bar is left out of a narrower one."""
+_LEAST_WIDTH_FOR_BAR = 110  # Columns of a terminal; the bar is left out of a narrower one
 
 
 class ProgressDisplay:

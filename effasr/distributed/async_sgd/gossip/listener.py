@@ -39,8 +39,7 @@ _HELLO = struct.Struct(f"!8sqq{_NONCE_BYTES}s{_PROOF_BYTES}s")
 _CONNECTS, _LISTENS = b"connects", b"listens"
 
 KEY_BYTES = 32
-HELLO_BYTES = _HELLO.size
-"""Size of the message of the side that connects."""
+HELLO_BYTES = _HELLO.size  # Size of the message of the side that connects
 
 
 class HandshakeError(Exception):
@@ -182,11 +181,9 @@ def _is_loopback(address: str) -> bool:
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_S = 5.0
-"""Seconds from the acceptance of a connection to the end of its handshake."""
+HANDSHAKE_S = 5.0  # Seconds from the acceptance of a connection to the end of its handshake
 
-_PENDING = 128
-"""Largest number of concurrent handshakes; a further connection replaces the oldest."""
+_PENDING = 128  # Largest number of concurrent handshakes; a further connection replaces the oldest
 
 _WAIT = (BlockingIOError, ssl.SSLWantReadError)
 _NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
