@@ -84,17 +84,18 @@ class AdaScale:
         self._copy = copy
         # Written in place, so that a CUDA graph writes to the same address.
         self.square = torch.zeros((), device=device)
-        self._sums = torch.zeros(2, device=device)
+        # Of this rank: sum over samples of |g_k|^2 per target, and their number.
+        self.sums = torch.zeros(2, device=device)
         # Averages of V and M, their number of steps, and the progress.
         self._state = torch.zeros(4, dtype=torch.float64, device=device)
         self._reading: Reading | None = None
-        self._progress = 0.0
+        self.progress = 0.0  # In reference steps, as last read by `advance`
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.register_hook(self._see)
 
     def begin(self) -> None:
-        self._sums.zero_()
+        self.sums.zero_()
 
     @contextmanager
     def sample(self, targets: float) -> Iterator[None]:
@@ -102,13 +103,8 @@ class AdaScale:
         self.square.zero_()
         yield
         if targets:
-            self._sums[0] += self.square / (targets * self._factor**2)
-            self._sums[1] += 1
-
-    @property
-    def sums(self) -> Tensor:
-        """This rank's float32 (2,): sum over samples of |g_k|^2 per target, and their number."""
-        return self._sums
+            self.sums[0] += self.square / (targets * self._factor**2)
+            self.sums[1] += 1
 
     def update(
         self, sums: Tensor, targets: Tensor, norm: Tensor, made: Tensor, seen: Tensor
@@ -141,24 +137,19 @@ class AdaScale:
             raise RuntimeError("`update` must come before `reading`.")
         return self._reading
 
-    @property
-    def progress(self) -> float:
-        """Progress in reference steps, as last read by `advance`."""
-        return self._progress
-
     def advance(self) -> float:
         """Read the progress of all steps before this one; waits for the last of them at most."""
         if self._reading is not None:
-            self._progress = self._reading.read()[1]
-        return self._progress
+            self.progress = self._reading.read()[1]
+        return self.progress
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; waits for the device."""
-        return {"averages": self._state.tolist(), "progress": self._progress}
+        return {"averages": self._state.tolist(), "progress": self.progress}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._state = self._state.new_tensor(state["averages"])
-        self._progress = state["progress"]
+        self.progress = state["progress"]
         values = self._state.new_tensor([1.0, state["averages"][3], 1.0])
         self._reading = self._copy(values)
 

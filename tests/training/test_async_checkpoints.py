@@ -17,7 +17,7 @@ from effasr.distributed.failures import TrainingFailed
 from effasr.model.asr import ASRModel
 from effasr.training import trainer
 from effasr.training.checkpointing import run_checkpoints
-from effasr.training.checkpointing.run_checkpoints import Background, RunCheckpoints
+from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
 from effasr.training.trainer import run
 
 
@@ -170,12 +170,3 @@ def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path, model, tokeniz
         assert state["step"] >= last
         last = state["step"]
     assert last > 3
-
-
-def test_jobs_are_done_one_after_the_other():
-    background, done = Background(), []
-    for number in range(3):
-        background.start(str(number), lambda number=number: done.append(number))
-    background.wait()
-    assert done == [0, 1, 2]
-    background.check()

@@ -68,8 +68,9 @@ def recover(context: DistributedContext):
         assert [v[8] for v in values] == [1, 0, 1], case
         for x, y in zip(values, plain, strict=True):
             torch.testing.assert_close(x[:8], y[:8], rtol=1e-4, atol=1e-5, msg=case)
-        for x, y in zip(model.parameters(), straight.parameters(), strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5, msg=case)
+        torch.testing.assert_close(
+            [*model.parameters()], [*straight.parameters()], rtol=1e-4, atol=1e-5, msg=case
+        )
         both = context.all_gather([p.detach() for p in model.parameters()])
         assert all(torch.equal(x, y) for x, y in zip(*both, strict=True)), case
 

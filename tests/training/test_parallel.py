@@ -47,8 +47,7 @@ def equal(context: DistributedContext):
             averaged = weights(model, train_state)
         results.append([*trained, *averaged, torch.tensor(losses)])
     for other in results[1:]:
-        for x, y in zip(results[0], other, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(results[0], other, rtol=1e-5, atol=1e-5)
     parts = sum(cast(DTensor, p).to_local().numel() for p in train_state.model.parameters())
     total = sum(p.numel() for p in model.parameters())
     assert parts < 0.6 * total
@@ -82,8 +81,7 @@ def recorded(context: DistributedContext):
         losses = train(model, train_state, range(4), share)
         results.append([*weights(model, train_state), torch.tensor(losses)])
     for with_ddp, with_graph in (results[:2], results[2:]):
-        for x, y in zip(with_ddp, with_graph, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(with_ddp, with_graph, rtol=1e-5, atol=1e-5)
 
 
 def half_precision(context: DistributedContext):
@@ -123,8 +121,7 @@ def local(context: DistributedContext):
         assert alike == (step < 2 or step in (4, 7)), step
         if step < 2:
             train(reference, plain, range(step, step + 1), share)
-            for x, y in zip(now, reference.parameters(), strict=True):
-                torch.testing.assert_close(x, y)
+            torch.testing.assert_close(now, [*reference.parameters()])
         if step in (4, 7):
             for x, *both in zip(now, *context.all_gather(before), strict=True):
                 torch.testing.assert_close(x, torch.stack(both).mean(0))
@@ -133,8 +130,7 @@ def local(context: DistributedContext):
     means = [torch.stack(both).mean(0) for both in zip(*context.all_gather(mine), strict=True)]
     assert any(not torch.equal(x, y) for x, y in zip(mine, means, strict=True))
     average_over_ranks(train_state, context)
-    for x, y in zip(everything_of(model, train_state), means, strict=True):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(everything_of(model, train_state), means)
 
 
 def everything_of(model: ASRModel, train_state: TrainState) -> list[Tensor]:

@@ -86,8 +86,7 @@ def alike(
     expected = train(config, DistributedContext(0, 1, context.device), make_batch)
     for strategy in strategies:
         found = train(with_loop(changed or config, strategy=strategy), context, make_batch)
-        for x, y in zip(expected, found, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(expected, found, rtol=1e-5, atol=1e-5)
 
 
 def with_loop(config: TrainConfig, **settings) -> TrainConfig:

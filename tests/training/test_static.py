@@ -74,8 +74,7 @@ def test_the_model_compiles_once_and_without_a_break(model_config, head):
                 if x.grad is not None and not name.endswith("conv.depthwise.bias")
             ]
             results.append([*sums, *gradients])
-        for x, y in zip(*results, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 class Sizes(TorchDispatchMode):

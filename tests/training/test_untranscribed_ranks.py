@@ -86,8 +86,7 @@ def results(
 
 
 def assert_alike(first: list[Tensor], second: list[Tensor]):
-    for one, other in zip(first, second, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
 
 
 def assert_as_one(context: DistributedContext, config: TrainConfig, alone: TrainConfig):

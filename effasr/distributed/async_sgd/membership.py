@@ -48,7 +48,7 @@ class Membership:
         self._timeout_s = timeout_s
         self._on_lost = on_lost
         self._others = [other for other in range(learners) if other != learner]
-        self._lost: frozenset[int] = frozenset()
+        self.lost: frozenset[int] = frozenset()  # Lost learners known to this one
         self._synchronizations = 0
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -72,13 +72,8 @@ class Membership:
                 log.debug("the store is gone as well")
 
     @property
-    def lost(self) -> frozenset[int]:
-        """Lost learners known to this one."""
-        return self._lost
-
-    @property
     def remaining(self) -> list[int]:
-        return [other for other in self._others if other not in self._lost]
+        return [other for other in self._others if other not in self.lost]
 
     def suspect(self, learner: int) -> None:
         """Report that a connection to a learner broke; any thread may call this."""
@@ -148,8 +143,8 @@ class Membership:
 
     def _lose(self, learners: set[int]) -> None:
         with self._lock:
-            new = learners - self._lost
-            self._lost |= learners
+            new = learners - self.lost
+            self.lost |= learners
         for learner in sorted(new):
             self._on_lost(learner)
 

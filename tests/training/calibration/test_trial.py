@@ -30,15 +30,6 @@ def request_of(population):
     return make
 
 
-def test_a_request_survives_the_pipe(request_of):
-    request = request_of(400)
-    found = Request.from_json(request.to_json())
-    # Keys that are numbers are text in JSON; the configuration is the same.
-    configs = [configuration.from_mapping(TrainConfig, one.config) for one in (found, request)]
-    assert configs[0] == configs[1]
-    assert replace(found, config=request.config) == request
-
-
 def test_a_trial_measures_memory_and_speed(request_of):
     calls: list[float] = []
     started = time.monotonic()

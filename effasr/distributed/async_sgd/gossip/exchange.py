@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from effasr.distributed.async_sgd.gossip.mixer import Mixer
-from effasr.distributed.async_sgd.gossip.sockets import PeerLost, Transport
+from effasr.distributed.async_sgd.gossip.sockets import PeerLost, SocketTransport
 
 log = logging.getLogger(__name__)
 
@@ -27,30 +27,22 @@ class Peers:
         on_lost: Callable[[int], None] | None,
     ) -> None:
         self.learner = learner
-        self._living = tuple(neighbours)
-        self._lost: tuple[int, ...] = ()
+        self.living = tuple(neighbours)  # Remaining neighbours, in ascending order
+        self.lost: tuple[int, ...] = ()  # Lost neighbours, in the order of their loss
         self._on_lost = on_lost
         self._error: Exception | None = None
         self._ended = False
         self._lock = threading.Lock()
 
-    @property
-    def living(self) -> tuple[int, ...]:
-        return self._living
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        return self._lost
-
     def lose(self, peer: int, reason: str) -> None:
         """Mark a neighbour as lost, and log the reason."""
         with self._lock:
-            if peer in self._lost or self._ended:
+            if peer in self.lost or self._ended:
                 return
-            self._living = tuple(other for other in self._living if other != peer)
-            self._lost += (peer,)
-        left = ", ".join(map(str, self._living))
-        several = "s" if len(self._living) > 1 else ""
+            self.living = tuple(other for other in self.living if other != peer)
+            self.lost += (peer,)
+        left = ", ".join(map(str, self.living))
+        several = "s" if len(self.living) > 1 else ""
         log.warning(
             "learner %d lost learner %d, and %s: %s",
             self.learner,
@@ -125,7 +117,7 @@ class Active:
         self,
         mixer: Mixer,
         peers: Peers,
-        transport: Transport,
+        transport: SocketTransport,
         timeout_s: float,
         choose: Callable[[Sequence[int], int], int],
     ) -> None:
@@ -226,7 +218,9 @@ class Passive:
     A neighbour may be silent for up to three times ``timeout_s``.
     """
 
-    def __init__(self, mixer: Mixer, peers: Peers, transport: Transport, timeout_s: float) -> None:
+    def __init__(
+        self, mixer: Mixer, peers: Peers, transport: SocketTransport, timeout_s: float
+    ) -> None:
         self._mixer = mixer
         self._peers = peers
         self._transport = transport

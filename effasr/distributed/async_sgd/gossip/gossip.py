@@ -13,7 +13,7 @@ from torch import Tensor
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
 from effasr.distributed.async_sgd.gossip.exchange import Active, Passive, Peers
 from effasr.distributed.async_sgd.gossip.mixer import FlatWeights, Mixer
-from effasr.distributed.async_sgd.gossip.sockets import Transport
+from effasr.distributed.async_sgd.gossip.sockets import SocketTransport
 from effasr.distributed.async_sgd.gossip.topology import choose, is_active, neighbours
 
 # Polling interval for threads that are about to end.
@@ -61,7 +61,7 @@ class Gossip:
         *,
         learner: int,
         learners: int,
-        transport: Transport,
+        transport: SocketTransport,
         config: GossipConfig,
         seed: int = 0,
         on_lost: Callable[[int], None] | None = None,

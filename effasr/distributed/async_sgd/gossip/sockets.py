@@ -1,4 +1,4 @@
-"""The interface of connections between learners."""
+"""TCP connections between learners, one for each pair of neighbours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,23 +30,6 @@ class PeerLost(Exception):
     """The other learner cannot be reached any more."""
 
 
-class Transport(Protocol):
-    """Ordered messages between two learners; sending may wait for the receiver.
-
-    Methods may be called from any thread, also concurrently for different peers.
-    """
-
-    def send(self, tensor: Tensor, peer: int, timeout_s: float) -> None:
-        """Send ``tensor``; return when it may be overwritten."""
-        ...
-
-    def receive(self, tensor: Tensor, peer: int, timeout_s: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
-# TCP connections between learners, one for each pair of neighbours.
-#
 # gloo is not used: when a connection breaks within a message, it often does not wake the receiver,
 # and the timeout of one call closes the connections to all. Here the loss of a neighbour
 # immediately raises an error in the calls that concern it, and `SocketTransport.close` ends every
@@ -65,7 +47,9 @@ _transports: weakref.WeakSet[SocketTransport] = weakref.WeakSet()
 
 
 class SocketTransport:
-    """The connections of one learner to its neighbours; implements `Transport`.
+    """The connections of one learner to its neighbours: ordered messages between two learners.
+
+    Methods may be called from any thread, also concurrently for different peers.
 
     Odd-numbered learners listen, and write their addresses and a key into the store; even-numbered
     ones connect. Both prove that they have the key
@@ -98,7 +82,7 @@ class SocketTransport:
             self._listen(store, learner, set(peers), until, context)
 
     def send(self, tensor: Tensor, peer: int, timeout_s: float) -> None:
-        """Send as in `Transport`; ``tensor`` is contiguous and on the host."""
+        """Send a contiguous tensor on the host; return when it may be overwritten."""
         connection, data, begin = self._to(peer), _bytes(tensor), 0
         connection.settimeout(timeout_s)
         try:
