@@ -99,6 +99,8 @@ def test_error_messages(tmp_path, model, tokenizer):
         (None, text, r"has no model\.safetensors"),
         (content, other, "of another architecture"),
         (content, "vocab_size: 3\nmodel:\n  widht: 3\n", r"model\.yaml cannot be read: .*widht"),
+        (content, "a: [1", r"model\.yaml cannot be read"),
+        (content, "", r"model\.yaml cannot be read"),
         (content, None, r"has no model\.yaml"),
     ):
         weights.unlink(missing_ok=True)

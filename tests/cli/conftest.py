@@ -44,8 +44,6 @@ class Terminal(io.StringIO):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command left: its exit code, and what it wrote."""
-
     code: int
     out: str
     err: str
@@ -82,8 +80,6 @@ class Workplace:
 
 @pytest.fixture
 def effasr(capsys):
-    """Run a command in this process."""
-
     def run(*arguments) -> Outcome:
         capsys.readouterr()
         try:
@@ -114,7 +110,6 @@ def workplace(tmp_path_factory):
 
 
 def write_manifest(folder: Path, name: str, count: int) -> None:
-    """Write NAME.jsonl and its recordings."""
     generator = np.random.default_rng(count)
     lines = []
     for number in range(count):
@@ -158,8 +153,6 @@ def manifest(corpus_rows, tmp_path):
 
 @pytest.fixture
 def train(effasr, workplace, tmp_path):
-    """Train a new run of this test, with overrides."""
-
     def run(*overrides: str):
         return effasr("train", workplace.recipe, f"output={tmp_path}/runs", *overrides)
 
@@ -190,7 +183,6 @@ def tune(effasr, workplace, tmp_path):
 
 @pytest.fixture
 def piped(monkeypatch):
-    """Gives bytes to standard input."""
     return lambda data: monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
 
 
@@ -209,7 +201,6 @@ def write_rows(path, rows):
 
 @pytest.fixture
 def recordings(tmp_path):
-    """Recordings that are not as they should be."""
     (tmp_path / "garbage.wav").write_bytes(b"\x00\x01garbage" * 100)
     (tmp_path / "garbage.flac").write_bytes(b"fLaC" + b"\x93" * 500)
     (tmp_path / "empty.wav").write_bytes(b"")

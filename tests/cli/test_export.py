@@ -210,6 +210,7 @@ def test_an_average_is_evaluated_into_a_folder_of_its_own(effasr, run, workplace
     [
         (("--averaged", "9"), "`--averaged` must be from 1 to 2, the checkpoints that"),
         (("--averaged", "0"), "must be an integer from 1 on, but is '0'"),
+        (("--format", "onnx", "--author", "A"), "must be left out for `--format onnx`"),
         (("--license", "CC BY"), "must be a name such as cc-by-4.0, in small letters"),
     ],
 )

@@ -30,7 +30,6 @@ CLASSES = 64
 
 @pytest.fixture(scope="module")
 def canary(tmp_path_factory):
-    """A Canary with random weights."""
     folder = tmp_path_factory.mktemp("canary")
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
@@ -60,7 +59,6 @@ def make_tokenizer(specials):
 
 
 def make_parakeet(folder, name, **options):
-    """A Parakeet with random weights."""
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     tokenizer = make_tokenizer(["<unk>"])

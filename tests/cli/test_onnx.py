@@ -144,10 +144,3 @@ def test_a_package_that_is_not_there(untrained, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"needs the package onnxscript, .* 'effasr\[onnx\]'"):
         export_onnx(untrained, tmp_path, {})
     assert not list(tmp_path.iterdir())
-
-
-def test_a_card_is_not_part_of_it(effasr, workplace, tmp_path):
-    command = ("export", workplace.run, tmp_path / "out", "--format", "onnx")
-    failed = effasr(*command, "--license", "cc-by-4.0")
-    assert failed.code == 2
-    assert "must be left out for `--format onnx`" in failed.error

@@ -147,7 +147,6 @@ def encoder(tokenizer):
 
 
 def make_model(kind, tokenizer, encoder=None):
-    """Random weights whose transcripts differ by utterance."""
     sizes = {"width": 32, "layers": 1, "heads": 2, "feed_forward": 32, "subsampling_channels": 4}
     config = ModelConfig(
         features=FEATURES,
@@ -174,7 +173,6 @@ def make_model(kind, tokenizer, encoder=None):
 
 @pytest.fixture(scope="module")
 def exported(encoder, tokenizer, tmp_path_factory):
-    """What the command writes of ``encoder``."""
     folder = tmp_path_factory.mktemp("transducer")
     save_model(folder / "model", encoder, tokenizer)
     out, said = folder / "onnx", StringIO()

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import termios
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -162,14 +163,10 @@ def _at_a_terminal(arguments: list[str], *, out_too: bool) -> tuple[bytes, bytes
     )
     os.close(terminal)
     shown = b""
-    while True:
-        try:
-            data = os.read(control, 4096)
-        except OSError:  # Linux's way of saying that the other end is closed
-            break
-        if not data:
-            break
-        shown += data
+    # Linux's way of saying that the other end is closed is an error.
+    with suppress(OSError):
+        while data := os.read(control, 4096):
+            shown += data
     os.close(control)
     out, _ = process.communicate(timeout=240)
     return out or b"", shown

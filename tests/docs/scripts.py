@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def load(path: Path) -> ModuleType:
-    """A script as a module."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

@@ -12,7 +12,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +22,13 @@ import soundfile
 import yaml
 
 from effasr.cli import main as cli
-from effasr.training.calibration import calibrate
-from effasr.training.calibration.trial import Measurement
+from effasr.training.calibration.search import MemoryModel
 from tests.cli.conftest import RECIPE, write_manifest
 from tests.docs import scripts
 from tests.docs.scripts import ROOT
 from tests.docs.test_commands import PAGES, blocks, split
 from tests.support.chat_folder import write_chat_model
+from tests.support.known_machine import known_machine
 from tests.support.talks import model_mapping, write_talks
 
 QUICK = ["training.max_steps=2", "training.device=cpu", "training.tensorboard=false"]
@@ -170,14 +169,7 @@ def chat(tmp_path_factory):
     return folder
 
 
-def measure(request, *, alive: Callable[[], None]) -> Measurement:
-    """A trial of a calibration that takes no time."""
-    frames = request.workload.shape.frame_budget
-    return Measurement(True, 10**8 + 10**5 * frames, None, 1e-3 + 1e-4 * frames, 0.08 * frames)
-
-
 def output_of(words: list[str]) -> bytes:
-    """What a program writes to a pipe."""
     if words[0] == "arecord":
         samples, _ = soundfile.read("calls/first.wav", dtype="int16")
         return samples.tobytes()
@@ -199,7 +191,7 @@ def test_commands_run(needs, text, request, tmp_path, monkeypatch, capsys):
     shutil.copytree(request.getfixturevalue(needs.split()[1]), folder, symlinks=True)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(calibrate, "measure", measure)
+    known_machine(monkeypatch, MemoryModel(1e8, 1e5, 1e4, 10.0))
     for line in text.splitlines():
         *before, last = split(line)
         if last[0] not in NOT_RUN:

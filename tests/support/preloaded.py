@@ -84,7 +84,6 @@ class Preloaded(subprocess.Popen[str]):
 
 
 def finished(module, *arguments, limit_s=240.0, cwd=ROOT):
-    """Run a module to its end in a process of its own; see `Preloaded`."""
     process = Preloaded(str(module), *arguments, env=dict(os.environ), cwd=cwd)
     try:
         out, error = process.communicate(timeout=limit_s)

@@ -64,7 +64,6 @@ def model(tokenizer):
 
 @pytest.fixture(scope="session")
 def saved(model, tokenizer, tmp_path_factory):
-    """The directory of `model`."""
     folder = tmp_path_factory.mktemp("saved") / "model"
     checkpoint.save_model(folder, model, tokenizer)
     return folder

@@ -55,7 +55,6 @@ def started(module, *arguments, size=2, own=None, new_session=False):
 
 
 def run_module(module, *arguments, size=2, limit_s=240.0, own=None):
-    """Run a module in several processes to its end; see `started`."""
     with started(module, *arguments, size=size, own=own) as processes:
         results = []
         for process in processes:
