@@ -60,6 +60,17 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
+def fraction(text: str) -> float:
+    """Parse a share from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be a share from 0 to 1, but is {text!r}")
+    return value
+
+
 def seconds(text: str) -> float:
     """Parse a duration: 480ms, 0.48s or 0.48."""
     number, scale = text, 1.0

@@ -13,6 +13,7 @@ from effasr.cli.options import (
     add_subsampling,
     at_least,
     folder,
+    fraction,
     print_folded,
     print_line,
     seconds,
@@ -52,6 +53,13 @@ def add(command: AddCommand) -> None:
         "training",
     )
     parser.add_argument(
+        "--max-unknown",
+        type=fraction,
+        default=0.05,
+        metavar="X",
+        help="largest share of tokens that the tokenizer may not know (default: 0.05)",
+    )
+    parser.add_argument(
         "--jobs",
         type=at_least(1),
         default=4,
@@ -66,8 +74,10 @@ def run(options: argparse.Namespace) -> int:
     from effasr.data.manifest.prepare import Share, prepare
     from effasr.data.statistics.survey import Survey
     from effasr.data.tokenizer import WhisperTokenizer, load_tokenizer
+    from effasr.data.tokenizer.fidelity import TextFidelity
 
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+    fidelity = None if tokenizer is None else TextFidelity(tokenizer)
     framing, survey = Framing(subsampling=options.subsampling or 8), Survey()
     with progress_counter("utterances") as show:
         report = prepare(
@@ -83,6 +93,7 @@ def run(options: argparse.Namespace) -> int:
             jobs=options.jobs,
             progress=show,
             note=survey.add_cut,
+            fidelity=fidelity,
         )
     print_line(f"kept {report.kept.utterances} utterances, {report.kept.hours:.2f} h")
     for language, share in sorted(report.by_language.items()):
@@ -97,6 +108,10 @@ def run(options: argparse.Namespace) -> int:
     # Whisper has no CTC head, and may have many tokens per word.
     has_ctc = tokenizer is not None and not isinstance(tokenizer, WhisperTokenizer)
     _describe(survey, framing, impossible, has_ctc=has_ctc)
+    if fidelity is not None:
+        for line in fidelity.lines():
+            print_folded(line)
+        fidelity.check(options.max_unknown, "--max-unknown")
     return 0
 
 

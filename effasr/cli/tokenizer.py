@@ -13,6 +13,7 @@ from effasr.cli.options import (
     add_subsampling,
     at_least,
     folder,
+    fraction,
     print_folded,
     print_line,
 )
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from effasr.data.tokenizer import Tokenizer
 
 _DEFAULT_SIZE = 1024
+_CHECKED_TEXTS = 10_000  # of each language, evenly spaced
 
 
 def add(command: AddCommand) -> None:
@@ -61,6 +63,24 @@ def add(command: AddCommand) -> None:
         default="bpe",
         help="algorithm of SentencePiece (default: bpe)",
     )
+    parser.add_argument(
+        "--normalization",
+        choices=("identity", "nfc", "nfkc"),
+        default="nfc",
+        help="form of Unicode into which texts are brought (default: nfc)",
+    )
+    parser.add_argument(
+        "--coverage",
+        type=fraction,
+        default=1.0,
+        metavar="X",
+        help="share of the characters that are in pieces (default: 1)",
+    )
+    parser.add_argument(
+        "--byte-fallback",
+        action="store_true",
+        help="256 pieces more, which spell characters that are in no piece",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,6 +90,7 @@ def run(options: argparse.Namespace) -> int:
     from effasr.data.statistics.survey import Survey
     from effasr.data.statistics.vocabulary import choose_vocabulary
     from effasr.data.tokenizer import train_tokenizer
+    from effasr.data.tokenizer.fidelity import TextFidelity
 
     texts: dict[str, list[str]] = {}
     spoken, survey = set(), Survey()
@@ -108,12 +129,21 @@ def run(options: argparse.Namespace) -> int:
             options.out,
             vocab_size=size,
             model_type=kind,
+            normalization=options.normalization,
+            coverage=options.coverage,
+            byte_fallback=options.byte_fallback,
             sources=unspoken,
             shared=options.shared,
             progress=trained,
         )
     print_line(f"{options.out}: {tokenizer.vocab_size} tokens for {', '.join(sorted(texts))}")
     _report(survey, tokenizer, subsampling, chosen=options.vocab_size == "auto")
+    fidelity = TextFidelity(tokenizer)
+    for language, spoken_texts in texts.items():
+        for text in spoken_texts[:: -(-len(spoken_texts) // _CHECKED_TEXTS)]:
+            fidelity.add(text, language)
+    for line in fidelity.lines():
+        print_folded(line)
     return 0
 
 

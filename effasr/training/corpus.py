@@ -79,6 +79,7 @@ def _load_utterances(config: TrainConfig, tokenizer: Tokenizer, section: str) ->
         sources=[source for _, source in spoken],
         read=CorpusCache(_cache_folder(config), lambda text: log.warning("%s", text)),
     )
+    _check_unknown(*corpus.count_unknown(tokenizer), config.data.filters.max_unknown)
     if text_only:
         from effasr.data.index.text_corpus import TextCorpus
 
@@ -96,6 +97,21 @@ def _load_utterances(config: TrainConfig, tokenizer: Tokenizer, section: str) ->
     if (experts := config.model.named_experts()) is not None:
         corpus = corpus.with_experts(experts.number_of)
     return corpus
+
+
+def _check_unknown(unknown: int, tokens: int, limit: float) -> None:
+    if not unknown:
+        return
+    told = (
+        f"{unknown} of {tokens} tokens of `data.train` ({100 * unknown / tokens:.1f} %) are "
+        "unknown to the tokenizer (`effasr prepare --tokenizer` names their characters)"
+    )
+    if unknown > limit * tokens:
+        raise ValueError(
+            f"{told}, over the {100 * limit:g} % that `data.filters.max_unknown` allows: train a "
+            "tokenizer on these texts, or bring them into the form of those it was trained on."
+        )
+    log.warning("%s.", told)
 
 
 def _cache_folder(config: TrainConfig) -> Path | None:

@@ -31,11 +31,12 @@ CORRECTOR = ["--corrector RUN", "--corrector-margin M", "--corrector-source NAME
 SURFACE = {
     "prepare": [
         "SOURCE", "OUT", "--tokenizer FOLDER", "--language LANG",
-        "--subsampling {4,8}", "--max-duration SECONDS", "--jobs N",
+        "--subsampling {4,8}", "--max-duration SECONDS", "--max-unknown X", "--jobs N",
     ],
     "tokenizer": [
         "MANIFEST...", "OUT", "--language LANG", "--vocab-size N", "--shared",
         "--subsampling {4,8}", "--model-type {unigram,bpe}",
+        "--normalization {identity,nfc,nfkc}", "--coverage X", "--byte-fallback",
     ],
     "init": [
         "TRAIN...", "--dev MANIFEST", "--output FILE.yaml", "--tokenizer FOLDER",

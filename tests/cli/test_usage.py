@@ -123,7 +123,7 @@ def test_messages_are_folded_to_the_terminal(workplace, monkeypatch, effasr):
 def test_progress_is_wiped_before_an_error(workplace, manifest, monkeypatch, effasr):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
-    path = manifest({}, "{oops")
+    path = manifest({"audio_filepath": "gone.wav"})
     assert effasr("prepare", path, path.with_suffix(".out")).code == 2
     assert "\r\x1b[Keffasr prepare: " in stream.getvalue()
 

@@ -17,6 +17,7 @@ from effasr.data.tokenizer import (
     train_tokenizer,
     training,
 )
+from effasr.data.tokenizer.fidelity import TextFidelity
 from effasr.data.tokenizer.sentence_piece import Normalization
 
 ENGLISH = ["one two three four", "five six seven eight nine ten", "two ten five one"] * 20
@@ -384,3 +385,24 @@ def test_rare_characters_may_be_bytes(tmp_path: Path) -> None:
         train_tokenizer(texts, tmp_path, coverage=0.5)
     with pytest.raises(ValueError, match="`normalization` must be one of identity, nfc, nfkc, but"):
         train_tokenizer(texts, tmp_path, normalization="nfd")  # type: ignore[arg-type]
+
+
+def test_unknown_tokens_and_changed_texts_are_counted(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer({"en": ENGLISH}, tmp_path, vocab_size=40, normalization="nfkc")
+    fidelity = TextFidelity(tokenizer)
+    for text in (*ENGLISH, "One two", "three  four", "ZZ"):
+        fidelity.add(text, "en")
+    assert (fidelity.unknown, fidelity.changed) == (2, 0)
+    assert fidelity.characters == {"O": 1, "Z": 2}
+    (line,) = fidelity.lines()
+    assert "2 of " in line
+    assert "are unknown to the tokenizer; commonest characters: 'Z' (2), 'O' (1)" in line
+    fidelity.check(0.05, "--max-unknown")
+    with pytest.raises(ValueError, match=r"over the 0.1 % of --max-unknown: 'Z' \(2\)"):
+        fidelity.check(0.001, "--max-unknown")
+    changing = TextFidelity(train_tokenizer({"en": ["a ½"] * 9}, tmp_path / "b", vocab_size=20,
+                                            normalization="nfkc"))  # fmt: skip
+    changing.add("a ½", "en")
+    assert changing.lines() == [
+        "1 of 1 texts come back changed from the tokenizer, such as 'a ½' as 'a 1⁄2'"
+    ]

@@ -89,6 +89,8 @@ class FilterConfig:
             expression: ``a-z '``; any by default.
         max_dropped: The run stops before its first step where a single reason leaves out more
             than this share of the utterances: mostly a wrong path, tokenizer or unit.
+        max_unknown: The run stops before its first step where more than this share of the tokens
+            are unknown to the tokenizer: mostly that of texts in another form.
     """
 
     max_tokens_per_second: float | None = None
@@ -97,6 +99,7 @@ class FilterConfig:
     languages: tuple[str, ...] = ()
     characters: str | None = None
     max_dropped: float = 0.2
+    max_unknown: float = 0.05
 
     def __post_init__(self) -> None:
         for name in ("max_tokens_per_second", "max_characters_per_second", "rate_deviations"):
@@ -108,6 +111,11 @@ class FilterConfig:
         if not 0 <= self.max_dropped <= 1:
             raise ValueError(
                 f"`max_dropped` must be a share from 0 to 1, but is {self.max_dropped}: 1 allows "
+                "everything."
+            )
+        if not 0 <= self.max_unknown <= 1:
+            raise ValueError(
+                f"`max_unknown` must be a share from 0 to 1, but is {self.max_unknown}: 1 allows "
                 "everything."
             )
         if self.characters is not None:

@@ -199,6 +199,15 @@ class Corpus(BaseCorpus):
             seen[tokens] = True
         return np.flatnonzero(seen)
 
+    def count_unknown(self, tokenizer: Tokenizer) -> tuple[int, int]:
+        """Return how many tokens the tokenizer does not know, and how many there are."""
+        ids = range(tokenizer.vocab_size)
+        unknown = np.array([bool(tokenizer.count_unknown([number])) for number in ids])
+        counts = [
+            (int(unknown[block].sum()), len(block)) for block in self._tokens.blocks(self._rows)
+        ]
+        return sum(count for count, _ in counts), sum(total for _, total in counts)
+
     def audio(self, index: int) -> AudioSegment | Cut:
         """Return the audio of an utterance: a segment of a file, or a cut that lhotse must read.
 

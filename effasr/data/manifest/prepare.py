@@ -38,6 +38,7 @@ from effasr.data.manifest.cuts import CUTS_FILE, prompt_of
 from effasr.data.manifest.reader import named
 from effasr.data.manifest.utterance import Utterance
 from effasr.data.tokenizer import Tokenizer, WhisperTokenizer
+from effasr.data.tokenizer.fidelity import TextFidelity
 from effasr.untrusted.display import utf8
 
 DROPPED_FILE = "dropped.jsonl"
@@ -71,6 +72,8 @@ class PrepareReport:
     by_reason: dict[str, Share] = field(default_factory=dict)  # dropped utterances
     tokens: int = 0  # of the kept texts; 0 without a tokenizer
     unknown_tokens: int = 0  # that the vocabulary cannot represent
+    unknown_characters: dict[str, int] = field(default_factory=dict)  # the commonest
+    changed_texts: int = 0  # that come back otherwise from the tokenizer
 
 
 def prepare(
@@ -85,6 +88,7 @@ def prepare(
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
     note: Callable[[Cut, list[int] | None], None] | None = None,
+    fidelity: TextFidelity | None = None,
 ) -> PrepareReport:
     """Check a manifest and write what can be trained on.
 
@@ -103,7 +107,7 @@ def prepare(
     and may have many tokens for a word. Without ``decode`` headers alone are read: faster, but
     damage inside a file goes unseen. ``note`` is called in the order of the source with each
     utterance that passes the checks, and the tokens of its text; outliers, which are known at the
-    end, are among them.
+    end, are among them. So are they among the texts that ``fidelity`` counts.
     """
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or folder.resolve() == Path(source).resolve()):
@@ -122,13 +126,19 @@ def prepare(
                 dropped.append((position, outcome))
             else:
                 kept.add(position, outcome)
+                if fidelity is not None:
+                    fidelity.add(text_of(outcome.cut), outcome.target, outcome.tokens)
                 if note is not None:
                     note(outcome.cut, outcome.tokens)
             if progress is not None:
                 progress(position + 1)
         if not len(kept) and not dropped:
             raise ValueError(f"{source}: holds no utterances.")
-        return _write(folder, str(source), kept, dropped, has_tokens=tokenizer is not None)
+        report = PrepareReport(str(source))
+        if fidelity is not None:
+            report.unknown_characters = dict(fidelity.characters.most_common(100))
+            report.changed_texts = fidelity.changed
+        return _write(folder, report, kept, dropped, has_tokens=tokenizer is not None)
 
 
 @contextmanager
@@ -243,9 +253,13 @@ def _in_order(function: Callable[[T], R], items: Iterable[T], threads: int) -> I
 
 
 def _write(
-    folder: Path, source: str, kept: _Kept, dropped: list[tuple[int, Dropped]], *, has_tokens: bool
+    folder: Path,
+    report: PrepareReport,
+    kept: _Kept,
+    dropped: list[tuple[int, Dropped]],
+    *,
+    has_tokens: bool,
 ) -> PrepareReport:
-    report = PrepareReport(source)
     outliers = kept.outliers()
     with (
         atomic_file(folder / CUTS_FILE) as file,
