@@ -27,7 +27,7 @@ def corpus(longest: int) -> SimpleNamespace:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("recipe", sorted(configuration.recipes()))
-def test_every_recipe_runs_on_any_number_of_ranks_with_the_same_batch(recipe, ranks) -> None:
+def test_every_recipe_runs_on_any_number_of_ranks_with_the_same_batch(recipe, ranks):
     config = configuration.load(TrainConfig, recipe, [])
     if config.data.frame_budget == "auto":
         config = replace(config, data=replace(config.data, frame_budget=8000))
@@ -48,7 +48,7 @@ def test_every_recipe_runs_on_any_number_of_ranks_with_the_same_batch(recipe, ra
     assert peak_learning_rate(divided.optimizer, count) == lr
 
 
-def test_a_long_utterance_makes_the_batch_grow_and_the_line_says_so() -> None:
+def test_a_long_utterance_makes_the_batch_grow_and_the_line_says_so():
     config = configuration.load(TrainConfig, "small", ["optimizer.lr=1e-3"])
     divided, parts, line = divide(config, corpus(250), 8)
     assert (divided.data.micro_batches, divided.data.frame_budget, parts) == (8, 250, 8)
@@ -56,7 +56,7 @@ def test_a_long_utterance_makes_the_batch_grow_and_the_line_says_so() -> None:
     assert line.endswith("by the square-root rule it would be 0.002")
 
 
-def test_a_resumed_run_keeps_its_parts_for_the_same_request() -> None:
+def test_a_resumed_run_keeps_its_parts_for_the_same_request():
     config = configuration.load(TrainConfig, "small", ["optimizer.lr_reference_micro_batches=1"])
     divided, parts, _ = divide(config, corpus(50), 8)
     state = {
@@ -72,14 +72,14 @@ def test_a_resumed_run_keeps_its_parts_for_the_same_request() -> None:
         as_before(other, saved)
 
 
-def test_a_strategy_with_batches_of_its_own_needs_as_many_as_ranks() -> None:
+def test_a_strategy_with_batches_of_its_own_needs_as_many_as_ranks():
     config = configuration.load(TrainConfig, "small", ["data.strategy=bucketed"])
     with pytest.raises(ValueError, match=r"but is 1: set data\.micro_batches=4, and"):
         divide(config, corpus(50), 4)
 
 
 @pytest.mark.slow
-def test_a_run_on_more_ranks_goes_on_on_one_and_on_more(make_config, tmp_path) -> None:
+def test_a_run_on_more_ranks_goes_on_on_one_and_on_more(make_config, tmp_path):
     recipe = tmp_path / "recipe.yaml"
 
     def start(name: str, steps: int, size: int) -> str:

@@ -204,6 +204,14 @@ def test_a_model_that_is_not_finite_is_never_the_best(
         assert "the validation loss is not finite" in shown
 
 
+def test_the_second_interrupt_ends_the_run_at_once(make_config, monkeypatch):
+    at_step(monkeypatch, 2, lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)])
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run(make_config())
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_nan_stops_the_run_and_names_the_utterance(make_config, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         names = poison(patch, 8)
