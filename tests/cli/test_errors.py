@@ -25,6 +25,7 @@ BAD_AUDIO = {
         ("optimizer.lr=.nan", "`optimizer.lr` must be a finite number, but is nan"),
         ("training.precision=half", "must be one of 'auto', 'float32', 'bfloat16', but is 'half'"),
         ("model.encoder.heads=3", "model.encoder: `width` must be a multiple of"),
+        ("model.encoder.subsampling=6", "`subsampling` must be 4 or 8, but is 6"),
         ("name", "an override must be `path.to.field=value`, but is 'name'"),
         ("--name", "an override must be `path.to.field=value`, but is '--name'"),
         ("name=a/b", "`name` must be usable as a folder's name"),
@@ -76,11 +77,8 @@ def test_a_wrong_recipe(effasr, tmp_path, recipe, message):
     ("lines", "message"),
     [
         ((), "holds no utterances", ),
-        (({}, "{oops"), ":2: not valid JSON"),
-        (({}, "[]"), ":2: must be a JSON object, but is a list"),
-        (({"duration": "long"},), ":1: `duration` must be a number of seconds, but is 'long'"),
-        (({"text": 3},), ":1: `text` must be a string, but is 3"),
-        (({"id": "a"}, {"id": "a"}), ":2: the id 'a' is taken by an earlier line"),
+        (("{oops",), ":1: not valid JSON"),
+        (("[]",), ":1: must be a JSON object, but is a list"),
         (('{"path": "a.wav"}',), ":1: neither a NeMo line (no `audio_filepath`) nor a lhotse cut"),
     ],
 )  # fmt: skip
@@ -98,6 +96,23 @@ def test_a_wrong_manifest(effasr, workplace, train, manifest, tmp_path, lines, m
     failed = train(f"data.train={path}")
     assert failed.code == 2
     assert (message if lines else "no utterance can be trained on (0 dropped)") in failed.error
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{oops", ":2: not valid JSON"),
+        ("[]", ":2: must be a JSON object, but is a list"),
+        ({"duration": "long"}, ":2: `duration` must be a number of seconds, but is 'long'"),
+        ({"text": 3}, ":2: `text` must be a string, but is 3"),
+        ({"id": "a"}, ":2: the id 'a' is taken by an earlier line"),
+    ],
+)
+def test_prepare_lists_a_malformed_line(effasr, manifest, tmp_path, line, message):
+    assert effasr("prepare", manifest({"id": "a"}, line), tmp_path / "out").code == 0
+    (dropped,) = read_lines(tmp_path / "out" / "dropped.jsonl")
+    assert dropped["reason"] == "malformed_row"
+    assert message in dropped["details"]
 
 
 def test_prepare_drops_bad_audio(effasr, manifest, recordings):
@@ -167,21 +182,18 @@ def test_a_run_goes_on_only_with_its_own_model(effasr, workplace):
     assert "training.restart=true" in failed.error
 
 
-def test_weights_of_another_subsampling_are_refused_by_name(train, model):
-    failed = train(f"init_from={model}", "data.tokenizer=''", "model.encoder.subsampling=4")
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.encoder.subsampling=4", "encoder.subsampling.depthwise2.weight"),
+        ("model.encoder.width=32", "Leave `model` out of the recipe"),
+    ],
+)
+def test_weights_of_another_architecture_are_refused_by_name(train, model, override, message):
+    failed = train(f"init_from={model}", "data.tokenizer=''", override)
     assert failed.code == 2
     assert "of another architecture, in " in failed.error
-    assert "encoder.subsampling.depthwise2.weight" in failed.error
-    failed = train("model.encoder.subsampling=6")
-    assert failed.code == 2
-    assert "`subsampling` must be 4 or 8, but is 6" in failed.error
-
-
-def test_a_model_to_begin_with_brings_its_architecture(train, model):
-    failed = train(f"init_from={model}", "data.tokenizer=''", "model.encoder.width=32")
-    assert failed.code == 2
-    assert "is of another architecture, in " in failed.error
-    assert "Leave `model` out of the recipe" in failed.error
+    assert message in failed.error
     assert len(failed.error) < 600
 
 

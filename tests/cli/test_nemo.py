@@ -70,11 +70,7 @@ def test_a_tokenizer_of_hugging_face_is_refused(effasr, tmp_path):
 @pytest.mark.parametrize(
     ("out", "options", "message"),
     [
-        (
-            "folder",
-            ["--format", "nemo"],
-            "must be a file that ends in .nemo for `--format nemo`, but is ",
-        ),
+        ("folder", ["--format", "nemo"], "must be a file that ends in .nemo for `--format nemo`"),
         ("folder.nemo", [], "must be a file that ends in .nemo for `--format nemo`, but is "),
         ("file", [], "`OUT` must be a folder, but is the file "),
         ("new.nemo", ["--author", "A"], "must be left out for `--format nemo`"),
