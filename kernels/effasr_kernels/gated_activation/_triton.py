@@ -66,6 +66,12 @@ def _tile(rows, width, ROWS: tl.constexpr, BLOCK_W: tl.constexpr):
 
 
 @triton.jit
+def _logit_of_tanh(g):
+    """Return the z of which `gelu_tanh` takes the logistic function."""
+    return g * (1.0 + g * g * _CUBIC) * _TWICE_SQRT_2_OVER_PI
+
+
+@triton.jit
 def _share(g, ACTIVATION: tl.constexpr):
     """Return f(g) / g: 0.5 (1 + tanh(z / 2)) is the logistic function of z."""
     if ACTIVATION == "silu":
@@ -73,7 +79,7 @@ def _share(g, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         share = 0.5 * (1.0 + tl.erf(g * _SQRT_HALF))
     else:
-        share = tl.sigmoid(g * (1.0 + g * g * _CUBIC) * _TWICE_SQRT_2_OVER_PI)
+        share = tl.sigmoid(_logit_of_tanh(g))
     return share
 
 
@@ -85,8 +91,11 @@ def _slope(g, share, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         slope = share + g * tl.exp(-0.5 * g * g) * _DENSITY_AT_0
     else:
-        inner = (1.0 + g * g * (3.0 * _CUBIC)) * _TWICE_SQRT_2_OVER_PI
-        slope = share * (1.0 + g * (1.0 - share) * inner)
+        # 1 - share alone would lose the digits of a share near 1, and g dz multiplies what is left.
+        z = _logit_of_tanh(g)
+        complement = tl.where(z > 0.0, share * tl.exp(-z), 1.0 - share)
+        dz = (1.0 + g * g * (3.0 * _CUBIC)) * _TWICE_SQRT_2_OVER_PI
+        slope = share * (1.0 + g * complement * dz)
     return slope
 
 
