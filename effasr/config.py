@@ -260,6 +260,8 @@ def _convert(annotation: Any, value: Any, where: str) -> Any:
     is_list = any(Ellipsis in typing.get_args(option) for option in options)
     is_scalar = isinstance(value, str | int | float)
     hint = f": write [{value}] for a list of one." if is_list and is_scalar else "."
+    if is_list and value is None:
+        hint = ": write [] for none."
     raise ConfigError(f"`{where}` must be {_describe(annotation)}, but is {value!r}{hint}")
 
 
@@ -322,6 +324,11 @@ def _describe(annotation: Any) -> str:
 
 
 def _unknown(where: str, key: str, fields: Mapping[str, Any]) -> str:
+    if "max_steps" in fields and "epoch" in key:
+        return (
+            f"`{where}` is an unknown field: a run is measured in steps. Set `max_steps` to the "
+            "epochs times the steps of an epoch, which `effasr plan` shows."
+        )
     near = _nearest(key, list(fields)) or f"the fields are {', '.join(fields)}."
     return f"`{where}` is an unknown field: {near}"
 

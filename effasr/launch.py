@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from torch.distributed import DistNetworkError  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
@@ -41,6 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SignalException as error:
         sys.stderr.write(f"effasr.launch: stopped by {error.sigval.name}.\n")
         return 128 + error.sigval
+    except DistNetworkError:
+        port = options.master_port
+        sys.stderr.write(f"effasr.launch: port {port} is in use: set --master-port to another.\n")
+        return 2
     except (ValueError, RendezvousError) as error:
         # Of torchrun itself: the processes are others.
         sys.stderr.write(f"effasr.launch: {' '.join(str(error).split())}\n")

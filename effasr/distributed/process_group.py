@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -148,10 +149,11 @@ def distributed_context(
 
     Connections to the other processes remain open, unused, until this process ends.
     """
-    environment = os.environ if environment is None else environment
-    rank = int(environment.get("RANK", 0))
-    size = int(environment.get("WORLD_SIZE", 1))
+    if environment is None:
+        os.environ.update(slurm_variables(os.environ))
+        environment = os.environ
     with report_once_per_node(environment):
+        rank, size = _rank_and_size(environment)
         own_device = _rank_device(device, environment)
     if own_device.type == "cuda":
         torch.cuda.set_device(own_device)
@@ -159,7 +161,15 @@ def distributed_context(
         yield DistributedContext(0, 1, own_device)
         return
     timeout = timedelta(seconds=timeout_s)
-    shared, _, _ = next(rendezvous("env://", timeout=timeout))
+    try:
+        shared, _, _ = next(rendezvous("env://", timeout=timeout))
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise RuntimeError(
+            f"`MASTER_PORT` must be a free port of {environment.get('MASTER_ADDR')}, but "
+            f"{environment.get('MASTER_PORT')} is in use: set another, or end the run that has it."
+        ) from error
     shared.set_timeout(timeout)
     # The store may still hold keys of processes before a restart.
     restart_id = agree_on_restart_id(PrefixStore("effasr", shared), rank, size, timeout_s)
@@ -192,6 +202,44 @@ def distributed_context(
             raise PeerFailed(earlier) from error
         raise
     _leave()
+
+
+def _rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return rank and number of ranks; without any variable, those of a single process."""
+    values = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE")}
+    if values["WORLD_SIZE"] not in ("", "1"):
+        values |= {name: environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")}
+    missing = [name for name, value in values.items() if not value]
+    if missing and any(values.values()) and values != {"RANK": "", "WORLD_SIZE": "1"}:
+        given = ", ".join(f"{name}={value}" for name, value in values.items() if value)
+        raise ValueError(
+            f"`{missing[0]}` must be set where {given} is: start with torchrun, which sets all, or "
+            "unset them for one process."
+        )
+    for name in ("RANK", "WORLD_SIZE"):
+        if not missing and not values[name].isdecimal():
+            raise ValueError(f"`{name}` must be a number, but is {values[name]!r}.")
+    return int(values["RANK"] or 0), int(values["WORLD_SIZE"] or 1)
+
+
+def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return torchrun's variables for a task that srun started without torchrun; else nothing."""
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    nodes = environment.get("SLURM_STEP_NODELIST", "")
+    if tasks == "1" or not nodes or environment.get("RANK") or environment.get("WORLD_SIZE"):
+        return {}
+    # Such as gpu[003-005,9]: the first is gpu003.
+    first = re.sub(r"\[(\w+).*", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
+    port = 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 10000
+    count = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", tasks))
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": count[0] if count else tasks,
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first,
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(port),
+    }
 
 
 def _leave(*, destroy: bool = True) -> None:

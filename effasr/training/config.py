@@ -227,7 +227,8 @@ class EvaluationConfig:
     Without such data there is no validation, and no best checkpoint.
 
     Attributes:
-        max_utterances: Number of utterances of each set; null for all.
+        max_utterances: Number of utterances of each set, an even sample that ``seed`` chooses;
+            null for all.
         normalizer: Normaliser of both texts before words are compared; see `effasr evaluate`.
         decoding: Decoding.
     """
@@ -314,6 +315,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"`name` must be usable as a folder's name, but is {self.name!r}.")
+        if "://" in self.output:
+            raise ValueError(
+                f"`output` must be a folder of this machine, but is the URL {self.output!r}: mount "
+                "it, or copy the run there when it is done."
+            )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"`seed` must be at least 0 and fit in 63 bits, but is {self.seed}.")
 

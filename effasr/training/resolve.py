@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from effasr.training.corpus import TrainingCorpus
 
 
+log = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """A run, ready to be built."""
@@ -46,6 +50,13 @@ def resolve(config: TrainConfig, saved: Saved | None, context: DistributedContex
     fields = requested(config)
     config = resolve_config(as_before(config, saved), saved)
     division, line = None, ""
+    warmup, steps = config.schedule.warmup_steps, config.training.max_steps
+    if warmup > steps:
+        log.warning(
+            "the warm-up, schedule.warmup_steps=%d, is longer than the run of %d steps: the "
+            "learning rate only reaches %d %% of its peak; set schedule.warmup_steps to about %d",
+            *(warmup, steps, 100 * steps // warmup, max(1, steps // 10)),
+        )
     if saved is not None:
         check_resumable(saved, config, context.size)
     tokenizer = find_tokenizer(config, saved)

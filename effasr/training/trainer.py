@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from functools import reduce
 from operator import add
@@ -42,8 +42,8 @@ from effasr.training.step import train_step
 from effasr.training.strategies.parallelism import average_over_ranks, full_weights, is_sharded
 
 if TYPE_CHECKING:
-    from effasr.training.untranscribed.pretraining import LossResult
-    from effasr.training.validation import SetResult
+    from effasr.training.untranscribed.pretraining import LossResult, LossValidator
+    from effasr.training.validation import SetResult, Validator
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +109,9 @@ def _find_checkpoint(
     directory, newest = run_log.directory, None
     if context.is_main:
         run_log.lock()
-        if restart and (renamed := directory.restart()):
-            log.warning("renamed the earlier run %s to %s", directory.path, renamed)
-        newest = checkpoints.newest()
+        # Nothing is renamed before everything was checked: `RunDirectory.open` does it.
+        directory.must_restart = restart and directory.begins_anew()
+        newest = None if directory.must_restart else checkpoints.newest()
     path = context.broadcast(newest and newest[0])
     if path is None:
         return None
@@ -311,6 +311,7 @@ class Trainer:
         assert self.validate is not None
         self.state.phases.begin("validating")
         average_over_ranks(self.state, self.strategy.context)
+        began = time.perf_counter()
         are_finite = all(self.strategy.context.all_gather(self._check_weights()))
         try:
             with ranges.range("validation"), self._published_weights(), merged(self.model):
@@ -318,11 +319,13 @@ class Trainer:
         except StopInterrupt:
             self.strategy.is_stopping = True
             return False
+        self.log.display.validation_s = time.perf_counter() - began
         self.progress.must_validate = False
         if self.config.model.best_rq is not None:
             metric = self._record_losses(results)
         else:
             metric = self._record_transcripts(results)
+        self.progress.validation = self.validate.fingerprint
         self.progress.record_metric(metric if are_finite else math.nan)
         return True
 
@@ -403,6 +406,11 @@ class Trainer:
                 component.load_state_dict(state[name])
         if self.state.adascale is not None and state.get("adascale") is None:
             self.state.adascale.begin_at(progress.step)
+        if self.validate is not None and progress.validation not in ("", self.validate.fingerprint):
+            log.warning("other validation sets or settings: `best` is chosen anew from here on")
+            progress.best, progress.is_best = math.inf, False
+            if self.diagnostics is not None:
+                self.diagnostics.forget_validations()
 
     def _components(self) -> dict[str, Stateful | None]:
         """Return the stateful components by their names in a checkpoint."""
@@ -428,7 +436,7 @@ class Trainer:
         same = identity(self.config, self.resolved.corpus.fingerprint, plan, ranks)
         return same | {"division": self.resolved.division}
 
-    def _make_validator(self) -> Callable[[StopRequest], Mapping[str, Any]] | None:
+    def _make_validator(self) -> LossValidator | Validator | None:
         """Return what validates the model with its current weights; called again after a loss."""
         if not self.config.data.validation:
             return None

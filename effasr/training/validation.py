@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import logging
+import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from itertools import islice
 from operator import add
+from typing import TypeVar
 
 from lhotse.cut import Cut
 
+from effasr import config as configuration
+from effasr.data.manifest.cuts import prompt_of
 from effasr.data.manifest.pairs import TextPair, is_text_only, pairs
 from effasr.data.manifest.reader import iterate
 from effasr.data.tokenizer import Tokenizer
@@ -24,6 +29,10 @@ from effasr.training.diagnostics.probe import Probe, ProbeSums
 from effasr.training.fault_tolerance.stop import StopRequest
 from effasr.transcription.recognizer import Recognizer
 from effasr.transcription.second_pass.text_to_text import TextToText
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +62,8 @@ class Validator:
         self._context = context
         # Unknown settings are errors before training starts.
         get_normalizer(self._config.normalizer)
-        Recognizer(model, tokenizer, self._config.decoding)
+        recognizer = Recognizer(model, tokenizer, self._config.decoding)
+        digest = hashlib.sha256(repr(configuration.to_mapping(self._config)).encode())
         self._sets: dict[str, list[Cut] | list[TextPair]] = {}
         self._probes: dict[str, Probe] = {}
         diagnostics = config.training.diagnostics
@@ -61,15 +71,17 @@ class Validator:
             name = free_set_name(path, self._sets)
             if is_text_only(path):
                 TextToText(model, tokenizer, self._config.decoding)
-                members = list(islice(pairs(path), self._config.max_utterances))
+                members = even_sample(pairs(path), self._config.max_utterances, config.seed)
                 _check_experts(config.model, members)
+                digest.update(repr([(pair.source, pair.text) for pair in members]).encode())
                 self._sets[name] = members[context.rank :: context.size]
                 continue
-            cuts = list(
-                islice(iterate(path, language=config.data.language), self._config.max_utterances)
-            )
+            read = iterate(path, language=config.data.language)
+            cuts = even_sample(read, self._config.max_utterances, config.seed)
             if not cuts:
                 raise ValueError(f"{path}: holds no utterances.")
+            _check_scorable(path, cuts, recognizer, config)
+            digest.update(repr([(cut.id, cut.duration, _texts(cut)) for cut in cuts]).encode())
             self._sets[name] = part = shard(cuts, context.rank, context.size)
             # Language models have no per-utterance losses.
             has_losses = config.model.language_model is None
@@ -83,6 +95,9 @@ class Validator:
                     frame_budget=config.data.known_frame_budget,
                     precision=self._config.decoding.precision,
                 )
+
+        # Of the sets and how they are scored: results are only comparable where it is the same.
+        self.fingerprint = digest.hexdigest()
 
     def __call__(self, stop: StopRequest) -> dict[str, SetResult]:
         """Return the results of each set; all ranks call this. A stop is a StopInterrupt."""
@@ -105,6 +120,49 @@ class Validator:
             config=self._config.decoding,
         )
         return part, self._probes[name]() if name in self._probes else ProbeSums()
+
+
+def even_sample(items: Iterable[T], count: int | None, seed: int) -> list[T]:
+    """Return so many items at even distances, with the first chosen by the seed."""
+    everything = list(items)
+    if count is None or count >= len(everything):
+        return everything
+    first = random.Random(seed).random()
+    return [everything[int((n + first) * len(everything) / count)] for n in range(count)]
+
+
+def _texts(cut: Cut) -> list[str | None]:
+    return [supervision.text for supervision in cut.supervisions]
+
+
+def _check_scorable(
+    path: str, cuts: Sequence[Cut], recognizer: Recognizer, config: TrainConfig
+) -> None:
+    """Check that the model can be scored on a set, with the limit of the training set."""
+    reasons, words = [], 0
+    normalize = get_normalizer(config.evaluation.normalizer)
+    for cut in cuts:
+        texts = _texts(cut)
+        if len(texts) != 1 or texts[0] is None:
+            reasons.append(f"{cut.id}: no reference text: the cut needs one supervision")
+            continue
+        try:
+            recognizer.prompt(prompt_of(cut))
+        except ValueError as error:
+            reasons.append(f"{cut.id}: {error}")
+        else:
+            words += len(normalize(texts[0]).split())
+    limit = config.data.filters.max_dropped
+    problem = f"{len(reasons)} of {len(cuts)} utterances cannot be scored"
+    if len(reasons) > limit * len(cuts) or len(reasons) == len(cuts):
+        raise ValueError(
+            f"{path}: {problem}, over the {100 * limit:g} % that `data.filters.max_dropped` "
+            f"allows; the first: {reasons[0]}"
+        )
+    if not words:
+        raise ValueError(f"{path}: no reference has a word: give `text`, or data.validation=[].")
+    if reasons:
+        log.warning("%s: %s; the first: %s", path, problem, reasons[0])
 
 
 def _check_experts(config: ModelConfig, members: Sequence[TextPair]) -> None:

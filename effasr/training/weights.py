@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -53,16 +54,14 @@ def prepare_weights(
             if replaces_tokenizer(config.data.tokenizer, source):
                 _load_for_tokenizer(model, source, load_tokenizer(config.data.tokenizer))
                 parameters = dict(model.named_parameters())
-                tables = [name for name in TOKEN_TABLES if name in parameters]
-                initialised = [name.rpartition(".")[0] for name in tables]
+                initialised = [name for name in TOKEN_TABLES if name in parameters]
             else:
                 # A model to begin with may never have read text.
                 checkpoint.load_weights(model, source, may_lack=("text_encoder.",))
             if source_model.text_encoder is None:
                 initialised.append("text_encoder")
     _select_trained(model, config)
-    for part in initialised:
-        _check_trains(model, config, part)
+    _check_trains(model, config, initialised)
 
 
 def _select_trained(model: ASRModel, config: TrainConfig) -> None:
@@ -72,15 +71,19 @@ def _select_trained(model: ASRModel, config: TrainConfig) -> None:
         freeze(model, config.training.freeze, "training.freeze")
 
 
-def _check_trains(model: ASRModel, config: TrainConfig, part: str) -> None:
-    named = model.named_parameters()
-    stuck = [name for name, x in named if name.startswith(f"{part}.") and not x.requires_grad]
-    if stuck:
-        rule = "be in `lora.also_train`" if config.lora else "not be in `training.freeze`"
-        raise ValueError(
-            f"`model.{part}` must {rule}, because `init_from` has none and it is drawn anew, "
-            f"but {stuck[0]} would not be trained."
-        )
+def _check_trains(model: ASRModel, config: TrainConfig, parts: Sequence[str]) -> None:
+    frozen = [name for name, x in model.named_parameters() if not x.requires_grad]
+    stuck = [p for p in parts if any(n == p or n.startswith(f"{p}.") for n in frozen)]
+    if not stuck:
+        return
+    rule, remedy = "not be in `training.freeze`", "leave it out there"
+    if config.lora is not None:
+        also = ",".join([*config.lora.also_train, *stuck])
+        rule, remedy = "be in `lora.also_train`", f"set lora.also_train=[{also}]"
+    raise ValueError(
+        f"`model.{stuck[0]}` must {rule}, because it is drawn anew, at least for pieces that "
+        f"`init_from` lacks, but it would not be trained: {remedy}."
+    )
 
 
 def source_of_model(config: TrainConfig, saved: Saved | None) -> Path | None:

@@ -1,4 +1,7 @@
 import os
+import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,6 +18,7 @@ from effasr.distributed.process_group import (
     DistributedContext,
     agree_on_restart_id,
     distributed_context,
+    slurm_variables,
 )
 from tests.support.run_ranks import check_ranks, run_module, run_ranks
 
@@ -137,3 +141,68 @@ def test_who_is_missing_is_said(server):
     assert str(error) == "rank 0: not all 3 ranks joined within 0.2 s; missing: [1, 2]."
     (error,) = meet(server, [2], 3, 0.2)
     assert str(error) == "rank 2: rank 0 did not join within 0.2 s."
+
+
+@pytest.mark.parametrize(
+    ("environment", "missing"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK"),
+        ({"WORLD_SIZE": "2", "RANK": ""}, "RANK"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR"),
+        ({"RANK": "0"}, "WORLD_SIZE"),
+    ],
+)
+def test_half_set_variables_are_refused(environment, missing):
+    with (
+        pytest.raises(ValueError, match=f"`{missing}` must be set where .*torchrun"),
+        distributed_context("cpu", environment=environment),
+    ):
+        pass
+
+
+def test_empty_variables_are_those_of_one_process():
+    with distributed_context("cpu", environment={"RANK": "", "WORLD_SIZE": ""}) as context:
+        assert (context.rank, context.size) == (0, 1)
+
+
+def test_the_tasks_of_srun_are_ranks():
+    step = {
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_STEP_NODELIST": "gpu[003-005,9],login",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+        "SLURM_PROCID": "5",
+        "SLURM_LOCALID": "1",
+        "SLURM_JOB_ID": "31234",
+    }
+    assert slurm_variables(step) == {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "gpu003",
+        "MASTER_PORT": "21234",
+    }
+    # torchrun's processes, and a batch script that is no step.
+    assert slurm_variables(step | {"RANK": "0"}) == {}
+    assert slurm_variables({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) == {}
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        done = run_environment(environment | {"RANK": "0", "WORLD_SIZE": "2"})
+    assert f"`MASTER_PORT` must be a free port of localhost, but {port} is in use" in done
+
+
+def run_environment(environment: dict[str, str]) -> str:
+    code = (
+        "from effasr.distributed.process_group import distributed_context\n"
+        "with distributed_context('cpu', 5): pass"
+    )
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, check=False
+    ).stderr

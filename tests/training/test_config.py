@@ -93,6 +93,15 @@ def of_features(**fields) -> TrainConfig:
         (lambda: LoopConfig(ema_decay=1.0), "`ema_decay` must lie between 0 and 1"),
         (lambda: LoopConfig(threads=0), "`threads` must be at least 1 or null"),
         (lambda: LoopConfig(activation_checkpointing=-1), "`activation_ch.* must be true.* is -1"),
+        (
+            lambda: configuration.from_mapping(TrainConfig, {"training": {"max_epochs": 10}}),
+            "`training.max_epochs` is an unknown field: .* Set `max_steps` to the epochs times",
+        ),
+        (
+            lambda: configuration.from_mapping(TrainConfig, {"data": {"validation": None}}),
+            r"`data.validation` must be .* but is None: write \[\] for none",
+        ),
+        (lambda: TrainConfig(output="s3://bucket/runs"), "`output` must be a folder .* the URL"),
         (lambda: EvaluationConfig(max_utterances=0), "`max_utterances` must be at least 1"),
         (lambda: find_tokenizer(TrainConfig(), None), r"`data\.tokenizer` must be a folder"),
         (lambda: load_corpus(TrainConfig(), NoTokenizer(), None), "`data.train` must name at le"),

@@ -27,14 +27,17 @@ def test_the_figures_are_those_of_the_line():
 def test_without_a_terminal_there_is_one_plain_line_per_entry():
     out = io.StringIO()
     console = Console(file=out, force_terminal=False, width=40)
-    with ProgressDisplay(total=170, done=0, ranks=1, console=console) as display:
+    with ProgressDisplay(170, 0, 1, console, validate_every=30) as display:
         display.advance(49)
         display.metrics(LINE)
         display.show("validation: [WER] 0.1")
-    first, second = out.getvalue().splitlines()
+        display.validation_s = 30.0
+        display.metrics(LINE | {"step": 110})
+    first, second, third = out.getvalue().splitlines()
     assert first.startswith("step 50/170  loss 1.2346")
     assert first.endswith("ETA 0:01:00")
     assert second == "validation: [WER] 0.1"
+    assert third.endswith("ETA 0:01:30")  # 60 steps and two validations
 
 
 @pytest.mark.parametrize("step", [50, 170])

@@ -1,4 +1,5 @@
 import gc
+import itertools
 import json
 import os
 import resource
@@ -18,9 +19,10 @@ from effasr.data.filters.config import FilterConfig
 from effasr.data.manifest.reader import read
 from effasr.data.tokenizer import train_tokenizer
 from effasr.evaluation.evaluate import evaluate
+from effasr.optim.schedules import ScheduleConfig
 from effasr.training import resolve as resolving
 from effasr.training import trainer, validation
-from effasr.training.config import TrainConfig
+from effasr.training.config import EvaluationConfig, TrainConfig
 from effasr.training.diagnostics.probe import ProbeSums
 from effasr.training.run_dir.progress import ProgressDisplay
 from effasr.training.run_dir.run_directory import read_lines
@@ -263,6 +265,75 @@ def test_a_run_goes_on_only_as_the_run_it_was(make_config, tmp_path, tones, capl
     assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
     assert checkpoint_steps(tmp_path / "run.old-1") == [2, 3, 4]
     assert "restart: false" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ([{"lang": "nl"}] * 6, "6 of 6 utterances cannot be scored, .* the first: .*nl"),
+        ([{"lang": "nl"}] * 2, "2 of 6 utterances cannot be scored, over the 20 %"),
+        ([{"text": "..."}] * 6, "no reference has a word"),
+    ],
+)
+def test_a_validation_set_that_cannot_be_scored_is_refused_at_the_start(
+    make_config, tones, tmp_path, changes, reason
+):
+    rows = [json.loads(line) for line in (tones / "test.jsonl").read_text().splitlines()]
+    for row, change in zip(rows, changes, strict=False):
+        row |= change
+    for row in rows:
+        row["audio_filepath"] = str(tones / row["audio_filepath"])
+    path = tmp_path / "dev.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=reason):
+        run(make_config(data={"validation": str(path)}))
+
+
+def test_a_sample_is_even_and_fixed_by_the_seed():
+    samples = [validation.even_sample(range(1000), 10, seed) for seed in (0, 0, 1)]
+    assert samples[0] == samples[1] != samples[2]
+    for sample in samples:
+        assert {b - a for a, b in itertools.pairwise(sample)} == {100}
+    assert validation.even_sample(range(3), None, 0) == validation.even_sample(range(3), 5, 0)
+
+
+def test_best_belongs_to_the_validation_sets_and_settings(make_config, tones, tmp_path, caplog):
+    def start(steps: int, **settings) -> None:
+        loop = {"max_steps": steps, "validate_every": 2, "checkpoint_every": 2}
+        data = {"validation": str(tones / "test.jsonl")}
+        assert run(make_config(data=data, training=loop, **settings)) == 0
+
+    start(2)
+    best = tmp_path / "run" / "checkpoints" / "best"
+    first = best.read_text()
+    start(4)
+    assert best.read_text() == first
+    assert "chosen anew" not in caplog.text
+    start(6, evaluation=EvaluationConfig(max_utterances=3))
+    assert "other validation sets or settings" in caplog.text
+    assert "step_00000006" in best.read_text()
+
+
+def test_a_restart_with_a_mistake_leaves_the_earlier_run(make_config, tmp_path):
+    assert run(make_config(training={"max_steps": 2})) == 0
+    before = sorted(file.name for file in (tmp_path / "run").iterdir())
+    with pytest.raises(ValueError, match="no such file"):
+        run(make_config(data={"train": "missing.jsonl"}, training={"restart": True}))
+    with pytest.raises(ValueError, match="no such file"):
+        run(make_config(data={"validation": "missing.jsonl"}, training={"restart": True}))
+    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == before
+    assert run(make_config(training={"max_steps": 2, "restart": True})) == 0
+    assert (tmp_path / "run.old-1" / "checkpoints" / "latest").exists()
+
+
+def test_what_a_changed_schedule_does_to_the_rate_is_said(make_config, caplog):
+    schedule = ScheduleConfig(name="cosine", warmup_steps=20)
+    config = make_config(training={"max_steps": 2}, schedule=schedule)
+    assert run(config) == 0
+    assert "schedule.warmup_steps=20, is longer than the run of 2 steps" in caplog.text
+    schedule = ScheduleConfig(name="cosine", warmup_steps=0)
+    assert run(make_config(training={"max_steps": 4}, schedule=schedule)) == 0
+    assert "after step 2 the learning rate is " in caplog.text
 
 
 def test_a_damaged_checkpoint_costs_its_steps(make_config, tmp_path, caplog):

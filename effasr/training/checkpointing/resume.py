@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from effasr import config as configuration
+from effasr.optim.schedules import learning_rate_ratio, peak_learning_rate
 from effasr.training.config import TrainConfig
 
 log = logging.getLogger(__name__)
@@ -54,7 +56,20 @@ def check_resumable(saved: Saved, config: TrainConfig, ranks: int) -> None:
     before = configuration.complete(TrainConfig, saved.state["config"])
     for change in check_same_run(before, configuration.to_mapping(config)):
         log.warning("differs from the checkpoint: %s", change)
+    step = saved.state["step"]
+    rates = [
+        _rate(each, step) for each in (configuration.from_mapping(TrainConfig, before), config)
+    ]
+    if not math.isclose(*rates, rel_tol=1e-6):
+        log.warning(
+            "after step %d the learning rate is %.3g, and was to be %.3g", step, *rates[::-1]
+        )
     check_same_ranks(saved.state, config.data.strategy, ranks)
+
+
+def _rate(config: TrainConfig, step: int) -> float:
+    peak = peak_learning_rate(config.optimizer, config.data.micro_batches)
+    return peak * learning_rate_ratio(config.schedule, step, config.training.max_steps)
 
 
 def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

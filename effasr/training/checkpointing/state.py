@@ -32,6 +32,7 @@ class RunProgress:
     best: float = math.inf
     is_best: bool = False  # Whether the last validation reached it and no step was made since
     must_validate: bool = False  # Whether a validation is due
+    validation: str = ""  # Fingerprint of the validation sets that `best` belongs to
     finite_step: int = 0  # Last step after which the weights were found to be finite
 
     def record_metric(self, metric: float) -> None:

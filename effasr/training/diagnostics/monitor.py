@@ -85,6 +85,7 @@ class Diagnostics:
             "stuck_error_rate": StuckErrorRate(config),
             "overfitting": Overfitting(config),
         }
+        self._initial = {name: part.state_dict() for name, part in self._detectors.items()}
         # Titles of the conditions that hold.
         self._titles: dict[str, str] = {}
         self._sums: dict[str, float] = {}
@@ -152,6 +153,12 @@ class Diagnostics:
             "line": self._line,
             "parts": {name: part.state_dict() for name, part in self._stateful().items()},
         }
+
+    def forget_validations(self) -> None:
+        """Begin anew with what validations are compared with, as the sets have changed."""
+        self._titles = {name: of for name, of in self._titles.items() if name == "ctc_plateau"}
+        for name, detector in self._detectors.items():
+            detector.load_state_dict(self._initial[name])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._titles, self._sums = dict(state["titles"]), dict(state["sums"])

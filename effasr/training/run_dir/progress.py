@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
 from effasr.untrusted.display import escape_controls
@@ -17,7 +18,17 @@ _LEAST_WIDTH_FOR_BAR = 110  # Columns of a terminal; the bar is left out of a na
 class ProgressDisplay:
     """Shows steps, loss, speed, padding, data wait and the time left, on standard error."""
 
-    def __init__(self, total: int, done: int, ranks: int, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        total: int,
+        done: int,
+        ranks: int,
+        console: Console | None = None,
+        *,
+        validate_every: int | None = None,
+    ) -> None:
+        self._validate_every = validate_every or max(total, 1)
+        self.validation_s = 0.0  # Duration of the last validation
         self._console = console or Console(stderr=True)
         self._total = total
         self._ranks = ranks
@@ -28,11 +39,11 @@ class ProgressDisplay:
             # Of all columns only this one may be folded: steps and time left stay whole.
             TextColumn("{task.fields[state]}", table_column=Column(overflow="fold")),
             TextColumn("ETA"),
-            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=total, completed=done, state="")
+        self._task = self._bar.add_task("", total=total, completed=done, state="", left="-:--:--")
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -46,13 +57,14 @@ class ProgressDisplay:
 
     def metrics(self, line: Mapping[str, Any]) -> None:
         state = describe(line, self._ranks)
-        self._bar.update(self._task, completed=line["step"], state=state)
+        # With AdaScale a step may count as several; learners share the steps among themselves.
+        per_step = line["step_s"] / line.get("gain", 1.0)
+        if line.get("plan_steps_per_s"):
+            per_step = 1 / line["plan_steps_per_s"]
+        steps = max(self._total - line.get("progress", line["step"]), 0)
+        left = steps * per_step + math.ceil(steps / self._validate_every) * self.validation_s
+        self._bar.update(self._task, completed=line["step"], state=state, left=_clock(left))
         if not self._console.is_terminal:
-            # With AdaScale a step may count as several; learners share the steps among themselves.
-            per_step = line["step_s"] / line.get("gain", 1.0)
-            if line.get("plan_steps_per_s"):
-                per_step = 1 / line["plan_steps_per_s"]
-            left = max((self._total - line.get("progress", line["step"])) * per_step, 0.0)
             self.show(f"step {line['step']}/{self._total}  {state}  ETA {_clock(left)}")
 
     def show(self, text: str) -> None:

@@ -62,6 +62,7 @@ class RunDirectory:
         self._lock: RunLock | None = None
         self._sums: dict[str, list[int]] = {}
         self._expected: dict[str, list[int]] = {}
+        self.must_restart = False  # Whether `open` sets the directory of an earlier run aside
 
     @property
     def checkpoints(self) -> Path:
@@ -80,21 +81,25 @@ class RunDirectory:
         When torchrun starts processes again after a failure, it gives them the same arguments. The
         directory is then that of the same run, and remains.
         """
+        if not self.begins_anew():
+            return None
+        job, aside = torchrun_job()[0], self.set_aside()
+        if job is not None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            _replace(self.path / RESTARTED, json.dumps({"job": job, **launcher()}) + "\n")
+        return aside
+
+    def begins_anew(self) -> bool:
+        """Return whether this start is not torchrun's restart of one that has begun anew."""
         job, restarts = torchrun_job()
         if job is None:
-            return self.set_aside()
-        own, marker = {"job": job, **launcher()}, self.path / RESTARTED
-        before = {}
+            return True
+        own, before = {"job": job, **launcher()}, {}
         with suppress(OSError, ValueError):
-            before = json.loads(marker.read_text(encoding="utf-8"))
+            before = json.loads((self.path / RESTARTED).read_text(encoding="utf-8"))
         # Where nodes come and go, torchrun restarts without counting it. Rank 0 may have moved.
         has_moved = before.get("job") == job and before.get("host") != own["host"]
-        if before == own or (restarts and has_moved):
-            return None
-        aside = self.set_aside()
-        self.path.mkdir(parents=True, exist_ok=True)
-        _replace(marker, json.dumps(own) + "\n")
-        return aside
+        return before != own and not (restarts and has_moved)
 
     def set_aside(self) -> Path | None:
         """Rename an existing directory to the first free ``NAME.old-1``, ``NAME.old-2``, ..."""
@@ -128,6 +133,9 @@ class RunDirectory:
 
         Lines that were damaged since they were written give a warning: nothing depends on them.
         """
+        if self.must_restart and (renamed := self.restart()):
+            log.warning("renamed the earlier run %s to %s", self.path, renamed)
+        self.must_restart = False
         self.path.mkdir(parents=True, exist_ok=True)
         _replace(self.path / RUN_CONFIG, with_checksum_line(config))
         for name in _GROWING:

@@ -54,7 +54,9 @@ class RunLog:
         text = configuration.dump(config)
         self.directory.open(text, step, tensorboard=config.training.tensorboard)
         self._list(dropped)
-        self.display = ProgressDisplay(config.training.max_steps, step, ranks)
+        self.display = ProgressDisplay(
+            config.training.max_steps, step, ranks, validate_every=config.training.validate_every
+        )
 
     def show(self, text: str) -> None:
         self.display.show(text)

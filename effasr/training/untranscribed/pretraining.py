@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from effasr.nn.parameters import evaluating
 from effasr.training.config import TrainConfig
 from effasr.training.diagnostics.probe import groups_within
 from effasr.training.fault_tolerance.stop import StopRequest
+from effasr.training.validation import even_sample
 
 log = logging.getLogger(__name__)
 
@@ -60,16 +61,18 @@ class LossValidator:
         self._precision = config.evaluation.decoding.precision
         self._framing = model.config.features.framing
         self._sets: dict[str, list[Cut]] = {}
+        digest = hashlib.sha256(str(self._budget).encode())
         for path in config.data.validation:
-            cuts = islice(
-                iterate(path, language=config.data.language, untranscribed=True),
-                config.evaluation.max_utterances,
-            )
+            read = iterate(path, language=config.data.language, untranscribed=True)
+            cuts = even_sample(read, config.evaluation.max_utterances, config.seed)
             fitting = [cut for cut in cuts if 0 < self._frames(cut) <= self._budget]
             if not fitting:
                 raise ValueError(f"{path}: holds no utterance within data.frame_budget.")
+            digest.update(repr([(cut.id, cut.duration) for cut in fitting]).encode())
             name = free_set_name(path, self._sets)
             self._sets[name] = shard(fitting, context.rank, context.size)
+
+        self.fingerprint = digest.hexdigest()
 
     def __call__(self, stop: StopRequest) -> dict[str, LossResult]:
         """Return the loss on each set; all ranks call this. A stop is a StopInterrupt."""
