@@ -105,7 +105,7 @@ GOOD = b'{"audio_filepath": "a.wav", "text": "one"}\n'
         ("m.jsonl", GOOD + b"\n  \n{broken\n", r"m\.jsonl:4: not valid JSON .*column 2"),
         ("m.jsonl", GOOD + b"[1]\n", r"m\.jsonl:2: must be a JSON object, but is a list"),
         ("m.jsonl", GOOD + b"T\xfcr", r"m\.jsonl:2: must be UTF-8, but has the byte 0xfc"),
-        ("m.jsonl.gz", gzip.compress(GOOD)[:-9], r"m\.jsonl\.gz: cannot be read"),
+        ("m.jsonl.gz", gzip.compress(GOOD, mtime=0)[:-9], r"m\.jsonl\.gz: cannot be read"),
     ],
 )
 def test_a_file_that_is_no_manifest(tmp_path, write_tone, name, content, message):

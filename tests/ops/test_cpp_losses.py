@@ -121,7 +121,7 @@ def test_an_infinite_loss_has_no_gradient_whatever_comes_from_above(make: Make) 
         (ctc_arguments, {"classes": 3, "blank_id": 1}),
         (ctc_arguments, {"blank_id": 6, "bias": None}),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_options(make: Make, options: dict[str, Any]) -> None:
     arguments = make((5, 4, 30), (3, 0, 6), **options)
