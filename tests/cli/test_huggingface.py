@@ -80,7 +80,8 @@ def tuned_and_out(effasr, tune, source, folder, recipe, language, name):
     """Import, tune, export, and import again; the exported model and the first."""
     done = effasr("import", source, folder / "model")
     assert (done.code, done.err) == (0, "")
-    run = tune(folder / "model", recipe, language)
+    # Letters of the corpus are missing in tokenizers that are as small as these.
+    run = tune(folder / "model", recipe, language, "data.filters.max_unknown=1")
     for _ in range(2):  # the second time over itself
         out = effasr("export", run, folder / "hf")
         assert out.code == 0, out.err
