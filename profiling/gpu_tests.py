@@ -241,6 +241,6 @@ def gpu_test_files(groups: Collection[str]) -> list[Path]:
         if path.parent.name == "gpu" or "mark.gpu" in path.read_text(encoding="utf-8")
     ]
     order = {name: number for number, name in enumerate(groups)}
-    place = lambda path: min(order.get(name, len(order)) for name in groups_of(str(path)))
+    position = lambda path: min(order.get(name, len(order)) for name in groups_of(str(path)))
     chosen = [path for path in paths if set(groups_of(str(path))) & set(groups)]
-    return sorted(chosen, key=lambda path: (place(path), path.name))
+    return sorted(chosen, key=lambda path: (position(path), path.name))

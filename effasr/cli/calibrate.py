@@ -52,12 +52,12 @@ def run(options: argparse.Namespace) -> int:
     from effasr.training.config import TrainConfig
     from effasr.training.resolve import find_tokenizer, resolve_config
 
-    given = [
+    provided = [
         f"calibration.{name}={value}"
         for name in ("target_bytes", "target_share", "objective")
         if (value := getattr(options, name)) is not None
     ]
-    overrides = [*options.overrides, *given, "data.frame_budget=auto"]
+    overrides = [*options.overrides, *provided, "data.frame_budget=auto"]
     config = resolve_config(configuration.load(TrainConfig, options.recipe, overrides), None)
     device = choose_device(config.training.device)
     tokenizer = find_tokenizer(config, None)
@@ -65,13 +65,13 @@ def run(options: argparse.Namespace) -> int:
         population = read_population(config, tokenizer)
     target = target_bytes(config.calibration, device, os.environ)
     with working("running trials"):
-        found = calibrate(
+        result = calibrate(
             config, tokenizer.vocab_size, population, device, target, note=partial(log, "calibrate")
         )
     if options.json:
-        print_line(found.to_json())
+        print_line(result.to_json())
     else:
-        print_folded(text(found, [*options.overrides, *given]))
+        print_folded(text(result, [*options.overrides, *provided]))
     return 0
 
 

@@ -35,10 +35,10 @@ def run(options: argparse.Namespace) -> int:
     from effasr.evaluation.comparison import compare, read_run
 
     with working("reading the evaluations"):
-        scored = [one for path in options.runs for one in read_run(path, options.normalizer)]
+        scored = [item for path in options.runs for item in read_run(path, options.normalizer)]
     if options.only is not None:
-        names = sorted({one.set_name for one in scored})
-        scored = [one for one in scored if one.set_name == options.only]
+        names = sorted({item.set_name for item in scored})
+        scored = [item for item in scored if item.set_name == options.only]
         if not scored:
             raise ValueError(f"`--set` must be one of {', '.join(names)}, but is {options.only!r}.")
     with working("comparing the systems"):

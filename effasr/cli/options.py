@@ -79,14 +79,14 @@ def seconds(text: str) -> float:
             number, scale = text.removesuffix(unit), size
             break
     try:
-        found = float(number) * scale
+        result = float(number) * scale
     except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
+        result = math.nan
+    if not 0 < result < math.inf:
         raise argparse.ArgumentTypeError(
             f"must be seconds above 0, such as 480ms or 0.48, but is {text!r}"
         )
-    return found
+    return result
 
 
 def add_language(
@@ -184,7 +184,7 @@ def add_fields(parser: argparse.ArgumentParser, *names: str) -> None:
         return "--" + (by_name[name].metadata.get("option") or name).replace("_", "-")
 
     for name in names:
-        kind = next((one for one in get_args(hints[name]) if one is not NoneType), hints[name])
+        kind = next((item for item in get_args(hints[name]) if item is not NoneType), hints[name])
         sentence = re.split(r"(?<=\.)\s+(?=[A-Z])", texts[name])[0].removesuffix(".")
         sentence = re.sub("``(\\w+)``", lambda match: flag(match[1]), sentence)
         parsing: dict[str, Any] = {"action": "store_true", "default": None}

@@ -38,11 +38,11 @@ def progress_counter(unit: str) -> Iterator[Callable[..., None]]:
         A function of the number done so far and, if known, of the total and of the seconds of audio
         that were decoded.
     """
-    shown, due, started = sys.stderr.isatty(), 0.0, time.monotonic()
+    visible, due, started = sys.stderr.isatty(), 0.0, time.monotonic()
 
     def show(done: int, total: int | None = None, audio: float | None = None) -> None:
         nonlocal due
-        if not shown:
+        if not visible:
             return
         now = time.monotonic()
         if now >= due:
@@ -229,8 +229,8 @@ def working(
     def tick() -> None:
         wait = _PATIENCE_S
         while not ended.wait(wait):
-            if count is not None and (found := count()) is not None:
-                show(*found)
+            if count is not None and (result := count()) is not None:
+                show(*result)
             seconds = time.monotonic() - started
             counted = "" if parts is None else f", {describe(*parts, unit, seconds)}"
             sys.stderr.write(f"\r{text}, {clock(seconds)}{counted}\x1b[K")

@@ -329,7 +329,7 @@ def _sources(options: argparse.Namespace, default: Prompt) -> list[Source]:
         # if source and target are equal.
         listed = of_manifest(options.manifest, language=default.source)
         sources += [
-            replace(one, prompt=_with_options(one.prompt or default, options)) for one in listed
+            replace(item, prompt=_with_options(item.prompt or default, options)) for item in listed
         ]
     return sources
 

@@ -245,7 +245,7 @@ class _AttentionBeam:
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         scorers = {name: parts.pop(name) for name in ("ctc", "coverage")}
         parts = {name: tensor[index] for name, tensor in parts.items()}
-        scorers = {name: one and one.keep(index) for name, one in scorers.items()}
+        scorers = {name: item and item.keep(index) for name, item in scorers.items()}
         return _AttentionBeam(**parts, **scorers)
 
 

@@ -183,8 +183,8 @@ class DecodingConfig:
             for name in names:
                 value = getattr(self, name)
                 rule = f"be left out where there is no `{without}`"
-                shown = repr(value) if isinstance(value, str) else value
-                check(value is None, name, rule, shown)
+                visible = repr(value) if isinstance(value, str) else value
+                check(value is None, name, rule, visible)
 
     def _check_readers_of_lists(self) -> None:
         """Check the second language model and the corrector, which read several hypotheses."""

@@ -207,7 +207,7 @@ def _score_parts(
         # The search has summed over the alignments in its beam: what it ranks by is that sum.
         weight = config.effective_lm_weight
         added = [0.0] * len(texts) if of_lm is None else [weight * x for x in of_lm]
-        of_model = [one.score - lm_score for one, lm_score in zip(hypotheses, added, strict=True)]
+        of_model = [item.score - lm_score for item, lm_score in zip(hypotheses, added, strict=True)]
     return [
         ScoreParts(
             of_model[n],

@@ -120,8 +120,8 @@ def _recorded(search: _BeamState, best: NBest) -> _BeamState:
     open_scores = hypotheses.scores.masked_fill(complete, NO_SCORE)
     # The sum of the remaining scores bounds the score of any transcript still reachable.
     going = (open_scores.logsumexp(1) > scores[:, -1]).nonzero()[:, 0]
-    rest = replace(search, best=scores, hypotheses=replace(hypotheses, scores=open_scores))
-    return rest.in_range().keep(going)
+    remainder = replace(search, best=scores, hypotheses=replace(hypotheses, scores=open_scores))
+    return remainder.in_range().keep(going)
 
 
 class TransducerBeamStreams(TransducerStreamsBase):

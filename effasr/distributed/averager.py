@@ -159,8 +159,12 @@ class HierarchicalConfig:
                 "otherwise the weights of the groups diverge."
             )
         sizes = [self.periods[period] for period in sorted(self.periods)][:-1]
-        known = [size for size in sizes if size is not None]
-        if len(known) < len(sizes) or known != sorted(set(known)) or min(known, default=2) < 2:
+        existing = [size for size in sizes if size is not None]
+        if (
+            len(existing) < len(sizes)
+            or existing != sorted(set(existing))
+            or min(existing, default=2) < 2
+        ):
             raise ValueError(
                 "`periods` must have groups of at least 2 ranks that grow with the period, but is "
                 f"{self.periods}."

@@ -86,9 +86,9 @@ class RecoverableAllReduceHook:
         sent = set(map(id, self._sent))
         missing = []
         rows = zip(self._parameters, gradients, self._places, strict=True)
-        for parameter, gradient, place in rows:
+        for parameter, gradient, position in rows:
             # Gradients that the backward has finished are in their buckets now.
-            ready = parameter.grad is not None and parameter.grad.data_ptr() != place
+            ready = parameter.grad is not None and parameter.grad.data_ptr() != position
             if id(parameter) not in sent:
                 gradient = torch.zeros_like(parameter) if gradient is None else gradient
                 if ready and parameter.grad is not None:

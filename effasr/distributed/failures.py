@@ -49,9 +49,9 @@ def record_failure(store: Store, rank: int, reason: str, losses: int = 0) -> str
 
     torchrun's store outlives the ranks. A store that ended with its rank records nothing.
     """
-    own = f"rank {rank}: {reason.removeprefix(f'rank {rank}: ')}"
+    local = f"rank {rank}: {reason.removeprefix(f'rank {rank}: ')}"
     try:
-        first = store.compare_set(f"first_failure/{losses}", "", own).decode()
+        first = store.compare_set(f"first_failure/{losses}", "", local).decode()
     except RuntimeError:
         return None
-    return None if first == own else first
+    return None if first == local else first

@@ -59,6 +59,6 @@ def full_tensor(value: Tensor) -> Tensor:
 @torch.no_grad()
 def gather(source: nn.Module, target: nn.Module) -> None:
     """Copy the parameters and buffers of a sharded model into an unsharded one."""
-    own = dict(target.named_parameters()) | dict(target.named_buffers())
+    local = dict(target.named_parameters()) | dict(target.named_buffers())
     for name, value in (*source.named_parameters(), *source.named_buffers()):
-        own[name].copy_(full_tensor(value))
+        local[name].copy_(full_tensor(value))

@@ -124,8 +124,8 @@ class DistributedContext:
         group = None
         if len(ranks) > 1:
             everyone = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-            own = [everyone[rank] for rank in ranks]
-            group = self.new_group(own, backend=backend, use_local_synchronization=True)
+            local = [everyone[rank] for rank in ranks]
+            group = self.new_group(local, backend=backend, use_local_synchronization=True)
         rank = list(ranks).index(self.rank)
         return DistributedContext(
             rank, len(ranks), self.device, group, self.store, timeout=self.timeout

@@ -29,7 +29,9 @@ class Alignment:
 
     def scores(self) -> str:
         """Return counts of correct, substituted, deleted and inserted words, in sclite's format."""
-        counts = [sum(kind == wanted for kind in self.kinds) for wanted in ("", "S", "D", "I")]
+        counts = [
+            sum(kind == requested for kind in self.kinds) for requested in ("", "S", "D", "I")
+        ]
         return "Scores: (#C #S #D #I) " + " ".join(map(str, counts))
 
 
@@ -45,19 +47,19 @@ def _parts(widths: Sequence[int], room: int | None) -> Iterator[slice]:
 
 def align(reference: str, hypothesis: str) -> Alignment:
     """Align two texts with the fewest edits; words are separated by white space."""
-    expected, heard = reference.split(), hypothesis.split()
-    found = jiwer.process_words(" ".join(expected), " ".join(heard)).alignments[0]
-    words, said, kinds = [], [], []
-    for chunk in found:
+    expected, received = reference.split(), hypothesis.split()
+    result = jiwer.process_words(" ".join(expected), " ".join(received)).alignments[0]
+    words, message, kinds = [], [], []
+    for chunk in result:
         ref = expected[chunk.ref_start_idx : chunk.ref_end_idx]
-        hyp = heard[chunk.hyp_start_idx : chunk.hyp_end_idx]
+        hyp = received[chunk.hyp_start_idx : chunk.hyp_end_idx]
         for index in range(max(len(ref), len(hyp))):
             a = ref[index] if index < len(ref) else None
             b = hyp[index] if index < len(hyp) else None
             words.append(_shown(a, b, chunk.type))
-            said.append(_shown(b, a, chunk.type))
+            message.append(_shown(b, a, chunk.type))
             kinds.append("" if chunk.type == "equal" else chunk.type[0].upper())
-    return Alignment(tuple(words), tuple(said), tuple(kinds))
+    return Alignment(tuple(words), tuple(message), tuple(kinds))
 
 
 def trn_line(text: str, name: str) -> str:

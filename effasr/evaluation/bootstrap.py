@@ -43,8 +43,8 @@ def probability_of_improvement(
         raise ValueError(
             f"`after` must have the {len(before)} utterances of `before`, but has {len(after)}."
         )
-    errors = np.array([one.errors for one in before]) - np.array([one.errors for one in after])
-    gains = _sums(np.stack([errors, [one.words for one in before]]))
+    errors = np.array([item.errors for item in before]) - np.array([item.errors for item in after])
+    gains = _sums(np.stack([errors, [item.words for item in before]]))
     gains = gains[:, gains[1] > 0]
     if not gains.size:
         return math.nan
@@ -84,7 +84,9 @@ def chance_of_best(before: np.ndarray, tried: np.ndarray) -> float:
 
 def _table(parts: Sequence[ErrorCounts]) -> np.ndarray:
     """Return errors and words, int64 (2, n)."""
-    return np.array([[one.errors for one in parts], [one.words for one in parts]], dtype=np.int64)
+    return np.array(
+        [[item.errors for item in parts], [item.words for item in parts]], dtype=np.int64
+    )
 
 
 def _rates(table: np.ndarray) -> np.ndarray:

@@ -88,13 +88,13 @@ def _numbered_where_equal(scored: Sequence[Scored]) -> list[Scored]:
     """Return the results with numbers after names that several systems of a set have."""
     count = Counter((one.set_name, one.system) for one in scored)
     seen: Counter[tuple[str, str]] = Counter()
-    found = []
+    result = []
     for one in scored:
         key = one.set_name, one.system
         seen[key] += 1
         is_unique = count[key] == 1
-        found.append(one if is_unique else replace(one, system=f"{one.system} ({seen[key]})"))
-    return found
+        result.append(one if is_unique else replace(one, system=f"{one.system} ({seen[key]})"))
+    return result
 
 
 def _against(first: Scored, one: Scored) -> str:

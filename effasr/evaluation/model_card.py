@@ -77,7 +77,7 @@ class ModelCard:
             "pipeline_tag": "automatic-speech-recognition",
             "tags": ["automatic-speech-recognition", "speech", "effasr"],
         }
-        results = [_result(one) for one in self.tested if one.result.get("wer") is not None]
+        results = [_result(item) for item in self.tested if item.result.get("wer") is not None]
         if results:
             front["metrics"] = ["wer"]
             front["model-index"] = [{"name": self.name, "results": results}]
@@ -138,18 +138,18 @@ def read_tested(run: Path, weights: Path) -> list[TestedSet]:
     """
     tested, paths = [], sorted((run / "evaluation").glob(f"*/{SUMMARY}"))
     # Not by the ages of the files: copies have other ones, and a clock may have been set.
-    own = sha256(weights) if paths else None
+    local = sha256(weights) if paths else None
     for path in paths:
         try:
-            found = read_summary(path.parent)
-            if "model" in found and found["model"] is None:
+            result = read_summary(path.parent)
+            if "model" in result and result["model"] is None:
                 continue  # A validation of training, or an average of checkpoints.
-            if found.get("model") != own:
+            if result.get("model") != local:
                 _log.warning(
                     "%s is not known to be of %s, and is left out: evaluate again.", path, weights
                 )
                 continue
-            tested.append(TestedSet(path.parent.name, _checked(found)))
+            tested.append(TestedSet(path.parent.name, _checked(result)))
         except ValueError as error:
             message = f"{path} must be what `effasr evaluate` wrote: {error} Evaluate again."
             raise ValueError(message) from error
@@ -194,7 +194,7 @@ def _checked(result: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"`{name}` must be a number, but is {repr(value)[:60]}.")
     bounds = result.get("wer_interval")
     if bounds is not None and not (
-        isinstance(bounds, list) and all(isinstance(one, int | float) for one in bounds)
+        isinstance(bounds, list) and all(isinstance(item, int | float) for item in bounds)
     ):
         raise ValueError(f"`wer_interval` must be numbers, but is {repr(bounds)[:60]}.")
     if not isinstance(result.get("normalizer"), str):

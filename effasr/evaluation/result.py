@@ -134,10 +134,10 @@ class Evaluation:
         return {"oracle": {"nbest": self.nbest, **_rates(self.oracle)}} if self.nbest else {}
 
     def _confidence_row(self) -> dict[str, Any]:
-        found = self.confidence
-        if found is None:
+        result = self.confidence
+        if result is None:
             return {}
-        return {"word_confidence": {"calibrated": self.calibrated, **found.as_row()}}
+        return {"word_confidence": {"calibrated": self.calibrated, **result.as_row()}}
 
 
 def merge(evaluations: Sequence[Evaluation]) -> Evaluation:
@@ -218,13 +218,13 @@ def save(
 
 def read_summary(folder: Path) -> dict[str, Any]:
     path = folder / SUMMARY
-    found = read_json_object(path)
-    verify_content(found, str(path))
-    return found
+    result = read_json_object(path)
+    verify_content(result, str(path))
+    return result
 
 
 def _listed(alternatives: Sequence[Alternative]) -> dict[str, Any]:
-    return {"alternatives": [one.as_row() for one in alternatives]} if alternatives else {}
+    return {"alternatives": [item.as_row() for item in alternatives]} if alternatives else {}
 
 
 def _write_alignments(evaluation: Evaluation, folder: Path) -> None:

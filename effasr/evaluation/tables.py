@@ -95,22 +95,24 @@ def to_text(table: Table, width: int | None = None) -> str:
 
 def _parts(table: Table, limit: int) -> Iterator[Table]:
     """Divide the columns of a table, so that each part fits; all but the first column are moved."""
-    first, *others = ((column, [column.header, *column.cells]) for column in table.columns)
-    widths = {id(column): max(map(_width, cells)) + 3 for column, cells in (first, *others)}
-    while others:
-        columns_left, taken = limit - 1 - widths[id(first[0])], 0
-        while taken < len(others) and (not taken or columns_left >= widths[id(others[taken][0])]):
-            columns_left -= widths[id(others[taken][0])]
-            taken += 1
+    first, *other_items = ((column, [column.header, *column.cells]) for column in table.columns)
+    widths = {id(column): max(map(_width, cells)) + 3 for column, cells in (first, *other_items)}
+    while other_items:
+        columns_left, used = limit - 1 - widths[id(first[0])], 0
+        while used < len(other_items) and (
+            not used or columns_left >= widths[id(other_items[used][0])]
+        ):
+            columns_left -= widths[id(other_items[used][0])]
+            used += 1
         part = Table(box=table.box)
-        for column, _ in (first, *others[:taken]):
+        for column, _ in (first, *other_items[:used]):
             part.add_column(column.header, justify=column.justify)
         for row in zip(
-            first[0].cells, *(column.cells for column, _ in others[:taken]), strict=True
+            first[0].cells, *(column.cells for column, _ in other_items[:used]), strict=True
         ):
             part.add_row(*row)
         yield part
-        others = others[taken:]
+        other_items = other_items[used:]
 
 
 def _width(cell: RenderableType) -> int:

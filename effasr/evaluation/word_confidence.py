@@ -24,18 +24,18 @@ def judge(
     reference: str, words: Sequence[WordConfidence], normalize: Callable[[str], str]
 ) -> tuple[Judged, ...] | None:
     """Align the words of a hypothesis with a reference: equal ones are right, the others wrong."""
-    parts = [(text, one.confidence) for one in words for text in normalize(one.text).split()]
-    heard = [text for text, _ in parts]
-    if heard != normalize(" ".join(one.text for one in words)).split():
+    parts = [(text, item.confidence) for item in words for text in normalize(item.text).split()]
+    received = [text for text, _ in parts]
+    if received != normalize(" ".join(item.text for item in words)).split():
         return None
-    if not heard:
+    if not received:
         return ()
-    right = [False] * len(heard)
-    (chunks,) = jiwer.process_words(" ".join(reference.split()), " ".join(heard)).alignments
+    right = [False] * len(received)
+    (chunks,) = jiwer.process_words(" ".join(reference.split()), " ".join(received)).alignments
     for chunk in chunks:
         if chunk.type == "equal":
-            for place in range(chunk.hyp_start_idx, chunk.hyp_end_idx):
-                right[place] = True
+            for position in range(chunk.hyp_start_idx, chunk.hyp_end_idx):
+                right[position] = True
     return tuple((sure, good) for (_, sure), good in zip(parts, right, strict=True))
 
 
@@ -81,8 +81,8 @@ def _calibration_error(sure: np.ndarray, right: np.ndarray) -> float:
 
 def _area(sure: np.ndarray, right: np.ndarray) -> float:
     """Return the area by ranks; equal values share their mean rank."""
-    _, place, counts = np.unique(sure, return_inverse=True, return_counts=True)
-    ranks = (counts.cumsum() - (counts - 1) / 2)[place]
+    _, position, counts = np.unique(sure, return_inverse=True, return_counts=True)
+    ranks = (counts.cumsum() - (counts - 1) / 2)[position]
     good = int(right.sum())
     wins = ranks[right].sum() - good * (good + 1) / 2
     return float(wins / (good * (len(sure) - good)))

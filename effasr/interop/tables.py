@@ -190,11 +190,11 @@ class Section:
             raise ValueError(f"`{where}._target_` must be {name}, but is {_shown(target)}.")
         if self.ignored is None:
             return
-        known = {option for option, *_ in self.fields.values()} | {"_target_"}
-        known |= {*self.options, *self.constants, *self.fixed, *self.written, *self.training}
-        known |= set(self.ignored.split())
+        existing = {option for option, *_ in self.fields.values()} | {"_target_"}
+        existing |= {*self.options, *self.constants, *self.fixed, *self.written, *self.training}
+        existing |= set(self.ignored.split())
         for key, value in mapping.items():
-            if key not in known and value is not None:
+            if key not in existing and value is not None:
                 raise ValueError(
                     f"`{where}.{key}` must be left out, as it is unknown here and may change what "
                     f"the model computes, but is {value!r}."

@@ -82,12 +82,12 @@ class StreamingEncoder:
         self.context = context = check_streamable(encoder.config, context)
         check(slots >= 1, "slots", "be at least 1", slots)
         self.slots, self._encoder = slots, encoder
-        config, left = encoder.config, cast(int, context.left)
+        config, remaining = encoder.config, cast(int, context.left)
         weight = encoder.subsampling.conv.weight
         heads, head_dim = config.heads, config.width // config.heads
         zeros = lambda *shape: weight.new_zeros(config.layers, slots, *shape)
         # Keys and values, and the input of the depthwise convolution, which is zero before a start.
-        self._keys, self._values = (zeros(left, heads, head_dim) for _ in range(2))
+        self._keys, self._values = (zeros(remaining, heads, head_dim) for _ in range(2))
         self._convolved = zeros(config.conv_kernel - 1, 2 * config.width)
         # Slots of mel rows that a frame reads beside its own.
         self._kept = 2 if config.causal_subsampling else 1
@@ -179,8 +179,8 @@ class StreamingEncoder:
 
     def _visible(self, frames: Tensor, before: Tensor) -> Tensor:
         """Which of the keys, ``left`` earlier ones and c new ones, exist: bool (S, left + c)."""
-        left, chunk = cast(int, self.context.left), self.context.chunk
-        position = torch.arange(left + chunk, device=frames.device) - left
+        remaining, chunk = cast(int, self.context.left), self.context.chunk
+        position = torch.arange(remaining + chunk, device=frames.device) - remaining
         seen = (position >= -before[:, None]) & (position < frames[:, None])
         # A slot without a stream sees zeros, as a softmax over nothing is NaN.
         return seen | (frames == 0)[:, None]
@@ -208,7 +208,7 @@ class StreamingEncoder:
 
     def _scores(self, number: int, module: SelfAttention, q: Tensor, keys: Tensor) -> Tensor:
         """Scores before scaling: (S, c, H, D), (S, left + c, H, D) -> (S, H, c, left + c)."""
-        table, left = self._tables[number], cast(int, self.context.left)
+        table, remaining = self._tables[number], cast(int, self.context.left)
         if not isinstance(module, RelativeSelfAttention):
             if module.rotary is not None:
                 # Only differences of places matter, so that they count from the oldest key.
@@ -216,7 +216,7 @@ class StreamingEncoder:
                 cos, sin = angles(layout, module.rotary, q)
                 turned = rotate(keys.transpose(0, 1).flatten(1, 2), cos, sin)
                 keys = turned.view(keys.shape[1], self.slots, *keys.shape[2:]).transpose(0, 1)
-                turned = rotate(q.transpose(0, 1).flatten(1, 2), cos[left:], sin[left:])
+                turned = rotate(q.transpose(0, 1).flatten(1, 2), cos[remaining:], sin[remaining:])
                 q = turned.view(q.shape[1], self.slots, *q.shape[2:]).transpose(0, 1)
             return torch.einsum("nihd,njhd->nhij", q, keys)
         content = torch.einsum("nihd,njhd->nhij", q + module.bias_u, keys)
@@ -225,7 +225,7 @@ class StreamingEncoder:
         chunk, device = self.context.chunk, q.device
         query = torch.arange(chunk, device=device)[:, None]
         # Entry 0 is the distance of the first query and the last key.
-        entry = query + chunk - 1 + left - torch.arange(left + chunk, device=device)
+        entry = query + chunk - 1 + remaining - torch.arange(remaining + chunk, device=device)
         return content + by_distance.gather(-1, entry.expand(*content.shape))
 
     @torch.inference_mode()

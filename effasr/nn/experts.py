@@ -142,9 +142,9 @@ class Groups:
         # Stable: the rows of an expert keep their order, in which gradients are added.
         ordered, order = torch.sort(expert, stable=True)
         rows = torch.arange(len(order), device=order.device)
-        place = torch.empty_like(order).scatter_(0, order, rows)
+        position = torch.empty_like(order).scatter_(0, order, rows)
         offsets = torch.searchsorted(ordered, torch.arange(count + 1, device=order.device))
-        return cls(order, place, PackedLayout.from_offsets(offsets.int(), len(order)))
+        return cls(order, position, PackedLayout.from_offsets(offsets.int(), len(order)))
 
     @classmethod
     def of_sequences(cls, expert: Tensor, layout: PackedLayout, count: int) -> Groups:

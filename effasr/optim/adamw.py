@@ -183,8 +183,8 @@ def restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         for group in optimizer.param_groups
     ]
     optimizer.load_state_dict(_with_step(optimizer, state))
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
+    for group, local in zip(optimizer.param_groups, settings, strict=True):
+        group.update(local)
 
 
 def _with_step(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -197,14 +197,14 @@ def _with_step(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[
     rows = {index: dict(row) for index, row in state["state"].items()}
     groups = [dict(group) for group in state["param_groups"]]
     for group in groups:
-        own = [rows[index] for index in group["params"] if index in rows]
+        local = [rows[index] for index in group["params"] if index in rows]
         if of_group:
-            counts = [row.pop("step") for row in own if "step" in row]
+            counts = [row.pop("step") for row in local if "step" in row]
             if counts:
                 group["step"] = int(counts[0])
         elif "step" in group:
             step = torch.tensor(float(group.pop("step")))
-            for row in own:
+            for row in local:
                 row.setdefault("step", step.clone())
     return state | {"state": rows, "param_groups": groups}
 
@@ -298,7 +298,7 @@ def build_lamb(
         )
     library = importlib.import_module("pytorch_optimizer")
     # ``adam`` leaves a group's updates unscaled; ``adam_debias`` means no bias correction.
-    own = [{**group, "adam": not group["weight_decay"]} for group in groups]
-    optimizer = library.Lamb(own, weight_decouple=False, adam_debias=True, **settings)
+    local = [{**group, "adam": not group["weight_decay"]} for group in groups]
+    optimizer = library.Lamb(local, weight_decouple=False, adam_debias=True, **settings)
     optimizer.clamp = math.inf
     return optimizer

@@ -49,6 +49,6 @@ class WeightAverage:
     @torch.no_grad()
     def _exchange(self) -> None:
         for name, parameter in self._parameters.items():
-            kept = parameter.clone()
+            selected = parameter.clone()
             parameter.copy_(self.average[name])
-            self.average[name].copy_(kept)
+            self.average[name].copy_(selected)

@@ -468,16 +468,16 @@ def select(
     frames = limits.framing.frames(samples.astype(np.int64))
     rows.lengths = replace(rows.lengths, frames=frames)
     rows.apply((*FRAME_RULES, *TOKEN_RULES))
-    kept = rows.kept
+    selected = rows.kept
     source_of_list = np.array([0] * len(listing.paths) if sources is None else sources, np.int64)
     columns = UtteranceColumns(
-        listing.seconds[kept],
-        frames[kept].astype(np.int32),
-        (listing.texts + listing.prompts)[kept].astype(np.int32),
-        listing.prompts[kept].astype(np.int32),
-        source_of_list[listing.positions[kept, 0]],
-        lambda: listing.languages[kept],
-        lambda index: (listing.name(kept[index]), ""),
+        listing.seconds[selected],
+        frames[selected].astype(np.int32),
+        (listing.texts + listing.prompts)[selected].astype(np.int32),
+        listing.prompts[selected].astype(np.int32),
+        source_of_list[listing.positions[selected, 0]],
+        lambda: listing.languages[selected],
+        lambda index: (listing.name(selected[index]), ""),
     )
     selector = Selector(columns, config, limits.framing, [(0, drop) for drop in rows.dropped])
     if not selector.is_kept.any():

@@ -281,9 +281,9 @@ def draw(
         *(_text(0, top + _BASE, name) for top, name in zip(tops, rows, strict=True)),
     ]
     for number, panel in enumerate(panels):
-        left = names + number * (_BAR + _LABEL + _GAP)
-        parts.append(_text(left, _TOP - 14, panel.title, "head"))
-        parts += _bars(left, panel, tops)
+        remaining = names + number * (_BAR + _LABEL + _GAP)
+        parts.append(_text(remaining, _TOP - 14, panel.title, "head"))
+        parts += _bars(remaining, panel, tops)
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -304,12 +304,14 @@ def _arrange(
 
 
 def _bars(left: float, panel: Panel, tops: Sequence[float]) -> list[str]:
-    rest = panel.rest or [0.0] * len(tops)
-    if not len(panel.filled) == len(panel.labels) == len(rest) == len(tops):
+    remainder = panel.rest or [0.0] * len(tops)
+    if not len(panel.filled) == len(panel.labels) == len(remainder) == len(tops):
         raise ValueError(f"`panels`: {panel.title!r} must have {len(tops)} bars, one for each row.")
-    scale = _BAR / (max((a + b for a, b in zip(panel.filled, rest, strict=True)), default=0) or 1)
+    scale = _BAR / (
+        max((a + b for a, b in zip(panel.filled, remainder, strict=True)), default=0) or 1
+    )
     parts = []
-    for top, first, second, label in zip(tops, panel.filled, rest, panel.labels, strict=True):
+    for top, first, second, label in zip(tops, panel.filled, remainder, panel.labels, strict=True):
         parts.append(_bar(left, top, first * scale, "filled"))
         parts.append(_bar(left + first * scale, top, second * scale, "rest"))
         parts.append(_text(left + (first + second) * scale + 6, top + _BASE, label))
@@ -318,10 +320,13 @@ def _bars(left: float, panel: Panel, tops: Sequence[float]) -> list[str]:
 
 def _legend(width: float, legend: tuple[str, str]) -> list[str]:
     parts = []
-    left = width - 210.0
+    remaining = width - 210.0
     for kind, meaning in zip(("filled", "rest"), legend, strict=True):
-        parts += [_bar(left, 8, 14, kind, height=12), _text(left + 20, 18, meaning, "quiet")]
-        left += 110
+        parts += [
+            _bar(remaining, 8, 14, kind, height=12),
+            _text(remaining + 20, 18, meaning, "quiet"),
+        ]
+        remaining += 110
     return parts
 
 

@@ -141,13 +141,13 @@ class LabelFolder:
         """Write manifest, dropped segments and report from the journal."""
         report = LabelReport(min_confidence, 0, Share(), Share(), {})
         # Line by line, because there may be millions; the manifest appears last.
-        with atomic_file(self._folder / MANIFEST_FILE) as kept:
+        with atomic_file(self._folder / MANIFEST_FILE) as selected:
             with atomic_file(self._folder / DROPPED_FILE) as dropped:
                 for row in self._rows():
                     report.recordings += 1
                     for line, reason in _lines(row, min_confidence):
                         report.add(line["duration"], reason)
-                        file = kept if reason is None else dropped
+                        file = selected if reason is None else dropped
                         file.write(json_line(line).encode())
             for share in (report.kept, report.dropped, *report.by_reason.values()):
                 share.hours = round(share.hours, 6)

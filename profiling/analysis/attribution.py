@@ -64,10 +64,10 @@ def find_launches(table: Table) -> Launches:
         order = np.lexsort((-launches["end"], launches["start"], key))
         key = key[order]
         keys = _keys(work["process"], work["correlation"])
-        place = np.minimum(np.searchsorted(key, keys), len(key) - 1)
-        is_match = (key[place] == keys) & (work["correlation"] > 0)
+        position = np.minimum(np.searchsorted(key, keys), len(key) - 1)
+        is_match = (key[position] == keys) & (work["correlation"] > 0)
         is_match &= work["kind"] != Kind.OPERATOR
-        row[is_match] = order[place[is_match]]
+        row[is_match] = order[position[is_match]]
     is_known, start = row >= 0, work["start"]
     placed = work["thread"] != NONE
     take = lambda column, default: (
@@ -147,9 +147,9 @@ class _Labels:
 
     def of_operators(self, names: np.ndarray) -> np.ndarray:
         """Return the numbers of the labels of operators, by the numbers of their names."""
-        numbers, place = np.unique(names, return_inverse=True)
+        numbers, position = np.unique(names, return_inverse=True)
         labels = [self._labels.number(f"(operator) {self._names[number]}") for number in numbers]
-        return np.array(labels, np.int64)[place]
+        return np.array(labels, np.int64)[position]
 
     def _label(self, row: int, name: str, around: int, containers: set[int]) -> None:
         is_top = around < 0 or self.path[around] == self.step

@@ -217,9 +217,9 @@ def shorten(name: str, longest: int = 96) -> str:
     """Return a C++ name without its return type, arguments and most of its template parameters."""
     text = _UNNAMED.sub("", name).removeprefix("void ")
     text = text[: _arguments_at(text)]
-    head, _, rest = text.partition("<")
-    if rest:
-        hint = next((word for word in _HINT.findall(rest) if word not in head), "…")
+    head, _, remainder = text.partition("<")
+    if remainder:
+        hint = next((word for word in _HINT.findall(remainder) if word not in head), "…")
         text = f"{head}<{hint}>"
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
@@ -227,13 +227,13 @@ def shorten(name: str, longest: int = 96) -> str:
 def _arguments_at(name: str) -> int:
     """Return where the arguments of a function begin: at a bracket right after its name."""
     depth = 0
-    for place, letter in enumerate(name):
+    for position, letter in enumerate(name):
         depth += (letter == "<") - (letter == ">")
         if (
             letter == "("
             and depth == 0
-            and place
-            and (name[place - 1].isalnum() or name[place - 1] in "_>")
+            and position
+            and (name[position - 1].isalnum() or name[position - 1] in "_>")
         ):
-            return place
+            return position
     return len(name)

@@ -270,9 +270,9 @@ class _Reader:
         """Attribute kernels without a launch record to the operator of their external id."""
         lost = np.flatnonzero(~np.isin(work["correlation"], launches["correlation"]))
         for index in lost.tolist():
-            place = self.called.get(self.external[index])
-            if place is not None:
-                work["thread"][index], work["called"][index] = place
+            position = self.called.get(self.external[index])
+            if position is not None:
+                work["thread"][index], work["called"][index] = position
 
     def _identity(self, head: dict[str, Any]) -> tuple[int, int | None]:
         pid = max(self.pids, key=lambda pid: self.pids[pid]) if self.pids else 0

@@ -116,7 +116,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         try:
             line = json.loads(text)
         except json.JSONDecodeError as error:
-            if any(rest.strip() for rest in lines[number:]):
+            if any(remainder.strip() for remainder in lines[number:]):
                 raise ValueError(f"line {number} of `{path}` must be JSON, but {error}.") from error
             break
         if isinstance(line, dict):

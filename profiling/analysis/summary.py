@@ -173,11 +173,11 @@ def cut(table: Table, lanes: Sequence[Lane], part: np.ndarray) -> Pieces:
 
 def _turns(table: Table, rows: np.ndarray) -> np.ndarray:
     """Return the place of each row's name in the alphabet: it decides between equal spans."""
-    used, place = np.unique(table.work["name"][rows], return_inverse=True)
+    used, position = np.unique(table.work["name"][rows], return_inverse=True)
     texts = np.array([table.names[name] for name in used], object)
     ranks = np.empty(len(used), np.int64)
     ranks[np.argsort(texts, kind="stable")] = np.arange(len(used))
-    return ranks[place] if len(used) else place
+    return ranks[position] if len(used) else position
 
 
 def _sums(labels: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
@@ -244,11 +244,11 @@ def kernels(
 ) -> dict[str, Any]:
     """Return the kernels with most work, what the others have together, and the work of each."""
     # Of one name when shortened, and of one category: one kernel, in several shapes.
-    names, place = np.unique(table.work["name"][pieces.row], return_inverse=True)
+    names, position = np.unique(table.work["name"][pieces.row], return_inverse=True)
     kinds = [(shorten(table.names[name]), categories[name]) for name in names.tolist()]
     distinct = sorted(set(kinds))
     number = {kind: index for index, kind in enumerate(distinct)}
-    labels = np.array([number[kind] for kind in kinds], np.int64)[place]
+    labels = np.array([number[kind] for kind in kinds], np.int64)[position]
     total = max(int(pieces.work.sum()), 1)
     order, rows = np.argsort(labels, kind="stable"), []
     groups = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
@@ -278,8 +278,8 @@ def _calls(table: Table, rows: np.ndarray, work: np.ndarray) -> np.ndarray:
     keys = rows
     if len(rows) and table.work["kind"][rows[0]] == Kind.OPERATOR:
         keys = table.work["process"][rows].astype(np.int64) << 40 | table.work["correlation"][rows]
-    _, place = np.unique(keys, return_inverse=True)
-    return np.bincount(place, work)
+    _, position = np.unique(keys, return_inverse=True)
+    return np.bincount(position, work)
 
 
 # Which rank the others wait for.
@@ -354,11 +354,11 @@ def picture(
     streams, counts = np.unique(work["stream"][inside], return_counts=True)
     busiest = streams[np.lexsort((streams, -counts))][:_MOST_ROWS]
     for stream in sorted(busiest.tolist()):
-        own = np.flatnonzero(inside & (work["stream"] == stream))
+        local = np.flatnonzero(inside & (work["stream"] == stream))
         rows.append(
             _row(
                 f"{kind} {stream & 0xFFFFFF}",
-                *(work["start"][own], work["end"][own], category[lane.rows[own]]),
+                *(work["start"][local], work["end"][local], category[lane.rows[local]]),
                 *(list(CATEGORIES), begin, end),
             )
         )
@@ -373,7 +373,7 @@ def picture(
 
 def _of_parts(lane: Lane, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     sets = [intervals.clip(lane.moments[name], begin, end) for name in PARTS]
-    labels = np.concatenate([np.full(len(own), number) for number, own in enumerate(sets)])
+    labels = np.concatenate([np.full(len(local), number) for number, local in enumerate(sets)])
     everything = np.concatenate(sets)
     return everything[:, 0], everything[:, 1], labels.astype(np.int64)
 
@@ -389,9 +389,9 @@ def _of_host(
     rows = outermost(ranges, rows[~table.matches(PROFILER_STEP)[ranges["name"][rows]]])
     if not len(rows):
         return None
-    used, place = np.unique(ranges["name"][rows], return_inverse=True)
+    used, position = np.unique(ranges["name"][rows], return_inverse=True)
     texts = [table.names[name] for name in used]
-    return ranges["start"][rows], ranges["end"][rows], place, texts
+    return ranges["start"][rows], ranges["end"][rows], position, texts
 
 
 def _row(

@@ -199,9 +199,9 @@ def outermost(ranges: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 def busiest_thread(ranges: np.ndarray) -> int:
     """Return the thread with the longest ranges, or `NONE`."""
-    threads, place = np.unique(ranges["thread"], return_inverse=True)
+    threads, position = np.unique(ranges["thread"], return_inverse=True)
     spent = np.zeros(len(threads), np.int64)
-    np.add.at(spent, place, ranges["end"] - ranges["start"])
+    np.add.at(spent, position, ranges["end"] - ranges["start"])
     return int(threads[np.argmax(spent)]) if len(threads) else NONE
 
 
@@ -237,8 +237,8 @@ class Nest:
             requested = np.flatnonzero((process == key[0]) & (thread == key[1]))
             if not len(requested):
                 continue
-            place = np.searchsorted(starts, begin[requested], side="right") - 1
-            inner = np.where(place >= 0, rows[place], -1)
+            position = np.searchsorted(starts, begin[requested], side="right") - 1
+            inner = np.where(position >= 0, rows[position], -1)
             stop = end[requested]
             while (over := (inner >= 0) & (self._ends[inner] < stop)).any():
                 inner[over] = self.parent[inner[over]]

@@ -299,7 +299,7 @@ def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) ->
     After it the two have read different texts.
     """
     same = 0
-    for tokens, others in zip(ours, theirs, strict=True):
-        pairs = enumerate(zip(tokens, others, strict=False))
+    for tokens, other_items in zip(ours, theirs, strict=True):
+        pairs = enumerate(zip(tokens, other_items, strict=False))
         same += next((i for i, (a, b) in pairs if a != b), len(tokens))
     return same / sum(map(len, ours))

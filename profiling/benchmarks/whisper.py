@@ -214,7 +214,7 @@ class Benchmark:
         note = "weights rounded to 8 bits" if system.endswith("int8") else ""
         if not minimum_s:
             note = "hears no silence: losses and tokens differ from transformers' by definition"
-        known = measured.about | {
+        existing = measured.about | {
             name: x for name, x in measured.checked.items() if name in COLUMNS
         }
         return {
@@ -222,7 +222,7 @@ class Benchmark:
             **{"minimum_s": minimum_s, "batch": settings.batch, "threads": settings.threads},
             **{"lengths": Path(settings.lengths).stem, "note": note},
             **{name: first[name] for name in ("frames", "tokens") if name in first},
-            **{name: _rounded(value) for name, value in known.items() if name != "tokens"},
+            **{name: _rounded(value) for name, value in existing.items() if name != "tokens"},
             "utterances": round(first["utterances"], 1),
             "audio_s": round(first["audio_s"], 2),
             "audio_s_per_s": round(first["audio_s"] / p50, 2),

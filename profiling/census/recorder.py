@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
         flops: int = 0,
         is_kernel: bool = False,
     ) -> None:
-        pass_, place = self._where()
+        pass_, position = self._where()
         is_alone = self._operation is None
         self.entries.append(
             Entry(
@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode):
                 category=self._operation or category,
                 is_kernel=is_kernel,
                 pass_=pass_,
-                place=place,
+                place=position,
                 by_frame=any(self._frames in x.shape for x in tensors),
                 launches=launches,
                 bytes=bytes_,

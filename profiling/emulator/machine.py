@@ -98,7 +98,8 @@ def load(ptx: str) -> Binary:
     program = Parser(operations()).parse(ptx)
     flat = lambda rows: array("i", [_signed(x) for row in rows for x in row])
     constants = (
-        (place, wide, value & 0xFFFFFFFF, value >> 32) for place, wide, value in program.constants
+        (position, wide, value & 0xFFFFFFFF, value >> 32)
+        for position, wide, value in program.constants
     )
     return Binary(
         program,

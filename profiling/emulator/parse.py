@@ -138,14 +138,14 @@ class Parser:
         if (matched := _STATEMENT.fullmatch(statement)) is None:
             raise Unknown(f"{self._program.name}: {statement}")
         negated, guard, name, text = matched.groups()
-        place = self._register(guard, "p") if guard else -1
+        position = self._register(guard, "p") if guard else -1
         operation, operands = self._instruction(name, _operands(text), statement)
         begin = len(self._program.operands)
         if operation == self._operations.specials["bra"]:
             self._jumps[begin] = operands[0]
             operands = [0, 0]
         self._program.operands += operands
-        self._program.code.append((operation, place, int(bool(negated)), begin, line))
+        self._program.code.append((operation, position, int(bool(negated)), begin, line))
 
     def _instruction(self, name: str, operands: list, statement: str) -> tuple[int, list]:
         special = self._operations.specials

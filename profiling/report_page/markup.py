@@ -191,8 +191,8 @@ def timeline(picture: dict[str, Any], color_of: Callable[[str, str], str]) -> st
                    f'height="{height}"/>')  # fmt: skip
         for begin, end, name in row["segments"]:
             title = f"{name}: {milliseconds(end - begin)} from {milliseconds(begin)}"
-            place = left + begin * scale, y, (end - begin) * scale, height
-            out.append(_rectangle(*place, color_of(row["name"], name), title, 0))
+            position = left + begin * scale, y, (end - begin) * scale, height
+            out.append(_rectangle(*position, color_of(row["name"], name), title, 0))
     return "".join(out) + "</svg>"
 
 
@@ -224,9 +224,9 @@ def histogram(data: dict[str, Any], color: str) -> str:
 
 
 def waterfall(bars: Sequence[dict[str, Any]]) -> str:
-    left, height, gap = 260, 26, 10
+    remaining, height, gap = 260, 26, 10
     out = [_open(len(bars) * (height + gap) + 4, "From the peak of the GPU to useful FLOPs")]
-    scale = WIDTH - left - 90
+    scale = WIDTH - remaining - 90
     colors = ["--grey", "--violet", "--blue", "--aqua"]
     colors = [colors[0], *colors[-(len(bars) - 1) :]]
     for number, (bar, color) in enumerate(zip(bars, colors, strict=True)):
@@ -234,8 +234,8 @@ def waterfall(bars: Sequence[dict[str, Any]]) -> str:
         wide = min(bar["share"], 1.0) * scale
         out.append(_text(0, y + 18, bar["name"], soft=False))
         title = f"{bar['name']}: {percent(bar['share'])} of the peak"
-        out.append(_rectangle(left, y, wide, height, color, title))
-        out.append(_text(left + wide + 8, y + 18, percent(bar["share"])))
+        out.append(_rectangle(remaining, y, wide, height, color, title))
+        out.append(_text(remaining + wide + 8, y + 18, percent(bar["share"])))
     return "".join(out) + "</svg>"
 
 

@@ -453,15 +453,15 @@ def _with_own_names(html: str, name: str) -> str:
 def _changes(data: dict[str, Any], reports: list[dict[str, Any]]) -> str:
     def changes(first: str, rows: list[dict[str, Any]], show: Show | None, **options: Any) -> str:
         """A table of rows; without ``show`` they are of the log, each with its own unit."""
-        shown = lambda row, field: (show or _LOG[row["name"]][1])(row[field])
+        visible = lambda row, field: (show or _LOG[row["name"]][1])(row[field])
         named = lambda row: row.get("title", row["name"] if show else _LOG[row["name"]][0])
-        value = lambda field: lambda row: figure(row[field], shown(row, field))
+        value = lambda field: lambda row: figure(row[field], visible(row, field))
         columns = {
             first: lambda row: text(named(row)),
             data["before"]: value("before"),
             # A run may be compared with itself.
             data["after"] + " " * (data["after"] == data["before"]): value("after"),
-            "difference": lambda row: figure(row["delta"], _difference(row, shown(row, "delta"))),
+            "difference": lambda row: figure(row["delta"], _difference(row, visible(row, "delta"))),
             "ratio": lambda row: figure(
                 row["ratio"], "" if row["ratio"] is None else f"{row['ratio']:.2f}"
             ),

@@ -86,12 +86,12 @@ def compare(spoken: Sequence[Spoken], results: Sequence[Transcription]) -> list[
         if " ".join(x.text for x in words) != " ".join(x.text for x in recording.words):
             continue
         is_digit = all(word.text in DIGITS for word in recording.words)
-        place = 0
+        position = 0
         for true in recording.words:
-            last = place + len(true.text.split())
-            start, end = words[place].start - true.start, words[last - 1].end - true.end
+            last = position + len(true.text.split())
+            start, end = words[position].start - true.start, words[last - 1].end - true.end
             errors.append(WordError(is_digit, start, end))
-            place = last
+            position = last
     return errors
 
 

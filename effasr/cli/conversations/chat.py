@@ -110,14 +110,14 @@ def _dialogue(options: argparse.Namespace, loaded: LoadedModel) -> Iterator[str]
         if not question.strip():
             continue
         messages.append(Message("user", (*parts, question.strip())))
-        found = responder.answer(messages)
-        if found.text:
-            messages.append(Message("assistant", (found.text,)))
+        result = responder.answer(messages)
+        if result.text:
+            messages.append(Message("assistant", (result.text,)))
             parts = ()
         else:
             # No conversation has an empty turn: the next question takes the place of this one.
             messages.pop()
-        yield found.text
+        yield result.text
 
 
 def _answer_manifest(options: argparse.Namespace, loaded: LoadedModel) -> int:
@@ -130,17 +130,17 @@ def _answer_manifest(options: argparse.Namespace, loaded: LoadedModel) -> int:
     responder = Responder(
         loaded, beam=options.beam, max_tokens=options.max_tokens, slots=options.slots
     )
-    asked, given = tee(conversations(options.manifest))
-    answers = responder.answers(one.problem or one.messages[:-1] for one in asked)
+    requested, provided = tee(conversations(options.manifest))
+    answers = responder.answers(item.problem or item.messages[:-1] for item in requested)
     with progress_counter("conversations") as show:
-        for done, (conversation, found) in enumerate(zip(given, answers, strict=True), 1):
+        for done, (conversation, result) in enumerate(zip(provided, answers, strict=True), 1):
             row: dict[str, object] = {"id": conversation.id}
-            if isinstance(found, Answer):
-                row |= {"answer": found.text, "reference": _text(conversation)}
-                if found.truncated:
+            if isinstance(result, Answer):
+                row |= {"answer": result.text, "reference": _text(conversation)}
+                if result.truncated:
                     row["truncated"] = True
             else:
-                row["error"] = str(found)
+                row["error"] = str(result)
                 code = 1
             print_line(json_line(row))
             sys.stdout.flush()

@@ -99,20 +99,20 @@ def run(options: argparse.Namespace) -> int:
         settings["lm_unit"] = config.lm_unit
     settings["language"] = default.source
     labels = LabelFolder(options.out, settings)
-    left = labels.missing(sources)
-    if len(left) < len(sources):
-        have = len(sources) - len(left)
+    remaining = labels.missing(sources)
+    if len(remaining) < len(sources):
+        have = len(sources) - len(remaining)
         log("label", f"skipping {have} of {len(sources)} recordings that have labels")
-    with TranscriptionProgress(len(left)) as progress:
+    with TranscriptionProgress(len(remaining)) as progress:
         results = transcribe(
             loaded.model,
             loaded.tokenizer,
-            map(checked, left),
+            map(checked, remaining),
             prompt=default,
             config=config,
             on_audio=progress.add_audio,
         )
-        for source, result in zip(left, results, strict=True):
+        for source, result in zip(remaining, results, strict=True):
             labels.add(source, result, default)
             progress.done()
     report = labels.finish(options.min_confidence)

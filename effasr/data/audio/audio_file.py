@@ -83,8 +83,8 @@ class TarMember:
     @classmethod
     def parse(cls, text: str) -> TarMember | None:
         """Return the inverse of ``str``; None where the text is no such place."""
-        found = _TAR_MEMBER.fullmatch(text)
-        return found and cls(found[1], int(found[2]), int(found[3]) - int(found[2]))
+        result = _TAR_MEMBER.fullmatch(text)
+        return result and cls(result[1], int(result[2]), int(result[3]) - int(result[2]))
 
 
 _TAR_MEMBER = re.compile(r"(.+)\[(\d+):(\d+)\]", re.DOTALL)
@@ -254,20 +254,20 @@ def open_audio(path: str | Path | TarMember, *, thorough: bool = True) -> AudioF
 def regular_file_size(path: str | Path) -> int:
     """Return the bytes of an existing file that can be read without waiting for a writer."""
     try:
-        found = os.stat(path)
+        result = os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         raise AudioError(AudioProblem.MISSING, f"{path}: there is no such file.") from None
     except OSError as error:
         raise AudioError(AudioProblem.MISSING, f"{path}: {error.strerror}.") from error
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(result.st_mode):
         raise AudioError(AudioProblem.UNREADABLE, f"{path}: not an audio file but a folder.")
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(result.st_mode):
         raise AudioError(AudioProblem.UNREADABLE, f"{path}: not a file but a pipe or a device.")
     if not os.access(path, os.R_OK):
         raise AudioError(AudioProblem.UNREADABLE, f"{path}: Permission denied.")
-    if found.st_size == 0:
+    if result.st_size == 0:
         raise AudioError(AudioProblem.EMPTY, f"{path}: the file is empty.")
-    return found.st_size
+    return result.st_size
 
 
 def _bytes_of(member: TarMember) -> io.BytesIO:

@@ -271,9 +271,9 @@ def _wave(data: Bytes) -> Layout:
 
 def _joined(data: Bytes, second: int, walk: Callable[[Bytes], Layout]) -> Layout:
     """Return the layout of a file that ends at ``second``, where another one of the kind begins."""
-    rest = _Shifted(data, second)
-    layout = walk(rest)
-    parts = layout.parts or ((range(0, rest.size),),)
+    remainder = _Shifted(data, second)
+    layout = walk(remainder)
+    parts = layout.parts or ((range(0, remainder.size),),)
     shifted = tuple(
         tuple(
             piece if isinstance(piece, bytes) else range(piece.start + second, piece.stop + second)
@@ -701,5 +701,5 @@ def _without_sound(content: bytes, held: int) -> tuple[bytes, int]:
     side = begin.to_bytes(2, "big") + bytes(size - 2)
     if checksum:
         checksum = _crc(content[2:4] + side, 16, 0x8005, 0xFFFF).to_bytes(2, "big")
-    rest = content[4 + len(checksum) + size :]
-    return content[:4] + checksum + side + rest, len(rest)
+    remainder = content[4 + len(checksum) + size :]
+    return content[:4] + checksum + side + remainder, len(remainder)

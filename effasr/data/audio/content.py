@@ -51,9 +51,9 @@ def _check_channels(name: str, part: AudioSegment, mean: np.ndarray) -> None:
     """Check that the mean of the channels, which is trained on, is not far weaker than each."""
     powers = [_power(load_audio(replace(part, channels=(channel,)))) for channel in part.channels]
     loudest = int(np.argmax(powers))
-    others = [power for number, power in enumerate(powers) if number != loudest]
+    other_items = [power for number, power in enumerate(powers) if number != loudest]
     # Of one channel that is silent the mean is 6 dB lower, of uncorrelated ones 3 dB.
-    if max(others) < 0.1 * powers[loudest] or powers[loudest] == 0:
+    if max(other_items) < 0.1 * powers[loudest] or powers[loudest] == 0:
         return
     if _power(mean) < 10 ** (_CANCELLED_DB / 10) * powers[loudest]:
         raise AudioError(

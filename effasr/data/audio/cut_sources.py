@@ -31,12 +31,12 @@ def check_sources(cut: Cut) -> None:
 
 def recordings(value: Any, left_out: str | None = None) -> Iterator[dict[str, Any]]:
     """Yield all objects with audio sources in a document of plain values, at any depth."""
-    rest = [value]
-    while rest:
-        one = rest.pop()
-        if isinstance(one, dict):
-            if isinstance(one.get("sources"), list):
-                yield one
-            rest.extend(inner for key, inner in one.items() if key != left_out)
-        elif isinstance(one, list):
-            rest.extend(one)
+    remainder = [value]
+    while remainder:
+        item = remainder.pop()
+        if isinstance(item, dict):
+            if isinstance(item.get("sources"), list):
+                yield item
+            remainder.extend(inner for key, inner in item.items() if key != left_out)
+        elif isinstance(item, list):
+            remainder.extend(item)

@@ -81,8 +81,8 @@ def read_audio(
     """
     with open_part(path, offset, duration) as file:
         rate = file.samplerate
-        begin, wanted = place(file, path, offset, duration)
-        blocks = list(mono_blocks(file, path, begin, wanted, channels))
+        begin, requested = place(file, path, offset, duration)
+        blocks = list(mono_blocks(file, path, begin, requested, channels))
     mono = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
     if rate != sample_rate:
         mono = soxr.resample(mono, rate, sample_rate)
@@ -130,10 +130,10 @@ class AudioSegment:
         if path is None:
             return None
         # A channel's number is a name: a file of channel 1 alone, as in Shar, has one channel.
-        known, wanted = sources[0].channels, _channels(cut)
-        if not all(channel in known for channel in wanted):
+        existing, requested = sources[0].channels, _channels(cut)
+        if not all(channel in existing for channel in requested):
             return None
-        return cls(path, cut.start, cut.duration, tuple(map(known.index, wanted)))
+        return cls(path, cut.start, cut.duration, tuple(map(existing.index, requested)))
 
 
 def load_audio(source: Cut | AudioSegment, sample_rate: float = SAMPLE_RATE) -> np.ndarray:
@@ -166,9 +166,9 @@ def load_audio(source: Cut | AudioSegment, sample_rate: float = SAMPLE_RATE) -> 
     mono = samples.mean(axis=0, dtype=np.float32)
     if source.sampling_rate != sample_rate:
         mono = soxr.resample(mono, source.sampling_rate, sample_rate)
-    wanted = samples_in(source.duration, sample_rate)
-    _check_complete(source.id, mono.shape[0], wanted, sample_rate, DURATION_TOLERANCE)
-    return _fit(mono, wanted)
+    requested = samples_in(source.duration, sample_rate)
+    _check_complete(source.id, mono.shape[0], requested, sample_rate, DURATION_TOLERANCE)
+    return _fit(mono, requested)
 
 
 def audio_path(source: Cut | AudioSegment) -> str | None:
@@ -204,23 +204,23 @@ def mono_blocks(
 
     The chosen channels are averaged; all by default.
     """
-    rate, left = file.samplerate, wanted
+    rate, remaining = file.samplerate, wanted
     longest = max(1, values // file.channels)
-    while left:
-        first = left == wanted
-        samples = _read_samples(file, path, begin if first else None, min(left, longest))
+    while remaining:
+        first = remaining == wanted
+        samples = _read_samples(file, path, begin if first else None, min(remaining, longest))
         if not len(samples):
             break
-        left -= len(samples)
+        remaining -= len(samples)
         chosen = _choose_channels(samples, path, channels)
         if not is_plausible(chosen):
             raise AudioError(
                 AudioProblem.NOT_FINITE, f"{path}: a sample is NaN or infinite, or nearly so."
             )
         yield chosen.mean(axis=1, dtype=np.float32) if chosen.shape[1] > 1 else chosen[:, 0]
-    if left == wanted:
+    if remaining == wanted:
         raise AudioError(AudioProblem.EMPTY, f"{path}: no sample can be read.")
-    _check_complete(path, wanted - left, wanted, rate, file.tolerance)
+    _check_complete(path, wanted - remaining, wanted, rate, file.tolerance)
 
 
 def is_plausible(samples: np.ndarray) -> bool:

@@ -78,8 +78,8 @@ def _spoken(row: dict[str, Any]) -> dict[str, Any]:
     if row["task"] == "translate":
         instruction = _TRANSLATE.format(language=_LANGUAGES[row["target_lang"]])
     audio = {"type": "audio", "audio": row["audio_filepath"]}
-    asked = [audio, {"type": "text", "text": instruction}]
-    return _conversation(row["id"], asked, row["text"])
+    requested = [audio, {"type": "text", "text": instruction}]
+    return _conversation(row["id"], requested, row["text"])
 
 
 def _written(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -252,18 +252,18 @@ class LogMel(nn.Module):
             audio.layout.lengths, frames.lengths, audio.layout.cu_seqlens_host, strict=False
         )
         present = [(samples, slots, begin) for samples, slots, begin in pairs if slots]
-        left = config.n_fft // 2 - (config.n_fft - config.window) // 2
+        remaining = config.n_fft // 2 - (config.n_fft - config.window) // 2
         hops = slot * (frames.total + len(present))
-        buffer = audio.values.new_zeros(left + hops * config.hop + config.window)
-        runs, place = [], 0
+        buffer = audio.values.new_zeros(remaining + hops * config.hop + config.window)
+        runs, position = [], 0
         for samples, slots, begin in present:
             piece = audio.values[begin : begin + samples]
-            target = buffer[left + place * config.hop :][:samples]
+            target = buffer[remaining + position * config.hop :][:samples]
             target.copy_(piece)
             if config.preemphasis:
                 target[1:].sub_(piece[:-1], alpha=config.preemphasis)
-            runs.append((place, place + slots * slot))
-            place += (slots + 1) * slot
+            runs.append((position, position + slots * slot))
+            position += (slots + 1) * slot
         return buffer.unfold(0, config.window, config.hop), runs
 
 
@@ -364,12 +364,12 @@ class ReflectedWindows:
         slots, within = rows // self._rows, rows % self._rows
         first = (self._places[slots] * self._rows + within.int()) * self._hop - self._width // 2
         step = torch.arange(self._width, device=rows.device, dtype=torch.int32)
-        place = (first[:, None] + step).abs_()
+        position = (first[:, None] + step).abs_()
         if self._reflect_end:
             # In the tail, which may be far beyond an end of 0, that is before the beginning.
-            place = torch.minimum(place, 2 * (self._ends[slots] - 1)[:, None] - place)
-        outside = (place < 0) | (place >= self._lengths[slots][:, None])
-        source = place.add_(self._starts[slots][:, None]).masked_fill_(outside, self._silence)
+            position = torch.minimum(position, 2 * (self._ends[slots] - 1)[:, None] - position)
+        outside = (position < 0) | (position >= self._lengths[slots][:, None])
+        source = position.add_(self._starts[slots][:, None]).masked_fill_(outside, self._silence)
         return self._values.index_select(0, source.flatten()).view(end - begin, self._width)
 
 

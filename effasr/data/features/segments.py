@@ -37,5 +37,5 @@ def segment_max(values: Tensor, layout: PackedLayout) -> Tensor:
     Returns:
         (N,), the dtype of ``values``; -inf for an empty sequence.
     """
-    found = values.new_full((layout.num_sequences + 1,), -torch.inf)
-    return found.scatter_reduce(0, layout.sequence_ids(), values, "amax")[:-1]
+    result = values.new_full((layout.num_sequences + 1,), -torch.inf)
+    return result.scatter_reduce(0, layout.sequence_ids(), values, "amax")[:-1]

@@ -36,11 +36,11 @@ def _read(folder: Path, options: ReadOptions) -> Iterator[Utterance]:
     channels = _channels(folder)
     for name, (origin, text) in texts.items():
         try:
-            found = _find(folder, origin, name, recordings, segments)
+            result = _find(folder, origin, name, recordings, segments)
         except ValueError as error:
             yield RejectedRow(name, origin, str(error), named=True)
             continue
-        recording, offset, duration = found
+        recording, offset, duration = result
         spoken = languages[name][1].strip() if name in languages else options.language
         yield FileUtterance(
             id=name,

@@ -117,7 +117,7 @@ def prepare(
         limits = Limits(ctc=ctc, framing=framing)
     utterances = named(source, language=language)
     with _made(folder), TemporaryFile(dir=folder) as file:
-        kept = _Kept(file)
+        selected = _Kept(file)
         dropped: list[tuple[int, Dropped]] = []
         checked = partial(_check, tokenizer, limits, decode)
         outcomes = _in_order(checked, utterances, jobs or os.cpu_count() or 1)
@@ -125,20 +125,20 @@ def prepare(
             if isinstance(outcome, Dropped):
                 dropped.append((position, outcome))
             else:
-                kept.add(position, outcome)
+                selected.add(position, outcome)
                 if fidelity is not None:
                     fidelity.add(text_of(outcome.cut), outcome.target, outcome.tokens)
                 if note is not None:
                     note(outcome.cut, outcome.tokens)
             if progress is not None:
                 progress(position + 1)
-        if not len(kept) and not dropped:
+        if not len(selected) and not dropped:
             raise ValueError(f"{source}: holds no utterances.")
         report = PrepareReport(str(source))
         if fidelity is not None:
             report.unknown_characters = dict(fidelity.characters.most_common(100))
             report.changed_texts = fidelity.changed
-        return _write(folder, report, kept, dropped, has_tokens=tokenizer is not None)
+        return _write(folder, report, selected, dropped, has_tokens=tokenizer is not None)
 
 
 @contextmanager

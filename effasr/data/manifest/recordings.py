@@ -16,7 +16,7 @@ _KINDS = ("recordings", "supervisions")
 
 def _files(folder: Path) -> list[Path]:
     """Return both files, such as recordings.jsonl.gz or corpus_recordings_train.jsonl.gz."""
-    found = []
+    result = []
     for kind in _KINDS:
         matches = sorted(
             path
@@ -25,8 +25,8 @@ def _files(folder: Path) -> list[Path]:
         )
         if len(matches) != 1:
             return []
-        found += matches
-    return found
+        result += matches
+    return result
 
 
 def _read(folder: Path, options: ReadOptions) -> Iterator[Utterance]:

@@ -156,18 +156,18 @@ def _split(
             continue
         if line.count('"') % 2:
             # A field in quotes may have line breaks; if it never ends, the lines are rows again.
-            text, taken = line, []
-            while text.count('"') % 2 and len(taken) < _MAX_ROW_LINES:
+            text, used = line, []
+            while text.count('"') % 2 and len(used) < _MAX_ROW_LINES:
                 another = pending.pop(0) if pending else next(lines, None)
                 if another is None:
                     break
-                taken.append(another)
+                used.append(another)
                 text += another[1]
             quoted = next(csv.reader(text.splitlines(keepends=True), delimiter=delimiter), [])
             if text.count('"') % 2 == 0 and len(quoted) == width:
                 yield number, quoted
                 continue
-            pending[:0] = taken
+            pending[:0] = used
             if len(plain) == width:
                 yield number, plain
                 continue

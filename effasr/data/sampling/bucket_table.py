@@ -117,8 +117,8 @@ class BucketTable:
 
     def assign(self, lengths: UtteranceLengths) -> np.ndarray:
         """Return the bucket of each utterance, int32 (n,)."""
-        found = _first_fitting(self.bins, lengths)
-        homeless = np.flatnonzero(found == len(self.bins))
+        result = _first_fitting(self.bins, lengths)
+        homeless = np.flatnonzero(result == len(self.bins))
         if homeless.size:
             first = homeless[0]
             raise ValueError(
@@ -128,15 +128,15 @@ class BucketTable:
                 f"{self.bins[-1][1]}: make a table for this corpus, or drop them with "
                 "data.max_duration and data.filters.max_tokens_per_second."
             )
-        return found
+        return result
 
 
 def _first_fitting(bins: Sequence[tuple[int, int]], lengths: UtteranceLengths) -> np.ndarray:
     """Return the first bucket that each utterance fits in; ``len(bins)`` where none does."""
-    found = np.full(len(lengths), len(bins), dtype=np.int32)
+    result = np.full(len(lengths), len(bins), dtype=np.int32)
     for number, (frame_limit, token_limit) in reversed(list(enumerate(bins))):
-        found[(lengths.frames <= frame_limit) & (lengths.tokens <= token_limit)] = number
-    return found
+        result[(lengths.frames <= frame_limit) & (lengths.tokens <= token_limit)] = number
+    return result
 
 
 def _edges(values: np.ndarray, count: int) -> np.ndarray:

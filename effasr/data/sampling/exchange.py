@@ -130,18 +130,18 @@ class Exchange:
         some = np.concatenate([some[some < self._alike], helping[:_PARTNERS]])
         choices = self._choices(number, few=False)
         for group in few[:_CHOOSERS].tolist():
-            others = some[some != group]
-            ones = np.full(len(others), group)
-            self._exchange(ones, others, choices, self._limited, squeeze=True, best_only=True)
+            other_items = some[some != group]
+            ones = np.full(len(other_items), group)
+            self._exchange(ones, other_items, choices, self._limited, squeeze=True, best_only=True)
         self._turn[few[:_CHOOSERS]] += int(choices.max())
         self._turn[some] += 1
 
     def _round(self, number: int, wanting: np.ndarray, rows: int, *, squeeze: bool) -> None:
         order = self._order(number, rows)
         half = self._alike // 2
-        ones, others = order[::-1][:half], order[:half]
-        active = wanting[ones] | wanting[others]
-        self._pairs(ones[active], others[active], number, rows, squeeze=squeeze)
+        ones, other_items = order[::-1][:half], order[:half]
+        active = wanting[ones] | wanting[other_items]
+        self._pairs(ones[active], other_items[active], number, rows, squeeze=squeeze)
 
     def _pairs(
         self, ones: np.ndarray, others: np.ndarray, number: int, rows: int, *, squeeze: bool
@@ -171,7 +171,7 @@ class Exchange:
         alike = self._excess[:, : self._alike]
         excess = [_units(row, ratio) for row, ratio in zip(alike, self._ratio, strict=True)]
         # Differences between quantities first: random exchanges do not reduce them.
-        keys = [one - excess[0] for one in excess[1:rows]] + excess[:rows]
+        keys = [item - excess[0] for item in excess[1:rows]] + excess[:rows]
         which = number % (len(keys) + 1)
         if which == len(keys):
             return shuffled(self._alike, number, 0)
@@ -207,14 +207,14 @@ class Exchange:
         now = np.zeros(len(ones), np.int64)
         for row in range(rows):
             values, ratio = self._values[row], self._ratio[row]
-            given = _units(values[chosen_one].sum(axis=2, dtype=np.int64), ratio)
-            taken = _units(values[chosen_other].sum(axis=2, dtype=np.int64), ratio)
+            provided = _units(values[chosen_one].sum(axis=2, dtype=np.int64), ratio)
+            used = _units(values[chosen_other].sum(axis=2, dtype=np.int64), ratio)
             if not row:
-                given[beyond_one], taken[beyond_other] = _NO_MEMBER, -_NO_MEMBER
+                provided[beyond_one], used[beyond_other] = _NO_MEMBER, -_NO_MEMBER
             target = moved if row else miss
             excess_one, excess_other = self._excess[row, ones], self._excess[row, others]
             if squeeze:
-                np.subtract(given[:, :, None], taken[:, None, :], out=target)
+                np.subtract(provided[:, :, None], used[:, None, :], out=target)
                 over_one = _units(excess_one - self._high[row], ratio)
                 over_other = _units(excess_other - self._high[row], ratio)
                 now += np.maximum(over_one, 0) + np.maximum(over_other, 0)
@@ -225,10 +225,10 @@ class Exchange:
                 target += spare
             else:
                 # Moving this much from one group to the other makes their sums equal.
-                wanted = _units((excess_one - excess_other) // 2, ratio)
-                now += np.abs(wanted)
-                given -= wanted[:, None]
-                np.subtract(given[:, :, None], taken[:, None, :], out=target)
+                requested = _units((excess_one - excess_other) // 2, ratio)
+                now += np.abs(requested)
+                provided -= requested[:, None]
+                np.subtract(provided[:, :, None], used[:, None, :], out=target)
                 np.abs(target, out=target)
             if row:
                 miss += moved
@@ -238,8 +238,8 @@ class Exchange:
         if best_only:
             gain[np.arange(len(ones)) != gain.argmax()] = 0
         better = np.flatnonzero(gain > 0)
-        one, other = np.divmod(best[better], count)
-        places_one, places_other = slots_one[better, one], slots_other[better, other]
+        item, other = np.divmod(best[better], count)
+        places_one, places_other = slots_one[better, item], slots_other[better, other]
         moved_one, moved_other = self._slots[places_one], self._slots[places_other]
         self._slots[places_one], self._slots[places_other] = moved_other, moved_one
         for row, values in enumerate(self._values):

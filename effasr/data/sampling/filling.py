@@ -173,10 +173,10 @@ def _even_out(exchange: Exchange, micro_batches: int) -> bool:
     before, number = 0, 0
     while (over := exchange.over()).any():
         if number % patience == 0:
-            left = exchange.overflow()
-            if number and 8 * left > 7 * before:
+            remaining = exchange.overflow()
+            if number and 8 * remaining > 7 * before:
                 return False
-            before = left
+            before = remaining
         exchange.squeeze(number, over)
         number += 1
     return True

@@ -83,8 +83,8 @@ class LhotsePlanner:
             self.buckets = self._table.assign(lengths)
         elif strategy != "random":
             self._edges = _estimated_edges(lengths.frames, options.buckets)
-            found = np.searchsorted(self._edges, lengths.frames, side="left")
-            self.buckets = found.astype(np.int32)
+            result = np.searchsorted(self._edges, lengths.frames, side="left")
+            self.buckets = result.astype(np.int32)
         else:
             self.buckets = None
 
@@ -137,11 +137,11 @@ class LhotsePlanner:
     def _joined(self, batches: list[list[int]]) -> EpochPlan:
         """Make the plan of lhotse's batches; batch i belongs to rank i modulo the world size."""
         steps = max(1, len(batches) // self._micro_batches)
-        kept = batches[: steps * self._micro_batches]
+        selected = batches[: steps * self._micro_batches]
         # An epoch without a full step keeps a partial one, which ends with empty micro-batches.
-        kept += [[]] * (steps * self._micro_batches - len(kept))
-        sizes = np.array([len(batch) for batch in kept], dtype=np.int64)
-        indices = np.array([index for batch in kept for index in batch], dtype=np.int32)
+        selected += [[]] * (steps * self._micro_batches - len(selected))
+        sizes = np.array([len(batch) for batch in selected], dtype=np.int64)
+        indices = np.array([index for batch in selected for index in batch], dtype=np.int32)
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         planned = np.zeros(len(self._lengths), dtype=bool)
         planned[indices] = True

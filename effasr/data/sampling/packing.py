@@ -73,9 +73,9 @@ def plan_epoch(
         num_steps = min(usual, _fewest_steps(everything, shape, micro_batches))
     else:
         num_steps = ends.num_steps(epoch)
-        left = ends.carried(epoch)
-        deferred = members[left]
-        members = np.concatenate([np.delete(members, left), members[ends.carried(epoch - 1)]])
+        remaining = ends.carried(epoch)
+        deferred = members[remaining]
+        members = np.concatenate([np.delete(members, remaining), members[ends.carried(epoch - 1)]])
     del everything, ends
     while True:
         for attempt in range(max(1, min(_ATTEMPTS, _SMALL // (num_steps * micro_batches)))):

@@ -43,8 +43,8 @@ def population(
     Returns:
         int32 (p,), grouped by source; the planner shuffles them.
     """
-    found = sequences(sources, amounts, quotas, seed=seed, epoch=epoch)
-    parts = [one.stretch(q * epoch, q * (epoch + 1)) for q, one in found]
+    result = sequences(sources, amounts, quotas, seed=seed, epoch=epoch)
+    parts = [item.stretch(q * epoch, q * (epoch + 1)) for q, item in result]
     return np.concatenate([*parts, np.arange(0, dtype=np.int32)])
 
 
@@ -59,7 +59,7 @@ def sequences(
         raise ValueError(f"`amounts[{worst}]` must be at least 1, but is {amounts[worst]}.")
     by_source = np.argsort(sources, kind="stable").astype(np.int32)
     bounds = np.searchsorted(sources[by_source], np.arange(len(quotas) + 1))
-    found = []
+    result = []
     for source, quota in enumerate(quotas):
         members = by_source[bounds[source] : bounds[source + 1]]
         if not quota:
@@ -67,8 +67,8 @@ def sequences(
         if not members.size:
             raise ValueError(f"`quotas[{source}]` must be 0 for a source without utterances.")
         key = _source_seed(seed, source)
-        found.append((quota, SourceSequence(members, amounts[members], key)))
-    return found
+        result.append((quota, SourceSequence(members, amounts[members], key)))
+    return result
 
 
 class SourceSequence:
@@ -171,11 +171,11 @@ def even_population(
     Returns:
         int32 (p,); the planner shuffles them.
     """
-    found = sequences(sources, lengths.tokens, quotas, seed=seed, epoch=epoch)
-    if not found:
+    result = sequences(sources, lengths.tokens, quotas, seed=seed, epoch=epoch)
+    if not result:
         return _NONE
-    _, after = _border(lengths, found, epoch)
-    before, _ = _border(lengths, found, epoch + 1)
+    _, after = _border(lengths, result, epoch)
+    before, _ = _border(lengths, result, epoch + 1)
     return np.concatenate([after, before]).astype(np.int32)
 
 
@@ -217,8 +217,8 @@ def _border(
             target[kind] += border * whole // sequence.total
             unit[kind] += quota * whole // sequence.total
             drawn[kind] += passes * whole + int(value[begun].sum(dtype=np.int64))
-    ones, others = np.concatenate(chosen), np.concatenate(waiting)
+    ones, other_items = np.concatenate(chosen), np.concatenate(waiting)
     if number:
         missing = [t - d for t, d in zip(target, drawn, strict=True)]
-        ones, others = exchanged(values, missing, unit, ones, others)
-    return np.concatenate([*kept_before, ones]), np.concatenate([*kept_after, others])
+        ones, other_items = exchanged(values, missing, unit, ones, other_items)
+    return np.concatenate([*kept_before, ones]), np.concatenate([*kept_after, other_items])

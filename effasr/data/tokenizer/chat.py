@@ -76,8 +76,8 @@ class ChatTokenizer(HuggingFaceTokenizer):
         """Return the special token that the template writes after a turn of the assistant."""
         word = "word"
         turns = [{"role": "user", "content": word}, {"role": "assistant", "content": word}]
-        _, found, after = self.render(turns).rpartition(word)
-        ids = self.encode(after.strip(), "") if found else []
+        _, result, after = self.render(turns).rpartition(word)
+        ids = self.encode(after.strip(), "") if result else []
         specials = set(self.specials.values())
         return ids[:1] if ids and ids[0] in specials else []
 
@@ -116,15 +116,15 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 def _special_tokens(folder: Path) -> dict[str, str]:
     """Return the special tokens that a template may name."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     settings = _settings(folder)
     for name in _TOKENS:
         value = settings.get(name)
         if isinstance(value, dict):
             value = value.get("content")
         if isinstance(value, str):
-            found[name] = value
-    return found
+            result[name] = value
+    return result
 
 
 def _stops_of_generation(folder: Path, vocab_size: int) -> list[int]:

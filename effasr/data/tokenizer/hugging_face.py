@@ -105,7 +105,7 @@ class CanaryTokenizer(HuggingFaceTokenizer):
         super().__init__(directory)
         vocabulary = self._vocabulary
         self.sources = self.languages = tuple(
-            sorted(found[1] for token in vocabulary if (found := _LANGUAGE.fullmatch(token)))
+            sorted(result[1] for token in vocabulary if (result := _LANGUAGE.fullmatch(token)))
         )
         needed = (_PAD, _EOS, *_PROMPT_HEAD, *_PROMPT_TAIL, *_PUNCTUATION)
         missing = [token for token in needed if token not in vocabulary]

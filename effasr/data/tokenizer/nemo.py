@@ -66,12 +66,12 @@ class NeMoTokenizer(AggregateTokenizer):
         self._skipped = set(self.specials.values())
         if SPECIAL in models:
             # It has pieces beside the tokens, which stand for no text either.
-            place = self._names.index(SPECIAL)
-            first = self._offsets[place]
-            self._skipped.update(range(first, first + self._sizes[place]))
+            position = self._names.index(SPECIAL)
+            first = self._offsets[position]
+            self._skipped.update(range(first, first + self._sizes[position]))
         self.pad_id = self.specials.get(_PAD, 0)
         self.eos_id = self.specials.get(_EOS, self.pad_id)
-        tags = {found[1] for token in self.specials if (found := _LANGUAGE.fullmatch(token))}
+        tags = {result[1] for token in self.specials if (result := _LANGUAGE.fullmatch(token))}
         self._places = self._find_places(tags)
         self.languages = tuple(sorted(tags if self.is_unified else self._places))
         self.sources = tuple(sorted(tags)) if prompt_format else self.languages
@@ -93,18 +93,20 @@ class NeMoTokenizer(AggregateTokenizer):
         """See `Tokenizer.encode`; a unified tokenizer without prompts takes any language."""
         if self.languages:
             check_language(language, self.languages, "text")
-        place = 0 if self.is_unified else self._places[language]
-        return self._encode(text, place)
+        position = 0 if self.is_unified else self._places[language]
+        return self._encode(text, position)
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`."""
-        kept = [token for token in check_ids(ids, self.vocab_size) if token not in self._skipped]
+        selected = [
+            token for token in check_ids(ids, self.vocab_size) if token not in self._skipped
+        ]
         text = ""
-        for place, own in self._runs(kept):
-            processor = self._processors[place]
+        for position, local in self._runs(selected):
+            processor = self._processors[position]
             # The first piece says whether a word begins; the model drops that of a text.
-            space = " " if processor.id_to_piece(own[0]).startswith("▁") else ""
-            text += space + processor.decode(own).removeprefix(space)
+            space = " " if processor.id_to_piece(local[0]).startswith("▁") else ""
+            text += space + processor.decode(local).removeprefix(space)
         return text.strip()
 
     def prompt(self, prompt: Prompt) -> list[int]:
@@ -157,10 +159,10 @@ class NeMoTokenizer(AggregateTokenizer):
                 f"`models` must have one named {SPECIAL} for prompts, but are "
                 f"{', '.join(self._names)}."
             )
-        place = self._names.index(name)
+        position = self._names.index(name)
         return {
-            piece: self._offsets[place] + index
-            for index, piece in enumerate(self.pieces_by_model[place])
+            piece: self._offsets[position] + index
+            for index, piece in enumerate(self.pieces_by_model[position])
             if piece == _PAD or re.fullmatch(r"<\|.+\|>", piece)
         }
 
@@ -176,10 +178,10 @@ class NeMoTokenizer(AggregateTokenizer):
 
     def _find_places(self, tags: set[str]) -> dict[str, int]:
         """Return the model of each language; of a Canary's, those that its prompts can name."""
-        places = {name: place for place, name in enumerate(self._names) if name != SPECIAL}
+        places = {name: position for position, name in enumerate(self._names) if name != SPECIAL}
         for name, short in _SHORT.items():
             if name in places:
                 places.setdefault(short, places[name])
         if self.prompt_format is None:
             return places
-        return {language: place for language, place in places.items() if language in tags}
+        return {language: position for language, position in places.items() if language in tags}

@@ -65,8 +65,8 @@ class AggregateTokenizer(Tokenizer):
 
     def _runs(self, ids: Iterable[int]) -> Iterator[tuple[int, list[int]]]:
         """Yield runs of tokens of one model: its number, and the tokens in its numbering."""
-        for place, run in groupby(ids, lambda token: bisect_right(self._offsets, token) - 1):
-            yield place, [token - self._offsets[place] for token in run]
+        for position, run in groupby(ids, lambda token: bisect_right(self._offsets, token) - 1):
+            yield position, [token - self._offsets[position] for token in run]
 
     def _write(self, directory: str | Path, file: str, metadata: Mapping[str, Any]) -> None:
         """Write one ``.model`` file per model, and a file of metadata."""
@@ -114,7 +114,7 @@ class SentencePieceTokenizer(AggregateTokenizer):
         self.eos_id = self.specials[_EOS]
         super().__init__({name: models[name] for name in sorted(models)}, len(names))
         self._places = {
-            language: 0 if sharing else place for place, language in enumerate(self.languages)
+            language: 0 if sharing else position for position, language in enumerate(self.languages)
         }
 
     def encode(self, text: str, language: str) -> list[int]:
@@ -128,7 +128,9 @@ class SentencePieceTokenizer(AggregateTokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`; runs of pieces of different languages are joined by a space."""
         pieces = [token for token in check_ids(ids, self.vocab_size) if token >= self._offsets[0]]
-        return " ".join(self._processors[place].decode(own) for place, own in self._runs(pieces))
+        return " ".join(
+            self._processors[position].decode(local) for position, local in self._runs(pieces)
+        )
 
     def prompt(self, prompt: Prompt) -> list[int]:
         """See `Tokenizer.prompt`."""

@@ -33,8 +33,8 @@ class WhisperTokenizer(HuggingFaceTokenizer):
         super().__init__(directory)
         vocabulary = self._vocabulary
         missing = [name for name in (_START, _EOS, _NOTIMESTAMPS) if name not in vocabulary]
-        found = (_LANGUAGE.fullmatch(token) for token in vocabulary)
-        languages = tuple(sorted(match[1] for match in found if match))
+        result = (_LANGUAGE.fullmatch(token) for token in vocabulary)
+        languages = tuple(sorted(match[1] for match in result if match))
         # English-only models have GPT-2's own vocabulary, and the others' languages to no purpose.
         self.is_multilingual = bool(languages) and vocabulary.get(_EOS) != _GPT2_EOS
         if self.is_multilingual:

@@ -181,11 +181,11 @@ class WeightAveraging(Averager):
             self._learners.suspect(self._remaining[index])
 
     def _add_received(self) -> None:
-        own, delta = self._learners.own, None
+        local, delta = self._learners.own, None
         if self._gossip is not None:
             delta = self._gossip.take()
-        if own.size > 1:
-            delta = _broadcast(delta, self._count, own.device, own.group)
+        if local.size > 1:
+            delta = _broadcast(delta, self._count, local.device, local.group)
         if delta is not None:
             add_flat(self._tensors, delta)
 

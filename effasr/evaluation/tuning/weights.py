@@ -101,7 +101,7 @@ class NBestLists:
         if config.corrector is not None:
             segments = [segment for result in self._results for segment in result.segments]
             corrections = [segment.correction for segment in segments]
-            gains = [-math.inf if one is None else one.gain for one in corrections]
+            gains = [-math.inf if item is None else item.gain for item in corrections]
             self._gains = np.array(gains, dtype=np.float64)
         lists = [segment.alternatives for result in self._results for segment in result.segments]
         self.size = max(map(len, lists), default=0)

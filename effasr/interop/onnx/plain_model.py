@@ -301,9 +301,9 @@ class StreamingStep(_Heads):
 
     def begin(self, streams: int) -> dict[str, Tensor]:
         """The caches before the first step: zeros."""
-        config, left = self.encoder.config, cast(int, self.context.left)
+        config, remaining = self.encoder.config, cast(int, self.context.left)
         heads, head_dim = config.heads, config.width // config.heads
-        before = torch.zeros(config.layers, streams, left, heads, head_dim)
+        before = torch.zeros(config.layers, streams, remaining, heads, head_dim)
         counts = torch.zeros(streams, dtype=torch.int64)
         made = (
             torch.zeros(streams, self.kept * config.subsampling, self.mel_bins),
@@ -407,13 +407,13 @@ class StreamingStep(_Heads):
         self, module: SelfAttention, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor
     ) -> Tensor:
         """Attend: (B, c, H, D) and (B, left + c, H, D) to (B, c, width)."""
-        left = cast(int, self.context.left)
+        remaining = cast(int, self.context.left)
         q, k = q.transpose(1, 2), keys.transpose(1, 2)
         if isinstance(module, RelativeSelfAttention):
             scores = (q + module.bias_u[:, None]) @ k.mT + self._by_distance(module, q)
         elif module.rotary is not None:
             # Only differences of places matter, so that they count from the oldest key.
-            scores = _rotated(q, module.rotary, left) @ _rotated(k, module.rotary).mT
+            scores = _rotated(q, module.rotary, remaining) @ _rotated(k, module.rotary).mT
         else:
             scores = q @ k.mT
         scores = (scores * module.head_dim**-0.5).masked_fill(~seen[:, None, None], -torch.inf)
@@ -422,15 +422,15 @@ class StreamingStep(_Heads):
 
     def _by_distance(self, module: RelativeSelfAttention, q: Tensor) -> Tensor:
         """Scores of the distances of (B, H, c, D) to left + c keys."""
-        chunk, left = self.context.chunk, cast(int, self.context.left)
+        chunk, remaining = self.context.chunk, cast(int, self.context.left)
         weight = module.relative_k_proj.weight
-        distances = torch.arange(1 - chunk, left + chunk, device=q.device)
+        distances = torch.arange(1 - chunk, remaining + chunk, device=q.device)
         table = module.relative_k_proj(sinusoids(distances, weight.shape[1]))
         table = table.unflatten(-1, (module.heads, -1)).permute(1, 2, 0)
         scores = (q + module.bias_v[:, None]) @ table
         # Entry 0 is the distance of the first query and the last key.
         query = torch.arange(chunk, device=q.device)[:, None]
-        entry = query + chunk - 1 + left - torch.arange(left + chunk, device=q.device)
+        entry = query + chunk - 1 + remaining - torch.arange(remaining + chunk, device=q.device)
         return scores.gather(-1, entry.expand(q.shape[0], module.heads, -1, -1))
 
 

@@ -46,7 +46,7 @@ def stream_contexts(model: ASRModel) -> list[Context]:
     """The contexts of a model that allow to decode a stream, or if there are none, the others."""
     encoder = model.config.encoder
     contexts = encoder.context if isinstance(encoder, FastConformerConfig) else ()
-    streamable = [one for one in contexts if one.left is not None and one.right == 0]
+    streamable = [item for item in contexts if item.left is not None and item.right == 0]
     return streamable or list(contexts)
 
 

@@ -69,9 +69,9 @@ class Corrector:
             yield from self._group(group)
 
     def _group(self, group: Sequence[Result]) -> list[Result]:
-        results = [self._checked(one) for one in group]
-        recordings = [one for one in results if isinstance(one, Transcription)]
-        pairs = [(one, segment) for one in recordings for segment in one.segments]
+        results = [self._checked(item) for item in group]
+        recordings = [item for item in results if isinstance(item, Transcription)]
+        pairs = [(item, segment) for item in recordings for segment in item.segments]
         lists = [joined_texts(segment.alternatives) for _, segment in pairs]
         readable = [index for index, text in enumerate(lists) if text]
         written = self._writer.write(
@@ -80,14 +80,14 @@ class Corrector:
         )
         by_index = dict(zip(readable, written, strict=True))
         segments = iter(
-            self._corrected(one, segment, by_index.get(index))
-            for index, (one, segment) in enumerate(pairs)
+            self._corrected(item, segment, by_index.get(index))
+            for index, (item, segment) in enumerate(pairs)
         )
         return [
-            one.with_segments(tuple(islice(segments, len(one.segments))))
-            if isinstance(one, Transcription)
-            else one
-            for one in results
+            item.with_segments(tuple(islice(segments, len(item.segments))))
+            if isinstance(item, Transcription)
+            else item
+            for item in results
         ]
 
     def _checked(self, result: Result) -> Result:

@@ -51,18 +51,18 @@ class SecondPass:
 
     def _group(self, group: Sequence[Result]) -> list[Result]:
         chosen: list[list[Segment]] = [[] for _ in group]
-        recordings = [(n, one) for n, one in enumerate(group) if isinstance(one, Transcription)]
-        for number in range(max((len(one.segments) for _, one in recordings), default=0)):
-            now = [(index, one) for index, one in recordings if number < len(one.segments)]
+        recordings = [(n, item) for n, item in enumerate(group) if isinstance(item, Transcription)]
+        for number in range(max((len(item.segments) for _, item in recordings), default=0)):
+            now = [(index, item) for index, item in recordings if number < len(item.segments)]
             segments = self._choose(
-                [one.segments[number] for _, one in now],
-                [self._context(one, chosen[index]) for index, one in now],
+                [item.segments[number] for _, item in now],
+                [self._context(item, chosen[index]) for index, item in now],
             )
             for (index, _), segment in zip(now, segments, strict=True):
                 chosen[index].append(segment)
         return [
-            one.with_segments(segments) if isinstance(one, Transcription) else one
-            for one, segments in zip(group, chosen, strict=True)
+            item.with_segments(segments) if isinstance(item, Transcription) else item
+            for item, segments in zip(group, chosen, strict=True)
         ]
 
     def _context(self, result: Transcription, chosen: Sequence[Segment]) -> str:
@@ -71,7 +71,7 @@ class SecondPass:
 
     def _choose(self, segments: Sequence[Segment], contexts: Sequence[str]) -> list[Segment]:
         # Different tokens may spell the same text, which is scored once.
-        texts = [dict.fromkeys(one.text for one in segment.alternatives) for segment in segments]
+        texts = [dict.fromkeys(item.text for item in segment.alternatives) for segment in segments]
         pairs = [
             (context, text)
             for context, of_segment in zip(contexts, texts, strict=True)

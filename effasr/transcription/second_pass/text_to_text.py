@@ -97,7 +97,7 @@ class TextToText:
             pairs = zip(others, requests, strict=True)
             targets = [self.tokenizer.encode(text, prompt.target) for text, (_, prompt) in pairs]
         written: dict[int, Written] = {}
-        lengths = [len(one.source) for one in examples]
+        lengths = [len(item.source) for item in examples]
         budget, most = self.config.frame_budget, self.config.max_sequences
         with evaluating(self.model), torch.no_grad():
             for members in plan_batches(lengths, budget, most):
@@ -122,27 +122,27 @@ class TextToText:
     ) -> list[Written]:
         device = next(self.model.parameters()).device
         shape = StaticShape(
-            sum(len(one.source) for one in examples),
-            sum(len(one.prompt) for one in examples),
+            sum(len(item.source) for item in examples),
+            sum(len(item.prompt) for item in examples),
             len(examples),
         )
         eos_id, pad_id = self.tokenizer.eos_id, self.tokenizer.pad_id
         batch = collate_text(examples, shape, eos_id=eos_id, pad_id=pad_id).to(device)
-        prompts = [one.prompt for one in examples]
+        prompts = [item.prompt for item in examples]
         half = self.config.precision == "bfloat16"
         with torch.autocast(device.type, torch.bfloat16, enabled=half):
             decoded = decode(self.model, self.tokenizer, batch, prompts, self.config)
             scores: list[float | None] = [None] * len(examples)
             if targets is not None:
                 scores = self._log_probs(self.model.encode(batch), prompts, targets)
-        texts = [self.tokenizer.decode(list(one.tokens)).strip() for one in decoded]
+        texts = [self.tokenizer.decode(list(item.tokens)).strip() for item in decoded]
         written = []
-        for number, (one, text, score) in enumerate(zip(decoded, texts, scores, strict=True)):
-            assert one.score is not None  # config.confidence
-            gain = None if score is None else one.score.log_prob - score
+        for number, (item, text, score) in enumerate(zip(decoded, texts, scores, strict=True)):
+            assert item.score is not None  # config.confidence
+            gain = None if score is None else item.score.log_prob - score
             if others is not None and text == others[number]:
                 gain = 0.0
-            written.append(Written(text, one.truncated, gain))
+            written.append(Written(text, item.truncated, gain))
         return written
 
     def _log_probs(
@@ -162,6 +162,6 @@ class TextToText:
         eos_id = self.tokenizer.eos_id
         scored = with_scores(self.model, "attention", encoded, prompts, plain, eos_id)
         return [
-            one.score.log_prob if ok and one.score is not None else None
-            for one, ok in zip(scored, can_write, strict=True)
+            item.score.log_prob if ok and item.score is not None else None
+            for item, ok in zip(scored, can_write, strict=True)
         ]

@@ -100,14 +100,14 @@ def sweep_forward(
     nothing = tl.full((BLOCK,), _NOTHING, tl.float64)
     blank = tl.where(j == 0, 0.0, nothing)
     label = nothing
-    left = tl.maximum(j - 1, 0)
+    remaining = tl.maximum(j - 1, 0)
     for t in tl.range(0, steps, num_stages=STAGES):
         frame = first_frame + t
         row = frame * columns
         label_score = tl.load(scores + row + 1 + j, mask=is_label, other=0.0)
         blank_score = tl.load(scores + row)
         normalizer = tl.load(log_normalizer + frame)
-        previous = tl.where(j > 0, tl.gather(label, left, 0), nothing)
+        previous = tl.where(j > 0, tl.gather(label, remaining, 0), nothing)
         advanced, moved_share = _merge(previous, blank)
         label, stayed_share = _merge(label, tl.where(differs, advanced, blank))
         tl.store(moved + row + j, moved_share, mask=j <= labels)

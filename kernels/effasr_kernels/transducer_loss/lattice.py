@@ -66,8 +66,8 @@ def occupancies(
         (took_label if labels else took_blank).add_(passed)
         if durations:
             took_duration[..., durations.index(frames)] += passed
-    taken = (took_blank, took_label, took_duration) if durations else (took_blank, took_label)
-    return total, *(probabilities[:-1] for probabilities in taken)
+    used = (took_blank, took_label, took_duration) if durations else (took_blank, took_label)
+    return total, *(probabilities[:-1] for probabilities in used)
 
 
 _Step = tuple[int, int]

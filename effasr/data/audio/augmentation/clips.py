@@ -87,7 +87,7 @@ class Clips:
         if audio is None:
             audio = load_audio(self.cut(index))
             audio.flags.writeable = False
-            held = audio.nbytes + sum(one.nbytes for one in self._cache.values())
+            held = audio.nbytes + sum(item.nbytes for item in self._cache.values())
             while held > _CACHE_BYTES and self._cache:
                 held -= self._cache.popitem(last=False)[1].nbytes
         self._cache[index] = audio

@@ -146,11 +146,11 @@ def reverberate(speech: np.ndarray, response: ImpulseResponse) -> np.ndarray:
         Ko et al., 2017, A study on data augmentation of reverberant speech for robust speech
         recognition; Kaldi's wav-reverberate with --shift-output.
     """
-    heard = convolve(speech, response.values)[response.delay : response.delay + len(speech)]
-    before, after = mean_power(speech), mean_power(heard)
+    received = convolve(speech, response.values)[response.delay : response.delay + len(speech)]
+    before, after = mean_power(speech), mean_power(received)
     if before == 0 or after == 0:
         return speech
-    return heard * np.float32(math.sqrt(before / after))
+    return received * np.float32(math.sqrt(before / after))
 
 
 def convolve(signal: np.ndarray, kernel: np.ndarray) -> np.ndarray:

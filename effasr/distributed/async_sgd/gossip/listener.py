@@ -67,9 +67,9 @@ class Challenge:
 def introduce(
     connection: socket.socket, key: bytes, *, connecting: int, listening: int, until: float
 ) -> None:
-    theirs, own = _receive(connection, _NONCE_BYTES, until), secrets.token_bytes(_NONCE_BYTES)
-    about = key, connecting, listening, theirs, own
-    hello = _HELLO.pack(_VERSION, connecting, listening, own, _proof(_CONNECTS, *about))
+    theirs, local = _receive(connection, _NONCE_BYTES, until), secrets.token_bytes(_NONCE_BYTES)
+    about = key, connecting, listening, theirs, local
+    hello = _HELLO.pack(_VERSION, connecting, listening, local, _proof(_CONNECTS, *about))
     connection.settimeout(_left(until))
     connection.sendall(hello)
     answer = _receive(connection, _PROOF_BYTES, until)
@@ -97,10 +97,10 @@ def _receive(connection: socket.socket, size: int, until: float) -> bytes:
 
 
 def _left(until: float) -> float:
-    left = until - time.monotonic()
-    if left <= 0:
+    remaining = until - time.monotonic()
+    if remaining <= 0:
         raise TimeoutError("it did not answer in time")
-    return left
+    return remaining
 
 
 # Finds the addresses at which other nodes can reach this one.
@@ -127,38 +127,38 @@ def own_addresses() -> list[str]:
     size = os.environ.get("WORLD_SIZE")
     if size is not None and size == os.environ.get("LOCAL_WORLD_SIZE"):
         return [_LOOPBACK]
-    found = [
+    result = [
         *_towards(os.environ.get("MASTER_ADDR")),
         *(address for _, name in socket.if_nameindex() for address in _of(name)),
     ]
-    return sorted(dict.fromkeys(found), key=lambda address: _is_loopback(address))
+    return sorted(dict.fromkeys(result), key=lambda address: _is_loopback(address))
 
 
 def _named(name: str) -> list[str]:
-    found = _of(name)
-    if not found:
+    result = _of(name)
+    if not result:
         there = ", ".join(other for _, other in socket.if_nameindex())
         raise ValueError(
             f"`{INTERFACES_VARIABLE}` must name interfaces that have an address, but {name!r} has "
             f"none here: choose of {there}, or leave it out."
         )
-    return found
+    return result
 
 
 def _of(interface: str) -> list[str]:
     """Return its addresses, IPv4 first; link-local IPv6 is omitted: it needs an interface name."""
-    found = []
+    result = []
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])
         reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-        found.append(socket.inet_ntoa(reply[20:24]))
+        result.append(socket.inet_ntoa(reply[20:24]))
     with suppress(OSError):
         for line in _IPV6_ADDRESSES.read_text().splitlines():
             digits, *_, name = line.split()
             address = ipaddress.IPv6Address(bytes.fromhex(digits))
             if name == interface and not address.is_link_local:
-                found.append(str(address))
-    return found
+                result.append(str(address))
+    return result
 
 
 def _towards(host: str | None) -> list[str]:
@@ -212,37 +212,37 @@ class Listener:
                 f"no port can be opened at the addresses of this node ({'; '.join(refused)}); "
                 f"{INTERFACES_VARIABLE} names the interface to use."
             )
-        self.endpoints = [own.getsockname()[:2] for own in self._sockets]  # Addresses and ports
+        self.endpoints = [local.getsockname()[:2] for local in self._sockets]  # Addresses and ports
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for own in self._sockets:
-            own.close()
+        for local in self._sockets:
+            local.close()
 
     def accept(self, peers: Collection[int], until: float) -> dict[int, socket.socket]:
         """Wait until all neighbours have connected.
 
         Handshakes run concurrently, so that a silent connection does not delay others.
         """
-        found: dict[int, socket.socket] = {}
+        result: dict[int, socket.socket] = {}
         # Sorted by age; as the time limit is the same for all, the first expires first.
         pending: dict[socket.socket, _Arrival] = {}
         with selectors.DefaultSelector() as selector:
-            for own in self._sockets:
-                selector.register(own, selectors.EVENT_READ)
-            while len(found) < len(peers) and (left := until - time.monotonic()) > 0:
+            for local in self._sockets:
+                selector.register(local, selectors.EVENT_READ)
+            while len(result) < len(peers) and (remaining := until - time.monotonic()) > 0:
                 if pending:
                     oldest = next(iter(pending.values()))
-                    left = max(0.0, min(left, oldest.until - time.monotonic()))
-                for ready, _ in selector.select(left):
+                    remaining = max(0.0, min(remaining, oldest.until - time.monotonic()))
+                for ready, _ in selector.select(remaining):
                     arrival = ready.data
                     if arrival is None:
                         assert isinstance(ready.fileobj, socket.socket)
                         self._welcome(ready.fileobj, selector, pending)
                     elif arrival.connection in pending:
-                        self._advance(arrival, selector, pending, peers, found)
+                        self._advance(arrival, selector, pending, peers, result)
                 for arrival in list(pending.values()):
                     if arrival.until > time.monotonic():
                         break
@@ -256,7 +256,7 @@ class Listener:
                 self.rejected_connections,
                 self._reason,
             )
-        return found
+        return result
 
     def _welcome(
         self,
@@ -377,6 +377,6 @@ class _Arrival:
 
 def _listen(address: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    own = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
-    own.setblocking(False)
-    return own
+    local = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
+    local.setblocking(False)
+    return local
