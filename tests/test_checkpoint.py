@@ -146,10 +146,10 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path, make, model, tok
     assert resolve(tmp_path / "run").name == "step_00000010"
     checkpoints.mark_best(40)
     assert folders(checkpoints) == ["step_00000030", "step_00000040"]
-    path, found = checkpoints.newest()
-    assert (path.name, found["step"]) == ("step_00000040", 40)
-    assert torch.equal(found["moment"], torch.arange(3.0))
-    assert found["config"] == {"betas": [0.9, 0.98]}
+    path, result = checkpoints.newest()
+    assert (path.name, result["step"]) == ("step_00000040", 40)
+    assert torch.equal(result["moment"], torch.arange(3.0))
+    assert result["config"] == {"betas": [0.9, 0.98]}
     assert_same_weights(load_model(path).model, model)
     # Written again, it replaces the old one.
     checkpoints.save(40, model, tokenizer, state(40) | {"again": True})

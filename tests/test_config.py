@@ -155,8 +155,8 @@ def test_a_missing_recipe(name, message):
 
 
 def test_what_an_earlier_version_did_not_know_has_its_default():
-    known = {"name": "a", "encoder": {"layers": 5}, "decoder": None, "gone": 1}
-    completed = config.complete(Root, known)
+    existing = {"name": "a", "encoder": {"layers": 5}, "decoder": None, "gone": 1}
+    completed = config.complete(Root, existing)
     assert completed.pop("gone") == 1
     root = Root(name="a", encoder=Encoder(layers=5), decoder=None)
     assert completed == config.to_mapping(root)

@@ -75,20 +75,20 @@ def test_takes_the_first_that_can_serve(op, monkeypatch):
 def test_the_order_may_depend_on_the_call(monkeypatch):
     names = (Backend.TRITON, Backend.VARLEN, Backend.REFERENCE)
     modules = {name: _backend(monkeypatch, f"ordered_{name}", None) for name in names}
-    asked = []
+    requested = []
 
     def order(backwards: bool) -> list[Backend]:
-        asked.append(backwards)
+        requested.append(backwards)
         # Not implemented here; the operation may come to have it.
-        known = [Backend.CPP, *names]
-        return known[::-1] if backwards else known
+        existing = [Backend.CPP, *names]
+        return existing[::-1] if backwards else existing
 
     op = Dispatcher("sum", modules, order)
     assert _run(op, False) == "ordered_triton"
     assert _run(op, True) == "ordered_reference"
-    assert asked == [False, True]
+    assert requested == [False, True]
     assert _run(op, True, backend="varlen") == "ordered_varlen"
-    assert len(asked) == 2
+    assert len(requested) == 2
 
 
 @pytest.mark.parametrize(

@@ -22,15 +22,15 @@ def test_off_it_is_one_shared_context_and_imports_nothing():
 
 def test_on_every_range_is_shown_under_its_name_with_its_number(monkeypatch):
     nvtx = pytest.importorskip("nvtx")
-    shown = []
+    visible = []
     annotate = nvtx.annotate
     monkeypatch.setattr(
-        nvtx, "annotate", lambda **options: shown.append(options) or annotate(**options)
+        nvtx, "annotate", lambda **options: visible.append(options) or annotate(**options)
     )
     ranges.enable("nvtx")
     with ranges.range("forward"), ranges.range("layer", 7):
         pass
-    assert shown == [
+    assert visible == [
         {"message": "forward", "domain": "effasr"},
         {"message": "layer", "domain": "effasr", "payload": 7},
     ]

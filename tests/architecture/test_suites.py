@@ -38,8 +38,8 @@ def test_representatives_run_on_each_push(pytester):
     options = "-p", "tests.support.suites", "-p", "no:cacheprovider", "--collect-only", "-q"
     everything = pytester.runpytest_inprocess(*options)
     assert len(everything.outlines) > 9
-    found = pytester.runpytest_inprocess(*options, "-m", "not extended").outlines
-    chosen = [line.partition("::")[2] for line in found if "::" in line]
+    result = pytester.runpytest_inprocess(*options, "-m", "not extended").outlines
+    chosen = [line.partition("::")[2] for line in result if "::" in line]
     both = ["test_both[2-a]", "test_both[2-b]", "test_both[1-c]"]
     assert sorted(chosen) == sorted([*both, "test_all[1]", "test_all[2]"])
 
@@ -68,13 +68,13 @@ def starting_ranks(path: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module == "tests.support.run_ranks"
         for alias in node.names
     }
-    found = {
+    result = {
         f"{name}::{node.name}"
         for node in tree.body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-        if any(isinstance(one, ast.Name) and one.id in starters for one in ast.walk(node))
+        if any(isinstance(item, ast.Name) and item.id in starters for item in ast.walk(node))
     }
-    return found or {name}
+    return result or {name}
 
 
 def test_test_processes_runs_all_tests_that_start_ranks():
@@ -82,9 +82,9 @@ def test_test_processes_runs_all_tests_that_start_ranks():
     done = subprocess.run([*command, "show"], cwd=ROOT, capture_output=True, text=True, check=True)
     listed = done.stdout.split()
     files = sorted(ROOT.glob("tests/**/test_*.py"))
-    found = {name for path in files if path != Path(__file__) for name in starting_ranks(path)}
-    assert len(found) > 15
-    left_out = [name for name in found if not any(matches(name, entry) for entry in listed)]
+    result = {name for path in files if path != Path(__file__) for name in starting_ranks(path)}
+    assert len(result) > 15
+    left_out = [name for name in result if not any(matches(name, entry) for entry in listed)]
     assert left_out == []
     assert all((ROOT / entry.partition("::")[0]).exists() for entry in listed)
 

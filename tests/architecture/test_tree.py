@@ -30,19 +30,21 @@ def test_the_top_of_effasr_is_small():
 
 
 def test_every_package_of_effasr_has_a_layer():
-    found = {
+    result = {
         f"effasr.{path.stem}"
         for path in (ROOT / "effasr").iterdir()
         if path.suffix == ".py" or (path / "__init__.py").is_file()
     }
     layers = {name for layer in LAYERS for name in layer}
-    assert found - {"effasr.__init__"} == layers - {"effasr_kernels"}
+    assert result - {"effasr.__init__"} == layers - {"effasr_kernels"}
 
 
 def test_contributing_shows_the_layers_in_their_order():
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    shown = [line.strip().split("  ")[0] for line in text.splitlines() if line.startswith("    e")]
-    assert [line.split(" | ") for line in shown] == LAYERS
+    visible = [
+        line.strip().split("  ")[0] for line in text.splitlines() if line.startswith("    e")
+    ]
+    assert [line.split(" | ") for line in visible] == LAYERS
 
 
 def test_contributing_names_the_promise_of_every_suite():

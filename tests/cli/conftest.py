@@ -171,12 +171,12 @@ def tune(effasr, workplace, tmp_path):
             "training.device=cpu", *overrides,
         )  # fmt: skip
         assert tuned.code == 0, tuned.err
-        found = tmp_path / "runs" / recipe
-        assert load_model(resolve(found)).model.config == load_model(model).model.config
-        said = effasr("transcribe", "--run", found, "--language", language, workplace.wav)
-        scored = effasr("evaluate", "--run", found, "--manifest", workplace.folder / "dev")
-        assert said.code == scored.code == 0
-        return found
+        result = tmp_path / "runs" / recipe
+        assert load_model(resolve(result)).model.config == load_model(model).model.config
+        message = effasr("transcribe", "--run", result, "--language", language, workplace.wav)
+        scored = effasr("evaluate", "--run", result, "--manifest", workplace.folder / "dev")
+        assert message.code == scored.code == 0
+        return result
 
     return run
 

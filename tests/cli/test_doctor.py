@@ -153,14 +153,14 @@ def test_a_recipe_has_the_reasons_against_a_graph(capsys):
     fields = [note.split(":")[0] for note in row.notes]
     assert fields == ["training.activation_checkpointing", "training.device"]
     assert main([*command, "training.device=cpu"]) == 0
-    shown = capsys.readouterr().out
-    assert "recipe demo_transducer on cpu" in shown
-    assert "training.bfloat16_weights" in shown
+    visible = capsys.readouterr().out
+    assert "recipe demo_transducer on cpu" in visible
+    assert "training.bfloat16_weights" in visible
 
 
 def test_a_requested_graph_is_refused_and_an_unwanted_one_is_possible(monkeypatch):
-    asked = recipe_rows("small", ["training.cuda_graph=true", "training.device=cpu"])
-    assert {row.name: row.value for row in asked}["training.cuda_graph"] == "refused"
+    requested = recipe_rows("small", ["training.cuda_graph=true", "training.device=cpu"])
+    assert {row.name: row.value for row in requested}["training.cuda_graph"] == "refused"
     monkeypatch.setattr(doctor, "choose_device", lambda name: torch.device("cuda"))
     rows = {row.name: row for row in recipe_rows("small", ["training.cuda_graph=false"])}
     assert rows["training.cuda_graph"].value == "no"
@@ -175,12 +175,12 @@ def test_a_requested_graph_is_refused_and_an_unwanted_one_is_possible(monkeypatc
 
 def test_a_recipe_with_a_language_model_shows_its_budgets():
     common = ["training.device=cpu", "model.language_model.path=no/such/folder"]
-    found = {row.name: row for row in recipe_rows("speech_llm_demo", common)}
-    assert found["training.compile"].value == "no"
-    assert found["data.frame_budget"].value == "320"
-    assert found["data.token_budget"].value == "by the data"
-    assert found["training.cuda_graph"].value == "no"
-    assert "the run is on cpu" in found["training.cuda_graph"].note
+    result = {row.name: row for row in recipe_rows("speech_llm_demo", common)}
+    assert result["training.compile"].value == "no"
+    assert result["data.frame_budget"].value == "320"
+    assert result["data.token_budget"].value == "by the data"
+    assert result["training.cuda_graph"].value == "no"
+    assert "the run is on cpu" in result["training.cuda_graph"].note
     automatic = recipe_rows("speech_llm_demo", [*common, "data.frame_budget=auto"])
     assert {row.name: row.value for row in automatic}["data.frame_budget"] == "auto"
     compiled = recipe_rows("speech_llm_demo", [*common, "training.compile=true"])

@@ -121,12 +121,12 @@ def test_an_export_over_an_earlier_one_keeps_files_of_others_and_drops_stale_one
     (out / ".git").mkdir()
     (out / "model.safetensors.index.json").write_text("{}")
     (out / "model.safetensors").write_bytes(b"old")
-    place = out.stat().st_ino
+    position = out.stat().st_ino
     assert effasr("export", run, out).code == 0
     monkeypatch.chdir(out)
     assert effasr("export", run, ".").code == 0
     assert {path.name for path in out.iterdir()} == names | {".git"}
-    assert out.stat().st_ino == place
+    assert out.stat().st_ino == position
     assert load_file(out / "model.safetensors")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
@@ -168,9 +168,9 @@ def test_the_mean_of_checkpoints(effasr, run, tmp_path):
     assert effasr("export", run, tmp_path / "mean", "--averaged", "2").code == 0
     assert effasr("import", tmp_path / "mean", tmp_path / "back").code == 2  # no tokenizer.json
     mean = load_file(tmp_path / "mean" / "model.safetensors")
-    one = load_file(tmp_path / "one" / "model.safetensors")
-    assert mean.keys() == one.keys()
-    assert all(value.dtype == one[name].dtype for name, value in mean.items())
+    item = load_file(tmp_path / "one" / "model.safetensors")
+    assert mean.keys() == item.keys()
+    assert all(value.dtype == item[name].dtype for name, value in mean.items())
     name = "decoder.embed_tokens.weight"
     expected = (states[0][name].double() + states[1][name].double()) / 2
     assert not torch.equal(states[0][name], states[1][name])
@@ -178,7 +178,7 @@ def test_the_mean_of_checkpoints(effasr, run, tmp_path):
     assert torch.equal(theirs, expected.float())
     moved = [key for key in mean if key.endswith("running_mean") or key.endswith("running_var")]
     assert moved
-    assert any(not torch.equal(mean[key], one[key]) for key in moved)
+    assert any(not torch.equal(mean[key], item[key]) for key in moved)
     # One is itself, and the newest.
     assert effasr("export", run, tmp_path / "newest", "--averaged", "1").code == 0
     newest = load_file(tmp_path / "newest" / "model.safetensors")
@@ -190,9 +190,9 @@ def test_an_average_is_evaluated_into_a_folder_of_its_own(effasr, run, workplace
     dev = workplace.folder / "dev"
     done = effasr("evaluate", "--run", run, "--manifest", dev, "--averaged", "2")
     assert done.code == 0, done.err
-    found = json.loads((run / "evaluation" / "dev-averaged-2" / "wer.json").read_text())
+    result = json.loads((run / "evaluation" / "dev-averaged-2" / "wer.json").read_text())
     names = sorted((path.name for path in (run / "checkpoints").glob("step_*")), reverse=True)
-    assert (found["set"], found["averaged"], found["model"]) == ("dev", names[:2], None)
+    assert (result["set"], result["averaged"], result["model"]) == ("dev", names[:2], None)
     text = effasr("transcribe", "--run", run, "--averaged", "2", workplace.wav)
     assert text.code == 0, text.err
     for command in (

@@ -65,12 +65,12 @@ def test_languages_can_share_the_pieces(effasr, tmp_path):
         {"source_lang": "de", "target_lang": "en", "source_text": "ein haus", "text": "a house"},
     ]
     texts = write_rows(tmp_path / "texts.jsonl", lines * 9)
-    given = ("tokenizer", texts, tmp_path / "shared", "--shared")
-    done = effasr(*given, "--vocab-size", "20")
+    provided = ("tokenizer", texts, tmp_path / "shared", "--shared")
+    done = effasr(*provided, "--vocab-size", "20")
     assert done.code == 0, done.err
     shared = load_tokenizer(tmp_path / "shared")
     assert shared.encode("haus", "de") == shared.encode("haus", "en")
-    refused = effasr(*given, "--vocab-size", "auto")
+    refused = effasr(*provided, "--vocab-size", "auto")
     assert "`--vocab-size` must be a number with --shared" in refused.error
 
 

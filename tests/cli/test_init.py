@@ -54,13 +54,13 @@ def test_the_printed_commands_train_from_the_recipe(effasr, workplace, tmp_path)
 @pytest.mark.parametrize("row", PRACTICE, ids=lambda row: f"{row.hours} h")
 @pytest.mark.representative(row=PRACTICE[0])
 def test_every_size_trains(row, effasr, workplace, tmp_path):
-    found = Initial.of(
+    result = Initial.of(
         [workplace.folder / "train"],
         dev=[workplace.folder / "dev"],
         name="sized",
         tokenizer=workplace.folder / "tokenizer",
     )
-    whole = replace(found.request, practice=practice_for(row.hours), hours=float(row.hours))
+    whole = replace(result.request, practice=practice_for(row.hours), hours=float(row.hours))
     recipe = tmp_path / "sized.yaml"
     recipe.write_text(recipe_text(whole))
     settings = config.load(TrainConfig, recipe)
@@ -96,28 +96,28 @@ def test_the_batch_has_the_seconds_of_practice_and_holds_the_longest(workplace):
     for row in PRACTICE:
         for subsampling in (4, 8):
             for device in ("cpu", "cuda"):
-                wanted = replace(
+                requested = replace(
                     made, practice=row, hours=float(row.hours), longest=39.0,
                     framing=Framing(subsampling=subsampling), device=device,
                 )  # fmt: skip
-                budget, _ = wanted.frames
+                budget, _ = requested.frames
                 assert budget * subsampling / 100 >= 39.0 / 0.9
                 expected = max(row.batch_seconds, 39.0 / 0.9)
-                assert wanted.step_seconds == pytest.approx(expected, rel=0.15)
+                assert requested.step_seconds == pytest.approx(expected, rel=0.15)
 
 
 def test_an_utterance_counts_with_the_silence_that_extends_it(workplace):
     """A Whisper computes 30 s of each utterance, however short it is."""
     made = Initial.of([workplace.folder / "train"], tokenizer=workplace.folder / "none").request
-    wanted = replace(
+    requested = replace(
         made, practice=PRACTICE[1], hours=10.0, utterances=9000, longest=6.0,
         framing=Framing(subsampling=2, minimum=1500), device="cpu",
     )  # fmt: skip
-    budget, count = wanted.frames
+    budget, count = requested.frames
     assert budget % 1500 == 0
     utterances = budget * count / 1500
-    assert wanted.step_seconds == pytest.approx(4.0 * utterances)
-    assert wanted.step_seconds == pytest.approx(PRACTICE[1].batch_seconds, rel=0.15)
+    assert requested.step_seconds == pytest.approx(4.0 * utterances)
+    assert requested.step_seconds == pytest.approx(PRACTICE[1].batch_seconds, rel=0.15)
 
 
 def test_fine_tuning_takes_model_and_tokenizer_from_the_run(effasr, workplace, tmp_path):
@@ -137,16 +137,19 @@ def test_fine_tuning_takes_model_and_tokenizer_from_the_run(effasr, workplace, t
 
 def test_a_tokenizer_of_other_languages_is_refused(effasr, workplace, manifest, tmp_path):
     german = manifest({"lang": "de"})
-    for given in (("--tokenizer", workplace.folder / "tokenizer"), ("--init-from", workplace.run)):
-        done = effasr("init", german, *given, "--output", tmp_path / "new.yaml", "--no-timing")
+    for provided in (
+        ("--tokenizer", workplace.folder / "tokenizer"),
+        ("--init-from", workplace.run),
+    ):
+        done = effasr("init", german, *provided, "--output", tmp_path / "new.yaml", "--no-timing")
         assert "`TRAIN` must have texts in languages of the tokenizer (en" in done.error
     assert not (tmp_path / "new.yaml").exists()
 
 
 def test_bad_input_is_refused_before_the_work(effasr, workplace, tmp_path):
-    train, taken = workplace.folder / "train", tmp_path / "taken.yaml"
-    taken.write_text("")
-    assert "must be a new file" in effasr("init", train, "--output", taken).error
+    train, used = workplace.folder / "train", tmp_path / "taken.yaml"
+    used.write_text("")
+    assert "must be a new file" in effasr("init", train, "--output", used).error
     assert "must be a new file" in effasr("init", train, "--output", tmp_path / "x.json").error
     both = "--init-from", workplace.run, "--tokenizer", workplace.folder / "tokenizer"
     free = "--output", tmp_path / "new.yaml"

@@ -28,7 +28,7 @@ def test_a_recipe_is_shown_as_it_is(effasr):
 def test_a_copy_is_the_recipe_under_another_name(effasr, tmp_path, recipe):
     file = tmp_path / "new" / "mine.yaml"
     assert f"effasr train {file}" in effasr("recipes", "copy", recipe, file).out
-    original, copied = (config.load(TrainConfig, one) for one in (recipe, file))
+    original, copied = (config.load(TrainConfig, item) for item in (recipe, file))
     assert (original.name, copied.name) == (recipe, "mine")
     assert config.to_mapping(copied) == {**config.to_mapping(original), "name": "mine"}
 

@@ -38,10 +38,10 @@ def sharp(monkeypatch):
     load = load_model
 
     def loaded(*given):
-        found = load(*given)
-        found.model.ctc_head.bias.data.zero_()
-        found.model.ctc_head.weight.data.mul_(30)
-        return found
+        result = load(*given)
+        result.model.ctc_head.bias.data.zero_()
+        result.model.ctc_head.weight.data.mul_(30)
+        return result
 
     monkeypatch.setattr("effasr.checkpoint.load_model", loaded)
     return loaded
@@ -94,11 +94,11 @@ def test_a_beam_lists_alternatives_and_confidences(effasr, run, noise_piped, sha
     for row in rows:
         assert 1 < len(row["alternatives"]) <= 3
         assert row["alternatives"][0]["text"] == row["text"]
-        scores = [one["score"] for one in row["alternatives"]]
+        scores = [item["score"] for item in row["alternatives"]]
         assert scores == sorted(scores, reverse=True)
         words = row["word_confidences"]
-        assert [one["word"] for one in words] == row["text"].split()
-        assert all(0 <= one["confidence"] <= 1 for one in words)
+        assert [item["word"] for item in words] == row["text"].split()
+        assert all(0 <= item["confidence"] <= 1 for item in words)
 
 
 @pytest.mark.parametrize(

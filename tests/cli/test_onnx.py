@@ -42,7 +42,7 @@ class Graphs:
         sizes = self.says["decoder_step"]
         shape = (sizes["layers"], 1, sizes["heads"], 0, sizes["head_dim"])
         keys = values = np.zeros(shape, np.float32)
-        said: list[int] = []
+        message: list[int] = []
         read = list(prompt)
         for position in range(len(prompt) + most - 1):
             inputs = {
@@ -58,9 +58,9 @@ class Graphs:
             token = int(logits[0, : self.says["tokens"]].argmax())
             if token == self.says["eos_id"]:
                 break
-            said.append(token)
+            message.append(token)
             read.append(token)
-        return said
+        return message
 
 
 def texts_of(model, tokenizer, prompt, audio):
@@ -93,8 +93,8 @@ def untrained(workplace, recordings):
                 if weight.ndim > 1:
                     scale = gain * weight[0].numel() ** -0.5
                     weight.copy_(scale * torch.randn(weight.shape, generator=draw))
-        said = texts_of(model, loaded.tokenizer, prompt, recordings)
-        if len({tuple(text) for text in said}) >= 4:
+        message = texts_of(model, loaded.tokenizer, prompt, recordings)
+        if len({tuple(text) for text in message}) >= 4:
             return model
     raise AssertionError("no seed gives texts that differ")
 
@@ -125,10 +125,10 @@ def test_the_graphs_say_what_the_model_says(effasr, model, untrained, recordings
             expected = untrained.encode(batch).values
             log_probs = untrained.ctc_logits(expected).log_softmax(-1)
         features = features_of(untrained, audio)
-        found = graphs.encode(features, np.array([features.shape[1]]))
-        assert found["encoded"][0] == pytest.approx(expected.numpy(), abs=1e-4)
-        assert found["ctc_log_probs"][0] == pytest.approx(log_probs.numpy(), abs=1e-3)
-        assert graphs.greedy(found, prompt, 12) == text
+        result = graphs.encode(features, np.array([features.shape[1]]))
+        assert result["encoded"][0] == pytest.approx(expected.numpy(), abs=1e-4)
+        assert result["ctc_log_probs"][0] == pytest.approx(log_probs.numpy(), abs=1e-3)
+        assert graphs.greedy(result, prompt, 12) == text
 
     # Weights that are not those of the graphs are told.
     with torch.no_grad():
@@ -138,8 +138,8 @@ def test_the_graphs_say_what_the_model_says(effasr, model, untrained, recordings
 
 
 def test_a_package_that_is_not_there(untrained, tmp_path, monkeypatch):
-    found = importlib.util.find_spec
-    hidden = lambda name: None if name == "onnxscript" else found(name)
+    result = importlib.util.find_spec
+    hidden = lambda name: None if name == "onnxscript" else result(name)
     monkeypatch.setattr(importlib.util, "find_spec", hidden)
     with pytest.raises(ValueError, match=r"needs the package onnxscript, .* 'effasr\[onnx\]'"):
         export_onnx(untrained, tmp_path, {})

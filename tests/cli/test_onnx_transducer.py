@@ -65,9 +65,9 @@ class Graphs:
     def features(self, audio):
         """By the definition in onnx.json; librosa's mel bands are those of effasr."""
         of = self.says["features"]
-        hop, window, left = of["hop"], of["window"], of["window"] // 2
+        hop, window, remaining = of["hop"], of["window"], of["window"] // 2
         x = np.concatenate([audio[:1], audio[1:] - of["preemphasis"] * audio[:-1]])
-        x = np.pad(x, (left, window))
+        x = np.pad(x, (remaining, window))
         rows = [x[t * hop :][:window] for t in range(len(audio) // hop)]
         power = np.abs(np.fft.rfft(rows * np.hanning(window), of["n_fft"])) ** 2
         log_mel = np.log(power @ mel_filterbank(FEATURES) + 2.0**-24)
@@ -88,10 +88,10 @@ class Graphs:
         states = self.says["predictor"]["states"]
         axes = {name: state["shape"].index("batch") for name, state in states.items()}
         inputs = {name: np.take(memory[name], which, axis) for name, axis in axes.items()}
-        found = self.run("predictor", tokens=tokens, **inputs)
-        memory["predicted"][which] = found["predictor_projected"]
+        result = self.run("predictor", tokens=tokens, **inputs)
+        memory["predicted"][which] = result["predictor_projected"]
         for name, axis in axes.items():
-            value = np.moveaxis(found[states[name]["next"]], axis, 0)
+            value = np.moveaxis(result[states[name]["next"]], axis, 0)
             np.moveaxis(memory[name], axis, 0)[which] = value
 
     def search(self, encoded):
@@ -103,7 +103,7 @@ class Graphs:
             shape = [count if size == "batch" else size for size in state["shape"]]
             memory[name] = np.full(shape, state["initial"], state["dtype"])
         self.read(memory, np.arange(count), np.full(count, blank))
-        said: list[list[int]] = [[] for _ in ends]
+        message: list[list[int]] = [[] for _ in ends]
         at, here, steps = np.zeros(count, int), np.zeros(count, int), set()
         while len(active := np.flatnonzero(at < ends)):
             scores = self.run(
@@ -122,10 +122,10 @@ class Graphs:
             here[active[lasts > 0]] = 0
             steps |= set(zip(is_label.tolist(), lasts.tolist(), strict=True))
             for utterance, label in zip(active[is_label], symbols[is_label], strict=True):
-                said[utterance].append(int(label))
+                message[utterance].append(int(label))
             if is_label.any():
                 self.read(memory, active[is_label], symbols[is_label])
-        return said, steps
+        return message, steps
 
 
 @pytest.fixture(scope="module")
@@ -175,14 +175,14 @@ def make_model(kind, tokenizer, encoder=None):
 def exported(encoder, tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("transducer")
     save_model(folder / "model", encoder, tokenizer)
-    out, said = folder / "onnx", StringIO()
+    out, message = folder / "onnx", StringIO()
     out.mkdir()
     for earlier in ("onnx.json", "decoder_step.onnx"):
         (out / earlier).touch()
-    with redirect_stdout(said):
+    with redirect_stdout(message):
         assert main(["export", f"{folder}/model", f"{out}", "--format", "onnx"]) == 0
     names = "encoder.onnx, predictor.onnx and joint.onnx"
-    assert said.getvalue() == f"{out}: {names}, the same as the model in onnxruntime\n"
+    assert message.getvalue() == f"{out}: {names}, the same as the model in onnxruntime\n"
     assert {path.name for path in out.glob("*.onnx")} == set(names.replace(" and", ",").split(", "))
     assert load_tokenizer(out).vocab_size == tokenizer.vocab_size
     return out
@@ -215,13 +215,13 @@ def test_the_search_of_a_stranger_finds_the_same(case, recordings, tokenizer):
     graphs = Graphs(folder)
     encoded = graphs.encode(features)
     assert encoded["encoded_lengths"].tolist() == [len(frames) for frames in packed]
-    for expected, found in zip(packed, encoded["encoded"], strict=True):
-        assert found[: len(expected)] == pytest.approx(expected.numpy(), abs=1e-4)
+    for expected, result in zip(packed, encoded["encoded"], strict=True):
+        assert result[: len(expected)] == pytest.approx(expected.numpy(), abs=1e-4)
 
-    said, steps = graphs.search(encoded)
+    message, steps = graphs.search(encoded)
     decoded = decode(model, tokenizer, batch, [[0]] * len(recordings), DecodingConfig())
-    assert said == [list(hypothesis.tokens) for hypothesis in decoded]
-    assert len({tuple(labels) for labels in said}) > 5, "the test needs different texts"
+    assert message == [list(hypothesis.tokens) for hypothesis in decoded]
+    assert len({tuple(labels) for labels in message}) > 5, "the test needs different texts"
     durations = model.transducer.config.durations or (0, 1)
     assert steps > {(True, frames) for frames in durations}, "the test needs every duration"
     assert any(not is_label for is_label, _ in steps), "the test needs blanks"
@@ -231,9 +231,9 @@ def test_the_features_are_those_of_the_definition(exported, encoder, recordings)
     for audio in recordings:
         batch = collate([Example("x", audio, [0], [], monotonic=True)], eos_id=0, pad_id=0)
         mel = encoder.features(batch.audio, batch.frames)
-        found = Graphs(exported).features(audio)
+        result = Graphs(exported).features(audio)
         # Bands without sound magnify what is rounded.
-        assert found == pytest.approx(mel.values[: int(mel.lengths[0])].numpy(), abs=1e-3)
+        assert result == pytest.approx(mel.values[: int(mel.lengths[0])].numpy(), abs=1e-3)
 
 
 def test_the_description_says_what_is_needed(case):

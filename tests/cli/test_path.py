@@ -152,21 +152,21 @@ def test_transcribe_takes_any_rate_channels_and_length(effasr, workplace, tmp_pa
 
 @pytest.mark.parametrize("method", ["attention", "ctc"])
 def test_the_prompt_is_the_models_unless_told_otherwise(effasr, workplace, monkeypatch, method):
-    asked = Counter()
+    requested = Counter()
     from effasr.data.tokenizer import SentencePieceTokenizer
 
     original = SentencePieceTokenizer.prompt
     monkeypatch.setattr(
         SentencePieceTokenizer,
         "prompt",
-        lambda self, prompt: asked.update([prompt.punctuation]) or original(self, prompt),
+        lambda self, prompt: requested.update([prompt.punctuation]) or original(self, prompt),
     )
     command = ("transcribe", "--run", workplace.run, "--method", method, workplace.wav)
     assert effasr(*command).code == 0
-    assert set(asked) == {False}
-    asked.clear()
+    assert set(requested) == {False}
+    requested.clear()
     assert effasr(*command, "--punctuation").code == 0
-    assert set(asked) == {True}
+    assert set(requested) == {True}
 
 
 @pytest.mark.parametrize("name", ["model", "run"])

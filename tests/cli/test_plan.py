@@ -69,7 +69,7 @@ def test_all_strategies_are_one_object(effasr, corpus):
     assert list(made) == ["random", "bucketed", "sync_bucketed", "sync_bucketed_2d", "packed"]
     assert made["packed"]["padding_flops"] < 0.005
     assert made["random"]["padding_flops"] > 0.4 > made["bucketed"]["padding_flops"] > 0.02
-    work = [one["flops_per_audio_hour"] for one in made.values()]
+    work = [item["flops_per_audio_hour"] for item in made.values()]
     assert max(work) == work[0]
     assert min(work) == work[-1]
     assert 0 <= made["sync_bucketed"]["bucket_mismatch"] <= made["bucketed"]["bucket_mismatch"] <= 1
@@ -147,7 +147,8 @@ def test_a_recipe_says_how_an_epoch_ends(effasr, workplace, tmp_path):
     path.write_text(recipe.replace("data:\n", "data:\n  epoch_end: exact\n", 1))
     plan = ("plan", "--world-size", 2, "--json", "--recipe")
     made, over = (
-        json.loads(effasr(*plan, path, *given).out) for given in ((), ("--epoch-end", "carry"))
+        json.loads(effasr(*plan, path, *provided).out)
+        for provided in ((), ("--epoch-end", "carry"))
     )
     assert made["deferred"] == 0
     assert over["deferred"] > 0
@@ -185,11 +186,11 @@ def test_a_recipe_of_text_alone_is_refused(effasr):
     ],
 )
 def test_options_of_other_strategies_are_refused(effasr, corpus, strategy, option, value):
-    given = ("plan", "--manifest", corpus, "--world-size", 1, option, value)
-    failed = effasr(*given, "--strategy", strategy)
+    provided = ("plan", "--manifest", corpus, "--world-size", 1, option, value)
+    failed = effasr(*provided, "--strategy", strategy)
     assert failed.code == 2
     assert f"`{option}` must be left out for strategy {strategy}" in failed.error
-    assert effasr(*given, "--strategy", "all").code == 0
+    assert effasr(*provided, "--strategy", "all").code == 0
 
 
 def test_shares_of_sources_are_planned_as_they_are_trained_on(
@@ -205,26 +206,26 @@ def test_shares_of_sources_are_planned_as_they_are_trained_on(
     path.write_text(yaml.safe_dump(recipe))
     planned = effasr("plan", "--recipe", path, "--world-size", 1, "--json")
     assert planned.code == 0, planned
-    found = json.loads(planned.out)
-    read, wild = found["sources"]
+    result = json.loads(planned.out)
+    read, wild = result["sources"]
     assert (read["source"], wild["source"]) == ("read", "wild")
     assert (read["asked"], wild["asked"]) == (0.25, 0.75)
     assert wild["realised"] == pytest.approx(0.75, abs=0.02)
-    assert found["planned"] == read["drawn_utterances"] + wild["drawn_utterances"]
+    assert result["planned"] == read["drawn_utterances"] + wild["drawn_utterances"]
     config = configuration.load(TrainConfig, path, [])
     corpus = load_corpus(config, load_tokenizer(config.data.tokenizer), None)
-    assert found["token_budget"] == corpus.shape.token_budget
+    assert result["token_budget"] == corpus.shape.token_budget
     cost = cost_model(config.model, load_tokenizer(config.data.tokenizer).vocab_size)
     plan = Loader(corpus, config.data, seed=config.seed, pin_memory=False, cost=cost).plan(0)
-    assert found["steps"] == plan.num_steps
-    assert corpus.summaries(plan)[0].mapping() == found["sources"]
+    assert result["steps"] == plan.num_steps
+    assert corpus.summaries(plan)[0].mapping() == result["sources"]
     for strategy in ("random", "all"):
-        shown = effasr("plan", "--recipe", path, "--world-size", 1, "--strategy", strategy)
-        assert shown.code == 0, shown
-        assert "Sources (data.mix), of which an epoch of " in shown.out
+        visible = effasr("plan", "--recipe", path, "--world-size", 1, "--strategy", strategy)
+        assert visible.code == 0, visible
+        assert "Sources (data.mix), of which an epoch of " in visible.out
     # Manifests in their place have no shares.
-    given = ("--manifest", workplace.folder / "train", "--world-size", 1)
-    plain = effasr("plan", "--recipe", path, *given)
+    provided = ("--manifest", workplace.folder / "train", "--world-size", 1)
+    plain = effasr("plan", "--recipe", path, *provided)
     assert plain.code == 0
     assert "Sources" not in plain.out
 
@@ -288,8 +289,8 @@ def test_a_bad_manifest(effasr, tmp_path, lines, message):
     ],
 )
 def test_bad_options(effasr, corpus, options, message):
-    given = ("--manifest", corpus) if options and "--manifest" not in options else ()
-    failed = effasr("plan", *given, *options)
+    provided = ("--manifest", corpus) if options and "--manifest" not in options else ()
+    failed = effasr("plan", *provided, *options)
     assert failed.code == 2
     assert message in failed.error
 

@@ -117,8 +117,8 @@ def test_steps_and_time_left_of_a_training_are_whole(width):
             {"step": 1200, "loss": 4.2556, "audio_seconds": 25.6, "step_s": 0.5}
             | {"padding_frames": 0.033, "data_wait_s": 0.07, "peak_memory_bytes": 3e9}
         )
-    shown = stream.getvalue().splitlines()
-    assert any("1200/2200" in line for line in shown)
-    assert any("4.2556" in line for line in shown)
-    assert any("0:0" in line or "-:--:--" in line for line in shown)
+    visible = stream.getvalue().splitlines()
+    assert any("1200/2200" in line for line in visible)
+    assert any("4.2556" in line for line in visible)
+    assert any("0:0" in line or "-:--:--" in line for line in visible)
     assert "…" not in stream.getvalue()

@@ -68,10 +68,10 @@ def test_validation_transcribes_utterances_by_the_instruction(run):
 def test_transcribe_and_evaluate(effasr, folder, run):
     clips = [str(folder / f"data/s{n}.wav") for n in (1, 2)]
     common = ("--run", str(run), "--device", "cpu")
-    asked = ("transcribe", *common, "--instruction", "what is said here")
-    together = effasr(*asked, *clips).out
+    requested = ("transcribe", *common, "--instruction", "what is said here")
+    together = effasr(*requested, *clips).out
     assert [line.split("\t")[0] for line in together.splitlines()] == clips
-    assert together == "".join(effasr(*asked, clip).out for clip in clips)
+    assert together == "".join(effasr(*requested, clip).out for clip in clips)
     wide = effasr("transcribe", *common, *clips, "--beam", "3")
     assert len(wide.out.splitlines()) == 2
     manifest = str(folder / "data/dev.jsonl")
@@ -84,8 +84,8 @@ def test_what_a_language_model_does_not_do_is_refused(effasr, folder, run, tmp_p
     refused = effasr("transcribe", *common, clip, "--target-language", "de")
     assert refused.code == 2
     assert "`instruction` must ask for the translation from en to de" in refused.err
-    asked = ("--instruction", "what is said here")
-    assert effasr("transcribe", *common, clip, "--target-language", "de", *asked).code == 0
+    requested = ("--instruction", "what is said here")
+    assert effasr("transcribe", *common, clip, "--target-language", "de", *requested).code == 0
     refused = effasr("label", str(run), clip, str(tmp_path / "labels"), "--device", "cpu")
     assert refused.code == 2
     assert "`confidence` must be left out for the method language_model" in refused.err
@@ -93,11 +93,11 @@ def test_what_a_language_model_does_not_do_is_refused(effasr, folder, run, tmp_p
 
 def test_chat(effasr, folder, run):
     common = ("chat", "--run", str(run), "--device", "cpu", "--max-tokens", "5")
-    asked = effasr(*common, "--audio", str(folder / "data/s1.wav"), "what is said here")
-    assert len(asked.out.splitlines()) == 1
+    requested = effasr(*common, "--audio", str(folder / "data/s1.wav"), "what is said here")
+    assert len(requested.out.splitlines()) == 1
     again = effasr(*common, "--audio", str(folder / "data/s2.wav"), "what is said here")
     written = effasr(*common, "hello world")
-    assert written.code == asked.code == again.code == 0
+    assert written.code == requested.code == again.code == 0
     # Relative paths are relative to the manifest.
     path = folder / "data/questions.jsonl"
     lines = (folder / "data/speech.jsonl").read_text().splitlines()[:5]
@@ -107,28 +107,28 @@ def test_chat(effasr, folder, run):
     odd["messages"][1]["content"] = "one\x85two"
     lines[1] = json.dumps(odd)
     path.write_text("\n".join([*lines[:2], json.dumps(wrong), *lines[2:]]) + "\n")
-    found = effasr(*common, "--manifest", str(path))
-    assert found.code == 1
-    rows = [json.loads(line) for line in found.out.splitlines()]
+    result = effasr(*common, "--manifest", str(path))
+    assert result.code == 1
+    rows = [json.loads(line) for line in result.out.splitlines()]
     assert [row["id"] for row in rows] == ["s0", "s1", "wrong", "s2", "s3", "s4"]
     assert rows[0]["reference"] == json.loads(lines[0])["messages"][1]["content"]
     assert rows[1]["reference"] == "one\x85two"
-    assert "\x85" not in found.out
+    assert "\x85" not in result.out
     assert isinstance(rows[0]["answer"], str)
     assert "last turn is of user" in rows[2]["error"]
     for slots in ("1", "2"):
-        assert effasr(*common, "--manifest", str(path), "--slots", slots).out == found.out
+        assert effasr(*common, "--manifest", str(path), "--slots", slots).out == result.out
     refused = effasr(*common, "--manifest", str(path), "--system", "be brief")
     assert "leave out QUESTION, --audio and --system" in refused.err
 
 
 def test_chat_goes_on_after_an_empty_answer(effasr, folder, run, monkeypatch):
     """The next question takes the place of the one that was not answered, with its recording."""
-    asked = []
+    requested = []
 
     def answer(self, messages):
-        asked.append([(message.role, len(message.parts)) for message in messages])
-        return Answer("" if len(asked) == 1 else "yes", truncated=False)
+        requested.append([(message.role, len(message.parts)) for message in messages])
+        return Answer("" if len(requested) == 1 else "yes", truncated=False)
 
     monkeypatch.setattr(Responder, "answer", answer)
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\nthree\n"))
@@ -136,7 +136,7 @@ def test_chat_goes_on_after_an_empty_answer(effasr, folder, run, monkeypatch):
     done = effasr("chat", "--run", str(run), "--device", "cpu", "--audio", clip)
     assert done.out == "\nyes\nyes\n"
     first = ("user", 2)
-    assert asked == [[first], [first], [first, ("assistant", 1), ("user", 1)]]
+    assert requested == [[first], [first], [first, ("assistant", 1), ("user", 1)]]
 
 
 def test_recordings_that_the_model_cannot_read_are_errors_of_their_row(
@@ -150,9 +150,9 @@ def test_recordings_that_the_model_cannot_read_are_errors_of_their_row(
     rows[0]["messages"][0]["content"][0]["audio"] = str(tmp_path / "short.wav")
     path = write_rows(tmp_path / "questions.jsonl", rows)
     common = ("chat", "--run", str(run), "--device", "cpu", "--max-tokens", "5")
-    found = effasr(*common, "--manifest", str(path))
-    assert found.code == 1
-    short, whole = (json.loads(line) for line in found.out.splitlines())
+    result = effasr(*common, "--manifest", str(path))
+    assert result.code == 1
+    short, whole = (json.loads(line) for line in result.out.splitlines())
     assert "has no frame" in short["error"]
     assert "answer" in whole
     loaded = load_model(resolve(run))

@@ -108,7 +108,7 @@ def test_who_reads_along_has_each_cue_before_the_next_is_said(
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=recorder))
     done = effasr("transcribe", "--run", workplace.run, "--stream", "--format", style)
     assert (done.code, done.err) == (0, "")
-    shown = [
+    visible = [
         cue.format(number=number, time=rf"00:00:0{second}", ms=r"\d{3}").replace(
             f"--> 00:00:0{second}", r"--> 00:00:0\d"
         )
@@ -116,8 +116,8 @@ def test_who_reads_along_has_each_cue_before_the_next_is_said(
     ]
     texts = [*recorder.seen, output.seen]
     assert texts[0] == texts[1] == before
-    assert re.fullmatch(re.escape(before) + shown[0], texts[2]), texts[2]
-    assert re.fullmatch(re.escape(before) + "".join(shown), texts[3]), texts[3]
+    assert re.fullmatch(re.escape(before) + visible[0], texts[2]), texts[2]
+    assert re.fullmatch(re.escape(before) + "".join(visible), texts[3]), texts[3]
 
 
 def test_ctm_of_a_stream(effasr, workplace, piped, two_words):

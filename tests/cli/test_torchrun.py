@@ -126,9 +126,9 @@ def test_the_launcher_names_the_end_of_a_process_that_could_not(tmp_path):
     (line,) = killed.stderr.splitlines()
     assert line.startswith("effasr.launch: rank 1 (local rank 1, process ")
     assert "was ended by SIGKILL. The kernel may have ended it for want of memory." in line
-    left = launch("ends.py", "exit", folder=tmp_path)
-    assert left.returncode == 7
-    assert left.stderr.endswith(") ended with exit code 7.\n")
+    remaining = launch("ends.py", "exit", folder=tmp_path)
+    assert remaining.returncode == 7
+    assert remaining.stderr.endswith(") ended with exit code 7.\n")
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_a_manifest(effasr, workplace, manifest, tmp_path):
     assert names(cuts) == [f"dev-{number}" for number in range(4)]
     files = [workplace.folder / f"dev-{number}.wav" for number in range(4)]
     plain = effasr("transcribe", "--run", workplace.run, *files)
-    texts = [[line.split("\t")[1] for line in one.out.splitlines()] for one in (cuts, plain)]
+    texts = [[line.split("\t")[1] for line in item.out.splitlines()] for item in (cuts, plain)]
     assert texts[0] == texts[1]
 
 
@@ -143,8 +143,8 @@ def test_a_cut_of_one_channel_of_two_is_that_channel(effasr, workplace, tmp_path
     source = AudioSource("file", [1, 2], str(tmp_path / "call.wav"))
     seconds = len(audio) / rate
     recording = Recording("call", [source], rate, len(audio), seconds)
-    said = SupervisionSegment("call", "call", 0.0, seconds, channel=2, text="", language="en")
-    cut = MonoCut("call", 0.0, seconds, 2, [said], recording=recording)
+    message = SupervisionSegment("call", "call", 0.0, seconds, channel=2, text="", language="en")
+    cut = MonoCut("call", 0.0, seconds, 2, [message], recording=recording)
     CutSet.from_cuts([cut]).to_file(tmp_path / "cuts.jsonl")
     (source,) = of_manifest(tmp_path / "cuts.jsonl", language="en")
     assert source.channels == (1,)
@@ -162,32 +162,32 @@ def _at_a_terminal(arguments: list[str], *, out_too: bool) -> tuple[bytes, bytes
         env=os.environ | {"TERM": "xterm", "OMP_NUM_THREADS": "1"},
     )
     os.close(terminal)
-    shown = b""
+    visible = b""
     # Linux's way of saying that the other end is closed is an error.
     with suppress(OSError):
         while data := os.read(control, 4096):
-            shown += data
+            visible += data
     os.close(control)
     out, _ = process.communicate(timeout=240)
-    return out or b"", shown
+    return out or b"", visible
 
 
 @pytest.mark.parametrize("out_too", [False, True])
 @pytest.mark.representative(out_too=True)
 def test_a_terminal_shows_how_far_it_is(workplace, tmp_path, out_too):
     files = [str(workplace.wav), str(tmp_path / "gone.wav")]
-    out, shown = _at_a_terminal(
+    out, visible = _at_a_terminal(
         ["transcribe", "--run", str(workplace.run), *files], out_too=out_too
     )
-    plain = re.sub(rb"\x1b\[[0-9;]*m", b"", shown)
+    plain = re.sub(rb"\x1b\[[0-9;]*m", b"", visible)
     assert b"2/2 recordings, 0:00:01 of audio, RTFx " in plain
     line = str(workplace.wav).encode() + b"\t"
-    results = shown if out_too else out
+    results = visible if out_too else out
     assert results.count(line) == 1
     if not out_too:
         assert b"\x1b" not in out
-        assert line not in shown
+        assert line not in visible
     # Neither a result nor an error is written behind the bar.
-    for one in (line, b"effasr transcribe: ") if out_too else (b"effasr transcribe: ",):
-        before = shown[: shown.index(one)]
+    for item in (line, b"effasr transcribe: ") if out_too else (b"effasr transcribe: ",):
+        before = visible[: visible.index(item)]
         assert before.endswith((b"\x1b[2K", b"\x1b[K", b"\x1b[?25h", b"\n", b"\r")), before[-40:]

@@ -87,7 +87,7 @@ def test_progress_is_for_a_terminal_alone(workplace, tmp_path, monkeypatch, effa
     monkeypatch.setattr(progress, "_PATIENCE_S", 0.0)
     dev, nemo = workplace.folder / "dev", tmp_path / "model.nemo"
     run = ("evaluate", "--run", workplace.run, "--manifest", dev)
-    for command, shown in (
+    for command, visible in (
         (("prepare", f"{dev}.jsonl", tmp_path / "out"), ["1 utterances"]),
         (("tokenizer", dev, tmp_path / "t", "--vocab-size", "30"), ["1 texts", "training the tok"]),
         (("plan", "--manifest", dev, "--world-size", "1"), ["1 utterances read", "planning 4 utt"]),
@@ -102,7 +102,7 @@ def test_progress_is_for_a_terminal_alone(workplace, tmp_path, monkeypatch, effa
         if not terminal:
             assert written == ""
             continue
-        for text in shown:
+        for text in visible:
             assert f"\r{text}" in written
         assert "\n" not in written
         # The line is wiped, so that what follows begins in the first column.

@@ -49,8 +49,8 @@ def settings(effasr, checkpoint, corpus, tmp_path):
 def test_from_hugging_face_and_back(effasr, checkpoint, corpus, settings, tmp_path, caplog):
     imported, out = tmp_path / "imported", tmp_path / "exported"
     audio = corpus / "0.wav"
-    said = effasr("transcribe", "--run", imported, audio, "--json")
-    assert said.code == 0, said
+    message = effasr("transcribe", "--run", imported, audio, "--json")
+    assert message.code == 0, message
     theirs = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
     extractor = transformers.WhisperFeatureExtractor.from_pretrained(checkpoint)
     loaded = load_model(imported)
@@ -58,8 +58,8 @@ def test_from_hugging_face_and_back(effasr, checkpoint, corpus, settings, tmp_pa
     features = extractor(wave, sampling_rate=16_000, return_tensors="pt").input_features
     prompt = torch.tensor([loaded.tokenizer.prompt(Prompt())])
     ids = theirs.generate(features, decoder_input_ids=prompt, max_length=40)[0].tolist()
-    assert json.loads(said.out)["text"] == loaded.tokenizer.decode(ids)
-    assert json.loads(said.out)["text"]
+    assert json.loads(message.out)["text"] == loaded.tokenizer.decode(ids)
+    assert json.loads(message.out)["text"]
 
     settings += [
         f"data.validation={corpus / 'manifest.jsonl'}", "name=tuned", "training.max_steps=3",

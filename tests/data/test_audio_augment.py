@@ -122,9 +122,9 @@ def test_ranks_change_audio_alike(make: Callable[..., Loader]) -> None:
     alone = take(make(), 3)
     ranks = [take(make(rank=rank, world_size=4), 3) for rank in range(4)]
     for number, step in enumerate(alone):
-        expected, found = dict(audio([step])), dict(audio([own[number] for own in ranks]))
-        assert found.keys() == expected.keys()
-        for name, samples in found.items():
+        expected, result = dict(audio([step])), dict(audio([local[number] for local in ranks]))
+        assert result.keys() == expected.keys()
+        for name, samples in result.items():
             assert np.array_equal(samples, expected[name])
 
 
@@ -151,11 +151,11 @@ def test_without_a_section_nothing_is_changed(
     assert not Augmenter(AudioAugmentationConfig(), seed=0, skip_unreadable=False)
     plain = DataConfig(train=str(nemo(24)), frame_budget=60)
     corpus = Corpus.load(plain.train, tokenizer, plain, ctc=False)
-    own = {corpus.name(i): corpus.example(i).audio for i in range(24)}
+    local = {corpus.name(i): corpus.example(i).audio for i in range(24)}
     for name, samples in audio(
         take(make(audio_augmentation=AudioAugmentationConfig(), speed_perturbation=(1.0,)), 2)
     ):
-        assert np.array_equal(samples, own[name])
+        assert np.array_equal(samples, local[name])
 
 
 def test_one_kind_does_the_same_without_the_others(noises: Path, rooms: Path) -> None:
@@ -163,10 +163,10 @@ def test_one_kind_does_the_same_without_the_others(noises: Path, rooms: Path) ->
     together = AudioAugmentationConfig(
         noise=alone.noise, telephone=TelephoneConfig(probability=1e-9)
     )
-    one, other = (Augmenter(c, seed=1, skip_unreadable=False) for c in (alone, together))
+    item, other = (Augmenter(c, seed=1, skip_unreadable=False) for c in (alone, together))
     for index in range(20):
         moment = Moment(0, 2, index)
-        assert np.array_equal(one(white(3000), moment)[0], other(white(3000), moment)[0])
+        assert np.array_equal(item(white(3000), moment)[0], other(white(3000), moment)[0])
 
 
 def test_the_share_and_the_ratio_are_those_asked_for(noises: Path) -> None:
@@ -195,15 +195,15 @@ def test_recordings_are_read_from_anything(noises: Path, tmp_path: Path) -> None
     expected = Clips.load([noises], "noise")
     assert len(expected) == 3
     for name in ("noise.jsonl", "recordings.jsonl.gz", "cuts.jsonl.gz"):
-        found = Clips.load([tmp_path / name], "noise")
-        assert found.fingerprint == expected.fingerprint
+        result = Clips.load([tmp_path / name], "noise")
+        assert result.fingerprint == expected.fingerprint
         for index in range(3):
-            assert np.array_equal(found.read(index), expected.read(index))
+            assert np.array_equal(result.read(index), expected.read(index))
     part = {"audio_filepath": str(files[0]), "offset": 0.05, "duration": 0.08, "text": "-"}
     lines.write_text(json.dumps(part))
-    found = Clips.load([lines], "noise")
-    assert np.array_equal(found.read(0), expected.read(0)[800:2080])
-    assert found.fingerprint != expected.fingerprint
+    result = Clips.load([lines], "noise")
+    assert np.array_equal(result.read(0), expected.read(0)[800:2080])
+    assert result.fingerprint != expected.fingerprint
 
 
 def test_parts_are_those_of_the_whole_and_little_is_kept(
@@ -230,10 +230,10 @@ def test_the_last_part_of_a_clip_of_any_rate_is_whole(
     monkeypatch.setattr(clips, "_WHOLE", 100)
     for extra in range(24):
         soundfile.write(tmp_path / f"{extra:02}.wav", white(rate // 4 + extra), rate)
-    found = Clips.load([tmp_path], "noise")
-    for index, length in enumerate(found.samples.tolist()):
+    result = Clips.load([tmp_path], "noise")
+    for index, length in enumerate(result.samples.tolist()):
         for start in (0, 1, 7, length - 500, length - 50):
-            assert len(found.read(index, start, length - start)) == length - start
+            assert len(result.read(index, start, length - start)) == length - start
 
 
 @pytest.mark.parametrize("strategy", ["random", "bucketed", "sync_bucketed_2d"])
@@ -253,8 +253,8 @@ def test_another_process_does_the_same(noises: Path, rooms: Path) -> None:
     augment = Augmenter(everything(noises, rooms), seed=2, skip_unreadable=False)
     sent = pickle.loads(pickle.dumps(augment))
     for index in range(10):
-        one, other = (each(white(2000), Moment(1, 2, index))[0] for each in (augment, sent))
-        assert np.array_equal(one, other)
+        item, other = (each(white(2000), Moment(1, 2, index))[0] for each in (augment, sent))
+        assert np.array_equal(item, other)
 
 
 def test_a_run_tells_what_is_done(make: Callable[..., Loader]) -> None:
@@ -376,5 +376,5 @@ def test_the_configuration_can_be_shown_and_read_again() -> None:
 def test_a_file_name_of_noise_need_not_be_utf8(tmp_path: Path) -> None:
     with (tmp_path / os.fsdecode(b"caf\xe9.wav")).open("wb") as file:
         soundfile.write(file, np.full(1600, 0.5, np.float32), 16_000, format="WAV")
-    found = Clips.load([tmp_path], "noise")
-    assert found.read(0) == pytest.approx(0.5, abs=1e-4)
+    result = Clips.load([tmp_path], "noise")
+    assert result.read(0) == pytest.approx(0.5, abs=1e-4)

@@ -147,12 +147,12 @@ class Transfers(TorchDispatchMode):
 
 
 def test_small_tensors_are_one_transfer():
-    given = [example(1600, [5, 6]), example(400_000, [7], monotonic=False, name="v")]
-    batch = collate(given, eos_id=EOS, pad_id=PAD)
+    provided = [example(1600, [5, 6]), example(400_000, [7], monotonic=False, name="v")]
+    batch = collate(provided, eos_id=EOS, pad_id=PAD)
     with Transfers() as transfers:
         moved = batch.to("meta")
-    audio, *others = batch.tensors()
-    assert sorted(transfers.found) == [512 * len(others), audio.nbytes]
+    audio, *other_items = batch.tensors()
+    assert sorted(transfers.found) == [512 * len(other_items), audio.nbytes]
     for x, y in zip(batch.tensors(), moved.tensors(), strict=True):
         assert (y.device.type, y.shape, y.dtype) == ("meta", x.shape, x.dtype)
     assert moved.frames.lengths == batch.frames.lengths
@@ -160,10 +160,10 @@ def test_small_tensors_are_one_transfer():
 
 
 def test_a_transfer_keeps_the_values():
-    given = [torch.arange(3), torch.tensor([True, False]), torch.zeros(0), torch.ones(2**18 + 1)]
-    found = _transferred([*given, torch.arange(200).view(2, 100).T], torch.device("cpu"))
-    for x, y in zip([*given, torch.arange(200).view(2, 100).T], found, strict=True):
+    provided = [torch.arange(3), torch.tensor([True, False]), torch.zeros(0), torch.ones(2**18 + 1)]
+    result = _transferred([*provided, torch.arange(200).view(2, 100).T], torch.device("cpu"))
+    for x, y in zip([*provided, torch.arange(200).view(2, 100).T], result, strict=True):
         assert torch.equal(x, y)
         assert x.dtype == y.dtype
-    first, second = found[0].untyped_storage().data_ptr(), found[1].data_ptr()
+    first, second = result[0].untyped_storage().data_ptr(), result[1].data_ptr()
     assert second == first + 512

@@ -65,11 +65,11 @@ def test_other_cuts_are_kept_as_cuts(others):
     columns = builder.build()
     assert columns[0] == AudioSegment.of(CUTS["mono"])
     for row, cut in enumerate(others.values(), 1):
-        kept = columns[row]
-        assert isinstance(kept, Cut)
-        assert columns.name(row) == kept.id == cut.id
-        assert audio_of(kept) == audio_of(cut)
-        assert np.array_equal(load_audio(kept), load_audio(cut))
+        selected = columns[row]
+        assert isinstance(selected, Cut)
+        assert columns.name(row) == selected.id == cut.id
+        assert audio_of(selected) == audio_of(cut)
+        assert np.array_equal(load_audio(selected), load_audio(cut))
 
 
 def test_ragged_arrays():
@@ -96,6 +96,6 @@ def test_a_cut_keeps_a_file_name_that_is_not_utf8(others):
         builder.append(cut.with_id(name))
     columns = builder.build()
     for row in range(len(others)):
-        found = columns[row]
-        assert isinstance(found, Cut)
-        assert found.id == name
+        result = columns[row]
+        assert isinstance(result, Cut)
+        assert result.id == name

@@ -95,8 +95,8 @@ def test_the_shape_is_derived_where_it_is_not_given(nemo, tokenizer):
     ratio = corpus.lengths.tokens.sum() / corpus.lengths.frames.sum()
     assert corpus.shape.token_budget == pytest.approx(200 * ratio, abs=1)
     assert corpus.shape.max_sequences == 25
-    given = load(manifest, tokenizer, token_budget=33, max_sequences=4)
-    assert (given.shape.token_budget, given.shape.max_sequences) == (33, 4)
+    provided = load(manifest, tokenizer, token_budget=33, max_sequences=4)
+    assert (provided.shape.token_budget, provided.shape.max_sequences) == (33, 4)
 
 
 def test_the_fingerprint_follows_texts_and_order(nemo, tokenizer):

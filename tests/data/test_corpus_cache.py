@@ -51,12 +51,12 @@ def test_what_was_kept_is_what_is_read(nemo, tokenizer, folder, check_same):
     plain = load(manifest, tokenizer, None, notes, **options)
     assert {drop.reason for drop in plain.dropped} > {"missing_audio", "too_short", "too_long"}
     for expected in (True, False, False):
-        kept = load(manifest, tokenizer, folder, notes, **options)
+        selected = load(manifest, tokenizer, folder, notes, **options)
         assert was_read(notes) is expected
-        check_same(plain, kept)
+        check_same(plain, selected)
         for index in range(len(plain)):
-            assert kept.audio(index) == plain.audio(index)
-            check_same(kept.example(index), plain.example(index))
+            assert selected.audio(index) == plain.audio(index)
+            check_same(selected.example(index), plain.example(index))
     assert [path.suffix for path in sorted(folder.iterdir())] == [".corpus", ".lock"]
 
 
@@ -71,10 +71,10 @@ def test_budgets_and_filters_of_the_whole_share_what_was_read(nemo, tokenizer, f
         {"frame_budget": 9000, "token_budget": 11, "filters": anything},
         {"frame_budget": 9000, "filters": anything},
     ]
-    for one in options:
-        kept = load(manifest, tokenizer, folder, notes, **one)
-        assert not was_read(notes), one
-        check_same(load(manifest, tokenizer, None, [], **one), kept)
+    for item in options:
+        selected = load(manifest, tokenizer, folder, notes, **item)
+        assert not was_read(notes), item
+        check_same(load(manifest, tokenizer, None, [], **item), selected)
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_every_limit_counts(nemo, tokenizer, folder, options, limits, check_same
     load(manifest, tokenizer, folder, notes)
     config = DataConfig(**{"frame_budget": 60, "filters": FilterConfig(max_dropped=1.0)} | options)
     cache = CorpusCache(folder, notes.append, jobs=1, least_bytes=0)
-    kept = Corpus.load([manifest], tokenizer, config, read=cache, **limits)
+    selected = Corpus.load([manifest], tokenizer, config, read=cache, **limits)
     assert was_read(notes)
-    check_same(Corpus.load([manifest], tokenizer, config, **limits), kept)
+    check_same(Corpus.load([manifest], tokenizer, config, **limits), selected)
 
 
 def test_the_manifest_counts_by_its_content(nemo, tokenizer, folder):
@@ -328,11 +328,11 @@ def test_batches_are_the_same_from_any_worker(nemo, tokenizer, folder):
     manifest, notes = nemo(12), []
     plain = load(manifest, tokenizer, None, notes)
     load(manifest, tokenizer, folder, notes)
-    kept = load(manifest, tokenizer, folder, notes)
+    selected = load(manifest, tokenizer, folder, notes)
     assert not was_read(notes)
     loaders = [
         Loader(corpus, DataConfig(frame_budget=60, workers=workers), seed=3, pin_memory=False)
-        for corpus, workers in ((plain, 0), (kept, 0), (kept, 2))
+        for corpus, workers in ((plain, 0), (selected, 0), (selected, 2))
     ]
     assert len({loader.fingerprint(1) for loader in loaders}) == 1
     for steps in islice(zip(*(loader.steps(1, 1) for loader in loaders), strict=True), 4):

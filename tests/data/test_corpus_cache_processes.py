@@ -35,11 +35,11 @@ def test_of_several_processes_one_reads(nemo, tokenizer, folder):
     processes = [context.Process(target=_load_all, args=arguments) for _ in range(4)]
     for process in processes:
         process.start()
-    found = [results.get(timeout=240) for _ in processes]
+    result = [results.get(timeout=240) for _ in processes]
     for process in processes:
         process.join()
-    assert sorted(read for read, _ in found) == [False, False, False, True]
-    assert {fingerprint for _, fingerprint in found} == {
+    assert sorted(read for read, _ in result) == [False, False, False, True]
+    assert {fingerprint for _, fingerprint in result} == {
         load(manifest, tokenizer, None, []).fingerprint
     }
 

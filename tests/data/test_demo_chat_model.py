@@ -33,14 +33,14 @@ def files(tmp_path_factory):
 def test_conversations_ask_for_what_the_corpus_has(files):
     spoken = list(conversations(files.speech))
     assert len(spoken) == 12
-    assert not any(one.problem for one in spoken)
-    instructions = [one.messages[0].parts[1] for one in spoken[:2]]
+    assert not any(item.problem for item in spoken)
+    instructions = [item.messages[0].parts[1] for item in spoken[:2]]
     assert instructions == [TRANSCRIBE, "Translate the speech to English."]
     assert instructions[0] == DecodingConfig().instruction
     assert spoken[0].clips[0].audio == str(files.speech.parent / "train/0.wav")
     written = list(conversations(files.text_dev))
     assert len(written) == 8
-    assert not any(one.clips for one in written)
+    assert not any(item.clips for item in written)
 
 
 def test_the_chat_model_tokenizes_them(files):
@@ -49,6 +49,6 @@ def test_the_chat_model_tokenizes_them(files):
     config = json.loads((files.model / "config.json").read_text())
     assert config["vocab_size"] == tokenizer.vocab_size
     assert config["eos_token_id"] == tokenizer.eos_id == tokenizer.stop_ids[0]
-    for one in (*conversations(files.speech), *conversations(files.text)):
-        rows = conversation_rows(one.messages, tokenizer)
+    for item in (*conversations(files.speech), *conversations(files.text)):
+        rows = conversation_rows(item.messages, tokenizer)
         assert ~rows[-1] == tokenizer.eos_id

@@ -62,10 +62,10 @@ def test_every_voice_exists_and_the_held_out_ones_are_others(language: str, text
     answer = json.loads(run(SPECTRA, json.dumps(list(split_of)), text))
     spectra = {name: np.array(spectrum) for name, spectrum in answer.items()}
     assert set(spectra) == set(split_of)
-    for one, other in combinations(split_of, 2):
-        if one.partition("+")[0] == other.partition("+")[0]:
-            least = 0.3 if split_of[one] == split_of[other] else 0.6
-            assert np.abs(spectra[one] - spectra[other]).mean() > least, (one, other)
+    for item, other in combinations(split_of, 2):
+        if item.partition("+")[0] == other.partition("+")[0]:
+            least = 0.3 if split_of[item] == split_of[other] else 0.6
+            assert np.abs(spectra[item] - spectra[other]).mean() > least, (item, other)
 
 
 WORDS = """

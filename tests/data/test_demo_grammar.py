@@ -43,7 +43,7 @@ def test_translation(german: str, english: str) -> None:
 def test_a_template_fills_every_slot_in_every_language(grammar: Grammar) -> None:
     for template in grammar.templates:
         names = [sorted(re.findall(r"{(\w+)}", template[lang])) for lang in grammar.languages]
-        assert all(found == names[0] for found in names)
+        assert all(result == names[0] for result in names)
         assert len(set(names[0])) == len(names[0])
     assert not any("{" in clause["en"] for clause in grammar.all_clauses())
 

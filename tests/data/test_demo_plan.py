@@ -15,16 +15,16 @@ def test_no_sentence_is_in_two_splits_in_any_language(recordings: list[Recording
     texts = defaultdict(set)
     for item in recordings:
         texts[item.split].update(item.texts.values())
-    for one, other in combinations(SPLITS, 2):
-        assert not texts[one] & texts[other]
+    for entry, other in combinations(SPLITS, 2):
+        assert not texts[entry] & texts[other]
 
 
 def test_no_timbre_is_in_two_splits(recordings: list[Recording]) -> None:
     timbres = defaultdict(set)
     for item in recordings:
         timbres[item.split].add(item.voice.partition("+")[2])
-    for one, other in combinations(SPLITS, 2):
-        assert not timbres[one] & timbres[other]
+    for entry, other in combinations(SPLITS, 2):
+        assert not timbres[entry] & timbres[other]
 
 
 def test_every_voice_of_a_split_speaks_equally_often(recordings: list[Recording]) -> None:

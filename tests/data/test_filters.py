@@ -96,8 +96,8 @@ def test_outliers_are_found_among_utterances_of_their_length():
     rates = 8 / np.sqrt(durations) * np.exp(rng.normal(0, 0.2, 3000))
     wrong = np.array([5, 700, 2999])
     rates[wrong] *= 6
-    found = np.flatnonzero(rate_outliers(rates, durations))
-    np.testing.assert_array_equal(found, wrong)
+    result = np.flatnonzero(rate_outliers(rates, durations))
+    np.testing.assert_array_equal(result, wrong)
 
 
 def test_rates_are_compared_within_a_language():
@@ -106,8 +106,8 @@ def test_rates_are_compared_within_a_language():
     rates = np.where(languages == 0, 4.0, 15.0) * np.exp(rng.normal(0, 0.2, 1020))
     durations = rng.uniform(2, 6, 1020)
     rates[7] = 40.0
-    found = np.flatnonzero(rate_outliers(rates, durations, languages=languages))
-    np.testing.assert_array_equal(found, [7])
+    result = np.flatnonzero(rate_outliers(rates, durations, languages=languages))
+    np.testing.assert_array_equal(result, [7])
 
 
 def test_equal_rates_have_no_outliers():

@@ -85,8 +85,8 @@ def test_linked_folders_are_entered_once(tmp_path, write_tone):
     (corpus / "linked").symlink_to(elsewhere)
     (corpus / "a").symlink_to(corpus / "b")
     (corpus / "loop").symlink_to(corpus)
-    found = read(corpus)
-    assert [cut.recording.sources[0].source for cut in found] == [
+    result = read(corpus)
+    assert [cut.recording.sources[0].source for cut in result] == [
         str(corpus / "b/one.wav"),
         str(corpus / "linked/two.wav"),
     ]

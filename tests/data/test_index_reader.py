@@ -78,7 +78,7 @@ def test_a_malformed_line_is_told(nemo, tokenizer, jobs, line):
     lines[line] = lines[line].replace('"text"', '"words"')
     manifest.write_text("\n".join(lines))
     table = build_table([manifest], tokenizer, LIMITS, "en", [0], jobs=jobs)
-    (details,) = {one.details for one in table.dropped if one.reason == "malformed_row"}
+    (details,) = {item.details for item in table.dropped if item.reason == "malformed_row"}
     assert f"train.jsonl:{line + 1}: `text` is missing: every line needs it." in details
 
 
@@ -90,7 +90,7 @@ def test_an_id_that_is_taken_is_told(nemo, write_lines, tokenizer, jobs, line):
     rows[line]["id"] = "n0"
     write_lines(manifest, rows)
     table = build_table([manifest], tokenizer, LIMITS, "en", [0], jobs=jobs)
-    (details,) = {one.details for one in table.dropped if one.reason == "malformed_row"}
+    (details,) = {item.details for item in table.dropped if item.reason == "malformed_row"}
     assert f"train.jsonl:{line + 1}: the id 'n0' is taken by an earlier line" in details
 
 

@@ -42,9 +42,9 @@ def prepared(source: Path, tmp_path: Path) -> tuple[list, list[dict]]:
     shutil.rmtree(out, ignore_errors=True)
     report = prepare(source, out, jobs=1)
     dropped = [json.loads(line) for line in (out / "dropped.jsonl").read_text().splitlines()]
-    kept = list(read(out)) if report.kept.utterances else []
-    assert (len(kept), len(dropped)) == (report.kept.utterances, report.dropped.utterances)
-    return kept, dropped
+    selected = list(read(out)) if report.kept.utterances else []
+    assert (len(selected), len(dropped)) == (report.kept.utterances, report.dropped.utterances)
+    return selected, dropped
 
 
 def texts(cuts) -> list[str]:
@@ -67,9 +67,9 @@ def test_tables_keep_all_rows(folder, tmp_path, names, delimiter, mark, ending) 
     rows = [names.split(), *([f"c{number}.wav", text] for number, text in enumerate(TEXTS))]
     content = mark + "".join(delimiter.join(row) + ending for row in rows)
     (folder / "metadata.csv").write_bytes(content.encode())
-    kept, dropped = prepared(folder, tmp_path)
-    assert (texts(kept), dropped) == (TEXTS, [])
-    assert [hertz(cut) for cut in kept] == [200 + 100 * number for number in range(len(TEXTS))]
+    selected, dropped = prepared(folder, tmp_path)
+    assert (texts(selected), dropped) == (TEXTS, [])
+    assert [hertz(cut) for cut in selected] == [200 + 100 * number for number in range(len(TEXTS))]
 
 
 def test_quotes_of_csv_and_quotes_of_a_text(folder, tmp_path) -> None:
@@ -77,8 +77,8 @@ def test_quotes_of_csv_and_quotes_of_a_text(folder, tmp_path) -> None:
         'file_name,text\nc0.wav,"a, b"\nc1.wav,"never closed\nc2.wav,"say ""c"""\n'
         'c3.wav,"two\nlines"\nc4.wav,d, e\nc5.wav,closed"\n'
     )
-    kept, dropped = prepared(folder, tmp_path)
-    assert texts(kept) == ["a, b", '"never closed', 'say "c"', "two\nlines", 'closed"']
+    selected, dropped = prepared(folder, tmp_path)
+    assert texts(selected) == ["a, b", '"never closed', 'say "c"', "two\nlines", 'closed"']
     (row,) = dropped
     assert (row["reason"], row["id"]) == ("malformed_row", "metadata.csv:7")
     assert "metadata.csv:7: has 3 columns, but the first line has 2" in row["details"]
@@ -99,8 +99,8 @@ def test_parts_of_a_recording(tmp_path, suffix, names) -> None:
     else:
         lines = [json.dumps(dict(zip(columns, row, strict=True))) for row in rows]
     (folder / f"metadata.{suffix}").write_text("\n".join(lines))
-    kept, dropped = prepared(folder, tmp_path)
-    assert [(hertz(cut), cut.duration) for cut in kept] == [(300, 1.0), (500, 1.0)]
+    selected, dropped = prepared(folder, tmp_path)
+    assert [(hertz(cut), cut.duration) for cut in selected] == [(300, 1.0), (500, 1.0)]
     assert dropped == []
 
 
@@ -115,8 +115,8 @@ def test_ljspeech(tmp_path) -> None:
     for number in range(2):
         write(folder / "wavs" / f"LJ{number}.wav", 300 + 100 * number)
     (folder / "metadata.csv").write_text("LJ0|Dr. A|Doctor A\nLJ1|b|b\nLJ9|c|c\n")
-    kept, dropped = prepared(folder, tmp_path)
-    assert (texts(kept), [hertz(cut) for cut in kept]) == (["Doctor A", "b"], [300, 400])
+    selected, dropped = prepared(folder, tmp_path)
+    assert (texts(selected), [hertz(cut) for cut in selected]) == (["Doctor A", "b"], [300, 400])
     assert [row["reason"] for row in dropped] == ["missing_audio"]
 
 
@@ -128,10 +128,10 @@ def test_common_voice(tmp_path, is_folder) -> None:
         write(folder / "clips" / f"v{number}.mp3", 300)
         rows.append(f"c{number % 2}\tv{number}.mp3\t{text}\t2\tcy\t")
     (folder / "train.tsv").write_text("\n".join(rows))
-    kept, dropped = prepared(folder if is_folder else folder / "train.tsv", tmp_path)
-    assert (texts(kept), dropped) == (TEXTS, [])
-    assert {cut.supervisions[0].language for cut in kept} == {"cy"}
-    assert {cut.supervisions[0].speaker for cut in kept} == {"c0", "c1"}
+    selected, dropped = prepared(folder if is_folder else folder / "train.tsv", tmp_path)
+    assert (texts(selected), dropped) == (TEXTS, [])
+    assert {cut.supervisions[0].language for cut in selected} == {"cy"}
+    assert {cut.supervisions[0].speaker for cut in selected} == {"c0", "c1"}
 
 
 def test_every_recording_of_a_folder_is_kept_or_listed(tmp_path) -> None:
@@ -146,8 +146,8 @@ def test_every_recording_of_a_folder_is_kept_or_listed(tmp_path) -> None:
     (tmp_path / "set" / "x.wav").rename(tmp_path / "set" / "without.wav")
     (tmp_path / "set" / "video.m4a").write_bytes(b"\0\0\0\x20ftypM4A " + bytes(99))
     (tmp_path / "set" / "video.txt").write_text("m4a")
-    kept, dropped = prepared(tmp_path / "set", tmp_path)
-    assert sorted(texts(kept)) == sorted(suffixes)
+    selected, dropped = prepared(tmp_path / "set", tmp_path)
+    assert sorted(texts(selected)) == sorted(suffixes)
     assert {row["id"]: row["reason"] for row in dropped} == {
         "video": "unreadable_audio",
         "without": "malformed_row",
@@ -161,8 +161,8 @@ def test_librispeech(tmp_path, suffix, separator) -> None:
     for number in range(3):
         write(folder / "84" / f"84-{number}.{suffix}", 300)
     (folder / "84" / "84.trans.txt").write_text(f"84-0{separator}A B\n84-1{separator}C\n")
-    kept, dropped = prepared(folder, tmp_path)
-    assert texts(kept) == ["A B", "C"]
+    selected, dropped = prepared(folder, tmp_path)
+    assert texts(selected) == ["A B", "C"]
     assert [(row["id"], row["reason"]) for row in dropped] == [("84-2", "malformed_row")]
 
 
@@ -181,9 +181,9 @@ def test_subtitles_beside_a_recording(tmp_path, kind) -> None:
     folder.mkdir()
     soundfile.write(folder / "talk.wav", np.concatenate([tone(300), tone(500)]), RATE)
     (folder / f"talk.{kind}").write_text(SUBTITLES[kind])
-    kept, dropped = prepared(folder, tmp_path)
-    assert (texts(kept), dropped) == (["One two.", "Three four."], [])
-    assert [hertz(cut) for cut in kept] == [300, 500]
+    selected, dropped = prepared(folder, tmp_path)
+    assert (texts(selected), dropped) == (["One two.", "Three four."], [])
+    assert [hertz(cut) for cut in selected] == [300, 500]
 
 
 @pytest.mark.parametrize("channels", [(0, 1), ("A", "B"), ([0], [1])])
@@ -195,8 +195,8 @@ def test_channels_of_a_call(tmp_path, channels) -> None:
     ]
     lines.append({"audio_filepath": "call.wav", "text": "c", "channel": 2, "id": "c"})
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    kept, dropped = prepared(tmp_path / "m.jsonl", tmp_path)
-    assert [hertz(cut) for cut in kept] == [300, 500]
+    selected, dropped = prepared(tmp_path / "m.jsonl", tmp_path)
+    assert [hertz(cut) for cut in selected] == [300, 500]
     assert "`channel` is 2, but the file has 2, counted from 0" in dropped[0]["details"]
 
 
@@ -209,8 +209,8 @@ def test_kaldi_channels_and_segments(tmp_path) -> None:
         "a call-A 0 0.5\nb call-B 0.5 1.35\nzero call-A 0.5 0.5\nfar call-A 0.5 1.9\n"
     )
     (folder / "text").write_text("a one\nb two\nzero three\nfar four\nnowhere five\n")
-    kept, dropped = prepared(folder, tmp_path)
-    assert [(hertz(cut), cut.duration) for cut in kept] == [(300, 0.5), (500, 0.5)]
+    selected, dropped = prepared(folder, tmp_path)
+    assert [(hertz(cut), cut.duration) for cut in selected] == [(300, 0.5), (500, 0.5)]
     assert {row["id"]: row["reason"] for row in dropped} == {
         "zero": "malformed_row",
         "far": "duration_mismatch",
@@ -246,14 +246,14 @@ def supervised(begin: float, length: float, **cut: object) -> dict:
 def test_a_text_has_the_span_of_its_supervision(tmp_path, line, expected) -> None:
     soundfile.write(tmp_path / "r.wav", np.concatenate([tone(300), tone(500), tone(700)]), RATE)
     (tmp_path / "cuts.jsonl").write_text(json.dumps(line))
-    kept, dropped = prepared(tmp_path / "cuts.jsonl", tmp_path)
+    selected, dropped = prepared(tmp_path / "cuts.jsonl", tmp_path)
     if expected is None:
-        assert kept == []
+        assert selected == []
         assert "has only a part of what its supervision says" in dropped[0]["details"]
     else:
         loudest, duration = expected
-        assert [cut.duration for cut in kept] == [pytest.approx(duration)]
-        assert not loudest or hertz(kept[0]) == loudest
+        assert [cut.duration for cut in selected] == [pytest.approx(duration)]
+        assert not loudest or hertz(selected[0]) == loudest
 
 
 def test_recordings_and_supervisions(tmp_path) -> None:
@@ -265,8 +265,8 @@ def test_recordings_and_supervisions(tmp_path) -> None:
     for kind, rows in (("recordings", [cut["recording"]]), ("supervisions", lines)):
         with gzip.open(folder / f"corpus_{kind}_train.jsonl.gz", "wt") as file:
             file.write("\n".join(map(json.dumps, rows)))
-    kept, dropped = prepared(folder, tmp_path)
-    assert [(hertz(cut), cut.duration) for cut in kept] == [(500, 1.0)]
+    selected, dropped = prepared(folder, tmp_path)
+    assert [(hertz(cut), cut.duration) for cut in selected] == [(500, 1.0)]
     assert "recording 'q' is not in the recordings" in dropped[0]["details"]
 
 
@@ -281,8 +281,8 @@ def test_names_that_differ_in_spelling(tmp_path, form) -> None:
     spelled += ["sub\\a.wav", "b.wav ", "c d.wav", "https://example.org/a.wav"]
     lines = [{"audio_filepath": name, "text": "a"} for name in spelled]
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    kept, dropped = prepared(tmp_path / "m.jsonl", tmp_path)
-    assert [hertz(cut) for cut in kept] == [300, 400, 500, 600]
+    selected, dropped = prepared(tmp_path / "m.jsonl", tmp_path)
+    assert [hertz(cut) for cut in selected] == [300, 400, 500, 600]
     assert "`audio_filepath` is a URL" in dropped[0]["details"]
 
 
@@ -303,8 +303,8 @@ def test_a_bad_row_stops_no_other(tmp_path, first) -> None:
     lines[len(GOOD) : len(GOOD)] = ["{", "[]", '{"other": 1}']
     lines = lines[::-1] if first else lines
     (tmp_path / "m.jsonl").write_text("\n".join(lines))
-    kept, dropped = prepared(tmp_path / "m.jsonl", tmp_path)
-    assert len(kept) == len(GOOD)
+    selected, dropped = prepared(tmp_path / "m.jsonl", tmp_path)
+    assert len(selected) == len(GOOD)
     assert {row["reason"] for row in dropped} == {"malformed_row"}
     assert len(dropped) == len(BAD) + 3
     numbers = sorted(int(row["details"].split("m.jsonl:")[1].split(":")[0]) for row in dropped)
@@ -340,8 +340,8 @@ def test_random_damage_loses_no_row(tmp_path, kind) -> None:
         path.write_text("\n".join(lines))
         present = sum(bool(line.strip()) for line in lines[fixed:])
         try:
-            kept, dropped = prepared(folder if kind == "trans" else path, tmp_path)
+            selected, dropped = prepared(folder if kind == "trans" else path, tmp_path)
         except ValueError:  # nothing could be read, which is said
             continue
         files = [row for row in dropped if row["details"].endswith("is in no *.trans.txt.")]
-        assert len(kept) + len(dropped) - len(files) == present
+        assert len(selected) + len(dropped) - len(files) == present

@@ -47,9 +47,9 @@ def tensors(batch):
 
 def assert_equal(a, b):
     assert (a.epoch, a.step, a.num_steps) == (b.epoch, b.step, b.num_steps)
-    for one, other in zip(a.batches, b.batches, strict=True):
-        assert one.ids == other.ids
-        for left, right in zip(tensors(one), tensors(other), strict=True):
+    for item, other in zip(a.batches, b.batches, strict=True):
+        assert item.ids == other.ids
+        for left, right in zip(tensors(item), tensors(other), strict=True):
             assert torch.equal(left, right)
 
 
@@ -59,8 +59,8 @@ def test_a_resumed_run_sees_the_same_batches(make, workers):
     assert whole[-1].epoch >= 2
     for start in (1, 4):
         at = whole[start - 1].next_position
-        rest = take(make(workers=workers), 7 - start, *at)
-        for expected, got in zip(whole[start:], rest, strict=True):
+        remainder = take(make(workers=workers), 7 - start, *at)
+        for expected, got in zip(whole[start:], remainder, strict=True):
             assert_equal(expected, got)
 
 
@@ -105,7 +105,7 @@ def test_parts_of_steps_can_be_asked_for_in_any_order(make):
     assert [part.number for part in parts] == [5, 4, 1, 0, 3, 2]
     for turn, part in zip(turns, parts, strict=True):
         assert part.places == range(turn.rank, 4, 2)
-        expected = [whole[turn.number // 2].batches[place] for place in part.places]
+        expected = [whole[turn.number // 2].batches[position] for position in part.places]
         at_once = loader.load(turn)
         for batches in (part.batches, at_once.batches):
             assert [batch.ids for batch in batches] == [batch.ids for batch in expected]
@@ -138,15 +138,15 @@ def test_no_utterance_is_lost_or_repeated_when_the_ranks_change_in_an_epoch(make
     plan = make(frame_budget=20).plan(0)
     assert plan.num_steps >= 3
     seen = []
-    place = (0, 0)
+    position = (0, 0)
     for world_size, count in ((2, 1), (3, 1), (1, plan.num_steps - 2)):
         ranks = [
-            take(make(frame_budget=20, rank=rank, world_size=world_size), count, *place)
+            take(make(frame_budget=20, rank=rank, world_size=world_size), count, *position)
             for rank in range(world_size)
         ]
         seen += [name for steps in ranks for s in steps for b in s.batches for name in b.ids]
-        place = ranks[0][-1].next_position
-    assert place == (1, 0)
+        position = ranks[0][-1].next_position
+    assert position == (1, 0)
     assert sorted(seen) == sorted(f"u{index}" for index in plan.indices)
 
 
@@ -202,11 +202,11 @@ def test_a_micro_batch_whose_audio_is_all_gone_is_empty(make, tmp_path, options)
 
 def test_fingerprints_tell_plans_apart(make):
     names = [{}, *({"strategy": name, "buckets": 3} for name in BASELINES)]
-    found = [make(**options).fingerprint(epoch) for options in names for epoch in (0, 1)]
-    assert len(set(found)) == len(found)
-    assert make().fingerprint(1) == found[1]
-    assert make(micro_batches=2, world_size=2).fingerprint(0) != found[0]
-    assert make(world_size=2).fingerprint(0) == found[0]
+    result = [make(**options).fingerprint(epoch) for options in names for epoch in (0, 1)]
+    assert len(set(result)) == len(result)
+    assert make().fingerprint(1) == result[1]
+    assert make(micro_batches=2, world_size=2).fingerprint(0) != result[0]
+    assert make(world_size=2).fingerprint(0) == result[0]
 
 
 def test_baselines_must_be_shared_evenly(make):

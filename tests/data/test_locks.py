@@ -58,6 +58,6 @@ def test_where_there_are_no_locks_nobody_waits(tmp_path, monkeypatch):
 
     monkeypatch.setattr("fcntl.flock", refuse)
     lock = tmp_path / "lock"
-    with building(lock, print) as one, building(lock, print, patience_s=0.0) as other:
-        assert not one[1]
+    with building(lock, print) as item, building(lock, print, patience_s=0.0) as other:
+        assert not item[1]
         assert not other[1]

@@ -21,8 +21,8 @@ def line(tmp_path, write_tone, write_lines):
 
     def make(**fields):
         row = {"audio_filepath": "a.wav", "duration": 1.0, "text": "one two"} | fields
-        kept = {name: value for name, value in row.items() if value is not ...}
-        return write_lines(tmp_path / "m.jsonl", [kept])
+        selected = {name: value for name, value in row.items() if value is not ...}
+        return write_lines(tmp_path / "m.jsonl", [selected])
 
     return make
 

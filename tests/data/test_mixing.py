@@ -41,11 +41,11 @@ def test_nested_levels_are_as_computed_by_hand():
     ]  # fmt: skip
     assert leaves(config)[0].manifests == ("a", "b")
     # Levels: en 144, de 64, fr 36: 12 + 8 + 6 = 26.
-    found = shares(config, [144, 4, 50, 10, 27, 9])
+    result = shares(config, [144, 4, 50, 10, 27, 9])
     third = (3**0.5 / (3**0.5 + 1)) * 6 / 26
     by_hand = [12 / 26, 4 / 26, 2 / 26, 2 / 26, third, 6 / 26 - third]
-    assert found == pytest.approx(by_hand)
-    assert sum(found) == pytest.approx(1)
+    assert result == pytest.approx(by_hand)
+    assert sum(result) == pytest.approx(1)
 
 
 def test_weights_stand_and_the_rest_is_divided_by_hours():
@@ -56,9 +56,9 @@ def test_weights_stand_and_the_rest_is_divided_by_hours():
 
 
 def test_a_source_without_data_leaves_its_share_to_the_others_of_its_level():
-    found = shares(mix(**NESTED), [144, 0, 0, 0, 27, 9])
-    assert found[1:4] == (0, 0, 0)
-    assert found[0] == pytest.approx(12 / 18)
+    result = shares(mix(**NESTED), [144, 0, 0, 0, 27, 9])
+    assert result[1:4] == (0, 0, 0)
+    assert result[0] == pytest.approx(12 / 18)
     with pytest.raises(ValueError, match="something of at least one source, but all are 0"):
         shares(mix(**NESTED), [0] * 6)
     with pytest.raises(ValueError, match="must have 6 entries, one per source, but has 2"):

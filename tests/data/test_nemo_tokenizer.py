@@ -57,7 +57,7 @@ def test_prompts_are_nemos(tokenizers, expected, case) -> None:
 
 def test_languages(tokenizers) -> None:
     """A unified tokenizer without prompts takes any; French is spoken, and only v2 writes it."""
-    languages = {case: (one.languages, one.sources) for case, one in tokenizers.items()}
+    languages = {case: (item.languages, item.sources) for case, item in tokenizers.items()}
     assert languages == {
         "ctc": ((), ()),
         "rnnt": (("de", "en"), ("de", "en")),
@@ -86,9 +86,11 @@ def test_runs_of_languages_are_joined_as_their_pieces_say(tokenizers) -> None:
     english, german = tokenizer.encode("a dog", "en"), tokenizer.encode("ein hund", "de")
     assert tokenizer.decode(english + german) == "a dog ein hund"
     names, pieces = list(tokenizer.models), tokenizer.pieces_by_model
-    place = names.index("de")
-    ending = next(piece for piece in pieces[place] if piece.isalpha() and not piece.startswith("▁"))
-    token = sum(map(len, pieces[:place])) + pieces[place].index(ending)
+    position = names.index("de")
+    ending = next(
+        piece for piece in pieces[position] if piece.isalpha() and not piece.startswith("▁")
+    )
+    token = sum(map(len, pieces[:position])) + pieces[position].index(ending)
     assert tokenizer.decode([*english, token]) == f"a dog{ending}"
 
 

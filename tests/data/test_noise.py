@@ -53,10 +53,10 @@ def test_silence_has_no_ratio() -> None:
 @settings(deadline=None)
 def test_a_short_clip_is_repeated(length: int, wanted: int, data: st.DataObject) -> None:
     clip, start = white(length), data.draw(st.integers(0, length - 1))
-    found = looped(clip, wanted, start)
-    assert (len(found), found.dtype) == (wanted, np.float32)
+    result = looped(clip, wanted, start)
+    assert (len(result), result.dtype) == (wanted, np.float32)
     if start + wanted <= length:
-        assert (found == clip[start : start + wanted]).all()
+        assert (result == clip[start : start + wanted]).all()
 
 
 def test_where_a_clip_begins_anew_nothing_clicks_and_nothing_fades() -> None:
@@ -71,11 +71,11 @@ def test_where_a_clip_begins_anew_nothing_clicks_and_nothing_fades() -> None:
 @given(st.integers(1, 5000), st.integers(1, 1500))
 @settings(max_examples=30, deadline=None)
 def test_the_convolution_is_that_of_its_definition(signal: int, kernel: int) -> None:
-    one, other = white(signal, 1), white(kernel, 2)
-    found = convolve(one, other)
-    assert found.dtype == np.float32
-    expected = np.convolve(one.astype(np.float64), other.astype(np.float64))
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    item, other = white(signal, 1), white(kernel, 2)
+    result = convolve(item, other)
+    assert result.dtype == np.float32
+    expected = np.convolve(item.astype(np.float64), other.astype(np.float64))
+    np.testing.assert_allclose(result, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -85,18 +85,18 @@ def test_a_room_keeps_length_loudness_and_time(seed: int) -> None:
     # As far away as a hall is long: all arrives half a second later.
     late = ImpulseResponse(np.append(np.zeros(8000, np.float32), response.values), 8000)
     for room in (response, late, ImpulseResponse.of(_normalised(late.values))):
-        heard = reverberate(speech, room)
-        assert (len(heard), heard.dtype) == (len(speech), np.float32)
-        assert decibels(mean_power(heard) / mean_power(speech)) == pytest.approx(0, abs=0.01)
-        spectra = np.fft.rfft(heard, 2 * RATE) * np.conj(np.fft.rfft(speech, 2 * RATE))
+        received = reverberate(speech, room)
+        assert (len(received), received.dtype) == (len(speech), np.float32)
+        assert decibels(mean_power(received) / mean_power(speech)) == pytest.approx(0, abs=0.01)
+        spectra = np.fft.rfft(received, 2 * RATE) * np.conj(np.fft.rfft(speech, 2 * RATE))
         assert np.abs(np.fft.irfft(spectra)).argmax() == 0
 
 
 def _normalised(values: np.ndarray) -> np.ndarray:
     """A recording in which the direct sound is the loudest, upside down."""
-    found = values.copy()
-    found[8000] *= -5
-    return found
+    result = values.copy()
+    result[8000] *= -5
+    return result
 
 
 def test_silence_stays_silent_in_a_room() -> None:
@@ -120,27 +120,29 @@ def test_simulated_rooms_decay_as_they_are_asked_to() -> None:
         slopes = []
         for seed in range(40):
             response = simulated_room(np.random.default_rng(seed), (t60, t60)).values[1:]
-            left = np.cumsum(np.square(response, dtype=np.float64)[::-1])[::-1]
-            left /= left[0]
-            slopes.append(3 * (np.argmax(left < 10**-2.5) - np.argmax(left < 10**-0.5)) / RATE)
+            remaining = np.cumsum(np.square(response, dtype=np.float64)[::-1])[::-1]
+            remaining /= remaining[0]
+            slopes.append(
+                3 * (np.argmax(remaining < 10**-2.5) - np.argmax(remaining < 10**-0.5)) / RATE
+            )
         assert np.median(slopes) == pytest.approx(t60, rel=0.05)
 
 
 def test_rooms_differ_and_are_drawn_again_alike() -> None:
-    one, same, other = (simulated_room(np.random.default_rng(seed)) for seed in (1, 1, 2))
-    assert np.array_equal(one.values, same.values)
-    assert not np.array_equal(one.values[:50], other.values[:50])
-    assert one.values.dtype == np.float32
-    assert one.delay == 0
+    item, same, other = (simulated_room(np.random.default_rng(seed)) for seed in (1, 1, 2))
+    assert np.array_equal(item.values, same.values)
+    assert not np.array_equal(item.values[:50], other.values[:50])
+    assert item.values.dtype == np.float32
+    assert item.delay == 0
 
 
 def test_a_telephone_has_no_high_tones_and_coarse_steps() -> None:
     low, high = tone(1000), tone(6000)
     assert mean_power(telephone(high)) < 1e-4 * mean_power(high)
-    heard = telephone(low)
-    assert (len(heard), heard.dtype) == (len(low), np.float32)
+    received = telephone(low)
+    assert (len(received), received.dtype) == (len(low), np.float32)
     # 8 bits of mu-law leave about 38 dB; and nothing is shifted in time.
-    ratio = mean_power(low[500:-500]) / mean_power((heard - low)[500:-500])
+    ratio = mean_power(low[500:-500]) / mean_power((received - low)[500:-500])
     assert 30 < decibels(ratio) < 45
     assert np.abs(telephone(8 * low)).max() < 1.5
 

@@ -61,9 +61,9 @@ def test_passes_and_sources_are_shuffled_differently() -> None:
         chosen = population(sources, amounts, (1000, 1000), seed=1, epoch=epoch)
         for source in range(2):
             members = np.flatnonzero(sources == source)
-            own = chosen[sources[chosen] == source]
-            assert (np.sort(own) == members).all()
-            orders.append(np.searchsorted(members, own).tolist())
+            local = chosen[sources[chosen] == source]
+            assert (np.sort(local) == members).all()
+            orders.append(np.searchsorted(members, local).tolist())
     assert len({tuple(order) for order in orders}) == 4
 
 

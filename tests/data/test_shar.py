@@ -25,9 +25,9 @@ def shar(tmp_path, nemo):
 
 def test_every_utterance_is_the_one_that_was_written(shar):
     folder, cuts = shar
-    found = read(folder)
-    assert [cut.id for cut in found] == [cut.id for cut in cuts]
-    for cut, original in reversed(list(zip(found, cuts, strict=True))):
+    result = read(folder)
+    assert [cut.id for cut in result] == [cut.id for cut in cuts]
+    for cut, original in reversed(list(zip(result, cuts, strict=True))):
         assert prompt_of(cut) == prompt_of(original)
         assert cut.supervisions[0].text == original.supervisions[0].text
         # FLAC holds 16 bits.
@@ -47,8 +47,8 @@ def test_each_channel_of_a_call_is_a_file_of_its_own(tmp_path, nemo):
     ]
     (tmp_path / "shar").mkdir()
     CutSet.from_cuts(cuts).to_shar(str(tmp_path / "shar"), fields={"recording": "flac"})
-    found = read(tmp_path / "shar")
-    assert [float(load_audio(cut).mean()) for cut in found] == pytest.approx(levels, abs=1e-3)
+    result = read(tmp_path / "shar")
+    assert [float(load_audio(cut).mean()) for cut in result] == pytest.approx(levels, abs=1e-3)
     assert prepare(tmp_path / "shar", tmp_path / "prepared").kept.utterances == 2
 
 
@@ -67,14 +67,14 @@ def test_training_and_preparation_read_it(shar, tokenizer, tmp_path):
 
 def test_audio_that_is_gone_is_named(shar):
     folder, _ = shar
-    found = read(folder)
+    result = read(folder)
     tar = folder / "recording.000001.tar"
     tar.write_bytes(tar.read_bytes()[:2000])
     with pytest.raises(AudioError, match=r"recording\.000001\.tar\[\d+:\d+\]: the tar file ends"):
-        load_audio(found[4])
+        load_audio(result[4])
     tar.unlink()
     with pytest.raises(AudioError, match="No such file") as caught:
-        load_audio(found[4])
+        load_audio(result[4])
     assert caught.value.problem == "missing_audio"
 
 

@@ -73,10 +73,10 @@ def test_every_utterance_is_there_at_every_speed(nemo, tokenizer):
         assert corpus.duration(index) == len(example.audio) / 16_000
         assert corpus.lengths.frames[index] == Framing().frames(len(example.audio))
         assert corpus.lengths.tokens[index] == len(example.prompt) + len(example.text)
-        own = plain.example(index // 3)
-        assert (example.prompt, example.text) == (own.prompt, own.text)
+        local = plain.example(index // 3)
+        assert (example.prompt, example.text) == (local.prompt, local.text)
         if index % 3 == 1:
-            assert (example.audio == own.audio).all()
+            assert (example.audio == local.audio).all()
     shares = sum(1 / speed for speed in SPEEDS)
     assert corpus.seconds == pytest.approx(plain.seconds * shares, abs=0.01)
     # Texts and lines are in memory once.
@@ -129,8 +129,10 @@ def test_rates_and_ctc_are_those_of_the_copy(nemo, tokenizer):
 
 def test_the_fingerprint_follows_the_speeds(nemo, tokenizer):
     manifest = nemo(4)
-    every = [(1.0,), SPEEDS, (1.1, 1.0, 0.9), (0.9, 1.0), (1.0, 1.00001)]
-    prints = [load(manifest, tokenizer, speed_perturbation=speeds).fingerprint for speeds in every]
+    each_item = [(1.0,), SPEEDS, (1.1, 1.0, 0.9), (0.9, 1.0), (1.0, 1.00001)]
+    prints = [
+        load(manifest, tokenizer, speed_perturbation=speeds).fingerprint for speeds in each_item
+    ]
     assert len(set(prints)) == len(prints)
     assert load(manifest, tokenizer).fingerprint == prints[1]
 
@@ -138,16 +140,16 @@ def test_the_fingerprint_follows_the_speeds(nemo, tokenizer):
 def test_what_is_kept_for_later_starts_has_the_copies(nemo, tokenizer, tmp_path):
     manifest = nemo(7)
     cache = CorpusCache(tmp_path / "cache", least_bytes=0, jobs=1)
-    kept = {}
+    selected = {}
     for speeds in (SPEEDS, (1.0,), SPEEDS):
         config = DataConfig(train=str(manifest), frame_budget=60, speed_perturbation=speeds)
-        kept[speeds] = Corpus.load(config.train, tokenizer, config, read=cache)
+        selected[speeds] = Corpus.load(config.train, tokenizer, config, read=cache)
         direct = load(manifest, tokenizer, speed_perturbation=speeds)
-        assert kept[speeds].fingerprint == direct.fingerprint
+        assert selected[speeds].fingerprint == direct.fingerprint
         for index in range(len(direct)):
-            one, other = kept[speeds].example(index), direct.example(index)
-            assert (one.id, one.text) == (other.id, other.text)
-            assert np.array_equal(one.audio, other.audio)
+            item, other = selected[speeds].example(index), direct.example(index)
+            assert (item.id, item.text) == (other.id, other.text)
+            assert np.array_equal(item.audio, other.audio)
     assert len(list((tmp_path / "cache").glob("*.corpus"))) == 2
 
 

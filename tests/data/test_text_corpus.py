@@ -244,8 +244,10 @@ def test_the_source_of_a_line_chooses_the_expert(tmp_path, write_lines, bilingua
     assert batch.expert[:5].tolist() == [1, 0, 1, 1, 0]
     assert batch.expert.shape == nothing.expert.shape == (corpus.shape.max_sequences,)
     # A resumed run notices another source of the same texts.
-    others = write_lines(tmp_path / "others.jsonl", [one | {"source": "ctc"} for one in rows])
-    assert load(others, bilingual).fingerprint != corpus.fingerprint
+    other_items = write_lines(
+        tmp_path / "others.jsonl", [item | {"source": "ctc"} for item in rows]
+    )
+    assert load(other_items, bilingual).fingerprint != corpus.fingerprint
     assert corpus.prompt == Prompt("de", "en", "translate")
     unnamed = load(write_lines(tmp_path / "unnamed.jsonl", [row(0, 2)]), bilingual)
     with pytest.raises(ValueError, match=r"source of an utterance must be one of rnnt, ctc.*not"):

@@ -52,12 +52,12 @@ def test_languages_that_share_a_model_have_the_same_pieces(tmp_path) -> None:
     assert tokenizer.languages == ("de", "en")
     assert tokenizer.vocab_size == len(tokenizer.specials) + 40
     again = load_tokenizer(tmp_path)
-    for one in (tokenizer, again):
-        assert one.encode("zwei two", "de") == one.encode("zwei two", "en")
-        assert one.decode(one.encode("fünf", "de") + one.encode("ten", "en")) == "fünf ten"
-        assert names(one, one.prompt(Prompt(source="en", target="de", task="translate")))[1:4] == [
-            *("<|en|>", "<|translate|>", "<|de|>")
-        ]
+    for item in (tokenizer, again):
+        assert item.encode("zwei two", "de") == item.encode("zwei two", "en")
+        assert item.decode(item.encode("fünf", "de") + item.encode("ten", "en")) == "fünf ten"
+        assert names(item, item.prompt(Prompt(source="en", target="de", task="translate")))[
+            1:4
+        ] == [*("<|en|>", "<|translate|>", "<|de|>")]
     with pytest.raises(UnknownLanguageError, match="fr"):
         again.encode("un", "fr")
 
@@ -66,8 +66,8 @@ def test_what_cannot_be_shared_is_refused(tmp_path) -> None:
     texts = {"en": ENGLISH, "de": GERMAN}
     with pytest.raises(ValueError, match=r"`vocab_size` must be one number for a shared model"):
         train_tokenizer(texts, tmp_path, vocab_size={"en": 40, "de": 40}, shared=True)
-    one = train_tokenizer({"en": ENGLISH}, tmp_path, vocab_size=40)
-    models = {"en": one.models["en"], "de": one.models["en"]}
+    item = train_tokenizer({"en": ENGLISH}, tmp_path, vocab_size=40)
+    models = {"en": item.models["en"], "de": item.models["en"]}
     with pytest.raises(ValueError, match=r"`models` must hold one model .* holds 2: en, de"):
         SentencePieceTokenizer(models, sharing=["en", "de"])
 

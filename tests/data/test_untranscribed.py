@@ -46,7 +46,7 @@ def test_empty_texts_are_still_dropped_where_texts_are_required(nemo, write_line
     rows = [json.loads(line) for line in nemo(12).read_text().splitlines()]
     rows[3]["text"] = " "
     corpus = load(write_lines(nemo(12).parent / "empty.jsonl", rows), tokenizer)
-    assert [(one.id, one.reason) for one in corpus.dropped] == [("u3", "empty_text")]
+    assert [(item.id, item.reason) for item in corpus.dropped] == [("u3", "empty_text")]
 
 
 def test_ignored_texts_leave_frames_alone(half, tokenizer):
@@ -108,8 +108,8 @@ def test_room_must_be_given_where_no_line_has_a_text(nemo, write_lines, tokenize
     path = write_lines(nemo(4).parent / "none.jsonl", rows)
     with pytest.raises(ValueError, match="`label_tokens_per_second` must be given"):
         load(path, tokenizer, text="optional")
-    given = load(path, tokenizer, text="optional", label_tokens_per_second=5.0)
-    assert len(given) == 4
+    provided = load(path, tokenizer, text="optional", label_tokens_per_second=5.0)
+    assert len(provided) == 4
 
 
 def test_nobody_labels_a_translation(nemo, write_lines, tokenizer):
@@ -117,7 +117,7 @@ def test_nobody_labels_a_translation(nemo, write_lines, tokenizer):
     rows[2] |= {"text": "", "source_lang": "en", "target_lang": "de"}
     path = write_lines(nemo(10).parent / "translation.jsonl", rows)
     corpus = load(path, tokenizer, text="optional")
-    assert [(one.id, one.reason) for one in corpus.dropped] == [("u2", "empty_text")]
+    assert [(item.id, item.reason) for item in corpus.dropped] == [("u2", "empty_text")]
 
 
 def test_a_batch_reserves_rows_for_labels():
@@ -163,8 +163,8 @@ def test_every_kind_of_manifest_may_lack_texts(half, tmp_path, write_tone, write
     write_tone(tmp_path / "folder/a.wav", 1.0)
     write_tone(tmp_path / "folder/b.wav", 1.0)
     (tmp_path / "folder/b.txt").write_text("one\n")
-    found = list(iterate(tmp_path / "folder", untranscribed=True))
-    assert [cut.supervisions[0].text for cut in found] == ["", "one"]
+    result = list(iterate(tmp_path / "folder", untranscribed=True))
+    assert [cut.supervisions[0].text for cut in result] == ["", "one"]
     with pytest.raises(ValueError, match=r"there is no a\.txt beside it"):
         read(tmp_path / "folder")
 
@@ -200,6 +200,6 @@ def test_a_plan_counts_frames_alone(half, tmp_path):
 
 
 def test_a_survey_counts_texts_alone(half):
-    found = survey([half], untranscribed=True)
-    assert found.utterances == 5
-    assert len(found.languages["en"].texts) == 5
+    result = survey([half], untranscribed=True)
+    assert result.utterances == 5
+    assert len(result.languages["en"].texts) == 5

@@ -29,10 +29,10 @@ def waves() -> list[np.ndarray]:
 
 
 def compute(config: FeatureConfig, audio: list[np.ndarray], *, tail: int = 0):
-    frames = [config.encoder_frames(len(one)) for one in audio]
+    frames = [config.encoder_frames(len(item)) for item in audio]
     rows, count = sum(frames) + tail, len(audio) + (2 if tail else 0)
     layout = PackedLayout.from_lengths(
-        [len(one) for one in audio], rows=sum(map(len, audio)) + 300 * tail, num_sequences=count
+        [len(item) for item in audio], rows=sum(map(len, audio)) + 300 * tail, num_sequences=count
     )
     # What lies behind the last utterance is not read.
     values = torch.full((layout.rows,), 9.0)
@@ -50,12 +50,12 @@ def test_rows_are_those_of_transformers(minimum_s: float, tail: int, bins: int) 
     # Where no silence is asked for, utterances end as if it followed.
     window = 2 if minimum_s else 3
     extractor = transformers.WhisperFeatureExtractor(feature_size=bins, chunk_length=window)
-    found = mel.values.split([2 * n for n in (*frames, tail)])
-    for wave, rows, count in zip(waves(), found, frames, strict=False):
+    result = mel.values.split([2 * n for n in (*frames, tail)])
+    for wave, rows, count in zip(waves(), result, frames, strict=False):
         expected = extractor(wave, sampling_rate=16_000, return_tensors="pt").input_features[0].T
         assert count == (100 if minimum_s else -(-(len(wave) // 160) // 2))
         torch.testing.assert_close(rows, expected[: 2 * count], atol=1e-5, rtol=1e-5)
-    assert not found[-1].any()
+    assert not result[-1].any()
     assert mel.lengths.tolist()[: len(frames)] == [2 * count for count in frames]
     assert mel.mask.sum() == 2 * sum(frames)
 
@@ -74,8 +74,8 @@ def test_masks_hide_no_silence() -> None:
     masked = spec_augment(mel, SpecAugmentConfig(time_masks=8, time_width=0.5))
     assert mel.spoken is not None
     assert mel.spoken.tolist() == [*(samples // 160 for samples in SAMPLES), 0, 0]
-    found = (masked == 0).all(1).split([2 * n for n in (*frames, 3)])
-    hidden = [rows.nonzero()[:, 0].tolist() for rows in found[:-1]]
+    result = (masked == 0).all(1).split([2 * n for n in (*frames, 3)])
+    hidden = [rows.nonzero()[:, 0].tolist() for rows in result[:-1]]
     for rows, samples in zip(hidden, SAMPLES, strict=True):
         assert max(rows, default=0) < max(1, samples // 160)
     assert all(hidden[number] for number in (0, 1, 3, 6))

@@ -22,8 +22,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def names(tokenizer: WhisperTokenizer, prompt: Prompt) -> list[str]:
-    known = {index: token for token, index in tokenizer.specials.items()}
-    return [known[index] for index in tokenizer.prompt(prompt)]
+    existing = {index: token for token, index in tokenizer.specials.items()}
+    return [existing[index] for index in tokenizer.prompt(prompt)]
 
 
 def test_prompts_and_languages(folder: Path) -> None:

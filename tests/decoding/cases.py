@@ -229,7 +229,7 @@ def make_frames(*lengths: int, seed: int = 0) -> PackedSequence:
 
 def best_of(lists: Sequence[Sequence[Hypothesis]]) -> list[list[int]]:
     """The transcripts alone."""
-    return [list(found[0].tokens) if found else [] for found in lists]
+    return [list(result[0].tokens) if result else [] for result in lists]
 
 
 def best_ctc_beam(*arguments, **options) -> list[list[int]]:

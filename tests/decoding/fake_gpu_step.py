@@ -25,10 +25,10 @@ from effasr_kernels import PackedLayout, PackedSequence
 def static_tensors(engine: Engine) -> list[int]:
     """What a recorded step reads and writes, by identity."""
     state = engine._state
-    found = [engine._tokens, state._positions, state._going]
+    result = [engine._tokens, state._positions, state._going]
     for cache in (state.self_cache, state.cross_cache):
-        found += [cache.pages, cache.table, cache.lengths]
-    return [id(x) for x in found]
+        result += [cache.pages, cache.table, cache.lengths]
+    return [id(x) for x in result]
 
 
 def check_admission(engine: Engine) -> None:

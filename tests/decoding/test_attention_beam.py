@@ -38,7 +38,7 @@ def test_a_beam_finds_better_transcripts_than_greedy_search(
 ) -> None:
     """A beam may lose what greedy search finds, but here it does not."""
     greedy = decode_all(examples, model, tokenizer, beam=1)
-    found = {
+    matches = {
         beam: decode_all(examples, model, tokenizer, beam=beam, length_penalty=penalty)
         for beam in (2, 4, 8)
     }
@@ -52,9 +52,9 @@ def test_a_beam_finds_better_transcripts_than_greedy_search(
             return _rank(scores[text], text, penalty)
 
         base = rank(greedy[n])
-        for results in found.values():
+        for results in matches.values():
             assert rank(results[n]) >= base - 1e-6
-        better += rank(found[8][n]) > base + 1e-3
+        better += rank(matches[8][n]) > base + 1e-3
     assert better > 2, "the test needs utterances that a beam improves"
 
 
@@ -89,8 +89,8 @@ def _written(said) -> float:
     """Log-probability of a transcript and its end by the bigrams."""
     total = 0.0
     for before, token in pairwise((-1, *said, EOS)):
-        known = BIGRAMS.get((before, token))
-        total += BIGRAMS[before,][1] + BIGRAMS[token,][0] if known is None else known[0]
+        existing = BIGRAMS.get((before, token))
+        total += BIGRAMS[before,][1] + BIGRAMS[token,][0] if existing is None else existing[0]
     return total * math.log(10)
 
 
@@ -121,14 +121,18 @@ def speech() -> PackedSequence:
 @pytest.fixture(scope="module")
 def transcripts(tiny, speech) -> list[dict[tuple[int, ...], tuple[float, float]]]:
     """Log-probabilities of every transcript of each utterance, by the decoder and by CTC."""
-    found = []
+    result = []
     with torch.no_grad():
         for frames, prompt, limit in zip(speech.unpack(), PROMPTS, LIMITS, strict=True):
             lengths = range(limit + 1)
-            every = [said for length in lengths for said in product((0, 1, 3), repeat=length)]
-            spoken = decoder_log_probs(tiny, frames, prompt, every, EOS, 4)
-            found.append({said: (spoken[said], _heard(tiny, frames, said)) for said in every})
-    return found
+            each_item = [
+                message for length in lengths for message in product((0, 1, 3), repeat=length)
+            ]
+            spoken = decoder_log_probs(tiny, frames, prompt, each_item, EOS, 4)
+            result.append(
+                {message: (spoken[message], _heard(tiny, frames, message)) for message in each_item}
+            )
+    return result
 
 
 @torch.no_grad()
@@ -138,7 +142,7 @@ def transcripts(tiny, speech) -> list[dict[tuple[int, ...], tuple[float, float]]
 def test_a_wide_beam_finds_the_best_of_all_transcripts(
     tiny, bigrams, speech, transcripts, penalty, ctc_weight, lm_weight
 ) -> None:
-    found = attention_beam(
+    matches = attention_beam(
         tiny,
         speech,
         PROMPTS,
@@ -150,15 +154,15 @@ def test_a_wide_beam_finds_the_best_of_all_transcripts(
         lm=bigrams if lm_weight else None,
         lm_weight=lm_weight,
     )
-    for result, every, limit in zip(found, transcripts, LIMITS, strict=True):
+    for result, each_item, limit in zip(matches, transcripts, LIMITS, strict=True):
         ranks = {}
-        for said, (spoken, heard) in every.items():
+        for message, (spoken, received) in each_item.items():
             # A text longer than the frames is impossible to CTC, whose weight may be 0.
-            score = (1 - ctc_weight) * spoken + (ctc_weight * heard if ctc_weight else 0.0)
-            ranks[said] = _rank(score + lm_weight * _written(said), said, penalty)
+            score = (1 - ctc_weight) * spoken + (ctc_weight * received if ctc_weight else 0.0)
+            ranks[message] = _rank(score + lm_weight * _written(message), message, penalty)
         assert ranks[result.tokens] == pytest.approx(max(ranks.values()), rel=1e-5)
         assert result.truncated == (len(result.tokens) == limit)
-    assert len({len(result.tokens) for result in found}) > 1, "the test needs various lengths"
+    assert len({len(result.tokens) for result in matches}) > 1, "the test needs various lengths"
 
 
 def test_utterances_leave_when_they_are_done(examples, model, tokenizer, monkeypatch) -> None:

@@ -28,13 +28,13 @@ def test_scores_are_sums_of_transformers_log_probabilities(folder) -> None:
     scorer = CausalScorer(folder)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval().float()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    found = scorer.log_probs(TEXTS)
-    for (before, own), value in zip(TEXTS, found, strict=True):
+    result = scorer.log_probs(TEXTS)
+    for (before, own), value in zip(TEXTS, result, strict=True):
         read = tokenizer.encode(before, add_special_tokens=False)
-        said = tokenizer.encode(f" {own}" if before and own else own, add_special_tokens=False)
-        ids = torch.tensor([[tokenizer.eos_token_id, *read, *said]])
+        message = tokenizer.encode(f" {own}" if before and own else own, add_special_tokens=False)
+        ids = torch.tensor([[tokenizer.eos_token_id, *read, *message]])
         steps = theirs(input_ids=ids).logits[0].double().log_softmax(-1)
-        places = range(len(read), len(read) + len(said))
+        places = range(len(read), len(read) + len(message))
         expected = sum(float(steps[n, ids[0, n + 1]]) for n in places)
         assert value == pytest.approx(expected, abs=1e-4)
         assert (value < 0) == bool(own)

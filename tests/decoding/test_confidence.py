@@ -30,8 +30,8 @@ def measure(p: np.ndarray, alpha: float = 1 / 3) -> float:
 def test_confidence_is_the_normalized_entropy(classes, alpha) -> None:
     draw = torch.Generator().manual_seed(classes)
     logs = (4 * torch.randn(6, classes, generator=draw)).log_softmax(-1)
-    found = entropy_confidence(logs, alpha)
-    for row, value in zip(logs.double().exp().numpy(), found.tolist(), strict=True):
+    result = entropy_confidence(logs, alpha)
+    for row, value in zip(logs.double().exp().numpy(), result.tolist(), strict=True):
         assert value == pytest.approx(measure(row, alpha), rel=1e-5, abs=1e-9)
     uniform, certain = torch.zeros(classes).log_softmax(-1), torch.full((classes,), -math.inf)
     certain[0] = 0.0
@@ -44,27 +44,27 @@ def test_confidence_is_the_normalized_entropy(classes, alpha) -> None:
 def every_path(blank, label, lasting, durations) -> dict[tuple[int, ...], float]:
     """The best log-probability of a path for each list of frames of the labels."""
     frames, count = blank.shape[0], label.shape[1]
-    found: dict[tuple[int, ...], float] = {}
+    result: dict[tuple[int, ...], float] = {}
 
     def go(frame: int, said: tuple[int, ...], score: float) -> None:
         after = len(said)
         if frame == frames:
             if after == count:
-                found[said] = max(found.get(said, -math.inf), score)
+                result[said] = max(result.get(said, -math.inf), score)
             return
         steps = ([(0, 0.0)], [(1, 0.0)])
         if lasting is not None:
-            every = [(d, lasting[frame, after, n]) for n, d in enumerate(durations)]
-            steps = every, [(d, s) for d, s in every if d]
-        for lasts, own in steps[1]:
+            each_item = [(d, lasting[frame, after, n]) for n, d in enumerate(durations)]
+            steps = each_item, [(d, s) for d, s in each_item if d]
+        for lasts, local in steps[1]:
             if frame + lasts <= frames:
-                go(frame + lasts, said, score + blank[frame, after] + own)
-        for lasts, own in steps[0]:
+                go(frame + lasts, said, score + blank[frame, after] + local)
+        for lasts, local in steps[0]:
             if after < count and frame + lasts < frames:
-                go(frame + lasts, (*said, frame), score + label[frame, after] + own)
+                go(frame + lasts, (*said, frame), score + label[frame, after] + local)
 
     go(0, (), 0.0)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("durations", [None, (0, 1), (0, 1, 3)])
@@ -77,12 +77,12 @@ def test_the_path_is_the_likeliest_of_all(frames, count, durations) -> None:
         lasting = (
             None if durations is None else -4 * draw.random((frames, count + 1, len(durations)))
         )
-        every = every_path(blank, label, lasting, durations)
-        found = likeliest_frames(blank, label, lasting, durations or ())
-        assert found is not None
-        assert every[tuple(found)] == max(every.values())
-        assert all(a <= b for a, b in pairwise(found))
-        seen.add(tuple(found))
+        each_item = every_path(blank, label, lasting, durations)
+        result = likeliest_frames(blank, label, lasting, durations or ())
+        assert result is not None
+        assert each_item[tuple(result)] == max(each_item.values())
+        assert all(a <= b for a, b in pairwise(result))
+        seen.add(tuple(result))
     assert len(seen) > 1 or frames == 1 or count == 0
 
 
@@ -93,25 +93,25 @@ def test_there_is_no_path_without_frames() -> None:
 
 @torch.no_grad()
 def test_the_decoders_distributions_are_measured(examples, model, tokenizer) -> None:
-    found = decode_all(examples, model, tokenizer, word_confidence=True, extra_tokens=4)
+    result = decode_all(examples, model, tokenizer, word_confidence=True, extra_tokens=4)
     encoded = model.encode(batch_of(examples, tokenizer))
-    for example, rows, one in zip(examples, encoded.unpack(), found, strict=False):
+    for example, rows, item in zip(examples, encoded.unpack(), result, strict=False):
         state = model.start_decoding(pack([rows]), 64)
         expected = []
-        for place, token in enumerate([*example.prompt, *one.tokens][:-1]):
+        for position, token in enumerate([*example.prompt, *item.tokens][:-1]):
             hidden = model.decode_step(torch.tensor([token]), state)
-            if place >= len(example.prompt) - 1:
+            if position >= len(example.prompt) - 1:
                 p = model.logits(hidden)[0, : model.vocab_size].double().softmax(-1)
                 expected.append(measure(p.numpy()))
-        assert one.confidences == pytest.approx(expected[: len(one.tokens)], rel=1e-4)
-        assert len(one.confidences) == len(one.tokens)
+        assert item.confidences == pytest.approx(expected[: len(item.tokens)], rel=1e-4)
+        assert len(item.confidences) == len(item.tokens)
 
 
 @torch.no_grad()
 def test_frames_of_ctc_are_measured(examples, model, tokenizer) -> None:
-    found = decode_all(examples, model, tokenizer, method="ctc", word_confidence=True)
+    result = decode_all(examples, model, tokenizer, method="ctc", word_confidence=True)
     encoded = model.encode(batch_of(examples, tokenizer))
-    for rows, one in zip(encoded.unpack(), found, strict=False):
+    for rows, item in zip(encoded.unpack(), result, strict=False):
         p = model.ctc_logits(rows).double().softmax(-1)
         best = p.argmax(-1).tolist()
         expected, before = [], model.vocab_size
@@ -122,8 +122,8 @@ def test_frames_of_ctc_are_measured(examples, model, tokenizer) -> None:
             elif symbol != model.vocab_size:
                 expected.append(value)
             before = symbol
-        assert one.confidences == pytest.approx(expected, rel=1e-4)
-    assert any(len(one.tokens) > 3 for one in found)
+        assert item.confidences == pytest.approx(expected, rel=1e-4)
+    assert any(len(item.tokens) > 3 for item in result)
 
 
 @pytest.mark.parametrize("durations", [None, (0, 1, 2)])
@@ -139,8 +139,8 @@ def test_frames_of_transducers_are_measured(durations) -> None:
     class Model:
         transducer = head
 
-    found = token_confidences(Model(), "transducer", encoded, [], [[2], [1], []])  # type: ignore[arg-type]
-    assert found[1:] == [None, ()]
+    result = token_confidences(Model(), "transducer", encoded, [], [[2], [1], []])  # type: ignore[arg-type]
+    assert result[1:] == [None, ()]
     rows = encoded.unpack()[0]
     labels = pack([torch.tensor([2])])
     predicted = head.predictor_projection(head.predictor(labels.values, labels.layout))
@@ -148,9 +148,9 @@ def test_frames_of_transducers_are_measured(durations) -> None:
     logs = logits[..., :5].log_softmax(-1)
     lasting = None if durations is None else logits[..., 5:].log_softmax(-1).numpy()
     arrays = logs[..., 4].numpy(), logs[:, :1, 2].numpy(), lasting, durations
-    every = every_path(*arrays)
-    (frame,) = max(every, key=lambda path: every[path])
-    assert found[0] == pytest.approx([measure(logs[frame, 0].exp().numpy())], rel=1e-5)
+    each_item = every_path(*arrays)
+    (frame,) = max(each_item, key=lambda path: each_item[path])
+    assert result[0] == pytest.approx([measure(logs[frame, 0].exp().numpy())], rel=1e-5)
 
 
 @pytest.mark.parametrize("method", ["attention", "ctc", "transducer"])
@@ -159,9 +159,9 @@ def test_every_search_has_confidences(method, beam, examples, model, tdt_model, 
     used = tdt_model if method == "transducer" else model
     options = {"method": method, "beam": beam}
     plain = decode_all(examples, used, tokenizer, **options)
-    found = decode_all(examples, used, tokenizer, **options, word_confidence=True)
-    for one, other in zip(plain, found, strict=True):
-        assert one.tokens == other.tokens
-        assert one.confidences is None
+    result = decode_all(examples, used, tokenizer, **options, word_confidence=True)
+    for item, other in zip(plain, result, strict=True):
+        assert item.tokens == other.tokens
+        assert item.confidences is None
         assert len(other.confidences) == len(other.tokens)
         assert all(0 <= value <= 1 for value in other.confidences)

@@ -59,9 +59,10 @@ def alone(model: ASRModel, said: Said, eos_id: int) -> Decoded:
 
 def _submit(engine: Engine, every: list[Said], first: int = 0) -> None:
     names = range(first, first + len(every))
-    encoded = pack([one.speech() for one in every])
+    encoded = pack([item.speech() for item in every])
     engine.submit(
-        encoded, [Utterance(n, one.prompt, one.limit) for n, one in zip(names, every, strict=True)]
+        encoded,
+        [Utterance(n, item.prompt, item.limit) for n, item in zip(names, every, strict=True)],
     )
 
 
@@ -82,17 +83,17 @@ def test_tokens_are_those_of_each_alone(
     engine = Engine(
         model, tokenizer.eos_id, slots=slots, max_frames=50, frame_budget=budget, **options
     )
-    every = [one for batch in batches for one in batch]
-    found, first = [], 0
+    each_item = [item for batch in batches for item in batch]
+    matches, first = [], 0
     for batch in batches:
         _submit(engine, batch, first)
         first += len(batch)
-        found += engine.results(drain=False)
-    found += engine.results()
+        matches += engine.results(drain=False)
+    matches += engine.results()
     assert engine.unfinished == []
-    assert sorted(name for name, _ in found) == list(range(len(every)))
-    for name, result in found:
-        assert result == alone(model, every[name], tokenizer.eos_id)
+    assert sorted(name for name, _ in matches) == list(range(len(each_item)))
+    for name, result in matches:
+        assert result == alone(model, each_item[name], tokenizer.eos_id)
 
 
 MIXED = [
@@ -104,7 +105,7 @@ MIXED = [
 
 
 def test_both_ways_out_are_tested(model, tokenizer) -> None:
-    results = [alone(model, one, tokenizer.eos_id) for one in MIXED]
+    results = [alone(model, item, tokenizer.eos_id) for item in MIXED]
     assert {result.truncated for result in results} == {False, True}
 
 
@@ -125,12 +126,12 @@ def test_finished_utterances_leave_and_others_enter(kind, model, tokenizer) -> N
     assert sorted(order) == list(range(len(MIXED)))
     # The longest speech enters first, and nobody changes places while others wait.
     assert sorted(seen[0]) == sorted([0, 4, 6, 7])
-    for before, after, left in zip(seen, seen[1:], waiting, strict=False):
+    for before, after, remaining in zip(seen, seen[1:], waiting, strict=False):
         stay = set(before) & set(after) - {None}
-        assert not left or all(before.index(name) == after.index(name) for name in stay)
-    assert all(None not in row for row, left in zip(seen, waiting, strict=True) if left)
+        assert not remaining or all(before.index(name) == after.index(name) for name in stay)
+    assert all(None not in row for row, remaining in zip(seen, waiting, strict=True) if remaining)
     assert len(set(waiting)) > 3
-    assert len(seen) < sum(len(one.prompt) + one.limit for one in MIXED) / 2
+    assert len(seen) < sum(len(item.prompt) + item.limit for item in MIXED) / 2
 
 
 @EVERY_KIND
@@ -140,10 +141,10 @@ def test_each_step_says_a_token(kind, model, tokenizer) -> None:
     engine._run = lambda: steps.append(1) or run()
     longest = {}
     for first, prompts in enumerate([(2, 10, 1, 5), (9, 9, 9, 9)]):
-        said = [Said(n, 30, tuple(range(3, 3 + length)), 3) for n, length in enumerate(prompts)]
-        _submit(engine, said, 4 * first)
-        found = dict(engine.results())
-        longest[first] = max(len(one.tokens) + (not one.truncated) for one in found.values())
+        message = [Said(n, 30, tuple(range(3, 3 + length)), 3) for n, length in enumerate(prompts)]
+        _submit(engine, message, 4 * first)
+        result = dict(engine.results())
+        longest[first] = max(len(item.tokens) + (not item.truncated) for item in result.values())
     queued = engine._readback._ahead
     assert len(steps) <= sum(longest.values()) + 2 * queued
 
@@ -155,11 +156,11 @@ def test_prompts_of_one_token_are_not_read_before_the_first_step(
     rows, read = [], DecoderLayer.read
     monkeypatch.setattr(DecoderLayer, "read", lambda *a: rows.append(a[2].lengths) or read(*a))
     engine = Engine(model, tokenizer.eos_id, slots=4, max_frames=50)
-    every = [Said(n, 30, tuple(range(3, 3 + length)), 9) for n, length in enumerate(prompts)]
-    _submit(engine, every)
-    found = dict(engine.results())
+    each_item = [Said(n, 30, tuple(range(3, 3 + length)), 9) for n, length in enumerate(prompts)]
+    _submit(engine, each_item)
+    result = dict(engine.results())
     assert rows == ([] if max(prompts) == 1 else [(0, 1, 0)])
-    assert found == {n: alone(model, one, tokenizer.eos_id) for n, one in enumerate(every)}
+    assert result == {n: alone(model, item, tokenizer.eos_id) for n, item in enumerate(each_item)}
 
 
 @EVERY_KIND
@@ -168,9 +169,9 @@ def test_an_engine_can_be_used_again(kind, model, tokenizer) -> None:
     assert list(engine.results()) == []
     for _ in range(2):
         _submit(engine, MIXED)
-        found = dict(engine.results())
-        for name, one in enumerate(MIXED):
-            assert found[name] == alone(model, one, tokenizer.eos_id)
+        result = dict(engine.results())
+        for name, item in enumerate(MIXED):
+            assert result[name] == alone(model, item, tokenizer.eos_id)
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="the order of sums is MKL's")
@@ -199,21 +200,21 @@ def test_logits_are_the_same_to_the_bit_in_any_company(
     def states(names, slots: int) -> dict[int, torch.Tensor]:
         options = {**KINDS[kind], "ahead": 0}
         engine = Engine(model, tokenizer.eos_id, slots=slots, max_frames=50, **options)
-        found = defaultdict(list)
+        matches = defaultdict(list)
         run = engine._run
 
         def step() -> torch.Tensor:
             result = run()
             for row, seat in enumerate(engine._slots):
                 if seat is not None:
-                    found[seat.name].append(hidden[-1][row])
+                    matches[seat.name].append(hidden[-1][row])
             return result
 
         engine._run = step
         batch = collate([examples[n] for n in names], eos_id=3, pad_id=2)
         engine.submit(model.encode(batch), [Utterance(n, examples[n].prompt, 20) for n in names])
         list(engine.results())
-        return {name: torch.stack(rows) for name, rows in found.items()}
+        return {name: torch.stack(rows) for name, rows in matches.items()}
 
     together = states(range(6), slots=6)
     assert len({len(rows) for rows in together.values()}) > 2
@@ -233,11 +234,11 @@ def test_half_precision_is_that_of_autocast(model, tokenizer) -> None:
         engine = Engine(model, tokenizer.eos_id, slots=3, max_frames=50)
     assert engine._state.sizes.dtype == torch.bfloat16
     _submit(engine, MIXED)
-    found = dict(engine.results())
-    assert sorted(found) == list(range(len(MIXED)))
-    plain = [alone(model, one, tokenizer.eos_id) for one in MIXED]
+    result = dict(engine.results())
+    assert sorted(result) == list(range(len(MIXED)))
+    plain = [alone(model, item, tokenizer.eos_id) for item in MIXED]
     first = [
-        found[n].tokens[:1] == one.tokens[:1] for n, one in enumerate(plain) if MIXED[n].frames
+        result[n].tokens[:1] == item.tokens[:1] for n, item in enumerate(plain) if MIXED[n].frames
     ]
     assert sum(first) > len(first) / 2
 
@@ -274,7 +275,7 @@ def test_there_is_a_slot(model, tokenizer) -> None:
 
 def test_sequences_past_the_utterances_are_not_decoded(model, tokenizer) -> None:
     engine = Engine(model, tokenizer.eos_id, slots=2, max_frames=50)
-    encoded: PackedSequence = pack([one.speech() for one in MIXED[:3]], rows=99)
+    encoded: PackedSequence = pack([item.speech() for item in MIXED[:3]], rows=99)
     engine.submit(encoded, [Utterance("only", MIXED[0].prompt, 5)])
     ((name, result),) = engine.results()
     assert name == "only"

@@ -25,14 +25,14 @@ STOPS = (2, 7)
 
 def questions(count):
     """Conversations of several lengths, with and without speech."""
-    found = []
+    result = []
     for seed in range(-(-count // 4)):
         for one in conversations(seed):
             written = next(n for n, row in enumerate(one.rows) if -VOCABULARY <= row < 0)
             clips = sum(row < -VOCABULARY for row in one.rows[:written].tolist())
             rows = one.rows[:written].tolist()
-            found.append(asking(f"{seed}{one.id}", rows, one.clips[:clips]))
-    return found[:count]
+            result.append(asking(f"{seed}{one.id}", rows, one.clips[:clips]))
+    return result[:count]
 
 
 def generated(model, example, stops=STOPS, **options):
@@ -43,7 +43,7 @@ def generated(model, example, stops=STOPS, **options):
         rows = model.language_model.embed(batch, encoded)[None]
         with model.language_model._as_causal() as causal:
             causal.config.use_cache = True
-            found = causal.generate(
+            result = causal.generate(
                 inputs_embeds=rows,
                 attention_mask=torch.ones(rows.shape[:2], dtype=torch.int64),
                 do_sample=False,
@@ -53,7 +53,7 @@ def generated(model, example, stops=STOPS, **options):
                 **options,
             )
             causal.config.use_cache = False
-    tokens = found[0].tolist()
+    tokens = result[0].tolist()
     ends = [n for n, token in enumerate(tokens) if token in stops]
     return (tuple(tokens[: ends[0]]), False) if ends else (tuple(tokens), True)
 
@@ -62,9 +62,9 @@ def generated(model, example, stops=STOPS, **options):
 def test_greedy_answers_are_transformers(kind):
     model = speech_llm(kind)
     batch = make_conversation_batch(questions(4))
-    found = answers(model, batch, [LIMIT] * 4, STOPS)
-    expected = [generated(model, one) for one in questions(4)]
-    assert [(one.tokens, one.truncated) for one in found] == expected
+    result = answers(model, batch, [LIMIT] * 4, STOPS)
+    expected = [generated(model, item) for item in questions(4)]
+    assert [(item.tokens, item.truncated) for item in result] == expected
     assert len(set(expected)) > 1
 
 
@@ -83,11 +83,11 @@ def test_answers_end_at_stop_tokens():
 def test_each_conversation_has_its_own_limit():
     model = speech_llm()
     batch = make_conversation_batch(questions(4))
-    found = answers(model, batch, [1, 3, 9, 2], ())
-    assert [len(one.tokens) for one in found] == [1, 3, 9, 2]
+    result = answers(model, batch, [1, 3, 9, 2], ())
+    assert [len(item.tokens) for item in result] == [1, 3, 9, 2]
     whole = answers(model, batch, [9] * 4, ())
-    for one, other in zip(found, whole, strict=True):
-        assert one.tokens == other.tokens[: len(one.tokens)]
+    for item, other in zip(result, whole, strict=True):
+        assert item.tokens == other.tokens[: len(item.tokens)]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
@@ -96,13 +96,13 @@ def test_beams_find_what_transformers_finds(kind):
     # Wide, as the two searches drop other hypotheses: here those that end leave the beam.
     options = {"num_beams": 24, "length_penalty": 0.0, "early_stopping": "never"}
     batch = make_conversation_batch(questions(4))
-    found = answers(model, batch, [LIMIT] * 4, STOPS, beam=24, length_penalty=0.0)
-    expected = [generated(model, one, **options) for one in questions(4)]
+    result = answers(model, batch, [LIMIT] * 4, STOPS, beam=24, length_penalty=0.0)
+    expected = [generated(model, item, **options) for item in questions(4)]
     # transformers ranks answers that reach the limit among those that end, which go first here.
     ended = [n for n, (_, truncated) in enumerate(expected) if not truncated]
     assert len(ended) >= 2
-    assert [found[n].tokens for n in ended] == [expected[n][0] for n in ended]
-    assert not any(found[n].truncated for n in ended)
+    assert [result[n].tokens for n in ended] == [expected[n][0] for n in ended]
+    assert not any(result[n].truncated for n in ended)
 
 
 def test_a_beam_ranks_no_answer_below_greedy():
@@ -110,16 +110,16 @@ def test_a_beam_ranks_no_answer_below_greedy():
     batch = make_conversation_batch(questions(4))
     greedy = answers(model, batch, [LIMIT] * 4, STOPS)
     wide = answers(model, batch, [LIMIT] * 4, STOPS, beam=5)
-    for one, other in zip(greedy, wide, strict=True):
+    for item, other in zip(greedy, wide, strict=True):
         # What ended is compared with what ended; what did not had no end in any hypothesis.
-        assert not (other.truncated and not one.truncated)
+        assert not (other.truncated and not item.truncated)
 
 
 def test_classes_past_the_tokenizer_are_never_written():
     model = speech_llm()
     batch = make_conversation_batch(questions(4))
-    found = answers(model, batch, [LIMIT] * 4, (), classes=11)
-    assert all(token < 11 for one in found for token in one.tokens)
+    result = answers(model, batch, [LIMIT] * 4, (), classes=11)
+    assert all(token < 11 for item in result for token in item.tokens)
 
 
 def test_no_conversation_has_no_answer():
@@ -143,7 +143,7 @@ PAGED = pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "page
 @pytest.mark.parametrize("slots", [1, 3, 5])
 def test_slots_are_refilled(slots, beam, paged, monkeypatch):
     model = speech_llm("qwen2", seed=2)
-    asked = questions(11)
+    requested = questions(11)
     options = {"beam": beam, "length_penalty": 0.6}
     engine = ConversationEngine(model, STOPS, slots=slots, paged=paged, **options)
     rows, active = [], []
@@ -155,24 +155,24 @@ def test_slots_are_refilled(slots, beam, paged, monkeypatch):
         return logits(cache)
 
     monkeypatch.setattr(CachedConversations, "logits", watched)
-    found = {}
+    result = {}
     for number in range(0, 11, 4):
-        part = asked[number : number + 4]
+        part = requested[number : number + 4]
         limits = [limit_of(number + n) for n in range(len(part))]
         engine.submit(make_conversation_batch(part), limits)
-        found |= dict(engine.results(drain=False))
+        result |= dict(engine.results(drain=False))
         assert len(engine.unfinished) <= slots
-    found |= dict(engine.results())
+    result |= dict(engine.results())
     assert not engine.unfinished
     # All slots are taken while conversations wait, but those whose share is too small to admit.
     assert max(active) == slots
     assert max(rows) <= slots * beam
     assert len(rows) < sum(limit_of(number) for number in range(11)) or slots == 1
     monkeypatch.undo()
-    for number, one in enumerate(asked):
-        batch = make_conversation_batch([one])
+    for number, item in enumerate(requested):
+        batch = make_conversation_batch([item])
         (alone,) = answers(model, batch, [limit_of(number)], STOPS, **options)
-        assert found[one.id] == alone, number
+        assert result[item.id] == alone, number
 
 
 @PAGED
@@ -196,16 +196,16 @@ def test_a_refilled_row_forgets_what_it_held(paged):
         used.admit([0], packed(short))
         alone = CachedConversations(model, 1, torch.float32)
         alone.admit([0], packed(short))
-        kept = CachedConversations(model, 1, torch.float32)
-        kept.admit([0], packed(other))
+        selected = CachedConversations(model, 1, torch.float32)
+        selected.admit([0], packed(other))
         for token in (9, 11):
-            kept.read([token])
+            selected.read([token])
         for _ in range(3):
             torch.testing.assert_close(used.logits()[0], alone.logits()[0], atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(used.logits()[1], kept.logits()[0], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(used.logits()[1], selected.logits()[0], atol=1e-5, rtol=1e-5)
             used.read([6, 8])
             alone.read([6])
-            kept.read([8])
+            selected.read([8])
     assert used.lengths == [8, 28]
 
 
@@ -250,7 +250,7 @@ def test_conversations_wait_for_pages(beam, monkeypatch):
         read(cache, tokens)
         active.append(len(engine._active))
         used.append(cache._cache.used)
-        assert used[-1] <= sum(one.pages for one in engine._active) <= most
+        assert used[-1] <= sum(item.pages for item in engine._active) <= most
 
     monkeypatch.setattr(CachedConversations, "read", watched)
     engine.submit(batch, limits)

@@ -63,13 +63,17 @@ def _share(weights: torch.Tensor) -> float:
 @pytest.fixture(scope="module")
 def transcripts(tiny, speech) -> list[dict[tuple[int, ...], tuple[float, float]]]:
     """Log-probability and covered share of every transcript of each utterance."""
-    found = []
+    result = []
     with torch.no_grad():
         for frames, prompt, limit in zip(speech.unpack(), PROMPTS, LIMITS, strict=True):
             lengths = range(limit + 1)
-            every = [said for length in lengths for said in product((0, 1, 3), repeat=length)]
-            found.append({said: _scored(tiny, frames, prompt, said) for said in every})
-    return found
+            each_item = [
+                message for length in lengths for message in product((0, 1, 3), repeat=length)
+            ]
+            result.append(
+                {message: _scored(tiny, frames, prompt, message) for message in each_item}
+            )
+    return result
 
 
 def _scored(model, frames, prompt, said) -> tuple[float, float]:
@@ -90,14 +94,14 @@ def test_watched_attention_is_that_of_a_decoder_without_caches(paged, caches, ti
     state.widen(2)
     state.watch()
     tokens = [list(row) for row in tokens for _ in range(2)]
-    kept = list(range(len(FRAMES)))
+    selected = list(range(len(FRAMES)))
     draw = torch.Generator().manual_seed(1)
     for step in range(4):
         new = torch.randint(0, 4, (len(tokens),), generator=draw)
         tokens = [[*row, token] for row, token in zip(tokens, new.tolist(), strict=True)]
         tiny.decode_step(new, state)
         for row, read in enumerate(tokens):
-            frames = speech.unpack()[kept[row // 2]]
+            frames = speech.unpack()[selected[row // 2]]
             weights = state.weights[row]
             if len(frames):
                 expected = _read(tiny, frames, read)[1][-1]
@@ -110,7 +114,7 @@ def test_watched_attention_is_that_of_a_decoder_without_caches(paged, caches, ti
         if step == 1:
             going = [0, 2, 4, 6]
             state.keep(going)
-            kept = [kept[index] for index in going]
+            selected = [selected[index] for index in going]
             tokens = [tokens[2 * index + k] for index in going for k in range(2)]
 
 
@@ -128,10 +132,10 @@ def test_each_hypothesis_covers_what_its_tokens_attend_to(
             for k in range(3):
                 if search.scores[n, k] == -torch.inf or search.counts[n] == 0:
                     continue
-                said = [label for label in search.labels[n, k].tolist() if label >= 0]
+                message = [label for label in search.labels[n, k].tolist() if label >= 0]
                 prompt = PROMPTS[name]
                 # The last label is what the last row of attention was for; it is not read yet.
-                _, weights = _read(tiny, speech.unpack()[name], [*prompt, *said[:-1]])
+                _, weights = _read(tiny, speech.unpack()[name], [*prompt, *message[:-1]])
                 share = _share(weights[len(prompt) - 1 :])
                 assert float(search.coverage.shares()[n, k]) == pytest.approx(share)
                 checked += 1
@@ -150,16 +154,16 @@ def test_a_wide_beam_finds_the_best_of_all_transcripts(
 ) -> None:
     options = {"beam": 150, "length_penalty": length_penalty}
     arguments = tiny, speech, PROMPTS, LIMITS, EOS
-    found = attention_beam(*arguments, **options, coverage_penalty=coverage_penalty)
+    matches = attention_beam(*arguments, **options, coverage_penalty=coverage_penalty)
     likeliest = attention_beam(*arguments, **options)
     gained = 0
-    for result, plain, every in zip(found, likeliest, transcripts, strict=True):
+    for result, plain, each_item in zip(matches, likeliest, transcripts, strict=True):
         ranked = {
-            said: (
-                score / ((6 + len(said)) / 6) ** length_penalty + coverage_penalty * share,
+            message: (
+                score / ((6 + len(message)) / 6) ** length_penalty + coverage_penalty * share,
                 share,
             )
-            for said, (score, share) in every.items()
+            for message, (score, share) in each_item.items()
         }
         best = max(rank for rank, _ in ranked.values())
         assert ranked[result.tokens][0] == pytest.approx(best, rel=1e-5)

@@ -23,10 +23,10 @@ def _frames(classes: int, lengths=LENGTHS, *, seed: int = 0, scale: float = 1.5)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_wide_beam_finds_the_likeliest_transcript(seed) -> None:
     encoded = _frames(4, seed=seed)
-    found = ctc_beam(GIVEN, encoded, beam=400)
-    for text, frames in zip(found, encoded.unpack(), strict=True):
-        every = ctc_texts(frames)
-        assert every[tuple(text)] == pytest.approx(max(every.values()), rel=1e-9)
+    result = ctc_beam(GIVEN, encoded, beam=400)
+    for text, frames in zip(result, encoded.unpack(), strict=True):
+        each_item = ctc_texts(frames)
+        assert each_item[tuple(text)] == pytest.approx(max(each_item.values()), rel=1e-9)
         assert ctc_beam(GIVEN, pack([frames]), 4) == ctc_beam(GIVEN, pack([frames, frames]), 4)[:1]
 
 
@@ -38,12 +38,12 @@ def _prefix_beam(frames: torch.Tensor, beam: int) -> list[int]:
     for step in steps:
         grown = defaultdict(lambda: [-np.inf, -np.inf])
         for text, (of_blank, of_label) in beams.items():
-            every = np.logaddexp(of_blank, of_label)
-            grown[text][0] = np.logaddexp(grown[text][0], every + step[blank])
+            each_item = np.logaddexp(of_blank, of_label)
+            grown[text][0] = np.logaddexp(grown[text][0], each_item + step[blank])
             for token in range(blank):
                 if text and text[-1] == token:
                     grown[text][1] = np.logaddexp(grown[text][1], of_label + step[token])
-                before = of_blank if text and text[-1] == token else every
+                before = of_blank if text and text[-1] == token else each_item
                 longer = grown[(*text, token)]
                 longer[1] = np.logaddexp(longer[1], before + step[token])
         best = sorted(grown.items(), key=lambda item: -np.logaddexp(*item[1]))[:beam]
@@ -55,8 +55,8 @@ def _prefix_beam(frames: torch.Tensor, beam: int) -> list[int]:
 @pytest.mark.parametrize("classes", [2, 3, 9, 30])
 def test_every_beam_is_that_of_a_plain_search_over_all_tokens(beam, classes) -> None:
     encoded = _frames(classes, (17, 40, 0, 3, 25), seed=classes, scale=2.0)
-    found = ctc_beam(GIVEN, encoded, beam)
-    assert found == [_prefix_beam(frames, beam) for frames in encoded.unpack()]
+    result = ctc_beam(GIVEN, encoded, beam)
+    assert result == [_prefix_beam(frames, beam) for frames in encoded.unpack()]
 
 
 def test_adding_up_paths_changes_the_transcript() -> None:
@@ -72,22 +72,22 @@ def test_prefix_scores_are_those_of_all_paths() -> None:
     lengths = (4, 5, 2, 0)
     encoded = _frames(4, lengths, seed=5)
     texts_of = [ctc_texts(frames) for frames in encoded.unpack()]
-    every = [{text: math.exp(score) for text, score in texts.items()} for texts in texts_of]
+    each_item = [{text: math.exp(score) for text, score in texts.items()} for texts in texts_of]
     texts = [(0, 0, 1), (2, 1, 1), (1,), (0, 2, 0)]
     state = CTCPrefixScorer.begin(GIVEN, encoded, len(lengths), len(texts))
     symbols = torch.arange(3).expand(len(lengths), len(texts), 3)
     order = torch.arange(len(texts))
     for step in range(4):
-        said = [text[:step] for text in texts]
+        message = [text[:step] for text in texts]
         scores, ends = state.extended(symbols).exp(), state.complete().exp()
-        for n, found in enumerate(every):
-            for place, k in enumerate(order.tolist()):
-                expected = found.get(said[k], 0.0)
-                assert float(ends[n, place]) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+        for n, result in enumerate(each_item):
+            for position, k in enumerate(order.tolist()):
+                expected = result.get(message[k], 0.0)
+                assert float(ends[n, position]) == pytest.approx(expected, rel=1e-6, abs=1e-12)
                 for token in range(3):
-                    begin = (*said[k], token)
-                    expected = sum(p for t, p in found.items() if t[: len(begin)] == begin)
-                    score = float(scores[n, place, token])
+                    begin = (*message[k], token)
+                    expected = sum(p for t, p in result.items() if t[: len(begin)] == begin)
+                    score = float(scores[n, position, token])
                     assert score == pytest.approx(expected, rel=1e-6, abs=1e-12)
         if step == 3:
             break

@@ -58,12 +58,12 @@ class _Graph:
 @pytest.fixture
 def recordings(monkeypatch) -> list[dict[str, Any]]:
     """What `torch.cuda.graph` is asked for, where there is no GPU."""
-    asked: list[dict[str, Any]] = []
+    requested: list[dict[str, Any]] = []
 
     @contextmanager
     def graph(recorded: object, **options: Any) -> Iterator[None]:
         del recorded
-        asked.append(options)
+        requested.append(options)
         yield
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
@@ -72,7 +72,7 @@ def recordings(monkeypatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: _Stream())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(stream))
-    return asked
+    return requested
 
 
 def test_other_threads_do_not_break_a_recording(recordings) -> None:
@@ -88,9 +88,9 @@ def test_nor_do_they_break_that_of_a_micro_batch(recordings, monkeypatch) -> Non
     like: Any = SimpleNamespace(device=torch.device("cuda", 0))
 
     def run() -> tuple[torch.Tensor]:
-        found = counters.program_counters(like, 3)
-        assert counters.program_counters(like, 2) is found
-        return (found,)
+        result = counters.program_counters(like, 3)
+        assert counters.program_counters(like, 2) is result
+        return (result,)
 
     graph = MicroBatchGraph(lambda batch, counts: (counts,), torch.device("cpu"), [], [])
     graph._capture(run)

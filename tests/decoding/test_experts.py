@@ -41,10 +41,10 @@ def experts(dense) -> ASRModel:
     model = ASRModel(
         replace(config, decoder=replace(config.decoder, experts=NAMED)), dense[0].vocab_size
     ).eval()
-    states = [one.state_dict() for one in dense]
+    states = [item.state_dict() for item in dense]
     model.load_state_dict(
         {
-            name: torch.stack([own[name] for own in states]) if ".mlp." in name else value
+            name: torch.stack([local[name] for local in states]) if ".mlp." in name else value
             for name, value in states[0].items()
         }
     )
@@ -55,19 +55,19 @@ def experts(dense) -> ASRModel:
 def examples(tokenizer, noise) -> list[Example]:
     prompts = [tokenizer.prompt(Prompt()), [*tokenizer.prompt(Prompt()), 7]]
     made = make_examples(noise, prompts)
-    return [replace(one, expert=(0, 1, 1)[n % 3]) for n, one in enumerate(made)]
+    return [replace(item, expert=(0, 1, 1)[n % 3]) for n, item in enumerate(made)]
 
 
 @pytest.mark.parametrize("options", SEARCHES, ids=IDS)
 def test_an_utterance_is_decoded_by_its_expert(
     options, experts, dense, examples, tokenizer
 ) -> None:
-    plain = [replace(one, expert=None) for one in examples]
-    found = assert_independent_of_batch(examples, experts, tokenizer, **options)
+    plain = [replace(item, expert=None) for item in examples]
+    result = assert_independent_of_batch(examples, experts, tokenizer, **options)
     by_expert = [decode_all(plain, model, tokenizer, **options) for model in dense]
     differ = 0
     for number, example in enumerate(examples):
-        assert found[number].tokens == by_expert[example.expert][number].tokens
+        assert result[number].tokens == by_expert[example.expert][number].tokens
         differ += by_expert[0][number].tokens != by_expert[1][number].tokens
     assert differ > 3, "the test needs experts that matter"
 
@@ -76,9 +76,9 @@ def test_an_utterance_is_decoded_by_its_expert(
 def test_scores_of_a_search_are_those_of_the_whole_text(
     options, experts, examples, tokenizer
 ) -> None:
-    found = decode_all(examples, experts, tokenizer, nbest=2, score_parts=True, **options)
+    result = decode_all(examples, experts, tokenizer, nbest=2, score_parts=True, **options)
     share = options.get("ctc_weight", 0.0)
-    for hypothesis in (x for one in found for x in one.alternatives):
+    for hypothesis in (x for item in result for x in item.alternatives):
         parts = hypothesis.parts
         assert parts is not None
         assert parts.ctc is not None
@@ -96,12 +96,12 @@ def test_an_expert_stays_with_its_utterance_in_a_slot(paged, experts, examples, 
     together = attention_greedy(experts, encoded, prompts, limits, tokenizer.eos_id)
     engine = Engine(experts, tokenizer.eos_id, slots=3, max_frames=50, paged=paged)
     engine.submit(encoded, [Utterance(n, prompt, 20) for n, prompt in enumerate(prompts)])
-    found = dict(engine.results())
-    assert [found[number] for number in range(len(examples))] == together
+    result = dict(engine.results())
+    assert [result[number] for number in range(len(examples))] == together
 
 
 def test_an_utterance_without_an_expert_is_refused(experts, examples, tokenizer) -> None:
-    plain = [replace(one, expert=None) for one in examples]
+    plain = [replace(item, expert=None) for item in examples]
     for options in SEARCHES:
         with pytest.raises(ValueError, match=r"`expert` must be given .* language chooses .*en, d"):
             decode_all(plain, experts, tokenizer, **options)

@@ -32,20 +32,20 @@ def assert_best_of(
 ) -> None:
     """The list is the beginning of all transcripts in the order of their log-probabilities."""
     expected = sorted(every.values(), reverse=True)[:SIZE]
-    assert [one.score for one in found] == pytest.approx(expected, **tolerance)
-    for one in found:
-        assert one.score == pytest.approx(every[one.tokens], **tolerance)
-    assert len({one.tokens for one in found}) == len(found)
-    assert [one.rank for one in found] == sorted((one.rank for one in found), reverse=True)
+    assert [item.score for item in found] == pytest.approx(expected, **tolerance)
+    for item in found:
+        assert item.score == pytest.approx(every[item.tokens], **tolerance)
+    assert len({item.tokens for item in found}) == len(found)
+    assert [item.rank for item in found] == sorted((item.rank for item in found), reverse=True)
 
 
 def test_ctc_finds_the_likeliest_of_all_transcripts() -> None:
     draw = torch.Generator().manual_seed(0)
     lengths = (4, 5, 3)
     encoded = pack([1.5 * torch.randn(length, 4, generator=draw) for length in lengths], rows=15)
-    found = ctc_beam(GIVEN, encoded, 400, nbest=SIZE)
-    for one, frames in zip(found, encoded.unpack(), strict=False):
-        assert_best_of(ctc_texts(frames), one, rel=1e-6)
+    result = ctc_beam(GIVEN, encoded, 400, nbest=SIZE)
+    for item, frames in zip(result, encoded.unpack(), strict=False):
+        assert_best_of(ctc_texts(frames), item, rel=1e-6)
 
 
 @pytest.mark.parametrize("durations", [None, (0, 1), (0, 1, 2)])
@@ -60,14 +60,14 @@ def test_transducers_find_the_likeliest_of_all_transcripts(durations) -> None:
     for seed in range(3):
         head = make_head(config, labels, seed, blank=1.0)
         encoded = make_frames(3, 0, 2, 4, seed=seed)
-        found = search(head, encoded, 80, [2] * 4, SIZE)
-        assert found[1] == [Hypothesis((), 0.0, 0.0)]
-        for one, frames in zip(found, encoded.unpack(), strict=True):
+        result = search(head, encoded, 80, [2] * 4, SIZE)
+        assert result[1] == [Hypothesis((), 0.0, 0.0)]
+        for item, frames in zip(result, encoded.unpack(), strict=True):
             if not len(frames):
                 continue
             packed = pack([torch.tensor(text, dtype=torch.int64) for text in texts])
             losses = head(pack([frames] * len(texts)), packed).tolist()
-            assert_best_of({t: -x for t, x in zip(texts, losses, strict=True)}, one, rel=1e-6)
+            assert_best_of({t: -x for t, x in zip(texts, losses, strict=True)}, item, rel=1e-6)
 
 
 @torch.no_grad()
@@ -78,21 +78,21 @@ def test_attention_finds_the_best_ranks_and_their_scores(
 ) -> None:
     """Whatever is left out of the list ranks below its last hypothesis."""
     encoded = model.encode(batch_of(examples, tokenizer))
-    prompts, limits = [one.prompt for one in examples], [2] * len(examples)
+    prompts, limits = [item.prompt for item in examples], [2] * len(examples)
     eos, classes = tokenizer.eos_id, tokenizer.vocab_size
-    others = [token for token in range(classes) if token != eos]
-    found = attention_beam(
+    other_items = [token for token in range(classes) if token != eos]
+    matches = attention_beam(
         model, encoded, prompts, limits, eos, classes,
         beam=classes**2, length_penalty=penalty, nbest=SIZE,
     )  # fmt: skip
-    texts = [t for n in range(3) for t in product(others, repeat=n)]
-    for result, rows, prompt in zip(found, encoded.unpack(), prompts, strict=False):
+    texts = [t for n in range(3) for t in product(other_items, repeat=n)]
+    for result, rows, prompt in zip(matches, encoded.unpack(), prompts, strict=False):
         scores = decoder_log_probs(model, rows, prompt, texts, eos, classes)
         ranks = {t: s / ((6 + len(t)) / 6) ** penalty for t, s in scores.items()}
         expected = sorted(ranks.values(), reverse=True)[:SIZE]
-        assert [one.rank for one in result.alternatives] == pytest.approx(expected, abs=1e-4)
-        for one in result.alternatives:
-            assert one.score == pytest.approx(scores[one.tokens], abs=1e-4)
+        assert [item.rank for item in result.alternatives] == pytest.approx(expected, abs=1e-4)
+        for item in result.alternatives:
+            assert item.score == pytest.approx(scores[item.tokens], abs=1e-4)
         assert result.tokens == result.alternatives[0].tokens
 
 
@@ -102,13 +102,13 @@ def test_attention_finds_the_best_ranks_and_their_scores(
 def test_the_list_begins_with_the_transcript(options, examples, model, tokenizer) -> None:
     plain = decode_all(examples, model, tokenizer, beam=4, **options)
     listed = decode_all(examples, model, tokenizer, beam=4, nbest=3, **options)
-    for one, other in zip(plain, listed, strict=True):
-        assert (one.tokens, one.truncated) == (other.tokens, other.truncated)
-        assert not one.alternatives
+    for item, other in zip(plain, listed, strict=True):
+        assert (item.tokens, item.truncated) == (other.tokens, other.truncated)
+        assert not item.alternatives
         assert 1 <= len(other.alternatives) <= 3
-        assert other.alternatives[0].tokens == one.tokens
+        assert other.alternatives[0].tokens == item.tokens
         assert other.score is None
-    assert any(len(one.alternatives) == 3 for one in listed)
+    assert any(len(item.alternatives) == 3 for item in listed)
 
 
 @pytest.mark.parametrize("method", ["attention", "ctc", "transducer"])
@@ -116,22 +116,22 @@ def test_greedy_search_has_the_score_of_the_model(
     method, examples, model, tdt_model, tokenizer
 ) -> None:
     used = tdt_model if method == "transducer" else model
-    found = decode_all(examples, used, tokenizer, method=method, nbest=1)
+    result = decode_all(examples, used, tokenizer, method=method, nbest=1)
     batch = batch_of(examples, tokenizer)
     with torch.no_grad():
         encoded = used.encode(batch)
         prompts = [example.prompt for example in examples]
-        scored = with_scores(used, method, encoded, prompts, found, tokenizer.eos_id)
-    for one, other in zip(found, scored, strict=True):
-        (alternative,) = one.alternatives
+        scored = with_scores(used, method, encoded, prompts, result, tokenizer.eos_id)
+    for item, other in zip(result, scored, strict=True):
+        (alternative,) = item.alternatives
         assert other.score is not None
-        assert alternative.tokens == one.tokens
+        assert alternative.tokens == item.tokens
         assert alternative.score == alternative.rank == other.score.log_prob
 
 
 def test_a_list_of_equal_ranks_keeps_the_order_of_arrival() -> None:
-    found = NBest(2, 2)
+    result = NBest(2, 2)
     for rank, token in ((-2.0, 1), (-1.0, 2), (-2.0, 3), (-math.inf, 4), (-1.0, 5)):
-        found.add(1, Hypothesis((token,), rank, rank))
-    assert [one.tokens for one in found.lists[1]] == [(2,), (5,)]
-    assert found.lists[0] == []
+        result.add(1, Hypothesis((token,), rank, rank))
+    assert [item.tokens for item in result.lists[1]] == [(2,), (5,)]
+    assert result.lists[0] == []

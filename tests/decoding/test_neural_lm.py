@@ -51,7 +51,7 @@ def causal(kind: str, vocab_size: int = V, **options):
         **sizes | options,
     )  # fmt: skip
     classes = (f"{name}ForCausalLM", f"{name}LMHeadModel")
-    (made,) = (getattr(transformers, one) for one in classes if hasattr(transformers, one))
+    (made,) = (getattr(transformers, item) for item in classes if hasattr(transformers, item))
     model = made(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -74,11 +74,11 @@ def searched(steps: int, utterances: int = 3, beam: int = 3) -> Iterator[torch.T
     for step in range(steps):
         yield labels
         parents = torch.randint(beam, (len(labels), beam), generator=draw)
-        said = torch.randint(V, (len(labels), beam, 1), generator=draw)
+        message = torch.randint(V, (len(labels), beam, 1), generator=draw)
         # Some read a prompt, or stay as they are.
-        said[torch.rand(said.shape, generator=draw) < 0.1] = -1
+        message[torch.rand(message.shape, generator=draw) < 0.1] = -1
         rows = torch.arange(len(labels))[:, None]
-        labels = torch.cat([labels[rows, parents], said], -1)
+        labels = torch.cat([labels[rows, parents], message], -1)
         if step in (steps // 3, steps // 2):
             labels = labels[1:]
 
@@ -87,8 +87,8 @@ def check(lm: NeuralLM, model, contexts: torch.Tensor) -> None:
     """The language model says what the model itself says, token for token."""
     symbols = torch.arange(V).expand(*contexts.shape[:2], V)
     expected = [[alone(model, context) for context in row] for row in contexts.tolist()]
-    found = lm.scores(contexts, symbols)[..., :-1]
-    assert found == pytest.approx(torch.stack([torch.stack(row) for row in expected]), abs=1e-4)
+    result = lm.scores(contexts, symbols)[..., :-1]
+    assert result == pytest.approx(torch.stack([torch.stack(row) for row in expected]), abs=1e-4)
 
 
 @pytest.fixture
@@ -104,20 +104,20 @@ def test_scores_are_the_models_own(kind) -> None:
     lm = NeuralLM(model, V, EOS)
     contexts = torch.tensor([[[-1, -1, -1], [-1, 4, 5]], [[7, 4, 5], [-1, 4, 5]]])
     symbols = torch.randint(V, (2, 2, 5), generator=torch.Generator().manual_seed(1))
-    found = lm.scores(contexts, symbols)
-    assert found.shape == (2, 2, 6)
-    assert found.dtype == torch.float64
+    result = lm.scores(contexts, symbols)
+    assert result.shape == (2, 2, 6)
+    assert result.dtype == torch.float64
     for n, row in enumerate(contexts.tolist()):
         for k, context in enumerate(row):
             ids = torch.tensor([[0, *(token for token in context if token >= 0)]])
             with torch.no_grad():
                 expected = model(input_ids=ids).logits[0, -1].log_softmax(-1)
-            asked = [*symbols[n, k].tolist(), EOS]
-            assert found[n, k] == pytest.approx(expected[asked].double(), abs=1e-5)
+            requested = [*symbols[n, k].tolist(), EOS]
+            assert result[n, k] == pytest.approx(expected[requested].double(), abs=1e-5)
     # What is remembered is the same, and memory is bounded.
-    assert torch.equal(lm.scores(contexts, symbols), found)
+    assert torch.equal(lm.scores(contexts, symbols), result)
     lm._most = 1
-    assert torch.equal(lm.scores(contexts, symbols), found)
+    assert torch.equal(lm.scores(contexts, symbols), result)
     assert len(lm._scores) == 3
 
 
@@ -128,7 +128,7 @@ def _rewrite(folder: Path, **fields) -> None:
 
 @pytest.mark.timeout(60)
 def test_what_is_no_model_is_refused_before_memory_is_taken(folder) -> None:
-    kept = (folder / "config.json").read_text()
+    selected = (folder / "config.json").read_text()
     for fields, message in (
         (
             {"n_embd": 1 << 20, "vocab_size": 1 << 30},
@@ -138,7 +138,7 @@ def test_what_is_no_model_is_refused_before_memory_is_taken(folder) -> None:
         ({"model_type": "none"}, "`model_type` must be a causal language model"),
         ({"auto_map": {"AutoModelForCausalLM": "code.Model"}, "model_type": "x"}, "model_type"),
     ):
-        (folder / "config.json").write_text(kept)
+        (folder / "config.json").write_text(selected)
         _rewrite(folder, **fields)
         with pytest.raises(ValueError, match=message):
             load_neural_lm(folder, V, EOS)
@@ -147,7 +147,7 @@ def test_what_is_no_model_is_refused_before_memory_is_taken(folder) -> None:
     with pytest.raises(ValueError, match="a pipe, a device or a socket"):
         load_neural_lm(folder, V, EOS)
     (folder / "config.json").unlink()
-    (folder / "config.json").write_text(kept)
+    (folder / "config.json").write_text(selected)
     weights = folder / "model.safetensors"
     weights.write_bytes(b"\xff" * weights.stat().st_size)
     with pytest.raises(ValueError, match="is damaged"):
@@ -224,12 +224,15 @@ def test_a_cache_that_is_wrong_is_not_used(caplog) -> None:
 
 
 def test_scores_do_not_depend_on_what_else_is_asked() -> None:
-    text, others = [4, 7, 7, 9, 5, 5], [[1, 2, 4, 4, 8, 10], [4, 7, 7, 9, 5, 6], [2, 2, 2, 2, 2, 2]]
-    one, many = (NeuralLM(causal("llama"), V, EOS) for _ in range(2))
+    text, other_items = (
+        [4, 7, 7, 9, 5, 5],
+        [[1, 2, 4, 4, 8, 10], [4, 7, 7, 9, 5, 6], [2, 2, 2, 2, 2, 2]],
+    )
+    item, many = (NeuralLM(causal("llama"), V, EOS) for _ in range(2))
     symbols = torch.arange(V)[None, None]
     for length in range(1, 7):
-        first = one.scores(torch.tensor([[text[:length]]]), symbols)
-        rows = torch.tensor([[row[:length]] for row in [*others, text]])
+        first = item.scores(torch.tensor([[text[:length]]]), symbols)
+        rows = torch.tensor([[row[:length]] for row in [*other_items, text]])
         last = many.scores(rows, symbols.expand(4, 1, V))[-1:]
         assert first == pytest.approx(last, abs=1e-5)
 
@@ -238,12 +241,12 @@ def test_a_whole_text_has_the_probability_that_the_model_gives_it() -> None:
     model = causal("gpt2")
     lm, text = NeuralLM(model, V, EOS), [4, 7, 7, 9]
     total = 0.0
-    for place, token in enumerate([*text, EOS]):
-        given = torch.tensor([[[-1] * (len(text) - place) + text[:place]]])
+    for position, token in enumerate([*text, EOS]):
+        provided = torch.tensor([[[-1] * (len(text) - position) + text[:position]]])
         if token == EOS:
-            total += float(lm.scores(given, torch.zeros(1, 1, 0, dtype=torch.int64))[0, 0, -1])
+            total += float(lm.scores(provided, torch.zeros(1, 1, 0, dtype=torch.int64))[0, 0, -1])
         else:
-            total += float(lm.scores(given, torch.tensor([[[token]]]))[0, 0, 0])
+            total += float(lm.scores(provided, torch.tensor([[[token]]]))[0, 0, 0])
     ids = torch.tensor([[0, *text, EOS]])
     with torch.no_grad():
         # transformers' loss is the mean over the predicted tokens.
@@ -260,8 +263,8 @@ def test_long_texts_are_cut_to_what_the_model_reads() -> None:
     for length in range(60, 70):
         context = text[:length][None, None]
         check(lm, reference, context[..., -63:] if length > 63 else context)
-        asked = torch.arange(V)[None, None]
-        assert torch.equal(lm.scores(context, asked), lm.scores(context[..., -63:], asked))
+        requested = torch.arange(V)[None, None]
+        assert torch.equal(lm.scores(context, requested), lm.scores(context[..., -63:], requested))
 
 
 @pytest.mark.parametrize("method", ["attention", "ctc"])
@@ -278,7 +281,7 @@ def test_it_takes_part_in_the_beam(method, model, tokenizer, noise, tmp_path) ->
         )
         assert load_lm(config, model, tokenizer) is None or weight is not None
         texts[weight] = [
-            one.tokens for one in decode(model, tokenizer, batch, [prompt] * 3, config)
+            item.tokens for item in decode(model, tokenizer, batch, [prompt] * 3, config)
         ]
     assert texts[None] == texts[1e-9]
     assert texts[2.0] != texts[None]
@@ -287,7 +290,7 @@ def test_it_takes_part_in_the_beam(method, model, tokenizer, noise, tmp_path) ->
     assert lm._cache is not None
     lm._cache = None
     again = decode(model, tokenizer, batch, [prompt] * 3, config, lm=lm)
-    assert [one.tokens for one in again] == texts[2.0]
+    assert [item.tokens for item in again] == texts[2.0]
 
 
 def test_refusals(folder, tmp_path) -> None:

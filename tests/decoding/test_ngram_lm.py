@@ -47,10 +47,10 @@ def path(tmp_path) -> Path:
 
 
 def _log10(model: TokenNgrams, context, token: int) -> float:
-    given = torch.tensor(context, dtype=torch.int64).reshape(1, 1, -1)
-    scores = model.scores(given, torch.tensor([[[token]]]))
+    provided = torch.tensor(context, dtype=torch.int64).reshape(1, 1, -1)
+    scores = model.scores(provided, torch.tensor([[[token]]]))
     assert scores.shape == (1, 1, 2)
-    end = model.scores(given, torch.tensor([[[EOS]]]))
+    end = model.scores(provided, torch.tensor([[[EOS]]]))
     assert scores[0, 0, 1] == end[0, 0, 0]
     return float(scores[0, 0, 0]) / math.log(10)
 
@@ -134,17 +134,17 @@ def test_a_wide_beam_of_ctc_finds_the_best_joint_score(weight, path) -> None:
     model = load_ngrams(path, V, EOS)
     draw = torch.Generator().manual_seed(0)
     encoded = pack([1.5 * torch.randn(length, 5, generator=draw) for length in (4, 0, 5, 3, 1)])
-    found = ctc_beam(GIVEN, encoded, 500, model, weight)
+    result = ctc_beam(GIVEN, encoded, 500, model, weight)
     changed = 0
-    for said, frames in zip(found, encoded.unpack(), strict=True):
+    for message, frames in zip(result, encoded.unpack(), strict=True):
         ranks = ctc_texts(frames)
         likeliest = max(ranks, key=ranks.__getitem__)
         for text in ranks:
             tokens = [*text, EOS]
             steps = [_log10(model, tokens[:n], token) for n, token in enumerate(tokens)]
             ranks[text] += weight * sum(steps) * math.log(10)
-        assert ranks[tuple(said)] == pytest.approx(max(ranks.values()))
-        changed += tuple(said) != likeliest
+        assert ranks[tuple(message)] == pytest.approx(max(ranks.values()))
+        changed += tuple(message) != likeliest
     assert changed, "the test needs a text that the language model changes"
 
 

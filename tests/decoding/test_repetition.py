@@ -29,13 +29,13 @@ def test_it_is_what_a_loop_over_the_hypotheses_finds(size) -> None:
         labels[1, :, :2] = -1
         labels[2, :, :steps] = -1
         symbols = draw.integers(0, 3, size=(3, 4, 5))
-        found = repeats_ngram(torch.tensor(labels), torch.tensor(symbols), size)
-        assert found.shape == symbols.shape
+        result = repeats_ngram(torch.tensor(labels), torch.tensor(symbols), size)
+        assert result.shape == symbols.shape
         for n, k, c in np.ndindex(3, 4, 5):
-            said = [token for token in labels[n, k].tolist() if token >= 0]
-            ngrams = {tuple(said[i : i + size]) for i in range(len(said) - size + 1)}
-            last = tuple([*said, int(symbols[n, k, c])][-size:])
-            assert bool(found[n, k, c]) == (last in ngrams)
+            message = [token for token in labels[n, k].tolist() if token >= 0]
+            ngrams = {tuple(message[i : i + size]) for i in range(len(message) - size + 1)}
+            last = tuple([*message, int(symbols[n, k, c])][-size:])
+            assert bool(result[n, k, c]) == (last in ngrams)
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ def test_no_transcript_has_an_ngram_twice(
     arguments = model, encoded, PROMPTS, [LIMIT] * 4, tokenizer.eos_id
     options = {"beam": beam, "ctc_weight": ctc_weight}
     free = attention_beam(*arguments, **options)
-    found = attention_beam(*arguments, **options, no_repeat_ngram=size)
-    assert not any(repeated(one.tokens, size) for one in found)
+    result = attention_beam(*arguments, **options, no_repeat_ngram=size)
+    assert not any(repeated(item.tokens, size) for item in result)
     if beam == 1 and not ctc_weight:
 
         def barred(said: list[int], order: Sequence[int]) -> list[int]:
@@ -65,11 +65,11 @@ def test_no_transcript_has_an_ngram_twice(
             without_caches(model, pack([rows]), prompt, LIMIT, tokenizer.eos_id, barred)
             for rows, prompt in zip(encoded.unpack(), PROMPTS, strict=True)
         ]
-        assert [one.tokens for one in found] == [one.tokens for one in alone]
-        assert any(repeated(one.tokens, size) for one in free), "the test needs loops"
-        for one, before in zip(found, free, strict=True):
+        assert [item.tokens for item in result] == [item.tokens for item in alone]
+        assert any(repeated(item.tokens, size) for item in free), "the test needs loops"
+        for item, before in zip(result, free, strict=True):
             if not repeated(before.tokens, size):
-                assert one.tokens == before.tokens
+                assert item.tokens == before.tokens
 
 
 def test_the_option_reaches_greedy_decoding(model, tokenizer, examples) -> None:
@@ -77,8 +77,8 @@ def test_the_option_reaches_greedy_decoding(model, tokenizer, examples) -> None:
     model = copy.deepcopy(model)
     with torch.no_grad():
         model.decoder.output_bias[tokenizer.eos_id] -= 5
-    free, found = (
+    free, result = (
         decode_all(examples, model, tokenizer, no_repeat_ngram=size) for size in (None, 2)
     )
-    assert any(repeated(one.tokens, 2) for one in free), "the test needs loops"
-    assert not any(repeated(one.tokens, 2) for one in found)
+    assert any(repeated(item.tokens, 2) for item in free), "the test needs loops"
+    assert not any(repeated(item.tokens, 2) for item in result)

@@ -42,32 +42,32 @@ def words_arpa(tmp_path_factory):
 def test_parts_of_the_decoder_add_up(
     share, unit, examples, model, tokenizer, arpa, words_arpa
 ) -> None:
-    found = decode_all(
+    matches = decode_all(
         examples, model, tokenizer, method="attention", beam=4, nbest=3, score_parts=True,
         ctc_weight=share, lm=words_arpa if unit == "word" else arpa, lm_unit=unit,
         lm_weight=WEIGHT, length_penalty=0.6,
     )  # fmt: skip
-    listed = [one for result in found for one in result.alternatives]
-    assert len({one.tokens for one in listed}) > 6
-    for one in listed:
-        parts = one.parts
+    listed = [item for result in matches for item in result.alternatives]
+    assert len({item.tokens for item in listed}) > 6
+    for item in listed:
+        parts = item.parts
         assert parts is not None
-        heard = share * parts.ctc if share else 0.0
-        score = (1 - share) * parts.model + heard + WEIGHT * parts.lm
-        assert one.score == pytest.approx(score, abs=1e-4)
-        assert one.rank == pytest.approx(score / ((5 + parts.symbols) / 6) ** 0.6, abs=1e-4)
-        assert parts.symbols == len(one.tokens) + 1
+        received = share * parts.ctc if share else 0.0
+        score = (1 - share) * parts.model + received + WEIGHT * parts.lm
+        assert item.score == pytest.approx(score, abs=1e-4)
+        assert item.rank == pytest.approx(score / ((5 + parts.symbols) / 6) ** 0.6, abs=1e-4)
+        assert parts.symbols == len(item.tokens) + 1
 
 
 def test_parts_of_ctc_leave_out_the_language_model(examples, model, tokenizer, arpa) -> None:
     options = {"method": "ctc", "beam": 4, "nbest": 4, "score_parts": True}
-    found = decode_all(examples, model, tokenizer, lm=arpa, lm_weight=WEIGHT, **options)
+    matches = decode_all(examples, model, tokenizer, lm=arpa, lm_weight=WEIGHT, **options)
     lm = load_ngrams(arpa, tokenizer.vocab_size, tokenizer.eos_id)
-    for one in (one for result in found for one in result.alternatives):
-        (written,) = log_probs_of_texts(lm, [one.tokens])
-        assert one.parts.lm == pytest.approx(written)
-        assert one.parts.model == pytest.approx(one.score - WEIGHT * written)
-        assert one.parts.ctc is None
+    for item in (item for result in matches for item in result.alternatives):
+        (written,) = log_probs_of_texts(lm, [item.tokens])
+        assert item.parts.lm == pytest.approx(written)
+        assert item.parts.model == pytest.approx(item.score - WEIGHT * written)
+        assert item.parts.ctc is None
     plain = decode_all(examples, model, tokenizer, **options)
-    assert all(one.parts.model == one.score for result in plain for one in result.alternatives)
+    assert all(item.parts.model == item.score for result in plain for item in result.alternatives)
     assert log_probs_of_texts(lm, []) == []

@@ -27,10 +27,10 @@ LENGTHS = 23, 1, 12, 30, 9, 2
 def small_lm() -> TokenNgrams:
     """Bigrams that forbid nothing; the end is token 0."""
     draw = np.random.default_rng(0)
-    one = {(n,): (float(p), -0.2) for n, p in enumerate(-draw.uniform(0.3, 1.5, LABELS))}
+    item = {(n,): (float(p), -0.2) for n, p in enumerate(-draw.uniform(0.3, 1.5, LABELS))}
     pairs = [(a, b) for a in (-1, 1, 2, 3) for b in range(LABELS)]
     two = {pair: (float(-draw.uniform(0.1, 2)), 0.0) for pair in pairs}
-    return TokenNgrams([one, two], LABELS, eos_id=0)
+    return TokenNgrams([item, two], LABELS, eos_id=0)
 
 
 def head_of(kind: str, seed: int = 0, scale: float = 1.0) -> Transducer:
@@ -79,10 +79,10 @@ def fed(
     """Feed sequences to the slots, in parts of a chunk or of random sizes; yields the parts."""
     draw = np.random.default_rng(seed)
     at = [0] * len(rows)
-    while any(begin < len(own) for begin, own in zip(at, rows, strict=True)):
+    while any(begin < len(local) for begin, local in zip(at, rows, strict=True)):
         counts = [
-            min(len(own) - begin, chunk if seed is None else int(draw.integers(0, chunk + 1)))
-            for begin, own in zip(at, rows, strict=True)
+            min(len(local) - begin, chunk if seed is None else int(draw.integers(0, chunk + 1)))
+            for begin, local in zip(at, rows, strict=True)
         ]
         if not any(counts):
             continue
@@ -108,17 +108,19 @@ def test_a_stream_has_the_hypotheses_of_the_whole_utterance(kind, chunk, seed) -
         for _ in fed(search, rows[first : first + 3], chunk, seed):
             pass
         for slot, best in enumerate(expected[first : first + 3]):
-            found = search.finish(slot)
-            assert found.read == LENGTHS[first + slot]
-            listed = search.commit(slot, len(found.tokens), found.read)
-            scores = [one.score for one in best]
-            assert [one.score for one in listed] == pytest.approx(scores)
+            result = search.finish(slot)
+            assert result.read == LENGTHS[first + slot]
+            listed = search.commit(slot, len(result.tokens), result.read)
+            scores = [item.score for item in best]
+            assert [item.score for item in listed] == pytest.approx(scores)
             # Hypotheses of nearly the same score may change places, by how products are rounded.
             clear = [n for n, score in enumerate(scores[:-1]) if score - scores[n + 1] > 1e-3]
             for end in (n + 1 for n in clear):
-                assert {one.tokens for one in listed[:end]} == {one.tokens for one in best[:end]}
-            assert found.tokens == best[0].tokens if best else not found.tokens
-            assert found.frames == (best[0].frames if best else ())
+                assert {item.tokens for item in listed[:end]} == {
+                    item.tokens for item in best[:end]
+                }
+            assert result.tokens == best[0].tokens if best else not result.tokens
+            assert result.frames == (best[0].frames if best else ())
     assert max(len(best[0].tokens) for best in expected if best) > 4
     assert all(len(best) == NBEST for best in expected[2:5])
 
@@ -126,11 +128,11 @@ def test_a_stream_has_the_hypotheses_of_the_whole_utterance(kind, chunk, seed) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_search_follows_frames_only_on_request(kind) -> None:
     head, encoded = case(kind)
-    asked, plain = (whole(kind, head, encoded, with_frames=on) for on in (True, False))
-    assert plain == asked
-    assert all(len(one.frames) == len(one.tokens) for best in asked for one in best)
-    assert any(one.tokens for best in plain for one in best)
-    assert not any(one.frames for best in plain for one in best)
+    requested, plain = (whole(kind, head, encoded, with_frames=on) for on in (True, False))
+    assert plain == requested
+    assert all(len(item.frames) == len(item.tokens) for best in requested for item in best)
+    assert any(item.tokens for best in plain for item in best)
+    assert not any(item.frames for best in plain for item in best)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,12 +152,12 @@ def test_tokens_that_are_final_stay(kind) -> None:
             before = search._hypotheses(0)
             search.commit(0, len(final), 0)
     after = search._hypotheses(0)
-    agree = [one for one in before if one.tokens[: len(final)] == final]
+    agree = [item for item in before if item.tokens[: len(final)] == final]
     assert 1 < len(agree) < len(before)
-    assert [one.tokens for one in after] == [one.tokens[len(final) :] for one in agree]
+    assert [item.tokens for item in after] == [item.tokens[len(final) :] for item in agree]
     if kind != "ctc_lm":
-        found = [one.score - after[0].score for one in after]
-        assert found == pytest.approx([one.score - agree[0].score for one in agree], abs=1e-5)
+        result = [item.score - after[0].score for item in after]
+        assert result == pytest.approx([item.score - agree[0].score for item in agree], abs=1e-5)
     assert search.transcript(0).tokens == open_.tokens[len(final) :]
 
 
@@ -180,7 +182,7 @@ def test_ctc_says_a_token_at_its_likeliest_frame() -> None:
     search.start(0)
     first = search.step(probabilities[None, :3].log(), [3])[0]
     assert first.tokens == ()
-    assert [one.frames for one in search._hypotheses(0)] == [(), (1,)]
+    assert [item.frames for item in search._hypotheses(0)] == [(), (1,)]
     then = search.step(probabilities[None, 3:].log(), [1])[0]
     assert (then.tokens, then.frames) == ((0,), (3,))
 
@@ -200,11 +202,11 @@ def test_transducers_say_labels_at_their_likeliest_frames(kind) -> None:
             predicted = head.predictor_projection(head.predictor(packed.values, packed.layout))
             logits = head.logits(head.encoder_projection(rows)[:, None], predicted[None])
             symbols = logits[..., : LABELS + 1].log_softmax(-1)
-            said = labels[None, :, None].expand(len(rows), -1, 1)
+            message = labels[None, :, None].expand(len(rows), -1, 1)
             lasting = logits[..., LABELS + 1 :].log_softmax(-1).numpy()
             expected = likeliest_frames(
                 symbols[..., -1].numpy(),
-                symbols[:, :-1].gather(2, said)[..., 0].numpy(),
+                symbols[:, :-1].gather(2, message)[..., 0].numpy(),
                 lasting if kind == "tdt" else None,
                 head.config.durations or (),
             )
@@ -246,4 +248,4 @@ def _numbers_held(search: BeamStreams) -> int:
         return search._prefixes.labels.numel()
     assert isinstance(search, TransducerBeamStreams | TDTBeamStreams)
     beams = search._ahead if isinstance(search, TDTBeamStreams) else (search._beams,)
-    return sum(one.labels.numel() for one in beams) + search._frames._rows[0].numel()
+    return sum(item.labels.numel() for item in beams) + search._frames._rows[0].numel()

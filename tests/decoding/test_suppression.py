@@ -60,16 +60,16 @@ def test_greedy_search_takes_the_best_that_is_allowed(kind, model, tokenizer, en
     eos = tokenizer.eos_id
     free = greedy(model, encoded, eos)
     # What would be said: first the first tokens, then what is likeliest after those.
-    firsts = {said[0] for said in free if said}
-    later = [token for said in free for token in said[1:]]
+    firsts = {message[0] for message in free if message}
+    later = [token for message in free for token in message[1:]]
     often = max(later, key=later.count)
     for always, begin in (((often,), ()), ((), (*firsts, eos)), ((often, 9), (*firsts, eos))):
         barred = suppressing(model, always, begin)
         expected = greedy(barred, encoded, eos)
         assert decoded(barred, encoded, eos, kind) == expected
         assert expected != free
-        assert not {*always} & {token for said in expected for token in said}
-        assert not {*begin} & {said[0] for said in expected if said}
+        assert not {*always} & {token for message in expected for token in message}
+        assert not {*begin} & {message[0] for message in expected if message}
         # The end is barred at the beginning alone.
         assert eos not in begin or all(expected)
 
@@ -79,18 +79,18 @@ def test_greedy_search_takes_the_best_that_is_allowed(kind, model, tokenizer, en
 def test_a_beam_keeps_to_what_is_allowed(options, model, tokenizer, encoded) -> None:
     eos, limits = tokenizer.eos_id, [LIMIT] * len(PROMPTS)
     free = attention_beam(model, encoded, PROMPTS, limits, eos, beam=3, **options)
-    firsts = {one.tokens[0] for one in free if one.tokens}
+    firsts = {item.tokens[0] for item in free if item.tokens}
     always = free[1].tokens[-1]
     barred = suppressing(model, (always,), (*firsts, eos))
-    found = attention_beam(barred, encoded, PROMPTS, limits, eos, beam=3, **options)
-    for one in found:
-        assert one.tokens
-        assert one.tokens[0] not in firsts
-        assert always not in one.tokens
-    assert found != free
+    result = attention_beam(barred, encoded, PROMPTS, limits, eos, beam=3, **options)
+    for item in result:
+        assert item.tokens
+        assert item.tokens[0] not in firsts
+        assert always not in item.tokens
+    assert result != free
     if not options:
         narrow = attention_beam(barred, encoded, PROMPTS, limits, eos, beam=1)
-        assert [list(one.tokens) for one in narrow] == greedy(barred, encoded, eos)
+        assert [list(item.tokens) for item in narrow] == greedy(barred, encoded, eos)
 
 
 def test_logits_and_what_there_is_to_suppress() -> None:
@@ -99,10 +99,10 @@ def test_logits_and_what_there_is_to_suppress() -> None:
     config = dataclasses.replace(decoder.config, suppress=(3, 11), begin_suppress=(3, 5))
     decoder = Decoder(config, 12)
     # Of the classes that are tokens only; what is never written needs no second rule.
-    found = Suppression.from_decoder(decoder, classes=10)
-    assert found is not None
-    assert (found.always.tolist(), found.begin.tolist()) == ([3], [5])
-    logits = found.applied(torch.zeros(2, 10), torch.tensor([True, False]))
+    result = Suppression.from_decoder(decoder, classes=10)
+    assert result is not None
+    assert (result.always.tolist(), result.begin.tolist()) == ([3], [5])
+    logits = result.applied(torch.zeros(2, 10), torch.tensor([True, False]))
     assert (logits == FORBIDDEN).nonzero().tolist() == [[0, 3], [0, 5], [1, 3]]
 
 

@@ -33,11 +33,11 @@ def small_head(
 def step_by_step(head: Transducer, frames: Tensor, max_symbols: int) -> tuple[list[int], set[str]]:
     """The definition, for one utterance, with whole transcripts every time; and what occurred."""
     projected = head.encoder_projection(frames)
-    said: list[int] = []
+    message: list[int] = []
     seen = set[str]()
     at = here = 0
     while at < len(projected):
-        labels = pack([torch.tensor(said, dtype=torch.int64)])
+        labels = pack([torch.tensor(message, dtype=torch.int64)])
         predicted = head.predictor_projection(head.predictor(labels.values, labels.layout))
         logits = head.logits(projected[at], predicted[-1])
         symbol = int(logits[: LABELS + 1].argmax())
@@ -46,7 +46,7 @@ def step_by_step(head: Transducer, frames: Tensor, max_symbols: int) -> tuple[li
             seen.add(f"blank of {lasts}")
             lasts = max(lasts, 1)
         else:
-            said.append(symbol)
+            message.append(symbol)
             here += 1
             seen.add(f"label of {lasts}")
             if lasts == 0 and here == max_symbols:
@@ -56,7 +56,7 @@ def step_by_step(head: Transducer, frames: Tensor, max_symbols: int) -> tuple[li
         here = 0 if lasts else here
         if at > len(projected):
             seen.add("past the end")
-    return said, seen
+    return message, seen
 
 
 @pytest.mark.parametrize("predictor", ["lstm", "stateless"])
@@ -68,8 +68,8 @@ def test_greedy_is_step_by_step(predictor, max_symbols) -> None:
     for seed in range(6):
         head = make_head(config, LABELS, seed, blank=1.0, stay=1.0)
         encoded = make_frames(5, 0, 1, 12, 3, 0, 30, seed=seed)
-        found = transducer_greedy(head, encoded, max_symbols)
-        for labels, frames in zip(found, encoded.unpack(), strict=True):
+        result = transducer_greedy(head, encoded, max_symbols)
+        for labels, frames in zip(result, encoded.unpack(), strict=True):
             expected, seen = step_by_step(head, frames, max_symbols)
             assert labels == expected
             occurred |= seen
@@ -120,11 +120,11 @@ def test_greedy_is_that_of_transformers() -> None:
     encoded = theirs.encoder(features, attention_mask=mask, output_attention_mask=True)
     frames = encoded.attention_mask.sum(1).tolist()
     packed = pack([x[:n] for x, n in zip(encoded.last_hidden_state, frames, strict=True)])
-    found = transducer_greedy(head, packed, 100)
+    result = transducer_greedy(head, packed, 100)
     different, occurred = set(), set()
     generated = theirs.generate(features, attention_mask=mask, max_new_tokens=500)
     for labels, row, passed, n in zip(
-        found, generated.sequences.tolist(), generated.durations.tolist(), frames, strict=True
+        result, generated.sequences.tolist(), generated.durations.tolist(), frames, strict=True
     ):
         steps, at = [], 0
         # Rows that are at their end go on until the last one is.
@@ -157,9 +157,9 @@ def test_a_wide_beam_finds_the_likeliest_of_all_texts(predictor, durations) -> N
     for seed in range(5):
         head = small_head(predictor, seed, durations)
         encoded = make_frames(3, 0, 1, 5, 2, seed=seed)
-        found = tdt_beam(head, encoded, 60, [2] * 5)
-        assert found[1] == []
-        for labels, frames in zip(found, encoded.unpack(), strict=True):
+        result = tdt_beam(head, encoded, 60, [2] * 5)
+        assert result[1] == []
+        for labels, frames in zip(result, encoded.unpack(), strict=True):
             if len(frames):
                 best = texts[int(likelihoods(head, frames, texts).argmax())]
                 assert labels == best
@@ -183,10 +183,10 @@ def test_a_wider_beam_is_likelier_and_any_than_greedy() -> None:
             for name in totals
         }
         for number, frames in enumerate(encoded.unpack()):
-            found = [transcripts[name][number] for name in totals]
-            for name, value in zip(totals, likelihoods(head, frames, found), strict=True):
+            result = [transcripts[name][number] for name in totals]
+            for name, value in zip(totals, likelihoods(head, frames, result), strict=True):
                 totals[name] += value.item()
-            greedy, *_, widest = likelihoods(head, frames, found)
+            greedy, *_, widest = likelihoods(head, frames, result)
             assert widest >= greedy - 1e-9
             better += int(widest > greedy + 1e-9)
     assert totals["greedy"] < totals[1] < totals[2] < totals[8]
@@ -200,10 +200,10 @@ def test_a_beam_keeps_to_the_limits() -> None:
         encoded = make_frames(5, 7, 2, seed=seed)
         free = tdt_beam(head, encoded, 3, [50] * 3)
         limits = [len(free[0]) - 1, 0, len(free[2])]
-        found = tdt_beam(head, encoded, 3, limits)
-        assert len(found[0]) <= limits[0]
-        assert found[1] == []
-        assert found[2] == free[2]
+        result = tdt_beam(head, encoded, 3, limits)
+        assert len(result[0]) <= limits[0]
+        assert result[1] == []
+        assert result[2] == free[2]
 
 
 @torch.no_grad()

@@ -40,8 +40,8 @@ def words(tmp_path) -> WordNgrams:
 
 def whole(words: WordNgrams, text: str) -> float:
     """The log-probability of a text and its end."""
-    (found,) = words.log_probs([("", text)])
-    return found + words.log_prob([-1, *words.word_ids(text)], words.end_id)
+    (result,) = words.log_probs([("", text)])
+    return result + words.log_prob([-1, *words.word_ids(text)], words.end_id)
 
 
 def test_a_text_has_the_score_of_its_words_and_its_end(words, tokenizer) -> None:
@@ -51,7 +51,7 @@ def test_a_text_has_the_score_of_its_words_and_its_end(words, tokenizer) -> None
     ids = [tokenizer.encode(text, "en") for text in texts]
     expected = [whole(words, text) for text in texts]
     assert log_probs_of_texts(lm, ids) == pytest.approx(expected)
-    assert len({round(one, 6) for one in expected}) > 15
+    assert len({round(item, 6) for item in expected}) > 15
 
 
 def test_any_tokens_have_the_score_of_what_they_spell(words, tokenizer) -> None:

@@ -55,17 +55,17 @@ def test_texts_have_the_scores_of_the_same_model_over_tokens(tmp_path, lm) -> No
         for ids in itertools.product(names, repeat=n):
             (whole,) = log_probs_of_texts(tokens, [ids])
             end = tokens.scores(torch.tensor([[[-1, *ids]]]), torch.tensor([[[0]]]))[0, 0, 1]
-            text = " ".join(names[one] for one in ids)
-            (found,) = lm.log_probs([("", text)])
-            assert found == pytest.approx(whole - float(end))
-            seen.add(round(found, 6))
+            text = " ".join(names[item] for item in ids)
+            (result,) = lm.log_probs([("", text)])
+            assert result == pytest.approx(whole - float(end))
+            seen.add(round(result, 6))
     assert len(seen) > 80
 
 
 def test_earlier_words_are_context_without_a_score(lm) -> None:
     (whole,) = lm.log_probs([("", "the CAT sat's")])
-    (first, rest) = lm.log_probs([("", "the"), ("the", "CAT sat's")])
-    assert first + rest == pytest.approx(whole) == math.log(10) * -0.35
+    (first, remainder) = lm.log_probs([("", "the"), ("the", "CAT sat's")])
+    assert first + remainder == pytest.approx(whole) == math.log(10) * -0.35
     assert lm.log_probs([("the CAT", "")]) == [0.0]
     alone, after = lm.log_probs([("", "sat's"), ("one two the CAT", "sat's")])
     assert alone == pytest.approx((-0.9 - 0.3) * math.log(10))

@@ -95,9 +95,9 @@ def refused(context: DistributedContext):
 def apart(context: DistributedContext):
     """A learner exchanges gradients with nobody outside, in as many steps as it likes."""
     first = context.rank - context.rank % 2
-    own = context.subgroup(range(first, first + 2))
-    assert timeout_of(own.group) == timeout_of(dist.group.WORLD)
-    model = replicate(nn.Linear(1, 1, bias=False), own)
+    local = context.subgroup(range(first, first + 2))
+    assert timeout_of(local.group) == timeout_of(dist.group.WORLD)
+    model = replicate(nn.Linear(1, 1, bias=False), local)
     sync = gradient_sync(model)
     for _ in range(1 + first):
         sync.begin(lambda: None)

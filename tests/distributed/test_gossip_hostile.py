@@ -173,9 +173,9 @@ def test_a_thousand_connections_keep_no_learner_out(monkeypatch):
 
 def test_one_that_says_nothing_or_little_is_dropped_in_time(monkeypatch):
     monkeypatch.setattr(listener, "HANDSHAKE_S", 0.3)
-    with Listener(["127.0.0.1"], 1) as own, ThreadPoolExecutor(1) as pool:
-        accepting = pool.submit(own.accept, {0}, time.monotonic() + 4.0)
-        with socket.create_connection(tuple(own.endpoints[0]), 5.0) as client:
+    with Listener(["127.0.0.1"], 1) as local, ThreadPoolExecutor(1) as pool:
+        accepting = pool.submit(local.accept, {0}, time.monotonic() + 4.0)
+        with socket.create_connection(tuple(local.endpoints[0]), 5.0) as client:
             assert len(client.recv(100)) == 32
             began = time.monotonic()
             with suppress(OSError):
@@ -185,15 +185,15 @@ def test_one_that_says_nothing_or_little_is_dropped_in_time(monkeypatch):
             # Not 0.3 s after the last byte: after the first moment.
             assert time.monotonic() - began < 3.0
         assert accepting.result() == {}
-        assert own.rejected_connections == 1
+        assert local.rejected_connections == 1
 
 
 def test_what_was_recorded_cannot_be_replayed():
     """A relay records the handshake of learner 0; the listener waits for learner 2 as well."""
     recorded: list[bytes] = []
-    with Listener(["127.0.0.1"], 1) as own, ThreadPoolExecutor(2) as pool:
-        accepting = pool.submit(own.accept, {0, 2}, time.monotonic() + 2.0)
-        endpoint = tuple(own.endpoints[0])
+    with Listener(["127.0.0.1"], 1) as local, ThreadPoolExecutor(2) as pool:
+        accepting = pool.submit(local.accept, {0, 2}, time.monotonic() + 2.0)
+        endpoint = tuple(local.endpoints[0])
         with socket.create_server(("127.0.0.1", 0)) as relay:
 
             def record():
@@ -207,18 +207,18 @@ def test_what_was_recorded_cannot_be_replayed():
             relaying = pool.submit(record)
             with socket.create_connection(relay.getsockname()) as first:
                 until = time.monotonic() + 5.0
-                introduce(first, own.key, connecting=0, listening=1, until=until)
+                introduce(first, local.key, connecting=0, listening=1, until=until)
             relaying.result()
         # The key was not on the wire.
-        assert own.key not in recorded[0]
+        assert local.key not in recorded[0]
         with socket.create_connection(endpoint, 5.0) as again:
             assert len(again.recv(100)) == 32
             again.sendall(recorded[0])
             assert again.recv(100) == b""
-        found = accepting.result()
-    assert list(found) == [0]
-    found[0].close()
-    assert own.rejected_connections == 1
+        result = accepting.result()
+    assert list(result) == [0]
+    result[0].close()
+    assert local.rejected_connections == 1
 
 
 def test_a_proof_is_valid_for_one_role_one_connection_and_one_learner():
@@ -233,9 +233,9 @@ def test_a_proof_is_valid_for_one_role_one_connection_and_one_learner():
         Challenge(key, 3).verify(hello)
     with pytest.raises(HandshakeError, match="does not have the key"):
         challenge.verify(hello[:-32] + answer)
-    for place in range(8, HELLO_BYTES):
+    for position in range(8, HELLO_BYTES):
         changed = bytearray(hello)
-        changed[place] ^= 1
+        changed[position] ^= 1
         with pytest.raises(HandshakeError):
             challenge.verify(bytes(changed))
     with pytest.raises(HandshakeError, match="does not have the key"):
@@ -282,10 +282,10 @@ def test_a_false_server_is_not_taken_for_a_learner(answer):
 
 
 def test_only_the_chosen_interface_listens(monkeypatch):
-    with Listener(own_addresses(), 1) as own:
-        assert {address for address, _ in own.endpoints} <= {"127.0.0.1", "::1"}
-        bound = [listening.getsockname()[0] for listening in own._sockets]
-        assert bound == [address for address, _ in own.endpoints]
+    with Listener(own_addresses(), 1) as local:
+        assert {address for address, _ in local.endpoints} <= {"127.0.0.1", "::1"}
+        bound = [listening.getsockname()[0] for listening in local._sockets]
+        assert bound == [address for address, _ in local.endpoints]
     # All processes on one node: loopback is enough.
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -88,8 +88,8 @@ def lockstep(party: Party):
     gossip = party.gossip(tensors)
     gossip.start()
     for batch in torch.randn(20, 2, 16, 6):
-        own = batch[party.rank]
-        loss = (model(own) - own.sum(-1, keepdim=True)).square().mean()
+        local = batch[party.rank]
+        loss = (model(local) - local.sum(-1, keepdim=True)).square().mean()
         gradients = torch.autograd.grad(loss, tensors)
         with torch.no_grad():
             for parameter, gradient in zip(tensors, gradients, strict=True):
@@ -178,9 +178,9 @@ def test_learners_mix_lose_nothing_and_in_step_are_ddp():
 
 
 def test_a_killed_learner_leaves_the_others_running():
-    first, killed, *others = run_ranks(one_of_four_is_killed, size=4)
+    first, killed, *other_items = run_ranks(one_of_four_is_killed, size=4)
     assert killed.returncode == 7
-    for learner, result in zip((0, 2, 3), (first, *others), strict=True):
+    for learner, result in zip((0, 2, 3), (first, *other_items), strict=True):
         assert result.returncode == 0, result.stderr
         assert f"learner {learner} went on" in result.stdout
         told = f"learner {learner} lost learner 1, and continues with learner 3: " in result.stderr

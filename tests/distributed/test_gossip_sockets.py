@@ -178,11 +178,11 @@ def test_connections_end_with_their_transport():
 
 
 def test_addresses_are_those_of_the_interfaces_that_are_named(monkeypatch):
-    found = own_addresses()
-    assert found
-    assert "127.0.0.1" in found
-    if len(found) > 1 and not found[0].startswith("127."):
-        assert found.index("127.0.0.1") > 0
+    result = own_addresses()
+    assert result
+    assert "127.0.0.1" in result
+    if len(result) > 1 and not result[0].startswith("127."):
+        assert result.index("127.0.0.1") > 0
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert own_addresses()[0] == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo, nonexistent0")

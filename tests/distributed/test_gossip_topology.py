@@ -12,10 +12,10 @@ topologies = st.sampled_from(["ring", "random"])
 @given(topologies, st.integers(2, 70))
 def test_everybody_is_connected_over_edges_between_an_active_and_a_passive_one(topology, learners):
     beside = [neighbours(topology, n, learners) for n in range(learners)]
-    for learner, others in enumerate(beside):
-        assert others, "a learner without neighbour"
-        assert list(others) == sorted(set(others))
-        for other in others:
+    for learner, other_items in enumerate(beside):
+        assert other_items, "a learner without neighbour"
+        assert list(other_items) == sorted(set(other_items))
+        for other in other_items:
             assert is_active(other) != is_active(learner)
             assert learner in beside[other]
     reached, new = set(), {0}

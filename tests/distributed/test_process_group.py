@@ -188,10 +188,10 @@ def test_the_tasks_of_srun_are_ranks():
 
 
 def test_a_port_in_use_is_named():
-    with socket.socket() as taken:
-        taken.bind(("localhost", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+    with socket.socket() as used:
+        used.bind(("localhost", 0))
+        used.listen()
+        port = str(used.getsockname()[1])
         environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         done = run_environment(environment | {"RANK": "0", "WORLD_SIZE": "2"})
     assert f"`MASTER_PORT` must be a free port of localhost, but {port} is in use" in done

@@ -47,8 +47,8 @@ def test_those_who_have_time_begin_what_others_have_only_reserved(store):
         return mine
 
     with ThreadPoolExecutor(3) as pool:
-        taken = Counter(claim for mine in pool.map(take, range(1, 4)) for claim in mine)
-    assert taken == Counter([1, 2, 3, 4])
+        used = Counter(claim for mine in pool.map(take, range(1, 4)) for claim in mine)
+    assert used == Counter([1, 2, 3, 4])
     assert [slow.begin(claim) for claim in slow_ones] == [True, False, False, False, False]
     assert list(slow.unfinished(0, 5)) == [0]
     slow.finish(0)
@@ -56,14 +56,14 @@ def test_those_who_have_time_begin_what_others_have_only_reserved(store):
 
 
 def test_what_a_lost_learner_has_begun_is_seized_once(store):
-    lost, *others = (WorkQueue(store, learner, first=0) for learner in range(4))
+    lost, *other_items = (WorkQueue(store, learner, first=0) for learner in range(4))
     assert lost.begin(lost.reserve())
     assert lost.begin(lost.reserve())
     lost.finish(0)
-    assert not any(other.seize(1, lost={3}) for other in others)
-    assert not others[0].seize(2, lost={0}), "nobody has begun it"
-    assert [other.seize(1, lost={0}) for other in others] == [True, False, False]
-    assert list(others[1].unfinished(0, 2)) == [1]
+    assert not any(other.seize(1, lost={3}) for other in other_items)
+    assert not other_items[0].seize(2, lost={0}), "nobody has begun it"
+    assert [other.seize(1, lost={0}) for other in other_items] == [True, False, False]
+    assert list(other_items[1].unfinished(0, 2)) == [1]
 
 
 def test_the_store_forgets_what_is_over(store):
@@ -98,8 +98,8 @@ def test_learners_meet_without_those_who_are_lost(store):
         Membership(PrefixStore("m", store), n, 4, timeout_s=60.0, on_lost=told[n].append)
         for n in range(4)
     ]
-    for one in members:
-        one.__enter__()
+    for item in members:
+        item.__enter__()
     assert members[0].try_synchronize() is None
     assert all_meet(members) == [[0, 1, 2, 3]] * 4
     error = RuntimeError("out of luck")
@@ -117,8 +117,8 @@ def test_learners_meet_without_those_who_are_lost(store):
         members[2].check()
     with pytest.raises(EvictedError):
         members[2].try_synchronize()
-    for one in (members[0], members[3]):
-        one.__exit__(None, None, None)
+    for item in (members[0], members[3]):
+        item.__exit__(None, None, None)
 
 
 def test_one_that_is_silent_for_too_long_is_lost_and_nobody_else(store):

@@ -38,8 +38,8 @@ PLACEHOLDER = "demo"
 
 def blocks(page: Path, language: str) -> Iterator[tuple[str, str]]:
     """The code blocks of a language: what the words after it say, and the text."""
-    found = re.findall(rf"^```{language}\b *([^\n]*)\n(.*?)^```", page.read_text(), re.M | re.S)
-    yield from found
+    result = re.findall(rf"^```{language}\b *([^\n]*)\n(.*?)^```", page.read_text(), re.M | re.S)
+    yield from result
 
 
 def split(line: str) -> list[list[str]]:
@@ -57,7 +57,7 @@ def split(line: str) -> list[list[str]]:
 
 def commands_of(page: Path) -> list[tuple[str, list[str]]]:
     """All commands in blocks, and those in the text that name a program of ours."""
-    found = [
+    result = [
         (line, words)
         for _, text in blocks(page, "sh")
         for line in text.splitlines()
@@ -67,8 +67,8 @@ def commands_of(page: Path) -> list[tuple[str, list[str]]]:
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     for text in re.findall(r"`((?:effasr|python|torchrun|make|pytest) [^`]+)`", prose):
         text = " ".join(text.split())
-        found += [(text, words) for words in split(text) if "..." not in words]
-    return found
+        result += [(text, words) for words in split(text) if "..." not in words]
+    return result
 
 
 COMMANDS = [
@@ -79,10 +79,10 @@ COMMANDS = [
 
 
 def check_training(recipe: str, overrides: list[str]) -> None:
-    known = recipe if recipe in config.recipes() else PLACEHOLDER
-    assert known == recipe or recipe == "RECIPE" or Path(recipe).suffix == ".yaml", recipe
-    given = [one for one in overrides if one not in ("field=value", "...")]
-    config.load(TrainConfig, known, given)
+    existing = recipe if recipe in config.recipes() else PLACEHOLDER
+    assert existing == recipe or recipe == "RECIPE" or Path(recipe).suffix == ".yaml", recipe
+    provided = [item for item in overrides if item not in ("field=value", "...")]
+    config.load(TrainConfig, existing, provided)
 
 
 def check_effasr(words: list[str]) -> None:

@@ -25,11 +25,11 @@ def test_the_page_is_that_of_the_docstrings(generate, tmp_path, monkeypatch):
 
 def test_every_field_of_a_recipe_is_explained(generate):
     """Where a recipe that names all fields has them, also in parts that are null by default."""
-    found = generate.sections(TrainConfig)
-    paths = {path for own in found.values() for path in own}
+    result = generate.sections(TrainConfig)
+    paths = {path for local in result.values() for path in local}
     for recipe in configuration.recipes():
         _check(configuration.load(TrainConfig, recipe), "", paths)
-    for cls in found:
+    for cls in result:
         fields = {field.name for field in dataclasses.fields(cls) if field.init}
         assert fields <= generate.meanings(cls).keys()
         assert all(generate.meanings(cls).values())

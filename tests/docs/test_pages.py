@@ -90,7 +90,7 @@ def test_the_picture_of_doctor_has_its_last_operations(columns):
     """Those above are off the screen."""
     picture = (ROOT / f"docs/images/doctor_{columns}.svg").read_text()
     lines = html.unescape(" ".join(re.findall(r"<text[^>]*>(.*?)</text>", picture)))
-    shown = re.findall(r"\| ([^\s|][^|]*) on cpu ", lines.replace("\xa0", " "))
+    visible = re.findall(r"\| ([^\s|][^|]*) on cpu ", lines.replace("\xa0", " "))
     labels = [example.label for operation in OPERATIONS.values() for example in operation.examples]
-    assert len(shown) > 20
-    assert shown == labels[-len(shown) :]
+    assert len(visible) > 20
+    assert visible == labels[-len(visible) :]

@@ -67,8 +67,8 @@ def test_words_stand_above_each_other():
 @pytest.mark.parametrize("seed", range(5))
 def test_alignments_count_what_the_error_rate_counts(seed):
     rng = np.random.default_rng(seed)
-    one, other = (" ".join(rng.choice(list("abcd"), rng.integers(0, 9))) for _ in range(2))
-    errors, kinds = count_errors(one, other), align(one, other).kinds
+    item, other = (" ".join(rng.choice(list("abcd"), rng.integers(0, 9))) for _ in range(2))
+    errors, kinds = count_errors(item, other), align(item, other).kinds
     assert kinds.count("S") == errors.substitutions
     assert kinds.count("D") == errors.deletions
     assert kinds.count("I") == errors.insertions
@@ -116,9 +116,9 @@ def test_runs_side_by_side(tmp_path, capsys):
 
 def test_a_folder_of_results_is_a_system_too(tmp_path):
     save(evaluated([("One", "one")]), tmp_path / "system" / "dev")
-    (one,) = read_run(tmp_path / "system" / "dev")
-    assert (one.system, one.set_name) == ("system", "dev")
-    assert "100.00" in compare([one])
+    (item,) = read_run(tmp_path / "system" / "dev")
+    assert (item.system, item.set_name) == ("system", "dev")
+    assert "100.00" in compare([item])
     (anew,) = read_run(tmp_path / "system" / "dev", "basic")
     assert "100.00" not in compare([anew])
 
@@ -129,20 +129,20 @@ def test_a_folder_with_another_name_than_its_set_names_the_system(tmp_path, monk
     save(done, tmp_path / "beam4", of_set="dev")
     save(done, tmp_path / "system" / "dev", of_set="dev")
     monkeypatch.chdir(tmp_path)
-    found = [read_run(path) for path in ("a", "beam4", "system/dev")]
-    names = [(one.system, one.set_name) for (one,) in found]
+    result = [read_run(path) for path in ("a", "beam4", "system/dev")]
+    names = [(item.system, item.set_name) for (item,) in result]
     assert names == [("a", "dev"), ("beam4", "dev"), ("system", "dev")]
     save(done, tmp_path / "a" / "evaluation" / "beam4", of_set="dev")
     for path, system in (("dev", "a"), ("beam4", "a/beam4")):
-        (one,) = read_run(f"a/evaluation/{path}")
-        assert (one.system, one.set_name) == (system, "dev")
+        (item,) = read_run(f"a/evaluation/{path}")
+        assert (item.system, item.set_name) == (system, "dev")
     save(done, tmp_path / "more" / "beam4", of_set="dev")
-    alike = [one for path in ("beam4", "more/beam4") for one in read_run(path)]
+    alike = [item for path in ("beam4", "more/beam4") for item in read_run(path)]
     table = compare(alike)
     assert "beam4 (1)" in table
     assert "beam4 (2)" in table
     monkeypatch.chdir("system/dev")
-    assert [(one.system, one.set_name) for one in read_run(".")] == [("system", "dev")]
+    assert [(item.system, item.set_name) for item in read_run(".")] == [("system", "dev")]
 
 
 def test_what_cannot_be_compared(tmp_path, capsys):

@@ -17,8 +17,8 @@ def test_texts_of_a_list_are_different_and_in_its_order():
         listed = tuple(Alternative(text, -n, -n) for n, text in enumerate(texts))
         return Segment(0.0, 1.0, texts[0], alternatives=listed)
 
-    one = Transcription("u", 1.0, "b", (segment("b", "a  c", "b", "", "a c"),))
-    assert joined_texts(one.alternatives) == "b | a c"
+    item = Transcription("u", 1.0, "b", (segment("b", "a  c", "b", "", "a c"),))
+    assert joined_texts(item.alternatives) == "b | a c"
     two = Transcription("u", 2.0, "b x", (segment("b", "a"), segment("x", "y")))
     assert joined_texts(two.alternatives).split(" | ")[0] == "b x"
     assert joined_texts(Transcription("u", 1.0, "", (segment("", ""),)).alternatives) == ""
@@ -33,17 +33,17 @@ def test_the_command_writes_a_manifest_of_text_pairs(tmp_path, saved, noise, cap
     assert main([*command, "--nbest", "3", "--source", "ours"]) == 0
     assert "3 pairs in" in capsys.readouterr().out
     assert is_text_only(out)
-    found = {one.id: one for one in pairs(out)}
-    assert [found[f"u{n}"].text for n in range(3)] == references
-    assert {one.source_name for one in found.values()} == {"ours"}
-    assert {one.prompt.task for one in found.values()} == {"transcribe"}
+    result = {item.id: item for item in pairs(out)}
+    assert [result[f"u{n}"].text for n in range(3)] == references
+    assert {item.source_name for item in result.values()} == {"ours"}
+    assert {item.prompt.task for item in result.values()} == {"transcribe"}
 
-    asked = ["transcribe", "--run", str(saved), *common, "--nbest", "3", "--json"]
-    assert main([*asked, *(str(tmp_path / f"u{n}.wav") for n in range(3))]) == 0
-    for line, name in zip(capsys.readouterr().out.splitlines(), found, strict=True):
+    requested = ["transcribe", "--run", str(saved), *common, "--nbest", "3", "--json"]
+    assert main([*requested, *(str(tmp_path / f"u{n}.wav") for n in range(3))]) == 0
+    for line, name in zip(capsys.readouterr().out.splitlines(), result, strict=True):
         (segment,) = json.loads(line)["segments"]
-        texts = [one["text"] for one in segment["alternatives"]]
-        assert found[name].source == " | ".join(dict.fromkeys(text for text in texts if text))
+        texts = [item["text"] for item in segment["alternatives"]]
+        assert result[name].source == " | ".join(dict.fromkeys(text for text in texts if text))
 
     (tmp_path / "broken.wav").write_bytes(b"no audio")
     soundfile.write(tmp_path / "s.wav", np.zeros(16_000, np.float32), 16_000)

@@ -263,7 +263,7 @@ def test_a_set_is_called_after_its_manifest(manifest, name):
 
 
 def test_sets_of_one_name_are_numbered_whatever_the_others_are_called():
-    taken: list[str] = []
+    used: list[str] = []
     for path in ("a/dev.jsonl", "dev-3", "b/dev.jsonl.gz", "c/dev"):
-        taken.append(free_set_name(path, taken))
-    assert taken == ["dev", "dev-3", "dev-2", "dev-4"]
+        used.append(free_set_name(path, used))
+    assert used == ["dev", "dev-3", "dev-2", "dev-4"]

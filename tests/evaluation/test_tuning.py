@@ -29,20 +29,20 @@ def draw_lists(config, start, truth=None, *, count=150, size=4, segments=1, seed
         for _ in range(segments):
             listed, ranks = [], []
             for place in range(size):
-                own, ctc, lm = draw.normal(-20, 3, 3)
+                local, ctc, lm = draw.normal(-20, 3, 3)
                 # Without a truth, texts of one length: a shorter one has fewer insertions.
                 words = int(draw.integers(2, 7))
                 text = " ".join(f"w{place}x{n}" for n in range(4 if truth is None else words))
-                given = _rank(config, start, own, ctc, lm, words)
-                divided = ScoreParts(own, ctc, None, words + 1)
-                listed.append(Alternative(text, own, given, lm, divided))
+                provided = _rank(config, start, local, ctc, lm, words)
+                divided = ScoreParts(local, ctc, None, words + 1)
+                listed.append(Alternative(text, local, provided, lm, divided))
                 ranks.append(
-                    draw.random() if truth is None else _rank(config, truth, own, ctc, lm, words)
+                    draw.random() if truth is None else _rank(config, truth, local, ctc, lm, words)
                 )
             parts.append(Segment(0.0, 1.0, listed[0].text, alternatives=tuple(listed)))
             texts.append(listed[int(np.argmax(ranks))].text)
-        said = Transcription(str(number), 1.0, "", tuple(parts))
-        utterances.append((" ".join(texts), said))
+        message = Transcription(str(number), 1.0, "", tuple(parts))
+        utterances.append((" ".join(texts), message))
     return NBestLists(utterances, config, start, str)
 
 
@@ -66,9 +66,9 @@ def test_planted_weights_are_found(config, planted, segments):
     truth = replace(start, **planted)
     lists = draw_lists(config, start, truth, segments=segments)
     assert sum(lists.word_errors(start)) > 50
-    found = best_weights(lists, start, {name: GRIDS[name] for name in planted})
-    assert sum(lists.word_errors(found)) == 0
-    assert found == truth
+    result = best_weights(lists, start, {name: GRIDS[name] for name in planted})
+    assert sum(lists.word_errors(result)) == 0
+    assert result == truth
 
 
 def test_a_gain_by_chance_changes_nothing():
@@ -88,8 +88,8 @@ def test_a_gain_by_chance_changes_nothing():
 def test_a_weight_without_effect_stays():
     start = Weights.from_config(JOINT, "attention")
     lists = draw_lists(JOINT, start, replace(start, ctc_weight=0.8))
-    found = best_weights(lists, start, {name: GRIDS[name] for name in ("ctc_weight", "lm_weight")})
-    assert found == replace(start, ctc_weight=0.8)
+    result = best_weights(lists, start, {name: GRIDS[name] for name in ("ctc_weight", "lm_weight")})
+    assert result == replace(start, ctc_weight=0.8)
 
 
 def test_one_alternative_leaves_nothing_to_choose():
@@ -105,12 +105,14 @@ def test_what_the_weights_do_not_explain_is_kept():
     start = Weights.from_config(JOINT, "attention")
     pair = [("a", -5.0, 1.0), ("b", -4.0, 0.0)]
     listed = tuple(
-        Alternative(text, own, own * 0.7 + 0.3 * own + more, None, ScoreParts(own, own, None, 1))
-        for text, own, more in pair
+        Alternative(
+            text, local, local * 0.7 + 0.3 * local + more, None, ScoreParts(local, local, None, 1)
+        )
+        for text, local, more in pair
     )
-    said = Transcription("u", 1.0, "a", (Segment(0.0, 1.0, "a", alternatives=listed),))
+    message = Transcription("u", 1.0, "a", (Segment(0.0, 1.0, "a", alternatives=listed),))
     start = replace(start, length_penalty=0.0)
-    lists = NBestLists([("a", said)], JOINT, start, str)
+    lists = NBestLists([("a", message)], JOINT, start, str)
     assert lists.choices(start).tolist() == [0]
 
 
@@ -141,9 +143,9 @@ def test_the_margin_of_a_corrector_is_found():
     start = Weights.from_config(config, "attention")
     lists = NBestLists(utterances, config, start, str)
     assert sum(lists.word_errors(start)) > 5
-    found = best_weights(lists, start, {"corrector_margin": GRIDS["corrector_margin"]})
-    assert found.corrector_margin == 3.0
-    assert sum(lists.word_errors(found)) == 0
+    result = best_weights(lists, start, {"corrector_margin": GRIDS["corrector_margin"]})
+    assert result.corrector_margin == 3.0
+    assert sum(lists.word_errors(result)) == 0
     never = replace(start, corrector_margin=1000.0)
     assert sum(lists.word_errors(never)) > 50
 
@@ -188,10 +190,10 @@ def test_the_command_tunes_on_a_set(tmp_path, saved, noise, capsys):
     assert not out.exists()
     assert main([*command, "--beam", "4", "--output", str(out)]) == 0
     printed = capsys.readouterr().out
-    given, tuned = (
+    provided, tuned = (
         line for line in printed.splitlines() if line.startswith(("| given", "| tuned"))
     )
-    assert len(given.split("|")) == len(tuned.split("|")) == 7
+    assert len(provided.split("|")) == len(tuned.split("|")) == 7
     assert "of 4 alternatives (oracle)" in printed
     assert out.read_text().startswith("# effasr tune on set: 3 utterances, WER of the choice among")
     evaluate = ["evaluate", "--run", str(saved), "--manifest", str(manifest)]

@@ -60,8 +60,8 @@ def _random_sentences(seed: int) -> tuple[str, str]:
     words = [draw.choice("abcde") for _ in range(draw.randrange(12))]
     spoken = " ".join(words)
     for _ in range(draw.randrange(5)):
-        place = draw.randrange(len(words) + 1)
-        words[place : place + draw.randrange(2)] = [draw.choice("abcde")] * draw.randrange(2)
+        position = draw.randrange(len(words) + 1)
+        words[position : position + draw.randrange(2)] = [draw.choice("abcde")] * draw.randrange(2)
     return spoken, " ".join(words)
 
 

@@ -19,8 +19,8 @@ def words(*pairs: tuple[str, float]) -> list[WordConfidence]:
 
 
 def test_words_are_right_where_the_alignment_has_them_equal():
-    said = words(("One,", 0.9), ("too", 0.2), ("well-known", 0.5), ("-", 0.1), ("three", 0.8))
-    assert judge("one two well known four three", said, basic) == (
+    message = words(("One,", 0.9), ("too", 0.2), ("well-known", 0.5), ("-", 0.1), ("three", 0.8))
+    assert judge("one two well known four three", message, basic) == (
         (0.9, True), (0.2, False), (0.5, True), (0.5, True), (0.8, True),
     )  # fmt: skip
     assert judge("", words(("a", 0.5)), basic) == ((0.5, False),)
@@ -33,16 +33,16 @@ def test_calibration_error_and_area_are_those_of_their_definitions():
     draw = np.random.default_rng(0)
     sure = draw.random(400).round(2)
     right = draw.random(400) < sure**2
-    found = confidence_report(list(zip(sure.tolist(), right.tolist(), strict=True)))
+    result = confidence_report(list(zip(sure.tolist(), right.tolist(), strict=True)))
     error = 0.0
     for low in range(15):
         inside = (sure * 15 >= low) & ((sure * 15 < low + 1) | (low == 14))
         if inside.any():
             error += inside.mean() * abs(sure[inside].mean() - right[inside].mean())
-    assert found.ece == pytest.approx(error)
+    assert result.ece == pytest.approx(error)
     pairs = [(a > b) + 0.5 * (a == b) for a in sure[right] for b in sure[~right]]
-    assert found.auc == pytest.approx(np.mean(pairs))
-    assert (found.words, found.right) == (400, right.sum())
+    assert result.auc == pytest.approx(np.mean(pairs))
+    assert (result.words, result.right) == (400, right.sum())
     perfect = confidence_report([(1.0, True), (0.0, False)])
     assert (perfect.ece, perfect.auc) == (0.0, 1.0)
     empty = confidence_report([], 3)
@@ -56,11 +56,11 @@ def test_a_fit_finds_the_map_that_made_the_words():
     sure = draw.random(20_000)
     right = draw.random(20_000) < np.array([true(value) for value in sure])
     judged = list(zip(sure.tolist(), right.tolist(), strict=True))
-    found = fit_calibration(judged, "ctc")
-    assert found is not None
-    assert found.method == "ctc"
-    assert (found.slope, found.intercept) == pytest.approx((0.4, 1.5), abs=0.08)
-    mapped = confidence_report([(found(value), good) for value, good in judged])
+    result = fit_calibration(judged, "ctc")
+    assert result is not None
+    assert result.method == "ctc"
+    assert (result.slope, result.intercept) == pytest.approx((0.4, 1.5), abs=0.08)
+    mapped = confidence_report([(result(value), good) for value, good in judged])
     raw = confidence_report(judged)
     assert mapped.ece < 0.02 < 0.2 < raw.ece
     # A rising map changes no order.
@@ -68,10 +68,10 @@ def test_a_fit_finds_the_map_that_made_the_words():
 
 
 def test_a_fit_of_separable_words_is_finite():
-    found = fit_calibration([(0.9, True)] * 5 + [(0.1, False)] * 5, "ctc")
-    assert found is not None
-    assert found(0.9) == pytest.approx(6 / 7, abs=1e-3)
-    assert found(0.1) == pytest.approx(1 / 7, abs=1e-3)
+    result = fit_calibration([(0.9, True)] * 5 + [(0.1, False)] * 5, "ctc")
+    assert result is not None
+    assert result(0.9) == pytest.approx(6 / 7, abs=1e-3)
+    assert result(0.1) == pytest.approx(1 / 7, abs=1e-3)
     assert math.isfinite(logit(0.0))
     assert math.isfinite(logit(1.0))
     assert ConfidenceCalibration(1e3, 0.0, "ctc")(0.0) == 0.0
@@ -82,31 +82,31 @@ def test_commands_report_and_apply_confidences(tmp_path, saved, noise, capsys):
     sounds, wave = [noise(2.6, seed=6)], tmp_path / "u0.wav"
     write_set(tmp_path, sounds, [""])
     options = ["--run", str(saved), "--device", "cpu", "--method", "ctc"]
-    heard = ["transcribe", *options, str(wave), "--json", "--confidence"]
-    assert main(heard) == 0
+    received = ["transcribe", *options, str(wave), "--json", "--confidence"]
+    assert main(received) == 0
     (segment,) = json.loads(capsys.readouterr().out)["segments"]
-    said = [one["word"] for one in segment["word_confidences"]]
-    raw = [one["confidence"] for one in segment["word_confidences"]]
-    assert said == segment["text"].split()
+    message = [item["word"] for item in segment["word_confidences"]]
+    raw = [item["confidence"] for item in segment["word_confidences"]]
+    assert message == segment["text"].split()
     assert segment["mean_word_confidence"] == pytest.approx(sum(raw) / len(raw))
-    assert len(said) > 1, "the test needs several words"
+    assert len(message) > 1, "the test needs several words"
 
     # The first word is right, and the others are wrong.
-    manifest = write_set(tmp_path, sounds, [said[0] + " zz" * (len(said) - 1)])
+    manifest = write_set(tmp_path, sounds, [message[0] + " zz" * (len(message) - 1)])
     scored = ["evaluate", *options, "--manifest", str(manifest), "--confidence"]
     scored += ["--normalizer", "none", "--output", str(tmp_path / "out")]
     assert main(scored) == 0
     assert "confidence of" in capsys.readouterr().out
-    found = json.loads((tmp_path / "out/wer.json").read_text())["word_confidence"]
-    assert found["words"] == len(said)
-    assert found["right"] >= 1
-    assert found["calibrated"] is False
+    result = json.loads((tmp_path / "out/wer.json").read_text())["word_confidence"]
+    assert result["words"] == len(message)
+    assert result["right"] >= 1
+    assert result["calibrated"] is False
 
     file = tmp_path / "out/calibration.json"
     map_of = ConfidenceCalibration.load(file)
-    assert main([*heard, "--calibration", str(file)]) == 0
+    assert main([*received, "--calibration", str(file)]) == 0
     (segment,) = json.loads(capsys.readouterr().out)["segments"]
-    mapped = [one["confidence"] for one in segment["word_confidences"]]
+    mapped = [item["confidence"] for item in segment["word_confidences"]]
     assert mapped == pytest.approx([map_of(value) for value in raw])
     file.unlink()
     other = tmp_path / "c.json"
@@ -114,12 +114,13 @@ def test_commands_report_and_apply_confidences(tmp_path, saved, noise, capsys):
     assert main([*scored, "--calibration", str(other)]) == 0
     assert not file.exists(), "a map of mapped values would be taken for one of raw values"
     other.write_text(json.dumps({"slope": 1.0, "intercept": 0.0, "method": "attention"}))
-    assert main([*heard, "--calibration", str(other)]) == 2
+    assert main([*received, "--calibration", str(other)]) == 2
     assert "must be of the method ctc, but is of attention" in capsys.readouterr().err
     other.write_text(json.dumps({"slope": "1", "intercept": 0.0, "method": "ctc"}))
-    assert main([*heard, "--calibration", str(other)]) == 2
-    plain = [one for one in heard if one != "--json"]
+    assert main([*received, "--calibration", str(other)]) == 2
+    plain = [item for item in received if item != "--json"]
     assert main(plain) == 2
     assert (
-        main([*(one for one in heard if one != "--confidence"), "--calibration", str(other)]) == 2
+        main([*(item for item in received if item != "--confidence"), "--calibration", str(other)])
+        == 2
     )

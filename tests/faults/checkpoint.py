@@ -70,8 +70,8 @@ def check(folder: Path, fault: str, error: str):
     gone = folder.with_name("state.gone")
     if gone.exists():
         # Whatever is in the new folder is whole, or there is nothing.
-        found = RunCheckpoints(folder, keep=1).newest() if folder.exists() else None
-        assert found is None or found[1] == {"step": 3}
+        result = RunCheckpoints(folder, keep=1).newest() if folder.exists() else None
+        assert result is None or result[1] == {"step": 3}
         folder = gone
     path, state = RunCheckpoints(folder, keep=1).newest() or (Path(), {})
     assert path.name == f"step_{state['step']:08d}"
@@ -86,7 +86,7 @@ def check(folder: Path, fault: str, error: str):
     _check_whole(resolve(folder), best)
     # The next start.
     _save(folder, 4, is_best=True)
-    names = sorted(one.name for one in folder.iterdir())
+    names = sorted(item.name for item in folder.iterdir())
     assert names == ["best", "latest", "step_00000004"], names
     assert (folder / "latest").read_text() == (folder / "best").read_text() == "step_00000004\n"
 
@@ -109,6 +109,6 @@ def check_replaced(folder: Path, error: str, write: Callable, read: Callable) ->
 
 def _check_whole(path: Path, step: int):
     model = load_model(path).model
-    assert {one.unique().item() for one in model.parameters()} == {float(step)}
+    assert {item.unique().item() for item in model.parameters()} == {float(step)}
     moment = tensor_files.read_whole(path / TENSORS)["moment"]
     assert torch.equal(moment, torch.full((5000,), float(step)))

@@ -14,10 +14,10 @@ from tests.faults.checkpoint import check_replaced, filled_model
 
 
 def _export(folder: Path, value: float) -> str:
-    model, shown = folder.with_name("models") / f"{value:g}", io.StringIO()
-    with redirect_stdout(io.StringIO()), redirect_stderr(shown):
+    model, visible = folder.with_name("models") / f"{value:g}", io.StringIO()
+    with redirect_stdout(io.StringIO()), redirect_stderr(visible):
         code = main(["export", str(model), str(folder / "model"), "--author", f"value {value:g}"])
-    lines = [line for line in shown.getvalue().splitlines() if line.startswith("effasr export: ")]
+    lines = [line for line in visible.getvalue().splitlines() if line.startswith("effasr export: ")]
     return lines[-1].removeprefix("effasr export: ") if code else ""
 
 
@@ -45,7 +45,7 @@ def _value(folder: Path) -> float:
     """Return the value of which all files are."""
     weights = load_file(folder / "model" / "model.safetensors")
     is_filled = lambda name: "running_" not in name and "num_batches" not in name
-    values = {one.unique().item() for name, one in weights.items() if is_filled(name)}
+    values = {item.unique().item() for name, item in weights.items() if is_filled(name)}
     (value,) = values
     assert f"Author: value {value:g}." in (folder / "model" / "README.md").read_text()
     assert (folder / "model" / "config.json").stat().st_size

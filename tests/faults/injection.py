@@ -57,11 +57,11 @@ class Outcome:
 def build(folder: Path, name: str = "inject") -> Path:
     library = folder / f"lib{name}.so"
     if not library.exists():
-        own = folder / f"{os.getpid()}.so"
-        command = ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", str(own)]
+        local = folder / f"{os.getpid()}.so"
+        command = ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", str(local)]
         command += [str(Path(__file__).with_name(f"{name}.c")), "-ldl"]
         subprocess.run(command, check=True, capture_output=True, text=True)
-        own.replace(library)
+        local.replace(library)
     return library
 
 
@@ -116,12 +116,12 @@ _HARMLESS = {
 
 def _changes(line: str) -> bool:
     """Return whether a line of strace is a call that changes a file."""
-    found = re.match(r"\d+ +(\w+)\(", line)
-    if found is None or found[1] in _HARMLESS:
+    result = re.match(r"\d+ +(\w+)\(", line)
+    if result is None or result[1] in _HARMLESS:
         return False
-    if found[1] in ("open", "openat"):
+    if result[1] in ("open", "openat"):
         return re.search("O_CREAT|O_TRUNC|O_WRONLY|O_RDWR", line) is not None
-    return found[1] != "mmap" or ("PROT_WRITE" in line and "MAP_SHARED" in line)
+    return result[1] != "mmap" or ("PROT_WRITE" in line and "MAP_SHARED" in line)
 
 
 def _in_child(run: Callable[[], Any]) -> Any:

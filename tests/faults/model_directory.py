@@ -26,5 +26,5 @@ def check(folder: Path, fault: str, error: str):
 
 def _value(folder: Path) -> float:
     parameters = load_model(folder / "model").model.parameters()
-    (value,) = {one.unique().item() for one in parameters}
+    (value,) = {item.unique().item() for item in parameters}
     return value

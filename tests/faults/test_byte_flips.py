@@ -37,9 +37,9 @@ NEWEST, BEST = "checkpoints/step_00000004", "checkpoints/step_00000002"
 
 def _continue(run: Path) -> Any:
     """What a run continues from, and what it appends to."""
-    found = RunCheckpoints(run / "checkpoints", keep=2).newest()
-    assert found is not None
-    path, state = found
+    result = RunCheckpoints(run / "checkpoints", keep=2).newest()
+    assert result is not None
+    path, state = result
     files = {file: sha256(file) for file in sorted(path.rglob("*")) if file.is_file()}
     with closing(RunDirectory(run)) as directory:
         directory.load_state_dict(state["files"])
@@ -124,8 +124,8 @@ def test_every_file_of_a_run_is_in_the_table(run):
     files = {str(file.relative_to(run)) for file in run.rglob("*") if file.is_file()}
     of_validation = {name for name in files if name.startswith("evaluation/train/")}
     of_best = {name for name in files if name.startswith(f"{BEST}/training")}
-    shown = {str(file.relative_to(run)) for name in FOR_PEOPLE for file in run.glob(name)}
-    assert files - of_validation - of_best - shown - set(WRITTEN_ANEW) == NOTICED.keys()
+    visible = {str(file.relative_to(run)) for name in FOR_PEOPLE for file in run.glob(name)}
+    assert files - of_validation - of_best - visible - set(WRITTEN_ANEW) == NOTICED.keys()
 
 
 @pytest.mark.parametrize("name", [*NOTICED, *WRITTEN_ANEW])
@@ -139,20 +139,20 @@ def test_a_changed_byte_is_noticed_or_without_effect(run, name, caplog):
     for read in NOTICED.get(name, [_continue]):
         expected = read(run)
         caplog.clear()
-        for place in places:
+        for position in places:
             changed = bytearray(content)
-            changed[place] ^= 1 << random.randrange(8)
+            changed[position] ^= 1 << random.randrange(8)
             path.write_bytes(changed)
             try:
-                found = read(run)
+                result = read(run)
                 told = caplog.messages
             except ValueError as error:
-                found, told = None, [str(error)]
+                result, told = None, [str(error)]
             for file, original in contents.items():
                 if not file.exists() or file.read_bytes() != original:
                     file.write_bytes(original)
             caplog.clear()
-            if found == expected and not told:
+            if result == expected and not told:
                 continue
             noticed += 1
             (text,) = told

@@ -40,8 +40,8 @@ def clock(tmp_path_factory) -> str:
     done = subprocess.run(
         command, env={"LD_PRELOAD": library}, capture_output=True, text=True, check=True
     )
-    asked = list(map(int, done.stdout.split()))
-    assert max(asked) - min(asked) > 7000
+    requested = list(map(int, done.stdout.split()))
+    assert max(requested) - min(requested) > 7000
     return library
 
 
@@ -56,14 +56,14 @@ def test_a_run_is_the_same_whatever_the_time_of_day(clock, tmp_path):
     assert "continuing from step 3 of 6" in done.stderr
     check_run(tmp_path)
     names = ("run", "straight")
-    one, other = (
+    item, other = (
         safetensors.torch.load_file(
             resolve(tmp_path / name / "checkpoints" / f"step_{whole_run.STEPS:08d}")
             / "model.safetensors"
         )
         for name in names
     )
-    assert all(torch.equal(one[name], other[name]) for name in other)
+    assert all(torch.equal(item[name], other[name]) for name in other)
     marks = [(tmp_path / name / "checkpoints" / "best").read_text() for name in names]
     assert marks[0] == marks[1]
     # Durations, and what follows from them, are those of a clock that is not set.
@@ -71,7 +71,7 @@ def test_a_run_is_the_same_whatever_the_time_of_day(clock, tmp_path):
     assert len(lines) == whole_run.STEPS
     assert all(0 < line["step_s"] < seconds for line in lines)
     assert all(0 <= line["data_wait_s"] < seconds for line in lines)
-    left = re.findall(r"step \d+/6 .* ETA (\d+):(\d+):(\d+)", done.stderr)
-    assert len(left) == whole_run.STEPS
-    for hours, minutes, rest in left:
-        assert 3600 * int(hours) + 60 * int(minutes) + int(rest) <= whole_run.STEPS * seconds
+    remaining = re.findall(r"step \d+/6 .* ETA (\d+):(\d+):(\d+)", done.stderr)
+    assert len(remaining) == whole_run.STEPS
+    for hours, minutes, remainder in remaining:
+        assert 3600 * int(hours) + 60 * int(minutes) + int(remainder) <= whole_run.STEPS * seconds

@@ -41,10 +41,10 @@ def _train(folder: Path, *more: str) -> str:
         f"data.validation={data}/train.jsonl", f"data.tokenizer={data}/tokenizer",
         *more,
     ]  # fmt: skip
-    shown = io.StringIO()
-    with redirect_stderr(shown):
+    visible = io.StringIO()
+    with redirect_stderr(visible):
         code = main(["train", *arguments])
-    lines = [line for line in shown.getvalue().splitlines() if line.startswith("effasr train: ")]
+    lines = [line for line in visible.getvalue().splitlines() if line.startswith("effasr train: ")]
     return lines[-1].removeprefix("effasr train: ") if code else ""
 
 
@@ -83,8 +83,8 @@ def check(folder: Path, fault: str, error: str):
     newest = (folder / "run" / "checkpoints" / "latest").read_text().strip()
     assert newest == f"step_{STEPS:08d}"
     files = [root / "run" / "checkpoints" / newest for root in (folder, folder.with_name("whole"))]
-    one, other = (safetensors.torch.load_file(file / "model.safetensors") for file in files)
-    assert all(torch.equal(one[name], other[name]) for name in other)
+    item, other = (safetensors.torch.load_file(file / "model.safetensors") for file in files)
+    assert all(torch.equal(item[name], other[name]) for name in other)
     lines = read_lines(folder / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert not (folder / "run" / "lock").exists()

@@ -234,11 +234,11 @@ def their_loss(model, example):
 def their_transcripts(model, *examples):
     """Of `generate`, without blanks and what follows the last frame of a shorter utterance."""
     features = features_of(*examples)
-    found = model.generate(**features, max_new_tokens=400)
+    result = model.generate(**features, max_new_tokens=400)
     mask = model.get_audio_features(**features).attention_mask
-    frames = found.durations.cumsum(1) - found.durations
-    kept = (found.sequences != VOCABULARY) & (frames < mask.sum(1, keepdim=True))
-    return [row[keep].tolist() for row, keep in zip(found.sequences, kept, strict=True)]
+    frames = result.durations.cumsum(1) - result.durations
+    selected = (result.sequences != VOCABULARY) & (frames < mask.sum(1, keepdim=True))
+    return [row[keep].tolist() for row, keep in zip(result.sequences, selected, strict=True)]
 
 
 @CANARIES
@@ -260,10 +260,10 @@ def test_scores_of_a_list_are_sums_of_their_log_probabilities(theirs, ours, exam
     encoded = ours.encode(make_batch(examples))
     prompts = [example.prompt for example in examples]
     limits = [6] * len(examples)
-    found = attention_beam(ours, encoded, prompts, limits, 3, beam=4, length_penalty=0.0, nbest=4)
-    for example, one in zip(examples, found, strict=True):
-        assert len(one.alternatives) == 4
-        for other in one.alternatives:
+    result = attention_beam(ours, encoded, prompts, limits, 3, beam=4, length_penalty=0.0, nbest=4)
+    for example, item in zip(examples, result, strict=True):
+        assert len(item.alternatives) == 4
+        for other in item.alternatives:
             inputs = canary_inputs(dataclasses.replace(example, text=list(other.tokens)))
             targets = inputs.pop("labels")[0]
             steps = theirs(**inputs).logits[0].double().log_softmax(-1)
@@ -336,11 +336,11 @@ def test_a_packed_batch_of_a_transducer_gives_the_same_loss_and_every_gradient(
 @torch.no_grad()
 def test_greedy_transcripts_are_those_of_generate(theirs, ours, examples, make_batch):
     encoded = ours.encode(make_batch(examples))
-    found = transducer_greedy(ours.transducer, encoded, max_symbols=10)
-    assert found == their_transcripts(theirs, *examples)
-    assert found == [their_transcripts(theirs, example)[0] for example in examples]
-    assert len({label for transcript in found for label in transcript}) > 3
-    assert len(found[0]) < 10 * encoded.layout.lengths[0], "no blank was said"
+    result = transducer_greedy(ours.transducer, encoded, max_symbols=10)
+    assert result == their_transcripts(theirs, *examples)
+    assert result == [their_transcripts(theirs, example)[0] for example in examples]
+    assert len({label for transcript in result for label in transcript}) > 3
+    assert len(result[0]) < 10 * encoded.layout.lengths[0], "no blank was said"
 
 
 @TRANSDUCERS
@@ -350,17 +350,17 @@ def test_scores_of_a_list_are_their_losses(theirs, ours, examples, make_batch):
     head, encoded = ours.transducer, ours.encode(make_batch(examples))
     search = transducer_beam if head.config.durations is None else tdt_beam
     beam = (VOCABULARY + 1) * (1 + max(DURATIONS))
-    found = search(head, encoded, beam, [1] * len(examples), 3)
+    result = search(head, encoded, beam, [1] * len(examples), 3)
     compared = 0
-    for example, listed in zip(examples, found, strict=True):
+    for example, listed in zip(examples, result, strict=True):
         assert len(listed) == 3
         # transformers' loss of TDT takes labels that are its padding for none.
-        for one in listed:
-            if not one.tokens or one.tokens[0] == theirs.config.pad_token_id:
+        for item in listed:
+            if not item.tokens or item.tokens[0] == theirs.config.pad_token_id:
                 continue
             compared += 1
-            loss = their_loss(theirs, dataclasses.replace(example, text=list(one.tokens)))
-            assert one.score == pytest.approx(-float(loss), abs=1e-4)
+            loss = their_loss(theirs, dataclasses.replace(example, text=list(item.tokens)))
+            assert item.score == pytest.approx(-float(loss), abs=1e-4)
     assert compared >= 2 * len(examples)
 
 
@@ -443,10 +443,10 @@ def test_parakeet_ctc_is_the_same_function(tmp_path, subsampling, examples, make
         frames = pack([model.encode(batch).values[:2]])
         (listed,) = ctc_beam(model, frames, VOCABULARY + 1, nbest=4)
     steps = expected.logits[0, :2].detach().log_softmax(-1)
-    for one in listed:
-        text = torch.tensor(one.tokens, dtype=torch.int64)
+    for item in listed:
+        text = torch.tensor(item.tokens, dtype=torch.int64)
         loss = F.ctc_loss(steps, text, [2], [len(text)], blank=VOCABULARY, reduction="sum")
-        assert one.score == pytest.approx(-float(loss), abs=1e-4)
+        assert item.score == pytest.approx(-float(loss), abs=1e-4)
 
     export_model(model, tmp_path / "ours")
     again = transformers.ParakeetForCTC.from_pretrained(tmp_path / "ours").eval()

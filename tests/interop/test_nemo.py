@@ -123,8 +123,8 @@ def test_scores_and_greedy_search_of_a_transducer_are_nemos(model, imported, exp
     for number, (frame, label) in enumerate(zip(frames, parts(predicted, rows), strict=True)):
         scores = head.logits(frame[:, None], label[None])
         assert_same(scores, expected[f"joint_{number}"], f"scores of {number}")
-    found = transducer_greedy(head, encoded, max_symbols=10)
-    for number, tokens in enumerate(found):
+    result = transducer_greedy(head, encoded, max_symbols=10)
+    for number, tokens in enumerate(result):
         assert list(tokens) == expected[f"greedy_{number}"].tolist()
         if imported.tokenizer.is_unified:
             assert imported.tokenizer.decode(tokens) == expected[f"text_{number}"]
@@ -150,14 +150,14 @@ def test_frames_of_every_context_are_nemos(model, expected, context):
     for number, samples in enumerate(LENGTHS):
         assert_same(whole[number], expected[f"masked_{name}_{number}"], f"frames of {number}")
         stream = StreamingEncoder(encoder, features.mel_bins, 1, context)
-        left, found = features.encoder_frames(samples), []
+        remaining, result = features.encoder_frames(samples), []
         for chunk in rows[number][: samples // features.hop].split(8 * context.chunk):
-            size = min(context.chunk, left)
-            found.append(_step(stream, chunk, size))
-            left -= size
-        if left:
-            found.append(_step(stream, rows[number][:0], left))
-        ours, theirs = torch.cat(found), expected[f"streamed_{name}_{number}"]
+            size = min(context.chunk, remaining)
+            result.append(_step(stream, chunk, size))
+            remaining -= size
+        if remaining:
+            result.append(_step(stream, rows[number][:0], remaining))
+        ours, theirs = torch.cat(result), expected[f"streamed_{name}_{number}"]
         assert_same(ours, expected[f"masked_{name}_{number}"], f"stream {number}")
         # NeMo's first chunk has a row for its first frame and 8 for each other one, and its last
         # chunk is dropped where it has fewer than 8.
@@ -202,8 +202,8 @@ def test_what_is_imported_is_as_the_file_says(imported, case):
         assert config.transducer.durations == ((0, 1, 2, 3) if case == "hybrid" else None)
         assert config.transducer.sigma == (0.02 if case == "hybrid" else 0)
         assert config.transducer.fastemit == (0 if case == "hybrid" else 0.005)
-    asked = Prompt("de", "de", punctuation=False) if case == "flash" else Prompt()
-    assert imported.prompt == asked
+    requested = Prompt("de", "de", punctuation=False) if case == "flash" else Prompt()
+    assert imported.prompt == requested
 
 
 def test_export_is_the_inverse_of_import(model, imported, case, tmp_path):
@@ -220,7 +220,7 @@ def test_export_is_the_inverse_of_import(model, imported, case, tmp_path):
     assert ours.config["target"] == theirs.config["target"]
     assert ours.config["target"].endswith(name)
     for section in ("encoder", "spec_augment", "preprocessor", "transf_decoder", "head"):
-        ours_of, theirs_of = (one.config.get(section, {}) for one in (ours, theirs))
+        ours_of, theirs_of = (item.config.get(section, {}) for item in (ours, theirs))
         for key in theirs_of.keys() - {"pos_emb_max_len", "dither", "config_dict"}:
             assert ours_of[key] == theirs_of[key], f"{section}.{key}"
     # The output layer of a joint network is after its dropout, if there is one.
@@ -266,8 +266,8 @@ OWN = {
 def tokenizers(tmp_path_factory):
     """Of one language, and of two with a third that is only spoken."""
     folder = tmp_path_factory.mktemp("tokenizers")
-    one = train_tokenizer({"en": TEXTS["en"]}, folder / "one", vocab_size=30)
-    return [one, train_tokenizer(TEXTS, folder / "two", vocab_size=30, sources=["fr"])]
+    item = train_tokenizer({"en": TEXTS["en"]}, folder / "one", vocab_size=30)
+    return [item, train_tokenizer(TEXTS, folder / "two", vocab_size=30, sources=["fr"])]
 
 
 def test_a_canary_with_a_shared_model_is_refused(tmp_path):
@@ -298,26 +298,26 @@ def test_a_model_of_our_own_goes_out_with_its_tokenizer(name, subsampling, token
     for parameter in ours.parameters():
         parameter.add_(0.2 * torch.randn_like(parameter))
     export_nemo(ours, tokenizer, tmp_path / "own.nemo")
-    found = import_nemo(tmp_path / "own.nemo")
-    theirs = model_of(found)
+    result = import_nemo(tmp_path / "own.nemo")
+    theirs = model_of(result)
     assert theirs.config.encoder.subsampling == subsampling
 
     first = len(tokenizer.specials)
-    text, other = tokenizer.encode("a red dog", "en"), found.tokenizer.encode("a red dog", "en")
+    text, other = tokenizer.encode("a red dog", "en"), result.tokenizer.encode("a red dog", "en")
     framing = config.features.framing
     batches = [batch_of(np.array([ids[:4]] * 3), framing) for ids in (text, other)]
-    encoded = [one.encode(batch) for one, batch in zip((ours, theirs), batches, strict=True)]
+    encoded = [item.encode(batch) for item, batch in zip((ours, theirs), batches, strict=True)]
     assert torch.allclose(encoded[0].values, encoded[1].values, atol=1e-5)
     if name == "canary":
         # Every token has a class there, and what has none here is never chosen.
-        order = [found.tokenizer.specials[token] for token in tokenizer.specials]
+        order = [result.tokenizer.specials[token] for token in tokenizer.specials]
         shift = other[0] - text[0]
         order += [token + shift for token in range(first, tokenizer.vocab_size)]
         ask = Prompt("fr", "en", "translate")
-        assert [order[token] for token in tokenizer.prompt(ask)] == found.tokenizer.prompt(ask)
+        assert [order[token] for token in tokenizer.prompt(ask)] == result.tokenizer.prompt(ask)
         scores = [
-            one.logits(one.decode(batch.text, frames)[0]).log_softmax(-1)
-            for one, batch, frames in zip((ours, theirs), batches, encoded, strict=True)
+            item.logits(item.decode(batch.text, frames)[0]).log_softmax(-1)
+            for item, batch, frames in zip((ours, theirs), batches, encoded, strict=True)
         ]
         assert torch.allclose(scores[0], scores[1][:, order], atol=1e-4)
         assert scores[1].exp().sum(-1) == pytest.approx(1, abs=1e-5)
@@ -325,20 +325,20 @@ def test_a_model_of_our_own_goes_out_with_its_tokenizer(name, subsampling, token
     if config.ctc:
         # Tokens of prompts are no labels.
         scores = [
-            one.ctc_logits(frames.values)
-            for one, frames in zip((ours, theirs), encoded, strict=True)
+            item.ctc_logits(frames.values)
+            for item, frames in zip((ours, theirs), encoded, strict=True)
         ]
         assert torch.allclose(scores[0][:, first:], scores[1], atol=1e-4)
     if config.transducer is not None:
         assert [token - first for token in text] == other
         scores = []
-        for one, batch in zip((ours, theirs), batches, strict=True):
-            head = one.transducer
+        for item, batch in zip((ours, theirs), batches, strict=True):
+            head = item.transducer
             predicted = head.predictor(batch.text.values, batch.text.layout)
             scores.append(head.output(head.predictor_projection(predicted).tanh()))
         assert torch.allclose(scores[0][:, first:], scores[1], atol=1e-4)
         # NeMo starts from zeros, wherever ours has learnt to start.
-        start = found.state["transducer.predictor.embedding.weight"][-1]
+        start = result.state["transducer.predictor.embedding.weight"][-1]
         assert not start.any()
         assert ours.state_dict()["transducer.predictor.embedding.weight"][-1].any()
 
@@ -441,13 +441,13 @@ def test_a_streaming_model_goes_out_and_comes_back(tokenizer, tmp_path, norm):
     assert told["causal_downsampling"] is True
     # 80 bands: 41, 21 and 11, where the symmetric ones leave 10.
     assert archive.weights["encoder.pre_encode.out.weight"].shape == (16, 6 * 11)
-    found = import_nemo(path)
-    assert found.config.encoder == replace(encoder, input_dropout=0.0)
+    result = import_nemo(path)
+    assert result.config.encoder == replace(encoder, input_dropout=0.0)
     batch = batch_of(framing=config.features.framing)
-    theirs = model_of(found)
+    theirs = model_of(result)
     for context in contexts:
-        for one in (ours, theirs):
-            one.encoder.evaluate_with(context)
+        for item in (ours, theirs):
+            item.encoder.evaluate_with(context)
         torch.testing.assert_close(theirs.encode(batch).values, ours.encode(batch).values)
 
 

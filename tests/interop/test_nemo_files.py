@@ -199,9 +199,9 @@ def write(path, content):
 
 @pytest.mark.parametrize("name", ["model_config.yaml", "model_weights.ckpt"])
 def test_a_missing_member_is_named(tmp_path, name):
-    kept = [pair for pair in members(FOLDER / "rnnt.nemo") if not pair[0].name.endswith(name)]
+    selected = [pair for pair in members(FOLDER / "rnnt.nemo") if not pair[0].name.endswith(name)]
     with pytest.raises(ValueError, match=f"must be a .nemo file, but has no {name}"):
-        import_nemo(write(tmp_path / "x.nemo", kept))
+        import_nemo(write(tmp_path / "x.nemo", selected))
 
 
 @pytest.mark.parametrize("prefix", ["../", "/tmp/", "sub/", "./../"])

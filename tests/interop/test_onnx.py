@@ -103,16 +103,16 @@ def test_the_padded_encoder(position, head_width, tiny_config, examples, make_ba
     for row, rows, length in zip(features, slots, mel.lengths.tolist(), strict=True):
         row[:length] = rows[:length]
     padded = PaddedEncoder(model)
-    found = dict(zip(padded.outputs, padded(features, mel.lengths), strict=True))
+    result = dict(zip(padded.outputs, padded(features, mel.lengths), strict=True))
     encoded = model.encode(batch)
     expected = {
         "encoded": encoded.values,
         "ctc_log_probs": model.ctc_logits(encoded.values).log_softmax(-1),
         "encoder_projected": model.transducer.encoder_projection(encoded.values),
     }
-    assert found["encoded_lengths"].tolist() == list(encoded.layout.lengths)
+    assert result["encoded_lengths"].tolist() == list(encoded.layout.lengths)
     for name, rows in expected.items():
-        real = [one[:n] for one, n in zip(found[name], encoded.layout.lengths, strict=True)]
+        real = [item[:n] for item, n in zip(result[name], encoded.layout.lengths, strict=True)]
         torch.testing.assert_close(torch.cat(real), rows, atol=2e-5, rtol=2e-5)
 
 
@@ -137,11 +137,11 @@ def test_the_steps_of_a_transducer(config, tiny_config):
     tokens = torch.full((3,), head.blank_id)
     states = [state.begin(3) for state in predictor.states]
     for frame in torch.randn(6, 3, config.joint):
-        found, *states = predictor(tokens, *states)
-        torch.testing.assert_close(found, expected)
+        result, *states = predictor(tokens, *states)
+        torch.testing.assert_close(result, expected)
         for mine, theirs in zip(in_model_layout(tuple(states)), after, strict=False):
             torch.testing.assert_close(mine, theirs)
-        scores = joint(frame, found)
+        scores = joint(frame, result)
         assert len(scores) == 1 + (config.durations is not None)
         torch.testing.assert_close(torch.cat(scores, -1), head.logits(frame, expected))
         tokens = torch.randint(VOCABULARY, (3,))
@@ -169,9 +169,9 @@ def compare_steps(model, run, tolerance):
             frames[1] = ends - min(3, ends)
         expected = encoder.step(features, rows, frames)
         counts = {"lengths": torch.tensor(rows), "frames": torch.tensor(frames)}
-        found = run({"features": features, **counts, **caches})
-        assert list(found) == step.outputs
-        caches = {name: found[name.replace("cache", "next")] for name in CACHES}
+        result = run({"features": features, **counts, **caches})
+        assert list(result) == step.outputs
+        caches = {name: result[name.replace("cache", "next")] for name in CACHES}
         heads = {
             "encoded": expected,
             "ctc_log_probs": model.ctc_logits(expected).log_softmax(-1),
@@ -180,7 +180,7 @@ def compare_steps(model, run, tolerance):
         for name, value in heads.items():
             for slot, count in enumerate(frames):
                 torch.testing.assert_close(
-                    found[name][slot, :count], value[slot, :count], rtol=tolerance, atol=tolerance
+                    result[name][slot, :count], value[slot, :count], rtol=tolerance, atol=tolerance
                 )
     assert caches["cache_frames"].tolist() == [15, 3 + ends]
 
@@ -219,7 +219,7 @@ def test_onnxruntime_computes_the_step(kind, tmp_path):
     assert graphs == ["encoder_step.onnx", "predictor.onnx", "joint.onnx"]
     check_onnx(model, tmp_path, CONTEXT)
     session = onnxruntime.InferenceSession(tmp_path / graphs[0], providers=["CPUExecutionProvider"])
-    names = [one.name for one in session.get_outputs()]
+    names = [item.name for item in session.get_outputs()]
 
     def run(given):
         arrays = session.run(None, {name: value.numpy() for name, value in given.items()})
@@ -228,14 +228,14 @@ def test_onnxruntime_computes_the_step(kind, tmp_path):
     compare_steps(model, run, 1e-4)
     # The description is of this graph.
     says = json.loads((tmp_path / "onnx.json").read_text())["encoder_step"]
-    inputs = {one.name: one for one in session.get_inputs()}
+    inputs = {item.name: item for item in session.get_inputs()}
     assert set(inputs) == {*says["inputs"], *says["caches"]}
-    assert set(names) == {*says["outputs"], *(one["next"] for one in says["caches"].values())}
-    for name, one in says["caches"].items():
-        assert inputs[name].shape == one["shape"]
+    assert set(names) == {*says["outputs"], *(item["next"] for item in says["caches"].values())}
+    for name, item in says["caches"].items():
+        assert inputs[name].shape == item["shape"]
         assert (
             inputs[name].type
-            == {"float32": "tensor(float)", "int64": "tensor(int64)"}[one["dtype"]]
+            == {"float32": "tensor(float)", "int64": "tensor(int64)"}[item["dtype"]]
         )
     assert np.array_equal(says["context"], {"left": 5, "right": 0, "chunk": 3})
 
@@ -249,7 +249,7 @@ class Graph:
         self.metadata = self.session.get_modelmeta().custom_metadata_map
 
     def __call__(self, *values):
-        names = [one.name for one in self.session.get_inputs()]
+        names = [item.name for item in self.session.get_inputs()]
         return self.session.run(None, dict(zip(names, values, strict=True)))
 
 
@@ -269,7 +269,7 @@ def search(folder, mel, rows):
         return predicted, after
 
     predicted, states = read(blank, *np.zeros((2, *sizes), np.float32))
-    frame, said, tokens = 0, 0, list[int]()
+    frame, message, tokens = 0, 0, list[int]()
     while frame < lengths[0]:
         (scores,) = joiner(encoded[:, :, frame : frame + 1], predicted)
         scores = scores[0, 0, 0]
@@ -277,11 +277,11 @@ def search(folder, mel, rows):
         skip = int(scores[blank + 1 :].argmax()) if lasting else int(token == blank)
         if token != blank:
             tokens.append(token)
-            said += 1
+            message += 1
             predicted, states = read(token, *states)
-        if token == blank or said == 10:
+        if token == blank or message == 10:
             skip = max(skip, 1)
-        said = 0 if skip else said
+        message = 0 if skip else message
         frame += skip
     return tokens
 
@@ -309,10 +309,10 @@ def test_a_search_by_the_graphs_finds_the_same(head, tmp_path):
         graph = Graph(tmp_path / "model.onnx")
         (log_probs,) = graph(features, rows)
         best = log_probs[0].argmax(-1)
-        found = [
+        result = [
             int(b) for a, b in zip([-1, *best], best, strict=False) if b not in (a, VOCABULARY)
         ]
-        assert found == ctc_greedy(model, encoded, VOCABULARY)[0]
+        assert result == ctc_greedy(model, encoded, VOCABULARY)[0]
         assert graph.metadata["subsampling_factor"] == "8"
         assert graph.metadata["normalize_type"] == "per_feature"
     lines = (tmp_path / "tokens.txt").read_text().splitlines()
@@ -341,13 +341,13 @@ def test_a_step_for_sherpa_is_that_of_the_encoder(causal):
             mel = torch.randn(2, rows, 16, generator=draw)
             lengths = [rows, rows * (count - 1)]
             encoded = encoder.step(mel, lengths, [CONTEXT.chunk, CONTEXT.chunk * (count - 1)])
-            found, frames, *caches = step(mel[:count].mT, torch.full((count,), rows), *caches)
+            result, frames, *caches = step(mel[:count].mT, torch.full((count,), rows), *caches)
             expected = (
                 model.ctc_logits(encoded).log_softmax(-1)
                 if name == "ctc_log_probs"
                 else model.transducer.encoder_projection(encoded).mT
             )
-            torch.testing.assert_close(found, expected[:count], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(result, expected[:count], rtol=1e-5, atol=1e-5)
             assert frames.tolist() == [CONTEXT.chunk] * count
 
 

@@ -66,13 +66,13 @@ def fed(of, audio):
 
 def audio():
     """Tones that change, as noise makes all frames alike."""
-    draw, found = np.random.default_rng(0), []
+    draw, result = np.random.default_rng(0), []
     for count in SAMPLES:
         frequency = np.repeat(draw.uniform(100, 6000, count), 1600)[:count]
         phase = 2 * np.pi * np.cumsum(frequency) / RATE
         noise = 0.01 * draw.standard_normal(count)
-        found.append((0.3 * np.sin(phase) + noise).astype(np.float32))
-    return found
+        result.append((0.3 * np.sin(phase) + noise).astype(np.float32))
+    return result
 
 
 @torch.no_grad()
@@ -80,11 +80,11 @@ def expected(model, kind, mel):
     """Tokens of mel rows (T, mel_bins), chunk by chunk."""
     encoder = StreamingEncoder(model.encoder, BINS, 1, CONTEXT)
     search = CTCStreams(model, 1) if kind == "ctc" else TransducerStreams(model.transducer, 1, 10)
-    found = []
+    result = []
     for rows in mel.split(ROWS):
         (tokens,) = search.step(encoder.step(rows[None], [ROWS]), [CONTEXT.chunk])
-        found += [one.token for one in tokens]
-    return found
+        result += [item.token for item in tokens]
+    return result
 
 
 @pytest.mark.slow

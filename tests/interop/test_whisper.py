@@ -99,11 +99,11 @@ def test_encoder_logits_loss_and_gradients(minimum_s, static, checkpoint, theirs
     logits = model.logits(hidden)
     loss = model(batch).cross_entropy.sum()
     loss.backward()
-    found = export_weights({name: x.grad for name, x in model.named_parameters()}, WHISPER)
+    result = export_weights({name: x.grad for name, x in model.named_parameters()}, WHISPER)
     # Without silence of its own, the longest utterance also ends as if silence followed.
     window = SECONDS if minimum_s else 2 * SECONDS
     extractor = transformers.WhisperFeatureExtractor(chunk_length=window)
-    total, gradients = 0.0, dict.fromkeys(found, 0)
+    total, gradients = 0.0, dict.fromkeys(result, 0)
     starts = zip(batch.frames.cu_seqlens_host, batch.tokens.layout.cu_seqlens_host, strict=True)
     for example, (frame, token) in zip(examples, starts, strict=False):
         frames = model.config.features.encoder_frames(len(example.audio))
@@ -119,18 +119,18 @@ def test_encoder_logits_loss_and_gradients(minimum_s, static, checkpoint, theirs
         torch.testing.assert_close(encoded.values[frame : frame + frames], states, **TOLERANCE)
         mine = logits[token : token + read.shape[1]]
         torch.testing.assert_close(mine, out.logits[0], **TOLERANCE)
-        one = torch.nn.functional.cross_entropy(out.logits[0], targets, reduction="sum")
-        one.backward()
-        total += one.item()
+        item = torch.nn.functional.cross_entropy(out.logits[0], targets, reduction="sum")
+        item.backward()
+        total += item.item()
         for name, parameter in oracle.named_parameters():
-            if name in found:
+            if name in result:
                 gradients[name] = gradients[name] + parameter.grad
     assert loss.item() == pytest.approx(total, rel=1e-5)
     places = {"model.encoder.embed_positions.weight"}
-    assert found.keys() == {name for name, _ in theirs.named_parameters()} - places
+    assert result.keys() == {name for name, _ in theirs.named_parameters()} - places
     for name, expected in gradients.items():
         scale = max(1.0, expected.abs().max().item())
-        torch.testing.assert_close(found[name] / scale, expected / scale, **TOLERANCE)
+        torch.testing.assert_close(result[name] / scale, expected / scale, **TOLERANCE)
 
 
 def test_the_encoder_attends_without_positions_and_is_one_graph(checkpoint, prompt, monkeypatch):
@@ -155,9 +155,15 @@ def generated(theirs, checkpoint, example, **options):
     extractor = transformers.WhisperFeatureExtractor.from_pretrained(checkpoint)
     features = extractor(example.audio, sampling_rate=16_000, return_tensors="pt").input_features
     read = torch.tensor([example.prompt])
-    said = theirs.generate(features, decoder_input_ids=read, max_length=40, **options)[0].tolist()
-    said = said[len(example.prompt) :] if said[: len(example.prompt)] == example.prompt else said
-    return said[: said.index(EOS)] if EOS in said else said
+    message = theirs.generate(features, decoder_input_ids=read, max_length=40, **options)[
+        0
+    ].tolist()
+    message = (
+        message[len(example.prompt) :]
+        if message[: len(example.prompt)] == example.prompt
+        else message
+    )
+    return message[: message.index(EOS)] if EOS in message else message
 
 
 @torch.no_grad()
@@ -175,10 +181,10 @@ def test_transcripts_are_those_of_generate(checkpoint, theirs, prompt):
         model.state_dict(),
     ).eval()
     unbarred = attention_greedy(free, encoded, prompts, limits, EOS)
-    said = [one.tokens[0] for one in unbarred if one.tokens]
+    message = [item.tokens[0] for item in unbarred if item.tokens]
     # Suppress what it says most, and what it begins with.
-    often = [token for one in unbarred for token in one.tokens]
-    always, first = max(set(often), key=often.count), said[0]
+    often = [token for item in unbarred for token in item.tokens]
+    always, first = max(set(often), key=often.count), message[0]
     decoder = dataclasses.replace(
         model.config.decoder, suppress=(always, 7), begin_suppress=(first, EOS)
     )
@@ -188,17 +194,17 @@ def test_transcripts_are_those_of_generate(checkpoint, theirs, prompt):
     theirs.generation_config.begin_suppress_tokens = [first, EOS]
     expected = [generated(theirs, checkpoint, example) for example in examples]
     for slots in (len(examples), 2):
-        found = attention_greedy(barred, encoded, prompts, limits, EOS, slots=slots)
-        assert [list(one.tokens) for one in found] == expected
-    assert [list(one.tokens) for one in unbarred] != expected
+        result = attention_greedy(barred, encoded, prompts, limits, EOS, slots=slots)
+        assert [list(item.tokens) for item in result] == expected
+    assert [list(item.tokens) for item in unbarred] != expected
     for beam in (1, 3):
-        found = attention_beam(barred, encoded, prompts, limits, EOS, beam=beam)
+        result = attention_beam(barred, encoded, prompts, limits, EOS, beam=beam)
         if beam == 1:
-            assert [list(one.tokens) for one in found] == expected
-        for one in found:
-            assert one.tokens
-            assert one.tokens[0] != first
-            assert always not in one.tokens
+            assert [list(item.tokens) for item in result] == expected
+        for item in result:
+            assert item.tokens
+            assert item.tokens[0] != first
+            assert always not in item.tokens
 
 
 def test_what_is_imported_is_exported_bit_by_bit(checkpoint, tmp_path):
@@ -218,12 +224,12 @@ def test_what_is_imported_is_exported_bit_by_bit(checkpoint, tmp_path):
     again, unknown = import_weights(export_weights(state, WHISPER), state, WHISPER)
     assert again.keys() == state.keys()
     assert not unknown
-    one, other = (
+    item, other = (
         transformers.WhisperFeatureExtractor.from_pretrained(folder).to_dict()
         for folder in (checkpoint, tmp_path)
     )
     for name in ("n_samples", "nb_max_frames", "feature_size", "hop_length", "n_fft"):
-        assert one[name] == other[name]
+        assert item[name] == other[name]
 
 
 def test_a_model_tuned_without_silence_is_exported_with_a_warning(checkpoint, tmp_path, caplog):
@@ -313,9 +319,9 @@ def test_predicted_flops_are_those_that_torch_counts(minimum_s, checkpoint, prom
             model(batch)
         assert int(cost.of(*lengths)[0]) == forward.get_total_flops()
         counts = []
-        for every in (0, 1):
-            if every:
-                apply_activation_checkpointing(model, every)
+        for each_item in (0, 1):
+            if each_item:
+                apply_activation_checkpointing(model, each_item)
             with FlopCounterMode(display=False) as counter:
                 model(batch).cross_entropy.sum().backward()
             counts.append(counter.get_total_flops())
@@ -357,20 +363,20 @@ def test_the_padded_model_is_the_packed_one(checkpoint, prompt):
     slots = mel.values.split(mel.lengths.tolist())
     for row, rows in zip(features, slots, strict=True):
         row[: len(rows)] = rows
-    found = PaddedEncoder(model)(features, mel.lengths)
-    states, lengths, keys, values = found
+    result = PaddedEncoder(model)(features, mel.lengths)
+    states, lengths, keys, values = result
     assert lengths.tolist() == list(encoded.layout.lengths)
-    real = [one[:length] for one, length in zip(states, lengths, strict=True)]
+    real = [item[:length] for item, length in zip(states, lengths, strict=True)]
     torch.testing.assert_close(torch.cat(real), encoded.values, atol=2e-5, rtol=2e-5)
     hidden, _ = model.decode(batch.tokens, encoded)
     logits, step = model.logits(hidden), PaddedDecoderStep(model)
     past = torch.zeros(2, 2, len(examples), 2, 0, 16)
-    for place in range(len(prompt)):
-        tokens = torch.tensor([example.prompt[place] for example in examples])
-        positions = torch.full_like(tokens, place)
-        said, *past = step(tokens, positions, *past, keys, values, lengths)
-        rows = torch.tensor(batch.tokens.layout.cu_seqlens_host[:-1]) + place
-        torch.testing.assert_close(said, logits[rows], atol=2e-5, rtol=2e-5)
+    for position in range(len(prompt)):
+        tokens = torch.tensor([example.prompt[position] for example in examples])
+        positions = torch.full_like(tokens, position)
+        message, *past = step(tokens, positions, *past, keys, values, lengths)
+        rows = torch.tensor(batch.tokens.layout.cu_seqlens_host[:-1]) + position
+        torch.testing.assert_close(message, logits[rows], atol=2e-5, rtol=2e-5)
 
 
 def test_ctc_on_a_whisper_encoder(checkpoint, prompt):

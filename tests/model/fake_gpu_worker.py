@@ -92,8 +92,8 @@ def model_on_device(config: ModelConfig, mode: FakeTensorMode, dtype: torch.dtyp
         model = ASRModel(config, VOCABULARY).train()
 
     def like(x: Tensor, wanted: torch.dtype) -> Tensor:
-        found = wanted if x.is_floating_point() else x.dtype
-        return torch.empty(x.shape, dtype=found, device=DEVICE)
+        result = wanted if x.is_floating_point() else x.dtype
+        return torch.empty(x.shape, dtype=result, device=DEVICE)
 
     with mode:
         for module in model.modules():

@@ -41,7 +41,7 @@ def waves(count, seed=0):
 
 
 def batch_of(audio, config, *, static=False):
-    examples = [Example(str(number), one, [], None) for number, one in enumerate(audio)]
+    examples = [Example(str(number), item, [], None) for number, item in enumerate(audio)]
     framing = config.features.framing
     shape = StaticShape(700, 1, len(audio) + 3, framing=framing) if static else None
     return collate(examples, shape, eos_id=0, pad_id=0, framing=framing)
@@ -62,14 +62,14 @@ def codes_of(model, audio, **options):
 
 def test_codes_do_not_depend_on_packing_or_order(model):
     audio = waves(6)
-    alone = [codes_of(model, [one])[0] for one in audio]
+    alone = [codes_of(model, [item])[0] for item in audio]
     together = codes_of(model, audio)
     static = codes_of(model, audio, static=True)
     backwards = codes_of(model, audio[::-1])[::-1]
     halves = [*codes_of(model, audio[:2]), *codes_of(model, audio[2:])]
     for other in (together, static, backwards, halves):
-        for codes, found in zip(alone, other, strict=True):
-            torch.testing.assert_close(found, codes, rtol=0, atol=0)
+        for codes, result in zip(alone, other, strict=True):
+            torch.testing.assert_close(result, codes, rtol=0, atol=0)
     assert len(torch.cat(alone, 1)[0].unique()) > 6
 
 
@@ -78,7 +78,7 @@ def test_codes_are_the_nearest_of_the_codebook():
     frames = np.random.default_rng(0).normal(size=(300, 24))
     # On the grid of the quantizer, so that nothing is rounded.
     frames = np.rint(frames * 32) / 32
-    found = quantizer(torch.tensor(frames, dtype=torch.float32)).numpy()
+    result = quantizer(torch.tensor(frames, dtype=torch.float32)).numpy()
     projection, codes = quantizer.projection.numpy(), quantizer.codes.numpy()
     for book in range(SMALL.codebooks):
         projected = frames @ projection[book]
@@ -87,9 +87,9 @@ def test_codes_are_the_nearest_of_the_codebook():
         distances = ((projected[:, None] - units[None]) ** 2).sum(-1)
         nearest = distances.min(1)
         # Norms of rounded codes differ in the third digit.
-        chosen = distances[np.arange(len(frames)), found[book]]
+        chosen = distances[np.arange(len(frames)), result[book]]
         assert (chosen <= nearest + 0.02).all()
-        assert (found[book] == distances.argmin(1)).mean() > 0.97
+        assert (result[book] == distances.argmin(1)).mean() > 0.97
 
 
 def test_the_seed_gives_the_codebooks_and_the_weights_no_part_of_it():
@@ -107,8 +107,8 @@ def test_the_seed_gives_the_codebooks_and_the_weights_no_part_of_it():
 def test_a_model_from_a_state_dict_has_the_same_codes(model):
     copy = ASRModel.from_state_dict(model.config, 1, model.state_dict())
     audio = waves(2)
-    for one, other in zip(codes_of(model, audio), codes_of(copy, audio), strict=True):
-        assert one.equal(other)
+    for item, other in zip(codes_of(model, audio), codes_of(copy, audio), strict=True):
+        assert item.equal(other)
     assert not [name for name in model.state_dict() if "quantizer" in name or "counts" in name]
 
 
@@ -195,10 +195,10 @@ def test_features_without_normalisation_are_normalised_for_the_codes():
     torch.manual_seed(0)
     model = ASRModel(CONFIGS["transformer"], 1)
     audio = waves(2)
-    louder = [np.float32(0.5) * one for one in audio]
+    louder = [np.float32(0.5) * item for item in audio]
     same = [
-        (one == other).float().mean()
-        for one, other in zip(codes_of(model, audio), codes_of(model, louder), strict=True)
+        (item == other).float().mean()
+        for item, other in zip(codes_of(model, audio), codes_of(model, louder), strict=True)
     ]
     assert min(same) > 0.9
     batch = batch_of(audio, model.config)

@@ -50,8 +50,8 @@ def test_tokens_that_are_read_at_once_leave_what_steps_leave(
     following[rows] = tokens
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
         at_once, by_step = (decoder.new_state(5, LENGTH, frames, paged=paged) for _ in range(2))
-        given = [row[:length].tolist() for row, length in zip(tokens, read, strict=True)]
-        decoder.admit(at_once, rows, encoded, given, [LENGTH] * 4)
+        provided = [row[:length].tolist() for row, length in zip(tokens, read, strict=True)]
+        decoder.admit(at_once, rows, encoded, provided, [LENGTH] * 4)
         decoder.admit(by_step, rows, encoded, [()] * 4, [LENGTH] * 4)
         assert torch.equal(at_once.positions, count)
         last = {}
@@ -61,11 +61,13 @@ def test_tokens_that_are_read_at_once_leave_what_steps_leave(
         assert not at_once.self_cache.keys(0)[2].any(), "a row that nobody has"
         for row, length in zip(rows, read, strict=True):
             for layer in range(decoder.config.layers):
-                for known, found in zip(_held(by_step, layer), _held(at_once, layer), strict=True):
-                    assert known.dtype == found.dtype
+                for existing, result in zip(
+                    _held(by_step, layer), _held(at_once, layer), strict=True
+                ):
+                    assert existing.dtype == result.dtype
                     if length:
                         part = (row, slice(None), slice(length))
-                        torch.testing.assert_close(found[part], known[part], **close)
+                        torch.testing.assert_close(result[part], existing[part], **close)
         hidden = decoder.step(following[torch.arange(5), count], at_once)
     torch.testing.assert_close(hidden[rows], torch.stack([last[row] for row in rows]), **close)
 
@@ -110,9 +112,9 @@ def test_finished_sequences_can_leave(tiny_model, examples, make_batch, tokens):
     for position, leaves in enumerate([[], [1], [], [0], [2], []]):
         hidden = tiny_model.decode_step(tokens[rows, position], state)
         torch.testing.assert_close(hidden, expected[rows, position], rtol=1e-5, atol=1e-5)
-        kept = [index for index, row in enumerate(rows) if row not in leaves]
-        rows = [rows[index] for index in kept]
-        state.keep(kept)
+        selected = [index for index, row in enumerate(rows) if row not in leaves]
+        rows = [rows[index] for index in selected]
+        state.keep(selected)
     assert rows == [3]
 
 

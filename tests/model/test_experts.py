@@ -68,11 +68,11 @@ def test_a_named_expert_is_the_model_with_its_weights(tiny_config, speech):
         dense = ASRModel(
             replace(model.config, encoder=replace(model.config.encoder, experts=None)), VOCABULARY
         ).eval()
-        own = {
+        local = {
             name: value[expert] if ".feed_forward" in name and "norm" not in name else value
             for name, value in model.state_dict().items()
         }
-        dense.load_state_dict(own)
+        dense.load_state_dict(local)
         for number, (x, y) in enumerate(zip(encoded, dense.encode(speech).unpack(), strict=True)):
             if number % 2 == expert:
                 torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)

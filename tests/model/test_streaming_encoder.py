@@ -44,12 +44,12 @@ def _mel(rows, factor=8):
 def _offline(encoder, mel):
     factor = encoder.config.subsampling
     framing = Framing(hop=1, subsampling=factor, causal=encoder.config.causal_subsampling)
-    lengths = [framing.frames(len(one)) for one in mel]
+    lengths = [framing.frames(len(item)) for item in mel]
     slots = [
-        torch.nn.functional.pad(one, (0, 0, 0, factor * frames - len(one)))
-        for one, frames in zip(mel, lengths, strict=True)
+        torch.nn.functional.pad(item, (0, 0, 0, factor * frames - len(item)))
+        for item, frames in zip(mel, lengths, strict=True)
     ]
-    real = torch.tensor([len(one) for one in mel])
+    real = torch.tensor([len(item) for item in mel])
     layout = PackedLayout.from_lengths(lengths)
     with torch.no_grad():
         return encoder(MelFrames(torch.cat(slots), layout, real, factor)).unpack()
@@ -61,7 +61,7 @@ def _streamed(encoder, mel, context, slots):
     streams = StreamingEncoder(encoder, BINS, slots, context)
     framing = Framing(hop=1, subsampling=factor, causal=encoder.config.causal_subsampling)
     waiting, open_streams = list(range(len(mel))), dict[int, int]()
-    at, found = [0] * len(mel), [list[Tensor]() for _ in mel]
+    at, result = [0] * len(mel), [list[Tensor]() for _ in mel]
     turn = 0
     while waiting or open_streams:
         for slot in range(slots):
@@ -76,16 +76,16 @@ def _streamed(encoder, mel, context, slots):
             if (turn + slot) % 3:
                 block[slot, : len(part)], rows[slot] = part, len(part)
                 at[name] += len(part)
-                done = sum(map(len, found[name]))
-                left = framing.frames(len(mel[name])) - done
-                frames[slot] = min(context.chunk, left)
+                done = sum(map(len, result[name]))
+                remaining = framing.frames(len(mel[name])) - done
+                frames[slot] = min(context.chunk, remaining)
         encoded = streams.step(block, rows, frames)
         for slot, name in list(open_streams.items()):
-            found[name].append(encoded[slot, : frames[slot]])
-            if sum(map(len, found[name])) == framing.frames(len(mel[name])):
+            result[name].append(encoded[slot, : frames[slot]])
+            if sum(map(len, result[name])) == framing.frames(len(mel[name])):
                 del open_streams[slot]
         turn += 1
-    return [torch.cat(pieces) for pieces in found]
+    return [torch.cat(pieces) for pieces in result]
 
 
 @pytest.mark.parametrize("position", ["relative", "rotary", "none"])
@@ -97,10 +97,10 @@ def test_chunks_give_what_the_whole_gives(chunk, left, position):
     context = Context(left, 0, chunk)
     encoder = _encoder(context, position=position)
     mel = _mel([171, 8, 1, 90, 33, 160])
-    for expected, found in zip(
+    for expected, result in zip(
         _offline(encoder, mel), _streamed(encoder, mel, context, 2), strict=True
     ):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -116,18 +116,18 @@ def test_chunks_give_what_the_whole_gives(chunk, left, position):
 def test_chunks_give_what_the_whole_gives_with_all_options(options):
     encoder = _encoder(CONTEXT, **options)
     mel = _mel([171, 64, 5])
-    for expected, found in zip(
+    for expected, result in zip(
         _offline(encoder, mel), _streamed(encoder, mel, CONTEXT, 3), strict=True
     ):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("position", ["relative", "rotary"])
 def test_packed_utterances_are_those_alone(position):
     encoder = _encoder(Context(4, 2, 3), position=position)
     mel = _mel([171, 8, 90])
-    for expected, one in zip(_offline(encoder, mel), mel, strict=True):
-        torch.testing.assert_close(_offline(encoder, [one])[0], expected, rtol=1e-5, atol=1e-5)
+    for expected, item in zip(_offline(encoder, mel), mel, strict=True):
+        torch.testing.assert_close(_offline(encoder, [item])[0], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_one_model_serves_several_contexts():
@@ -137,8 +137,8 @@ def test_one_model_serves_several_contexts():
     encoder.evaluate_with(Context(8, 0, 6))
     (second,) = _offline(encoder, mel)
     assert (first - second).abs().max() > 1e-3
-    (found,) = _streamed(encoder, mel, Context(8, 0, 6), 1)
-    torch.testing.assert_close(found, second, rtol=1e-5, atol=1e-5)
+    (result,) = _streamed(encoder, mel, Context(8, 0, 6), 1)
+    torch.testing.assert_close(result, second, rtol=1e-5, atol=1e-5)
     encoder.evaluate_with(None)
     (whole,) = _offline(encoder, mel)
     assert (whole - second).abs().max() > 1e-3
@@ -187,8 +187,8 @@ def test_the_cost_is_the_mean_over_contexts(tiny_config):
 
 
 def test_a_context_is_read_from_a_recipe():
-    given = {"context": [{"left": 56, "right": 0, "chunk": 7}, {"left": 56, "chunk": 14}]}
-    config = configuration.from_mapping(FastConformerConfig, given)
+    provided = {"context": [{"left": 56, "right": 0, "chunk": 7}, {"left": 56, "chunk": 14}]}
+    config = configuration.from_mapping(FastConformerConfig, provided)
     assert config.context == (Context(56, 0, 7), Context(56, 0, 14))
     assert (
         configuration.from_mapping(FastConformerConfig, configuration.to_mapping(config)) == config
@@ -221,7 +221,7 @@ def test_a_graph_has_one_context(tiny_config):
     def settings(*contexts):
         encoder = dataclasses.replace(tiny_config.encoder, context=contexts)
         model = dataclasses.replace(tiny_config, encoder=encoder)
-        return [one.setting for one in obstacles_of_model(model, torch.device("cuda"))]
+        return [item.setting for item in obstacles_of_model(model, torch.device("cuda"))]
 
     assert settings() == settings(CONTEXT) == []
     assert settings(CONTEXT, Context(8, 0, 6)) == ["model.encoder.context"]

@@ -54,9 +54,9 @@ def test_a_pair_does_not_see_the_others_nor_the_tail(model):
 
 def test_every_word_of_the_source_counts(model):
     loss = model(batch_of(PAIRS)).per_utterance
-    for place in range(len(PAIRS[0].source)):
+    for position in range(len(PAIRS[0].source)):
         source = [*PAIRS[0].source]
-        source[place] = 30
+        source[position] = 30
         changed = model(batch_of([replace(PAIRS[0], source=source)])).per_utterance
         assert (changed[0] - loss[0]).abs() > 1e-5
     swapped = replace(PAIRS[0], source=[10, 9, *PAIRS[0].source[2:]])
@@ -86,11 +86,11 @@ def test_speech_does_not_notice_the_text_encoder(model, config, examples, make_b
     plain.load_state_dict({k: v for k, v in weights.items() if not k.startswith("text_encoder.")})
     batch = make_batch(examples, static=True)
     results = []
-    for one in (model.train(), plain.train()):
+    for item in (model.train(), plain.train()):
         torch.manual_seed(1)
-        losses = one(batch, guided_sigma=0.3)
+        losses = item(batch, guided_sigma=0.3)
         (losses.cross_entropy + losses.ctc + losses.transducer + losses.guided).backward()
-        results.append((losses, {name: p.grad for name, p in one.named_parameters()}))
+        results.append((losses, {name: p.grad for name, p in item.named_parameters()}))
     (ours, gradients), (theirs, expected) = results
     for name in ("cross_entropy", "ctc", "transducer", "guided", "per_utterance"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name))

@@ -47,7 +47,7 @@ class _Tokens:
         for layer in range(LAYERS):
             q = _draw(count, HEADS, WIDTH, seed=self._seed)
             new = _draw(count, 2, HEADS, WIDTH, seed=self._seed + 10_000 * (layer + 1))
-            found = state.self_cache.attend(layer, q, new)
+            result = state.self_cache.attend(layer, q, new)
             for row in range(count):
                 held = self.rows[row]
                 if layer == 0:
@@ -57,7 +57,7 @@ class _Tokens:
                 past = torch.stack([token[layer] for token in held])
                 expected = _attention(q[row], past[:, 0], past[:, 1])
                 if state.going[row]:  # What idle rows find is no matter.
-                    torch.testing.assert_close(found[row], expected)
+                    torch.testing.assert_close(result[row], expected)
         state.advance()
 
 
@@ -65,12 +65,12 @@ def _check_speech(state, of_row, hypotheses=1):
     """Compare attention to the speech of each row, (k, v) of each layer or None for none."""
     for layer in range(LAYERS):
         q = _draw(state.num_rows, HEADS, WIDTH, seed=layer)
-        found = state.cross_cache.attend(layer, q)
-        for row, known in enumerate(of_row):
+        result = state.cross_cache.attend(layer, q)
+        for row, existing in enumerate(of_row):
             for n in range(row * hypotheses, (row + 1) * hypotheses):
-                k, v = known[layer]
+                k, v = existing[layer]
                 expected = _attention(q[n], k, v) if len(k) else torch.zeros(HEADS, WIDTH).double()
-                torch.testing.assert_close(found[n], expected)
+                torch.testing.assert_close(result[n], expected)
 
 
 def _split(lengths, seed=0):
@@ -84,7 +84,7 @@ def test_rows_come_and_go_at_their_own_positions(paged):
     state = DecoderState(SIZES, 4, 100, 90, paged=paged, pages=(16, 12) if paged else None)
     first = [70, 3, 0]
     state.admit([0, 2, 3], first, [80, 40, 60], _speech(first))
-    known = _split(first)
+    existing = _split(first)
     tokens = _Tokens(4)
     for _ in range(PAGE + 3):
         tokens.step(state)
@@ -96,7 +96,7 @@ def test_rows_come_and_go_at_their_own_positions(paged):
     tokens.rows[1], tokens.rows[2] = [], []
     state.admit([2, 1], [33, 1], [50, 50], _speech([33, 1], seed=1))
     later = _split([33, 1], seed=1)
-    _check_speech(state, [known[0], later[1], later[0], known[2]])
+    _check_speech(state, [existing[0], later[1], later[0], existing[2]])
     for _ in range(5):
         tokens.step(state)
     assert state.positions.tolist() == [PAGE + 9, 5, 5, PAGE + 9]
@@ -108,8 +108,8 @@ def _read(lengths, rows, seed):
     held: list[list[torch.Tensor]] = [[] for _ in range(rows)]
     pieces = [(k.split(lengths), v.split(lengths)) for k, v in layers]
     for row, length in enumerate(lengths):
-        for place in range(length):
-            both = [torch.stack([k[row][place], v[row][place]]) for k, v in pieces]
+        for position in range(length):
+            both = [torch.stack([k[row][position], v[row][position]]) for k, v in pieces]
             held[row].append(torch.stack(both))
     return layers, held
 
@@ -123,8 +123,8 @@ def test_sequences_begin_with_tokens_that_they_have_read(paged):
         layers, held = _read(read, 2, seed)
         both = [(*s, t) for s, t in zip(_speech(speech, seed), layers, strict=True)]
         state.admit(rows, speech, [90, 90], both, read)
-        for row, own in zip(rows, held, strict=True):
-            tokens.rows[row] = own
+        for row, local in zip(rows, held, strict=True):
+            tokens.rows[row] = local
         for _ in range(3):
             tokens.step(state)
             tokens.rows[2] = []
@@ -160,7 +160,7 @@ def test_hypotheses_share_the_speech_and_go_on_from_each_other(paged):
     lengths, most = [40, 7, 2], 2 * PAGE + 9
     state = DecoderState(SIZES, 3, most, 40, paged=paged)
     state.admit_all(PackedLayout.from_lengths(lengths), _speech(lengths))
-    tokens, known = _Tokens(3), _split(lengths)
+    tokens, existing = _Tokens(3), _split(lengths)
     for _ in range(3):
         tokens.step(state)
     state.widen(2)
@@ -173,12 +173,12 @@ def test_hypotheses_share_the_speech_and_go_on_from_each_other(paged):
         tokens.step(state)
         if number == PAGE + 4:
             state.keep([0, 2])
-            tokens.rows, known = tokens.rows[:2] + tokens.rows[4:], [known[0], known[2]]
+            tokens.rows, existing = tokens.rows[:2] + tokens.rows[4:], [existing[0], existing[2]]
         count = state.num_rows
         parents = torch.arange(count) // 2 * 2 + torch.randint(2, (count,), generator=draw)
         state.reorder(parents)
         tokens.rows = [list(tokens.rows[parent]) for parent in parents.tolist()]
-        _check_speech(state, known, hypotheses=2)
+        _check_speech(state, existing, hypotheses=2)
     assert state.length == most
     with pytest.raises(ValueError, match=rf"at most {most} tokens.*raise `max_tokens`"):
         state.look()
@@ -190,13 +190,13 @@ def test_rows_that_are_kept_move_together_and_there_is_room_again():
     lengths = [5, 60, 9, 17, 30]
     state = DecoderState(SIZES, 5, 64, 60, paged=False)
     state.admit(range(5), lengths, [64] * 5, _speech(lengths))
-    tokens, known = _Tokens(5), _split(lengths)
+    tokens, existing = _Tokens(5), _split(lengths)
     for _ in range(20):
         tokens.step(state)
     state.keep([0, 4, 2])
     tokens.rows = [tokens.rows[row] for row in (0, 4, 2)]
-    known = [known[row] for row in (0, 4, 2)]
-    _check_speech(state, known)
+    existing = [existing[row] for row in (0, 4, 2)]
+    _check_speech(state, existing)
     tokens.step(state)
     state.extend(5)
     tokens.rows += [[], []]
@@ -204,7 +204,7 @@ def test_rows_that_are_kept_move_together_and_there_is_room_again():
     assert state.positions.tolist() == [22, 22, 22, 0, 0]
     tokens.rows[3:] = [[], []]
     state.admit([3], [44], [64], _speech([44], seed=2))
-    _check_speech(state, [*known, *_split([44], seed=2)])
+    _check_speech(state, [*existing, *_split([44], seed=2)])
     tokens.step(state)
     with pytest.raises(ValueError, match="must not be less than the places they get, but 0 gets 1"):
         state.keep([1, 0])
@@ -214,9 +214,9 @@ def test_pages_go_back_and_are_given_again():
     cache = PagedCache(SIZES, 3, longest=3 * PAGE, pages=5)
     cache.take([0, 2], [2 * PAGE + 1, PAGE])
     assert cache.free == 1
-    taken = cache.table[0].tolist() + cache.table[2, :1].tolist()
-    assert len(set(taken)) == 4
-    assert 0 not in taken
+    used = cache.table[0].tolist() + cache.table[2, :1].tolist()
+    assert len(set(used)) == 4
+    assert 0 not in used
     assert cache.table[1].tolist() == [0, 0, 0]
     with pytest.raises(ValueError, match=r"the 1 pages that are free.*33 places need 2"):
         cache.take([1], [PAGE + 1])
@@ -255,7 +255,7 @@ def test_a_row_is_the_same_to_the_bit_whatever_is_beside_it(width):
         cache = ContiguousCache(sizes, 4 * (1 + len(others) // 4))
         lengths = [19, *others, *[0] * (-(1 + len(others)) % 4)]
         more = torch.randn(2, sum(lengths) - 19, 2, width)
-        both = [torch.cat([one, other]) for one, other in zip((k, v), more, strict=True)]
+        both = [torch.cat([item, other]) for item, other in zip((k, v), more, strict=True)]
         cache.loader(range(len(lengths)), lengths)(0, *both)
         cache.look(lengths)
         return cache.attend(0, torch.cat([q, torch.randn(len(lengths) - 1, 2, width)]))[0]
@@ -302,13 +302,13 @@ class _Rows:
                 self.held[row] = torch.cat([held, new[:, :, row, None]], 2)
         self.cache.look([0 if held is None else held.shape[2] for held in self.held])
         for layer in range(LAYERS):
-            found = self.cache.attend(layer, q, *new[layer], 0.3)
+            result = self.cache.attend(layer, q, *new[layer], 0.3)
             for row, held in enumerate(self.held):
                 if held is None:
                     continue
                 k, v = held[layer].repeat_interleave(2, 2)
                 weights = (torch.einsum("hd,lhd->hl", q[row], k) * 0.3).softmax(-1)
-                torch.testing.assert_close(found[row], torch.einsum("hl,lhd->hd", weights, v))
+                torch.testing.assert_close(result[row], torch.einsum("hl,lhd->hd", weights, v))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -317,7 +317,7 @@ def test_rows_are_admitted_continued_and_released_in_any_order(seed):
     rows = _Rows(4)
     rows.cache.reserve(60, 200)
     for _ in range(60):
-        held = [row for row, one in enumerate(rows.held) if one is not None]
+        held = [row for row, item in enumerate(rows.held) if item is not None]
         what = draw.random()
         if what < 0.2 or not held:
             entering = draw.sample(range(len(rows.held)), draw.randint(1, 2))

@@ -185,8 +185,8 @@ def test_joined_steps_are_the_separate_ones(config, monkeypatch):
         groups = Groups.of_sequences(torch.tensor([2, 1, 0, 2]), layout, config.count)
     call = lambda: module(x, _residual(layout), groups=groups)
     separate = call()
-    for place in (residuals, experts):
-        monkeypatch.setattr(place, "is_fused", lambda x: True)
+    for position in (residuals, experts):
+        monkeypatch.setattr(position, "is_fused", lambda x: True)
     torch.testing.assert_close(call(), separate)
 
 
@@ -220,6 +220,6 @@ def test_a_name_without_an_expert_is_an_error():
     assert tasks.number_of(Prompt("d", "e", "translate")) == 0
     sources = ExpertsConfig(count=2, route="source", names=("ctc", "rnnt"))
     assert sources.number_of(Prompt("d", "d"), "rnnt") == 1
-    for given, message in (("d", "is 'd': use one of these"), (None, "not given: only lines")):
+    for provided, message in (("d", "is 'd': use one of these"), (None, "not given: only lines")):
         with pytest.raises(ValueError, match=f"source of an .* one of ctc, rnnt, .* {message}"):
-            sources.number_of(Prompt("d", "d"), given)
+            sources.number_of(Prompt("d", "d"), provided)

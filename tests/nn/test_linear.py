@@ -41,11 +41,11 @@ def test_a_bias_of_the_keys_changes_nothing(key_bias):
     module = SelfAttention(8, 2, 4, key_bias=key_bias)
     nn.init.normal_(module.qkv_proj.bias)
     layout, x = PackedLayout.from_lengths([3, 5]), torch.randn(8, 8)
-    found = module(x, layout)
+    result = module(x, layout)
     if key_bias:
         with torch.no_grad():
             module.qkv_proj.bias[8:16].zero_()
-        torch.testing.assert_close(module(x, layout), found)
+        torch.testing.assert_close(module(x, layout), result)
     else:
         assert module.qkv_proj.bias.shape == (16,)
         assert whole_bias(module.qkv_proj)[8:16].eq(0).all()

@@ -65,18 +65,18 @@ def test_a_transcript_is_read_as_if_alone(kind, name):
     assert out.shape == (layout.rows + layout.num_sequences, WIDTH)
     assert out.isfinite().all()
     upstream = [torch.randn_like(piece) for piece in pieces(out, layout)]
-    said = [one.tolist() for one in labels[: layout.total].split(layout.lengths)]
-    expected = [alone(predictor, one) for one in said]
-    total, wanted = torch.zeros(()), torch.zeros(())
+    message = [item.tolist() for item in labels[: layout.total].split(layout.lengths)]
+    expected = [alone(predictor, item) for item in message]
+    total, requested = torch.zeros(()), torch.zeros(())
     for x, y, weight in zip(pieces(out, layout), expected, upstream, strict=True):
         torch.testing.assert_close(x, y)
-        total, wanted = total + (x * weight).sum(), wanted + (y * weight).sum()
-    if not said:
+        total, requested = total + (x * weight).sum(), requested + (y * weight).sum()
+    if not message:
         return
     parameters = list(predictor.parameters())
     for x, y in zip(
         torch.autograd.grad(total, parameters),
-        torch.autograd.grad(wanted, parameters),
+        torch.autograd.grad(requested, parameters),
         strict=True,
     ):
         torch.testing.assert_close(x, y)

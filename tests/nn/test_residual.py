@@ -36,8 +36,8 @@ def _conformer(**options):
 
 
 def _transformer(**options):
-    rest = {"activation": "gelu", "attention_dropout": 0.0, **options}
-    return TransformerLayer(WIDTH, heads=2, feed_forward=24, **rest)
+    remainder = {"activation": "gelu", "attention_dropout": 0.0, **options}
+    return TransformerLayer(WIDTH, heads=2, feed_forward=24, **remainder)
 
 
 def _decoder(**options):
@@ -155,8 +155,8 @@ def _stack(kind):
         tokens = PackedSequence(torch.arange(LAYOUT.rows) % 10, LAYOUT)
         return decoder, lambda x: decoder(tokens, PackedSequence(x, LAYOUT))[0]
     layers = nn.ModuleList(KINDS[kind](**options) for _ in range(3)).double().train()
-    given = _arguments(kind, torch.empty(0, WIDTH))[1:]
-    return layers, lambda x: run_layers(layers, "stack", x, LAYOUT, *given)
+    provided = _arguments(kind, torch.empty(0, WIDTH))[1:]
+    return layers, lambda x: run_layers(layers, "stack", x, LAYOUT, *provided)
 
 
 @pytest.mark.parametrize("kind", KINDS)

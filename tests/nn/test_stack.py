@@ -44,52 +44,52 @@ def make_model(every):
 
 def results(every):
     """Losses, gradients and buffers of batches of speech and of text; and what each kept."""
-    model, found, kept = make_model(every), [], []
+    model, result, selected = make_model(every), [], []
     for seed, batch in enumerate([make_batch(0), text_batch(), make_batch(1)]):
         model.zero_grad()
         torch.manual_seed(seed)
         with counting() as bytes_of:
             losses = model(batch, label_smoothing=0.1, guided_sigma=0.3)
-        kept.append(sum(bytes_of.values()))
+        selected.append(sum(bytes_of.values()))
         parts = losses.cross_entropy, losses.ctc, losses.guided
         torch.stack([part for part in parts if part is not None]).sum().backward()
         # What comes after must not see that anything was computed in between.
-        found += [losses.cross_entropy.detach(), torch.rand(())]
-        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        found += [buffer.clone() for buffer in model.buffers()]
-    return found, kept
+        result += [losses.cross_entropy.detach(), torch.rand(())]
+        result += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        result += [buffer.clone() for buffer in model.buffers()]
+    return result, selected
 
 
 @contextmanager
 def counting():
     """The bytes that autograd keeps, by where they are, so that none counts twice."""
-    found: dict[int, int] = {}
+    result: dict[int, int] = {}
     tensors = []
 
     def pack(x):
         storage = x.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
+        result[storage.data_ptr()] = storage.nbytes()
         tensors.append(x)
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        yield found
+        yield result
 
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_gradients_and_statistics_are_bitwise_the_same(every):
     expected, _ = results(0)
-    found, _ = results(every)
-    assert len(found) == len(expected)
-    for number, (x, y) in enumerate(zip(found, expected, strict=True)):
+    result, _ = results(every)
+    assert len(result) == len(expected)
+    for number, (x, y) in enumerate(zip(result, expected, strict=True)):
         assert torch.equal(x, y), number
 
 
 def test_less_is_kept_the_more_layers_are_computed_again():
     # Weights count as well, which are small here.
-    everything, some, least = (results(every)[1] for every in (0, 2, 1))
-    for whole, middle, rest in zip(everything, some, least, strict=True):
-        assert rest < middle < whole
+    everything, some, least = (results(each_item)[1] for each_item in (0, 2, 1))
+    for whole, middle, remainder in zip(everything, some, least, strict=True):
+        assert remainder < middle < whole
     speech = 0
     assert least[speech] < 0.6 * everything[speech]
 

@@ -85,16 +85,16 @@ def test_a_causal_pack_is_each_utterance_alone(factor, bins):
     out = module(mel)
     for n, length in enumerate(lengths):
         start = factor * layout.cu_seqlens_host[n]
-        found = out[layout.cu_seqlens_host[n] : layout.cu_seqlens_host[n + 1]]
+        result = out[layout.cu_seqlens_host[n] : layout.cu_seqlens_host[n + 1]]
         if not length:
             continue
         rows = mel.values.detach()[start : start + length].requires_grad_()
         expected = causally_alone(module, rows)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(result, expected)
         weights = torch.randn_like(expected)
-        (grad,) = torch.autograd.grad((found * weights).sum(), mel.values, retain_graph=True)
-        (own,) = torch.autograd.grad((expected * weights).sum(), rows)
-        torch.testing.assert_close(grad[start : start + length], own)
+        (grad,) = torch.autograd.grad((result * weights).sum(), mel.values, retain_graph=True)
+        (local,) = torch.autograd.grad((expected * weights).sum(), rows)
+        torch.testing.assert_close(grad[start : start + length], local)
         assert framing.frames(framing.samples_of(len(expected))) == len(expected)
     counted = framing.frames(np.array(lengths))
     assert counted.tolist() == frames

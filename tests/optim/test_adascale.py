@@ -22,8 +22,8 @@ def take(measure: AdaScale, gradients: torch.Tensor, targets: torch.Tensor, **se
     sums = torch.stack([((parts[:, None] * gradients) ** 2).sum(1).div(targets).sum(),
                         torch.tensor(float(len(targets)))])  # fmt: skip
     norm = (parts[:, None] * gradients).sum(0).norm()
-    said = {"made": TRUE, "seen": TRUE} | settings
-    measure.update(sums, targets.sum(), norm, **said)
+    message = {"made": TRUE, "seen": TRUE} | settings
+    measure.update(sums, targets.sum(), norm, **message)
     return measure.reading.read()
 
 
@@ -71,9 +71,9 @@ def test_averages_are_plain_at_first_and_then_decay():
     for step in range(5):
         gradients = torch.randn(4, 8, generator=generator)
         take(alone := adascale(), gradients, equal)
-        own = alone.state_dict()["averages"][0]
+        local = alone.state_dict()["averages"][0]
         keep = min(0.5, step / (step + 1))
-        expected = own if expected is None else keep * expected + (1 - keep) * own
+        expected = local if expected is None else keep * expected + (1 - keep) * local
         take(measure, gradients, equal)
         variances.append((measure.state_dict()["averages"][0], expected))
     assert all(got == pytest.approx(want) for got, want in variances)
@@ -103,8 +103,8 @@ def test_hooks_see_the_gradient_of_each_sample_and_not_their_sum():
             # A weight that is used twice has one gradient.
             loss = model(x).square().sum() + model(-x).sum()
             (2 * loss).backward()
-        own = torch.autograd.grad(model(x).square().sum() + model(-x).sum(), model.parameters())
-        expected += sum(g.square().sum().item() for g in own) / targets
+        local = torch.autograd.grad(model(x).square().sum() + model(-x).sum(), model.parameters())
+        expected += sum(g.square().sum().item() for g in local) / targets
     with measure.sample(0):
         pass
     assert measure.sums.tolist() == pytest.approx([expected, 2.0])

@@ -25,17 +25,17 @@ def test_the_weights_come_back_after_an_exchange_even_an_interrupted_one():
     average = WeightAverage(model, 0.9)
     with torch.no_grad():
         model.weight.add_(1.0)
-    trained, kept = model.weight.detach().clone(), average.average["weight"].clone()
+    trained, selected = model.weight.detach().clone(), average.average["weight"].clone()
 
     def evaluate():
         with average.in_place():
-            assert torch.equal(model.weight, kept)
+            assert torch.equal(model.weight, selected)
             raise KeyError
 
     with pytest.raises(KeyError):
         evaluate()
     assert torch.equal(model.weight, trained)
-    assert torch.equal(average.average["weight"], kept)
+    assert torch.equal(average.average["weight"], selected)
 
 
 def test_decay_must_be_a_fraction():

@@ -49,12 +49,12 @@ def test_json_lines_with_tokens_or_text(write):
         "",
         {"duration": 3.25, "text": "你好", "audio_filepath": "nowhere.wav"},
     )
-    found = read(path, prompt_tokens=4)
-    assert found.seconds.tolist() == [1.5, 2.0, 3.25]
-    assert found.texts.tolist() == [7, 5, 2]
-    assert found.prompts.tolist() == [4, 4, 4]
-    assert (found.by_text, found.by_duration) == (2, 0)
-    assert [found.name(i) for i in range(3)] == ["first", f"{path}:2", f"{path}:4"]
+    result = read(path, prompt_tokens=4)
+    assert result.seconds.tolist() == [1.5, 2.0, 3.25]
+    assert result.texts.tolist() == [7, 5, 2]
+    assert result.prompts.tolist() == [4, 4, 4]
+    assert (result.by_text, result.by_duration) == (2, 0)
+    assert [result.name(i) for i in range(3)] == ["first", f"{path}:2", f"{path}:4"]
 
 
 def test_tables_and_mere_durations(write):
@@ -63,11 +63,11 @@ def test_tables_and_mere_durations(write):
     assert read(quoted).seconds.tolist() == [3.0]
     commas = write("b.csv", 'num_tokens,duration,"some, text"', '3,1.25,"a, b"')
     mere = write("c.txt", "# seconds", "4.0", "", "5  # and more")
-    found = read(tabs, commas, mere)
-    assert found.seconds.tolist() == [2.5, 10.0, 1.25, 4.0, 5.0]
-    assert found.texts.tolist() == [9, 36, 3, 14, 18]
-    assert (found.by_text, found.by_duration) == (0, 3)
-    assert [found.name(i) for i in (0, 1, 4)] == ["x", "y", f"{mere}:4"]
+    result = read(tabs, commas, mere)
+    assert result.seconds.tolist() == [2.5, 10.0, 1.25, 4.0, 5.0]
+    assert result.texts.tolist() == [9, 36, 3, 14, 18]
+    assert (result.by_text, result.by_duration) == (0, 3)
+    assert [result.name(i) for i in (0, 1, 4)] == ["x", "y", f"{mere}:4"]
 
 
 def test_gzipped_lhotse_cuts(tmp_path):
@@ -78,8 +78,8 @@ def test_gzipped_lhotse_cuts(tmp_path):
     path = tmp_path / "cuts.jsonl.gz"
     with gzip.open(path, "wt") as file:
         file.write(json.dumps(cut) + "\n")
-    found = read(path)
-    assert (found.texts.tolist(), found.seconds.tolist()) == ([2], [2.0])
+    result = read(path)
+    assert (result.texts.tolist(), result.seconds.tolist()) == ([2], [2.0])
     # A folder that `effasr prepare` wrote is that file.
     assert read(tmp_path).texts.tolist() == [2]
 
@@ -92,15 +92,15 @@ def test_audio_is_opened_only_for_lines_without_a_duration(tmp_path, write):
         {"audio_filepath": "gone.wav", "text": "abc", "duration": 1.0},
         {"audio_filepath": "gone.wav", "text": "abc"},
     )
-    found = read(path)
-    assert found.seconds.tolist() == [0.5, 1.0]
-    assert [(drop.id, drop.reason) for drop in found.dropped] == [("gone", "missing_audio")]
+    result = read(path)
+    assert result.seconds.tolist() == [0.5, 1.0]
+    assert [(drop.id, drop.reason) for drop in result.dropped] == [("gone", "missing_audio")]
     folder = tmp_path / "folder"
     folder.mkdir()
     soundfile.write(folder / "b.wav", np.zeros(16_000, np.float32), 16_000)
     (folder / "b.txt").write_text("abcdef")
-    found = read(folder)
-    assert (found.seconds.tolist(), found.texts.tolist()) == ([1.0], [2])
+    result = read(folder)
+    assert (result.seconds.tolist(), result.texts.tolist()) == ([1.0], [2])
 
 
 @pytest.mark.parametrize(
@@ -272,11 +272,11 @@ def listing(seconds, texts):
 
 
 def test_every_reason_is_counted_and_listed():
-    found = listing(
+    result = listing(
         [0.05, 41.0, 2.0, 39.0, 9.0, 7.0, 2.0, 2.0, 3.0], [1, 1, 0, 1, 1, 50, 60, 20, 3]
     )
     limits = Limits(max_frames=100, max_positions=60, max_tokens_per_second=8.0)
-    chosen = select(found, limits, data(frame_budget=400, token_budget=50))
+    chosen = select(result, limits, data(frame_budget=400, token_budget=50))
     assert {drop.id: str(drop.reason) for drop in chosen.dropped} == {
         "u0": "too_short",
         "u1": "too_long",
@@ -298,21 +298,23 @@ def test_every_reason_is_counted_and_listed():
 
 
 def test_ctc_needs_a_frame_for_each_token():
-    found = listing([0.8, 0.8], [10, 11])
-    assert select(found, Limits(), data(frame_budget=100)).reasons == {"ctc_infeasible": 1}
-    assert select(found, Limits(ctc=False), data(frame_budget=100)).reasons == {}
+    result = listing([0.8, 0.8], [10, 11])
+    assert select(result, Limits(), data(frame_budget=100)).reasons == {"ctc_infeasible": 1}
+    assert select(result, Limits(ctc=False), data(frame_budget=100)).reasons == {}
 
 
 def test_ctc_does_not_limit_translations():
-    found = replace(listing([0.8], [11]), different_prompts=(Prompt("de", "en", "translate"),))
-    assert select(found, Limits(), data(frame_budget=100)).reasons == {}
+    result = replace(listing([0.8], [11]), different_prompts=(Prompt("de", "en", "translate"),))
+    assert select(result, Limits(), data(frame_budget=100)).reasons == {}
 
 
 def test_rate_outliers_are_those_among_texts_of_their_language():
-    found = listing([4.0] * 400, [*[10] * 199, 40, *[40] * 200])
+    result = listing([4.0] * 400, [*[10] * 199, 40, *[40] * 200])
     of_language = np.repeat([0, 1], 200)
-    found = replace(found, prompt_ids=of_language, different_prompts=(Prompt(), Prompt("de", "de")))
-    chosen = select(found, Limits(), data(frame_budget=100, rate_deviations=4))
+    result = replace(
+        result, prompt_ids=of_language, different_prompts=(Prompt(), Prompt("de", "de"))
+    )
+    chosen = select(result, Limits(), data(frame_budget=100, rate_deviations=4))
     assert [(drop.id, drop.reason) for drop in chosen.dropped] == [("u199", "token_rate_outlier")]
     assert chosen.dropped[0].details == "10.0 per second, far more than others of 4.0 s"
 

@@ -23,17 +23,19 @@ NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>
 
 def budget(table: Table, **options) -> list[Lane]:
     launches = attribution.find_launches(table)
-    found = {
+    result = {
         process: steps.find(table, process, launches.begin, **options)
         for process in sorted(set(table.work["process"].tolist()))
     }
-    labels = attribution.attribute(table, launches, found)
+    labels = attribution.attribute(table, launches, result)
     part = classes(table, [categorize(name) for name in table.names])
-    return lanes(table, launches, found, labels, part)
+    return lanes(table, launches, result, labels, part)
 
 
 def parts(lane: Lane) -> dict[str, list[int]]:
-    return {name: found.tolist() for name, found in (lane.parts | lane.idle).items() if found.any()}
+    return {
+        name: result.tolist() for name, result in (lane.parts | lane.idle).items() if result.any()
+    }
 
 
 @pytest.fixture
@@ -225,7 +227,7 @@ def test_parts_are_the_step_exactly_and_unions_fit_in_it(table: Table) -> None:
     for lane in budget(table):
         assert sum(lane.parts.values()).tolist() == lane.wall.tolist()
         assert sum(lane.idle.values()).tolist() == lane.parts["idle"].tolist()
-        assert all((found >= 0).all() for found in (*lane.parts.values(), *lane.idle.values()))
+        assert all((result >= 0).all() for result in (*lane.parts.values(), *lane.idle.values()))
         assert (lane.hidden <= lane.parts["compute"]).all()
         assert (np.diff(lane.steps.windows.ravel()) >= 0).all()
 
@@ -234,10 +236,10 @@ def test_parts_are_the_step_exactly_and_unions_fit_in_it(table: Table) -> None:
 @given(captures())
 def test_exclusive_sums_are_the_total(table: Table) -> None:
     launches = attribution.find_launches(table)
-    found = {p: steps.find(table, p, launches.begin) for p in set(table.work["process"].tolist())}
-    labels = attribution.attribute(table, launches, found)
+    result = {p: steps.find(table, p, launches.begin) for p in set(table.work["process"].tolist())}
+    labels = attribution.attribute(table, launches, result)
     part = classes(table, [categorize(name) for name in table.names])
-    for lane in lanes(table, launches, found, labels, part):
+    for lane in lanes(table, launches, result, labels, part):
         pieces = cut(table, [lane], part)
         rows = by_range(pieces, labels, 1)
         total = sum(row["forward_ms"] + row["backward_ms"] for row in rows)

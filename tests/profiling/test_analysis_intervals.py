@@ -32,16 +32,16 @@ def is_a_set(found: np.ndarray) -> bool:
 @given(spans, spans)
 def test_sets_are_those_of_their_moments(one: list, other: list) -> None:
     a, b = made(one), made(other)
-    for found, expected in (
+    for result, expected in (
         (a, moments(one)),
         (intervals.subtract(a, b), moments(one) - moments(other)),
         (intervals.intersect(a, b), moments(one) & moments(other)),
         (intervals.join(a, b), moments(one) | moments(other)),
         (intervals.clip(a, -5, 20), moments(one) & set(range(-5, 20))),
     ):
-        assert is_a_set(found)
-        assert listed(found) == expected
-        assert intervals.measure(found) == len(expected)
+        assert is_a_set(result)
+        assert listed(result) == expected
+        assert intervals.measure(result) == len(expected)
 
 
 @given(spans, spans)

@@ -20,11 +20,11 @@ AUTOGRAD = 177
 def labelled(table: Table) -> list[tuple[str, str, str, bool]]:
     """Range, phase, rule and direction of every row of work, in order of begin."""
     launches = find_launches(table)
-    found = {
+    matches = {
         process: find(table, process, launches.begin)
         for process in sorted(set(table.work["process"].tolist()))
     }
-    result = attribute(table, launches, found)
+    result = attribute(table, launches, matches)
     return [
         (
             result.paths[result.path[row]],

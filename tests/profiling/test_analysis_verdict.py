@@ -78,9 +78,9 @@ def test_what_compute_hides_is_not_what_limits_the_run(tmp_path: Path) -> None:
     export.kernel(0, 2, 700)
     export.kernel(3, 700, 1000, "void layer_norm<float>(float*)")
     export.kernel(5, 10, 990, NCCL, stream=9)
-    found = report(export, tmp_path / "e.sqlite")
-    assert found["categories"][0]["name"] == "communication"
-    assert "most of all matmul (69.9 % of it)" in found["verdict"]["text"]
+    result = report(export, tmp_path / "e.sqlite")
+    assert result["categories"][0]["name"] == "communication"
+    assert "most of all matmul (69.9 % of it)" in result["verdict"]["text"]
 
 
 def test_the_first_action_is_about_the_largest_part(tmp_path: Path) -> None:
@@ -101,18 +101,18 @@ def test_padding_is_worth_the_compute_that_it_takes(tmp_path: Path) -> None:
     export = Export()
     export.range("step", 0, 1000)
     export.kernel(0, 2, 1000)
-    found = report(
+    result = report(
         export, tmp_path / "e.sqlite", [line(padding_frames=0.25), line(padding_frames=0.35)]
     )
-    (action,) = [a for a in found["actions"] if a["basis"] == "compute on padded frames"]
+    (action,) = [a for a in result["actions"] if a["basis"] == "compute on padded frames"]
     assert action["share"] == pytest.approx(0.998 * 0.3)
 
 
 def test_without_a_capture_the_log_still_says_something() -> None:
-    found = summary.analyze(Subject("run", metrics=[line(), line(data_wait_s=0.3)])).report
-    assert found["verdict"]["text"].startswith("A step takes 500 ms, and 40.0 % of it is waiting")
-    assert found["actions"][0]["speedup_at_most"] == pytest.approx(1 / 0.6)
-    assert any("no capture was given" in note["text"] for note in found["quality"])
+    result = summary.analyze(Subject("run", metrics=[line(), line(data_wait_s=0.3)])).report
+    assert result["verdict"]["text"].startswith("A step takes 500 ms, and 40.0 % of it is waiting")
+    assert result["actions"][0]["speedup_at_most"] == pytest.approx(1 / 0.6)
+    assert any("no capture was given" in note["text"] for note in result["quality"])
 
 
 def ranks(tmp_path: Path) -> dict[str, Any]:
@@ -129,23 +129,23 @@ def ranks(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_the_slowest_rank_is_the_one_that_does_not_wait(tmp_path: Path) -> None:
-    found = ranks(tmp_path)
-    assert found["ranks"]["slowest"] == "rank 1"
-    assert found["ranks"]["steps"] == [0, 1, 2, 3]
-    assert found["ranks"]["ranks"][0]["own_ms"] == pytest.approx([500e-6] * 4)
-    assert found["ranks"]["waiting_ms"] == pytest.approx(150e-6)
-    (action,) = [a for a in found["actions"] if "slowest rank" in a["basis"]]
+    result = ranks(tmp_path)
+    assert result["ranks"]["slowest"] == "rank 1"
+    assert result["ranks"]["steps"] == [0, 1, 2, 3]
+    assert result["ranks"]["ranks"][0]["own_ms"] == pytest.approx([500e-6] * 4)
+    assert result["ranks"]["waiting_ms"] == pytest.approx(150e-6)
+    (action,) = [a for a in result["actions"] if "slowest rank" in a["basis"]]
     assert action["how"].startswith("rank 1 is slowest")
     assert action["share"] == pytest.approx(0.15)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=50))
 def test_a_histogram_of_padding_counts_every_line(values: list[float]) -> None:
-    found = sources.padding([line(padding_frames=value) for value in values])["padding_frames"]
-    assert sum(found["counts"]) == len(values)
-    assert len(found["edges"]) == len(found["counts"]) + 1 <= 42
-    assert found["edges"][0] == 0
-    assert found["edges"][-1] >= max(values) * (1 - 1e-9)
+    result = sources.padding([line(padding_frames=value) for value in values])["padding_frames"]
+    assert sum(result["counts"]) == len(values)
+    assert len(result["edges"]) == len(result["counts"]) + 1 <= 42
+    assert result["edges"][0] == 0
+    assert result["edges"][-1] >= max(values) * (1 - 1e-9)
 
 
 def test_the_waterfall_falls() -> None:
@@ -184,10 +184,10 @@ def test_a_comparison_says_where_the_difference_comes_from(tmp_path: Path) -> No
     export.range("step", 0, 500_000)
     export.kernel(0, 2, 400_000)
     after = report(export, tmp_path / "after.sqlite")
-    found = compare(before, after)
-    assert found["step_ms"]["ratio"] == pytest.approx(0.5)
-    assert {row["name"]: row["delta"] for row in found["parts"]}["host_gap"] == pytest.approx(-0.5)
-    assert found["text"].endswith(
+    result = compare(before, after)
+    assert result["step_ms"]["ratio"] == pytest.approx(0.5)
+    assert {row["name"]: row["delta"] for row in result["parts"]}["host_gap"] == pytest.approx(-0.5)
+    assert result["text"].endswith(
         "0.50 times as long. Most of the change is in host gaps (-0.5 ms)."
     )
 
@@ -216,14 +216,14 @@ def test_kernels_of_one_short_name_and_two_categories_are_two_rows(tmp_path: Pat
     kernel = "void at::native::elementwise_kernel<128, 2, at::native::my_own_{}>(int)"
     export.kernel(0, 2, 600, kernel.format("copy"))
     export.kernel(3, 600, 1000, kernel.format("sum"))
-    found = report(export, tmp_path / "e.sqlite")["kernels"]
-    rows = [(row["name"], row["category"], row["work_ms"]) for row in found["top"]]
+    result = report(export, tmp_path / "e.sqlite")["kernels"]
+    rows = [(row["name"], row["category"], row["work_ms"]) for row in result["top"]]
     short = "at::native::elementwise_kernel<…>"
     assert rows == [
         (short, "copy", pytest.approx(598e-6)),
         (short, "elementwise", pytest.approx(400e-6)),
     ]
-    assert found["work_ms"] == {short: pytest.approx(998e-6)}
+    assert result["work_ms"] == {short: pytest.approx(998e-6)}
 
 
 def test_a_profiled_step_is_held_against_the_log(tmp_path: Path) -> None:

@@ -38,9 +38,9 @@ def test_each_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit) as ended:
         bench.main([name, "--help"])
     assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert f"usage: bench.py {name} " in shown
-    assert f"python profiling/bench.py {name} " in shown
+    visible = capsys.readouterr().out
+    assert f"usage: bench.py {name} " in visible
+    assert f"python profiling/bench.py {name} " in visible
 
 
 def test_subcommands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

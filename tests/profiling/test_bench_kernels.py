@@ -107,8 +107,8 @@ def test_each_kernel_falls_to_one_process() -> None:
     compiled: list[str] = []
     shares = [kernels.Compiler((n, 3), compiled.append) for n in range(3)]  # type: ignore[arg-type]
     for share in shares:
-        for one in [*recorded, *recorded]:
-            share(one)
+        for item in [*recorded, *recorded]:
+            share(item)
     assert sum(len(share.compiled) for share in shares) == len(compiled)
     assert set.union(*(share.compiled for share in shares)) == shares[0].seen
     assert len(compiled) == len(shares[0].seen) >= 1
@@ -123,8 +123,8 @@ def test_what_does_not_compile_is_named_and_ends_nothing() -> None:
         raise RuntimeError("out of registers")
 
     compiler = kernels.Compiler((0, 1), refuse)
-    for one in launches():
-        compiler(one)
+    for item in launches():
+        compiler(item)
     assert compiler.failed
     assert compiler.failed[0].endswith("RuntimeError: out of registers")
 
@@ -182,19 +182,19 @@ def seen_in_training(layers: int, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def test_a_layer_of_each_kind_has_all_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = seen_in_training(1, monkeypatch)
+    item = seen_in_training(1, monkeypatch)
     monkeypatch.undo()
-    assert len(one) > 15
-    assert one == seen_in_training(2, monkeypatch)
+    assert len(item) > 15
+    assert item == seen_in_training(2, monkeypatch)
 
 
 @pytest.mark.extended
 def test_on_a_cpu_kernels_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--compile", "--op", "depthwise_conv", "--frames", "40", "--processes", "1"]
     assert kernels.launch(options) == 0
-    shown = capfd.readouterr().out
-    assert "share 0 of 1: " in shown
-    assert "none compiled: no GPU" in shown
+    visible = capfd.readouterr().out
+    assert "share 0 of 1: " in visible
+    assert "none compiled: no GPU" in visible
 
 
 @pytest.mark.parametrize("choice", [["--op", "depthwise_cnov"], ["--model", "canary_2b"]])
@@ -219,9 +219,9 @@ def test_a_call_that_fails_is_named_and_the_others_are_compiled(
     calls = [("broken", lambda: [][1]), ("whole", convolve)]
     monkeypatch.setattr(kernels, "_calls", lambda options: iter(calls))
     assert kernels.launch(["--compile", "--share", "0/1"]) == 1
-    shown = capsys.readouterr()
-    assert shown.err == "bench launch: broken: IndexError: list index out of range\n"
-    assert "1 of 1 kernels counted" in shown.out
+    visible = capsys.readouterr()
+    assert visible.err == "bench launch: broken: IndexError: list index out of range\n"
+    assert "1 of 1 kernels counted" in visible.out
 
 
 def test_a_case_is_computed_for_a_profiler() -> None:

@@ -190,10 +190,10 @@ def test_rows_are_appended_where_asked(
         assert float(row["error"]) < 1e-4
         assert row["torch"] == torch.__version__
         assert row["device"].startswith("cpu")
-    shown = capsys.readouterr()
-    assert "Time as a multiple of ours" in shown.out
-    assert "1.00  reference" in shown.out
-    assert "triton: BackendUnavailable" in shown.err
+    visible = capsys.readouterr()
+    assert "Time as a multiple of ours" in visible.out
+    assert "1.00  reference" in visible.out
+    assert "triton: BackendUnavailable" in visible.err
     assert ops.main([*run, "--no-peers", "--output", str(output)]) == 0
     assert len(list(harness.read(output))) == len(first) + 4
     assert ops.main([*run, "--no-peers"]) == 0
@@ -206,9 +206,9 @@ def test_the_list_measures_nothing(
 ) -> None:
     monkeypatch.setattr(harness, "measure", None)
     assert ops.main([*CPU, "--list"]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == len(CASES)
-    assert "peer: NeMo (sdpa with bias)" in shown[0]
+    visible = capsys.readouterr().out.splitlines()
+    assert len(visible) == len(CASES)
+    assert "peer: NeMo (sdpa with bias)" in visible[0]
 
 
 def test_an_unknown_operation_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,9 +218,9 @@ def test_an_unknown_operation_is_named(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_spent_budget_ends_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert ops.main([*CPU, "--budget-s", "0"]) == 1
-    shown = capsys.readouterr()
-    assert shown.err.count("the budget is spent") == len(CASES)
-    assert shown.out.endswith("0 rows; none kept, without --output\n")
+    visible = capsys.readouterr()
+    assert visible.err.count("the budget is spent") == len(CASES)
+    assert visible.out.endswith("0 rows; none kept, without --output\n")
 
 
 @pytest.mark.parametrize(("budget", "case"), [(80, 10), (200, 25), (420, 45)])
@@ -253,9 +253,9 @@ def test_what_computes_something_else_has_no_row(capsys: pytest.CaptureFixture[s
     backends = _measured(peers)
     assert backends[-4:] == ["peer: right", "peer: right", "reference", "reference"]
     assert not {"peer: absent", "peer: wrong"} & set(backends)
-    shown = capsys.readouterr().err
-    assert "peer: absent: ImportError: the package needs another one" in shown
-    assert "peer: wrong: ValueError: differs from the reference by 0.05" in shown
+    visible = capsys.readouterr().err
+    assert "peer: absent: ImportError: the package needs another one" in visible
+    assert "peer: wrong: ValueError: differs from the reference by 0.05" in visible
 
 
 def test_what_is_not_installed_is_listed_in_the_end(
@@ -265,8 +265,8 @@ def test_what_is_not_installed_is_listed_in_the_end(
     again = replace(case, peers={"absent": _missing})
     monkeypatch.setattr(ops, "GROUPS", (lambda workload: [again],))
     assert ops.main(CPU) == 0
-    shown = capsys.readouterr().out
-    assert "left out: absent: ImportError: the package needs another one\n" in shown
+    visible = capsys.readouterr().out
+    assert "left out: absent: ImportError: the package needs another one\n" in visible
 
 
 def test_what_takes_too_long_has_no_row(capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,9 +277,9 @@ def test_what_takes_too_long_has_no_row(capsys: pytest.CaptureFixture[str]) -> N
     begin = time.monotonic()
     assert "peer: slow" not in _measured({"slow": lambda: _contender(slow)}, seconds=0.5)
     assert time.monotonic() - begin < 20
-    shown = capsys.readouterr().err
-    assert "peer: slow: OutOfTime" in shown
-    assert "reference: no time left" in shown
+    visible = capsys.readouterr().err
+    assert "peer: slow: OutOfTime" in visible
+    assert "reference: no time left" in visible
 
 
 def test_a_gpu_in_disorder_ends_all() -> None:
@@ -310,8 +310,8 @@ def test_head_as_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert {row["git"] for row in before} == {head}
     assert {row["git"].removesuffix("-dirty") for row in after} == {head}
     assert [row["shape"] for row in before] == [row["shape"] for row in after]
-    shown = capsys.readouterr().out.splitlines()
-    lines = [line.split() for line in shown if "reference" in line]
+    visible = capsys.readouterr().out.splitlines()
+    lines = [line.split() for line in visible if "reference" in line]
     assert len(lines) == len(after) == 4
     for line, old, new in zip(lines, before, after, strict=True):
         numbers = line[line.index(new["mode"]) + 1 :]
@@ -334,10 +334,10 @@ def test_a_base_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_only_one_has_is_named() -> None:
     row = {"op": "a", "kind": "", "backend": "triton", "mode": "forward", "shape": "T=1"}
     fast, slow = row | {"p50_ms": "1"}, row | {"p50_ms": "3"}
-    shown = ops.side_by_side([slow, fast | {"op": "b"}], [fast, fast | {"op": "c"}])
-    assert "3.000   T=1" in shown
-    assert "only here: c  triton forward T=1" in shown
-    assert "only in the base: b  triton forward T=1" in shown
+    visible = ops.side_by_side([slow, fast | {"op": "b"}], [fast, fast | {"op": "c"}])
+    assert "3.000   T=1" in visible
+    assert "only here: c  triton forward T=1" in visible
+    assert "only in the base: b  triton forward T=1" in visible
 
 
 # --- the transducer's peers; packages that are not there have doubles -----------------------------
@@ -417,26 +417,26 @@ def test_large_batches_are_measured_on_request(
 ) -> None:
     run = [*CPU, "--op"]
     assert ops.main([*run, "transducer_loss", "--list"]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    kinds = [line.split(";")[0].split()[1:] for line in shown[:2]]
+    visible = capsys.readouterr().out.splitlines()
+    kinds = [line.split(";")[0].split()[1:] for line in visible[:2]]
     assert kinds == [["large", "8x"], ["large", "4x"]]
-    assert len(shown) == len(LARGE) + 2
-    assert "peer: torch dense" in shown[0]
+    assert len(visible) == len(LARGE) + 2
+    assert "peer: torch dense" in visible[0]
     assert ops.main([*run, "ctc_loss", "--list"]) == 0
     assert "transducer" not in capsys.readouterr().out
     output = tmp_path / "ops.csv"
     assert ops.main([*run, "transducer_loss", "--output", str(output)]) == 0
     rows = list(harness.read(output))
-    own = {f"peer: {name}" for name in OWN} | {"reference"}
+    local = {f"peer: {name}" for name in OWN} | {"reference"}
     packages = {f"peer: {name}" for name in transducer.PEERS} | {"peer: transformers dense"}
-    assert own <= {row["backend"] for row in rows} <= own | packages | {"cpp"}
+    assert local <= {row["backend"] for row in rows} <= local | packages | {"cpp"}
     assert {row["kind"] for row in rows} == {"large 8x", "large 4x", "", "tdt"}
     rows = [row for row in rows if "float16" not in row["backend"]]
     assert all(float(row["error"]) < 1e-4 and float(row["tflop_per_s"]) > 0 for row in rows)
-    said, measured = capsys.readouterr().err, {row["backend"] for row in rows}
+    message, measured = capsys.readouterr().err, {row["backend"] for row in rows}
     for name in set(transducer.PEERS) - OWN:
-        assert f"peer: {name}" in measured or f"peer: {name}: " in said
-    assert "apex packed float16: ImportError: no package apex" in said
+        assert f"peer: {name}" in measured or f"peer: {name}: " in message
+    assert "apex packed float16: ImportError: no package apex" in message
 
 
 def test_what_does_not_fit_has_no_row(

@@ -108,8 +108,8 @@ def test_each_mode_has_a_process_and_a_graph_needs_a_gpu(
     assert training.main(options) == 0
     (row,) = harness.read(output)
     assert (row["mode"], row["graph"], row["compile"]) == ("eager", "False", "False")
-    shown = capsys.readouterr().out
-    assert "packed_static graph left out (`training.cuda_graph` needs a GPU" in shown
+    visible = capsys.readouterr().out
+    assert "packed_static graph left out (`training.cuda_graph` needs a GPU" in visible
     parts = list(harness.read(tmp_path / "training_categories.csv"))
     assert {"matmul", "elementwise", "host gap", "idle: queued"} <= {x["category"] for x in parts}
     assert {(x["model"], x["mode"], x["steps"]) for x in parts} == {("small", "eager", "2")}
@@ -286,11 +286,11 @@ def test_without_silence_the_loss_is_another_and_steps_hold_what_they_should(fol
     assert few.check() == filled.check()
     difference = abs(few.check()["loss"] / theirs.check()["loss"] - 1)
     assert difference > whisper.LOSS_TOLERANCE
-    padded, less, full = (one.run(0) for one in (theirs, few, filled))
+    padded, less, full = (item.run(0) for item in (theirs, few, filled))
     assert less["frames"] < padded["frames"] == full["frames"] == 400
     assert full["audio_s"] >= less["audio_s"] > 0
     assert padded["utterances"] == 2
-    assert all(math.isfinite(one["loss"]) for one in (padded, less, full))
+    assert all(math.isfinite(item["loss"]) for item in (padded, less, full))
 
 
 def test_all_write_the_same_tokens_and_as_many(folder: Path) -> None:

@@ -52,13 +52,13 @@ def multiply(
 @triton.jit
 def reverse(values, copy, size, WAITS: tl.constexpr, BLOCK: tl.constexpr):
     """Write, and read what other threads wrote."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    tl.store(copy + place, tl.load(values + place, mask=inside) * 2, mask=inside)
+    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = position < size
+    tl.store(copy + position, tl.load(values + position, mask=inside) * 2, mask=inside)
     if WAITS:
         tl.debug_barrier()
     other = tl.program_id(0) * BLOCK + BLOCK - 1 - tl.arange(0, BLOCK)
-    tl.store(values + place, tl.load(copy + other, mask=other < size), mask=inside)
+    tl.store(values + position, tl.load(copy + other, mask=other < size), mask=inside)
 
 
 def _product(
@@ -67,10 +67,10 @@ def _product(
     torch.manual_seed(0)
     a, b = torch.randn(m, 64).to(dtype), torch.randn(64, n).to(dtype)
     c = torch.full((m, n), torch.nan)
-    given = [x.T.contiguous() if swap else x for x, swap in zip((a, b), across, strict=True)]
+    provided = [x.T.contiguous() if swap else x for x, swap in zip((a, b), across, strict=True)]
     with recording() as launches:
         sides = {"ACROSS_A": across[0], "ACROSS_B": across[1]}
-        launch(multiply, (1,), *given, c, 64, M=m, N=n, K=64, BLOCK=32, num_stages=3, **sides)
+        launch(multiply, (1,), *provided, c, 64, M=m, N=n, K=64, BLOCK=32, num_stages=3, **sides)
     return launches[0], a.double() @ b.double()
 
 
@@ -150,22 +150,26 @@ def test_blocks_share_nothing() -> None:
 @triton.jit
 def count_up(values, size, BLOCK: tl.constexpr):
     """Each block adds one to the same numbers."""
-    place = tl.arange(0, BLOCK)
-    tl.store(values + place, tl.load(values + place, mask=place < size) + 1, mask=place < size)
+    position = tl.arange(0, BLOCK)
+    tl.store(
+        values + position,
+        tl.load(values + position, mask=position < size) + 1,
+        mask=position < size,
+    )
 
 
 @triton.jit
 def hand_on(values, copy, counter, total, BLOCK: tl.constexpr):
     """Blocks write; the last of them reads what all wrote."""
-    place = tl.arange(0, BLOCK)
+    position = tl.arange(0, BLOCK)
     block = tl.program_id(0) * BLOCK
-    tl.store(copy + block + place, tl.load(values + block + place))
+    tl.store(copy + block + position, tl.load(values + block + position))
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-        found = tl.zeros((BLOCK,), tl.float32)
+        result = tl.zeros((BLOCK,), tl.float32)
         for other in range(tl.num_programs(0)):
-            found += tl.load(copy + other * BLOCK + place, cache_modifier=".cg")
-        tl.store(total + place, found)
+            result += tl.load(copy + other * BLOCK + position, cache_modifier=".cg")
+        tl.store(total + position, result)
 
 
 @pytest.mark.parametrize(
@@ -248,10 +252,10 @@ $L__BB0_3:
 def test_lanes_part_and_meet_again() -> None:
     """Each thread adds the odd numbers up to its own, then takes its neighbour's sum."""
     binary = machine.load(LOOPS)
-    found = torch.zeros(64, dtype=torch.int32)
-    parameters = encode(found.data_ptr(), 8, False)
-    machine.run(binary, (1,), parameters, [("found", found.data_ptr(), 256)], shared_bytes=0)
-    assert found.tolist() == [sum(range(1, (n ^ 1) + 1, 2)) for n in range(64)]
+    result = torch.zeros(64, dtype=torch.int32)
+    parameters = encode(result.data_ptr(), 8, False)
+    machine.run(binary, (1,), parameters, [("found", result.data_ptr(), 256)], shared_bytes=0)
+    assert result.tolist() == [sum(range(1, (n ^ 1) + 1, 2)) for n in range(64)]
 
 
 def test_what_is_not_understood_is_an_error() -> None:

@@ -367,11 +367,11 @@ def test_outcomes_are_written_as_they_come_and_no_test_runs_twice(tmp_path) -> N
         "@pytest.mark.skip\ndef test_skipped(): pass\n"
     )
     (tmp_path / "test_broken.py").write_text("import nothing_of_this_name\n")
-    code, _, found = run_tests(tmp_path, "--continue-on-collection-errors")
+    code, _, result = run_tests(tmp_path, "--continue-on-collection-errors")
     assert code == 1
     names = {"good": "passed", "bad": "failed", "error": "failed", "skipped": "skipped"}
     expected = {f"test_a.py::test_{name}": outcome for name, outcome in names.items()}
-    assert found == {**expected, "test_broken.py": "failed"}
+    assert result == {**expected, "test_broken.py": "failed"}
     (tmp_path / "test_broken.py").unlink()
     (tmp_path / "done").write_text(json.dumps([x for x in expected if "good" not in x]))
     code, printed, _ = run_tests(tmp_path, "--done", str(tmp_path / "done"))
@@ -408,8 +408,8 @@ def test_a_poisoned_process_is_replaced_and_its_tests_are_run(
         call._run_tests(100)
         assert codes == [f"exit code {POISONED}"] * 2 + [""]
         path = call.output / "tests.jsonl"
-    found = {name.split("::")[1]: outcome for name, outcome in read_outcomes(path).items()}
-    assert found == {
+    matches = {name.split("::")[1]: outcome for name, outcome in read_outcomes(path).items()}
+    assert matches == {
         f"test_{'bad' if n in {1, 4} else 'good'}_{n}": "failed" if n in {1, 4} else "passed"
         for n in range(7)
     }
@@ -420,8 +420,8 @@ def test_a_file_that_poisons_again_and_again_is_given_up(tmp_path) -> None:
     pytest.importorskip("xdist")
     write_tests(tmp_path, "ctc_loss", set(range(9)), 12)
     write_tests(tmp_path, "guided_attention", set(), 6)
-    _, _, found = run_tests(tmp_path, "-n", "1", "--dist", "load", "--max-worker-restart", "99")
-    groups = groups_in(found)
+    _, _, result = run_tests(tmp_path, "-n", "1", "--dist", "load", "--max-worker-restart", "99")
+    groups = groups_in(result)
     ctc = groups["ctc_loss"]
     assert len(ctc.failed) == gpu_tests.MOST
     # The others count as not reached, and are no success.

@@ -26,8 +26,8 @@ def test_our_ranges_survive_the_trip_through_the_profiler(tmp_path: Path) -> Non
     if tool is None:
         pytest.skip("nsys is not installed")
     pytest.importorskip("nvtx")
-    said = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
-    year, number = re.search(r"(20\d\d)\.(\d+)", said).groups()
+    message = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
+    year, number = re.search(r"(20\d\d)\.(\d+)", message).groups()
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     report = tmp_path / "report"
@@ -48,8 +48,8 @@ def test_our_ranges_survive_the_trip_through_the_profiler(tmp_path: Path) -> Non
     if not report.with_suffix(".sqlite").is_file():
         pytest.skip(f"nsys exports nothing here: {(exported.stderr or recorded.stdout)[-300:]}")
     table = nsys.read(report.with_suffix(".sqlite"))
-    found = [(table.names[row["name"]], int(row["payload"])) for row in table.ranges]
-    assert [payload for name, payload in found if name == "step"] == [0, 1, 2]
-    assert [name for name, _ in found].count("forward") == 3
+    result = [(table.names[row["name"]], int(row["payload"])) for row in table.ranges]
+    assert [payload for name, payload in result if name == "step"] == [0, 1, 2]
+    assert [name for name, _ in result].count("forward") == 3
     for row in table.ranges:
         assert 0.009e9 < row["end"] - row["start"] < 5e9

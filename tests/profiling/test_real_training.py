@@ -87,11 +87,11 @@ def test_a_step_that_fails_stops_no_other_and_limits_are_kept(tmp_path, monkeypa
     }
     monkeypatch.setattr(real_training, "STEPS", steps)
     assert real_training.main(["--dry-run", "--output", str(tmp_path), "--minutes", "0.5"]) == 1
-    found = steps_of(tmp_path)
-    assert found["corpus"] == ("failed", "exit code 1: ValueError: no room")
-    assert found["quiet"] == ("failed", "OSError: disk full")
-    assert found["late"] == ("ok", "well")
-    assert found["never"][0] == "left out"
+    result = steps_of(tmp_path)
+    assert result["corpus"] == ("failed", "exit code 1: ValueError: no room")
+    assert result["quiet"] == ("failed", "OSError: disk full")
+    assert result["late"] == ("ok", "well")
+    assert result["never"][0] == "left out"
     assert limits == [pytest.approx(4, abs=0.5)]
     assert "Traceback" in (tmp_path / "logs" / "corpus.log").read_text()
 

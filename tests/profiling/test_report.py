@@ -244,9 +244,9 @@ def test_bad_input_is_one_line_and_exit_code_2(
     empty.mkdir()
     for path in (text, empty, tmp_path / "absent.sqlite"):
         assert report.main([str(path), "--output", str(output)]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(f"report: `{path}` must")
-        assert said.count("\n") == 1
+        message = capsys.readouterr().err
+        assert message.startswith(f"report: `{path}` must")
+        assert message.count("\n") == 1
     assert not output.exists()
     for wrong in ([], ["a", "--compare", "a", "b"], ["a", "--skip", "-1"]):
         with pytest.raises(SystemExit, match="2"):

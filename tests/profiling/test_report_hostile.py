@@ -29,8 +29,10 @@ def steps(name: str, path: Path) -> Path:
 
 def tags(page: str) -> list[str]:
     """Return opening tags without the values of their attributes."""
-    found = re.findall(r"<([a-zA-Z][\w-]*)((?:\s+[\w:-]+(?:=\"[^\"]*\")?)*)\s*/?>", page)
-    return sorted({" ".join([tag, *re.findall(r"([\w:-]+)=", rest)]) for tag, rest in found})
+    result = re.findall(r"<([a-zA-Z][\w-]*)((?:\s+[\w:-]+(?:=\"[^\"]*\")?)*)\s*/?>", page)
+    return sorted(
+        {" ".join([tag, *re.findall(r"([\w:-]+)=", remainder)]) for tag, remainder in result}
+    )
 
 
 @pytest.mark.parametrize("compared", [False, True])
@@ -45,14 +47,14 @@ def test_names_of_a_run_are_text_in_its_report(compared: bool, tmp_path, capsys)
     for folder in (plain, bad):
         inputs = ["--compare", str(plain), str(folder)] if compared else [str(folder)]
         assert report.main([*inputs, "--output", str(folder / "out")]) == 0
-    shown = capsys.readouterr().out
-    assert not any(is_control(one) for one in shown if one != "\n"), repr(shown)
-    page, expected = ((one / "out/report.html").read_text("utf-8") for one in (bad, plain))
+    visible = capsys.readouterr().out
+    assert not any(is_control(item) for item in visible if item != "\n"), repr(visible)
+    page, expected = ((item / "out/report.html").read_text("utf-8") for item in (bad, plain))
     assert "alert(1)" in page
     assert "<img" not in page
     assert page.count("<script") == expected.count("<script")
     assert "onerror=alert" not in re.sub(r"&lt;img src=x onerror=alert", "", page)
     assert tags(page) == tags(expected)
-    assert not any(is_control(one) for one in page if one not in "\n\t")
+    assert not any(is_control(item) for item in page if item not in "\n\t")
     events = check_trace(bad / "out" / "trace.json")
     assert any(NAME in str(event.get("name")) for event in events)

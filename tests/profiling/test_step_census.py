@@ -133,23 +133,23 @@ def test_the_figures_of_a_step_agree_with_each_other() -> None:
     arguments = ("--json", "--frame-budget", "1600")
     done = preloaded.finished(step_census.__file__, *arguments, limit_s=600)
     assert done.returncode == 0, done.stderr
-    found, baseline = json.loads(done.stdout), BASELINE["canary_180m_flash"]
-    assert (found["model"], found["frame_budget"]) == ("canary_180m_flash", 1600)
-    for groups in (found["categories"], found["layers"]):
+    result, baseline = json.loads(done.stdout), BASELINE["canary_180m_flash"]
+    assert (result["model"], result["frame_budget"]) == ("canary_180m_flash", 1600)
+    for groups in (result["categories"], result["layers"]):
         for figure in ("bytes", "flops"):
-            assert sum(x[figure] for x in groups.values()) == found[figure]
+            assert sum(x[figure] for x in groups.values()) == result[figure]
         launches = sum(x["launches"] for x in groups.values())
-        assert launches == found["launches_eager"] + found["launches_update"]
-    assert sum(found["launches_of"].values()) == found["launches_eager"]
+        assert launches == result["launches_eager"] + result["launches_update"]
+    assert sum(result["launches_of"].values()) == result["launches_eager"]
     # Traffic between kernels grows with the frames, but for partial sums of gradients; a launch is
     # one at any size.
     between = "bytes_between_per_frame_channel"
     of_rows = baseline[between] - _partial_sums(baseline["frame_budget"])
-    assert found[between] - _partial_sums(1600) == pytest.approx(of_rows, rel=0.01)
-    assert found[between] == pytest.approx(sum(found["bytes_between_of"].values()), abs=1)
-    assert found["launches_eager"] == pytest.approx(baseline["launches_eager"], rel=0.05)
+    assert result[between] - _partial_sums(1600) == pytest.approx(of_rows, rel=0.01)
+    assert result[between] == pytest.approx(sum(result["bytes_between_of"].values()), abs=1)
+    assert result["launches_eager"] == pytest.approx(baseline["launches_eager"], rel=0.05)
     # The update does not depend on the batch.
-    assert found["launches_update"] == baseline["launches_update"]
+    assert result["launches_update"] == baseline["launches_update"]
 
 
 @pytest.mark.parametrize(
@@ -192,8 +192,8 @@ def test_a_census_packs_every_conversation_of_a_micro_batch() -> None:
     assert packed.num_targets > len(packed.ids)
     # Each has the rows that were planned for it.
     lengths = speech_llm.conversation_lengths(stack=4)
-    known = set(zip(lengths.frames.tolist(), lengths.tokens.tolist(), strict=True))
-    assert set(zip(packed.frame_lengths, packed.token_lengths, strict=True)) <= known
+    existing = set(zip(lengths.frames.tolist(), lengths.tokens.tolist(), strict=True))
+    assert set(zip(packed.frame_lengths, packed.token_lengths, strict=True)) <= existing
 
 
 def test_only_a_speech_language_model_is_counted_padded(capsys) -> None:

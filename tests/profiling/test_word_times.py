@@ -116,19 +116,21 @@ def test_the_errors_are_those_that_the_model_makes(measured) -> None:
     }
     for name, row in figures.items():
         size, sign, share = (50.0, 1, 1.0) if name.endswith("starts") else (100.0, -1, 0.0)
-        wanted = {"mean": size, "bias": sign * size, "p95": size, "within_80_ms": share}
-        assert {key: row[key] for key in wanted} == pytest.approx(wanted)
+        requested = {"mean": size, "bias": sign * size, "p95": size, "within_80_ms": share}
+        assert {key: row[key] for key in requested} == pytest.approx(requested)
     assert printed.count("mean |error| 50 ms  median error +50 ms") == len(figures) // 2
     assert printed.count("0.0 % within 80 ms") == len(figures)  # 100.0 % of the starts.
 
 
 def test_a_model_that_understands_nothing_is_told_to_learn(tmp_path, monkeypatch) -> None:
-    said = Spoken(Waveform("a", np.zeros(1), 16_000), (SpokenWords("left", 1.0, 2.0),))
-    heard = Transcription("a", 3.0, "", (Segment(0.0, 3.0, "", words=(Word("lift", 1.0, 2.0),)),))
+    message = Spoken(Waveform("a", np.zeros(1), 16_000), (SpokenWords("left", 1.0, 2.0),))
+    received = Transcription(
+        "a", 3.0, "", (Segment(0.0, 3.0, "", words=(Word("lift", 1.0, 2.0),)),)
+    )
     monkeypatch.setattr(word_times, "resolve", Path)
     monkeypatch.setattr(word_times, "load_model", MagicMock())
-    monkeypatch.setattr(word_times, "speak", lambda recordings: [said])
-    monkeypatch.setattr(word_times, "transcribe", lambda *_, **__: [heard])
+    monkeypatch.setattr(word_times, "speak", lambda recordings: [message])
+    monkeypatch.setattr(word_times, "transcribe", lambda *_, **__: [received])
     with pytest.raises(SystemExit, match="No transcript has the words that were said: train"):
         word_times.main(["run", "--sentences", "1", "--output", str(tmp_path / "figures.json")])
     assert not list(tmp_path.iterdir())
@@ -140,11 +142,11 @@ def test_errors_are_described_in_milliseconds() -> None:
 
 
 def test_words_that_were_said_as_one_have_a_start_and_an_end_together() -> None:
-    said = (SpokenWords("on the", 1.0, 1.5), SpokenWords("left", 2.0, 2.5))
-    heard = (Word("on", 1.1, 1.2), Word("the", 1.2, 1.4), Word("left", 2.0, 2.75))
-    spoken = [Spoken(Waveform(name, np.zeros(1), 16_000), said) for name in ("a", "b")]
+    message = (SpokenWords("on the", 1.0, 1.5), SpokenWords("left", 2.0, 2.5))
+    received = (Word("on", 1.1, 1.2), Word("the", 1.2, 1.4), Word("left", 2.0, 2.75))
+    spoken = [Spoken(Waveform(name, np.zeros(1), 16_000), message) for name in ("a", "b")]
     results = [
-        Transcription("a", 3.0, "", (Segment(0.0, 3.0, "", words=heard),)),
+        Transcription("a", 3.0, "", (Segment(0.0, 3.0, "", words=received),)),
         # Whose words have no times.
         Transcription("b", 3.0, "", (Segment(0.0, 3.0, "on the left", words=None),)),
     ]

@@ -112,11 +112,11 @@ def _processor_seconds(parent):
     ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            name, _, rest = path.read_text().rpartition(")")
+            name, _, remainder = path.read_text().rpartition(")")
         except OSError:
             # It has ended meanwhile.
             continue
-        fields = rest.split()
+        fields = remainder.split()
         if parent in (int(name.split()[0]), int(fields[1])):
             # Its own, and those of children that have ended.
             ticks += sum(
@@ -175,8 +175,8 @@ def _size(path):
     """Return the bytes of a file; a hole takes none."""
     if not path.is_file():
         return 0
-    found = path.stat()
-    return min(found.st_size, 512 * found.st_blocks)
+    result = path.stat()
+    return min(result.st_size, 512 * result.st_blocks)
 
 
 def _listing(root, case, *, writes):
@@ -187,14 +187,14 @@ def _listing(root, case, *, writes):
         case: Folder of the input.
         writes: Whether the reader may write into ``case``.
     """
-    found = set()
+    result = set()
     for path in root.rglob("*"):
         if not writes or case not in path.parents:
             state = path.lstat()
             text = path.read_text() if path == root / OUTSIDE / "secret" else ""
             size = 0 if path.is_dir() else state.st_size
-            found.add((str(path.relative_to(root)), state.st_mode, size, text))
-    return found
+            result.add((str(path.relative_to(root)), state.st_mode, size, text))
+    return result
 
 
 def table(counts):

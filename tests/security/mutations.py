@@ -99,18 +99,18 @@ def _bytes(path, _, random):
     if not data:
         return "empty"
     # The beginning has the headers.
-    place = random.randrange(min(len(data), random.choice((16, 64, 512, len(data)))))
+    position = random.randrange(min(len(data), random.choice((16, 64, 512, len(data)))))
     if kind == "flip":
         for _bit in range(random.choice((1, 3, 20))):
             data[random.randrange(len(data))] ^= 1 << random.randrange(8)
     elif kind == "cut":
-        del data[place:]
+        del data[position:]
     elif kind == "insert":
-        data[place:place] = random.randbytes(random.choice((1, 4, 100)))
+        data[position:position] = random.randbytes(random.choice((1, 4, 100)))
     elif kind == "remove":
-        del data[place : place + random.choice((1, 4, 100))]
+        del data[position : position + random.choice((1, 4, 100))]
     elif kind == "repeat":
-        data[place:place] = data[place : place + 100] * random.choice((2, 1000))
+        data[position:position] = data[position : position + 100] * random.choice((2, 1000))
     else:
         return _lengths(path, path, random)
     path.write_bytes(data)
@@ -240,12 +240,12 @@ def _json_lines(path, folder, random):
     if path.suffix == ".gz" and random.random() < 0.03:
         path.write_bytes(gzip.compress(b" " * (64 << 20), 9))
         return "gzip bomb"
-    place = random.randrange(len(lines))
-    if random.random() < 0.1 and (text := _other_source(lines[place], random, folder)):
-        lines[place] = text
+    position = random.randrange(len(lines))
+    if random.random() < 0.1 and (text := _other_source(lines[position], random, folder)):
+        lines[position] = text
         _packed(path, "\n".join(lines) + "\n")
         return "audio source"
-    lines[place] = _json_text(lines[place], random, folder.parent / OUTSIDE)
+    lines[position] = _json_text(lines[position], random, folder.parent / OUTSIDE)
     _packed(path, "\n".join(lines) + "\n")
     return "json line"
 
@@ -319,8 +319,8 @@ def _tar(path, folder, random):
     kind = random.choice(
         ("name", "type", "inner", "bomb", "many", "twice", "order", "pax", "huge", "long")
     )
-    place = random.randrange(len(files))
-    info, content = files[place]
+    position = random.randrange(len(files))
+    info, content = files[position]
     if kind == "name":
         name = str(folder.parent / OUTSIDE / "pwned")
         info.name = random.choice(
@@ -347,14 +347,14 @@ def _tar(path, folder, random):
         files.append((info, content))
     elif kind == "order":
         random.shuffle(files)
-        place = files.index((info, content))
+        position = files.index((info, content))
     elif kind == "pax":
         info.pax_headers = {"size": "99999999999", "path": "../outside/pwned"}
     elif kind == "huge":
         info.size = random.choice((1 << 33, 1 << 40))
     if kind != "huge":
         info.size = len(content)
-    files[place] = info, content
+    files[position] = info, content
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
         if kind == "long":
@@ -363,8 +363,8 @@ def _tar(path, folder, random):
             header.type = random.choice((b"L", b"K", b"x", b"g"))
             header.size = random.choice((1 << 31, 1 << 42))
             tar.fileobj.write(header.tobuf(tarfile.GNU_FORMAT))
-        for one, data in files:
-            tar.fileobj.write(one.tobuf(tarfile.PAX_FORMAT))
+        for item, data in files:
+            tar.fileobj.write(item.tobuf(tarfile.PAX_FORMAT))
             tar.fileobj.write(data + bytes(-len(data) % 512))
         if kind == "many":
             for number in range(3000):
@@ -392,7 +392,7 @@ def _zip(path, folder, random):
         return "damaged before"
     kind = random.choice(("program", "bomb", "missing", "bytes", "names", "plain pickle"))
     name = random.choice(sorted(parts))
-    pickled = next((one for one in parts if one.endswith("data.pkl")), name)
+    pickled = next((item for item in parts if item.endswith("data.pkl")), name)
     if kind == "program":
         parts[pickled] = pickle.dumps({"a": _Payload(folder.parent / OUTSIDE)}, protocol=2)
     elif kind == "plain pickle":
@@ -436,9 +436,9 @@ def _pickle(path, folder, random):
         data = data.replace(name, random.choice((b"../" + name[3:], b"/" + name[1:], name[::-1])))
     else:
         # K and a byte is an integer below 256, J and four bytes any other of 32 bits.
-        places = [found.start() for found in re.finditer(rb"K.", data, re.DOTALL)] or [0]
-        place, value = random.choice(places), random.choice((-1, 1 << 30, 2**31 - 1))
-        data = data[:place] + b"J" + struct.pack("<i", value) + data[place + 2 :]
+        places = [result.start() for result in re.finditer(rb"K.", data, re.DOTALL)] or [0]
+        position, value = random.choice(places), random.choice((-1, 1 << 30, 2**31 - 1))
+        data = data[:position] + b"J" + struct.pack("<i", value) + data[position + 2 :]
     path.write_bytes(data)
     return f"pickle {kind}"
 
@@ -468,7 +468,7 @@ def _template(path, _, random):
         "{{ messages.append(1) }}", "{{ '%999999999d' % 1 }}", "(" * 5000, "{%", "\0", "\u202e",
         "{% generation %}", "{{ none.x }}", "{{ (range(9999) | list | join) * 9999 }}",
     )  # fmt: skip
-    places = [0, len(text), *(found.start() for found in re.finditer(r"\{|\}|\s", text))]
-    place = random.choice(places)
-    _packed(path, text[:place] + random.choice(added) + text[place:])
+    places = [0, len(text), *(result.start() for result in re.finditer(r"\{|\}|\s", text))]
+    position = random.choice(places)
+    _packed(path, text[:position] + random.choice(added) + text[position:])
     return "template"

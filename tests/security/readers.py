@@ -337,16 +337,16 @@ def make_whisper(folder: Path) -> None:
 
 
 def make_model_directory(folder: Path) -> None:
-    own = own_tokenizer(folder)
-    save_model(folder, model(own.vocab_size, ctc=True), own)
+    local = own_tokenizer(folder)
+    save_model(folder, model(local.vocab_size, ctc=True), local)
 
 
 def make_checkpoint(folder: Path) -> None:
-    own = own_tokenizer(folder)
+    local = own_tokenizer(folder)
     state = {"step": 1, "moment": torch.arange(3.0), "config": {"betas": [0.9, 0.98]}}
     moments = {"optimizer/0/exp_avg": torch.ones(4, 3), "trained/bias": torch.zeros(5)}
     checkpoints = RunCheckpoints(folder, keep=1)
-    checkpoints.save(1, model(own.vocab_size, ctc=True), own, state, moments)
+    checkpoints.save(1, model(local.vocab_size, ctc=True), local, state, moments)
 
 
 def use_checkpoint(folder: Path) -> object:
@@ -391,11 +391,11 @@ def make_nemo_streaming(folder: Path) -> None:
         conv_norm="layer_norm", context=(Context(6, 0, 3), Context(4, 0, 2)),
         causal_convolution=True, causal_subsampling=True,
     )  # fmt: skip
-    own = own_tokenizer(folder)
+    local = own_tokenizer(folder)
     streaming = model(
-        own.vocab_size, features=FeatureConfig(normalize=False), encoder=encoder, ctc=True
+        local.vocab_size, features=FeatureConfig(normalize=False), encoder=encoder, ctc=True
     )
-    export_nemo(streaming, own, folder / "packed.nemo")
+    export_nemo(streaming, local, folder / "packed.nemo")
     extract(folder / "packed.nemo", folder)
     (folder / "packed.nemo").unlink()
 

@@ -45,16 +45,18 @@ def test_texts_are_those_of_transformers():
 
 def test_hard_limits_of_the_system_are_kept(monkeypatch):
     """Only the administrator may raise one, such as that of a login node."""
-    asked = []
+    requested = []
     hard = {resource.RLIMIT_CPU: 600, resource.RLIMIT_AS: 2**34}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (hard[kind], hard[kind]))
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append((kind, *limits)))
+    monkeypatch.setattr(
+        resource, "setrlimit", lambda kind, limits: requested.append((kind, *limits))
+    )
     template_worker._limit_time(10**6)
     template_worker._limit_memory(2**60)
-    assert asked == [(resource.RLIMIT_CPU, 600, 600), (resource.RLIMIT_AS, 2**34, 2**34)]
+    assert requested == [(resource.RLIMIT_CPU, 600, 600), (resource.RLIMIT_AS, 2**34, 2**34)]
     template_worker._limit_time(5)
-    assert asked[-1][1] < 600
-    assert asked[-1][2] == 600
+    assert requested[-1][1] < 600
+    assert requested[-1][2] == 600
 
 
 def test_a_text_does_not_depend_on_the_day():

@@ -45,9 +45,9 @@ def is_control(character):
 
 @given(TEXT)
 def test_no_control_character_is_left(text):
-    assert not any(is_control(one) for one in escape_line(text))
-    assert not any(is_control(one) for one in escape_controls(text) if one not in "\n\t")
-    assert not any(is_control(one) for one in one_line(text))
+    assert not any(is_control(item) for item in escape_line(text))
+    assert not any(is_control(item) for item in escape_controls(text) if item not in "\n\t")
+    assert not any(is_control(item) for item in one_line(text))
 
 
 def test_letters_that_need_joiners_stay():
@@ -59,16 +59,16 @@ def test_letters_that_need_joiners_stay():
 def test_json_has_the_value_and_no_control_character(text):
     line = json_line({"text": text})
     assert json.loads(line) == {"text": text}
-    assert not any(is_control(one) for one in line.removesuffix("\n"))
+    assert not any(is_control(item) for item in line.removesuffix("\n"))
 
 
 def test_an_error_of_the_command_line_shows_escapes(tmp_path, capsys):
     name = tmp_path / "a\x1b[2J\u202eb.jsonl"
     assert main(["prepare", str(name), str(tmp_path / "out")]) == 2
-    shown = capsys.readouterr().err
-    assert shown.count("\n") == 1
-    assert "\\x1b[2J\\u202eb.jsonl" in shown
-    assert not any(is_control(one) for one in shown.removesuffix("\n"))
+    visible = capsys.readouterr().err
+    assert visible.count("\n") == 1
+    assert "\\x1b[2J\\u202eb.jsonl" in visible
+    assert not any(is_control(item) for item in visible.removesuffix("\n"))
 
 
 def test_torchrun_is_given_escapes(tmp_path, capsys, monkeypatch):
@@ -87,8 +87,8 @@ def hostile_log(name):
     try:
         raise ValueError(name)
     except ValueError:
-        given = sys.exc_info()
-    handler.handle(logging.LogRecord("a", 30, "a", 1, "read %s", (name,), given))
+        provided = sys.exc_info()
+    handler.handle(logging.LogRecord("a", 30, "a", 1, "read %s", (name,), provided))
     return stream.getvalue()
 
 
@@ -118,7 +118,7 @@ def hostile_comparison(name):
 def test_what_is_shown_of_a_hostile_name_is_escaped(shown):
     text = shown("run\x1b[2J\x9b\u202e\u2066x")
     assert "run\\x1b[2J\\x9b\\u202e\\u2066x" in text
-    assert not any(is_control(one) for one in text if one != "\n")
+    assert not any(is_control(item) for item in text if item != "\n")
 
 
 def segments(texts, *, timed):
@@ -127,7 +127,7 @@ def segments(texts, *, timed):
             start=begin,
             end=begin + length,
             text=text,
-            words=tuple(Word(one, begin, begin + length) for one in text.split(" "))
+            words=tuple(Word(item, begin, begin + length) for item in text.split(" "))
             if timed
             else (),
         )
@@ -150,8 +150,8 @@ def test_subtitles_have_cues_of_two_lines_whatever_the_text(texts, timed):
         for number, cue in enumerate(filter(None, cues.split("\n\n")), 1):
             head, *lines = cue.split("\n") if style == "vtt" else cue.split("\n")[1:]
             assert style == "vtt" or cue.split("\n")[0] == str(number)
-            found = re.fullmatch(f"({clock}) --> ({clock})", head)
-            begin, end = found.groups()
+            result = re.fullmatch(f"({clock}) --> ({clock})", head)
+            begin, end = result.groups()
             assert (len(begin), begin) < (len(end), end)
             (line,) = lines
             assert line.strip()
@@ -170,8 +170,8 @@ def test_a_line_of_ctm_has_five_fields(name, texts, timed):
 
 def front_and_body(card):
     """Divide a card as huggingface_hub does."""
-    found = re.search(r"^(\s*---[\r\n]+)([\S\s]*?)([\r\n]+---(\r\n|\r|\n|$))", card)
-    return yaml.safe_load(found[2]), card[found.end() :]
+    result = re.search(r"^(\s*---[\r\n]+)([\S\s]*?)([\r\n]+---(\r\n|\r|\n|$))", card)
+    return yaml.safe_load(result[2]), card[result.end() :]
 
 
 @given(name=TEXT, other=TEXT)

@@ -380,9 +380,9 @@ TEXT = st.one_of(
 def test_texts_are_read_as_they_were(key, texts):
     document = {"b": texts, "a": {key: key}}
     for loader in (yaml.SafeLoader, _Loader):
-        found = yaml.load(dump_yaml(document), loader)
-        assert found == document
-        assert list(found) == ["b", "a"]
+        result = yaml.load(dump_yaml(document), loader)
+        assert result == document
+        assert list(result) == ["b", "a"]
 
 
 @given(TEXT)

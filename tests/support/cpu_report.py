@@ -68,5 +68,5 @@ class _Recorder:
 
 def _processor_time() -> float:
     """User and system time of this process and of its children that ended and were waited for."""
-    own, children = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+    local, children = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return local.ru_utime + local.ru_stime + children.ru_utime + children.ru_stime

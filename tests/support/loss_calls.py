@@ -111,8 +111,8 @@ def gradients(arguments, upstream, backend="triton", *, loss=None, **options):
         # Leaves may not be overwritten.
         made = {name: leaves[name] * 1 for name in ("encoded", "predicted")}
     values = loss(**(arguments | leaves | made), backend=backend, **options)
-    found = torch.autograd.grad(values, list(leaves.values()), upstream.to(values))
-    results = dict(zip(leaves, found, strict=True))
+    result = torch.autograd.grad(values, list(leaves.values()), upstream.to(values))
+    results = dict(zip(leaves, result, strict=True))
     assert all(torch.equal(x, results[name]) for name, x in made.items())
     return {"loss": values.detach()} | results
 

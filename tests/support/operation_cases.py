@@ -117,13 +117,13 @@ def bias_activation_dropout(
 
 
 def batch_norm(lengths, channels=3, *, silu=True, fixed=False, wide=False, shift=0.0):
-    given = torch.randn(channels), torch.rand(channels) + 0.5
+    provided = torch.randn(channels), torch.rand(channels) + 0.5
 
     def run(packed: Packed, shared: Shared, backend: str | None) -> Tensor:
         x, layout = packed["x"].values, packed["x"].layout
         statistics = batch_statistics(x, layout)
         if fixed:
-            statistics = tuple(y.to(x.device) for y in given)
+            statistics = tuple(y.to(x.device) for y in provided)
         parameters = shared["weight"], shared["bias"]
         return effasr_kernels.batch_norm(
             x, *parameters, *statistics, layout, silu=silu, fixed=fixed, backend=backend

@@ -66,8 +66,8 @@ class Preloaded(subprocess.Popen[str]):
         )
         assert read_out != -1
         assert read_error != -1
-        given = {"command": args, "cwd": str(cwd), "env": dict(env), "leads": self._new_session}
-        request = json.dumps(given).encode()
+        provided = {"command": args, "cwd": str(cwd), "env": dict(env), "leads": self._new_session}
+        request = json.dumps(provided).encode()
         assert len(request) < _MOST_BYTES
         server = _server()
         libc = ctypes.CDLL(None)
@@ -116,7 +116,7 @@ def _server() -> socket.socket:
 def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Fork a process for each request; returns the request in each, and None at the end."""
     while True:
-        message, given, _, _ = socket.recv_fds(channel, _MOST_BYTES, 2)
+        message, provided, _, _ = socket.recv_fds(channel, _MOST_BYTES, 2)
         if not message:
             return None
         _wait_for_other_threads()
@@ -133,10 +133,10 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
             # Not before it is the child of who asked.
             while os.getppid() == between:
                 time.sleep(0.001)
-            return json.loads(message), given
+            return json.loads(message), provided
         os.waitpid(between, 0)
         channel.send(os.read(read, 64))
-        for descriptor in (read, write, *given):
+        for descriptor in (read, write, *provided):
             os.close(descriptor)
 
 
@@ -154,10 +154,10 @@ def _main(channel: int) -> None:
     # A collection in a fork would write to the header of each object, and so copy its page.
     gc.collect()
     gc.freeze()
-    found = _serve(socket.socket(fileno=channel))
-    if found is None:
+    result = _serve(socket.socket(fileno=channel))
+    if result is None:
         return
-    request, outputs = found
+    request, outputs = result
     for descriptor, output in zip((1, 2), outputs, strict=True):
         os.dup2(output, descriptor)
         os.close(output)

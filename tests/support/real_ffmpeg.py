@@ -5,8 +5,8 @@ import shutil
 
 def real_ffmpeg() -> str | None:
     """Return the path of the program, or None where there is neither."""
-    if (found := shutil.which("ffmpeg")) is not None:
-        return found
+    if (result := shutil.which("ffmpeg")) is not None:
+        return result
     try:
         import imageio_ffmpeg
     except ImportError:

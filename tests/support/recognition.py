@@ -24,9 +24,9 @@ RATE = 16_000
 def tokenizer(tmp_path_factory):
     numbers = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     texts = [" ".join(numbers[i:] + numbers[:i]) for i in range(9)]
-    others = {"de": ["eins zwei drei vier fünf"] * 5, "ja": ["いちにさんしご"] * 5}
+    other_items = {"de": ["eins zwei drei vier fünf"] * 5, "ja": ["いちにさんしご"] * 5}
     folder = tmp_path_factory.mktemp("tokenizer")
-    return train_tokenizer({"en": texts, **others}, folder, vocab_size=40)
+    return train_tokenizer({"en": texts, **other_items}, folder, vocab_size=40)
 
 
 @pytest.fixture(scope="session")

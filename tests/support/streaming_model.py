@@ -77,12 +77,12 @@ def encoded_by(model, audio, context=CONTEXTS[0]):
 
 def recognized(recognizer, packets):
     """A new stream, decoded after each packet and ended, and its segments."""
-    stream, found = recognizer.open(), list[Segment]()
+    stream, result = recognizer.open(), list[Segment]()
     for samples in packets:
         stream.feed(samples)
         recognizer.decode()
-        found += stream.take()
+        result += stream.take()
     stream.finish()
     recognizer.decode()
     assert stream.done
-    return stream, found + stream.take()
+    return stream, result + stream.take()

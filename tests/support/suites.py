@@ -30,8 +30,8 @@ _RULES: dict[str, dict[str, Any]] = {
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector) -> Iterator[Any]:
-    found = yield
-    cases = [x for x in found if hasattr(x, "callspec")] if isinstance(found, list) else []
+    result = yield
+    cases = [x for x in result if hasattr(x, "callspec")] if isinstance(result, list) else []
     if cases:
         chosen = _chosen_by_folder(_chosen_by_test(cases))
         if not chosen:
@@ -40,7 +40,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector) -> Iterator[Any]:
         for case in cases:
             if case not in chosen:
                 case.add_marker(pytest.mark.extended)
-    return found
+    return result
 
 
 def _chosen_by_test(cases: list[pytest.Function]) -> list[pytest.Function]:

@@ -104,8 +104,8 @@ def _damaged() -> Content:
         yield f"{name} with zeros in the middle", GOOD if name == "wav" else EITHER, zeros
         draw = np.random.default_rng(len(content))
         flipped = bytearray(content)
-        for place in draw.integers(0, min(200, len(content)), 20):
-            flipped[place] ^= int(draw.integers(1, 256))
+        for position in draw.integers(0, min(200, len(content)), 20):
+            flipped[position] ^= int(draw.integers(1, 256))
         yield f"{name} with another head", EITHER, bytes(flipped)
         yield f"{name} twice", EITHER, content + content
     flac = encoded(noise(20_000), FORMATS["flac"])
@@ -125,10 +125,10 @@ def _wav_headers() -> Content:
         "bits": (34, "<H", {0: EITHER, 1: EITHER, 7: EITHER, 255: EITHER}),
         "data size": (40, "<I", {0: EITHER, 1: EITHER, 2**31: EITHER, 2**32 - 1: EITHER}),
     }
-    for name, (place, form, values) in fields.items():
+    for name, (position, form, values) in fields.items():
         for value, fate in values.items():
             content = bytearray(good)
-            struct.pack_into(form, content, place, value)
+            struct.pack_into(form, content, position, value)
             yield f"WAV {name} {value}", fate, bytes(content)
 
 

@@ -25,11 +25,11 @@ def test_alternatives_of_a_recording_are_the_best_combinations() -> None:
         ]
         for n, size in enumerate((5, 3, 5, 1))
     ]
-    every = sorted((sum(one.rank for one in row) for row in product(*lists)), reverse=True)
-    found = joined(lists)
-    assert [one.rank for one in found] == pytest.approx(every[:5])
-    assert found[0].text == "00 10 20 30"
-    assert len({one.text for one in found}) == 5
+    each_item = sorted((sum(item.rank for item in row) for row in product(*lists)), reverse=True)
+    result = joined(lists)
+    assert [item.rank for item in result] == pytest.approx(each_item[:5])
+    assert result[0].text == "00 10 20 30"
+    assert len({item.text for item in result}) == 5
     assert joined([]) == joined([lists[0], []]) == ()
     assert (
         joined([[Alternative("a", -1.0, -1.0)], [Alternative("b", -1.0, -1.0)]], "")[0].text == "ab"
@@ -52,7 +52,7 @@ def test_long_recordings_have_lists_of_their_own(method, beam, model, tokenizer,
     for segment in result.segments:
         row = segment.as_row()["alternatives"]
         assert row[0]["text"] == segment.text
-        assert all(one["score"] < 0 for one in row)
+        assert all(item["score"] < 0 for item in row)
 
 
 def test_commands_write_alternatives(saved, noise, tmp_path, capsys) -> None:
@@ -79,7 +79,7 @@ def test_commands_write_alternatives(saved, noise, tmp_path, capsys) -> None:
     for text in (out / "hypotheses.jsonl").read_text().splitlines():
         row = json.loads(text)
         assert row["alternatives"][0]["text"] == row["hypothesis"]
-        scores = [one["score"] for one in row["alternatives"]]
+        scores = [item["score"] for item in row["alternatives"]]
         assert scores == sorted(scores, reverse=True)
     assert main(command) == 0
     assert "oracle" not in json.loads((out / "wer.json").read_text())

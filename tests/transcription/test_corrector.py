@@ -31,8 +31,8 @@ def corrector(model, tokenizer) -> ASRModel:
     encoder = TextEncoderConfig(layers=1, heads=2, feed_forward=32)
     torch.manual_seed(3)
     made = ASRModel(replace(model.config, text_encoder=encoder, ctc=False), tokenizer.vocab_size)
-    own = model.state_dict()
-    weights = {name: own.get(name, value) for name, value in made.state_dict().items()}
+    local = model.state_dict()
+    weights = {name: local.get(name, value) for name, value in made.state_dict().items()}
     made.load_state_dict(weights)
     return made.eval()
 
@@ -58,7 +58,7 @@ def segment(*texts: str, **fields) -> Segment:
 
 
 def recording(name: str, *segments: Segment, prompt: Prompt | None = None) -> Transcription:
-    text = " ".join(one.text for one in segments if one.text)
+    text = " ".join(item.text for item in segments if item.text)
     return Transcription(name, 1.0, text, segments, prompt=prompt or Prompt())
 
 
@@ -78,15 +78,15 @@ def test_what_is_likelier_by_more_than_the_margin_is_taken(tokenizer) -> None:
         recording("4", segment("f", "g"), segment("h"), segment("i"), segment("k")),
     ]
     writer = Scripted(tokenizer, table)
-    found = list(Corrector(writer, 2.0).results(results))  # type: ignore[arg-type]
-    assert (found[1], found[2]) == (results[1], results[2])
-    assert [one.text for one in found[0].segments] == ["a", "", "e"]
-    assert found[0].text == "a e"
-    first, _, last = found[0].segments
+    result = list(Corrector(writer, 2.0).results(results))  # type: ignore[arg-type]
+    assert (result[1], result[2]) == (results[1], results[2])
+    assert [item.text for item in result[0].segments] == ["a", "", "e"]
+    assert result[0].text == "a e"
+    first, _, last = result[0].segments
     assert (first.correction.recognized, first.correction.written) == ("a", "c")
     assert last.correction.gain == 2.5
     assert last.as_row()["correction"] == {"recognized": "d", "written": "e", "gain": 2.5}
-    assert found[3] == results[3]
+    assert result[3] == results[3]
     # All recordings in one call, and nothing for an empty list.
     (call,) = writer.calls
     assert [source for source, _ in call] == list(table)
@@ -99,10 +99,10 @@ def test_what_is_likelier_by_more_than_the_margin_is_taken(tokenizer) -> None:
 def test_a_language_that_the_corrector_does_not_know_is_a_failure(corrector, tokenizer) -> None:
     french = recording("f", segment("un", "deux"), prompt=Prompt("fr", "fr"))
     results = [french, recording("e", segment("one", "two"))]
-    failed, kept = Corrector(TextToText(corrector, tokenizer), math.inf).results(results)
+    failed, selected = Corrector(TextToText(corrector, tokenizer), math.inf).results(results)
     assert isinstance(failed, Failure)
     assert "the corrector cannot write it" in failed.reason
-    assert kept.text == "one"
+    assert selected.text == "one"
 
 
 def test_the_order_of_a_list_does_not_matter() -> None:
@@ -118,42 +118,42 @@ def test_common_words_keep_their_times() -> None:
     words = tuple(
         Word(text, start, start + 0.4) for text, start in zip("axybc", range(5), strict=True)
     )
-    one = Segment(0.0, 6.0, "a x y b c", words=words)
-    found = {(word.text, word.start, word.end) for word in retimed(one, "a z b c d")}
-    assert found == {
+    item = Segment(0.0, 6.0, "a x y b c", words=words)
+    result = {(word.text, word.start, word.end) for word in retimed(item, "a z b c d")}
+    assert result == {
         ("a", 0.0, 0.4), ("z", 1.0, 2.4), ("b", 3.0, 3.4), ("c", 4.0, 4.4), ("d", 4.4, 6.0)
     }  # fmt: skip
-    added = retimed(one, "n m a x y q b")
+    added = retimed(item, "n m a x y q b")
     assert [word.text for word in added] == ["n", "m", "a", "x", "y", "q", "b"]
     assert [(word.start, word.end) for word in added[:2]] == [(0.0, 0.0), (0.0, 0.0)]
     assert (added[5].start, added[5].end) == (2.4, 3.0)
     assert all(a.end <= b.start for a, b in itertools.pairwise(added))
-    empty = replace(one, words=(), text="")
+    empty = replace(item, words=(), text="")
     assert [(w.start, w.end) for w in retimed(empty, "p q")] == [(0.0, 3.0), (3.0, 6.0)]
 
 
 def test_gains_are_differences_of_log_probabilities(corrector, tokenizer) -> None:
     prompt, texts = Prompt(), ["one two | two", "three", "four five six | four five | six"]
-    others = ["one two", "three ü", "six " * 70]
+    other_items = ["one two", "three ü", "six " * 70]
     writer = TextToText(corrector, tokenizer, DecodingConfig(frame_budget=40))
-    found = writer.write([(text, prompt) for text in texts], others)
-    assert len({one.text for one in found}) == 3
-    for text, other, one in zip(texts, others, found, strict=True):
+    result = writer.write([(text, prompt) for text in texts], other_items)
+    assert len({item.text for item in result}) == 3
+    for text, other, item in zip(texts, other_items, result, strict=True):
         (alone,) = TextToText(corrector, tokenizer).write([(text, prompt)], [other])
-        assert (alone.text, alone.truncated) == (one.text, one.truncated)
-        assert alone.gain == pytest.approx(one.gain, abs=1e-4)
+        assert (alone.text, alone.truncated) == (item.text, item.truncated)
+        assert alone.gain == pytest.approx(item.gain, abs=1e-4)
     # The second cannot be spelt, and the third is longer than the decoder's positions.
-    assert [one.gain is None for one in found] == [False, True, True]
+    assert [item.gain is None for item in result] == [False, True, True]
     read = torch.tensor([*tokenizer.encode(texts[0], "en"), tokenizer.eos_id])
 
     def log_prob(text: str) -> float:
-        given = [*tokenizer.prompt(prompt), *tokenizer.encode(text, "en")]
+        provided = [*tokenizer.prompt(prompt), *tokenizer.encode(text, "en")]
         encoded = corrector.text_encoder(_packed(read))
-        hidden, _ = corrector.decode(_packed(torch.tensor(given)), encoded)
+        hidden, _ = corrector.decode(_packed(torch.tensor(provided)), encoded)
         scores = corrector.logits(hidden).log_softmax(-1)
         first = len(tokenizer.prompt(prompt))
-        wanted = [*given[first:], tokenizer.eos_id]
-        return sum(float(scores[first - 1 + n, token]) for n, token in enumerate(wanted))
+        requested = [*provided[first:], tokenizer.eos_id]
+        return sum(float(scores[first - 1 + n, token]) for n, token in enumerate(requested))
 
     # What it writes is scored in both, so the difference is that of the others.
     both = writer.write([(texts[0], prompt)] * 2, ["one two", "two three four"])
@@ -161,7 +161,7 @@ def test_gains_are_differences_of_log_probabilities(corrector, tokenizer) -> Non
         expected = log_prob("two three four") - log_prob("one two")
     assert abs(expected) > 1.0
     assert both[0].gain - both[1].gain == pytest.approx(expected, abs=1e-3)
-    (same,) = writer.write([(texts[0], prompt)], [found[0].text])
+    (same,) = writer.write([(texts[0], prompt)], [result[0].text])
     assert same.gain == 0.0
     assert writer.write([]) == []
     with pytest.raises(ValueError, match=r"`model\.text_encoder` must be given to read texts"):
@@ -179,18 +179,18 @@ def test_a_source_chooses_its_experts(corrector, tokenizer) -> None:
     )
     torch.manual_seed(1)
     model = ASRModel(config, tokenizer.vocab_size).eval()
-    asked = [("one two | two", Prompt()), ("three", Prompt())]
-    others = ["one", "six"]
+    requested = [("one two | two", Prompt()), ("three", Prompt())]
+    other_items = ["one", "six"]
     by_source = {}
     for source in named.names:
         writer = TextToText(model, tokenizer, source=source)
-        by_source[source] = writer.write(asked, others)
-        assert writer.write(asked[:1], others[:1])[0].gain == pytest.approx(
+        by_source[source] = writer.write(requested, other_items)
+        assert writer.write(requested[:1], other_items[:1])[0].gain == pytest.approx(
             by_source[source][0].gain, abs=1e-4
         )
-    mixed = TextToText(model, tokenizer).write(asked, others, sources=["rnnt", "ctc"])
-    for one, source, number in zip(mixed, ("rnnt", "ctc"), (0, 1), strict=True):
-        assert one.gain == pytest.approx(by_source[source][number].gain, abs=1e-4)
+    mixed = TextToText(model, tokenizer).write(requested, other_items, sources=["rnnt", "ctc"])
+    for item, source, number in zip(mixed, ("rnnt", "ctc"), (0, 1), strict=True):
+        assert item.gain == pytest.approx(by_source[source][number].gain, abs=1e-4)
     assert abs(by_source["ctc"][0].gain - by_source["rnnt"][0].gain) > 1e-2
 
     assert source_of(config, "rnnt") == "rnnt"
@@ -205,12 +205,12 @@ def test_a_source_chooses_its_experts(corrector, tokenizer) -> None:
     with pytest.raises(ValueError, match="`corrector_source` must be left out for a corrector wit"):
         source_of(corrector.config, "ctc")
     pair = TextPair("p", "pairs:1", "one | two", "one", Prompt(), "llm")
-    found = evaluate_pairs(model, tokenizer, [pair, replace(pair, source_name="ctc")])
-    assert [one.reason for one in found.failures] == [
+    result = evaluate_pairs(model, tokenizer, [pair, replace(pair, source_name="ctc")])
+    assert [item.reason for item in result.failures] == [
         "the source of an utterance must be one of ctc, rnnt, which `experts.names` lists, but is "
         "'llm': use one of these, or train an expert for it."
     ]
-    assert len(found.utterances) == 1
+    assert len(result.utterances) == 1
 
 
 def test_commands_correct(
@@ -231,17 +231,17 @@ def test_commands_correct(
     options += ["--beam", "4", "--corrector", str(tmp_path / "corrector")]
     asked = ["transcribe", *options, str(wave), "--words", "--json"]
     assert main([*asked, "--corrector-margin", "2"]) == 0
-    (kept,) = json.loads(capsys.readouterr().out)["segments"]
-    texts = [one["text"] for one in kept["alternatives"]]
-    assert kept["text"] == texts[0]
-    assert kept["correction"] == {"recognized": texts[0], "written": "one two", "gain": 2.0}
+    (selected,) = json.loads(capsys.readouterr().out)["segments"]
+    texts = [item["text"] for item in selected["alternatives"]]
+    assert selected["text"] == texts[0]
+    assert selected["correction"] == {"recognized": texts[0], "written": "one two", "gain": 2.0}
     assert read == [([(" | ".join(dict.fromkeys(texts)), Prompt())], [texts[0]])]
     assert main([*asked, "--corrector-margin", "1.9"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["segments"]
-    assert found["text"] == "one two"
-    assert [word["word"] for word in found["words"]] == ["one", "two"]
-    assert found["alternatives"] == kept["alternatives"]
-    assert found["words"][0]["start"] == kept["words"][0]["start"]
+    (result,) = json.loads(capsys.readouterr().out)["segments"]
+    assert result["text"] == "one two"
+    assert [word["word"] for word in result["words"]] == ["one", "two"]
+    assert result["alternatives"] == selected["alternatives"]
+    assert result["words"][0]["start"] == selected["words"][0]["start"]
 
     command = ["evaluate", *options, "--manifest", str(manifest)]
     command += ["--corrector-margin", "1"]

@@ -179,10 +179,10 @@ def write(name: str, sound: np.ndarray) -> None:
 def test_ffmpeg_itself(real, name) -> None:
     sound = sweep(5.0)
     write(name, sound)
-    heard = samples(open_stream(name, RATE))
-    assert abs(len(heard) - len(sound)) < 0.1 * RATE
-    length = min(len(heard), len(sound))
-    assert np.corrcoef(heard[:length], sound[:length])[0, 1] > 0.98
+    received = samples(open_stream(name, RATE))
+    assert abs(len(received) - len(sound)) < 0.1 * RATE
+    length = min(len(received), len(sound))
+    assert np.corrcoef(received[:length], sound[:length])[0, 1] > 0.98
     part = samples(open_stream(name, RATE, offset=2.0, duration=1.0))
     assert len(part) == pytest.approx(RATE, abs=0.1 * RATE)
 
@@ -203,8 +203,8 @@ def test_ffmpeg_itself_reads_no_other_file(real, name, text, plain) -> None:
     Path(name).write_text(text.format(Path("other.mp4").absolute()))
     # Asked to, ffmpeg reads the other file.
     command = ["ffmpeg", "-v", "error", *plain, "-i", name, "-f", "f32le", "-ac", "1", "-"]
-    heard = subprocess.run(command, check=True, capture_output=True).stdout
-    assert len(heard) // 4 == pytest.approx(len(sound), abs=0.1 * RATE)
+    received = subprocess.run(command, check=True, capture_output=True).stdout
+    assert len(received) // 4 == pytest.approx(len(sound), abs=0.1 * RATE)
     with pytest.raises(AudioError, match="not a format that has its audio in the file itself"):
         samples(open_stream(name, RATE))
 
@@ -215,6 +215,6 @@ def test_ffmpeg_itself_knows_each_format(real) -> None:
         ["ffmpeg", "-v", "error", "-demuxers"], check=True, capture_output=True, text=True
     ).stdout
     rows = [line.split() for line in listed.splitlines() if line.startswith(" D")]
-    known = {name for row in rows for name in row[1].split(",")}
-    assert set(ffmpeg._FORMATS) <= known
-    assert {"hls", "dash", "concat"} <= known
+    existing = {name for row in rows for name in row[1].split(",")}
+    assert set(ffmpeg._FORMATS) <= existing
+    assert {"hls", "dash", "concat"} <= existing

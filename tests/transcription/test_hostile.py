@@ -87,12 +87,12 @@ def test_transcribe_reports_each_and_goes_on(effasr, saved, cases) -> None:
     assert len(texts) + len(errors) == len(cases)
     assert summary.endswith(f", {len(errors)} failed")
     for name, case in cases.items():
-        shown = one_line(case.path)
-        assert texts.count(shown) + sum(_is_about(line, shown) for line in errors) == 1, name
+        visible = one_line(case.path)
+        assert texts.count(visible) + sum(_is_about(line, visible) for line in errors) == 1, name
         if case.fate == GOOD:
-            assert shown in texts, (name, [line for line in errors if shown in line])
+            assert visible in texts, (name, [line for line in errors if visible in line])
         if case.fate == BAD:
-            assert shown not in texts, name
+            assert visible not in texts, name
     for line in errors:
         assert len(line) < 500
         # Neither of Python's own errors should come to light: they say nothing to a user.
@@ -120,8 +120,8 @@ def test_results_in_json_and_in_files(effasr, saved, cases, tmp_path) -> None:
 
 def test_names_from_standard_input(effasr, saved, cases) -> None:
     paths = [cases[name].path for name in ("name: no UTF-8", "missing", "name: dash", "a loop")]
-    given = "\n".join(paths).encode("utf-8", "surrogateescape")
-    told = effasr("transcribe", "--run", saved, "--json", "-", given=given)
+    provided = "\n".join(paths).encode("utf-8", "surrogateescape")
+    told = effasr("transcribe", "--run", saved, "--json", "-", given=provided)
     assert [json.loads(line)["id"] for line in told.out] == paths
     feeds = cases["name: line feed"].path.encode() + b"\0"
     told = effasr("transcribe", "--run", saved, "-", given=feeds)
@@ -166,12 +166,12 @@ def test_evaluate_counts_each_and_goes_on(effasr, saved, cases, tmp_path) -> Non
     result = json.loads((out / "wer.json").read_text())
     failed = {row["id"]: row["error"] for row in result["failures"]}
     lines = (out / "hypotheses.jsonl").read_text().splitlines()
-    heard = {json.loads(line)["id"] for line in lines}
-    assert heard.isdisjoint(failed)
-    assert heard | failed.keys() == {row["id"] for row in rows}
+    received = {json.loads(line)["id"] for line in lines}
+    assert received.isdisjoint(failed)
+    assert received | failed.keys() == {row["id"] for row in rows}
     assert {"endless", "too long", "too late", "a\nb"} <= failed.keys()
     for name, case in cases.items():
-        assert case.fate != GOOD or name in heard, (name, failed[name])
+        assert case.fate != GOOD or name in received, (name, failed[name])
         assert case.fate != BAD or name in failed, name
     assert not [error for error in failed.values() if "Error:" in error]
     assert told.err == [f"effasr evaluate: {len(failed)} utterances failed and are not counted"]

@@ -42,8 +42,8 @@ def lines(path):
 
 def encode(model, tokenizer, audio):
     examples = [
-        Example(str(number), one, tokenizer.prompt(Prompt()), [], monotonic=False)
-        for number, one in enumerate(audio)
+        Example(str(number), item, tokenizer.prompt(Prompt()), [], monotonic=False)
+        for number, item in enumerate(audio)
     ]
     framing = model.config.features.framing
     return collate(examples, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id, framing=framing)
@@ -55,17 +55,17 @@ def test_ctc_scores_sum_over_all_alignments(model, tokenizer, noise) -> None:
     batch = encode(model, tokenizer, [noise(0.32, seed=1), noise(0.4, seed=2)])
     encoded = model.encode(batch)
     texts = [(5,), (6, 6)]
-    found = with_scores(model, "ctc", encoded, [], [Decoded(t) for t in texts], 1)
-    for one, rows, text in zip(found, encoded.unpack(), texts, strict=True):
+    result = with_scores(model, "ctc", encoded, [], [Decoded(t) for t in texts], 1)
+    for item, rows, text in zip(result, encoded.unpack(), texts, strict=True):
         logs = model.ctc_logits(rows).log_softmax(-1).double()
         total, blank = 0.0, model.vocab_size
         for path in itertools.product({blank, *text}, repeat=len(rows)):
             merged = [symbol for symbol, _ in itertools.groupby(path)]
             if tuple(symbol for symbol in merged if symbol != blank) == text:
                 total += math.exp(sum(float(logs[t, s]) for t, s in enumerate(path)))
-        assert one.score is not None
-        assert one.score.symbols == len(text)
-        assert one.score.log_prob == pytest.approx(math.log(total), rel=1e-5)
+        assert item.score is not None
+        assert item.score.symbols == len(text)
+        assert item.score.log_prob == pytest.approx(math.log(total), rel=1e-5)
 
 
 @torch.no_grad()
@@ -74,20 +74,20 @@ def test_attention_scores_are_those_of_the_decoder(model, tokenizer, noise) -> N
     batch = encode(model, tokenizer, [noise(0.6, seed=1), noise(0.9, seed=2)])
     prompts = [tokenizer.prompt(Prompt())] * 2
     config = DecodingConfig(method="attention", confidence=True, extra_tokens=5)
-    found = decode(model, tokenizer, batch, prompts, config)
+    result = decode(model, tokenizer, batch, prompts, config)
     encoded = model.encode(batch)
-    for number, (one, prompt) in enumerate(zip(found, prompts, strict=True)):
+    for number, (item, prompt) in enumerate(zip(result, prompts, strict=True)):
         alone = encode(model, tokenizer, [[noise(0.6, seed=1), noise(0.9, seed=2)][number]])
         state = model.start_decoding(model.encode(alone), 64)
-        ids = [*prompt, *one.tokens, tokenizer.eos_id]
+        ids = [*prompt, *item.tokens, tokenizer.eos_id]
         total = 0.0
-        for place, (token, following) in enumerate(itertools.pairwise(ids)):
+        for position, (token, following) in enumerate(itertools.pairwise(ids)):
             hidden = model.decode_step(torch.tensor([token]), state)
-            if place >= len(prompt) - 1:
+            if position >= len(prompt) - 1:
                 total += float(model.logits(hidden).log_softmax(-1)[0, following])
-        assert one.score is not None
-        assert one.score.symbols == len(one.tokens) + 1
-        assert one.score.log_prob == pytest.approx(total, rel=1e-4)
+        assert item.score is not None
+        assert item.score.symbols == len(item.tokens) + 1
+        assert item.score.log_prob == pytest.approx(total, rel=1e-4)
     assert encoded.layout.num_sequences == 2
 
 
@@ -96,12 +96,12 @@ def test_continuous_batching_gives_the_scores_of_a_batch(model, tokenizer, recor
     config = DecodingConfig(method="attention", confidence=True, extra_tokens=5)
     # Two thirds of a beam: the same greedy search, but by `decode`.
     other = dataclasses.replace(config, no_repeat_ngram=50)
-    one, two = (
+    item, two = (
         [result.segments[0].confidence for result in transcribe(model, tokenizer, files, config=c)]
         for c in (config, other)
     )
-    assert one == pytest.approx(two, rel=1e-4)
-    assert all(0 < value < 1 for value in one)
+    assert item == pytest.approx(two, rel=1e-4)
+    assert all(0 < value < 1 for value in item)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_no_recording_is_lost_when_memory_runs_out_after_the_search(
     files = sorted(recordings.iterdir())
     config = DecodingConfig(method="attention", confidence=True, frame_budget=30)
     results = list(transcribe(model, tokenizer, files, config=config))
-    assert [(one.id, type(one)) for one in results] == [(str(one), expected) for one in files]
+    assert [(item.id, type(item)) for item in results] == [(str(item), expected) for item in files]
     assert next(calls) > 3
 
 
@@ -168,11 +168,11 @@ def test_another_threshold_needs_no_transcription(saved, recordings, tmp_path, m
     )
     values = sorted(row["confidence"] for row in rows)
     assert main([*command, "--min-confidence", str(values[-1])]) == 0
-    (kept,) = lines(out / "manifest.jsonl")
-    assert kept["confidence"] == values[-1]
-    low = [one for one in lines(out / "dropped.jsonl") if one["reason"] == "low_confidence"]
+    (selected,) = lines(out / "manifest.jsonl")
+    assert selected["confidence"] == values[-1]
+    low = [item for item in lines(out / "dropped.jsonl") if item["reason"] == "low_confidence"]
     assert len(low) == len(rows) - 1
-    assert all(one["text"] and one["confidence"] < values[-1] for one in low)
+    assert all(item["text"] and item["confidence"] < values[-1] for item in low)
 
 
 def test_an_interrupted_command_goes_on(saved, recordings, tmp_path, monkeypatch) -> None:
@@ -218,8 +218,8 @@ def test_failures_are_listed_and_manifests_may_lack_texts(saved, recordings, tmp
     manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "labels"
     assert main(["label", str(saved), str(manifest), str(out), "--method", "ctc"]) == 1
-    failed = [one for one in lines(out / "dropped.jsonl") if one["reason"] == "failed"]
-    assert [one["id"] for one in failed] == ["u1"]
+    failed = [item for item in lines(out / "dropped.jsonl") if item["reason"] == "failed"]
+    assert [item["id"] for item in failed] == ["u1"]
     named = {row["id"] for row in lines(out / "manifest.jsonl")}
     assert named <= {"u0", "u2"}
 
@@ -233,7 +233,7 @@ def test_what_training_cannot_read_is_left_out_without_a_transcription(
     )
     out = tmp_path / "labels"
     assert main(["label", str(saved), str(recordings), str(out), "--method", "ctc"]) == 1
-    (failed,) = [one for one in lines(out / "dropped.jsonl") if one["reason"] == "failed"]
+    (failed,) = [item for item in lines(out / "dropped.jsonl") if item["reason"] == "failed"]
     assert failed["id"].endswith("a.m4a")
     assert "convert the file to WAV or FLAC" in failed["details"]
 
@@ -242,8 +242,8 @@ def test_channels_that_a_line_cannot_name_are_a_problem(tmp_path) -> None:
     path = str(tmp_path / "stereo.wav")
     soundfile.write(path, np.zeros((RATE, 2), np.float32), RATE)
     assert checked(Source("a", "a", path, channels=(0, 1))).problem is None
-    found = checked(Source("a", "a", path, channels=(1,))).problem
-    assert found == "channels [1] are not all 2 of the file: save them as files of their own."
+    result = checked(Source("a", "a", path, channels=(1,))).problem
+    assert result == "channels [1] are not all 2 of the file: save them as files of their own."
     assert "only lhotse reads this audio" in (checked(Source("a", "a")).problem or "")
     assert checked(Source("a", "a", problem="damaged")).problem == "damaged"
 

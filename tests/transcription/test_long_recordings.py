@@ -114,14 +114,14 @@ def test_a_long_file_has_the_transcript_of_its_samples(model, tokenizer, noise, 
         soundfile.write(path, sound, RATE, subtype="FLOAT")
     waveforms = [Waveform(str(p), s, RATE) for p, s in zip(paths, sounds, strict=True)]
     at_once = list(transcribe(model, tokenizer, waveforms, config=SHORT))
-    heard = []
-    streamed = list(transcribe(model, tokenizer, paths, config=SHORT, on_audio=heard.append))
+    received = []
+    streamed = list(transcribe(model, tokenizer, paths, config=SHORT, on_audio=received.append))
     assert streamed == at_once
     first = streamed[0]
     assert isinstance(first, Transcription)
     assert len(first.segments) >= 12
-    assert sum(heard) == pytest.approx(33.0)
-    assert len(heard) > 5
+    assert sum(received) == pytest.approx(33.0)
+    assert len(received) > 5
 
 
 def test_no_more_is_read_than_is_decoded_soon(model, tokenizer, noise, monkeypatch) -> None:
@@ -138,10 +138,10 @@ def test_no_more_is_read_than_is_decoded_soon(model, tokenizer, noise, monkeypat
 
     def watched(method):
         def watch(*arguments):
-            found = list(method(*arguments))
+            matches = list(method(*arguments))
             behind.append(len(read) - sum(decoded))
-            decoded.append(len(found))
-            return iter(found)
+            decoded.append(len(matches))
+            return iter(matches)
 
         return watch
 

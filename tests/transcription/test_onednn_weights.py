@@ -35,9 +35,9 @@ def test_a_feed_forward_network_is_as_exact_as_torchs_own(model, activation) -> 
         usual = network(x)
         with packed.active():
             assert "forward" in network.__dict__
-            found = network(x)
+            result = network(x)
         exact = network.double()(x.double())
-    assert_no_worse(found, gold=exact, baseline=usual)
+    assert_no_worse(result, gold=exact, baseline=usual)
 
 
 def test_an_encoder_frame_is_the_same_in_any_company(model, examples) -> None:
@@ -92,12 +92,12 @@ def test_weights_that_changed_are_packed_again(model, tokenizer, noise) -> None:
     assert recognizer._cpu_weights is packed, "weights that did not change are packed once"
     assert again.text == first.text
     linear = model.encoder.layers[0].feed_forward1.linear1
-    kept = linear.weight.detach().clone()
+    selected = linear.weight.detach().clone()
     with torch.no_grad():
         linear.weight.normal_(generator=torch.Generator().manual_seed(1))
     [second] = recognizer.results([request])
     with torch.no_grad():
-        linear.weight.copy_(kept)
+        linear.weight.copy_(selected)
     [third] = recognizer.results([request])
     assert recognizer._cpu_weights is not packed
     assert first.text != second.text
@@ -120,7 +120,7 @@ def test_transcripts_are_the_same_in_any_company(model, tokenizer, noise) -> Non
         for n, s in enumerate(seconds)
     ]
     recognizer = Recognizer(model, tokenizer)
-    together = {one.id: one.text for one in recognizer.results(requests)}
+    together = {item.id: item.text for item in recognizer.results(requests)}
     assert len(set(together.values())) > 4, "the test needs different texts"
     for request in requests:
         [alone] = recognizer.results([request])

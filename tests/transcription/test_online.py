@@ -38,16 +38,16 @@ def _offline(model: ASRModel, audio: np.ndarray, context: Context) -> tuple[Tens
 
 def _recorded(recognizer: OnlineRecognizer) -> dict[int, list[Tensor]]:
     """What the encoder gives to the search, by slot."""
-    found: dict[int, list[Tensor]] = {slot: [] for slot in range(len(recognizer._open))}
+    result: dict[int, list[Tensor]] = {slot: [] for slot in range(len(recognizer._open))}
     search = recognizer._search.step
 
     def step(encoded: Tensor, frames: Sequence[int]) -> list:
         for slot, count in enumerate(frames):
-            found[slot].append(encoded[slot, :count].clone())
+            result[slot].append(encoded[slot, :count].clone())
         return search(encoded, frames)
 
     recognizer._search.step = step  # type: ignore[method-assign]
-    return found
+    return result
 
 
 @pytest.mark.parametrize("size", [0, 4000, 1280, 100_000], ids=lambda size: f"pieces_{size}")
@@ -64,13 +64,13 @@ def test_a_stream_is_the_whole_recording(
         expected, tokens = _offline(model, audio, context)
         recognizer = OnlineRecognizer(model, tokenizer, context=context, endpoint_seconds=None)
         encoded, stream = _recorded(recognizer), recognizer.open()
-        heard: list[int] = []
+        received: list[int] = []
         for piece in pieces(audio, size):
             stream.feed(piece)
             recognizer.decode()
             # What is recognized stays.
-            assert stream.tokens[: len(heard)] == heard
-            heard = stream.tokens
+            assert stream.tokens[: len(received)] == received
+            received = stream.tokens
         stream.finish()
         before = list(stream.tokens)
         recognizer.decode()
@@ -98,10 +98,10 @@ def test_other_windows_and_the_last_rows(
     around = (-3 * hop, 0, 1, hop - 1, hop, window // 2 - 1, window // 2 + 1, window, hop * 8)
     for samples in [chunk * n + more for n in (0, 1, 2) for more in around]:
         recognized(recognizer, [audio[:samples]])
-        found = torch.cat([torch.zeros(0, 32), *encoded[0]])
+        result = torch.cat([torch.zeros(0, 32), *encoded[0]])
         encoded[0].clear()
         expected, _ = _offline(model, audio[:samples], CONTEXTS[0])
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -141,9 +141,9 @@ def test_pauses_end_segments(streaming_model, tokenizer, noise) -> None:
     stream, segments = recognized(recognizer, [audio])
     assert len(segments) > 1
     assert stream.take() == []
-    for one, after in pairwise(segments):
+    for item, after in pairwise(segments):
         # Three frames without a token.
-        assert after.start - one.end >= 0.24 - 1e-6
+        assert after.start - item.end >= 0.24 - 1e-6
     assert segments[-1].end <= 5
     assert "".join(segment.text.replace(" ", "") for segment in segments) == tokenizer.decode(
         tokens
@@ -188,10 +188,10 @@ def test_words_are_timed_by_the_frames_of_their_tokens(
     search = recognizer._search.step
 
     def step(encoded: Tensor, frames: Sequence[int]) -> list:
-        found = search(encoded, frames)
+        result = search(encoded, frames)
         frames_before = recognizer._open[0].frames
-        emitted.extend((one.token, frames_before + one.frame) for one in found[0])
-        return found
+        emitted.extend((item.token, frames_before + item.frame) for item in result[0])
+        return result
 
     recognizer._search.step = step  # type: ignore[method-assign]
     _, (segment,) = recognized(recognizer, pieces(audio, 0))
@@ -205,10 +205,10 @@ def test_words_are_timed_by_the_frames_of_their_tokens(
     )
     assert [word.text for word in segment.words] == segment.text.split()
     assert [word.text for word in expected] == segment.text.split()
-    for found, word in zip(segment.words, expected, strict=True):
+    for result, word in zip(segment.words, expected, strict=True):
         # Loudness is averaged over 50 ms, but not across chunks.
-        assert found.start == pytest.approx(word.start, abs=0.031)
-        assert found.end == pytest.approx(min(word.end, 4), abs=0.031)
+        assert result.start == pytest.approx(word.start, abs=0.031)
+        assert result.end == pytest.approx(min(word.end, 4), abs=0.031)
 
 
 @pytest.mark.parametrize(("head", "seconds"), [("ctc", 20), ("rnnt", 4)])
@@ -231,7 +231,7 @@ def test_words_late_in_a_stream_have_their_own_times(
     recognizer.decode()
     segments += stream.take()
     words = [word for segment in segments for word in segment.words or ()]
-    assert [word.text for word in words] == [w for one in segments for w in one.text.split()]
+    assert [word.text for word in words] == [w for item in segments for w in item.text.split()]
     times = [time for word in words for time in (word.start, word.end)]
     # Where words share a frame, a segment may end half a frame after the next one begins.
     assert times == pytest.approx(sorted(times), abs=0.041)
@@ -292,10 +292,10 @@ def _bytes_of_tensors() -> int:
     """Bytes of all tensors that Python objects hold."""
     gc.collect()
     held = {
-        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
-        for one in gc.get_objects()
+        item.untyped_storage().data_ptr(): item.untyped_storage().nbytes()
+        for item in gc.get_objects()
         # Storage of oneDNN's own layout is not accessible.
-        if type(one) is Tensor and one.layout == torch.strided
+        if type(item) is Tensor and item.layout == torch.strided
     }
     return sum(held.values())
 
@@ -316,14 +316,14 @@ def test_64_streams_take_no_more_memory_with_time(streaming_model, tokenizer, no
             start = (number * 700 + step * chunk) % (len(audio) - chunk)
             stream.feed(audio[start : start + chunk])
         assert recognizer.decode() == (count if step else 0)
-        words += sum(len(segment.words or ()) for one in streams for segment in one.take())
+        words += sum(len(segment.words or ()) for item in streams for segment in item.take())
         if step in (3, 7):
             tensors.append(_bytes_of_tensors())
-        parts = [part for one in streams for part in one._audio._parts]
+        parts = [part for item in streams for part in item._audio._parts]
         held = [part if part.base is None else part.base for part in parts]
         samples.append(sum(map(len, held)))
-        loudness = [one._segments._loudness for one in streams]
-        assert all(len(one.levels) < 400 for one in loudness if one)
+        loudness = [item._segments._loudness for item in streams]
+        assert all(len(item.levels) < 400 for item in loudness if item)
     assert words > 5
     assert tensors[0] == tensors[1]
     assert samples[1:] == [samples[1]] * 7

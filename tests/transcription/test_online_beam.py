@@ -58,19 +58,19 @@ def test_a_stream_has_the_list_of_the_whole_recording(
             model, tokenizer, LISTED, context=CONTEXTS[0], endpoint_seconds=None
         )  # fmt: skip
         _, (segment,) = recognized(recognizer, pieces(audio, size))
-        texts = [tokenizer.decode(list(one.tokens)).strip() for one in expected]
+        texts = [tokenizer.decode(list(item.tokens)).strip() for item in expected]
         assert segment.text == texts[0]
-        assert [one.text for one in segment.alternatives] == texts
-        scores = [one.score for one in segment.alternatives]
-        assert scores == pytest.approx([one.score for one in expected], abs=1e-3)
+        assert [item.text for item in segment.alternatives] == texts
+        scores = [item.score for item in segment.alternatives]
+        assert scores == pytest.approx([item.score for item in expected], abs=1e-3)
         tokens = expected[0].tokens
         (sure,) = token_confidences(model, recognizer.method, encoded, [()], [tokens])
         assert sure is not None
         words = word_confidences(tokens, sure, tokenizer.decode)
         assert segment.word_confidences is not None
-        assert [one.text for one in segment.word_confidences] == [one.text for one in words]
-        values = [one.confidence for one in segment.word_confidences]
-        assert values == pytest.approx([one.confidence for one in words], abs=1e-4)
+        assert [item.text for item in segment.word_confidences] == [item.text for item in words]
+        values = [item.confidence for item in segment.word_confidences]
+        assert values == pytest.approx([item.confidence for item in words], abs=1e-4)
 
 
 @pytest.mark.parametrize("head", ["ctc", "stateless", "tdt"])
@@ -78,28 +78,28 @@ def test_segments_do_not_depend_on_packets(streaming_model, tokenizer, noise, he
     """Segments end by pauses and by their length; each has its list, words and confidences."""
     model, audio = calm(streaming_model(head)), noise(5)
     audio[RATE : 2 * RATE] = 0
-    found = []
+    result = []
     for size in (0, 20_000):
         recognizer = OnlineRecognizer(
             model, tokenizer, replace(LISTED, words=True), context=CONTEXTS[0],
             endpoint_seconds=0.4, longest_seconds=0.8,
         )  # fmt: skip
         _, segments = recognized(recognizer, pieces(audio, size))
-        found.append([segment.as_row() for segment in segments])
+        result.append([segment.as_row() for segment in segments])
         for segment in segments:
             assert segment.text == segment.alternatives[0].text
             assert [word.text for word in segment.words or ()] == segment.text.split()
             sure = [word.text for word in segment.word_confidences or ()]
             assert sure == segment.text.split()
             assert segment.end - segment.start < 1.7
-        for one, after in pairwise(segments):
-            assert one.end <= after.start + recognizer.frame_seconds + 1e-6
-    assert len(found[0]) > 1
-    assert any(len(row["alternatives"]) > 1 for row in found[0])
-    for one, other in zip(*found, strict=True):
-        assert one["text"] == other["text"]
-        assert one["start"] == other["start"]
-        scores = [[a["score"] for a in row["alternatives"]] for row in (one, other)]
+        for item, after in pairwise(segments):
+            assert item.end <= after.start + recognizer.frame_seconds + 1e-6
+    assert len(result[0]) > 1
+    assert any(len(row["alternatives"]) > 1 for row in result[0])
+    for item, other in zip(*result, strict=True):
+        assert item["text"] == other["text"]
+        assert item["start"] == other["start"]
+        scores = [[a["score"] for a in row["alternatives"]] for row in (item, other)]
         assert scores[0] == pytest.approx(scores[1], abs=1e-3)
 
 
@@ -147,17 +147,17 @@ def test_confidences_of_a_later_segment_know_the_labels_before(
     labels = [4, 9, 6, 11]
     (whole,) = token_confidences(model, "transducer", encoded_by(model, noise(1.5)), [()], [labels])
     for split in (0, 2):
-        found = StreamConfidences(model, "transducer")
-        found.add(rows)
-        found.of_segment(labels[:split], 0)
-        later = found._predicted(labels[split:])
+        result = StreamConfidences(model, "transducer")
+        result.add(rows)
+        result.of_segment(labels[:split], 0)
+        later = result._predicted(labels[split:])
         alone = StreamConfidences(model, "transducer")._predicted(labels)
         torch.testing.assert_close(later, alone[split:], rtol=1e-5, atol=1e-6)
-    found = StreamConfidences(model, "transducer")
-    found.add(rows)
-    assert found.of_segment(labels, len(rows)) == pytest.approx(whole, abs=1e-5)
-    found.forget(7)
-    assert (found._first, sum(map(len, found._rows))) == (7, len(rows) - 7)
+    result = StreamConfidences(model, "transducer")
+    result.add(rows)
+    assert result.of_segment(labels, len(rows)) == pytest.approx(whole, abs=1e-5)
+    result.forget(7)
+    assert (result._first, sum(map(len, result._rows))) == (7, len(rows) - 7)
 
 
 @pytest.mark.parametrize("head", ["ctc", "rnnt", "tdt"])
@@ -171,7 +171,7 @@ def test_hostile_streams_with_a_beam_end_cleanly(streaming_model, tokenizer, hea
         stream, segments = recognized(recognizer, packets)
         assert stream.tokens == []
         for segment in segments:
-            assert np.isfinite([one.score for one in segment.alternatives]).all()
+            assert np.isfinite([item.score for item in segment.alternatives]).all()
     assert recognizer._open == [None]
 
 
@@ -189,7 +189,7 @@ def test_silence_takes_no_more_memory_with_a_beam(streaming_model, tokenizer, he
         search = recognizer._search
         assert isinstance(search, BeamStreams)
         rows = sum(map(len, stream._segments._confidences._rows))
-        labels = max(len(one.tokens) for one in search._hypotheses(0))
+        labels = max(len(item.tokens) for item in search._hypotheses(0))
         held.append((rows, labels))
         # What it has read long ago does not count in what comes.
         if not stream.tokens and second > 4:

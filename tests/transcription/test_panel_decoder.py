@@ -108,24 +108,24 @@ def test_hypotheses(decoder, encoded) -> None:
 @torch.no_grad()
 def test_steps_of_both_kinds_continue_each_other(decoder, encoded) -> None:
     packed = PanelDecoder(decoder)
-    usual, found = (decoder.start(encoded, 20) for _ in range(2))
+    usual, result = (decoder.start(encoded, 20) for _ in range(2))
     for number in range(12):
         tokens = torch.randint(VOCABULARY, (4,))
         expected = decoder.step(tokens, usual)
-        hidden = (packed, decoder)[number % 2].step(tokens, found)
+        hidden = (packed, decoder)[number % 2].step(tokens, result)
         torch.testing.assert_close(hidden, expected, **CLOSE)
 
 
 @torch.no_grad()
 def test_watched_and_paged_steps_are_the_decoders_own(decoder, encoded) -> None:
     packed, tokens = PanelDecoder(decoder), torch.tensor([1, 2, 3, 4])
-    usual, found = (decoder.start(encoded, 20) for _ in range(2))
-    for state in (usual, found):
+    usual, result = (decoder.start(encoded, 20) for _ in range(2))
+    for state in (usual, result):
         state.watch()
-    assert torch.equal(packed.step(tokens, found), decoder.step(tokens, usual))
-    assert found.weights is not None
+    assert torch.equal(packed.step(tokens, result), decoder.step(tokens, usual))
+    assert result.weights is not None
     assert usual.weights is not None
-    assert torch.equal(found.weights, usual.weights)
+    assert torch.equal(result.weights, usual.weights)
     paged = [decoder.new_state(4, 20, max(FRAMES), paged=True) for _ in range(2)]
     for state in paged:
         decoder.admit(state, range(4), encoded, [()] * 4, [20] * 4)

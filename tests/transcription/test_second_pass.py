@@ -24,8 +24,8 @@ class Scripted:
     def log_probs(self, texts):
         self.calls.append(list(texts))
         return [
-            -1.0 * len(own.split()) + 3.0 * len(set(own.split()) & set(before.split()))
-            for before, own in texts
+            -1.0 * len(local.split()) + 3.0 * len(set(local.split()) & set(before.split()))
+            for before, local in texts
         ]
 
 
@@ -35,7 +35,7 @@ def segment(*pairs: tuple[str, float]) -> Segment:
 
 
 def recording(name: str, *segments: Segment) -> Transcription:
-    return Transcription(name, 1.0, " ".join(one.text for one in segments), segments)
+    return Transcription(name, 1.0, " ".join(item.text for item in segments), segments)
 
 
 def test_earlier_segments_decide_between_equal_sounds() -> None:
@@ -47,13 +47,13 @@ def test_earlier_segments_decide_between_equal_sounds() -> None:
         recording("d"),
     ]
     scorer = Scripted()
-    found = list(SecondPass(scorer, 1.0).results(results))
-    assert found[1] is results[1]
-    assert found[3] == results[3]
-    assert [one.text for one in found[0].segments] == ["the blue sea", "blue away"]
-    assert found[0].text == "the blue sea blue away"
-    assert found[2].text == "blew away"
-    best, *_ = found[0].segments[1].alternatives
+    result = list(SecondPass(scorer, 1.0).results(results))
+    assert result[1] is results[1]
+    assert result[3] == results[3]
+    assert [item.text for item in result[0].segments] == ["the blue sea", "blue away"]
+    assert result[0].text == "the blue sea blue away"
+    assert result[2].text == "blew away"
+    best, *_ = result[0].segments[1].alternatives
     assert (best.score, best.lm_score, best.rank) == (-1.5, 1.0, -0.5)
     # The first segments of all in one pass, then the second ones; equal texts once.
     first, following = scorer.calls
@@ -64,12 +64,12 @@ def test_earlier_segments_decide_between_equal_sounds() -> None:
 
 
 def test_weights_are_those_of_the_rank() -> None:
-    one = recording("a", segment(("x y z", -3.0), ("x", -3.5)))
+    item = recording("a", segment(("x y z", -3.0), ("x", -3.5)))
     for weight, bonus in itertools.product((0.0, 0.2, 1.0), (0.0, 0.5)):
-        (found,) = SecondPass(Scripted(), weight, bonus).results([one])
+        (result,) = SecondPass(Scripted(), weight, bonus).results([item])
         ranks = {"x y z": -3.0 + 3 * (bonus - weight), "x": -3.5 + bonus - weight}
-        assert found.text == max(ranks, key=lambda text: ranks[text])
-        for other in found.segments[0].alternatives:
+        assert result.text == max(ranks, key=lambda text: ranks[text])
+        for other in result.segments[0].alternatives:
             assert other.rank == pytest.approx(ranks[other.text])
 
 
@@ -77,8 +77,8 @@ def test_the_order_of_a_list_does_not_matter() -> None:
     pairs = [("a b", -1.0), ("c d", -1.0), ("a", -1.5), ("a b", -2.0)]
     seen = set()
     for order in itertools.permutations(pairs):
-        (found,) = SecondPass(Scripted(), 0.5).results([recording("r", segment(*order))])
-        seen.add((found.text, found.segments[0].alternatives))
+        (result,) = SecondPass(Scripted(), 0.5).results([recording("r", segment(*order))])
+        seen.add((result.text, result.segments[0].alternatives))
     assert len(seen) == 1
 
 
@@ -87,26 +87,26 @@ def test_commands_choose_by_the_second_model(tmp_path, saved, noise, capsys) -> 
     folder = write_chat_model(tmp_path / "lm")
     manifest, wave = write_set(tmp_path, [noise(2.6, seed=6)], ["one two"]), tmp_path / "u0.wav"
     options = ["--run", str(saved), "--device", "cpu", "--method", "ctc", "--beam", "4"]
-    asked = ["transcribe", *options, str(wave), "--json", "--second-lm", str(folder)]
-    assert main([*asked, "--second-lm-weight", "5"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["segments"]
-    listed = found["alternatives"]
+    requested = ["transcribe", *options, str(wave), "--json", "--second-lm", str(folder)]
+    assert main([*requested, "--second-lm-weight", "5"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["segments"]
+    listed = result["alternatives"]
     assert len(listed) == 4
-    assert listed[0]["text"] == found["text"]
-    ranks = [one["score"] + 5 * one["lm_score"] for one in listed]
+    assert listed[0]["text"] == result["text"]
+    ranks = [item["score"] + 5 * item["lm_score"] for item in listed]
     assert ranks == sorted(ranks, reverse=True)
-    scores = CausalScorer(folder).log_probs([("", one["text"]) for one in listed])
-    assert [one["lm_score"] for one in listed] == pytest.approx(scores, abs=1e-4)
+    scores = CausalScorer(folder).log_probs([("", item["text"]) for item in listed])
+    assert [item["lm_score"] for item in listed] == pytest.approx(scores, abs=1e-4)
 
     assert main(["transcribe", *options, str(wave), "--second-lm", str(folder)]) == 0
     command = ["evaluate", *options, "--manifest", str(manifest)]
     command += ["--second-lm", str(folder), "--second-lm-weight", "5"]
     assert main([*command, "--output", str(tmp_path / "out")]) == 0
     hypothesis = json.loads((tmp_path / "out/hypotheses.jsonl").read_text())
-    assert hypothesis["hypothesis"] == found["text"]
+    assert hypothesis["hypothesis"] == result["text"]
     assert math.isfinite(json.loads((tmp_path / "out/wer.json").read_text())["oracle"]["wer"])
     capsys.readouterr()
-    assert main([*asked, "--words"]) == 2
+    assert main([*requested, "--words"]) == 2
     assert "`words` must be false with `second_lm`" in capsys.readouterr().err
 
 
@@ -116,16 +116,16 @@ def test_word_ngrams_choose_as_well(tmp_path, saved, noise, capsys) -> None:
     command += ["--method", "ctc", "--beam", "4", "--json"]
     assert main([*command, "--nbest", "4"]) == 0
     (plain,) = json.loads(capsys.readouterr().out)["segments"]
-    texts = [one["text"] for one in plain["alternatives"]]
-    wanted = next(text for text in texts if set(text.split()) - set(texts[0].split()))
-    (word, *_) = sorted(set(wanted.split()) - set(texts[0].split()))
+    texts = [item["text"] for item in plain["alternatives"]]
+    requested = next(text for text in texts if set(text.split()) - set(texts[0].split()))
+    (word, *_) = sorted(set(requested.split()) - set(texts[0].split()))
     lines = ["\\data\\", "ngram 1=2", "\\1-grams:", "-9\t<unk>", f"-0.1\t{word}", "\\end\\"]
     (tmp_path / "words.arpa").write_text("\n".join(lines) + "\n")
     options = ["--second-lm", str(tmp_path / "words.arpa"), "--second-lm-weight", "9"]
     assert main([*command, *options, "--second-word-bonus", "186"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["segments"]
-    assert word in found["text"].split()
-    best = found["alternatives"][0]
-    known = sum(one == word for one in best["text"].split())
-    others = len(best["text"].split()) - known
-    assert best["lm_score"] == pytest.approx(-math.log(10) * (0.1 * known + 9 * others))
+    (result,) = json.loads(capsys.readouterr().out)["segments"]
+    assert word in result["text"].split()
+    best = result["alternatives"][0]
+    existing = sum(item == word for item in best["text"].split())
+    other_items = len(best["text"].split()) - existing
+    assert best["lm_score"] == pytest.approx(-math.log(10) * (0.1 * existing + 9 * other_items))

@@ -116,8 +116,8 @@ class Drops:
         self.data = data
 
     def read1(self, wanted: int) -> bytes:
-        given, self.data = self.data[:3], self.data[3:]
-        return given
+        provided, self.data = self.data[:3], self.data[3:]
+        return provided
 
 
 def test_samples_may_arrive_in_pieces() -> None:
@@ -158,14 +158,14 @@ def test_segments_are_those_of_the_chunks_alone(model, tokenizer) -> None:
     blocks = blocks_of(audio, 1600)
     config = DecodingConfig(method="ctc", words=True)
     recognizer = Recognizer(model, tokenizer, config)
-    found = list(transcribe_stream(recognizer, blocks, Prompt()))
+    result = list(transcribe_stream(recognizer, blocks, Prompt()))
     expected = [
         Waveform(str(chunk.start), samples, RATE) for chunk, samples in cut_stream(blocks, RATE)
     ]
-    texts = [one.text for one in transcribe(model, tokenizer, expected, config=config)]
-    assert [segment.text for segment in found] == [text for text in texts if text]
-    assert len(found) == 2
-    for segment in found:
+    texts = [item.text for item in transcribe(model, tokenizer, expected, config=config)]
+    assert [segment.text for segment in result] == [text for text in texts if text]
+    assert len(result) == 2
+    for segment in result:
         assert segment.start < segment.end
         assert segment.words
         assert segment.start <= segment.words[0].start <= segment.words[-1].end <= segment.end

@@ -27,11 +27,11 @@ def background(seconds: float, db: float, seed: int = 1) -> np.ndarray:
 def kept(audio: np.ndarray, gap: float = 2.0, chunk: float = 30.0) -> list[tuple[float, float]]:
     """Seconds of what is left of a recording."""
     chunks = cut_at_pauses([audio], RATE, total=len(audio), chunk_seconds=chunk)
-    found = []
-    for place, samples in without_gaps(chunks, RATE, gap):
-        assert np.array_equal(samples, audio[place.start : place.end])
-        found.append((place.start / RATE, place.end / RATE))
-    return found
+    result = []
+    for position, samples in without_gaps(chunks, RATE, gap):
+        assert np.array_equal(samples, audio[position.start : position.end])
+        result.append((position.start / RATE, position.end / RATE))
+    return result
 
 
 def test_loudness_is_in_decibels_of_full_scale() -> None:
@@ -50,16 +50,16 @@ def test_gaps_of_silence_and_of_noise(db) -> None:
     ])  # fmt: skip
     audio += background(len(audio) / RATE, db, 5)
     spoken = [(40.0, 50.5), (100.5, 103.5)]
-    found = kept(audio)
+    result = kept(audio)
     if db > -200:
         # Noise at the beginning is not known to be background before somebody speaks.
-        found = [(start, end) for start, end in found if end > 39]
+        result = [(start, end) for start, end in result if end > 39]
     # A gap of which a chunk has less than two seconds is not seen as one in this chunk.
-    assert min(start for start, _ in found) == pytest.approx(40.0, abs=0.4)
-    for start, end in found:
-        assert any(a - 2.0 <= start and end <= b + 2.0 for a, b in spoken), found
+    assert min(start for start, _ in result) == pytest.approx(40.0, abs=0.4)
+    for start, end in result:
+        assert any(a - 2.0 <= start and end <= b + 2.0 for a, b in spoken), result
     for time in (40.5, 44.0, 46.6, 50.0, 101.0, 103.0):
-        assert any(start <= time <= end for start, end in found), time
+        assert any(start <= time <= end for start, end in result), time
 
 
 def test_short_pauses_are_no_gaps() -> None:
@@ -97,10 +97,10 @@ def test_no_stretch_overlaps_and_no_speech_is_lost(seed) -> None:
     audio = np.repeat(np.where(loud, 0.1, 1e-5), hop).astype(np.float32)
     speech = is_speech(loudness(audio, RATE))
     covered = np.zeros(len(audio), dtype=bool)
-    for place, samples in without_gaps([(Chunk(0, len(audio)), audio)], RATE, 1.0):
-        assert not covered[place.start : place.end].any()
-        assert len(samples) == place.end - place.start > 0
-        covered[place.start : place.end] = True
+    for position, samples in without_gaps([(Chunk(0, len(audio)), audio)], RATE, 1.0):
+        assert not covered[position.start : position.end].any()
+        assert len(samples) == position.end - position.start > 0
+        covered[position.start : position.end] = True
     assert covered.reshape(-1, hop).all(1)[speech].all()
 
 
@@ -118,7 +118,7 @@ def test_silence_gives_no_segment_and_no_text(model, tokenizer, noise) -> None:
     assert len(times) == 2
     assert np.array(times) == pytest.approx(np.array([(20, 22), (42, 44)]), abs=0.3)
     everything = DecodingConfig(gap_seconds=None)
-    _, heard = transcribe(model, tokenizer, sources, config=everything)
-    assert isinstance(heard, Transcription)
-    assert heard.segments[0].end == 20.0
-    assert heard.text
+    _, received = transcribe(model, tokenizer, sources, config=everything)
+    assert isinstance(received, Transcription)
+    assert received.segments[0].end == 20.0
+    assert received.text

@@ -33,7 +33,7 @@ def test_the_path_is_the_likeliest(text, seed) -> None:
     spans = viterbi(scores, text)
     assert spans is not None
     best = scores[:, 0].sum() + sum(
-        (scores[a:b, place + 1] - scores[a:b, 0]).sum() for place, (a, b) in enumerate(spans)
+        (scores[a:b, position + 1] - scores[a:b, 0]).sum() for position, (a, b) in enumerate(spans)
     )
     assert best == pytest.approx(best_by_trial(scores, text))
     assert all(a < b for a, b in spans)
@@ -111,10 +111,10 @@ def test_tokens_without_text_belong_to_the_word_before() -> None:
     words = word_timestamps([5, 1, 5], spans, decode, frame_seconds=1.0, speech=ALL_SPEECH)
     assert words == [Word("one", 1.0, 5.1)]
     for tokens in ([5], []):
-        found = word_timestamps(
+        result = word_timestamps(
             tokens, spans[: len(tokens)], decode, frame_seconds=1.0, speech=ALL_SPEECH
         )
-        assert found == []
+        assert result == []
 
 
 def test_characters_are_the_words_of_languages_without_spaces() -> None:
@@ -138,8 +138,8 @@ def test_cues_end_at_pauses_and_before_they_grow_long() -> None:
     assert all(end - start <= 6.0 for start, end, _ in cues(steady))
     wordy = spoken(*(("x" * 20, i * 0.1, i * 0.1 + 0.1) for i in range(10)))
     assert all(len(text) <= 84 for _, _, text in cues(wordy))
-    for one in (steady, wordy):
-        assert " ".join(text for _, _, text in cues(one)) == one.text
+    for item in (steady, wordy):
+        assert " ".join(text for _, _, text in cues(item)) == item.text
 
 
 def test_cues_have_the_spaces_of_the_text() -> None:
@@ -153,17 +153,17 @@ def test_cues_have_the_spaces_of_the_text() -> None:
     assert cues(Transcription("x", 3.0, "x", (other,)))[0][2] == "你 好"
     many = tuple(Word("字", n * 0.01, n * 0.01 + 0.01) for n in range(100))
     long = Segment(0.0, 3.0, "字" * 100, words=many)
-    found = [text for _, _, text in cues(Transcription("x", 3.0, long.text, (long,), ""))]
-    assert [len(text) for text in found] == [84, 16]
+    result = [text for _, _, text in cues(Transcription("x", 3.0, long.text, (long,), ""))]
+    assert [len(text) for text in result] == [84, 16]
 
 
 def test_formats() -> None:
-    one = spoken(("<a>", 0.0, 0.5), ("b", 3661.25, 3662.0))
-    assert srt(one) == (
+    item = spoken(("<a>", 0.0, 0.5), ("b", 3661.25, 3662.0))
+    assert srt(item) == (
         "1\n00:00:00,000 --> 00:00:00,500\n<a>\n\n2\n01:01:01,250 --> 01:01:02,000\nb\n"
     )
-    assert vtt(one).startswith("WEBVTT\n\n00:00:00.000 --> 00:00:00.500\n&lt;a&gt;\n")
-    assert ctm(one) == "a_b 1 0.000 0.500 <a>\na_b 1 3661.250 0.750 b\n"
+    assert vtt(item).startswith("WEBVTT\n\n00:00:00.000 --> 00:00:00.500\n&lt;a&gt;\n")
+    assert ctm(item) == "a_b 1 0.000 0.500 <a>\na_b 1 3661.250 0.750 b\n"
 
 
 def test_without_words_segments_are_shown() -> None:
@@ -201,25 +201,25 @@ def growing() -> Transcription:
         Segment(10.0, 11.0, "two\n\n1 --> 2\nlines"),
         Segment(12.0, 13.0, "< &", words=None),
     )
-    return Transcription("stream", 13.0, " ".join(one.text for one in segments), segments)
+    return Transcription("stream", 13.0, " ".join(item.text for item in segments), segments)
 
 
 @pytest.mark.parametrize(("style", "whole"), [("srt", srt), ("vtt", vtt), ("ctm", ctm)])
 def test_a_file_that_grows_is_whole_after_each_segment(style, whole) -> None:
-    one = growing()
+    item = growing()
     file = GrowingFile(style, "stream")
     text = file.header
-    for count, segment in enumerate(one.segments, 1):
+    for count, segment in enumerate(item.segments, 1):
         text += file.add(segment)
-        so_far = whole(Transcription(one.id, 0.0, "", one.segments[:count]))
+        so_far = whole(Transcription(item.id, 0.0, "", item.segments[:count]))
         # A blank line says at once that the last cue is complete.
         assert text == so_far + ("" if style == "ctm" else "\n")
         if style != "ctm":
             blocks = text.removesuffix("\n\n").split("\n\n")
             first = ["WEBVTT"] if style == "vtt" else []
             assert blocks[: len(first)] == first
-            shown = cues(Transcription(one.id, 0.0, "", one.segments[:count]))
-            assert len(blocks) == len(first) + len(shown)
+            visible = cues(Transcription(item.id, 0.0, "", item.segments[:count]))
+            assert len(blocks) == len(first) + len(visible)
     if style == "srt":
         numbers = [int(block.split("\n")[0]) for block in text.removesuffix("\n\n").split("\n\n")]
         assert numbers == list(range(1, 5))

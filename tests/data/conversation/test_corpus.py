@@ -158,12 +158,12 @@ def mixed(tmp_path_factory):
         return [part, {"type": "text", "text": "what is said"}]
 
     paths = []
-    for name, found in (
+    for name, result in (
         ("speech", rows("s", 1500, speech, 20)),
         ("text", rows("t", 1400, lambda: words(1 + random.poisson(25)), 20)),
     ):
         paths.append(folder / f"{name}.jsonl")
-        paths[-1].write_text("".join(json.dumps(row) + "\n" for row in found))
+        paths[-1].write_text("".join(json.dumps(row) + "\n" for row in result))
     return [str(path) for path in paths]
 
 

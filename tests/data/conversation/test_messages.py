@@ -28,14 +28,14 @@ def test_hugging_faces_layout(tmp_path):
         ),
     )
     assert is_conversations(path)
-    (found,) = conversations(path)
-    assert found.problem is None
-    assert found.id == "a"
-    assert found.origin == f"{path}:1"
-    assert [message.role for message in found.messages] == ["system", "user", "assistant"]
+    (result,) = conversations(path)
+    assert result.problem is None
+    assert result.id == "a"
+    assert result.origin == f"{path}:1"
+    assert [message.role for message in result.messages] == ["system", "user", "assistant"]
     part = AudioPart(str(tmp_path / "a.wav"), 1.0, 2.5)
-    assert found.messages[1].parts == (part, "what is said?")
-    (clip,) = found.clips
+    assert result.messages[1].parts == (part, "what is said?")
+    (clip,) = result.clips
     assert (clip.audio, clip.offset, clip.duration) == (part.path, 1.0, 2.5)
 
 
@@ -46,17 +46,17 @@ def test_nemos_layout_joins_neighbouring_turns(tmp_path):
         {"from": "Assistant", "value": "hello", "type": "text"},
     ]
     path = write(tmp_path, {"id": "n", "conversations": turns})
-    (found,) = conversations(path)
-    assert found.problem is None
+    (result,) = conversations(path)
+    assert result.problem is None
     speech = AudioPart("/b/a.wav", None, 2.5)
-    assert [m.parts for m in found.messages] == [("what is said?", " ", speech), ("hello",)]
+    assert [m.parts for m in result.messages] == [("what is said?", " ", speech), ("hello",)]
 
 
 @pytest.mark.parametrize("key", ["path", "audio_url", "url"])
 def test_audio_is_named_as_other_models_do(tmp_path, key):
     part = {"type": "audio", key: "x.flac"}
-    (found,) = conversations(write(tmp_path, ours(("user", [part]), ("assistant", "b"))))
-    assert found.clips[0].audio == str(tmp_path / "x.flac")
+    (result,) = conversations(write(tmp_path, ours(("user", [part]), ("assistant", "b"))))
+    assert result.clips[0].audio == str(tmp_path / "x.flac")
 
 
 WRONG = [

@@ -38,8 +38,8 @@ def text_of(rows, tokenizer, *, written):
 def test_the_assistants_turns_are_written(tokenizer):
     rows = conversation_rows(TALK, tokenizer)
     assert text_of(rows, tokenizer, written=True) == "hello world<|im_end|>the cat<|im_end|>"
-    given = text_of(rows, tokenizer, written=False)
-    assert given == (
+    provided = text_of(rows, tokenizer, written=False)
+    assert provided == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nlisten: what?<|im_end|>\n"
         "<|im_start|>assistant\n\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -47,11 +47,11 @@ def test_the_assistants_turns_are_written(tokenizer):
 
 
 def test_a_prompt_is_the_beginning_of_the_conversation(tokenizer):
-    asked = prompt_rows(TALK[:2], tokenizer)
+    requested = prompt_rows(TALK[:2], tokenizer)
     rows = conversation_rows(TALK[:3], tokenizer)
-    assert (rows[: len(asked)] == asked).all()
-    assert (rows[len(asked) :] < 0).all()
-    assert (rows[len(asked) :] != CLIP).all()
+    assert (rows[: len(requested)] == requested).all()
+    assert (rows[len(requested) :] < 0).all()
+    assert (rows[len(requested) :] != CLIP).all()
 
 
 def test_targets_are_the_next_tokens_of_the_assistant(tokenizer):
@@ -116,11 +116,11 @@ def thinking(tmp_path_factory):
 
 def test_answers_have_no_part_in_which_the_model_thinks(tokenizer, thinking):
     both = tokenizer, thinking
-    targets = [text_of(conversation_rows(TALK[1:3], one), one, written=True) for one in both]
+    targets = [text_of(conversation_rows(TALK[1:3], item), item, written=True) for item in both]
     assert targets[0] == targets[1]
     # Earlier answers are shown without it, which is no obstacle to asking.
-    asked = [prompt_rows(TALK[1:4], one) for one in both]
-    assert len(asked[1]) > len(asked[0])
+    requested = [prompt_rows(TALK[1:4], item) for item in both]
+    assert len(requested[1]) > len(requested[0])
 
 
 def test_answers_that_are_shown_otherwise_later_have_an_example_each(tokenizer, thinking):
@@ -130,9 +130,9 @@ def test_answers_that_are_shown_otherwise_later_have_an_example_each(tokenizer, 
     assert [turns for turns, _ in examples] == [3, 5]
     for (turns, rows), answer in zip(examples, ("hello world", "the cat"), strict=True):
         assert text_of(rows, thinking, written=True) == f"{answer}<|im_end|>"
-        asked = prompt_rows(TALK[: turns - 1], thinking)
-        assert np.array_equal(rows[: len(asked)], asked)
-        assert (rows[len(asked) :] < 0).all()
+        requested = prompt_rows(TALK[: turns - 1], thinking)
+        assert np.array_equal(rows[: len(requested)], requested)
+        assert (rows[len(requested) :] < 0).all()
     assert "hello world" in text_of(examples[1][1], thinking, written=False)
     ((turns, rows),) = training_rows(TALK, tokenizer)
     assert turns == len(TALK)
@@ -153,11 +153,11 @@ def test_a_question_has_the_rows_of_training(tokenizer, tmp_path):
     turns += "{% if add_generation_prompt %}assistant: {% endif %}"
     plain = load_tokenizer(write_tokenizer(tmp_path, turns))
     talk = (*TALK[1:4], Message("assistant", ("hello again",)))
-    for one in (tokenizer, plain):
-        whole, asked = conversation_rows(talk, one), prompt_rows(talk[:-1], one)
-        given = np.where((whole < 0) & (whole != CLIP), ~whole, whole)
-        assert np.array_equal(given[: len(asked)], asked)
-        assert (whole[len(asked) :] < 0).all()
+    for item in (tokenizer, plain):
+        whole, requested = conversation_rows(talk, item), prompt_rows(talk[:-1], item)
+        provided = np.where((whole < 0) & (whole != CLIP), ~whole, whole)
+        assert np.array_equal(provided[: len(requested)], requested)
+        assert (whole[len(requested) :] < 0).all()
 
 
 def test_a_template_without_an_end_gets_one(tmp_path):

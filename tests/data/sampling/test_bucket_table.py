@@ -24,15 +24,15 @@ def corpus(count: int = 5000) -> UtteranceLengths:
 def test_derived_buckets_share_durations_and_tokens_evenly() -> None:
     lengths = corpus()
     table = BucketTable.derive(lengths, SHAPE, 10)
-    found = table.assign(lengths)
+    result = table.assign(lengths)
     assert len(table.bins) == 20
-    totals = np.bincount(found, lengths.frames, 20).reshape(10, 2).sum(1)
+    totals = np.bincount(result, lengths.frames, 20).reshape(10, 2).sum(1)
     assert totals.max() < 1.1 * totals.mean()
-    tokens = np.bincount(found, lengths.tokens, 20).reshape(10, 2)
+    tokens = np.bincount(result, lengths.tokens, 20).reshape(10, 2)
     assert np.all(np.abs(tokens[:, 0] / tokens.sum(1) - 0.5) < 0.06)
     for number, (frames, tokens) in enumerate(table.bins):
-        assert (lengths.frames[found == number] <= frames).all()
-        assert (lengths.tokens[found == number] <= tokens).all()
+        assert (lengths.frames[result == number] <= frames).all()
+        assert (lengths.tokens[result == number] <= tokens).all()
         size = table.batch_sizes[number]
         assert size * frames <= SHAPE.frame_budget
         assert size * tokens <= SHAPE.token_budget
@@ -49,9 +49,9 @@ def test_a_few_texts_that_are_far_too_long_do_not_make_batches_small() -> None:
     # Two of them need a bucket of their own; the third has room among longer utterances.
     assert table.bins == (*clean.bins, (399, 800))
     assert table.batch_sizes[:-1] == clean.batch_sizes
-    found = table.assign(spoilt)
-    assert found[odd[:2]].tolist() == [20, 20]
-    assert clean.assign(lengths)[odd[2]] < found[odd[2]] < 20
+    result = table.assign(spoilt)
+    assert result[odd[:2]].tolist() == [20, 20]
+    assert clean.assign(lengths)[odd[2]] < result[odd[2]] < 20
 
 
 def test_utterances_go_to_the_first_bucket_with_room() -> None:

@@ -157,13 +157,13 @@ def test_a_large_node_budget_is_kept_in_coarse_units() -> None:
 def test_the_plan_depends_on_its_arguments_alone() -> None:
     lengths, shape = commands(500), StaticShape(500, 273, 60)
     for epoch_end in ("carry", "exact"):
-        one, other = (
+        item, other = (
             plan_epoch(lengths, shape=shape, micro_batches=2, seed=3, epoch=4, epoch_end=epoch_end)
             for _ in range(2)
         )
-        np.testing.assert_array_equal(one.indices, other.indices)
-        np.testing.assert_array_equal(one.offsets, other.offsets)
-        np.testing.assert_array_equal(one.deferred, other.deferred)
+        np.testing.assert_array_equal(item.indices, other.indices)
+        np.testing.assert_array_equal(item.offsets, other.offsets)
+        np.testing.assert_array_equal(item.deferred, other.deferred)
 
 
 def test_the_plan_is_pinned() -> None:
@@ -210,9 +210,9 @@ def test_little_padding_in_frames_and_tokens(budget: int, count: int, most: floa
     token_budget = suggest_token_budget(lengths, budget)
     shape = StaticShape(budget, token_budget, budget // 8)
     fits = lengths.tokens <= token_budget
-    kept = UtteranceLengths(lengths.frames[fits], lengths.tokens[fits])
-    assert len(kept) >= 0.999 * count
-    plan = plan_epoch(kept, shape=shape, micro_batches=1, seed=0, epoch=0)
+    selected = UtteranceLengths(lengths.frames[fits], lengths.tokens[fits])
+    assert len(selected) >= 0.999 * count
+    plan = plan_epoch(selected, shape=shape, micro_batches=1, seed=0, epoch=0)
     assert plan.padding_frames <= most
     assert plan.padding_tokens <= most
     assert len(plan.deferred) <= 1.2 * count / plan.num_steps

@@ -16,7 +16,7 @@ SECONDS = np.array([0.8, 0.32, 0.64, 0.16, 0.48, 0.48])
 
 
 def plan(*micro_batches: list[int], of_step: int = 2) -> EpochPlan:
-    planned = [index for one in micro_batches for index in one]
+    planned = [index for item in micro_batches for index in item]
     return EpochPlan(
         micro_batches=of_step,
         indices=np.array(planned, np.int32),
@@ -71,10 +71,10 @@ def test_the_tail_of_a_static_shape_costs_what_is_linear() -> None:
 
 def test_work_of_a_rank_is_that_of_all_its_micro_batches() -> None:
     """Number m belongs to rank m modulo their number, as the loader has it."""
-    one = plan([0], [3], [1], [4], of_step=4)
+    item = plan([0], [3], [1], [4], of_step=4)
     ranks = np.array([flops(10, 3) + flops(4, 5), flops(2, 2) + flops(6, 4)])
-    assert figures(one).rank_imbalance_mean == pytest.approx(ranks.max() / ranks.mean() - 1)
-    assert figures(one, world_size=1).rank_imbalance_mean == 0
+    assert figures(item).rank_imbalance_mean == pytest.approx(ranks.max() / ranks.mean() - 1)
+    assert figures(item, world_size=1).rank_imbalance_mean == 0
 
 
 def test_mean_and_p99_are_over_the_steps_of_all_epochs() -> None:
@@ -88,10 +88,10 @@ def test_mean_and_p99_are_over_the_steps_of_all_epochs() -> None:
 
 def test_empty_micro_batches_of_a_partial_step() -> None:
     """Computed where the shape is static, and not there where it is not."""
-    one = plan([0], [], [], [3, 1], of_step=4)
-    assert figures(one).padding_frames == pytest.approx(1 - 16 / (10 + 8))
-    assert figures(one, shape=StaticShape(10, 10, 4)).padding_frames == pytest.approx(1 - 16 / 40)
-    assert figures(one).batch_utterances == 0.75
+    item = plan([0], [], [], [3, 1], of_step=4)
+    assert figures(item).padding_frames == pytest.approx(1 - 16 / (10 + 8))
+    assert figures(item, shape=StaticShape(10, 10, 4)).padding_frames == pytest.approx(1 - 16 / 40)
+    assert figures(item).batch_utterances == 0.75
 
 
 def test_nothing_at_all() -> None:
@@ -112,8 +112,8 @@ def test_steps_in_which_ranks_drew_different_buckets() -> None:
 
 
 def test_ranks_that_cannot_share_a_step_evenly_get_empty_micro_batches() -> None:
-    one = plan([0], [3], [4], [1], of_step=2)
-    report = figures(one, world_size=3, shape=StaticShape(10, 10, 4))
+    item = plan([0], [3], [4], [1], of_step=2)
+    report = figures(item, world_size=3, shape=StaticShape(10, 10, 4))
     assert report.steps == 2
     assert report.batch_utterances == pytest.approx(4 / 6)
     assert report.padding_frames == pytest.approx(1 - 22 / 60)
@@ -123,7 +123,7 @@ def test_ranks_that_cannot_share_a_step_evenly_get_empty_micro_batches() -> None
     excess = [max(ranks) / (sum(ranks) / 3) - 1 for ranks in (first, second)]
     assert report.rank_imbalance_mean == pytest.approx(sum(excess) / 2)
     with pytest.raises(ValueError, match="`world_size` must be at least 1, but is 0"):
-        figures(one, world_size=0)
+        figures(item, world_size=0)
 
 
 def test_no_plan() -> None:

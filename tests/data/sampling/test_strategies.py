@@ -89,23 +89,23 @@ def test_the_joined_plan_is_what_each_rank_s_own_sampler_draws(strategy) -> None
         edges = [int(lengths.frames[plan.buckets == bucket].max()) for bucket in range(5)]
     for rank in range(ranks):
         cuts = cuts_for(lengths, 5, epoch)
-        place = {"world_size": ranks, "rank": rank, "max_duration": SHAPE.frame_budget}
+        position = {"world_size": ranks, "rank": rank, "max_duration": SHAPE.frame_budget}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Of a manifest that is not read lazily.
             if strategy == "random":
-                sampler = SimpleCutSampler(cuts, **place)
+                sampler = SimpleCutSampler(cuts, **position)
             else:
                 sync = strategy == "sync_bucketed"
                 sampler = DynamicBucketingSampler(
-                    cuts, **place, duration_bins=edges, seed=5, sync_buckets=sync
+                    cuts, **position, duration_bins=edges, seed=5, sync_buckets=sync
                 )
         sampler.set_epoch(epoch)
         drawn = [[cut.id for cut in batch] for batch in sampler]
-        own = joined[rank::ranks]
-        assert len(own) > 10
+        local = joined[rank::ranks]
+        assert len(local) > 10
         # Where the end of the data is uneven, lhotse divides it anew, and repeats utterances.
-        assert len(drawn) - len(own) in (0, 1)
-        assert drawn[: len(own)] == own
+        assert len(drawn) - len(local) in (0, 1)
+        assert drawn[: len(local)] == local
 
 
 def buckets_drawn(strategy: str, lengths: UtteranceLengths) -> list[set[int]]:

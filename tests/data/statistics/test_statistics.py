@@ -21,18 +21,18 @@ def spoken(characters_per_second, count=400, language="en"):
     generator = random.Random(1)
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = ["".join(generator.choices(letters, k=generator.randint(2, 7))) for _ in range(300)]
-    found = Survey()
+    result = Survey()
     for _ in range(count):
         text = " ".join(generator.choices(words, k=generator.randint(4, 12)))
-        found.add(Prompt(language, language), text, len(text) / characters_per_second)
-    return found
+        result.add(Prompt(language, language), text, len(text) / characters_per_second)
+    return result
 
 
 def test_the_distribution_counts_what_was_left_out():
     frames, tokens = np.array([10, 30, 12, 40]), np.array([10, 10, 8, 10])
     needed = np.array([11, 10, 8, 10])
-    found = FramesPerToken.of(frames, tokens, needed)
-    assert (found.median, found.under_two, found.impossible) == (2.25, 0.5, 0.25)
+    result = FramesPerToken.of(frames, tokens, needed)
+    assert (result.median, result.under_two, result.impossible) == (2.25, 0.5, 0.25)
     more = FramesPerToken.of(frames, tokens, needed, excluded=4)
     assert (more.median, more.under_two, more.impossible) == (0.5, 0.75, 0.625)
     assert more.utterances == 8
@@ -56,32 +56,32 @@ def test_it_is_hard_by_median_by_share_or_without_a_path(ratios, is_hard):
 
 
 def test_a_survey_counts_by_language_and_keeps_a_bounded_sample():
-    found = Survey()
+    result = Survey()
     for number in range(SAMPLE + 500):
-        found.add(Prompt("en", "en"), f"text {number}", 3.6, speaker=f"s{number % 3}")
-    found.add(Prompt("nl", "nl"), "één", 36.0)
-    found.add(Prompt("nl", "en", "translate"), "not in order", 7.2)
-    assert found.utterances == SAMPLE + 502
-    assert found.hours == pytest.approx((SAMPLE + 500) / 1000 + 0.01 + 0.002)
-    assert (found.longest, len(found.speakers)) == (36.0, 3)
-    english = found.languages["en"]
+        result.add(Prompt("en", "en"), f"text {number}", 3.6, speaker=f"s{number % 3}")
+    result.add(Prompt("nl", "nl"), "één", 36.0)
+    result.add(Prompt("nl", "en", "translate"), "not in order", 7.2)
+    assert result.utterances == SAMPLE + 502
+    assert result.hours == pytest.approx((SAMPLE + 500) / 1000 + 0.01 + 0.002)
+    assert (result.longest, len(result.speakers)) == (36.0, 3)
+    english = result.languages["en"]
     assert len(english.texts) == len(english.seconds) == SAMPLE
     assert "not in order" not in english.texts
     late = sum(int(text.split()[1]) >= SAMPLE for text in english.texts)
     # Each of the last 500 is in the sample with a probability of 0.95.
     assert 440 < late < 500
-    assert found.characters == len(set("text0123456789één" + "notinorder"))
+    assert result.characters == len(set("text0123456789één" + "notinorder"))
 
 
 def test_texts_without_audio_give_way_to_speech():
-    found = Survey()
-    found.add_text("en", "only text")
-    assert not found.languages["en"].has_speech
-    assert found.languages["en"].texts == ["only text"]
-    found.add(Prompt(), "speech", 1.0)
-    found.add_text("en", "more text")
-    assert found.languages["en"].texts == ["speech"]
-    assert (found.utterances, found.languages["en"].utterances) == (1, 3)
+    result = Survey()
+    result.add_text("en", "only text")
+    assert not result.languages["en"].has_speech
+    assert result.languages["en"].texts == ["only text"]
+    result.add(Prompt(), "speech", 1.0)
+    result.add_text("en", "more text")
+    assert result.languages["en"].texts == ["speech"]
+    assert (result.utterances, result.languages["en"].utterances) == (1, 3)
 
 
 def test_counts_and_samples_agree_with_the_tokenizer(tmp_path):
@@ -96,10 +96,10 @@ def test_counts_and_samples_agree_with_the_tokenizer(tmp_path):
     any_language = NeMoTokenizer({"tokenizer": tokenizer.models["en"]})
     assert any_language.languages == ()
     assert counted.counted(EIGHT) == sampled.sampled(any_language, EIGHT)
-    one = [len(text) / 12 * 12.5 / len(tokenizer.encode(text, "en")) for text in texts]
-    found = counted.counted(EIGHT)
-    assert found is not None
-    assert found.median == pytest.approx(np.median(one), rel=0.03)
+    item = [len(text) / 12 * 12.5 / len(tokenizer.encode(text, "en")) for text in texts]
+    result = counted.counted(EIGHT)
+    assert result is not None
+    assert result.median == pytest.approx(np.median(item), rel=0.03)
     assert sampled.counted(EIGHT) is None
 
 
@@ -122,27 +122,27 @@ def test_a_larger_vocabulary_needs_examples():
 
 
 def test_a_writing_with_many_characters_has_a_piece_for_each():
-    found, generator = Survey(), random.Random(0)
+    result, generator = Survey(), random.Random(0)
     for _ in range(500):
         text = "".join(chr(generator.randrange(0x4E00, 0x4E00 + 700)) for _ in range(12))
-        found.add(Prompt("zh", "zh"), text, 4.0)
-    choice = choose_vocabulary(found)
+        result.add(Prompt("zh", "zh"), text, 4.0)
+    choice = choose_vocabulary(result)
     assert choice.sizes["zh"] >= 700
     assert (choice.subsampling, choice.is_hard) == (8, False)
 
 
 def test_characters_outside_the_sample_have_pieces_as_well():
-    found = spoken(3.0)
+    result = spoken(3.0)
     # As if the texts with these had not been sampled.
-    found.languages["en"].characters.update(map(chr, range(0x4E00, 0x4E00 + 700)))
-    assert choose_vocabulary(found).sizes["en"] > 700
+    result.languages["en"].characters.update(map(chr, range(0x4E00, 0x4E00 + 700)))
+    assert choose_vocabulary(result).sizes["en"] > 700
 
 
 def test_languages_have_sizes_of_their_own_and_text_alone_has_one():
-    found = spoken(12.0, 3000)
+    result = spoken(12.0, 3000)
     for text in ["ein text", "noch ein text"] * 40:
-        found.add_text("de", text)
-    choice = choose_vocabulary(found, subsampling=8)
+        result.add_text("de", text)
+    choice = choose_vocabulary(result, subsampling=8)
     assert set(choice.sizes) == {"de", "en"}
     assert choice.sizes["en"] > 128
     with pytest.raises(ValueError, match="`survey` must have texts"):
@@ -150,21 +150,21 @@ def test_languages_have_sizes_of_their_own_and_text_alone_has_one():
 
 
 def test_a_warning_names_what_helps_and_fits_the_terminal():
-    found = spoken(14.0)
+    result = spoken(14.0)
     hard = FramesPerToken(1.25, 0.99, 0.03, 400)
     good = FramesPerToken(2.6, 0.0, 0.0, 400)
     lines = guidance.warn_about_alignment(
         hard,
         EIGHT,
         with_subsampling=lambda other: good if other == 4 else None,
-        survey=lambda: found,
+        survey=lambda: result,
     )
     text = " ".join(line.strip() for line in lines)
     assert text.startswith("warning: CTC learns late or not at all")
     assert "model.encoder.subsampling=4 (median 2.6)" in text
     assert all(len(line) <= 100 for line in lines)
     both = guidance.warn_about_alignment(
-        hard, EIGHT, with_subsampling=lambda other: hard, survey=lambda: found
+        hard, EIGHT, with_subsampling=lambda other: hard, survey=lambda: result
     )
     assert "model.encoder.subsampling=4 with a tokenizer with --vocab-size" in " ".join(
         line.strip() for line in both
@@ -182,10 +182,10 @@ def test_enough_frames_need_no_warning_and_read_no_text():
 
 
 def test_lines_of_people_are_short():
-    found = spoken(14.0)
+    result = spoken(14.0)
     for language in ("de", "fr", "es", "it", "nl", "pl", "pt", "sv"):
-        found.add(Prompt(language, language), "x" * 9, 36_000_000.0, speaker=language)
-    line = guidance.describe_counts(found)
+        result.add(Prompt(language, language), "x" * 9, 36_000_000.0, speaker=language)
+    line = guidance.describe_counts(result)
     assert len(line) <= 100
     assert "(9 languages)" in line
     assert "8 speakers" in line

@@ -28,14 +28,14 @@ def main() -> None:
     options = parser.parse_args()
     model = ASRModel.restore_from(options.file, map_location="cpu").eval()
     expected = dict(np.load(HERE / f"{options.case}.npz"))
-    found = compute(model)
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    result = compute(model)
+    assert result.keys() == expected.keys(), result.keys() ^ expected.keys()
     errors = {}
     for name, value in expected.items():
         if value.dtype.kind == "f":
-            errors[name] = float(np.abs(found[name] - value).max())
+            errors[name] = float(np.abs(result[name] - value).max())
         else:
-            assert np.array_equal(found[name], value), name
+            assert np.array_equal(result[name], value), name
     worst = max(errors, key=lambda name: errors[name])
     name = type(model).__name__
     sys.stdout.write(f"{options.case}: {name}, {worst} differs by {errors[worst]:.2g} at most\n")

@@ -121,7 +121,7 @@ def _streams(model: Any, mel: torch.Tensor, lengths: torch.Tensor) -> dict[str, 
             buffer = CacheAwareStreamingAudioBuffer(model=model, pad_and_drop_preencoded=False)
             # The rows of the utterance only: of audio, it also takes a row that NeMo masks.
             buffer.append_processed_signal(mel[number : number + 1, :, : lengths[number]])
-            cache, found = encoder.get_initial_cache_state(batch_size=1), []
+            cache, result = encoder.get_initial_cache_state(batch_size=1), []
             for step, (chunk, rows) in enumerate(buffer):
                 part, _, *cache = encoder.cache_aware_stream_step(
                     processed_signal=chunk,
@@ -132,8 +132,8 @@ def _streams(model: Any, mel: torch.Tensor, lengths: torch.Tensor) -> dict[str, 
                     keep_all_outputs=buffer.is_buffer_empty(),
                     drop_extra_pre_encoded=step and encoder.streaming_cfg.drop_extra_pre_encoded,
                 )
-                found.append(part[0].T)
-            results[f"streamed_{name}_{number}"] = torch.cat(found)
+                result.append(part[0].T)
+            results[f"streamed_{name}_{number}"] = torch.cat(result)
     encoder.set_default_att_context_size(first)
     return results
 
@@ -167,20 +167,20 @@ def _joint(model: Any, encoded: torch.Tensor, frames: torch.Tensor) -> dict[str,
     )
     model.joint.log_softmax = False
     scores = model.joint.joint(encoded.transpose(1, 2), predicted.transpose(1, 2))
-    found = model.decoding.rnnt_decoder_predictions_tensor(
+    result = model.decoding.rnnt_decoder_predictions_tensor(
         encoder_output=encoded, encoded_lengths=frames, return_hypotheses=True
     )
     results: dict[str, Any] = {"labels": labels}
     for n in range(len(frames)):
         results[f"joint_{n}"] = scores[n, : frames[n]]
-        results[f"greedy_{n}"] = np.asarray(found[n].y_sequence, np.int64)
-        results[f"text_{n}"] = found[n].text
+        results[f"greedy_{n}"] = np.asarray(result[n].y_sequence, np.int64)
+        results[f"text_{n}"] = result[n].text
     return results
 
 
 def prompts(model: Any) -> dict[str, list[int]]:
     """Token ids of prompts, by NeMo's own formatter."""
-    found = {}
+    result = {}
     for source, target in (("en", "en"), ("en", "de"), ("fr", "en")):
         for pnc in ("pnc", "nopnc"):
             slots = {"source_lang": source, "target_lang": target, "pnc": f"<|{pnc}|>"}
@@ -192,8 +192,8 @@ def prompts(model: Any) -> dict[str, list[int]]:
                 slots |= {"diarize": "<|nodiarize|>"}
             turns = [{"role": "user", "slots": {**slots, "prompt_language": "spl_tokens"}}]
             ids = model.prompt.encode_dialog(turns)["context_ids"]
-            found[f"{source}-{target}-{pnc}"] = ids.tolist()
-    return found
+            result[f"{source}-{target}-{pnc}"] = ids.tolist()
+    return result
 
 
 def _texts(model: Any) -> dict[str, Any]:

@@ -70,8 +70,8 @@ def gradients(model, loss):
 
 
 def assert_close(actual, expected):
-    for one, other in zip(actual[:2], expected[:2], strict=True):
-        torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+    for item, other in zip(actual[:2], expected[:2], strict=True):
+        torch.testing.assert_close(item, other, rtol=TOLERANCE, atol=TOLERANCE)
     assert actual[2].keys() == expected[2].keys()
     for name, grad in expected[2].items():
         assert grad is not None, name
@@ -96,9 +96,9 @@ def test_a_loaded_model_has_the_weights_and_the_tables_of_the_saved_one(kind):
     saved = {name: x.clone() for name, x in model.state_dict().items()}
     loaded = ASRModel.from_state_dict(model.config, model.vocab_size, saved)
     expected = dict(model.named_parameters()) | dict(model.named_buffers())
-    found = dict(loaded.named_parameters()) | dict(loaded.named_buffers())
-    assert found.keys() == expected.keys()
-    assert [name for name, x in found.items() if not torch.equal(x, expected[name])] == []
+    result = dict(loaded.named_parameters()) | dict(loaded.named_buffers())
+    assert result.keys() == expected.keys()
+    assert [name for name, x in result.items() if not torch.equal(x, expected[name])] == []
 
 
 def test_every_parameter_learns_from_speech():
@@ -169,8 +169,8 @@ def test_a_copy_on_another_device_is_the_same_batch():
     batch = make_conversation_batch(conversations(), shape=SHAPE)
     moved = batch.to("cpu").rewritable()
     assert len(moved.tensors()) == len(batch.tensors())
-    for one, other in zip(moved.tensors(), batch.tensors(), strict=True):
-        assert torch.equal(one, other)
+    for item, other in zip(moved.tensors(), batch.tensors(), strict=True):
+        assert torch.equal(item, other)
 
 
 @pytest.mark.slow
@@ -198,8 +198,8 @@ def test_it_compiles_once_and_without_a_break(kind, recomputed):
             with torch._dynamo.config.patch(error_on_recompile=seed > 0):
                 losses = call(batch)
             losses.cross_entropy.backward()
-            found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-            results.append((losses.cross_entropy.detach(), found))
+            result = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            results.append((losses.cross_entropy.detach(), result))
         (loss, grads), (expected, expected_grads) = results
         torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
         assert grads.keys() == expected_grads.keys()
@@ -252,7 +252,7 @@ def test_frozen_weights_and_adapters_cost_less():
 
 def test_recomputed_layers_add_their_share():
     config = speech_llm_config()
-    every, _ = recomputed_costs(config, VOCABULARY, 1)
+    each_item, _ = recomputed_costs(config, VOCABULARY, 1)
     half, _ = recomputed_costs(config, VOCABULARY, 2)
-    assert every.token == pytest.approx(2 * half.token)
-    assert every.token_pair == cost_model(config, VOCABULARY).token_pair
+    assert each_item.token == pytest.approx(2 * half.token)
+    assert each_item.token_pair == cost_model(config, VOCABULARY).token_pair

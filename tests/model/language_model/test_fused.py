@@ -67,9 +67,9 @@ def test_loss_and_gradients_are_those_of_transformers(kind):
     exact = _own(model)
     _assert_close(_outcome(model), exact)
     with torch.autocast("cpu", torch.bfloat16):
-        narrow, own = _outcome(model), _own(model)
+        narrow, local = _outcome(model), _own(model)
     # The results of norms are rounded to bfloat16 before they are read; so are products.
-    assert _error(narrow[1:], exact[1:]) < 1.5 * _error(own[1:], exact[1:])
+    assert _error(narrow[1:], exact[1:]) < 1.5 * _error(local[1:], exact[1:])
     torch.testing.assert_close(narrow[0], exact[0], rtol=2**-7, atol=0)
 
 
@@ -162,14 +162,14 @@ class _Gated(nn.Module):
 
 @pytest.mark.parametrize("change", ["", "mean", "eps", "rounding"])
 def test_a_norm_that_computes_something_else_keeps_its_forward(change):
-    found = fused.fuse(nn.Sequential(_Norm(change)))
-    assert found.counts == {"RMS norms": (0 if change else 1, 1)}
+    result = fused.fuse(nn.Sequential(_Norm(change)))
+    assert result.counts == {"RMS norms": (0 if change else 1, 1)}
 
 
 @pytest.mark.parametrize("change", ["", "swapped", "clamped", "residual", "dropout"])
 def test_a_network_that_computes_something_else_keeps_its_forward(change):
-    found = fused.fuse(nn.Sequential(_Gated(change)))
-    assert len(found.forwards) == (0 if change else 1)
+    result = fused.fuse(nn.Sequential(_Gated(change)))
+    assert len(result.forwards) == (0 if change else 1)
 
 
 def test_joined_projections(monkeypatch):

@@ -31,9 +31,9 @@ def test_usual_families_read_nothing(kind):
 
 
 def test_positions_chosen_by_the_host_are_found():
-    found = host_read(architecture("llama", **DYNAMIC))
-    assert "modeling_rope_utils.py line" in found
-    assert "_local_scalar_dense" in found
+    result = host_read(architecture("llama", **DYNAMIC))
+    assert "modeling_rope_utils.py line" in result
+    assert "_local_scalar_dense" in result
 
 
 def test_a_graph_is_refused_only_where_transformers_reads():
@@ -78,14 +78,14 @@ def test_a_recording_of_speech_serves_batches_of_text():
                 if parameter.grad is not None:
                     parameter.grad.zero_()
             loss, losses = call(batch, counts)
-            found = [p.grad.clone() for p in parameters if p.grad is not None]
-            assert len(found) == len(parameters)
-            results.append((loss, losses, found))
+            result = [p.grad.clone() for p in parameters if p.grad is not None]
+            assert len(result) == len(parameters)
+            results.append((loss, losses, result))
         (loss, losses, grads), (expected, expected_losses, expected_grads) = results
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-5)
-        for one, other in zip(grads, expected_grads, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        for item, other in zip(grads, expected_grads, strict=True):
+            torch.testing.assert_close(item, other, rtol=1e-4, atol=1e-5)
         if number == 1:
             idle = [p.grad for p in model.encoder.parameters()]
             assert not any(g is None or g.any() for g in idle)
