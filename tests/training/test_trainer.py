@@ -336,6 +336,12 @@ def test_what_a_changed_schedule_does_to_the_rate_is_said(make_config, caplog):
     assert "after step 2 the learning rate is " in caplog.text
 
 
+@pytest.mark.parametrize(("budget", "is_advised"), [(60, False), (4000, True)])
+def test_a_corpus_that_fills_little_of_a_batch_is_said(make_config, capsys, budget, is_advised):
+    assert run(make_config(data={"frame_budget": budget}, training={"max_steps": 1})) == 0
+    assert ("computed in vain: set data.frame_budget to" in capsys.readouterr().err) == is_advised
+
+
 def test_a_damaged_checkpoint_costs_its_steps(make_config, tmp_path, caplog):
     assert run(make_config(training={"max_steps": 8})) == 0
     damaged = tmp_path / "run" / "checkpoints" / "step_00000008" / "training.pt"

@@ -110,6 +110,9 @@ class CTCPlateau(Detector):
     ENOUGH_FRAMES = 2.5
     """Median number of encoder frames per token below which CTC learns late or never."""
 
+    LEAST_STEPS = 10
+    """Steps before which nothing is said: an epoch of a small corpus may be one step."""
+
     MEMORY_STEPS = 25.0
     """Steps after which a loss has a weight of 1 / e in the running average."""
 
@@ -129,6 +132,8 @@ class CTCPlateau(Detector):
         self.average = decay * before + (1 - decay) * ctc
         baseline, config = self.baseline, self.config
         is_short = baseline.frames_per_token < self.ENOUGH_FRAMES
+        if step < self.LEAST_STEPS:
+            return None
         if epoch < config.ctc_epochs or (not is_short and step < config.ctc_steps):
             return None
         if self.average < self.SHARE * baseline.loss:

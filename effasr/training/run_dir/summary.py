@@ -68,6 +68,12 @@ def describe_data(
     """Yield lines about batches, augmentation and sources of an epoch, and dropped utterances."""
     plan = loader.plan(epoch)
     yield describe_batches(plan, loader.shape, corpus.lengths, config)
+    if loader.shape is not None and (filled := 1 - plan.padding_frames) < 1 / 3:
+        budget = max(loader.shape.longest_frames or 1, round(filled * loader.shape.frame_budget))
+        yield (
+            f"the corpus fills {100 * filled:.0f} % of a batch, and the rest is computed in vain: "
+            f"set data.frame_budget to {budget} or less, for more and cheaper steps"
+        )
     if config.speed_perturbation != (1.0,):
         speeds = ", ".join(map(str, config.speed_perturbation))
         yield f"each utterance at the speeds {speeds}, each as an utterance of its own"
