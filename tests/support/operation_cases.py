@@ -26,6 +26,11 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
+def _exact(*shape: int) -> Tensor:
+    """Random numbers that every dtype holds."""
+    return torch.randn(shape).to(torch.bfloat16).to(torch.float16).double()
+
+
 def _rows(lengths: Lengths, *shape: int) -> list[Tensor]:
     return [draw(n, *shape) for n in lengths]
 
@@ -403,12 +408,12 @@ def attention(
             **options,
         )
 
-    packed = {"q": _rows(lengths, heads, width)}
-    packed |= {name: _rows(keys, heads // group, width) for name in "kv"}
+    packed = {"q": [_exact(n, heads, width) for n in lengths]}
+    packed |= {name: [_exact(n, heads // group, width) for n in keys] for name in "kv"}
     shared = {}
     if position == "relative":
-        shared = {name: draw(heads, width) for name in ("content_bias", "position_bias")}
-        shared["table"] = draw(2 * max(reach, 1) - 1, heads, width)
+        shared = {name: _exact(heads, width) for name in ("content_bias", "position_bias")}
+        shared["table"] = _exact(2 * max(reach, 1) - 1, heads, width)
     return _case(run, packed, shared, results=("q",))
 
 
