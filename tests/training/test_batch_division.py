@@ -62,6 +62,7 @@ def test_a_resumed_run_keeps_its_parts_for_the_same_request():
     state = {
         "config": configuration.to_mapping(divided),
         "ranks": 8,
+        "step": 3,
         "division": {"parts": parts, "requested": requested(config)},
     }
     saved = Saved(None, state)
