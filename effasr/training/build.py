@@ -103,13 +103,13 @@ def build_train_state(
     # From here on the choice is made.
     config = replace(config, training=replace(config.training, cuda_graph=is_recorded))
     settings = config.training
-    every, recomputed = int(settings.activation_checkpointing), None
-    if every:
-        apply_activation_checkpointing(model, every)
+    each_item, recomputed = int(settings.activation_checkpointing), None
+    if each_item:
+        apply_activation_checkpointing(model, each_item)
         if model.language_model is not None:
-            model.language_model.checkpoint_activations(every)
+            model.language_model.checkpoint_activations(each_item)
         idle = unreached_layers(model)
-        recomputed = recomputed_costs(config.model, model.vocab_size, every, idle)
+        recomputed = recomputed_costs(config.model, model.vocab_size, each_item, idle)
     if settings.compile and settings.strategy == "fsdp2":
         # Layer by layer, because the all-gather of parameters between layers is not compiled.
         compile_layers(model)

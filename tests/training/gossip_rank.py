@@ -64,10 +64,10 @@ def main(recipe: str, notes: str, fate: str) -> int:
         ]
         for client in clients:
             client.sendall(bytes(1000))
-        found = accept(self, peers, until)
+        result = accept(self, peers, until)
         for client in clients:
             client.close()
-        return found
+        return result
 
     Listener.accept = attacked
     WeightAveraging.start = late

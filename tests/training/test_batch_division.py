@@ -88,12 +88,12 @@ def test_a_run_on_more_ranks_goes_on_on_one_and_on_more(make_config, tmp_path):
         config = make_config(name=name, data={"micro_batches": 1}, training=loop)
         recipe.write_text(configuration.dump(config))
         done = run_module("effasr.train", str(recipe), size=size)
-        assert [one.returncode for one in done] == [0] * size, done
+        assert [item.returncode for item in done] == [0] * size, done
         return done[0].stderr
 
     for name, sizes in (("divided", (2, 1, 3)), ("idle", (1, 2, 2))):
-        shown = [start(name, steps, size) for steps, size in zip((2, 4, 6), sizes, strict=True)]
-        assert ("2 ranks share 1 x" in shown[0]) == (name == "divided")
-        assert "places stay empty" in shown[2]
+        visible = [start(name, steps, size) for steps, size in zip((2, 4, 6), sizes, strict=True)]
+        assert ("2 ranks share 1 x" in visible[0]) == (name == "divided")
+        assert "places stay empty" in visible[2]
         lines = read_lines(tmp_path / name / "metrics.jsonl")
         assert [line["step"] for line in lines] == list(range(1, 7))

@@ -44,8 +44,8 @@ ALL = ModelConfig(ctc=True, transducer=TransducerConfig())
 def test_the_weights_follow_the_model(model, weight, share):
     resolved = resolve_losses(LossConfig(), model)
     assert (resolved.ctc_weight, resolved.transducer_weight) == (weight, share)
-    given = LossConfig(ctc_weight=weight, transducer_weight=share)
-    assert resolve_losses(given, model) == given
+    provided = LossConfig(ctc_weight=weight, transducer_weight=share)
+    assert resolve_losses(provided, model) == provided
 
 
 @pytest.mark.parametrize(
@@ -140,14 +140,14 @@ def test_a_recipe_may_change_fields_of_the_model_to_begin_with(tmp_path, tones, 
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"init_from: {tmp_path / 'model'}\nmodel: {{text_encoder: {{heads: 2}}}}\n")
     change = ["model.encoder.residual_dropout=0.25"]
-    found = configuration.load(TrainConfig, recipe, change).model
-    assert found.text_encoder == TextEncoderConfig(heads=2)
+    result = configuration.load(TrainConfig, recipe, change).model
+    assert result.text_encoder == TextEncoderConfig(heads=2)
     encoder = replace(model_config.encoder, residual_dropout=0.25)
-    assert replace(found, text_encoder=None) == replace(model_config, encoder=encoder)
+    assert replace(result, text_encoder=None) == replace(model_config, encoder=encoder)
     # A run goes on from its checkpoint alone: what it began with may be gone.
     (tmp_path / "model").rename(tmp_path / "run")
     change += [f"output={tmp_path}", "name=run"]
-    assert configuration.load(TrainConfig, recipe, change).model == found
+    assert configuration.load(TrainConfig, recipe, change).model == result
     (tmp_path / "run" / "model.yaml").unlink()
     config = configuration.load(TrainConfig, recipe, change)
     assert config.model.encoder == FastConformerConfig(residual_dropout=0.25)

@@ -257,13 +257,13 @@ def line(step, ctc, epoch=9):
 
 def test_a_condition_is_reported_once_when_it_begins_and_once_when_it_ends():
     monitor = diagnostics()
-    found = [monitor.observe(line(100 * n, ctc)) for n, ctc in enumerate([4, 4, 4, 1, 1, 4, 4], 1)]
-    assert [[change.finding is not None for change in changes] for changes in found] == [
+    result = [monitor.observe(line(100 * n, ctc)) for n, ctc in enumerate([4, 4, 4, 1, 1, 4, 4], 1)]
+    assert [[change.finding is not None for change in changes] for changes in result] == [
         [True], [], [], [False], [], [True], []
     ]  # fmt: skip
-    assert found[0][0].row()["warning"] == "ctc_plateau"
-    assert str(found[0][0]).startswith("warning: CTC has not begun to align.")
-    assert str(found[3][0]) == "over: CTC has not begun to align."
+    assert result[0][0].row()["warning"] == "ctc_plateau"
+    assert str(result[0][0]).startswith("warning: CTC has not begun to align.")
+    assert str(result[3][0]) == "over: CTC has not begun to align."
     assert monitor.flags()["warning_ctc_plateau"] is True
     assert monitor.flags()["warning_overfitting"] is False
     # A line without an update changes nothing.

@@ -47,12 +47,12 @@ def test_a_run_on_audio_without_speech_warns(make_config, noise, tmp_path, capsy
     begun = [x["warning"] for x in warned if x["active"]]
     assert begun.count("ctc_plateau") == begun.count("ignores_audio") == 1
     assert all(x["cause"] and x["remedy"] for x in warned if x["active"])
-    shown = capsys.readouterr().err
-    joined = " ".join(shown.split())
+    visible = capsys.readouterr().err
+    joined = " ".join(visible.split())
     for x in warned:
         assert x["title"] in joined
         assert not x["active"] or (x["cause"] in joined and x["remedy"] in joined)
-    warnings = shown[shown.index("warning: ") :].splitlines()
+    warnings = visible[visible.index("warning: ") :].splitlines()
     assert max(len(line) for line in warnings if "RTFx" not in line) <= 100
     metrics = read_lines(folder / "metrics.jsonl")
     begins = next(x["step"] for x in warned if x["warning"] == "ctc_plateau")
@@ -63,7 +63,7 @@ def test_a_run_on_audio_without_speech_warns(make_config, noise, tmp_path, capsy
     (first, *_, last) = read_lines(folder / "validation.jsonl")
     assert [x["id"] for x in first["examples"]] == [x["id"] for x in last["examples"]]
     assert len(last["examples"]) == 2
-    assert last["examples"][0]["reference"] in shown
+    assert last["examples"][0]["reference"] in visible
     # The probe reads all six, and the validation loss is a mean per token.
     assert last["cross_entropy"] == pytest.approx(metrics[-1]["cross_entropy"], rel=0.3)
     assert last["cross_entropy_other_audio"] - last["cross_entropy"] == pytest.approx(

@@ -37,18 +37,18 @@ def metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
 def tensors(folder: Path, steps: int) -> dict[str, torch.Tensor]:
     """Every tensor of the last checkpoint: weights, statistics, moments, averages."""
     path = folder / "checkpoints" / f"step_{steps:08d}"
-    found = {f"model.{name}": t for name, t in load_model(path).model.state_dict().items()}
+    result = {f"model.{name}": t for name, t in load_model(path).model.state_dict().items()}
 
     def walk(value: object, name: str):
         if isinstance(value, torch.Tensor):
-            found[name] = value
+            result[name] = value
         elif isinstance(value, dict):
             for key, item in value.items():
                 walk(item, f"{name}.{key}")
 
     walk(torch.load(path / "training.pt", weights_only=True), "state")
     walk(tensor_files.read_whole(path / "training"), "state")
-    return found
+    return result
 
 
 def assert_same_end(first: Path, second: Path, steps: int = STEPS):
@@ -139,15 +139,15 @@ def test_two_ranks_have_the_loss_curve_of_one(maker, request, tmp_path):
     make = request.getfixturevalue(maker)
     assert run(make(name="one", training=LONG)) == 0
     train_on_ranks(make(name="two", training=LONG))
-    two, one = metrics(tmp_path / "two"), metrics(tmp_path / "one")
-    assert len(one) == STEPS
+    two, item = metrics(tmp_path / "two"), metrics(tmp_path / "one")
+    assert len(item) == STEPS
     blends = [tmp_path / name / "blend.json" for name in ("one", "two")]
     assert not blends[0].exists() or blends[0].read_text() == blends[1].read_text()
     for name in ("loss", "cross_entropy", "ctc", "transducer", "guided", "grad_norm"):
-        curve = [line[name] for line in one]
+        curve = [line[name] for line in item]
         assert [line[name] for line in two] == pytest.approx(curve, rel=1e-5)
     for name in ("tokens", "audio_seconds", "padding_frames", "padding_tokens", "lr", "epoch"):
-        assert [line[name] for line in two] == pytest.approx([line[name] for line in one])
+        assert [line[name] for line in two] == pytest.approx([line[name] for line in item])
     assert any(line["rank_imbalance"] > 0 for line in two)
 
 

@@ -59,13 +59,13 @@ def test_a_rank_that_dies_or_stops_is_named_with_what_it_did(make_config, tmp_pa
     assert processes[0].returncode == EX_TEMPFAIL, error
     last = read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
     *_, line = (line for line in error.splitlines() if line.startswith("effasr train:"))
-    found = re.search(
+    result = re.search(
         r"rank 0: step (\d+), "
         r"(?:(?:computing|waiting for the others), utterances train-\d+|saving a checkpoint)",
         line,
     )
-    assert found, line
-    assert int(found[1]) - last in (0, 1)
+    assert result, line
+    assert int(result[1]) - last in (0, 1)
     assert re.search(r"cannot reach the others\. Rank 1 no longer answers: \d+ s ago it", line)
     assert re.search(r"was at step \d+, (computing, utterances train-|loading|saving|wait)", line)
     assert "A restart continues from the last checkpoint" in line
@@ -88,13 +88,13 @@ def test_a_read_that_never_returns_is_named(make_config, tones, tmp_path, monkey
     stuck = codes.index(EX_TEMPFAIL)
     texts = [line for _, error in results for line in error.splitlines()]
     file = re.escape(str(tones / "train-7.wav"))
-    said, *others = (line for line in texts if line.startswith("effasr train: rank"))
-    assert not others
+    message, *other_items = (line for line in texts if line.startswith("effasr train: rank"))
+    assert not other_items
     assert re.match(
         rf"effasr train: rank {stuck}: step \d+, loading, utterances train-7 \({file}\), "
         r"for \d+\.\d s: no progress for 10 s \(training\.data_timeout_s\)",
-        said,
-    ), said
+        message,
+    ), message
     # The other has nothing to add, and does not wait for its own limit.
     assert codes[1 - stuck] == 1
     assert seconds < 60
@@ -167,7 +167,7 @@ def test_a_killed_run_goes_on_on_more_ranks_and_on_fewer(make_config, tmp_path):
         for process in processes:
             process.kill()
     done = run_module("effasr.train", path, size=3)
-    assert [one.returncode for one in done] == [0] * 3, done
+    assert [item.returncode for item in done] == [0] * 3, done
     assert "3 x cpu" in done[0].stderr
     assert "continuing from step" in done[0].stderr
     assert run(make_config(training=loop, **settings)) == 0

@@ -60,7 +60,7 @@ def test_frozen_batch_norms_use_their_running_statistics(make_train_state, batch
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_nothing_is_kept_of_a_frozen_encoder(make_train_state, batches, recomputed):
     """What autograd saves is counted, with the hooks by which it says so."""
-    kept = {}
+    selected = {}
     for frozen in ((), ENCODER):
         model, _ = make_train_state(training=loop(*frozen, activation_checkpointing=recomputed))
         seen: dict[int, int] = {}
@@ -73,10 +73,10 @@ def test_nothing_is_kept_of_a_frozen_encoder(make_train_state, batches, recomput
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             encoded = model.encode(batches[0])
-        kept[frozen] = sum(seen.values())
+        selected[frozen] = sum(seen.values())
         assert encoded.values.requires_grad == (not frozen)
-    assert kept[()] > 0
-    assert kept[ENCODER] == 0
+    assert selected[()] > 0
+    assert selected[ENCODER] == 0
 
 
 def test_activations_below_what_is_trained_are_freed_in_the_forward(make_train_state, batches):

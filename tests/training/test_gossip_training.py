@@ -30,13 +30,13 @@ def train(config: TrainConfig, folder: Path, fates: list[dict], codes: list[int]
     recipe, notes = folder / "recipe.yaml", folder / "notes"
     recipe.write_text(configuration.dump(config))
     notes.mkdir()
-    own = [json.dumps(fate) for fate in fates]
+    local = [json.dumps(fate) for fate in fates]
     module, arguments = "tests.training.gossip_rank", (str(recipe), str(notes))
-    ended = run_module(module, *arguments, size=len(fates), own=own)
-    said = [done.stderr for done in ended]
-    everything = "\n-----\n".join(text[-6000:] for text in said)
+    ended = run_module(module, *arguments, size=len(fates), own=local)
+    message = [done.stderr for done in ended]
+    everything = "\n-----\n".join(text[-6000:] for text in message)
     assert [done.returncode for done in ended] == codes, everything
-    return said
+    return message
 
 
 def noted(folder: Path, rank: int) -> list[dict]:
@@ -56,11 +56,11 @@ def check_trained_once(config: TrainConfig, folder: Path, steps: int, ranks: int
             for indices in plan.step(step):
                 expected[number + step].update(corpus.name(i) for i in indices.tolist())
         epoch, number = epoch + 1, number + plan.num_steps
-    found = defaultdict(Counter)
+    result = defaultdict(Counter)
     for rank in range(ranks):
         for line in noted(folder, rank):
-            found[line["step"]].update(line["ids"])
-    assert found == expected
+            result[line["step"]].update(line["ids"])
+    assert result == expected
 
 
 def test_a_slow_learner_does_less_and_a_stopped_run_goes_on_with_ddp(make_config, tones, tmp_path):
@@ -73,12 +73,12 @@ def test_a_slow_learner_does_less_and_a_stopped_run_goes_on_with_ddp(make_config
     data = {"micro_batches": 4, "validation": [str(tones / "test.jsonl")]}
     config = make_config(data=data, training=apart)
     fates = [{"pause_s": 0.1}, {"pause_s": 0.5, "stop_at": 3, "late_at": 1, "strangers": 3}]
-    said = train(config, tmp_path, fates, [0, 0])
-    assert "2 learners of 1 processes each" in said[0]
-    assert not said[1]
+    message = train(config, tmp_path, fates, [0, 0])
+    assert "2 learners of 1 processes each" in message[0]
+    assert not message[1]
     steps = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
     assert steps < 20
-    assert f"stopped at step {steps}" in said[0]
+    assert f"stopped at step {steps}" in message[0]
     check_trained_once(config, tmp_path, steps, 2)
     fast, slow = (noted(tmp_path, rank) for rank in range(2))
     assert len(slow) + len(fast) == 2 * steps
@@ -114,7 +114,7 @@ def lose_one(make_config, tones, tmp_path, ranks: int, lost: int) -> list[str]:
     config = make_config(data=data, training=loop)
     fates = [{"pause_s": 0.1} for _ in range(ranks)]
     fates[lost] = {"kill_at": 2}
-    said = train(config, tmp_path, fates, [-9 if rank == lost else 0 for rank in range(ranks)])
+    message = train(config, tmp_path, fates, [-9 if rank == lost else 0 for rank in range(ranks)])
     check_trained_once(config, tmp_path, 9, ranks)
     assert len(noted(tmp_path, lost)) == 2
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
@@ -123,23 +123,23 @@ def lose_one(make_config, tones, tmp_path, ranks: int, lost: int) -> list[str]:
     assert [line["step"] for line in read_lines(tmp_path / "run" / "validation.jsonl")] == [5, 9]
     assert all(line["utterances"] == 6 for line in read_lines(tmp_path / "run/validation.jsonl"))
     load_model(tmp_path / "run" / "checkpoints" / "step_00000009")
-    return said
+    return message
 
 
 @pytest.mark.extended
 def test_the_other_goes_on_without_a_learner_that_was_killed(make_config, tones, tmp_path):
-    said = lose_one(make_config, tones, tmp_path, ranks=2, lost=1)
-    assert "learner 1 is lost, near step" in said[0]
-    assert "done: " in said[0]
+    message = lose_one(make_config, tones, tmp_path, ranks=2, lost=1)
+    assert "learner 1 is lost, near step" in message[0]
+    assert "done: " in message[0]
 
 
 @pytest.mark.slow
 @pytest.mark.extended
 def test_another_rank_writes_the_files_when_that_which_did_was_killed(make_config, tones, tmp_path):
-    said = lose_one(make_config, tones, tmp_path, ranks=3, lost=0)
-    assert "rank 0 is lost: from step 5 on, another rank writes the files of the run" in said[1]
-    assert "done: " in said[1]
-    assert "done: " not in said[2]
+    message = lose_one(make_config, tones, tmp_path, ranks=3, lost=0)
+    assert "rank 0 is lost: from step 5 on, another rank writes the files of the run" in message[1]
+    assert "done: " in message[1]
+    assert "done: " not in message[2]
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     met = next(line for line in lines if line["step"] == 5)
     assert lines[-1]["gossip_exchanges"] > met["gossip_exchanges"], "no new neighbours"
@@ -149,9 +149,9 @@ def test_another_rank_writes_the_files_when_that_which_did_was_killed(make_confi
 def test_a_loss_that_is_not_finite_ends_the_run_of_all(make_config, tmp_path):
     loop = {"strategy": "adpsgd", "threads": 1, "max_steps": 500, "checkpoint_every": 500}
     config = make_config(data={"micro_batches": 2}, training=loop)
-    said = train(config, tmp_path, [{}, {"nan_at": 2}], [1, 1])
-    assert "failed: step" in said[0]
-    assert "the loss is not finite; utterances: train-" in said[0]
+    message = train(config, tmp_path, [{}, {"nan_at": 2}], [1, 1])
+    assert "failed: step" in message[0]
+    assert "the loss is not finite; utterances: train-" in message[0]
     assert len(noted(tmp_path, 0)) < 900
 
 

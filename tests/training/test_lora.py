@@ -86,9 +86,9 @@ def test_validation_sees_what_the_checkpoint_gives(make_lora_config, tones, tmp_
     assert seen[1].keys() == loaded.model.state_dict().keys()
     for name, value in loaded.model.state_dict().items():
         assert torch.equal(seen[1][name], value), name
-    found = evaluate(loaded.model, loaded.tokenizer, list(read(data["validation"][0])))
+    result = evaluate(loaded.model, loaded.tokenizer, list(read(data["validation"][0])))
     (_, line) = read_lines(tmp_path / "run" / "validation.jsonl")
-    assert found.errors.wer == line["wer"]
+    assert result.errors.wer == line["wer"]
 
 
 def test_a_file_that_lacks_half_an_adapter_is_refused(make_lora_config, tmp_path):

@@ -55,13 +55,13 @@ def splits(report: StepReport) -> float:
 @pytest.mark.representative(call=2, where="forward")
 def test_the_step_is_that_which_would_have_been(quiet, batches, call, where):
     (model, train_state), (straight, expected) = quiet(), quiet()
-    seen, wanted = gradients_seen(train_state), gradients_seen(expected)
+    seen, requested = gradients_seen(train_state), gradients_seen(expected)
     for step in range(2):
         with shortage(model, *([call] if step == 1 else []), where=where):
             report = train_step(train_state, batches[3 * step : 3 * step + 3], step)
         plain = train_step(expected, batches[3 * step : 3 * step + 3], step)
     assert splits(report) == 1
-    torch.testing.assert_close(seen, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(seen, requested, rtol=1e-5, atol=1e-6)
     for (name, x), y in zip(model.named_parameters(), straight.parameters(), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6, msg=name)
     expected = plain.read() | {"splits": report.read()["splits"]}
@@ -84,7 +84,7 @@ def test_more_than_one_failure(quiet, batches):
         ((0, 3), [3, 1, 2, 3, 1, 1, 2, 2]),
     ):
         (model, train_state), (_, expected) = quiet(), quiet()
-        seen, wanted = gradients_seen(train_state), gradients_seen(expected)
+        seen, requested = gradients_seen(train_state), gradients_seen(expected)
         with shortage(model, *failing, where="backward") as calls:
             report = train_step(train_state, batches[:2], 0)
         train_step(expected, batches[:2], 0)
@@ -93,7 +93,7 @@ def test_more_than_one_failure(quiet, batches):
             name for b in batches[:2] for name in b.ids
         ]
         assert splits(report) == 2
-        torch.testing.assert_close(seen, wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(seen, requested, rtol=1e-5, atol=1e-6)
 
 
 def test_nothing_is_left_of_the_attempt_that_failed(make_train_state, batches):
@@ -260,7 +260,7 @@ def test_the_cut_is_in_the_middle_of_the_work():
         sizes = [n + 5 for n in whole.frames.lengths[:3]]
         first, second = split(whole)
         places.add(len(first.ids))
-        best = min(abs(2 * sum(sizes[:place]) - sum(sizes)) for place in (1, 2))
+        best = min(abs(2 * sum(sizes[:position]) - sum(sizes)) for position in (1, 2))
         assert abs(2 * sum(sizes[: len(first.ids)]) - sum(sizes)) == best
         assert len(second.ids) == 3 - len(first.ids)
     assert places == {1, 2}

@@ -116,8 +116,8 @@ def local(context: DistributedContext):
         train(model, train_state, range(step, step + 1), share)
         object.__setattr__(averager, "after", after)
         now = weights(model, train_state)
-        others = context.all_gather(now)
-        alike = all(torch.equal(x, y) for x, y in zip(*others, strict=True))
+        other_items = context.all_gather(now)
+        alike = all(torch.equal(x, y) for x, y in zip(*other_items, strict=True))
         assert alike == (step < 2 or step in (4, 7)), step
         if step < 2:
             train(reference, plain, range(step, step + 1), share)

@@ -74,9 +74,9 @@ def test_the_loss_falls_and_starts_at_that_of_guessing(make_pretraining, tones, 
 def test_another_model_takes_the_encoder(make_pretraining, make_config, tones, tmp_path, ctc):
     assert run(make_pretraining(name="first", training={"max_steps": 2})) == 0
     source = tmp_path / "first"
-    own = {"width": 16, "layers": 1, "heads": 2, "feed_forward": 16}
+    local = {"width": 16, "layers": 1, "heads": 2, "feed_forward": 16}
     mapping = configuration.to_mapping(make_config(name="second", training={"max_steps": 2}))
-    mapping |= {"init_from": str(source), "model": {"ctc": ctc, "decoder": None if ctc else own}}
+    mapping |= {"init_from": str(source), "model": {"ctc": ctc, "decoder": None if ctc else local}}
     mapping["loss"] = {}
     recipe = tmp_path / "second.yaml"
     recipe.write_text(json.dumps(mapping))
@@ -89,10 +89,10 @@ def test_another_model_takes_the_encoder(make_pretraining, make_config, tones, t
     model = build.build_model(resolved, tokenizer.vocab_size, None, torch.device("cpu"))
     assert model.vocab_size == tokenizer.vocab_size
     pretrained = published(source)
-    own = model.state_dict()
-    taken = [name for name in pretrained if name.startswith("encoder.")]
-    assert taken
-    assert all(own[name].equal(pretrained[name]) for name in taken)
+    local = model.state_dict()
+    used = [name for name in pretrained if name.startswith("encoder.")]
+    assert used
+    assert all(local[name].equal(pretrained[name]) for name in used)
     for stop in (1, None):
         training = replace(config.training, stop_at=stop)
         assert run(replace(config, training=training)) == 0
@@ -151,5 +151,5 @@ def test_a_validation_loss_that_is_not_finite_is_null(make_pretraining, tmp_path
     log.open(make_pretraining(), True, 0, 1, ())
     for total in (math.nan, math.inf, 6.0):
         log.validation_loss(1, 0, "dev", LossResult(total, 3))
-    found = read_lines(tmp_path / "run/validation.jsonl")
-    assert [line["cross_entropy"] for line in found] == [None, None, 2.0]
+    result = read_lines(tmp_path / "run/validation.jsonl")
+    assert [line["cross_entropy"] for line in result] == [None, None, 2.0]

@@ -67,12 +67,12 @@ def expected(model, tokenizer, cuts, groups) -> ProbeSums:
     sums, batches = ProbeSums(), [alone(cut, tokenizer) for cut in cuts]
     encoded = [model.encode(batch) for batch in batches]
     for group in groups:
-        for place, index in enumerate(group):
-            batch, own = batches[index], encoded[index]
+        for position, index in enumerate(group):
+            batch, local = batches[index], encoded[index]
             losses = model(batch)
             frames, targets = batch.frame_lengths[0], float(batch.num_targets)
-            best = model.ctc_logits(own.values).argmax(-1)
-            said = transducer_greedy(model.transducer, own, 10)
+            best = model.ctc_logits(local.values).argmax(-1)
+            message = transducer_greedy(model.transducer, local, 10)
             sums += ProbeSums(
                 targets=targets,
                 own=float(losses.cross_entropy),
@@ -83,13 +83,13 @@ def expected(model, tokenizer, cuts, groups) -> ProbeSums:
                 transducer_targets=targets,
                 transducer_loss=float(losses.transducer),
                 transducer_frames=frames,
-                labels=len(said[0]),
+                labels=len(message[0]),
                 tokens=targets - 1,
                 frames=frames,
             )
             if len(group) < 2:
                 continue
-            other = encoded[group[(place + 1) % len(group)]]
+            other = encoded[group[(position + 1) % len(group)]]
             hidden, _ = model.decode(batch.tokens, pack([other.unpack()[0]]))
             counted = batch.targets >= 0
             scores = model.logits(hidden[counted]).log_softmax(-1)
@@ -115,31 +115,31 @@ def test_sums_are_those_of_each_utterance(cuts, tokenizer, count, budget, groups
     probe = Probe(cuts, model, tokenizer, count=count, frame_budget=budget)
     model.train()
     state = torch.get_rng_state()
-    found = probe()
+    result = probe()
     assert torch.equal(torch.get_rng_state(), state), "a resumed run draws the same"
     assert all(module.training for module in model.modules())
-    wanted = expected(model, tokenizer, cuts, groups)
+    requested = expected(model, tokenizer, cuts, groups)
     for name in ProbeSums.__slots__:
-        assert getattr(found, name) == pytest.approx(getattr(wanted, name), rel=1e-4), name
+        assert getattr(result, name) == pytest.approx(getattr(requested, name), rel=1e-4), name
     if budget > 1:
-        assert abs(found.other_audio - found.own_audio) > 1e-3, "the test needs a difference"
-        assert found.summary()["audio_gain"] == found.other_audio - found.own_audio
+        assert abs(result.other_audio - result.own_audio) > 1e-3, "the test needs a difference"
+        assert result.summary()["audio_gain"] == result.other_audio - result.own_audio
     else:
-        assert found.own_audio is None
-        assert "audio_gain" not in found.summary()
-    assert probe() == found
+        assert result.own_audio is None
+        assert "audio_gain" not in result.summary()
+    assert probe() == result
 
 
 def test_without_a_decoder_or_a_head_nothing_is_claimed_of_it(cuts, tokenizer):
     heads = {"decoder": "cross_entropy", "ctc": "ctc", "transducer": "transducer"}
-    for kept, field in heads.items():
+    for selected, field in heads.items():
         options = {"decoder": None, "ctc": False, "transducer": None}
-        del options[kept]
+        del options[selected]
         model = make_model(tokenizer, **options)
-        found = Probe(cuts, model, tokenizer, count=32, frame_budget=500)()
-        assert {name for name in heads.values() if name in found.summary()} == {field}
-        assert (found.ctc_blank_share is None) == (kept != "ctc")
-        assert (found.transducer_blank_share is None) == (kept != "transducer")
+        result = Probe(cuts, model, tokenizer, count=32, frame_budget=500)()
+        assert {name for name in heads.values() if name in result.summary()} == {field}
+        assert (result.ctc_blank_share is None) == (selected != "ctc")
+        assert (result.transducer_blank_share is None) == (selected != "transducer")
 
 
 def test_what_cannot_be_used_is_left_out(cuts, tokenizer):
@@ -149,8 +149,8 @@ def test_what_cannot_be_used_is_left_out(cuts, tokenizer):
     )  # fmt: skip
     fitting = [cut for cut in cuts if alone(cut, tokenizer).num_tokens <= 8]
     assert 0 < len(fitting) < len(cuts), "the test needs texts that are too long"
-    found = Probe(cuts, model, tokenizer, count=32, frame_budget=500)()
-    assert found.targets == sum(alone(cut, tokenizer).num_targets for cut in fitting)
+    result = Probe(cuts, model, tokenizer, count=32, frame_budget=500)()
+    assert result.targets == sum(alone(cut, tokenizer).num_targets for cut in fitting)
     cuts[0].recording.sources[0].source = "/nowhere.wav"
     assert Probe(cuts[:1], model, tokenizer, count=32, frame_budget=500)() == ProbeSums()
     assert Probe([], model, tokenizer, count=32, frame_budget=500)() == ProbeSums()

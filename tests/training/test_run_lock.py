@@ -248,10 +248,10 @@ def test_of_two_runs_without_locks_the_first_ends(make_config, tmp_path, monkeyp
     assert second
     states = []
     for folder in (tmp_path / "alone" / "run", tmp_path / "run"):
-        found = RunCheckpoints(folder / "checkpoints", keep=1).newest()
-        assert found is not None
-        assert found[0].name == "step_00000008"
-        states.append(load_model(found[0]).model.state_dict())
+        result = RunCheckpoints(folder / "checkpoints", keep=1).newest()
+        assert result is not None
+        assert result[0].name == "step_00000008"
+        states.append(load_model(result[0]).model.state_dict())
         assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [*range(1, 9)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
@@ -301,11 +301,11 @@ def test_of_two_ranks_one_locks_and_a_second_start_of_both_is_told_once(make_con
         assert len(children) >= 2
         assert not any(map(locks_of, children))
         with started("effasr.train", str(recipe), "training.restart=true") as second:
-            said = [process.communicate(timeout=240)[1] for process in second]
-        assert second[0].returncode == 2, said[0]
-        assert said[0].count("must be free, but process") == 1
-        assert f"process {first[0].pid} on" in said[0]
-        assert "must be free" not in said[1]
+            message = [process.communicate(timeout=240)[1] for process in second]
+        assert second[0].returncode == 2, message[0]
+        assert message[0].count("must be free, but process") == 1
+        assert f"process {first[0].pid} on" in message[0]
+        assert "must be free" not in message[1]
         assert all(process.poll() is None for process in first)
         assert not list(tmp_path.glob("run.old*"))
         for process in first:

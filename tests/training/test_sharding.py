@@ -65,14 +65,14 @@ def train(
     config: TrainConfig, context: DistributedContext, make_batch: Callable[[int], Batch]
 ) -> list[Tensor]:
     model, train_state = make(config, context)
-    found = []
+    result = []
     for step in range(STEPS):
         batches = [make_batch(4 * step + n) for n in range(4)]
         torch.manual_seed(step)
         figures = train_step(train_state, batches[context.rank :: context.size], step).read()
         assert figures["finite"], "the step was not finite"
-        found.append(torch.tensor(list(figures.values())))
-    return [*found, *weights(model, train_state), *train_state.statistics]
+        result.append(torch.tensor(list(figures.values())))
+    return [*result, *weights(model, train_state), *train_state.statistics]
 
 
 def alike(
@@ -85,8 +85,8 @@ def alike(
     """On two ranks, and sharded over them, training is as on one."""
     expected = train(config, DistributedContext(0, 1, context.device), make_batch)
     for strategy in strategies:
-        found = train(with_loop(changed or config, strategy=strategy), context, make_batch)
-        torch.testing.assert_close(expected, found, rtol=1e-5, atol=1e-5)
+        result = train(with_loop(changed or config, strategy=strategy), context, make_batch)
+        torch.testing.assert_close(expected, result, rtol=1e-5, atol=1e-5)
 
 
 def with_loop(config: TrainConfig, **settings) -> TrainConfig:

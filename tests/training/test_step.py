@@ -99,7 +99,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(make_train_state, batches, br
     model, train_state = make_train_state(training=LoopConfig(max_steps=20, ema_decay=0.9))
     train_step(train_state, batches[:2], 0)
     before = weights(model)
-    kept = {name: value.clone() for name, value in train_state.average.average.items()}
+    selected = {name: value.clone() for name, value in train_state.average.average.items()}
     statistics = [statistic.clone() for statistic in train_state.statistics]
     report = train_step(train_state, [batches[2], broken_batch], 1)
     assert torch.equal(weights(model), before)
@@ -113,7 +113,9 @@ def test_a_loss_that_is_not_finite_changes_nothing(make_train_state, batches, br
     assert weights(model).isfinite().all()
     assert not torch.equal(weights(model), before)
     assert all(value.isfinite().all() for value in train_state.average.average.values())
-    assert any(not torch.equal(value, kept[n]) for n, value in train_state.average.average.items())
+    assert any(
+        not torch.equal(value, selected[n]) for n, value in train_state.average.average.items()
+    )
 
 
 @pytest.mark.parametrize(

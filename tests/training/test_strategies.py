@@ -45,8 +45,8 @@ def test_padded_training_reports_its_padding(make_config, tmp_path, capsys, stra
     config = make_config(data=options(strategy) | {"padded": True}, training={"max_steps": 3})
     # Plans are those of the loader, whose padding the metrics must show.
     assert run(config) == 0
-    shown = capsys.readouterr().err
-    assert f"2 micro-batches a step, {strategy}, padded, each on average" in shown
+    visible = capsys.readouterr().err
+    assert f"2 micro-batches a step, {strategy}, padded, each on average" in visible
     tokenizer = find_tokenizer(config, None)
     corpus = load_corpus(config, tokenizer, None)
     plan = Loader(corpus, config.data, seed=config.seed).plan(0)
@@ -122,9 +122,9 @@ def test_only_packed_goes_on_on_another_number_of_ranks():
     check_same_ranks(saved, "random", 2)
     with pytest.raises(ValueError, match=r"= random needs 2 ranks, .* but has 3: lh"):
         check_same_ranks(saved, "random", 3)
-    asked = []
-    check_same_plan(saved, lambda epoch: asked.append(epoch) or "abc")
-    assert asked == [3]
+    requested = []
+    check_same_plan(saved, lambda epoch: requested.append(epoch) or "abc")
+    assert requested == [3]
     with pytest.raises(ValueError, match=r"the plan of epoch 3 must stay .* of which 7 steps"):
         check_same_plan(saved, lambda epoch: "abd")
     # Between two epochs, no plan is under way.

@@ -34,16 +34,16 @@ def audio(count: int) -> list[np.ndarray]:
 
 
 def batch_of(waves, texts, rooms):
-    every = zip(waves, texts, rooms, strict=True)
+    each_item = zip(waves, texts, rooms, strict=True)
     examples = [
         Example(str(n), wave, [] if text is None else [2], text, reserved=room)
-        for n, (wave, text, room) in enumerate(every)
+        for n, (wave, text, room) in enumerate(each_item)
     ]
     return collate(examples, SHAPE, eos_id=1, pad_id=0)
 
 
 def texts_of(text: PackedSequence) -> list[list[int]]:
-    return [one.tolist() for one in text.unpack()]
+    return [item.tolist() for item in text.unpack()]
 
 
 def test_greedy_labels_in_rows_of_a_static_shape():
@@ -79,10 +79,10 @@ def test_the_teacher_writes_what_the_average_says(state):
         model.eval()
         expected = ctc_greedy(model, model.encode(batch), blank_id=12)
         model.train()
-    found = texts_of(labelled.text)
-    assert found[0] == [4, 5]
-    assert found[3] == [6]
-    assert found[1:3] == expected[1:3]
+    result = texts_of(labelled.text)
+    assert result[0] == [4, 5]
+    assert result[3] == [6]
+    assert result[1:3] == expected[1:3]
     assert expected[1]
     assert labelled.monotonic.tolist()[:4] == [True] * 4
     assert added.item() == len(expected[1]) + len(expected[2]) + 2
@@ -103,13 +103,13 @@ def test_labels_train_as_transcripts_do(state):
     same = batch_of(waves, [[4, 5], *written[1:3]], [0, 0, 0])
     assert same.num_monotonic_targets == batch.num_monotonic_targets + int(added)
     model.eval()
-    one, other = model(labelled), model(same)
-    torch.testing.assert_close(one.ctc, other.ctc)
-    gradients = [torch.autograd.grad(x.ctc, model.ctc_head.weight)[0] for x in (one, other)]
+    item, other = model(labelled), model(same)
+    torch.testing.assert_close(item.ctc, other.ctc)
+    gradients = [torch.autograd.grad(x.ctc, model.ctc_head.weight)[0] for x in (item, other)]
     torch.testing.assert_close(*gradients)
     # The decoder learns from transcripts alone.
     alone = model(batch_of(waves[:1], [[4, 5]], [0]))
-    torch.testing.assert_close(one.cross_entropy, alone.cross_entropy)
+    torch.testing.assert_close(item.cross_entropy, alone.cross_entropy)
 
 
 def test_a_step_divides_by_the_labels_too(state):
@@ -149,8 +149,8 @@ def test_the_teacher_has_the_weights_of_the_average_without_a_copy(state):
     for name, parameter in teacher.named_parameters():
         assert parameter.data_ptr() == average[name].data_ptr()
         assert not parameter.requires_grad
-    for (_, one), (_, other) in zip(teacher.named_buffers(), model.named_buffers(), strict=True):
-        assert one is other
+    for (_, item), (_, other) in zip(teacher.named_buffers(), model.named_buffers(), strict=True):
+        assert item is other
     assert {p.data_ptr() for p in model.parameters()}.isdisjoint(
         p.data_ptr() for p in teacher.parameters()
     )

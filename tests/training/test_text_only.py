@@ -81,9 +81,9 @@ def test_speech_and_text_train_together(make_with_text, tmp_path, capsys):
         ("text", "tokens"),
     ]
     assert all(row["drawn_amount"] > 0 for row in rows)
-    shown = capsys.readouterr().err
-    assert "and 1 of text alone, each" in shown
-    assert "tokens  utterances" in shown
+    visible = capsys.readouterr().err
+    assert "and 1 of text alone, each" in visible
+    assert "tokens  utterances" in visible
     model = load_model(resolve(tmp_path / "run")).model
     assert model.config.text_encoder == TEXT_ENCODER
 
@@ -194,17 +194,17 @@ def test_validation_on_text_counts_what_the_model_writes(make_text_alone, pairs)
     config = resolve_config(make_text_alone(), None)
     trained = build.build_model(config, tokenizer.vocab_size, None, torch.device("cpu"))
     members = list(read_pairs(pairs / "pairs.jsonl"))[:5]
-    found = evaluate_pairs(trained, tokenizer, [*members, replace(members[0], prompt=Prompt())])
-    assert [one.reference for one in found.utterances] == [one.text for one in members] + [
+    result = evaluate_pairs(trained, tokenizer, [*members, replace(members[0], prompt=Prompt())])
+    assert [item.reference for item in result.utterances] == [item.text for item in members] + [
         members[0].text
     ]
-    assert set(found.groups) == {"de->en", "en"}
-    assert found.errors.words == sum(len(one.text.split()) for one in [*members, members[0]])
+    assert set(result.groups) == {"de->en", "en"}
+    assert result.errors.words == sum(len(item.text.split()) for item in [*members, members[0]])
     assert trained.training
-    for one, pair in zip(found.utterances, members, strict=False):
+    for item, pair in zip(result.utterances, members, strict=False):
         alone = evaluate_pairs(trained, tokenizer, [pair]).utterances[0]
-        assert alone.hypothesis == one.hypothesis
-        assert one.errors == count_errors(pair.text, one.hypothesis)
+        assert alone.hypothesis == item.hypothesis
+        assert item.errors == count_errors(pair.text, item.hypothesis)
     unknown = replace(members[0], prompt=Prompt("fr", "fr"))
     failed = evaluate_pairs(trained, tokenizer, [unknown])
     assert (len(failed.failures), failed.utterances) == (1, ())

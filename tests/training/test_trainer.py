@@ -196,14 +196,14 @@ def test_a_model_that_is_not_finite_is_never_the_best(
     assert run(make_config(data=dev, training=settings)) == 0
     assert not (tmp_path / "run" / "checkpoints" / "best").exists()
     (line,) = read_lines(tmp_path / "run" / "validation.jsonl")
-    shown = capsys.readouterr().err
+    visible = capsys.readouterr().err
     if what == "weights":
-        assert "step 4: the weights are not finite; they were at step 3." in shown
-        assert shown.count("1 updates skipped") == 1
-        assert "; 1 updates were skipped, see skipped.jsonl" in shown
+        assert "step 4: the weights are not finite; they were at step 3." in visible
+        assert visible.count("1 updates skipped") == 1
+        assert "; 1 updates were skipped, see skipped.jsonl" in visible
     else:
         assert line["cross_entropy"] is None
-        assert "the validation loss is not finite" in shown
+        assert "the validation loss is not finite" in visible
 
 
 def test_the_second_interrupt_ends_the_run_at_once(make_config, monkeypatch):

@@ -90,8 +90,8 @@ def assert_alike(first: list[Tensor], second: list[Tensor]):
 
 
 def assert_as_one(context: DistributedContext, config: TrainConfig, alone: TrainConfig):
-    one = results(alone, DistributedContext(0, 1, context.device), slice(None))
-    assert_alike(one, results(config, context, slice(context.rank, None, 2)))
+    item = results(alone, DistributedContext(0, 1, context.device), slice(None))
+    assert_alike(item, results(config, context, slice(context.rank, None, 2)))
 
 
 def over_ranks(context: DistributedContext):

@@ -58,19 +58,19 @@ def test_known_pieces_keep_their_weights_and_others_are_initialised(start, other
     old, new = read_tokenizer(folder), find_tokenizer(config, None)
     assert new.languages == ("en", "nl")
     before, after = old.pieces(), new.pieces()
-    known = {piece for piece in after if piece in before}
-    assert "▁low" in known or "l" in known
-    assert {"<|endoftext|>", "<|en|>"} <= known < set(after)
-    found = build.build_model(config, new.vocab_size, None, CPU).state_dict()
+    existing = {piece for piece in after if piece in before}
+    assert "▁low" in existing or "l" in existing
+    assert {"<|endoftext|>", "<|en|>"} <= existing < set(after)
+    result = build.build_model(config, new.vocab_size, None, CPU).state_dict()
     drawn = build.build_model(replace(config, init_from=None), new.vocab_size, None, CPU)
     theirs, initial = model.state_dict(), drawn.state_dict()
-    assert set(TOKEN_TABLES) <= found.keys()
-    for name, value in found.items():
+    assert set(TOKEN_TABLES) <= result.keys()
+    for name, value in result.items():
         if name not in TOKEN_TABLES:
             assert torch.equal(value, theirs[name]), name
             continue
         for number, piece in enumerate(after):
-            row = theirs[name][before.index(piece)] if piece in known else initial[name][number]
+            row = theirs[name][before.index(piece)] if piece in existing else initial[name][number]
             assert torch.equal(value[number], row), (name, piece)
         # The blank, and TDT's durations.
         more = len(value) - new.vocab_size
@@ -83,8 +83,8 @@ def test_the_same_tokenizer_changes_nothing(start, other, tones, make_config):
     settings = {"init_from": str(folder), "model": model.config}
     for tokenizer in ("", str(tones / "tokenizer")):
         config = make_config(**settings, data={"tokenizer": tokenizer})
-        found = build.build_model(config, model.vocab_size, None, CPU).state_dict()
-        assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+        result = build.build_model(config, model.vocab_size, None, CPU).state_dict()
+        assert all(torch.equal(result[name], value) for name, value in model.state_dict().items())
     # A piece of two languages stays where it is.
     of_two = load_tokenizer(other)
     pieces = of_two.pieces()

@@ -55,11 +55,13 @@ def test_who_is_silent_is_named(make, batches):
     other.compute(batches[1])
     with second:
         time.sleep(0.2)
-    said = lose(first)
-    assert said.startswith("rank 0: step 8, waiting for the others, utterances 0-0, 0-1, 0-2, for ")
-    assert " s: cannot reach the others. Rank 1 no longer answers: " in said
-    assert " s ago it was at step 8, computing, utterances 1-0, 1-1, 1-2, for " in said
-    assert said.endswith("(PyTorch: Connection closed by peer [127.0.0.1]:1)")
+    message = lose(first)
+    assert message.startswith(
+        "rank 0: step 8, waiting for the others, utterances 0-0, 0-1, 0-2, for "
+    )
+    assert " s: cannot reach the others. Rank 1 no longer answers: " in message
+    assert " s ago it was at step 8, computing, utterances 1-0, 1-1, 1-2, for " in message
+    assert message.endswith("(PyTorch: Connection closed by peer [127.0.0.1]:1)")
 
 
 @pytest.mark.parametrize("hour", [3600.0, -3600.0])
@@ -81,9 +83,9 @@ def test_who_answers_but_is_late_is_named_with_what_it_reads(make):
     mine.begin("computing", 8)
     other.begin("loading", 7)
     with second:
-        said = lose(first)
-    assert "Rank 1 answers, but is behind: 0 s ago it was at step 7, loading" in said
-    assert "utterances u7 (/far/u7.wav), for " in said
+        message = lose(first)
+    assert "Rank 1 answers, but is behind: 0 s ago it was at step 7, loading" in message
+    assert "utterances u7 (/far/u7.wav), for " in message
 
 
 def test_where_all_are_well_it_is_the_network(make):
@@ -97,9 +99,9 @@ def test_where_all_are_well_it_is_the_network(make):
 def test_other_errors_are_left_alone(make):
     for error in (TrainingFailed("not finite"), ValueError("Connection"), KeyboardInterrupt()):
         watchdog, _ = make(0)
-        with pytest.raises(type(error)) as kept, watchdog:
+        with pytest.raises(type(error)) as selected, watchdog:
             raise error
-        assert kept.value is error
+        assert selected.value is error
 
 
 def test_the_slowest_rank_since_the_last_line(make, caplog):
@@ -116,8 +118,10 @@ def test_the_slowest_rank_since_the_last_line(make, caplog):
         time.sleep(0.5)
         first._judged_at -= 60
         assert first.slowest() == {"slowest_rank": 2, "rank_wait_s": pytest.approx(0.6)}
-    (said,) = caplog.messages
-    assert said.startswith("rank 2 is slow: it needs 0.55 s of its own for a step, the median rank")
+    (message,) = caplog.messages
+    assert message.startswith(
+        "rank 2 is slow: it needs 0.55 s of its own for a step, the median rank"
+    )
 
 
 _LOADS_FOR_LONG = """

@@ -29,11 +29,11 @@ def distributed(context: DistributedContext):
         )
         model, state = make(config, context)
         for step in range(3):
-            own = [uneven_batch(4 * step + n) for n in range(4)][context.rank :: 2]
-            train_step(state, own, step)
+            local = [uneven_batch(4 * step + n) for n in range(4)][context.rank :: 2]
+            train_step(state, local, step)
         results.append([p.detach() for p in model.parameters()])
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+    for item, other in zip(*results, strict=True):
+        assert torch.equal(item, other)
 
 
 def test_ranks_exchange_the_gradients_of_autocast():

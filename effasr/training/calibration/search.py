@@ -65,16 +65,16 @@ class MemoryModel:
         # Four coefficients have sixteen subsets: the exact solution is that of one of them.
         for used in product((True, False), repeat=4):
             columns = np.flatnonzero(used)
-            found = np.zeros(4)
+            result = np.zeros(4)
             if columns.size:
                 scaled = matrix[:, columns] / scale[columns]
-                found[columns] = np.linalg.lstsq(scaled, values, rcond=1e-9)[0]
-            if (found < 0).any():
+                result[columns] = np.linalg.lstsq(scaled, values, rcond=1e-9)[0]
+            if (result < 0).any():
                 continue
-            residual = float(np.square(matrix / scale @ found - values).sum())
+            residual = float(np.square(matrix / scale @ result - values).sum())
             # On a tie prefer fewer coefficients: the others are not determined by the trials.
             if best is None or residual <= best[0] * (1 + 1e-9):
-                best = residual, found / scale
+                best = residual, result / scale
         assert best is not None
         return cls(*best[1].tolist())
 
@@ -324,12 +324,12 @@ class Search:
         if self._wave is not None:
             first = -(-self.population.longest // self._wave) * self._wave
             budgets |= set(range(first, largest + 1, self._wave))
-        filled, found = 0.0, {}
+        filled, result = 0.0, {}
         for budget in sorted(budgets | {largest}):
             # A large budget is filled anyway; planning for it would take long.
             filled = filled if filled > 0.995 else self._fill(budget)
-            found[budget] = filled
-        return found
+            result[budget] = filled
+        return result
 
     @property
     def _wave(self) -> int | None:
@@ -382,8 +382,8 @@ def bucket_sizes(
     """Return the table with the largest batches that fit, computed as padded to the longest."""
     sizes = []
     for frames, tokens in table.bins:
-        one = Load(frames, tokens, cells([(frames, tokens)], model))
-        sizes.append(max(1, memory.batch_size(one, limit)))
+        item = Load(frames, tokens, cells([(frames, tokens)], model))
+        sizes.append(max(1, memory.batch_size(item, limit)))
     return BucketTable(table.bins, tuple(sizes))
 
 

@@ -105,11 +105,11 @@ def run(request: Request) -> Measurement:
     for step, lengths in enumerate([work.timed[0], *work.timed, work.extreme]):
         batch = batch_of(lengths, work.shape, request.vocab_size, step, work.clips)
         batches = [batch] * request.micro_batches
-        taken = _timed_step(train_state, batches, step, device)
+        used = _timed_step(train_state, batches, step, device)
         # The first step allocates moments and chooses algorithms; the last batch is the extreme
         # one.
         if 0 < step <= len(work.timed):
-            seconds.append(taken / len(batches))
+            seconds.append(used / len(batches))
             audio.append(batch.audio_seconds)
     tensors, peak = _peaks(device)
     return Measurement(
@@ -136,8 +136,8 @@ def _timed_step(train_state: TrainState, batches: list, step: int, device: torch
 def _limit(device: torch.device, limit: int) -> None:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        others = total - free
-        share = max(min((limit - others) / total, 1.0), 1e-6)
+        other_items = total - free
+        share = max(min((limit - other_items) / total, 1.0), 1e-6)
         torch.cuda.set_per_process_memory_fraction(share, device)
         return
     # The kernel limits the address space that a process has requested, used or not, except mapped
@@ -263,12 +263,12 @@ def _result(code: int, out: str, error: str) -> Measurement:
 
 def _environment(own: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables of a rank, and with this import path."""
-    kept = {
+    selected = {
         name: value
         for name, value in own.items()
         if name not in _OF_THE_RUN and not name.startswith("TORCHELASTIC_")
     }
-    return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return selected | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 if __name__ == "__main__":

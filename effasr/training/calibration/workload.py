@@ -228,18 +228,18 @@ class Population:
         budget = budget or suggest_token_budget(self.lengths, frame_budget)
         budget = math.ceil(budget * tokens)
         fitting = self._fitting(frame_budget, budget)
-        kept = fitting.lengths
+        selected = fitting.lengths
         if fitting.conversations is not None:
             return fitting.conversations.shape(
-                kept, frame_budget, budget, self.max_sequences, self.framing
+                selected, frame_budget, budget, self.max_sequences, self.framing
             )
-        nodes = suggest_node_budget(kept, frame_budget, kept) if self.transducer else None
+        nodes = suggest_node_budget(selected, frame_budget, selected) if self.transducer else None
         shape = StaticShape(
             frame_budget,
             budget,
             self.max_sequences or self.framing.sequences(frame_budget),
-            max(1, int(kept.frames.max(initial=1))),
-            max(1, int(kept.tokens.max(initial=1))),
+            max(1, int(selected.frames.max(initial=1))),
+            max(1, int(selected.tokens.max(initial=1))),
             self.framing,
             nodes,
         )
@@ -249,8 +249,8 @@ class Population:
         self, frame_budget: int, *, batches: int, kind: Kind = "longest", tokens: float = 1.0
     ) -> Workload:
         shape, clips = self._shape(frame_budget, tokens)
-        kept = self._fitting(shape.frame_budget, shape.token_budget).lengths
-        extreme = self._extreme(kept, shape, clips, kind)
+        selected = self._fitting(shape.frame_budget, shape.token_budget).lengths
+        extreme = self._extreme(selected, shape, clips, kind)
         usual = self.planned(shape) if kind == "longest" else [extreme]
         timed = [usual[n % len(usual)] for n in range(batches)]
         if clips is not None:
@@ -262,27 +262,27 @@ class Population:
     def _extreme(
         self, kept: UtteranceLengths, shape: StaticShape, clips: Clips | None, kind: Kind
     ) -> Lengths:
-        found = together(kept, shape, kind)
+        result = together(kept, shape, kind)
         if self.conversations is None or kind == "shortest":
-            return found
+            return result
         # The most rows and the most speech may be those of different conversations.
-        others = (together(kept, shape, kind, by=x) for x in (kept.frames, kept.tokens))
+        other_items = (together(kept, shape, kind, by=x) for x in (kept.frames, kept.tokens))
         model = self.conversations.model
-        return max([found, *others], key=lambda lengths: cells(lengths, model, clips))
+        return max([result, *other_items], key=lambda lengths: cells(lengths, model, clips))
 
     def planned(self, shape: StaticShape) -> list[Lengths]:
         """Return micro-batches as the packed planner makes them from a sample of the corpus."""
         fitting = self._fitting(shape.frame_budget, shape.token_budget)
-        kept, probabilities = fitting.lengths, fitting.probabilities
-        mean = max(float(np.average(kept.frames, weights=probabilities)), 1.0)
+        selected, probabilities = fitting.lengths, fitting.probabilities
+        mean = max(float(np.average(selected.frames, weights=probabilities)), 1.0)
         count = min(math.ceil(_STEPS * shape.frame_budget / mean), _LARGEST_SAMPLE)
         # With repetitions, so that a small corpus fills a large budget.
         generator = np.random.default_rng(0)
         if probabilities is None:
-            chosen = generator.integers(len(kept), size=max(count, 1))
+            chosen = generator.integers(len(selected), size=max(count, 1))
         else:
-            chosen = generator.choice(len(kept), size=max(count, 1), p=probabilities)
-        sample = UtteranceLengths(kept.frames[chosen], kept.tokens[chosen])
+            chosen = generator.choice(len(selected), size=max(count, 1), p=probabilities)
+        sample = UtteranceLengths(selected.frames[chosen], selected.tokens[chosen])
         plan = plan_epoch(sample, shape=shape, micro_batches=1, seed=0, epoch=0)
         return [
             _pairs(sample, plan.indices[begin:end])
@@ -291,11 +291,11 @@ class Population:
 
     def _fitting(self, frames: int, tokens: int) -> Population:
         """Return the population of the utterances that training keeps with these budgets."""
-        kept = (self.lengths.frames <= frames) & (self.lengths.tokens <= tokens)
-        if kept.all():
+        selected = (self.lengths.frames <= frames) & (self.lengths.tokens <= tokens)
+        if selected.all():
             return self
-        lengths = UtteranceLengths(self.lengths.frames[kept], self.lengths.tokens[kept])
-        conversations = self.conversations and self.conversations.select(kept)
+        lengths = UtteranceLengths(self.lengths.frames[selected], self.lengths.tokens[selected])
+        conversations = self.conversations and self.conversations.select(selected)
         return replace(self, lengths=lengths, conversations=conversations)
 
 
@@ -310,16 +310,16 @@ def together(
     chosen: Lengths = []
     frames, tokens = shape.frame_budget, shape.token_budget
     nodes = shape.node_budget or math.inf
-    place = misses = 0
+    position = misses = 0
     while len(chosen) < shape.max_sequences and misses < len(order):
-        index = order[place % len(order)]
-        place += 1
+        index = order[position % len(order)]
+        position += 1
         f, u = int(lengths.frames[index]), int(lengths.tokens[index])
         if f > frames or u > tokens or f * u > nodes or f + u == 0:
             misses += 1
             continue
         # Repeats the same utterance, the longest: no plan holds anything longer.
-        place, misses = (place - 1 if kind == "longest" else place), 0
+        position, misses = (position - 1 if kind == "longest" else position), 0
         chosen.append((f, u))
         frames, tokens, nodes = frames - f, tokens - u, nodes - f * u
     return chosen

@@ -352,7 +352,7 @@ class RunCheckpoints:
             return sums
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, sums, group=self._group)
-        return {name: of for one in everyone for name, of in one.items()}
+        return {name: of for item in everyone for name, of in item.items()}
 
     def _prune(self) -> None:
         outdated = newest_first(self.folder)[self.keep :]

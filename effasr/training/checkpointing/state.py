@@ -90,11 +90,11 @@ class OptimizerState:
         parameters = [parameter for group in groups for parameter in group["params"]]
         described = tensor_files.describe(folder).items() if folder.is_dir() else ()
         for name, (shape, dtype) in described:
-            kind, _, rest = name.partition("/")
+            kind, _, remainder = name.partition("/")
             if kind == "trained":
-                tensors[name] = self._trained[rest].detach()
+                tensors[name] = self._trained[remainder].detach()
                 continue
-            index, _, moment = rest.partition("/")
+            index, _, moment = remainder.partition("/")
             like = parameters[int(index)]
             if like.shape == shape:
                 tensors[name] = torch.zeros_like(like, dtype=dtype)

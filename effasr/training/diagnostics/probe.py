@@ -74,11 +74,11 @@ class ProbeSums:
 
     def summary(self) -> dict[str, float]:
         """Return the fields of validation.jsonl that are not None."""
-        own, other = self.own_audio, self.other_audio
+        local, other = self.own_audio, self.other_audio
         row = {
             "cross_entropy": self.cross_entropy,
             "cross_entropy_other_audio": other,
-            "audio_gain": None if own is None or other is None else other - own,
+            "audio_gain": None if local is None or other is None else other - local,
             "ctc": self.ctc,
             "transducer": self.transducer,
             "ctc_blank_share": self.ctc_blank_share,

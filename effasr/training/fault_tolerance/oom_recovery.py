@@ -272,16 +272,16 @@ class OOMRecovery:
 
 def gradients_of(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
     """Return the gradient of each parameter without changing ``grad`` or calling DDP hooks."""
-    found = torch.autograd.grad(loss, list(parameters), allow_unused=True)
+    result = torch.autograd.grad(loss, list(parameters), allow_unused=True)
     # Both terms of a sum may share a gradient tensor; each parameter needs its own.
-    own, taken = [], set()
-    for gradient in found:
+    local, used = [], set()
+    for gradient in result:
         if gradient is not None:
-            shared = gradient.data_ptr() in taken
+            shared = gradient.data_ptr() in used
             gradient = gradient.clone() if shared else gradient.contiguous()
-            taken.add(gradient.data_ptr())
-        own.append(gradient)
-    return own
+            used.add(gradient.data_ptr())
+        local.append(gradient)
+    return local
 
 
 def _accumulate(sums: list[Tensor | None], gradients: Sequence[Tensor | None]) -> None:

@@ -106,7 +106,7 @@ class Watchdog:
 
     def slowest(self) -> dict[str, Any]:
         """Return the rank with the most own time since the last call, for a line of metrics."""
-        reports = [(one["own"][0], one["own"][1]) for one in self._heard]
+        reports = [(item["own"][0], item["own"][1]) for item in self._heard]
         if self._context.size == 1:
             return {"slowest_rank": 0, "rank_wait_s": 0.0}
         if not reports:
@@ -199,7 +199,7 @@ class Watchdog:
         silent = [rank for rank in ranks if after[rank]["count"] == before[rank]["count"]]
         if silent:
             return self._listed(silent, after, "no longer answers")
-        newest = max(one["step"] for one in after)
+        newest = max(item["step"] for item in after)
         waiting = WAITING, COMPUTING
         late = [r for r in ranks if after[r]["step"] < newest or after[r]["phase"] not in waiting]
         if late:
@@ -212,8 +212,10 @@ class Watchdog:
             ago = max(0.0, now - reports[rank]["at"])
             last = _describe(reports[rank])
             parts.append(f"Rank {rank} {what}: {ago:.0f} s ago it was at {last}.")
-        rest = "" if len(ranks) <= _SHOWN else f" The same holds for {len(ranks) - _SHOWN} more."
-        return " ".join(parts) + rest
+        remainder = (
+            "" if len(ranks) <= _SHOWN else f" The same holds for {len(ranks) - _SHOWN} more."
+        )
+        return " ".join(parts) + remainder
 
     def _excuse(self, late_s: float) -> None:
         """Restart the clocks if the process was suspended: by SIGSTOP, a scheduler, or a laptop."""

@@ -94,17 +94,17 @@ class RunDirectory:
         job, restarts = torchrun_job()
         if job is None:
             return True
-        own, before = {"job": job, **launcher()}, {}
+        local, before = {"job": job, **launcher()}, {}
         with suppress(OSError, ValueError):
             before = json.loads((self.path / RESTARTED).read_text(encoding="utf-8"))
         # Where nodes come and go, torchrun restarts without counting it. Rank 0 may have moved.
-        has_moved = before.get("job") == job and before.get("host") != own["host"]
-        return before != own and not (restarts and has_moved)
+        has_moved = before.get("job") == job and before.get("host") != local["host"]
+        return before != local and not (restarts and has_moved)
 
     def set_aside(self) -> Path | None:
         """Rename an existing directory to the first free ``NAME.old-1``, ``NAME.old-2``, ..."""
-        kept = (LOCK, RESTARTED)
-        if not self.path.exists() or all(file.name in kept for file in self.path.iterdir()):
+        selected = (LOCK, RESTARTED)
+        if not self.path.exists() or all(file.name in selected for file in self.path.iterdir()):
             return None
         number = 1
         while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
@@ -252,8 +252,8 @@ def _truncate(path: Path, step: int, expected: list[int] | None) -> list[int]:
         content = path.read_bytes()[: expected[0]].decode("utf-8", "replace")
         lines = content.removesuffix("\n").split("\n") if content else []
     # A line without a step is none of this run.
-    kept = [text for text in lines if json.loads(text).get("step", step + 1) <= step]
-    content = "".join(f"{text}\n" for text in kept)
+    selected = [text for text in lines if json.loads(text).get("step", step + 1) <= step]
+    content = "".join(f"{text}\n" for text in selected)
     _replace(path, content)
     return _sum(utf8(content))
 

@@ -116,20 +116,20 @@ def describe_alignment(
         # The characters that occur are those of the pieces that occur.
         ids = corpus.token_ids(tokenizer.vocab_size).tolist()
         pieces = (tokenizer.decode([token]) for token in ids)
-        characters = len({one for piece in pieces for one in piece if not one.isspace()})
+        characters = len({item for piece in pieces for item in piece if not item.isspace()})
     if letters := guidance.describe_letters(characters, corpus.speakers):
         yield letters
     framing, excluded = model.features.framing, 0
     if model.ctc:
         excluded = sum(drop.reason == Reason.CTC_INFEASIBLE for drop in corpus.dropped)
-    found = _frames_per_token(corpus, framing, excluded)
-    if found is None:
+    result = _frames_per_token(corpus, framing, excluded)
+    if result is None:
         return
-    yield guidance.describe_alignment(found, framing)
+    yield guidance.describe_alignment(result, framing)
     if model.ctc:
         paths = [path for path, _ in data.manifests if not is_text_only(path)]
         yield from guidance.warn_about_alignment(
-            found,
+            result,
             framing,
             with_subsampling=lambda other: _frames_per_token(
                 corpus, replace(framing, subsampling=other)

@@ -57,8 +57,8 @@ def test_training_finds_the_budget_and_writes_it_down(make_config, trials, tmp_p
     assert run(replace(config, training=replace(config.training, max_steps=3))) == 0
     for file in cache.iterdir():
         if not file.name.endswith(".buckets.json"):
-            kept = json.loads(file.read_text())
-    assert kept["frame_budget"] == budget
+            selected = json.loads(file.read_text())
+    assert selected["frame_budget"] == budget
     caplog.clear()
     assert run(replace(config, name="other")) == 0
     assert f"data.frame_budget is {budget}" in caplog.text
@@ -94,8 +94,8 @@ def test_what_it_depends_on_makes_it_stale(names, make_config, trials, model_con
 
     def trials_of(change: dict) -> int:
         before = len(trials)
-        given = change | {"data": AUTO | change.get("data", {})}
-        config = resolve_config(make_config(**given), None)
+        provided = change | {"data": AUTO | change.get("data", {})}
+        config = resolve_config(make_config(**provided), None)
         resolve_auto_frame_budget(config, find_tokenizer(config, None), ALONE)
         return len(trials) - before
 
@@ -144,12 +144,12 @@ def test_the_bucket_table_is_one_that_data_can_read(make_config, trials, cache):
     tokenizer = find_tokenizer(config, None)
     resolve_auto_frame_budget(config, tokenizer, ALONE)
     (path,) = cache.glob("*.buckets.json")
-    kept = store.find(path.name.removesuffix(".buckets.json"))
-    assert kept is not None
+    selected = store.find(path.name.removesuffix(".buckets.json"))
+    assert selected is not None
     table = BucketTable.load(path)
-    assert [size for *_, size in kept.bucket_batch_sizes] == list(table.batch_sizes)
+    assert [size for *_, size in selected.bucket_batch_sizes] == list(table.batch_sizes)
     table.assign(read_population(config, tokenizer).lengths)
-    assert abs(kept.prediction_error) < 0.01
+    assert abs(selected.prediction_error) < 0.01
     assert store.find("nothing") is None
 
 

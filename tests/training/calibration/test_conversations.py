@@ -61,9 +61,9 @@ def test_the_shape_is_that_of_training(make, budget, given):
     assert isinstance(corpus, ConversationCorpus)
     population = population_of(make("auto", **given))
     assert population.shape(budget) == corpus.shape
-    found = population.workload(budget, batches=2)
-    assert found.shape == corpus.shape
-    assert found.clips == Clips(corpus.longest_clip, corpus.max_clips, corpus.stack)
+    result = population.workload(budget, batches=2)
+    assert result.shape == corpus.shape
+    assert result.clips == Clips(corpus.longest_clip, corpus.max_clips, corpus.stack)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.7])
@@ -187,22 +187,22 @@ def test_a_lack_of_memory_lowers_both_budgets(make, trials):
     tokenizer = find_tokenizer(config, None)
     # A corpus whose size sets no limit.
     population = replace(population_of(config), total_frames=10**8)
-    found = []
+    result = []
     for target in (260_000_000, 180_000_000):
         settings = replace(config.calibration, objective="memory")
-        kept = module.calibrate(
+        selected = module.calibrate(
             replace(config, calibration=settings),
             tokenizer.vocab_size,
             population,
             ALONE.device,
             target,
         )
-        assert kept.limited_by == "memory"
+        assert selected.limited_by == "memory"
         # Not all of the first trials fit, so that they do not tell every coefficient.
-        assert abs(kept.prediction_error) < 0.03
-        assert 0.85 * target < kept.measured_bytes <= target
-        found.append((kept.frame_budget, kept.token_budget))
-    (more_frames, more_rows), (frames, rows) = found
+        assert abs(selected.prediction_error) < 0.03
+        assert 0.85 * target < selected.measured_bytes <= target
+        result.append((selected.frame_budget, selected.token_budget))
+    (more_frames, more_rows), (frames, rows) = result
     assert more_frames > frames
     assert more_rows > rows
 

@@ -59,29 +59,29 @@ def endless(population):
 @pytest.mark.parametrize("target", [4e9, 16e9])
 def test_the_largest_that_fits(endless, machine, memory, target):
     measure = machine(memory, SPEED, target)
-    found = search(endless, measure, target, objective="memory", margin=0.05).run()
-    assert found.limited_by == "memory"
-    peak = found.replay.measured.peak_bytes
+    result = search(endless, measure, target, objective="memory", margin=0.05).run()
+    assert result.limited_by == "memory"
+    peak = result.replay.measured.peak_bytes
     assert 0.93 * target < peak <= 0.951 * target
-    assert abs(found.replay.error) < 0.01
-    assert len(found.trials) <= 7
-    assert found.frame_budget % 16 == 0
+    assert abs(result.replay.error) < 0.01
+    assert len(result.trials) <= 7
+    assert result.frame_budget % 16 == 0
 
 
 def test_the_smallest_that_is_nearly_the_fastest(endless, machine):
     """Speed: F / (0.02 + 1e-5 F): 98 % of the best is far below what fits."""
     measure = machine(STREAMING, SPEED, 80e9)
-    found = search(endless, measure, 80e9, tolerance=0.02).run()
-    assert found.limited_by == "throughput"
-    largest = found.largest
+    result = search(endless, measure, 80e9, tolerance=0.02).run()
+    assert result.limited_by == "throughput"
+    largest = result.largest
     best = largest / SPEED.predict(largest)
     assert 150_000 < largest < 190_000
-    chosen = found.frame_budget / SPEED.predict(found.frame_budget)
+    chosen = result.frame_budget / SPEED.predict(result.frame_budget)
     assert 0.975 * best < chosen < 0.99 * best
-    assert found.frame_budget < 0.6 * largest
+    assert result.frame_budget < 0.6 * largest
     # Half the tolerance needs a larger one.
     strict = search(endless, measure, 80e9, tolerance=0.01).run()
-    assert strict.frame_budget > 1.3 * found.frame_budget
+    assert strict.frame_budget > 1.3 * result.frame_budget
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,12 @@ def test_whole_waves_are_preferred_among_fast_budgets(endless, machine):
     assert usual.frame_budget % 16_896
     on_gpu = search(endless, measure, 80e9, tolerance=0.02)
     on_gpu.multiprocessors = 132
-    found = on_gpu.run()
+    result = on_gpu.run()
     # The next multiple that is as fast, and its own trial rather than that of a similar budget.
-    assert found.frame_budget % 16_896 == 0
-    assert 0 < found.frame_budget - 0.95 * usual.frame_budget < 16_896 + 0.1 * usual.frame_budget
-    assert found.replay.load.frames == found.frame_budget
-    assert found.replay.measured.peak_bytes <= 80e9
+    assert result.frame_budget % 16_896 == 0
+    assert 0 < result.frame_budget - 0.95 * usual.frame_budget < 16_896 + 0.1 * usual.frame_budget
+    assert result.replay.load.frames == result.frame_budget
+    assert result.replay.measured.peak_bytes <= 80e9
 
 
 def test_where_no_whole_wave_fits_the_budget_is_as_without(endless, machine):
@@ -122,28 +122,28 @@ def test_where_no_whole_wave_fits_the_budget_is_as_without(endless, machine):
 
 
 def test_a_small_memory_decides_before_speed_does(endless, machine):
-    found = search(endless, machine(STREAMING, SPEED, 2.6e9), 2.6e9).run()
-    assert found.limited_by == "memory"
-    assert found.replay.measured.peak_bytes <= 2.6e9
+    result = search(endless, machine(STREAMING, SPEED, 2.6e9), 2.6e9).run()
+    assert result.limited_by == "memory"
+    assert result.replay.measured.peak_bytes <= 2.6e9
 
 
 def test_a_small_corpus_decides_before_both(population, machine):
     few = Population.of(lengths(600))
-    found = search(few, machine(STREAMING, SPEED, 80e9), 80e9, tolerance=0.001).run()
-    assert found.limited_by == "corpus"
+    result = search(few, machine(STREAMING, SPEED, 80e9), 80e9, tolerance=0.001).run()
+    assert result.limited_by == "corpus"
     tenth = few.total_frames // 10
-    assert tenth - 16 < found.frame_budget <= tenth
+    assert tenth - 16 < result.frame_budget <= tenth
 
 
 def test_trials_that_do_not_fit_are_results(endless, machine):
     """Already the second of the first trials is too large."""
     measure = machine(STREAMING, SPEED, 2.35e9)
     notes: list[str] = []
-    found = search(endless, measure, 2.35e9, notes.append, objective="memory").run()
-    assert not found.trials[1].measured.fits
-    assert "does not fit" in describe(found.trials[1])
-    assert 0.9 * 2.35e9 < found.replay.measured.peak_bytes <= 2.35e9
-    assert notes == [describe(trial) for trial in found.trials]
+    result = search(endless, measure, 2.35e9, notes.append, objective="memory").run()
+    assert not result.trials[1].measured.fits
+    assert "does not fit" in describe(result.trials[1])
+    assert 0.9 * 2.35e9 < result.replay.measured.peak_bytes <= 2.35e9
+    assert notes == [describe(trial) for trial in result.trials]
 
 
 def test_a_machine_that_is_worse_than_predicted_gets_less(endless, machine):
@@ -158,17 +158,17 @@ def test_a_machine_that_is_worse_than_predicted_gets_less(endless, machine):
             return dataclasses.replace(measured, fits=False, peak_bytes=0)
         return dataclasses.replace(measured, peak_bytes=peak)
 
-    found = search(endless, worse, 16e9, objective="memory").run()
-    assert any(t.purpose == "replay" and not t.measured.fits for t in found.trials)
-    assert found.replay.measured.fits
-    assert found.replay.measured.peak_bytes <= 16e9
+    result = search(endless, worse, 16e9, objective="memory").run()
+    assert any(t.purpose == "replay" and not t.measured.fits for t in result.trials)
+    assert result.replay.measured.fits
+    assert result.replay.measured.peak_bytes <= 16e9
 
 
 def test_restless_timings_come_to_an_end(endless, machine):
     measure = machine(STREAMING, SpeedModel(0.0, 1e-5), 16e9, noise=1.0)
-    found = search(endless, measure, 16e9).run()
-    assert len(found.trials) <= 12
-    assert found.replay.measured.peak_bytes <= 16e9
+    result = search(endless, measure, 16e9).run()
+    assert len(result.trials) <= 12
+    assert result.replay.measured.peak_bytes <= 16e9
 
 
 def test_where_not_even_one_utterance_fits(endless, machine):
@@ -220,15 +220,15 @@ def test_no_coefficient_is_negative_and_noise_is_averaged():
     noise = np.random.default_rng(0).normal(1, 0.01, len(LOADS) * 5)
     loads = LOADS * 5
     peaks = [round(truth.predict(x) * y) for x, y in zip(loads, noise, strict=True)]
-    found = MemoryModel.fit(loads, peaks)
-    assert min(found.fixed, found.per_frame, found.per_token, found.per_cell) >= 0
+    result = MemoryModel.fit(loads, peaks)
+    assert min(result.fixed, result.per_frame, result.per_token, result.per_cell) >= 0
     for load in LOADS:
-        assert found.predict(load) == pytest.approx(truth.predict(load), rel=0.02)
+        assert result.predict(load) == pytest.approx(truth.predict(load), rel=0.02)
 
 
 def test_one_trial_is_enough_for_a_number():
-    found = MemoryModel.fit(LOADS[:1], [7_000_000])
-    assert found.predict(LOADS[0]) == pytest.approx(7_000_000, rel=1e-6)
+    result = MemoryModel.fit(LOADS[:1], [7_000_000])
+    assert result.predict(LOADS[0]) == pytest.approx(7_000_000, rel=1e-6)
 
 
 def test_neither_part_is_negative():

@@ -34,11 +34,11 @@ def test_a_trial_measures_memory_and_speed(request_of):
     calls: list[float] = []
     started = time.monotonic()
     measured = measure(request_of(400), alive=lambda: calls.append(0.0), every_s=0.2)
-    taken = time.monotonic() - started
+    used = time.monotonic() - started
     assert measured.fits, measured.reason
     # Python and PyTorch alone take more than 100 MiB.
     assert 100e6 < measured.peak_bytes < 3e9
-    assert 0 < measured.seconds < taken
+    assert 0 < measured.seconds < used
     assert 25 < measured.audio_seconds <= 32
     assert measured.speed == measured.audio_seconds / measured.seconds
     # It was waited for, not slept through: about every 0.2 s somebody was told.
@@ -70,11 +70,11 @@ def test_the_model_of_memory_predicts_what_is_measured(request_of, population, t
         out, error = process.communicate(timeout=240)
         return trial._result(process.returncode, out, error)
 
-    found = Search(endless, MODEL, settings, target, 1, trial).run()
-    assert found.limited_by == "memory"
-    assert found.replay.error is not None
-    assert abs(found.replay.error) < 0.04
-    assert 0.9 * target < found.replay.measured.peak_bytes <= target
+    result = Search(endless, MODEL, settings, target, 1, trial).run()
+    assert result.limited_by == "memory"
+    assert result.replay.error is not None
+    assert abs(result.replay.error) < 0.04
+    assert 0.9 * target < result.replay.measured.peak_bytes <= target
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_how_a_process_may_end(request_of, monkeypatch, code, result):
 
 
 def test_a_trial_does_not_take_itself_for_a_rank(monkeypatch):
-    own = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "PATH": "p"}
-    environment = trial._environment(own)
+    local = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "PATH": "p"}
+    environment = trial._environment(local)
     assert environment.keys() == {"PATH", "PYTHONPATH"}
     assert replace(Measurement(fits=True), seconds=2.0, audio_seconds=6.0).speed == 3.0

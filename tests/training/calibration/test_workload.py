@@ -78,9 +78,9 @@ def test_utterances_that_training_would_drop_are_left_out():
 def test_a_very_large_corpus_is_sampled_with_its_extremes():
     many = lengths(450_000)
     many.frames[77_777], many.tokens[88_887] = 444, 555
-    found = Population.of(many)
-    assert len(found.lengths) < 200_001
-    assert (found.longest, int(found.lengths.tokens.max())) == (444, 555)
-    ratio = found.lengths.tokens.sum() / found.lengths.frames.sum()
+    result = Population.of(many)
+    assert len(result.lengths) < 200_001
+    assert (result.longest, int(result.lengths.tokens.max())) == (444, 555)
+    ratio = result.lengths.tokens.sum() / result.lengths.frames.sum()
     assert ratio == pytest.approx(many.tokens.sum() / many.frames.sum(), rel=0.01)
     assert np.isfinite(ratio)

@@ -87,11 +87,11 @@ def test_two_processes_train_adapters_as_one(folders, tmp_path, strategy):
 
 def test_a_checkpoint_is_whole_without_the_folder(folders, tmp_path):
     assert run(config(folders, tmp_path, steps=2)) == 0
-    found = tmp_path / "talks" / "checkpoints" / "step_00000002"
-    described = yaml.safe_load((found / "model.yaml").read_text())["model"]["language_model"]
+    result = tmp_path / "talks" / "checkpoints" / "step_00000002"
+    described = yaml.safe_load((result / "model.yaml").read_text())["model"]["language_model"]
     assert json.loads(described["architecture"])["model_type"] == "llama"
-    loaded = checkpoint.load_model(found)
-    saved = load_file(found / "model.safetensors")
+    loaded = checkpoint.load_model(result)
+    saved = load_file(result / "model.safetensors")
     assert torch.equal(
         loaded.model.language_model.output_weight, saved["language_model.lm_head.weight"]
     )
@@ -100,8 +100,8 @@ def test_a_checkpoint_is_whole_without_the_folder(folders, tmp_path):
 
 
 def test_adapters_and_frozen_weights(folders, tmp_path):
-    given = config(folders, tmp_path, steps=2, lora=LORA)
-    assert run(given) == 0
+    provided = config(folders, tmp_path, steps=2, lora=LORA)
+    assert run(provided) == 0
     before = load_file(f"{folders['llm']}/model.safetensors")
     after = weights(tmp_path, 2)
     name = "model.layers.0.self_attn.q_proj"
@@ -114,8 +114,8 @@ def test_activation_checkpointing_gives_the_same_weights(folders, tmp_path):
     assert run(config(folders, tmp_path / "a", steps=2)) == 0
     recomputed = {"activation_checkpointing": True}
     assert run(config(folders, tmp_path / "b", steps=2, training=recomputed)) == 0
-    one, other = weights(tmp_path / "a", 2), weights(tmp_path / "b", 2)
-    for name, value in one.items():
+    item, other = weights(tmp_path / "a", 2), weights(tmp_path / "b", 2)
+    for name, value in item.items():
         torch.testing.assert_close(value, other[name], rtol=1e-4, atol=1e-5)
     assert metrics(tmp_path / "b")[0]["loss"] == pytest.approx(metrics(tmp_path / "a")[0]["loss"])
 
