@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import INSTRUCTION, DecodingConfig
 from effasr.model.asr import ASRModel
@@ -110,7 +112,7 @@ def check_prompt(prompt: Prompt, method: str, config: DecodingConfig) -> None:
         )
 
 
-def limit_of(model: ASRModel, prompt: list[int] | tuple[int, ...], requested: int) -> int:
+def limit_of(model: ASRModel, prompt: Sequence[int], requested: int) -> int:
     assert model.config.decoder is not None  # checked by choose_method
     if not prompt:
         raise ValueError("`prompts` must not be empty: the decoder starts from a token.")

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager, nullcontext
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -322,9 +322,9 @@ class Trainer:
         self.log.display.validation_s = time.perf_counter() - began
         self.progress.must_validate = False
         if self.config.model.best_rq is not None:
-            metric = self._record_losses(results)
+            metric = self._record_losses(cast("Mapping[str, LossResult]", results))
         else:
-            metric = self._record_transcripts(results)
+            metric = self._record_transcripts(cast("Mapping[str, SetResult]", results))
         self.progress.validation = self.validate.fingerprint
         self.progress.record_metric(metric if are_finite else math.nan)
         return True
