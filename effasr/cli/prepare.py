@@ -102,6 +102,11 @@ def run(options: argparse.Namespace) -> int:
     print_line(f"dropped {report.dropped.utterances} utterances, each listed in {listed}")
     for reason, share in sorted(report.by_reason.items()):
         print_line(f"  {reason:28} {share.utterances:8} {share.hours:10.2f} h")
+    if report.conflicting_texts:
+        print_folded(
+            f"warning: {report.conflicting_texts} lines have another text than an earlier line has "
+            "for the same part of the same recording: name the `channel` or the times of each."
+        )
     if not report.kept.utterances:
         raise ValueError(f"{options.source}: no utterance is left; {listed} has the reasons.")
     impossible = report.by_reason.get(Reason.CTC_INFEASIBLE, Share()).utterances

@@ -345,3 +345,28 @@ def test_random_damage_loses_no_row(tmp_path, kind) -> None:
             continue
         files = [row for row in dropped if row["details"].endswith("is in no *.trans.txt.")]
         assert len(selected) + len(dropped) - len(files) == present
+
+
+def test_two_texts_of_one_span_are_counted(tmp_path) -> None:
+    write(tmp_path / "call.wav", 300, 500)
+    rows = [("a", 0), ("b", 1), ("c", None), ("d", None), ("a", 0)]
+    lines = [
+        {"audio_filepath": "call.wav", "text": text, "channel": channel} for text, channel in rows
+    ]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    report = prepare(tmp_path / "m.jsonl", tmp_path / "out", jobs=1)
+    assert (report.kept.utterances, report.conflicting_texts) == (5, 1)
+
+
+def test_far_too_little_text_is_an_outlier(tmp_path) -> None:
+    rng = np.random.default_rng(0)
+    lines = []
+    for number in range(120):
+        write(tmp_path / f"{number}.wav", 300, seconds=1.0)
+        text = "a" if number == 60 else "x" * int(rng.integers(14, 19))
+        lines.append(json.dumps({"audio_filepath": f"{number}.wav", "text": text}))
+    (tmp_path / "m.jsonl").write_text("\n".join(lines))
+    kept, dropped = prepared(tmp_path / "m.jsonl", tmp_path)
+    (row,) = dropped
+    assert (row["id"], row["reason"], len(kept)) == ("60", "character_rate_outlier", 119)
+    assert row["details"] == "1.0 per second, far less than others of 1.0 s"

@@ -308,13 +308,16 @@ def rate_outliers(
     durations: np.ndarray,
     deviations: float = 4.0,
     languages: np.ndarray | None = None,
+    *,
+    both: bool = False,
 ) -> np.ndarray:
     """Find utterances with far more text per second than others of their language and length.
 
     Such pairs are mostly wrong, and they decide how much memory a batch needs. Utterances of a
     language are grouped by duration, at least a hundred to a group. An outlier's rate lies more
     than ``deviations`` standard deviations over its group's mean, in logarithms, and over one and a
-    half times its median.
+    half times its median. With ``both``, those with far less text are outliers, too: as many
+    deviations under the mean, and under a third of the median, as pauses are no error.
 
     ``rates`` (n,) are above 0, ``durations`` (n,) in seconds, ``languages`` (n,) numbers of
     languages; bool (n,) is returned.
@@ -326,7 +329,7 @@ def rate_outliers(
     if languages is not None:
         for language in np.unique(languages):
             rows = languages == language
-            outliers[rows] = rate_outliers(rates[rows], durations[rows], deviations)
+            outliers[rows] = rate_outliers(rates[rows], durations[rows], deviations, both=both)
         return outliers
     groups = max(1, min(10, len(rates) // 100))
     for group in np.array_split(np.argsort(durations, kind="stable"), groups):
@@ -335,4 +338,7 @@ def rate_outliers(
         logs = np.log(rates[group])
         far = logs - logs.mean() > deviations * logs.std()
         outliers[group] = far & (rates[group] > 1.5 * np.median(rates[group]))
+        if both:
+            far = logs.mean() - logs > deviations * logs.std()
+            outliers[group] |= far & (rates[group] < np.median(rates[group]) / 3)
     return outliers

@@ -23,7 +23,7 @@ from lhotse.cut import Cut
 
 from effasr.data.atomic_files import atomic_file, write_atomically
 from effasr.data.audio.content import check_content
-from effasr.data.audio.waveform import AudioError, AudioProblem
+from effasr.data.audio.waveform import AudioError, AudioProblem, AudioSegment
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.filters.rules import (
     Dropped,
@@ -73,6 +73,7 @@ class PrepareReport:
     tokens: int = 0  # of the kept texts; 0 without a tokenizer
     unknown_tokens: int = 0  # that the vocabulary cannot represent
     unknown_characters: dict[str, int] = field(default_factory=dict)  # the commonest
+    conflicting_texts: int = 0  # lines with another text than an earlier one of the same span
     changed_texts: int = 0  # that come back otherwise from the tokenizer
 
 
@@ -115,17 +116,20 @@ def prepare(
     if limits is None:
         ctc = not isinstance(tokenizer, WhisperTokenizer)
         limits = Limits(ctc=ctc, framing=framing)
-    utterances = named(source, language=language)
+    utterances, report = named(source, language=language), PrepareReport(str(source))
     with _made(folder), TemporaryFile(dir=folder) as file:
         selected = _Kept(file)
         dropped: list[tuple[int, Dropped]] = []
         checked = partial(_check, tokenizer, limits, decode)
+        texts: dict[int, int] = {}  # hashes of texts by those of spans
         outcomes = _in_order(checked, utterances, jobs or os.cpu_count() or 1)
         for position, outcome in enumerate(outcomes):
             if isinstance(outcome, Dropped):
                 dropped.append((position, outcome))
             else:
                 selected.add(position, outcome)
+                text = hash(text_of(outcome.cut))
+                report.conflicting_texts += texts.setdefault(_span(outcome.cut), text) != text
                 if fidelity is not None:
                     fidelity.add(text_of(outcome.cut), outcome.target, outcome.tokens)
                 if note is not None:
@@ -134,11 +138,18 @@ def prepare(
                 progress(position + 1)
         if not len(selected) and not dropped:
             raise ValueError(f"{source}: holds no utterances.")
-        report = PrepareReport(str(source))
         if fidelity is not None:
             report.unknown_characters = dict(fidelity.characters.most_common(100))
             report.changed_texts = fidelity.changed
         return _write(folder, report, selected, dropped, has_tokens=tokenizer is not None)
+
+
+def _span(cut: Cut) -> int:
+    """Return a number for the part of a recording that a cut is."""
+    part = AudioSegment.of(cut)
+    if part is None:
+        return hash(cut.id)
+    return hash((str(part.path), round(part.start, 3), round(part.duration, 3), part.channels))
 
 
 @contextmanager
@@ -237,7 +248,7 @@ class _Kept:
     def outliers(self) -> np.ndarray:
         durations = np.array(self.durations)
         rates = np.array(self.sizes) / durations
-        return rate_outliers(rates, durations, languages=np.array(self.targets))
+        return rate_outliers(rates, durations, languages=np.array(self.targets), both=True)
 
 
 def _in_order(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
@@ -261,6 +272,7 @@ def _write(
     has_tokens: bool,
 ) -> PrepareReport:
     outliers = kept.outliers()
+    usual = sum(kept.sizes) / max(sum(kept.durations), 1e-9)  # text per second
     with (
         atomic_file(folder / CUTS_FILE) as file,
         # Neither name nor time go into the header: the same cuts give the same bytes.
@@ -269,7 +281,7 @@ def _write(
         for index, line in enumerate(kept.lines()):
             duration, size = kept.durations[index], kept.sizes[index]
             if outliers[index]:
-                drop = _outlier(line, size / duration, duration, has_tokens=has_tokens)
+                drop = _outlier(line, size / duration, usual, duration, has_tokens=has_tokens)
                 dropped.append((kept.positions[index], drop))
                 continue
             packed.write(line)
@@ -294,10 +306,13 @@ def _write(
     return report
 
 
-def _outlier(line: bytes, rate: float, duration: float, *, has_tokens: bool) -> Dropped:
+def _outlier(
+    line: bytes, rate: float, usual: float, duration: float, *, has_tokens: bool
+) -> Dropped:
     cut = json.loads(line)
     reason = Reason.TOKEN_RATE if has_tokens else Reason.CHARACTER_RATE
-    details = f"{rate:.1f} per second, far more than others of {duration:.1f} s"
+    amount = "more" if rate > usual else "less"
+    details = f"{rate:.1f} per second, far {amount} than others of {duration:.1f} s"
     return Dropped(
         cut["id"], reason, details, str(cut["recording"]["sources"][0]["source"]), duration
     )
