@@ -30,9 +30,9 @@ PROCESS_TESTS := tests/distributed tests/faults \
 .PHONY: demo demo-transducer test test-all test-processes faults fuzz audit lint bench gpu wheels clean help
 
 help:
-	@echo "make demo              synthesise speech, train, resume, evaluate, transcribe (10 minutes)"
+	@echo "make demo              synthesise speech, train, resume, evaluate, transcribe (5 minutes)"
 	@echo "make demo-transducer   the same with a transducer in place of the attention decoder"
-	@echo "make test              run the tests of each push, without a GPU (10 minutes)"
+	@echo "make test              run the tests of each push, without a GPU (8 minutes)"
 	@echo "make test-all          run every case, the fuzz tests and faults at full size, and make audit"
 	@echo "make test-processes    run the tests that start processes RUNS=20 times in a row"
 	@echo "make faults            fail or kill at every call of the file system"
