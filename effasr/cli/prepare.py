@@ -22,6 +22,7 @@ from effasr.cli.progress import progress_counter
 
 if TYPE_CHECKING:
     from effasr.data.features.frame_geometry import Framing
+    from effasr.data.manifest.clean import Clean
     from effasr.data.statistics.survey import Survey
 
 
@@ -53,6 +54,13 @@ def add(command: AddCommand) -> None:
         "training",
     )
     parser.add_argument(
+        "--clean",
+        type=clean,
+        metavar="LIST",
+        help="transforms of the texts, in this order and separated by commas: lower, "
+        "no-punctuation, tags=<...> (or another pair of brackets)",
+    )
+    parser.add_argument(
         "--max-unknown",
         type=fraction,
         default=0.05,
@@ -66,6 +74,15 @@ def add(command: AddCommand) -> None:
         metavar="N",
         help="files read at a time (default: 4)",
     )
+
+
+def clean(text: str) -> Clean:
+    from effasr.data.manifest.clean import parse_clean
+
+    try:
+        return parse_clean(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def run(options: argparse.Namespace) -> int:
@@ -94,6 +111,7 @@ def run(options: argparse.Namespace) -> int:
             progress=show,
             note=survey.add_cut,
             fidelity=fidelity,
+            clean=options.clean,
         )
     print_line(f"kept {report.kept.utterances} utterances, {report.kept.hours:.2f} h")
     for language, share in sorted(report.by_language.items()):

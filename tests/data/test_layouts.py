@@ -12,11 +12,21 @@ import pytest
 import soundfile
 
 from effasr.data.audio.waveform import load_audio
+from effasr.data.manifest.clean import parse_clean
 from effasr.data.manifest.prepare import prepare
 from effasr.data.manifest.reader import read
 
 RATE = 16_000
-TEXTS = ["one", "two, three", "four", '"five and six', 'say "seven"', 'eight" nine', "ten", "x y"]
+TEXTS = [
+    "one",
+    "two, three",
+    "fo\u2028ur",
+    '"five and six',
+    'say "seven"',
+    'eight" nine',
+    "ten",
+    "x y",
+]
 
 
 def tone(hertz: float, seconds: float = 1.0) -> np.ndarray:
@@ -102,6 +112,14 @@ def test_parts_of_a_recording(tmp_path, suffix, names) -> None:
     selected, dropped = prepared(folder, tmp_path)
     assert [(hertz(cut), cut.duration) for cut in selected] == [(300, 1.0), (500, 1.0)]
     assert dropped == []
+
+
+def test_a_huge_field_is_listed(folder, tmp_path) -> None:
+    huge = "x" * 200_000
+    (folder / "metadata.csv").write_text(f'file_name,text\nc0.wav,"a, {huge}"\nc1.wav,b\n')
+    kept, dropped = prepared(folder, tmp_path)
+    assert texts(kept) == ["b"]
+    assert [row["id"] for row in dropped] == ["metadata.csv:2"]
 
 
 def test_columns_that_are_not_read_are_named(folder, tmp_path, caplog) -> None:
@@ -370,3 +388,32 @@ def test_far_too_little_text_is_an_outlier(tmp_path) -> None:
     (row,) = dropped
     assert (row["id"], row["reason"], len(kept)) == ("60", "character_rate_outlier", 119)
     assert row["details"] == "1.0 per second, far less than others of 1.0 s"
+
+
+@pytest.mark.parametrize(
+    ("names", "text", "expected"),
+    [
+        ("lower", "It IS. İ", "it is. i̇"),
+        (
+            "no-punctuation",
+            "Don't, he said: well-known! (Yes) 'so'",
+            "Don't he said well-known Yes so",
+        ),
+        ("tags=<...>", "<noise> one <unk>two", "one two"),
+        ("tags=[...],lower,no-punctuation", "[laughs] ONE, Two.", "one two"),
+        ("", "  a   B ", "a B"),
+    ],
+)
+def test_texts_are_cleaned(tmp_path, names, text, expected) -> None:
+    write(tmp_path / "a.wav", 300)
+    line = {"audio_filepath": "a.wav", "text": text}
+    (tmp_path / "m.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line | {"text": "<x>"}))
+    prepare(tmp_path / "m.jsonl", tmp_path / "out", jobs=1, clean=parse_clean(names))
+    kept = texts(read(tmp_path / "out"))
+    assert kept[0] == expected
+    assert len(kept) == (1 if "tags=<" in names else 2)
+
+
+def test_an_unknown_transform_is_named() -> None:
+    with pytest.raises(ValueError, match=r"must be some of lower, .* but one is 'upper'"):
+        parse_clean("lower,upper")

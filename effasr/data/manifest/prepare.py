@@ -34,6 +34,7 @@ from effasr.data.filters.rules import (
     rate_outliers,
     text_of,
 )
+from effasr.data.manifest.clean import Clean
 from effasr.data.manifest.cuts import CUTS_FILE, prompt_of
 from effasr.data.manifest.reader import named
 from effasr.data.manifest.utterance import Utterance
@@ -90,6 +91,7 @@ def prepare(
     progress: Callable[[int], None] | None = None,
     note: Callable[[Cut, list[int] | None], None] | None = None,
     fidelity: TextFidelity | None = None,
+    clean: Clean | None = None,
 ) -> PrepareReport:
     """Check a manifest and write what can be trained on.
 
@@ -120,7 +122,7 @@ def prepare(
     with _made(folder), TemporaryFile(dir=folder) as file:
         selected = _Kept(file)
         dropped: list[tuple[int, Dropped]] = []
-        checked = partial(_check, tokenizer, limits, decode)
+        checked = partial(_check, tokenizer, limits, decode, clean)
         texts: dict[int, int] = {}  # hashes of texts by those of spans
         outcomes = _in_order(checked, utterances, jobs or os.cpu_count() or 1)
         for position, outcome in enumerate(outcomes):
@@ -184,6 +186,7 @@ def _check(
     tokenizer: Tokenizer | None,
     limits: Limits,
     decode: bool,
+    clean: Clean | None,
     named_utterance: tuple[str, Utterance],
 ) -> _Usable | Dropped:
     """Check an utterance; run in a thread, as decoding leaves the interpreter free."""
@@ -192,6 +195,8 @@ def _check(
     try:
         cut = utterance.cut(name)
         duration = cut.duration
+        if clean is not None:
+            cut.supervisions[0].text = clean(text_of(cut))
         tokens = check(cut, limits, tokenizer)
         if decode:
             check_content(cut)

@@ -126,7 +126,11 @@ def _header(line: str, path: Path) -> tuple[str, list[str] | None]:
 
 
 def _fields(line: str, delimiter: str) -> list[str]:
-    return next(csv.reader([line.rstrip("\r\n")], delimiter=delimiter), [])
+    try:
+        # One string: a text may have other line separators of Unicode.
+        return next(csv.reader([line.rstrip("\r\n")], delimiter=delimiter), [])
+    except csv.Error:  # such as a field of more than 131,072 characters
+        return []
 
 
 def _split(
@@ -163,7 +167,7 @@ def _split(
                     break
                 used.append(another)
                 text += another[1]
-            quoted = next(csv.reader(text.splitlines(keepends=True), delimiter=delimiter), [])
+            quoted = _fields(text, delimiter)
             if text.count('"') % 2 == 0 and len(quoted) == width:
                 yield number, quoted
                 continue
