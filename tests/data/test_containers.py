@@ -159,6 +159,13 @@ def test_parts_of_different_rates_are_refused(tmp_path: Path) -> None:
         read_header(path)
 
 
+def test_too_many_parts_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.flac"
+    path.write_bytes(encoded("flac", 0.1) * 65)
+    with pytest.raises(AudioError, match=r"joined of 65 files, over 64: make one file of them"):
+        read_header(path)
+
+
 @pytest.mark.parametrize("suffix", [*LOSSLESS, *LOSSY])
 def test_a_file_that_was_cut_short_is_never_taken_for_whole(tmp_path: Path, suffix: str) -> None:
     content = encoded(suffix, B)

@@ -211,6 +211,7 @@ class AudioFile:
 
 _WIDTHS = {"PCM_16": 2, "PCM_24": 3, "PCM_32": 4, "FLOAT": 4, "DOUBLE": 8}  # bytes
 _LOSSY = {"MP3", "OGG", "MPEG"}
+_MAX_PARTS = 64  # each has a decoder of about 170 KB
 _MPEG_DECODER_DELAY = 529  # samples that libsndfile leaves out at the beginning
 
 
@@ -224,6 +225,12 @@ def open_audio(path: str | Path | TarMember, *, thorough: bool = True) -> AudioF
     parts: list[soundfile.SoundFile] = []
     try:
         layout = examine(file, thorough=thorough)
+        if len(layout.parts) > _MAX_PARTS:
+            raise AudioError(
+                AudioProblem.UNREADABLE,
+                f"{path}: joined of {len(layout.parts)} files, over {_MAX_PARTS}: make one file of "
+                "them, such as by `ffmpeg -i`.",
+            )
         if layout.parts:
             views = [View(file, pieces) for pieces in layout.parts]
             parts += [_open(view, path, layout) for view in views]
