@@ -16,6 +16,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import BinaryIO, TypeAlias
 
@@ -496,16 +497,22 @@ def _with_last_page(data: Bytes, start: int, page: int, end: int) -> tuple[Piece
 
 def _crc(data: bytes | bytearray, bits: int, polynomial: int, initial: int = 0) -> int:
     """Return a checksum, most significant bit first, as FLAC, Ogg and MPEG audio have it."""
-    mask, table = (1 << bits) - 1, []
-    for number in range(256):
-        value = number << bits - 8
-        for _ in range(8):
-            value = value << 1 ^ (polynomial if value >> bits - 1 & 1 else 0)
-        table.append(value & mask)
+    mask, table = (1 << bits) - 1, _crc_table(bits, polynomial)
     checksum = initial
     for byte in data:
         checksum = (checksum << 8 & mask) ^ table[checksum >> bits - 8 ^ byte]
     return checksum
+
+
+@cache
+def _crc_table(bits: int, polynomial: int) -> tuple[int, ...]:
+    table = []
+    for number in range(256):
+        value = number << bits - 8
+        for _ in range(8):
+            value = value << 1 ^ (polynomial if value >> bits - 1 & 1 else 0)
+        table.append(value & (1 << bits) - 1)
+    return tuple(table)
 
 
 # MPEG audio: frames after frames, with tags before, between and behind them.
