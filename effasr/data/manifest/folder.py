@@ -16,20 +16,10 @@ from effasr.data.manifest.utterance import (
     RejectedRow,
     Utterance,
 )
-from effasr.data.manifest.walk import walk
+from effasr.data.manifest.walk import AUDIO_SUFFIXES, walk
 from effasr.data.prompt import Prompt
 
 log = logging.getLogger(__name__)
-
-AUDIO_SUFFIXES = tuple(
-    f".{name}"
-    for name in (
-        *("wav", "flac", "ogg", "oga", "opus", "mp3", "aiff", "aif", "aifc", "au", "snd", "caf"),
-        *("w64", "rf64", "sph", "m4a", "mp4", "m4b", "aac", "webm", "mkv", "mka", "mov", "avi"),
-        *("wma", "amr", "3gp", "ac3", "ts", "mp2", "m4v", "mpg", "mpeg", "mts", "flv", "wv", "ape"),
-    )
-)
-"""Suffixes of recordings; those that soundfile cannot read are listed by name, not passed over."""
 
 SUBTITLES = (".srt", ".vtt", ".ctm")
 

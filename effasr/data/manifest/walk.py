@@ -7,6 +7,16 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+AUDIO_SUFFIXES = tuple(
+    f".{name}"
+    for name in (
+        *("wav", "flac", "ogg", "oga", "opus", "mp3", "aiff", "aif", "aifc", "au", "snd", "caf"),
+        *("w64", "rf64", "sph", "m4a", "mp4", "m4b", "aac", "webm", "mkv", "mka", "mov", "avi"),
+        *("wma", "amr", "3gp", "ac3", "ts", "mp2", "m4v", "mpg", "mpeg", "mts", "flv", "wv", "ape"),
+    )
+)
+"""Suffixes of recordings; those that soundfile cannot read are listed by name, not passed over."""
+
 
 def walk(folder: str | Path, unreadable: list[OSError]) -> Iterator[str]:
     """Yield the files below a folder, in no fixed order.

@@ -10,21 +10,12 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from effasr.data.audio.waveform import AudioError, AudioSegment
-from effasr.data.manifest.walk import walk
+from effasr.data.manifest.walk import AUDIO_SUFFIXES, walk
 from effasr.data.prompt import Prompt
 
 if TYPE_CHECKING:
     # Manifests need lhotse, whose import takes a third of a second; files do not need it.
     from lhotse.cut import Cut
-
-# Suffixes of the recordings of a folder, in lower or upper case.
-AUDIO_SUFFIXES = frozenset(
-    (
-        *(".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aiff", ".aif", ".au", ".caf", ".w64"),
-        *(".m4a", ".mp4", ".m4b", ".aac", ".webm", ".mkv", ".mka", ".mov", ".avi", ".wma", ".amr"),
-        *(".3gp", ".ac3", ".ts"),
-    )
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ from effasr.data.features.frame_geometry import SAMPLE_RATE
 from effasr.data.index.columns import Ragged, RaggedBuilder, json_of
 from effasr.data.manifest import folder, nemo
 from effasr.data.manifest.cuts import make_absolute, read_cut
-from effasr.data.manifest.folder import AUDIO_SUFFIXES
 from effasr.data.manifest.lines import numbered_lines
 from effasr.data.manifest.reader import file_of_lines, folder_format, named
 from effasr.data.manifest.row import ManifestRow
 from effasr.data.manifest.utterance import FileUtterance
+from effasr.data.manifest.walk import AUDIO_SUFFIXES
 from effasr.data.prompt import Prompt
 
 _CACHE_BYTES = 64 * 2**20
