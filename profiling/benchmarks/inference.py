@@ -2,8 +2,6 @@
 
     python profiling/bench.py inference [--size small|full] [--shapes 24/24 32/4 17/4 18/8]
         [--batch 16] [--peer] [--output ROWS.csv]
-    python profiling/bench.py inference --streams 1 16 64 [--chunks 13 7 3] [--longest 30]
-        [--beam 4] [--output ROWS.csv]
 
 Models of random weights, encoder layers / decoder layers, transcribe utterances as long as real
 ones, each by as many tokens as English of that length has, whatever they are: so depth alone
@@ -13,21 +11,15 @@ and the rest, the host's own bookkeeping; the split of the median pass is given.
 transformers' Canary generates from the same weights and audio, padded, as many tokens of each
 utterance; how far transcripts agree is checked before anything is timed. With random weights two
 tokens are now and then equally likely up to rounding; from there on an utterance goes its own way.
-
-With --streams, the encoder of each shape (17 layers by default) with a CTC head decodes that many
-streams at a time, frame by frame, with each chunk of --chunks frames, which sees about five seconds
-before it. All streams are noise of --longest seconds. See `benchmarks.streams` for the delays.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from benchmarks import harness
@@ -36,17 +28,14 @@ from benchmarks.workload import LISTED, PROMPT, TOKENS_PER_SECOND, read_duration
 from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
 from effasr.data.features.config import FeatureConfig
-from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.transcription.cpu_weights import OneDNNWeights
-from effasr_kernels import Context
 
 SHAPES = ("24/24", "32/4", "17/4", "18/8")
-SEEN_FRAMES = 64  # earlier frames that a chunk of a stream sees
 COLUMNS = (
     *("system", "shape", "size", "batch", "audio_s", "tokens", "rtfx", "p20_s", "p50_s", "p80_s"),
     *("encoder_s", "prefill_s", "decode_s", "host_s", "agreement", "dtype", *harness.VERSIONS),
@@ -68,10 +57,7 @@ SIZES = {
 }
 
 
-def build(
-    shape: str, size: Size, device: torch.device, dtype: torch.dtype, chunk: int | None = None
-) -> ASRModel:
-    """Return a model in evaluation mode; with a chunk of frames it decodes streams, by CTC."""
+def build(shape: str, size: Size, device: torch.device, dtype: torch.dtype) -> ASRModel:
     parts = shape.split("/")
     if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
         raise ValueError(
@@ -84,11 +70,6 @@ def build(
     features = FeatureConfig(mel_bins=size.mel_bins)
     decoder = DecoderConfig(layers=int(parts[1]), max_positions=1024, **shared)
     config = ModelConfig(ctc=False, features=features, encoder=encoder, decoder=decoder)
-    if chunk is not None:
-        context = (Context(SEEN_FRAMES, 0, chunk),)
-        causal = {"conv_norm": "layer_norm", "context": context, "causal_convolution": True}
-        encoder, features = replace(encoder, **causal), replace(features, normalize=False)
-        config = ModelConfig(ctc=True, features=features, encoder=encoder, decoder=None)
     return random_model(config, size.classes, device, dtype).eval()
 
 
@@ -196,41 +177,6 @@ def _described(row: dict[str, Any]) -> str:
     )
 
 
-class Numbers:
-    """Spells each token as its number; all that decoding a stream asks of a tokenizer."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(map(str, ids))
-
-
-def _serve_streams(options: argparse.Namespace, name: str, device: torch.device) -> None:
-    """Time each shape with each chunk and each number of streams."""
-    # The recognizer needs packages that read audio, which the rest does without.
-    from benchmarks import streams
-    from effasr.decoding.config import DecodingConfig
-    from effasr.transcription.online import OnlineRecognizer
-
-    size, rate = SIZES[name], FeatureConfig().sample_rate
-    noise = 0.1 * np.random.default_rng(0).standard_normal(10 * rate).astype(np.float32)
-    audio = streams.Repeated(noise, round(options.longest * rate))
-    table = harness.Table(streams.COLUMNS, options.output, device)
-    for shape in options.shapes or SHAPES[2:3]:
-        for chunk in options.chunks:
-            model = build(shape, size, device, torch.float32, chunk)
-            for count in options.streams:
-                search = DecodingConfig(beam=options.beam)
-                recognizer = OnlineRecognizer(
-                    model, cast(Tokenizer, Numbers()), search, streams=count
-                )
-                warm_up = [streams.Repeated(noise, rate)] * count
-                streams.serve(recognizer, warm_up, count)
-                served = streams.serve(recognizer, [audio] * count, count, options.tick)
-                row = streams.row(recognizer, served, count, options.beam)
-                row |= {"model": f"{name}, {shape.split('/')[0]} encoder layers"}
-                row |= {"tick_s": options.tick, "dtype": "float32"}
-                table.add(row, streams.described(row))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     parser = harness.parser("inference", __doc__)
@@ -242,17 +188,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--repeats", type=int, default=3)
     add("--peer", action="store_true", help="also transformers' Canary, float32")
     add("--agreement", type=float, default=0.9, help="share of tokens that must agree with it")
-    add("--streams", nargs="+", type=int, help="numbers of streams at a time")
-    add("--beam", type=int, default=1, help="hypotheses of a stream; 1 is greedy")
-    add("--chunks", nargs="+", type=int, default=[13, 7, 3], help="frames")
-    add("--tick", type=float, default=0.0, help="least seconds between two steps of the streams")
     options = parser.parse_args(arguments)
     device = harness.default_device()
     name = options.size or ("full" if device.type == "cuda" else "small")
     dtype = torch.bfloat16 if device.type == "cuda" and not options.peer else torch.float32
-    if options.streams:
-        _serve_streams(options, name, device)
-        return 0
     speech = utterances(options.batch, device, options.longest)
     table = harness.Table(COLUMNS, options.output, device)
     for shape in options.shapes or SHAPES:

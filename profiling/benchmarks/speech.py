@@ -46,7 +46,6 @@ class Corpus:
     lengths: UtteranceLengths
     classes: int
     framing: Framing = FASTCONFORMER
-    prompt: tuple[int, ...] = PROMPT
 
     @classmethod
     def of(
@@ -55,17 +54,14 @@ class Corpus:
         classes: int,
         longest: float,
         framing: Framing = FASTCONFORMER,
-        *,
-        listed: Path = LISTED,
-        prompt: tuple[int, ...] = PROMPT,
     ) -> Corpus:
         """Return utterances with the list's durations, in a fixed random order."""
-        durations = np.minimum(np.array(read_durations(listed)), longest)
+        durations = np.minimum(np.array(read_durations(LISTED)), longest)
         seconds = np.random.default_rng(0).choice(durations, count)
         frames = [framing.frames(round(x * _RATE)) for x in seconds]
-        tokens = [len(prompt) + max(1, round(TOKENS_PER_SECOND * x)) for x in seconds]
+        tokens = [len(PROMPT) + max(1, round(TOKENS_PER_SECOND * x)) for x in seconds]
         lengths = UtteranceLengths(np.array(frames, np.int32), np.array(tokens, np.int32))
-        return cls(seconds.tolist(), lengths, classes, framing, prompt)
+        return cls(seconds.tolist(), lengths, classes, framing)
 
     def example(self, index: int) -> Example:
         """Return a stretch of the noise, and random tokens."""
@@ -73,18 +69,15 @@ class Corpus:
         begin = int(rng.integers(_NOISE_STARTS))
         noise = _noise(_NOISE_STARTS + round(max(self.seconds) * _RATE))
         audio = noise[begin : begin + round(self.seconds[index] * _RATE)]
-        count = int(self.lengths.tokens[index]) - len(self.prompt)
+        count = int(self.lengths.tokens[index]) - len(PROMPT)
         text = rng.integers(20, self.classes, count).tolist()
-        return Example(str(index), audio, list(self.prompt), text, True)
+        return Example(str(index), audio, list(PROMPT), text, True)
 
-    def shape(
-        self, frame_budget: int, *, tokens: int | None = None, sequences: int | None = None
-    ) -> StaticShape:
-        """Return the static shape of a budget."""
+    def shape(self, frame_budget: int) -> StaticShape:
         return StaticShape(
             frame_budget,
-            tokens or suggest_token_budget(self.lengths, frame_budget),
-            sequences or max(8, frame_budget * self.framing.subsampling // 64),
+            suggest_token_budget(self.lengths, frame_budget),
+            max(8, frame_budget * self.framing.subsampling // 64),
             longest_frames=int(self.lengths.frames.max()),
             longest_tokens=int(self.lengths.tokens.max()),
             framing=self.framing,
@@ -203,13 +196,11 @@ class Transformers:
         device: torch.device,
         *,
         clip: float,
-        pad_id: int = PAD,
-        eos_id: int = EOS,
         bfloat16: bool = False,
     ) -> None:
         self.model = model.to(device).train()
         self._features, self._device, self._clip = features, device, clip
-        self._pad_id, self._eos_id, self._bfloat16 = pad_id, eos_id, bfloat16
+        self._bfloat16 = bfloat16
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=optimizer.lr,
@@ -223,13 +214,13 @@ class Transformers:
         """Return padded features, prompts with texts, and targets, on the host as ours are."""
         tokens = [torch.tensor(example.prompt + example.text) for example in examples]
         targets = [
-            torch.tensor([IGNORED] * (len(example.prompt) - 1) + [*example.text, self._eos_id])
+            torch.tensor([IGNORED] * (len(example.prompt) - 1) + [*example.text, EOS])
             for example in examples
         ]
         pad = nn.utils.rnn.pad_sequence
         made = {
             **self._features([example.audio for example in examples]),
-            "decoder_input_ids": pad(tokens, batch_first=True, padding_value=self._pad_id),
+            "decoder_input_ids": pad(tokens, batch_first=True, padding_value=PAD),
             "labels": pad(targets, batch_first=True, padding_value=IGNORED),
         }
         if "attention_mask" in made:  # Canary's; Whisper reads its windows whole

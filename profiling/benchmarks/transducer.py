@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -345,37 +342,6 @@ def plain(logits: Tensor, part: Part) -> Tensor:
     return part.nodes.losses(*planes)
 
 
-def merged(logits: Tensor, part: Part) -> Tensor:
-    """Compute losses as NeMo's numba loss: float32, with the logits' gradient in the forward."""
-    return _Merged.apply(logits.float(), part)
-
-
-class _Merged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, part: Part) -> Tensor:  # type: ignore[override]
-        gradient = logits - logits.logsumexp(-1, keepdim=True)
-        classes, index = part.classes(logits.shape), part.index(logits.shape)
-        planes = gradient[..., part.blank_id], gradient.gather(3, classes)
-        losses, *occupied = part.nodes.occupancies(*(x.flatten()[index] for x in planes))
-        if not ctx.needs_input_grad[0]:
-            return losses
-        blank, label = (
-            x.new_zeros(logits.shape[:3].numel()).index_copy_(0, index, x).view(*logits.shape[:3])
-            for x in occupied
-        )
-        gradient.exp_().mul_((blank + label)[..., None])
-        gradient[..., part.blank_id] -= blank
-        gradient.scatter_add_(3, classes, -label[..., None])
-        ctx.save_for_backward(gradient)
-        return losses
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad.view(-1, 1, 1, 1), None
-
-
 def chunked(batch: Batch, rows: int) -> Contender:
     """Return NVIDIA's FlashRNNT as described: packed rows in tiles, recomputed in the backward.
 
@@ -475,49 +441,6 @@ def _compiled(function: Callable[..., Any], on_gpu: bool) -> Callable[..., Any]:
 # --- peers of packages, each used where it is installed -------------------------------------------
 
 
-def nvidia_apex() -> Any:
-    """Return the module ``apex.contrib.transducer``."""
-    spec = importlib.util.find_spec("apex")
-    if spec is None:
-        raise ImportError("no package apex: NVIDIA's is built from source, with APEX_TRANSDUCER=1")
-    # Not imported before it is known to be the right one: the other does much when imported.
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    if not any((folder / "contrib").is_dir() for folder in folders):
-        raise ImportError(
-            "the installed apex is not NVIDIA's, but the unrelated package of that name on PyPI: "
-            "it has no apex.contrib"
-        )
-    try:
-        return importlib.import_module("apex.contrib.transducer")
-    except ImportError as reason:
-        text = f"NVIDIA's apex was built without APEX_TRANSDUCER=1 ({reason})"
-        raise ImportError(text) from reason
-
-
-def _need_gpu(batch: Batch, name: str) -> None:
-    if not batch.encoded.is_cuda:
-        raise RuntimeError(f"{name} needs a GPU")
-
-
-def _apex(batch: Batch, dtype: torch.dtype) -> Contender:
-    """NVIDIA's joint and loss, packed; its losses have the dtype."""
-    module = nvidia_apex()
-    _need_gpu(batch, "apex")
-    whole = Padded(batch, dtype)
-    joint = module.TransducerJoint(pack_output=True, relu=True)
-    loss = module.TransducerLoss(packed_input=True)
-    frames, labels, targets = whole.frame_counts, whole.label_counts, whole.targets.int()
-    shared = {"batch_offset": batch.nodes.first[1:]}
-
-    def call() -> Tensor:
-        f, g, weight, bias = whole.leaves.values()
-        hidden = joint(f, g, frames, labels + 1, packed_batch=batch.nodes.count, **shared)
-        inputs = F.linear(hidden, weight, bias), targets, frames, labels, batch.blank_id
-        return loss(*inputs, max_f_len=batch.frames.max_seqlen, **shared).float()
-
-    return Contender(whole.leaves, call, [batch.upstream], whole.packed)
-
-
 def _torchaudio(batch: Batch, dtype: torch.dtype) -> Contender:
     """All logits, padded."""
     from torchaudio.functional import rnnt_loss  # pyright: ignore[reportMissingImports]
@@ -569,82 +492,7 @@ def _numba(batch: Batch) -> Contender:
     def loss(logits: Tensor, part: Part) -> Tensor:
         return module(logits.float(), part.targets.int(), *part.lengths)
 
-    return padded(batch, loss, size=_sub_batch(batch))
-
-
-def _warp_rnnt(batch: Batch) -> Contender:
-    """Padded float32 log-probabilities."""
-    from warp_rnnt import rnnt_loss  # pyright: ignore[reportMissingImports]
-
-    def loss(logits: Tensor, part: Part) -> Tensor:
-        log_probs = logits.log_softmax(-1, dtype=torch.float32)
-        inputs = log_probs, part.targets.int(), *part.lengths
-        return rnnt_loss(*inputs, blank=part.blank_id, gather=True)
-
-    return padded(batch, loss)
-
-
-def _warp_rnnt_compact(batch: Batch) -> Contender:
-    """Packed float32 log-probabilities."""
-    from warp_rnnt import rnnt_loss  # pyright: ignore[reportMissingImports]
-
-    _need_gpu(batch, "warp_rnnt")
-    leaves, nodes = {name: leaf(x) for name, x in batch.leaves.items()}, batch.nodes
-    sequence, frame, state = nodes.positions(0, nodes.count)
-    frame += batch.frames.cu_seqlens.long()[sequence]
-    state += batch.labels.lengthened(1).cu_seqlens.long()[sequence]
-    lengths = [layout.cu_seqlens.diff() for layout in (batch.frames, batch.labels)]
-    targets = batch.targets.int()
-
-    def call() -> Tensor:
-        f, g, weight, bias = leaves.values()
-        hidden = (f.index_select(0, frame) + g.index_select(0, state)).relu_()
-        log_probs = F.linear(hidden, weight, bias).log_softmax(-1, dtype=torch.float32)
-        return rnnt_loss(log_probs, targets, *lengths, blank=batch.blank_id, compact=True)
-
-    return Contender(leaves, call, [batch.upstream])
-
-
-_PRUNED_STATES, _SIMPLE_SCALE, _LM_ONLY_SCALE = 5, 0.5, 0.25
-
-
-def _pruned(batch: Batch, name: str) -> Contender:
-    """k2 or fast_rnnt as icefall uses it: a simple loss says which states matter for each frame.
-
-    The joint is computed for those alone, so the value is another one, and so is the work.
-    """
-    module = importlib.import_module(name)
-    whole = Padded(batch)
-    # Two projections more, by which frames and states are scored apart.
-    simple = {f"simple {side}": leaf(batch.weight) for side in ("frames", "states")}
-    ends = [batch.labels.cu_seqlens.diff(), batch.frames.cu_seqlens.diff()]
-    zero = torch.zeros_like(ends[0])
-    boundary = torch.stack([zero, zero, *ends], 1).long()
-    shared: dict[str, Any] = {"symbols": whole.targets, "termination_symbol": batch.blank_id}
-    shared |= {"boundary": boundary, "reduction": "none"}
-    scales = {"lm_only_scale": _LM_ONLY_SCALE, "am_only_scale": 0.0}
-
-    def call() -> Tensor:
-        f, g, weight, bias = whole.leaves.values()
-        am, lm = (F.linear(x, w).float() for x, w in zip((f, g), simple.values(), strict=True))
-        coarse, (px_grad, py_grad) = module.rnnt_loss_smoothed(
-            lm=lm, am=am, return_grad=True, **scales, **shared
-        )
-        ranges = module.get_rnnt_prune_ranges(
-            px_grad=px_grad, py_grad=py_grad, boundary=boundary, s_range=_PRUNED_STATES
-        )
-        pruned = module.do_rnnt_pruning(am=f, lm=g, ranges=ranges)
-        logits = F.linear((pruned[0] + pruned[1]).relu(), weight, bias).float()
-        return _SIMPLE_SCALE * coarse + module.rnnt_loss_pruned(
-            logits=logits, ranges=ranges, **shared
-        )
-
-    leaves = whole.leaves | simple
-    return Contender(leaves, call, [batch.upstream], whole.packed, exact=False)
-
-
-def _sub_batch(batch: Batch) -> int:
-    return 16 if batch.encoded.is_cuda else 2
+    return padded(batch, loss, size=16 if batch.encoded.is_cuda else 2)
 
 
 # In order: those that fit into memory before those that may not.
@@ -652,17 +500,10 @@ PEERS: dict[str, Peer] = {
     "FlashRNNT's way, in torch": lambda batch: chunked(
         batch, 200_000 if batch.encoded.is_cuda else 50
     ),
-    "NeMo's way, torch": lambda batch: padded(batch, merged, size=_sub_batch(batch)),
     "NeMo's way, warprnnt_numba": _numba,
-    "apex packed float16": lambda batch: _apex(batch, torch.float16),
-    "apex packed float32": lambda batch: _apex(batch, torch.float32),
-    "warp_rnnt compact": _warp_rnnt_compact,
-    "warp_rnnt gather": _warp_rnnt,
     "torchaudio float16": lambda batch: _torchaudio(batch, torch.float16),
     "torchaudio float32": lambda batch: _torchaudio(batch, torch.float32),
     "transformers float32": _transformers,
     "torch dense": lambda batch: padded(batch, plain),
-    "k2 pruned (approximate)": lambda batch: _pruned(batch, "k2"),
-    "fast_rnnt pruned (approximate)": lambda batch: _pruned(batch, "fast_rnnt"),
 }
 TDT_PEERS: dict[str, Peer] = {"transformers dense": _transformers_tdt}

@@ -11,16 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import bench
-import numpy as np
 import pytest
 import torch
-from benchmarks import conversations, data, harness, inference, streams, training, whisper
+from benchmarks import conversations, data, harness, inference, training
 from benchmarks.speech import agreement
 from benchmarks.workload import LISTED, drawn_durations, read_durations
 from hypothesis import given
 from hypothesis import strategies as st
-
-from effasr.transcription.online import OnlineRecognizer
 
 PROFILING = Path(__file__).parents[2] / "profiling"
 RESULTS = PROFILING / "results"
@@ -54,9 +51,7 @@ def test_subcommands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("training", training.COLUMNS),
         ("inference", inference.COLUMNS),
-        ("streaming", streams.COLUMNS),
         ("conversations", conversations.COLUMNS),
-        ("whisper", whisper.COLUMNS),
     ],
 )
 def test_columns_are_those_of_the_results(name: str, columns: Sequence[str]) -> None:
@@ -231,28 +226,6 @@ def test_every_way_to_change_audio_is_measured(
     assert int(rows["noise"]["utterances"]) <= int(rows["speeds"]["utterances"])
 
 
-def test_a_plan_is_measured() -> None:
-    planned = data.plan(3000, 4000, 4)
-    assert planned.steps > 10
-    assert planned.cpu_seconds > 0
-    assert 1e7 < planned.peak_bytes < 1e11
-    assert max(planned.padding_frames, planned.padding_tokens) < 0.005
-    spread = planned.imbalance_mean, planned.imbalance_p99, planned.imbalance_max
-    assert 0 <= spread[0] <= spread[1] <= spread[2] < 0.02
-
-
-@pytest.mark.extended
-def test_tables_of_plans_and_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "--utterances 3000 --frame-budgets 4000 --world-sizes 2 8"
-    rows = rows_of(f"planning {sizes}", tmp_path / "planning.csv")
-    assert [row["ranks"] for row in rows] == ["2", "8"]
-    assert [line.count("|") for line in capsys.readouterr().out.splitlines()] == [13] * 4
-    rows = rows_of("corpus --utterances 500 --jobs 1", tmp_path / "corpus.csv")
-    assert [row["start"].split(",")[0] for row in rows] == ["plain", "cold", "warm", "worker"]
-    assert len({row["fingerprint"] for row in rows[:3]}) == 1
-    assert all(int(row["peak"]) > int(row["private"]) > 0 for row in rows)
-
-
 # --- inference ------------------------------------------------------------------------------------
 
 
@@ -315,53 +288,6 @@ def test_a_disagreement_stops_before_anything_is_timed(
 def test_wrong_shapes(shape: str) -> None:
     with pytest.raises(ValueError, match="must be ENCODER_LAYERS/DECODER_LAYERS"):
         inference.build(shape, TINY, CPU, torch.float32)
-
-
-@pytest.mark.parametrize("beam", [1, 3])
-def test_rows_of_streams(beam: int, tmp_path: Path) -> None:
-    command = "inference --size tiny --shapes 2/1 --streams 1 3 --chunks 7 --longest 1.5"
-    rows = rows_of(f"{command} --beam {beam}", tmp_path / "rows.csv")
-    assert [(row["streams"], row["utterances"], row["audio_s"]) for row in rows] == [
-        ("1", "1", "1.5"),
-        ("3", "3", "4.5"),
-    ]
-    for row in rows:
-        assert (row["model"], row["method"]) == ("tiny, 2 encoder layers", "ctc")
-        assert row["beam"] == str(beam)
-        assert (row["context"], row["chunk_s"]) == ("64/0/7", "0.56")
-        delays = [float(row[f"delay_p{share}_s"]) for share in (50, 90, 99)]
-        assert 0 < delays[0] <= delays[1] <= delays[2]
-        assert 0 < float(row["algorithmic_p50_s"]) < float(row["algorithmic_p99_s"]) < 0.56
-        assert float(row["rtfx"]) > 0
-        assert float(row["rss_end_mb"]) >= float(row["rss_minute_1_mb"]) > 1
-
-
-@pytest.mark.parametrize("seconds", [0.1, 0.5])
-def test_the_delay_of_a_stream_is_that_of_its_steps(
-    monkeypatch: pytest.MonkeyPatch, seconds: float
-) -> None:
-    """Each call of `decode` takes so long by the clock; a chunk comes every 0.24 s."""
-    clock = iter(np.arange(10_000) * seconds)
-    monkeypatch.setattr(streams.time, "perf_counter", lambda: next(clock))
-    model = inference.build("1/1", TINY, CPU, torch.float32, 3)
-    recognizer = OnlineRecognizer(model, inference.Numbers(), streams=2)  # type: ignore[arg-type]
-    recordings = [0.1 * np.ones(samples, np.float32) for samples in (33_000, 20_000, 1280)]
-    served = streams.serve(recognizer, recordings, 1)
-    assert served.audio_s == pytest.approx(54_280 / 16_000)
-    assert all(text.split() for text in served.texts)
-    # 9 + 6 + 1 chunks; the last of each recording is known to be when all of it has come.
-    assert len(served.delays_s) == 16
-    assert served.algorithmic_s.total() == 26 + 16 + 1
-    # The last window of a chunk reaches 41 samples beyond it.
-    expected = [(41 + 1280 * later) / 16_000 for later in (2, 1, 0)]
-    assert list(served.algorithmic_s)[:3] == pytest.approx(expected)
-    # All chunks but the last of a recording.
-    assert list(served.algorithmic_s.values())[:3] == [8 + 5] * 3
-    assert seconds - 1e-6 < min(served.delays_s) < 1.1 * seconds
-    late = sum(delay > seconds + 1e-6 for delay in served.delays_s)
-    # The end of a recording may come during the step before; slow steps are always late.
-    assert late <= 3 if seconds < 0.2 else late > 8
-    assert max(served.delays_s) < 2 * seconds
 
 
 # --- conversations --------------------------------------------------------------------------------

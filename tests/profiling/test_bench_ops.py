@@ -32,18 +32,15 @@ MODULES = {
     **{"flash-attn layer_norm_fn": "flash_attn"},
     **{"transformers float32": "torchaudio", "NeMo's way, warprnnt_numba": "warprnnt_numba"},
     **{"torchaudio float16": "torchaudio", "torchaudio float32": "torchaudio"},
-    **{"warp_rnnt compact": "warp_rnnt", "warp_rnnt gather": "warp_rnnt"},
-    **{"apex packed float16": "apex", "apex packed float32": "apex"},
-    **{"k2 pruned (approximate)": "k2", "fast_rnnt pruned (approximate)": "fast_rnnt"},
 }
 """What peers that are packages are imported from."""
 ON_GPU_ALONE = {
-    *("cut-cross-entropy", "flash_attn_2", "flash_attn_3", "flash_attn_4", "warp_rnnt compact"),
-    *("apex packed float16", "apex packed float32", "flash-attn layer_norm_fn"),
+    *("cut-cross-entropy", "flash_attn_2", "flash_attn_3", "flash_attn_4"),
+    "flash-attn layer_norm_fn",
 }
 INTERPRETED = {"Liger"}
 """Kernels that Triton's interpreter runs, too."""
-OWN = {"FlashRNNT's way, in torch", "NeMo's way, torch", "torch dense"}
+OWN = {"FlashRNNT's way, in torch", "torch dense"}
 """Ways to a transducer's loss that need no package."""
 CPU = ["--device", "cpu"]
 WORKLOAD = ops.workloads(ops.parse(CPU))[0]
@@ -100,8 +97,6 @@ def test_peers_compute_the_same(case: Case, peer: str, monkeypatch: pytest.Monke
         pytest.skip(f"{peer} needs a GPU")
     elif peer in INTERPRETED and "TRITON_INTERPRET" not in os.environ:
         pytest.skip(f"{peer} needs a GPU, or TRITON_INTERPRET=1")
-    elif "approximate" in peer:
-        pytest.skip(f"{peer} computes another value")
     elif peer == "torch flex_attention":
         # On a CPU it has no backward.
         contender = case.peers[peer]()
@@ -367,13 +362,10 @@ def test_tiles_of_any_size_agree(rows: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, None])
-@pytest.mark.parametrize("loss", [transducer.plain, transducer.merged])
-def test_sub_batches_of_any_size_agree_for_any_upstream(
-    size: int | None, loss: transducer.Loss
-) -> None:
+def test_sub_batches_of_any_size_agree_for_any_upstream(size: int | None) -> None:
     batch, upstream = _batch([5, 1, 3], [2, 1, 0]), [torch.tensor([1.0, -2.0, 0.5])]
     expected = replace(transducer.chunked(batch, 4), upstream=upstream).outcome()
-    parts = replace(transducer.padded(batch, loss, size=size), upstream=upstream)
+    parts = replace(transducer.padded(batch, transducer.plain, size=size), upstream=upstream)
     for name, x in parts.outcome().items():
         torch.testing.assert_close(x, expected[name])
 
@@ -436,7 +428,6 @@ def test_large_batches_are_measured_on_request(
     message, measured = capsys.readouterr().err, {row["backend"] for row in rows}
     for name in set(transducer.PEERS) - OWN:
         assert f"peer: {name}" in measured or f"peer: {name}: " in message
-    assert "apex packed float16: ImportError: no package apex" in message
 
 
 def test_what_does_not_fit_has_no_row(
@@ -448,34 +439,6 @@ def test_what_does_not_fit_has_no_row(
     monkeypatch.setattr(transducer, "PEERS", {"dense": full})
     assert ops.main([*CPU, "--op", "transducer_loss"]) == 0
     assert "peer: dense: OutOfMemoryError: CUDA error: out of memory" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        (
-            {"__init__": "raise AssertionError('imported')", "models": ""},
-            "is not NVIDIA's, but the unrelated package of that name on PyPI",
-        ),
-        ({"__init__": "", "contrib/__init__": ""}, "built without APEX_TRANSDUCER=1"),
-    ],
-)
-def test_an_apex_that_cannot_be_used_says_so(
-    files: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name, text in files.items():
-        path = tmp_path / "apex" / f"{name}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    importlib.invalidate_caches()
-    try:
-        for peer in ("apex packed float16", "apex packed float32"):
-            with pytest.raises(ImportError, match=message):
-                RNNT.peers[peer]()
-    finally:
-        for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
-            del sys.modules[name]
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> ModuleType:
@@ -506,17 +469,6 @@ def _padded_double(
     return transducer.plain(logits, _part(targets, logit_lengths, target_lengths, blank))
 
 
-def _packed_double(
-    logits: Tensor, targets: Tensor, frames: Tensor, labels: Tensor, blank: int
-) -> Tensor:
-    log_probs = logits.log_softmax(-1)
-    nodes = _part(targets, frames, labels, blank).nodes
-    sequence, _, state = nodes.positions(0, nodes.count)
-    label = torch.nn.functional.pad(targets, (0, 1)).long()
-    label = label[nodes.labels.cu_seqlens.long()[sequence] + state]
-    return nodes.losses(log_probs[:, blank], log_probs.gather(1, label[:, None])[:, 0])
-
-
 def test_torchaudio_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, "torchaudio")
     _install(monkeypatch, "torchaudio.functional", rnnt_loss=_padded_double)
@@ -543,84 +495,3 @@ def test_numba_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     make = lambda blank, reduction: lambda *given: _padded_double(*given, blank, reduction)
     _install(monkeypatch, "warprnnt_numba", RNNTLossNumba=make)
     assert _distance(RNNT, "NeMo's way, warprnnt_numba") < 1e-5
-
-
-def test_warp_rnnt_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rnnt_loss(*given: Any, blank: int, gather: bool = False, compact: bool = False) -> Tensor:
-        assert gather is not compact
-        return (_packed_double if compact else _padded_double)(*given, blank)
-
-    _install(monkeypatch, "warp_rnnt", rnnt_loss=rnnt_loss)
-    with pytest.raises(RuntimeError, match="needs a GPU"):
-        RNNT.peers["warp_rnnt compact"]()
-    monkeypatch.setattr(transducer, "_need_gpu", lambda *_: None)
-    assert _distance(RNNT, "warp_rnnt gather") < 1e-5
-    assert _distance(RNNT, "warp_rnnt compact") < 1e-5
-
-
-def test_apex_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    def joint(f: Tensor, g: Tensor, frames: Tensor, states: Tensor, **sizes: Any) -> Tensor:
-        ends = (frames * states).cumsum(0).tolist()
-        assert sizes.pop("batch_offset").tolist() == ends
-        assert sizes == {"packed_batch": ends[-1]}
-        hidden = (f[:, :, None] + g[:, None]).relu()
-        lengths = zip(frames.tolist(), states.tolist(), strict=True)
-        return torch.cat([hidden[n, :t, :u].flatten(0, 1) for n, (t, u) in enumerate(lengths)])
-
-    def loss(
-        x: Tensor, label: Tensor, frames: Tensor, labels: Tensor, blank: int, **sizes: Any
-    ) -> Tensor:
-        assert sizes["max_f_len"] == int(frames.max())
-        assert sizes["batch_offset"][-1] == len(x)
-        packed = torch.cat([label[n, :u] for n, u in enumerate(labels.tolist())])
-        return _packed_double(x.float(), packed, frames, labels, blank)
-
-    def made(function: Callable[..., Tensor], **expected: bool) -> Callable[..., Any]:
-        def make(**options: bool) -> Callable[..., Tensor]:
-            assert options == expected
-            return function
-
-        return make
-
-    module = ModuleType("apex.contrib.transducer")
-    vars(module).update(
-        TransducerJoint=made(joint, pack_output=True, relu=True),
-        TransducerLoss=made(loss, packed_input=True),
-    )
-    monkeypatch.setattr(transducer, "nvidia_apex", lambda: module)
-    with pytest.raises(RuntimeError, match="apex needs a GPU"):
-        RNNT.peers["apex packed float16"]()
-    monkeypatch.setattr(transducer, "_need_gpu", lambda *_: None)
-    assert _distance(RNNT, "apex packed float16") < 1e-2
-    assert _distance(RNNT, "apex packed float32") < 1e-5
-
-
-@pytest.mark.extended
-def test_pruning_is_timed_but_not_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def smoothed(*, lm: Tensor, am: Tensor, return_grad: bool, **given: Any) -> Any:
-        assert return_grad
-        assert given["symbols"].dtype == given["boundary"].dtype == torch.int64
-        assert given["boundary"][:, 3].max() == am.shape[1]
-        assert given["boundary"][:, 2].max() == lm.shape[1] - 1 == given["symbols"].shape[1]
-        grads = torch.zeros(2, am.shape[0], lm.shape[1], am.shape[1])
-        return am.mean((1, 2)) + lm.mean((1, 2)), (grads[0, :, 1:], grads[1])
-
-    def ranges(*, px_grad: Tensor, py_grad: Tensor, boundary: Tensor, s_range: int) -> Tensor:
-        return torch.arange(s_range).expand(py_grad.shape[0], py_grad.shape[2], s_range)
-
-    def prune(*, am: Tensor, lm: Tensor, ranges: Tensor) -> tuple[Tensor, Tensor]:
-        few = lm[:, None, : ranges.shape[2]]
-        return am[:, :, None].expand(-1, -1, few.shape[2], -1), few.expand(-1, am.shape[1], -1, -1)
-
-    def loss(*, logits: Tensor, ranges: Tensor, reduction: str, **_: Any) -> Tensor:
-        assert reduction == "none"
-        return logits.mean((1, 2, 3))
-
-    functions = {"rnnt_loss_smoothed": smoothed, "get_rnnt_prune_ranges": ranges}
-    functions |= {"do_rnnt_pruning": prune, "rnnt_loss_pruned": loss}
-    _install(monkeypatch, "k2", **functions)
-    output = tmp_path / "ops.csv"
-    assert ops.main([*CPU, "--op", "transducer_loss", "--output", str(output)]) == 0
-    rows = [row for row in harness.read(output) if "k2" in row["backend"]]
-    assert len(rows) == 2 * (len(LARGE) + 1), "not of the TDT"
-    assert {(row["error"], row["tflop_per_s"]) for row in rows} == {("approximate", "")}

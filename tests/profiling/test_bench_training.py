@@ -1,30 +1,24 @@
-"""Training throughput at tiny size: its batches, rows and recordings; and the one of Whisper."""
+"""Training throughput at tiny size: its batches, rows and recordings."""
 
 from __future__ import annotations
 
-import importlib.util
-import math
 import sys
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import report
 import torch
-from benchmarks import harness, training, whisper
-from benchmarks import whisper_systems as systems
+from benchmarks import harness, training
 from benchmarks.speech import (
     Corpus,
-    agreement,
     padded_features,
     plan_of,
     random_batches,
     representative,
 )
-from benchmarks.workload import LISTED, TOKENS_PER_SECOND
 from torch._dynamo.utils import counters
 
 from effasr.data.features.config import FeatureConfig
@@ -242,144 +236,3 @@ def test_steps_are_recorded_for_the_report(
     assert {"forward", "backward", "update"} <= ranges
     assert training.main([*record, "transformers"]) == 1
     assert "only our own steps" in capsys.readouterr().err
-
-
-# --- Whisper --------------------------------------------------------------------------------------
-
-
-def settings(folder: Path, task: str) -> systems.Settings:
-    sizes = {"utterances": 6, "batch": 2, "threads": 1}
-    return systems.Settings(task, "dry_run", str(folder), str(LISTED), **sizes)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("tokenizers")
-    pytest.importorskip("transformers", minversion="5.23")
-    made = tmp_path_factory.mktemp("whisper")
-    has = importlib.util.find_spec("ctranslate2") is not None
-    chosen = [name for name in systems.SYSTEMS["transcribe"] if has]
-    systems.prepare(settings(made, "transcribe"), chosen)
-    return made
-
-
-def test_updates_are_those_of_transformers(folder: Path) -> None:
-    chosen = settings(folder, "finetune")
-    theirs, ours = (systems.build(chosen, name) for name in ("transformers", "effasr_silence"))
-    losses = [theirs.check()["loss"]]
-    assert ours.check()["loss"] == pytest.approx(losses[0], rel=1e-5)
-    for number in range(3):
-        expected, done = theirs.run(number), ours.run(number)
-        assert done["loss"] == pytest.approx(expected["loss"], rel=1e-4)
-        for name in ("audio_s", "utterances", "frames"):
-            assert done[name] == pytest.approx(expected[name])
-        losses.append(theirs.check()["loss"])
-        assert ours.check()["loss"] == pytest.approx(losses[-1], rel=1e-4)
-    # What was learnt is more than the two may differ by.
-    assert abs(losses[-1] / losses[0] - 1) > whisper.LOSS_TOLERANCE
-
-
-def test_without_silence_the_loss_is_another_and_steps_hold_what_they_should(folder: Path) -> None:
-    chosen = settings(folder, "finetune")
-    names = "transformers", "effasr", "effasr_filled"
-    theirs, few, filled = (systems.build(chosen, name) for name in names)
-    assert few.check() == filled.check()
-    difference = abs(few.check()["loss"] / theirs.check()["loss"] - 1)
-    assert difference > whisper.LOSS_TOLERANCE
-    padded, less, full = (item.run(0) for item in (theirs, few, filled))
-    assert less["frames"] < padded["frames"] == full["frames"] == 400
-    assert full["audio_s"] >= less["audio_s"] > 0
-    assert padded["utterances"] == 2
-    assert all(math.isfinite(item["loss"]) for item in (padded, less, full))
-
-
-def test_all_write_the_same_tokens_and_as_many(folder: Path) -> None:
-    chosen = settings(folder, "transcribe")
-    theirs = systems.build(chosen, "transformers").check()["tokens"]
-    ours = systems.build(chosen, "effasr_silence")
-    assert agreement(ours.check()["tokens"], theirs) > 0.9
-    assert len({token for text in theirs for token in text}) > 3
-    alone = systems.build(chosen, "effasr").check()["tokens"]
-    assert agreement(alone, theirs) < 1
-    counts = [len(text) for text in theirs]
-    assert counts == [len(text) for text in alone]
-    done = ours.run(0)
-    assert done["tokens"] == sum(counts) >= TOKENS_PER_SECOND * done["audio_s"] - len(counts)
-    assert done["seconds"] > 0
-
-
-@pytest.mark.parametrize("precision", ["float32", "int8"])
-def test_ctranslate2_writes_the_same_tokens(precision: str, folder: Path) -> None:
-    pytest.importorskip("ctranslate2")
-    chosen = settings(folder, "transcribe")
-    theirs = systems.build(chosen, "transformers").check()["tokens"]
-    tokens = systems.build(chosen, f"ctranslate2_{precision}").check()["tokens"]
-    assert agreement(tokens, theirs) > (0.9 if precision == "float32" else 0.3)
-
-
-@pytest.mark.extended
-def test_each_system_in_a_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers", minversion="5.23")
-    output = tmp_path / "new" / "whisper.csv"
-    names = ["transformers", "effasr_silence"]
-    command = ["finetune", "--dry-run", "--threads", "1", "--output", str(output)]
-    assert whisper.main([*command, "--systems", *names]) == 0
-    rows = {row["system"]: row for row in harness.read(output)}
-    assert list(rows) == names
-    for row in rows.values():
-        assert int(row["peak_bytes"]) > int(row["base_bytes"]) > 0
-        assert float(row["audio_s_per_s"]) > 0
-        assert float(row["loss"]) > 5
-        assert (row["threads"], row["minimum_s"]) == ("1", "4")
-    assert float(rows["effasr_silence"]["loss_difference"]) < 1e-3
-    assert "left out" not in capsys.readouterr().err
-
-
-@pytest.mark.extended
-def test_what_is_not_there_is_left_out_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(whisper, "prepare", lambda settings, systems: None)
-    command = ["transcribe", "--dry-run", "--systems", "ctranslate2_int8"]
-    assert whisper.main(command) == 1
-    assert "ctranslate2_int8: left out: ctranslate2 is not installed" in capsys.readouterr().err
-    # Without a checkpoint the process says what it lacks; the benchmark goes on, and ends.
-    assert whisper.main(["finetune", "--dry-run", "--systems", "effasr"]) == 1
-    assert "effasr: left out:" in capsys.readouterr().err
-
-
-def _measured(checked: dict[str, object], *losses: float) -> whisper.Measured:
-    return SimpleNamespace(checked=checked, losses=list(losses))  # type: ignore[return-value]
-
-
-def test_what_disagrees_is_not_timed() -> None:
-    reference = _measured({"loss": 2.0}, 2.0, 1.0)
-    for losses, message in (([2.0, 1.0], None), ([2.0, 1.01], "differs"), ([2.0, math.nan], "nan")):
-        about = whisper.compare("effasr_silence", _measured({"loss": 2.0}, *losses), reference)
-        reason = whisper.disagreement("effasr_silence", about, 0.9)
-        assert reason is None if message is None else message in reason
-    # Other steps, and another function: only the check counts, and it may differ.
-    about = whisper.compare("effasr", _measured({"loss": 3.0}, 9.0), reference)
-    assert about == {"loss_difference": 0.5}
-    assert whisper.disagreement("effasr", about, 0.9) is None
-    texts = (_measured({"tokens": [[1, 2, x, 4]]}) for x in (9, 3))
-    about = whisper.compare("ctranslate2_float32", *texts)
-    assert about == {"agreement": 0.5}
-    assert "only 0.5000" in whisper.disagreement("ctranslate2_float32", about, 0.9)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["finetune", "--batch", "0"], "`--batch` must be at least 1, but is 0"),
-        (["transcribe", "--utterances", "3"], "`--utterances` must be at least --batch = 8"),
-        (["finetune", "--systems", "ctranslate2_int8"], "of finetune must be among transformers"),
-        (["finetune", "--lengths", "missing.txt"], "missing.txt"),
-    ],
-)
-def test_wrong_options(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert whisper.main(options) == 2
-    assert message in capsys.readouterr().err
