@@ -1,31 +1,15 @@
 """Small recordings and manifests for the tests of the data folder."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
-import soundfile
 
 from effasr.data.index.columns import Ragged
 from effasr.data.tokenizer import train_tokenizer
+from tests.support import corpora
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-
-
-def _write_tone(path, seconds, *, rate=16_000, channels=1, hertz=440.0):
-    """Write a sine of amplitude 0.5; the format follows the suffix."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    time = np.arange(round(seconds * rate)) / rate
-    tone = (0.5 * np.sin(2 * np.pi * hertz * time)).astype(np.float32)
-    soundfile.write(path, np.tile(tone[:, None], channels), rate)
-    return path
-
-
-def _write_lines(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return path
 
 
 def _check_same(first, second):
@@ -51,12 +35,12 @@ def check_same():
 
 @pytest.fixture(scope="session")
 def write_tone():
-    return _write_tone
+    return corpora.write_tone
 
 
 @pytest.fixture(scope="session")
 def write_lines():
-    return _write_lines
+    return corpora.write_lines
 
 
 @pytest.fixture
@@ -68,13 +52,13 @@ def nemo(tmp_path):
         rows = []
         for index in range(count):
             seconds = 0.5 + 0.1 * (index % 7)
-            _write_tone(folder / f"audio/u{index}.wav", seconds, hertz=200 + 10 * index)
+            corpora.write_tone(folder / f"audio/u{index}.wav", seconds, hertz=200 + 10 * index)
             text = " ".join(WORDS[(index + step) % 10] for step in range(1 + index % 2))
             audio = f"audio/u{index}.wav"
             rows.append(
                 {"audio_filepath": audio, "duration": seconds, "text": text, "lang": "en"} | fields
             )
-        return _write_lines(folder / "train.jsonl", rows)
+        return corpora.write_lines(folder / "train.jsonl", rows)
 
     return make
 

@@ -1,5 +1,3 @@
-import json
-
 import pytest
 
 from effasr.data.audio.waveform import AudioError, AudioSegment, load_audio
@@ -11,16 +9,12 @@ from effasr.data.manifest.prepare import prepare
 from effasr.data.manifest.reader import read
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import SentencePieceTokenizer
-
-
-def load(path, tokenizer, **options):
-    config = DataConfig(**({"train": str(path), "frame_budget": 60} | options))  # type: ignore[arg-type]
-    return Corpus.load(config.train, tokenizer, config)
+from tests.support.corpora import dropped, load_corpus, read_lines
 
 
 def test_examples_are_those_of_the_manifest(nemo, tokenizer):
     manifest = nemo(12)
-    corpus = load(manifest, tokenizer)
+    corpus = load_corpus(manifest, tokenizer)
     assert len(corpus) == 12
     assert not corpus.dropped
     for index, cut in enumerate(read(manifest)):
@@ -37,11 +31,11 @@ def test_examples_are_those_of_the_manifest(nemo, tokenizer):
 
 def test_a_prepared_folder_gives_the_same_corpus_without_opening_audio(nemo, tokenizer, tmp_path):
     manifest = nemo(5)
-    direct = load(manifest, tokenizer)
+    direct = load_corpus(manifest, tokenizer)
     prepare(manifest, tmp_path / "out")
     for file in (manifest.parent / "audio").iterdir():
         file.rename(file.with_suffix(".away"))
-    prepared = load(tmp_path / "out", tokenizer)
+    prepared = load_corpus(tmp_path / "out", tokenizer)
     assert prepared.fingerprint == direct.fingerprint
     assert [prepared.audio(i) for i in range(5)] == [direct.audio(i) for i in range(5)]
     with pytest.raises(AudioError, match=r"utterance 'u3': .*u3\.wav: there is no such file"):
@@ -51,8 +45,8 @@ def test_a_prepared_folder_gives_the_same_corpus_without_opening_audio(nemo, tok
 def test_what_cannot_be_trained_on_is_listed(nemo, tokenizer):
     manifest = nemo(7)
     (manifest.parent / "audio/u2.wav").unlink()
-    corpus = load(manifest, tokenizer, min_duration=0.6, max_duration=1.0, token_budget=40)
-    assert [(drop.id, drop.reason) for drop in corpus.dropped] == [
+    corpus = load_corpus(manifest, tokenizer, min_duration=0.6, max_duration=1.0, token_budget=40)
+    assert dropped(corpus) == [
         ("u0", "too_short"),
         ("u2", "missing_audio"),
         ("u6", "too_long"),
@@ -63,7 +57,7 @@ def test_what_cannot_be_trained_on_is_listed(nemo, tokenizer):
 def test_a_language_with_more_tokens_has_rates_of_its_own(nemo, tokenizer, write_lines):
     manifest, text = nemo(1), "one two three four"
     both = SentencePieceTokenizer({name: tokenizer.models["en"] for name in ("de", "en")})
-    row = json.loads(manifest.read_text())
+    (row,) = read_lines(manifest)
     rows = [row | {"text": "one", "lang": "de"}] * 90 + [row | {"text": text}] * 2
     filters = FilterConfig(rate_deviations=4)
     config = DataConfig(frame_budget=60, token_budget=60, filters=filters)
@@ -74,7 +68,7 @@ def test_a_language_with_more_tokens_has_rates_of_its_own(nemo, tokenizer, write
 def test_over_budgets(nemo, tokenizer, write_lines):
     manifest = nemo(7)
     anything = FilterConfig(max_dropped=1)
-    frames = load(manifest, tokenizer, frame_budget=10, token_budget=60, filters=anything)
+    frames = load_corpus(manifest, tokenizer, frame_budget=10, token_budget=60, filters=anything)
     assert {drop.reason for drop in frames.dropped} == {"over_frame_budget"}
     rows = [{"audio_filepath": f"audio/u{index % 7}.wav", "text": "one"} for index in range(1500)]
     rows[9]["text"] = "one four two eight"
@@ -91,29 +85,29 @@ def test_over_budgets(nemo, tokenizer, write_lines):
 
 def test_the_shape_is_derived_where_it_is_not_given(nemo, tokenizer):
     manifest = nemo(12)
-    corpus = load(manifest, tokenizer, frame_budget=200)
+    corpus = load_corpus(manifest, tokenizer, frame_budget=200)
     ratio = corpus.lengths.tokens.sum() / corpus.lengths.frames.sum()
     assert corpus.shape.token_budget == pytest.approx(200 * ratio, abs=1)
     assert corpus.shape.max_sequences == 25
-    provided = load(manifest, tokenizer, token_budget=33, max_sequences=4)
+    provided = load_corpus(manifest, tokenizer, token_budget=33, max_sequences=4)
     assert (provided.shape.token_budget, provided.shape.max_sequences) == (33, 4)
 
 
 def test_the_fingerprint_follows_texts_and_order(nemo, tokenizer):
     manifest = nemo(4)
-    first = load(manifest, tokenizer).fingerprint
-    assert load(manifest, tokenizer).fingerprint == first
+    first = load_corpus(manifest, tokenizer).fingerprint
+    assert load_corpus(manifest, tokenizer).fingerprint == first
     lines = manifest.read_text().splitlines()
     manifest.write_text("\n".join(reversed(lines)))
-    assert load(manifest, tokenizer).fingerprint != first
+    assert load_corpus(manifest, tokenizer).fingerprint != first
     manifest.write_text("\n".join(lines).replace('"one two"', '"one six"'))
-    assert load(manifest, tokenizer).fingerprint != first
+    assert load_corpus(manifest, tokenizer).fingerprint != first
 
 
 def test_a_corpus_without_anything_to_train_on_is_refused(nemo, tokenizer):
     with pytest.raises(
         ValueError, match=r"no utterance can be trained on \(3 dropped; the first: "
     ):
-        load(nemo(3), tokenizer, min_duration=5.0)
+        load_corpus(nemo(3), tokenizer, min_duration=5.0)
     with pytest.raises(ValueError, match=r"no manifest: no utterance can be trained on"):
         Corpus.load([], tokenizer, DataConfig())

@@ -1,8 +1,5 @@
-import json
 import os
 import signal
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -10,9 +7,9 @@ from effasr.data.filters.config import Limits
 from effasr.data.index import index_reader
 from effasr.data.index.index_reader import build_table
 from effasr.data.manifest.prepare import prepare
+from tests.support.corpora import read_lines, write_lines
 
 LIMITS = Limits(min_duration=0.6, max_duration=1.0, speed_perturbation=(0.9, 1.0))
-Check = Callable[[Any, Any], None]
 
 
 @pytest.fixture(autouse=True)
@@ -20,12 +17,8 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(index_reader, "PART", 3)
 
 
-def rows_of(manifest):
-    return [json.loads(line) for line in manifest.read_text().splitlines()]
-
-
 @pytest.fixture(params=["nemo", "cuts", "kaldi", "parts of files", "late"])
-def source(request, nemo, write_lines, tmp_path):
+def source(request, nemo, tmp_path):
     """A manifest with good lines and bad ones."""
     manifest = nemo(14)
     (manifest.parent / "audio/u4.wav").unlink()
@@ -34,7 +27,7 @@ def source(request, nemo, write_lines, tmp_path):
             prepare(manifest, tmp_path / "cuts")
             return tmp_path / "cuts"
         case "kaldi":
-            rows = rows_of(manifest)
+            rows = read_lines(manifest)
             texts = "".join(f"k{index} {row['text']}\n" for index, row in enumerate(rows))
             audio = "".join(f"k{index} {row['audio_filepath']}\n" for index, row in enumerate(rows))
             (manifest.parent / "text").write_text(texts)
@@ -44,21 +37,19 @@ def source(request, nemo, write_lines, tmp_path):
             # Names that must be told apart, from the first lines on.
             rows = [
                 row | {"offset": 0.1 * part, "duration": 0.3}
-                for row in rows_of(manifest)
+                for row in read_lines(manifest)
                 for part in range(2)
             ]
             return write_lines(manifest.parent / "parts.jsonl", rows)
         case "late":
-            rows = rows_of(manifest)
+            rows = read_lines(manifest)
             return write_lines(manifest.parent / "late.jsonl", rows + rows[5:9])
     return manifest
 
 
 def test_the_table_does_not_depend_on_the_processes(source, tokenizer, check_same):
-    paths, limits = (
-        [source, source],
-        Limits(min_duration=0.2, ctc=False, speed_perturbation=(0.9, 1.0)),
-    )
+    paths = [source, source]
+    limits = Limits(min_duration=0.2, ctc=False, speed_perturbation=(0.9, 1.0))
     alone = build_table(paths, tokenizer, limits, "en", [0, 1])
     counts = []
     together = build_table(paths, tokenizer, limits, "en", [0, 1], jobs=2, progress=counts.append)
@@ -72,26 +63,20 @@ def test_the_table_does_not_depend_on_the_processes(source, tokenizer, check_sam
 
 @pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.parametrize("line", [1, 8])
-def test_a_malformed_line_is_told(nemo, tokenizer, jobs, line):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text": 5}, "`text` must be a string, but is 5"),
+        ({"id": "n0"}, "the id 'n0' is taken by an earlier line"),
+    ],
+)
+def test_a_malformed_line_is_told(nemo, tokenizer, jobs, line, change, message):
     manifest = nemo(12)
-    lines = manifest.read_text().splitlines()
-    lines[line] = lines[line].replace('"text"', '"words"')
-    manifest.write_text("\n".join(lines))
-    table = build_table([manifest], tokenizer, LIMITS, "en", [0], jobs=jobs)
+    rows = [row | {"id": f"n{index}"} for index, row in enumerate(read_lines(manifest))]
+    rows[line] |= change
+    table = build_table([write_lines(manifest, rows)], tokenizer, LIMITS, "en", [0], jobs=jobs)
     (details,) = {item.details for item in table.dropped if item.reason == "malformed_row"}
-    assert f"train.jsonl:{line + 1}: `text` is missing: every line needs it." in details
-
-
-@pytest.mark.parametrize("jobs", [1, 2])
-@pytest.mark.parametrize("line", [1, 8])
-def test_an_id_that_is_taken_is_told(nemo, write_lines, tokenizer, jobs, line):
-    manifest = nemo(12)
-    rows = [row | {"id": f"n{index}"} for index, row in enumerate(rows_of(manifest))]
-    rows[line]["id"] = "n0"
-    write_lines(manifest, rows)
-    table = build_table([manifest], tokenizer, LIMITS, "en", [0], jobs=jobs)
-    (details,) = {item.details for item in table.dropped if item.reason == "malformed_row"}
-    assert f"train.jsonl:{line + 1}: the id 'n0' is taken by an earlier line" in details
+    assert f"train.jsonl:{line + 1}: {message}" in details
 
 
 def test_a_killed_process_is_told(nemo, tokenizer, monkeypatch):

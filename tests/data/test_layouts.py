@@ -15,18 +15,10 @@ from effasr.data.audio.waveform import load_audio
 from effasr.data.manifest.clean import parse_clean
 from effasr.data.manifest.prepare import prepare
 from effasr.data.manifest.reader import read
+from tests.support.corpora import read_lines, write_lines
 
 RATE = 16_000
-TEXTS = [
-    "one",
-    "two, three",
-    "fo\u2028ur",
-    '"five and six',
-    'say "seven"',
-    'eight" nine',
-    "ten",
-    "x y",
-]
+TEXTS = ["one", "two, three", "fo\u2028ur", '"five and six', 'say "seven"', 'eight" nine', "x y"]
 
 
 def tone(hertz: float, seconds: float = 1.0) -> np.ndarray:
@@ -51,10 +43,17 @@ def prepared(source: Path, tmp_path: Path) -> tuple[list, list[dict]]:
     out = tmp_path / "prepared"
     shutil.rmtree(out, ignore_errors=True)
     report = prepare(source, out, jobs=1)
-    dropped = [json.loads(line) for line in (out / "dropped.jsonl").read_text().splitlines()]
+    dropped = read_lines(out / "dropped.jsonl")
     selected = list(read(out)) if report.kept.utterances else []
     assert (len(selected), len(dropped)) == (report.kept.utterances, report.dropped.utterances)
     return selected, dropped
+
+
+def talk(path: Path, *tones: float) -> Path:
+    """Write a recording with a tone of a second after another."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    soundfile.write(path, np.concatenate([tone(hertz) for hertz in tones]), RATE)
+    return path
 
 
 def texts(cuts) -> list[str]:
@@ -97,10 +96,7 @@ def test_quotes_of_csv_and_quotes_of_a_text(folder, tmp_path) -> None:
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 @pytest.mark.parametrize("names", ["offset duration", "start end"])
 def test_parts_of_a_recording(tmp_path, suffix, names) -> None:
-    folder = tmp_path / "set"
-    folder.mkdir()
-    talk = np.concatenate([tone(300), tone(500), tone(700)])
-    soundfile.write(folder / "talk.wav", talk, RATE)
+    folder = talk(tmp_path / "set" / "talk.wav", 300, 500, 700).parent
     times = [(0.0, 1.0), (1.0, 1.0 if names.startswith("offset") else 2.0)]
     rows = [("talk.wav", *span, text) for span, text in zip(times, ("a", "b"), strict=True)]
     columns = ["file_name", *names.split(), "text"]
@@ -153,23 +149,19 @@ def test_common_voice(tmp_path, is_folder) -> None:
 
 
 def test_every_recording_of_a_folder_is_kept_or_listed(tmp_path) -> None:
+    folder = write(tmp_path / "set" / "without.wav", 300).parent
     suffixes = ("wav", "aiff", "aif", "au", "caf", "w64", "ogg", "oga", "flac", "mp3")
     for suffix in suffixes:
         kind = {"oga": "OGG", "aif": "AIFF"}.get(suffix, suffix.upper())
-        with (write(tmp_path / "set" / "x.wav", 300).parent / f"r_{suffix}.{suffix}").open(
-            "wb"
-        ) as f:
+        with (folder / f"r_{suffix}.{suffix}").open("wb") as f:
             soundfile.write(f, tone(400), RATE, format=kind)
-        (tmp_path / "set" / f"r_{suffix}.txt").write_text(suffix)
-    (tmp_path / "set" / "x.wav").rename(tmp_path / "set" / "without.wav")
-    (tmp_path / "set" / "video.m4a").write_bytes(b"\0\0\0\x20ftypM4A " + bytes(99))
-    (tmp_path / "set" / "video.txt").write_text("m4a")
-    selected, dropped = prepared(tmp_path / "set", tmp_path)
+        (folder / f"r_{suffix}.txt").write_text(suffix)
+    (folder / "video.m4a").write_bytes(b"\0\0\0\x20ftypM4A " + bytes(99))
+    (folder / "video.txt").write_text("m4a")
+    selected, dropped = prepared(folder, tmp_path)
     assert sorted(texts(selected)) == sorted(suffixes)
-    assert {row["id"]: row["reason"] for row in dropped} == {
-        "video": "unreadable_audio",
-        "without": "malformed_row",
-    }
+    reasons = {row["id"]: row["reason"] for row in dropped}
+    assert reasons == {"video": "unreadable_audio", "without": "malformed_row"}
 
 
 @pytest.mark.parametrize("separator", [" ", "\t", "  "])
@@ -195,9 +187,7 @@ SUBTITLES = {
 
 @pytest.mark.parametrize("kind", SUBTITLES)
 def test_subtitles_beside_a_recording(tmp_path, kind) -> None:
-    folder = tmp_path / "set"
-    folder.mkdir()
-    soundfile.write(folder / "talk.wav", np.concatenate([tone(300), tone(500)]), RATE)
+    folder = talk(tmp_path / "set" / "talk.wav", 300, 500).parent
     (folder / f"talk.{kind}").write_text(SUBTITLES[kind])
     selected, dropped = prepared(folder, tmp_path)
     assert (texts(selected), dropped) == (["One two.", "Three four."], [])
@@ -209,31 +199,28 @@ def test_channels_of_a_call(tmp_path, channels) -> None:
     write(tmp_path / "call.wav", 300, 500)
     lines = [
         {"audio_filepath": "call.wav", "text": text, "channel": channel, "id": text}
-        for text, channel in zip("ab", channels, strict=True)
+        for text, channel in zip("abc", (*channels, 2), strict=True)
     ]
-    lines.append({"audio_filepath": "call.wav", "text": "c", "channel": 2, "id": "c"})
-    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    selected, dropped = prepared(tmp_path / "m.jsonl", tmp_path)
+    selected, dropped = prepared(write_lines(tmp_path / "m.jsonl", lines), tmp_path)
     assert [hertz(cut) for cut in selected] == [300, 500]
     assert "`channel` is 2, but the file has 2, counted from 0" in dropped[0]["details"]
 
 
-def test_kaldi_channels_and_segments(tmp_path) -> None:
+@pytest.mark.parametrize(("first", "second"), ["AB", "12"])
+def test_kaldi_channels_and_segments(tmp_path, first, second) -> None:
     folder = tmp_path / "set"
     write(folder / "call.wav", 300, 500)
     (folder / "wav.scp").write_text("call-A call.wav\ncall-B call.wav\n")
-    (folder / "reco2file_and_channel").write_text("call-A call A\ncall-B call B\n")
+    (folder / "reco2file_and_channel").write_text(f"call-A call {first}\ncall-B call {second}\n")
     (folder / "segments").write_text(
         "a call-A 0 0.5\nb call-B 0.5 1.35\nzero call-A 0.5 0.5\nfar call-A 0.5 1.9\n"
     )
     (folder / "text").write_text("a one\nb two\nzero three\nfar four\nnowhere five\n")
     selected, dropped = prepared(folder, tmp_path)
     assert [(hertz(cut), cut.duration) for cut in selected] == [(300, 0.5), (500, 0.5)]
-    assert {row["id"]: row["reason"] for row in dropped} == {
-        "zero": "malformed_row",
-        "far": "duration_mismatch",
-        "nowhere": "malformed_row",
-    }
+    reasons = {row["id"]: row["reason"] for row in dropped}
+    malformed = dict.fromkeys(("zero", "nowhere"), "malformed_row")
+    assert reasons == malformed | {"far": "duration_mismatch"}
 
 
 def supervised(begin: float, length: float, **cut: object) -> dict:
@@ -262,9 +249,8 @@ def supervised(begin: float, length: float, **cut: object) -> dict:
     ],
 )
 def test_a_text_has_the_span_of_its_supervision(tmp_path, line, expected) -> None:
-    soundfile.write(tmp_path / "r.wav", np.concatenate([tone(300), tone(500), tone(700)]), RATE)
-    (tmp_path / "cuts.jsonl").write_text(json.dumps(line))
-    selected, dropped = prepared(tmp_path / "cuts.jsonl", tmp_path)
+    talk(tmp_path / "r.wav", 300, 500, 700)
+    selected, dropped = prepared(write_lines(tmp_path / "cuts.jsonl", [line]), tmp_path)
     if expected is None:
         assert selected == []
         assert "has only a part of what its supervision says" in dropped[0]["details"]
@@ -275,9 +261,7 @@ def test_a_text_has_the_span_of_its_supervision(tmp_path, line, expected) -> Non
 
 
 def test_recordings_and_supervisions(tmp_path) -> None:
-    folder = tmp_path / "set"
-    folder.mkdir()
-    soundfile.write(folder / "r.wav", np.concatenate([tone(300), tone(500), tone(700)]), RATE)
+    folder = talk(tmp_path / "set" / "r.wav", 300, 500, 700).parent
     cut = supervised(1.0, 1.0)
     lines = [cut["supervisions"][0], cut["supervisions"][0] | {"id": "t", "recording_id": "q"}]
     for kind, rows in (("recordings", [cut["recording"]]), ("supervisions", lines)):
@@ -298,8 +282,7 @@ def test_names_that_differ_in_spelling(tmp_path, form) -> None:
     spelled = [unicodedata.normalize("NFC" if form == "NFD" else "NFD", NAMES[0])]
     spelled += ["sub\\a.wav", "b.wav ", "c d.wav", "https://example.org/a.wav"]
     lines = [{"audio_filepath": name, "text": "a"} for name in spelled]
-    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    selected, dropped = prepared(tmp_path / "m.jsonl", tmp_path)
+    selected, dropped = prepared(write_lines(tmp_path / "m.jsonl", lines), tmp_path)
     assert [hertz(cut) for cut in selected] == [300, 400, 500, 600]
     assert "`audio_filepath` is a URL" in dropped[0]["details"]
 
@@ -371,11 +354,8 @@ def test_random_damage_loses_no_row(tmp_path, kind) -> None:
 def test_two_texts_of_one_span_are_counted(tmp_path) -> None:
     write(tmp_path / "call.wav", 300, 500)
     rows = [("a", 0), ("b", 1), ("c", None), ("d", None), ("a", 0)]
-    lines = [
-        {"audio_filepath": "call.wav", "text": text, "channel": channel} for text, channel in rows
-    ]
-    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    report = prepare(tmp_path / "m.jsonl", tmp_path / "out", jobs=1)
+    lines = [{"audio_filepath": "call.wav", "text": text, "channel": side} for text, side in rows]
+    report = prepare(write_lines(tmp_path / "m.jsonl", lines), tmp_path / "out", jobs=1)
     assert (report.kept.utterances, report.conflicting_texts) == (5, 1)
 
 
@@ -385,9 +365,8 @@ def test_far_too_little_text_is_an_outlier(tmp_path) -> None:
     for number in range(120):
         write(tmp_path / f"{number}.wav", 300, seconds=1.0)
         text = "a" if number == 60 else "x" * int(rng.integers(14, 19))
-        lines.append(json.dumps({"audio_filepath": f"{number}.wav", "text": text}))
-    (tmp_path / "m.jsonl").write_text("\n".join(lines))
-    kept, dropped = prepared(tmp_path / "m.jsonl", tmp_path)
+        lines.append({"audio_filepath": f"{number}.wav", "text": text})
+    kept, dropped = prepared(write_lines(tmp_path / "m.jsonl", lines), tmp_path)
     (row,) = dropped
     assert (row["id"], row["reason"], len(kept)) == ("60", "character_rate_outlier", 119)
     assert row["details"] == "1.0 per second, far less than others of 1.0 s"
@@ -397,11 +376,7 @@ def test_far_too_little_text_is_an_outlier(tmp_path) -> None:
     ("names", "text", "expected"),
     [
         ("lower", "It IS. İ", "it is. i̇"),
-        (
-            "no-punctuation",
-            "Don't, he said: well-known! (Yes) 'so'",
-            "Don't he said well-known Yes so",
-        ),
+        ("no-punctuation", "Don't, he: well-known! (Yes) 'so'", "Don't he well-known Yes so"),
         ("tags=<...>", "<noise> one <unk>two", "one two"),
         ("tags=[...],lower,no-punctuation", "[laughs] ONE, Two.", "one two"),
         ("", "  a   B ", "a B"),
@@ -410,8 +385,8 @@ def test_far_too_little_text_is_an_outlier(tmp_path) -> None:
 def test_texts_are_cleaned(tmp_path, names, text, expected) -> None:
     write(tmp_path / "a.wav", 300)
     line = {"audio_filepath": "a.wav", "text": text}
-    (tmp_path / "m.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line | {"text": "<x>"}))
-    prepare(tmp_path / "m.jsonl", tmp_path / "out", jobs=1, clean=parse_clean(names))
+    manifest = write_lines(tmp_path / "m.jsonl", [line, line | {"text": "<x>"}])
+    prepare(manifest, tmp_path / "out", jobs=1, clean=parse_clean(names))
     kept = texts(read(tmp_path / "out"))
     assert kept[0] == expected
     assert len(kept) == (1 if "tags=<" in names else 2)

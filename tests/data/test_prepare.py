@@ -10,10 +10,7 @@ from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.rules import Limits
 from effasr.data.manifest.prepare import prepare
 from effasr.data.manifest.reader import read
-
-
-def dropped_lines(out):
-    return [json.loads(line) for line in (out / "dropped.jsonl").read_text().splitlines()]
+from tests.support.corpora import read_lines, write_lines
 
 
 @pytest.fixture
@@ -21,7 +18,7 @@ def faulty(tmp_path, nemo):
     """Twelve good utterances with a faulty one after every second of them."""
     manifest = nemo(12)
     audio = manifest.parent / "audio"
-    good = manifest.read_text().splitlines()
+    good = read_lines(manifest)
     (audio / "zero.wav").write_bytes(b"")
     (audio / "noise.wav").write_bytes(b"not audio" * 50)
     soundfile.write(audio / "silent.wav", np.zeros(8000), 16_000)
@@ -29,25 +26,20 @@ def faulty(tmp_path, nemo):
     soundfile.write(audio / "cut.flac", np.random.default_rng(0).normal(0, 0.1, 32_000), 16_000)
     (audio / "cut.flac").write_bytes((audio / "cut.flac").read_bytes()[:9000])
     (audio / "long.wav").write_bytes(whole)
-    faults = [
-        {"audio_filepath": "audio/gone.wav", "duration": 1.0, "text": "one"},
-        {"audio_filepath": "audio/zero.wav", "duration": 1.0, "text": "one"},
-        {"audio_filepath": "audio/noise.wav", "text": "one"},
-        {"audio_filepath": "audio/silent.wav", "text": "one"},
-        {"audio_filepath": "audio/cut.flac", "text": "one"},
-        {"audio_filepath": "audio/long.wav", "duration": 9.0, "text": "one"},
-    ]
-    lines = []
-    for index, fault in enumerate(faults):
-        lines += [*good[2 * index : 2 * index + 2], json.dumps(fault)]
-    manifest.write_text("\n".join(lines) + "\n")
-    return manifest
+    names = ("gone.wav", "zero.wav", "noise.wav", "silent.wav", "cut.flac", "long.wav")
+    rows = []
+    for index, name in enumerate(names):
+        duration = {"gone.wav": 1.0, "zero.wav": 1.0, "long.wav": 9.0}.get(name)
+        fault = {"audio_filepath": f"audio/{name}", "text": "one"}
+        rows += good[2 * index : 2 * index + 2]
+        rows.append(fault | ({"duration": duration} if duration else {}))
+    return write_lines(manifest, rows)
 
 
 def test_every_fault_is_dropped_counted_and_listed(faulty, tmp_path):
     report = prepare(faulty, tmp_path / "out", jobs=2)
     assert [cut.id for cut in read(tmp_path / "out")] == [f"u{index}" for index in range(12)]
-    lines = dropped_lines(tmp_path / "out")
+    lines = read_lines(tmp_path / "out/dropped.jsonl")
     assert [(line["id"], line["reason"]) for line in lines] == [
         ("gone", "missing_audio"),
         ("zero", "empty_audio"),
@@ -87,59 +79,47 @@ def test_the_same_source_gives_the_same_files(faulty, tmp_path):
     prepare(faulty, tmp_path / "b", jobs=3)
     for file in ("cuts.jsonl.gz", "dropped.jsonl", "report.json"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
-        "cuts.jsonl.gz",
-        "dropped.jsonl",
-        "report.json",
-    ]
+    assert len(list((tmp_path / "b").iterdir())) == 3
     prepare(tmp_path / "a", tmp_path / "c")
     assert read(tmp_path / "c") == read(tmp_path / "a")
 
 
 def test_checks_that_need_a_tokenizer(nemo, tmp_path, tokenizer):
     manifest = nemo(6)
-    rows = [json.loads(line) for line in manifest.read_text().splitlines()]
+    rows = read_lines(manifest)
     rows[1]["lang"] = "fr"
     rows[2]["text"] = "жжж"
     rows[3]["text"] = "one two three four five six"
     rows[4] |= {"source_lang": "de", "target_lang": "en", "lang": None, "text": "one ж"}
-    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(manifest, rows)
     report = prepare(manifest, tmp_path / "out", tokenizer=tokenizer)
-    assert [line["reason"] for line in dropped_lines(tmp_path / "out")] == [
-        "unknown_language",
-        "unknown_text",
-        "ctc_infeasible",
-    ]
-    assert {name: share.utterances for name, share in report.by_language.items()} == {
-        "en": 2,
-        "de>en": 1,
-    }
+    reasons = [line["reason"] for line in read_lines(tmp_path / "out/dropped.jsonl")]
+    assert reasons == ["unknown_language", "unknown_text", "ctc_infeasible"]
+    assert {k: v.utterances for k, v in report.by_language.items()} == {"en": 2, "de>en": 1}
     prepare(manifest, tmp_path / "four", tokenizer=tokenizer, framing=Framing(subsampling=4))
-    assert [line["reason"] for line in dropped_lines(tmp_path / "four")] == [
-        "unknown_language",
-        "unknown_text",
-    ]
+    four = [line["reason"] for line in read_lines(tmp_path / "four/dropped.jsonl")]
+    assert four == reasons[:2]
     assert report.unknown_tokens == 1
     assert report.tokens > 6
 
 
 def test_rate_outliers_are_dropped(nemo, tmp_path):
     manifest = nemo(40)
-    rows = [json.loads(line) for line in manifest.read_text().splitlines()]
+    rows = read_lines(manifest)
     for row in rows:
         row["text"] = "one two three"
     rows[17]["text"] = "one two three " * 30
-    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(manifest, rows)
     prepare(manifest, tmp_path / "out")
-    (line,) = dropped_lines(tmp_path / "out")
+    (line,) = read_lines(tmp_path / "out/dropped.jsonl")
     assert (line["id"], line["reason"]) == ("u17", "character_rate_outlier")
     assert "far more than others of 0.8 s" in line["details"]
     assert line["audio"].endswith("u17.wav")
 
 
-def test_a_language_with_more_characters_has_rates_of_its_own(nemo, tmp_path, write_lines):
+def test_a_language_with_more_characters_has_rates_of_its_own(nemo, tmp_path):
     manifest = nemo(1)
-    row = json.loads(manifest.read_text())
+    (row,) = read_lines(manifest)
     rows = [row | {"text": "一二", "lang": "zh"}] * 90 + [row | {"text": "one and two"}] * 2
     report = prepare(write_lines(manifest, rows), tmp_path / "out")
     assert report.kept.utterances == 92
@@ -150,10 +130,7 @@ def test_limits_and_progress(nemo, tmp_path):
     limits = Limits(min_duration=0.6, max_duration=1.0)
     report = prepare(nemo(7), tmp_path / "out", limits=limits, progress=seen.append)
     assert seen == [1, 2, 3, 4, 5, 6, 7]
-    assert (report.by_reason["too_short"].utterances, report.by_reason["too_long"].utterances) == (
-        1,
-        1,
-    )
+    assert [report.by_reason[name].utterances for name in ("too_short", "too_long")] == [1, 1]
 
 
 def test_a_malformed_line_is_listed_and_an_empty_source_stops_it(nemo, tmp_path):
@@ -191,5 +168,5 @@ def test_a_path_that_is_not_utf8_is_dropped_and_listed(tmp_path):
         (folder / f"{stem}.txt").write_text("a b")
     report = prepare(folder, tmp_path / "out", jobs=1)
     assert (report.kept.utterances, report.by_reason["unreadable_audio"].utterances) == (1, 1)
-    (line,) = (tmp_path / "out/dropped.jsonl").read_bytes().splitlines()
-    assert json.loads(line)["id"] == name
+    (line,) = read_lines(tmp_path / "out/dropped.jsonl")
+    assert line["id"] == name

@@ -11,18 +11,16 @@ from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.config import FilterConfig
 from effasr.data.index.corpus import Corpus
-from effasr.data.index.corpus_cache import CorpusCache
-from effasr.data.manifest.reader import read
 from effasr.data.mixture import MixConfig
 from effasr.planning.listing import read_listing, select
+from tests.support.corpora import load_corpus, write_tone
 
 SPEEDS = (0.9, 1.0, 1.1)
+ANYTHING = FilterConfig(max_dropped=1)
 
 
 def load(path, tokenizer, **options):
-    defaults = {"train": str(path), "frame_budget": 60, "speed_perturbation": SPEEDS}
-    config = DataConfig(**(defaults | options))  # type: ignore[arg-type]
-    return Corpus.load(config.train, tokenizer, config)
+    return load_corpus(path, tokenizer, **{"speed_perturbation": SPEEDS} | options)
 
 
 @given(
@@ -46,7 +44,7 @@ def test_a_copy_has_exactly_the_planned_samples(tmp_path_factory, samples, rate,
     path.unlink()
 
 
-def test_speech_is_slower_and_lower_as_by_lhotse(tmp_path, write_tone):
+def test_speech_is_slower_and_lower_as_by_lhotse(tmp_path):
     path = write_tone(tmp_path / "a.wav", 1.0, hertz=450.0)
     cut = Recording.from_file(path, recording_id="a").to_cut()
     slow = load_at(cut, 0.9)
@@ -87,8 +85,7 @@ def test_every_utterance_is_there_at_every_speed(nemo, tokenizer):
 def test_what_is_dropped_is_dropped_at_its_speed(nemo, tokenizer):
     manifest = nemo(7)
     (manifest.parent / "audio/u2.wav").unlink()
-    anything = FilterConfig(max_dropped=1)
-    corpus = load(manifest, tokenizer, min_duration=0.5, max_duration=1.1, filters=anything)
+    corpus = load(manifest, tokenizer, min_duration=0.5, max_duration=1.1, filters=ANYTHING)
     assert [(drop.id, drop.reason, drop.duration) for drop in corpus.dropped] == [
         ("u0_sp1.1", "too_short", 7273 / 16_000),
         ("u2_sp0.9", "missing_audio", None),
@@ -107,50 +104,27 @@ def test_what_is_dropped_is_dropped_at_its_speed(nemo, tokenizer):
 
 def test_rates_and_ctc_are_those_of_the_copy(nemo, tokenizer):
     manifest = nemo(3, text="one")
-    plain = load(
-        manifest, tokenizer, speed_perturbation=(1.0,), filters=FilterConfig(max_dropped=1)
-    )
+    plain = load(manifest, tokenizer, speed_perturbation=(1.0,), filters=ANYTHING)
     rates = (plain.lengths.tokens - 5) / (plain.samples / 16_000)
     limit = FilterConfig(max_tokens_per_second=float(rates[0]) * 1.05, max_dropped=1)
     corpus = load(manifest, tokenizer, filters=limit)
     # One copy of the shortest is too fast; the second, slower, is as far below as it was.
     assert [(d.id, d.reason) for d in corpus.dropped] == [("u0_sp1.1", "token_rate_outlier")]
-    dense = nemo(3, text="one two three four")
-    frames = Framing().frames(8000)
-    everything = FilterConfig(max_dropped=1)
-    slow = load(
-        dense, tokenizer, speed_perturbation=(0.5, 1.0, 2.0), filters=everything, token_budget=60
-    )
+    dense, speeds = nemo(3, text="one two three four"), (0.5, 1.0, 2.0)
+    slow = load(dense, tokenizer, speed_perturbation=speeds, filters=ANYTHING, token_budget=60)
     infeasible = {d.id for d in slow.dropped if d.reason == "ctc_infeasible"}
     assert "u0_sp2.0" in infeasible
     assert "u0_sp0.5" not in infeasible
-    assert frames == 7
 
 
 def test_the_fingerprint_follows_the_speeds(nemo, tokenizer):
     manifest = nemo(4)
-    each_item = [(1.0,), SPEEDS, (1.1, 1.0, 0.9), (0.9, 1.0), (1.0, 1.00001)]
     prints = [
-        load(manifest, tokenizer, speed_perturbation=speeds).fingerprint for speeds in each_item
+        load(manifest, tokenizer, speed_perturbation=speeds).fingerprint
+        for speeds in ((1.0,), SPEEDS, (1.1, 1.0, 0.9), (0.9, 1.0), (1.0, 1.00001))
     ]
     assert len(set(prints)) == len(prints)
     assert load(manifest, tokenizer).fingerprint == prints[1]
-
-
-def test_what_is_kept_for_later_starts_has_the_copies(nemo, tokenizer, tmp_path):
-    manifest = nemo(7)
-    cache = CorpusCache(tmp_path / "cache", least_bytes=0, jobs=1)
-    selected = {}
-    for speeds in (SPEEDS, (1.0,), SPEEDS):
-        config = DataConfig(train=str(manifest), frame_budget=60, speed_perturbation=speeds)
-        selected[speeds] = Corpus.load(config.train, tokenizer, config, read=cache)
-        direct = load(manifest, tokenizer, speed_perturbation=speeds)
-        assert selected[speeds].fingerprint == direct.fingerprint
-        for index in range(len(direct)):
-            item, other = selected[speeds].example(index), direct.example(index)
-            assert (item.id, item.text) == (other.id, other.text)
-            assert np.array_equal(item.audio, other.audio)
-    assert len(list((tmp_path / "cache").glob("*.corpus"))) == 2
 
 
 def test_shares_of_sources_count_the_hours_of_the_copies(nemo, tokenizer):
@@ -169,7 +143,7 @@ def test_shares_of_sources_count_the_hours_of_the_copies(nemo, tokenizer):
 
 def test_a_plan_lists_what_training_reads(nemo, tokenizer):
     manifest = nemo(7)
-    corpus = load(manifest, tokenizer, max_duration=1.1, filters=FilterConfig(max_dropped=1))
+    corpus = load(manifest, tokenizer, max_duration=1.1, filters=ANYTHING)
     config = DataConfig(frame_budget=60, speed_perturbation=SPEEDS, max_duration=1.1)
     for reader in (tokenizer, None):
         listing = read_listing([manifest], limits=config.limits(), tokenizer=reader)
@@ -180,15 +154,9 @@ def test_a_plan_lists_what_training_reads(nemo, tokenizer):
     assert listing.by_text == 21
 
 
-def test_reading_at_a_speed_resamples_once(tmp_path, write_tone):
+def test_reading_at_a_speed_resamples_once(tmp_path):
     """From 44.1 kHz, the result is that of one resampling by the product of both ratios."""
     path = write_tone(tmp_path / "a.wav", 0.5, rate=44_100)
     direct = read_audio(path, 16_000 / 1.1)
-    cut = read(_manifest(tmp_path, path))[0]
+    cut = Recording.from_file(path).to_cut()
     assert np.array_equal(load_at(cut, 1.1), direct[: samples_in(0.5, 16_000 / 1.1)])
-
-
-def _manifest(folder, audio):
-    path = folder / "m.jsonl"
-    path.write_text(f'{{"audio_filepath": "{audio}", "text": "one"}}\n')
-    return path

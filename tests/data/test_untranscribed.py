@@ -1,7 +1,6 @@
 """Utterances without text: read, planned and packed where a recipe wants them."""
 
 import gzip
-import json
 
 import numpy as np
 import pytest
@@ -10,20 +9,20 @@ from lhotse import CutSet
 from effasr.data.batch import IGNORED, StaticShape
 from effasr.data.collate import Example, collate
 from effasr.data.config import DataConfig
-from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader
 from effasr.data.manifest.reader import iterate, read
 from effasr.data.statistics.survey import survey
 from effasr.planning.listing import read_listing, select
 from effasr.training.fault_tolerance.oom_recovery import split
+from tests.support.corpora import dropped, load_corpus, read_lines, write_lines, write_tone
 
 SHAPE = StaticShape(frame_budget=40, token_budget=30, max_sequences=5)
 
 
 @pytest.fixture
-def half(nemo, write_lines):
+def half(nemo):
     """A manifest of ten lines; every other one has no text: missing, null or empty."""
-    rows = [json.loads(line) for line in nemo(10).read_text().splitlines()]
+    rows = read_lines(nemo(10))
     for number, row in enumerate(rows):
         if number % 2:
             row["text"] = [None, ""][number // 2 % 2]
@@ -32,25 +31,13 @@ def half(nemo, write_lines):
     return write_lines(nemo(10).parent / "half.jsonl", rows)
 
 
-def load(path, tokenizer, **options):
-    config = DataConfig(**({"train": str(path), "frame_budget": 60} | options))  # type: ignore[arg-type]
-    return Corpus.load(config.train, tokenizer, config)
-
-
 def test_a_line_without_text_is_still_an_error_where_texts_are_required(half, tokenizer):
     with pytest.raises(ValueError, match=r"leaves out 4 of 10 utterances"):
-        load(half, tokenizer)
-
-
-def test_empty_texts_are_still_dropped_where_texts_are_required(nemo, write_lines, tokenizer):
-    rows = [json.loads(line) for line in nemo(12).read_text().splitlines()]
-    rows[3]["text"] = " "
-    corpus = load(write_lines(nemo(12).parent / "empty.jsonl", rows), tokenizer)
-    assert [(item.id, item.reason) for item in corpus.dropped] == [("u3", "empty_text")]
+        load_corpus(half, tokenizer)
 
 
 def test_ignored_texts_leave_frames_alone(half, tokenizer):
-    corpus = load(half, tokenizer, text="ignored")
+    corpus = load_corpus(half, tokenizer, text="ignored")
     assert len(corpus) == 10
     assert not corpus.dropped
     assert not corpus.lengths.tokens.any()
@@ -61,13 +48,13 @@ def test_ignored_texts_leave_frames_alone(half, tokenizer):
 
 
 def test_texts_decide_nothing_where_they_are_ignored(half, nemo, tokenizer):
-    whole, part = (load(path, tokenizer, text="ignored") for path in (nemo(10), half))
+    whole, part = (load_corpus(path, tokenizer, text="ignored") for path in (nemo(10), half))
     assert whole.fingerprint == part.fingerprint
-    assert load(nemo(10), tokenizer).fingerprint != whole.fingerprint
+    assert load_corpus(nemo(10), tokenizer).fingerprint != whole.fingerprint
 
 
 def test_batches_without_tokens_have_one_shape_and_count_frames(half, tokenizer):
-    corpus = load(half, tokenizer, text="ignored")
+    corpus = load_corpus(half, tokenizer, text="ignored")
     config = DataConfig(train=str(half), frame_budget=60, text="ignored", workers=0)
     loader = Loader(corpus, config, seed=0)
     steps = loader.steps(0, 0)
@@ -88,7 +75,7 @@ def test_batches_without_tokens_have_one_shape_and_count_frames(half, tokenizer)
 
 
 def test_room_for_labels_is_planned_by_duration(half, tokenizer):
-    corpus = load(half, tokenizer, text="optional", frame_budget=100)
+    corpus = load_corpus(half, tokenizer, text="optional", frame_budget=100)
     has_text = corpus.monotonic
     assert has_text.tolist() == [True, False] * 5
     seconds = corpus.samples / 16_000
@@ -99,25 +86,27 @@ def test_room_for_labels_is_planned_by_duration(half, tokenizer):
     assert corpus.example(1).reserved == room[1]
     assert corpus.example(1).text is None
     assert corpus.example(0).text
-    fixed = load(half, tokenizer, text="optional", frame_budget=100, label_tokens_per_second=2.0)
+    fixed = load_corpus(
+        half, tokenizer, text="optional", frame_budget=100, label_tokens_per_second=2.0
+    )
     assert fixed.example(1).reserved == min(np.ceil(2 * seconds[1]) + 1, corpus.lengths.frames[1])
 
 
-def test_room_must_be_given_where_no_line_has_a_text(nemo, write_lines, tokenizer):
-    rows = [json.loads(line) | {"text": ""} for line in nemo(4).read_text().splitlines()]
+def test_room_must_be_given_where_no_line_has_a_text(nemo, tokenizer):
+    rows = [row | {"text": ""} for row in read_lines(nemo(4))]
     path = write_lines(nemo(4).parent / "none.jsonl", rows)
     with pytest.raises(ValueError, match="`label_tokens_per_second` must be given"):
-        load(path, tokenizer, text="optional")
-    provided = load(path, tokenizer, text="optional", label_tokens_per_second=5.0)
+        load_corpus(path, tokenizer, text="optional")
+    provided = load_corpus(path, tokenizer, text="optional", label_tokens_per_second=5.0)
     assert len(provided) == 4
 
 
-def test_nobody_labels_a_translation(nemo, write_lines, tokenizer):
-    rows = [json.loads(line) for line in nemo(10).read_text().splitlines()]
+def test_nobody_labels_a_translation(nemo, tokenizer):
+    rows = read_lines(nemo(10))
     rows[2] |= {"text": "", "source_lang": "en", "target_lang": "de"}
     path = write_lines(nemo(10).parent / "translation.jsonl", rows)
-    corpus = load(path, tokenizer, text="optional")
-    assert [(item.id, item.reason) for item in corpus.dropped] == [("u2", "empty_text")]
+    corpus = load_corpus(path, tokenizer, text="optional")
+    assert dropped(corpus) == [("u2", "empty_text")]
 
 
 def test_a_batch_reserves_rows_for_labels():
@@ -150,37 +139,33 @@ def test_a_batch_without_text_can_be_split():
     assert second.num_targets == second.num_frames
 
 
-def test_every_kind_of_manifest_may_lack_texts(half, tmp_path, write_tone, write_lines):
+def test_every_kind_of_manifest_may_lack_texts(half, tmp_path):
+    def texts(path):
+        return {cut.id: cut.supervisions[0].text for cut in iterate(path, untranscribed=True)}
+
     cuts = list(iterate(half, untranscribed=True))
     assert [cut.supervisions[0].text == "" for cut in cuts] == [False, True] * 5
     bare = [cut.drop_supervisions() if n % 2 else cut for n, cut in enumerate(cuts)]
     CutSet.from_cuts(bare).to_file(tmp_path / "cuts.jsonl")
-    again = list(iterate(tmp_path / "cuts.jsonl", untranscribed=True))
-    assert [cut.supervisions[0].text for cut in again] == [c.supervisions[0].text for c in cuts]
+    assert texts(tmp_path / "cuts.jsonl") == texts(half)
     with pytest.raises(ValueError, match="must have one supervision, but has 0"):
         read(tmp_path / "cuts.jsonl")
 
-    write_tone(tmp_path / "folder/a.wav", 1.0)
-    write_tone(tmp_path / "folder/b.wav", 1.0)
+    audio = [write_tone(tmp_path / f"folder/{name}.wav", 1.0) for name in "ab"]
     (tmp_path / "folder/b.txt").write_text("one\n")
-    result = list(iterate(tmp_path / "folder", untranscribed=True))
-    assert [cut.supervisions[0].text for cut in result] == ["", "one"]
+    assert texts(tmp_path / "folder") == {"a": "", "b": "one"}
     with pytest.raises(ValueError, match=r"there is no a\.txt beside it"):
         read(tmp_path / "folder")
 
     kaldi = tmp_path / "kaldi"
     kaldi.mkdir()
-    audio = tmp_path / "folder"
-    (kaldi / "wav.scp").write_text(f"x {audio / 'a.wav'}\ny {audio / 'b.wav'}\n")
-    assert [c.supervisions[0].text for c in iterate(kaldi, untranscribed=True)] == ["", ""]
+    (kaldi / "wav.scp").write_text("x {}\ny {}\n".format(*audio))
+    assert texts(kaldi) == {"x": "", "y": ""}
     (kaldi / "text").write_text("y one\n")
-    assert {c.id: c.supervisions[0].text for c in iterate(kaldi, untranscribed=True)} == {
-        "x": "", "y": "one",
-    }  # fmt: skip
+    assert texts(kaldi) == {"x": "", "y": "one"}
 
     write_lines(tmp_path / "table/metadata.jsonl", [{"file_name": "../folder/a.wav"}])
-    (only,) = iterate(tmp_path / "table", untranscribed=True)
-    assert only.supervisions[0].text == ""
+    assert texts(tmp_path / "table") == {"a": ""}
 
 
 def test_a_plan_counts_frames_alone(half, tmp_path):
